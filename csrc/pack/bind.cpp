@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+// Python's view of targets, plans and the planner.
+#include "bind.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <string>
+
+#include "../check.h"
+#include "python_paths.h"
+#include "schedule.h"
+
+namespace py = pybind11;
+
+namespace pat {
+namespace {
+
+using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+
+// View of a plan's array that keeps the plan alive.
+template <typename T>
+py::array plan_view(const py::object& self, int32_t offset, int32_t count) {
+  const auto& plan = self.cast<const Plan&>();
+  py::array view(py::dtype::of<T>(), {count}, {sizeof(T)}, plan.blob.data() + offset, self);
+  py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+  return view;
+}
+
+py::array bounds_view(const py::object& self, const std::vector<int64_t>& bounds) {
+  py::array view(py::dtype::of<int64_t>(), {bounds.size()}, {sizeof(int64_t)}, bounds.data(), self);
+  py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+  return view;
+}
+
+// Tree builder and scheduler of one target, with their working memory.
+class Planner {
+ public:
+  explicit Planner(const Target& target) : scheduler_(target) {}
+
+  Plan plan(const Int64Array& offsets, const Int64Array& node_ids, const Int64Array& starts,
+            const Int64Array& ends, const Int64Array& seq_lens) {
+    const py::ssize_t num_queries = seq_lens.size();
+    PAT_CHECK(offsets.size() == num_queries + 1, "path offsets hold ", offsets.size(),
+              " entries for ", num_queries, " queries, need one more than queries");
+    PAT_CHECK(node_ids.size() == starts.size() && node_ids.size() == ends.size(),
+              "node ids, starts and ends differ in length: ", node_ids.size(), ", ", starts.size(),
+              ", ", ends.size());
+    PAT_CHECK(offsets.data()[0] == 0 && offsets.data()[num_queries] == node_ids.size(),
+              "path offsets run from ", offsets.data()[0], " to ", offsets.data()[num_queries],
+              ", not from 0 to ", node_ids.size(), " elements");
+    for (py::ssize_t i = 0; i < num_queries; ++i) {
+      PAT_CHECK(offsets.data()[i] <= offsets.data()[i + 1], "query ", i,
+                ": path offsets decrease from ", offsets.data()[i], " to ", offsets.data()[i + 1]);
+    }
+    return make({num_queries, offsets.data(), node_ids.data(), starts.data(), ends.data()},
+                seq_lens);
+  }
+
+  // infos: per query a sequence of tuples; `fields` are the positions of (node id, start, end) in
+  // them; limits: tokens per query that are safe to share, beyond which paths are clipped.
+  Plan plan_from_info(const py::sequence& infos, const Int64Array& limits,
+                      const Int64Array& seq_lens, const PathFields& fields) {
+    PAT_CHECK(static_cast<py::ssize_t>(infos.size()) == seq_lens.size() &&
+                  limits.size() == seq_lens.size(),
+              "paths of ", infos.size(), " queries, ", limits.size(), " limits and ",
+              seq_lens.size(), " sequence lengths: need one of each per query");
+    paths_.read(infos, limits.data(), fields);
+    return make(paths_.view(), seq_lens);
+  }
+
+ private:
+  Plan make(const PathView& paths, const Int64Array& seq_lens) {
+    const PackTree& tree = builder_.build(paths, seq_lens.data());
+    return scheduler_.schedule(tree, seq_lens.data(), static_cast<size_t>(paths.num_queries));
+  }
+
+  TreeBuilder builder_;
+  Scheduler scheduler_;
+  PathTable paths_;
+};
+
+// Whether lengths lie within the plan's bounds. `seq_lens` points to int64 host memory.
+bool fits(const Plan& plan, uintptr_t seq_lens, size_t count) {
+  const auto* lens = reinterpret_cast<const int64_t*>(seq_lens);
+  if (count != plan.max_seq_lens.size()) return false;
+  bool inside = true;
+  for (size_t i = 0; i < count; ++i) {
+    inside &= lens[i] >= plan.min_seq_lens[i] && lens[i] <= plan.max_seq_lens[i];
+  }
+  return inside;
+}
+
+void bind_target(py::module_& m) {
+  py::enum_<Policy>(m, "Policy")
+      .value("bytes", Policy::kBytes)
+      .value("paper", Policy::kPaper)
+      .value("naive", Policy::kNaive);
+  py::enum_<Split>(m, "Split").value("cost", Split::kCost).value("mean", Split::kMean);
+  py::class_<Target>(m, "Target")
+      .def(py::init<>())
+      .def_readwrite("units", &Target::units)
+      .def_readwrite("num_q_heads", &Target::num_q_heads)
+      .def_readwrite("num_kv_heads", &Target::num_kv_heads)
+      .def_readwrite("head_dim", &Target::head_dim)
+      .def_readwrite("kv_bytes", &Target::kv_bytes)
+      .def_readwrite("partial_bytes", &Target::partial_bytes)
+      .def_readwrite("bytes_per_s", &Target::bytes_per_s)
+      .def_readwrite("flops_per_s", &Target::flops_per_s)
+      .def_readwrite("item_overhead_s", &Target::item_overhead_s)
+      .def_readwrite("reread_weight", &Target::reread_weight)
+      .def_readwrite("row_tiles", &Target::row_tiles)
+      .def_readwrite("kv_tiles", &Target::kv_tiles)
+      .def_readwrite("max_queries", &Target::max_queries)
+      .def_readwrite("max_items", &Target::max_items)
+      .def_readwrite("max_partials", &Target::max_partials)
+      .def_readwrite("policy", &Target::policy)
+      .def_readwrite("split", &Target::split);
+}
+
+void bind_plan(py::module_& m) {
+  PYBIND11_NUMPY_DTYPE(Item, member_offset, num_queries, row, kv_start, kv_len, row_tile, kv_tile,
+                       pack, reserved);
+  PYBIND11_NUMPY_DTYPE(Member, query, partial);
+  PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
+  py::class_<Plan>(m, "Plan", "An immutable plan: see csrc/plan.h.")
+      .def_property_readonly("num_queries", [](const Plan& p) { return p.header().num_queries; })
+      .def_property_readonly("num_items", [](const Plan& p) { return p.header().num_items; })
+      .def_property_readonly("num_shared_items",
+                             [](const Plan& p) { return p.header().num_shared_items; })
+      .def_property_readonly("num_members", [](const Plan& p) { return p.header().num_members; })
+      .def_property_readonly("num_partials", [](const Plan& p) { return p.header().num_partials; })
+      .def_property_readonly("num_q_heads", [](const Plan& p) { return p.header().num_q_heads; })
+      .def_property_readonly("num_kv_heads", [](const Plan& p) { return p.header().num_kv_heads; })
+      .def_property_readonly("nbytes", [](const Plan& p) { return p.blob.size(); })
+      .def_property_readonly(
+          "data_ptr", [](const Plan& p) { return reinterpret_cast<uintptr_t>(p.blob.data()); },
+          "Address of the plan's buffer in host memory (csrc/plan.h).")
+      .def_readonly("degraded", &Plan::degraded)
+      .def_property_readonly("items",
+                             [](const py::object& self) {
+                               const PlanHeader& h = self.cast<const Plan&>().header();
+                               return plan_view<Item>(self, h.items_offset, h.num_items);
+                             })
+      .def_property_readonly("members",
+                             [](const py::object& self) {
+                               const PlanHeader& h = self.cast<const Plan&>().header();
+                               return plan_view<Member>(self, h.members_offset, h.num_members);
+                             })
+      .def_property_readonly("queries",
+                             [](const py::object& self) {
+                               const PlanHeader& h = self.cast<const Plan&>().header();
+                               return plan_view<QuerySplits>(self, h.queries_offset, h.num_queries);
+                             })
+      .def_property_readonly("min_seq_lens",
+                             [](const py::object& self) {
+                               return bounds_view(self, self.cast<const Plan&>().min_seq_lens);
+                             })
+      .def_property_readonly("max_seq_lens",
+                             [](const py::object& self) {
+                               return bounds_view(self, self.cast<const Plan&>().max_seq_lens);
+                             })
+      .def("fits", &fits, py::arg("seq_lens_ptr"), py::arg("count"),
+           "Whether the plan holds for `count` int64 lengths at a host address.")
+      .def(
+          "kv_tokens_read",
+          [](const Plan& p, int64_t total_tokens) { return p.fixed_tokens + total_tokens; },
+          py::arg("total_tokens"),
+          "K/V tokens that the items read for one layer and KV head, given sum(seq_lens).");
+  py::class_<Planner>(m, "Planner")
+      .def(py::init<const Target&>(), py::arg("target"))
+      .def("plan", &Planner::plan, py::arg("offsets"), py::arg("node_ids"), py::arg("starts"),
+           py::arg("ends"), py::arg("seq_lens"))
+      .def(
+          "plan_from_info",
+          [](Planner& self, const py::sequence& infos, const Int64Array& limits,
+             const Int64Array& seq_lens, const std::array<py::ssize_t, 3>& fields) {
+            return self.plan_from_info(infos, limits, seq_lens, {fields[0], fields[1], fields[2]});
+          },
+          py::arg("infos"), py::arg("limits"), py::arg("seq_lens"), py::arg("fields"));
+}
+
+}  // namespace
+
+void bind_pack(py::module_& m) {
+  bind_target(m);
+  bind_plan(m);
+  m.def("read_attrs", &read_attrs, py::arg("objects"), py::arg("paths"), py::arg("out_ptr"),
+        "Reads dotted integer attributes of every object into int64 host memory [objects, paths]; a "
+        "None on the way reads as -1. Raises TypeError for anything that is not an integer.");
+}
+
+}  // namespace pat

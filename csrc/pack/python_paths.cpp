@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "python_paths.h"
+
+#include <algorithm>
+
+#include "../check.h"
+
+namespace py = pybind11;
+
+namespace pat {
+namespace {
+
+int64_t to_int64(PyObject* value, const char* what) {
+  const long long number = PyLong_AsLongLong(value);
+  if (number == -1 && PyErr_Occurred()) {
+    PyErr_Clear();
+    throw py::type_error(std::string(what) + " is not an integer: " +
+                         std::string(py::repr(py::handle(value))));
+  }
+  return number;
+}
+
+int64_t field_of(PyObject* tuple, py::ssize_t index, const char* what) {
+  if (!PyTuple_Check(tuple) || index < 0 || index >= PyTuple_GET_SIZE(tuple)) {
+    throw py::type_error(std::string("a path element must be a tuple with field ") +
+                         std::to_string(index) + " (" + what +
+                         "), got: " + std::string(py::repr(py::handle(tuple))));
+  }
+  return to_int64(PyTuple_GET_ITEM(tuple, index), what);
+}
+
+// Owning views of sequences with borrowed items.
+py::object fast_sequence(PyObject* sequence, const char* what) {
+  PyObject* fast = PySequence_Fast(sequence, what);
+  if (fast == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(fast);
+}
+
+}  // namespace
+
+void PathTable::read(const py::sequence& infos, const int64_t* limits, const PathFields& fields) {
+  const py::object queries = fast_sequence(infos.ptr(), "paths must be a sequence");
+  const py::ssize_t num_queries = PySequence_Fast_GET_SIZE(queries.ptr());
+  offsets_.assign(1, 0);
+  node_ids_.clear();
+  starts_.clear();
+  ends_.clear();
+  for (py::ssize_t query = 0; query < num_queries; ++query) {
+    PyObject* info = PySequence_Fast_GET_ITEM(queries.ptr(), query);
+    if (info != Py_None) {
+      const py::object path = fast_sequence(info, "a path must be a sequence of tuples or None");
+      const py::ssize_t depth = PySequence_Fast_GET_SIZE(path.ptr());
+      for (py::ssize_t level = 0; level < depth; ++level) {
+        PyObject* element = PySequence_Fast_GET_ITEM(path.ptr(), level);
+        const int64_t start = field_of(element, fields.start, "start");
+        if (start >= limits[query]) break;
+        node_ids_.push_back(field_of(element, fields.node_id, "node id"));
+        starts_.push_back(start);
+        ends_.push_back(std::min(field_of(element, fields.end, "end"), limits[query]));
+      }
+    }
+    offsets_.push_back(static_cast<int64_t>(node_ids_.size()));
+  }
+}
+
+PathView PathTable::view() const {
+  return {static_cast<int64_t>(offsets_.size()) - 1, offsets_.data(), node_ids_.data(),
+          starts_.data(), ends_.data()};
+}
+
+void read_attrs(const py::sequence& objects, const std::vector<std::string>& paths,
+                uintptr_t out_ptr) {
+  std::vector<std::vector<py::str>> names(paths.size());
+  for (size_t i = 0; i < paths.size(); ++i) {
+    for (size_t begin = 0; begin <= paths[i].size();) {
+      const size_t end = std::min(paths[i].find('.', begin), paths[i].size());
+      PyObject* name = PyUnicode_InternFromString(paths[i].substr(begin, end - begin).c_str());
+      names[i].push_back(py::reinterpret_steal<py::str>(name));
+      begin = end + 1;
+    }
+  }
+  const py::object list = fast_sequence(objects.ptr(), "objects must be a sequence");
+  const py::ssize_t count = PySequence_Fast_GET_SIZE(list.ptr());
+  auto* out = reinterpret_cast<int64_t*>(out_ptr);
+  for (py::ssize_t i = 0; i < count; ++i) {
+    for (size_t j = 0; j < paths.size(); ++j) {
+      py::object value = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(list.ptr(), i));
+      for (const py::str& name : names[j]) {
+        if (value.is_none()) break;
+        PyObject* next = PyObject_GetAttr(value.ptr(), name.ptr());
+        if (next == nullptr) throw py::error_already_set();
+        value = py::reinterpret_steal<py::object>(next);
+      }
+      *out++ = value.is_none() ? -1 : to_int64(value.ptr(), paths[j].c_str());
+    }
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads paths and attributes out of Python objects at C speed: at 256 requests a loop in Python would
+// cost more than the whole schedule.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <vector>
+
+#include "tree.h"
+
+namespace pat {
+
+// Positions of the fields in a path element's tuple.
+struct PathFields {
+  pybind11::ssize_t node_id;
+  pybind11::ssize_t start;
+  pybind11::ssize_t end;
+};
+
+// Paths of a batch, flattened.
+class PathTable {
+ public:
+  // infos: per query a sequence (list or tuple) of tuples, or None for a query without a path.
+  // limits: [queries]; an element that starts at or beyond its query's limit is dropped, one that
+  // crosses it is clipped.
+  void read(const pybind11::sequence& infos, const int64_t* limits, const PathFields& fields);
+  PathView view() const;
+
+ private:
+  std::vector<int64_t> offsets_, node_ids_, starts_, ends_;
+};
+
+// paths: dotted attribute names such as "lock.node".
+void read_attrs(const pybind11::sequence& objects, const std::vector<std::string>& paths,
+                uintptr_t out_ptr);
+
+}  // namespace pat

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pack tree -> plan: which queries share an item (PAT section 5.1), where long items split (section
+// 6), which tile each item takes (section 5.2) and in which order they run.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../plan.h"
+#include "target.h"
+#include "tree.h"
+
+namespace pat {
+
+struct Plan {
+  std::vector<uint8_t> blob;  // PlanHeader, items, members, queries: see plan.h
+  // The plan holds while min_seq_lens[q] <= seq_lens[q] <= max_seq_lens[q] for every query. The room
+  // above the scheduled length grows with the tail, so that plans get rarer as sequences get longer.
+  std::vector<int64_t> min_seq_lens;
+  std::vector<int64_t> max_seq_lens;
+  // Tokens that the items read for one layer and KV head, re-reads counted, are fixed_tokens plus
+  // sum(seq_lens): each query has at most one tail item, and its length enters once.
+  int64_t fixed_tokens = 0;
+  // Why a simpler plan was made than the rules ask for: empty, or the capacity that was too small.
+  std::string degraded;
+
+  const PlanHeader& header() const { return *reinterpret_cast<const PlanHeader*>(blob.data()); }
+};
+
+// A pack: consecutive tokens of one row that a set of queries attends to.
+struct Pack {
+  int32_t start;
+  int32_t end;      // scheduled end; a tail really ends at its sequence length
+  int32_t queries;  // members left after merging; 0 means that no item comes of it
+  int32_t above;    // pack that holds the tokens before `start`, or kNoNode
+  int32_t pieces;   // KV splits
+  int32_t chunk;    // tokens of each piece but the last
+
+  int32_t tokens() const { return end - start; }
+};
+
+// Packs of a batch: one per tree node, then one per query (its private tail).
+struct Packs {
+  std::vector<Pack> packs;  // [num_nodes + num_queries]
+  size_t num_nodes = 0;
+
+  const Pack& tail(size_t query) const { return packs[num_nodes + query]; }
+};
+
+// Decides which nodes and tails merge with the packs above them. `use_tree` false ignores sharing.
+class Packer {
+ public:
+  explicit Packer(const Target& target) : target_(target) {}
+  void choose(const PackTree& tree, const int64_t* seq_lens, size_t num_queries, bool use_tree,
+              Packs& out);
+
+ private:
+  void merge_below(const PackTree& tree, size_t node, Packs& out);
+  void merge_by_bytes(const PackTree& tree, size_t node, Packs& out);
+  int32_t tails_of(size_t node) const { return tail_offsets_[node + 1] - tail_offsets_[node]; }
+  double gain(double tokens, int64_t queries, int64_t merged, double partials) const;
+
+  const Target& target_;
+  std::vector<int32_t> child_offsets_, children_;  // nodes by parent, CSR
+  std::vector<int32_t> tail_offsets_, tails_;      // queries with a private tail by node, CSR
+  std::vector<uint8_t> merged_;                    // [nodes + queries]
+};
+
+// Sets Pack::pieces and Pack::chunk. `enabled` false leaves every pack whole.
+void split_packs(const Target& target, Packs& packs, bool enabled);
+
+// Makes plans. Keeps its working memory between calls; not thread-safe.
+class Scheduler {
+ public:
+  // Throws std::invalid_argument for a target that makes no sense.
+  explicit Scheduler(const Target& target);
+  // Time linear in queries x tree depth (but for sorting the shared nodes). Deterministic: equal
+  // input gives an equal plan. Throws std::invalid_argument for a batch beyond max_queries.
+  Plan schedule(const PackTree& tree, const int64_t* seq_lens, size_t num_queries);
+
+ private:
+  bool assign_partials(size_t num_queries);
+  void emit(Plan& plan, const int64_t* seq_lens, size_t num_queries);
+
+  const Target target_;
+  Packer packer_;
+  Packs packs_;
+  int64_t num_items_ = 0;
+  int64_t num_partials_ = 0;
+  std::vector<QuerySplits> splits_;       // [queries]
+  std::vector<int32_t> member_offsets_;   // [packs + 1]
+  std::vector<Member> members_;           // by pack; Member::partial counts from the query's first
+  std::vector<Item> items_;
+  std::vector<uint32_t> keys_;            // LPT bucket of each item
+  std::vector<int32_t> buckets_;
+};
+
+// Packed-row tile for `queries` queries and KV tile for `tokens` tokens: the smallest that holds
+// them, else the largest. A pack of more queries than fit takes several row tiles.
+int32_t row_tile_for(const Target& target, int32_t queries);
+int32_t kv_tile_for(const Target& target, int32_t tokens);
+// Row tiles, hence items, that `queries` queries take.
+int64_t num_row_tiles(const Target& target, int64_t queries);
+// Modelled seconds of one item on one unit: overhead + max(memory, arithmetic).
+double item_seconds(const Target& target, int32_t row_tile, double tokens);
+
+}  // namespace pat

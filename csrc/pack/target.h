@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a plan is made for: the machine, the model's heads and the rules to use. A value type, so that
+// a machine without a GPU can make and test an H200's plan.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace pat {
+
+enum class Policy : int {
+  kBytes = 0,  // default: compares bytes exactly (GQA ratio, row tiles, partial dtype)
+  kPaper = 1,  // PAT section 5.1: a child merges into its parent iff 4 * queries >= tokens
+  kNaive = 2,  // every node of the tree is a pack (the paper's PAT-naive)
+};
+
+enum class Split : int {
+  kCost = 0,  // default: minimises the modelled makespan
+  kMean = 1,  // PAT section 6: no item longer than the mean
+};
+
+struct Target {
+  int32_t units;  // SMs or threads that run items
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t kv_bytes;        // bytes of a K or V element
+  int32_t partial_bytes;   // bytes of an element of a partial output: 4 or 2
+  double bytes_per_s;      // memory bandwidth of all units together
+  double flops_per_s;      // matrix rate of all units together
+  double item_overhead_s;  // fixed time of an item
+  double reread_weight;    // cost of re-reading hot K/V, relative to a first read, in (0, 1]
+  std::vector<int32_t> row_tiles;  // ascending, packed rows
+  std::vector<int32_t> kv_tiles;   // ascending, tokens
+  int32_t max_queries;             // capacities of the executor's buffers
+  int32_t max_items;
+  int32_t max_partials;
+  Policy policy = Policy::kBytes;
+  Split split = Split::kCost;
+
+  int32_t group() const { return num_q_heads / num_kv_heads; }
+  // Queries of one KV head that fit the largest row tile.
+  int32_t max_tile_queries() const {
+    const int32_t queries = row_tiles.back() / group();
+    return queries > 0 ? queries : 1;
+  }
+  // K and V bytes of one token and KV head.
+  double token_bytes() const { return 2.0 * head_dim * kv_bytes; }
+  // Bytes that one partial of a query costs per KV head: written once and read once, LSE included.
+  double partial_cost_bytes() const {
+    return 2.0 * group() * (static_cast<double>(head_dim) * partial_bytes + 4.0);
+  }
+  // Throws std::invalid_argument that names the field.
+  void validate() const;
+};
+
+}  // namespace pat

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// The pack tree: the forest of all queries' radix paths, reduced to the nodes that several queries
+// share. Built from node ids and spans alone; no token and no slot is compared.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace pat {
+
+// Root-to-node paths in CSR form: query q owns the elements [offsets[q], offsets[q + 1]).
+struct PathView {
+  int64_t num_queries;
+  const int64_t* offsets;   // [num_queries + 1]
+  const int64_t* node_ids;  // any distinct values
+  const int64_t* starts;    // token positions: an element covers [start, end)
+  const int64_t* ends;
+};
+
+// A node that at least two queries share. Chains of nodes with equal query sets are one node.
+struct PackNode {
+  int64_t id;           // radix node id of the deepest node of the chain
+  int32_t parent;       // index into PackTree::nodes, or kNoNode
+  int32_t start;        // token positions
+  int32_t end;
+  int32_t num_queries;  // queries of the whole subtree
+};
+
+inline constexpr int32_t kNoNode = -1;
+
+struct PackTree {
+  std::vector<PackNode> nodes;        // parents before children; siblings by queries, tokens, id
+  std::vector<int32_t> query_node;    // [num_queries] deepest shared node of a query, or kNoNode
+  std::vector<int32_t> query_prefix;  // [num_queries] tokens up to the end of that node
+};
+
+// Builds the tree in time linear in the number of path elements.
+//
+// Paths that name the same node agree on its parent and start; they may end inside it (a clipped
+// path), which splits the node. Throws std::invalid_argument naming query, node and positions for a
+// gap, an overlap, an empty or negative span, a path longer than its sequence, or a node with two
+// parents or two starts (which is what a cycle comes down to).
+class TreeBuilder {
+ public:
+  const PackTree& build(const PathView& paths, const int64_t* seq_lens);
+
+ private:
+  struct RawNode {
+    int64_t id;
+    int32_t parent;
+    int32_t start;
+    int32_t end;
+    int32_t next;  // continuation of the same id beyond a clip, or kNoNode
+    int32_t num_queries;
+    int32_t num_ending;  // queries whose path ends here
+    int32_t num_children;
+  };
+  void reset(int64_t num_queries);
+  int32_t find_or_add(int64_t id, int32_t node_if_new);
+  void grow_table();
+  int32_t enter(int64_t query, int32_t parent, int64_t id, int32_t start, int32_t end);
+  int32_t add(int64_t id, int32_t parent, int32_t start, int32_t end);
+  void cut(int32_t node, int32_t position);
+  void count_queries();
+  void reduce();
+
+  std::vector<RawNode> raw_;
+  std::vector<int32_t> raw_query_node_;
+  std::vector<int32_t> last_path_;  // nodes of the previous query's path: the next one often shares it
+  std::vector<int64_t> table_ids_;
+  std::vector<int32_t> table_nodes_;
+  std::vector<int32_t> order_;
+  std::vector<int32_t> mapped_;
+  PackTree tree_;
+};
+
+}  // namespace pat

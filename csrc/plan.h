@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// The only definition of a plan: what the scheduler writes, the CPU executor and the CUDA kernels
+// read. Plain structs with fixed sizes, laid out in one buffer so that a plan reaches a GPU with one
+// copy:  PlanHeader | Item[num_items] | Member[num_members] | QuerySplits[num_queries]
+//
+// A plan holds no slot ids. An item names a row of the batch and a range of token positions; the
+// executor looks the slots up in that row. It depends on lengths only through each query's last
+// item, whose length is kDynamic: the plan stays valid while the tails grow.
+#pragma once
+
+#include <cstdint>
+
+namespace pat {
+
+inline constexpr uint32_t kPlanMagic = 0x50415431;  // "PAT1"
+inline constexpr uint32_t kPlanVersion = 1;
+
+// Item::kv_len of a private tail: the item covers [kv_start, seq_lens[row]), read at run time.
+inline constexpr int32_t kDynamic = -1;
+// Member::partial of a query with a single split: the item writes the final output itself.
+inline constexpr int32_t kDirect = -1;
+
+struct PlanHeader {
+  uint32_t magic;
+  uint32_t version;
+  int32_t num_queries;   // rows of the batch that the plan covers
+  int32_t num_items;     // live items, heaviest first
+  int32_t num_members;   // sum of Item::num_queries
+  int32_t num_partials;  // partial slots in use; slot p holds [num_q_heads, head_dim] + LSE
+  int32_t num_shared_items;  // items that more than one query shares
+  int32_t items_offset;      // byte offsets from the header
+  int32_t members_offset;
+  int32_t queries_offset;
+  int32_t total_bytes;
+  int32_t max_queries;    // capacities the schedule was made for: a plan that would
+  int32_t max_items;      // exceed one is made without splits, then without packs,
+  int32_t max_partials;   // so that it always fits (see schedule.h)
+  int32_t num_q_heads;    // the target's heads: an executor refuses a plan of other heads
+  int32_t num_kv_heads;
+};
+static_assert(sizeof(PlanHeader) == 64);
+
+// One forward work item: `num_queries` queries attend to the tokens [kv_start, kv_start + kv_len) of
+// batch row `row`. The executor runs it once per KV head, with num_queries * (num_q_heads /
+// num_kv_heads) packed rows, which fit `row_tile`.
+struct Item {
+  int32_t member_offset;  // first of its members
+  int32_t num_queries;    // 1 if kv_len == kDynamic
+  int32_t row;            // batch row (query index) whose slots the item reads
+  int32_t kv_start;       // token position
+  int32_t kv_len;         // tokens, > 0, or kDynamic
+  int16_t row_tile;       // packed rows of the tile
+  int16_t kv_tile;        // tokens of the tile
+  int32_t pack;           // pack the item was cut from; its pieces and row tiles share it
+  int32_t reserved;
+};
+static_assert(sizeof(Item) == 32);
+
+// A query of an item and where the item's result for it goes.
+struct Member {
+  int32_t query;    // batch row
+  int32_t partial;  // partial slot, or kDirect
+};
+static_assert(sizeof(Member) == 8);
+
+// The partial slots of a query are consecutive and ordered by token position; the merge reads
+// [partial_offset, partial_offset + num_splits). num_splits == 1 means written directly, no slot.
+struct QuerySplits {
+  int32_t partial_offset;
+  int32_t num_splits;
+};
+static_assert(sizeof(QuerySplits) == 8);
+
+}  // namespace pat

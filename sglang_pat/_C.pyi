@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+# Signatures of the extension; tests/test_stub.py keeps names and arguments true.
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+class Policy(Enum):
+    bytes = 0
+    paper = 1
+    naive = 2
+
+class Split(Enum):
+    cost = 0
+    mean = 1
+
+class Target:
+    units: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_bytes: int
+    partial_bytes: int
+    bytes_per_s: float
+    flops_per_s: float
+    item_overhead_s: float
+    reread_weight: float
+    row_tiles: list[int]
+    kv_tiles: list[int]
+    max_queries: int
+    max_items: int
+    max_partials: int
+    policy: Policy
+    split: Split
+    def __init__(self) -> None: ...
+
+class Plan:
+    @property
+    def num_queries(self) -> int: ...
+    @property
+    def num_items(self) -> int: ...
+    @property
+    def num_shared_items(self) -> int: ...
+    @property
+    def num_members(self) -> int: ...
+    @property
+    def num_partials(self) -> int: ...
+    @property
+    def num_q_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def data_ptr(self) -> int: ...
+    @property
+    def degraded(self) -> str: ...
+    @property
+    def items(self) -> npt.NDArray[Any]: ...
+    @property
+    def members(self) -> npt.NDArray[Any]: ...
+    @property
+    def queries(self) -> npt.NDArray[Any]: ...
+    @property
+    def min_seq_lens(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def max_seq_lens(self) -> npt.NDArray[np.int64]: ...
+    def fits(self, seq_lens_ptr: int, count: int) -> bool: ...
+    def kv_tokens_read(self, total_tokens: int) -> int: ...
+
+class Planner:
+    def __init__(self, target: Target) -> None: ...
+    def plan(
+        self,
+        offsets: npt.NDArray[np.int64],
+        node_ids: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        ends: npt.NDArray[np.int64],
+        seq_lens: npt.NDArray[np.int64],
+    ) -> Plan: ...
+    def plan_from_info(
+        self,
+        infos: Sequence[Any],
+        limits: npt.NDArray[np.int64],
+        seq_lens: npt.NDArray[np.int64],
+        fields: tuple[int, int, int],
+    ) -> Plan: ...
+
+def read_attrs(objects: Sequence[Any], paths: Sequence[str], out_ptr: int) -> None: ...

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefix-aware decode attention for SGLang: pack, forward, merge.
+
+``plan`` turns radix paths into a plan, ``decode`` runs it. Importing this package touches neither
+CUDA nor SGLang.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_pat.ops import decode
+    from sglang_pat.planning import Plan, plan
+    from sglang_pat.target import Target
+
+__all__ = ["Plan", "Target", "__version__", "decode", "plan"]
+
+_HOMES = {
+    "Plan": "sglang_pat.planning",
+    "Target": "sglang_pat.target",
+    "decode": "sglang_pat.ops",
+    "plan": "sglang_pat.planning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("sglang-pat")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sglang_pat' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Radix paths -> pack tree -> schedule -> plan (PAT sections 5.1, 5.2 and 6), all in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_pat import _C
+from sglang_pat.target import Target
+
+Plan = _C.Plan
+PathElement = tuple[int, int, int]
+Lengths = Sequence[int] | npt.NDArray[np.int64] | Any
+
+# Positions of (node id, start, end) in an element of ``plan``'s paths.
+_PLAIN_FIELDS = (0, 1, 2)
+
+
+class Planner:
+    """Makes plans for one target and keeps the working memory. Not thread-safe."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._native = _C.Planner(target.native)
+
+    def plan(
+        self,
+        paths: Sequence[Sequence[tuple[Any, ...]] | None],
+        seq_lens: Lengths,
+        limits: Lengths | None = None,
+        fields: tuple[int, int, int] = _PLAIN_FIELDS,
+    ) -> Plan:
+        """Plan one decode step of B queries.
+
+        ``paths[i]`` lists the radix nodes of query i from the root on, as tuples whose positions
+        ``fields`` hold (node id, start, end); ``None`` or empty means that it shares nothing.
+        ``seq_lens`` [B] counts tokens, the one being decoded included. ``limits`` [B] clips paths
+        to the tokens that are safe to share; by default all of the sequence.
+
+        Raises ValueError naming query, node and position for paths that are not one tree, and for
+        a batch larger than the target's ``max_queries``; TypeError for elements of another form.
+        """
+        lens = np.ascontiguousarray(seq_lens, dtype=np.int64)
+        # Without limits a path is taken whole, so that one beyond its sequence is an error.
+        bounds = (
+            np.full(lens.shape, np.iinfo(np.int64).max)
+            if limits is None
+            else np.ascontiguousarray(limits, dtype=np.int64)
+        )
+        return self._native.plan_from_info(paths, bounds, lens, fields)
+
+
+_planners_lock = Lock()
+_planner_for = lru_cache(maxsize=8)(Planner)
+
+
+def plan(
+    paths: Sequence[Sequence[PathElement] | None], seq_lens: Lengths, target: Target
+) -> Plan:
+    """Plan one decode step of B queries for ``target``.
+
+    ``paths[i]``: the radix nodes of query i as (node_id, start, end) in token positions, from 0 on
+    without gaps; queries that name the same node hold the same K/V slots there. ``seq_lens`` [B]
+    counts tokens, the one being decoded included. The plan stays valid while every length lies in
+    [``Plan.min_seq_lens``, ``Plan.max_seq_lens``].
+
+    Raises ValueError naming query, node and position for paths that are not one tree, and for a
+    batch larger than ``target.max_queries``.
+    """
+    with _planners_lock:
+        return _planner_for(target).plan(paths, seq_lens)

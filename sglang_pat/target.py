@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is made for: a machine, a model's heads and the rules to apply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from sglang_pat import _C
+
+POLICIES = ("bytes", "paper", "naive")
+SPLITS = ("cost", "mean")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Input of the scheduler beside paths and lengths. Hashable; needs no such machine at hand.
+
+    ``units`` are the SMs or threads that run items. ``row_tiles`` (packed rows, queries x GQA
+    group) and ``kv_tiles`` (tokens) ascend. ``reread_weight`` in (0, 1] is what reading hot K/V
+    again costs relative to the first read. The ``max_*`` are the executor's buffers: a plan that
+    would exceed them is made without splits, then without packs, and says so in ``Plan.degraded``.
+
+    ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``
+    applies its rule (4 x queries against tokens), ``naive`` packs every node. ``split``: ``cost``
+    minimises the modelled makespan, ``mean`` is the rule of PAT section 6 (pieces of at least 128
+    tokens in both).
+
+    Raises ValueError for a field that makes no sense.
+    """
+
+    units: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bytes_per_s: float
+    flops_per_s: float
+    item_overhead_s: float
+    reread_weight: float
+    row_tiles: tuple[int, ...]
+    kv_tiles: tuple[int, ...]
+    max_queries: int
+    max_items: int
+    max_partials: int
+    kv_bytes: int = 2
+    partial_bytes: int = 4
+    policy: str = "bytes"
+    split: str = "cost"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("policy", self.policy, POLICIES),
+            ("split", self.split, SPLITS),
+        ):
+            if value not in known:
+                raise ValueError(f"Target.{name} is {value!r}, must be one of {', '.join(known)}")
+        _C.Planner(self.native)  # checks the numbers
+
+    @classmethod
+    def cpu(
+        cls,
+        *,
+        threads: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_queries: int,
+        kv_bytes: int = 4,
+        **overrides: Any,
+    ) -> Target:
+        """The CPU executor with ``threads`` threads: rates of one x86 core with AVX2 and DDR5."""
+        values: dict[str, Any] = {
+            "bytes_per_s": 12e9 * threads,
+            "flops_per_s": 40e9 * threads,
+            "item_overhead_s": 1e-6,
+            "reread_weight": 0.7,
+            "row_tiles": (16, 64, 256),
+            "kv_tiles": (64,),
+        }
+        values |= _capacities(max_queries) | overrides
+        return cls(
+            units=threads,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_queries=max_queries,
+            kv_bytes=kv_bytes,
+            **values,
+        )
+
+    @classmethod
+    def h200(
+        cls,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_queries: int,
+        **overrides: Any,
+    ) -> Target:
+        """One NVIDIA H200: 132 SMs, 4.3 TB/s and 600 TFLOP/s as measured (``csrc/NOTES.md``)."""
+        values: dict[str, Any] = {
+            "units": 132,
+            "bytes_per_s": 4.3e12,
+            "flops_per_s": 600e12,
+            "item_overhead_s": 1.2e-6,
+            "reread_weight": 0.7,
+            "row_tiles": (16, 32, 64, 128),
+            "kv_tiles": (32, 64, 128),
+        }
+        values |= _capacities(max_queries) | overrides
+        return cls(
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_queries=max_queries,
+            **values,
+        )
+
+    @cached_property
+    def native(self) -> _C.Target:
+        """The same values for the extension."""
+        native = _C.Target()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "policy":
+                value = getattr(_C.Policy, value)
+            elif field.name == "split":
+                value = getattr(_C.Split, value)
+            elif field.name in ("row_tiles", "kv_tiles"):
+                value = list(value)
+            setattr(native, field.name, value)
+        return native
+
+
+def _capacities(max_queries: int) -> dict[str, int]:
+    """Buffers that ordinary batches do not fill: four items and eight partials a query, and room
+    for a few long sequences to split over a whole GPU."""
+    return {"max_items": 4 * max_queries + 1024, "max_partials": 8 * max_queries + 2048}

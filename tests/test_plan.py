@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Properties of pack tree, schedule and plan; no GPU and no SGLang needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit_trees import Batch, batches, check_plan, level_batch, target, targets
+
+from sglang_pat.planning import Planner, plan
+from sglang_pat.target import Target
+
+PAPER_TREES = [
+    ([1, 10], [4096, 416]),
+    ([1, 1024], [2048, 32]),
+    ([1, 4, 256], [32, 256, 32]),
+    ([1, 4, 16, 64, 256, 1024], [256, 32, 256, 64, 32, 256]),
+    ([1, 8, 16, 32, 64, 256, 1024], [256, 128, 64, 32, 32, 32, 32]),
+    ([8, 16, 32, 256], [512, 512, 256, 32]),
+    ([256], [4096]),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(batches(), targets())
+def test_every_token_in_exactly_one_item(batch: Batch, made_for: Target) -> None:
+    made = plan(batch.paths, batch.seq_lens, made_for)
+    assert made.degraded == ""
+    check_plan(made, batch, made_for, batch.seq_lens)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), targets())
+def test_plan_holds_while_the_tails_grow(batch: Batch, made_for: Target) -> None:
+    made = plan(batch.paths, batch.seq_lens, made_for)
+    grown = np.asarray(made.max_seq_lens, dtype=np.int64)
+    assert made.fits(grown.ctypes.data, len(grown))
+    check_plan(made, batch, made_for, grown.tolist())
+    if len(grown):
+        grown = grown + 1
+        assert not made.fits(grown.ctypes.data, len(grown))
+    room = np.asarray(made.max_seq_lens) - np.asarray(batch.seq_lens, dtype=np.int64)
+    for query, path in enumerate(batch.paths):
+        ends_in_the_tree = (path[-1][2] if path else 0) == batch.seq_lens[query]
+        assert room[query] >= 128 or (room[query] == 0 and ends_in_the_tree)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), targets(), st.randoms(use_true_random=False))
+def test_deterministic_and_blind_to_batch_order(batch: Batch, made_for: Target, random) -> None:
+    def shape(of: Batch) -> tuple[list, list]:
+        made = Planner(made_for).plan(of.paths, of.seq_lens)
+        items = made.items
+        ranges: list[list[tuple[int, int]]] = [[] for _ in of.seq_lens]
+        for item in items:
+            for query in made.members[item["member_offset"] :][: item["num_queries"]]["query"]:
+                ranges[query].append((int(item["kv_start"]), int(item["kv_len"])))
+        whole = [(int(i["kv_start"]), int(i["kv_len"]), int(i["num_queries"])) for i in items]
+        per_query = zip(of.paths, of.seq_lens, map(sorted, ranges), strict=True)
+        return sorted(whole), sorted(per_query)
+
+    first, again = (plan(batch.paths, batch.seq_lens, made_for) for _ in range(2))
+    assert first.items.tobytes() == again.items.tobytes()
+    assert first.members.tobytes() == again.members.tobytes()
+    order = list(range(len(batch.seq_lens)))
+    random.shuffle(order)
+    assert shape(batch) == shape(batch.permuted(order))
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(max_queries=24), st.integers(24, 40), st.integers(0, 40))
+def test_a_plan_always_fits_its_buffers(batch: Batch, max_items: int, max_partials: int) -> None:
+    made_for = target(max_queries=24, max_items=max_items, max_partials=max_partials)
+    made = plan(batch.paths, batch.seq_lens, made_for)
+    assert made.num_items <= max_items and made.num_partials <= max_partials
+    check_plan(made, batch, made_for, batch.seq_lens)
+    roomy = plan(batch.paths, batch.seq_lens, target(max_queries=24))
+    too_small = roomy.num_items > max_items or roomy.num_partials > max_partials
+    assert bool(made.degraded) == too_small
+
+
+def modelled_bytes(batch: Batch, made_for: Target) -> float:
+    """K/V and partial bytes of one KV head for a plan without splits."""
+    made = plan(batch.paths, batch.seq_lens, made_for)
+    group = made_for.num_q_heads // made_for.num_kv_heads
+    kv = made.kv_tokens_read(sum(batch.seq_lens)) * 2 * made_for.head_dim * made_for.kv_bytes
+    state = 2 * group * (made_for.head_dim * made_for.partial_bytes + 4)
+    return kv + made.num_partials * state
+
+
+@pytest.mark.parametrize("num_q_heads", [8, 16, 32, 64])
+@pytest.mark.parametrize(("nodes", "tokens"), PAPER_TREES)
+def test_the_byte_rule_beats_the_papers(nodes, tokens, num_q_heads) -> None:
+    batch = level_batch(nodes, tokens)
+    # One unit: nothing splits; overhead and cache left out, so that bytes are all there is.
+    common = dict(num_q_heads=num_q_heads, units=1, item_overhead_s=1e-12, reread_weight=1.0)
+    best = modelled_bytes(batch, target(policy="bytes", **common))
+    assert best <= modelled_bytes(batch, target(policy="paper", **common))
+    assert best <= modelled_bytes(batch, target(policy="naive", **common))
+
+
+def ranges_of(made, query: int) -> list[tuple[int, int]]:
+    found = []
+    for item in made.items:
+        if query in made.members[item["member_offset"] :][: item["num_queries"]]["query"]:
+            found.append((int(item["kv_start"]), int(item["kv_len"])))
+    return sorted(found)
+
+
+def test_the_papers_rule_on_a_hand_made_tree() -> None:
+    # Node 1 (32 tokens, 10 queries) over node 2 (8 queries) and node 3 (2 queries): 4 * 8 >= 32
+    # merges node 2 into node 1's tokens, 4 * 2 < 32 leaves node 3 apart. Tails (4 * 1) stay apart
+    # from nodes longer than 4 tokens and merge into node 3, which has 4.
+    paths = [[(1, 0, 32), (2, 32, 92)]] * 8 + [[(1, 0, 32), (3, 32, 36)]] * 2
+    lens = [100] * 8 + [50] * 2
+    made = plan(paths, lens, target(policy="paper", units=1))
+    assert ranges_of(made, 0) == [(0, 92), (92, -1)]
+    assert ranges_of(made, 9) == [(0, 32), (32, -1)]
+    naive = plan(paths, lens, target(policy="naive", units=1))
+    assert ranges_of(naive, 0) == [(0, 32), (32, 60), (92, -1)]
+    assert ranges_of(naive, 9) == [(0, 32), (32, 4), (36, -1)]
+
+
+def test_the_byte_rule_counts_group_tiles_and_partials() -> None:
+    def splits(shared: int, queries: int, **overrides) -> int:
+        common = dict(units=1, item_overhead_s=1e-12, reread_weight=1.0) | overrides
+        made = plan([[(1, 0, shared)]] * queries, [shared + 40] * queries, target(**common))
+        return int(made.queries["num_splits"].max())
+
+    # Two queries, one shared node of L tokens: packing saves one read of 512 L bytes and costs four
+    # partials of 2 g (4 d + 4) bytes in fp32, half in bf16: break-even at 8.06 g tokens.
+    for num_q_heads, group in ((8, 1), (32, 4), (64, 8)):
+        assert splits(8 * group, 2, num_q_heads=num_q_heads) == 1
+        assert splits(9 * group, 2, num_q_heads=num_q_heads) == 2
+        assert splits(5 * group, 2, num_q_heads=num_q_heads, partial_bytes=2) == 2
+    # 17 queries of 8 heads need two tiles of 128 rows: the 17th reads the node by itself for free.
+    alone = target(num_q_heads=64, units=1, item_overhead_s=1e-12)
+    made = plan([[(1, 0, 400)]] * 17, [440] * 17, alone)
+    assert sorted(made.queries["num_splits"].tolist()) == [1] + [2] * 16
+
+
+def test_splits_fill_the_machine() -> None:
+    one = plan([[]], [131072], target())
+    assert one.num_items * 8 >= 132  # eight KV heads, 132 SMs
+    many = plan([[]] * 1024, [1024] * 1024, target())
+    assert many.num_items == 1024
+    ragged = plan([[]] * 64, [32768] + [200] * 63, target())
+    assert ragged.num_items > 64 + 8
+
+
+def test_mean_split_keeps_items_under_the_mean() -> None:
+    lens = [8192] * 2 + [1024] * 14
+    made = plan([[]] * 16, lens, target(split="mean"))
+    mean = sum(lens) / 16
+    assert made.num_items == 2 * 5 + 14  # 8192 / 1920 rounded up
+    assert made.items["kv_len"].max() <= mean
+
+
+def test_items_run_heaviest_first() -> None:
+    made = plan(*_fields(level_batch([1, 8, 512], [512, 512, 256])), target(units=1))
+    cost = np.maximum(made.items["kv_len"], 0) + 256 * (made.items["kv_len"] < 0)
+    shared = made.items["num_queries"] > 1
+    assert cost[0] == cost.max() and shared[0]
+    assert np.all(cost[:-1] * 1.13 >= cost[1:])  # a bucket spans an eighth of an octave
+
+
+def _fields(batch: Batch) -> tuple[list, list[int]]:
+    return batch.paths, batch.seq_lens
+
+
+def test_64_steady_requests_need_few_plans() -> None:
+    lens = np.arange(100, 164, dtype=np.int64)
+    paths = [[(1, 0, 64), (2 + i % 4, 64, 90)] for i in range(64)]
+    planner = Planner(target())
+    plans, made = 0, None
+    for _ in range(256):
+        if made is None or not made.fits(lens.ctypes.data, len(lens)):
+            made = planner.plan(paths, lens)
+            plans += 1
+        lens += 1
+    assert plans <= 8
+
+
+def test_a_growing_tail_is_split_in_time() -> None:
+    planner = Planner(target())
+    made, plans = None, 0
+    for length in range(64, 8193):
+        lens = np.array([length], dtype=np.int64)
+        if made is None or not made.fits(lens.ctypes.data, 1):
+            made = planner.plan([[]], lens)
+            plans += 1
+        # Never more than 384 tokens beyond twice the chunk that a fresh plan would use.
+        if length % 512 == 0:
+            fresh = planner.plan([[]], lens).items["kv_len"].max()
+            tail = length - made.items["kv_start"].max()
+            assert tail <= 2 * max(fresh, 128) + 384
+    assert made.num_items >= 8 and plans <= 64
+
+
+@pytest.mark.parametrize(
+    ("paths", "lens", "message"),
+    [
+        ([[(1, 0, 5), (2, 6, 9)]], [10], r"query 0: node 2 starts at 6 and leaves a gap after 5"),
+        ([[(1, 0, 5), (2, 4, 9)]], [10], r"query 0: node 2 starts at 4 and overlaps .* before 5"),
+        ([[(1, 1, 5)]], [10], r"node 1 starts at 1 and leaves a gap after 0"),
+        ([[(1, 0, 0)]], [10], r"node 1 has the empty or negative span \[0, 0\)"),
+        ([[(1, 0, -3)]], [10], r"node 1 has the empty or negative span \[0, -3\)"),
+        ([[(1, 0, 11)]], [10], r"node 1 ends at 11 beyond its sequence of 10 tokens"),
+        ([[(1, 0, 5), (1, 5, 9)]], [10], r"node 1 stands under node 1, another .* under node -1"),
+        ([[(1, 0, 2), (2, 2, 4)], [(2, 0, 2), (1, 2, 4)]], [9, 9], r"query 1: node 2 stands under"),
+        ([[(1, 0, 2), (3, 2, 4)], [(2, 0, 3), (3, 3, 5)]], [9, 9], r"query 1: node 3 stands under"),
+        ([[]], [-1], r"query 0: sequence length -1 is not in"),
+        ([[]], [2**31], r"query 0: sequence length 2147483648 is not in"),
+        ([[]], [1, 2], r"paths of 1 queries.*2 sequence lengths"),
+        ([[]] * 5, [1] * 5, r"a batch of 5 queries does not fit the plan's 4 rows"),
+    ],
+)
+def test_bad_input_is_named(paths, lens, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(paths, lens, target(max_queries=4))
+
+
+@pytest.mark.parametrize("path", [[(1, 0)], [1, 2, 3], [("a", 0, 5)], 7, [(1, 0.5, 5)]])
+def test_elements_of_another_form_are_named(path) -> None:
+    with pytest.raises(TypeError):
+        plan([path], [10], target())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"units": 0}, "units is 0"),
+        ({"num_q_heads": 30}, "num_q_heads is 30"),
+        ({"row_tiles": (16, 16)}, "row_tiles"),
+        ({"row_tiles": ()}, "row_tiles"),
+        ({"row_tiles": (2,)}, "fewer than the GQA group of 4"),
+        ({"kv_tiles": (0, 32)}, "kv_tiles"),
+        ({"reread_weight": 0.0}, "reread_weight is 0"),
+        ({"partial_bytes": 3}, "partial_bytes is 3"),
+        ({"max_items": 10}, "max_items is 10"),
+        ({"policy": "magic"}, "policy is 'magic'"),
+        ({"split": "never"}, "split is 'never'"),
+    ],
+)
+def test_targets_are_checked(overrides, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        target(**overrides)
+
+
+def test_clipped_paths_share_what_both_have() -> None:
+    # Query 2 is protected only to token 30 of node 1: it shares these 30 and keeps the rest private.
+    paths = [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 80)]]
+    made = Planner(target(units=1, policy="naive")).plan(paths, [90, 90, 90], limits=[80, 80, 30])
+    assert ranges_of(made, 0) == [(0, 30), (30, 50), (80, -1)]
+    assert ranges_of(made, 2) == [(0, 30), (30, -1)]
+
+
+def test_sglangs_six_field_tuples() -> None:
+    info = [(7, -1, 0, 40, 40, 2), (9, 7, 40, 60, 20, 0)]
+    made = Planner(target(policy="naive")).plan(
+        [info, info, None], [70, 70, 10], limits=[60, 60, 0], fields=(0, 2, 3)
+    )
+    assert ranges_of(made, 1) == [(0, 60), (60, -1)]
+    assert ranges_of(made, 2) == [(0, -1)]
