@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random radix forests, the paper's trees, and what a correct plan has to satisfy."""
+"""Random radix forests and what a correct plan has to satisfy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from sglang_pat.bench.trees import Tree
 from sglang_pat.planning import Plan
 from sglang_pat.target import Target
 
@@ -33,18 +34,8 @@ def target(**overrides: Any) -> Target:
     return Target.h200(**(values | overrides))
 
 
-def level_batch(nodes: list[int], tokens: list[int]) -> Batch:
-    """The paper's synthetic trees: ``nodes[i]`` nodes of ``tokens[i]`` tokens on level i, the last
-    level being one private tail per query."""
-    num_queries = nodes[-1]
-    paths = []
-    for query in range(num_queries):
-        path, position = [], 0
-        for level, (count, length) in enumerate(zip(nodes[:-1], tokens[:-1], strict=True)):
-            path.append((level * 10_000 + query * count // num_queries, position, position + length))
-            position += length
-        paths.append(path)
-    return Batch(paths, [sum(tokens)] * num_queries)
+def batch_of(tree: Tree) -> Batch:
+    return Batch(tree.paths, tree.seq_lens)
 
 
 @st.composite

@@ -7,21 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit_trees import Batch, batches, check_plan, level_batch, target, targets
+from kit_trees import Batch, batch_of, batches, check_plan, target, targets
 
+from sglang_pat.bench.trees import PAPER_TREES, Tree
 from sglang_pat.planning import Planner, plan
 from sglang_pat.target import Target
-
-PAPER_TREES = [
-    ([1, 10], [4096, 416]),
-    ([1, 1024], [2048, 32]),
-    ([1, 4, 256], [32, 256, 32]),
-    ([1, 4, 16, 64, 256, 1024], [256, 32, 256, 64, 32, 256]),
-    ([1, 8, 16, 32, 64, 256, 1024], [256, 128, 64, 32, 32, 32, 32]),
-    ([8, 16, 32, 256], [512, 512, 256, 32]),
-    ([256], [4096]),
-]
-
 
 @settings(max_examples=400, deadline=None)
 @given(batches(), targets())
@@ -45,6 +35,12 @@ def test_plan_holds_while_the_tails_grow(batch: Batch, made_for: Target) -> None
     for query, path in enumerate(batch.paths):
         ends_in_the_tree = (path[-1][2] if path else 0) == batch.seq_lens[query]
         assert room[query] >= 128 or (room[query] == 0 and ends_in_the_tree)
+
+
+@pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
+def test_the_papers_trees(tree: Tree) -> None:
+    batch, made_for = batch_of(tree), target()
+    check_plan(plan(batch.paths, batch.seq_lens, made_for), batch, made_for, batch.seq_lens)
 
 
 @settings(max_examples=150, deadline=None)
@@ -91,9 +87,9 @@ def modelled_bytes(batch: Batch, made_for: Target) -> float:
 
 
 @pytest.mark.parametrize("num_q_heads", [8, 16, 32, 64])
-@pytest.mark.parametrize(("nodes", "tokens"), PAPER_TREES)
-def test_the_byte_rule_beats_the_papers(nodes, tokens, num_q_heads) -> None:
-    batch = level_batch(nodes, tokens)
+@pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
+def test_the_byte_rule_beats_the_papers(tree: Tree, num_q_heads: int) -> None:
+    batch = batch_of(tree)
     # One unit: nothing splits; overhead and cache left out, so that bytes are all there is.
     common = dict(num_q_heads=num_q_heads, units=1, item_overhead_s=1e-12, reread_weight=1.0)
     best = modelled_bytes(batch, target(policy="bytes", **common))
@@ -159,15 +155,12 @@ def test_mean_split_keeps_items_under_the_mean() -> None:
 
 
 def test_items_run_heaviest_first() -> None:
-    made = plan(*_fields(level_batch([1, 8, 512], [512, 512, 256])), target(units=1))
+    tree = Tree((1, 8, 512), (512, 512, 256))
+    made = plan(tree.paths, tree.seq_lens, target(units=1))
     cost = np.maximum(made.items["kv_len"], 0) + 256 * (made.items["kv_len"] < 0)
     shared = made.items["num_queries"] > 1
     assert cost[0] == cost.max() and shared[0]
     assert np.all(cost[:-1] * 1.13 >= cost[1:])  # a bucket spans an eighth of an octave
-
-
-def _fields(batch: Batch) -> tuple[list, list[int]]:
-    return batch.paths, batch.seq_lens
 
 
 def test_64_steady_requests_need_few_plans() -> None:

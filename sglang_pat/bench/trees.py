@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 20 synthetic decode batches and four head configurations of PAT's evaluation (section 8.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# (query heads, KV heads)
+HEADS = ((32, 32), (16, 8), (32, 8), (64, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A batch by levels: ``nodes[i]`` radix nodes of ``tokens[i]`` tokens; the last level is one
+    private tail per query."""
+
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def num_queries(self) -> int:
+        return self.nodes[-1]
+
+    @property
+    def shares(self) -> bool:
+        return len(self.nodes) > 1
+
+    @property
+    def unique_tokens(self) -> int:
+        """K/V tokens that the batch holds, each counted once."""
+        return sum(n * t for n, t in zip(self.nodes, self.tokens, strict=True))
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return [sum(self.tokens)] * self.num_queries
+
+    @property
+    def paths(self) -> list[list[tuple[int, int, int]]]:
+        """Per query its radix nodes as (node id, start, end)."""
+        paths = []
+        for query in range(self.num_queries):
+            path: list[tuple[int, int, int]] = []
+            end = 0
+            for level in range(len(self.nodes) - 1):
+                start, end = end, end + self.tokens[level]
+                node = query * self.nodes[level] // self.num_queries
+                path.append((level * 1_000_000 + node, start, end))
+            paths.append(path)
+        return paths
+
+    def __str__(self) -> str:
+        return f"{','.join(map(str, self.nodes))}_{','.join(map(str, self.tokens))}"
+
+
+PAPER_TREES = (
+    Tree((1, 10), (4096, 416)),
+    Tree((1, 256), (256, 32)),
+    Tree((1, 1024), (2048, 32)),
+    Tree((1, 2, 64), (1024, 256, 256)),
+    Tree((1, 4, 256), (32, 256, 32)),
+    Tree((1, 8, 512), (32, 512, 256)),
+    Tree((1, 8, 512), (32, 2048, 256)),
+    Tree((1, 8, 512), (512, 512, 256)),
+    Tree((1, 4, 8, 256), (32, 256, 256, 32)),
+    Tree((1, 4, 16, 512), (1024, 256, 128, 32)),
+    Tree((1, 4, 16, 64, 256, 1024), (256, 32, 256, 64, 32, 256)),
+    Tree((1, 16, 32, 64, 128, 1024), (256, 128, 64, 32, 32, 32)),
+    Tree((1, 16, 32, 64, 256, 1024), (256, 128, 64, 32, 32, 32)),
+    Tree((1, 8, 16, 32, 64, 128, 1024), (256, 128, 64, 32, 32, 32, 32)),
+    Tree((1, 8, 16, 32, 64, 256, 1024), (256, 128, 64, 32, 32, 32, 32)),
+    Tree((2, 8, 16, 256), (256, 256, 32, 32)),
+    Tree((4, 16, 256, 512), (512, 32, 128, 32)),
+    Tree((8, 16, 32, 256), (512, 512, 256, 32)),
+    Tree((256,), (1024,)),
+    Tree((256,), (4096,)),
+)
