@@ -29,6 +29,12 @@ int64_t field_of(PyObject* tuple, py::ssize_t index, const char* what) {
   return to_int64(PyTuple_GET_ITEM(tuple, index), what);
 }
 
+py::object get_attr(PyObject* object, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(object, name);
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
 // Owning views of sequences with borrowed items.
 py::object fast_sequence(PyObject* sequence, const char* what) {
   PyObject* fast = PySequence_Fast(sequence, what);
@@ -82,14 +88,17 @@ void read_attrs(const py::sequence& objects, const std::vector<std::string>& pat
   const py::object list = fast_sequence(objects.ptr(), "objects must be a sequence");
   const py::ssize_t count = PySequence_Fast_GET_SIZE(list.ptr());
   auto* out = reinterpret_cast<int64_t*>(out_ptr);
+  // Each look-up takes about 20 ns: neighbouring paths share that of an equal first name.
+  std::vector<bool> same_head(paths.size(), false);
+  for (size_t j = 1; j < paths.size(); ++j) same_head[j] = names[j][0].is(names[j - 1][0]);
   for (py::ssize_t i = 0; i < count; ++i) {
+    PyObject* object = PySequence_Fast_GET_ITEM(list.ptr(), i);
+    py::object head;
     for (size_t j = 0; j < paths.size(); ++j) {
-      py::object value = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(list.ptr(), i));
-      for (const py::str& name : names[j]) {
-        if (value.is_none()) break;
-        PyObject* next = PyObject_GetAttr(value.ptr(), name.ptr());
-        if (next == nullptr) throw py::error_already_set();
-        value = py::reinterpret_steal<py::object>(next);
+      if (!same_head[j]) head = get_attr(object, names[j][0].ptr());
+      py::object value = head;
+      for (size_t k = 1; k < names[j].size() && !value.is_none(); ++k) {
+        value = get_attr(value.ptr(), names[j][k].ptr());
       }
       *out++ = value.is_none() ? -1 : to_int64(value.ptr(), paths[j].c_str());
     }
