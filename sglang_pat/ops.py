@@ -43,8 +43,8 @@ def decode(
 
     Returns ``out``. A sequence of no tokens gives zeros and an LSE of -inf.
 
-    Raises ValueError naming what does not fit: device, dtype, shape, stride, a plan of another batch
-    or other heads, a slot beyond the cache.
+    Raises ValueError naming what does not fit: device, dtype, shape, stride, a plan of another
+    batch or other heads, a slot beyond the cache.
     """
     num_queries, num_q_heads, head_dim = _shape("q", q, 3)
     num_slots, num_kv_heads, k_dim = _shape("k_cache", k_cache, 3)
@@ -52,7 +52,11 @@ def decode(
     num_rows, max_context = _shape("req_to_token", req_to_token, 2)
     if q.device.type != "cpu":
         raise ValueError(f"q is on {q.device}: this version of sglang_pat decodes on the CPU only")
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("req_to_token", req_to_token)):
+    for name, tensor in (
+        ("k_cache", k_cache),
+        ("v_cache", v_cache),
+        ("req_to_token", req_to_token),
+    ):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, q on {q.device}: move one of them")
     if q.dtype not in _DTYPES:

@@ -60,9 +60,7 @@ _planners_lock = Lock()
 _planner_for = lru_cache(maxsize=8)(Planner)
 
 
-def plan(
-    paths: Sequence[Sequence[PathElement] | None], seq_lens: Lengths, target: Target
-) -> Plan:
+def plan(paths: Sequence[Sequence[PathElement] | None], seq_lens: Lengths, target: Target) -> Plan:
     """Plan one decode step of B queries for ``target``.
 
     ``paths[i]``: the radix nodes of query i as (node_id, start, end) in token positions, from 0 on

@@ -65,7 +65,7 @@ def test_the_stub_names_what_the_extension_has() -> None:
 
 
 def _same_arguments(node: ast.FunctionDef, doc: str) -> None:
-    """pybind11's docstring starts with the signature: every stub argument stands in it, in order."""
+    """pybind11's docstring starts with the signature: the stub's arguments, in order."""
     names = [a.arg for a in node.args.args + node.args.kwonlyargs if a.arg != "self"]
     signature = doc.split("\n", 1)[0]
     at = [signature.find(f"{name}: ") for name in names]

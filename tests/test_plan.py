@@ -13,6 +13,7 @@ from sglang_pat.bench.trees import PAPER_TREES, Tree
 from sglang_pat.planning import Planner, plan
 from sglang_pat.target import Target
 
+
 @settings(max_examples=400, deadline=None)
 @given(batches(), targets())
 def test_every_token_in_exactly_one_item(batch: Batch, made_for: Target) -> None:
@@ -243,7 +244,7 @@ def test_targets_are_checked(overrides, message) -> None:
 
 
 def test_clipped_paths_share_what_both_have() -> None:
-    # Query 2 is protected only to token 30 of node 1: it shares these 30 and keeps the rest private.
+    # Query 2 is protected to token 30 of node 1: it shares these and keeps the rest private.
     paths = [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 80)]]
     made = Planner(target(units=1, policy="naive")).plan(paths, [90, 90, 90], limits=[80, 80, 30])
     assert ranges_of(made, 0) == [(0, 30), (30, 50), (80, -1)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host time of pack tree + schedule: ``python -m sglang_pat.bench.schedule [--json]``.
 
-The published scheduler of PAT takes 55-110 us for 256 requests and 450-580 us for 1024 in deep trees
-(measured by us on an EPYC core, hot, minimum of 20), without reading paths out of Python objects.
+The published scheduler of PAT takes 55-110 us for 256 requests and 450-580 us for 1024 in deep
+trees (measured by us on an EPYC core, hot, minimum of 20), without reading Python objects.
 """
 
 from __future__ import annotations

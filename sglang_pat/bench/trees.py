@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 20 synthetic decode batches and four head configurations of PAT's evaluation (section 8.2)."""
+"""The 20 synthetic decode batches and four head configurations of PAT's section 8.2."""
 
 from __future__ import annotations
 

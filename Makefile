@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# The build tools (CMake, the CUDA compiler, ...) go to build/venv, the package and SGLang to .venv;
+# nothing else on the machine is touched.
+PYTHON ?= python3
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+CPP_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+PACKAGE_SOURCES = $(shell find csrc sglang_pat -type f -not -name '*.pyc' -not -name '*.so')
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Kept, so that a rebuild compiles only what changed.
+export SKBUILD_BUILD_DIR := build/cmake
+
+.PHONY: help install demo test lint format clean distclean
+
+help:
+	@echo 'make install    SGLang, the tools and this package into .venv (11 GB, some minutes)'
+	@echo 'make demo       install, then the demo: pat beside the stock backend, tokens compared'
+	@echo 'make test       install, lint, then the test suite (PYTEST_ARGS="-k plan" selects)'
+	@echo 'make lint       ruff, clang-format, mypy'
+	@echo 'make format     let ruff and clang-format rewrite the sources'
+	@echo 'make clean      remove build products and caches; distclean: also .venv'
+	@echo 'PYTHON=python3.12 chooses the Python, JOBS=8 the number of compilers,'
+	@echo 'PAT_CUDA=OFF leaves out the CUDA kernels'
+
+install: .venv/installed
+
+.venv/bin/python:
+	@$(PYTHON) -m venv .venv
+
+# The wheel is what `pip install .` would build; not isolated only because its build requirements
+# stay in build/venv, where CMake's cache can rely on them.
+build/venv/ready: pyproject.toml | .venv/bin/python
+	@echo 'installing the build tools into build/venv'
+	@$(BIN)/python -m venv build/venv
+	@sed -n '/^requires = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml > build/requirements.txt
+	@build/venv/bin/pip install -q -r build/requirements.txt
+	@touch $@
+
+build/wheel/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
+	@echo 'building the wheel'
+	@rm -rf build/wheel
+	@build/venv/bin/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	@touch $@
+
+.venv/ready: pyproject.toml | build/wheel/ready
+	@echo 'installing SGLang and the tools into .venv'
+	@$(BIN)/pip install -q "$$(echo build/wheel/*.whl)[sglang,test,lint]"
+	@touch $@
+
+.venv/installed: .venv/ready build/wheel/ready
+	@$(BIN)/pip install -q --no-deps --force-reinstall build/wheel/*.whl
+	@touch $@
+
+demo: install
+	@$(BIN)/sglang-pat demo
+
+test: lint
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES)
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP_SOURCES)
+
+clean:
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache sglang_pat/_C*.so
+	find sglang_pat tests -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# Enables the CUDA language with the nvcc of the building Python's nvidia-cuda-nvcc wheel, so that a
+# build is the same on every machine. A system nvcc is used only where that wheel is missing and
+# CUDACXX names it. Sets PAT_CUDA_INCLUDE_DIRS (the wheels' CuTe headers; empty with CUDACXX).
+
+# The wheels unpack to <site-packages>/nvidia/cu13/{bin,include,lib,nvvm} and
+# <site-packages>/cutlass_library/source/include.
+function(pat_find_in_wheel out package path)
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} -c "
+import importlib.util, pathlib, sys
+spec = importlib.util.find_spec(sys.argv[1])
+roots = spec.submodule_search_locations if spec else []
+print(next((p for r in roots if (p := pathlib.Path(r, sys.argv[2])).exists()), ''), end='')
+" ${package} ${path}
+    OUTPUT_VARIABLE found COMMAND_ERROR_IS_FATAL ANY)
+  set(${out} "${found}" PARENT_SCOPE)
+endfunction()
+
+pat_find_in_wheel(wheel_nvcc nvidia cu13/bin/nvcc)
+pat_find_in_wheel(PAT_CUDA_INCLUDE_DIRS cutlass_library source/include)
+if(wheel_nvcc)
+  set(CMAKE_CUDA_COMPILER ${wheel_nvcc})
+  # nvcc looks for the runtime in lib64; the wheel has it in lib.
+  cmake_path(GET wheel_nvcc PARENT_PATH bin_dir)
+  cmake_path(GET bin_dir PARENT_PATH cuda_root)
+  set(CMAKE_CUDA_FLAGS_INIT "-L${cuda_root}/lib")
+  message(STATUS "CUDA compiler: ${wheel_nvcc} (wheel nvidia-cuda-nvcc)")
+elseif(DEFINED ENV{CUDACXX})
+  message(WARNING "CUDA compiler: $ENV{CUDACXX} (from CUDACXX: ${Python_EXECUTABLE} has no wheel "
+                  "nvidia-cuda-nvcc). Only nvcc 13.0.88 is tested.")
+else()
+  message(FATAL_ERROR
+    "no CUDA compiler: ${Python_EXECUTABLE} has no wheel nvidia-cuda-nvcc and CUDACXX is not set. "
+    "Build with pip's build isolation, install the packages of build-system.requires "
+    "(pyproject.toml), set CUDACXX=/path/to/nvcc, or build without CUDA "
+    "(environment variable PAT_CUDA=OFF; -DPAT_CUDA=OFF for CMake itself).")
+endif()
+
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_ARCHITECTURES 80-real)  # of CMake's own compiler checks
+enable_language(CUDA)

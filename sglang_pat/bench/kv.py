@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random K/V caches laid out for a tree: shared nodes hold shared slots, at random places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_pat.bench.trees import Tree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of ``sglang_pat.decode`` for a tree; shapes as there."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    req_to_token: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def make_batch(
+    tree: Tree,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    permuted: bool = True,
+    seed: int = 0,
+) -> Batch:
+    """Random normal q, K and V on the CPU. Slot 0 and row 0 belong to nobody, as in SGLang;
+    ``permuted`` scatters the slots, else every node's slots are consecutive."""
+    generator = torch.Generator().manual_seed(seed)
+    num_slots = tree.unique_tokens + 1
+    order = torch.arange(1, num_slots, dtype=torch.int32)
+    if permuted:
+        order = order[torch.randperm(num_slots - 1, generator=generator)]
+    seq_lens = torch.tensor(tree.seq_lens)
+    table = torch.zeros((tree.num_queries + 1, int(seq_lens.max())), dtype=torch.int32)
+    taken = 0
+    slots: dict[int, torch.Tensor] = {}
+    for query, path in enumerate(tree.paths):
+        for node, start, end in path:
+            if node not in slots:
+                slots[node] = order[taken : taken + end - start]
+                taken += end - start
+            table[query + 1, start:end] = slots[node]
+        shared = path[-1][2] if path else 0
+        tail = int(seq_lens[query]) - shared
+        table[query + 1, shared : shared + tail] = order[taken : taken + tail]
+        taken += tail
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return Batch(
+        q=normal(tree.num_queries, num_q_heads, head_dim),
+        k_cache=normal(num_slots, num_kv_heads, head_dim),
+        v_cache=normal(num_slots, num_kv_heads, head_dim),
+        req_to_token=table,
+        rows=torch.arange(1, tree.num_queries + 1),
+        seq_lens=seq_lens,
+    )

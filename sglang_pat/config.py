@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options: the ``SGLANG_PAT_*`` environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+import torch
+
+PREFIX = "SGLANG_PAT_"
+
+# First value = default.
+_ALLOWED = {
+    "check": ("0", "1"),
+    "policy": ("bytes", "paper", "naive"),
+    "split": ("cost", "mean"),
+    "partial": ("fp32", "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class PatConfig:
+    """Options of one server.
+
+    ``check`` (``SGLANG_PAT_CHECK``): every step, compare the slots of a pack's members.
+    ``policy`` (``SGLANG_PAT_POLICY``) and ``split`` (``SGLANG_PAT_SPLIT``): see ``Target``.
+    ``partial`` (``SGLANG_PAT_PARTIAL``): dtype of the partial outputs that the merge reads.
+    """
+
+    check: bool = False
+    policy: str = "bytes"
+    split: str = "cost"
+    partial: str = "fp32"
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> PatConfig:
+        """Read the options.
+
+        Raises ValueError that names the variable, its value and what is allowed, for a name or a
+        value that is not known: a misspelt option must not be served as the default.
+        """
+        known = {PREFIX + name.upper(): name for name in _ALLOWED}
+        chosen = {name: allowed[0] for name, allowed in _ALLOWED.items()}
+        for variable, value in environ.items():
+            if not variable.startswith(PREFIX):
+                continue
+            if variable not in known:
+                raise ValueError(
+                    f"{variable}={value} is not an option of sglang_pat; "
+                    f"the options are {', '.join(known)}: correct or unset it"
+                )
+            name = known[variable]
+            if value not in _ALLOWED[name]:
+                raise ValueError(
+                    f"{variable}={value} is not a known value; "
+                    f"use one of {', '.join(_ALLOWED[name])} or unset it"
+                )
+            chosen[name] = value
+        return cls(
+            check=chosen["check"] == "1",
+            policy=chosen["policy"],
+            split=chosen["split"],
+            partial=chosen["partial"],
+        )
+
+    @property
+    def partial_dtype(self) -> torch.dtype:
+        return torch.float32 if self.partial == "fp32" else torch.bfloat16
+
+    def __str__(self) -> str:
+        return " ".join(f"{field.name}={asdict(self)[field.name]}" for field in fields(self))

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sglang-pat doctor``: what was found, and what would keep ``pat`` from packing.
+
+Loads the plugins as a server does, in this environment, and looks at what is there afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import asdict, dataclass
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any, Literal
+
+from sglang_pat.config import PREFIX, PatConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SUPPORTED_SGLANG = "0.5.23"
+_RUST_TREE = "sglang.srt.mem_cache.rust_tree_core.mem_cache"
+_ENTRY_POINTS = {"sglang.srt.plugins": "pat", "sglang.srt.platforms": "pat_cpu"}
+_MARKS = {"ok": "ok  ", "note": "note", "block": "BLOCK"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. ``block``: pat cannot serve, or cannot pack, until ``way_out`` is done."""
+
+    topic: str
+    found: str
+    status: Literal["ok", "note", "block"] = "ok"
+    way_out: str = ""
+
+
+def run_doctor(*, as_json: bool) -> int:
+    """Print all findings, as lines or one JSON object; 1 if something blocks, else 0."""
+    findings = list(examine())
+    blocked = sum(finding.status == "block" for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": not blocked, "findings": [asdict(f) for f in findings]}))
+        return int(bool(blocked))
+    width = max(len(finding.topic) for finding in findings)
+    for finding in findings:
+        print(f"{_MARKS[finding.status]:<5}  {finding.topic:<{width}}  {finding.found}")
+        if finding.way_out:
+            print(f"{'':5}  {'':{width}}  -> {finding.way_out}")
+    print(f"\n{blocked} to repair." if blocked else "\npat can serve here.")
+    return int(bool(blocked))
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything, in an order in which later checks may rely on earlier ones.
+
+    Where no GPU is found and ``SGLANG_PLATFORM`` is not set, it is set to ``pat_cpu`` in this
+    process, as a server on this machine needs it.
+    """
+    yield _package()
+    yield _settings()
+    yield from _entry_points()
+    yield _plugin_filter()
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        yield Finding(
+            "SGLang",
+            "not installed in this environment",
+            "block",
+            f"pip install sglang=={SUPPORTED_SGLANG}, where sglang-pat is installed",
+        )
+        return
+    yield _sglang(version)
+    yield _torch()
+    yield _platform()
+    warnings.simplefilter("ignore")  # SGLang's imports warn of quantizations that a CPU lacks
+    yield from _guarded("registration", _registration)
+    yield from _guarded("interface", _interface)
+    yield from _guarded("tree core", _tree_core)
+
+
+def _guarded(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of ``check``; what it raises on a foreign SGLang is a finding too."""
+    try:
+        yield from check()
+    except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+        yield Finding(
+            topic,
+            f"{type(error).__name__}: {error}",
+            "block",
+            f"use SGLang {SUPPORTED_SGLANG}, which this version was made for",
+        )
+
+
+def _package() -> Finding:
+    import sglang_pat
+
+    try:
+        native = import_module("sglang_pat._C")
+    except ImportError as error:
+        return Finding(
+            "sglang_pat",
+            f"{sglang_pat.__version__}, but its native module does not load: {error}",
+            "block",
+            "pip install --force-reinstall sglang-pat; from a checkout, run it outside the folder",
+        )
+    return Finding("sglang_pat", f"{sglang_pat.__version__}, {native.__file__}")
+
+
+def _settings() -> Finding:
+    set_here = sorted(name for name in os.environ if name.startswith(PREFIX))
+    try:
+        config = PatConfig.from_env()
+    except ValueError as error:
+        return Finding("settings", str(error), "block", "the server refuses to start with it")
+    return Finding("settings", f"{config} ({', '.join(set_here) or 'all defaults'})")
+
+
+def _entry_points() -> Iterator[Finding]:
+    for group, name in _ENTRY_POINTS.items():
+        found = [entry.value for entry in metadata.entry_points(group=group, name=name)]
+        if not found:
+            yield Finding(
+                f"entry point {name}",
+                f"not in the group {group}",
+                "block",
+                "pip install sglang-pat into the environment that SGLang runs in",
+            )
+        elif len(found) > 1:
+            yield Finding(
+                f"entry point {name}",
+                f"{len(found)} times in the group {group}: {', '.join(found)}",
+                "note",
+                "one sglang-pat is enough; uninstall the other",
+            )
+        else:
+            yield Finding(f"entry point {name}", found[0])
+
+
+def _plugin_filter() -> Finding:
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    names = {name.strip() for name in allowed.split(",") if name.strip()}
+    if names and "pat" not in names:
+        return Finding(
+            "SGLANG_PLUGINS", allowed, "block", f"add pat to it: SGLANG_PLUGINS={allowed},pat"
+        )
+    return Finding("SGLANG_PLUGINS", allowed or "not set, all plugins are loaded")
+
+
+def _sglang(version: str) -> Finding:
+    if version == SUPPORTED_SGLANG:
+        return Finding("SGLang", version)
+    return Finding(
+        "SGLang", f"{version}; tested with {SUPPORTED_SGLANG}", "note", "see 'interface' below"
+    )
+
+
+def _torch() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("torch", f"{torch.__version__}, no GPU, {torch.get_num_threads()} threads")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Finding("torch", f"{torch.__version__}, {', '.join(names)}")
+
+
+def _platform() -> Finding:
+    import torch
+
+    from sglang_pat.platform import NAME
+    from sglang_pat.refusals import DEVICES
+
+    chosen = os.environ.get("SGLANG_PLATFORM", "")
+    if chosen == NAME:
+        return Finding("platform", f"SGLANG_PLATFORM={NAME}: SGLang runs on the CPU")
+    if chosen:
+        return Finding(
+            "platform",
+            f"SGLANG_PLATFORM={chosen}: SGLang skips all plugins of packages with another platform",
+            "block",
+            f"unset SGLANG_PLATFORM, or set it to {NAME} for a CPU",
+        )
+    on_cpu = f"start the server with SGLANG_PLATFORM={NAME} and --device cpu"
+    if not torch.cuda.is_available():
+        os.environ["SGLANG_PLATFORM"] = NAME
+        return Finding("platform", "no GPU, SGLANG_PLATFORM is not set", "note", on_cpu)
+    if "cuda" not in DEVICES:
+        return Finding("platform", "a GPU, which this version does not serve", "block", on_cpu)
+    return Finding("platform", "a GPU, SGLang's own choice")
+
+
+def _registration() -> Iterator[Finding]:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # first of all, as in a server: it only logs what fails
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+    if "pat" in ATTENTION_BACKEND_CHOICES:
+        yield Finding("registration", "--attention-backend pat is known to SGLang")
+    else:
+        yield Finding(
+            "registration",
+            "SGLang loaded its plugins, but --attention-backend pat is not among the choices",
+            "block",
+            "see 'Failed to ... plugin pat' in the messages above",
+        )
+
+
+def _interface() -> Iterator[Finding]:
+    from sglang_pat import hook
+    from sglang_pat.refusals import interface_mismatches
+
+    mismatches = list(interface_mismatches())
+    for mismatch in mismatches:
+        yield Finding("interface", mismatch, "block", f"use SGLang {SUPPORTED_SGLANG}")
+    if not mismatches:
+        yield Finding("interface", f"as expected; hooked after {hook.TARGET.rsplit('.srt.', 1)[1]}")
+
+
+def _tree_core() -> Iterator[Finding]:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.tree_core_registry import select_tree_core_backend
+
+    none: Any = None  # what the choice does not depend on
+    params = CacheInitParams(False, none, none, page_size=1)
+    name = select_tree_core_backend(params)
+    if name != "rust":
+        yield Finding(
+            "tree core",
+            f"{name}: works, reading the paths takes longer than from the Rust core",
+            "note",
+            "unset SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND" if name != "python" else "",
+        )
+        return
+    classes = [value for value in vars(import_module(_RUST_TREE)).values() if isinstance(value, type)]
+    if any(hasattr(cls, "collect_path_info") for cls in classes):
+        yield Finding("tree core", "rust, with its own collect_path_info")
+    else:
+        yield Finding(
+            "tree core", "rust, without a collect_path_info of its own: paths take longer", "note"
+        )

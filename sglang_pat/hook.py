@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the scheduler's batch reaches the backend: one hook after ``ForwardBatch.init_new``.
+
+A ``ForwardBatch`` carries tensors but not the requests, and it is copied field by field on its way
+to the attention backend, so nothing can be attached to it. But ``init_new`` and the forward that
+follows run on one thread, after all evictions and splits of the step, so a mailbox on the model
+runner is enough: the hook puts the batch in, ``init_forward_metadata`` takes it out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TARGET = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+_ATTRIBUTE = "_sglang_pat_mailbox"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBatch:
+    """The requests of a decode step, in row order, and the cache that holds their prefixes."""
+
+    reqs: list[Any]
+    tree_cache: Any
+
+
+class Mailbox:
+    """Holds the batch of the forward that comes next, if it is a plain decode."""
+
+    def __init__(self) -> None:
+        self._batch: LiveBatch | None = None
+
+    @classmethod
+    def on(cls, runner: Any) -> Mailbox:
+        """The mailbox of a model runner; made on first use."""
+        mailbox = getattr(runner, _ATTRIBUTE, None)
+        if mailbox is None:
+            mailbox = cls()
+            setattr(runner, _ATTRIBUTE, mailbox)
+        return mailbox
+
+    def put(self, batch: LiveBatch | None) -> None:
+        """Replace what is held, so that no forward ever sees an older one's batch."""
+        self._batch = batch
+
+    def take(self) -> LiveBatch | None:
+        batch, self._batch = self._batch, None
+        return batch
+
+
+def after_init_new(
+    forward_batch: Any, _cls: type, batch: Any, model_runner: Any, *_args: Any, **_kwargs: Any
+) -> None:
+    """AFTER hook of ``ForwardBatch.init_new(batch, model_runner, ...)``; changes nothing."""
+    mailbox = getattr(model_runner, _ATTRIBUTE, None)
+    if mailbox is not None:
+        decode = forward_batch.forward_mode.is_decode()
+        mailbox.put(LiveBatch(batch.reqs, batch.tree_cache) if decode else None)
+
+
+def is_installed(function: Any) -> bool:
+    """Whether ``after_init_new`` is in the chain of wrappers around a hooked function."""
+    function = getattr(function, "__func__", function)
+    while function is not None:
+        for cell in getattr(function, "__closure__", None) or ():
+            if cell.cell_contents is after_init_new:
+                return True
+        function = getattr(function, "__wrapped__", None)
+    return False

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters on SGLang's Prometheus endpoint, and a periodic line in the log.
+
+SGLang runs ``prometheus_client`` in its multi-process mode: each process writes its counters to
+files that the HTTP server adds up. A thread copies ours there once a second, so that a decode step
+pays for integer additions only.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_pat.stats import COUNTERS, Stats
+
+logger = logging.getLogger("sglang_pat")
+
+NAMESPACE = "sglang_pat"
+FLUSH_SECONDS = 1.0
+SUMMARY_SECONDS = 60.0
+_LABELLED = {
+    "fallbacks": "Forward passes, layers and plans that pat did not serve, by reason.",
+    "private_requests": "Requests planned without a radix path, by reason.",
+}
+
+
+class Reporter:
+    """Publishes one ``Stats``. ``labels`` go on every exported metric."""
+
+    def __init__(self, stats: Stats, labels: Mapping[str, str], *, export: bool) -> None:
+        self._stats = stats
+        self._labels = dict(labels)
+        self._counters = self._make_counters() if export else {}
+        self._exported: dict[tuple[str, str], float] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sglang-pat-stats", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Publish what is left and end the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def flush(self) -> None:
+        """Add what came since the last call to the exported counters."""
+        snapshot = self._stats.snapshot()
+        for name in COUNTERS:
+            self._add(name, "", snapshot[name])
+        for name in _LABELLED:
+            for reason, count in snapshot[name].items():
+                self._add(name, reason, count)
+
+    def _make_counters(self) -> dict[str, Any]:
+        # Imported here: it must come after SGLang has set PROMETHEUS_MULTIPROC_DIR.
+        from prometheus_client import Counter
+
+        plain = tuple(self._labels)
+        counters = {
+            name: Counter(f"{NAMESPACE}_{name}", text, plain) for name, text in COUNTERS.items()
+        }
+        for name, text in _LABELLED.items():
+            counters[name] = Counter(f"{NAMESPACE}_{name}", text, (*plain, "reason"))
+        return counters
+
+    def _add(self, name: str, reason: str, value: float) -> None:
+        if name not in self._counters:
+            return
+        labels = self._labels | ({"reason": reason} if reason else {})
+        counter = self._counters[name].labels(**labels)
+        counter.inc(value - self._exported.get((name, reason), 0))
+        self._exported[name, reason] = value
+
+    def _run(self) -> None:
+        steps, elapsed = 0, 0.0
+        while not self._stop.wait(FLUSH_SECONDS):
+            self.flush()
+            elapsed += FLUSH_SECONDS
+            if elapsed >= SUMMARY_SECONDS and self._stats.decode_steps > steps:
+                steps, elapsed = self._stats.decode_steps, 0.0
+                logger.info("sglang_pat: %s", self._stats.summary())
+        self.flush()

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point ``pat`` of the group ``sglang.srt.plugins``: what SGLang runs in every process."""
+
+from __future__ import annotations
+
+BACKEND = "pat"
+
+
+def register() -> None:
+    """Add ``--attention-backend pat`` and the one hook that hands us the batch. Idempotent.
+
+    SGLang only logs what a plugin raises, so nothing is verified here: the backend does that when
+    it is made (``sglang_pat.refusals``). No heavy module is imported before it is needed.
+    """
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+    )
+
+    from sglang_pat import hook
+
+    if BACKEND in ATTENTION_BACKEND_CHOICES:
+        return
+    register_attention_backend(BACKEND)(_make_backend)
+    HookRegistry.register(hook.TARGET, hook.after_init_new, HookType.AFTER)
+    add_attention_backend_choices([BACKEND])
+
+
+def _make_backend(runner: object) -> object:
+    from sglang_pat.backend import make_pat_backend
+
+    return make_pat_backend(runner)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The installed distribution, as SGLang's plugin loader and a user without a GPU see it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import sglang_pat
+from sglang_pat import _C
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What a server process does before it parses its arguments, and what that left behind.
+REPORT = """
+import argparse, json
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.platforms import current_platform
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+chosen = parser.parse_args(["--model-path", "none", "--attention-backend", "pat"])
+print(json.dumps({
+    "platform": type(current_platform).__module__,
+    "registered": "pat" in ATTENTION_BACKENDS,
+    "chosen": chosen.attention_backend,
+}))
+"""
+
+
+def run_python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a process that has no SGLANG_* variables but ``env``, outside the sources."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=clean | env, text=True, capture_output=True
+    )
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(report, dict)
+    return report
+
+
+def test_one_distribution_holds_both_entry_points() -> None:
+    ours = metadata.distribution("sglang-pat").entry_points
+    assert {(ep.group, ep.name, ep.value) for ep in ours} == {
+        ("sglang.srt.plugins", "pat", "sglang_pat.plugin:register"),
+        ("sglang.srt.platforms", "pat_cpu", "sglang_pat.platform:activate"),
+        ("console_scripts", "sglang-pat", "sglang_pat.cli:main"),
+    }
+
+
+def test_the_tests_run_against_the_installed_package() -> None:
+    assert sglang_pat.__file__ is not None
+    installed = Path(sglang_pat.__file__).parent
+    assert installed != ROOT / "sglang_pat", "the source tree shadows the installed package"
+    recorded = {str(f) for f in metadata.files("sglang-pat") or ()}
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    assert {"sglang_pat/py.typed", "sglang_pat/_C.pyi", f"sglang_pat/_C{suffix}"} <= recorded
+    sources = {
+        str(p.relative_to(ROOT))
+        for p in (ROOT / "sglang_pat").rglob("*")
+        if p.is_file() and p.suffix not in {".pyc", ".so"}
+    }
+    assert sources <= recorded, "files of the package that the wheel lacks"
+
+
+def test_version_is_the_distribution_s() -> None:
+    assert sglang_pat.__version__ == metadata.version("sglang-pat")
+
+
+def test_without_a_platform_named_the_stock_one_serves_and_pat_is_registered(
+    tmp_path: Path,
+) -> None:
+    report = last_json(run_python(REPORT, tmp_path))
+    assert str(report["platform"]).startswith("sglang.srt.platforms.")
+    assert report["registered"] is True
+    assert report["chosen"] == "pat"
+
+
+def test_pat_cpu_is_ours_and_pat_is_registered_on_it(tmp_path: Path) -> None:
+    # SGLang skips the plugins of a distribution whose platform is not the selected one.
+    report = last_json(run_python(REPORT, tmp_path, SGLANG_PLATFORM="pat_cpu"))
+    assert str(report["platform"]).startswith("sglang_pat.")
+    assert report["registered"] is True
+    assert report["chosen"] == "pat"
+
+
+@pytest.mark.parametrize("module", ["sglang_pat", "sglang_pat._C", "sglang_pat.plugin"])
+def test_importing_touches_neither_sglang_nor_cuda(module: str, tmp_path: Path) -> None:
+    code = f"""
+import importlib, json, sys
+importlib.import_module({module!r})
+heavy = [m for m in ("sglang", "torch", "triton") if m in sys.modules]
+mapped = open("/proc/self/maps").read()
+libs = [lib for lib in ("libcudart", "libcuda.so") if lib in mapped]
+print(json.dumps({{"heavy": heavy, "libs": libs}}))
+"""
+    assert last_json(run_python(code, tmp_path)) == {"heavy": [], "libs": []}
+
+
+def test_cuda_probe_answers_on_every_machine() -> None:
+    probe = _C.cuda_probe()
+    if probe["ok"]:
+        assert probe["error"] == ""
+        assert probe["arch"] // 10 == probe["kernel_arch"] // 10
+        assert probe["driver_version"] >= 13000
+    else:
+        assert probe["kernel_arch"] == 0
+        assert "cuda" in probe["error"].lower()
+
+
+def test_cuda_probe_names_a_device_that_is_not_there() -> None:
+    probe = _C.cuda_probe(device=4096)
+    assert not probe["ok"]
+    assert probe["device"] == 4096
+    assert probe["error"] != ""
