@@ -9,7 +9,8 @@
 #endif
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "sglang_pat: pack tree, schedule and executors. Pointers and streams are plain integers.";
+  m.doc() =
+      "sglang_pat: pack tree, schedule and executors. Pointers and streams are plain integers.";
   pat::bind_pack(m);
   pat::bind_cpu(m);
 #ifdef PAT_CUDA

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One check macro: throws std::invalid_argument with the parts, file and line. pybind11 turns it into
-// a ValueError.
+// One check macro: throws std::invalid_argument with the parts, file and line. pybind11 turns it
+// into a ValueError.
 #pragma once
 
 #include <sstream>
@@ -19,9 +19,9 @@ template <typename... Parts>
 }  // namespace pat
 
 // PAT_CHECK(cond, parts...): `parts` are streamed and evaluated only on failure.
-#define PAT_CHECK(cond, ...)                                  \
-  do {                                                        \
-    if (!(cond)) [[unlikely]] {                               \
+#define PAT_CHECK(cond, ...)                                   \
+  do {                                                         \
+    if (!(cond)) [[unlikely]] {                                \
       ::pat::fail_check(__FILE_NAME__, __LINE__, __VA_ARGS__); \
-    }                                                         \
+    }                                                          \
   } while (false)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The only definition of a plan: what the scheduler writes, the CPU executor and the CUDA kernels
-// read. Plain structs with fixed sizes, laid out in one buffer so that a plan reaches a GPU with one
-// copy:  PlanHeader | Item[num_items] | Member[num_members] | QuerySplits[num_queries]
+// read. Plain structs with fixed sizes, laid out in one buffer so that a plan reaches a GPU with
+// one copy:  PlanHeader | Item[num_items] | Member[num_members] | QuerySplits[num_queries]
 //
 // A plan holds no slot ids. An item names a row of the batch and a range of token positions; the
 // executor looks the slots up in that row. It depends on lengths only through each query's last
@@ -23,25 +23,25 @@ inline constexpr int32_t kDirect = -1;
 struct PlanHeader {
   uint32_t magic;
   uint32_t version;
-  int32_t num_queries;   // rows of the batch that the plan covers
-  int32_t num_items;     // live items, heaviest first
-  int32_t num_members;   // sum of Item::num_queries
-  int32_t num_partials;  // partial slots in use; slot p holds [num_q_heads, head_dim] + LSE
+  int32_t num_queries;       // rows of the batch that the plan covers
+  int32_t num_items;         // live items, heaviest first
+  int32_t num_members;       // sum of Item::num_queries
+  int32_t num_partials;      // partial slots in use; slot p holds [num_q_heads, head_dim] + LSE
   int32_t num_shared_items;  // items that more than one query shares
   int32_t items_offset;      // byte offsets from the header
   int32_t members_offset;
   int32_t queries_offset;
   int32_t total_bytes;
-  int32_t max_queries;    // capacities the schedule was made for: a plan that would
-  int32_t max_items;      // exceed one is made without splits, then without packs,
-  int32_t max_partials;   // so that it always fits (see schedule.h)
-  int32_t num_q_heads;    // the target's heads: an executor refuses a plan of other heads
+  int32_t max_queries;   // capacities the schedule was made for: a plan that would
+  int32_t max_items;     // exceed one is made without splits, then without packs,
+  int32_t max_partials;  // so that it always fits (see schedule.h)
+  int32_t num_q_heads;   // the target's heads: an executor refuses a plan of other heads
   int32_t num_kv_heads;
 };
 static_assert(sizeof(PlanHeader) == 64);
 
-// One forward work item: `num_queries` queries attend to the tokens [kv_start, kv_start + kv_len) of
-// batch row `row`. The executor runs it once per KV head, with num_queries * (num_q_heads /
+// One forward work item: `num_queries` queries attend to the tokens [kv_start, kv_start + kv_len)
+// of batch row `row`. The executor runs it once per KV head, with num_queries * (num_q_heads /
 // num_kv_heads) packed rows, which fit `row_tile`.
 struct Item {
   int32_t member_offset;  // first of its members

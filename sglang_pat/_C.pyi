@@ -89,28 +89,28 @@ class Planner:
     ) -> Plan: ...
 
 def read_attrs(objects: Sequence[Any], paths: Sequence[str], out_ptr: int) -> None: ...
-
+def cpu_isas() -> list[str]: ...
 def decode_cpu(
-    plan: Plan,
-    q: int,
-    q_strides: Sequence[int],
-    k_cache: int,
-    k_strides: Sequence[int],
-    v_cache: int,
-    v_strides: Sequence[int],
-    num_slots: int,
-    req_to_token: int,
-    table: Sequence[int],
+    plan: int,
+    plan_bytes: int,
+    q: Sequence[int],
+    k_cache: Sequence[int],
+    v_cache: Sequence[int],
+    out: Sequence[int],
+    lse: int,
+    req_to_token: Sequence[int],
     rows: int,
     seq_lens: int,
-    out: int,
-    out_strides: Sequence[int],
-    lse: int,
+    num_slots: int,
     num_queries: int,
-    heads: Sequence[int],
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
     dtype: int,
     partial_dtype: int,
     scale: float,
     logit_cap: float,
     num_threads: int,
+    isa: str = "",
 ) -> None: ...

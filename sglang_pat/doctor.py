@@ -26,7 +26,7 @@ _MARKS = {"ok": "ok  ", "note": "note", "block": "BLOCK"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. ``block``: pat cannot serve, or cannot pack, until ``way_out`` is done."""
+    """One thing looked at. ``block``: pat cannot serve or pack until ``way_out`` is done."""
 
     topic: str
     found: str
@@ -232,8 +232,8 @@ def _tree_core() -> Iterator[Finding]:
             "unset SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND" if name != "python" else "",
         )
         return
-    classes = [value for value in vars(import_module(_RUST_TREE)).values() if isinstance(value, type)]
-    if any(hasattr(cls, "collect_path_info") for cls in classes):
+    members = vars(import_module(_RUST_TREE)).values()
+    if any(isinstance(cls, type) and hasattr(cls, "collect_path_info") for cls in members):
         yield Finding("tree core", "rust, with its own collect_path_info")
     else:
         yield Finding(

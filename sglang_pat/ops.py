@@ -92,23 +92,22 @@ def decode(
             f"lse is {tuple(lse.shape)} {lse.dtype}, must be contiguous {shape[:2]} float32"
         )
     _C.decode_cpu(
-        plan,
-        q.data_ptr(),
-        q.stride()[:2],
-        k_cache.data_ptr(),
-        k_cache.stride()[:2],
-        v_cache.data_ptr(),
-        v_cache.stride()[:2],
-        num_slots,
-        req_to_token.data_ptr(),
-        (req_to_token.stride(0), num_rows, max_context),
+        plan.data_ptr,
+        plan.nbytes,
+        _address(q),
+        _address(k_cache),
+        _address(v_cache),
+        _address(out),
+        0 if lse is None else lse.data_ptr(),
+        (req_to_token.data_ptr(), req_to_token.stride(0), num_rows, max_context),
         rows.data_ptr(),
         seq_lens.data_ptr(),
-        out.data_ptr(),
-        out.stride()[:2],
-        0 if lse is None else lse.data_ptr(),
+        num_slots,
         num_queries,
-        (num_q_heads, num_kv_heads, head_dim, v_dim),
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        v_dim,
         _DTYPES[q.dtype],
         _DTYPES[partial_dtype],
         scale,
@@ -125,6 +124,11 @@ def _shape(name: str, tensor: torch.Tensor, dims: int) -> tuple[int, ...]:
     if tensor.stride(-1) != 1 and shape[-1] > 1:
         raise ValueError(f"{name} has strides {tensor.stride()}, the last must be 1")
     return shape
+
+
+def _address(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Address and outer strides, in elements."""
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
 
 
 def _per_query(name: str, tensor: torch.Tensor, num_queries: int) -> torch.Tensor:

@@ -185,9 +185,10 @@ void bind_plan(py::module_& m) {
 void bind_pack(py::module_& m) {
   bind_target(m);
   bind_plan(m);
-  m.def("read_attrs", &read_attrs, py::arg("objects"), py::arg("paths"), py::arg("out_ptr"),
-        "Reads dotted integer attributes of every object into int64 host memory [objects, paths]; a "
-        "None on the way reads as -1. Raises TypeError for anything that is not an integer.");
+  m.def(
+      "read_attrs", &read_attrs, py::arg("objects"), py::arg("paths"), py::arg("out_ptr"),
+      "Reads dotted integer attributes of every object into int64 host memory [objects, paths]; a "
+      "None on the way reads as -1. Raises TypeError for anything that is not an integer.");
 }
 
 }  // namespace pat

@@ -14,8 +14,8 @@ int64_t to_int64(PyObject* value, const char* what) {
   const long long number = PyLong_AsLongLong(value);
   if (number == -1 && PyErr_Occurred()) {
     PyErr_Clear();
-    throw py::type_error(std::string(what) + " is not an integer: " +
-                         std::string(py::repr(py::handle(value))));
+    throw py::type_error(std::string(what) +
+                         " is not an integer: " + std::string(py::repr(py::handle(value))));
   }
   return number;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads paths and attributes out of Python objects at C speed: at 256 requests a loop in Python would
-// cost more than the whole schedule.
+// Reads paths and attributes out of Python objects at C speed: at 256 requests a loop in Python
+// would cost more than the whole schedule.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -33,8 +33,8 @@ uint32_t lpt_bucket(double seconds) {
 void Target::validate() const {
   PAT_CHECK(units > 0, "Target.units is ", units, ", must be positive");
   PAT_CHECK(num_kv_heads > 0 && num_q_heads > 0 && num_q_heads % num_kv_heads == 0,
-            "Target.num_q_heads is ", num_q_heads, ", must be a positive multiple of num_kv_heads, ",
-            num_kv_heads);
+            "Target.num_q_heads is ", num_q_heads,
+            ", must be a positive multiple of num_kv_heads, ", num_kv_heads);
   PAT_CHECK(head_dim > 0, "Target.head_dim is ", head_dim, ", must be positive");
   PAT_CHECK(kv_bytes > 0, "Target.kv_bytes is ", kv_bytes, ", must be positive");
   PAT_CHECK(partial_bytes == 2 || partial_bytes == 4, "Target.partial_bytes is ", partial_bytes,
@@ -191,9 +191,9 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
     for (int32_t m = 0; m < item.num_queries; ++m) {
       const Member& member = members_[static_cast<size_t>(item.member_offset + m)];
       const QuerySplits& splits = splits_[static_cast<size_t>(member.query)];
-      members[next_member + m] = {
-          member.query,
-          splits.num_splits > 1 ? splits.partial_offset + member.partial + piece : kDirect};
+      members[next_member + m] = {member.query, splits.num_splits > 1
+                                                    ? splits.partial_offset + member.partial + piece
+                                                    : kDirect};
     }
     item.member_offset = next_member;
     item.reserved = 0;

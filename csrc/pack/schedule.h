@@ -15,8 +15,9 @@ namespace pat {
 
 struct Plan {
   std::vector<uint8_t> blob;  // PlanHeader, items, members, queries: see plan.h
-  // The plan holds while min_seq_lens[q] <= seq_lens[q] <= max_seq_lens[q] for every query. The room
-  // above the scheduled length grows with the tail, so that plans get rarer as sequences get longer.
+  // The plan holds while min_seq_lens[q] <= seq_lens[q] <= max_seq_lens[q] for every query. The
+  // room above the scheduled length grows with the tail, so that plans get rarer as sequences get
+  // longer.
   std::vector<int64_t> min_seq_lens;
   std::vector<int64_t> max_seq_lens;
   // Tokens that the items read for one layer and KV head, re-reads counted, are fixed_tokens plus
@@ -88,11 +89,11 @@ class Scheduler {
   Packs packs_;
   int64_t num_items_ = 0;
   int64_t num_partials_ = 0;
-  std::vector<QuerySplits> splits_;       // [queries]
-  std::vector<int32_t> member_offsets_;   // [packs + 1]
-  std::vector<Member> members_;           // by pack; Member::partial counts from the query's first
+  std::vector<QuerySplits> splits_;      // [queries]
+  std::vector<int32_t> member_offsets_;  // [packs + 1]
+  std::vector<Member> members_;          // by pack; Member::partial counts from the query's first
   std::vector<Item> items_;
-  std::vector<uint32_t> keys_;            // LPT bucket of each item
+  std::vector<uint32_t> keys_;  // LPT bucket of each item
   std::vector<int32_t> buckets_;
 };
 

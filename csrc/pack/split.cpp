@@ -39,14 +39,14 @@ void split_by_mean(const Target& target, Packs& packs) {
   }
 }
 
-// Chooses the longest time an item may take: for a handful of limits, models how long all units need
-// (their mean load plus half of the longest item, which on average ends half over) with the partials
-// that the splits add, and keeps the best.
+// Chooses the longest time an item may take: for a handful of limits, models how long all units
+// need (their mean load plus half of the longest item, which on average ends half over) with the
+// partials that the splits add, and keeps the best.
 void split_by_cost(const Target& target, Packs& packs) {
   const double units = target.units;
   const double heads = target.num_kv_heads;
-  const double partial_s =
-      target.partial_cost_bytes() / (target.bytes_per_s / units);  // of one query, KV head and piece
+  const double partial_s = target.partial_cost_bytes() /
+                           (target.bytes_per_s / units);  // of one query, KV head and piece
   double total = 0.0;
   double longest = 0.0;
   double items = 0.0;
@@ -83,8 +83,7 @@ void split_by_cost(const Target& target, Packs& packs) {
       const double seconds =
           item_seconds(target, row_tile_for(target, pack.queries), pack.tokens());
       const int32_t pieces = seconds > limit ? pieces_for(pack, seconds, limit) : 1;
-      const double piece_s =
-          target.item_overhead_s + (seconds - target.item_overhead_s) / pieces;
+      const double piece_s = target.item_overhead_s + (seconds - target.item_overhead_s) / pieces;
       longest_piece = std::max(longest_piece, piece_s);
       if (pieces == 1) continue;
       const auto tiles = static_cast<double>(num_row_tiles(target, pack.queries));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan is made for: the machine, the model's heads and the rules to use. A value type, so that
-// a machine without a GPU can make and test an H200's plan.
+// What a plan is made for: the machine, the model's heads and the rules to use. A value type, so
+// that a machine without a GPU can make and test an H200's plan.
 #pragma once
 
 #include <cstdint>

@@ -160,8 +160,9 @@ void TreeBuilder::count_queries() {
   }
 }
 
-// Keeps the nodes that several queries share, joins chains with equal query sets, and orders nodes by
-// queries, tokens and id: a child has strictly fewer queries than its parent, so parents come first.
+// Keeps the nodes that several queries share, joins chains with equal query sets, and orders nodes
+// by queries, tokens and id: a child has strictly fewer queries than its parent, so parents come
+// first.
 void TreeBuilder::reduce() {
   std::vector<PackNode>& nodes = tree_.nodes;
   nodes.clear();

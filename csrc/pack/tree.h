@@ -19,9 +19,9 @@ struct PathView {
 
 // A node that at least two queries share. Chains of nodes with equal query sets are one node.
 struct PackNode {
-  int64_t id;           // radix node id of the deepest node of the chain
-  int32_t parent;       // index into PackTree::nodes, or kNoNode
-  int32_t start;        // token positions
+  int64_t id;      // radix node id of the deepest node of the chain
+  int32_t parent;  // index into PackTree::nodes, or kNoNode
+  int32_t start;   // token positions
   int32_t end;
   int32_t num_queries;  // queries of the whole subtree
 };
@@ -66,7 +66,8 @@ class TreeBuilder {
 
   std::vector<RawNode> raw_;
   std::vector<int32_t> raw_query_node_;
-  std::vector<int32_t> last_path_;  // nodes of the previous query's path: the next one often shares it
+  std::vector<int32_t>
+      last_path_;  // nodes of the previous query's path: the next one often shares it
   std::vector<int64_t> table_ids_;
   std::vector<int32_t> table_nodes_;
   std::vector<int32_t> order_;

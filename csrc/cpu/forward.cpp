@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/forward.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+
+#include "check.h"
+#include "cpu/job.h"
+#include "cpu/plan_check.h"
+#include "cpu/thread_pool.h"
+
+namespace pat {
+namespace {
+
+struct Isa {
+  const char* name;
+  const CpuKernels* kernels;
+};
+
+std::vector<Isa> find_isas() {
+  std::vector<Isa> found;
+#ifdef PAT_ISA_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("x86-64-v4")) found.push_back({"v4", &v4::kKernels});
+  if (__builtin_cpu_supports("x86-64-v3")) found.push_back({"v3", &v3::kKernels});
+#endif
+  found.push_back({"base", &base::kKernels});
+  return found;
+}
+
+const std::vector<Isa>& isas() {
+  static const std::vector<Isa> found = find_isas();
+  return found;
+}
+
+const CpuKernels& kernels_of(const char* isa) {
+  if (!isa) return *isas().front().kernels;
+  for (const Isa& known : isas()) {
+    if (std::strcmp(known.name, isa) == 0) return *known.kernels;
+  }
+  std::string names;
+  for (const Isa& known : isas()) names += std::string(names.empty() ? "" : ", ") + known.name;
+  PAT_CHECK(false, "isa is ", isa, ", this machine has ", names);
+  __builtin_unreachable();
+}
+
+// Memory that grows and is kept, aligned to a cache line.
+class Buffer {
+ public:
+  void* at_least(size_t bytes) {
+    if (bytes > size_) {
+      memory_.reset();  // first, so that both never exist at once
+      size_ = 0;
+      memory_.reset(::operator new(bytes, kAlignment));
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Free {
+    void operator()(void* memory) const { ::operator delete(memory, kAlignment); }
+  };
+  std::unique_ptr<void, Free> memory_;
+  size_t size_ = 0;
+};
+
+// What one thread needs: converted K and V, scores, and the tiles of the largest item, which end
+// with up to one tile of padding.
+int64_t scratch_floats(const DecodeArgs& args, int max_item_queries) {
+  const int64_t rows = int64_t{max_item_queries} * (args.num_q_heads / args.num_kv_heads);
+  const int64_t dims = args.head_dim + args.v_head_dim;
+  const int64_t floats =
+      kBlockTokens * (dims + kMaxChunkRows) + (rows + kMaxChunkRows) * (dims + 2);
+  return (floats + 31) / 32 * 32;  // threads share no cache line
+}
+
+class Executor {
+ public:
+  void decode(const void* blob, int64_t blob_bytes, const DecodeArgs& args,
+              const CpuKernels& kernels) {
+    std::lock_guard lock(mutex_);
+    const CheckedPlan plan = checker_.check(blob, blob_bytes, args);
+    const int num_partials = plan.header->num_partials;
+    DecodeJob job{
+        args,    plan.items, plan.members, plan.queries, args.num_q_heads / args.num_kv_heads,
+        nullptr, nullptr};
+    const size_t partial_rows = size_t(num_partials) * args.num_q_heads;
+    job.partials = partials_.at_least(partial_rows * args.v_head_dim *
+                                      (args.partial_dtype == DType::kF32 ? 4 : 2));
+    job.partial_lse = static_cast<float*>(partial_lse_.at_least(partial_rows * sizeof(float)));
+    reset_pending(job);
+    write_empty_queries(job);
+
+    const int64_t units = int64_t{plan.header->num_items} * args.num_kv_heads;
+    const int threads = num_threads(args, plan, units);
+    const int64_t floats = scratch_floats(args, plan.max_item_queries);
+    auto* scratch = static_cast<float*>(scratch_.at_least(threads * floats * sizeof(float)));
+    std::atomic<int64_t> next{0};
+    std::atomic<int> failed{-1};
+    auto work = [&](int thread) noexcept {
+      float* own = scratch + thread * floats;
+      for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;) {
+        const int item = static_cast<int>(unit / args.num_kv_heads);
+        const int kv_head = static_cast<int>(unit % args.num_kv_heads);
+        if (kernels.run_item(job, item, kv_head, own)) {
+          merge_completed(job, kernels, item, kv_head, own);
+        } else {
+          failed.store(item, std::memory_order_relaxed);
+        }
+      }
+    };
+    pool_.run(threads, work);
+    const int item = failed.load();
+    PAT_CHECK(item < 0, "item ", item, " names a slot outside of the K/V cache of ", args.num_slots,
+              " slots, in row ", args.rows[plan.items[item].row], " of req_to_token");
+  }
+
+ private:
+  // Waking a thread costs some microseconds: one gets the arithmetic of at least as much.
+  static int num_threads(const DecodeArgs& args, const CheckedPlan& plan, int64_t units) {
+    constexpr int64_t kMultiplyAddsPerThread = 250'000;
+    const int64_t work = plan.query_tokens * args.num_q_heads * (args.head_dim + args.v_head_dim);
+    const int64_t useful = std::min<int64_t>(units, 1 + work / kMultiplyAddsPerThread);
+    return static_cast<int>(std::clamp<int64_t>(useful, 1, args.num_threads));
+  }
+
+  // Partials to come, per query and KV head.
+  void reset_pending(const DecodeJob& job) {
+    const size_t count = size_t(job.args.num_queries) * job.args.num_kv_heads;
+    if (count > pending_size_) {
+      pending_ = std::make_unique<std::atomic<int32_t>[]>(count);
+      pending_size_ = count;
+    }
+    for (size_t i = 0; i < count; ++i) {
+      pending_[i].store(job.queries[i / job.args.num_kv_heads].num_splits,
+                        std::memory_order_relaxed);
+    }
+  }
+
+  // The thread that completes a query's partials merges them, always in order of position: there
+  // is no barrier, and the result does not depend on who comes last.
+  void merge_completed(const DecodeJob& job, const CpuKernels& kernels, int item, int kv_head,
+                       float* scratch) {
+    const Member* members = job.members + job.items[item].member_offset;
+    for (int m = 0; m < job.items[item].num_queries; ++m) {
+      if (members[m].partial == kDirect) continue;
+      const int query = members[m].query;
+      auto& pending = pending_[size_t(query) * job.args.num_kv_heads + kv_head];
+      if (pending.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        kernels.merge(job, query, kv_head, scratch);
+      }
+    }
+  }
+
+  static void write_empty_queries(const DecodeJob& job) {
+    constexpr float kEmptyLse = -std::numeric_limits<float>::infinity();
+    const DecodeArgs& args = job.args;
+    const int bytes = args.dtype == DType::kF32 ? 4 : 2;
+    for (int query = 0; query < args.num_queries; ++query) {
+      if (job.queries[query].num_splits > 0) continue;
+      for (int head = 0; head < args.num_q_heads; ++head) {
+        char* out = static_cast<char*>(args.out) +
+                    (query * args.out_stride_query + head * args.out_stride_head) * bytes;
+        std::memset(out, 0, size_t(args.v_head_dim) * bytes);
+        if (args.lse) args.lse[int64_t{query} * args.num_q_heads + head] = kEmptyLse;
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  PlanChecker checker_;
+  ThreadPool pool_;
+  Buffer partials_, partial_lse_, scratch_;
+  std::unique_ptr<std::atomic<int32_t>[]> pending_;
+  size_t pending_size_ = 0;
+};
+
+// The process's executor is never destroyed: its threads may sleep in it while the process ends. A
+// fork inherits the memory but not the threads, so that a child makes its own.
+std::atomic<Executor*> current_executor{nullptr};
+
+Executor& executor() {
+  static std::mutex mutex;
+  if (Executor* made = current_executor.load(std::memory_order_acquire)) return *made;
+  std::lock_guard lock(mutex);
+  if (Executor* made = current_executor.load(std::memory_order_acquire)) return *made;
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { current_executor.store(nullptr); });
+  (void)registered;
+  current_executor.store(new Executor, std::memory_order_release);
+  return *current_executor.load(std::memory_order_acquire);
+}
+
+}  // namespace
+
+const std::vector<const char*>& cpu_isas() {
+  static const std::vector<const char*> names = [] {
+    std::vector<const char*> result;
+    for (const Isa& isa : isas()) result.push_back(isa.name);
+    return result;
+  }();
+  return names;
+}
+
+void decode_cpu(const void* plan, int64_t plan_bytes, const DecodeArgs& args, const char* isa) {
+  executor().decode(plan, plan_bytes, args, kernels_of(isa));
+}
+
+}  // namespace pat

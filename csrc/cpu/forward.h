@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU executor of a plan: forward of all items, merge of the partials (PAT sections 6 and 7).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace pat {
+
+enum class DType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+// One decode step of one layer. Strides count elements; the last dimension is contiguous.
+struct DecodeArgs {
+  const void* q;  // [num_queries, num_q_heads, head_dim]
+  int64_t q_stride_query, q_stride_head;
+  const void* k_cache;  // [num_slots, num_kv_heads, head_dim]
+  int64_t k_stride_slot, k_stride_head;
+  const void* v_cache;  // [num_slots, num_kv_heads, v_head_dim]
+  int64_t v_stride_slot, v_stride_head;
+  int64_t num_slots;
+  const int32_t* req_to_token;  // [table_rows, table_width] slot ids
+  int64_t table_stride, table_rows, table_width;
+  const int64_t* rows;      // [num_queries] row of req_to_token
+  const int64_t* seq_lens;  // [num_queries] tokens
+  void* out;                // [num_queries, num_q_heads, v_head_dim]
+  int64_t out_stride_query, out_stride_head;
+  float* lse;  // [num_queries, num_q_heads], base 2, or null
+  int num_queries, num_q_heads, num_kv_heads, head_dim, v_head_dim;
+  DType dtype;  // of q, k_cache, v_cache and out
+  float scale;
+  float logit_cap;      // 0 = off; else logit = cap * tanh(scale * (q . k) / cap)
+  DType partial_dtype;  // kF32 or kBF16
+  int num_threads;
+};
+
+// Instruction sets compiled in that this machine runs, best first.
+const std::vector<const char*>& cpu_isas();
+
+// Executes the plan at `plan` (at most `plan_bytes` long, see plan.h) and writes every element of
+// `out`, and of `lse` unless null: 0 and -inf for a query without tokens. The result does not
+// depend on num_threads. Calls from several threads run one after another. `isa` names one of
+// cpu_isas(), null takes the first.
+//
+// Throws std::invalid_argument, before anything is written, for arguments that make no sense, a
+// plan that is damaged or was made for other heads, queries or lengths; and, with `out` undefined,
+// for a slot id outside the pool.
+void decode_cpu(const void* plan, int64_t plan_bytes, const DecodeArgs& args, const char* isa);
+
+}  // namespace pat

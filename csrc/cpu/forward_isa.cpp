@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of the CPU executor: forward of one item for one KV head, merge of one query.
+// Compiled once per instruction set, PAT_ISA being its name; see job.h and CMakeLists.txt.
+// Everything here has internal linkage, and nothing of the standard library is called, so that no
+// AVX code leaks into functions that other sources share.
+#include "cpu/job.h"
+#include "cpu/narrow.h"
+#include "cpu/wide.h"
+
+namespace pat::PAT_ISA {
+namespace {
+
+// The packed rows of an item and KV head: all heads of a group for the first query, then the next.
+struct PackedRows {
+  const DecodeJob& job;
+  const Member* members;
+  int first_head;
+  int count;
+
+  const Member& member(int row) const { return members[row / job.group]; }
+  int head(int row) const { return first_head + row % job.group; }
+};
+
+template <typename T>
+class ItemRunner {
+ public:
+  ItemRunner(const DecodeJob& job, int index, int kv_head, float* scratch)
+      : job_(job),
+        item_(job.items[index]),
+        rows_{job, job.members + item_.member_offset, kv_head * job.group,
+              item_.num_queries * job.group},
+        shape_{job.args.head_dim, job.args.v_head_dim, job.args.logit_cap * kLog2E},
+        q_scale_(job.args.logit_cap == 0.0f ? job.args.scale * kLog2E
+                                            : job.args.scale / job.args.logit_cap),
+        k_(static_cast<const T*>(job.args.k_cache) + kv_head * job.args.k_stride_head),
+        v_(static_cast<const T*>(job.args.v_cache) + kv_head * job.args.v_stride_head),
+        slots_(job.args.req_to_token + job.args.rows[item_.row] * job.args.table_stride +
+               item_.kv_start),
+        tokens_(item_.kv_len == kDynamic ? job.args.seq_lens[item_.row] - item_.kv_start
+                                         : item_.kv_len),
+        converted_(scratch),
+        scores_(converted_ + kBlockTokens * (job.args.head_dim + job.args.v_head_dim)),
+        tiles_(scores_ + kBlockTokens * kMaxChunkRows) {}
+
+  bool run() {
+    switch (rows_.count) {
+      case 1:
+        return run_narrow<1>();
+      case 2:
+        return run_narrow<2>();
+      case 3:
+      case 4:
+        return run_narrow<4>();
+      default:
+        return run_wide();
+    }
+  }
+
+ private:
+  // The addresses of a block of K and V rows; false if a slot lies outside the pool.
+  bool find_rows(int64_t first, TokenRows<T>& rows) const {
+    const DecodeArgs& args = job_.args;
+    const int64_t left = tokens_ - first;
+    rows.count = static_cast<int>(left < kBlockTokens ? left : kBlockTokens);
+    bool inside = true;
+    for (int t = 0; t < rows.count; ++t) {
+      const int64_t slot = slots_[first + t];
+      inside &= slot >= 0 && slot < args.num_slots;
+      rows.k[t] = k_ + slot * args.k_stride_slot;
+      rows.v[t] = v_ + slot * args.v_stride_slot;
+    }
+    for (int t = rows.count; t % 8 != 0; ++t) rows.k[t] = rows.k[rows.count - 1];
+    return inside;
+  }
+
+  // Copies a block to fp32; fp32 itself stays where it is.
+  const TokenRows<float>& as_floats(const TokenRows<T>& from, TokenRows<float>& to) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return from;
+    } else {
+      float* at = converted_;
+      to.count = from.count;
+      for (int t = 0; t < from.count; ++t) {
+        to.k[t] = copy_row(from.k[t], shape_.head_dim, at);
+        to.v[t] = copy_row(from.v[t], shape_.v_head_dim, at);
+      }
+      for (int t = from.count; t % 8 != 0; ++t) to.k[t] = to.k[from.count - 1];
+      return to;
+    }
+  }
+
+  static const float* copy_row(const T* from, int dim, float*& at) {
+    constexpr int kWidth = kLanes < 8 ? kLanes : 8;
+    float* const row = at;
+    for (int j = 0; j < dim; j += kWidth) store<kWidth>(row + j, load<kWidth>(from + j));
+    at += dim;
+    return row;
+  }
+
+  void read_q(int row, float* to, int stride) const {
+    const DecodeArgs& args = job_.args;
+    const T* q = static_cast<const T*>(args.q) + rows_.member(row).query * args.q_stride_query +
+                 rows_.head(row) * args.q_stride_head;
+    for (int j = 0; j < shape_.head_dim; ++j) to[j * stride] = to_float(q[j]) * q_scale_;
+  }
+
+  template <int Rows>
+  bool run_narrow() {
+    NarrowTile<Rows, T> tile(shape_, tiles_, scores_);
+    for (int64_t i = 0; i < tile.size(shape_); ++i) tiles_[i] = 0.0f;
+    for (int r = 0; r < rows_.count; ++r) read_q(r, tile.q(r), 1);
+    TokenRows<T> block;
+    for (int64_t first = 0; first < tokens_; first += kBlockTokens) {
+      if (!find_rows(first, block)) return false;
+      tile.attend(block);
+    }
+    for (int r = 0; r < rows_.count; ++r) write(r, tile.o(r), 1, tile.state(r));
+    return true;
+  }
+
+  // Calls visit(tile, first row, number of rows) for the tiles that the rows are cut into.
+  template <typename Visit>
+  [[gnu::always_inline]] void for_each_tile(const Visit& visit) const {
+    float* memory = tiles_;
+    for (int row = 0; row < rows_.count;) {
+      const int left = rows_.count - row;
+      if (left > kLanes * 3 / 2) {
+        row += visit_tile<kLanes, 2>(visit, row, left, memory);
+      } else if (kLanes < 16 || left > kLanes / 2) {
+        row += visit_tile<kLanes, 1>(visit, row, left, memory);
+      } else {
+        row += visit_tile < kLanes<16 ? kLanes : 8, 1>(visit, row, left, memory);
+      }
+    }
+  }
+
+  template <int L, int Vectors, typename Visit>
+  [[gnu::always_inline]] int visit_tile(const Visit& visit, int row, int left,
+                                        float*& memory) const {
+    WideTile<L, Vectors> tile(shape_, memory);
+    const int count = left < tile.kRows ? left : tile.kRows;
+    visit(tile, row, count);
+    memory += tile.size(shape_);
+    return count;
+  }
+
+  bool run_wide() {
+    for_each_tile([this](auto& tile, int row, int count) {
+      tile.clear();
+      for (int r = 0; r < count; ++r) read_q(row + r, tile.q(r), tile.kRows);
+    });
+    TokenRows<T> block;
+    TokenRows<float> converted;
+    for (int64_t first = 0; first < tokens_; first += kBlockTokens) {
+      if (!find_rows(first, block)) return false;
+      const TokenRows<float>& rows = as_floats(block, converted);
+      for_each_tile([&](auto& tile, int, int) { tile.attend(rows, scores_); });
+    }
+    for_each_tile([this](auto& tile, int row, int count) {
+      for (int r = 0; r < count; ++r) write(row + r, tile.o(r), tile.kRows, tile.state(r));
+    });
+    return true;
+  }
+
+  // Writes a row's output, normalised, and its log-sum-exp to the query's output or partial slot.
+  void write(int row, const float* o, int stride, SoftmaxState state) const {
+    const DecodeArgs& args = job_.args;
+    const Member& member = rows_.member(row);
+    const int head = rows_.head(row);
+    const float factor = normalizer(state);
+    if (member.partial == kDirect) {
+      T* out = static_cast<T*>(args.out) + member.query * args.out_stride_query +
+               head * args.out_stride_head;
+      write_row(o, stride, factor, out);
+      if (args.lse)
+        args.lse[static_cast<int64_t>(member.query) * args.num_q_heads + head] = lse(state);
+      return;
+    }
+    const int64_t at = static_cast<int64_t>(member.partial) * args.num_q_heads + head;
+    job_.partial_lse[at] = lse(state);
+    if (args.partial_dtype == DType::kF32) {
+      write_row(o, stride, factor, static_cast<float*>(job_.partials) + at * args.v_head_dim);
+    } else {
+      write_row(o, stride, factor, static_cast<BF16*>(job_.partials) + at * args.v_head_dim);
+    }
+  }
+
+  template <typename Out>
+  void write_row(const float* o, int stride, float factor, Out* out) const {
+    for (int j = 0; j < shape_.v_head_dim; ++j) assign(out + j, o[j * stride] * factor);
+  }
+
+  const DecodeJob& job_;
+  const Item& item_;
+  const PackedRows rows_;
+  const Shape shape_;
+  const float q_scale_;
+  const T* const k_;
+  const T* const v_;
+  const int32_t* const slots_;
+  const int64_t tokens_;
+  float* const converted_;
+  float* const scores_;
+  float* const tiles_;
+};
+
+bool run_item(const DecodeJob& job, int item, int kv_head, float* scratch) {
+  switch (job.args.dtype) {
+    case DType::kBF16:
+      return ItemRunner<BF16>(job, item, kv_head, scratch).run();
+    case DType::kF16:
+      return ItemRunner<F16>(job, item, kv_head, scratch).run();
+    default:
+      return ItemRunner<float>(job, item, kv_head, scratch).run();
+  }
+}
+
+// sum[0:dim] += weight * from[0:dim]
+template <typename T>
+void add_row(const T* from, float weight, int dim, float* sum) {
+  constexpr int kWidth = kLanes < 8 ? kLanes : 8;
+  for (int j = 0; j < dim; j += kWidth) {
+    store<kWidth>(sum + j, load<kWidth>(sum + j) + weight * load<kWidth>(from + j));
+  }
+}
+
+template <typename T>
+void merge_to(const DecodeJob& job, int query, int head, float* sum, T* out) {
+  const DecodeArgs& args = job.args;
+  const QuerySplits splits = job.queries[query];
+  const int64_t first = static_cast<int64_t>(splits.partial_offset) * args.num_q_heads + head;
+  SoftmaxState total = empty_state();
+  for (int i = 0; i < splits.num_splits; ++i) {
+    total = join(total, stored_state(job.partial_lse[first + i * int64_t{args.num_q_heads}]));
+  }
+  for (int j = 0; j < args.v_head_dim; ++j) sum[j] = 0.0f;
+  for (int i = 0; i < splits.num_splits; ++i) {
+    const int64_t at = first + i * int64_t{args.num_q_heads};
+    const float weight = share(job.partial_lse[at], total);
+    if (weight == 0.0f) continue;
+    const int64_t element = at * args.v_head_dim;
+    if (args.partial_dtype == DType::kF32) {
+      add_row(static_cast<const float*>(job.partials) + element, weight, args.v_head_dim, sum);
+    } else {
+      add_row(static_cast<const BF16*>(job.partials) + element, weight, args.v_head_dim, sum);
+    }
+  }
+  out += query * args.out_stride_query + head * args.out_stride_head;
+  for (int j = 0; j < args.v_head_dim; ++j) assign(out + j, sum[j]);
+  if (args.lse) args.lse[static_cast<int64_t>(query) * args.num_q_heads + head] = lse(total);
+}
+
+void merge(const DecodeJob& job, int query, int kv_head, float* scratch) {
+  for (int head = kv_head * job.group; head < (kv_head + 1) * job.group; ++head) {
+    switch (job.args.dtype) {
+      case DType::kBF16:
+        merge_to(job, query, head, scratch, static_cast<BF16*>(job.args.out));
+        break;
+      case DType::kF16:
+        merge_to(job, query, head, scratch, static_cast<F16*>(job.args.out));
+        break;
+      default:
+        merge_to(job, query, head, scratch, static_cast<float*>(job.args.out));
+    }
+  }
+}
+
+}  // namespace
+
+extern const CpuKernels kKernels = {run_item, merge};
+
+}  // namespace pat::PAT_ISA

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/plan_check.h"
+
+#include <algorithm>
+
+#include "check.h"
+
+namespace pat {
+namespace {
+
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeads = 4096;
+constexpr int kMaxThreads = 1024;
+
+void check_head_dim(const char* name, int dim) {
+  PAT_CHECK(dim >= 8 && dim <= kMaxHeadDim && dim % 8 == 0, name, " is ", dim,
+            ", must be a multiple of 8 up to ", kMaxHeadDim);
+}
+
+void check_args(const DecodeArgs& args) {
+  PAT_CHECK(args.num_queries >= 0, "num_queries is ", args.num_queries);
+  PAT_CHECK(
+      args.num_kv_heads > 0 && args.num_q_heads > 0 && args.num_q_heads % args.num_kv_heads == 0,
+      args.num_q_heads, " query heads do not divide into ", args.num_kv_heads, " KV heads");
+  PAT_CHECK(args.num_q_heads <= kMaxHeads, args.num_q_heads, " query heads, at most ", kMaxHeads);
+  check_head_dim("head_dim", args.head_dim);
+  check_head_dim("v_head_dim", args.v_head_dim);
+  PAT_CHECK(args.dtype == DType::kF32 || args.dtype == DType::kBF16 || args.dtype == DType::kF16,
+            "dtype is ", static_cast<int>(args.dtype), ", must be 0 (fp32), 1 (bf16) or 2 (fp16)");
+  PAT_CHECK(args.partial_dtype == DType::kF32 || args.partial_dtype == DType::kBF16,
+            "partial_dtype is ", static_cast<int>(args.partial_dtype),
+            ", must be 0 (fp32) or 1 (bf16)");
+  PAT_CHECK(args.logit_cap >= 0.0f, "logit_cap is ", args.logit_cap, ", must be 0 (off) or more");
+  PAT_CHECK(args.num_threads >= 1 && args.num_threads <= kMaxThreads, "num_threads is ",
+            args.num_threads, ", must be from 1 to ", kMaxThreads);
+  PAT_CHECK(args.num_slots >= 0 && args.table_rows >= 0 && args.table_width >= 0,
+            "negative size: num_slots ", args.num_slots, ", req_to_token ", args.table_rows, " x ",
+            args.table_width);
+  if (args.num_queries == 0) return;
+  PAT_CHECK(args.q && args.k_cache && args.v_cache && args.req_to_token && args.rows &&
+                args.seq_lens && args.out,
+            "null pointer: q ", args.q, ", k_cache ", args.k_cache, ", v_cache ", args.v_cache,
+            ", req_to_token ", args.req_to_token, ", rows ", args.rows, ", seq_lens ",
+            args.seq_lens, ", out ", args.out);
+  for (int i = 0; i < args.num_queries; ++i) {
+    PAT_CHECK(args.rows[i] >= 0 && args.rows[i] < args.table_rows, "query ", i, ": row ",
+              args.rows[i], " is outside of req_to_token with ", args.table_rows, " rows");
+    PAT_CHECK(args.seq_lens[i] >= 0 && args.seq_lens[i] <= args.table_width, "query ", i,
+              ": length ", args.seq_lens[i], " is outside of req_to_token with ", args.table_width,
+              " tokens a row");
+  }
+}
+
+template <typename T>
+const T* section(const void* plan, const PlanHeader& header, const char* name, int32_t offset,
+                 int32_t count) {
+  PAT_CHECK(count >= 0, "damaged plan: ", count, " ", name);
+  const int64_t end = offset + static_cast<int64_t>(count) * static_cast<int64_t>(sizeof(T));
+  PAT_CHECK(offset >= static_cast<int32_t>(sizeof(PlanHeader)) && offset % alignof(T) == 0 &&
+                end <= header.total_bytes,
+            "damaged plan: ", count, " ", name, " at byte ", offset, " of ", header.total_bytes);
+  return reinterpret_cast<const T*>(static_cast<const char*>(plan) + offset);
+}
+
+CheckedPlan check_header(const void* plan, int64_t plan_bytes, const DecodeArgs& args) {
+  PAT_CHECK(plan && reinterpret_cast<uintptr_t>(plan) % alignof(PlanHeader) == 0, "plan pointer ",
+            plan, " is null or not aligned to ", alignof(PlanHeader), " bytes");
+  PAT_CHECK(plan_bytes >= static_cast<int64_t>(sizeof(PlanHeader)), "a plan of ", plan_bytes,
+            " bytes is shorter than its header of ", sizeof(PlanHeader));
+  const auto& header = *static_cast<const PlanHeader*>(plan);
+  PAT_CHECK(header.magic == kPlanMagic, "not a plan: magic ", header.magic, ", expected ",
+            kPlanMagic);
+  PAT_CHECK(header.version == kPlanVersion, "plan version ", header.version,
+            ", this executor is of ", kPlanVersion);
+  PAT_CHECK(header.total_bytes <= plan_bytes, "truncated plan: ", plan_bytes, " of ",
+            header.total_bytes, " bytes");
+  PAT_CHECK(header.num_q_heads == args.num_q_heads && header.num_kv_heads == args.num_kv_heads,
+            "the plan is for ", header.num_q_heads, " query and ", header.num_kv_heads,
+            " KV heads, the arguments have ", args.num_q_heads, " and ", args.num_kv_heads);
+  PAT_CHECK(header.num_queries == args.num_queries, "the plan is for ", header.num_queries,
+            " queries, the arguments have ", args.num_queries);
+  PAT_CHECK(header.num_partials >= 0 && header.num_partials <= header.num_members,
+            "damaged plan: ", header.num_partials, " partials of ", header.num_members, " members");
+  return {&header,
+          section<Item>(plan, header, "items", header.items_offset, header.num_items),
+          section<Member>(plan, header, "members", header.members_offset, header.num_members),
+          section<QuerySplits>(plan, header, "queries", header.queries_offset, header.num_queries),
+          0,
+          0};
+}
+
+}  // namespace
+
+CheckedPlan PlanChecker::check(const void* plan, int64_t plan_bytes, const DecodeArgs& args) {
+  check_args(args);
+  CheckedPlan checked = check_header(plan, plan_bytes, args);
+  const PlanHeader& header = *checked.header;
+  splits_seen_.assign(header.num_queries, 0);
+  tokens_seen_.assign(header.num_queries, 0);
+  partial_seen_.assign(header.num_partials, 0);
+  for (int q = 0; q < header.num_queries; ++q) {
+    const QuerySplits splits = checked.queries[q];
+    PAT_CHECK(splits.num_splits >= 0 &&
+                  (splits.num_splits <= 1 ||
+                   (splits.partial_offset >= 0 &&
+                    splits.partial_offset <= header.num_partials - splits.num_splits)),
+              "damaged plan: query ", q, " has partials ", splits.partial_offset, " + ",
+              splits.num_splits, " of ", header.num_partials);
+  }
+  for (int i = 0; i < header.num_items; ++i) check_item(checked, args, i);
+  for (int q = 0; q < header.num_queries; ++q) {
+    PAT_CHECK(splits_seen_[q] == checked.queries[q].num_splits, "damaged plan: query ", q,
+              " is a member of ", splits_seen_[q], " items and has ", checked.queries[q].num_splits,
+              " splits");
+    PAT_CHECK(tokens_seen_[q] == args.seq_lens[q], "the plan covers ", tokens_seen_[q],
+              " tokens of query ", q, ", whose length is ", args.seq_lens[q],
+              ": it was made for other lengths, make a new one");
+  }
+  return checked;
+}
+
+void PlanChecker::check_item(CheckedPlan& plan, const DecodeArgs& args, int index) {
+  const Item& item = plan.items[index];
+  const PlanHeader& header = *plan.header;
+  PAT_CHECK(item.num_queries > 0 && item.member_offset >= 0 &&
+                item.num_queries <= header.num_members &&
+                item.member_offset <= header.num_members - item.num_queries,
+            "damaged plan: item ", index, " has members ", item.member_offset, " + ",
+            item.num_queries, " of ", header.num_members);
+  PAT_CHECK(item.row >= 0 && item.row < header.num_queries, "damaged plan: item ", index,
+            " reads row ", item.row, " of ", header.num_queries);
+  const bool dynamic = item.kv_len == kDynamic;
+  PAT_CHECK(item.kv_start >= 0 && (item.kv_len > 0 || (dynamic && item.num_queries == 1)),
+            "damaged plan: item ", index, " of ", item.num_queries, " queries begins at token ",
+            item.kv_start, " with length ", item.kv_len);
+  const int64_t length = args.seq_lens[item.row];
+  const int64_t tokens = dynamic ? length - item.kv_start : item.kv_len;
+  PAT_CHECK(tokens >= 0 && item.kv_start + tokens <= length, "item ", index, " reads tokens ",
+            item.kv_start, " + ", item.kv_len, " of query ", item.row, ", whose length is ", length,
+            ": the plan was made for other lengths, make a new one");
+  plan.max_item_queries = std::max(plan.max_item_queries, item.num_queries);
+  plan.query_tokens += tokens * item.num_queries;
+  for (int m = item.member_offset; m < item.member_offset + item.num_queries; ++m) {
+    const auto [query, partial] = plan.members[m];
+    PAT_CHECK(query >= 0 && query < header.num_queries, "damaged plan: item ", index, " has query ",
+              query, " of ", header.num_queries);
+    const QuerySplits splits = plan.queries[query];
+    if (splits.num_splits == 1) {
+      PAT_CHECK(partial == kDirect, "damaged plan: query ", query, " has one split, item ", index,
+                " writes it to partial ", partial);
+    } else {
+      PAT_CHECK(partial >= splits.partial_offset &&
+                    partial - splits.partial_offset < splits.num_splits && !partial_seen_[partial],
+                "damaged plan: item ", index, " writes partial ", partial, " of query ", query,
+                ", which owns ", splits.partial_offset, " + ", splits.num_splits,
+                ", each written once");
+      partial_seen_[partial] = 1;
+    }
+    ++splits_seen_[query];
+    tokens_seen_[query] += tokens;
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// Refuses a plan or arguments that the CPU executor could not run safely.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/forward.h"
+#include "plan.h"
+
+namespace pat {
+
+// A plan proven to fit its arguments, and what that took a look at all items to know.
+struct CheckedPlan {
+  const PlanHeader* header;
+  const Item* items;
+  const Member* members;
+  const QuerySplits* queries;
+  int max_item_queries;  // of one item
+  int64_t query_tokens;  // sum over items of queries x tokens
+};
+
+// Proves plans; keeps its working memory.
+class PlanChecker {
+ public:
+  // Throws std::invalid_argument with the values if an argument makes no sense, if the plan is
+  // damaged or made for other heads or queries, or if its items do not cover every query's tokens
+  // exactly as often as they must: each split of each query written once, tokens adding up.
+  CheckedPlan check(const void* plan, int64_t plan_bytes, const DecodeArgs& args);
+
+ private:
+  void check_item(CheckedPlan& plan, const DecodeArgs& args, int index);
+
+  std::vector<int32_t> splits_seen_;  // [num_queries]
+  std::vector<int64_t> tokens_seen_;  // [num_queries]
+  std::vector<char> partial_seen_;    // [num_partials]
+};
+
+}  // namespace pat

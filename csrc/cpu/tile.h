@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// What both kinds of tiles share: shapes, rows of a block of tokens, the capped logit. Only
+// forward_isa.cpp includes this.
+#pragma once
+
+#include "cpu/job.h"
+#include "cpu/vec.h"
+
+namespace pat::PAT_ISA {
+namespace {
+
+struct Shape {
+  int head_dim;
+  int v_head_dim;
+  float logit_cap;  // times log2(e); 0 = off
+};
+
+// The K and V rows of a block of tokens. k is padded with its last row to a multiple of eight.
+template <typename T>
+struct TokenRows {
+  int count;
+  const T* k[kBlockTokens];
+  const T* v[kBlockTokens];
+};
+
+// Base-2 logit of q . k, where q carries scale * log2(e), or scale / cap if there is a cap.
+template <int N>
+[[gnu::always_inline]] inline Vec<N> cap_logits(const Shape& shape, Vec<N> score) {
+  return shape.logit_cap == 0.0f ? score : shape.logit_cap * tanh<N>(score);
+}
+
+[[gnu::always_inline]] inline float larger(float a, float b) { return a < b ? b : a; }
+
+// What to subtract from logits whose maximum is `max`: if all are -inf, so stay their differences.
+[[gnu::always_inline]] inline float finite_max(float max) { return max == -INFINITY ? 0.0f : max; }
+
+}  // namespace
+}  // namespace pat::PAT_ISA

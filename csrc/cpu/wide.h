@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of five and more packed rows: vector lanes run along the packed rows, so that K and V enter
+// as broadcast scalars and need no transposition, and softmax needs no reduction across lanes. Only
+// forward_isa.cpp includes this.
+#pragma once
+
+#include "cpu/tile.h"
+
+namespace pat::PAT_ISA {
+namespace {
+
+// Vectors x lanes packed rows. Memory: q [head_dim][kRows] | o [v_head_dim][kRows] | max [kRows] |
+// sum [kRows]. Lanes without a row hold q = 0.
+template <int L, int Vectors>
+class WideTile {
+ public:
+  static constexpr int kRows = L * Vectors;
+
+  WideTile(const Shape& shape, float* memory)
+      : shape_(shape),
+        q_(memory),
+        o_(q_ + shape.head_dim * kRows),
+        max_(o_ + shape.v_head_dim * kRows),
+        sum_(max_ + kRows) {}
+
+  static int64_t size(const Shape& shape) {
+    return kRows * (static_cast<int64_t>(shape.head_dim) + shape.v_head_dim + 2);
+  }
+
+  // Starts with no tokens and no rows.
+  void clear() {
+    for (int64_t i = 0; i < size(shape_); ++i) q_[i] = 0.0f;
+    for (int r = 0; r < kRows; ++r) max_[r] = -INFINITY;
+  }
+
+  // Element j of a row stands at [j * kRows].
+  float* q(int row) { return q_ + row; }
+  const float* o(int row) const { return o_ + row; }
+  SoftmaxState state(int row) const { return {max_[row], sum_[row]}; }
+
+  // `scores` has room for [kBlockTokens][kRows].
+  void attend(const TokenRows<float>& tokens, float* scores) {
+    for (int t = 0; t < tokens.count; t += kSteps) score(tokens.k + t, scores + t * kRows);
+    Vec<L> scale[Vectors];
+    for (int v = 0; v < Vectors; ++v) scale[v] = weigh(tokens.count, v * L, scores + v * L);
+    for (int j = 0; j < shape_.v_head_dim; j += kSteps) add_values(tokens, j, scores, scale);
+  }
+
+ private:
+  // Scalars broadcast per step of a loop: with 32 vector registers 8 x 2 sums fit, with 16, 4 x 2.
+  static constexpr int kSteps = kLanes == 16 || Vectors == 1 ? 8 : 4;
+
+  // Logits of kSteps tokens, [kSteps][kRows].
+  [[gnu::always_inline]] void score(const float* const* k, float* scores) const {
+    const float* key[kSteps];
+    Vec<L> sums[kSteps][Vectors] = {};
+#pragma GCC unroll 8
+    for (int t = 0; t < kSteps; ++t) key[t] = k[t];
+    for (int j = 0; j < shape_.head_dim; ++j) {
+      Vec<L> q[Vectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v) q[v] = load<L>(q_ + j * kRows + v * L);
+#pragma GCC unroll 8
+      for (int t = 0; t < kSteps; ++t) {
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; ++v) sums[t][v] += key[t][j] * q[v];
+      }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < kSteps; ++t) {
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v) store<L>(scores + t * kRows + v * L, sums[t][v]);
+    }
+  }
+
+  // Turns the logits of L rows into weights, updates their states and returns the factor of their
+  // outputs so far.
+  Vec<L> weigh(int tokens, int row, float* scores) {
+    const Vec<L> old_max = load<L>(max_ + row);
+    Vec<L> new_max = old_max;
+    for (int t = 0; t < tokens; ++t) {
+      const Vec<L> logit = cap_logits<L>(shape_, load<L>(scores + t * kRows));
+      store<L>(scores + t * kRows, logit);
+      new_max = max<L>(new_max, logit);
+    }
+    const Vec<L> reference = new_max == -INFINITY ? Vec<L>{} : new_max;
+    const Vec<L> scale = exp2<L>(old_max - reference);
+    Vec<L> sum = {};
+    for (int t = 0; t < tokens; ++t) {
+      const Vec<L> p = exp2<L>(load<L>(scores + t * kRows) - reference);
+      store<L>(scores + t * kRows, p);
+      sum += p;
+    }
+    store<L>(max_ + row, new_max);
+    store<L>(sum_ + row, load<L>(sum_ + row) * scale + sum);
+    return scale;
+  }
+
+  // o[column...] = o * scale + V * weights for kSteps columns. The block has sums of its own, for
+  // accuracy.
+  [[gnu::always_inline]] void add_values(const TokenRows<float>& tokens, int column,
+                                         const float* weights, const Vec<L> (&scale)[Vectors]) {
+    Vec<L> sums[kSteps][Vectors] = {};
+    for (int t = 0; t < tokens.count; ++t) {
+      const float* value = tokens.v[t] + column;
+      Vec<L> p[Vectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v) p[v] = load<L>(weights + t * kRows + v * L);
+#pragma GCC unroll 8
+      for (int j = 0; j < kSteps; ++j) {
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; ++v) sums[j][v] += value[j] * p[v];
+      }
+    }
+    float* o = o_ + column * kRows;
+#pragma GCC unroll 8
+    for (int j = 0; j < kSteps; ++j) {
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v) {
+        float* at = o + j * kRows + v * L;
+        store<L>(at, load<L>(at) * scale[v] + sums[j][v]);
+      }
+    }
+  }
+
+  const Shape& shape_;
+  float* q_;
+  float* o_;
+  float* max_;
+  float* sum_;
+};
+
+}  // namespace
+}  // namespace pat::PAT_ISA

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// The algebra of online softmax: how partial attention results over disjoint tokens combine (PAT
+// section 7, the merge). Written once for the CPU executor and the CUDA kernels.
+//
+// Logits, maxima and log-sum-exps are base 2: a logit is scale * (q . k) * log2(e), so that a
+// weight is one exp2. A result over some tokens is a pair (output o, state), or in memory (o, lse)
+// with o normalised. No tokens at all is the empty state, o = 0 and lse = -inf; it is neutral:
+// joining it changes nothing, and no step makes a NaN of it.
+#pragma once
+
+#include <math.h>
+
+#ifdef __CUDACC__
+#define PAT_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define PAT_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+namespace pat {
+
+inline constexpr float kLog2E = 1.44269504088896340736f;
+
+// Sum of 2^(logit - max) over the tokens seen, beside their greatest logit.
+struct SoftmaxState {
+  float max;
+  float sum;
+};
+
+PAT_HOST_DEVICE SoftmaxState empty_state() { return {-INFINITY, 0.0f}; }
+
+// The state of a stored partial result.
+PAT_HOST_DEVICE SoftmaxState stored_state(float lse) {
+  return {lse, lse == -INFINITY ? 0.0f : 1.0f};
+}
+
+// Factor that brings sums and outputs relative to `max` to those relative to `new_max` >= max.
+PAT_HOST_DEVICE float rescale(float max, float new_max) {
+  return max == -INFINITY ? 0.0f : exp2f(max - new_max);
+}
+
+PAT_HOST_DEVICE SoftmaxState join(SoftmaxState a, SoftmaxState b) {
+  const float max = a.max < b.max ? b.max : a.max;
+  return {max, a.sum * rescale(a.max, max) + b.sum * rescale(b.max, max)};
+}
+
+// log2 of the sum of 2^logit.
+PAT_HOST_DEVICE float lse(SoftmaxState state) {
+  return state.sum == 0.0f ? -INFINITY : state.max + log2f(state.sum);
+}
+
+// What an output accumulated relative to state.max is multiplied with in the end.
+PAT_HOST_DEVICE float normalizer(SoftmaxState state) {
+  return state.sum == 0.0f ? 0.0f : 1.0f / state.sum;
+}
+
+// Weight of a stored partial result in the join `total` of all of them; these weights sum to 1.
+PAT_HOST_DEVICE float share(float part_lse, SoftmaxState total) {
+  return rescale(part_lse, total.max) * normalizer(total);
+}
+
+}  // namespace pat

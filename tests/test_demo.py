@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sglang-pat demo``, from the command line to its last line: two real servers each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_FP32, MEAN_LOGPROB_DIFF_BF16
+from sglang_pat.demo.model import make_model
+from sglang_pat.demo.server import Server, ServerError
+from sglang_pat.demo.workload import Workload
+
+
+def _demo(cache: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_pat", "demo", "--cache", str(cache), *args],
+        cwd=cache,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def _last_line(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert run.stdout, run.stderr
+    fields: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return fields
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.mark.timeout(1000)
+def test_fp32_demo_chooses_the_same_tokens_and_packs(cache: Path) -> None:
+    run = _demo(cache, "--device", "cpu", SGLANG_PAT_CHECK="1")
+    assert run.returncode == 0, run.stdout + run.stderr
+    fields = _last_line(run)
+    workload = Workload.load()
+    assert fields["backend"] == "pat"
+    assert fields["stock_backend"] == "torch_native"
+    assert fields["device"].startswith("CPU")
+    assert fields["requests"] == workload.num_requests
+    assert fields["output_tokens"] == workload.num_requests * workload.max_tokens
+    assert fields["tokens_equal"] is True
+    assert fields["token_match_rate"] == 1.0
+    assert 0 <= fields["max_logprob_diff"] <= MAX_LOGPROB_DIFF_FP32
+    # Two turns of 32 tokens; the first of each comes from the prefill.
+    assert fields["decode_steps"] >= workload.turns * (workload.max_tokens - 1)
+    assert fields["packed_steps"] > 0.9 * fields["decode_steps"]
+    # 24 requests share 1,400 of about 1,650 tokens.
+    assert 3 * fields["kv_tokens_read"] < fields["kv_tokens_unpacked"]
+    assert fields["plans_made"] + fields["plans_reused"] == fields["decode_steps"]
+    assert fields["tpot_ms"] > 0
+    assert fields["stock_tpot_ms"] > 0
+    assert "tokens/s" in run.stderr  # the progress bar
+    assert "K/V tokens read per decode step" in run.stdout
+
+
+@pytest.mark.timeout(1000)
+def test_bf16_demo_agrees_on_forced_tokens(cache: Path) -> None:
+    """What a GPU does, rehearsed on a CPU."""
+    run = _demo(cache, "--device", "cpu", "--dtype", "bfloat16")
+    assert run.returncode == 0, run.stdout + run.stderr
+    fields = _last_line(run)
+    assert fields["dtype"] == "bfloat16"
+    assert 0 < fields["mean_logprob_diff"] <= MEAN_LOGPROB_DIFF_BF16
+    assert fields["packed_steps"] > 0
+
+
+def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", hidden=64, layers=1, q_heads=2, kv_heads=1, vocab=300)
+    server = Server(model, backend="no_such", device="cpu", log=tmp_path / "server.log")
+    with pytest.raises(ServerError, match=r"(?s)ended with code 2.*invalid choice: 'no_such'"):
+        server.__enter__()
+
+
+def test_a_wrong_setting_stops_the_demo_with_its_name(cache: Path) -> None:
+    run = _demo(cache, "--device", "cpu", SGLANG_PAT_POLICY="clever")
+    assert run.returncode == 1
+    assert "SGLANG_PAT_POLICY=clever" in run.stderr

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's judgement: what counts as agreement, and what must not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_pat.demo.compare import compare, compare_forced
+from sglang_pat.demo.counters import Counters, parse_counters
+from sglang_pat.demo.forcing import BIAS, ForceTokens, forced_logprobs, unbias
+from sglang_pat.demo.workload import Generation
+
+STOCK = Generation(
+    name="coder/0/0",
+    prompt_ids=[1, 2, 3],
+    output_ids=[4, 5, 6, 7],
+    logprobs=[-1.0, -2.0, -3.0, -4.0],
+    margins=[0.5, 0.5, 0.5, 0.5],
+    text="",
+    tpot_s=0.01,
+)
+
+
+def test_equal_runs_agree() -> None:
+    agreement = compare([STOCK], [STOCK])
+    assert agreement.tokens_equal
+    assert agreement.max_logprob_diff == 0
+
+
+def test_after_another_token_log_probabilities_are_not_compared() -> None:
+    other = replace(STOCK, output_ids=[4, 5, 9, 7], logprobs=[-1.0, -2.5, -9.0, -9.0])
+    agreement = compare([STOCK, other], [STOCK, STOCK])
+    assert not agreement.tokens_equal
+    assert agreement.token_match_rate == 7 / 8
+    assert agreement.max_logprob_diff == 0.5
+
+
+def test_after_another_prompt_log_probabilities_are_not_compared() -> None:
+    other = replace(STOCK, prompt_ids=[1, 2], logprobs=[-9.0] * 4)
+    assert compare([STOCK, other], [STOCK, STOCK]).max_logprob_diff == 0
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_a_nan_is_never_passed_over(position: int) -> None:
+    logprobs = list(STOCK.logprobs)
+    logprobs[position] = math.nan
+    assert math.isnan(compare([replace(STOCK, logprobs=logprobs)], [STOCK]).max_logprob_diff)
+    assert math.isnan(compare_forced([logprobs], [STOCK], 1.0).mean_logprob_diff)
+
+
+def test_a_missing_log_probability_is_an_error() -> None:
+    with pytest.raises(ValueError, match="4 tokens but 3 log-probabilities"):
+        replace(STOCK, logprobs=[-1.0, -2.0, -3.0])
+
+
+@given(st.floats(-6.0, -0.1))
+def test_the_bias_is_taken_out_again(logprob: float) -> None:
+    """Against fp32 log_softmax, as in the server: one token at ``logprob``, the rest spread."""
+    rest = math.log1p(-math.exp(logprob)) - math.log(999)
+    logits = torch.full((1, 1000), rest, dtype=torch.float32)
+    logits[0, 7] = logprob
+    forced = ForceTokens()(logits, [{"forced": [7]}])
+    seen = torch.log_softmax(forced, dim=-1)[0, 7].item()
+    assert unbias(seen) == pytest.approx(logprob, abs=5e-4)
+
+
+def test_each_request_is_forced_along_its_own_tokens() -> None:
+    params = [{"forced": [1, 2]}, {"forced": [3, 1, 0]}]
+    steps = []
+    for _ in range(3):
+        logits = ForceTokens()(torch.zeros(2, 4), params)
+        steps.append([row.nonzero().flatten().tolist() for row in logits])
+        assert logits.max() == BIAS
+    assert steps == [[[1], [3]], [[2], [1]], [[], [0]]]
+
+
+def test_a_token_that_could_not_be_forced_makes_the_rest_nan() -> None:
+    answer = {"meta_info": {"output_token_logprobs": [(-0.1, 4, None), (-0.1, 9, None)]}}
+    first, second = forced_logprobs(answer, [4, 5])
+    assert first == unbias(-0.1)
+    assert math.isnan(second)
+
+
+METRICS = """
+# TYPE sglang_pat_decode_steps_total counter
+sglang_pat_decode_steps_total{tp_rank="0"} 5.0
+# TYPE sglang_pat_plan_seconds_total counter
+sglang_pat_plan_seconds_total{tp_rank="0"} 0.25
+# TYPE sglang_pat_fallbacks_total counter
+sglang_pat_fallbacks_total{reason="extend",tp_rank="0"} 2.0
+sglang_pat_fallbacks_total{reason="a layer with, \\"quotes\\"",tp_rank="0"} 1.0
+# TYPE sglang_gen_throughput gauge
+sglang_gen_throughput 3.0
+"""
+
+
+def test_counters_are_read_from_the_exposition() -> None:
+    fallbacks = {"extend": 2, 'a layer with, "quotes"': 1}
+    read = parse_counters(METRICS)
+    assert read == Counters(decode_steps=5, plan_seconds=0.25, fallbacks=fallbacks)
+    assert parse_counters("") == Counters()
+
+
+def test_counters_of_a_span_of_time() -> None:
+    before = Counters(decode_steps=2, fallbacks={"extend": 2, "old": 1})
+    after = Counters(decode_steps=7, fallbacks={"extend": 3, "old": 1, "new": 4})
+    assert after - before == Counters(decode_steps=5, fallbacks={"extend": 1, "new": 4})

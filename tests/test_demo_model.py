@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's model and tokenizer: made here, the same every time, and with teeth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_pat.demo.model import make_model
+from sglang_pat.demo.tokenizer import make_tokenizer
+from sglang_pat.demo.workload import Workload
+
+SMALL = {"hidden": 64, "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 300}
+VOCAB = 1024
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_equal_parameters_give_equal_files(tmp_path: Path) -> None:
+    first, second = make_model(tmp_path / "a", **SMALL), make_model(tmp_path / "b", **SMALL)
+    assert {"config.json", "model.safetensors"} <= set(_bytes(first))
+    assert _bytes(first) == _bytes(second)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"dtype": "bfloat16"}, {"layers": 3}])
+def test_other_parameters_replace_the_model_in_a_folder(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    before = _bytes(make_model(tmp_path, **SMALL))
+    after = _bytes(make_model(tmp_path, **{**SMALL, **change}))  # type: ignore[arg-type]
+    assert before["model.safetensors"] != after["model.safetensors"]
+
+
+def test_a_model_is_reused_and_other_files_are_kept(tmp_path: Path) -> None:
+    weights = make_model(tmp_path, **SMALL) / "model.safetensors"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    written = weights.stat().st_mtime_ns
+    make_model(tmp_path, **SMALL)
+    assert weights.stat().st_mtime_ns == written
+    make_model(tmp_path, **SMALL, seed=1)
+    assert weights.stat().st_mtime_ns != written
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"layers": 0}, "layers is 0"),
+        ({"q_heads": 3}, "q_heads is 3 and kv_heads 2"),
+        ({"head_dim": 33}, "head_dim is 33"),
+        ({"dtype": "int8"}, "'int8'"),
+        ({"architecture": "Nothing"}, "'Nothing'"),
+    ],
+)
+def test_wrong_parameters_are_named_and_nothing_is_written(
+    tmp_path: Path, wrong: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        make_model(tmp_path / "model", **{**SMALL, **wrong})  # type: ignore[arg-type]
+    assert not (tmp_path / "model").exists()
+
+
+def _greedy(model: torch.nn.Module, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
+    with torch.no_grad():
+        answers = model.generate(  # type: ignore[operator]
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return answers[:, prompts.shape[1] :]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_attention_decides_the_tokens(tmp_path: Path, architecture: str) -> None:
+    """Zeroed attention, and 16 other tokens far back in the prompt, each change every answer."""
+    folder = make_model(tmp_path, **{**SMALL, "hidden": 128}, architecture=architecture)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1, SMALL["vocab"], (6, 200), generator=generator)
+    answers = _greedy(model, prompts, 16)
+    assert len({tuple(answer) for answer in answers.tolist()}) == len(prompts)
+
+    other = prompts.clone()
+    other[:, 40:56] = torch.randint(1, SMALL["vocab"], (6, 16), generator=generator)
+    assert (_greedy(model, other, 16) != answers).any(dim=1).all()
+
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda module, args, out: out * 0)
+    assert (_greedy(model, prompts, 16) != answers).any(dim=1).all()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> AutoTokenizer:
+    folder = make_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab=VOCAB)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_tokenizer_is_the_same_every_time(tmp_path: Path) -> None:
+    first, second = make_tokenizer(tmp_path / "a"), make_tokenizer(tmp_path / "b")
+    assert _bytes(first) == _bytes(second)
+
+
+@given(st.text())
+@settings(deadline=None)
+def test_tokenizer_keeps_any_text(tokenizer: AutoTokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert all(0 <= token < VOCAB for token in ids)
+    assert tokenizer.decode(ids) == text
+
+
+def test_tokenizer_has_a_text_for_every_row_of_the_model(tokenizer: AutoTokenizer) -> None:
+    assert len(tokenizer) == VOCAB
+    assert len(set(tokenizer.convert_ids_to_tokens(range(VOCAB)))) == VOCAB
+    assert tokenizer.eos_token_id == 0  # what make_model writes to config.json
+
+
+@pytest.mark.parametrize(("vocab", "named"), [(200, "need 261"), (50_000, "tokens only")])
+def test_tokenizer_names_a_vocabulary_it_cannot_have(
+    tmp_path: Path, vocab: int, named: str
+) -> None:
+    with pytest.raises(ValueError, match=f"vocab is {vocab}.*{named}"):
+        make_tokenizer(tmp_path, vocab=vocab)
+
+
+def test_chats_share_what_they_have_in_common(tokenizer: AutoTokenizer) -> None:
+    """Tools and system prompt first: the prompts of all agents begin with the same tokens."""
+    workload = Workload.load()
+    prompts = []
+    for agent in workload.agents:
+        chat = [
+            {"role": "system", "content": workload.system},
+            {"role": "system", "content": agent["prompt"]},
+            {"role": "user", "content": agent["tasks"][0]},
+        ]
+        text = tokenizer.apply_chat_template(
+            chat, tools=workload.tools, tokenize=False, add_generation_prompt=True
+        )
+        assert all(json.dumps(tool["function"]["name"]) in text for tool in workload.tools)
+        assert text.endswith("<|assistant|>\n")
+        prompts.append(tokenizer.encode(text))
+    shared = next(i for i, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
+    assert shared > 1000
+    assert all(len(prompt) < 1.25 * shared for prompt in prompts)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sglang-pat doctor``, in an environment where all is well and in broken ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat import doctor
+
+
+def _run(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run it outside the checkout, without the settings of the shell that runs the tests."""
+    dropped = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in dropped and not name.startswith("SGLANG_PAT_")
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_pat", "doctor", *args],
+        cwd=folder,
+        env=kept | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def _findings(run: subprocess.CompletedProcess[str]) -> tuple[bool, dict[str, dict[str, Any]]]:
+    report = json.loads(run.stdout)
+    return report["ok"], {finding["topic"]: finding for finding in report["findings"]}
+
+
+def test_a_good_environment(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[-1] == "pat can serve here."
+    for topic, found in [
+        ("SGLang ", doctor.SUPPORTED_SGLANG),
+        ("sglang_pat ", "_C."),
+        ("settings ", "policy=bytes"),
+        ("entry point pat ", "sglang_pat.plugin:register"),
+        ("entry point pat_cpu ", "sglang_pat.platform:activate"),
+        ("registration ", "--attention-backend pat"),
+        ("interface ", "ForwardBatch.init_new"),
+        ("tree core ", "rust, with its own collect_path_info"),
+    ]:
+        assert any(topic in line and found in line for line in lines), (topic, run.stdout)
+
+
+def test_everything_wrong_at_once_is_all_named(tmp_path: Path) -> None:
+    run = _run(
+        tmp_path,
+        "--json",
+        SGLANG_PLUGINS="other",
+        SGLANG_PAT_POLICY="clever",
+        SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND="python",
+    )
+    assert run.returncode == 1, run.stdout + run.stderr
+    ok, findings = _findings(run)
+    assert not ok
+    blocking = {topic for topic, finding in findings.items() if finding["status"] == "block"}
+    assert blocking == {"settings", "SGLANG_PLUGINS", "registration", "interface"}
+    assert "SGLANG_PAT_POLICY=clever" in findings["settings"]["found"]
+    assert findings["SGLANG_PLUGINS"]["way_out"] == "add pat to it: SGLANG_PLUGINS=other,pat"
+    assert "hook" in findings["interface"]["found"]
+    assert findings["tree core"]["status"] == "note"
+    assert "python" in findings["tree core"]["found"]
+
+
+def test_another_platform_blocks(tmp_path: Path) -> None:
+    """SGLang then skips pat as well, as one package brings both."""
+    run = _run(tmp_path, "--json", SGLANG_PLATFORM="other")
+    assert run.returncode == 1, run.stdout + run.stderr
+    _, findings = _findings(run)
+    assert findings["platform"]["status"] == "block"
+    assert "SGLANG_PLATFORM=other" in findings["platform"]["found"]
+
+
+def test_without_sglang_it_says_so_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = doctor.metadata.version
+
+    def without_sglang(name: str) -> str:
+        if name == "sglang":
+            raise doctor.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", without_sglang)
+    *_, last = doctor.examine()
+    assert (last.topic, last.status) == ("SGLang", "block")
+    assert "pip install sglang==" in last.way_out
+
+
+def test_a_foreign_sglang_is_a_finding_not_a_traceback() -> None:
+    def check() -> Any:
+        yield doctor.Finding("interface", "first")
+        raise AttributeError("module has no attribute 'ForwardBatch'")
+
+    first, second = doctor._guarded("interface", check)
+    assert first.status == "ok"
+    assert second.status == "block"
+    assert "ForwardBatch" in second.found
