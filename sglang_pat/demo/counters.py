@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``sglang_pat_*`` counters, read from a server's Prometheus endpoint."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+_PREFIX = "sglang_pat_"
+_FLUSH_S = 1.25  # a server writes its counters about once a second
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What pat counted since the server's start, or between two readings (see ``__sub__``).
+
+    ``kv_tokens_read`` is what the plans' items read, of one layer and KV head, over all decode
+    steps; ``kv_tokens_unpacked`` is the sum of sequence lengths, what an attention that shares
+    nothing would read. ``plan_seconds`` is the time of the plans made, ``host_seconds`` of all
+    planning, reused plans included. ``fallbacks`` counts by reason what the stock attention served.
+    """
+
+    decode_steps: int = 0
+    packed_steps: int = 0
+    kv_tokens_read: int = 0
+    kv_tokens_unpacked: int = 0
+    plans_made: int = 0
+    plans_reused: int = 0
+    plan_seconds: float = 0.0
+    host_seconds: float = 0.0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+    def __sub__(self, earlier: Counters) -> Counters:
+        return Counters(
+            decode_steps=self.decode_steps - earlier.decode_steps,
+            packed_steps=self.packed_steps - earlier.packed_steps,
+            kv_tokens_read=self.kv_tokens_read - earlier.kv_tokens_read,
+            kv_tokens_unpacked=self.kv_tokens_unpacked - earlier.kv_tokens_unpacked,
+            plans_made=self.plans_made - earlier.plans_made,
+            plans_reused=self.plans_reused - earlier.plans_reused,
+            plan_seconds=self.plan_seconds - earlier.plan_seconds,
+            host_seconds=self.host_seconds - earlier.host_seconds,
+            fallbacks={
+                reason: count - earlier.fallbacks.get(reason, 0)
+                for reason, count in self.fallbacks.items()
+                if count > earlier.fallbacks.get(reason, 0)
+            },
+        )
+
+
+def parse_counters(exposition: str) -> Counters:
+    """Counters from the text of a ``/metrics`` answer; what is absent there is 0."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    totals: defaultdict[str, float] = defaultdict(float)
+    fallbacks: defaultdict[str, int] = defaultdict(int)
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if not sample.name.startswith(_PREFIX) or not sample.name.endswith("_total"):
+                continue
+            name = sample.name[len(_PREFIX) : -len("_total")]
+            if name == "fallbacks":
+                fallbacks[sample.labels.get("reason", "")] += int(sample.value)
+            else:
+                totals[name] += sample.value
+    return Counters(
+        decode_steps=int(totals["decode_steps"]),
+        packed_steps=int(totals["packed_steps"]),
+        kv_tokens_read=int(totals["kv_tokens_read"]),
+        kv_tokens_unpacked=int(totals["kv_tokens_unpacked"]),
+        plans_made=int(totals["plans_made"]),
+        plans_reused=int(totals["plans_reused"]),
+        plan_seconds=totals["plan_seconds"],
+        host_seconds=totals["host_seconds"],
+        fallbacks=dict(fallbacks),
+    )
+
+
+def read_counters(url: str, *, settle_s: float = 10.0) -> Counters:
+    """Counters of the idle server at ``url``, once two readings a flush apart agree.
+
+    Raises:
+        TimeoutError: they still change after ``settle_s`` seconds; the server is not idle.
+    """
+    deadline = time.monotonic() + settle_s
+    before = _scrape(url)
+    while True:
+        time.sleep(_FLUSH_S)
+        after = _scrape(url)
+        if after == before:
+            return after
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"the counters of {url} still change after {settle_s:.0f} s; "
+                "read them when no request runs"
+            )
+        before = after
+
+
+def _scrape(url: str) -> Counters:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        return parse_counters(answer.read().decode())

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Teacher forcing through decode: what does a backend think of tokens that another one chose?
+
+In half precision two correct backends round differently, a near-tie flips, and from there on two
+texts have nothing in common; comparing them says nothing. So the other backend's tokens are forced:
+each decode step adds a constant to the logit of the token to come, so that greedy sampling takes
+it, and the constant is taken out of the reported log-probability again. A prompt with the same
+tokens as input would not do, as the prefill would compute it, and ``pat`` serves decode.
+
+Run on a CPU (torch_native against itself in another batching: 1e-4 at most); not yet on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+if TYPE_CHECKING:
+    import torch
+
+# Added to the forced token's logit, in natural-log units. A token that loses by more is not taken,
+# which no rounding explains. More would cost precision when it is taken out again: at a probability
+# of one half fp32 then keeps the log-probability to 1e-5 with 5, but only to 1e-3 with 8.
+BIAS = 5.0
+
+
+class ForceTokens(CustomLogitProcessor):  # type: ignore[misc]  # SGLang has no type hints to use
+    """Adds BIAS to the next token of ``custom_params["forced"]``, a list of token ids."""
+
+    def __call__(
+        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> torch.Tensor:
+        """``logits`` [requests, vocab] fp32, changed in place; one dict for each request.
+
+        The step is counted in the dict, which lives as long as its request: with overlap
+        scheduling the request's own list of tokens is one step behind.
+        """
+        for row, params in enumerate(custom_param_list or ()):
+            step = params.setdefault("step", 0)
+            if step < len(params["forced"]):
+                logits[row, params["forced"][step]] += BIAS
+            params["step"] = step + 1
+        return logits
+
+
+def unbias(logprob: float) -> float:
+    """The log-probability of a token before BIAS was added to its logit.
+
+    With p' = p e^B / (1 - p + p e^B), p = p' / (p' + (1 - p') e^B).
+    """
+    return -math.log1p(-math.expm1(logprob) / math.exp(logprob) * math.exp(BIAS))
+
+
+def forced_logprobs(answer: dict[str, Any], forced: list[int]) -> list[float]:
+    """Log-probabilities of the ``forced`` tokens, from the answer of ``/generate``.
+
+    NaN for a token that was not taken: it lost by more than BIAS, and so do the ones after it,
+    whose context is another one.
+    """
+    logprobs: list[float] = []
+    for (logprob, token, _), wanted in zip(
+        answer["meta_info"]["output_token_logprobs"], forced, strict=True
+    ):
+        if token != wanted or logprob is None:
+            break
+        logprobs.append(unbias(logprob))
+    return logprobs + [math.nan] * (len(forced) - len(logprobs))
+
+
+def request(prompt: list[int], forced: list[int]) -> dict[str, Any]:
+    """Body for ``/generate`` that continues ``prompt`` with the ``forced`` tokens."""
+    return {
+        "input_ids": prompt,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": len(forced),
+            "ignore_eos": True,
+            "custom_params": {"forced": forced},
+        },
+        "return_logprob": True,
+        "custom_logit_processor": ForceTokens.to_str(),
+    }

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent workload over the OpenAI-compatible API.
+
+Six agents of one team work on four tasks each, all at once. Every request begins with the same
+tool schema and system prompt, then comes the agent's own prompt, then the task: a prefix tree of
+three levels with 24 leaves. Each conversation takes two turns; the second one appends the first
+answer and a tool's result. The texts are in ``agents.json``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One answer. ``logprobs`` and ``margins`` have one natural-log value for each output token."""
+
+    name: str  # agent, task and turn
+    prompt_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]  # of the tokens chosen
+    margins: list[float]  # by how much the token chosen leads the next best
+    text: str
+    tpot_s: float  # seconds per output token after the first
+
+    def __post_init__(self) -> None:
+        if not len(self.output_ids) == len(self.logprobs) == len(self.margins):
+            raise ValueError(
+                f"{self.name}: the server sent {len(self.output_ids)} tokens but "
+                f"{len(self.logprobs)} log-probabilities"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What to ask; two workloads that are equal ask the same."""
+
+    tools: list[dict[str, Any]]
+    system: str
+    agents: list[dict[str, Any]]  # name, prompt, tasks
+    follow_up: str
+    turns: int = 2
+    max_tokens: int = 32  # of every answer; no answer is shorter
+
+    @classmethod
+    def load(cls) -> Workload:
+        texts = (files("sglang_pat.demo") / "agents.json").read_text(encoding="utf-8")
+        return cls(**json.loads(texts))
+
+    @property
+    def num_conversations(self) -> int:
+        return sum(len(agent["tasks"]) for agent in self.agents)
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_conversations * self.turns
+
+
+def run_workload(url: str, workload: Workload, *, label: str) -> list[Generation]:
+    """Ask the server at ``url``; answers are ordered by agent, task and turn, whenever they came.
+
+    Shows a progress bar, named ``label``, on standard error.
+
+    Raises:
+        openai.OpenAIError: the server refused a request or went away.
+    """
+    return asyncio.run(_run(url, workload, label))
+
+
+async def _run(url: str, workload: Workload, label: str) -> list[Generation]:
+    from openai import AsyncOpenAI
+    from tqdm import tqdm
+
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        system = {"role": "system", "content": workload.system}
+        # As on a server that has been up for a while: the common prompt is in the cache.
+        await _ask(client, workload, "warm-up", [system], max_tokens=1, progress=None)
+        total = workload.num_requests * workload.max_tokens
+        with tqdm(total=total, desc=label, unit=" tokens", dynamic_ncols=True) as progress:
+            conversations = [
+                _converse(client, workload, agent, task, progress)
+                for agent in workload.agents
+                for task in range(len(agent["tasks"]))
+            ]
+            answers = await asyncio.gather(*conversations)
+    return [answer for conversation in answers for answer in conversation]
+
+
+async def _converse(
+    client: AsyncOpenAI,
+    workload: Workload,
+    agent: dict[str, Any],
+    task: int,
+    progress: tqdm[Any],
+) -> list[Generation]:
+    messages = [
+        {"role": "system", "content": workload.system},
+        {"role": "system", "content": agent["prompt"]},
+        {"role": "user", "content": agent["tasks"][task]},
+    ]
+    answers = []
+    for turn in range(workload.turns):
+        name = f"{agent['name']}/{task}/{turn}"
+        answer = await _ask(client, workload, name, messages, workload.max_tokens, progress)
+        answers.append(answer)
+        messages = [
+            *messages,
+            {"role": "assistant", "content": answer.text},
+            {"role": "user", "content": workload.follow_up},
+        ]
+    return answers
+
+
+async def _ask(
+    client: AsyncOpenAI,
+    workload: Workload,
+    name: str,
+    messages: list[dict[str, str]],
+    max_tokens: int,
+    progress: tqdm[Any] | None,
+) -> Generation:
+    # Not streamed: SGLang's stream leaves out the log-probabilities of a token that is only a part
+    # of a character. The server's own clock gives the time between tokens.
+    response = await client.chat.completions.create(
+        model="default",
+        messages=messages,  # type: ignore[arg-type]
+        tools=workload.tools,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=max_tokens,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"ignore_eos": True, "return_token_ids": True, "return_meta_info": True},
+    )
+    choice = response.choices[0]
+    extra = choice.model_extra or {}  # what SGLang adds to the OpenAI fields
+    tokens = (choice.logprobs and choice.logprobs.content) or []
+    meta = extra["meta_info"]
+    decode_s = meta["e2e_latency"] - meta["first_token_latency"]
+    if progress is not None:
+        progress.update(len(tokens))
+    return Generation(
+        name=name,
+        prompt_ids=extra["prompt_token_ids"],
+        output_ids=extra["response_token_ids"],
+        logprobs=[token.logprob for token in tokens],
+        margins=[token.top_logprobs[0].logprob - token.top_logprobs[1].logprob for token in tokens],
+        text=choice.message.content or "",
+        tpot_s=decode_s / max(len(tokens) - 1, 1),
+    )

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An SGLang plugin of the tests: breaks decode attention on command, and adds a radix cache.
+
+Found by SGLang because this folder is on the server's PYTHONPATH. The fault to commit is the
+content of the file that ``PAT_TEETH_FAULT`` names, read at every call; empty means none.
+``PAT_TEETH_UNHOOK=1`` keeps SGLang from installing sglang_pat's hook.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def load() -> None:
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_pat import hook, ops
+
+    register_radix_cache_backend("classic", lambda context: RadixCache(params=context.params))
+    if os.environ.get("PAT_TEETH_UNHOOK") == "1":
+        HookRegistry._patched.add(hook.TARGET)  # SGLang takes the hook for applied
+    fault_file = os.environ.get("PAT_TEETH_FAULT")
+    if fault_file:
+        ops.decode = Saboteur(ops.decode, Path(fault_file))
+
+
+class Saboteur:
+    """``sglang_pat.ops.decode`` with a fault."""
+
+    def __init__(self, decode: Any, fault_file: Path) -> None:
+        self.decode = decode
+        self.fault_file = fault_file
+
+    def __call__(self, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        fault = self.fault_file.read_text().strip()
+        return getattr(self, fault or "none")(q, *args, **kwargs)
+
+    def none(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.decode(*args, **kwargs)
+
+    def zero(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Attention returns nothing."""
+        return self.decode(*args, **kwargs).zero_()
+
+    def drop_pack(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        plan: Any,
+        *,
+        scale: float,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The first pack of the plan is not computed: its members go without its tokens."""
+        out = self.decode(q, k, v, table, rows, seq_lens, plan, scale=scale, **kwargs)
+        shared = plan.items[plan.items["num_queries"] > 1]
+        if not len(shared):
+            return out
+        item = shared[0]
+        begin, end = int(item["kv_start"]), int(item["kv_start"] + item["kv_len"])
+        first = int(item["member_offset"])
+        for query in plan.members["query"][first : first + int(item["num_queries"])].tolist():
+            slots = table[rows[query], : seq_lens[query]].long()
+            slots = torch.cat([slots[:begin], slots[end:]])
+            out[query] = torch.nn.functional.scaled_dot_product_attention(
+                q[query][:, None],
+                k[slots].transpose(0, 1),
+                v[slots].transpose(0, 1),
+                scale=scale,
+                enable_gqa=True,
+            )[:, 0]
+        return out
+
+    def swap_slot(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The first query finds another request's slot where one of its own should be."""
+        if len(rows) > 1:
+            table = table.clone()
+            middle = int(seq_lens[0]) // 2
+            table[rows[0], middle] = table[rows[-1], int(seq_lens[-1]) - 1]
+        return self.decode(q, k, v, table, rows, seq_lens, *args, **kwargs)
+
+    def poison(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """K and V are NaN in every slot that no request of the batch owns. No fault: no effect."""
+        owned = torch.cat([table[row, :n] for row, n in zip(rows, seq_lens, strict=True)]).long()
+        poisoned = [torch.full_like(cache, torch.nan) for cache in (k, v)]
+        for cache, source in zip(poisoned, (k, v), strict=True):
+            cache[owned] = source[owned]
+        return self.decode(q, *poisoned, table, rows, seq_lens, *args, **kwargs)
+
+    def corrupt_row(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """SGLang's own table gets a wrong slot for good, at token 3 of the last query."""
+        out = self.decode(q, k, v, table, rows, *args, **kwargs)
+        table[rows[-1], 3] += 1
+        return out

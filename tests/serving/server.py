@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's server, as the tests start it, and how they ask it for tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_pat.demo.server import Server, ServerError
+
+PLUGINS = Path(__file__).parent / "plugins"
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server generated for one prompt."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached_tokens: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Config:
+    """How to start a server. ``plugins``: load the tests' own SGLang plugins into it."""
+
+    name: str
+    backend: str = "pat"
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    plugins: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class ServingServer(Server):
+    """A server on the CPU, in fp32, without a tokenizer: prompts and answers are token ids."""
+
+    def __init__(self, model: Path, config: Config, folder: Path) -> None:
+        # PYTHONSAFEPATH: the directory that pytest runs in must not shadow the installed package.
+        env = {"PYTHONSAFEPATH": "1"}
+        if config.backend == "pat":
+            env["SGLANG_PAT_CHECK"] = "1"
+        if config.plugins:
+            inherited = os.environ.get("PYTHONPATH")
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGINS), inherited]))
+        super().__init__(
+            model,
+            backend=config.backend,
+            device="cpu",
+            log=folder / "server.log",
+            # SGLang takes fp32 weights for bf16 by itself, and an idle scheduler spins.
+            args=(
+                *("--dtype", "float32", "--skip-tokenizer-init", "--sleep-on-idle"),
+                *("--max-total-tokens", "20000", "--max-running-requests", "64"),
+                *config.args,
+            ),
+            env=env | dict(config.env),
+        )
+
+    def alive(self) -> bool:
+        try:
+            self.check_alive()
+        except ServerError:
+            return False
+        return True
+
+    def text(self) -> str:
+        """All that the server has logged."""
+        return self.log.read_text(errors="replace")
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        new_tokens: int | Sequence[int],
+        *,
+        samples: int = 1,
+        rids: Sequence[str] | None = None,
+    ) -> list[Answer]:
+        """Greedy answers to all prompts, sent at once; ``samples`` in a row for each prompt."""
+        lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
+        body: dict[str, Any] = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": [
+                {"temperature": 0, "ignore_eos": True, "max_new_tokens": length, "n": samples}
+                for length in lengths
+            ],
+            "return_logprob": True,
+        }
+        if rids is not None:
+            body["rid"] = list(rids)
+        return [_answer(entry) for entry in self.post("/generate", body)]
+
+
+def _answer(entry: dict[str, Any]) -> Answer:
+    meta = entry["meta_info"]
+    return Answer(
+        tokens=tuple(entry["output_ids"]),
+        logprobs=tuple(item[0] for item in meta["output_token_logprobs"]),
+        cached_tokens=meta["cached_tokens"],
+        finish_reason=meta["finish_reason"]["type"],
+    )

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to batches and to the cache while a server runs does not show in the answers."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.error
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from .compare import disagreements
+from .conftest import Serve
+from .server import Answer, Config, ServingServer
+from .workloads import WORKLOADS
+
+DEFAULT = Config("page1-overlap-rust")
+LITTLE_MEMORY = Config(
+    "little-memory", args=("--max-total-tokens", "1100", "--schedule-conservativeness", "0.05")
+)
+PATIENT = WORKLOADS["patient"]
+
+
+def _start_patient(
+    pool: ThreadPoolExecutor, server: ServingServer, rids: list[str]
+) -> Future[list[Answer]]:
+    """Send the long answers' prompts and return once they are being generated."""
+    steps = server.counters().decode_steps
+    future = pool.submit(server.generate, PATIENT.prompts, PATIENT.new_tokens, rids=rids)
+    deadline = time.monotonic() + 60
+    while "#running-req: 8" not in server.text().rpartition("#new-seq")[2]:
+        assert not future.done() and time.monotonic() < deadline, f"after {steps} steps"
+        time.sleep(0.02)
+    return future
+
+
+def test_several_samples_of_a_prompt(serve: Serve, stock: dict[str, list[Answer]]) -> None:
+    work = WORKLOADS["shared"]
+    answers = serve(DEFAULT).generate(work.prompts, work.new_tokens, samples=3)
+    expected = [answer for answer in stock["shared"] for _ in range(3)]
+    assert disagreements(answers, expected) == []
+
+
+def test_requests_aborted_in_mid_batch(serve: Serve, stock: dict[str, list[Answer]]) -> None:
+    server = serve(DEFAULT)
+    aborted = {1, 4, 5}
+    rids = [f"abort-{i}" for i in range(8)]
+    with ThreadPoolExecutor() as pool:
+        future = _start_patient(pool, server, rids)
+        for index in sorted(aborted):
+            server.post("/abort_request", {"rid": rids[index]})
+        answers = future.result()
+    for index, (answer, expected) in enumerate(zip(answers, stock["patient"], strict=True)):
+        if index in aborted:
+            assert answer.finish_reason == "abort"
+            assert len(answer.tokens) < len(expected.tokens)
+            assert answer.tokens == expected.tokens[: len(answer.tokens)]
+        else:
+            assert disagreements([answer], [expected]) == []
+
+
+def test_flush_is_refused_while_running_and_forgets_when_idle(
+    serve: Serve, stock: dict[str, list[Answer]]
+) -> None:
+    server = serve(DEFAULT)
+    with ThreadPoolExecutor() as pool:
+        future = _start_patient(pool, server, [f"flush-{i}" for i in range(8)])
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            server.post("/flush_cache")
+        assert not future.done()
+        assert disagreements(future.result(), stock["patient"]) == []
+    again = server.generate(PATIENT.prompts, PATIENT.new_tokens)
+    assert all(answer.cached_tokens for answer in again)
+    server.post("/flush_cache")
+    cold = server.generate(PATIENT.prompts, PATIENT.new_tokens)
+    assert not any(answer.cached_tokens for answer in cold)
+    assert disagreements(again, stock["patient"]) == []
+    assert disagreements(cold, stock["patient"]) == []
+
+
+def test_retracted_requests_and_evicted_nodes(serve: Serve, stock: dict[str, list[Answer]]) -> None:
+    server = serve(LITTLE_MEMORY)
+    hungry, identical = WORKLOADS["hungry"], WORKLOADS["identical"]
+    assert disagreements(server.generate(hungry.prompts, hungry.new_tokens), stock["hungry"]) == []
+    assert re.search(r"#retracted|[Rr]etract requests", server.text())
+    (kept,) = server.generate(hungry.prompts[-1:], 1)
+    server.generate(WORKLOADS["disjoint"].prompts, 24)
+    server.generate(identical.prompts, identical.new_tokens)
+    (evicted,) = server.generate(hungry.prompts[-1:], 1)
+    assert evicted.cached_tokens < kept.cached_tokens
+    assert disagreements(server.generate(hungry.prompts, hungry.new_tokens), stock["hungry"]) == []
+    assert set(server.counters().fallbacks) <= {"extend", "idle"}
