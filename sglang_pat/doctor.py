@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 SUPPORTED_SGLANG = "0.5.23"
 _RUST_TREE = "sglang.srt.mem_cache.rust_tree_core.mem_cache"
-_ENTRY_POINTS = {"sglang.srt.plugins": "pat", "sglang.srt.platforms": "pat_cpu"}
+# Not taken from sglang_pat.platform: only SGLang may import that, while it picks its platform.
+_CPU_PLATFORM = "pat_cpu"
+_ENTRY_POINTS = {"sglang.srt.plugins": "pat", "sglang.srt.platforms": _CPU_PLATFORM}
+# Variables of SGLang under which the backend refuses to start.
+_REFUSED = (
+    "SGLANG_USE_CPU_ENGINE",
+    "SGLANG_USE_HND_KVCACHE",
+    "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+)
 _MARKS = {"ok": "ok  ", "note": "note", "block": "BLOCK"}
 
 
@@ -60,6 +68,7 @@ def examine() -> Iterator[Finding]:
     yield _settings()
     yield from _entry_points()
     yield _plugin_filter()
+    yield from _environment()
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -72,7 +81,10 @@ def examine() -> Iterator[Finding]:
         return
     yield _sglang(version)
     yield _torch()
-    yield _platform()
+    platform = _platform()
+    yield platform
+    if platform.status == "block":
+        return  # SGLang cannot be imported under a platform that is not there
     warnings.simplefilter("ignore")  # SGLang's imports warn of quantizations that a CPU lacks
     yield from _guarded("registration", _registration)
     yield from _guarded("interface", _interface)
@@ -83,7 +95,7 @@ def _guarded(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Fin
     """The findings of ``check``; what it raises on a foreign SGLang is a finding too."""
     try:
         yield from check()
-    except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, it is shown
         yield Finding(
             topic,
             f"{type(error).__name__}: {error}",
@@ -147,6 +159,13 @@ def _plugin_filter() -> Finding:
     return Finding("SGLANG_PLUGINS", allowed or "not set, all plugins are loaded")
 
 
+def _environment() -> Iterator[Finding]:
+    for name in _REFUSED:
+        value = os.environ.get(name, "")
+        if value.lower() in ("1", "true", "yes", "y", "on"):
+            yield Finding(name, value, "block", f"unset it: pat does not serve under {name}")
+
+
 def _sglang(version: str) -> Finding:
     if version == SUPPORTED_SGLANG:
         return Finding("SGLang", version)
@@ -167,22 +186,21 @@ def _torch() -> Finding:
 def _platform() -> Finding:
     import torch
 
-    from sglang_pat.platform import NAME
     from sglang_pat.refusals import DEVICES
 
     chosen = os.environ.get("SGLANG_PLATFORM", "")
-    if chosen == NAME:
-        return Finding("platform", f"SGLANG_PLATFORM={NAME}: SGLang runs on the CPU")
+    if chosen == _CPU_PLATFORM:
+        return Finding("platform", f"SGLANG_PLATFORM={_CPU_PLATFORM}: SGLang runs on the CPU")
     if chosen:
         return Finding(
             "platform",
             f"SGLANG_PLATFORM={chosen}: SGLang skips all plugins of packages with another platform",
             "block",
-            f"unset SGLANG_PLATFORM, or set it to {NAME} for a CPU",
+            f"unset SGLANG_PLATFORM, or set it to {_CPU_PLATFORM} for a CPU",
         )
-    on_cpu = f"start the server with SGLANG_PLATFORM={NAME} and --device cpu"
+    on_cpu = f"start the server with SGLANG_PLATFORM={_CPU_PLATFORM} and --device cpu"
     if not torch.cuda.is_available():
-        os.environ["SGLANG_PLATFORM"] = NAME
+        os.environ["SGLANG_PLATFORM"] = _CPU_PLATFORM
         return Finding("platform", "no GPU, SGLANG_PLATFORM is not set", "note", on_cpu)
     if "cuda" not in DEVICES:
         return Finding("platform", "a GPU, which this version does not serve", "block", on_cpu)

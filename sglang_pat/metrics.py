@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from sglang_pat.stats import COUNTERS, Stats
@@ -32,18 +34,12 @@ class Reporter:
     def __init__(self, stats: Stats, labels: Mapping[str, str], *, export: bool) -> None:
         self._stats = stats
         self._labels = dict(labels)
-        self._counters = self._make_counters() if export else {}
+        self._counters = _make_counters(tuple(labels)) if export else {}
         self._exported: dict[tuple[str, str], float] = {}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sglang-pat-stats", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Publish what is left and end the thread."""
-        self._stop.set()
-        self._thread.join()
+        """Publish from now on, once a second, from a thread that ends with the process."""
+        threading.Thread(target=self._run, name="sglang-pat-stats", daemon=True).start()
 
     def flush(self) -> None:
         """Add what came since the last call to the exported counters."""
@@ -54,18 +50,6 @@ class Reporter:
             for reason, count in snapshot[name].items():
                 self._add(name, reason, count)
 
-    def _make_counters(self) -> dict[str, Any]:
-        # Imported here: it must come after SGLang has set PROMETHEUS_MULTIPROC_DIR.
-        from prometheus_client import Counter
-
-        plain = tuple(self._labels)
-        counters = {
-            name: Counter(f"{NAMESPACE}_{name}", text, plain) for name, text in COUNTERS.items()
-        }
-        for name, text in _LABELLED.items():
-            counters[name] = Counter(f"{NAMESPACE}_{name}", text, (*plain, "reason"))
-        return counters
-
     def _add(self, name: str, reason: str, value: float) -> None:
         if name not in self._counters:
             return
@@ -75,11 +59,25 @@ class Reporter:
         self._exported[name, reason] = value
 
     def _run(self) -> None:
-        steps, elapsed = 0, 0.0
-        while not self._stop.wait(FLUSH_SECONDS):
+        steps, summarized = 0, time.monotonic()
+        while True:
+            time.sleep(FLUSH_SECONDS)
             self.flush()
-            elapsed += FLUSH_SECONDS
-            if elapsed >= SUMMARY_SECONDS and self._stats.decode_steps > steps:
-                steps, elapsed = self._stats.decode_steps, 0.0
+            now = time.monotonic()
+            if now - summarized >= SUMMARY_SECONDS and self._stats.decode_steps > steps:
+                steps, summarized = self._stats.decode_steps, now
                 logger.info("sglang_pat: %s", self._stats.summary())
-        self.flush()
+
+
+@lru_cache
+def _make_counters(labels: tuple[str, ...]) -> dict[str, Any]:
+    """The exported counters. Prometheus knows each once per process, however many backends."""
+    # Imported here: it must come after SGLang has set PROMETHEUS_MULTIPROC_DIR.
+    from prometheus_client import Counter
+
+    counters = {
+        name: Counter(f"{NAMESPACE}_{name}", text, labels) for name, text in COUNTERS.items()
+    }
+    for name, text in _LABELLED.items():
+        counters[name] = Counter(f"{NAMESPACE}_{name}", text, (*labels, "reason"))
+    return counters

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from sglang_pat.target import Target
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256
+DEVICES = ("cpu",)
+# The executor's vectors; the largest head dim it has room for.
+HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 512
 
 
 def refuse_unsafe(runner: Any) -> None:
     """Raise RuntimeError with every reason against serving with ``pat``, each with a way out."""
-    reasons = [*_interface(), *_device(runner)]
+    reasons = [*interface_mismatches(), *_device(runner)]
     if not reasons:  # the rest reads what a foreign interface may lack
         reasons = [*_model(runner), *_pool(runner), *_modes()]
     if reasons:
@@ -34,8 +36,8 @@ def refuse_unsafe(runner: Any) -> None:
         raise RuntimeError(f"sglang_pat refuses to serve with --attention-backend pat:{listed}")
 
 
-def _interface() -> Iterator[str]:
-    """The parts of SGLang that the plugin touches, as it knows them from 0.5.23."""
+def interface_mismatches() -> Iterator[str]:
+    """What SGLang lacks of the interface that the plugin uses, which is 0.5.23's, hook included."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.managers.schedule_batch import ReqKvInfo
     from sglang.srt.mem_cache.base_prefix_cache import TreeLock
@@ -77,9 +79,9 @@ def _interface() -> Iterator[str]:
 
 
 def _device(runner: Any) -> Iterator[str]:
-    if runner.device != "cpu":
+    if runner.device not in DEVICES:
         yield (
-            f"this version serves on a CPU only, not on {runner.device!r}: set "
+            f"this version serves on {', '.join(DEVICES)}, not on {runner.device!r}: set "
             "SGLANG_PLATFORM=pat_cpu and --device cpu, or choose another --attention-backend"
         )
     elif os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
@@ -178,8 +180,9 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, target: Targ
     heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
     if heads != (target.num_q_heads, target.num_kv_heads, target.num_kv_heads):
         return f"{heads} query, K and V heads, planned for others"
-    if max(layer.qk_head_dim, layer.v_head_dim) > MAX_HEAD_DIM:
-        return f"head dim {max(layer.qk_head_dim, layer.v_head_dim)} above {MAX_HEAD_DIM}"
+    for dim in (layer.qk_head_dim, layer.v_head_dim):
+        if dim > MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
+            return f"head dim {dim}, not a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     if keys.shape[1:] != (layer.tp_k_head_num, layer.qk_head_dim):
         return f"a K cache of shape {tuple(keys.shape)}"

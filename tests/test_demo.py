@@ -77,6 +77,25 @@ def test_bf16_demo_agrees_on_forced_tokens(cache: Path) -> None:
     assert fields["packed_steps"] > 0
 
 
+@pytest.mark.timeout(1000)
+def test_a_dropped_pack_fails_the_bf16_demo(cache: Path) -> None:
+    """The bound on log-probabilities has teeth: a plugin of the tests leaves out one pack."""
+    fault = cache / "fault"
+    fault.write_text("drop_pack")
+    paths = [str(Path(__file__).parent / "serving" / "plugins"), os.environ.get("PYTHONPATH")]
+    run = _demo(
+        cache,
+        *("--device", "cpu", "--dtype", "bfloat16"),
+        PYTHONPATH=os.pathsep.join(filter(None, paths)),
+        PAT_TEETH_FAULT=str(fault),
+    )
+    assert run.returncode == 1, run.stdout + run.stderr
+    fields = _last_line(run)
+    assert fields["passed"] is False
+    assert fields["packed_steps"] > 0  # so it is the answers that failed it
+    assert "FAILED: " in run.stdout
+
+
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", hidden=64, layers=1, q_heads=2, kv_heads=1, vocab=300)
     server = Server(model, backend="no_such", device="cpu", log=tmp_path / "server.log")

@@ -83,6 +83,7 @@ def test_another_platform_blocks(tmp_path: Path) -> None:
     _, findings = _findings(run)
     assert findings["platform"]["status"] == "block"
     assert "SGLANG_PLATFORM=other" in findings["platform"]["found"]
+    assert "unset SGLANG_PLATFORM" in findings["platform"]["way_out"]
 
 
 def test_without_sglang_it_says_so_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +98,14 @@ def test_without_sglang_it_says_so_and_stops(monkeypatch: pytest.MonkeyPatch) ->
     *_, last = doctor.examine()
     assert (last.topic, last.status) == ("SGLang", "block")
     assert "pip install sglang==" in last.way_out
+
+
+def test_a_variable_that_pat_refuses_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    assert list(doctor._environment()) == []
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    (finding,) = doctor._environment()
+    assert (finding.topic, finding.status) == ("SGLANG_USE_CPU_ENGINE", "block")
 
 
 def test_a_foreign_sglang_is_a_finding_not_a_traceback() -> None:

@@ -73,6 +73,35 @@ class ItemRunner {
     return inside;
   }
 
+  // Calls visit(block, next block or null) for the item's blocks of tokens. Stops and returns false
+  // before a block that names a slot outside the pool.
+  template <typename Visit>
+  [[gnu::always_inline]] bool for_each_block(const Visit& visit) const {
+    if (tokens_ == 0) return true;
+    TokenRows<T> blocks[2];
+    if (!find_rows(0, blocks[0])) return false;
+    Prefetcher first_keys;
+    first_keys.add(blocks[0].k, blocks[0].count, shape_.head_dim * sizeof(T));
+    first_keys.step(blocks[0].count);
+    for (int64_t first = 0, i = 0; first < tokens_; first += kBlockTokens, ++i) {
+      const bool last = first + kBlockTokens >= tokens_;
+      if (!last && !find_rows(first + kBlockTokens, blocks[(i + 1) % 2])) return false;
+      visit(blocks[i % 2], last ? nullptr : &blocks[(i + 1) % 2]);
+    }
+    return true;
+  }
+
+  // What the work on a block shall fetch: its V rows, unless they were copied before, and what the
+  // next block begins with.
+  Prefetcher fetch_during(const TokenRows<T>& block, const TokenRows<T>* next, bool copied) const {
+    Prefetcher ahead;
+    const int k_bytes = shape_.head_dim * sizeof(T), v_bytes = shape_.v_head_dim * sizeof(T);
+    if (!copied) ahead.add(block.v, block.count, v_bytes);
+    if (next) ahead.add(next->k, next->count, k_bytes);
+    if (next && copied) ahead.add(next->v, next->count, v_bytes);
+    return ahead;
+  }
+
   // Copies a block to fp32; fp32 itself stays where it is.
   const TokenRows<float>& as_floats(const TokenRows<T>& from, TokenRows<float>& to) const {
     if constexpr (sizeof(T) == sizeof(float)) {
@@ -81,8 +110,8 @@ class ItemRunner {
       float* at = converted_;
       to.count = from.count;
       for (int t = 0; t < from.count; ++t) {
-        to.k[t] = copy_row(from.k[t], shape_.head_dim, at);
-        to.v[t] = copy_row(from.v[t], shape_.v_head_dim, at);
+        to.k[t] = copy_row(from.key(t), shape_.head_dim, at);
+        to.v[t] = copy_row(from.value(t), shape_.v_head_dim, at);
       }
       for (int t = from.count; t % 8 != 0; ++t) to.k[t] = to.k[from.count - 1];
       return to;
@@ -109,11 +138,11 @@ class ItemRunner {
     NarrowTile<Rows, T> tile(shape_, tiles_, scores_);
     for (int64_t i = 0; i < tile.size(shape_); ++i) tiles_[i] = 0.0f;
     for (int r = 0; r < rows_.count; ++r) read_q(r, tile.q(r), 1);
-    TokenRows<T> block;
-    for (int64_t first = 0; first < tokens_; first += kBlockTokens) {
-      if (!find_rows(first, block)) return false;
-      tile.attend(block);
-    }
+    const bool done = for_each_block([&](const TokenRows<T>& block, const TokenRows<T>* next) {
+      Prefetcher ahead = fetch_during(block, next, false);
+      tile.attend(block, ahead);
+    });
+    if (!done) return false;
     for (int r = 0; r < rows_.count; ++r) write(r, tile.o(r), 1, tile.state(r));
     return true;
   }
@@ -149,13 +178,13 @@ class ItemRunner {
       tile.clear();
       for (int r = 0; r < count; ++r) read_q(row + r, tile.q(r), tile.kRows);
     });
-    TokenRows<T> block;
     TokenRows<float> converted;
-    for (int64_t first = 0; first < tokens_; first += kBlockTokens) {
-      if (!find_rows(first, block)) return false;
+    const bool done = for_each_block([&](const TokenRows<T>& block, const TokenRows<T>* next) {
+      Prefetcher ahead = fetch_during(block, next, sizeof(T) != sizeof(float));
       const TokenRows<float>& rows = as_floats(block, converted);
-      for_each_tile([&](auto& tile, int, int) { tile.attend(rows, scores_); });
-    }
+      for_each_tile([&](auto& tile, int, int) { tile.attend(rows, scores_, ahead); });
+    });
+    if (!done) return false;
     for_each_tile([this](auto& tile, int row, int count) {
       for (int r = 0; r < count; ++r) write(row + r, tile.o(r), tile.kRows, tile.state(r));
     });

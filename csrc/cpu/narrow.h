@@ -60,16 +60,22 @@ class NarrowTile {
   const float* o(int row) const { return o_ + row * shape_.v_head_dim; }
   SoftmaxState state(int row) const { return state_[row]; }
 
-  void attend(const TokenRows<T>& tokens) {
+  void attend(const TokenRows<T>& tokens, Prefetcher& ahead) {
     constexpr int kTokens = kNarrowSums / Rows;
     const int padded = (tokens.count + kTokens - 1) / kTokens * kTokens;
-    for (int t = 0; t < padded; t += kTokens) score(tokens.k + t, scores_ + t * Rows);
+    for (int t = 0; t < padded; t += kTokens) {
+      ahead.step(kTokens);
+      score(tokens, t, scores_ + t * Rows);
+    }
     for (int i = tokens.count * Rows; i < padded * Rows; ++i) scores_[i] = -INFINITY;
     float scale[Rows];
     weigh(padded * Rows, scale);
     constexpr int kWide = kNarrowSums / Rows;
+    // What is left to fetch is spread over the passes.
+    const int step = kBlockTokens * kWide * kNarrowLanes / shape_.v_head_dim + 1;
     int column = 0;
     for (; column + kWide * kNarrowLanes <= shape_.v_head_dim; column += kWide * kNarrowLanes) {
+      ahead.step(step);
       add_values<kWide>(tokens, column, scale);
     }
     for (; column < shape_.v_head_dim; column += kNarrowLanes) {
@@ -79,9 +85,12 @@ class NarrowTile {
 
  private:
   // Scores of kNarrowSums / Rows tokens.
-  [[gnu::always_inline]] void score(const T* const* k, float* scores) const {
+  [[gnu::always_inline]] void score(const TokenRows<T>& tokens, int first, float* scores) const {
     constexpr int kTokens = kNarrowSums / Rows;
     constexpr int kGroups = kNarrowSums / kNarrowLanes;
+    const T* k[kTokens];
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) k[t] = tokens.key(first + t);
     NarrowVec sums[kGroups][kNarrowLanes] = {};
     for (int j = 0; j < shape_.head_dim; j += kNarrowLanes) {
       NarrowVec q[Rows];
@@ -140,7 +149,7 @@ class NarrowTile {
       NarrowVec value[Columns];
 #pragma GCC unroll 8
       for (int c = 0; c < Columns; ++c) {
-        value[c] = load<kNarrowLanes>(tokens.v[t] + column + c * kNarrowLanes);
+        value[c] = load<kNarrowLanes>(tokens.value(t) + column + c * kNarrowLanes);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {

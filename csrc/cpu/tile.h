@@ -19,8 +19,40 @@ struct Shape {
 template <typename T>
 struct TokenRows {
   int count;
-  const T* k[kBlockTokens];
-  const T* v[kBlockTokens];
+  const void* k[kBlockTokens];
+  const void* v[kBlockTokens];
+
+  const T* key(int token) const { return static_cast<const T*>(k[token]); }
+  const T* value(int token) const { return static_cast<const T*>(v[token]); }
+};
+
+// Rows to bring into the cache while the arithmetic before them runs: slots lie anywhere in a pool,
+// where the hardware cannot foresee them.
+class Prefetcher {
+ public:
+  void add(const void* const* rows, int count, int bytes) {
+    rows_[lists_] = rows;
+    count_[lists_] = count;
+    bytes_[lists_++] = bytes;
+  }
+
+  // Asks for the next `count` rows that are left.
+  [[gnu::always_inline]] void step(int count) {
+    for (; count > 0 && list_ < lists_; --count) {
+      const char* row = static_cast<const char*>(rows_[list_][row_]);
+      for (int i = 0; i < bytes_[list_]; i += 64) __builtin_prefetch(row + i);
+      if (++row_ == count_[list_]) {
+        row_ = 0;
+        ++list_;
+      }
+    }
+  }
+
+ private:
+  const void* const* rows_[2];
+  int count_[2];
+  int bytes_[2];
+  int lists_ = 0, list_ = 0, row_ = 0;
 };
 
 // Base-2 logit of q . k, where q carries scale * log2(e), or scale / cap if there is a cap.

@@ -39,11 +39,19 @@ class WideTile {
   SoftmaxState state(int row) const { return {max_[row], sum_[row]}; }
 
   // `scores` has room for [kBlockTokens][kRows].
-  void attend(const TokenRows<float>& tokens, float* scores) {
-    for (int t = 0; t < tokens.count; t += kSteps) score(tokens.k + t, scores + t * kRows);
+  void attend(const TokenRows<float>& tokens, float* scores, Prefetcher& ahead) {
+    for (int t = 0; t < tokens.count; t += kSteps) {
+      ahead.step(kSteps);
+      score(tokens, t, scores + t * kRows);
+    }
     Vec<L> scale[Vectors];
     for (int v = 0; v < Vectors; ++v) scale[v] = weigh(tokens.count, v * L, scores + v * L);
-    for (int j = 0; j < shape_.v_head_dim; j += kSteps) add_values(tokens, j, scores, scale);
+    // What is left to fetch is spread over the passes.
+    const int step = kBlockTokens * kSteps / shape_.v_head_dim + 1;
+    for (int j = 0; j < shape_.v_head_dim; j += kSteps) {
+      ahead.step(step);
+      add_values(tokens, j, scores, scale);
+    }
   }
 
  private:
@@ -51,11 +59,12 @@ class WideTile {
   static constexpr int kSteps = kLanes == 16 || Vectors == 1 ? 8 : 4;
 
   // Logits of kSteps tokens, [kSteps][kRows].
-  [[gnu::always_inline]] void score(const float* const* k, float* scores) const {
+  [[gnu::always_inline]] void score(const TokenRows<float>& tokens, int first,
+                                    float* scores) const {
     const float* key[kSteps];
     Vec<L> sums[kSteps][Vectors] = {};
 #pragma GCC unroll 8
-    for (int t = 0; t < kSteps; ++t) key[t] = k[t];
+    for (int t = 0; t < kSteps; ++t) key[t] = tokens.key(first + t);
     for (int j = 0; j < shape_.head_dim; ++j) {
       Vec<L> q[Vectors];
 #pragma GCC unroll 2
@@ -102,7 +111,7 @@ class WideTile {
                                          const float* weights, const Vec<L> (&scale)[Vectors]) {
     Vec<L> sums[kSteps][Vectors] = {};
     for (int t = 0; t < tokens.count; ++t) {
-      const float* value = tokens.v[t] + column;
+      const float* value = tokens.value(t) + column;
       Vec<L> p[Vectors];
 #pragma GCC unroll 2
       for (int v = 0; v < Vectors; ++v) p[v] = load<L>(weights + t * kRows + v * L);

@@ -25,10 +25,9 @@ if(wheel_nvcc)
   cmake_path(GET wheel_nvcc PARENT_PATH bin_dir)
   cmake_path(GET bin_dir PARENT_PATH cuda_root)
   set(CMAKE_CUDA_FLAGS_INIT "-L${cuda_root}/lib")
-  message(STATUS "CUDA compiler: ${wheel_nvcc} (wheel nvidia-cuda-nvcc)")
+  set(nvcc_origin "the wheel nvidia-cuda-nvcc of ${Python_EXECUTABLE}")
 elseif(DEFINED ENV{CUDACXX})
-  message(WARNING "CUDA compiler: $ENV{CUDACXX} (from CUDACXX: ${Python_EXECUTABLE} has no wheel "
-                  "nvidia-cuda-nvcc). Only nvcc 13.0.88 is tested.")
+  set(nvcc_origin "CUDACXX, as ${Python_EXECUTABLE} has no wheel nvidia-cuda-nvcc")
 else()
   message(FATAL_ERROR
     "no CUDA compiler: ${Python_EXECUTABLE} has no wheel nvidia-cuda-nvcc and CUDACXX is not set. "
@@ -41,3 +40,8 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_ARCHITECTURES 80-real)  # of CMake's own compiler checks
 enable_language(CUDA)
+message(STATUS "CUDA compiler: ${CMAKE_CUDA_COMPILER} (from ${nvcc_origin})")
+# Without build isolation the wheel may be another: SGLang itself brings a newer one.
+if(NOT CMAKE_CUDA_COMPILER_VERSION VERSION_EQUAL 13.0.88)
+  message(WARNING "nvcc ${CMAKE_CUDA_COMPILER_VERSION} is not tested, 13.0.88 is")
+endif()

@@ -17,7 +17,7 @@ from sglang_pat import Target, decode, plan
 from sglang_pat.bench.kv import Batch, make_batch
 from sglang_pat.bench.trees import Tree
 
-# The demo's shared phase (a system prompt, eight agents, three turns each), other sharing, and none.
+# The demo's shared phase (a system prompt, eight agents, three turns each), others, and none.
 TREES = (
     Tree((1, 8, 24), (1100, 500, 300)),
     Tree((1, 16), (512, 64)),
@@ -126,8 +126,9 @@ def main() -> None:
                 print(json.dumps(row))
             else:
                 print(
-                    f"{row['tree']:24} {row['heads']:9} {row['shared_items']:6} {row['pat_us']:8.0f}"
-                    f" {row['torch_native_us']:10.0f} {row['ratio']:6.2f} {row['relative_difference']:11.1e}"
+                    f"{row['tree']:24} {row['heads']:9} {row['shared_items']:6} "
+                    f"{row['pat_us']:8.0f} {row['torch_native_us']:10.0f} {row['ratio']:6.2f} "
+                    f"{row['relative_difference']:11.1e}"
                 )
 
 

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
     from sglang_pat.demo.workload import Generation
 
-MAX_LOGPROB_DIFF_FP32 = 2e-3  # natural logarithm; two orders of fp32 sums differ by less than 1e-4
-# bf16 has 8 bits: the log-probability of one token may differ by a few hundredths, more where the
-# model's sharp attention amplifies it. Measured on a CPU, torch_native against itself in another
-# batch order: mean ..., largest .... Attention that returns zeros: mean above 1.
-MEAN_LOGPROB_DIFF_BF16 = 0.05
-MAX_LOGPROB_DIFF_BF16 = 1.0
+# Bounds on differences of log-probabilities (natural logarithm) that rounding explains, for the
+# demo's model, whose sharp attention amplifies it. Measured on a CPU, pat against torch_native:
+# fp32 2e-5 at most; bf16 0.013 on average and 0.07 at most. The right tokens after another agent's
+# prompt, most of which is the same, differ by 2.2 on average.
+MAX_LOGPROB_DIFF_FP32 = 2e-3
+MEAN_LOGPROB_DIFF_BF16 = 0.04
+MAX_LOGPROB_DIFF_BF16 = 0.3
 
 
 @dataclass(frozen=True, slots=True)

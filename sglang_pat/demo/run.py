@@ -40,12 +40,11 @@ _KV_TOKENS = 65536  # 24 contexts of 1,900 tokens with room to spare: no request
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``device`` cpu, cuda or auto; ``dtype`` float32, bfloat16 or auto; ``cache`` keeps the model
-    and the servers' logs."""
+    """How to run it; ``auto`` takes a GPU that pat serves, and the dtype that suits the device."""
 
-    device: str = "auto"
-    dtype: str = "auto"
-    cache: Path | None = None
+    device: str = "auto"  # cpu, cuda or auto
+    dtype: str = "auto"  # float32, bfloat16 or auto
+    cache: Path | None = None  # folder for the model and the servers' logs
 
 
 def run_demo(options: Options) -> int:

@@ -85,6 +85,15 @@ TINY_DEEPSEEK = {
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
+    "rope_scaling": {  # the only kind that SGLang's DeepSeek has on a CPU
+        "type": "yarn",
+        "factor": 2,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+    },
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }

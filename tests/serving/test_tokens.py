@@ -29,14 +29,18 @@ CONFIGS = (
         env=(PYTHON_CORE, ("SGLANG_PAT_POLICY", "naive")),
     ),
     Config("classic-radix-cache", args=("--radix-cache-backend", "classic"), plugins=True),
-    Config("no-radix-cache", args=("--disable-radix-cache",)),
+    NO_CACHE := Config("no-radix-cache", args=("--disable-radix-cache",)),
 )
-SHARING = CONFIGS[:-1]
 EXPECTED_FALLBACKS = {"extend", "idle"}
 
 
+@pytest.fixture(scope="module", params=CONFIGS, ids=str)
+def config(request: pytest.FixtureRequest) -> Config:
+    """All tests of a configuration run in a row, on one server."""
+    return request.param
+
+
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_answers_equal_the_stock_backends(
     config: Config, workload: str, serve: Serve, stock: dict[str, list[Answer]]
 ) -> None:
@@ -48,25 +52,18 @@ def test_answers_equal_the_stock_backends(
     assert disagreements(warm, stock[workload]) == []
 
 
-@pytest.mark.parametrize("config", SHARING, ids=str)
-def test_prefixes_are_packed(config: Config, serve: Serve) -> None:
+def test_prefixes_are_packed_where_there_is_a_cache(config: Config, serve: Serve) -> None:
     server = serve(config)
     before = server.counters()
     work = WORKLOADS["multi_level"]
     server.generate(work.prompts, work.new_tokens)
     counted = server.counters() - before
-    assert counted.packed_steps >= max(work.new_tokens) - 3
-    assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
+    steps = max(work.new_tokens) - 1
+    assert counted.decode_steps >= steps
     assert set(counted.fallbacks) <= EXPECTED_FALLBACKS
-
-
-def test_nothing_is_packed_without_a_radix_cache(serve: Serve) -> None:
-    server = serve(CONFIGS[-1])
-    before = server.counters()
-    work = WORKLOADS["identical"]
-    server.generate(work.prompts, work.new_tokens)
-    counted = server.counters() - before
-    assert counted.decode_steps >= work.new_tokens[0] - 1
-    assert counted.packed_steps == 0
-    assert counted.kv_tokens_read == counted.kv_tokens_unpacked
-    assert set(counted.fallbacks) <= EXPECTED_FALLBACKS
+    if config is NO_CACHE:
+        assert counted.packed_steps == 0
+        assert counted.kv_tokens_read == counted.kv_tokens_unpacked
+    else:
+        assert counted.packed_steps >= steps - 2  # the first may come before the prefill's nodes
+        assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode batches out of SGLang's own prefix caches and requests, without a server."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+
+from sglang_pat.hook import LiveBatch
+
+# Prefix caches by name: the two tree cores of SGLang's unified cache, and the classic RadixCache.
+CACHES = ("rust", "python", "classic")
+
+
+class LiveCache:
+    """A real prefix cache over a real row table and slot allocator (no K/V), ``slots`` tokens."""
+
+    def __init__(self, kind: str, *, slots: int, rows: int, context: int) -> None:
+        from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+        from sglang.srt.mem_cache.radix_cache import RadixCache
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        if kind not in CACHES:
+            raise ValueError(f"unknown cache {kind!r}; use one of {', '.join(CACHES)}")
+        self.table = ReqToTokenPool(rows, context, "cpu", enable_memory_saver=False)
+        self.allocator = TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.table,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=1,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend=None if kind == "classic" else kind,
+        )
+        self.tree: Any = RadixCache(params) if kind == "classic" else UnifiedRadixCache(params)
+
+    def admit(self, tokens: list[int]) -> Any:
+        """A request right after its prefill: row written, prompt in the tree, one token to go."""
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        ids = array("q", tokens)
+        req = Req(f"request-{len(self.table.free_slots)}", "", ids, SamplingParams())
+        req.full_untruncated_fill_ids = ids
+        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(ids[:-1], None)))
+        req.last_node = match.last_device_node
+        req.lock = self.tree.lock(req.last_node)
+        (row,) = self.table.alloc([req])
+        held = match.device_prefix_len
+        slots = self.allocator.alloc(len(tokens) - held)
+        if slots is None:
+            raise MemoryError(f"no {len(tokens) - held} free slots; make the cache larger")
+        self.table.write((row, slice(0, held)), self.tree.path_device_indices(req.last_node)[:held])
+        self.table.write((row, slice(held, len(tokens))), slots)
+        req.kv.cache_protected_len = held
+        self.tree.checkpoint(req, up_to=len(tokens))
+        return req
+
+    def batch(self, reqs: list[Any]) -> tuple[LiveBatch, torch.Tensor, torch.Tensor]:
+        """The decode step of requests: batch, rows [B] and sequence lengths [B], int64."""
+        rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
+        lens = torch.tensor([len(req.full_untruncated_fill_ids) + 1 for req in reqs])
+        return LiveBatch(reqs, self.tree), rows, lens

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host time of a decode step's planning on SGLang's own caches:
+``python -m sglang_pat.bench.step [--json]``. Needs SGLang, no server.
+
+Unchanged: what a step costs whose batch and tree are those of the step before. Changed: what it
+costs when one request's node is another, paths, plan and all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+
+from sglang_pat.bench.live import CACHES, LiveCache
+from sglang_pat.stats import Stats
+from sglang_pat.step import StepPlanner
+from sglang_pat.target import Target
+
+REPEATS = 400
+
+
+def measure(kind: str, queries: int) -> dict[str, float | int | str]:
+    """Median microseconds for ``queries`` requests: a system prompt, eight tools, own tails."""
+    rng = random.Random(0)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(1 << 15) for _ in range(length)]
+
+    cache = LiveCache(kind, slots=2000 * queries, rows=queries, context=2048)
+    system, tools = text(1000), [text(300) for _ in range(8)]
+    reqs = [cache.admit(system + tools[i % 8] + text(40)) for i in range(queries)]
+    batch, rows, lens = cache.batch(reqs)
+    target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=queries)
+    steps = StepPlanner(target, Stats())
+    steps.plan(batch, rows, lens)
+    unchanged, changed = [], []
+    for repeat in range(REPEATS):
+        start = time.perf_counter_ns()
+        steps.plan(batch, rows, lens)
+        unchanged.append((time.perf_counter_ns() - start) / 1e3)
+        reqs[0].kv.cache_protected_len -= 1 if repeat % 2 else -1
+        start = time.perf_counter_ns()
+        steps.plan(batch, rows, lens)
+        changed.append((time.perf_counter_ns() - start) / 1e3)
+    return {
+        "cache": kind,
+        "queries": queries,
+        "unchanged_us": round(statistics.median(unchanged), 1),
+        "changed_us": round(statistics.median(changed), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    as_json = parser.parse_args().json
+    for kind in CACHES:
+        for queries in (64, 256):
+            row = measure(kind, queries)
+            if as_json:
+                print(json.dumps(row))
+            else:
+                print("  ".join(f"{name} {value}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention by its definition, one query at a time: what the executors are compared with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention of each query to all tokens of its sequence, computed in ``dtype``.
+
+    Args:
+        q: [B, Hq, D]; k_cache: [slots, Hkv, D]; v_cache: [slots, Hkv, Dv]; Hkv divides Hq.
+        req_to_token: int [R, max_context], slot of each token of each row.
+        rows: int [B], the row of ``req_to_token`` that query i reads.
+        seq_lens: int [B], tokens of query i.
+        scale: factor on q.k; ``logit_cap`` c > 0 turns a score s into c * tanh(s / c).
+
+    Returns the output [B, Hq, Dv] and the log-sum-exp of the scores [B, Hq], base 2, both of
+    ``dtype``; 0 and -inf for a sequence of no tokens.
+    """
+    num_queries, num_q_heads, _ = q.shape
+    group = num_q_heads // k_cache.shape[1]
+    out = q.new_zeros((num_queries, num_q_heads, v_cache.shape[2]), dtype=dtype)
+    lse = q.new_full((num_queries, num_q_heads), -math.inf, dtype=dtype)
+    for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        if length == 0:
+            continue
+        slots = req_to_token[row, :length].long()
+        keys = k_cache[slots].to(dtype).repeat_interleave(group, dim=1)
+        values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,thd->ht", q[i].to(dtype), keys) * scale
+        if logit_cap > 0:
+            scores = logit_cap * torch.tanh(scores / logit_cap)
+        out[i] = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=-1), values)
+        lse[i] = torch.logsumexp(scores, dim=-1) / math.log(2)
+    return out, lse

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options are taken as given or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_pat.config import PatConfig
+
+
+def test_defaults() -> None:
+    assert PatConfig.from_env({"SGLANG_PLATFORM": "pat_cpu"}) == PatConfig(
+        check=False, policy="bytes", split="cost", partial="fp32"
+    )
+
+
+def test_every_option() -> None:
+    config = PatConfig.from_env(
+        {
+            "SGLANG_PAT_CHECK": "1",
+            "SGLANG_PAT_POLICY": "paper",
+            "SGLANG_PAT_SPLIT": "mean",
+            "SGLANG_PAT_PARTIAL": "bf16",
+        }
+    )
+    assert config == PatConfig(check=True, policy="paper", split="mean", partial="bf16")
+    assert config.partial_dtype is torch.bfloat16
+    assert str(config) == "check=True policy=paper split=mean partial=bf16"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("SGLANG_PAT_CHECK", "yes", "SGLANG_PAT_CHECK=yes .*use one of 0, 1"),
+        ("SGLANG_PAT_POLICY", "", "SGLANG_PAT_POLICY= .*use one of bytes, paper, naive"),
+        ("SGLANG_PAT_SPLIT", "COST", "SGLANG_PAT_SPLIT=COST .*use one of cost, mean"),
+        ("SGLANG_PAT_PARTIAL", "fp16", "SGLANG_PAT_PARTIAL=fp16 .*use one of fp32, bf16"),
+        ("SGLANG_PAT_POLCY", "paper", "SGLANG_PAT_POLCY=paper is not an option.*_POLICY"),
+    ],
+)
+def test_what_is_not_known_is_refused(variable: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PatConfig.from_env({variable: value})

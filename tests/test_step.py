@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Radix view, lazy update and check mode on SGLang's own caches and requests, without a server."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
+
+from sglang_pat.bench.live import CACHES, LiveCache
+from sglang_pat.check import SlotMismatch, check_plan
+from sglang_pat.hook import LiveBatch
+from sglang_pat.planning import Plan
+from sglang_pat.stats import Stats
+from sglang_pat.step import StepPlanner
+from sglang_pat.target import Target
+
+TARGET = Target.cpu(threads=4, num_q_heads=8, num_kv_heads=2, head_dim=64, max_queries=64)
+QUERIES = 8
+SYSTEM, TOOL, OWN = 200, 100, 30
+
+
+class Bed:
+    """Eight requests of two tools under one system prompt, in a real cache, and a planner."""
+
+    def __init__(self, kind: str, queries: int = QUERIES) -> None:
+        self.rng = random.Random(0)
+        self.cache = LiveCache(kind, slots=40_000, rows=queries + 2, context=1024)
+        self.system, self.tools = self.text(SYSTEM), [self.text(TOOL), self.text(TOOL)]
+        self.reqs = [self.admit(i) for i in range(queries)]
+        self.batch, self.rows, self.lens = self.cache.batch(self.reqs)
+        self.stats = Stats()
+        self.steps = StepPlanner(TARGET, self.stats)
+
+    def text(self, length: int) -> list[int]:
+        return [self.rng.randrange(1 << 15) for _ in range(length)]
+
+    def admit(self, index: int) -> Any:
+        return self.cache.admit(self.system + self.tools[index % 2] + self.text(OWN))
+
+    def plan(self) -> Plan:
+        plan = self.steps.plan(self.batch, self.rows, self.lens)
+        assert plan is not None
+        return plan
+
+    def check(self, plan: Plan) -> None:
+        table = self.cache.table.req_to_token
+        check_plan(plan, self.batch.reqs, self.steps.view, table, self.rows)
+
+
+@pytest.fixture(params=CACHES)
+def bed(request: pytest.FixtureRequest) -> Bed:
+    return Bed(request.param)
+
+
+def shared_tokens(plan: Plan) -> int:
+    """Tokens of items that several queries share."""
+    return int(plan.items["kv_len"][plan.items["num_queries"] > 1].sum())
+
+
+def test_paths_of_the_live_tree_are_packed(bed: Bed) -> None:
+    plan = bed.plan()
+    assert shared_tokens(plan) == SYSTEM + 2 * TOOL
+    bed.check(plan)
+    private = QUERIES * (OWN + 1)
+    assert bed.stats.kv_tokens_read == SYSTEM + 2 * TOOL + private
+    assert bed.stats.kv_tokens_unpacked == QUERIES * (SYSTEM + TOOL + OWN + 1)
+    assert (bed.stats.decode_steps, bed.stats.packed_steps) == (1, 1)
+    assert not bed.stats.fallbacks and not bed.stats.private_requests
+
+
+def test_a_plan_is_reused_while_tails_grow(bed: Bed) -> None:
+    first = bed.plan()
+    for _ in range(3):
+        bed.lens += 1
+        assert bed.plan() is first
+    assert (bed.stats.plans_made, bed.stats.plans_reused) == (1, 3)
+
+
+def test_steady_steps_make_few_plans() -> None:
+    bed = Bed("rust", queries=64)
+    for _ in range(256):
+        bed.plan()
+        bed.lens += 1
+    assert bed.stats.plans_made <= 8
+    assert bed.stats.plans_made + bed.stats.plans_reused == bed.stats.decode_steps == 256
+
+
+@pytest.mark.parametrize("what", ["row", "node", "protected"])
+def test_whatever_changes_makes_a_new_plan(bed: Bed, what: str) -> None:
+    first = bed.plan()
+    req = bed.reqs[3]
+    if what == "row":
+        req.kv.req_pool_idx = bed.rows[3] = bed.rows.max() + 1
+    elif what == "node":
+        req.lock = bed.cache.tree.lock(bed.reqs[1].lock.node)
+    else:
+        req.kv.cache_protected_len -= OWN + TOOL
+    second = bed.plan()
+    assert second is not first
+    assert bed.stats.plans_made == 2
+    if what == "protected":
+        assert 3 not in [
+            query
+            for item in second.items[second.items["kv_start"] == SYSTEM]
+            if item["num_queries"] > 1
+            for query in second.members["query"][item["member_offset"] :][: item["num_queries"]]
+        ]
+
+
+def test_a_flushed_cache_gives_other_nodes(bed: Bed) -> None:
+    """The same batch shape after a flush has another key: handles are not given out twice."""
+    first = bed.plan()
+    nodes = [getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs]
+    bed.cache.tree.reset()
+    bed.cache.table.clear()
+    bed.cache.allocator.clear()
+    bed.reqs = [bed.admit(i // 4) for i in range(QUERIES)]
+    assert not set(nodes) & {getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs}
+    bed.batch, bed.rows, bed.lens = bed.cache.batch(bed.reqs)
+    second = bed.plan()
+    assert second is not first
+    bed.check(second)
+
+
+def test_released_requests_and_rows_beyond_them_are_private(bed: Bed) -> None:
+    bed.reqs[0].lock = None
+    bed.reqs[1].kv.req_pool_idx = None
+    extra = torch.tensor([0, 0])  # SGLang's reserved row, as padding and beams have it
+    bed.rows, bed.lens = torch.cat([bed.rows, extra]), torch.cat([bed.lens, extra + 1])
+    plan = bed.plan()
+    sharing = {
+        int(query)
+        for item in plan.items[plan.items["num_queries"] > 1]
+        for query in plan.members["query"][item["member_offset"] :][: item["num_queries"]]
+    }
+    assert sharing == set(range(2, QUERIES))
+    assert bed.stats.private_requests == {"no tree lock": 2, "row without a request": 2}
+    bed.check(plan)
+
+
+def test_a_node_that_is_gone_costs_the_sharing_only(
+    bed: Bed, caplog: pytest.LogCaptureFixture
+) -> None:
+    bed.reqs[2].lock.node = object() if bed.steps.view.kind else 1 << 40
+    with caplog.at_level(logging.WARNING, logger="sglang_pat"):
+        for protected in (5, 6):
+            bed.reqs[0].kv.cache_protected_len = protected
+            assert bed.plan().num_shared_items == 0
+    assert bed.stats.fallbacks == {"sharing not usable": 2}
+    assert len([r for r in caplog.records if "sharing not usable" in r.message]) == 1
+    assert bed.stats.kv_tokens_read == bed.stats.kv_tokens_unpacked
+
+
+def test_requests_of_another_form_cost_the_sharing_only(bed: Bed) -> None:
+    bed.batch = LiveBatch([object()] * QUERIES, bed.cache.tree)
+    assert bed.plan().num_shared_items == 0
+    assert set(bed.stats.fallbacks) == {"requests not readable", "sharing not usable"}
+
+
+def test_a_batch_beyond_the_target_is_the_bases(bed: Bed) -> None:
+    many = TARGET.max_queries + 1
+    rows, lens = torch.zeros(many, dtype=torch.int64), torch.ones(many, dtype=torch.int64)
+    assert bed.steps.plan(bed.batch, rows, lens) is None
+    assert bed.stats.fallbacks["batch not plannable"] == 1
+    assert bed.stats.decode_steps == 0
+
+
+@pytest.mark.parametrize("token", [5, SYSTEM + 5, SYSTEM + TOOL + 5])
+def test_check_mode_names_the_wrong_slot(bed: Bed, token: int) -> None:
+    plan = bed.plan()
+    row = int(bed.rows[3])
+    right = int(bed.cache.table.req_to_token[row, token])
+    bed.cache.table.req_to_token[row, token] = right + 1
+    rid = bed.reqs[3].rid
+    with pytest.raises(
+        SlotMismatch, match=rf"{rid} .*slot {right + 1} at token {token}, .* slot {right}"
+    ):
+        bed.check(plan)
