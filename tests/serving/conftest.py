@@ -49,5 +49,6 @@ def stock(serve: Serve) -> dict[str, list[Answer]]:
     """SGLang's own answers to all workloads, from ``torch_native``."""
     server = serve(Config("stock", backend="torch_native"))
     return {
-        name: server.generate(work.prompts, work.new_tokens) for name, work in WORKLOADS.items()
+        name: server.generate(work.prompts, work.new_tokens, ignore_eos=work.ignore_eos)
+        for name, work in WORKLOADS.items()
     }

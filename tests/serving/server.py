@@ -83,13 +83,17 @@ class ServingServer(Server):
         *,
         samples: int = 1,
         rids: Sequence[str] | None = None,
+        ignore_eos: bool = True,
     ) -> list[Answer]:
-        """Greedy answers to all prompts, sent at once; ``samples`` in a row for each prompt."""
+        """Greedy answers to all prompts, sent at once; ``samples`` in a row for each prompt.
+
+        For an answer that ignores the end token SGLang keeps all its memory free beforehand.
+        """
         lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         body: dict[str, Any] = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": [
-                {"temperature": 0, "ignore_eos": True, "max_new_tokens": length, "n": samples}
+                {"temperature": 0, "ignore_eos": ignore_eos, "max_new_tokens": length, "n": samples}
                 for length in lengths
             ],
             "return_logprob": True,

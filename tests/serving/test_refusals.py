@@ -72,6 +72,7 @@ TINY_DEEPSEEK = {
     "moe_intermediate_size": 64,
     "num_hidden_layers": 1,
     "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "n_shared_experts": 1,

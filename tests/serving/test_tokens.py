@@ -46,9 +46,9 @@ def test_answers_equal_the_stock_backends(
 ) -> None:
     server = serve(config)
     work = WORKLOADS[workload]
-    cold = server.generate(work.prompts, work.new_tokens)
+    cold = server.generate(work.prompts, work.new_tokens, ignore_eos=work.ignore_eos)
     assert disagreements(cold, stock[workload]) == []
-    warm = server.generate(work.prompts, work.new_tokens)
+    warm = server.generate(work.prompts, work.new_tokens, ignore_eos=work.ignore_eos)
     assert disagreements(warm, stock[workload]) == []
 
 

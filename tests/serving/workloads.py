@@ -17,6 +17,7 @@ class Workload:
 
     prompts: tuple[Prompt, ...]
     new_tokens: tuple[int, ...]
+    ignore_eos: bool = True
 
 
 def _text(rng: random.Random, length: int) -> Prompt:
@@ -89,7 +90,8 @@ def _hungry() -> Workload:
     """More tokens than a small cache holds: some shared prefixes, much of their own."""
     rng = random.Random(9)
     systems = [_text(rng, 40) for _ in range(3)]
-    return _same_length([systems[i % 3] + _text(rng, 20) for i in range(12)], 110)
+    prompts = tuple(systems[i % 3] + _text(rng, 20) for i in range(12))
+    return Workload(prompts, (110,) * 12, ignore_eos=False)
 
 
 WORKLOADS = {
