@@ -26,11 +26,11 @@ def _start_patient(
     pool: ThreadPoolExecutor, server: ServingServer, rids: list[str]
 ) -> Future[list[Answer]]:
     """Send the long answers' prompts and return once they are being generated."""
-    steps = server.counters().decode_steps
+    before = len(server.text())
     future = pool.submit(server.generate, PATIENT.prompts, PATIENT.new_tokens, rids=rids)
     deadline = time.monotonic() + 60
-    while "#running-req: 8" not in server.text().rpartition("#new-seq")[2]:
-        assert not future.done() and time.monotonic() < deadline, f"after {steps} steps"
+    while "Decode batch, #running-req: 8" not in (log := server.text()[before:]):
+        assert not future.done() and time.monotonic() < deadline, log
         time.sleep(0.02)
     return future
 
