@@ -73,7 +73,7 @@ format: install
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache sglang_pat/_C*.so
-	find sglang_pat tests -name __pycache__ -prune -exec rm -rf {} +
+	find sglang_pat tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf .venv

@@ -1,0 +1,32 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Serves MODEL with pat: on the GPU if pat serves it, else on the CPU.
+#
+#     examples/launch.sh MODEL [further arguments of sglang.launch_server]
+#
+# MODEL is a folder or a name on the Hugging Face hub; "demo" makes the demo's small random model.
+# $PYTHON is the Python that has SGLang and sglang_pat (default: python).
+set -eu
+: "${1:?which model? a folder, a name on the hub, or demo}"
+model=$1
+shift
+export PYTHONSAFEPATH=1 # a checkout as the current folder would shadow the installed package
+
+device=$("${PYTHON:=python}" -c 'from sglang_pat.demo.server import default_device as d; print(d())')
+if [ "$device" = cpu ]; then
+    export SGLANG_PLATFORM=pat_cpu
+fi
+if [ "$model" = demo ]; then
+    model=${XDG_CACHE_HOME:-$HOME/.cache}/sglang_pat/examples
+    "$PYTHON" - "$model" <<'PY'
+import sys
+
+from sglang_pat.demo.model import make_model
+from sglang_pat.demo.run import MODEL, VOCAB
+from sglang_pat.demo.tokenizer import make_tokenizer
+
+make_tokenizer(make_model(sys.argv[1], **MODEL), vocab=VOCAB)
+PY
+fi
+exec "$PYTHON" -m sglang.launch_server --model-path "$model" --device "$device" \
+    --attention-backend pat --enable-metrics "$@"
