@@ -114,3 +114,50 @@ def decode_cpu(
     num_threads: int,
     isa: str = "",
 ) -> None: ...
+
+# Of a build with CUDA only.
+def cuda_queue_ints() -> int: ...
+def cuda_probe(device: int = 0) -> dict[str, Any]: ...
+def check_plan_cuda(
+    plan: int,
+    plan_bytes: int,
+    max_bytes: int,
+    max_queries: int,
+    max_partials: int,
+    max_context: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+) -> None: ...
+def snapshot_cuda(
+    plan: int,
+    req_to_token: Sequence[int],
+    rows: Sequence[int],
+    seq_lens: Sequence[int],
+    slots: Sequence[int],
+    lens_out: int,
+    num_rows: int,
+    stream: int,
+) -> None: ...
+def decode_cuda(
+    plan: int,
+    q: Sequence[int],
+    k_cache: Sequence[int],
+    v_cache: Sequence[int],
+    out: Sequence[int],
+    lse: int,
+    slots: Sequence[int],
+    lens: int,
+    partials: int,
+    partial_lse: int,
+    queue: int,
+    num_rows: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: int,
+    partial_bytes: int,
+    scale: float,
+    logit_cap: float,
+    launch: int,
+    stream: int,
+) -> None: ...

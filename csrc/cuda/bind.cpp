@@ -1,34 +1,155 @@
 // SPDX-License-Identifier: Apache-2.0
+// Python's view of the CUDA executor.
 #include "cuda/bind.h"
 
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "cuda/decode.h"
+#include "cuda/plan_fit.h"
 #include "cuda/probe.h"
 
 namespace py = pybind11;
 
 namespace pat {
+namespace {
+
+// (address, stride of dim 0, stride of dim 1), strides in elements.
+using Tensor3 = std::array<int64_t, 3>;
+// (address, row stride in elements)
+using Table = std::array<int64_t, 2>;
+// (address, bytes of an element)
+using Vector = std::array<int64_t, 2>;
+
+template <typename T>
+T* pointer(int64_t address) {
+  return reinterpret_cast<T*>(static_cast<intptr_t>(address));
+}
+
+void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor3& v_cache,
+            const Tensor3& out, int64_t lse, const Table& slots, int64_t lens, int64_t partials,
+            int64_t partial_lse, int64_t queue, int num_rows, int num_q_heads, int num_kv_heads,
+            int head_dim, int dtype, int partial_bytes, float scale, float logit_cap, int launch,
+            int64_t stream) {
+  const CudaDecodeArgs args{
+      .plan = pointer<const PlanHeader>(plan),
+      .q = pointer<const void>(q[0]),
+      .q_stride_query = q[1],
+      .q_stride_head = q[2],
+      .k_cache = pointer<const void>(k_cache[0]),
+      .k_stride_slot = k_cache[1],
+      .k_stride_head = k_cache[2],
+      .v_cache = pointer<const void>(v_cache[0]),
+      .v_stride_slot = v_cache[1],
+      .v_stride_head = v_cache[2],
+      .slots = pointer<const int32_t>(slots[0]),
+      .slots_stride = slots[1],
+      .lens = pointer<const int32_t>(lens),
+      .out = pointer<void>(out[0]),
+      .out_stride_query = out[1],
+      .out_stride_head = out[2],
+      .lse = pointer<float>(lse),
+      .partials = pointer<void>(partials),
+      .partial_lse = pointer<float>(partial_lse),
+      .queue = pointer<int32_t>(queue),
+      .num_rows = num_rows,
+      .head_dim = head_dim,
+      .num_q_heads = num_q_heads,
+      .num_kv_heads = num_kv_heads,
+      .partial_bytes = partial_bytes,
+      .type = static_cast<CudaType>(dtype),
+      .launch = static_cast<Launch>(launch),
+      .scale = scale,
+      .logit_cap = logit_cap,
+  };
+  py::gil_scoped_release release;
+  decode_cuda(args, pointer<void>(stream));
+}
+
+void snapshot(int64_t plan, const Table& req_to_token, const Vector& rows, const Vector& seq_lens,
+              const Table& slots, int64_t lens, int num_rows, int64_t stream) {
+  const SnapshotArgs args{
+      .plan = pointer<const PlanHeader>(plan),
+      .req_to_token = pointer<const int32_t>(req_to_token[0]),
+      .req_to_token_stride = req_to_token[1],
+      .rows = pointer<const void>(rows[0]),
+      .rows_bytes = static_cast<int32_t>(rows[1]),
+      .num_rows = num_rows,
+      .seq_lens = pointer<const void>(seq_lens[0]),
+      .seq_lens_bytes = static_cast<int32_t>(seq_lens[1]),
+      .slots = pointer<int32_t>(slots[0]),
+      .slots_stride = slots[1],
+      .lens = pointer<int32_t>(lens),
+  };
+  py::gil_scoped_release release;
+  snapshot_cuda(args, pointer<void>(stream));
+}
+
+void check_plan(int64_t plan, int64_t plan_bytes, int64_t max_bytes, int max_queries,
+                int max_partials, int max_context, int num_q_heads, int num_kv_heads) {
+  check_plan_fits(pointer<const void>(plan), plan_bytes,
+                  {max_bytes, max_queries, max_partials, max_context, num_q_heads, num_kv_heads});
+}
+
+py::dict probe(int device) {
+  ProbeResult r;
+  {
+    py::gil_scoped_release release;  // the first CUDA call may take seconds
+    r = cuda_probe(device);
+  }
+  py::dict d;
+  d["ok"] = r.ok;
+  d["device"] = r.device;
+  d["arch"] = r.arch;
+  d["kernel_arch"] = r.kernel_arch;
+  d["driver_version"] = r.driver_version;
+  d["error"] = r.error;
+  return d;
+}
+
+}  // namespace
 
 void bind_cuda(py::module_& m) {
+  m.def("cuda_queue_ints", [] { return kQueueInts; }, "Length of decode_cuda's queue.");
+  m.def("cuda_probe", &probe, py::arg("device") = 0,
+        "Run a tiny kernel of this module on a CUDA device.\n\n"
+        "Returns a dict: ok, device, arch (10 * major + minor), kernel_arch (what the kernel was\n"
+        "compiled for), driver_version (0 without a driver), error (\"\" if ok). Never raises.");
   m.def(
-      "cuda_probe",
-      [](int device) {
-        ProbeResult r;
-        {
-          py::gil_scoped_release release;  // the first CUDA call may take seconds
-          r = cuda_probe(device);
-        }
-        py::dict d;
-        d["ok"] = r.ok;
-        d["device"] = r.device;
-        d["arch"] = r.arch;
-        d["kernel_arch"] = r.kernel_arch;
-        d["driver_version"] = r.driver_version;
-        d["error"] = r.error;
-        return d;
-      },
-      py::arg("device") = 0,
-      "Run a tiny kernel of this module on a CUDA device.\n\n"
-      "Returns a dict: ok, device, arch (10 * major + minor), kernel_arch (what the kernel was\n"
-      "compiled for), driver_version (0 without a driver), error (\"\" if ok). Never raises.");
+      "check_plan_cuda", &check_plan, py::arg("plan"), py::arg("plan_bytes"), py::arg("max_bytes"),
+      py::arg("max_queries"), py::arg("max_partials"), py::arg("max_context"),
+      py::arg("num_q_heads"), py::arg("num_kv_heads"),
+      "Raises ValueError, saying what was given and what fits, unless the plan at a host address\n"
+      "is sound and fits these capacities. Kernels trust a plan that passed.");
+  m.def("snapshot_cuda", &snapshot, py::arg("plan"), py::arg("req_to_token"), py::arg("rows"),
+        py::arg("seq_lens"), py::arg("slots"), py::arg("lens_out"), py::arg("num_rows"),
+        py::arg("stream"),
+        R"(Copies the slots of all tokens that a plan's items read, and the lengths, on a stream.
+
+plan: device address. req_to_token, slots: (device address, row stride) of int32 tables.
+rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows]; lens_out: int32 [num_rows].
+Only launches. Raises RuntimeError with CUDA's error.)");
+  m.def("decode_cuda", &decode, py::arg("plan"), py::arg("q"), py::arg("k_cache"),
+        py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("slots"), py::arg("lens"),
+        py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("num_rows"),
+        py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("dtype"),
+        py::arg("partial_bytes"), py::arg("scale"), py::arg("logit_cap"), py::arg("launch"),
+        py::arg("stream"),
+        R"(Executes a plan on a stream: forward of all items, merge of the partials.
+
+All addresses are of device memory; it only launches, so that a CUDA graph can capture it.
+plan: a plan that check_plan_cuda accepted. q, k_cache, v_cache, out: (address, stride 0, stride 1),
+    strides in elements, of [num_rows, num_q_heads, head_dim], [slots, num_kv_heads, head_dim] twice
+    and [num_rows, num_q_heads, head_dim]; last dimension contiguous, rows aligned to 16 bytes; all
+    of ``dtype`` 1 (bf16) or 2 (fp16).
+lse: fp32 [num_rows, num_q_heads], base 2, or 0.
+slots: (address, row stride) and lens: the snapshot.
+partials [max_partials, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2 (``dtype``);
+    partial_lse: fp32 [max_partials, num_q_heads]; queue: int32 [cuda_queue_ints()], zeros.
+logit_cap: 0 = off. launch: 0 one kernel, 1 streams, 2 serial.
+
+Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");
 }
 
 }  // namespace pat

@@ -31,10 +31,12 @@ def make_batch(
     dtype: torch.dtype,
     permuted: bool = True,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Batch:
-    """Random normal q, K and V on the CPU. Slot 0 and row 0 belong to nobody, as in SGLang;
-    ``permuted`` scatters the slots, else every node's slots are consecutive."""
+    """Random normal q, K and V, made on ``device``. Slot 0 and row 0 belong to nobody, as in
+    SGLang; ``permuted`` scatters the slots, else every node's slots are consecutive."""
     generator = torch.Generator().manual_seed(seed)
+    values = torch.Generator(device).manual_seed(seed)
     num_slots = tree.unique_tokens + 1
     order = torch.arange(1, num_slots, dtype=torch.int32)
     if permuted:
@@ -55,13 +57,13 @@ def make_batch(
         taken += tail
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=values, dtype=dtype, device=device)
 
     return Batch(
         q=normal(tree.num_queries, num_q_heads, head_dim),
         k_cache=normal(num_slots, num_kv_heads, head_dim),
         v_cache=normal(num_slots, num_kv_heads, head_dim),
-        req_to_token=table,
-        rows=torch.arange(1, tree.num_queries + 1),
-        seq_lens=seq_lens,
+        req_to_token=table.to(device),
+        rows=torch.arange(1, tree.num_queries + 1, device=device),
+        seq_lens=seq_lens.to(device),
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 # (query heads, KV heads)
 HEADS = ((32, 32), (16, 8), (32, 8), (64, 8))
@@ -16,6 +17,25 @@ class Tree:
 
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, spec: str) -> Tree:
+        """The tree of a ``str(tree)``: nodes per level, ``_``, tokens per node."""
+        try:
+            nodes, tokens = (tuple(map(int, half.split(","))) for half in spec.split("_"))
+        except ValueError:
+            raise ValueError(
+                f"tree {spec!r} is not NODES_TOKENS, as in 1,8,512_32,512,256"
+            ) from None
+        if len(nodes) != len(tokens):
+            raise ValueError(
+                f"tree {spec!r} has {len(nodes)} levels of nodes and {len(tokens)} of tokens"
+            )
+        if min(nodes + tokens) < 1 or any(b % a for a, b in pairwise(nodes)):
+            raise ValueError(
+                f"tree {spec!r}: counts must be 1 or more, and nodes divide those of the next level"
+            )
+        return cls(nodes, tokens)
 
     @property
     def num_queries(self) -> int:

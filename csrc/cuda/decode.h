@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode attention of a plan on a CUDA device: snapshot of the slots, forward, merge. Every
+// function only launches kernels on `stream`: no allocation, no synchronisation, so all of it can
+// be captured in a CUDA graph, which then serves every plan that fits the buffers. Errors of a
+// launch and arguments that the kernels do not support throw std::runtime_error and
+// std::invalid_argument.
+#pragma once
+
+#include <cstdint>
+
+#include "plan.h"
+
+namespace pat {
+
+enum class CudaType : int { kBF16 = 1, kF16 = 2 };
+
+// How the forward is launched: one persistent kernel for all row tiles, one kernel a row tile on
+// streams of their own (as the paper has it), or the same kernels one after the other.
+enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
+
+struct CudaDecodeArgs {
+  const PlanHeader* plan;  // device memory, 16-byte aligned
+  const void* q;           // [B, Hq, D], strides in elements, last dimension contiguous
+  int64_t q_stride_query, q_stride_head;
+  const void* k_cache;  // [slots, Hkv, D]
+  int64_t k_stride_slot, k_stride_head;
+  const void* v_cache;  // [slots, Hkv, D]
+  int64_t v_stride_slot, v_stride_head;
+  const int32_t* slots;  // [B, slots_stride] slot of a token position: the snapshot
+  int64_t slots_stride;
+  const int32_t* lens;  // [B] tokens
+  void* out;            // [B, Hq, D]
+  int64_t out_stride_query, out_stride_head;
+  float* lse;          // [B, Hq] base 2, or null
+  void* partials;      // [max_partials, Hq, D] of float or, partial_bytes == 2, of q's type
+  float* partial_lse;  // [max_partials, Hq] base 2
+  int32_t* queue;      // kQueueInts zeros; the kernels leave zeros
+  int32_t num_rows;    // B; the plan may cover fewer, the others get zeros
+  int32_t head_dim, num_q_heads, num_kv_heads;
+  int32_t partial_bytes;  // 4 or 2
+  CudaType type;
+  Launch launch;
+  float scale;
+  float logit_cap;  // 0: none; else logits are cap * tanh(logit / cap)
+};
+
+inline constexpr int kQueueInts = 64;
+inline constexpr int kMaxGroup = 16;  // query heads a KV head
+
+// Forward of all items, then the merge of queries with several splits.
+void decode_cuda(const CudaDecodeArgs& args, void* stream);
+
+struct SnapshotArgs {
+  const PlanHeader* plan;       // device memory
+  const int32_t* req_to_token;  // [R, req_to_token_stride]
+  int64_t req_to_token_stride;
+  const void* rows;  // [B] row of req_to_token; int32 or int64
+  int32_t rows_bytes;
+  int32_t num_rows;      // B
+  const void* seq_lens;  // [B] int32 or int64
+  int32_t seq_lens_bytes;
+  int32_t* slots;  // [B, slots_stride]
+  int64_t slots_stride;
+  int32_t* lens;  // [B]
+};
+
+// Copies the slots of every token that the plan's items read, and the lengths. Once a step.
+void snapshot_cuda(const SnapshotArgs& args, void* stream);
+
+}  // namespace pat

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward kernel: persistent CTAs that run the plan's units (item x KV head).
+//
+//   warp 0     scheduler  claims units, heaviest first, and describes them in a ring
+//   warp 3     fetcher    fetches Q and the slot ids of the tokens, some tiles ahead
+//   warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers and across
+//                         units
+//   warps 4-7  consumers  attention of a unit, and its output or partial result
+//
+// They meet in mbarriers only. K and V tiles of 64 tokens share one ring of stages. A tile is kept
+// as panels of 64 elements: [head_dim / 64][64 rows][128 bytes], 16-byte chunks XORed with row % 8,
+// which both ldmatrix (free of bank conflicts) and wgmma read.
+#pragma once
+
+#include "cuda/decode.h"
+#include "cuda/ptx.cuh"
+#include "state.h"
+
+namespace pat {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kConsumers = 128;
+inline constexpr int kLoaderWarps = 2;
+inline constexpr int kTileTokens = 64;
+inline constexpr int kTileRows = 64;  // packed rows of a Q buffer
+inline constexpr int kMaxStages = 8;
+inline constexpr int kUnits = 8;      // ring of unit descriptions
+inline constexpr int kSlotTiles = 6;  // ring of tiles whose slots are known
+// A narrow unit is done by one consumer warp and takes one stage: its K in the first half of the
+// rows, its V in the second.
+inline constexpr int kNarrowRows = 8;
+inline constexpr int kNarrowTokens = kTileTokens / 2;
+inline constexpr int kNarrowUnits = 4;  // one a consumer warp
+inline constexpr int kAheadTiles = 4;   // the scheduler claims on when fewer tiles are left to load
+
+struct ForwardParams {
+  const PlanHeader* plan;
+  const char* q;
+  int64_t q_stride_query, q_stride_head;  // strides in bytes
+  const char* k;
+  int64_t k_stride_head;
+  const char* v;
+  int64_t v_stride_head;
+  uint32_t k_stride_slot, v_stride_slot;
+  const int32_t* slots;
+  int64_t slots_stride;
+  const int32_t* lens;
+  char* out;
+  int64_t out_stride_query, out_stride_head;
+  float* lse;
+  char* partials;
+  float* partial_lse;
+  int32_t* queue;    // ticket, CTAs done
+  int32_t num_rows;  // queries that q and out have room for
+  int32_t num_q_heads, num_kv_heads, group;
+  uint32_t group_magic;                // r / group == r * group_magic >> 16 for packed rows r
+  int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
+  int32_t stages;
+  int32_t q_buffers;  // 2, or 1 where shared memory is short
+  bool narrow;        // there is room for narrow units
+  bool float_partials;
+  float scale;      // factor of q . k inside exp2, or of the transformed logit
+  float pre_scale;  // kScaled: factor to the base-2 logit; kCapped: factor inside exp2 of tanh
+  float cap;        // kCapped: base-2 logit cap
+  int32_t logits;   // Logits
+};
+
+enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };
+
+// A unit as the scheduler describes it. tokens < 0: no more units.
+struct Unit {
+  int32_t member_offset;
+  int32_t row_begin;  // first packed row: items beyond the kernel's row tile run in parts
+  int32_t rows;
+  int32_t batch_row;
+  int32_t kv_start;
+  int32_t tokens;
+  int32_t head;
+  int16_t single;  // all rows belong to the member below
+  int16_t narrow;
+  Member member;
+};
+
+struct alignas(1024) Control {
+  uint64_t full[kMaxStages], empty[kMaxStages];
+  uint64_t q_full[2], q_empty[2];
+  uint64_t unit_full[kUnits], unit_empty[kUnits];
+  uint64_t slot_full[kSlotTiles], slot_empty[kSlotTiles];
+  uint64_t narrow_full[kNarrowUnits], narrow_empty[kNarrowUnits];
+  alignas(16) uint32_t slots[kSlotTiles][kTileTokens];
+  Unit units[kUnits];
+  float exchange[4][16][2];
+  int32_t loaded_tiles;
+};
+static_assert(sizeof(Control) == 3072);
+
+template <int kHeadDim>
+struct Shape {
+  static constexpr int kTileBytes = kTileTokens * kHeadDim * 2;
+  static constexpr int kPanelBytes = kTileTokens * 128;
+  static constexpr int kChunks = kHeadDim / 8;                     // 16-byte chunks of a row
+  static constexpr int kRowsPerCopy = 32 / kChunks;                // rows of one warp-wide copy
+  static constexpr int kNarrowBytes = kNarrowRows * kHeadDim * 2;  // Q of a narrow unit
+  static constexpr int kCtasPerSm = kHeadDim > 128 ? 1 : 2;
+  static constexpr bool kWgmma = PAT_WGMMA && kHeadDim <= 128;
+};
+
+// Position in a ring of mbarriers.
+struct Cursor {
+  int index = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance(int size) {
+    if (++index == size) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// Shared memory: Control, the stages, the Q buffers, the Q buffers of narrow units. Addresses in
+// the shared window.
+template <int kHeadDim>
+struct Shared {
+  using S = Shape<kHeadDim>;
+  uint32_t base;
+  uint32_t stages, q_buffers;
+
+  __device__ __forceinline__ Control& control() const {
+    return *static_cast<Control*>(__cvta_shared_to_generic(base));
+  }
+  __device__ __forceinline__ uint32_t tile(uint32_t i) const {
+    return base + static_cast<uint32_t>(sizeof(Control)) + i * S::kTileBytes;
+  }
+  __device__ __forceinline__ uint32_t q(uint32_t i) const { return tile(stages + i); }
+  __device__ __forceinline__ uint32_t narrow_q(uint32_t i) const {
+    return tile(stages + q_buffers) + i * S::kNarrowBytes;
+  }
+  __device__ __forceinline__ uint32_t full(uint32_t i) const {
+    return base + offsetof(Control, full) + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t empty(uint32_t i) const {
+    return base + offsetof(Control, empty) + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t q_full(uint32_t i) const {
+    return base + offsetof(Control, q_full) + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t q_empty(uint32_t i) const {
+    return base + offsetof(Control, q_empty) + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t unit_full(uint32_t i) const {
+    return base + offsetof(Control, unit_full) + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t unit_empty(uint32_t i) const {
+    return base + offsetof(Control, unit_empty) + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t slot_full(uint32_t i) const {
+    return base + offsetof(Control, slot_full) + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t slot_empty(uint32_t i) const {
+    return base + offsetof(Control, slot_empty) + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t narrow_full(uint32_t i) const {
+    return base + offsetof(Control, narrow_full) + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t narrow_empty(uint32_t i) const {
+    return base + offsetof(Control, narrow_empty) + 8 * i;
+  }
+};
+
+__device__ __forceinline__ Member load_member(const ForwardParams& p, int index) {
+  const auto* base = reinterpret_cast<const char*>(p.plan);
+  const int2 m = __ldg(reinterpret_cast<const int2*>(base + p.plan->members_offset) + index);
+  return {m.x, m.y};
+}
+
+}  // namespace pat

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/forward_kernel.cuh"
+
+namespace pat {
+
+void launch_forward_128(const ForwardParams& params, CudaType type, cudaStream_t stream) {
+  launch_forward_dim<128>(params, type, stream);
+}
+
+}  // namespace pat

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/forward_kernel.cuh"
+
+namespace pat {
+
+void launch_forward_64(const ForwardParams& params, CudaType type, cudaStream_t stream) {
+  launch_forward_dim<64>(params, type, stream);
+}
+
+}  // namespace pat

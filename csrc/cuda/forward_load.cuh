@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+// The scheduler warp, the fetcher warp and the loader warps of the forward kernel.
+#pragma once
+
+#include "cuda/forward.cuh"
+
+namespace pat {
+
+template <int kHeadDim>
+__device__ void schedule_units(const ForwardParams& p, const Shared<kHeadDim>& s) {
+  const int lane = threadIdx.x & 31;
+  // A plan of more queries than the batch has rows is not run; the merge says so in the output.
+  const int total = p.plan->num_queries <= p.num_rows ? p.plan->num_items * p.num_kv_heads : 0;
+  const auto* items =
+      reinterpret_cast<const int4*>(reinterpret_cast<const char*>(p.plan) + p.plan->items_offset);
+  Control& control = s.control();
+  Cursor ring;
+  int first = blockIdx.x;
+  int batch = 1;
+  int claimed_tiles = 0;
+  bool more = true;
+  while (more) {
+    // Lane i looks up the i-th unit of the batch.
+    const int unit = first + lane;
+    Unit u{};
+    bool skip = true;
+    if (lane < batch && unit < total) {
+      const int item = unit / p.num_kv_heads;
+      const int4 a = __ldg(items + 2 * item);
+      const int4 b = __ldg(items + 2 * item + 1);
+      int tokens = b.x;
+      if (tokens == kDynamic) tokens = max(__ldg(p.lens + a.z) - a.w, 0);
+      // The one member of most units comes along, so that nobody has to wait for it later.
+      u = {a.x,      0, a.y * p.group,      a.z, a.w, tokens, unit - item * p.num_kv_heads,
+           a.y == 1, 0, load_member(p, a.x)};
+      u.narrow = p.narrow && u.rows <= kNarrowRows && tokens > 0 && tokens <= kNarrowTokens;
+      const int row_tile = b.y & 0xFFFF;
+      skip = row_tile < p.min_row_tile || row_tile > p.max_row_tile;
+    }
+    int last_tiles = 1;
+    for (int i = 0; i < batch && more; ++i) {
+      more = first + i < total;
+      const int rows = more ? __shfl_sync(~0u, u.rows, i) : 1;
+      if (more && __shfl_sync(~0u, static_cast<int>(skip), i)) continue;
+      last_tiles =
+          more ? max((__shfl_sync(~0u, u.tokens, i) + kTileTokens - 1) / kTileTokens, 1) : 1;
+      for (int begin = 0; begin < rows; begin += kTileRows) {
+        barrier_wait(s.unit_empty(ring.index), ring.phase ^ 1);
+        if (lane == i) {
+          Unit part = u;
+          part.row_begin = begin;
+          part.rows = min(rows - begin, kTileRows);
+          if (!more) part.tokens = -1;
+          control.units[ring.index] = part;
+          barrier_arrive(s.unit_full(ring.index));
+        }
+        claimed_tiles += last_tiles;
+        ring.advance(kUnits);
+      }
+    }
+    if (!more) break;
+    batch = max(kAheadTiles / last_tiles, 1);
+    const volatile int32_t* loaded = &control.loaded_tiles;
+    while (claimed_tiles - *loaded > kAheadTiles) __nanosleep(40);
+    __syncwarp();
+    if (lane == 0) first = gridDim.x + atomicAdd(p.queue, batch);
+    first = __shfl_sync(~0u, first, 0);
+  }
+  // The last CTA leaves the queue as it found it, for the next launch.
+  if (lane == 0) {
+    __threadfence();
+    if (atomicAdd(p.queue + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+      p.queue[0] = 0;
+      p.queue[1] = 0;
+    }
+  }
+}
+
+// Fetches Q and the slots of all tokens of all units, ahead of the loaders: what has to wait for
+// one look-up before it can ask for another.
+template <int kHeadDim>
+struct Fetcher {
+  using S = Shape<kHeadDim>;
+
+  const ForwardParams& p;
+  const Shared<kHeadDim>& s;
+  const int lane;
+  Cursor tile, q, narrow;
+
+  // Asks for the slots of the tile that begins at token `first` of the unit.
+  __device__ __forceinline__ void fetch_slots(const int32_t* from, int first, int tokens) {
+    barrier_wait(s.slot_empty(tile.index), tile.phase ^ 1);
+    const int t = first + lane;
+    const uint32_t to = shared_address(&s.control().slots[tile.index][lane]);
+    if (t < tokens) copy4(to, from + t);
+    if (t + 32 < tokens) copy4(to + 128, from + t + 32);
+    barrier_arrive_copies(s.slot_full(tile.index));
+    tile.advance(kSlotTiles);
+  }
+
+  // Query of packed row `row` of a unit.
+  __device__ __forceinline__ int query_of(const Unit& u, int row) const {
+    if (row >= u.rows || u.single) return u.member.query;
+    const int index = ((u.row_begin + row) * p.group_magic) >> 16;
+    return load_member(p, u.member_offset + index).query;
+  }
+
+  // Copies packed rows of Q to a buffer whose panels are `panel` bytes apart; lane i holds the
+  // queries of rows i and i + 32.
+  __device__ __forceinline__ void copy_queries(const Unit& u, const int (&query)[2], uint32_t to,
+                                               uint32_t panel) {
+    const int chunk = lane % S::kChunks;
+    to += (chunk >> 3) * panel;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll 4
+      for (int i = 0; i < 32; i += S::kRowsPerCopy) {
+        if (32 * half + i >= u.rows) return;
+        const int r = i + lane / S::kChunks;
+        const int row = u.row_begin + 32 * half + r;
+        const int head = u.head * p.group + row - ((row * p.group_magic) >> 16) * p.group;
+        const int64_t from = __shfl_sync(~0u, query[half], r) * p.q_stride_query;
+        if (32 * half + r < u.rows) {
+          copy16(to + (32 * half + r) * 128 + (((chunk & 7) ^ (r & 7)) << 4),
+                 p.q + from + head * p.q_stride_head + chunk * 16);
+        }
+      }
+    }
+  }
+
+  __device__ void run() {
+    for (Cursor ring;; ring.advance(kUnits)) {
+      barrier_wait(s.unit_full(ring.index), ring.phase);
+      const Unit& u = s.control().units[ring.index];
+      const int tokens = u.tokens;
+      if (tokens < 0) break;
+      if (tokens > 0) {
+        const int query[2] = {query_of(u, lane), query_of(u, lane + 32)};
+        const int32_t* from = p.slots + u.batch_row * p.slots_stride + u.kv_start;
+        fetch_slots(from, 0, tokens);
+        if (u.narrow) {
+          barrier_wait(s.narrow_empty(narrow.index), narrow.phase ^ 1);
+          copy_queries(u, query, s.narrow_q(narrow.index), kNarrowRows * 128);
+          barrier_arrive_copies(s.narrow_full(narrow.index));
+          narrow.advance(kNarrowUnits);
+        } else {
+          barrier_wait(s.q_empty(q.index), q.phase ^ 1);
+          copy_queries(u, query, s.q(q.index), S::kPanelBytes);
+          barrier_arrive_copies(s.q_full(q.index));
+          q.advance(p.q_buffers);
+          for (int t = kTileTokens; t < tokens; t += kTileTokens) fetch_slots(from, t, tokens);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(s.unit_empty(ring.index));
+    }
+  }
+};
+
+template <int kHeadDim>
+struct Loader {
+  using S = Shape<kHeadDim>;
+  static constexpr int kTokens = kTileTokens / kLoaderWarps;   // of a tile, per warp
+  static constexpr int kLaneRows = kTokens / S::kRowsPerCopy;  // rows of a tile, per lane
+
+  const ForwardParams& p;
+  const Shared<kHeadDim>& s;
+  const int warp;  // 0 .. kLoaderWarps - 1
+  const int lane;
+  Cursor ring, slots, stage;
+
+  __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
+  __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
+  __device__ __forceinline__ const Unit& unit() const { return s.control().units[ring.index]; }
+
+  __device__ __forceinline__ void release(uint32_t bar) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(bar);
+  }
+
+  // Copies this warp's share of a tile to rows `row` on: the tokens from `token` of the tile on, of
+  // which `left` exist. Zeros follow up to `end`.
+  template <bool kZeros>
+  __device__ __forceinline__ void copy_rows(const char* base, uint32_t stride, int token, int row,
+                                            int left, int end) {
+    const int first = sub_row() * kLaneRows;
+    const auto* ids =
+        reinterpret_cast<const uint4*>(&s.control().slots[slots.index][token + first]);
+    const uint32_t dst = s.tile(stage.index) + (chunk() >> 3) * S::kPanelBytes +
+                         (row + first) * 128 + ((chunk() & 7) << 4);
+    base += chunk() * 16;
+    asm volatile("" : "+l"(base));  // one 64-bit sum: each address is then one instruction
+    const bool full = left >= kTokens;
+#pragma unroll 1
+    for (int i = 0; i < kLaneRows; i += 8) {
+      const uint4 a = ids[i / 4], b = ids[i / 4 + 1];
+      const uint32_t id[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+      if (full) {
+        const char* src[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) src[j] = base + static_cast<uint64_t>(id[j]) * stride;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) copy16((dst ^ (j << 4)) + (i + j) * 128, src[j]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const bool valid = first + i + j < left;
+          const char* src = base + static_cast<uint64_t>(valid ? id[j] : 0) * stride;
+          const uint32_t to = (dst ^ (j << 4)) + (i + j) * 128;
+          if constexpr (kZeros) {
+            if (first + i + j < end) copy16_or_zero(to, src, valid);
+          } else if (valid) {
+            copy16(to, src);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void wait_stage() {
+    barrier_wait(s.empty(stage.index), stage.phase ^ 1);
+  }
+  __device__ __forceinline__ void finish_stage() {
+    barrier_arrive_copies(s.full(stage.index));
+    stage.advance(p.stages);
+  }
+
+  __device__ __forceinline__ void load_narrow(const Unit& u, const char* k, const char* v) {
+    barrier_wait(s.slot_full(slots.index), slots.phase);
+    wait_stage();
+    // One warp copies K, the other V.
+    copy_rows<true>(warp == 0 ? k : v, warp == 0 ? p.k_stride_slot : p.v_stride_slot, 0,
+                    warp * kTokens, u.tokens, (u.tokens + 15) & ~15);
+    finish_stage();
+    release(s.slot_empty(slots.index));
+    slots.advance(kSlotTiles);
+  }
+
+  __device__ __forceinline__ void load_wide(const Unit& u, const char* k, const char* v) {
+    const bool whole = S::kWgmma && u.rows > 32;  // wgmma multiplies all of a tile
+    for (int left = u.tokens; left > 0; left -= kTileTokens) {
+      barrier_wait(s.slot_full(slots.index), slots.phase);
+      wait_stage();
+      const int mine = left - warp * kTokens;
+      copy_rows<false>(k, p.k_stride_slot, warp * kTokens, warp * kTokens, mine, 0);
+      finish_stage();
+      wait_stage();
+      copy_rows<true>(v, p.v_stride_slot, warp * kTokens, warp * kTokens, mine,
+                      whole ? kTokens : (mine + 15) & ~15);
+      finish_stage();
+      release(s.slot_empty(slots.index));
+      slots.advance(kSlotTiles);
+      if (left > kTileTokens) publish();
+    }
+  }
+
+  // One more tile is loaded, or a unit without tokens is passed.
+  __device__ __forceinline__ void publish() {
+    if (warp == 0 && lane == 0) {
+      volatile int32_t* loaded = &s.control().loaded_tiles;
+      *loaded = *loaded + 1;
+    }
+  }
+
+  __device__ void run() {
+    for (;; ring.advance(kUnits)) {
+      barrier_wait(s.unit_full(ring.index), ring.phase);
+      const Unit& u = unit();
+      if (u.tokens < 0) break;
+      const char* k = p.k + u.head * p.k_stride_head;
+      const char* v = p.v + u.head * p.v_stride_head;
+      if (u.narrow) {
+        load_narrow(u, k, v);
+      } else {
+        load_wide(u, k, v);
+      }
+      publish();
+      release(s.unit_empty(ring.index));
+    }
+  }
+};
+
+}  // namespace pat

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// Units of up to 64 packed rows with mma.sync: every architecture, and the narrow units of Hopper.
+#pragma once
+
+#include "cuda/forward_softmax.cuh"
+
+namespace pat {
+
+// One step of the merge across warps: keeps one half of the columns and adds the partner's.
+template <int kCount, int kKeep>
+__device__ __forceinline__ void add_halves(float (&o)[kCount], float4* scratch, int warp,
+                                           int partner, bool upper) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int i = 0; i < kKeep / 4; ++i) {
+    float4 x;
+    x.x = upper ? o[4 * i] : o[kKeep + 4 * i];
+    x.y = upper ? o[4 * i + 1] : o[kKeep + 4 * i + 1];
+    x.z = upper ? o[4 * i + 2] : o[kKeep + 4 * i + 2];
+    x.w = upper ? o[4 * i + 3] : o[kKeep + 4 * i + 3];
+    scratch[(warp * (kKeep / 4) + i) * 32 + lane] = x;
+  }
+  named_barrier<1, kConsumers>();
+#pragma unroll
+  for (int i = 0; i < kKeep / 4; ++i) {
+    const float4 x = scratch[(partner * (kKeep / 4) + i) * 32 + lane];
+    o[4 * i] = (upper ? o[kKeep + 4 * i] : o[4 * i]) + x.x;
+    o[4 * i + 1] = (upper ? o[kKeep + 4 * i + 1] : o[4 * i + 1]) + x.y;
+    o[4 * i + 2] = (upper ? o[kKeep + 4 * i + 2] : o[4 * i + 2]) + x.z;
+    o[4 * i + 3] = (upper ? o[kKeep + 4 * i + 3] : o[4 * i + 3]) + x.w;
+  }
+}
+
+// A unit of up to 16 * kRowWarps packed rows with mma.sync: kRowWarps warps take 16 rows each, and
+// the 4 / kRowWarps warps of the same rows share the tokens of a tile.
+template <typename T, int kHeadDim, int kRowWarps>
+__device__ __forceinline__ void attend_mma(Consumer<kHeadDim>& c, const Unit& u) {
+  using S = Shape<kHeadDim>;
+  constexpr int kTokenWarps = 4 / kRowWarps;
+  constexpr int kTokens = kTileTokens / kTokenWarps;
+  constexpr int kTiles = kTokens / 8;
+  constexpr int kOut = kHeadDim / 2;  // output floats of a lane
+  const ForwardParams& p = c.p;
+  const int lane = lane_id();
+  const int row_warp = c.warp % kRowWarps;
+  const int token_warp = c.warp / kRowWarps;
+  const int first_token = token_warp * kTokens;
+
+  const uint32_t q_tile = c.s.q(c.q.index);
+  // Addresses in a tile: row * 128 + swizzled chunk; see load_matrix for which lane names which
+  // row.
+  const uint32_t low = lane & 7;
+  const uint32_t q_row = (row_warp * 16 + low + ((lane >> 3) & 1) * 8) * 128;
+  const uint32_t q_chunk = ((lane >> 4) ^ low) << 4;
+  const uint32_t k_row = (first_token + low + (lane >> 4) * 8) * 128;
+  const uint32_t k_chunk = (((lane >> 3) & 1) ^ low) << 4;
+  const uint32_t v_row = (first_token + low + ((lane >> 3) & 1) * 8) * 128;
+  const uint32_t v_chunk = q_chunk;
+
+  float o[kOut];
+#pragma unroll
+  for (int i = 0; i < kOut; ++i) o[i] = 0.0f;
+  float row_max[2] = {-INFINITY, -INFINITY};
+  float row_sum[2] = {0.0f, 0.0f};
+
+  const Destination to = destination_of(p, u, row_warp * 16);
+  if (u.tokens > 0) barrier_wait(c.s.q_full(c.q.index), c.q.phase);
+  for (int left = u.tokens; left > 0; left -= kTileTokens) {
+    uint32_t weights[kTiles * 2];
+    float factor[2];
+    const bool busy = first_token < left;
+    c.wait_stage();
+    if (busy) {
+      const uint32_t tile = c.s.tile(c.stage.index);
+      float scores[4 * kTiles];
+#pragma unroll
+      for (int i = 0; i < 4 * kTiles; ++i) scores[i] = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kHeadDim / 16; ++k) {
+        const uint32_t panel = (k >> 2) * S::kPanelBytes;
+        const uint32_t chunk = (k & 3) << 5;
+        uint32_t a[4];
+        load_matrix(a, q_tile + panel + q_row + (q_chunk ^ chunk));
+#pragma unroll
+        for (int j = 0; j < kTiles / 2; ++j) {
+          uint32_t b[4];
+          load_matrix(b, tile + panel + k_row + j * 2048 + (k_chunk ^ chunk));
+          mma16816<T>(scores + 8 * j, a, b[0], b[1]);
+          mma16816<T>(scores + 8 * j + 4, a, b[2], b[3]);
+        }
+      }
+      softmax<kTiles>(p, scores, row_max, row_sum, factor, first_token, left);
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        weights[i] = pack2<T>(scores[2 * i], scores[2 * i + 1]);
+      }
+    }
+    c.release_stage(c.stage.index);
+    c.stage.advance(p.stages);
+    c.wait_stage();
+    if (busy) {
+      const uint32_t tile = c.s.tile(c.stage.index);
+      rescale_output(o, factor);
+#pragma unroll
+      for (int k = 0; k < kTiles / 2; ++k) {
+        if (kTiles > 2 && first_token + 16 * k >= left) break;
+        const uint32_t a[4] = {weights[4 * k], weights[4 * k + 1], weights[4 * k + 2],
+                               weights[4 * k + 3]};
+#pragma unroll
+        for (int j = 0; j < kHeadDim / 16; ++j) {
+          uint32_t b[4];
+          load_matrix_transposed(
+              b, tile + (j >> 2) * S::kPanelBytes + v_row + k * 2048 + (v_chunk ^ ((j & 3) << 5)));
+          mma16816<T>(o + 8 * j, a, b[0], b[1]);
+          mma16816<T>(o + 8 * j + 4, a, b[2], b[3]);
+        }
+      }
+    }
+    c.release_stage(c.stage.index);
+    c.stage.advance(p.stages);
+  }
+
+  SoftmaxState state[2];
+  finish_states(p, row_max, row_sum, state);
+  int column = 0;
+  if constexpr (kTokenWarps > 1) {
+    if (u.tokens > 0) {  // else nothing to add up, and no Q buffer to use as scratch
+      float (*exchange)[16][2] = c.s.control().exchange;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if ((lane & 3) == 0) {
+          exchange[c.warp][(lane >> 2) + 8 * r][0] = state[r].max;
+          exchange[c.warp][(lane >> 2) + 8 * r][1] = state[r].sum;
+        }
+      }
+      named_barrier<1, kConsumers>();
+      float factor[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        SoftmaxState total = empty_state();
+#pragma unroll
+        for (int w = 0; w < kTokenWarps; ++w) {
+          const float* part = exchange[w * kRowWarps + row_warp][(lane >> 2) + 8 * r];
+          total = join(total, {part[0], part[1]});
+        }
+        factor[r] = rescale(state[r].max, total.max);
+        state[r] = total;
+      }
+      rescale_output(o, factor);
+      auto* scratch = reinterpret_cast<float4*>(__cvta_shared_to_generic(q_tile));
+      if constexpr (kTokenWarps == 4) {
+        add_halves<kOut, kOut / 2>(o, scratch, c.warp, c.warp ^ 2, token_warp & 2);
+        named_barrier<1, kConsumers>();
+        add_halves<kOut, kOut / 4>(o, scratch, c.warp, c.warp ^ 1, token_warp & 1);
+        column = (token_warp >> 1) * (kHeadDim / 2) + (token_warp & 1) * (kHeadDim / 4);
+      } else {
+        add_halves<kOut, kOut / 2>(o, scratch, c.warp, c.warp ^ kRowWarps, token_warp);
+        column = token_warp * (kHeadDim / 2);
+      }
+    } else {
+      column = token_warp * (kHeadDim / kTokenWarps);
+    }
+  }
+  if (u.tokens > 0) {
+    c.release(c.s.q_empty(c.q.index));
+    c.q.advance(p.q_buffers);
+  }
+  write_rows<T, kHeadDim, kHeadDim / 8 / kTokenWarps>(p, u, to, row_warp * 16, column, o, state,
+                                                      token_warp == 0);
+}
+
+// A narrow unit: up to 8 packed rows and 32 tokens, by one warp. Rows 8 to 15 of the products are
+// copies of rows 0 to 7 that nobody uses.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void attend_narrow(Consumer<kHeadDim>& c, const Unit& u) {
+  using S = Shape<kHeadDim>;
+  constexpr int kTiles = kNarrowTokens / 8;
+  const ForwardParams& p = c.p;
+  const int lane = lane_id();
+  const uint32_t q_tile = c.s.narrow_q(c.narrow.index);
+  const uint32_t tile = c.s.tile(c.stage.index);
+  const uint32_t low = lane & 7;
+  const uint32_t q_chunk = ((lane >> 4) ^ low) << 4;
+  const uint32_t k_row = (low + (lane >> 4) * 8) * 128;
+  const uint32_t k_chunk = (((lane >> 3) & 1) ^ low) << 4;
+  const uint32_t v_row = (kNarrowTokens + low + ((lane >> 3) & 1) * 8) * 128;
+
+  const Destination to = destination_of(p, u, 0);
+  float scores[4 * kTiles];
+#pragma unroll
+  for (int i = 0; i < 4 * kTiles; ++i) scores[i] = 0.0f;
+  barrier_wait(c.s.narrow_full(c.narrow.index), c.narrow.phase);
+  c.wait_stage();
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    const uint32_t chunk = (k & 3) << 5;
+    uint32_t a[4];
+    load_matrix(a, q_tile + (k >> 2) * (kNarrowRows * 128) + low * 128 + (q_chunk ^ chunk));
+#pragma unroll
+    for (int j = 0; j < kTiles / 2; ++j) {
+      uint32_t b[4];
+      load_matrix(b, tile + (k >> 2) * S::kPanelBytes + k_row + j * 2048 + (k_chunk ^ chunk));
+      mma16816<T>(scores + 8 * j, a, b[0], b[1]);
+      mma16816<T>(scores + 8 * j + 4, a, b[2], b[3]);
+    }
+  }
+  c.release(c.s.narrow_empty(c.narrow.index));
+  float row_max[2] = {-INFINITY, -INFINITY};
+  float row_sum[2] = {0.0f, 0.0f};
+  float factor[2];
+  softmax<kTiles>(p, scores, row_max, row_sum, factor, 0, u.tokens);
+  float o[kHeadDim / 2];
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kTiles / 2; ++k) {
+    if (16 * k >= u.tokens) break;
+    uint32_t a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = pack2<T>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
+    }
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 16; ++j) {
+      uint32_t b[4];
+      load_matrix_transposed(
+          b, tile + (j >> 2) * S::kPanelBytes + v_row + k * 2048 + (q_chunk ^ ((j & 3) << 5)));
+      mma16816<T>(o + 8 * j, a, b[0], b[1]);
+      mma16816<T>(o + 8 * j + 4, a, b[2], b[3]);
+    }
+  }
+  __syncwarp();
+  if (lane < kConsumers / 32) barrier_arrive(c.s.empty(c.stage.index));  // for all consumer warps
+  SoftmaxState state[2];
+  finish_states(p, row_max, row_sum, state);
+  write_rows<T, kHeadDim, kHeadDim / 8>(p, u, to, 0, 0, o, state, true);
+}
+
+}  // namespace pat

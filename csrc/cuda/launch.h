@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launches that decode_cuda is made of; the forward has one function a head dimension, in files
+// of their own that compile in parallel.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/decode.h"
+
+namespace pat {
+
+struct ForwardParams;
+
+void launch_forward_64(const ForwardParams&, CudaType, cudaStream_t);
+void launch_forward_128(const ForwardParams&, CudaType, cudaStream_t);
+void launch_forward_256(const ForwardParams&, CudaType, cudaStream_t);
+
+// `overlap`: the merge may start while the kernel before it in the stream drains.
+void launch_merge(const CudaDecodeArgs& args, bool overlap, cudaStream_t stream);
+
+}  // namespace pat

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// Is a plan sound, and does it fit the buffers it is to be copied to? Kernels trust what passed.
+#pragma once
+
+#include <cstdint>
+
+namespace pat {
+
+struct PlanRoom {
+  int64_t bytes;
+  int32_t max_queries, max_partials, max_context;
+  int32_t num_q_heads, num_kv_heads;
+};
+
+// Throws std::invalid_argument that names what was given and what fits. Host memory only.
+void check_plan_fits(const void* plan, int64_t plan_bytes, const PlanRoom& room);
+
+}  // namespace pat

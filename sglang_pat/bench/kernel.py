@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA attention of one decode step and layer, pat beside FA3, FlashInfer, a cascade by levels and
+the floor: ``python -m sglang_pat.bench.kernel``. Needs a GPU, but not SGLang.
+
+By default the 20 trees and 4 head configurations of the PAT paper (section 8.2). Timed is forward
+and merge in a captured graph over a cold L2, the median of many; plan and snapshot stand apart.
+A peer that cannot run is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from sglang_pat.bench import plot, traffic
+from sglang_pat.bench.clock import Clock, capture, device_rates, empty_us
+from sglang_pat.bench.floor import Heads, Rates, floor_us, flops, least_bytes
+from sglang_pat.bench.layer import Layer, Settings, device_batch, error_of, relative
+from sglang_pat.bench.peers import PEERS, usable
+from sglang_pat.bench.report import Row, complaints, table
+from sglang_pat.bench.trees import HEADS, PAPER_TREES, Tree
+from sglang_pat.target import POLICIES, SPLITS
+from sglang_pat.workspace import LAUNCHES
+
+QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
+# One shared node of so many tokens, so many queries, each with a private tail.
+SWEEP_TOKENS = (128, 512, 2048, 8192, 32768)
+SWEEP_QUERIES = (1, 4, 16, 64, 256, 512)
+SWEEP_TAIL = 128
+# Milliseconds of repeats for one time.
+BUDGET_MS, QUICK_BUDGET_MS = 50.0, 15.0
+VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
+
+T = TypeVar("T")
+
+
+def measure(
+    tree: Tree,
+    heads: Heads,
+    permuted: bool,
+    names: list[str],
+    timer: Clock,
+    rates: Rates,
+    settings: Settings,
+) -> Row:
+    """Capture, check and time pat and the peers in ``names`` on one tree."""
+    torch.cuda.empty_cache()
+    batch = device_batch(tree, heads, permuted)
+    scale = heads.dim**-0.5
+    layer = Layer(batch, tree, heads, settings, scale)
+    graphs = {"pat": capture(layer.attend)}
+    for name in names:
+        try:
+            graphs[name] = capture(PEERS[name](batch, tree, scale))
+        except Exception as error:  # the run goes on without it
+            print(f"{heads} {tree}: {name} did not run: {type(error).__name__}: {error}")
+    outs = {name: graph.out for name, graph in graphs.items() if graph.out is not None}
+    for name, out in outs.items():
+        out.fill_(float("nan"))
+        graphs[name].replay()
+    times, noise = timer.compare({name: graph.replay for name, graph in graphs.items()})
+    ours = outs.pop("pat")
+    made = layer.plan
+    bytes_s = least_bytes(tree, heads) / rates.bytes_per_s
+    return Row(
+        heads=str(heads),
+        spec=str(tree),
+        permuted=permuted,
+        floor_us=floor_us(tree, heads, rates),
+        bound="memory" if bytes_s > flops(tree, heads) / rates.flops_per_s else "compute",
+        pat=times["pat"],
+        fa3=times.get("fa3"),
+        flashinfer=times.get("flashinfer"),
+        levels=times.get("levels"),
+        noise=noise,
+        snapshot_us=timer.median_us(capture(layer.snapshot).replay),
+        plan_us=layer.plan_us(),
+        items=made.num_items,
+        shared_items=made.num_shared_items,
+        partials=made.num_partials,
+        kv_read_over_unique=made.kv_tokens_read(sum(tree.seq_lens)) / tree.unique_tokens,
+        degraded=made.degraded,
+        error=error_of(ours, batch, scale),
+        differences={name: relative(out, ours) for name, out in outs.items()},
+    )
+
+
+def cases(options: argparse.Namespace) -> list[traffic.Case]:
+    """What to run: heads, permuted or not, tree."""
+    trees = options.trees or (QUICK_TREES if options.quick else PAPER_TREES)
+    layouts = [options.permuted]
+    if options.sweep:
+        trees = [Tree((1, q), (n, SWEEP_TAIL)) for n in SWEEP_TOKENS for q in SWEEP_QUERIES]
+        layouts = [False, True]
+    one = options.quick or options.sweep or options.traffic
+    heads = options.heads or ([Heads(32, 8)] if one else [Heads(*pair) for pair in HEADS])
+    return [(each, permuted, tree) for each in heads for permuted in layouts for tree in trees]
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    return Settings(options.policy, options.split, options.partial, options.launch)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found = {}
+    for name in VERSIONS_OF:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything asked for; the document that ``--json`` writes, written as it grows."""
+    todo = cases(options)
+    timer = Clock(QUICK_BUDGET_MS if options.quick else BUDGET_MS)
+    rates = device_rates(timer)
+    document: dict[str, Any] = {
+        "kind": "sweep" if options.sweep else "trees",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "sglang_pat.bench.kernel", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "settings": asdict(settings_of(options)),
+        "bytes_per_s": rates.bytes_per_s,
+        "flops_per_s": rates.flops_per_s,
+        "empty_us": empty_us(timer),
+        "rows": [],
+    }
+    absent = usable([heads for heads, _, _ in todo])
+    document["absent"] = {name: reason for name, reason in absent.items() if reason}
+    print("\n".join(about(document)), flush=True)
+    names = [name for name, reason in absent.items() if not reason]
+    settings = settings_of(options)
+    write(document, options.json)
+    for heads, permuted, tree in todo:
+        row = measure(tree, heads, permuted, names, timer, rates, settings)
+        print(f"{row.heads} {row.spec} {row.pat:.1f} us, best peer {row.best()}", flush=True)
+        document["rows"].append(asdict(row))
+        write(document, options.json)
+    return document
+
+
+def write(found: Any, path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def about(document: dict[str, Any]) -> list[str]:
+    """Where and how a document was measured, as lines."""
+    lines = [
+        f"{document['date']}  {document['device']}  "
+        + ", ".join(f"{name} {value}" for name, value in document["settings"].items()),
+        ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
+        f"ceilings: {document['bytes_per_s'] / 1e12:.2f} TB/s read, "
+        f"{document['flops_per_s'] / 1e12:.0f} TFLOP/s bf16; an empty captured kernel: "
+        f"{document['empty_us']:.1f} us",
+    ]
+    return lines + [f"without {name}: {why}" for name, why in document["absent"].items()]
+
+
+def _value(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """``parse`` as a type of argparse, which shows the message of no other error."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sglang_pat.bench.kernel", description=__doc__)
+    add = parser.add_argument
+    heads, tree = _value(Heads.parse), _value(Tree.parse)
+    add("--heads", nargs="+", type=heads, metavar="Q/KV", help="as 32/8 (default: all four)")
+    add("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
+    add("--permuted", action="store_true", help="slots at random places of the pool")
+    add("--sweep", action="store_true", help="shared length and batch, both layouts, 32/8 heads")
+    add("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
+    add("--policy", default="bytes", choices=POLICIES, help="which packs pay")
+    add("--split", default="cost", choices=SPLITS, help="where items split")
+    add("--partial", default="float32", choices=("float32", "bfloat16"), help="partial outputs")
+    add("--launch", default="queue", choices=tuple(LAUNCHES), help="how the forward is launched")
+    add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
+    add("--json", type=Path, metavar="FILE", help="write rows and conditions")
+    add("--plot", type=Path, metavar="FILE", help="draw a PNG (needs matplotlib)")
+    add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.plot:
+        plot.require()
+    if options.source:
+        document = json.loads(options.source.read_text())
+        print("\n".join(about(document)))
+    elif not torch.cuda.is_available():
+        print(
+            f"no CUDA device that torch {torch.__version__} can use: run this on a machine with a "
+            "GPU, or print the results of one with --from FILE",
+            file=sys.stderr,
+        )
+        return 2
+    elif options.traffic:
+        found = traffic.measure(cases(options), settings_of(options))
+        print("\n".join(traffic.table(found)))
+        write([asdict(row) for row in found], options.json)
+        return 0
+    else:
+        document = run(options)
+    rows = [Row(**row) for row in document["rows"]]
+    print("\n".join(table(rows)))
+    if options.plot:
+        plot.draw(document["kind"], rows, options.plot)
+    for line in complaints(rows):
+        print(line)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

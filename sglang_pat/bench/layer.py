@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step and layer of pat on a CUDA device, ready to be captured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from sglang_pat import Target, decode, reference
+from sglang_pat.bench.floor import Heads
+from sglang_pat.bench.kv import Batch, make_batch
+from sglang_pat.bench.trees import Tree
+from sglang_pat.planning import Planner
+from sglang_pat.workspace import Workspace
+
+PLAN_REPEATS = 15
+CHECKED_QUERIES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What can be chosen about pat: see ``Target`` and ``Workspace``."""
+
+    policy: str = "bytes"
+    split: str = "cost"
+    partial: str = "float32"
+    launch: str = "queue"
+
+    @property
+    def partial_dtype(self) -> torch.dtype:
+        return torch.float32 if self.partial == "float32" else torch.bfloat16
+
+    def target(self, tree: Tree, heads: Heads) -> Target:
+        return Target.h200(
+            num_q_heads=heads.q,
+            num_kv_heads=heads.kv,
+            head_dim=heads.dim,
+            max_queries=tree.num_queries,
+            partial_bytes=self.partial_dtype.itemsize,
+            policy=self.policy,
+            split=self.split,
+        )
+
+
+def device_batch(tree: Tree, heads: Heads, permuted: bool = False) -> Batch:
+    """bf16 inputs on the GPU."""
+    return make_batch(
+        tree,
+        num_q_heads=heads.q,
+        num_kv_heads=heads.kv,
+        head_dim=heads.dim,
+        dtype=torch.bfloat16,
+        permuted=permuted,
+        device="cuda",
+    )
+
+
+class Layer:
+    """What pat does for a batch: a plan, the snapshot of its slots, the attention of a layer."""
+
+    def __init__(
+        self, batch: Batch, tree: Tree, heads: Heads, settings: Settings, scale: float
+    ) -> None:
+        target = settings.target(tree, heads)
+        self.batch, self.tree, self.scale = batch, tree, scale
+        self._planner = Planner(target)
+        self.plan = self._planner.plan(tree.paths, tree.seq_lens)
+        self.workspace = Workspace(
+            target,
+            batch.req_to_token.shape[1],
+            batch.q.device,
+            partial_dtype=settings.partial_dtype,
+            launch=settings.launch,
+        )
+        self.workspace.load(self.plan)
+        self.snapshot()
+        self._out = torch.empty_like(batch.q)
+
+    def snapshot(self) -> None:
+        batch = self.batch
+        self.workspace.snapshot(batch.req_to_token, batch.rows, batch.seq_lens)
+
+    def attend(self) -> torch.Tensor:
+        """Forward and merge, [B, Hq, D]."""
+        batch = self.batch
+        return decode(
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            batch.req_to_token,
+            batch.rows,
+            batch.seq_lens,
+            self.plan,
+            scale=self.scale,
+            out=self._out,
+            workspace=self.workspace,
+        )
+
+    def plan_us(self) -> float:
+        """Median host time of a plan, all in, from paths in Python tuples."""
+        paths, seq_lens = self.tree.paths, self.tree.seq_lens
+        times = []
+        for _ in range(PLAN_REPEATS):
+            start = time.perf_counter_ns()
+            self._planner.plan(paths, seq_lens)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        return statistics.median(times)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of ``expected``."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def error_of(out: torch.Tensor, batch: Batch, scale: float) -> float:
+    """Of ``out`` against fp32 attention, over a few queries from the first to the last."""
+    count = min(CHECKED_QUERIES, len(out))
+    some = torch.linspace(0, len(out) - 1, count, device=out.device).round().long()
+    expected, _ = reference.attention(
+        batch.q[some],
+        batch.k_cache,
+        batch.v_cache,
+        batch.req_to_token,
+        batch.rows[some],
+        batch.seq_lens[some],
+        scale=scale,
+    )
+    return relative(out[some], expected)

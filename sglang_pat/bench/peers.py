@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention of others over the same batch: FA3 and FlashInfer, called as SGLang calls them
+with page size 1, and a cascade made by hand, one FA3 call per tree level.
+
+Each maker does its host work (plans, index lists) and returns what a captured layer would run. A
+missing package raises ImportError, what a peer cannot do raises its own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from itertools import pairwise
+
+import torch
+
+from sglang_pat.bench.floor import Heads
+from sglang_pat.bench.kv import Batch
+from sglang_pat.bench.layer import device_batch
+from sglang_pat.bench.trees import Tree
+
+Run = Callable[[], torch.Tensor]  # returns [B, Hq, D]
+Maker = Callable[[Batch, Tree, float], Run]  # the float is the scale of the logits
+
+FLASHINFER_WORKSPACE_BYTES = 512 << 20
+TRIAL = Tree((1, 2), (64, 16))
+
+
+def fa3(batch: Batch, tree: Tree, scale: float) -> Run:
+    """``flash_attn_with_kvcache`` of sgl-kernel, every query over its whole sequence."""
+    attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
+    table = batch.req_to_token[batch.rows].contiguous()
+    lens = batch.seq_lens.int()
+    offsets = torch.arange(tree.num_queries + 1, dtype=torch.int32, device=lens.device)
+    k_pages, v_pages = batch.k_cache.unsqueeze(1), batch.v_cache.unsqueeze(1)
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = attend(
+            batch.q,
+            k_pages,
+            v_pages,
+            page_table=table,
+            cache_seqlens=lens,
+            cu_seqlens_q=offsets,
+            max_seqlen_q=1,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out
+
+    return run
+
+
+def levels(batch: Batch, tree: Tree, scale: float) -> Run:
+    """A cascade: FA3 over the nodes of each level, whose queries are consecutive, then
+    ``merge_state_v2`` from level to level."""
+    attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
+    merge = import_module("sgl_kernel").merge_state_v2
+    k_pages, v_pages = batch.k_cache.unsqueeze(1), batch.v_cache.unsqueeze(1)
+    table = batch.req_to_token[batch.rows]
+    calls = []
+    start = 0
+    for nodes, tokens in zip(tree.nodes, tree.tokens, strict=True):
+        # Query i belongs to node i * nodes // queries (Tree.paths): node n's first is the ceiling.
+        firsts = [-(-node * tree.num_queries // nodes) for node in range(nodes + 1)]
+        offsets = torch.tensor(firsts, dtype=torch.int32, device=table.device)
+        slots = table[offsets[:-1].long(), start : start + tokens].contiguous()
+        lens = torch.full((nodes,), tokens, dtype=torch.int32, device=table.device)
+        widest = max(end - first for first, end in pairwise(firsts))
+        calls.append((slots, lens, offsets, widest))
+        start += tokens
+
+    def level(call: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]) -> list[torch.Tensor]:
+        slots, lens, offsets, widest = call
+        out, lse, *_ = attend(
+            batch.q,
+            k_pages,
+            v_pages,
+            page_table=slots,
+            cache_seqlens=lens,
+            cu_seqlens_q=offsets,
+            max_seqlen_q=widest,
+            softmax_scale=scale,
+            causal=False,
+            return_softmax_lse=True,
+        )
+        return [out, lse.T.contiguous()]  # [B, Hq, D] and [B, Hq]
+
+    def run() -> torch.Tensor:
+        state = level(calls[0])
+        for call in calls[1:]:
+            state = list(merge(*state, *level(call)))
+        return state[0]
+
+    return run
+
+
+def uses_tensor_cores(heads: Heads) -> bool:
+    """SGLang's rule for FlashInfer's decode."""
+    return heads.q // heads.kv >= 4
+
+
+def flashinfer(batch: Batch, tree: Tree, scale: float) -> Run:
+    """``BatchDecodeWithPagedKVCacheWrapper``, planned for this very batch."""
+    device = batch.q.device
+    heads = Heads(batch.q.shape[1], batch.k_cache.shape[1], batch.q.shape[2])
+    wrapper = import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+        "NHD",
+        backend="fa2",
+        use_tensor_cores=uses_tensor_cores(heads),
+    )
+    lens = batch.seq_lens
+    positions = torch.arange(batch.req_to_token.shape[1], device=device)
+    offsets = torch.zeros(tree.num_queries + 1, dtype=torch.int32, device=device)
+    offsets[1:] = lens.cumsum(0)
+    wrapper.plan(
+        offsets,
+        batch.req_to_token[batch.rows][positions < lens[:, None]],
+        torch.ones_like(offsets[1:]),
+        heads.q,
+        heads.kv,
+        heads.dim,
+        1,
+        q_data_type=batch.q.dtype,
+        kv_data_type=batch.k_cache.dtype,
+        sm_scale=scale,
+    )
+    pages = (batch.k_cache.unsqueeze(1), batch.v_cache.unsqueeze(1))
+    out = torch.empty_like(batch.q)
+
+    def run() -> torch.Tensor:
+        wrapper.run(batch.q, pages, out=out)
+        return out
+
+    return run
+
+
+PEERS: dict[str, Maker] = {"fa3": fa3, "flashinfer": flashinfer, "levels": levels}
+
+
+def usable(heads: Iterable[Heads], names: Iterable[str] = tuple(PEERS)) -> dict[str, str]:
+    """Tries each peer on two queries. Returns by name '' or the reason why it cannot run.
+    FlashInfer may compile its kernels here, those with and those without tensor cores."""
+    kinds = list({uses_tensor_cores(each): each for each in heads}.values())
+    return {name: _problem(name, kinds) for name in names}
+
+
+def _problem(name: str, kinds: Iterable[Heads]) -> str:
+    try:
+        for kind in kinds:
+            PEERS[name](device_batch(TRIAL, kind), TRIAL, 1.0)()
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever it is, the caller prints it
+        lines = str(error).strip().splitlines() or [""]
+        return " ... ".join(dict.fromkeys([f"{type(error).__name__}: {lines[0]}", lines[-1]]))
+    return ""

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of the kernel benchmark. matplotlib is imported when one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sglang_pat.bench.report import CONTESTANTS, Row, groups
+from sglang_pat.bench.trees import Tree
+
+COLOURS = {"pat": "#c03030", "fa3": "#8aa0b8", "flashinfer": "#5d7896", "levels": "#c9b27c"}
+
+
+def require() -> Any:
+    """``matplotlib.figure``. Raises SystemExit that says how to get it."""
+    try:
+        return import_module("matplotlib.figure")
+    except ImportError as error:
+        raise SystemExit(
+            f"--plot needs matplotlib ({error}): pip install matplotlib, or keep --json FILE and "
+            "draw it elsewhere with --from FILE --plot PNG"
+        ) from None
+
+
+def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
+    """Write a picture of the rows of a document of ``kind``: trees or sweep."""
+    panels = groups(rows)
+    figure = require().Figure(figsize=(12, 3.2 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axis, (title, members) in zip(axes, panels, strict=True):
+        (_sweep if kind == "sweep" else _trees)(axis, members)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8, ncols=6, loc="lower right", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=150)
+
+
+def _trees(axis: Any, rows: Sequence[Row]) -> None:
+    """Bars: every contestant as a multiple of the floor."""
+    width = 0.8 / len(CONTESTANTS)
+    for place, name in enumerate(CONTESTANTS):
+        found = [(x, row) for x, row in enumerate(rows) if getattr(row, name) is not None]
+        axis.bar(
+            [x + (place - (len(CONTESTANTS) - 1) / 2) * width for x, _ in found],
+            [getattr(row, name) / row.floor_us for _, row in found],
+            width,
+            label=name,
+            color=COLOURS[name],
+        )
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_ylabel("time / floor")
+    axis.margins(x=0.01)
+    axis.set_xticks(range(len(rows)), [_label(row.spec) for row in rows], fontsize=5)
+
+
+def _sweep(axis: Any, rows: Sequence[Row]) -> None:
+    """Lines: the best peer's time over pat's by batch, one line a shared length."""
+    lengths = sorted({Tree.parse(row.spec).tokens[0] for row in rows})
+    for place, length in enumerate(lengths):
+        points = sorted(
+            (tree.num_queries, best / row.pat)
+            for row in rows
+            if (tree := Tree.parse(row.spec)).tokens[0] == length and (best := row.best())
+        )
+        shade = 0.75 * (1 - place / max(1, len(lengths) - 1))
+        axis.plot(
+            [queries for queries, _ in points],
+            [gain for _, gain in points],
+            marker="o",
+            markersize=3,
+            color=(0.75, shade, shade),
+            label=f"{length} shared tokens",
+        )
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_formatter("{x:g}")
+    axis.set_xlabel("queries")
+    axis.set_ylabel("best peer / pat")
+
+
+def _label(spec: str) -> str:
+    """The tree on two or more short lines."""
+    nodes, tokens = spec.split("_")
+    return "\n".join(_wrap(nodes) + _wrap(tokens))
+
+
+def _wrap(numbers: str, most: int = 12) -> list[str]:
+    lines = [""]
+    for number in numbers.split(","):
+        joined = f"{lines[-1]},{number}" if lines[-1] else number
+        if len(joined) > most:
+            lines.append(number)
+        else:
+            lines[-1] = joined
+    return lines

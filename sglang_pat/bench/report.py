@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the kernel benchmark, what follows from them, and how both are printed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from sglang_pat.bench.trees import Tree
+
+PEER_NAMES = ("fa3", "flashinfer", "levels")
+CONTESTANTS = ("pat", *PEER_NAMES)
+# Relative norm of a difference of bf16 outputs beyond which one of them is wrong.
+MAX_DIFFERENCE = 0.01
+# pat may be this much slower than a peer before a summary names it.
+MARGIN = 1.03
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tree and head configuration. Times are medians in microseconds; None: did not run."""
+
+    heads: str  # query/KV
+    spec: str  # the tree
+    permuted: bool  # slots at random places, else those of a node consecutive
+    floor_us: float
+    bound: str  # memory or compute: which term the floor is
+    pat: float  # forward and merge of one layer
+    fa3: float | None
+    flashinfer: float | None
+    levels: float | None
+    noise: float  # at worst, between the medians of two turns, as a fraction
+    snapshot_us: float  # once a step, on the device
+    plan_us: float  # when the tree changes, on the host
+    items: int
+    shared_items: int
+    partials: int
+    kv_read_over_unique: float  # K/V tokens that the plan reads over those that the batch holds
+    degraded: str
+    error: float  # of pat against fp32, relative norm over a few queries
+    differences: dict[str, float]  # of each peer's output against pat's, relative norm
+
+    @property
+    def over_floor(self) -> float:
+        return self.pat / self.floor_us
+
+    def best(self, names: Iterable[str] = PEER_NAMES) -> float | None:
+        """The shortest time among ``names``."""
+        times = [time for name in names if (time := getattr(self, name)) is not None]
+        return min(times, default=None)
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """Outputs that are too far off, by name; NaN is."""
+        found = {"pat": self.error, **self.differences}
+        return {name: value for name, value in found.items() if not value <= MAX_DIFFERENCE}
+
+
+def geomean(values: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def mean_over_floor(rows: Sequence[Row], names: Sequence[str]) -> float | None:
+    """Geometric mean of the best of ``names`` as a multiple of the floor; None unless every row
+    has a time."""
+    times = [row.best(names) for row in rows]
+    if not times or None in times:
+        return None
+    return geomean([t / r.floor_us for t, r in zip(times, rows, strict=True) if t is not None])
+
+
+def groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows by heads and layout, with a title, in the order in which they come."""
+
+    def title(row: Row) -> str:
+        return f"{row.heads} heads, slots {'permuted' if row.permuted else 'contiguous'}"
+
+    return [(text, list(members)) for text, members in groupby(rows, title)]
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """What the rows of one group say, as lines."""
+    shared = [row for row in rows if Tree.parse(row.spec).shares]
+    private = [row for row in rows if not Tree.parse(row.spec).shares]
+    lines = []
+    if shared:
+        means = [
+            f"{label} {_number(mean_over_floor(shared, names), 2)}"
+            for label, names in (
+                ("pat", ("pat",)),
+                ("best peer per tree", PEER_NAMES),
+                *((name, (name,)) for name in PEER_NAMES),
+            )
+        ]
+        worst = max(shared, key=lambda row: row.over_floor)
+        lines += [
+            f"{len(shared)} trees with sharing, geometric mean over the floor: {', '.join(means)}",
+            f"worst: {worst.over_floor:.2f} times the floor at {worst.spec}",
+            f"more than {MARGIN - 1:.0%} slower than the best peer: {_slower(shared)}",
+        ]
+    if private:
+        ratios = [
+            f"{row.spec} {_number(row.pat / best if (best := _decode(row)) else None, 3)}"
+            for row in private
+        ]
+        lines.append(f"nothing shared, over the better of fa3 and flashinfer: {', '.join(ratios)}")
+    return lines
+
+
+def table(rows: Iterable[Row]) -> list[str]:
+    """The rows as text, with their summaries."""
+    lines = []
+    for title, members in groups(rows):
+        lines += [
+            "",
+            f"{title:44} floor us    pat     fa3  flashinf  levels  /floor  peer/pat  read "
+            " plan us",
+        ]
+        for row in members:
+            best = row.best()
+            lines.append(
+                f"{row.spec:44} {row.floor_us:8.1f} {row.pat:6.1f} {_number(row.fa3, 1):>7} "
+                f"{_number(row.flashinfer, 1):>9} {_number(row.levels, 1):>7} "
+                f"{row.over_floor:7.2f} {_number(best / row.pat if best else None, 2):>9} "
+                f"{row.kv_read_over_unique:5.2f} {row.plan_us:8.0f}"
+            )
+        lines += [f"  {line}" for line in summary(members)]
+    return lines
+
+
+def complaints(rows: Iterable[Row]) -> list[str]:
+    """Outputs that disagree and plans that ran out of room, a line each."""
+    lines = []
+    for row in rows:
+        lines += [
+            f"{row.heads} {row.spec}: output of {name} is off by {value:.2g} (at most "
+            f"{MAX_DIFFERENCE:g}, relative norm)"
+            for name, value in row.wrong.items()
+        ]
+        if row.degraded:
+            lines.append(f"{row.heads} {row.spec}: {row.degraded}")
+    return lines
+
+
+def _decode(row: Row) -> float | None:
+    return row.best(("fa3", "flashinfer"))
+
+
+def _slower(rows: Iterable[Row]) -> str:
+    found = [
+        f"{row.spec} {row.pat / best:.2f}"
+        for row in rows
+        if (best := row.best()) is not None and row.pat > MARGIN * best
+    ]
+    return ", ".join(found) or "none"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory of the CUDA executor: one per server, shared by all layers and graphs."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_pat import _C
+from sglang_pat.planning import Plan
+from sglang_pat.target import Target
+
+# Values of pat::Launch (csrc/cuda/decode.h).
+LAUNCHES = {"queue": 0, "streams": 1, "serial": 2}
+_STAGINGS = 3
+_HEADER_BYTES, _ITEM_BYTES, _MEMBER_BYTES, _QUERY_BYTES = 64, 32, 8, 8  # csrc/plan.h
+
+
+class Workspace:
+    """Buffers that plans for ``target`` are executed in: plan, slots, lengths, partial results.
+
+    Once a step: ``load`` the plan, then ``snapshot`` the slots; then ``decode`` every layer with
+    ``workspace=``. Addresses never change, so that a captured CUDA graph serves every plan that is
+    loaded later. All calls of one workspace belong on one stream, or on streams that wait for each
+    other. Not thread-safe.
+
+    ``max_context``: tokens of the longest sequence. ``partial_dtype``: fp32, or bf16 for partial
+    outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel),
+    ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
+
+    Takes 4 * max_queries * max_context bytes for the slots and, with fp32 partials,
+    4 * max_partials * Hq * D for the partial outputs. Raises ValueError for arguments that make no
+    sense, and torch's OutOfMemoryError.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        max_context: int,
+        device: torch.device | str | int = "cuda",
+        *,
+        partial_dtype: torch.dtype = torch.float32,
+        launch: str = "queue",
+    ) -> None:
+        if not hasattr(_C, "decode_cuda"):
+            raise ValueError(
+                "this sglang_pat was built without CUDA kernels: install it with PAT_CUDA=ON"
+            )
+        self.device = torch.empty(0, device=device).device  # with its index
+        if self.device.type != "cuda":
+            raise ValueError(f"a workspace is on a CUDA device, not on {self.device}")
+        if partial_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"partial_dtype is {partial_dtype}, must be float32 or bfloat16")
+        if launch not in LAUNCHES:
+            raise ValueError(f"launch is {launch!r}, must be one of {', '.join(LAUNCHES)}")
+        if max_context < 1:
+            raise ValueError(f"max_context is {max_context}, must be 1 or more")
+        self.target = target
+        self.max_context = max_context
+        self.partial_dtype = partial_dtype
+        self.launch = launch
+        max_members = target.max_partials + target.max_queries
+        self._max_bytes = (
+            _HEADER_BYTES
+            + _ITEM_BYTES * target.max_items
+            + _MEMBER_BYTES * max_members
+            + _QUERY_BYTES * target.max_queries
+        )
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        # Zeros are an empty plan.
+        self._plan_buffer = buffer(self._max_bytes, dtype=torch.uint8)
+        self.slots = torch.empty(
+            (target.max_queries, max_context), dtype=torch.int32, device=self.device
+        )
+        self.lens = buffer(target.max_queries)
+        self.partials = torch.empty(
+            (target.max_partials, target.num_q_heads, target.head_dim),
+            dtype=partial_dtype,
+            device=self.device,
+        )
+        self.partial_lse = torch.empty(
+            (target.max_partials, target.num_q_heads), dtype=torch.float32, device=self.device
+        )
+        self.queue = buffer(_C.cuda_queue_ints())
+        self._stagings = [
+            torch.empty(self._max_bytes, dtype=torch.uint8, pin_memory=True)
+            for _ in range(_STAGINGS)
+        ]
+        self._copied = [
+            torch.cuda.Event()  # type: ignore[no-untyped-call]
+            for _ in range(_STAGINGS)
+        ]
+        self._next = 0
+        self.plan: Plan | None = None
+
+    @property
+    def plan_ptr(self) -> int:
+        """Device address of the plan that was loaded last."""
+        return self._plan_buffer.data_ptr()
+
+    def load(self, plan: Plan) -> bool:
+        """Make ``plan`` the one that ``snapshot`` and ``decode`` run, from here on in the current
+        stream: one copy to the device, none for the plan that is loaded already. Returns whether
+        it copied. Not while a graph is captured, where the plan of the capture would be replayed.
+
+        Raises ValueError, saying what was given and what fits, for a plan that is damaged, for
+        other heads or larger than the buffers.
+        """
+        if plan is self.plan:
+            return False
+        target = self.target
+        _C.check_plan_cuda(
+            plan.data_ptr,
+            plan.nbytes,
+            self._max_bytes,
+            target.max_queries,
+            target.max_partials,
+            self.max_context,
+            target.num_q_heads,
+            target.num_kv_heads,
+        )
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError("load() while a CUDA graph is captured: load the plan before")
+            slot = self._next
+            self._next = (slot + 1) % _STAGINGS
+            staging = self._stagings[slot]
+            self._copied[slot].synchronize()  # its copy of some steps ago; long done
+            view = _host_bytes(plan)
+            staging[: plan.nbytes].copy_(view)
+            self._plan_buffer[: plan.nbytes].copy_(staging[: plan.nbytes], non_blocking=True)
+            self._copied[slot].record()
+        self.plan = plan
+        return True
+
+    def snapshot(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
+    ) -> None:
+        """Copy the slots of all tokens that the loaded plan reads, and the lengths. Capturable.
+
+        Args:
+            req_to_token: int32 [R, <= max_context], slot of each token of each row.
+            rows: int32 or int64 [B], the row of ``req_to_token`` that query i reads.
+            seq_lens: int32 or int64 [B], tokens of query i.
+
+        B may exceed the plan's queries (a padded batch): the rows beyond are not read.
+
+        Raises ValueError for a wrong dtype, shape, stride or device, and for B smaller than the
+        plan's queries or larger than the target's.
+        """
+        num_rows = self.check_batch(req_to_token, rows, seq_lens)
+        with torch.cuda.device(self.device):
+            _C.snapshot_cuda(
+                self.plan_ptr,
+                (req_to_token.data_ptr(), req_to_token.stride(0)),
+                (rows.data_ptr(), rows.element_size()),
+                (seq_lens.data_ptr(), seq_lens.element_size()),
+                (self.slots.data_ptr(), self.slots.stride(0)),
+                self.lens.data_ptr(),
+                num_rows,
+                torch.cuda.current_stream().cuda_stream,
+            )
+
+    def check_batch(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
+    ) -> int:
+        """Check the arguments of ``snapshot`` and give B."""
+        named = (("req_to_token", req_to_token, 2), ("rows", rows, 1), ("seq_lens", seq_lens, 1))
+        for name, tensor, dims in named:
+            if tensor.device != self.device:
+                raise ValueError(f"{name} is on {tensor.device}, the workspace on {self.device}")
+            if tensor.dim() != dims or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, must "
+                    f"have {dims} dimensions, the last of stride 1"
+                )
+        if req_to_token.dtype != torch.int32:
+            raise ValueError(f"req_to_token is {req_to_token.dtype}, must be int32")
+        for name, tensor in (("rows", rows), ("seq_lens", seq_lens)):
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"{name} is {tensor.dtype}, must be int32 or int64")
+        if rows.shape != seq_lens.shape:
+            raise ValueError(f"{len(rows)} rows and {len(seq_lens)} seq_lens: need one of each")
+        if req_to_token.shape[1] > self.max_context:
+            raise ValueError(
+                f"req_to_token has {req_to_token.shape[1]} tokens a row, the workspace holds "
+                f"{self.max_context}: make it for a larger max_context"
+            )
+        self.check_rows(len(rows))
+        return len(rows)
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raise ValueError unless a batch of ``num_rows`` holds the plan and fits."""
+        planned = 0 if self.plan is None else self.plan.num_queries
+        if not planned <= num_rows <= self.target.max_queries:
+            raise ValueError(
+                f"a batch of {num_rows}: the loaded plan has {planned} queries and the workspace "
+                f"room for {self.target.max_queries}; plan for this batch, or make the workspace "
+                f"for a target of larger max_queries"
+            )
+
+
+def _host_bytes(plan: Plan) -> torch.Tensor:
+    import ctypes
+
+    raw = (ctypes.c_uint8 * plan.nbytes).from_address(plan.data_ptr)
+    return torch.frombuffer(raw, dtype=torch.uint8)

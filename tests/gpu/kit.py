@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of decode steps on a GPU, from plans of hand (``kit_plans``) and from radix paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from kit_plans import Case, HandPlan
+
+from sglang_pat.bench.trees import Tree
+from sglang_pat.ops import decode
+from sglang_pat.target import Target
+from sglang_pat.workspace import Workspace
+
+POISON = 1e4
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A hand plan with what ``decode`` and ``Workspace`` ask of a plan."""
+
+    hand: HandPlan
+
+    def __getattr__(self, name: str) -> int:
+        if name.startswith(("num_", "total_")):
+            return int(self.hand.header[name][0])
+        raise AttributeError(name)
+
+    @property
+    def data_ptr(self) -> int:
+        return self.hand.data_ptr
+
+    @property
+    def nbytes(self) -> int:
+        return self.hand.nbytes
+
+    def fits(self, seq_lens_ptr: int, count: int) -> bool:
+        return count == self.num_queries
+
+
+def on_device(inputs: Case, dtype: torch.dtype) -> Case:
+    """The case on the GPU, with strides wider than the tensors and NaN in between."""
+    moved = {name: getattr(inputs, name).cuda() for name in ("table", "rows", "seq_lens")}
+    wide = {name: widened(getattr(inputs, name).to(dtype)) for name in ("q", "k", "v")}
+    return replace(inputs, **moved, **wide)
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    rows, heads, dim = tensor.shape
+    wide = torch.full((rows, heads + 1, dim + 8), float("nan"), dtype=tensor.dtype, device="cuda")
+    wide[:, 1:, :dim] = tensor.cuda()
+    return wide[:, 1:, :dim]
+
+
+def target_of(inputs: Case, **overrides: Any) -> Target:
+    num_q_heads, num_kv_heads = inputs.heads
+    values: dict[str, Any] = {"max_queries": max(1, len(inputs.q))}
+    return Target.h200(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=inputs.q.shape[2],
+        **(values | overrides),
+    )
+
+
+def execute(
+    inputs: Case, plan: Any = None, *, workspace: Workspace | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run ``decode`` on the case's plan or another: the output, a view of a wider tensor that held
+    poison before, and the LSE."""
+    plan = plan or DevicePlan(inputs.plan())
+    out = torch.full_like(widened(inputs.q), POISON)
+    lse = torch.full(inputs.q.shape[:2], POISON, device="cuda")
+    if workspace is not None:
+        workspace.load(plan)
+        workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
+    decode(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.table,
+        inputs.rows,
+        inputs.seq_lens,
+        plan,
+        scale=inputs.scale,
+        logit_cap=inputs.logit_cap,
+        out=out,
+        lse=lse,
+        workspace=workspace,
+        **options,
+    )
+    return out, lse
+
+
+def error(out: torch.Tensor, truth: torch.Tensor) -> float:
+    """Relative distance in norm; infinite if any element is NaN."""
+    distance = (out.double() - truth).norm() / truth.norm().clamp_min(1e-30)
+    return float(distance.nan_to_num(nan=float("inf")))
+
+
+def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
+    """Execute and compare with fp64 attention: at most twice the error of attention computed by
+    torch in the inputs' dtype. That of the LSE is the rounding of sums in fp32."""
+    truth, truth_lse = inputs.truth(torch.float64)
+    plain, _ = inputs.truth(inputs.q.dtype)
+    out, lse = execute(inputs, plan, **options)
+    assert error(out, truth) <= 2 * min(error(plain, truth), 0.02) + 1e-4
+    empty = truth_lse.isneginf()
+    assert torch.equal(lse.isneginf(), empty) and not out[empty].any()
+    difference = (lse - truth_lse).abs()[~empty]
+    assert torch.all(difference <= 1e-5 + 4e-6 * truth_lse[~empty].abs())
+    return out
+
+
+def case_of_tree(
+    tree: Tree,
+    heads: tuple[int, int],
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    seq_lens: list[int] | None = None,
+    seed: int = 0,
+) -> Case:
+    """Inputs of a batch by levels; ``seq_lens`` may cut or lengthen the private tails. Slots are
+    shuffled, those that no token owns hold NaN."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    lens = seq_lens or tree.seq_lens
+    owned: dict[tuple[int, int], int] = {}
+    tails = [
+        length - (path[-1][2] if path else 0) for path, length in zip(tree.paths, lens, strict=True)
+    ]
+    starts, total = [], 0
+    for path, tail in zip(tree.paths, tails, strict=True):
+        for node, start, end in path:
+            if (node, start) not in owned:
+                owned[node, start] = total
+                total += end - start
+        starts.append(total)
+        total += tail
+    slots = rng.permutation(total + 16).astype(np.int32)
+    table = np.full((len(lens) + 1, max(lens) + 3), slots[-1], np.int32)
+    for i, (path, tail) in enumerate(zip(tree.paths, tails, strict=True)):
+        for node, start, end in path:
+            at = owned[node, start]
+            table[i + 1, start:end] = slots[at : at + end - start]
+        table[i + 1, lens[i] - tail : lens[i]] = slots[starts[i] : starts[i] + tail]
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+    k, v = (random(len(slots), heads[1], head_dim) for _ in range(2))
+    unowned = torch.from_numpy(slots[total:].astype(np.int64)).cuda()
+    k[unowned] = v[unowned] = float("nan")
+    return Case(
+        q=random(len(lens), heads[0], head_dim),
+        k=k,
+        v=v,
+        table=torch.from_numpy(table).cuda(),
+        rows=torch.arange(1, len(lens) + 1, device="cuda"),
+        seq_lens=torch.tensor(lens, device="cuda"),
+        pieces=[],
+        scale=head_dim**-0.5,
+    )

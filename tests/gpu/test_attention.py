@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA executor against attention by its definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kit import DevicePlan, check, error, execute, on_device, target_of
+from kit_plans import DYNAMIC, Piece, case, forest
+
+from sglang_pat.workspace import Workspace
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def shared(num_queries: int, length: int, splits: int = 1) -> list[Piece]:
+    """Queries with one common prefix in equal pieces, and a tail each."""
+    size = length // splits
+    everyone = tuple(range(num_queries))
+    return [Piece(everyone, i * size, size) for i in range(splits)] + [
+        Piece((query,), splits * size, DYNAMIC) for query in everyone
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_forests(seed: int) -> None:
+    heads = [(8, 2), (4, 4), (5, 1), (14, 2), (16, 1), (6, 3), (32, 8), (64, 8)][seed]
+    pieces = forest(np.random.default_rng(seed), 1 + 9 * seed)
+    check(on_device(case(pieces, heads, 128, seed=seed), BF16))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", range(1, 17))
+def test_head_dims_and_ratios(dtype: torch.dtype, head_dim: int, group: int) -> None:
+    for num_queries in (2, 9):
+        inputs = case(shared(num_queries, 150), (2 * group, 2), head_dim, seed=group)
+        check(on_device(inputs, dtype))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_queries", [1, 15, 16, 17, 31, 33, 48, 63, 64, 65, 96, 127, 128, 129])
+def test_numbers_of_packed_rows(head_dim: int, num_queries: int) -> None:
+    """Around the row tiles and beyond the largest, which the kernel runs in parts."""
+    check(on_device(case(shared(num_queries, 130), (1, 1), head_dim, seed=num_queries), BF16))
+    check(on_device(case(shared(num_queries, 30), (4, 2), head_dim, seed=num_queries), BF16))
+
+
+@pytest.mark.parametrize("num_queries", [1, 20, 50, 100])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 448, 1000])
+def test_lengths(num_queries: int, length: int) -> None:
+    """Around the KV tiles, for every row tile."""
+    everyone = tuple(range(num_queries))
+    inputs = case([Piece(everyone, 0, length)], (2, 2), 128, seed=length)
+    check(on_device(inputs, BF16))
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5, 32, 33, 70])
+@pytest.mark.parametrize("partial", [torch.float32, BF16])
+def test_splits(splits: int, partial: torch.dtype) -> None:
+    inputs = on_device(case(shared(4, 20 * splits, splits), (8, 2), 128, seed=splits), BF16)
+    check(inputs, partial_dtype=partial)
+
+
+def test_half_partials_are_used() -> None:
+    inputs = on_device(case(shared(6, 120, 4), (8, 2), 128, tails=(9, 50)), BF16)
+    exact, _ = execute(inputs)
+    rounded, _ = execute(inputs, partial_dtype=BF16)
+    assert 1e-5 < error(rounded, exact.double()) < 6e-3
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0])
+@pytest.mark.parametrize("num_queries", [2, 20, 50])
+def test_logit_cap(cap: float, num_queries: int) -> None:
+    inputs = on_device(case(shared(num_queries, 150), (4, 2), 128, logit_cap=cap), BF16)
+    check(inputs)
+    check(replace(inputs, scale=1.0))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.5, 0.0, -0.1])
+@pytest.mark.parametrize("num_queries", [2, 50])
+def test_scales(scale: float, num_queries: int) -> None:
+    check(replace(on_device(case(shared(num_queries, 150), (4, 2), 128), BF16), scale=scale))
+
+
+@pytest.mark.parametrize("num_queries", [1, 9, 40])
+@pytest.mark.parametrize("token", [0, 63, 64, 149])
+def test_one_token_wins(num_queries: int, token: int) -> None:
+    """A score far above the others, in the first or last token of a tile and of the sequence."""
+    inputs = on_device(case([Piece(tuple(range(num_queries)), 0, 150)], (4, 1), 128), BF16)
+    slot = inputs.table[inputs.rows[0], token].long()
+    q = inputs.q[:1, :1].expand_as(inputs.q).contiguous()
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[slot] = 1e4 * q[0, 0].sign()
+    v[slot] = 1e4
+    out = check(replace(inputs, q=q, k=k, v=v))
+    assert torch.all(out == torch.tensor(1e4, dtype=BF16))
+
+
+@pytest.mark.parametrize("num_queries", [1, 9, 40])
+def test_equal_and_extreme_values(num_queries: int) -> None:
+    inputs = on_device(case(shared(num_queries, 128, 2), (4, 1), 128, tails=(7,)), BF16)
+    for size in (0.0, 1.0, 1e4):
+        check(replace(inputs, k=torch.full_like(inputs.k, size)))
+    check(replace(inputs, v=inputs.v * 1e4))
+    check(replace(inputs, k=inputs.k * 1e4))
+
+
+def test_a_query_without_tokens() -> None:
+    inputs = on_device(case(shared(3, 60), (4, 2), 128, tails=(0,)), BF16)
+    check(inputs)
+    alone = on_device(case([Piece((0,), 0, DYNAMIC), Piece((1,), 0, 9)], (4, 2), 128), BF16)
+    check(replace(alone, seq_lens=torch.tensor([0, 9], device="cuda")))
+
+
+def test_many_empty_tails() -> None:
+    """Units without tokens, more of them than any ring holds, between those with tokens."""
+    for heads in ((4, 2), (64, 8)):
+        inputs = case(shared(40, 200, 2), heads, 128, tails=(0, 0, 0, 0, 5))
+        check(on_device(inputs, BF16))
+
+
+def test_what_no_item_owns_is_not_read() -> None:
+    """Poison in unused slots, plan entries and partials; K and V of other slots are NaN already."""
+    inputs = on_device(case(forest(np.random.default_rng(3), 20), (8, 2), 128), BF16)
+    plan = DevicePlan(inputs.plan())
+    clean, clean_lse = execute(inputs, plan)
+    target = target_of(inputs, max_queries=64)
+    workspace = Workspace(target, inputs.table.shape[1] + 64)
+    workspace.slots.fill_(2**31 - 1)
+    workspace.lens.fill_(2**31 - 1)
+    workspace.partials.fill_(float("nan"))
+    workspace.partial_lse.fill_(float("nan"))
+    workspace._plan_buffer.fill_(0x7F)
+    out, lse = execute(inputs, plan, workspace=workspace)
+    assert torch.equal(out, clean) and torch.equal(lse, clean_lse)
+
+
+@pytest.mark.parametrize("num_queries", [0, 1, 5])
+def test_padded_rows_and_empty_plans(num_queries: int) -> None:
+    """Rows beyond the plan's queries get zeros, as in a captured batch that is not full."""
+    full = on_device(case([Piece((i,), 0, 50 + i) for i in range(8)], (8, 2), 128), BF16)
+    first = replace(
+        full,
+        q=full.q[:num_queries],
+        rows=full.rows[:num_queries],
+        seq_lens=full.seq_lens[:num_queries],
+        pieces=full.pieces[:num_queries],
+    )
+    plan = DevicePlan(first.plan())
+    workspace = Workspace(target_of(full), full.table.shape[1])
+    want, want_lse = execute(first, plan, workspace=workspace)
+    out, lse = execute(full, plan, workspace=workspace)
+    assert torch.equal(out[:num_queries], want) and torch.equal(lse[:num_queries], want_lse)
+    assert not out[num_queries:].any() and torch.all(lse[num_queries:].isneginf())

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs, launch modes, and results that repeat bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kit import POISON, case_of_tree, check, execute, target_of
+from kit_plans import Case
+
+from sglang_pat.bench.trees import Tree
+from sglang_pat.ops import decode
+from sglang_pat.planning import Planner
+from sglang_pat.workspace import LAUNCHES, Workspace
+
+HEADS = (8, 2)
+ROWS = 64  # of the captured batch
+
+
+def random_step(rng: np.random.Generator) -> tuple[Tree, list[int]]:
+    """A batch by levels of up to ROWS queries, and the lengths of its sequences."""
+    levels = np.cumprod(rng.integers(1, 5, int(rng.integers(1, 4)))).tolist()
+    tokens = rng.choice([3, 40, 200, 700], len(levels)).tolist()
+    tree = Tree(tuple(levels), tuple(tokens))
+    shared = sum(tokens[:-1])
+    return tree, (shared + rng.integers(1, 300, tree.num_queries)).tolist()
+
+
+def fill(static: Case, step: Case) -> None:
+    """Copy a step's batch into the tensors that a graph was captured with; the rows beyond name
+    row 0 with one token, as SGLang pads."""
+    count = len(step.q)
+    static.q.normal_()
+    static.q[:count] = step.q
+    static.k[: len(step.k)] = step.k
+    static.v[: len(step.v)] = step.v
+    static.table[: len(step.table), : step.table.shape[1]] = step.table
+    static.rows.zero_()
+    static.rows[:count] = step.rows
+    static.seq_lens.fill_(1)
+    static.seq_lens[:count] = step.seq_lens
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_one_graph_serves_a_hundred_plans(launch: str) -> None:
+    table = torch.zeros((ROWS + 1, 4096), dtype=torch.int32, device="cuda")
+    static = replace(case_of_tree(Tree((ROWS,), (3000,)), HEADS), table=table)
+    workspace = Workspace(target_of(static), 4096, launch=launch)
+    planner = Planner(workspace.target)
+    out = torch.empty_like(static.q)
+    lse = torch.empty(static.q.shape[:2], device="cuda")
+
+    def run(into: torch.Tensor, into_lse: torch.Tensor) -> None:
+        workspace.snapshot(static.table, static.rows, static.seq_lens)
+        decode(
+            static.q,
+            static.k,
+            static.v,
+            static.table,
+            static.rows,
+            static.seq_lens,
+            workspace.plan,
+            scale=static.scale,
+            out=into,
+            lse=into_lse,
+            workspace=workspace,
+        )
+
+    workspace.load(planner.plan([], []))
+    run(out, lse)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out, lse)
+    rng = np.random.default_rng(5)
+    for seed in range(100):
+        tree, seq_lens = random_step(rng)
+        step = case_of_tree(tree, HEADS, seq_lens=seq_lens, seed=seed)
+        fill(static, step)
+        plan = planner.plan(tree.paths, seq_lens)
+        assert workspace.load(plan) and not workspace.load(plan)
+        out.fill_(POISON)
+        lse.fill_(POISON)
+        graph.replay()
+        eager, eager_lse = torch.full_like(out, -POISON), torch.full_like(lse, -POISON)
+        run(eager, eager_lse)
+        assert torch.equal(out, eager) and torch.equal(lse, eager_lse), seed
+        count = len(step.q)
+        assert not out[count:].any()
+        if seed % 10 == 0:
+            assert torch.equal(check(step, plan), out[:count])
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (2, 2), (32, 2)])
+def test_launch_modes_agree_and_repeat(heads: tuple[int, int]) -> None:
+    """Same bits from one kernel, from streams and one by one, and from run to run."""
+    tree = Tree((1, 3, 60), (300, 150, 40))
+    inputs = case_of_tree(tree, heads)
+    results = []
+    for launch in LAUNCHES:
+        workspace = Workspace(target_of(inputs), inputs.table.shape[1], launch=launch)
+        plan = Planner(workspace.target).plan(tree.paths, tree.seq_lens)
+        assert len(set(plan.items["row_tile"].tolist())) > 1
+        check(inputs, plan, workspace=workspace)
+        results += [execute(inputs, plan, workspace=workspace) for _ in range(5)]
+        assert not workspace.queue.any()  # left as it was found
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_loads_do_not_overtake_copies_in_flight() -> None:
+    """Plans that are loaded while the device is busy arrive whole and in order."""
+    tree = Tree((1, 16), (200, 30))
+    inputs = case_of_tree(tree, HEADS)
+    workspace = Workspace(target_of(inputs), inputs.table.shape[1])
+    planner = Planner(workspace.target)
+    shared = planner.plan(tree.paths, tree.seq_lens)
+    private = planner.plan([[]] * 16, tree.seq_lens)
+    want = [execute(inputs, plan, workspace=workspace) for plan in (shared, private)]
+    torch.cuda._sleep(200_000_000)
+    results = [execute(inputs, (shared, private)[i % 2], workspace=workspace) for i in range(12)]
+    for i, (out, lse) in enumerate(results):
+        assert torch.equal(out, want[i % 2][0]) and torch.equal(lse, want[i % 2][1]), i

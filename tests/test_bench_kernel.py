@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic, reports and inputs of the kernel benchmark; no GPU needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from kit_bench import (
+    MEASURED,
+    RATES,
+    CpuClock,
+    CpuGraph,
+    CpuLayer,
+    fake_sgl_kernel,
+    measured_rows,
+    row,
+)
+
+from sglang_pat.bench import kernel, peers, plot, traffic
+from sglang_pat.bench.floor import Heads, floor_us
+from sglang_pat.bench.kv import Batch, make_batch
+from sglang_pat.bench.layer import Settings
+from sglang_pat.bench.report import (
+    PEER_NAMES,
+    Row,
+    complaints,
+    groups,
+    mean_over_floor,
+    summary,
+    table,
+)
+from sglang_pat.bench.trees import PAPER_TREES, Tree
+
+
+@pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
+def test_floor_is_the_one_that_the_baselines_were_given(tree: Tree) -> None:
+    assert floor_us(tree, Heads(32, 8), RATES) == pytest.approx(MEASURED[str(tree)][0], abs=0.06)
+
+
+def test_means_are_those_of_the_baselines() -> None:
+    shared = [r for r in measured_rows() if Tree.parse(r.spec).shares]
+    assert len(shared) == 18
+    for names, expected in ((["fa3"], 8.08), (["flashinfer"], 7.19), (["levels"], 5.25)):
+        assert mean_over_floor(shared, names) == pytest.approx(expected, abs=0.01)
+    assert mean_over_floor(shared, ["pat"]) == pytest.approx(3.24, abs=0.01)
+
+
+def test_summary_says_what_the_limits_ask() -> None:
+    lines = "\n".join(summary(measured_rows()))
+    assert "18 trees with sharing" in lines and "pat 3.24" in lines and "fa3 8.08" in lines
+    assert "worst: 5.45 times the floor at 1,256_256,32" in lines
+    # 41 us beside 40 of FlashInfer and levels is within the margin; 244 beside 245 is faster.
+    assert "slower than the best peer: none" in lines
+    assert "256_1024 1.000" in lines and "256_4096 1.059" in lines  # over 273 and 956
+
+
+def test_summary_names_trees_that_lose() -> None:
+    lines = "\n".join(summary([row(), row("1,8_64,16", pat=31.0)]))
+    assert "slower than the best peer: 1,8_64,16 1.03" in lines
+    assert "nothing shared" not in lines
+
+
+def test_without_sharing_the_rival_is_fa3_or_flashinfer() -> None:
+    (line,) = summary([row("5_64", pat=33.0, fa3=40.0, flashinfer=30.0, levels=20.0)])
+    assert line.endswith("5_64 1.100")
+
+
+def test_a_peer_that_did_not_run_has_no_mean() -> None:
+    rows = [row(), row("1,8_64,16", fa3=None)]
+    assert mean_over_floor(rows, ["fa3"]) is None
+    # The best of the others still has one.
+    assert mean_over_floor(rows, PEER_NAMES) == pytest.approx(3.0)
+    assert "fa3 -" in "\n".join(summary(rows))
+    alone = row(fa3=None, flashinfer=None, levels=None, differences={})
+    assert mean_over_floor([alone], PEER_NAMES) is None
+    assert "best peer per tree -" in "\n".join(summary([alone, replace(alone, spec="4_64")]))
+
+
+def test_rows_come_back_from_json() -> None:
+    for each in (row(), row(fa3=None, permuted=True)):
+        assert Row(**json.loads(json.dumps(asdict(each)))) == each
+    assert {"heads", "spec", "floor_us", "pat", *PEER_NAMES} <= asdict(row()).keys()
+
+
+def test_table_has_a_line_per_row_and_a_block_per_layout() -> None:
+    rows = [row(), row("1,8_64,16", levels=None), row(permuted=True)]
+    assert [(title, len(members)) for title, members in groups(rows)] == [
+        ("32/8 heads, slots contiguous", 2),
+        ("32/8 heads, slots permuted", 1),
+    ]
+    lines = [line.split() for line in table(rows)]
+    assert lines[2][:8] == ["1,4_64,16", "10.0", "15.0", "40.0", "30.0", "50.0", "1.50", "2.00"]
+    assert lines[3][5] == "-"
+
+
+@pytest.mark.parametrize("bad", [0.02, math.nan, math.inf])
+def test_outputs_that_disagree_are_named(bad: float) -> None:
+    assert complaints([row()]) == []
+    assert not row().wrong
+    peer = row(differences={"fa3": 0.003, "levels": bad})
+    assert list(peer.wrong) == ["levels"]
+    assert "output of levels" in complaints([peer])[0]
+    assert list(row(error=bad).wrong) == ["pat"]
+    assert "too small" in complaints([row(degraded="max_items too small")])[0]
+
+
+@pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
+def test_trees_are_parsed_back(tree: Tree) -> None:
+    assert Tree.parse(str(tree)) == tree
+
+
+@pytest.mark.parametrize("spec", ["", "1,2", "1,2_3", "1_2_3", "a_b", "0,4_16,16", "4,6_16,16"])
+def test_a_spec_that_is_no_tree_is_named(spec: str) -> None:
+    with pytest.raises(ValueError, match="tree '" + spec):
+        Tree.parse(spec)
+
+
+def test_heads() -> None:
+    for spec in ("32/8", "64/8/64"):
+        assert str(Heads.parse(spec)) == spec
+    assert Heads.parse("64/8/64") == Heads(64, 8, 64)
+    for spec in ("32", "32/8/128/1", "7/2", "8/0", "x/1"):
+        with pytest.raises(ValueError, match=f"heads '{spec}'"):
+            Heads.parse(spec)
+
+
+def cases(*arguments: str) -> list[traffic.Case]:
+    return kernel.cases(kernel.parser().parse_args(arguments))
+
+
+def test_what_is_measured() -> None:
+    everything = cases()
+    assert len(everything) == 80 and len(set(everything)) == 80
+    assert not any(permuted for _, permuted, _ in everything)
+    chosen = cases("--heads", "64/8", "28/4", "--trees", "1,4_64,16", "--permuted")
+    assert chosen == [(Heads(q, kv), True, Tree((1, 4), (64, 16))) for q, kv in ((64, 8), (28, 4))]
+    sweep = cases("--sweep")
+    assert {permuted for _, permuted, _ in sweep} == {False, True}
+    assert {tree.tokens[0] for _, _, tree in sweep} >= {128, 32768}
+    assert {tree.num_queries for _, _, tree in sweep} >= {1, 512}
+    assert {str(heads) for heads, _, _ in cases("--quick")} == {"32/8"}
+
+
+def test_bad_arguments_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cases("--trees", "1,4")
+    assert "tree '1,4' is not NODES_TOKENS" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kernel.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_stored_results_are_printed_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    document = {
+        "kind": "trees",
+        "date": "2026-11-21T11:00:00+00:00",
+        "device": "NVIDIA H200",
+        "settings": asdict(Settings()),
+        "versions": {"torch": "2.11.0"},
+        "bytes_per_s": 4.4e12,
+        "flops_per_s": 7.2e14,
+        "empty_us": 3.2,
+        "absent": {"flashinfer": "ImportError: No module named 'flashinfer'"},
+        "rows": [asdict(row())],
+    }
+    kernel.write(document, file)
+    assert kernel.main(["--from", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "4.40 TB/s" in printed and "720 TFLOP/s" in printed
+    assert "without flashinfer: ImportError" in printed and "worst: 1.50" in printed
+    document["rows"] = [asdict(row(error=0.5))]
+    kernel.write(document, file)
+    assert kernel.main(["--from", str(file)]) == 1
+
+
+def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        plot.require()
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    for kind, rows in (
+        ("trees", [*measured_rows(), row(permuted=True, fa3=None)]),
+        ("sweep", [row(f"1,{q}_{n},128") for n in (128, 512) for q in (1, 4)]),
+    ):
+        plot.draw(kind, rows, tmp_path / f"{kind}.png")
+        assert (tmp_path / f"{kind}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark with its GPU replaced: everything but CUDA calls is its own."""
+
+    def batch(tree: Tree, heads: Heads, permuted: bool) -> Batch:
+        shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
+        return make_batch(tree, **shape, dtype=torch.bfloat16, permuted=permuted)
+
+    def wrong(batch: Batch, tree: Tree, scale: float) -> peers.Run:
+        return lambda: torch.ones_like(batch.q)
+
+    def broken(batch: Batch, tree: Tree, scale: float) -> peers.Run:
+        raise RuntimeError("workspace too small")
+
+    for name, module in fake_sgl_kernel().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(kernel, "Layer", CpuLayer)
+    monkeypatch.setattr(kernel, "Clock", CpuClock)
+    monkeypatch.setattr(kernel, "capture", CpuGraph)
+    monkeypatch.setattr(kernel, "device_batch", batch)
+    monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
+    monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
+    monkeypatch.setattr(kernel, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})
+    monkeypatch.setattr(kernel, "usable", lambda heads: dict.fromkeys(PEER_NAMES, ""))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+
+
+@pytest.mark.usefixtures("no_device")
+def test_a_run_from_arguments_to_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    arguments = ["--heads", "4/2/64", "--trees", "1,6_40,9", "5_20", "--permuted"]
+    assert kernel.main([*arguments, "--json", str(file)]) == 1
+    printed = capsys.readouterr().out
+    assert "flashinfer did not run: RuntimeError: workspace too small" in printed
+    assert "output of levels is off" in printed and "output of fa3" not in printed
+    document = json.loads(file.read_text())
+    assert document["settings"] == asdict(Settings())
+    assert [each["spec"] for each in document["rows"]] == ["1,6_40,9", "5_20"]
+    first = Row(**document["rows"][0])
+    assert (first.heads, first.permuted, first.bound) == ("4/2/64", True, "memory")
+    assert (first.pat, first.fa3, first.flashinfer, first.levels) == (10.0, 11.0, None, 12.0)
+    assert first.error < 0.01 and set(first.wrong) == {"levels"}
+    assert first.items > 0 and first.kv_read_over_unique >= 1
+
+
+RANGE = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+
+
+def ncu_line(*cells: object) -> str:
+    return ",".join(f'"{cell}"' for cell in cells)
+
+
+def test_ncu_counts_are_added_up_by_range() -> None:
+    def kernel_line(name: str, *counts: object) -> str:
+        return ncu_line(0, "forward", f'1 ""<default domain>:{name}:none:none""', *counts)
+
+    lines = [
+        "==PROF== Connected to process 7",
+        ncu_line("ID", "Kernel Name", RANGE, *traffic.METRICS),
+        ncu_line("", "", "", "byte", "byte", "sector"),
+        kernel_line(traffic.tag(0, "pat"), "1,000", "24", 5),
+        kernel_line(traffic.tag(0, "pat"), 500, 0, "1,000"),
+        kernel_line(traffic.tag(0, "fa3"), 9000, 1, 0),
+        kernel_line("someone else", 7, 7, 7),
+        kernel_line(traffic.tag(12, "pat"), 3, 0, 0),
+    ]
+    found = traffic.parse(lines)
+    assert found.keys() == {(0, "pat"), (0, "fa3"), (12, "pat")}
+    assert traffic.bytes_of(found[0, "pat"], traffic.DRAM_METRICS) == 1524
+    assert traffic.bytes_of(found[0, "pat"], traffic.L2_METRICS) == 1005 * 32
+    assert traffic.bytes_of(found[0, "fa3"], traffic.DRAM_METRICS) == 9001
+    assert traffic.bytes_of(None, traffic.DRAM_METRICS) is None
+    with pytest.raises(ValueError, match="none in a range of ours"):
+        traffic.parse([*lines[:3], lines[6]])
+    with pytest.raises(ValueError, match="ncu gave no table"):
+        traffic.parse(lines[:1])
+
+
+def test_traffic_is_printed_in_megabytes() -> None:
+    row = traffic.Traffic(
+        "32/8", "1,4_64,16", False, 10**6, 2 * 10**6, 3e6, 4e6, 5 * 10**6, 6e6, None
+    )
+    assert traffic.table([row])[1].split()[2:] == ["1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "-"]
+
+
+def test_plan_bytes() -> None:
+    heads = Heads(32, 8)
+    tree = Tree((1, 64), (2048, 128))
+    packed, unpacked = traffic.plan_bytes(tree, heads, Settings())
+    q_and_out = 2 * 64 * 32 * 128 * 2
+    assert unpacked == 64 * 2176 * 2 * 8 * 128 * 2 + q_and_out
+    unique = (2048 + 64 * 128) * 2 * 8 * 128 * 2 + q_and_out
+    # Two partial states a query, fp32 with their LSE, at least; the shared node in few row tiles.
+    assert unique + 2 * 2 * 64 * 32 * 4 * 129 <= packed < unpacked / 2
+    assert traffic.plan_bytes(tree, heads, Settings(partial="bfloat16"))[0] < packed
