@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_pat import ops, refusals
+from sglang_pat import refusals
 from sglang_pat.check import check_plan
 from sglang_pat.config import PatConfig
+from sglang_pat.executor import make_executor
 from sglang_pat.hook import LiveBatch, Mailbox
 from sglang_pat.metrics import Reporter
 from sglang_pat.stats import Stats
 from sglang_pat.step import StepPlanner
-from sglang_pat.target import Target
 
 if TYPE_CHECKING:
     from sglang_pat.planning import Plan
@@ -34,21 +34,22 @@ class PatDecodeMixin:
     # Of the base.
     req_to_token_pool: Any
     token_to_kv_pool: Any
-    swa_out_cache_loc: torch.Tensor | None
 
-    def __init__(self, runner: Any, config: PatConfig) -> None:
-        super().__init__(runner)  # type: ignore[call-arg]
+    def __init__(self, runner: Any, config: PatConfig, **base_arguments: Any) -> None:
+        super().__init__(runner, **base_arguments)  # type: ignore[call-arg]
         self._config = config
         self._mailbox = Mailbox.on(runner)
-        self._target = _target_of(runner, config)
+        self._executor = make_executor(runner, config)
+        self._target = self._executor.target
         self._stats = Stats()
         self._steps = StepPlanner(self._target, self._stats)
-        self._plan: Plan | None = None
+        self._serves = False  # whether pat serves the forward that comes next
+        self._in_eager = False
         self._layers: dict[int, str] = {}
         self._reporter = _start_reporter(self._stats)
         logger.info(
             "sglang_pat serves decode on %s over %s: %d query heads, %d KV heads, head dim %d, "
-            "%d threads, up to %d requests; %s",
+            "%d units, up to %d requests; %s",
             runner.device,
             type(self).__mro__[2].__name__,
             self._target.num_q_heads,
@@ -60,10 +61,58 @@ class PatDecodeMixin:
         )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare the base, and for a plain decode batch the plan."""
-        super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        """Prepare a forward without a graph: the base, and for a plain decode batch the plan."""
+        self._in_eager = True  # some bases call init_forward_metadata_out_graph from here
+        try:
+            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        finally:
+            self._in_eager = False
         batch = self._mailbox.take()
-        self._plan = None
+        self._serves = False
+        if not self._plain_decode(forward_batch):
+            return
+        if batch is None:  # warm-up forwards are made without the scheduler
+            self._stats.fall_back("no batch from the scheduler", level=logging.INFO)
+            return
+        lens = _host_lens(forward_batch)
+        plan = self._steps.plan(batch, lens)
+        if plan is not None:
+            self._take(plan, batch, forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare the capture or a replay of a decode graph: the base, and our plan.
+
+        What a graph runs was decided when it was captured, so here there is always a plan: without
+        a batch from the scheduler one that shares nothing. ``forward_batch`` holds the graph's
+        buffers, of which the last ``num_padding`` rows are not requests.
+        """
+        super().init_forward_metadata_out_graph(  # type: ignore[misc]
+            forward_batch, in_capture=in_capture
+        )
+        if self._in_eager:
+            return
+        self._serves = False
+        if not self._plain_decode(forward_batch):
+            return
+        if in_capture:
+            self._take(self._steps.private(_host_lens(forward_batch)), None, forward_batch)
+            return
+        batch = self._mailbox.take()
+        count = forward_batch.batch_size - forward_batch.num_padding
+        lens = _host_lens(forward_batch)[:count]
+        plan = None if batch is None else self._steps.plan(batch, lens)
+        if plan is None:
+            if count:  # an idle rank of data parallel attention has nothing to plan
+                self._stats.fall_back("graph without a batch from the scheduler")
+            plan, batch = self._steps.private(lens), None
+        for reason in filter(
+            None, self._layers.values()
+        ):  # a replay does not come by forward_decode
+            self._stats.fall_back(f"layer with {reason}")
+        self._take(plan, batch, forward_batch)
+
+    def _plain_decode(self, forward_batch: Any) -> bool:
+        """Whether ``pat`` serves a batch of this kind; counts it by reason if not."""
         mode = forward_batch.forward_mode
         if not mode.is_decode():
             self._stats.fall_back(mode.name.lower(), level=logging.INFO)
@@ -72,19 +121,16 @@ class PatDecodeMixin:
         elif forward_batch.encoder_lens is not None:
             self._stats.fall_back("encoder lengths in the batch")
         else:
-            self._plan = self._plan_decode(forward_batch, batch)
+            return True
+        return False
 
-    def _plan_decode(self, forward_batch: Any, batch: LiveBatch | None) -> Plan | None:
-        if batch is None:  # warm-up forwards are made without the scheduler
-            self._stats.fall_back("no batch from the scheduler", level=logging.INFO)
-            return None
-        rows = forward_batch.req_pool_indices.to(torch.int64).contiguous()
-        seq_lens = forward_batch.seq_lens.to(torch.int64).contiguous()
-        plan = self._steps.plan(batch, rows, seq_lens)
-        if plan is not None and self._config.check:
+    def _take(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> None:
+        rows = forward_batch.req_pool_indices
+        if batch is not None and self._config.check:
             table = self.req_to_token_pool.req_to_token
-            check_plan(plan, batch.reqs, self._steps.view, table, rows)
-        return plan
+            check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)
+        self._executor.prepare(plan, rows, forward_batch.seq_lens)
+        self._serves = True
 
     def forward_decode(
         self,
@@ -97,9 +143,8 @@ class PatDecodeMixin:
         **kwargs: Any,
     ) -> torch.Tensor:
         """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv]."""
-        plan = self._plan
-        reason = None if plan is None else self._reason_against(layer, q, kwargs)
-        if plan is None or reason:
+        reason = self._reason_against(layer, q, kwargs) if self._serves else ""
+        if reason or not self._serves:
             if reason:
                 self._stats.fall_back(f"layer with {reason}")
             return super().forward_decode(  # type: ignore[misc, no-any-return]
@@ -107,28 +152,21 @@ class PatDecodeMixin:
             )
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            pool.set_kv_buffer(layer, self._write_loc(forward_batch), k, v)
+            from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+            loc = KVWriteLoc.for_layer(forward_batch, layer)
+            pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         heads = layer.tp_q_head_num
         out = q.new_empty((q.shape[0], heads * layer.v_head_dim))
-        ops.decode(
+        self._executor.decode(
             q.reshape(-1, heads, layer.qk_head_dim),
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
-            self.req_to_token_pool.req_to_token,
-            forward_batch.req_pool_indices,
-            forward_batch.seq_lens,
-            plan,
+            out.view(-1, heads, layer.v_head_dim),
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
-            out=out.view(-1, heads, layer.v_head_dim),
-            partial_dtype=self._config.partial_dtype,
         )
         return out
-
-    def _write_loc(self, forward_batch: Any) -> Any:
-        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-        return KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
 
     def _reason_against(self, layer: Any, q: torch.Tensor, kwargs: dict[str, Any]) -> str:
         """Why a layer is the base's, or "". The layer's own part is worked out once."""
@@ -154,16 +192,32 @@ def make_pat_backend(runner: Any) -> Any:
     """
     config = PatConfig.from_env()
     refusals.refuse_unsafe(runner)
-    base = _base_class()
+    base, arguments = _base_of(runner)
     if runner.is_draft_worker:
-        return base(runner)  # drafts do not go through the scheduler's batches
-    return _subclass(base)(runner, config)
+        return base(runner, **arguments)  # drafts do not go through the scheduler's batches
+    return _subclass(base)(runner, config, **arguments)
 
 
-def _base_class() -> type:
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+def _base_of(runner: Any) -> tuple[type, dict[str, Any]]:
+    """SGLang's own backend for the device, as its registry would make it, and its arguments."""
+    if runner.device == "cpu":
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    return TorchNativeAttnBackend  # type: ignore[no-any-return]
+        return TorchNativeAttnBackend, {}
+    major, _minor = torch.cuda.get_device_capability()
+    if major in (8, 9):  # what FlashAttention 3 runs on
+        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+
+        return FlashAttentionBackend, {}
+    from sglang.srt.utils import is_flashinfer_available
+
+    if is_flashinfer_available():
+        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+        return FlashInferAttnBackend, {"init_new_workspace": runner.init_new_workspace}
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    return TritonAttnBackend, {}
 
 
 @lru_cache
@@ -171,22 +225,12 @@ def _subclass(base: type) -> type:
     return type(f"Pat{base.__name__}", (PatDecodeMixin, base), {})
 
 
-def _target_of(runner: Any, config: PatConfig) -> Target:
-    from sglang.srt.runtime_context import get_parallel
-
-    ranks = get_parallel().attn_tp_size
-    model = runner.model_config
-    return Target.cpu(
-        threads=torch.get_num_threads(),
-        num_q_heads=model.num_attention_heads // ranks,
-        num_kv_heads=model.get_num_kv_heads(ranks),
-        head_dim=model.head_dim,
-        max_queries=runner.req_to_token_pool.size,
-        kv_bytes=runner.kv_cache_dtype.itemsize,
-        partial_bytes=config.partial_dtype.itemsize,
-        policy=config.policy,
-        split=config.split,
-    )
+def _host_lens(forward_batch: Any) -> torch.Tensor:
+    """Sequence lengths as int64 on the CPU; no copy from the device where SGLang keeps a mirror."""
+    lens = forward_batch.seq_lens_cpu
+    if lens is None:
+        lens = forward_batch.seq_lens.cpu()
+    return lens.to(torch.int64).contiguous()  # type: ignore[no-any-return]
 
 
 def _start_reporter(stats: Stats) -> Reporter:

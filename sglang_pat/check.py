@@ -27,7 +27,7 @@ def check_plan(
     req_to_token: torch.Tensor,
     rows: torch.Tensor,
 ) -> None:
-    """Check a decode step's plan against ``req_to_token`` [rows, max_context] (CPU).
+    """Check a decode step's plan against ``req_to_token`` [rows, max_context]; ``rows`` on the CPU.
 
     Members of an item must hold equal slots over the item's tokens, and a request's row must repeat
     the slots of its radix path as far as that is protected. Raises SlotMismatch naming request,
@@ -47,7 +47,7 @@ def check_plan(
             )
     if view.disabled:
         return
-    for query, req in enumerate(reqs[: len(rows)]):
+    for query, req in enumerate(reqs):
         if req.lock is None or req.kv.req_pool_idx != rows[query]:
             continue
         protected = req.kv.cache_protected_len
@@ -77,7 +77,7 @@ def _compare(
         raise SlotMismatch(
             f"SGLANG_PAT_CHECK: {holder} protects {len(held)} tokens, {other} has {len(expected)}"
         )
-    at = int(np.flatnonzero((held != expected).numpy())[0])
+    at = int(np.flatnonzero((held != expected).cpu().numpy())[0])
     raise SlotMismatch(
         f"SGLANG_PAT_CHECK: {holder} holds slot {int(held[at])} at token {begin + at}, "
         f"{other} holds slot {int(expected[at])}"

@@ -12,16 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 TARGET = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 _ATTRIBUTE = "_sglang_pat_mailbox"
 
 
 @dataclass(frozen=True, slots=True)
 class LiveBatch:
-    """The requests of a decode step, in row order, and the cache that holds their prefixes."""
+    """The requests of a decode step, in row order, and the cache that holds their prefixes.
+
+    ``rows`` [>= len(reqs)] int64, CPU: the row of ``req_to_token`` of each query of the batch.
+    """
 
     reqs: list[Any]
     tree_cache: Any
+    rows: torch.Tensor
 
 
 class Mailbox:
@@ -55,7 +61,9 @@ def after_init_new(
     mailbox = getattr(model_runner, _ATTRIBUTE, None)
     if mailbox is not None:
         decode = forward_batch.forward_mode.is_decode()
-        mailbox.put(LiveBatch(batch.reqs, batch.tree_cache) if decode else None)
+        mailbox.put(
+            LiveBatch(batch.reqs, batch.tree_cache, batch.req_pool_indices_cpu) if decode else None
+        )
 
 
 def is_installed(function: Any) -> bool:

@@ -20,9 +20,14 @@ from sglang_pat import hook
 if TYPE_CHECKING:
     from sglang_pat.target import Target
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DEVICES = ("cpu",)
-# The executor's vectors; the largest head dim it has room for.
+# What the executors read, by device.
+DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16),
+}
+DEVICES = tuple(DTYPES)
+CUDA_HEAD_DIMS, CUDA_MAX_GROUP = (64, 128, 256), 16
+# The CPU executor's vectors; the largest head dim it has room for.
 HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 512
 
 
@@ -38,8 +43,9 @@ def refuse_unsafe(runner: Any) -> None:
 
 def interface_mismatches() -> Iterator[str]:
     """What SGLang lacks of the interface that the plugin uses, which is 0.5.23's, hook included."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-    from sglang.srt.managers.schedule_batch import ReqKvInfo
+    from sglang.srt.managers.schedule_batch import ReqKvInfo, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import TreeLock
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -62,7 +68,11 @@ def interface_mismatches() -> Iterator[str]:
             TorchNativeAttnBackend.init_forward_metadata,
             ("self", "forward_batch"),
         ),
-        "KVWriteLoc": (KVWriteLoc, ("loc", "swa_loc")),
+        "AttentionBackend.init_forward_metadata_out_graph": (
+            AttentionBackend.init_forward_metadata_out_graph,
+            ("self", "forward_batch", "in_capture"),
+        ),
+        "KVWriteLoc.for_layer": (KVWriteLoc.for_layer, ("forward_batch", "layer")),
     }
     for name, (function, expected) in wanted.items():
         found = tuple(inspect.signature(function).parameters)[: len(expected)]
@@ -71,7 +81,11 @@ def interface_mismatches() -> Iterator[str]:
     for cls, needed in (
         (ReqKvInfo, {"req_pool_idx", "cache_protected_len"}),
         (TreeLock, {"node"}),
-        (ForwardBatch, {"req_pool_indices", "seq_lens", "out_cache_loc", "encoder_lens"}),
+        (
+            ForwardBatch,
+            {"req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc", "encoder_lens"},
+        ),
+        (ScheduleBatch, {"reqs", "tree_cache", "req_pool_indices_cpu"}),
     ):
         missing = needed - {field.name for field in dataclass_fields(cls)}
         if missing:
@@ -84,6 +98,13 @@ def _device(runner: Any) -> Iterator[str]:
             f"this version serves on {', '.join(DEVICES)}, not on {runner.device!r}: set "
             "SGLANG_PLATFORM=pat_cpu and --device cpu, or choose another --attention-backend"
         )
+    elif runner.device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        if major < 8:
+            yield (
+                f"the GPU has compute capability {major}.{minor}, the kernels are for 8.0 and up: "
+                "choose another --attention-backend"
+            )
     elif os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         yield (
             "SGLANG_USE_CPU_ENGINE=1 selects SGLang's own CPU engine: unset it and set "
@@ -98,10 +119,14 @@ def _model(runner: Any) -> Iterator[str]:
         yield f"the model uses MLA, whose cache holds latents instead of K and V: {way_out}"
     if model.is_encoder_decoder:
         yield f"encoder-decoder models shift their rows of req_to_token: {way_out}"
-    if runner.kv_cache_dtype not in DTYPES:
+    dtypes = DTYPES[runner.device]
+    if runner.device == "cuda" and runner.kv_cache_dtype == torch.float8_e4m3fn:
+        return  # its layers are the base's, see reason_against_layer
+    if runner.kv_cache_dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         yield (
-            f"the K/V cache is {runner.kv_cache_dtype}, of which pat reads float32, bfloat16 and "
-            "float16: set --kv-cache-dtype auto"
+            f"the K/V cache is {runner.kv_cache_dtype}, on {runner.device} pat reads {names}: set "
+            "--kv-cache-dtype auto and one of these --dtype"
         )
     elif runner.kv_cache_dtype != runner.dtype:
         yield (
@@ -180,9 +205,9 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, target: Targ
     heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
     if heads != (target.num_q_heads, target.num_kv_heads, target.num_kv_heads):
         return f"{heads} query, K and V heads, planned for others"
-    for dim in (layer.qk_head_dim, layer.v_head_dim):
-        if dim > MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
-            return f"head dim {dim}, not a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+    reason = _against_heads(layer, pool.device)
+    if reason:
+        return reason
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     if keys.shape[1:] != (layer.tp_k_head_num, layer.qk_head_dim):
         return f"a K cache of shape {tuple(keys.shape)}"
@@ -190,4 +215,19 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, target: Targ
         return f"a V cache of shape {tuple(values.shape)}"
     if keys.dtype != dtype or values.dtype != dtype:
         return f"a {keys.dtype} cache under {dtype} queries"
+    return ""
+
+
+def _against_heads(layer: Any, device: str) -> str:
+    dims = (layer.qk_head_dim, layer.v_head_dim)
+    if torch.device(device).type == "cpu":
+        for dim in dims:
+            if dim > MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
+                return f"head dim {dim}, not a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+        return ""
+    if dims[0] != dims[1] or dims[0] not in CUDA_HEAD_DIMS:
+        return f"head dims {dims[0]} and {dims[1]}, not both one of {CUDA_HEAD_DIMS}"
+    group = layer.tp_q_head_num // layer.tp_k_head_num
+    if group > CUDA_MAX_GROUP:
+        return f"{group} query heads per KV head, more than {CUDA_MAX_GROUP}"
     return ""

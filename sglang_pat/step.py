@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,23 +40,22 @@ class StepPlanner:
         """The prefix cache of the last step's batch."""
         return self._view
 
-    def plan(self, batch: LiveBatch, rows: torch.Tensor, seq_lens: torch.Tensor) -> Plan | None:
+    def plan(self, batch: LiveBatch, seq_lens: torch.Tensor) -> Plan | None:
         """The plan of a decode step, or None if there can be none (counted; the base must serve).
 
-        ``rows`` [B] int64, CPU: row of ``req_to_token`` of each query. ``seq_lens`` [B] int64,
-        CPU, contiguous: tokens, the one being decoded included. Queries beyond ``batch.reqs``
-        (padding, beams) share nothing. Counts the step. Never raises: what goes wrong in reading
-        SGLang's tree or in planning costs the sharing, not the server.
+        ``seq_lens`` [B] int64, CPU, contiguous: tokens, the one being decoded included. Queries
+        beyond ``batch.reqs`` (padding, beams) share nothing. Counts the step. Never raises: what
+        goes wrong in reading SGLang's tree or in planning costs the sharing, not the server.
         """
         start = time.perf_counter_ns()
         stats = self._stats
         count = len(seq_lens)
-        key = self._read_key(batch, rows)
+        key = (count, *self._read_key(batch))
         plan = self._plan
         if plan is not None and key == self._key and plan.fits(seq_lens.data_ptr(), count):
             stats.plans_reused += 1
         else:
-            plan = self._make(batch, rows, seq_lens)
+            plan = self._make(batch, seq_lens)
             self._plan, self._key = plan, key
             if plan is None:
                 return None
@@ -71,7 +69,14 @@ class StepPlanner:
         stats.host_ns += time.perf_counter_ns() - start
         return plan
 
-    def _read_key(self, batch: LiveBatch, rows: torch.Tensor) -> tuple[object, ...]:
+    def private(self, seq_lens: torch.Tensor) -> Plan:
+        """A plan that shares nothing; ``seq_lens`` as in ``plan``. Not counted, not kept.
+
+        Raises ValueError for more queries than the target holds.
+        """
+        return self._planner.plan([None] * len(seq_lens), seq_lens.numpy())
+
+    def _read_key(self, batch: LiveBatch) -> tuple[object, ...]:
         """What the plan of this step depends on."""
         if batch.tree_cache is not self._view.tree_cache:
             self._view = RadixView(batch.tree_cache)
@@ -81,36 +86,35 @@ class StepPlanner:
         except AttributeError as error:
             self._stats.fall_back("requests not readable", error)
             held = object()  # unlike any other: plan anew
-        return (rows.numpy().tobytes(), held)
+        return (batch.rows.numpy().tobytes(), held)
 
-    def _make(self, batch: LiveBatch, rows: torch.Tensor, seq_lens: torch.Tensor) -> Plan | None:
-        count = len(seq_lens)
-        lens = seq_lens.numpy()
+    def _make(self, batch: LiveBatch, seq_lens: torch.Tensor) -> Plan | None:
         try:
-            paths, limits = self._shared_paths(batch.reqs, rows)
-            return self._planner.plan(paths, lens, limits, self._view.fields)
+            paths, limits = self._shared_paths(batch, len(seq_lens))
+            return self._planner.plan(paths, seq_lens.numpy(), limits, self._view.fields)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back("sharing not usable", repr(error))
         try:
-            return self._planner.plan([None] * count, lens)
+            return self.private(seq_lens)
         except ValueError as error:
             self._stats.fall_back("batch not plannable", error)
             return None
 
     def _shared_paths(
-        self, reqs: list[Any], rows: torch.Tensor
+        self, batch: LiveBatch, count: int
     ) -> tuple[list[Path | None], npt.NDArray[np.int64]]:
-        """Path of each row of the batch and the tokens of it that are safe to share."""
-        extra = len(rows) - len(reqs)
+        """Path of each query of the batch and the tokens of it that are safe to share."""
+        reqs = batch.reqs
+        extra = count - len(reqs)
         if extra < 0:
-            raise ValueError(f"{len(reqs)} requests in a batch of {len(rows)} rows")
+            raise ValueError(f"{len(reqs)} requests in a batch of {count} rows")
         handles = self._view.read_handles(reqs)
         # A request that does not own its row, such as one just released, has no say in it.
-        handles[self._view.read_rows(reqs) != rows.numpy()[: len(reqs)]] = (NO_NODE, 0)
+        handles[self._view.read_rows(reqs) != batch.rows.numpy()[: len(reqs)]] = (NO_NODE, 0)
         paths, private = self._view.paths(reqs, handles)
         if extra:
             private["row without a request"] = extra
         self._stats.private(private)
-        limits = np.zeros(len(rows), dtype=np.int64)
+        limits = np.zeros(count, dtype=np.int64)
         limits[: len(reqs)] = handles[:, 1]
         return [*paths, *[None] * extra], limits

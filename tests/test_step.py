@@ -33,7 +33,7 @@ class Bed:
         self.cache = LiveCache(kind, slots=40_000, rows=queries + 2, context=1024)
         self.system, self.tools = self.text(SYSTEM), [self.text(TOOL), self.text(TOOL)]
         self.reqs = [self.admit(i) for i in range(queries)]
-        self.batch, self.rows, self.lens = self.cache.batch(self.reqs)
+        self.batch, self.lens = self.cache.batch(self.reqs)
         self.stats = Stats()
         self.steps = StepPlanner(TARGET, self.stats)
 
@@ -44,13 +44,13 @@ class Bed:
         return self.cache.admit(self.system + self.tools[index % 2] + self.text(OWN))
 
     def plan(self) -> Plan:
-        plan = self.steps.plan(self.batch, self.rows, self.lens)
+        plan = self.steps.plan(self.batch, self.lens)
         assert plan is not None
         return plan
 
     def check(self, plan: Plan) -> None:
         table = self.cache.table.req_to_token
-        check_plan(plan, self.batch.reqs, self.steps.view, table, self.rows)
+        check_plan(plan, self.batch.reqs, self.steps.view, table, self.batch.rows)
 
 
 @pytest.fixture(params=CACHES)
@@ -96,7 +96,7 @@ def test_whatever_changes_makes_a_new_plan(bed: Bed, what: str) -> None:
     first = bed.plan()
     req = bed.reqs[3]
     if what == "row":
-        req.kv.req_pool_idx = bed.rows[3] = bed.rows.max() + 1
+        req.kv.req_pool_idx = bed.batch.rows[3] = bed.batch.rows.max() + 1
     elif what == "node":
         req.lock = bed.cache.tree.lock(bed.reqs[1].lock.node)
     else:
@@ -122,7 +122,7 @@ def test_a_flushed_cache_gives_other_nodes(bed: Bed) -> None:
     bed.cache.allocator.clear()
     bed.reqs = [bed.admit(i // 4) for i in range(QUERIES)]
     assert not set(nodes) & {getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs}
-    bed.batch, bed.rows, bed.lens = bed.cache.batch(bed.reqs)
+    bed.batch, bed.lens = bed.cache.batch(bed.reqs)
     second = bed.plan()
     assert second is not first
     bed.check(second)
@@ -131,8 +131,7 @@ def test_a_flushed_cache_gives_other_nodes(bed: Bed) -> None:
 def test_released_requests_and_rows_beyond_them_are_private(bed: Bed) -> None:
     bed.reqs[0].lock = None
     bed.reqs[1].kv.req_pool_idx = None
-    extra = torch.tensor([0, 0])  # SGLang's reserved row, as padding and beams have it
-    bed.rows, bed.lens = torch.cat([bed.rows, extra]), torch.cat([bed.lens, extra + 1])
+    bed.lens = torch.cat([bed.lens, torch.tensor([1, 1])])  # as padding and beams have it
     plan = bed.plan()
     sharing = {
         int(query)
@@ -158,15 +157,15 @@ def test_a_node_that_is_gone_costs_the_sharing_only(
 
 
 def test_requests_of_another_form_cost_the_sharing_only(bed: Bed) -> None:
-    bed.batch = LiveBatch([object()] * QUERIES, bed.cache.tree)
+    bed.batch = LiveBatch([object()] * QUERIES, bed.cache.tree, bed.batch.rows)
     assert bed.plan().num_shared_items == 0
     assert set(bed.stats.fallbacks) == {"requests not readable", "sharing not usable"}
 
 
 def test_a_batch_beyond_the_target_is_the_bases(bed: Bed) -> None:
     many = TARGET.max_queries + 1
-    rows, lens = torch.zeros(many, dtype=torch.int64), torch.ones(many, dtype=torch.int64)
-    assert bed.steps.plan(bed.batch, rows, lens) is None
+    lens = torch.ones(many, dtype=torch.int64)
+    assert bed.steps.plan(bed.batch, lens) is None
     assert bed.stats.fallbacks["batch not plannable"] == 1
     assert bed.stats.decode_steps == 0
 
@@ -174,7 +173,7 @@ def test_a_batch_beyond_the_target_is_the_bases(bed: Bed) -> None:
 @pytest.mark.parametrize("token", [5, SYSTEM + 5, SYSTEM + TOOL + 5])
 def test_check_mode_names_the_wrong_slot(bed: Bed, token: int) -> None:
     plan = bed.plan()
-    row = int(bed.rows[3])
+    row = int(bed.batch.rows[3])
     right = int(bed.cache.table.req_to_token[row, token])
     bed.cache.table.req_to_token[row, token] = right + 1
     rid = bed.reqs[3].rid

@@ -63,8 +63,8 @@ class LiveCache:
         self.tree.checkpoint(req, up_to=len(tokens))
         return req
 
-    def batch(self, reqs: list[Any]) -> tuple[LiveBatch, torch.Tensor, torch.Tensor]:
-        """The decode step of requests: batch, rows [B] and sequence lengths [B], int64."""
+    def batch(self, reqs: list[Any]) -> tuple[LiveBatch, torch.Tensor]:
+        """The decode step of requests: batch and sequence lengths, int64 [B]."""
         rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
         lens = torch.tensor([len(req.full_untruncated_fill_ids) + 1 for req in reqs])
-        return LiveBatch(reqs, self.tree), rows, lens
+        return LiveBatch(reqs, self.tree, rows), lens

@@ -32,18 +32,18 @@ def measure(kind: str, queries: int) -> dict[str, float | int | str]:
     cache = LiveCache(kind, slots=2000 * queries, rows=queries, context=2048)
     system, tools = text(1000), [text(300) for _ in range(8)]
     reqs = [cache.admit(system + tools[i % 8] + text(40)) for i in range(queries)]
-    batch, rows, lens = cache.batch(reqs)
+    batch, lens = cache.batch(reqs)
     target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=queries)
     steps = StepPlanner(target, Stats())
-    steps.plan(batch, rows, lens)
+    steps.plan(batch, lens)
     unchanged, changed = [], []
     for repeat in range(REPEATS):
         start = time.perf_counter_ns()
-        steps.plan(batch, rows, lens)
+        steps.plan(batch, lens)
         unchanged.append((time.perf_counter_ns() - start) / 1e3)
         reqs[0].kv.cache_protected_len -= 1 if repeat % 2 else -1
         start = time.perf_counter_ns()
-        steps.plan(batch, rows, lens)
+        steps.plan(batch, lens)
         changed.append((time.perf_counter_ns() - start) / 1e3)
     return {
         "cache": kind,

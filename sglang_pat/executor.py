@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the plan of a decode step for the backend, layer by layer, on the device of the K/V pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_pat import ops
+from sglang_pat.config import PatConfig
+from sglang_pat.planning import Plan
+from sglang_pat.target import Target
+from sglang_pat.workspace import Workspace
+
+
+class Executor:
+    """``ops.decode`` with what stays the same over the layers of a step.
+
+    On a GPU it owns a ``Workspace``: its addresses are fixed, so that a CUDA graph that captured
+    ``decode`` runs whatever plan was prepared before the replay. ``table``: ``req_to_token``.
+    """
+
+    def __init__(self, target: Target, config: PatConfig, table: torch.Tensor) -> None:
+        self.target = target
+        self._table = table
+        self._partial_dtype = config.partial_dtype
+        self._workspace: Workspace | None = None
+        if table.device.type == "cuda":
+            self._workspace = Workspace(
+                target, table.shape[1], table.device, partial_dtype=config.partial_dtype
+            )
+        self._step: tuple[torch.Tensor, torch.Tensor, Plan] | None = None
+
+    def prepare(self, plan: Plan, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Take the plan of the next step. ``rows``, ``seq_lens`` [B] on the device; a B beyond the
+        plan's queries is padding, on a GPU only."""
+        if self._workspace is not None:
+            # The snapshot ends all reads of the scheduler's table before the attention begins:
+            # under overlap its rows may be another request's by the time the kernels run.
+            self._workspace.load(plan)
+            self._workspace.snapshot(self._table, rows, seq_lens)
+        self._step = (rows, seq_lens, plan)
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        logit_cap: float,
+    ) -> None:
+        """Attention of one layer; arguments as of ``ops.decode``."""
+        if self._step is None:
+            raise RuntimeError("decode() before prepare()")
+        ops.decode(
+            q,
+            k_cache,
+            v_cache,
+            self._table,
+            *self._step,
+            scale=scale,
+            logit_cap=logit_cap,
+            out=out,
+            partial_dtype=self._partial_dtype,
+            workspace=self._workspace,
+        )
+
+
+def make_executor(runner: Any, config: PatConfig) -> Executor:
+    """The executor for a model runner, its target sized by the runner's pools and graphs."""
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    ranks = get_parallel().attn_tp_size
+    model = runner.model_config
+    largest_graph = get_exec().graph.cuda_graph_config.decode.max_bs or 0
+    options: dict[str, Any] = {
+        "num_q_heads": model.num_attention_heads // ranks,
+        "num_kv_heads": model.get_num_kv_heads(ranks),
+        "head_dim": model.head_dim,
+        "max_queries": max(runner.req_to_token_pool.size, largest_graph),
+        "kv_bytes": runner.kv_cache_dtype.itemsize,
+        "partial_bytes": config.partial_dtype.itemsize,
+        "policy": config.policy,
+        "split": config.split,
+    }
+    table = runner.req_to_token_pool.req_to_token
+    if table.device.type == "cpu":
+        target = Target.cpu(threads=torch.get_num_threads(), **options)
+    else:
+        target = Target.h200(**options)
+    return Executor(target, config, table)
