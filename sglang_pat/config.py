@@ -17,6 +17,7 @@ _ALLOWED = {
     "policy": ("bytes", "paper", "naive"),
     "split": ("cost", "mean"),
     "partial": ("fp32", "bf16"),
+    "launch": ("queue", "streams", "serial"),
 }
 
 
@@ -27,12 +28,14 @@ class PatConfig:
     ``check`` (``SGLANG_PAT_CHECK``): every step, compare the slots of a pack's members.
     ``policy`` (``SGLANG_PAT_POLICY``) and ``split`` (``SGLANG_PAT_SPLIT``): see ``Target``.
     ``partial`` (``SGLANG_PAT_PARTIAL``): dtype of the partial outputs that the merge reads.
+    ``launch`` (``SGLANG_PAT_LAUNCH``): how a GPU's forward is launched, see ``Workspace``.
     """
 
     check: bool = False
     policy: str = "bytes"
     split: str = "cost"
     partial: str = "fp32"
+    launch: str = "queue"
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> PatConfig:
@@ -63,6 +66,7 @@ class PatConfig:
             policy=chosen["policy"],
             split=chosen["split"],
             partial=chosen["partial"],
+            launch=chosen["launch"],
         )
 
     @property

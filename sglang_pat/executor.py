@@ -28,7 +28,11 @@ class Executor:
         self._workspace: Workspace | None = None
         if table.device.type == "cuda":
             self._workspace = Workspace(
-                target, table.shape[1], table.device, partial_dtype=config.partial_dtype
+                target,
+                table.shape[1],
+                table.device,
+                partial_dtype=config.partial_dtype,
+                launch=config.launch,
             )
         self._step: tuple[torch.Tensor, torch.Tensor, Plan] | None = None
 

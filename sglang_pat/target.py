@@ -106,7 +106,7 @@ class Target:
             "flops_per_s": 600e12,
             "item_overhead_s": 1.2e-6,
             "reread_weight": 0.7,
-            "row_tiles": (16, 32, 64, 128),
+            "row_tiles": (16, 32, 64),
             "kv_tiles": (32, 64, 128),
         }
         values |= _capacities(max_queries) | overrides

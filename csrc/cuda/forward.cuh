@@ -26,10 +26,10 @@ inline constexpr int kTileRows = 64;  // packed rows of a Q buffer
 inline constexpr int kMaxStages = 8;
 inline constexpr int kUnits = 8;      // ring of unit descriptions
 inline constexpr int kSlotTiles = 6;  // ring of tiles whose slots are known
-// A narrow unit is done by one consumer warp and takes one stage: its K in the first half of the
-// rows, its V in the second.
+// A narrow unit, of one tile, is done by one consumer warp. A short one takes one stage: its K in
+// the first half of the rows, its V in the second.
 inline constexpr int kNarrowRows = 8;
-inline constexpr int kNarrowTokens = kTileTokens / 2;
+inline constexpr int kShortTokens = kTileTokens / 2;
 inline constexpr int kNarrowUnits = 4;  // one a consumer warp
 inline constexpr int kAheadTiles = 4;   // the scheduler claims on when fewer tiles are left to load
 
@@ -67,6 +67,8 @@ struct ForwardParams {
 
 enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };
 
+enum Narrow : int { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
+
 // A unit as the scheduler describes it. tokens < 0: no more units.
 struct Unit {
   int32_t member_offset;
@@ -77,7 +79,7 @@ struct Unit {
   int32_t tokens;
   int32_t head;
   int16_t single;  // all rows belong to the member below
-  int16_t narrow;
+  int16_t narrow;  // Narrow
   Member member;
 };
 

@@ -72,9 +72,16 @@ __global__ void __launch_bounds__(kThreads, Shape<kHeadDim>::kCtasPerSm)
       if (u.tokens < 0) break;
       if (u.narrow) {
         // Of the units in a row, each warp takes every fourth, and passes by the others.
-        if (c.narrow.index == c.warp) attend_narrow<T, kHeadDim>(c, u);
+        const bool brief = u.narrow == kShort;
+        if (c.narrow.index != c.warp) {
+          c.pass_stage();
+          if (!brief) c.pass_stage();
+        } else if (brief) {
+          attend_narrow<T, kHeadDim, kShortTokens>(c, u);
+        } else {
+          attend_narrow<T, kHeadDim, kTileTokens>(c, u);
+        }
         c.narrow.advance(kNarrowUnits);
-        c.stage.advance(p.stages);
       } else if (rows <= 16) {
         attend_mma<T, kHeadDim, 1>(c, u);
       } else if (rows <= 32) {

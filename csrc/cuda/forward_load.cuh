@@ -33,7 +33,9 @@ __device__ void schedule_units(const ForwardParams& p, const Shared<kHeadDim>& s
       // The one member of most units comes along, so that nobody has to wait for it later.
       u = {a.x,      0, a.y * p.group,      a.z, a.w, tokens, unit - item * p.num_kv_heads,
            a.y == 1, 0, load_member(p, a.x)};
-      u.narrow = p.narrow && u.rows <= kNarrowRows && tokens > 0 && tokens <= kNarrowTokens;
+      if (p.narrow && u.rows <= kNarrowRows && tokens > 0 && tokens <= kTileTokens) {
+        u.narrow = tokens <= kShortTokens ? kShort : kNarrow;
+      }
       const int row_tile = b.y & 0xFFFF;
       skip = row_tile < p.min_row_tile || row_tile > p.max_row_tile;
     }
@@ -225,7 +227,7 @@ struct Loader {
     stage.advance(p.stages);
   }
 
-  __device__ __forceinline__ void load_narrow(const Unit& u, const char* k, const char* v) {
+  __device__ __forceinline__ void load_short(const Unit& u, const char* k, const char* v) {
     barrier_wait(s.slot_full(slots.index), slots.phase);
     wait_stage();
     // One warp copies K, the other V.
@@ -236,7 +238,7 @@ struct Loader {
     slots.advance(kSlotTiles);
   }
 
-  __device__ __forceinline__ void load_wide(const Unit& u, const char* k, const char* v) {
+  __device__ __forceinline__ void load_tiles(const Unit& u, const char* k, const char* v) {
     const bool whole = S::kWgmma && u.rows > 32;  // wgmma multiplies all of a tile
     for (int left = u.tokens; left > 0; left -= kTileTokens) {
       barrier_wait(s.slot_full(slots.index), slots.phase);
@@ -269,10 +271,10 @@ struct Loader {
       if (u.tokens < 0) break;
       const char* k = p.k + u.head * p.k_stride_head;
       const char* v = p.v + u.head * p.v_stride_head;
-      if (u.narrow) {
-        load_narrow(u, k, v);
+      if (u.narrow == kShort) {
+        load_short(u, k, v);
       } else {
-        load_wide(u, k, v);
+        load_tiles(u, k, v);
       }
       publish();
       release(s.unit_empty(ring.index));

@@ -169,21 +169,22 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim>& c, const Unit& u)
                                                       token_warp == 0);
 }
 
-// A narrow unit: up to 8 packed rows and 32 tokens, by one warp. Rows 8 to 15 of the products are
-// copies of rows 0 to 7 that nobody uses.
-template <typename T, int kHeadDim>
+// A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
+// are copies of rows 0 to 7 that nobody uses.
+template <typename T, int kHeadDim, int kTokens>
 __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim>& c, const Unit& u) {
   using S = Shape<kHeadDim>;
-  constexpr int kTiles = kNarrowTokens / 8;
+  constexpr int kTiles = kTokens / 8;
+  constexpr bool kIsShort = kTokens == kShortTokens;
   const ForwardParams& p = c.p;
   const int lane = lane_id();
   const uint32_t q_tile = c.s.narrow_q(c.narrow.index);
-  const uint32_t tile = c.s.tile(c.stage.index);
+  uint32_t tile = c.s.tile(c.stage.index);
   const uint32_t low = lane & 7;
   const uint32_t q_chunk = ((lane >> 4) ^ low) << 4;
   const uint32_t k_row = (low + (lane >> 4) * 8) * 128;
   const uint32_t k_chunk = (((lane >> 3) & 1) ^ low) << 4;
-  const uint32_t v_row = (kNarrowTokens + low + ((lane >> 3) & 1) * 8) * 128;
+  const uint32_t v_row = ((kIsShort ? kShortTokens : 0) + low + ((lane >> 3) & 1) * 8) * 128;
 
   const Destination to = destination_of(p, u, 0);
   float scores[4 * kTiles];
@@ -205,10 +206,16 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim>& c, const Unit&
     }
   }
   c.release(c.s.narrow_empty(c.narrow.index));
+  if constexpr (!kIsShort) {
+    c.release_stage(c.stage.index);
+    c.stage.advance(p.stages);
+    tile = c.s.tile(c.stage.index);
+  }
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
   softmax<kTiles>(p, scores, row_max, row_sum, factor, 0, u.tokens);
+  if constexpr (!kIsShort) c.wait_stage();
   float o[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
@@ -229,8 +236,8 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim>& c, const Unit&
       mma16816<T>(o + 8 * j + 4, a, b[2], b[3]);
     }
   }
-  __syncwarp();
-  if (lane < kConsumers / 32) barrier_arrive(c.s.empty(c.stage.index));  // for all consumer warps
+  c.release_stage(c.stage.index);
+  c.stage.advance(p.stages);
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
   write_rows<T, kHeadDim, kHeadDim / 8>(p, u, to, 0, 0, o, state, true);

@@ -20,6 +20,13 @@ struct Consumer {
     if (lane_id() == 0) barrier_arrive(bar);
   }
   __device__ __forceinline__ void release_stage(int index) { release(s.empty(index)); }
+  // Passes by a stage of another warp. Every warp waits for every stage and releases it: who left
+  // one out would take the parity of a later phase for that of an earlier one.
+  __device__ __forceinline__ void pass_stage() {
+    wait_stage();
+    release_stage(stage.index);
+    stage.advance(p.stages);
+  }
 };
 
 // Online softmax over one tile of scores: lane holds rows lane / 4 and lane / 4 + 8 in mma layout.
