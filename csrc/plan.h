@@ -71,4 +71,11 @@ struct QuerySplits {
 };
 static_assert(sizeof(QuerySplits) == 8);
 
+// Bytes of a plan of so many items, members and queries.
+constexpr int64_t plan_bytes(int64_t items, int64_t members, int64_t queries) {
+  return static_cast<int64_t>(sizeof(PlanHeader)) + items * static_cast<int64_t>(sizeof(Item)) +
+         members * static_cast<int64_t>(sizeof(Member)) +
+         queries * static_cast<int64_t>(sizeof(QuerySplits));
+}
+
 }  // namespace pat

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_pat import refusals
 from sglang_pat.check import check_plan
@@ -105,9 +106,8 @@ class PatDecodeMixin:
             if count:  # an idle rank of data parallel attention has nothing to plan
                 self._stats.fall_back("graph without a batch from the scheduler")
             plan, batch = self._steps.private(lens), None
-        for reason in filter(
-            None, self._layers.values()
-        ):  # a replay does not come by forward_decode
+        # A replay does not come by forward_decode, which counts these otherwise.
+        for reason in filter(None, self._layers.values()):
             self._stats.fall_back(f"layer with {reason}")
         self._take(plan, batch, forward_batch)
 
@@ -125,11 +125,10 @@ class PatDecodeMixin:
         return False
 
     def _take(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> None:
-        rows = forward_batch.req_pool_indices
         if batch is not None and self._config.check:
             table = self.req_to_token_pool.req_to_token
             check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)
-        self._executor.prepare(plan, rows, forward_batch.seq_lens)
+        self._executor.prepare(plan, forward_batch.req_pool_indices, forward_batch.seq_lens)
         self._serves = True
 
     def forward_decode(
@@ -143,17 +142,16 @@ class PatDecodeMixin:
         **kwargs: Any,
     ) -> torch.Tensor:
         """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv]."""
-        reason = self._reason_against(layer, q, kwargs) if self._serves else ""
-        if reason or not self._serves:
-            if reason:
-                self._stats.fall_back(f"layer with {reason}")
+        serves = self._serves
+        if serves and (reason := self._reason_against(layer, q, kwargs)):
+            self._stats.fall_back(f"layer with {reason}")
+            serves = False
+        if not serves:
             return super().forward_decode(  # type: ignore[misc, no-any-return]
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
             loc = KVWriteLoc.for_layer(forward_batch, layer)
             pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         heads = layer.tp_q_head_num

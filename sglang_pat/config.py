@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 PREFIX = "SGLANG_PAT_"
+SUPPORTED_SGLANG = "0.5.23"
+# Not taken from sglang_pat.platform: only SGLang may import that, while it picks its platform.
+CPU_PLATFORM = "pat_cpu"
 
 # First value = default.
 _ALLOWED = {

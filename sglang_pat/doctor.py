@@ -13,16 +13,13 @@ from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from sglang_pat.config import PREFIX, PatConfig
+from sglang_pat.config import CPU_PLATFORM, PREFIX, SUPPORTED_SGLANG, PatConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SUPPORTED_SGLANG = "0.5.23"
 _RUST_TREE = "sglang.srt.mem_cache.rust_tree_core.mem_cache"
-# Not taken from sglang_pat.platform: only SGLang may import that, while it picks its platform.
-_CPU_PLATFORM = "pat_cpu"
-_ENTRY_POINTS = {"sglang.srt.plugins": "pat", "sglang.srt.platforms": _CPU_PLATFORM}
+_ENTRY_POINTS = {"sglang.srt.plugins": "pat", "sglang.srt.platforms": CPU_PLATFORM}
 # Variables of SGLang under which the backend refuses to start.
 _REFUSED = (
     "SGLANG_USE_CPU_ENGINE",
@@ -189,18 +186,18 @@ def _platform() -> Finding:
     from sglang_pat.refusals import DEVICES
 
     chosen = os.environ.get("SGLANG_PLATFORM", "")
-    if chosen == _CPU_PLATFORM:
-        return Finding("platform", f"SGLANG_PLATFORM={_CPU_PLATFORM}: SGLang runs on the CPU")
+    if chosen == CPU_PLATFORM:
+        return Finding("platform", f"SGLANG_PLATFORM={CPU_PLATFORM}: SGLang runs on the CPU")
     if chosen:
         return Finding(
             "platform",
             f"SGLANG_PLATFORM={chosen}: SGLang skips all plugins of packages with another platform",
             "block",
-            f"unset SGLANG_PLATFORM, or set it to {_CPU_PLATFORM} for a CPU",
+            f"unset SGLANG_PLATFORM, or set it to {CPU_PLATFORM} for a CPU",
         )
-    on_cpu = f"start the server with SGLANG_PLATFORM={_CPU_PLATFORM} and --device cpu"
+    on_cpu = f"start the server with SGLANG_PLATFORM={CPU_PLATFORM} and --device cpu"
     if not torch.cuda.is_available():
-        os.environ["SGLANG_PLATFORM"] = _CPU_PLATFORM
+        os.environ["SGLANG_PLATFORM"] = CPU_PLATFORM
         return Finding("platform", "no GPU, SGLANG_PLATFORM is not set", "note", on_cpu)
     if "cuda" not in DEVICES:
         return Finding("platform", "a GPU, which this version does not serve", "block", on_cpu)

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from sglang_pat.stats import COUNTERS, Stats
+from sglang_pat.stats import COUNTERS, NAMESPACE, Stats
 
 logger = logging.getLogger("sglang_pat")
 
-NAMESPACE = "sglang_pat"
 FLUSH_SECONDS = 1.0
 SUMMARY_SECONDS = 60.0
 _LABELLED = {

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_pat import hook
+from sglang_pat.config import SUPPORTED_SGLANG
 
 if TYPE_CHECKING:
     from sglang_pat.target import Target
@@ -51,7 +52,7 @@ def interface_mismatches() -> Iterator[str]:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.version import __version__
 
-    other = f"SGLang {__version__} is not the 0.5.23 that sglang_pat is made for"
+    other = f"SGLang {__version__} is not the {SUPPORTED_SGLANG} that sglang_pat is made for"
     if not hook.is_installed(ForwardBatch.init_new):
         yield (
             f"the hook after {hook.TARGET} is not installed: look for 'Failed to apply hooks' or "

@@ -9,6 +9,7 @@ from typing import Any
 
 logger = logging.getLogger("sglang_pat")
 
+NAMESPACE = "sglang_pat"  # of the exported counters
 # Counters without a label, in the order they are shown, and what they mean.
 COUNTERS = {
     "decode_steps": "Decode steps that ran through a pack-forward-merge plan.",

@@ -12,7 +12,6 @@ from sglang_pat.target import Target
 # Values of pat::Launch (csrc/cuda/decode.h).
 LAUNCHES = {"queue": 0, "streams": 1, "serial": 2}
 _STAGINGS = 3
-_HEADER_BYTES, _ITEM_BYTES, _MEMBER_BYTES, _QUERY_BYTES = 64, 32, 8, 8  # csrc/plan.h
 
 
 class Workspace:
@@ -59,12 +58,7 @@ class Workspace:
         self.partial_dtype = partial_dtype
         self.launch = launch
         max_members = target.max_partials + target.max_queries
-        self._max_bytes = (
-            _HEADER_BYTES
-            + _ITEM_BYTES * target.max_items
-            + _MEMBER_BYTES * max_members
-            + _QUERY_BYTES * target.max_queries
-        )
+        self._max_bytes = _C.plan_bytes(target.max_items, max_members, target.max_queries)
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -8,6 +8,7 @@
 #include <limits>
 #include <string>
 
+#include "bind_args.h"
 #include "check.h"
 #include "cpu/forward.h"
 
@@ -15,14 +16,6 @@ namespace py = pybind11;
 
 namespace pat {
 namespace {
-
-// (address, stride of dim 0, stride of dim 1), strides in elements.
-using Tensor3 = std::array<int64_t, 3>;
-
-template <typename T>
-T* pointer(int64_t address) {
-  return reinterpret_cast<T*>(static_cast<intptr_t>(address));
-}
 
 // Counts come as 64 bits, so that one that is too large is not cut to one that fits.
 int to_int(const char* name, int64_t value) {

@@ -51,62 +51,25 @@ void check_args(const DecodeArgs& args) {
   }
 }
 
-template <typename T>
-const T* section(const void* plan, const PlanHeader& header, const char* name, int32_t offset,
-                 int32_t count) {
-  PAT_CHECK(count >= 0, "damaged plan: ", count, " ", name);
-  const int64_t end = offset + static_cast<int64_t>(count) * static_cast<int64_t>(sizeof(T));
-  PAT_CHECK(offset >= static_cast<int32_t>(sizeof(PlanHeader)) && offset % alignof(T) == 0 &&
-                end <= header.total_bytes,
-            "damaged plan: ", count, " ", name, " at byte ", offset, " of ", header.total_bytes);
-  return reinterpret_cast<const T*>(static_cast<const char*>(plan) + offset);
-}
-
-CheckedPlan check_header(const void* plan, int64_t plan_bytes, const DecodeArgs& args) {
-  PAT_CHECK(plan && reinterpret_cast<uintptr_t>(plan) % alignof(PlanHeader) == 0, "plan pointer ",
-            plan, " is null or not aligned to ", alignof(PlanHeader), " bytes");
-  PAT_CHECK(plan_bytes >= static_cast<int64_t>(sizeof(PlanHeader)), "a plan of ", plan_bytes,
-            " bytes is shorter than its header of ", sizeof(PlanHeader));
-  const auto& header = *static_cast<const PlanHeader*>(plan);
-  PAT_CHECK(header.magic == kPlanMagic, "not a plan: magic ", header.magic, ", expected ",
-            kPlanMagic);
-  PAT_CHECK(header.version == kPlanVersion, "plan version ", header.version,
-            ", this executor is of ", kPlanVersion);
-  PAT_CHECK(header.total_bytes <= plan_bytes, "truncated plan: ", plan_bytes, " of ",
-            header.total_bytes, " bytes");
+void check_header(const PlanHeader& header, const DecodeArgs& args) {
   PAT_CHECK(header.num_q_heads == args.num_q_heads && header.num_kv_heads == args.num_kv_heads,
             "the plan is for ", header.num_q_heads, " query and ", header.num_kv_heads,
             " KV heads, the arguments have ", args.num_q_heads, " and ", args.num_kv_heads);
   PAT_CHECK(header.num_queries == args.num_queries, "the plan is for ", header.num_queries,
             " queries, the arguments have ", args.num_queries);
-  PAT_CHECK(header.num_partials >= 0 && header.num_partials <= header.num_members,
-            "damaged plan: ", header.num_partials, " partials of ", header.num_members, " members");
-  return {&header,
-          section<Item>(plan, header, "items", header.items_offset, header.num_items),
-          section<Member>(plan, header, "members", header.members_offset, header.num_members),
-          section<QuerySplits>(plan, header, "queries", header.queries_offset, header.num_queries),
-          0,
-          0};
 }
 
 }  // namespace
 
 CheckedPlan PlanChecker::check(const void* plan, int64_t plan_bytes, const DecodeArgs& args) {
   check_args(args);
-  CheckedPlan checked = check_header(plan, plan_bytes, args);
+  CheckedPlan checked{view_plan(plan, plan_bytes)};
   const PlanHeader& header = *checked.header;
+  check_header(header, args);
   splits_seen_.assign(header.num_queries, 0);
   tokens_seen_.assign(header.num_queries, 0);
   partial_seen_.assign(header.num_partials, 0);
-  for (int q = 0; q < header.num_queries; ++q) {
-    const QuerySplits splits = checked.queries[q];
-    PAT_CHECK(splits.num_splits >= 0 &&
-                  (splits.num_splits <= 1 ||
-                   (splits.partial_offset >= 0 &&
-                    splits.partial_offset <= header.num_partials - splits.num_splits)),
-              "damaged plan: query ", q, " has partials ", splits.partial_offset, " + ",
-              splits.num_splits, " of ", header.num_partials);
-  }
+  check_splits(checked);
   for (int i = 0; i < header.num_items; ++i) check_item(checked, args, i);
   for (int q = 0; q < header.num_queries; ++q) {
     PAT_CHECK(splits_seen_[q] == checked.queries[q].num_splits, "damaged plan: query ", q,
@@ -120,19 +83,10 @@ CheckedPlan PlanChecker::check(const void* plan, int64_t plan_bytes, const Decod
 }
 
 void PlanChecker::check_item(CheckedPlan& plan, const DecodeArgs& args, int index) {
+  check_item_shape(plan, index);
   const Item& item = plan.items[index];
   const PlanHeader& header = *plan.header;
-  PAT_CHECK(item.num_queries > 0 && item.member_offset >= 0 &&
-                item.num_queries <= header.num_members &&
-                item.member_offset <= header.num_members - item.num_queries,
-            "damaged plan: item ", index, " has members ", item.member_offset, " + ",
-            item.num_queries, " of ", header.num_members);
-  PAT_CHECK(item.row >= 0 && item.row < header.num_queries, "damaged plan: item ", index,
-            " reads row ", item.row, " of ", header.num_queries);
   const bool dynamic = item.kv_len == kDynamic;
-  PAT_CHECK(item.kv_start >= 0 && (item.kv_len > 0 || (dynamic && item.num_queries == 1)),
-            "damaged plan: item ", index, " of ", item.num_queries, " queries begins at token ",
-            item.kv_start, " with length ", item.kv_len);
   const int64_t length = args.seq_lens[item.row];
   const int64_t tokens = dynamic ? length - item.kv_start : item.kv_len;
   PAT_CHECK(tokens >= 0 && item.kv_start + tokens <= length, "item ", index, " reads tokens ",

@@ -6,18 +6,14 @@
 #include <vector>
 
 #include "cpu/forward.h"
-#include "plan.h"
+#include "plan_view.h"
 
 namespace pat {
 
 // A plan proven to fit its arguments, and what that took a look at all items to know.
-struct CheckedPlan {
-  const PlanHeader* header;
-  const Item* items;
-  const Member* members;
-  const QuerySplits* queries;
-  int max_item_queries;  // of one item
-  int64_t query_tokens;  // sum over items of queries x tokens
+struct CheckedPlan : PlanView {
+  int max_item_queries = 0;  // of one item
+  int64_t query_tokens = 0;  // sum over items of queries x tokens
 };
 
 // Proves plans; keeps its working memory.

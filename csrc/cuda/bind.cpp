@@ -6,6 +6,7 @@
 
 #include <array>
 
+#include "bind_args.h"
 #include "cuda/decode.h"
 #include "cuda/plan_fit.h"
 #include "cuda/probe.h"
@@ -15,17 +16,10 @@ namespace py = pybind11;
 namespace pat {
 namespace {
 
-// (address, stride of dim 0, stride of dim 1), strides in elements.
-using Tensor3 = std::array<int64_t, 3>;
 // (address, row stride in elements)
 using Table = std::array<int64_t, 2>;
 // (address, bytes of an element)
 using Vector = std::array<int64_t, 2>;
-
-template <typename T>
-T* pointer(int64_t address) {
-  return reinterpret_cast<T*>(static_cast<intptr_t>(address));
-}
 
 void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor3& v_cache,
             const Tensor3& out, int64_t lse, const Table& slots, int64_t lens, int64_t partials,

@@ -185,6 +185,8 @@ void bind_plan(py::module_& m) {
 void bind_pack(py::module_& m) {
   bind_target(m);
   bind_plan(m);
+  m.def("plan_bytes", &plan_bytes, py::arg("items"), py::arg("members"), py::arg("queries"),
+        "Bytes of a plan of so many items, members and queries (csrc/plan.h).");
   m.def(
       "read_attrs", &read_attrs, py::arg("objects"), py::arg("paths"), py::arg("out_ptr"),
       "Reads dotted integer attributes of every object into int64 host memory [objects, paths]; a "

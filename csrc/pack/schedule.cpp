@@ -174,7 +174,7 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
   const size_t items_offset = sizeof(PlanHeader);
   const size_t members_offset = items_offset + num_items * sizeof(Item);
   const size_t queries_offset = members_offset + static_cast<size_t>(num_members) * sizeof(Member);
-  const size_t total_bytes = queries_offset + num_queries * sizeof(QuerySplits);
+  const int64_t total_bytes = plan_bytes(num_items, num_members, num_queries);
   plan.blob.resize(total_bytes);
   auto* items = reinterpret_cast<Item*>(plan.blob.data() + items_offset);
   auto* members = reinterpret_cast<Member*>(plan.blob.data() + members_offset);

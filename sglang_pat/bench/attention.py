@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_pat import Target, decode, plan
-from sglang_pat.bench.kv import Batch, make_batch
+from sglang_pat.bench.kv import Batch, make_batch, relative
 from sglang_pat.bench.trees import Tree
 
 # The demo's shared phase (a system prompt, eight agents, three turns each), others, and none.
@@ -83,20 +83,10 @@ def measure(
     out = torch.empty_like(batch.q)
 
     def pat() -> torch.Tensor:
-        return decode(
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            batch.req_to_token,
-            batch.rows,
-            batch.seq_lens,
-            made,
-            scale=scale,
-            out=out,
-        )
+        return decode(*batch.inputs, made, scale=scale, out=out)
 
     stock = torch_native(batch, scale)
-    difference = (pat() - stock()).float().norm() / stock().float().norm()
+    difference = relative(pat(), stock())
     pat_us, stock_us = median_us(pat, repeats), median_us(stock, repeats)
     return {
         "tree": str(tree),
@@ -107,7 +97,7 @@ def measure(
         "pat_us": pat_us,
         "torch_native_us": stock_us,
         "ratio": pat_us / stock_us,
-        "relative_difference": float(difference),
+        "relative_difference": difference,
     }
 
 

@@ -25,7 +25,8 @@ import torch
 from sglang_pat.bench import plot, traffic
 from sglang_pat.bench.clock import Clock, capture, device_rates, empty_us
 from sglang_pat.bench.floor import Heads, Rates, floor_us, flops, least_bytes
-from sglang_pat.bench.layer import Layer, Settings, device_batch, error_of, relative
+from sglang_pat.bench.kv import relative
+from sglang_pat.bench.layer import Layer, Settings, device_batch, error_of
 from sglang_pat.bench.peers import PEERS, usable
 from sglang_pat.bench.report import Row, complaints, table
 from sglang_pat.bench.trees import HEADS, PAPER_TREES, Tree

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from sglang_pat.bench.trees import Tree
+
+_T: TypeAlias = torch.Tensor
+Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T]
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,11 @@ class Batch:
     req_to_token: torch.Tensor
     rows: torch.Tensor
     seq_lens: torch.Tensor
+
+    @property
+    def inputs(self) -> Inputs:
+        """The leading arguments of ``decode``."""
+        return self.q, self.k_cache, self.v_cache, self.req_to_token, self.rows, self.seq_lens
 
 
 def make_batch(
@@ -67,3 +76,8 @@ def make_batch(
         rows=torch.arange(1, tree.num_queries + 1, device=device),
         seq_lens=seq_lens.to(device),
     )
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of ``expected``."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())

@@ -11,7 +11,7 @@ import torch
 
 from sglang_pat import Target, decode, reference
 from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.kv import Batch, make_batch
+from sglang_pat.bench.kv import Batch, make_batch, relative
 from sglang_pat.bench.trees import Tree
 from sglang_pat.planning import Planner
 from sglang_pat.workspace import Workspace
@@ -85,14 +85,8 @@ class Layer:
 
     def attend(self) -> torch.Tensor:
         """Forward and merge, [B, Hq, D]."""
-        batch = self.batch
         return decode(
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            batch.req_to_token,
-            batch.rows,
-            batch.seq_lens,
+            *self.batch.inputs,
             self.plan,
             scale=self.scale,
             out=self._out,
@@ -108,11 +102,6 @@ class Layer:
             self._planner.plan(paths, seq_lens)
             times.append((time.perf_counter_ns() - start) / 1e3)
         return statistics.median(times)
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of ``expected``."""
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 def error_of(out: torch.Tensor, batch: Batch, scale: float) -> float:

@@ -7,8 +7,11 @@ import time
 import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
-_PREFIX = "sglang_pat_"
+from sglang_pat.stats import COUNTERS, NAMESPACE
+
+_PREFIX = f"{NAMESPACE}_"
 _FLUSH_S = 1.25  # a server writes its counters about once a second
 
 
@@ -33,15 +36,11 @@ class Counters:
     fallbacks: dict[str, int] = field(default_factory=dict)
 
     def __sub__(self, earlier: Counters) -> Counters:
+        numbers: dict[str, Any] = {
+            name: getattr(self, name) - getattr(earlier, name) for name in COUNTERS
+        }
         return Counters(
-            decode_steps=self.decode_steps - earlier.decode_steps,
-            packed_steps=self.packed_steps - earlier.packed_steps,
-            kv_tokens_read=self.kv_tokens_read - earlier.kv_tokens_read,
-            kv_tokens_unpacked=self.kv_tokens_unpacked - earlier.kv_tokens_unpacked,
-            plans_made=self.plans_made - earlier.plans_made,
-            plans_reused=self.plans_reused - earlier.plans_reused,
-            plan_seconds=self.plan_seconds - earlier.plan_seconds,
-            host_seconds=self.host_seconds - earlier.host_seconds,
+            **numbers,
             fallbacks={
                 reason: count - earlier.fallbacks.get(reason, 0)
                 for reason, count in self.fallbacks.items()
@@ -65,17 +64,10 @@ def parse_counters(exposition: str) -> Counters:
                 fallbacks[sample.labels.get("reason", "")] += int(sample.value)
             else:
                 totals[name] += sample.value
-    return Counters(
-        decode_steps=int(totals["decode_steps"]),
-        packed_steps=int(totals["packed_steps"]),
-        kv_tokens_read=int(totals["kv_tokens_read"]),
-        kv_tokens_unpacked=int(totals["kv_tokens_unpacked"]),
-        plans_made=int(totals["plans_made"]),
-        plans_reused=int(totals["plans_reused"]),
-        plan_seconds=totals["plan_seconds"],
-        host_seconds=totals["host_seconds"],
-        fallbacks=dict(fallbacks),
-    )
+    numbers: dict[str, Any] = {
+        name: totals[name] if name.endswith("_seconds") else int(totals[name]) for name in COUNTERS
+    }
+    return Counters(**numbers, fallbacks=dict(fallbacks))
 
 
 def read_counters(url: str, *, settle_s: float = 10.0) -> Counters:

@@ -18,12 +18,12 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.config import CPU_PLATFORM
 from sglang_pat.demo.counters import Counters, read_counters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-CPU_PLATFORM = "pat_cpu"
 _LOG_LINES_SHOWN = 30
 _STOP_S = 15.0
 

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan_view.h"
+
+#include "check.h"
+
+namespace pat {
+namespace {
+
+template <typename T>
+const T* section(const PlanHeader& header, const char* name, int32_t offset, int32_t count) {
+  PAT_CHECK(count >= 0, "damaged plan: ", count, " ", name);
+  const int64_t end = offset + static_cast<int64_t>(count) * static_cast<int64_t>(sizeof(T));
+  // Kernels read items as 16-byte words, the others as 8-byte words.
+  const int align = sizeof(T) == sizeof(Item) ? 16 : 8;
+  PAT_CHECK(offset >= static_cast<int32_t>(sizeof(PlanHeader)) && offset % align == 0 &&
+                end <= header.total_bytes,
+            "damaged plan: ", count, " ", name, " at byte ", offset, " of ", header.total_bytes);
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(&header) + offset);
+}
+
+}  // namespace
+
+PlanView view_plan(const void* plan, int64_t plan_bytes) {
+  PAT_CHECK(plan && reinterpret_cast<uintptr_t>(plan) % alignof(PlanHeader) == 0, "plan pointer ",
+            plan, " is null or not aligned to ", alignof(PlanHeader), " bytes");
+  PAT_CHECK(plan_bytes >= static_cast<int64_t>(sizeof(PlanHeader)), "a plan of ", plan_bytes,
+            " bytes is shorter than its header of ", sizeof(PlanHeader));
+  const auto& header = *static_cast<const PlanHeader*>(plan);
+  PAT_CHECK(header.magic == kPlanMagic, "not a plan: magic ", header.magic, ", expected ",
+            kPlanMagic);
+  PAT_CHECK(header.version == kPlanVersion, "plan version ", header.version,
+            ", this executor is of ", kPlanVersion);
+  PAT_CHECK(header.total_bytes <= plan_bytes, "truncated plan: ", plan_bytes, " of ",
+            header.total_bytes, " bytes");
+  PAT_CHECK(header.num_partials >= 0 && header.num_partials <= header.num_members,
+            "damaged plan: ", header.num_partials, " partials of ", header.num_members, " members");
+  return {&header, section<Item>(header, "items", header.items_offset, header.num_items),
+          section<Member>(header, "members", header.members_offset, header.num_members),
+          section<QuerySplits>(header, "queries", header.queries_offset, header.num_queries)};
+}
+
+void check_splits(const PlanView& plan) {
+  const PlanHeader& header = *plan.header;
+  for (int q = 0; q < header.num_queries; ++q) {
+    const auto [offset, splits] = plan.queries[q];
+    PAT_CHECK(
+        splits >= 0 && (splits <= 1 || (offset >= 0 && offset <= header.num_partials - splits)),
+        "damaged plan: query ", q, " has partials ", offset, " + ", splits, " of ",
+        header.num_partials);
+  }
+}
+
+void check_item_shape(const PlanView& plan, int index) {
+  const PlanHeader& header = *plan.header;
+  const Item& item = plan.items[index];
+  PAT_CHECK(item.num_queries > 0 && item.member_offset >= 0 &&
+                item.num_queries <= header.num_members &&
+                item.member_offset <= header.num_members - item.num_queries,
+            "damaged plan: item ", index, " has members ", item.member_offset, " + ",
+            item.num_queries, " of ", header.num_members);
+  PAT_CHECK(item.row >= 0 && item.row < header.num_queries, "damaged plan: item ", index,
+            " reads row ", item.row, " of ", header.num_queries);
+  const bool dynamic = item.kv_len == kDynamic && item.num_queries == 1;
+  PAT_CHECK(item.kv_start >= 0 && (item.kv_len > 0 || dynamic), "damaged plan: item ", index,
+            " of ", item.num_queries, " queries begins at token ", item.kv_start, " with length ",
+            item.kv_len);
+}
+
+}  // namespace pat

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// A plan's parts, out of a buffer that may hold anything: what every executor checks of a plan.
+#pragma once
+
+#include <cstdint>
+
+#include "plan.h"
+
+namespace pat {
+
+struct PlanView {
+  const PlanHeader* header;
+  const Item* items;
+  const Member* members;
+  const QuerySplits* queries;
+};
+
+// The parts of a plan in host memory. Throws std::invalid_argument with the values if the buffer is
+// too short or its header damaged; what the parts hold is left to the two functions below.
+PlanView view_plan(const void* plan, int64_t plan_bytes);
+
+// Throws std::invalid_argument unless each query's partial slots exist.
+void check_splits(const PlanView& plan);
+
+// Throws std::invalid_argument unless an item's members, row and tokens are possible ones. Members
+// themselves and the lengths of sequences are not looked at.
+void check_item_shape(const PlanView& plan, int index);
+
+}  // namespace pat
