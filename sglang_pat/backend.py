@@ -8,6 +8,7 @@ the base, and a layer that is not ours is one ``super()`` call away.
 from __future__ import annotations
 
 import logging
+import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,9 @@ class PatDecodeMixin:
         self._steps = StepPlanner(self._target, self._stats)
         self._serves = False  # whether pat serves the forward that comes next
         self._in_eager = False
-        self._layers: dict[int, str] = {}
+        self._unprepared: Any = None  # eager decode batch that the base has not seen
+        self._layers: dict[int, str] = {}  # why a layer is the base's, or "", by layer id
+        self._base_layers: list[str] = []  # the reasons of those that are
         self._reporter = _start_reporter(self._stats)
         logger.info(
             "sglang_pat serves decode on %s over %s: %d query heads, %d KV heads, head dim %d, "
@@ -62,54 +65,78 @@ class PatDecodeMixin:
         )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a forward without a graph: the base, and for a plain decode batch the plan."""
+        """Prepare a forward without a graph: for a plain decode batch the plan, else the base."""
+        self._serves = False
+        self._unprepared = None
+        batch = self._mailbox.take()
+        planned = self._plain_decode(forward_batch) and self._plan_eager(batch, forward_batch)
+        if planned and self._serves_all_layers:
+            self._unprepared = forward_batch
+        else:
+            self._prepare_base(forward_batch)
+
+    def _plan_eager(self, batch: LiveBatch | None, forward_batch: Any) -> bool:
+        """Plan a decode batch, if it can be; whether it was."""
+        if batch is None:  # warm-up forwards are made without the scheduler
+            self._stats.fall_back("no batch from the scheduler", level=logging.INFO)
+            return False
+        start = time.perf_counter_ns()
+        plan = self._steps.plan(batch, _host_lens(forward_batch))
+        if plan is None:
+            return False
+        self._take(plan, batch, forward_batch, start)
+        return True
+
+    def _prepare_base(self, forward_batch: Any) -> None:
         self._in_eager = True  # some bases call init_forward_metadata_out_graph from here
         try:
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         finally:
             self._in_eager = False
-        batch = self._mailbox.take()
-        self._serves = False
-        if not self._plain_decode(forward_batch):
-            return
-        if batch is None:  # warm-up forwards are made without the scheduler
-            self._stats.fall_back("no batch from the scheduler", level=logging.INFO)
-            return
-        lens = _host_lens(forward_batch)
-        plan = self._steps.plan(batch, lens)
-        if plan is not None:
-            self._take(plan, batch, forward_batch)
+
+    @property
+    def _serves_all_layers(self) -> bool:
+        """Whether a decode step needs nothing of the base's metadata, which take host and device
+        time: known once the layers have come by, in a capture at the latest."""
+        return bool(self._layers) and not self._base_layers
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare the capture or a replay of a decode graph: the base, and our plan.
+        """Prepare the capture or a replay of a decode graph: our plan, and the base if one of its
+        layers is in the graphs.
 
         What a graph runs was decided when it was captured, so here there is always a plan: without
         a batch from the scheduler one that shares nothing. ``forward_batch`` holds the graph's
         buffers, of which the last ``num_padding`` rows are not requests.
         """
-        super().init_forward_metadata_out_graph(  # type: ignore[misc]
-            forward_batch, in_capture=in_capture
-        )
         if self._in_eager:
+            super().init_forward_metadata_out_graph(forward_batch)  # type: ignore[misc]
             return
         self._serves = False
-        if not self._plain_decode(forward_batch):
+        self._unprepared = None
+        plain = self._plain_decode(forward_batch)
+        if in_capture or not plain or not self._serves_all_layers:
+            super().init_forward_metadata_out_graph(  # type: ignore[misc]
+                forward_batch, in_capture=in_capture
+            )
+        if not plain:
             return
+        start = time.perf_counter_ns()
+        lens = _host_lens(forward_batch)
         if in_capture:
-            self._take(self._steps.private(_host_lens(forward_batch)), None, forward_batch)
+            self._take(self._steps.private(lens), None, forward_batch, start)
             return
         batch = self._mailbox.take()
         count = forward_batch.batch_size - forward_batch.num_padding
-        lens = _host_lens(forward_batch)[:count]
+        if forward_batch.num_padding:
+            lens = lens[:count]
         plan = None if batch is None else self._steps.plan(batch, lens)
         if plan is None:
             if count:  # an idle rank of data parallel attention has nothing to plan
                 self._stats.fall_back("graph without a batch from the scheduler")
             plan, batch = self._steps.private(lens), None
-        # A replay does not come by forward_decode, which counts these otherwise.
-        for reason in filter(None, self._layers.values()):
+        for reason in self._base_layers:  # a replay does not come by forward_decode
             self._stats.fall_back(f"layer with {reason}")
-        self._take(plan, batch, forward_batch)
+        self._take(plan, batch, forward_batch, start)
 
     def _plain_decode(self, forward_batch: Any) -> bool:
         """Whether ``pat`` serves a batch of this kind; counts it by reason if not."""
@@ -124,12 +151,16 @@ class PatDecodeMixin:
             return True
         return False
 
-    def _take(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> None:
-        if batch is not None and self._config.check:
-            table = self.req_to_token_pool.req_to_token
-            check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)
+    def _take(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any, start_ns: int) -> None:
+        """Make ``plan`` the one that the layers run; ``start_ns``: when its step's work began."""
         self._executor.prepare(plan, forward_batch.req_pool_indices, forward_batch.seq_lens)
         self._serves = True
+        if batch is None:
+            return
+        self._stats.host_ns += time.perf_counter_ns() - start_ns
+        if self._config.check:
+            table = self.req_to_token_pool.req_to_token
+            check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)
 
     def forward_decode(
         self,
@@ -147,6 +178,9 @@ class PatDecodeMixin:
             self._stats.fall_back(f"layer with {reason}")
             serves = False
         if not serves:
+            if self._unprepared is not None:  # a layer that had not come by before
+                self._prepare_base(self._unprepared)
+                self._unprepared = None
             return super().forward_decode(  # type: ignore[misc, no-any-return]
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
@@ -167,18 +201,18 @@ class PatDecodeMixin:
         return out
 
     def _reason_against(self, layer: Any, q: torch.Tensor, kwargs: dict[str, Any]) -> str:
-        """Why a layer is the base's, or "". The layer's own part is worked out once."""
-        if kwargs:
-            return f"arguments {', '.join(sorted(kwargs))}"
+        """Why a layer is the base's, or "". Worked out once, but for arguments that come later."""
         reason = self._layers.get(layer.layer_id)
-        if reason is None:
-            reason = refusals.reason_against_layer(
-                layer,
-                q.dtype,
-                self.token_to_kv_pool,
-                self._target,
+        if reason is None or (kwargs and not reason):
+            reason = (
+                f"arguments {', '.join(sorted(kwargs))}"
+                if kwargs
+                else refusals.reason_against_layer(
+                    layer, q.dtype, self.token_to_kv_pool, self._target
+                )
             )
             self._layers[layer.layer_id] = reason
+            self._base_layers = [reason for reason in self._layers.values() if reason]
         return reason
 
 

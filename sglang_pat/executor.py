@@ -94,5 +94,5 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
     if table.device.type == "cpu":
         target = Target.cpu(threads=torch.get_num_threads(), **options)
     else:
-        target = Target.h200(**options)
+        target = Target.gpu(torch.cuda.get_device_properties(table.device), **options)
     return Executor(target, config, table)

@@ -37,7 +37,7 @@ class RadixView:
         self.fields = (0, 1, 2)
         self._handle = "lock.node"
         self._collect: Callable[[list[int], Sequence[Any]], list[Path]] = _no_paths
-        core = getattr(tree_cache, "tree_core", None)
+        core: Any = getattr(tree_cache, "tree_core", None)
         native = getattr(getattr(core, "_binding", None), "collect_path_info", None)
         if tree_cache is None or getattr(tree_cache, "disable", False):
             self.disabled = "radix cache disabled"
@@ -46,13 +46,14 @@ class RadixView:
             self.kind = "rust tree core"
             self.fields = (0, 2, 3)
             self._collect = lambda nodes, _reqs: native(nodes)
-        elif hasattr(core, "collect_path_info"):
+        elif hasattr(core, "_node_arena"):
+            # Its own collect_path_info climbs to the root for every request: five times slower.
             self.kind = f"{type(core).__name__} tree core"
-            self._collect = lambda nodes, _reqs: _from_core(core, nodes)
+            self._collect = lambda nodes, _reqs: _climb([core._node_arena[node] for node in nodes])
         elif hasattr(tree_cache, "root_node"):
             self.kind = f"{type(tree_cache).__name__} nodes"
             self._handle = "lock.node.id"
-            self._collect = _climb
+            self._collect = lambda _nodes, reqs: _climb([req.lock.node for req in reqs])
         else:
             self.disabled = f"unknown cache {type(tree_cache).__name__}"
 
@@ -68,22 +69,23 @@ class RadixView:
             [req.kv.cache_protected_len for req in reqs],
         )
 
-    def read_handles(self, reqs: Sequence[Any]) -> npt.NDArray[np.int64]:
+    def read_handles(
+        self, reqs: Sequence[Any], rows: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
         """(node id or NO_NODE, tokens safe to share) of every request: int64 [len(reqs), 2].
+
+        ``rows`` [len(reqs)]: those of ``req_to_token`` that the batch reads. A request that does
+        not own its row, such as one just released, has no say in it: (NO_NODE, 0).
 
         Raises AttributeError or TypeError if SGLang's requests have changed their form.
         """
-        handles = np.full((len(reqs), 2), (NO_NODE, 0), dtype=np.int64)
-        if not self.disabled:
-            _C.read_attrs(reqs, (self._handle, "kv.cache_protected_len"), handles.ctypes.data)
-        return handles
-
-    @staticmethod
-    def read_rows(reqs: Sequence[Any]) -> npt.NDArray[np.int64]:
-        """Row of ``req_to_token`` that each request owns, -1 if none: int64 [len(reqs)]."""
-        rows = np.empty(len(reqs), dtype=np.int64)
-        _C.read_attrs(reqs, ("kv.req_pool_idx",), rows.ctypes.data)
-        return rows
+        if self.disabled:
+            return np.full((len(reqs), 2), (NO_NODE, 0), dtype=np.int64)
+        held = np.empty((len(reqs), 3), dtype=np.int64)
+        names = (self._handle, "kv.cache_protected_len", "kv.req_pool_idx")
+        _C.read_attrs(reqs, names, held.ctypes.data)
+        held[held[:, 2] != rows] = (NO_NODE, 0, -1)
+        return held[:, :2]
 
     def paths(
         self, reqs: Sequence[Any], handles: npt.NDArray[np.int64]
@@ -122,31 +124,19 @@ def _no_paths(nodes: list[int], _reqs: Sequence[Any]) -> list[Path]:
     raise LookupError(f"no prefix cache to look up the paths of {len(nodes)} requests in")
 
 
-def _from_core(core: Any, nodes: list[int]) -> list[Path]:
-    """Paths out of a tree core with SGLang's interface, which returns structs."""
-    return [
-        [(info.node_id, info.path_start, info.path_end) for info in path]
-        for path in core.collect_path_info(nodes)
-    ]
-
-
-def _climb(_nodes: list[int], reqs: Sequence[Any]) -> list[Path]:
-    """Paths out of the classic ``RadixCache``: climb each request's ``TreeNode`` to the root."""
-    known: dict[int, list[tuple[int, int, int]]] = {}
-    return [_climb_node(req.lock.node, known) for req in reqs]
-
-
-def _climb_node(
-    leaf: Any, known: dict[int, list[tuple[int, int, int]]]
-) -> list[tuple[int, int, int]]:
-    chain = []
-    node = leaf
-    while node.parent is not None and node.id not in known:
-        chain.append(node)
-        node = node.parent
-    path = known.get(node.id, [])
-    for child in reversed(chain):
-        start = path[-1][2] if path else 0
-        path = [*path, (child.id, start, start + len(child.key))]
-        known[child.id] = path
-    return path
+def _climb(leaves: Sequence[Any]) -> list[Path]:
+    """Paths out of a tree of Python nodes: climb from each as far as no other has been before."""
+    known: dict[int, Path] = {}
+    for leaf in leaves:
+        chain = []
+        node = leaf
+        while node.id not in known and node.parent is not None:
+            chain.append(node)
+            node = node.parent
+        path = known.get(node.id, ())
+        end = path[-1][2] if path else 0
+        for node in reversed(chain):
+            start, end = end, end + len(node.key)
+            path = [*path, (node.id, start, end)]
+            known[node.id] = path
+    return [known.get(leaf.id, ()) for leaf in leaves]

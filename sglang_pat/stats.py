@@ -19,7 +19,7 @@ COUNTERS = {
     "plans_made": "Plans made.",
     "plans_reused": "Decode steps that reused the plan of the step before.",
     "plan_seconds": "Time spent on reading paths and making plans.",
-    "host_seconds": "Time spent on the planning of all decode steps, reused plans included.",
+    "host_seconds": "Host time of all decode steps: plans, new or reused, and their launches.",
 }
 
 

@@ -18,7 +18,7 @@ import torch
 
 from sglang_pat.hook import LiveBatch
 from sglang_pat.planning import Plan, Planner
-from sglang_pat.radix import NO_NODE, Path, RadixView
+from sglang_pat.radix import Path, RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
@@ -34,6 +34,7 @@ class StepPlanner:
         self._view = RadixView(None)
         self._key: tuple[object, ...] = ()
         self._plan: Plan | None = None
+        self._private: Plan | None = None
 
     @property
     def view(self) -> RadixView:
@@ -66,15 +67,19 @@ class StepPlanner:
         stats.packed_steps += plan.num_shared_items > 0
         stats.kv_tokens_unpacked += total
         stats.kv_tokens_read += plan.kv_tokens_read(total)
-        stats.host_ns += time.perf_counter_ns() - start
         return plan
 
     def private(self, seq_lens: torch.Tensor) -> Plan:
-        """A plan that shares nothing; ``seq_lens`` as in ``plan``. Not counted, not kept.
+        """A plan that shares nothing, the last such one if that fits; ``seq_lens`` as in ``plan``.
+        Not counted.
 
         Raises ValueError for more queries than the target holds.
         """
-        return self._planner.plan([None] * len(seq_lens), seq_lens.numpy())
+        plan = self._private
+        if plan is None or not plan.fits(seq_lens.data_ptr(), len(seq_lens)):
+            plan = self._planner.plan([None] * len(seq_lens), seq_lens.numpy())
+            self._private = plan
+        return plan
 
     def _read_key(self, batch: LiveBatch) -> tuple[object, ...]:
         """What the plan of this step depends on."""
@@ -108,9 +113,7 @@ class StepPlanner:
         extra = count - len(reqs)
         if extra < 0:
             raise ValueError(f"{len(reqs)} requests in a batch of {count} rows")
-        handles = self._view.read_handles(reqs)
-        # A request that does not own its row, such as one just released, has no say in it.
-        handles[self._view.read_rows(reqs) != batch.rows.numpy()[: len(reqs)]] = (NO_NODE, 0)
+        handles = self._view.read_handles(reqs, batch.rows.numpy()[: len(reqs)])
         paths, private = self._view.paths(reqs, handles)
         if extra:
             private["row without a request"] = extra

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from sglang_pat import _C
+from sglang_pat import _C, gpus
 
 POLICIES = ("bytes", "paper", "naive")
 SPLITS = ("cost", "mean")
@@ -101,9 +101,9 @@ class Target:
     ) -> Target:
         """One NVIDIA H200: 132 SMs, 4.3 TB/s and 600 TFLOP/s as measured (``csrc/NOTES.md``)."""
         values: dict[str, Any] = {
-            "units": 132,
-            "bytes_per_s": 4.3e12,
-            "flops_per_s": 600e12,
+            "units": gpus.H200_SMS,
+            "bytes_per_s": gpus.H200_BYTES_PER_S,
+            "flops_per_s": gpus.H200_FLOPS_PER_S,
             "item_overhead_s": 1.2e-6,
             "reread_weight": 0.7,
             "row_tiles": (16, 32, 64),
@@ -117,6 +117,20 @@ class Target:
             max_queries=max_queries,
             **values,
         )
+
+    @classmethod
+    def gpu(cls, properties: Any, **options: Any) -> Target:
+        """The GPU of ``torch.cuda.get_device_properties``: ``h200`` with its SMs and its rates.
+
+        ``options``: arguments of ``h200``, which count for more than the properties.
+        """
+        bytes_per_s, flops_per_s = gpus.rates(properties)
+        measured = {
+            "units": properties.multi_processor_count,
+            "bytes_per_s": bytes_per_s,
+            "flops_per_s": flops_per_s,
+        }
+        return cls.h200(**(measured | options))
 
     @cached_property
     def native(self) -> _C.Target:

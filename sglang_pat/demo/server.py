@@ -55,8 +55,7 @@ class Server:
         env: environment variables to set, on top of this process's.
         ready_s: seconds to wait for ``/health``.
 
-    Raises (on entering):
-        ServerError: the server ended before it was ready, or is not ready after ``ready_s``.
+    Entering it is ``start()`` and ``wait_until_ready()``; leaving it is ``stop()``.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Server:
         ready_s: float = 300.0,
     ) -> None:
         self.log = Path(log).resolve()
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._ready_s = ready_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -96,6 +95,15 @@ class Server:
         self._env.update(env or {})
 
     def __enter__(self) -> Server:
+        self.start()
+        self.wait_until_ready()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process, so that several servers can start at the same time."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -107,15 +115,18 @@ class Server:
                 cwd=self._tmp.name,  # a checkout as cwd would shadow the installed package
                 start_new_session=True,  # its own group: schedulers and detokenizer end with it
             )
+
+    def wait_until_ready(self) -> None:
+        """Return when ``/health`` answers; a server that does not get there is stopped.
+
+        Raises:
+            ServerError: it ended before, or is not ready ``ready_s`` after this call.
+        """
         try:
-            self._wait_until_ready()
+            self._poll_health()
         except BaseException:
             self.stop()
             raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
 
     def stop(self) -> None:
         """End the server and every process it started; harmless when it has ended already."""
@@ -167,7 +178,7 @@ class Server:
         """What pat counted since the start; call it when no request runs."""
         return read_counters(self.url)
 
-    def _wait_until_ready(self) -> None:
+    def _poll_health(self) -> None:
         deadline = time.monotonic() + self._ready_s
         while True:
             self.check_alive()
@@ -184,7 +195,8 @@ class Server:
             time.sleep(0.2)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's server, as the tests start it, and how they ask it for tokens."""
+"""The demo's server, as the tests start it, on a CPU or a GPU, and how they ask it for tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from typing import Any
 from sglang_pat.demo.server import Server, ServerError
 
 PLUGINS = Path(__file__).parent / "plugins"
+DEVICE_ARGS = {
+    # SGLang serves fp32 weights in bf16 unless told otherwise.
+    "cpu": ("--dtype", "float32", "--max-total-tokens", "20000"),
+    "cuda": (
+        *("--dtype", "bfloat16", "--max-total-tokens", "60000", "--mem-fraction-static", "0.5"),
+        *("--cuda-graph-max-bs-decode", "64", "--cuda-graph-backend-prefill", "disabled"),
+    ),
+}
 
 Prompt = tuple[int, ...]
 
@@ -35,17 +43,19 @@ class Config:
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     plugins: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return self.name
 
 
 class ServingServer(Server):
-    """A server on the CPU, in fp32, without a tokenizer: prompts and answers are token ids."""
+    """A server without a tokenizer: prompts and answers are token ids. In fp32 on the CPU, in bf16
+    on a GPU, where it takes little memory, so that several can run on one."""
 
     def __init__(self, model: Path, config: Config, folder: Path) -> None:
         # Threads that spin while they wait starve the server on a small or busy machine.
-        env = {"OMP_WAIT_POLICY": "PASSIVE"}
+        env = {"OMP_WAIT_POLICY": "PASSIVE"} if config.device == "cpu" else {}
         if config.backend == "pat":
             env["SGLANG_PAT_CHECK"] = "1"
         if config.plugins:
@@ -54,16 +64,22 @@ class ServingServer(Server):
         super().__init__(
             model,
             backend=config.backend,
-            device="cpu",
+            device=config.device,
             log=folder / "server.log",
-            # SGLang serves fp32 weights in bf16 unless told otherwise.
             args=(
-                *("--dtype", "float32", "--skip-tokenizer-init"),
-                *("--max-total-tokens", "20000", "--max-running-requests", "64"),
+                *("--skip-tokenizer-init", "--max-running-requests", "64"),
+                *DEVICE_ARGS[config.device],
                 *config.args,
             ),
             env=env | dict(config.env),
         )
+
+    @property
+    def pid(self) -> int:
+        """Of its first process, so of its process group. Raises ServerError if it has ended."""
+        self.check_alive()
+        assert self._process is not None
+        return self._process.pid
 
     def alive(self) -> bool:
         try:

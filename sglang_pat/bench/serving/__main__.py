@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latencies of SGLang with pat beside other attention backends, one server each, all alive at the
+same time on the same GPUs: ``python -m sglang_pat.bench.serving``.
+
+Workloads (the default) are batches of requests sent at once whose declared prefixes are in the
+cache; see ``workload.py`` for their notation. Backends take turns, in another order every round;
+tables show medians and the spread. Inter-token latency (ITL) counts only while all requests decode.
+``step ms`` is the engine's own time per step, which SGLang's scheduler notes
+(SGLANG_RECORD_STEP_TIME): where ITL is over 10 % more, the client or SGLang's HTTP process is the
+limit. Plan times and K/V bytes saved are pat's counters over the run.
+
+Traces (``--trace``) replay requests that arrive over time; see ``trace.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from sglang_pat.bench.plot import require
+from sglang_pat.bench.serving import document as documents
+from sglang_pat.bench.serving.client import RequestError
+from sglang_pat.bench.serving.fleet import OVERHEAD_GIB, Plan, serve
+from sglang_pat.bench.serving.model import GIB, SHAPES, Model, open_model
+from sglang_pat.bench.serving.run import (
+    Budget,
+    Replay,
+    Settings,
+    replays,
+    run_traces,
+    run_workloads,
+)
+from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, TRACES
+from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, Workload
+from sglang_pat.demo.server import ServerError
+
+# Slots beyond the tokens of all requests: overlapping steps hold a few more.
+POOL_MARGIN, POOL_MARGIN_PER_REQUEST = 1024, 16
+PAGE = 256  # a multiple of every page size
+READY_S = 400.0
+TRACE_SETTINGS_SHOWN = ("context", "block_tokens", "duration_s")
+SETTINGS_SHOWN = ("new_tokens", "output_tokens", "stream_interval", "runs", "seed", "server_args")
+
+
+def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> documents.Document:
+    """Start the servers, measure and print; ``--json`` has every run as soon as it has ended.
+
+    Raises:
+        ValueError: what is asked for does not fit the model, the memory or a trace.
+        ServerError: a server did not start or ended.
+        RequestError: a request failed.
+    """
+    dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
+    model = open_model(options.model, scratch, dtype)
+    settings = Settings(
+        vocab=model.vocab,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        **{
+            name: getattr(options, name)
+            for name in Settings.__slots__
+            if name not in ("vocab", "kv_bytes_per_token")
+        },
+    )
+    todo = replays(options.trace, options.rates, settings) if options.trace else []
+    device, gpu_gib = _device(options.device, options.tp)
+    plan = _plan(options, model, dtype, todo, gpu_gib)
+    shown = {"model": options.model, "tp": plan.tp, "dtype": dtype}
+    shown |= {"pool_tokens": plan.pool_tokens, "max_requests": plan.max_requests}
+    shown |= {name: getattr(options, name) for name in SETTINGS_SHOWN}
+    if todo:
+        shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
+    shown |= {name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")}
+    document = documents.new("traces" if todo else "workloads", device, shown)
+
+    journal = documents.Journal(document, options.json, budget)
+    memory = f", {plan.server_gib:.1f} GiB a GPU each" if gpu_gib is not None else ""
+    print(
+        f"starting {', '.join(options.backends)} with pools of {plan.pool_tokens} tokens{memory}; "
+        f"logs in {options.logs}",
+        flush=True,
+    )
+    ready_s = min(READY_S, budget.left_s())
+    with serve(plan, options.backends, logs=options.logs, ready_s=ready_s) as fleet:
+        print(f"servers are ready{budget}", flush=True)
+        try:
+            if todo:
+                run_traces(fleet, todo, settings, budget, journal)
+            else:
+                run_workloads(fleet, options.workloads, settings, budget, journal)
+        finally:
+            documents.write(document, options.json)  # with the counters of the last runs
+            if budget.spent_out:
+                print("the time is up: what follows is of the runs that ended")
+            documents.show([document])
+    return document
+
+
+def _plan(
+    options: argparse.Namespace,
+    model: Model,
+    dtype: str,
+    todo: list[Replay],
+    gpu_gib: float | None,
+) -> Plan:
+    """Servers that hold the largest workload; of traces, as much as memory allows."""
+    plan = Plan(
+        model=model,
+        device=options.device,
+        dtype=dtype,
+        tp=options.tp,
+        pool_tokens=0,
+        max_requests=max((work.requests for work in options.workloads), default=0),
+        mem_fraction_static=options.mem_fraction_static,
+        overhead_gib=options.overhead_gib,
+        args=tuple(options.server_args),
+    )
+    if todo:
+        longest = options.context
+        plan = replace(plan, max_requests=options.max_requests)
+        pool = max(one.kv_tokens + len(one.prompts) * options.output_tokens for one in todo)
+        if gpu_gib is not None:
+            pool = min(pool, plan.largest_pool(len(options.backends), gpu_gib) - PAGE)
+            pool = max(pool, options.context)  # at least one request, or the check below fails
+    else:
+        added = options.new_tokens + options.output_tokens
+        longest = max(work.cached for work in options.workloads) + added
+        pool = max(
+            work.kv_tokens(new=options.new_tokens, output=options.output_tokens)
+            for work in options.workloads
+        )
+        pool += POOL_MARGIN + POOL_MARGIN_PER_REQUEST * plan.max_requests
+    pool += -pool % PAGE  # else SGLang rounds it down
+    if longest > model.positions:
+        raise ValueError(
+            f"a request of {longest} tokens is longer than the {model.positions} positions of "
+            f"{options.model}"
+        )
+    plan = replace(plan, pool_tokens=pool)
+    if gpu_gib is not None:
+        plan.check_memory(options.backends, gpu_gib)
+    return plan
+
+
+def _device(device: str, gpus: int) -> tuple[str, float | None]:
+    """Name and memory of a GPU, in GiB; the memory of a CPU is not looked at."""
+    import torch
+
+    if device == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads", None
+    if torch.cuda.device_count() < gpus:
+        raise ValueError(
+            f"torch {torch.__version__} can use {torch.cuda.device_count()} GPUs here, but "
+            f"{gpus} are needed: use another machine, or --device cpu with a small --model"
+        )
+    found = torch.cuda.get_device_properties(0)
+    return found.name, found.total_memory / GIB
+
+
+def _workload(text: str) -> Workload:
+    try:
+        return Workload.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang_pat.bench.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to run").add_argument
+    what("--workloads", nargs="+", type=_workload, metavar="SPEC", default=None)
+    what("--trace", nargs="+", choices=TRACES, help="replay traces instead")
+    what("--backends", nargs="+", default=["pat", "fa3", "flashinfer"], metavar="NAME")
+    what("--runs", type=_positive, default=5, help="rounds over all of it (default: 5)")
+    what("--new-tokens", type=_positive, default=128, help="of a prompt, beyond the cached ones")
+    what("--output-tokens", type=_positive, default=256, help="of every request")
+    what("--stream-interval", type=_positive, default=1, help="tokens per streamed event")
+    what("--seed", type=int, default=0)
+    what("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
+    traces = parser.add_argument_group("traces").add_argument
+    traces("--rates", nargs="+", type=float, default=[2.0, 4.0, 8.0], help="requests/s")
+    traces("--duration-s", type=float, default=30.0, help="of arrivals at each rate")
+    traces("--trace-file", type=Path, help="JSON lines of a Mooncake trace")
+    traces("--context", type=_positive, default=8192, help="longest prompt and output, in tokens")
+    traces("--block-tokens", type=_positive, default=MOONCAKE_BLOCK, help="tokens of a block")
+    traces("--max-requests", type=_positive, default=256, help="that decode at the same time")
+    server = parser.add_argument_group("servers").add_argument
+    server("--model", default="llama3-8b", help=f"{', '.join(SHAPES)} or a folder")
+    server("--device", choices=("cuda", "cpu"), default="cuda")
+    server("--dtype", choices=("bfloat16", "float16", "float32"))
+    server("--tp", type=_positive, default=1, help="GPUs of every server")
+    server("--mem-fraction-static", type=float, default=0.95, help="of a GPU, for all servers")
+    server("--overhead-gib", type=float, default=OVERHEAD_GIB, help="of a server and GPU")
+    server("--logs", type=Path, default=Path(tempfile.gettempdir()) / "sglang_pat_serving")
+    server("--server-args", nargs=argparse.REMAINDER, default=[], help="all that follows")
+    output = parser.add_argument_group("output").add_argument
+    output("--json", type=Path, metavar="FILE", help="rewritten after every run")
+    output("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
+    output("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="run nothing")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 all well, 1 a server or a request failed, 2 what was asked for cannot be."""
+    started = time.monotonic()
+    options = parser().parse_args(arguments)
+    if options.workloads is None:
+        options.workloads = [] if options.trace else list(map(Workload.parse, DEFAULT_WORKLOADS))
+    if options.plot:
+        require()
+    try:
+        if options.sources:
+            found = [json.loads(path.read_text()) for path in options.sources]
+            documents.show(found)
+        else:
+            with tempfile.TemporaryDirectory(prefix="sglang_pat_bench_") as scratch:
+                found = [run(options, Budget(started + options.budget_s), Path(scratch))]
+        if options.plot:
+            documents.draw(found, options.plot)
+    except ValueError as error:
+        print(f"sglang_pat.bench.serving: {error}", file=sys.stderr)
+        return 2
+    except (ServerError, RequestError, OSError) as error:
+        print(f"sglang_pat.bench.serving: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _exit(signum: int, _frame: object) -> NoReturn:
+    sys.exit(128 + signum)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _exit)  # unwinds, so that the servers are stopped too
+    sys.exit(main())

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a benchmark writes: how and where it was measured, and rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from sglang_pat.bench.serving import plot
+from sglang_pat.bench.serving.rows import Row, TraceRow, table, trace_table
+from sglang_pat.bench.serving.run import Budget
+from sglang_pat.bench.serving.workload import LIMITS, LIMITS_SHAPE
+
+VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
+
+Document = dict[str, Any]
+
+
+def new(kind: str, device: str, settings: dict[str, Any]) -> Document:
+    """A document without rows; ``kind``: workloads or traces."""
+    return {
+        "kind": kind,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "sglang_pat.bench.serving", *sys.argv[1:]]),
+        "device": device,
+        "versions": _versions(),
+        "settings": settings,
+        "rows": [],
+        "left_out": [],
+    }
+
+
+class Journal:
+    """Keeps what runs give in a document and a file, and says so."""
+
+    def __init__(self, document: Document, path: Path | None, budget: Budget) -> None:
+        self._document = document
+        self._path = path
+        self._budget = budget
+
+    def record(self, row: dict[str, Any]) -> None:
+        self._document["rows"].append(row)
+        write(self._document, self._path)
+        where = row.get("workload") or f"{row['trace']} {row['rate']:g}/s"
+        print(
+            f"{where} {row['backend']}: ITL p50 {row['itl_p50_ms']:.2f} ms, "
+            f"TPOT {row['tpot_ms']:.2f} ms{self._budget}",
+            flush=True,
+        )
+
+    def leave_out(self, run: str, reason: str) -> None:
+        self._document["left_out"].append(f"{run}: {reason}")
+        print(f"{run}: left out, {reason}{self._budget}", flush=True)
+
+
+def write(document: Document, path: Path | None) -> None:
+    """Replace the file at once, so that whoever ends this process leaves a whole one."""
+    if path:
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(document, indent=1) + "\n")
+        os.replace(part, path)
+
+
+def show(documents: Sequence[Document]) -> None:
+    """Print conditions and tables; documents of the same kind, model and GPUs in one table."""
+    for members in _groups(documents).values():
+        rows = _rows(members)
+        for document in members:
+            settings = ", ".join(f"{name} {value}" for name, value in document["settings"].items())
+            versions = ", ".join(f"{name} {v}" for name, v in document["versions"].items())
+            print(f"{document['date']}  {document['device']}  {settings}\n{versions}")
+        if not rows:
+            print("no runs")
+        elif members[0]["kind"] == "traces":
+            print("\n".join(trace_table(rows)))
+        else:
+            print("\n".join(table(rows, _limits(members[0]["settings"]))))
+        for document in members:
+            for run in document["left_out"]:
+                print(f"left out: {run}")
+
+
+def draw(documents: Sequence[Document], path: Path) -> None:
+    """Write a picture of documents of one kind. Raises ValueError if there are several kinds."""
+    kinds = {document["kind"] for document in documents}
+    if len(kinds) > 1:
+        raise ValueError(f"one picture has one kind of rows, but these are {', '.join(kinds)}")
+    if kinds == {"traces"}:
+        plot.draw_traces(_rows(documents), path)
+    else:
+        groups = _groups(documents).values()
+        plot.draw_workloads([(_title(found[0]), _rows(found)) for found in groups], path)
+
+
+def _groups(documents: Sequence[Document]) -> dict[tuple[str, str, int], list[Document]]:
+    found: dict[tuple[str, str, int], list[Document]] = {}
+    for document in documents:
+        settings = document["settings"]
+        key = (document["kind"], settings["model"], settings["tp"])
+        found.setdefault(key, []).append(document)
+    return found
+
+
+def _limits(settings: dict[str, Any]) -> Mapping[str, float]:
+    """Those of the goals, where they apply."""
+    shape = (settings["model"], settings.get("new_tokens"), settings.get("output_tokens"))
+    return LIMITS.get(settings["tp"], {}) if shape == LIMITS_SHAPE else {}
+
+
+def _title(document: Document) -> str:
+    settings = document["settings"]
+    gpus = f", {settings['tp']} GPUs" if settings["tp"] > 1 else ""
+    return f"{settings['model']}, {document['device']}{gpus}"
+
+
+def _rows(documents: Sequence[Document]) -> list[Any]:
+    kind = TraceRow if documents[0]["kind"] == "traces" else Row
+    return [kind(**row) for document in documents for row in document["rows"]]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in VERSIONS_OF:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs: which backend does what, when, and when to stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from sglang_pat.bench.serving.client import body, stream
+from sglang_pat.bench.serving.fleet import Served
+from sglang_pat.bench.serving.rows import Row, TraceRow, counted_fields
+from sglang_pat.bench.serving.timing import TooShort, latencies, step_ms
+from sglang_pat.bench.serving.trace import Segments, arrivals, paths, repeated, tokens
+from sglang_pat.bench.serving.workload import Batch, Workload, make_batch
+
+REQUEST_TIMEOUT_S = 300.0
+WARM_UP_TOKENS = 16
+
+
+class Log(Protocol):
+    """Where runs go."""
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Keep a row, and write all of them."""
+
+    def leave_out(self, run: str, reason: str) -> None:
+        """Keep that a run could not be measured; the others go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is the same for all backends. Rates are in requests/s."""
+
+    vocab: int
+    kv_bytes_per_token: int
+    new_tokens: int
+    output_tokens: int
+    stream_interval: int
+    runs: int
+    seed: int
+    # Of traces:
+    context: int
+    block_tokens: int
+    duration_s: float
+    trace_file: Path | None
+
+
+@dataclass(slots=True)
+class Budget:
+    """Time for runs: none starts that would not end before ``deadline`` (``time.monotonic``), if
+    it takes as long as the longest of its kind so far."""
+
+    deadline: float
+    spent_out: bool = False
+    _longest: dict[str, float] = field(default_factory=dict)
+
+    def allows(self, kind: str) -> bool:
+        longest = self._longest.get(kind, max(self._longest.values(), default=0.0))
+        self.spent_out = self.spent_out or time.monotonic() + longest > self.deadline
+        return not self.spent_out
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def __str__(self) -> str:
+        """To go behind a line; nothing without a limit."""
+        return f"; {self.left_s():.0f} s left" if math.isfinite(self.deadline) else ""
+
+    def took(self, kind: str, seconds: float) -> None:
+        self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+
+
+def rotated(fleet: Sequence[Served], by: int) -> list[Served]:
+    """The servers in another order for every run, so that none is always first."""
+    by %= len(fleet)
+    return [*fleet[by:], *fleet[:by]]
+
+
+def run_workloads(
+    fleet: Sequence[Served],
+    workloads: Sequence[Workload],
+    settings: Settings,
+    budget: Budget,
+    log: Log,
+) -> None:
+    """All backends on a workload, one after the other, then the next workload, then all again.
+
+    Raises:
+        RequestError: a request failed.
+    """
+    largest = max(workloads, key=lambda workload: workload.requests)
+    batch = _batch(largest, settings, "warm-up")
+    bodies = [body(p, WARM_UP_TOKENS, settings.stream_interval) for p in batch.prompts]
+    for served in fleet:
+        if budget.allows("warm-up"):
+            began = time.monotonic()
+            _prepare(served, batch)
+            stream(served.server.port, bodies, timeout_s=REQUEST_TIMEOUT_S)
+            served.counted()
+            budget.took("warm-up", time.monotonic() - began)
+    for run in range(settings.runs):
+        for workload in workloads:
+            kind = str(workload)
+            batch = _batch(workload, settings, str(run))
+            bodies = [
+                body(prompt, settings.output_tokens, settings.stream_interval)
+                for prompt in batch.prompts
+            ]
+            measure = partial(_measure, workload=workload, batch=batch, bodies=bodies, run=run)
+            _turn(rotated(fleet, run), kind, measure, settings, budget, log)
+
+
+def _batch(workload: Workload, settings: Settings, name: str) -> Batch:
+    seed = f"{settings.seed} {workload} {name}"
+    return make_batch(workload, new=settings.new_tokens, vocab=settings.vocab, seed=seed)
+
+
+def _prepare(served: Served, batch: Batch) -> None:
+    served.flush()
+    for level in batch.prime:
+        served.prime(level)
+
+
+def _measure(
+    served: Served, workload: Workload, batch: Batch, bodies: Sequence[bytes], run: int
+) -> Row:
+    _prepare(served, batch)
+    before = served.step_notes()
+    timelines = stream(served.server.port, bodies, timeout_s=REQUEST_TIMEOUT_S)
+    after = served.step_notes()
+    found = latencies(timelines, together=True)
+    return Row(
+        backend=served.backend,
+        workload=str(workload),
+        groups=workload.groups,
+        per_group=workload.per_group,
+        prefix=workload.prefix,
+        private=workload.private,
+        run=run,
+        itl_p50_ms=found.itl_p50_ms,
+        itl_p99_ms=found.itl_p99_ms,
+        tpot_ms=found.tpot_ms,
+        ttft_ms=found.ttft_ms,
+        tokens_per_s=found.tokens_per_s,
+        step_ms=step_ms(before, after, workload.requests),
+        cached_tokens=min(line.cached for line in timelines),
+    )
+
+
+def _turn(
+    fleet: Sequence[Served],
+    kind: str,
+    measure: Callable[[Served], Row | TraceRow],
+    settings: Settings,
+    budget: Budget,
+    log: Log,
+) -> None:
+    """One run on each server. pat's counters appear late, so they complete the rows at the end."""
+    rows: list[tuple[Served, dict[str, Any]]] = []
+    for served in fleet:
+        if not budget.allows(kind):
+            break
+        began = time.monotonic()
+        try:
+            row = asdict(measure(served))
+        except TooShort as reason:
+            row = {}
+            log.leave_out(f"{kind} {served.backend}", str(reason))
+        else:
+            log.record(row)
+        budget.took(kind, time.monotonic() - began)
+        rows.append((served, row))
+    for served, row in rows:
+        if counted := served.counted():
+            row.update(counted_fields(counted, settings.kv_bytes_per_token))
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A trace at a rate: when each request arrives, in seconds, and its prompt."""
+
+    trace: str
+    rate: float
+    run: int
+    at_s: list[float]
+    prompts: list[Segments]
+
+    @property
+    def kv_tokens(self) -> int:
+        """K/V tokens of all prompts, shared ones counted every time."""
+        return sum(length for path in self.prompts for _, length in path)
+
+
+def replays(traces: Sequence[str], rates: Sequence[float], settings: Settings) -> list[Replay]:
+    """All replays in order. Raises ValueError as ``trace.paths`` does."""
+    found = []
+    for run in range(settings.runs):
+        seed = f"{settings.seed} {run}"
+        for name in traces:
+            for rate in rates:
+                at_s = arrivals(rate, settings.duration_s, f"{seed} {name} {rate}")
+                prompts = paths(
+                    name,
+                    len(at_s),
+                    context=settings.context - settings.output_tokens,
+                    block=settings.block_tokens,
+                    file=settings.trace_file,
+                    seed=seed,
+                )
+                found.append(Replay(name, rate, run, at_s, prompts))
+    return found
+
+
+def run_traces(
+    fleet: Sequence[Served],
+    todo: Sequence[Replay],
+    settings: Settings,
+    budget: Budget,
+    log: Log,
+) -> None:
+    """All backends on each replay, from an empty cache. Raises as ``run_workloads`` does."""
+    for replay in todo:
+        kind = f"{replay.trace} {replay.rate}"
+        seed = f"{settings.seed} {replay.run}"
+        bodies = [
+            body(
+                tokens(path, settings.vocab, seed),
+                settings.output_tokens,
+                settings.stream_interval,
+            )
+            for path in replay.prompts
+        ]
+        measure = partial(_replay, replay=replay, bodies=bodies, settings=settings)
+        _turn(rotated(fleet, replay.run), kind, measure, settings, budget, log)
+
+
+def _replay(
+    served: Served, replay: Replay, bodies: Sequence[bytes], settings: Settings
+) -> TraceRow:
+    served.flush()
+    timeout_s = settings.duration_s + REQUEST_TIMEOUT_S
+    timelines = stream(served.server.port, bodies, at_s=replay.at_s, timeout_s=timeout_s)
+    served.step_notes()  # notes when the server became idle
+    found = latencies(timelines, together=False)
+    return TraceRow(
+        backend=served.backend,
+        trace=replay.trace,
+        rate=replay.rate,
+        run=replay.run,
+        requests=len(bodies),
+        completed=sum(line.tokens[-1] == settings.output_tokens for line in timelines),
+        repeated=repeated(replay.prompts),
+        cached=sum(line.cached for line in timelines) / replay.kv_tokens,
+        ttft_p50_ms=found.ttft_ms,
+        ttft_p99_ms=found.ttft_p99_ms,
+        tpot_ms=found.tpot_ms,
+        tpot_p99_ms=found.tpot_p99_ms,
+        itl_p50_ms=found.itl_p50_ms,
+        itl_p99_ms=found.itl_p99_ms,
+        tokens_per_s=found.tokens_per_s,
+    )

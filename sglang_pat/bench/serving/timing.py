@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latencies out of timelines. Milliseconds throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from sglang_pat.bench.serving.client import Timeline
+
+
+class TooShort(RuntimeError):
+    """A run has no time, or no interval, to measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Of one run. ITL: inter-token latency; an event of several tokens counts as one interval of
+    the mean time per token. TPOT: time per output token after a request's first event."""
+
+    itl_p50_ms: float
+    itl_p99_ms: float
+    tpot_ms: float  # mean over requests
+    tpot_p99_ms: float
+    ttft_ms: float  # median
+    ttft_p99_ms: float
+    tokens_per_s: float  # output tokens, from the first request sent to the last token
+
+
+def window(timelines: Sequence[Timeline]) -> tuple[float, float]:
+    """When all requests decode: from the last first token to the first last one.
+
+    Raises:
+        TooShort: there is no such time; the answers are too short.
+    """
+    begin = max(line.times[0] for line in timelines)
+    end = min(line.times[-1] for line in timelines)
+    if begin >= end:
+        raise TooShort(
+            f"no time at which all {len(timelines)} requests decode: the first ends "
+            f"{1e3 * (begin - end):.0f} ms before the last begins; ask for more output tokens"
+        )
+    return begin, end
+
+
+def intervals_ms(
+    timelines: Sequence[Timeline], begin: float = -np.inf, end: float = np.inf
+) -> list[float]:
+    """Milliseconds per token of every interval that lies within [begin, end] seconds."""
+    found = []
+    for line in timelines:
+        events = list(zip(line.times, line.tokens, strict=True))
+        for (start, before), (stop, after) in pairwise(events):
+            if begin <= start and stop <= end and after > before:
+                found.append(1e3 * (stop - start) / (after - before))
+    return found
+
+
+def latencies(timelines: Sequence[Timeline], *, together: bool) -> Latencies:
+    """``together``: inter-token latencies only while all requests decode.
+
+    Raises:
+        TooShort: there is no interval to measure.
+    """
+    intervals = intervals_ms(timelines, *(window(timelines) if together else ()))
+    if not intervals:
+        raise TooShort("no interval between tokens was seen; ask for more output tokens")
+    tpots = [
+        1e3 * (line.times[-1] - line.times[0]) / (line.tokens[-1] - line.tokens[0])
+        for line in timelines
+        if line.tokens[-1] > line.tokens[0]
+    ]
+    ttfts = [1e3 * (line.times[0] - line.sent) for line in timelines]
+    seconds = max(line.times[-1] for line in timelines) - min(line.sent for line in timelines)
+    return Latencies(
+        itl_p50_ms=_percentile(intervals, 50),
+        itl_p99_ms=_percentile(intervals, 99),
+        tpot_ms=float(np.mean(tpots)),
+        tpot_p99_ms=_percentile(tpots, 99),
+        ttft_ms=_percentile(ttfts, 50),
+        ttft_p99_ms=_percentile(ttfts, 99),
+        tokens_per_s=sum(line.tokens[-1] for line in timelines) / seconds,
+    )
+
+
+def step_ms(
+    before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]], requests: int
+) -> float | None:
+    """The engine's own time per decode step of ``requests`` requests; None if it noted none.
+
+    SGLang's scheduler notes by batch size, every ``--decode-log-interval`` steps, the mean time
+    since it last did. The first note of a run holds the prefill and the idle time before it, too,
+    and is left out; of the others this is the median.
+    """
+    size = str(requests)
+    notes = list(after.get(size, ()))[len(before.get(size, ())) :]
+    rest = notes[1:] or notes
+    return 1e3 * float(np.median(rest)) if rest else None
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent))

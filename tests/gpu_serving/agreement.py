@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far two servers agree in half precision, where near-ties flip and texts part for good.
+
+Free: the share of equal tokens of greedy answers. Forced: how much the log-probabilities of one
+continuation differ, when each server decodes it token by token (``sglang_pat.demo.forcing``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from serving.server import Answer, Prompt, ServingServer
+from serving.workloads import WORKLOADS, random_prompt
+
+from sglang_pat.demo import forcing
+
+NEW_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Load:
+    prompts: tuple[Prompt, ...]
+    samples: int = 1
+
+
+def _crowd() -> tuple[Prompt, ...]:
+    """48 requests without anything in common."""
+    return tuple(random_prompt(seed=1000 + i, length=20 + 11 * i) for i in range(48))
+
+
+LOADS = {
+    "shared": Load(WORKLOADS["crowd"].prompts),
+    "multi_level": Load(WORKLOADS["multi_level"].prompts + WORKLOADS["shared"].prompts),
+    "disjoint": Load(_crowd()),
+    "long": Load((*WORKLOADS["long"].prompts, random_prompt(seed=5, length=5000))),
+    "samples": Load(WORKLOADS["shared"].prompts, samples=4),
+    "single": Load((random_prompt(seed=6, length=700),)),
+}
+
+
+def answers(server: ServingServer, load: Load) -> list[Answer]:
+    return server.generate(load.prompts, NEW_TOKENS, samples=load.samples)
+
+
+def equal_share(some: Sequence[Answer], others: Sequence[Answer]) -> float:
+    """Share of positions that hold the same token, 0 to 1."""
+    pairs = [
+        a == b
+        for one, other in zip(some, others, strict=True)
+        for a, b in zip(one.tokens, other.tokens, strict=True)
+    ]
+    return sum(pairs) / len(pairs)
+
+
+def forced_logprobs(server: ServingServer, load: Load, texts: Sequence[Answer]) -> list[float]:
+    """Log-probabilities of the tokens of ``texts``, the first answer to each prompt, all decoded at
+    once; NaN for a token that lost by so much that it could not be forced."""
+
+    def force(prompt: Prompt, text: Answer) -> list[float]:
+        tokens = list(text.tokens)
+        body = forcing.request(list(prompt), tokens)
+        return forcing.forced_logprobs(server.post("/generate", body), tokens)
+
+    # Cached prompts: a prefill in chunks would ask for a forced token at the end of every chunk.
+    server.generate(load.prompts, 1)
+    with ThreadPoolExecutor(max_workers=len(load.prompts)) as pool:
+        found = list(pool.map(force, load.prompts, texts[:: load.samples]))
+    return [value for values in found for value in values]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Between log-probabilities of the same tokens, natural log; NaN if one of them is."""
+
+    mean: float
+    largest: float
+
+    @classmethod
+    def between(cls, some: Sequence[float], others: Sequence[float]) -> Distance:
+        gaps = [abs(a - b) for a, b in zip(some, others, strict=True)]
+        if any(gap != gap for gap in gaps):
+            return cls(float("nan"), float("nan"))
+        return cls(sum(gaps) / len(gaps), max(gaps))

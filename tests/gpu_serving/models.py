@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of the GPU serving tests: head dim 128, weights on which attention matters."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from serving.workloads import VOCAB
+
+from sglang_pat.demo.model import QK_SCALE, make_model
+
+HIDDEN, LAYERS, HEAD_DIM = 512, 4, 128
+
+
+def make_llama(path: Path, *, q_heads: int, kv_heads: int) -> Path:
+    return make_model(
+        path,
+        hidden=HIDDEN,
+        layers=LAYERS,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        vocab=VOCAB,
+        dtype="bfloat16",
+    )
+
+
+def make_gemma2(path: Path, *, window: int, q_heads: int = 8, kv_heads: int = 2) -> Path:
+    """A Gemma 2: every other layer has a sliding window of ``window``, all cap their logits."""
+    config: dict[str, Any] = {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "query_pre_attn_scalar": HEAD_DIM,
+        "sliding_window": window,
+        "attn_logit_softcapping": 10.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",  # SGLang reads this one
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    weights: dict[str, torch.Tensor] = {}
+
+    def matrix(name: str, rows: int, columns: int, std: float) -> None:
+        values = torch.randn(rows, columns, generator=generator) * std
+        weights[f"model.{name}.weight"] = values.to(torch.bfloat16)
+
+    def norm(name: str) -> None:  # Gemma's norms multiply by 1 + weight
+        weights[f"model.{name}.weight"] = torch.zeros(HIDDEN, dtype=torch.bfloat16)
+
+    # The embedding is scaled by sqrt(hidden) where it is looked up, and is the output matrix too.
+    matrix("embed_tokens", VOCAB, HIDDEN, 2.0 / math.sqrt(HIDDEN))
+    fan_in = 1 / math.sqrt(HIDDEN)
+    for layer in range(LAYERS):
+        at = f"layers.{layer}"
+        matrix(f"{at}.self_attn.q_proj", q_heads * HEAD_DIM, HIDDEN, QK_SCALE * fan_in)
+        matrix(f"{at}.self_attn.k_proj", kv_heads * HEAD_DIM, HIDDEN, QK_SCALE * fan_in)
+        matrix(f"{at}.self_attn.v_proj", kv_heads * HEAD_DIM, HIDDEN, fan_in)
+        matrix(f"{at}.self_attn.o_proj", HIDDEN, q_heads * HEAD_DIM, fan_in)
+        matrix(f"{at}.mlp.gate_proj", 2 * HIDDEN, HIDDEN, fan_in)
+        matrix(f"{at}.mlp.up_proj", 2 * HIDDEN, HIDDEN, fan_in)
+        matrix(f"{at}.mlp.down_proj", HIDDEN, 2 * HIDDEN, fan_in)
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            norm(f"{at}.{name}_layernorm")
+    norm("norm")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hours of traffic in minutes: ``python -m gpu_serving.soak --device cuda`` in tests/.
+
+Two servers at the same time, with and without the radix cache, both with ``SGLANG_PAT_CHECK=1`` and
+a pool too small for their traffic: requests join, share, branch, are aborted and retracted. Fails,
+with a JSON summary of what was found, unless everything sent was answered right, the counters add
+up and no memory grew after the first tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving.server import Config, ServingServer
+from serving.workloads import VOCAB
+
+from sglang_pat.demo.counters import Counters
+from sglang_pat.demo.model import make_model
+
+from . import footprint, traffic
+
+MIB = 1 << 20
+# What the base serves in such traffic, and what warm-ups count.
+EXPECTED_FALLBACKS = {"extend", "idle", "no batch from the scheduler"}
+# Free greedy answers to equal prompts agree but for near-ties; a wrong slot leaves nothing alike.
+MIN_REPEATED_EQUAL = {"cpu": 0.999, "cuda": 0.7}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much: per server ``clients``; in all at least ``steps`` decode steps and ``requests``."""
+
+    seconds: float
+    clients: int
+    pool: int  # tokens of a server's K/V cache
+    longest: int  # tokens of the longest system prompt
+    new_tokens: int
+    steps: int
+    requests: int
+    growth: int  # bytes that may be held more than after the first tenth
+
+
+SCALES = {
+    "cpu": Scale(40, 8, 1200, 500, 90, steps=300, requests=60, growth=32 * MIB),
+    "cuda": Scale(400, 24, 5000, 1500, 120, steps=20_000, requests=5_000, growth=16 * MIB),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "cpu": {"dtype": "float32"},
+    "cuda": {"dtype": "bfloat16", "hidden": 512, "layers": 2, "head_dim": 128},
+}
+
+
+def soak(device: str, scale: Scale, folder: Path) -> dict[str, Any]:
+    """Run the traffic; the summary, with what was wrong under ``failures``."""
+    model = make_model(folder / "model", vocab=VOCAB, **MODELS[device])
+    small_pool = ("--max-total-tokens", str(scale.pool), "--schedule-conservativeness", "0.05")
+    configs = [
+        Config("radix", args=small_pool, device=device),
+        Config("no-radix", args=(*small_pool, "--disable-radix-cache"), device=device),
+    ]
+    with ExitStack() as stack:
+        servers = [ServingServer(model, config, folder / config.name) for config in configs]
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+        runs = [
+            traffic.start_clients(
+                server, scale.clients, longest=scale.longest, new_tokens=scale.new_tokens
+            )
+            for server in servers
+        ]
+        clients = [client for group, _ in runs for client in group]
+        began = time.monotonic()
+        traffic.watch(clients, scale.seconds / 10)
+        before = _held(servers, device)
+        traffic.watch(clients, scale.seconds * 9 / 10)
+        after = _held(servers, device)
+        traffic.finish(clients)
+        seconds = time.monotonic() - began
+        rows = {
+            config.name: _row(server, ledger)
+            for config, server, (_, ledger) in zip(configs, servers, runs, strict=True)
+        }
+    summary: dict[str, Any] = {"device": device, "seconds": round(seconds, 1), "servers": rows}
+    summary["held_mib"] = {
+        name: [round(held[name] / MIB, 1) for held in (before, after)] for name in before
+    }
+    summary["steps"] = sum(row["decode_steps"] for row in rows.values())
+    summary["requests"] = sum(row["requests"] for row in rows.values())
+    summary["failures"] = [
+        *(
+            f"{name}: {wrong}"
+            for name, row in rows.items()
+            for wrong in _wrong_with(name, row, device)
+        ),
+        *(
+            f"{name} grew from {before[name]} to {after[name]} bytes"
+            for name in before
+            if after[name] - before[name] > scale.growth
+        ),
+    ]
+    for name in ("steps", "requests"):
+        if summary[name] < getattr(scale, name):
+            summary["failures"].append(f"{summary[name]} {name}, want {getattr(scale, name)}")
+    return summary
+
+
+def _held(servers: list[ServingServer], device: str) -> dict[str, int]:
+    held = {
+        f"scheduler {server.log.parent.name}": footprint.scheduler_bytes(server.pid)
+        for server in servers
+    }
+    if device == "cuda":
+        held["device"] = footprint.device_bytes()
+    return held
+
+
+def _row(server: ServingServer, ledger: traffic.Ledger) -> dict[str, Any]:
+    server.check_alive()
+    counters: Counters = server.counters()
+    log = server.text()
+    steps = max(counters.decode_steps, 1)
+    return {
+        **ledger.counts,
+        "wrong": ledger.wrong,
+        "kv_tokens_answered": ledger.kv_tokens,
+        "decode_steps": counters.decode_steps,
+        "packed_steps": counters.packed_steps,
+        "plans_made": counters.plans_made,
+        "plans_reused": counters.plans_reused,
+        "kv_tokens_read": counters.kv_tokens_read,
+        "kv_tokens_unpacked": counters.kv_tokens_unpacked,
+        "host_us_a_step": round(counters.host_seconds / steps * 1e6, 1),
+        "fallbacks": counters.fallbacks,
+        "retractions": len(re.findall(r"#retracted|[Rr]etract requests", log)),
+        "tracebacks": log.count("Traceback (most recent call last)"),
+    }
+
+
+def _wrong_with(name: str, row: dict[str, Any], device: str) -> Iterator[str]:
+    """What is wrong with a server's row."""
+    steps, packed = row["decode_steps"], row["packed_steps"]
+    read, unpacked = row["kv_tokens_read"], row["kv_tokens_unpacked"]
+    equal = row.get("repeated tokens equal", 0) / max(row.get("repeated tokens", 0), 1)
+    yield from row["wrong"]
+    if not row.get("finished by abort", 0):
+        yield "nothing was aborted"
+    if not row["retractions"]:
+        yield "nothing was retracted"
+    if row["tracebacks"]:
+        yield "there is a traceback in the log"
+    if equal < MIN_REPEATED_EQUAL[device]:
+        yield f"only {equal:.4f} of the tokens after equal prompts are equal"
+    if row["plans_made"] + row["plans_reused"] != steps:
+        yield f"{row['plans_made']} plans made and {row['plans_reused']} reused in {steps} steps"
+    # A retracted request's tokens are prefilled again, so a few were not decoded.
+    if unpacked < 0.9 * row["kv_tokens_answered"]:
+        yield f"{unpacked} K/V tokens, the answers need {row['kv_tokens_answered']}"
+    if name == "radix":
+        if not (0 < packed <= steps and read < unpacked):
+            yield f"{packed} of {steps} steps packed, {read} of {unpacked} K/V tokens read"
+    elif packed or read != unpacked:
+        yield f"{packed} steps packed without a radix cache, {read} of {unpacked} K/V tokens read"
+    if unexpected := set(row["fallbacks"]) - EXPECTED_FALLBACKS:
+        yield f"fallbacks: {unexpected}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=sorted(SCALES), required=True)
+    parser.add_argument("--seconds", type=float, help="of traffic, instead of the device's own")
+    parser.add_argument("--json", type=Path, help="where to write the summary, too")
+    parser.add_argument("--logs", type=Path, help="folder for the model and the servers' logs")
+    options = parser.parse_args()
+    scale = SCALES[options.device]
+    if options.seconds:
+        scale = Scale(**{**vars(scale), "seconds": options.seconds})
+    with tempfile.TemporaryDirectory() as temporary:
+        summary = soak(options.device, scale, options.logs or Path(temporary))
+    text = json.dumps(summary)
+    if options.json:
+        options.json.write_text(text + "\n")
+    print(text)
+    return 1 if summary["failures"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

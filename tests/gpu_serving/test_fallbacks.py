@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pat does not serve on a GPU: layers go to fa3 and are counted, servers are refused."""
+
+from __future__ import annotations
+
+import pytest
+from serving.server import ServingServer
+
+from sglang_pat.demo.server import ServerError
+
+from .agreement import LOADS, Distance, answers, forced_logprobs
+from .conftest import REFUSED, Server
+from .models import LAYERS
+
+
+def test_steps_are_served_in_graphs_and_counted(server: Server) -> None:
+    one = server("ratio4-pat")
+    before = one.counters()
+    answers(one, LOADS["multi_level"])
+    counted = one.counters() - before
+    assert counted.packed_steps > 0
+    assert counted.plans_made + counted.plans_reused == counted.decode_steps
+    assert set(counted.fallbacks) <= {"extend", "idle"}
+    assert "cuda graph: True" in one.text()
+    assert "over FlashAttentionBackend" in one.text()
+
+
+def test_sliding_windows_and_capped_logits(server: Server) -> None:
+    """Gemma 2: every other layer is fa3's, the others cap their logits; all in one graph."""
+    ours, theirs = server("gemma2-pat"), server("gemma2-fa3")
+    load = LOADS["multi_level"]
+    texts = answers(theirs, load)
+    before = ours.counters()
+    forced = forced_logprobs(ours, load, texts)
+    counted = ours.counters() - before
+    found = Distance.between(forced, forced_logprobs(theirs, load, texts))
+    print(f"gemma2: {found}")
+    assert found.mean < 0.05 and found.largest < 0.5  # see sglang_pat.demo.compare
+    assert counted.packed_steps > 0
+    assert counted.fallbacks["layer with a sliding window"] == LAYERS // 2 * counted.decode_steps
+
+
+@pytest.mark.parametrize(("name", "reason"), [(one.name, why) for (_, one), why in REFUSED.items()])
+def test_refused_with_a_reason(name: str, reason: str, fleet: dict[str, ServingServer]) -> None:
+    with pytest.raises(ServerError):
+        fleet[name].wait_until_ready()
+    assert reason in fleet[name].text()
+
+
+def test_servers_live_on(server: Server) -> None:
+    """After everything above, in whatever order it ran."""
+    for name in ("ratio4-pat", "gemma2-pat"):
+        server(name).check_alive()
+        assert len(answers(server(name), LOADS["single"])[0].tokens) > 0

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two GPUs: tensor parallelism, and data parallel attention, where a rank may pad or be idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from serving.server import Config, ServingServer
+from serving.workloads import VOCAB
+
+from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_BF16, MEAN_LOGPROB_DIFF_BF16
+from sglang_pat.demo.model import make_model
+
+from .agreement import LOADS, Distance, answers, forced_logprobs
+from .conftest import COMPARED
+from .models import HEAD_DIM, HIDDEN, LAYERS
+
+RANKS = {
+    "fa3": ("--tp-size", "2"),
+    "pat-tensor": ("--tp-size", "2"),
+    "pat-data": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+}
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServingServer]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    model = make_model(
+        folder / "model",
+        hidden=HIDDEN,
+        layers=LAYERS,
+        q_heads=8,
+        kv_heads=2,
+        head_dim=HEAD_DIM,
+        vocab=VOCAB,
+        dtype="bfloat16",
+        architecture="Qwen3ForCausalLM",
+    )
+    with ExitStack() as stack:
+        started: dict[str, ServingServer] = {}
+        for name, arguments in RANKS.items():
+            backend, _, _ = name.partition("-")
+            config = Config(name, backend=backend, args=(*COMPARED, *arguments), device="cuda")
+            started[name] = ServingServer(model, config, folder / name)
+            stack.callback(started[name].stop)
+            started[name].start()
+        for server in started.values():
+            server.wait_until_ready()
+        yield started
+
+
+@pytest.mark.parametrize("name", sorted(name for name in RANKS if name != "fa3"))
+@pytest.mark.parametrize("load_name", ["multi_level", "disjoint", "single"])
+def test_ranks_agree_with_fa3(name: str, load_name: str, servers: dict[str, ServingServer]) -> None:
+    """``single`` leaves a data parallel rank without a request."""
+    load = LOADS[load_name]
+    texts = answers(servers["fa3"], load)
+    ours = servers[name]
+    before = ours.counters()
+    found = Distance.between(
+        forced_logprobs(ours, load, texts), forced_logprobs(servers["fa3"], load, texts)
+    )
+    counted = ours.counters() - before
+    print(f"{name} {load_name}: {found}, {counted}")
+    assert found.mean <= MEAN_LOGPROB_DIFF_BF16 and found.largest <= MAX_LOGPROB_DIFF_BF16
+    assert counted.decode_steps > 0
+    assert (counted.packed_steps > 0) == (load_name == "multi_level")
+    assert set(counted.fallbacks) <= {"extend", "idle", "no batch from the scheduler"}

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the backend asks of its base and of the executor, step by step: no server, no GPU."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_pat import backend
+from sglang_pat.bench.live import LiveCache
+from sglang_pat.config import PatConfig
+from sglang_pat.hook import after_init_new
+from sglang_pat.planning import Plan
+from sglang_pat.target import Target
+
+QUERIES, HEADS, HEAD_DIM = 4, 2, 16
+TARGET = Target.cpu(
+    threads=2, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM, max_queries=16
+)
+
+
+class Base:
+    """A base that notes what is asked of it."""
+
+    def __init__(self, runner: Any) -> None:
+        self.calls: list[str] = []
+        cache = torch.zeros(8, HEADS, HEAD_DIM)
+        self.token_to_kv_pool = SimpleNamespace(
+            device="cpu", get_key_buffer=lambda _: cache, get_value_buffer=lambda _: cache
+        )
+        self.req_to_token_pool = runner.req_to_token_pool
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.calls.append("eager")
+        # As the base class of SGLang does it.
+        self.init_forward_metadata_out_graph(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.calls.append("capture" if in_capture else "out graph")
+
+    def forward_decode(self, q: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        self.calls.append("layer")
+        return q
+
+
+class Executor:
+    """Notes the plans, in place of a device."""
+
+    target = TARGET
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+
+    def prepare(self, plan: Plan, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        assert plan.num_queries <= len(rows) == len(seq_lens)
+        self.plans.append(plan)
+
+    def decode(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+
+class Bed:
+    """A backend over ``Base`` and a batch of four requests of one system prompt."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cache = LiveCache("python", slots=4000, rows=QUERIES, context=512)
+        self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
+        self.executor = Executor()
+        monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
+        monkeypatch.setattr(backend, "_start_reporter", lambda _: None)
+        self.backend = backend._subclass(Base)(self.runner, PatConfig(check=True))
+        rng = random.Random(0)
+        system = [rng.randrange(1000) for _ in range(200)]
+        self.reqs = [self.cache.admit([*system, 1000 + i]) for i in range(QUERIES)]
+        self.live, self.lens = self.cache.batch(self.reqs)
+
+    def step(
+        self,
+        *,
+        graph: bool = True,
+        padding: int = 0,
+        capture: bool = False,
+        mode: ForwardMode = ForwardMode.DECODE,
+        idle: bool = False,
+    ) -> list[str]:
+        """Announce a batch as the scheduler does and prepare it; what the base was asked."""
+        actual = ForwardMode.IDLE if idle else mode
+        if not capture:
+            scheduled = SimpleNamespace(
+                reqs=self.reqs,
+                tree_cache=self.cache.tree,
+                req_pool_indices_cpu=self.live.rows,
+            )
+            after_init_new(SimpleNamespace(forward_mode=actual), object, scheduled, self.runner)
+        lens = self.lens[:0] if idle else self.lens
+        rows = self.live.rows[: len(lens)]
+        lens = torch.cat([lens, torch.ones(padding, dtype=torch.int64)])
+        batch = SimpleNamespace(
+            forward_mode=mode,
+            spec_info=None,
+            encoder_lens=None,
+            batch_size=len(lens),
+            num_padding=padding,
+            seq_lens=lens,
+            seq_lens_cpu=lens,
+            req_pool_indices=torch.cat([rows, torch.zeros(padding, dtype=torch.int64)]),
+        )
+        self.backend.calls.clear()
+        if graph:
+            self.backend.init_forward_metadata_out_graph(batch, in_capture=capture)
+        else:
+            self.backend.init_forward_metadata(batch)
+        return list(self.backend.calls)
+
+    def layer(self, layer_id: int = 0, window: int = -1, **kwargs: Any) -> list[str]:
+        """Run a layer of the forward that was prepared; what the base was asked."""
+        layer = SimpleNamespace(
+            layer_id=layer_id,
+            is_cross_attention=False,
+            attn_type=SimpleNamespace(value="decoder"),
+            sliding_window_size=window,
+            xai_temperature_len=-1,
+            logit_cap=0.0,
+            tp_q_head_num=HEADS,
+            tp_k_head_num=HEADS,
+            tp_v_head_num=HEADS,
+            qk_head_dim=HEAD_DIM,
+            v_head_dim=HEAD_DIM,
+            scaling=1.0,
+        )
+        self.backend.calls.clear()
+        q = torch.zeros(QUERIES, HEADS * HEAD_DIM)
+        self.backend.forward_decode(q, None, None, layer, None, **kwargs)
+        return list(self.backend.calls)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        return dict(self.backend._stats.fallbacks)
+
+
+@pytest.fixture
+def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
+    return Bed(monkeypatch)
+
+
+def test_replays_of_our_layers_need_no_metadata_of_the_base(bed: Bed) -> None:
+    assert bed.step(capture=True) == ["capture"]
+    assert bed.layer(0) == bed.layer(1) == []
+    assert bed.step(padding=2) == []
+    assert bed.step(capture=True) == ["capture"]  # one that the base could serve, always
+    assert bed.step(mode=ForwardMode.EXTEND) == ["out graph"]
+    assert bed.step(mode=ForwardMode.EXTEND, graph=False) == ["eager", "out graph"]
+    assert bed.fallbacks == {"extend": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [({"window": 8}, "layer with a sliding window"), ({"sinks": 1}, "layer with arguments sinks")],
+)
+def test_a_layer_of_the_base_keeps_its_metadata(
+    bed: Bed, arguments: dict[str, Any], reason: str
+) -> None:
+    bed.step(capture=True)
+    assert bed.layer(0) == []
+    assert bed.layer(1, **arguments) == ["layer"]
+    assert bed.step() == ["out graph"]
+    assert bed.step() == ["out graph"]
+    assert bed.fallbacks == {reason: 3}  # in the capture and in both replays
+
+
+def test_eager_steps_prepare_the_base_until_the_layers_are_known(bed: Bed) -> None:
+    assert bed.step(graph=False) == ["eager", "out graph"]
+    assert bed.layer(0) == []
+    assert bed.step(graph=False) == []
+    assert bed.layer(0) == []
+    # One that had not come by: the base is prepared then and there, and from then on beforehand.
+    assert bed.layer(1, window=8) == ["eager", "out graph", "layer"]
+    assert bed.layer(2, window=8) == ["layer"]
+    assert bed.step(graph=False) == ["eager", "out graph"]
+    assert bed.layer(1, window=8) == ["layer"]
+
+
+def test_an_eager_batch_that_cannot_be_planned_is_the_bases(bed: Bed) -> None:
+    bed.step(capture=True)
+    bed.layer(0)
+    assert bed.step(graph=False, padding=TARGET.max_queries) == ["eager", "out graph"]
+    assert bed.layer(0) == ["layer"]
+    assert bed.fallbacks["batch not plannable"] == 1
+
+
+def test_padding_is_not_planned_and_steady_steps_keep_their_plan(bed: Bed) -> None:
+    bed.step(capture=True)
+    bed.layer(0)
+    for padding in (0, 3, 1):
+        bed.step(padding=padding)
+    assert len({id(plan) for plan in bed.executor.plans[1:]}) == 1
+    assert bed.executor.plans[-1].num_queries == QUERIES
+    assert bed.executor.plans[-1].num_shared_items > 0
+    stats = bed.backend._stats
+    assert (stats.decode_steps, stats.plans_made, stats.plans_reused) == (3, 1, 2)
+    assert 0 < stats.plan_ns < stats.host_ns
+
+
+def test_rows_that_pad_an_eager_batch_are_private(bed: Bed) -> None:
+    """Data parallel attention without a graph pads all ranks' batches to one size."""
+    bed.step(graph=False, padding=3)
+    (plan,) = bed.executor.plans
+    assert plan.num_queries == QUERIES + 3
+    shared = plan.items[plan.items["num_queries"] > 1]
+    assert shared["num_queries"].tolist() == [QUERIES]
+    assert bed.backend._stats.private_requests == {"row without a request": 3}
+
+
+def test_an_idle_rank_replays_an_empty_plan(bed: Bed) -> None:
+    """Data parallel attention: a rank without requests replays with the others."""
+    bed.step(capture=True)
+    bed.layer(0)
+    for _ in range(2):
+        assert bed.step(idle=True, padding=4) == []
+    first, second = bed.executor.plans[1:]
+    assert first is second  # nothing to copy to the device
+    assert first.num_queries == first.num_items == 0
+    assert bed.fallbacks == {} and bed.backend._stats.decode_steps == 0
+    bed.step()
+    assert bed.executor.plans[-1].num_queries == QUERIES
+
+
+def test_an_older_batch_is_never_planned(bed: Bed) -> None:
+    bed.step(capture=True)
+    bed.layer(0)
+    bed.step(idle=True, padding=4)
+    after_init_new(SimpleNamespace(forward_mode=ForwardMode.EXTEND), object, None, bed.runner)
+    bed.step(capture=True)
+    assert bed.executor.plans[-1].num_shared_items == 0

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The serving benchmark's command against two servers on a CPU that live as long as these tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_pat.bench.serving import __main__ as command
+from sglang_pat.bench.serving.fleet import Plan, Served, serve
+from sglang_pat.bench.serving.model import open_model
+from sglang_pat.bench.serving.rows import Row
+from sglang_pat.demo.model import make_model
+
+BACKENDS = ["pat", "torch_native"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    return make_model(folder, hidden=64, q_heads=4, head_dim=32, vocab=512)
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+    pytest.importorskip("sglang", reason="serving needs SGLang 0.5.23")
+    sizes = open_model(str(model), model, "float32")
+    plan = Plan(sizes, "cpu", "float32", 1, 16_384, 8, 0.9, 0.0, ())
+    with serve(plan, BACKENDS, logs=tmp_path_factory.mktemp("logs"), ready_s=300) as found:
+        yield found
+
+
+@pytest.fixture
+def bench(fleet: list[Served], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command, on servers that run already; returns what it wrote."""
+
+    @contextmanager
+    def running(plan: Plan, backends: list[str], **_: Any) -> Iterator[list[Served]]:
+        assert backends == BACKENDS and plan.pool_tokens <= 16_384 and plan.max_requests <= 8
+        yield fleet
+
+    monkeypatch.setattr(command, "serve", running)
+
+    def run(*arguments: str) -> dict[str, Any]:
+        file = tmp_path / "rows.json"
+        here = ["--device", "cpu", "--model", str(model), "--backends", *BACKENDS]
+        assert command.main([*here, *arguments, "--json", str(file)]) == 0
+        written: dict[str, Any] = json.loads(file.read_text())
+        return written
+
+    return run
+
+
+def test_workloads_run_on_two_servers_in_turns(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--runs", "2", "--new-tokens", "8", "--output-tokens", "160", "--stream-interval", "2")
+    specs = ("200x4", "2*64+32x4", "0x4")
+    written = bench("--workloads", *specs, *sizes)
+    assert written["kind"] == "workloads" and written["settings"]["tp"] == 1
+    rows = [Row(**row) for row in written["rows"]]
+    assert [(row.run, row.workload, row.backend) for row in rows] == [
+        (run, spec, backend)
+        for run, order in enumerate((BACKENDS, BACKENDS[::-1]))
+        for spec in specs
+        for backend in order
+    ]
+    for row in rows:
+        assert row.cached_tokens >= row.prefix + row.private
+        assert 0 < row.itl_p50_ms <= row.itl_p99_ms and row.ttft_ms > 0 and row.tokens_per_s > 0
+        assert row.step_ms is not None and 0.2 < row.itl_p50_ms / row.step_ms < 5
+        if row.backend != "pat":
+            assert row.decode_steps is row.kv_saved_bytes is None
+            continue
+        # 160 tokens, of which the first comes from the prefill.
+        assert row.decode_steps is not None and row.decode_steps >= 159
+        assert row.plan_us is not None and row.plan_us > 0
+        shared = row.workload != "0x4"
+        assert (row.packed_steps or 0) >= 120 if shared else row.packed_steps == 0
+        assert (row.kv_saved_bytes or 0) > 0 if shared else row.kv_saved_bytes == 0
+    # Of four reads of 200 tokens three are saved while all decode, which is most of the time:
+    # 2 layers, 2 heads, K and V, 32 numbers of 4 bytes.
+    most = (rows[0].decode_steps or 0) * 3 * 200 * 2 * 2 * 2 * 32 * 4
+    assert 0.7 * most < (rows[0].kv_saved_bytes or 0) <= most
+    shown = capsys.readouterr().out
+    assert "pat / better of others" in shown and "(" in shown
+
+
+def test_traces_run_on_two_servers(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--duration-s", "1.5", "--runs", "1", "--output-tokens", "20", "--max-requests", "8")
+    written = bench("--trace", "toolagent", "--rates", "4", "--block-tokens", "16", *sizes)
+    assert written["kind"] == "traces"
+    ours, theirs = written["rows"]
+    assert (ours["backend"], theirs["backend"]) == ("pat", "torch_native")
+    assert ours["requests"] == theirs["requests"] == ours["completed"] == theirs["completed"] > 1
+    assert ours["repeated"] == theirs["repeated"]
+    assert ours["cached"] == pytest.approx(theirs["cached"], abs=0.05)
+    assert 0 < ours["ttft_p50_ms"] <= ours["ttft_p99_ms"] and ours["tpot_ms"] > 0
+    assert ours["decode_steps"] > 0 and theirs["decode_steps"] is None
+    assert "toolagent" in capsys.readouterr().out
+
+
+def test_a_run_that_cannot_be_measured_is_left_out(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = bench("--workloads", "0x1", "--runs", "1", "--output-tokens", "1")
+    assert written["rows"] == []
+    for backend, left_out in zip(BACKENDS, written["left_out"], strict=True):
+        assert f"0x1 {backend}: no time at which all 1 requests decode" in left_out
+    assert "left out: 0x1 pat" in capsys.readouterr().out
+
+
+def test_without_time_nothing_runs(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--workloads", "0x4", "--budget-s", "0")["rows"] == []
+    assert "the time is up" in capsys.readouterr().out

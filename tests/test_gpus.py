@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets for GPUs that are not at hand, from properties as torch gives them."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_pat import gpus, plan
+from sglang_pat.target import Target
+
+HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_queries": 64}
+
+
+def device(name: str, sms: int, major: int = 9, minor: int = 0, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(name=name, multi_processor_count=sms, major=major, minor=minor, **more)
+
+
+def test_an_h200_is_what_was_measured() -> None:
+    assert Target.gpu(device("NVIDIA H200", 132), **HEADS) == Target.h200(**HEADS)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_known_names(name: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="sglang_pat"):
+        bytes_per_s, flops_per_s = gpus.rates(device(name, 100))
+    terabytes, teraflops = gpus.KNOWN[words]
+    # Kernels reach between half and all of what the vendor states.
+    assert 0.5 * terabytes < bytes_per_s / 1e12 < terabytes
+    assert 0.5 * teraflops < flops_per_s / 1e12 < teraflops
+    assert not caplog.records
+
+
+def test_an_unknown_gpu_is_estimated_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    # GDDR6X of an RTX 3080: 9501 MHz x 320 bits, 760 GB/s.
+    told = device(
+        "NVIDIA GeForce RTX 3080", 68, 8, 6, memory_clock_rate=9501e3, memory_bus_width=320
+    )
+    with caplog.at_level(logging.WARNING, logger="sglang_pat"):
+        target = Target.gpu(told, **HEADS)
+    assert "RTX 3080, which it does not know" in caplog.text
+    assert "0.76 TB/s" in caplog.text
+    assert target.units == 68
+    untold = Target.gpu(device("NVIDIA X", 66, 11, 0), **HEADS)
+    assert untold.bytes_per_s == pytest.approx(gpus.H200_BYTES_PER_S / 2)
+    assert 0 < untold.flops_per_s < gpus.H200_FLOPS_PER_S / 2
+
+
+def test_options_count_for_more_than_properties() -> None:
+    target = Target.gpu(device("NVIDIA L4", 58, 8, 9), **HEADS, units=10, policy="paper")
+    assert (target.units, target.policy) == (10, "paper")
+
+
+def test_smaller_gpus_split_long_sequences_less() -> None:
+    """The plan follows the target: one long sequence is cut for the SMs that there are."""
+    large, small = (
+        plan([None], [100_000], Target.gpu(device(name, sms), **HEADS))
+        for name, sms in (("NVIDIA H200", 132), ("NVIDIA L4", 58))
+    )
+    assert large.num_items > small.num_items > 1
