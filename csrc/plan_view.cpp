@@ -18,6 +18,14 @@ const T* section(const PlanHeader& header, const char* name, int32_t offset, int
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(&header) + offset);
 }
 
+// What an item of one query says twice.
+void check_single(const PlanView& plan, const Item& item, int index) {
+  const Member& member = plan.members[item.member_offset];
+  PAT_CHECK(member.query == item.row && member.partial == item.partial, "damaged plan: item ",
+            index, " is of query ", item.row, " and partial ", item.partial, ", its member of ",
+            member.query, " and ", member.partial);
+}
+
 }  // namespace
 
 PlanView view_plan(const void* plan, int64_t plan_bytes) {
@@ -34,9 +42,13 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
             header.total_bytes, " bytes");
   PAT_CHECK(header.num_partials >= 0 && header.num_partials <= header.num_members,
             "damaged plan: ", header.num_partials, " partials of ", header.num_members, " members");
-  return {&header, section<Item>(header, "items", header.items_offset, header.num_items),
-          section<Member>(header, "members", header.members_offset, header.num_members),
-          section<QuerySplits>(header, "queries", header.queries_offset, header.num_queries)};
+  const PlanView view{
+      &header, section<Item>(header, "items", header.items_offset, header.num_items),
+      section<Member>(header, "members", header.members_offset, header.num_members),
+      section<QuerySplits>(header, "queries", header.queries_offset, header.num_queries)};
+  PAT_CHECK(header.num_wide_items >= 0 && header.num_wide_items <= header.num_items,
+            "damaged plan: ", header.num_wide_items, " wide items of ", header.num_items);
+  return view;
 }
 
 void check_splits(const PlanView& plan) {
@@ -58,6 +70,7 @@ void check_item_shape(const PlanView& plan, int index) {
                 item.member_offset <= header.num_members - item.num_queries,
             "damaged plan: item ", index, " has members ", item.member_offset, " + ",
             item.num_queries, " of ", header.num_members);
+  if (item.num_queries == 1) check_single(plan, item, index);
   PAT_CHECK(item.row >= 0 && item.row < header.num_queries, "damaged plan: item ", index,
             " reads row ", item.row, " of ", header.num_queries);
   const bool dynamic = item.kv_len == kDynamic && item.num_queries == 1;

@@ -194,6 +194,7 @@ def _decode_cuda(
             workspace.partials.data_ptr(),
             workspace.partial_lse.data_ptr(),
             workspace.queue.data_ptr(),
+            0 if workspace.trace is None else workspace.trace.data_ptr(),
             num_rows,
             *heads,
             _DTYPES[q.dtype],

@@ -106,7 +106,8 @@ class Target:
             "flops_per_s": gpus.H200_FLOPS_PER_S,
             "item_overhead_s": 1.2e-6,
             "reread_weight": 0.7,
-            "row_tiles": (16, 32, 64),
+            # Beyond head dim 128 an SM has one half, to which no item is wide.
+            "row_tiles": (16, 32, 64, 128) if head_dim <= 128 else (16, 32, 64),
             "kv_tiles": (32, 64, 128),
         }
         values |= _capacities(max_queries) | overrides

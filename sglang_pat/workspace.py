@@ -88,6 +88,7 @@ class Workspace:
         ]
         self._next = 0
         self.plan: Plan | None = None
+        self.trace: torch.Tensor | None = None  # uint64, see _C.decode_cuda
 
     @property
     def plan_ptr(self) -> int:

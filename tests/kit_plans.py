@@ -25,14 +25,15 @@ HEADER = np.dtype(
         ("num_shared_items", "<i4"),
         *((name, "<i4") for name in ("items_offset", "members_offset", "queries_offset")),
         *((name, "<i4") for name in ("total_bytes", "max_queries", "max_items", "max_partials")),
-        *((name, "<i4") for name in ("num_q_heads", "num_kv_heads")),
+        *((name, "<i4") for name in ("num_q_heads", "num_kv_heads", "num_wide_items")),
+        ("reserved", "<i4", 3),
     ]
 )
 ITEM = np.dtype(
     [
         *((name, "<i4") for name in ("member_offset", "num_queries", "row", "kv_start", "kv_len")),
         *((name, "<i2") for name in ("row_tile", "kv_tile")),
-        *((name, "<i4") for name in ("pack", "reserved")),
+        *((name, "<i4") for name in ("partial", "reserved")),
     ]
 )
 MEMBER = np.dtype([("query", "<i4"), ("partial", "<i4")])
@@ -76,8 +77,14 @@ class HandPlan:
         return self._bytes.nbytes
 
 
-def encode(pieces: list[Piece], num_queries: int, heads: tuple[int, int]) -> HandPlan:
-    """The plan whose items are ``pieces``, in that order."""
+def encode(
+    pieces: list[Piece], num_queries: int, heads: tuple[int, int], wide: bool = False
+) -> HandPlan:
+    """The plan whose items are ``pieces``, in that order. ``wide``: those of more than 64 packed rows
+    come first, as wide items."""
+    group = heads[0] // heads[1]
+    wide_pieces = [piece for piece in pieces if wide and len(piece.queries) * group > 64]
+    pieces = wide_pieces + [piece for piece in pieces if piece not in wide_pieces]
     of_query: list[list[Piece]] = [[] for _ in range(num_queries)]
     for piece in pieces:
         for query in piece.queries:
@@ -93,10 +100,15 @@ def encode(pieces: list[Piece], num_queries: int, heads: tuple[int, int]) -> Han
     members = []
     for i, piece in enumerate(pieces):
         row = piece.queries[-1]
-        items[i] = (len(members), len(piece.queries), row, piece.start, piece.length, 16, 64, i, 0)
+        single = partial.get((row, piece), DIRECT) if len(piece.queries) == 1 else 0
+        row_tile = 128 if i < len(wide_pieces) else 16
+        items[i] = (
+            *(len(members), len(piece.queries), row, piece.start, piece.length, row_tile, 64),
+            *(single, 0),
+        )
         members += [(query, partial.get((query, piece), DIRECT)) for query in piece.queries]
     header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 1
+    header["magic"], header["version"] = 0x50415431, 2
     header["num_queries"], header["num_items"] = num_queries, len(pieces)
     header["num_members"], header["num_partials"] = len(members), len(partial)
     header["num_shared_items"] = sum(len(piece.queries) > 1 for piece in pieces)
@@ -105,6 +117,7 @@ def encode(pieces: list[Piece], num_queries: int, heads: tuple[int, int]) -> Han
     header["queries_offset"] = header["members_offset"] + len(members) * MEMBER.itemsize
     header["total_bytes"] = header["queries_offset"] + queries.nbytes
     header["num_q_heads"], header["num_kv_heads"] = heads
+    header["num_wide_items"] = len(wide_pieces)
     return HandPlan(header, items, np.array(members, MEMBER), queries).encode()
 
 
@@ -126,8 +139,8 @@ class Case:
     def heads(self) -> tuple[int, int]:
         return self.q.shape[1], self.k.shape[1]
 
-    def plan(self) -> HandPlan:
-        return encode(self.pieces, len(self.q), self.heads)
+    def plan(self, wide: bool = False) -> HandPlan:
+        return encode(self.pieces, len(self.q), self.heads, wide)
 
     def to(self, dtype: torch.dtype) -> Case:
         return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))

@@ -23,7 +23,7 @@ using Vector = std::array<int64_t, 2>;
 
 void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor3& v_cache,
             const Tensor3& out, int64_t lse, const Table& slots, int64_t lens, int64_t partials,
-            int64_t partial_lse, int64_t queue, int num_rows, int num_q_heads, int num_kv_heads,
+            int64_t partial_lse, int64_t queue, int64_t trace, int num_rows, int num_q_heads, int num_kv_heads,
             int head_dim, int dtype, int partial_bytes, float scale, float logit_cap, int launch,
             int64_t stream) {
   const CudaDecodeArgs args{
@@ -47,6 +47,7 @@ void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor
       .partials = pointer<void>(partials),
       .partial_lse = pointer<float>(partial_lse),
       .queue = pointer<int32_t>(queue),
+      .trace = pointer<uint64_t>(trace),
       .num_rows = num_rows,
       .head_dim = head_dim,
       .num_q_heads = num_q_heads,
@@ -126,7 +127,8 @@ rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows]; len
 Only launches. Raises RuntimeError with CUDA's error.)");
   m.def("decode_cuda", &decode, py::arg("plan"), py::arg("q"), py::arg("k_cache"),
         py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("slots"), py::arg("lens"),
-        py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("num_rows"),
+        py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("trace"),
+        py::arg("num_rows"),
         py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("dtype"),
         py::arg("partial_bytes"), py::arg("scale"), py::arg("logit_cap"), py::arg("launch"),
         py::arg("stream"),
@@ -141,6 +143,8 @@ lse: fp32 [num_rows, num_q_heads], base 2, or 0.
 slots: (address, row stride) and lens: the snapshot.
 partials [max_partials, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2 (``dtype``);
     partial_lse: fp32 [max_partials, num_q_heads]; queue: int32 [cuda_queue_ints()], zeros.
+trace: 0, or uint64 zeros [1 + warps that run units, 4]; gets the number of entries and from row 1 on
+    (item, KV head), (SM, half, warp, rows) as halves and bytes, begin and end in nanoseconds.
 logit_cap: 0 = off. launch: 0 one kernel, 1 streams, 2 serial.
 
 Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");

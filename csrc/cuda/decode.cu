@@ -15,6 +15,7 @@ namespace {
 
 // Upper ends of the row tiles that run together, one stream each.
 constexpr std::array<int, 4> kRowTiles = {16, 32, 64, std::numeric_limits<int>::max()};
+constexpr int kTickets = kQueueInts / static_cast<int>(kRowTiles.size());  // apart, of a launch each
 
 // Streams and events of the multi-stream launch. They live as long as the process: a captured graph
 // may refer to them.
@@ -90,6 +91,7 @@ ForwardParams forward_params(const CudaDecodeArgs& a) {
   p.partials = static_cast<char*>(a.partials);
   p.partial_lse = a.partial_lse;
   p.queue = a.queue;
+  p.trace = a.trace;
   p.num_rows = a.num_rows;
   p.num_q_heads = a.num_q_heads;
   p.num_kv_heads = a.num_kv_heads;
@@ -124,13 +126,13 @@ void launch_forward(const ForwardParams& params, const CudaDecodeArgs& a, cudaSt
   }
 }
 
-// One launch a row tile; streams[i] == null: all on `stream`.
+// One launch a row tile; forks == null: all on `stream`.
 void launch_by_tile(ForwardParams params, const CudaDecodeArgs& a, const Forks* forks,
                     cudaStream_t stream) {
   for (size_t i = 0; i < kRowTiles.size(); ++i) {
     params.min_row_tile = i == 0 ? 0 : kRowTiles[i - 1] + 1;
     params.max_row_tile = kRowTiles[i];
-    params.queue = a.queue + i * (kQueueInts / kRowTiles.size());
+    params.queue = a.queue + i * kTickets;
     launch_forward(params, a, forks && i > 0 ? forks->streams[i - 1] : stream);
   }
 }
@@ -167,7 +169,8 @@ void decode_cuda(const CudaDecodeArgs& args, void* stream_handle) {
       break;
   }
   // With streams the merge waits for several kernels, and cannot start beside the last.
-  launch_merge(args, args.launch != Launch::kStreams, stream);
+  const bool overlap = args.launch != Launch::kStreams;
+  launch_merge(args, overlap, stream);
 }
 
 }  // namespace pat

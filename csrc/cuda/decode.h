@@ -35,6 +35,7 @@ struct CudaDecodeArgs {
   void* partials;      // [max_partials, Hq, D] of float or, partial_bytes == 2, of q's type
   float* partial_lse;  // [max_partials, Hq] base 2
   int32_t* queue;      // kQueueInts zeros; the kernels leave zeros
+  uint64_t* trace;     // null, or zeros, 4 words and 4 for each consumer warp of each unit
   int32_t num_rows;    // B; the plan may cover fewer, the others get zeros
   int32_t head_dim, num_q_heads, num_kv_heads;
   int32_t partial_bytes;  // 4 or 2

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward kernel: persistent CTAs that run the plan's units (item x KV head).
+// The forward kernel: a persistent CTA an SM, of two halves that run the plan's units (item x KV
+// head), each on its own. A half has two warpgroups:
 //
-//   warp 0     scheduler  claims units, heaviest first, and describes them in a ring
-//   warp 3     fetcher    fetches Q and the slot ids of the tokens, some tiles ahead
-//   warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers and across
-//                         units
-//   warps 4-7  consumers  attention of a unit, and its output or partial result
+//   producers, warp 0     scheduler  claims units, heaviest first, and describes them in a ring
+//              warp 3     fetcher    fetches Q and the slot ids of the tokens, some tiles ahead
+//              warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers
+//                                    and across units
+//   consumers, warps 0-3  attention of a unit, and its output or partial result
 //
 // They meet in mbarriers only. K and V tiles of 64 tokens share one ring of stages. A tile is kept
 // as panels of 64 elements: [head_dim / 64][64 rows][128 bytes], 16-byte chunks XORed with row % 8,
 // which both ldmatrix (free of bank conflicts) and wgmma read.
+//
+// Wide units, of up to 128 packed rows, come first, and both halves work on them: each loads every
+// second tile, and multiplies all of them with 64 rows of its own.
 #pragma once
 
 #include "cuda/decode.h"
@@ -18,7 +22,7 @@
 
 namespace pat {
 
-inline constexpr int kThreads = 256;
+inline constexpr int kThreads = 256;  // of a half
 inline constexpr int kConsumers = 128;
 inline constexpr int kLoaderWarps = 2;
 inline constexpr int kTileTokens = 64;
@@ -50,11 +54,13 @@ struct ForwardParams {
   float* lse;
   char* partials;
   float* partial_lse;
-  int32_t* queue;    // ticket, CTAs done
-  int32_t num_rows;  // queries that q and out have room for
+  int32_t* queue;     // ticket, halves done
+  uint64_t* trace;    // see trace_unit, or null
+  int32_t num_rows;   // queries that q and out have room for
   int32_t num_q_heads, num_kv_heads, group;
   uint32_t group_magic;                // r / group == r * group_magic >> 16 for packed rows r
   int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
+  int32_t half_bytes;                  // shared memory of a half
   int32_t stages;
   int32_t q_buffers;  // 2, or 1 where shared memory is short
   bool narrow;        // there is room for narrow units
@@ -78,13 +84,16 @@ struct Unit {
   int32_t kv_start;
   int32_t tokens;
   int32_t head;
-  int16_t single;  // all rows belong to the member below
-  int16_t narrow;  // Narrow
-  Member member;
+  int32_t item;
+  int16_t single;  // all rows belong to one query
+  int8_t narrow;   // Narrow
+  int8_t wide;     // both halves work on it
+  Member member;   // if single; else only `query` means anything, that of some member
 };
 
 struct alignas(1024) Control {
   uint64_t full[kMaxStages], empty[kMaxStages];
+  uint64_t peer_empty[kMaxStages];  // the other half's consumers are done with a tile of a wide unit
   uint64_t q_full[2], q_empty[2];
   uint64_t unit_full[kUnits], unit_empty[kUnits];
   uint64_t slot_full[kSlotTiles], slot_empty[kSlotTiles];
@@ -93,6 +102,10 @@ struct alignas(1024) Control {
   Unit units[kUnits];
   float exchange[4][16][2];
   int32_t loaded_tiles;
+  // The plan, looked up once.
+  int32_t num_queries, num_items, num_wide_items;
+  const Item* items;
+  const Member* members;
 };
 static_assert(sizeof(Control) == 3072);
 
@@ -103,7 +116,7 @@ struct Shape {
   static constexpr int kChunks = kHeadDim / 8;                     // 16-byte chunks of a row
   static constexpr int kRowsPerCopy = 32 / kChunks;                // rows of one warp-wide copy
   static constexpr int kNarrowBytes = kNarrowRows * kHeadDim * 2;  // Q of a narrow unit
-  static constexpr int kCtasPerSm = kHeadDim > 128 ? 1 : 2;
+  static constexpr int kHalves = kHeadDim > 128 ? 1 : 2;  // at most
   static constexpr bool kWgmma = PAT_WGMMA && kHeadDim <= 128;
 };
 
@@ -119,13 +132,15 @@ struct Cursor {
   }
 };
 
-// Shared memory: Control, the stages, the Q buffers, the Q buffers of narrow units. Addresses in
-// the shared window.
+// Shared memory of a half: Control, the stages, the Q buffers, the Q buffers of narrow units.
+// Addresses in the shared window.
 template <int kHeadDim>
 struct Shared {
   using S = Shape<kHeadDim>;
   uint32_t base;
+  uint32_t peer;  // base of the other half
   uint32_t stages, q_buffers;
+  int side, halves;  // which half this is, of how many
 
   __device__ __forceinline__ Control& control() const {
     return *static_cast<Control*>(__cvta_shared_to_generic(base));
@@ -142,6 +157,9 @@ struct Shared {
   }
   __device__ __forceinline__ uint32_t empty(uint32_t i) const {
     return base + offsetof(Control, empty) + 8 * i;
+  }
+  __device__ __forceinline__ uint32_t peer_empty(uint32_t i) const {
+    return base + offsetof(Control, peer_empty) + 8 * i;
   }
   __device__ __forceinline__ uint32_t q_full(uint32_t i) const {
     return base + offsetof(Control, q_full) + 8 * i;
@@ -169,9 +187,8 @@ struct Shared {
   }
 };
 
-__device__ __forceinline__ Member load_member(const ForwardParams& p, int index) {
-  const auto* base = reinterpret_cast<const char*>(p.plan);
-  const int2 m = __ldg(reinterpret_cast<const int2*>(base + p.plan->members_offset) + index);
+__device__ __forceinline__ Member load_member(const Control& plan, int index) {
+  const int2 m = __ldg(reinterpret_cast<const int2*>(plan.members) + index);
   return {m.x, m.y};
 }
 

@@ -12,17 +12,85 @@
 
 namespace pat {
 
+// Appends what a consumer warp did to p.trace: [0] entries so far, from [4] on per entry (item, KV
+// head), (SM, half, warp, rows), begin and end in nanoseconds.
+__device__ __forceinline__ void trace_unit(const ForwardParams& p, const Unit& u, int half,
+                                           int warp, uint64_t begin) {
+  if (lane_id() != 0) return;
+  const uint64_t entry = atomicAdd(reinterpret_cast<unsigned long long*>(p.trace), 1ull);
+  uint64_t* to = p.trace + 4 * (entry + 1);
+  to[0] = static_cast<uint64_t>(u.item) << 32 | static_cast<uint32_t>(u.head);
+  to[1] = static_cast<uint64_t>(sm_id()) << 32 |
+          static_cast<uint32_t>(half << 24 | warp << 16 | u.rows);
+  to[2] = begin;
+  to[3] = nanoseconds();
+}
+
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, Shape<kHeadDim>::kCtasPerSm)
+__device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHeadDim>& s,
+                                        int warp) {
+  using S = Shape<kHeadDim>;
+  Consumer<kHeadDim> c{p, s, warp};
+  for (Cursor ring;; ring.advance(kUnits)) {
+    barrier_wait(s.unit_full(ring.index), ring.phase);
+    const Unit& u = s.control().units[ring.index];
+    const int rows = __shfl_sync(~0u, u.rows, 0);
+    if (u.tokens < 0) break;
+    const uint64_t begin = p.trace ? nanoseconds() : 0;
+    bool busy = true;
+    if (u.narrow) {
+      // Of the units in a row, each warp takes every fourth, and passes by the others.
+      const bool brief = u.narrow == kShort;
+      if (c.narrow.index != c.warp) {
+        c.pass_stage();
+        if (!brief) c.pass_stage();
+        busy = false;
+      } else if (brief) {
+        attend_narrow<T, kHeadDim, kShortTokens>(c, u);
+      } else {
+        attend_narrow<T, kHeadDim, kTileTokens>(c, u);
+      }
+      c.narrow.advance(kNarrowUnits);
+    } else if (rows <= 16 && !u.wide) {
+      attend_mma<T, kHeadDim, 1>(c, u);
+    } else if (rows <= 32 && !u.wide) {
+      attend_mma<T, kHeadDim, 2>(c, u);
+    } else {
+#if PAT_WGMMA
+      if constexpr (S::kWgmma) {
+        attend_wgmma<T, kHeadDim>(c, u);
+      } else
+#endif
+      {
+        attend_mma<T, kHeadDim, 4>(c, u);
+      }
+    }
+    if (p.trace && busy) trace_unit(p, u, s.side, c.warp, begin);
+    c.release(s.unit_empty(ring.index));
+  }
+}
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kHalves, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {
   using S = Shape<kHeadDim>;
   extern __shared__ __align__(1024) uint8_t memory[];
-  const Shared<kHeadDim> s{shared_address(memory), static_cast<uint32_t>(p.stages),
-                           static_cast<uint32_t>(p.q_buffers)};
-  if (threadIdx.x == 0) {
+  // Broadcasts, here and below, tell the compiler that a value is uniform in a warp.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int halves = S::kHalves == 1 ? 1 : static_cast<int>(blockDim.x / kThreads);
+  const int half = (warp / 4) % halves;
+  const uint32_t base = shared_address(memory);
+  const Shared<kHeadDim> s{base + half * p.half_bytes,
+                           base + (halves - 1 - half) * p.half_bytes,
+                           static_cast<uint32_t>(p.stages),
+                           static_cast<uint32_t>(p.q_buffers),
+                           half,
+                           halves};
+  if (threadIdx.x % 128 == 0 && warp < 4 * halves) {
     for (int i = 0; i < p.stages; ++i) {
       barrier_init(s.full(i), kLoaderWarps * 32);
       barrier_init(s.empty(i), kConsumers / 32);
+      barrier_init(s.peer_empty(i), kConsumers / 32);
     }
     for (int i = 0; i < p.q_buffers; ++i) {
       barrier_init(s.q_full(i), 32);
@@ -40,70 +108,48 @@ __global__ void __launch_bounds__(kThreads, Shape<kHeadDim>::kCtasPerSm)
       barrier_init(s.narrow_full(i), 32);
       barrier_init(s.narrow_empty(i), 1);
     }
-    s.control().loaded_tiles = 0;
+    Control& plan = s.control();
+    plan.loaded_tiles = 0;
+    const auto* begin = reinterpret_cast<const char*>(p.plan);
+    // The first item of this CTA most likely: on its way while the header is.
+    prefetch(begin + sizeof(PlanHeader) + blockIdx.x / p.num_kv_heads * sizeof(Item));
+    const PlanHeader header = *p.plan;
+    plan.num_queries = header.num_queries;
+    plan.num_items = header.num_items;
+    plan.num_wide_items = header.num_wide_items;
+    plan.items = reinterpret_cast<const Item*>(begin + header.items_offset);
+    plan.members = reinterpret_cast<const Member*>(begin + header.members_offset);
   }
   __syncthreads();
   allow_next_kernel();
 
-  // Broadcasts, here and below, tell the compiler that a value is uniform in a warp.
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (warp < 4) {
+  const int role = warp % 4;
+  if (warp < 4 * halves) {
 #if PAT_WGMMA
     if constexpr (S::kWgmma) give_registers<64>();
 #endif
-    if (warp == 0) {
-      schedule_units(p, s);
-    } else if (warp <= kLoaderWarps) {
-      Loader<kHeadDim> loader{p, s, warp - 1, static_cast<int>(threadIdx.x & 31)};
+    const int lane = static_cast<int>(threadIdx.x & 31);
+    if (role == 0) {
+      UnitScheduler<kHeadDim> scheduler{p, s, lane};
+      scheduler.run();
+    } else if (role <= kLoaderWarps) {
+      Loader<kHeadDim> loader{p, s, role - 1, lane};
       loader.run();
     } else {
-      Fetcher<kHeadDim> fetcher{p, s, static_cast<int>(threadIdx.x & 31)};
+      Fetcher<kHeadDim> fetcher{p, s, lane};
       fetcher.run();
     }
   } else {
 #if PAT_WGMMA
     if constexpr (S::kWgmma) take_registers<192>();
 #endif
-    Consumer<kHeadDim> c{p, s, warp - 4};
-    for (Cursor ring;; ring.advance(kUnits)) {
-      barrier_wait(s.unit_full(ring.index), ring.phase);
-      const Unit& u = s.control().units[ring.index];
-      const int rows = __shfl_sync(~0u, u.rows, 0);
-      if (u.tokens < 0) break;
-      if (u.narrow) {
-        // Of the units in a row, each warp takes every fourth, and passes by the others.
-        const bool brief = u.narrow == kShort;
-        if (c.narrow.index != c.warp) {
-          c.pass_stage();
-          if (!brief) c.pass_stage();
-        } else if (brief) {
-          attend_narrow<T, kHeadDim, kShortTokens>(c, u);
-        } else {
-          attend_narrow<T, kHeadDim, kTileTokens>(c, u);
-        }
-        c.narrow.advance(kNarrowUnits);
-      } else if (rows <= 16) {
-        attend_mma<T, kHeadDim, 1>(c, u);
-      } else if (rows <= 32) {
-        attend_mma<T, kHeadDim, 2>(c, u);
-      } else {
-#if PAT_WGMMA
-        if constexpr (S::kWgmma) {
-          attend_wgmma<T, kHeadDim>(c, u);
-        } else
-#endif
-        {
-          attend_mma<T, kHeadDim, 4>(c, u);
-        }
-      }
-      c.release(s.unit_empty(ring.index));
-    }
+    consume<T, kHeadDim>(p, s, role);
   }
 }
 
 // What a launch takes of an SM.
 struct Footprint {
-  int stages, q_buffers, bytes, ctas;
+  int stages, q_buffers, half_bytes, halves;
   bool narrow;
 };
 
@@ -111,17 +157,17 @@ template <int kHeadDim>
 Footprint footprint(const Device& device) {
   constexpr int kTile = Shape<kHeadDim>::kTileBytes;
   constexpr int kFixed = static_cast<int>(sizeof(Control));
-  // Two CTAs an SM where both get three stages, else one with what there is.
-  for (int ctas = Shape<kHeadDim>::kCtasPerSm; ctas > 0; --ctas) {
-    const int room =
-        std::min(device.shared_per_block, device.shared_per_sm / ctas - device.shared_reserved);
+  // Two halves where both get three stages, else one with what there is.
+  for (int halves = Shape<kHeadDim>::kHalves; halves > 0; --halves) {
+    const int room = device.shared_per_block / halves / 1024 * 1024;
     for (int q_buffers = 2; q_buffers > 0; --q_buffers) {
       for (const bool narrow : {true, false}) {
         const int used = kFixed + q_buffers * kTile +
                          (narrow ? kNarrowUnits * Shape<kHeadDim>::kNarrowBytes : 0);
         const int stages = std::min((room - used) / kTile, kMaxStages);
-        if (stages >= (ctas == 1 && q_buffers == 1 ? 2 : 3)) {
-          return {stages, q_buffers, used + stages * kTile, ctas, narrow};
+        if (stages >= (halves == 1 && q_buffers == 1 ? 2 : 3)) {
+          const int bytes = (used + stages * kTile + 1023) / 1024 * 1024;
+          return {stages, q_buffers, bytes, halves, narrow};
         }
       }
     }
@@ -137,10 +183,12 @@ void launch_forward_as(ForwardParams params, cudaStream_t stream) {
   const Footprint use = footprint<kHeadDim>(device);
   params.stages = use.stages;
   params.q_buffers = use.q_buffers;
+  params.half_bytes = use.half_bytes;
   params.narrow = use.narrow;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, use.bytes),
+  const int bytes = use.halves * use.half_bytes;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "forward kernel: shared memory");
-  kernel<<<device.num_sms * use.ctas, kThreads, use.bytes, stream>>>(params);
+  kernel<<<device.num_sms, kThreads * use.halves, bytes, stream>>>(params);
   check(cudaGetLastError(), "forward kernel: launch");
 }
 

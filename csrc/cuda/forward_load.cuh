@@ -6,77 +6,130 @@
 
 namespace pat {
 
-template <int kHeadDim>
-__device__ void schedule_units(const ForwardParams& p, const Shared<kHeadDim>& s) {
-  const int lane = threadIdx.x & 31;
-  // A plan of more queries than the batch has rows is not run; the merge says so in the output.
-  const int total = p.plan->num_queries <= p.num_rows ? p.plan->num_items * p.num_kv_heads : 0;
-  const auto* items =
-      reinterpret_cast<const int4*>(reinterpret_cast<const char*>(p.plan) + p.plan->items_offset);
-  Control& control = s.control();
-  Cursor ring;
-  int first = blockIdx.x;
-  int batch = 1;
-  int claimed_tiles = 0;
-  bool more = true;
-  while (more) {
-    // Lane i looks up the i-th unit of the batch.
-    const int unit = first + lane;
-    Unit u{};
-    bool skip = true;
-    if (lane < batch && unit < total) {
-      const int item = unit / p.num_kv_heads;
-      const int4 a = __ldg(items + 2 * item);
-      const int4 b = __ldg(items + 2 * item + 1);
-      int tokens = b.x;
-      if (tokens == kDynamic) tokens = max(__ldg(p.lens + a.z) - a.w, 0);
-      // The one member of most units comes along, so that nobody has to wait for it later.
-      u = {a.x,      0, a.y * p.group,      a.z, a.w, tokens, unit - item * p.num_kv_heads,
-           a.y == 1, 0, load_member(p, a.x)};
-      if (p.narrow && u.rows <= kNarrowRows && tokens > 0 && tokens <= kTileTokens) {
-        u.narrow = tokens <= kShortTokens ? kShort : kNarrow;
-      }
-      const int row_tile = b.y & 0xFFFF;
-      skip = row_tile < p.min_row_tile || row_tile > p.max_row_tile;
-    }
-    int last_tiles = 1;
-    for (int i = 0; i < batch && more; ++i) {
-      more = first + i < total;
-      const int rows = more ? __shfl_sync(~0u, u.rows, i) : 1;
-      if (more && __shfl_sync(~0u, static_cast<int>(skip), i)) continue;
-      last_tiles =
-          more ? max((__shfl_sync(~0u, u.tokens, i) + kTileTokens - 1) / kTileTokens, 1) : 1;
-      for (int begin = 0; begin < rows; begin += kTileRows) {
-        barrier_wait(s.unit_empty(ring.index), ring.phase ^ 1);
-        if (lane == i) {
-          Unit part = u;
-          part.row_begin = begin;
-          part.rows = min(rows - begin, kTileRows);
-          if (!more) part.tokens = -1;
-          control.units[ring.index] = part;
-          barrier_arrive(s.unit_full(ring.index));
-        }
-        claimed_tiles += last_tiles;
-        ring.advance(kUnits);
-      }
-    }
-    if (!more) break;
-    batch = max(kAheadTiles / last_tiles, 1);
-    const volatile int32_t* loaded = &control.loaded_tiles;
-    while (claimed_tiles - *loaded > kAheadTiles) __nanosleep(40);
-    __syncwarp();
-    if (lane == 0) first = gridDim.x + atomicAdd(p.queue, batch);
-    first = __shfl_sync(~0u, first, 0);
-  }
-  // The last CTA leaves the queue as it found it, for the next launch.
-  if (lane == 0) {
-    __threadfence();
-    if (atomicAdd(p.queue + 1, 1) == static_cast<int>(gridDim.x) - 1) {
-      p.queue[0] = 0;
-      p.queue[1] = 0;
-    }
-  }
+// What the scheduler makes of unit `unit`; false if another launch runs it.
+__device__ __forceinline__ bool describe(const ForwardParams& p, const Control& plan, int unit,
+                                         Unit& u) {
+  const auto* items = reinterpret_cast<const int4*>(plan.items);
+  const int item = unit / p.num_kv_heads;
+  const int head = unit - item * p.num_kv_heads;
+  const int4 a = __ldg(items + 2 * item);
+  const int4 b = __ldg(items + 2 * item + 1);
+  int tokens = b.x;
+  if (tokens == kDynamic) tokens = max(__ldg(p.lens + a.z) - a.w, 0);
+  u.member_offset = a.x;
+  u.row_begin = 0;
+  u.rows = a.y * p.group;
+  u.batch_row = a.z;
+  u.kv_start = a.w;
+  u.tokens = tokens;
+  u.head = head;
+  u.item = item;
+  u.single = a.y == 1;
+  u.narrow = kNotNarrow;
+  u.wide = 0;
+  u.member = {a.z, b.z};
+  const int row_tile = b.y & 0xFFFF;
+  return row_tile >= p.min_row_tile && row_tile <= p.max_row_tile;
 }
+
+__device__ __forceinline__ int tiles_of(int tokens) {
+  return (tokens + kTileTokens - 1) / kTileTokens;
+}
+
+template <int kHeadDim>
+struct UnitScheduler {
+  const ForwardParams& p;
+  const Shared<kHeadDim>& s;
+  const int lane;
+  Cursor ring;
+  int claimed_tiles = 0;
+
+  // Lane `writer` puts its unit, of `tiles` tiles to load, into the ring.
+  __device__ __forceinline__ void push(const Unit& u, int writer, int tiles) {
+    barrier_wait(s.unit_empty(ring.index), ring.phase ^ 1);
+    if (lane == writer) {
+      s.control().units[ring.index] = u;
+      barrier_arrive(s.unit_full(ring.index));
+    }
+    claimed_tiles += tiles;
+    ring.advance(kUnits);
+  }
+
+  // The wide units of this CTA. Both halves take the same, in the same order.
+  __device__ void run_wide(int total) {
+    for (int unit = blockIdx.x; unit < total; unit += gridDim.x) {
+      Unit u;
+      if (!describe(p, s.control(), unit, u)) continue;
+      const int tiles = max((tiles_of(u.tokens) + 1 - s.side) / 2, 1);
+      const int rows = u.rows;
+      u.wide = u.tokens > 0;
+      for (u.row_begin = kTileRows * s.side; u.row_begin - kTileRows * s.side < rows;
+           u.row_begin += 2 * kTileRows) {
+        u.rows = min(max(rows - u.row_begin, 0), kTileRows);
+        if (u.wide || u.rows > 0) push(u, 0, tiles);
+      }
+    }
+  }
+
+  // The others: claimed by ticket, and only when few tiles are left to load.
+  __device__ void run_tickets(int begin, int total) {
+    int first = begin + s.side * gridDim.x + blockIdx.x;
+    int batch = 1;
+    while (true) {
+      // Lane i looks up the i-th unit of the batch.
+      Unit u{};
+      bool mine = false;
+      if (lane < batch && first + lane < total) {
+        mine = describe(p, s.control(), first + lane, u);
+        if (p.narrow && u.rows <= kNarrowRows && u.tokens > 0 && u.tokens <= kTileTokens) {
+          u.narrow = u.tokens <= kShortTokens ? kShort : kNarrow;
+        }
+      }
+      int tiles = 1;
+      for (int i = 0; i < batch; ++i) {
+        if (first + i >= total) return;
+        const int rows = __shfl_sync(~0u, u.rows, i);
+        if (!__shfl_sync(~0u, static_cast<int>(mine), i)) continue;
+        tiles = max(tiles_of(__shfl_sync(~0u, u.tokens, i)), 1);
+        for (int begin_row = 0; begin_row < rows; begin_row += kTileRows) {
+          Unit part = u;
+          part.row_begin = begin_row;
+          part.rows = min(rows - begin_row, kTileRows);
+          push(part, i, tiles);
+        }
+      }
+      batch = max(kAheadTiles / tiles, 1);
+      const volatile int32_t* loaded = &s.control().loaded_tiles;
+      while (claimed_tiles - *loaded > kAheadTiles) __nanosleep(40);
+      __syncwarp();
+      if (lane == 0) first = begin + s.halves * gridDim.x + atomicAdd(p.queue, batch);
+      first = __shfl_sync(~0u, first, 0);
+    }
+  }
+
+  __device__ void run() {
+    // A plan of more queries than the batch has rows is not run; the merge says so in the output.
+    const Control& plan = s.control();
+    const bool runs = plan.num_queries <= p.num_rows;
+    const int total = runs ? plan.num_items * p.num_kv_heads : 0;
+    const int wide = Shape<kHeadDim>::kWgmma && runs && s.halves == 2
+                         ? plan.num_wide_items * p.num_kv_heads
+                         : 0;
+    run_wide(wide);
+    run_tickets(wide, total);
+    Unit end{};
+    end.tokens = -1;
+    push(end, 0, 0);
+    // The last half leaves the queue as it found it, for the next launch.
+    if (lane == 0) {
+      __threadfence();
+      if (atomicAdd(p.queue + 1, 1) == static_cast<int>(gridDim.x) * s.halves - 1) {
+        p.queue[0] = 0;
+        p.queue[1] = 0;
+      }
+    }
+  }
+};
 
 // Fetches Q and the slots of all tokens of all units, ahead of the loaders: what has to wait for
 // one look-up before it can ask for another.
@@ -104,7 +157,7 @@ struct Fetcher {
   __device__ __forceinline__ int query_of(const Unit& u, int row) const {
     if (row >= u.rows || u.single) return u.member.query;
     const int index = ((u.row_begin + row) * p.group_magic) >> 16;
-    return load_member(p, u.member_offset + index).query;
+    return load_member(s.control(), u.member_offset + index).query;
   }
 
   // Copies packed rows of Q to a buffer whose panels are `panel` bytes apart; lane i holds the
@@ -139,7 +192,9 @@ struct Fetcher {
       if (tokens > 0) {
         const int query[2] = {query_of(u, lane), query_of(u, lane + 32)};
         const int32_t* from = p.slots + u.batch_row * p.slots_stride + u.kv_start;
-        fetch_slots(from, 0, tokens);
+        const int step = u.wide ? 2 * kTileTokens : kTileTokens;
+        int first = u.wide ? s.side * kTileTokens : 0;
+        if (first < tokens) fetch_slots(from, first, tokens);
         if (u.narrow) {
           barrier_wait(s.narrow_empty(narrow.index), narrow.phase ^ 1);
           copy_queries(u, query, s.narrow_q(narrow.index), kNarrowRows * 128);
@@ -150,7 +205,7 @@ struct Fetcher {
           copy_queries(u, query, s.q(q.index), S::kPanelBytes);
           barrier_arrive_copies(s.q_full(q.index));
           q.advance(p.q_buffers);
-          for (int t = kTileTokens; t < tokens; t += kTileTokens) fetch_slots(from, t, tokens);
+          while ((first += step) < tokens) fetch_slots(from, first, tokens);
         }
       }
       __syncwarp();
@@ -170,6 +225,7 @@ struct Loader {
   const int warp;  // 0 .. kLoaderWarps - 1
   const int lane;
   Cursor ring, slots, stage;
+  int shared_fills = 0;  // fills to come of stages that the other half may still read
 
   __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
   __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
@@ -219,8 +275,14 @@ struct Loader {
     }
   }
 
+  // Wide units come first, so that both barriers of a stage are in the same phase for as long as
+  // the other half reads this half's tiles.
   __device__ __forceinline__ void wait_stage() {
     barrier_wait(s.empty(stage.index), stage.phase ^ 1);
+    if (shared_fills > 0) {
+      barrier_wait(s.peer_empty(stage.index), stage.phase ^ 1);
+      --shared_fills;
+    }
   }
   __device__ __forceinline__ void finish_stage() {
     barrier_arrive_copies(s.full(stage.index));
@@ -239,9 +301,11 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_tiles(const Unit& u, const char* k, const char* v) {
-    const bool whole = S::kWgmma && u.rows > 32;  // wgmma multiplies all of a tile
-    for (int left = u.tokens; left > 0; left -= kTileTokens) {
+    const bool whole = u.wide || (S::kWgmma && u.rows > 32);  // wgmma multiplies all of a tile
+    const int step = u.wide ? 2 * kTileTokens : kTileTokens;
+    for (int left = u.tokens - (u.wide ? s.side * kTileTokens : 0); left > 0; left -= step) {
       barrier_wait(s.slot_full(slots.index), slots.phase);
+      if (u.wide) shared_fills = p.stages + 2;
       wait_stage();
       const int mine = left - warp * kTokens;
       copy_rows<false>(k, p.k_stride_slot, warp * kTokens, warp * kTokens, mine, 0);
@@ -252,7 +316,7 @@ struct Loader {
       finish_stage();
       release(s.slot_empty(slots.index));
       slots.advance(kSlotTiles);
-      if (left > kTileTokens) publish();
+      if (left > step) publish();
     }
   }
 

@@ -7,9 +7,9 @@
 namespace pat {
 
 // One step of the merge across warps: keeps one half of the columns and adds the partner's.
-template <int kCount, int kKeep>
-__device__ __forceinline__ void add_halves(float (&o)[kCount], float4* scratch, int warp,
-                                           int partner, bool upper) {
+template <int kKeep, int kHeadDim, int kCount>
+__device__ __forceinline__ void add_halves(const Consumer<kHeadDim>& c, float (&o)[kCount],
+                                           float4* scratch, int partner, bool upper) {
   const int lane = lane_id();
 #pragma unroll
   for (int i = 0; i < kKeep / 4; ++i) {
@@ -18,9 +18,9 @@ __device__ __forceinline__ void add_halves(float (&o)[kCount], float4* scratch, 
     x.y = upper ? o[4 * i + 1] : o[kKeep + 4 * i + 1];
     x.z = upper ? o[4 * i + 2] : o[kKeep + 4 * i + 2];
     x.w = upper ? o[4 * i + 3] : o[kKeep + 4 * i + 3];
-    scratch[(warp * (kKeep / 4) + i) * 32 + lane] = x;
+    scratch[(c.warp * (kKeep / 4) + i) * 32 + lane] = x;
   }
-  named_barrier<1, kConsumers>();
+  c.sync();
 #pragma unroll
   for (int i = 0; i < kKeep / 4; ++i) {
     const float4 x = scratch[(partner * (kKeep / 4) + i) * 32 + lane];
@@ -63,7 +63,10 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim>& c, const Unit& u)
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
 
-  const Destination to = destination_of(p, u, row_warp * 16);
+  const Destination to = destination_of(p, c.s.control(), u, row_warp * 16);
+  // Of its rows' results this warp will have so many tiles of 8 columns, from `column` on.
+  constexpr int kMine = kHeadDim / 8 / kTokenWarps;
+  const int column = token_warp * kMine * 8;
   if (u.tokens > 0) barrier_wait(c.s.q_full(c.q.index), c.q.phase);
   for (int left = u.tokens; left > 0; left -= kTileTokens) {
     uint32_t weights[kTiles * 2];
@@ -122,7 +125,6 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim>& c, const Unit& u)
 
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
-  int column = 0;
   if constexpr (kTokenWarps > 1) {
     if (u.tokens > 0) {  // else nothing to add up, and no Q buffer to use as scratch
       float (*exchange)[16][2] = c.s.control().exchange;
@@ -133,7 +135,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim>& c, const Unit& u)
           exchange[c.warp][(lane >> 2) + 8 * r][1] = state[r].sum;
         }
       }
-      named_barrier<1, kConsumers>();
+      c.sync();
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -149,24 +151,19 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim>& c, const Unit& u)
       rescale_output(o, factor);
       auto* scratch = reinterpret_cast<float4*>(__cvta_shared_to_generic(q_tile));
       if constexpr (kTokenWarps == 4) {
-        add_halves<kOut, kOut / 2>(o, scratch, c.warp, c.warp ^ 2, token_warp & 2);
-        named_barrier<1, kConsumers>();
-        add_halves<kOut, kOut / 4>(o, scratch, c.warp, c.warp ^ 1, token_warp & 1);
-        column = (token_warp >> 1) * (kHeadDim / 2) + (token_warp & 1) * (kHeadDim / 4);
+        add_halves<kOut / 2>(c, o, scratch, c.warp ^ 2, token_warp & 2);
+        c.sync();
+        add_halves<kOut / 4>(c, o, scratch, c.warp ^ 1, token_warp & 1);
       } else {
-        add_halves<kOut, kOut / 2>(o, scratch, c.warp, c.warp ^ kRowWarps, token_warp);
-        column = token_warp * (kHeadDim / 2);
+        add_halves<kOut / 2>(c, o, scratch, c.warp ^ kRowWarps, token_warp);
       }
-    } else {
-      column = token_warp * (kHeadDim / kTokenWarps);
     }
   }
   if (u.tokens > 0) {
     c.release(c.s.q_empty(c.q.index));
     c.q.advance(p.q_buffers);
   }
-  write_rows<T, kHeadDim, kHeadDim / 8 / kTokenWarps>(p, u, to, row_warp * 16, column, o, state,
-                                                      token_warp == 0);
+  write_rows<T, kHeadDim, kMine>(p, u, to, row_warp * 16, column, o, state, token_warp == 0);
 }
 
 // A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
@@ -186,7 +183,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim>& c, const Unit&
   const uint32_t k_chunk = (((lane >> 3) & 1) ^ low) << 4;
   const uint32_t v_row = ((kIsShort ? kShortTokens : 0) + low + ((lane >> 3) & 1) * 8) * 128;
 
-  const Destination to = destination_of(p, u, 0);
+  const Destination to = destination_of(p, c.s.control(), u, 0);
   float scores[4 * kTiles];
 #pragma unroll
   for (int i = 0; i < 4 * kTiles; ++i) scores[i] = 0.0f;
@@ -240,7 +237,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim>& c, const Unit&
   c.stage.advance(p.stages);
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
-  write_rows<T, kHeadDim, kHeadDim / 8>(p, u, to, 0, 0, o, state, true);
+  write_rows<T, kHeadDim, kHeadDim / 8, 1>(p, u, to, 0, 0, o, state, true);
 }
 
 }  // namespace pat

@@ -12,7 +12,7 @@ struct Consumer {
   const ForwardParams& p;
   const Shared<kHeadDim>& s;
   const int warp;  // 0 .. 3
-  Cursor stage, q, narrow;
+  Cursor stage, peer_stage, q, narrow;
 
   __device__ __forceinline__ void wait_stage() { barrier_wait(s.full(stage.index), stage.phase); }
   __device__ __forceinline__ void release(uint32_t bar) {
@@ -27,6 +27,29 @@ struct Consumer {
     release_stage(stage.index);
     stage.advance(p.stages);
   }
+
+  // The next stage, of this half or of the other, once it is full: where it is and the barrier to
+  // release it with.
+  struct Stage {
+    uint32_t tile, empty;
+  };
+  __device__ __forceinline__ Stage take_stage(bool of_peer) {
+    const uint32_t base = of_peer ? s.peer : s.base;
+    const int index = of_peer ? peer_stage.index : stage.index;
+    const uint32_t phase = of_peer ? peer_stage.phase : stage.phase;
+    barrier_wait(base + offsetof(Control, full) + 8 * index, phase);
+    if (of_peer) {
+      peer_stage.advance(p.stages);
+    } else {
+      stage.advance(p.stages);
+    }
+    return {base + static_cast<uint32_t>(sizeof(Control)) + index * Shape<kHeadDim>::kTileBytes,
+            base + 8 * index +
+                static_cast<uint32_t>(of_peer ? offsetof(Control, peer_empty)
+                                              : offsetof(Control, empty))};
+  }
+  // All consumer warps of this half.
+  __device__ __forceinline__ void sync() const { named_barrier(1 + s.side, kConsumers); }
 };
 
 // Online softmax over one tile of scores: lane holds rows lane / 4 and lane / 4 + 8 in mma layout.
@@ -102,7 +125,8 @@ struct Destination {
   int head[2];
 };
 
-__device__ __forceinline__ Destination destination_of(const ForwardParams& p, const Unit& u,
+__device__ __forceinline__ Destination destination_of(const ForwardParams& p,
+                                                      const Control& plan, const Unit& u,
                                                       int first_row) {
   Destination to;
 #pragma unroll
@@ -112,13 +136,14 @@ __device__ __forceinline__ Destination destination_of(const ForwardParams& p, co
     const int index = (packed * p.group_magic) >> 16;
     to.head[r] = u.head * p.group + packed - index * p.group;
     to.member[r] = u.member;
-    if (row < u.rows && !u.single) to.member[r] = load_member(p, u.member_offset + index);
+    if (row < u.rows && !u.single) to.member[r] = load_member(plan, u.member_offset + index);
   }
   return to;
 }
 
-// Writes rows lane / 4 and lane / 4 + 8 of 16 packed rows: 8 * kTiles columns from `column` on.
-template <typename T, int kHeadDim, int kTiles, int kCount>
+// Writes row lane / 4 and, if kRows is 2, row lane / 4 + 8 of 16 packed rows: 8 * kTiles columns
+// from `column` on.
+template <typename T, int kHeadDim, int kTiles, int kRows = 2, int kCount>
 __device__ __forceinline__ void write_rows(const ForwardParams& p, const Unit& u,
                                            const Destination& to, int first_row, int column,
                                            float (&o)[kCount], const SoftmaxState (&state)[2],
@@ -127,7 +152,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const Unit& u
   const int lane = lane_id();
   const int quad = lane & 3;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < kRows; ++r) {
     if (first_row + 8 * r >= u.rows) break;
     const int row = first_row + (lane >> 2) + 8 * r;
     const bool live = row < u.rows;

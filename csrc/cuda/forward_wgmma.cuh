@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Units of 33 to 128 packed rows on Hopper: wgmma on one or two blocks of 64 rows.
+// Units of 33 to 64 packed rows on Hopper, and of 128 by both halves: wgmma.
 #pragma once
 
 #include "cuda/forward_softmax.cuh"
@@ -8,16 +8,34 @@ namespace pat {
 
 #if PAT_WGMMA
 
-// Issues S = Q K^T of one block of 64 rows and as many tokens as there are scores.
-template <typename T, int kHeadDim, int kCount>
-__device__ __forceinline__ void issue_scores(float (&scores)[kCount], uint32_t q, uint32_t k) {
-  using S = Shape<kHeadDim>;
-  const uint64_t a = wgmma_operand(q, 0, 1024);
+// Issues S = Q K^T of 64 rows and 64 tokens. Q is in registers: read from shared memory for every
+// tile as well, it would take half of the bandwidth that the products need.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void issue_scores(float (&scores)[32],
+                                             const uint32_t (&q)[kHeadDim / 4], uint32_t k) {
   const uint64_t b = wgmma_operand(k, 0, 1024);
 #pragma unroll
   for (int i = 0; i < kHeadDim / 16; ++i) {
-    const uint32_t step = ((i >> 2) * S::kPanelBytes + (i & 3) * 32) >> 4;
-    wgmma_scores<T>(scores, a + step, b + step, i > 0);
+    const uint32_t step = ((i >> 2) * Shape<kHeadDim>::kPanelBytes + (i & 3) * 32) >> 4;
+    wgmma_scores<T>(scores, q + 4 * i, b + step, i > 0);
+  }
+}
+
+// This warp's 16 rows of a Q buffer.
+template <int kHeadDim>
+__device__ __forceinline__ void load_queries(uint32_t (&q)[kHeadDim / 4], uint32_t buffer,
+                                             int warp) {
+  const int lane = lane_id();
+  const uint32_t low = lane & 7;
+  const uint32_t row = (warp * 16 + low + ((lane >> 3) & 1) * 8) * 128;
+  const uint32_t chunk = ((lane >> 4) ^ low) << 4;
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 16; ++i) {
+    uint32_t part[4];
+    load_matrix(part, buffer + (i >> 2) * Shape<kHeadDim>::kPanelBytes + row +
+                          (chunk ^ ((i & 3) << 5)));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) q[4 * i + j] = part[j];
   }
 }
 
@@ -40,12 +58,11 @@ __device__ __forceinline__ void pack_weights(uint32_t (&weights)[kCount],
 }
 
 // Up to 64 rows. While the softmax of a tile runs, the product of the previous tile's weights with
-// its values does too.
+// its values does too. Of a wide unit every second tile is in the other half's shared memory.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim>& c, const Unit& u) {
   const ForwardParams& p = c.p;
-  const int q_buffer = c.q.index;
-  const uint32_t q = c.s.q(q_buffer);
+  uint32_t q[kHeadDim / 4];
   float o[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
@@ -54,63 +71,62 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim>& c, const Unit& 
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
-  const Destination to = destination_of(p, u, c.warp * 16);
+  const Destination to = destination_of(p, c.s.control(), u, c.warp * 16);
   int left = __shfl_sync(~0u, u.tokens, 0);  // tokens from the tile at hand on
+  const bool wide = __shfl_sync(~0u, static_cast<int>(u.wide), 0);
+  bool of_peer = wide && c.s.side == 1;  // whose the tile at hand is
 
-  barrier_wait(c.s.q_full(q_buffer), c.q.phase);
+  barrier_wait(c.s.q_full(c.q.index), c.q.phase);
+  load_queries<kHeadDim>(q, c.s.q(c.q.index), c.warp);
+  c.release(c.s.q_empty(c.q.index));
   c.q.advance(p.q_buffers);
-  c.wait_stage();
+  auto keys = c.take_stage(of_peer);
   fence_async_proxy();
   pin(scores);
   wgmma_fence();
-  issue_scores<T, kHeadDim>(scores, q, c.s.tile(c.stage.index));
+  issue_scores<T, kHeadDim>(scores, q, keys.tile);
   wgmma_commit();
   wgmma_wait<0>();
   pin(scores);
-  c.release_stage(c.stage.index);
-  c.stage.advance(p.stages);
+  c.release(keys.empty);
   softmax<8>(p, scores, row_max, row_sum, factor, 0, left);
   pack_weights<T>(weights, scores);
 
   for (; left > kTileTokens; left -= kTileTokens) {
-    c.wait_stage();
-    const int value_stage = c.stage.index;
-    c.stage.advance(p.stages);
-    c.wait_stage();
+    const auto values = c.take_stage(of_peer);
+    of_peer ^= wide;
+    keys = c.take_stage(of_peer);
     fence_async_proxy();
     pin(scores);
     pin(weights);
     pin(o);
-    wgmma_fence();
-    issue_scores<T, kHeadDim>(scores, q, c.s.tile(c.stage.index));
+      wgmma_fence();
+    issue_scores<T, kHeadDim>(scores, q, keys.tile);
     wgmma_commit();
-    issue_output<T, kHeadDim>(o, weights, c.s.tile(value_stage));
+    issue_output<T, kHeadDim>(o, weights, values.tile);
     wgmma_commit();
     wgmma_wait<1>();
     pin(scores);
-    c.release_stage(c.stage.index);
-    c.stage.advance(p.stages);
+    c.release(keys.empty);
     softmax<8>(p, scores, row_max, row_sum, factor, 0, left - kTileTokens);
     wgmma_wait<0>();
     pin(o);
     pin(weights);
-    c.release_stage(value_stage);
+    c.release(values.empty);
     pack_weights<T>(weights, scores);
     rescale_output(o, factor);
   }
-  c.wait_stage();
+  const auto values = c.take_stage(of_peer);
   fence_async_proxy();
   pin(weights);
   pin(o);
   wgmma_fence();
-  issue_output<T, kHeadDim>(o, weights, c.s.tile(c.stage.index));
+  issue_output<T, kHeadDim>(o, weights, values.tile);
   wgmma_commit();
   wgmma_wait<0>();
   pin(o);
-  c.release_stage(c.stage.index);
-  c.stage.advance(p.stages);
+  c.release(values.empty);
 
-  c.release(c.s.q_empty(q_buffer));
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
   write_rows<T, kHeadDim, kHeadDim / 8>(p, u, to, c.warp * 16, 0, o, state, true);

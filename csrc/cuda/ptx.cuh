@@ -67,9 +67,27 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
 }
 
 // Named barrier among `threads` threads of the CTA.
-template <int kId, int kThreads>
-__device__ __forceinline__ void named_barrier() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- hints
+
+__device__ __forceinline__ void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+// ---- time
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+__device__ __forceinline__ uint32_t sm_id() {
+  uint32_t id;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
 }
 
 // ---- copies
@@ -196,6 +214,25 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64_t a, uint64_
     PAT_WGMMA_SS("bf16");
   } else {
     PAT_WGMMA_SS("f16");
+  }
+}
+
+#define PAT_WGMMA_RS_SCORES(TYPE)                                             \
+  asm volatile(                                                               \
+      "{ .reg .pred p; setp.ne.b32 p, %37, 0;"                                \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " PAT_D32 \
+      ", {%32,%33,%34,%35}, %36, p, 1, 1, 0; }"                               \
+      : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)              \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+
+// The same with A in registers.
+template <typename T>
+__device__ __forceinline__ void wgmma_scores(float (&d)[32], const uint32_t* a, uint64_t b,
+                                             int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    PAT_WGMMA_RS_SCORES("bf16");
+  } else {
+    PAT_WGMMA_RS_SCORES("f16");
   }
 }
 

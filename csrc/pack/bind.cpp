@@ -120,7 +120,7 @@ void bind_target(py::module_& m) {
 
 void bind_plan(py::module_& m) {
   PYBIND11_NUMPY_DTYPE(Item, member_offset, num_queries, row, kv_start, kv_len, row_tile, kv_tile,
-                       pack, reserved);
+                       partial, reserved);
   PYBIND11_NUMPY_DTYPE(Member, query, partial);
   PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
   py::class_<Plan>(m, "Plan", "An immutable plan: see csrc/plan.h.")

@@ -28,6 +28,16 @@ uint32_t lpt_bucket(double seconds) {
   return kNumBuckets - 1 - (bits >> 20);  // sign 0, exponent, 3 bits of mantissa
 }
 
+// The target without the row tile of wide items, if it has that and can do without.
+Target drop_wide(const Target& target) {
+  Target without = target;
+  auto& tiles = without.row_tiles;
+  if (tiles.size() > 1 && tiles.back() == 2 * kWideRows && tiles[tiles.size() - 2] >= kWideRows) {
+    tiles.pop_back();
+  }
+  return without;
+}
+
 }  // namespace
 
 void Target::validate() const {
@@ -59,8 +69,24 @@ void Target::validate() const {
   PAT_CHECK(max_partials >= 0, "Target.max_partials is ", max_partials, ", must not be negative");
 }
 
-Scheduler::Scheduler(const Target& target) : target_(target), packer_(target_) {
+Scheduler::Scheduler(const Target& target)
+    : target_(target), without_wide_(drop_wide(target)), packer_(without_wide_) {
   target_.validate();
+  if (without_wide_.row_tiles.size() < target_.row_tiles.size()) {
+    narrower_ = std::make_unique<Scheduler>(without_wide_);
+  }
+}
+
+// Whether there is a wide item for every unit, or none. Each takes all of a unit, which otherwise
+// runs two smaller items side by side.
+bool Scheduler::wide_items_fill() const {
+  const int64_t tile = target_.max_tile_queries();
+  int64_t wide = 0;
+  for (const Pack& pack : packs_.packs) {
+    const bool last = pack.queries % tile * target_.group() > kWideRows;
+    wide += (pack.queries / tile + last) * pack.pieces;
+  }
+  return wide == 0 || wide * target_.num_kv_heads >= target_.units;
 }
 
 Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, size_t num_queries) {
@@ -79,6 +105,7 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, size_t n
         << target_.max_partials << ") do not fit";
     plan.degraded = why.str();
   }
+  if (narrower_ && !wide_items_fill()) return narrower_->schedule(tree, seq_lens, num_queries);
   emit(plan, seq_lens, num_queries);
   return plan;
 }
@@ -123,18 +150,19 @@ bool Scheduler::assign_partials(size_t num_queries) {
   return num_items_ <= target_.max_items && num_partials_ <= target_.max_partials;
 }
 
-// Writes the blob: items by descending cost (shared ones first among equals, the row tiles of one
-// piece side by side so that the second finds its K/V in cache).
+// Writes the blob: wide items, then the others, both by descending cost (shared ones first among
+// equals, the row tiles of one piece side by side so that the second finds its K/V in cache).
 void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
   const std::vector<Pack>& packs = packs_.packs;
   const int32_t most = target_.max_tile_queries();
   const auto num_items = static_cast<size_t>(num_items_);
   items_.clear();
   keys_.clear();
-  buckets_.assign(kNumBuckets + 1, 0);
+  buckets_.assign(2 * kNumBuckets + 1, 0);
   plan.min_seq_lens.resize(num_queries);
   plan.max_seq_lens.resize(num_queries);
   int64_t num_members = 0;
+  int32_t num_wide = 0;
 
   for (size_t i = 0; i < packs.size(); ++i) {
     const Pack& pack = packs[i];
@@ -161,9 +189,11 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
         const int32_t offset = member_offsets_[i] + first;
         items_.push_back({offset, queries, members_[static_cast<size_t>(offset)].query, start,
                           dynamic ? kDynamic : tokens, static_cast<int16_t>(row_tile),
-                          static_cast<int16_t>(kv_tile_for(target_, tokens)),
-                          static_cast<int32_t>(i), piece});
-        const uint32_t key = lpt_bucket(item_seconds(target_, row_tile, tokens));
+                          static_cast<int16_t>(kv_tile_for(target_, tokens)), piece, 0});
+        const bool wide = row_tile > kWideRows;
+        num_wide += wide;
+        const uint32_t key =
+            lpt_bucket(item_seconds(target_, row_tile, tokens)) + (wide ? 0 : kNumBuckets);
         keys_.push_back(key);
         ++buckets_[key + 1];
         num_members += queries;
@@ -179,7 +209,7 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
   auto* items = reinterpret_cast<Item*>(plan.blob.data() + items_offset);
   auto* members = reinterpret_cast<Member*>(plan.blob.data() + members_offset);
 
-  for (uint32_t key = 0; key < kNumBuckets; ++key) buckets_[key + 1] += buckets_[key];
+  for (uint32_t key = 0; key < 2 * kNumBuckets; ++key) buckets_[key + 1] += buckets_[key];
   for (size_t i = 0; i < items_.size(); ++i) {
     items[buckets_[keys_[i]]++] = items_[i];
   }
@@ -187,7 +217,7 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
   int32_t next_member = 0;
   for (size_t i = 0; i < num_items; ++i) {
     Item& item = items[i];
-    const int32_t piece = item.reserved;
+    const int32_t piece = item.partial;  // until here
     for (int32_t m = 0; m < item.num_queries; ++m) {
       const Member& member = members_[static_cast<size_t>(item.member_offset + m)];
       const QuerySplits& splits = splits_[static_cast<size_t>(member.query)];
@@ -196,7 +226,7 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
                                                     : kDirect};
     }
     item.member_offset = next_member;
-    item.reserved = 0;
+    item.partial = item.num_queries == 1 ? members[next_member].partial : 0;
     next_member += item.num_queries;
     num_shared += item.num_queries > 1;
   }
@@ -222,7 +252,9 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
                           target_.max_items,
                           target_.max_partials,
                           target_.num_q_heads,
-                          target_.num_kv_heads};
+                          target_.num_kv_heads,
+                          num_wide,
+                          {}};
   std::memcpy(plan.blob.data(), &header, sizeof(header));
 }
 

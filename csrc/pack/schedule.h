@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -84,7 +85,13 @@ class Scheduler {
   bool assign_partials(size_t num_queries);
   void emit(Plan& plan, const int64_t* seq_lens, size_t num_queries);
 
+  bool wide_items_fill() const;
+
   const Target target_;
+  // Packing goes by what one half of a unit holds; and so does all of a plan that has too few wide
+  // items to give every unit one.
+  const Target without_wide_;
+  std::unique_ptr<Scheduler> narrower_;
   Packer packer_;
   Packs packs_;
   int64_t num_items_ = 0;
