@@ -44,6 +44,8 @@ class Plan:
     @property
     def num_shared_items(self) -> int: ...
     @property
+    def num_wide_items(self) -> int: ...
+    @property
     def num_members(self) -> int: ...
     @property
     def num_partials(self) -> int: ...
@@ -151,6 +153,7 @@ def decode_cuda(
     partials: int,
     partial_lse: int,
     queue: int,
+    trace: int,
     num_rows: int,
     num_q_heads: int,
     num_kv_heads: int,

@@ -91,11 +91,31 @@ def modelled_bytes(batch: Batch, made_for: Target) -> float:
 @pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
 def test_the_byte_rule_beats_the_papers(tree: Tree, num_q_heads: int) -> None:
     batch = batch_of(tree)
-    # One unit: nothing splits; overhead and cache left out, so that bytes are all there is.
-    common = dict(num_q_heads=num_q_heads, units=1, item_overhead_s=1e-12, reread_weight=1.0)
+    # One unit: nothing splits; overhead and cache left out, so that bytes are all there is. No wide
+    # tile either: packing goes by half of one.
+    common = dict(
+        num_q_heads=num_q_heads,
+        units=1,
+        item_overhead_s=1e-12,
+        reread_weight=1.0,
+        row_tiles=(16, 32, 64),
+    )
     best = modelled_bytes(batch, target(policy="bytes", **common))
     assert best <= modelled_bytes(batch, target(policy="paper", **common))
     assert best <= modelled_bytes(batch, target(policy="naive", **common))
+
+
+def test_wide_items_come_first_and_fill_the_machine() -> None:
+    """A wide item takes a whole unit, so that there is one for every unit or none at all."""
+    many = batch_of(Tree((1, 1024), (2048, 32)))
+    made = plan(many.paths, many.seq_lens, target())
+    tiles = made.items["row_tile"]
+    wide = int((tiles > 64).sum())
+    assert wide * 8 >= 132 and (tiles[:wide] == 128).all()
+    assert made.num_wide_items == wide
+    few = batch_of(Tree((1, 256), (256, 32)))
+    made = plan(few.paths, few.seq_lens, target())
+    assert made.items["row_tile"].max() == 64 and made.num_wide_items == 0
 
 
 def ranges_of(made, query: int) -> list[tuple[int, int]]:

@@ -15,7 +15,8 @@ namespace {
 
 // Upper ends of the row tiles that run together, one stream each.
 constexpr std::array<int, 4> kRowTiles = {16, 32, 64, std::numeric_limits<int>::max()};
-constexpr int kTickets = kQueueInts / static_cast<int>(kRowTiles.size());  // apart, of a launch each
+constexpr int kTickets =
+    kQueueInts / static_cast<int>(kRowTiles.size());  // apart, of a launch each
 
 // Streams and events of the multi-stream launch. They live as long as the process: a captured graph
 // may refer to them.

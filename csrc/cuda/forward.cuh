@@ -54,9 +54,9 @@ struct ForwardParams {
   float* lse;
   char* partials;
   float* partial_lse;
-  int32_t* queue;     // ticket, halves done
-  uint64_t* trace;    // see trace_unit, or null
-  int32_t num_rows;   // queries that q and out have room for
+  int32_t* queue;    // ticket, halves done
+  uint64_t* trace;   // see trace_unit, or null
+  int32_t num_rows;  // queries that q and out have room for
   int32_t num_q_heads, num_kv_heads, group;
   uint32_t group_magic;                // r / group == r * group_magic >> 16 for packed rows r
   int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
@@ -93,7 +93,8 @@ struct Unit {
 
 struct alignas(1024) Control {
   uint64_t full[kMaxStages], empty[kMaxStages];
-  uint64_t peer_empty[kMaxStages];  // the other half's consumers are done with a tile of a wide unit
+  uint64_t
+      peer_empty[kMaxStages];  // the other half's consumers are done with a tile of a wide unit
   uint64_t q_full[2], q_empty[2];
   uint64_t unit_full[kUnits], unit_empty[kUnits];
   uint64_t slot_full[kSlotTiles], slot_empty[kSlotTiles];
@@ -116,7 +117,7 @@ struct Shape {
   static constexpr int kChunks = kHeadDim / 8;                     // 16-byte chunks of a row
   static constexpr int kRowsPerCopy = 32 / kChunks;                // rows of one warp-wide copy
   static constexpr int kNarrowBytes = kNarrowRows * kHeadDim * 2;  // Q of a narrow unit
-  static constexpr int kHalves = kHeadDim > 128 ? 1 : 2;  // at most
+  static constexpr int kHalves = kHeadDim > 128 ? 1 : 2;           // at most
   static constexpr bool kWgmma = PAT_WGMMA && kHeadDim <= 128;
 };
 

@@ -112,9 +112,8 @@ struct UnitScheduler {
     const Control& plan = s.control();
     const bool runs = plan.num_queries <= p.num_rows;
     const int total = runs ? plan.num_items * p.num_kv_heads : 0;
-    const int wide = Shape<kHeadDim>::kWgmma && runs && s.halves == 2
-                         ? plan.num_wide_items * p.num_kv_heads
-                         : 0;
+    const int wide =
+        Shape<kHeadDim>::kWgmma && runs && s.halves == 2 ? plan.num_wide_items * p.num_kv_heads : 0;
     run_wide(wide);
     run_tickets(wide, total);
     Unit end{};

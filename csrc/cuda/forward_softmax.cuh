@@ -125,9 +125,8 @@ struct Destination {
   int head[2];
 };
 
-__device__ __forceinline__ Destination destination_of(const ForwardParams& p,
-                                                      const Control& plan, const Unit& u,
-                                                      int first_row) {
+__device__ __forceinline__ Destination destination_of(const ForwardParams& p, const Control& plan,
+                                                      const Unit& u, int first_row) {
   Destination to;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -11,8 +11,8 @@ namespace pat {
 // Issues S = Q K^T of 64 rows and 64 tokens. Q is in registers: read from shared memory for every
 // tile as well, it would take half of the bandwidth that the products need.
 template <typename T, int kHeadDim>
-__device__ __forceinline__ void issue_scores(float (&scores)[32],
-                                             const uint32_t (&q)[kHeadDim / 4], uint32_t k) {
+__device__ __forceinline__ void issue_scores(float (&scores)[32], const uint32_t (&q)[kHeadDim / 4],
+                                             uint32_t k) {
   const uint64_t b = wgmma_operand(k, 0, 1024);
 #pragma unroll
   for (int i = 0; i < kHeadDim / 16; ++i) {
@@ -32,8 +32,8 @@ __device__ __forceinline__ void load_queries(uint32_t (&q)[kHeadDim / 4], uint32
 #pragma unroll
   for (int i = 0; i < kHeadDim / 16; ++i) {
     uint32_t part[4];
-    load_matrix(part, buffer + (i >> 2) * Shape<kHeadDim>::kPanelBytes + row +
-                          (chunk ^ ((i & 3) << 5)));
+    load_matrix(part,
+                buffer + (i >> 2) * Shape<kHeadDim>::kPanelBytes + row + (chunk ^ ((i & 3) << 5)));
 #pragma unroll
     for (int j = 0; j < 4; ++j) q[4 * i + j] = part[j];
   }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim>& c, const Unit& 
     pin(scores);
     pin(weights);
     pin(o);
-      wgmma_fence();
+    wgmma_fence();
     issue_scores<T, kHeadDim>(scores, q, keys.tile);
     wgmma_commit();
     issue_output<T, kHeadDim>(o, weights, values.tile);

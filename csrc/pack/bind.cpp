@@ -128,6 +128,8 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("num_items", [](const Plan& p) { return p.header().num_items; })
       .def_property_readonly("num_shared_items",
                              [](const Plan& p) { return p.header().num_shared_items; })
+      .def_property_readonly("num_wide_items",
+                             [](const Plan& p) { return p.header().num_wide_items; })
       .def_property_readonly("num_members", [](const Plan& p) { return p.header().num_members; })
       .def_property_readonly("num_partials", [](const Plan& p) { return p.header().num_partials; })
       .def_property_readonly("num_q_heads", [](const Plan& p) { return p.header().num_q_heads; })
