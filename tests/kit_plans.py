@@ -80,8 +80,8 @@ class HandPlan:
 def encode(
     pieces: list[Piece], num_queries: int, heads: tuple[int, int], wide: bool = False
 ) -> HandPlan:
-    """The plan whose items are ``pieces``, in that order; with ``wide``, those of more than 64 packed
-    rows first, as wide items."""
+    """The plan whose items are ``pieces``, in that order; with ``wide``, those of more than 64
+    packed rows first, as wide items."""
     group = heads[0] // heads[1]
     wide_pieces = [piece for piece in pieces if wide and len(piece.queries) * group > 64]
     pieces = wide_pieces + [piece for piece in pieces if piece not in wide_pieces]

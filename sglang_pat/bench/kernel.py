@@ -22,13 +22,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from sglang_pat.bench import plot, traffic
+from sglang_pat.bench import plot, timeline, traffic
 from sglang_pat.bench.clock import Clock, capture, device_rates, empty_us
 from sglang_pat.bench.floor import Heads, Rates, floor_us, flops, least_bytes
 from sglang_pat.bench.kv import relative
 from sglang_pat.bench.layer import Layer, Settings, device_batch, error_of
 from sglang_pat.bench.peers import PEERS, usable
 from sglang_pat.bench.report import Row, complaints, table
+from sglang_pat.bench.timeline import Timeline
 from sglang_pat.bench.trees import HEADS, PAPER_TREES, Tree
 from sglang_pat.target import POLICIES, SPLITS
 from sglang_pat.workspace import LAUNCHES
@@ -98,12 +99,13 @@ def measure(
 
 def cases(options: argparse.Namespace) -> list[traffic.Case]:
     """What to run: heads, permuted or not, tree."""
-    trees = options.trees or (QUICK_TREES if options.quick else PAPER_TREES)
+    few = options.quick or options.timeline
+    trees = options.trees or (QUICK_TREES if few else PAPER_TREES)
     layouts = [options.permuted]
     if options.sweep:
         trees = [Tree((1, q), (n, SWEEP_TAIL)) for n in SWEEP_TOKENS for q in SWEEP_QUERIES]
         layouts = [False, True]
-    one = options.quick or options.sweep or options.traffic
+    one = few or options.sweep or options.traffic
     heads = options.heads or ([Heads(32, 8)] if one else [Heads(*pair) for pair in HEADS])
     return [(each, permuted, tree) for each in heads for permuted in layouts for tree in trees]
 
@@ -123,18 +125,39 @@ def versions() -> dict[str, str]:
     return found
 
 
+def conditions(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A document of ``kind``, without rows: what measured it."""
+    return {
+        "kind": kind,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "sglang_pat.bench.kernel", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "settings": asdict(settings_of(options)),
+    }
+
+
+def timelines(options: argparse.Namespace) -> dict[str, Any]:
+    """Record everything asked for; the document that ``--json`` writes."""
+    timer = Clock(QUICK_BUDGET_MS)
+    settings = settings_of(options)
+    lines = [
+        timeline.record(tree, heads, permuted, settings, timer)
+        for heads, permuted, tree in cases(options)
+    ]
+    document = conditions("timelines", options) | {"rows": [line.to_json() for line in lines]}
+    write(document, options.json, indent=None)  # many numbers
+    print("\n".join(about(document)))
+    return document
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything asked for; the document that ``--json`` writes, written as it grows."""
     todo = cases(options)
     timer = Clock(QUICK_BUDGET_MS if options.quick else BUDGET_MS)
     rates = device_rates(timer)
     document: dict[str, Any] = {
-        "kind": "sweep" if options.sweep else "trees",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "sglang_pat.bench.kernel", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "settings": asdict(settings_of(options)),
+        **conditions("sweep" if options.sweep else "trees", options),
         "bytes_per_s": rates.bytes_per_s,
         "flops_per_s": rates.flops_per_s,
         "empty_us": empty_us(timer),
@@ -154,9 +177,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return document
 
 
-def write(found: Any, path: Path | None) -> None:
+def write(found: Any, path: Path | None, indent: int | None = 1) -> None:
     if path:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(found, indent=indent) + "\n")
 
 
 def about(document: dict[str, Any]) -> list[str]:
@@ -165,10 +188,14 @@ def about(document: dict[str, Any]) -> list[str]:
         f"{document['date']}  {document['device']}  "
         + ", ".join(f"{name} {value}" for name, value in document["settings"].items()),
         ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
+    ]
+    if document["kind"] == "timelines":
+        return lines
+    lines.append(
         f"ceilings: {document['bytes_per_s'] / 1e12:.2f} TB/s read, "
         f"{document['flops_per_s'] / 1e12:.0f} TFLOP/s bf16; an empty captured kernel: "
-        f"{document['empty_us']:.1f} us",
-    ]
+        f"{document['empty_us']:.1f} us"
+    )
     return lines + [f"without {name}: {why}" for name, why in document["absent"].items()]
 
 
@@ -192,7 +219,9 @@ def parser() -> argparse.ArgumentParser:
     add("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
     add("--permuted", action="store_true", help="slots at random places of the pool")
     add("--sweep", action="store_true", help="shared length and batch, both layouts, 32/8 heads")
-    add("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
+    instead = parser.add_mutually_exclusive_group().add_argument
+    instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
+    instead("--timeline", action="store_true", help="begin, end, SM and item of all that runs")
     add("--policy", default="bytes", choices=POLICIES, help="which packs pay")
     add("--split", default="cost", choices=SPLITS, help="where items split")
     add("--partial", default="float32", choices=("float32", "bfloat16"), help="partial outputs")
@@ -224,7 +253,13 @@ def main(arguments: list[str] | None = None) -> int:
         write([asdict(row) for row in found], options.json)
         return 0
     else:
-        document = run(options)
+        document = timelines(options) if options.timeline else run(options)
+    if document["kind"] == "timelines":
+        lines = [Timeline.from_json(row) for row in document["rows"]]
+        print("\n".join(text for line in lines for text in timeline.summary(line)))
+        if options.plot:
+            timeline.draw(lines, options.plot)
+        return 0
     rows = [Row(**row) for row in document["rows"]]
     print("\n".join(table(rows)))
     if options.plot:

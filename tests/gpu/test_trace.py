@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trace of the forward: everything in the plan is entered, once, at times that can be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from kit import DevicePlan, execute, on_device, target_of
+from kit_plans import Case, Piece, case
+
+from sglang_pat.bench.clock import Clock
+from sglang_pat.bench.floor import Heads
+from sglang_pat.bench.layer import Layer, Settings, device_batch
+from sglang_pat.bench.timeline import Bar, bars_of, record, trace, trace_rows
+from sglang_pat.bench.trees import Tree
+from sglang_pat.planning import plan
+from sglang_pat.workspace import LAUNCHES, Workspace
+
+CALL_SLACK_NS = 2000  # two steps of a timer that advances every microsecond
+WIDE = Tree((1, 1024), (2048, 32))
+TREES = (Tree((3,), (20,)), Tree((1, 10), (4096, 416)), Tree((1, 4, 8, 256), (32, 256, 256, 32)))
+
+
+def layer_of(tree: Tree, heads: Heads, settings: Settings) -> Layer:
+    return Layer(device_batch(tree, heads, True), tree, heads, settings, heads.dim**-0.5)
+
+
+def check(bars: list[Bar], items: npt.NDArray[Any], group: int, num_kv_heads: int) -> None:
+    """Every packed row of every item and KV head in one bar."""
+    rows: Counter[tuple[int, int]] = Counter()
+    for bar in bars:
+        assert 0 <= bar.begin_ns <= bar.end_ns
+        rows[bar.item, bar.head] += bar.rows
+    queries = items["num_queries"].tolist()
+    heads = range(num_kv_heads)
+    assert dict(rows) == {
+        (item, head): group * n for item, n in enumerate(queries) for head in heads
+    }
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("tree", [*TREES, WIDE], ids=str)
+def test_every_item_is_entered(tree: Tree, launch: str) -> None:
+    layer = layer_of(tree, Heads(32, 8), Settings(launch=launch))
+    words, call_us = trace(layer, Clock(1.0))
+    bars = bars_of(words, layer.plan.items)
+    check(bars, layer.plan.items, 4, 8)
+    assert max(bar.end_ns for bar in bars) <= call_us * 1e3 + CALL_SLACK_NS
+
+
+@pytest.mark.parametrize("heads", [Heads(32, 32), Heads(64, 8, 64), Heads(8, 2, 256)], ids=str)
+def test_other_heads(heads: Heads) -> None:
+    tree = TREES[-1]
+    line = record(tree, heads, False, Settings(), Clock(1.0))
+    made = plan(tree.paths, tree.seq_lens, Settings().target(tree, heads))
+    check(line.bars, made.items, heads.q // heads.kv, heads.kv)
+    assert {bar.half for bar in line.bars} <= set(range(line.halves))
+    assert len({bar.sm for bar in line.bars}) <= line.sms
+    assert line.span_ns <= line.call_us * 1e3 + CALL_SLACK_NS
+
+
+def hand_case() -> Case:
+    """Items of 1 to 300 packed rows."""
+    pieces, first = [], 0
+    for count in (300, 129, 128, 65, 64, 33, 16, 8, 1):
+        members = tuple(range(first, first + count))
+        pieces += [Piece(members, 0, 200)] + [Piece((query,), 200, 33) for query in members]
+        first += count
+    return on_device(case(pieces, (2, 2), 128), torch.bfloat16)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_items_in_parts(wide: bool) -> None:
+    """Also: to trace changes nothing in the output, and nothing is written when it is off."""
+    inputs = hand_case()
+    made = DevicePlan(inputs.plan(wide=wide))
+    items = made.hand.items
+    workspace = Workspace(target_of(inputs), inputs.table.shape[1])
+    plain = execute(inputs, made, workspace=workspace)
+    words = torch.zeros((trace_rows(items, 1, 2), 4), dtype=torch.int64, device="cuda")
+    workspace.trace = words
+    traced = execute(inputs, made, workspace=workspace)
+    entries = words.clone()
+    workspace.trace = None
+    untraced = execute(inputs, made, workspace=workspace)
+    assert torch.equal(words, entries)
+    for before, on, off in zip(plain, traced, untraced, strict=True):
+        assert torch.equal(on, before) and torch.equal(off, before)
+
+    bars = bars_of(entries.cpu().numpy(), items)
+    check(bars, items, 1, 2)
+    # What one warp did are private tails, of one tile; all of those.
+    tails = {item for item, length in enumerate(items["kv_len"].tolist()) if length <= 64}
+    assert {bar.item for bar in bars if bar.warp is not None} == tails
+    shared_by_halves = wide and torch.cuda.get_device_capability() == (9, 0)
+    for item in np.flatnonzero(items["num_queries"] > 64).tolist():
+        places = {(bar.sm, bar.half) for bar in bars if (bar.item, bar.head) == (item, 0)}
+        assert len({sm for sm, _ in places}) == 1
+        assert {half for _, half in places} == {0, 1} if shared_by_halves else len(places) == 1
