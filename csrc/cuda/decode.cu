@@ -15,8 +15,6 @@ namespace {
 
 // Upper ends of the row tiles that run together, one stream each.
 constexpr std::array<int, 4> kRowTiles = {16, 32, 64, std::numeric_limits<int>::max()};
-constexpr int kTickets =
-    kQueueInts / static_cast<int>(kRowTiles.size());  // apart, of a launch each
 
 // Streams and events of the multi-stream launch. They live as long as the process: a captured graph
 // may refer to them.
@@ -133,7 +131,7 @@ void launch_by_tile(ForwardParams params, const CudaDecodeArgs& a, const Forks* 
   for (size_t i = 0; i < kRowTiles.size(); ++i) {
     params.min_row_tile = i == 0 ? 0 : kRowTiles[i - 1] + 1;
     params.max_row_tile = kRowTiles[i];
-    params.queue = a.queue + i * kTickets;
+    params.queue = a.queue + i * (kQueueInts / kRowTiles.size());
     launch_forward(params, a, forks && i > 0 ? forks->streams[i - 1] : stream);
   }
 }
@@ -170,8 +168,7 @@ void decode_cuda(const CudaDecodeArgs& args, void* stream_handle) {
       break;
   }
   // With streams the merge waits for several kernels, and cannot start beside the last.
-  const bool overlap = args.launch != Launch::kStreams;
-  launch_merge(args, overlap, stream);
+  launch_merge(args, args.launch != Launch::kStreams, stream);
 }
 
 }  // namespace pat

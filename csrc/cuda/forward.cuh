@@ -93,8 +93,7 @@ struct Unit {
 
 struct alignas(1024) Control {
   uint64_t full[kMaxStages], empty[kMaxStages];
-  uint64_t
-      peer_empty[kMaxStages];  // the other half's consumers are done with a tile of a wide unit
+  uint64_t peer_empty[kMaxStages];  // by the other half's consumers, after a tile of a wide unit
   uint64_t q_full[2], q_empty[2];
   uint64_t unit_full[kUnits], unit_empty[kUnits];
   uint64_t slot_full[kSlotTiles], slot_empty[kSlotTiles];
@@ -153,38 +152,42 @@ struct Shared {
   __device__ __forceinline__ uint32_t narrow_q(uint32_t i) const {
     return tile(stages + q_buffers) + i * S::kNarrowBytes;
   }
+  // Barrier i of a ring of Control.
+  __device__ __forceinline__ uint32_t barrier(uint32_t ring, uint32_t i) const {
+    return base + ring + 8 * i;
+  }
   __device__ __forceinline__ uint32_t full(uint32_t i) const {
-    return base + offsetof(Control, full) + 8 * i;
+    return barrier(offsetof(Control, full), i);
   }
   __device__ __forceinline__ uint32_t empty(uint32_t i) const {
-    return base + offsetof(Control, empty) + 8 * i;
+    return barrier(offsetof(Control, empty), i);
   }
   __device__ __forceinline__ uint32_t peer_empty(uint32_t i) const {
-    return base + offsetof(Control, peer_empty) + 8 * i;
+    return barrier(offsetof(Control, peer_empty), i);
   }
   __device__ __forceinline__ uint32_t q_full(uint32_t i) const {
-    return base + offsetof(Control, q_full) + 8 * i;
+    return barrier(offsetof(Control, q_full), i);
   }
   __device__ __forceinline__ uint32_t q_empty(uint32_t i) const {
-    return base + offsetof(Control, q_empty) + 8 * i;
+    return barrier(offsetof(Control, q_empty), i);
   }
   __device__ __forceinline__ uint32_t unit_full(uint32_t i) const {
-    return base + offsetof(Control, unit_full) + 8 * i;
+    return barrier(offsetof(Control, unit_full), i);
   }
   __device__ __forceinline__ uint32_t unit_empty(uint32_t i) const {
-    return base + offsetof(Control, unit_empty) + 8 * i;
+    return barrier(offsetof(Control, unit_empty), i);
   }
   __device__ __forceinline__ uint32_t slot_full(uint32_t i) const {
-    return base + offsetof(Control, slot_full) + 8 * i;
+    return barrier(offsetof(Control, slot_full), i);
   }
   __device__ __forceinline__ uint32_t slot_empty(uint32_t i) const {
-    return base + offsetof(Control, slot_empty) + 8 * i;
+    return barrier(offsetof(Control, slot_empty), i);
   }
   __device__ __forceinline__ uint32_t narrow_full(uint32_t i) const {
-    return base + offsetof(Control, narrow_full) + 8 * i;
+    return barrier(offsetof(Control, narrow_full), i);
   }
   __device__ __forceinline__ uint32_t narrow_empty(uint32_t i) const {
-    return base + offsetof(Control, narrow_empty) + 8 * i;
+    return barrier(offsetof(Control, narrow_empty), i);
   }
 };
 

@@ -198,25 +198,6 @@ __device__ __forceinline__ void fence_async_proxy() {
   "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,"    \
   "%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
 
-#define PAT_WGMMA_SS(TYPE)                                                    \
-  asm volatile(                                                               \
-      "{ .reg .pred p; setp.ne.b32 p, %34, 0;"                                \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " PAT_D32 \
-      ", %32, %33, p, 1, 1, 0, 0; }"                                          \
-      : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)              \
-      : "l"(a), "l"(b), "r"(accumulate))
-
-// d[64 x 64] (+)= A[64 x 16] B[64 x 16]^T, both in shared memory.
-template <typename T>
-__device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64_t a, uint64_t b,
-                                             int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_SS("bf16");
-  } else {
-    PAT_WGMMA_SS("f16");
-  }
-}
-
 #define PAT_WGMMA_RS_SCORES(TYPE)                                             \
   asm volatile(                                                               \
       "{ .reg .pred p; setp.ne.b32 p, %37, 0;"                                \
@@ -225,7 +206,7 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64_t a, uint64_
       : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)              \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 
-// The same with A in registers.
+// d[64 x 64] (+)= A[64 x 16] B[64 x 16]^T, A in registers, B in shared memory.
 template <typename T>
 __device__ __forceinline__ void wgmma_scores(float (&d)[32], const uint32_t* a, uint64_t b,
                                              int accumulate) {
