@@ -32,7 +32,8 @@ uint32_t lpt_bucket(double seconds) {
 Target drop_wide(const Target& target) {
   Target without = target;
   auto& tiles = without.row_tiles;
-  if (tiles.size() > 1 && tiles.back() == 2 * kWideRows && tiles[tiles.size() - 2] >= kWideRows) {
+  const int32_t needed = std::max(kWideRows, target.group());
+  if (tiles.size() > 1 && tiles.back() == 2 * kWideRows && tiles[tiles.size() - 2] >= needed) {
     tiles.pop_back();
   }
   return without;
@@ -72,14 +73,12 @@ void Target::validate() const {
 Scheduler::Scheduler(const Target& target)
     : target_(target), without_wide_(drop_wide(target)), packer_(without_wide_) {
   target_.validate();
-  if (without_wide_.row_tiles.size() < target_.row_tiles.size()) {
-    narrower_ = std::make_unique<Scheduler>(without_wide_);
-  }
 }
 
 // Whether there is a wide item for every unit, or none. Each takes all of a unit, which otherwise
 // runs two smaller items side by side.
 bool Scheduler::wide_items_fill() const {
+  if (without_wide_.row_tiles.size() == target_.row_tiles.size()) return true;
   const int64_t tile = target_.max_tile_queries();
   int64_t wide = 0;
   for (const Pack& pack : packs_.packs) {
@@ -94,20 +93,31 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, size_t n
             " queries does not fit the plan's ", target_.max_queries,
             " rows (Target.max_queries): raise it or decode fewer requests at once");
   Plan plan;
-  // A plan always fits its buffers: what is too large is made without splits, then without packs.
+  packer_.choose(tree, seq_lens, num_queries, true, packs_);
+  tiles_ = &target_;
+  plan.degraded = fit(tree, seq_lens, num_queries);
+  if (!wide_items_fill()) {
+    tiles_ = &without_wide_;
+    plan.degraded = fit(tree, seq_lens, num_queries);
+  }
+  emit(plan, seq_lens, num_queries);
+  return plan;
+}
+
+// Cuts the packs so that their items fit the buffers: what is too large is made without splits,
+// then without packs. Returns why, or "".
+std::string Scheduler::fit(const PackTree& tree, const int64_t* seq_lens, size_t num_queries) {
+  std::ostringstream why;
   for (const auto& [use_tree, split] : {std::pair{true, true}, {true, false}, {false, false}}) {
-    packer_.choose(tree, seq_lens, num_queries, use_tree, packs_);
-    split_packs(target_, packs_, split);
+    if (!use_tree) packer_.choose(tree, seq_lens, num_queries, false, packs_);
+    split_packs(*tiles_, packs_, split);
     if (assign_partials(num_queries)) break;
-    std::ostringstream why;
+    why.str("");
     why << (split ? "without splits: " : "without packs: ") << num_items_ << " items (of "
         << target_.max_items << ") and " << num_partials_ << " partials (of "
         << target_.max_partials << ") do not fit";
-    plan.degraded = why.str();
   }
-  if (narrower_ && !wide_items_fill()) return narrower_->schedule(tree, seq_lens, num_queries);
-  emit(plan, seq_lens, num_queries);
-  return plan;
+  return why.str();
 }
 
 // Lists the members of every pack and numbers the partial slots of every query by token position.
@@ -120,7 +130,7 @@ bool Scheduler::assign_partials(size_t num_queries) {
   for (size_t i = 0; i < packs.size(); ++i) {
     member_offsets_[i] = num_members;
     num_members += packs[i].queries;
-    num_items_ += num_row_tiles(target_, packs[i].queries) * packs[i].pieces;
+    num_items_ += num_row_tiles(*tiles_, packs[i].queries) * packs[i].pieces;
   }
   member_offsets_[packs.size()] = num_members;
   members_.resize(static_cast<size_t>(num_members));
@@ -154,7 +164,7 @@ bool Scheduler::assign_partials(size_t num_queries) {
 // equals, the row tiles of one piece side by side so that the second finds its K/V in cache).
 void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
   const std::vector<Pack>& packs = packs_.packs;
-  const int32_t most = target_.max_tile_queries();
+  const int32_t most = tiles_->max_tile_queries();
   const auto num_items = static_cast<size_t>(num_items_);
   items_.clear();
   keys_.clear();
@@ -177,7 +187,7 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
       const bool last = piece + 1 == pack.pieces;
       const int32_t tokens = last ? pack.end - start : pack.chunk;
       const bool dynamic = is_tail && last;
-      plan.fixed_tokens += dynamic ? -start : tokens * num_row_tiles(target_, pack.queries);
+      plan.fixed_tokens += dynamic ? -start : tokens * num_row_tiles(*tiles_, pack.queries);
       if (dynamic) {
         const size_t query = i - packs_.num_nodes;
         plan.min_seq_lens[query] = start;
@@ -185,7 +195,7 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
       }
       for (int32_t first = 0; first < pack.queries; first += most) {
         const int32_t queries = std::min(most, pack.queries - first);
-        const int32_t row_tile = row_tile_for(target_, queries);
+        const int32_t row_tile = row_tile_for(*tiles_, queries);
         const int32_t offset = member_offsets_[i] + first;
         items_.push_back({offset, queries, members_[static_cast<size_t>(offset)].query, start,
                           dynamic ? kDynamic : tokens, static_cast<int16_t>(row_tile),

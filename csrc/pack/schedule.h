@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -82,16 +81,16 @@ class Scheduler {
   Plan schedule(const PackTree& tree, const int64_t* seq_lens, size_t num_queries);
 
  private:
+  std::string fit(const PackTree& tree, const int64_t* seq_lens, size_t num_queries);
   bool assign_partials(size_t num_queries);
-  void emit(Plan& plan, const int64_t* seq_lens, size_t num_queries);
-
   bool wide_items_fill() const;
+  void emit(Plan& plan, const int64_t* seq_lens, size_t num_queries);
 
   const Target target_;
   // Packing goes by what one half of a unit holds; and so does all of a plan that has too few wide
   // items to give every unit one.
   const Target without_wide_;
-  std::unique_ptr<Scheduler> narrower_;
+  const Target* tiles_ = nullptr;  // of the two, the one whose row tiles the plan at hand has
   Packer packer_;
   Packs packs_;
   int64_t num_items_ = 0;
