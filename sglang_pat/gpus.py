@@ -35,10 +35,10 @@ KNOWN: dict[str, tuple[float, float]] = {
 # Dense bf16 TFLOP/s of one SM by compute capability, of GPUs that are not known: of the H200, A100,
 # RTX 3090, RTX 4090, B200 and RTX 5090.
 _PER_SM = {
-    (9, 0): 989 / 132,
-    (8, 0): 312 / 108,
-    (8, 6): 71 / 82,
-    (8, 9): 165 / 128,
+    (9, 0): KNOWN["H200"][1] / H200_SMS,
+    (8, 0): KNOWN["A100"][1] / 108,
+    (8, 6): KNOWN["RTX 3090"][1] / 82,
+    (8, 9): KNOWN["RTX 4090"][1] / 128,
     (10, 0): 2250 / 148,
     (12, 0): 209 / 170,
 }

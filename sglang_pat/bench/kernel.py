@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 
+from sglang_pat.bench import document as documents
 from sglang_pat.bench import plot, timeline, traffic
 from sglang_pat.bench.clock import Clock, capture, device_rates, empty_us
+from sglang_pat.bench.document import Document, value, write
 from sglang_pat.bench.floor import Heads, Rates, floor_us, flops, least_bytes
 from sglang_pat.bench.kv import relative
 from sglang_pat.bench.layer import Layer, Settings, device_batch, error_of
@@ -42,8 +39,6 @@ SWEEP_TAIL = 128
 # Milliseconds of repeats for one time.
 BUDGET_MS, QUICK_BUDGET_MS = 50.0, 15.0
 VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
-
-T = TypeVar("T")
 
 
 def measure(
@@ -114,30 +109,15 @@ def settings_of(options: argparse.Namespace) -> Settings:
     return Settings(options.policy, options.split, options.partial, options.launch)
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
-    found = {}
-    for name in VERSIONS_OF:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
-
-
-def conditions(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+def conditions(kind: str, options: argparse.Namespace) -> Document:
     """A document of ``kind``, without rows: what measured it."""
-    return {
-        "kind": kind,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "sglang_pat.bench.kernel", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "settings": asdict(settings_of(options)),
-    }
+    device = torch.cuda.get_device_name()
+    return documents.conditions(
+        kind, "sglang_pat.bench.kernel", device, VERSIONS_OF, asdict(settings_of(options))
+    )
 
 
-def timelines(options: argparse.Namespace) -> dict[str, Any]:
+def timelines(options: argparse.Namespace) -> Document:
     """Record everything asked for; the document that ``--json`` writes."""
     timer = Clock(QUICK_BUDGET_MS)
     settings = settings_of(options)
@@ -151,12 +131,12 @@ def timelines(options: argparse.Namespace) -> dict[str, Any]:
     return document
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> Document:
     """Measure everything asked for; the document that ``--json`` writes, written as it grows."""
     todo = cases(options)
     timer = Clock(QUICK_BUDGET_MS if options.quick else BUDGET_MS)
     rates = device_rates(timer)
-    document: dict[str, Any] = {
+    document: Document = {
         **conditions("sweep" if options.sweep else "trees", options),
         "bytes_per_s": rates.bytes_per_s,
         "flops_per_s": rates.flops_per_s,
@@ -177,18 +157,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return document
 
 
-def write(found: Any, path: Path | None, indent: int | None = 1) -> None:
-    if path:
-        path.write_text(json.dumps(found, indent=indent) + "\n")
-
-
-def about(document: dict[str, Any]) -> list[str]:
+def about(document: Document) -> list[str]:
     """Where and how a document was measured, as lines."""
-    lines = [
-        f"{document['date']}  {document['device']}  "
-        + ", ".join(f"{name} {value}" for name, value in document["settings"].items()),
-        ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
-    ]
+    lines = documents.heading(document)
     if document["kind"] == "timelines":
         return lines
     lines.append(
@@ -199,22 +170,10 @@ def about(document: dict[str, Any]) -> list[str]:
     return lines + [f"without {name}: {why}" for name, why in document["absent"].items()]
 
 
-def _value(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """``parse`` as a type of argparse, which shows the message of no other error."""
-
-    def parsed(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parsed
-
-
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sglang_pat.bench.kernel", description=__doc__)
     add = parser.add_argument
-    heads, tree = _value(Heads.parse), _value(Tree.parse)
+    heads, tree = value(Heads.parse), value(Tree.parse)
     add("--heads", nargs="+", type=heads, metavar="Q/KV", help="as 32/8 (default: all four)")
     add("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
     add("--permuted", action="store_true", help="slots at random places of the pool")

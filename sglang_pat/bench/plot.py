@@ -25,6 +25,13 @@ def require() -> Any:
         ) from None
 
 
+def finish(axis: Any, title: str) -> None:
+    """Title and legend above a panel, no frame: how all our pictures look."""
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, ncols=6, loc="lower right", bbox_to_anchor=(1, 1))
+
+
 def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
     """Write a picture of the rows of a document of ``kind``: trees or sweep."""
     panels = groups(rows)
@@ -32,9 +39,7 @@ def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
     axes = figure.subplots(len(panels), squeeze=False)[:, 0]
     for axis, (title, members) in zip(axes, panels, strict=True):
         (_sweep if kind == "sweep" else _trees)(axis, members)
-        axis.set_title(title, loc="left", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, ncols=6, loc="lower right", bbox_to_anchor=(1, 1))
+        finish(axis, title)
     figure.savefig(path, dpi=150)
 
 

@@ -18,7 +18,7 @@ import torch
 from sglang_pat.bench.clock import Clock
 from sglang_pat.bench.floor import Heads
 from sglang_pat.bench.layer import Layer, Settings, device_batch
-from sglang_pat.bench.plot import require
+from sglang_pat.bench.plot import finish, require
 from sglang_pat.bench.trees import Tree
 
 WARMUPS = 10
@@ -251,9 +251,7 @@ def draw(lines: Sequence[Timeline], path: Path) -> None:
         axis.set_ylim(0, max(line.sms, *(bar.sm + 1 for bar in line.bars)))
         axis.set_xlabel("us since the first begin")
         axis.set_ylabel("SM")
-        axis.set_title(f"{line.spec}\n{_title(line)}", loc="left", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, ncols=6, loc="lower right", bbox_to_anchor=(1, 1))
+        finish(axis, f"{line.spec}\n{_title(line)}")
     figure.savefig(path, dpi=150)
 
 

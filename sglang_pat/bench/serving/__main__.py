@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from sglang_pat.bench.document import Document, value, write
 from sglang_pat.bench.plot import require
 from sglang_pat.bench.serving import document as documents
 from sglang_pat.bench.serving.client import RequestError
@@ -50,7 +51,7 @@ TRACE_SETTINGS_SHOWN = ("context", "block_tokens", "duration_s")
 SETTINGS_SHOWN = ("new_tokens", "output_tokens", "stream_interval", "runs", "seed", "server_args")
 
 
-def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> documents.Document:
+def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     """Start the servers, measure and print; ``--json`` has every run as soon as it has ended.
 
     Raises:
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> documents
             else:
                 run_workloads(fleet, options.workloads, settings, budget, journal)
         finally:
-            documents.write(document, options.json)  # with the counters of the last runs
+            write(document, options.json)  # with the counters of the last runs
             if budget.spent_out:
                 print("the time is up: what follows is of the runs that ended")
             documents.show([document])
@@ -164,13 +165,6 @@ def _device(device: str, gpus: int) -> tuple[str, float | None]:
     return found.name, found.total_memory / GIB
 
 
-def _workload(text: str) -> Workload:
-    try:
-        return Workload.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
@@ -184,7 +178,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what to run").add_argument
-    what("--workloads", nargs="+", type=_workload, metavar="SPEC", default=None)
+    what("--workloads", nargs="+", type=value(Workload.parse), metavar="SPEC", default=None)
     what("--trace", nargs="+", choices=TRACES, help="replay traces instead")
     what("--backends", nargs="+", default=["pat", "fa3", "flashinfer"], metavar="NAME")
     what("--runs", type=_positive, default=5, help="rounds over all of it (default: 5)")

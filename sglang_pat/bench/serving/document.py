@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark writes: how and where it was measured, and rows."""
+"""The documents of the serving benchmark: kept run by run, shown and drawn."""
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.bench.document import Document, conditions, heading, write
 from sglang_pat.bench.serving import plot
 from sglang_pat.bench.serving.rows import Row, TraceRow, table, trace_table
 from sglang_pat.bench.serving.run import Budget
@@ -20,21 +15,11 @@ from sglang_pat.bench.serving.workload import LIMITS, LIMITS_SHAPE
 
 VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 
-Document = dict[str, Any]
-
 
 def new(kind: str, device: str, settings: dict[str, Any]) -> Document:
     """A document without rows; ``kind``: workloads or traces."""
-    return {
-        "kind": kind,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "sglang_pat.bench.serving", *sys.argv[1:]]),
-        "device": device,
-        "versions": _versions(),
-        "settings": settings,
-        "rows": [],
-        "left_out": [],
-    }
+    found = conditions(kind, "sglang_pat.bench.serving", device, VERSIONS_OF, settings)
+    return found | {"rows": [], "left_out": []}
 
 
 class Journal:
@@ -60,22 +45,12 @@ class Journal:
         print(f"{run}: left out, {reason}{self._budget}", flush=True)
 
 
-def write(document: Document, path: Path | None) -> None:
-    """Replace the file at once, so that whoever ends this process leaves a whole one."""
-    if path:
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(document, indent=1) + "\n")
-        os.replace(part, path)
-
-
 def show(documents: Sequence[Document]) -> None:
     """Print conditions and tables; documents of the same kind, model and GPUs in one table."""
     for members in _groups(documents).values():
         rows = _rows(members)
         for document in members:
-            settings = ", ".join(f"{name} {value}" for name, value in document["settings"].items())
-            versions = ", ".join(f"{name} {v}" for name, v in document["versions"].items())
-            print(f"{document['date']}  {document['device']}  {settings}\n{versions}")
+            print("\n".join(heading(document)))
         if not rows:
             print("no runs")
         elif members[0]["kind"] == "traces":
@@ -123,13 +98,3 @@ def _title(document: Document) -> str:
 def _rows(documents: Sequence[Document]) -> list[Any]:
     kind = TraceRow if documents[0]["kind"] == "traces" else Row
     return [kind(**row) for document in documents for row in document["rows"]]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in VERSIONS_OF:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.plot import COLOURS, require
+from sglang_pat.bench.plot import COLOURS, finish, require
 from sglang_pat.bench.serving.rows import Row, Spread, TraceRow, spread, unique
 
 _OTHER_COLOUR = "#a0a0a0"
@@ -39,7 +39,7 @@ def draw_workloads(groups: Sequence[tuple[str, Sequence[Row]]], path: Path) -> N
             )
         axis.set_xticks(range(len(workloads)), workloads, fontsize=8)
         axis.set_ylabel("inter-token time, ms")
-        _finish(axis, title)
+        finish(axis, title)
     figure.savefig(path, dpi=150)
 
 
@@ -70,16 +70,10 @@ def draw_traces(rows: Sequence[TraceRow], path: Path) -> None:
             axis.set_ylim(bottom=0)
             axis.set_xlabel("requests/s")
             axis.set_ylabel(label)
-            _finish(axis, trace)
+            finish(axis, trace)
     figure.savefig(path, dpi=150)
 
 
 def _figure(rows: int, columns: int) -> tuple[Any, Any]:
     figure = require().Figure(figsize=(9, 3.2 * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def _finish(axis: Any, title: str) -> None:
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, ncols=6, loc="lower right", bbox_to_anchor=(1, 1))

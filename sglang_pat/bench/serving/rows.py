@@ -15,8 +15,21 @@ MAX_CLIENT_OVER_ENGINE = 1.10
 BASE = "fa3"  # what pat prefills with on Hopper
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """What pat's counters say of a run. None: of another backend."""
+
+    decode_steps: int | None = None
+    packed_steps: int | None = None
+    plans_made: int | None = None
+    plan_us: float | None = None  # host time per plan made
+    plan_step_us: float | None = None  # host time of pat per decode step
+    kv_saved_bytes: int | None = None  # K/V that packing did not read, over all layers and heads
+    fallbacks: dict[str, int] | None = None  # what the base backend served instead, by reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Counted):
     """One run of a workload. None: the backend, or SGLang, does not say."""
 
     backend: str
@@ -33,21 +46,14 @@ class Row:
     tokens_per_s: float
     step_ms: float | None  # by the engine's own clock
     cached_tokens: int  # of the prompt of the request that had the fewest
-    decode_steps: int | None = None
-    packed_steps: int | None = None
-    plans_made: int | None = None
-    plan_us: float | None = None  # host time per plan made
-    plan_step_us: float | None = None  # host time of pat per decode step
-    kv_saved_bytes: int | None = None  # K/V that packing did not read, over all layers and heads
-    fallbacks: dict[str, int] | None = None  # what the base backend served instead, by reason
 
     @property
     def client_over_engine(self) -> float | None:
         return self.itl_p50_ms / self.step_ms if self.step_ms else None
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRow(Counted):
     """One replay of a trace at one rate, cold cache."""
 
     backend: str
@@ -65,13 +71,6 @@ class TraceRow:
     itl_p50_ms: float
     itl_p99_ms: float
     tokens_per_s: float
-    decode_steps: int | None = None
-    packed_steps: int | None = None
-    plans_made: int | None = None
-    plan_us: float | None = None
-    plan_step_us: float | None = None
-    kv_saved_bytes: int | None = None
-    fallbacks: dict[str, int] | None = None
 
 
 def counted_fields(counted: Counters, kv_bytes_per_token: int) -> dict[str, Any]:

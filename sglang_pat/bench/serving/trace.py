@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -47,14 +46,6 @@ BURSTGPT_TOKENS = (
 TASKS = 16
 TASK_BLOCKS = (3, 8)  # of a task's system prompt
 HIT_FRACTION = 0.59
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request: when it comes, in seconds from the start, and its prompt."""
-
-    at_s: float
-    prompt: Prompt
 
 
 def arrivals(rate: float, duration_s: float, seed: str) -> list[float]:

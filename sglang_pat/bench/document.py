@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks share: a document of how and where they measured, and a type of argument."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+Document = dict[str, Any]
+
+T = TypeVar("T")
+
+
+def conditions(
+    kind: str, module: str, device: str, packages: Sequence[str], settings: Mapping[str, Any]
+) -> Document:
+    """A document of ``kind`` without rows, of ``python -m module`` as it was called; ``packages``:
+    those whose versions matter."""
+    return {
+        "kind": kind,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "device": device,
+        "versions": versions(packages),
+        "settings": dict(settings),
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of installed packages."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def heading(document: Document) -> list[str]:
+    """Where and how a document was measured, as two lines."""
+    settings = ", ".join(f"{name} {value}" for name, value in document["settings"].items())
+    found = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    return [f"{document['date']}  {document['device']}  {settings}", found]
+
+
+def write(found: Any, path: Path | None, indent: int | None = 1) -> None:
+    """Replace the file at once, so that whoever ends this process leaves a whole one."""
+    if path:
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(found, indent=indent) + "\n")
+        os.replace(part, path)
+
+
+def value(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """``parse`` as a type of argparse, which shows the message of no other error."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
