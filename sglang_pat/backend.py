@@ -85,10 +85,11 @@ class PatDecodeMixin:
         if plan is None:
             return False
         self._take(plan, batch, forward_batch, start)
+        self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
         return True
 
     def _prepare_base(self, forward_batch: Any) -> None:
-        self._in_eager = True  # some bases call init_forward_metadata_out_graph from here
+        self._in_eager = True  # some bases call the two methods of graphs from here
         try:
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         finally:
@@ -138,6 +139,13 @@ class PatDecodeMixin:
             self._stats.fall_back(f"layer with {reason}")
         self._take(plan, batch, forward_batch, start)
 
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Captured, and so replayed, between the above and the layers: the snapshot, with which all
+        reads of what the scheduler may change end (the base class's ``IN_REPLAY``)."""
+        super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
+        if self._serves and not self._in_eager:
+            self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
+
     def _plain_decode(self, forward_batch: Any) -> bool:
         """Whether ``pat`` serves a batch of this kind; counts it by reason if not."""
         mode = forward_batch.forward_mode
@@ -153,7 +161,7 @@ class PatDecodeMixin:
 
     def _take(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any, start_ns: int) -> None:
         """Make ``plan`` the one that the layers run; ``start_ns``: when its step's work began."""
-        self._executor.prepare(plan, forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self._executor.load(plan, forward_batch.batch_size)
         self._serves = True
         if batch is None:
             return

@@ -18,7 +18,7 @@ class Executor:
     """``ops.decode`` with what stays the same over the layers of a step.
 
     On a GPU it owns a ``Workspace``: its addresses are fixed, so that a CUDA graph that captured
-    ``decode`` runs whatever plan was prepared before the replay. ``table``: ``req_to_token``.
+    ``snapshot`` and ``decode`` runs whatever plan was loaded before the replay. ``table``: ``req_to_token``.
     """
 
     def __init__(self, target: Target, config: PatConfig, table: torch.Tensor) -> None:
@@ -34,17 +34,26 @@ class Executor:
                 partial_dtype=config.partial_dtype,
                 launch=config.launch,
             )
-        self._step: tuple[torch.Tensor, torch.Tensor, Plan] | None = None
+        self._plan: Plan | None = None
+        self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def prepare(self, plan: Plan, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Take the plan of the next step. ``rows``, ``seq_lens`` [B] on the device; a B beyond the
-        plan's queries is padding, on a GPU only."""
+    def load(self, plan: Plan, num_rows: int) -> None:
+        """Take the plan of the next step, for a batch of ``num_rows``; rows beyond the plan's
+        queries are padding, on a GPU only. The part of a step that no graph captures."""
         if self._workspace is not None:
-            # The snapshot ends all reads of the scheduler's table before the attention begins:
-            # under overlap its rows may be another request's by the time the kernels run.
             self._workspace.load(plan)
+            self._workspace.check_rows(num_rows)
+        self._plan = plan
+
+    def snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Read what the loaded plan needs of the scheduler's table. Capturable.
+
+        ``rows``, ``seq_lens`` [B] on the device. All reads of the table end here, before the
+        attention begins: under overlap its rows may be another request's by then.
+        """
+        if self._workspace is not None:
             self._workspace.snapshot(self._table, rows, seq_lens)
-        self._step = (rows, seq_lens, plan)
+        self._batch = (rows, seq_lens)
 
     def decode(
         self,
@@ -57,14 +66,15 @@ class Executor:
         logit_cap: float,
     ) -> None:
         """Attention of one layer; arguments as of ``ops.decode``."""
-        if self._step is None:
-            raise RuntimeError("decode() before prepare()")
+        if self._plan is None or self._batch is None:
+            raise RuntimeError("decode() before load() and snapshot()")
         ops.decode(
             q,
             k_cache,
             v_cache,
             self._table,
-            *self._step,
+            *self._batch,
+            self._plan,
             scale=scale,
             logit_cap=logit_cap,
             out=out,

@@ -73,6 +73,10 @@ def interface_mismatches() -> Iterator[str]:
             AttentionBackend.init_forward_metadata_out_graph,
             ("self", "forward_batch", "in_capture"),
         ),
+        "AttentionBackend.init_forward_metadata_in_graph": (
+            AttentionBackend.init_forward_metadata_in_graph,
+            ("self", "forward_batch"),
+        ),
         "KVWriteLoc.for_layer": (KVWriteLoc.for_layer, ("forward_batch", "layer")),
     }
     for name, (function, expected) in wanted.items():

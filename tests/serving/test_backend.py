@@ -22,6 +22,9 @@ QUERIES, HEADS, HEAD_DIM = 4, 2, 16
 TARGET = Target.cpu(
     threads=2, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM, max_queries=16
 )
+# What the base is asked for a capture and for an eager step.
+CAPTURE = ["capture", "in graph"]
+EAGER = ["eager", "out graph", "in graph"]
 
 
 class Base:
@@ -39,9 +42,13 @@ class Base:
         self.calls.append("eager")
         # As the base class of SGLang does it.
         self.init_forward_metadata_out_graph(forward_batch)
+        self.init_forward_metadata_in_graph(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         self.calls.append("capture" if in_capture else "out graph")
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self.calls.append("in graph")
 
     def forward_decode(self, q: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         self.calls.append("layer")
@@ -55,10 +62,15 @@ class Executor:
 
     def __init__(self) -> None:
         self.plans: list[Plan] = []
+        self.snapshots = 0
 
-    def prepare(self, plan: Plan, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        assert plan.num_queries <= len(rows) == len(seq_lens)
+    def load(self, plan: Plan, num_rows: int) -> None:
+        assert plan.num_queries <= num_rows
         self.plans.append(plan)
+
+    def snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        assert self.plans[-1].num_queries <= len(rows) == len(seq_lens)
+        self.snapshots += 1
 
     def decode(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -113,6 +125,8 @@ class Bed:
         self.backend.calls.clear()
         if graph:
             self.backend.init_forward_metadata_out_graph(batch, in_capture=capture)
+            if capture:  # a replay runs what this launched
+                self.backend.init_forward_metadata_in_graph(batch)
         else:
             self.backend.init_forward_metadata(batch)
         return list(self.backend.calls)
@@ -149,13 +163,29 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
 
 
 def test_replays_of_our_layers_need_no_metadata_of_the_base(bed: Bed) -> None:
-    assert bed.step(capture=True) == ["capture"]
+    assert bed.step(capture=True) == CAPTURE
     assert bed.layer(0) == bed.layer(1) == []
     assert bed.step(padding=2) == []
-    assert bed.step(capture=True) == ["capture"]  # one that the base could serve, always
+    assert bed.step(capture=True) == CAPTURE  # one that the base could serve, always
     assert bed.step(mode=ForwardMode.EXTEND) == ["out graph"]
-    assert bed.step(mode=ForwardMode.EXTEND, graph=False) == ["eager", "out graph"]
+    assert bed.step(mode=ForwardMode.EXTEND, graph=False) == EAGER
     assert bed.fallbacks == {"extend": 2}
+
+
+def test_the_snapshot_is_captured_or_taken_once(bed: Bed) -> None:
+    bed.step(capture=True)
+    bed.layer(0)
+    assert bed.executor.snapshots == 1
+    bed.step()  # the replay of the graph repeats it
+    assert bed.executor.snapshots == 1
+    bed.step(graph=False)
+    bed.layer(0)
+    assert bed.executor.snapshots == 2
+    bed.layer(1, window=8)  # prepares the base
+    bed.step(graph=False)  # as does this, now that a layer is the base's
+    assert bed.executor.snapshots == 3
+    bed.step(mode=ForwardMode.EXTEND, graph=False)
+    assert bed.executor.snapshots == 3
 
 
 @pytest.mark.parametrize(
@@ -174,21 +204,21 @@ def test_a_layer_of_the_base_keeps_its_metadata(
 
 
 def test_eager_steps_prepare_the_base_until_the_layers_are_known(bed: Bed) -> None:
-    assert bed.step(graph=False) == ["eager", "out graph"]
+    assert bed.step(graph=False) == EAGER
     assert bed.layer(0) == []
     assert bed.step(graph=False) == []
     assert bed.layer(0) == []
     # One that had not come by: the base is prepared then and there, and from then on beforehand.
-    assert bed.layer(1, window=8) == ["eager", "out graph", "layer"]
+    assert bed.layer(1, window=8) == [*EAGER, "layer"]
     assert bed.layer(2, window=8) == ["layer"]
-    assert bed.step(graph=False) == ["eager", "out graph"]
+    assert bed.step(graph=False) == EAGER
     assert bed.layer(1, window=8) == ["layer"]
 
 
 def test_an_eager_batch_that_cannot_be_planned_is_the_bases(bed: Bed) -> None:
     bed.step(capture=True)
     bed.layer(0)
-    assert bed.step(graph=False, padding=TARGET.max_queries) == ["eager", "out graph"]
+    assert bed.step(graph=False, padding=TARGET.max_queries) == EAGER
     assert bed.layer(0) == ["layer"]
     assert bed.fallbacks["batch not plannable"] == 1
 
