@@ -45,6 +45,7 @@ class PatDecodeMixin:
         self._target = self._executor.target
         self._stats = Stats()
         self._steps = StepPlanner(self._target, self._stats)
+        self._last: Plan | None = None  # of the scheduler's last batch
         self._serves = False  # whether pat serves the forward that comes next
         self._in_eager = False
         self._unprepared: Any = None  # eager decode batch that the base has not seen
@@ -165,7 +166,11 @@ class PatDecodeMixin:
         self._serves = True
         if batch is None:
             return
-        self._stats.host_ns += time.perf_counter_ns() - start_ns
+        elapsed = time.perf_counter_ns() - start_ns
+        self._stats.host_ns += elapsed
+        if plan is not self._last:
+            self._last = plan
+            self._stats.plan_ns += elapsed
         if self._config.check:
             table = self.req_to_token_pool.req_to_token
             check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)
@@ -267,10 +272,12 @@ def _subclass(base: type) -> type:
 
 def _host_lens(forward_batch: Any) -> torch.Tensor:
     """Sequence lengths as int64 on the CPU; no copy from the device where SGLang keeps a mirror."""
-    lens = forward_batch.seq_lens_cpu
+    lens: torch.Tensor | None = forward_batch.seq_lens_cpu
     if lens is None:
         lens = forward_batch.seq_lens.cpu()
-    return lens.to(torch.int64).contiguous()  # type: ignore[no-any-return]
+    if lens.dtype != torch.int64 or not lens.is_contiguous():
+        lens = lens.to(torch.int64).contiguous()
+    return lens
 
 
 def _start_reporter(stats: Stats) -> Reporter:

@@ -18,7 +18,8 @@ class Executor:
     """``ops.decode`` with what stays the same over the layers of a step.
 
     On a GPU it owns a ``Workspace``: its addresses are fixed, so that a CUDA graph that captured
-    ``snapshot`` and ``decode`` runs whatever plan was loaded before the replay. ``table``: ``req_to_token``.
+    ``snapshot`` and ``decode`` runs whatever plan was loaded before the replay. ``table``:
+    ``req_to_token``.
     """
 
     def __init__(self, target: Target, config: PatConfig, table: torch.Tensor) -> None:

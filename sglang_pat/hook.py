@@ -23,11 +23,13 @@ class LiveBatch:
     """The requests of a decode step, in row order, and the cache that holds their prefixes.
 
     ``rows`` [>= len(reqs)] int64, CPU: the row of ``req_to_token`` of each query of the batch.
+    ``others``: forwards other than plain decodes that came before, of the same model runner.
     """
 
     reqs: list[Any]
     tree_cache: Any
     rows: torch.Tensor
+    others: int = 0
 
 
 class Mailbox:
@@ -35,6 +37,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._batch: LiveBatch | None = None
+        self.others = 0
 
     @classmethod
     def on(cls, runner: Any) -> Mailbox:
@@ -48,6 +51,7 @@ class Mailbox:
     def put(self, batch: LiveBatch | None) -> None:
         """Replace what is held, so that no forward ever sees an older one's batch."""
         self._batch = batch
+        self.others += batch is None
 
     def take(self) -> LiveBatch | None:
         batch, self._batch = self._batch, None
@@ -60,10 +64,11 @@ def after_init_new(
     """AFTER hook of ``ForwardBatch.init_new(batch, model_runner, ...)``; changes nothing."""
     mailbox = getattr(model_runner, _ATTRIBUTE, None)
     if mailbox is not None:
-        decode = forward_batch.forward_mode.is_decode()
-        mailbox.put(
-            LiveBatch(batch.reqs, batch.tree_cache, batch.req_pool_indices_cpu) if decode else None
-        )
+        live = None
+        if forward_batch.forward_mode.is_decode():
+            rows = batch.req_pool_indices_cpu
+            live = LiveBatch(batch.reqs, batch.tree_cache, rows, mailbox.others)
+        mailbox.put(live)
 
 
 def is_installed(function: Any) -> bool:

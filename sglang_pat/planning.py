@@ -46,14 +46,36 @@ class Planner:
         Raises ValueError naming query, node and position for paths that are not one tree, and for
         a batch larger than the target's ``max_queries``; TypeError for elements of another form.
         """
-        lens = np.ascontiguousarray(seq_lens, dtype=np.int64)
-        # Without limits a path is taken whole, so that one beyond its sequence is an error.
-        bounds = (
-            np.full(lens.shape, np.iinfo(np.int64).max)
-            if limits is None
-            else np.ascontiguousarray(limits, dtype=np.int64)
-        )
+        lens, bounds = _lengths(seq_lens, limits)
         return self._native.plan_from_info(paths, bounds, lens, fields)
+
+    def plan_leaves(
+        self,
+        leaves: Sequence[Any],
+        seq_lens: Lengths,
+        limits: Lengths | None,
+        reader: _C.NodeReader,
+    ) -> Plan:
+        """Plan one decode step of B queries whose paths stand in a tree of Python nodes.
+
+        ``leaves[i]`` is the last node of query i's path, ``None`` if it shares nothing; ``reader``
+        knows the nodes' attributes and is kept per tree. The rest as in ``plan``.
+
+        Raises also what looking up a node's attributes raises.
+        """
+        lens, bounds = _lengths(seq_lens, limits)
+        return self._native.plan_from_leaves(leaves, bounds, lens, reader)
+
+
+def _lengths(
+    seq_lens: Lengths, limits: Lengths | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Sequence lengths and limits [B] as the core takes them."""
+    lens = np.ascontiguousarray(seq_lens, dtype=np.int64)
+    # Without limits a path is taken whole, so that one beyond its sequence is an error.
+    if limits is None:
+        return lens, np.full(lens.shape, np.iinfo(np.int64).max)
+    return lens, np.ascontiguousarray(limits, dtype=np.int64)
 
 
 _planners_lock = Lock()

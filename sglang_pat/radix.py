@@ -19,15 +19,17 @@ import numpy.typing as npt
 
 from sglang_pat import _C
 
-Path = Sequence[tuple[Any, ...]]
 NO_NODE = -1  # read in place of a node handle when the request holds no lock
+# Id, parent and key of a node in SGLang's caches of Python nodes.
+_NODE_ATTRS = ("id", "parent", "key")
 
 
 class RadixView:
-    """Paths of requests in one prefix cache.
+    """Where requests stand in one prefix cache.
 
-    ``fields`` are the positions of (node id, start, end) in a path's tuples; start and end are
-    token positions from the root.
+    A cache of Python nodes gives each request's leaf, its last node, and ``reader`` climbs from
+    there. Any other gives paths, and ``reader`` is None: ``fields`` are the positions of (node id,
+    start, end) in a path's tuples; start and end are token positions from the root.
     """
 
     def __init__(self, tree_cache: Any) -> None:
@@ -36,7 +38,8 @@ class RadixView:
         self.kind = ""
         self.fields = (0, 1, 2)
         self._handle = "lock.node"
-        self._collect: Callable[[list[int], Sequence[Any]], list[Path]] = _no_paths
+        self.reader: _C.NodeReader | None = None
+        self._collect: Callable[[list[int], Sequence[Any]], Sequence[Any]] = _nothing
         core: Any = getattr(tree_cache, "tree_core", None)
         native = getattr(getattr(core, "_binding", None), "collect_path_info", None)
         if tree_cache is None or getattr(tree_cache, "disable", False):
@@ -47,27 +50,17 @@ class RadixView:
             self.fields = (0, 2, 3)
             self._collect = lambda nodes, _reqs: native(nodes)
         elif hasattr(core, "_node_arena"):
-            # Its own collect_path_info climbs to the root for every request: five times slower.
+            # Its own collect_path_info climbs in Python, to the root for every request.
             self.kind = f"{type(core).__name__} tree core"
-            self._collect = lambda nodes, _reqs: _climb([core._node_arena[node] for node in nodes])
+            self.reader = _C.NodeReader(*_NODE_ATTRS)
+            self._collect = lambda nodes, _reqs: list(map(core._node_arena.__getitem__, nodes))
         elif hasattr(tree_cache, "root_node"):
             self.kind = f"{type(tree_cache).__name__} nodes"
             self._handle = "lock.node.id"
-            self._collect = lambda _nodes, reqs: _climb([req.lock.node for req in reqs])
+            self.reader = _C.NodeReader(*_NODE_ATTRS)
+            self._collect = lambda _nodes, reqs: [req.lock.node for req in reqs]
         else:
             self.disabled = f"unknown cache {type(tree_cache).__name__}"
-
-    def key(self, reqs: Sequence[Any]) -> object:
-        """What the paths depend on: every request's node and tokens safe to share. To be compared.
-
-        Runs at every step: for 256 requests comprehensions take half the time of ``read_attrs``.
-        """
-        if self.disabled:
-            return None
-        return (
-            [None if (lock := req.lock) is None else lock.node for req in reqs],
-            [req.kv.cache_protected_len for req in reqs],
-        )
 
     def read_handles(
         self, reqs: Sequence[Any], rows: npt.NDArray[np.int64]
@@ -87,56 +80,37 @@ class RadixView:
         held[held[:, 2] != rows] = (NO_NODE, 0, -1)
         return held[:, :2]
 
-    def paths(
+    def look_up(
         self, reqs: Sequence[Any], handles: npt.NDArray[np.int64]
-    ) -> tuple[list[Path | None], dict[str, int]]:
-        """The path of every request, root excluded, and how many have none, by reason.
+    ) -> tuple[list[Any], dict[str, int]]:
+        """Leaf or path (see above) of every request, and how many share nothing, by reason.
 
-        ``handles``: as ``read_handles`` gave them. Raises KeyError for a node that the
-        tree does not know.
+        None for a request that holds no node. ``handles``: as ``read_handles`` gave them. Raises
+        KeyError for a node that the tree does not know.
         """
         if self.disabled:
             return [None] * len(reqs), {self.disabled: len(reqs)}
         found = handles[:, 0] != NO_NODE
-        paths: list[Path | None]
-        if found.all():
-            paths = list(self._collect(handles[:, 0].tolist(), reqs))
+        missing = len(reqs) - int(np.count_nonzero(found))
+        given: list[Any]
+        if not missing:
+            given = list(self._collect(handles[:, 0].tolist(), reqs))
         else:
-            paths = [None] * len(reqs)
+            given = [None] * len(reqs)
             held = np.flatnonzero(found).tolist()
             nodes = handles[found, 0].tolist()
-            for index, path in zip(
-                held, self._collect(nodes, [reqs[i] for i in held]), strict=True
-            ):
-                paths[index] = path
+            for index, one in zip(held, self._collect(nodes, [reqs[i] for i in held]), strict=True):
+                given[index] = one
         private = {
-            "no tree lock": len(reqs) - int(found.sum()),
-            "nothing cached yet": int((handles[found, 1] == 0).sum()),
+            "no tree lock": missing,
+            "nothing cached yet": int(np.count_nonzero(found & (handles[:, 1] == 0))),
         }
-        return paths, {reason: count for reason, count in private.items() if count}
+        return given, {reason: count for reason, count in private.items() if count}
 
     def slots(self, req: Any) -> Any:
         """Slots of the tokens from the root to the request's node: int64 tensor (CHECK only)."""
         return self.tree_cache.path_device_indices(req.lock.node)
 
 
-def _no_paths(nodes: list[int], _reqs: Sequence[Any]) -> list[Path]:
-    raise LookupError(f"no prefix cache to look up the paths of {len(nodes)} requests in")
-
-
-def _climb(leaves: Sequence[Any]) -> list[Path]:
-    """Paths out of a tree of Python nodes: climb from each as far as no other has been before."""
-    known: dict[int, Path] = {}
-    for leaf in leaves:
-        chain = []
-        node = leaf
-        while node.id not in known and node.parent is not None:
-            chain.append(node)
-            node = node.parent
-        path = known.get(node.id, ())
-        end = path[-1][2] if path else 0
-        for node in reversed(chain):
-            start, end = end, end + len(node.key)
-            path = [*path, (node.id, start, end)]
-            known[node.id] = path
-    return [known.get(leaf.id, ()) for leaf in leaves]
+def _nothing(nodes: list[int], _reqs: Sequence[Any]) -> Sequence[Any]:
+    raise LookupError(f"no prefix cache to look up the nodes of {len(nodes)} requests in")

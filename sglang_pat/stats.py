@@ -18,8 +18,8 @@ COUNTERS = {
     "kv_tokens_unpacked": "K/V tokens without packing: the sum of sequence lengths.",
     "plans_made": "Plans made.",
     "plans_reused": "Decode steps that reused the plan of the step before.",
-    "plan_seconds": "Time spent on reading paths and making plans.",
-    "host_seconds": "Host time of all decode steps: plans, new or reused, and their launches.",
+    "plan_seconds": "Host time of the decode steps that made a plan.",
+    "host_seconds": "Host time of pat in all decode steps, with a new plan or the last one.",
 }
 
 
@@ -75,12 +75,12 @@ class Stats:
     def summary(self) -> str:
         """One line for the log."""
         saved = 1 - self.kv_tokens_read / self.kv_tokens_unpacked if self.kv_tokens_unpacked else 0
-        steps, plans = max(self.decode_steps, 1), max(self.plans_made, 1)
+        plans, reused = max(self.plans_made, 1), max(self.plans_reused, 1)
         return (
             f"decode steps {self.decode_steps}, packed {self.packed_steps}, "
             f"K/V tokens read {self.kv_tokens_read} of {self.kv_tokens_unpacked} "
             f"({saved:.1%} saved), plans made {self.plans_made}, reused {self.plans_reused}, "
-            f"{self.plan_ns / plans / 1e3:.1f} us a plan, "
-            f"{self.host_ns / steps / 1e3:.1f} us a step, "
+            f"{self.plan_ns / plans / 1e3:.1f} us a step that made one, "
+            f"{(self.host_ns - self.plan_ns) / reused / 1e3:.1f} us one that reused one, "
             f"fallbacks {dict(self.fallbacks)}, private requests {dict(self.private_requests)}"
         )

@@ -2,15 +2,21 @@
 """Lazy update (PAT section 5.2): plan a decode step anew only if the last plan no longer holds.
 
 A plan depends on the batch through three numbers per request: its row of ``req_to_token``, the
-radix node it holds and the tokens that are safe to share. They are compared at every step. Node
-handles are never given out twice, not even after a flush, and splitting a node only refines paths,
-so equal numbers mean equal sharing. Lengths grow every step; ``Plan.fits`` says for how long.
+radix node it holds and the tokens that are safe to share. Node handles are never given out twice,
+not even after a flush, and splitting a node only refines paths, so equal numbers mean equal
+sharing. Lengths grow every step; ``Plan.total_tokens`` says for how long a plan holds.
+
+Reading the numbers costs a cache miss or six per request, so a settled batch is not read: the same
+requests, and no forward but decodes, as for the last ``SETTLE_STEPS``. SGLang gives a running
+request another node only when it has processed a prefill, which under overlap is a step or two
+after it ran. A node that changed all the same would cost sharing, not results (the slots are read
+anew at every step), and for ``RECHECK_STEPS`` at most.
 """
 
 from __future__ import annotations
 
 import logging
-import time
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +24,14 @@ import torch
 
 from sglang_pat.hook import LiveBatch
 from sglang_pat.planning import Plan, Planner
-from sglang_pat.radix import Path, RadixView
+from sglang_pat.radix import RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
 logger = logging.getLogger("sglang_pat")
+
+SETTLE_STEPS = 8
+RECHECK_STEPS = 64
 
 
 class StepPlanner:
@@ -32,7 +41,11 @@ class StepPlanner:
         self._planner = Planner(target)
         self._stats = stats
         self._view = RadixView(None)
-        self._key: tuple[object, ...] = ()
+        # What the last step's batch was, and the numbers that were last read of it.
+        self._reqs: list[Any] = []
+        self._others = 0
+        self._age = 0  # steps since the batch was another
+        self._key: tuple[object, ...] | None = None
         self._plan: Plan | None = None
         self._private: Plan | None = None
 
@@ -48,21 +61,24 @@ class StepPlanner:
         beyond ``batch.reqs`` (padding, beams) share nothing. Counts the step. Never raises: what
         goes wrong in reading SGLang's tree or in planning costs the sharing, not the server.
         """
-        start = time.perf_counter_ns()
         stats = self._stats
         count = len(seq_lens)
-        key = (count, *self._read_key(batch))
-        plan = self._plan
-        if plan is not None and key == self._key and plan.fits(seq_lens.data_ptr(), count):
+        plan, total, handles = self._plan, -1, None
+        if self._is_settled(batch) and plan is not None:
+            total = plan.total_tokens(seq_lens.data_ptr(), count)
+        if total < 0:
+            key, handles = self._read(batch, count)
+            if plan is not None and key is not None and key == self._key:
+                total = plan.total_tokens(seq_lens.data_ptr(), count)
+            self._key = key
+        if plan is not None and total >= 0:
             stats.plans_reused += 1
         else:
-            plan = self._make(batch, seq_lens)
-            self._plan, self._key = plan, key
+            plan = self._plan = self._make(batch, seq_lens, handles)
             if plan is None:
                 return None
+            total = plan.total_tokens(seq_lens.data_ptr(), count)
             stats.plans_made += 1
-            stats.plan_ns += time.perf_counter_ns() - start
-        total = int(seq_lens.numpy().sum())
         stats.decode_steps += 1
         stats.packed_steps += plan.num_shared_items > 0
         stats.kv_tokens_unpacked += total
@@ -81,22 +97,44 @@ class StepPlanner:
             self._private = plan
         return plan
 
-    def _read_key(self, batch: LiveBatch) -> tuple[object, ...]:
-        """What the plan of this step depends on."""
+    def _is_settled(self, batch: LiveBatch) -> bool:
+        """Whether what the plan depends on is as it was without looking: see above."""
+        # Lists compare their elements' identities first, so no request is touched.
+        if (
+            batch.others != self._others
+            or batch.tree_cache is not self._view.tree_cache
+            or batch.reqs != self._reqs
+        ):
+            self._others, self._reqs, self._age = batch.others, list(batch.reqs), 0
+            return False
+        self._age += 1
+        return self._age > SETTLE_STEPS and self._age % RECHECK_STEPS != 0
+
+    def _read(
+        self, batch: LiveBatch, count: int
+    ) -> tuple[tuple[object, ...] | None, npt.NDArray[np.int64] | None]:
+        """What a plan depends on, to be compared, and the requests' handles; None if unreadable."""
         if batch.tree_cache is not self._view.tree_cache:
             self._view = RadixView(batch.tree_cache)
             logger.info("sglang_pat: reads paths from %s", self._view.kind or self._view.disabled)
+        rows = batch.rows.numpy()
         try:
-            held = self._view.key(batch.reqs)
-        except AttributeError as error:
+            handles = self._view.read_handles(batch.reqs, rows[: len(batch.reqs)])
+        except (AttributeError, TypeError) as error:
             self._stats.fall_back("requests not readable", error)
-            held = object()  # unlike any other: plan anew
-        return (batch.rows.numpy().tobytes(), held)
+            return None, None
+        return (count, rows.tobytes(), handles.tobytes()), handles
 
-    def _make(self, batch: LiveBatch, seq_lens: torch.Tensor) -> Plan | None:
+    def _make(
+        self, batch: LiveBatch, seq_lens: torch.Tensor, handles: npt.NDArray[np.int64] | None
+    ) -> Plan | None:
         try:
-            paths, limits = self._shared_paths(batch, len(seq_lens))
-            return self._planner.plan(paths, seq_lens.numpy(), limits, self._view.fields)
+            if handles is not None:
+                found, limits = self._look_up(batch, len(seq_lens), handles)
+                view, lens = self._view, seq_lens.numpy()
+                if view.reader is not None:
+                    return self._planner.plan_leaves(found, lens, limits, view.reader)
+                return self._planner.plan(found, lens, limits, view.fields)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back("sharing not usable", repr(error))
         try:
@@ -105,19 +143,18 @@ class StepPlanner:
             self._stats.fall_back("batch not plannable", error)
             return None
 
-    def _shared_paths(
-        self, batch: LiveBatch, count: int
-    ) -> tuple[list[Path | None], npt.NDArray[np.int64]]:
-        """Path of each query of the batch and the tokens of it that are safe to share."""
+    def _look_up(
+        self, batch: LiveBatch, count: int, handles: npt.NDArray[np.int64]
+    ) -> tuple[list[Any], npt.NDArray[np.int64]]:
+        """Leaf or path of each query (``RadixView.look_up``) and its tokens safe to share."""
         reqs = batch.reqs
         extra = count - len(reqs)
         if extra < 0:
             raise ValueError(f"{len(reqs)} requests in a batch of {count} rows")
-        handles = self._view.read_handles(reqs, batch.rows.numpy()[: len(reqs)])
-        paths, private = self._view.paths(reqs, handles)
+        found, private = self._view.look_up(reqs, handles)
         if extra:
             private["row without a request"] = extra
         self._stats.private(private)
         limits = np.zeros(count, dtype=np.int64)
         limits[: len(reqs)] = handles[:, 1]
-        return [*paths, *[None] * extra], limits
+        return [*found, *[None] * extra], limits

@@ -78,15 +78,8 @@ class Workspace:
             (target.max_partials, target.num_q_heads), dtype=torch.float32, device=self.device
         )
         self.queue = buffer(_C.cuda_queue_ints())
-        self._stagings = [
-            torch.empty(self._max_bytes, dtype=torch.uint8, pin_memory=True)
-            for _ in range(_STAGINGS)
-        ]
-        self._copied = [
-            torch.cuda.Event()  # type: ignore[no-untyped-call]
-            for _ in range(_STAGINGS)
-        ]
-        self._next = 0
+        with torch.cuda.device(self.device):
+            self._staging = _C.PlanStaging(self._max_bytes, _STAGINGS)
         self.plan: Plan | None = None
         self.trace: torch.Tensor | None = None  # uint64, see _C.decode_cuda
 
@@ -116,17 +109,8 @@ class Workspace:
             target.num_q_heads,
             target.num_kv_heads,
         )
-        with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise ValueError("load() while a CUDA graph is captured: load the plan before")
-            slot = self._next
-            self._next = (slot + 1) % _STAGINGS
-            staging = self._stagings[slot]
-            self._copied[slot].synchronize()  # its copy of some steps ago; long done
-            view = _host_bytes(plan)
-            staging[: plan.nbytes].copy_(view)
-            self._plan_buffer[: plan.nbytes].copy_(staging[: plan.nbytes], non_blocking=True)
-            self._copied[slot].record()
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._staging.copy(plan.data_ptr, plan.nbytes, self.plan_ptr, stream)
         self.plan = plan
         return True
 
@@ -195,10 +179,3 @@ class Workspace:
                 f"room for {self.target.max_queries}; plan for this batch, or make the workspace "
                 f"for a target of larger max_queries"
             )
-
-
-def _host_bytes(plan: Plan) -> torch.Tensor:
-    import ctypes
-
-    raw = (ctypes.c_uint8 * plan.nbytes).from_address(plan.data_ptr)
-    return torch.frombuffer(raw, dtype=torch.uint8)

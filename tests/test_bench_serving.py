@@ -168,7 +168,7 @@ def test_saved_bytes_are_those_of_all_layers_and_heads() -> None:
     fields = counted_fields(counted, kv_bytes_per_token=128)
     assert fields["kv_saved_bytes"] == 600 * 128
     assert fields["plan_us"] == pytest.approx(500)
-    assert fields["plan_step_us"] == pytest.approx(200)
+    assert fields["reuse_us"] == pytest.approx(125)
 
 
 def test_turns_rotate_and_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@
 #include "cuda/decode.h"
 #include "cuda/plan_fit.h"
 #include "cuda/probe.h"
+#include "cuda/staging.h"
 
 namespace py = pybind11;
 
@@ -117,6 +118,17 @@ void bind_cuda(py::module_& m) {
       py::arg("num_q_heads"), py::arg("num_kv_heads"),
       "Raises ValueError, saying what was given and what fits, unless the plan at a host address\n"
       "is sound and fits these capacities. Kernels trust a plan that passed.");
+  py::class_<PlanStaging>(m, "PlanStaging", "A ring of pinned buffers on the current device.")
+      .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("count"))
+      .def(
+          "copy",
+          [](PlanStaging& self, int64_t plan, size_t bytes, int64_t device, int64_t stream) {
+            self.copy(pointer<const void>(plan), bytes, pointer<void>(device),
+                      pointer<void>(stream));
+          },
+          py::arg("plan"), py::arg("bytes"), py::arg("device"), py::arg("stream"),
+          "Copies a plan from a host to a device address in stream order. Raises ValueError for\n"
+          "one that is too large and in a capture, RuntimeError with CUDA's error.");
   m.def("snapshot_cuda", &snapshot, py::arg("plan"), py::arg("req_to_token"), py::arg("rows"),
         py::arg("seq_lens"), py::arg("slots"), py::arg("lens_out"), py::arg("num_rows"),
         py::arg("stream"),

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "../check.h"
+#include "python_climb.h"
 #include "python_paths.h"
 #include "schedule.h"
 
@@ -61,15 +62,27 @@ class Planner {
   // them; limits: tokens per query that are safe to share, beyond which paths are clipped.
   Plan plan_from_info(const py::sequence& infos, const Int64Array& limits,
                       const Int64Array& seq_lens, const PathFields& fields) {
-    PAT_CHECK(static_cast<py::ssize_t>(infos.size()) == seq_lens.size() &&
-                  limits.size() == seq_lens.size(),
-              "paths of ", infos.size(), " queries, ", limits.size(), " limits and ",
-              seq_lens.size(), " sequence lengths: need one of each per query");
+    check_counts(infos.size(), limits, seq_lens);
     paths_.read(infos, limits.data(), fields);
     return make(paths_.view(), seq_lens);
   }
 
+  // leaves: per query the node of the reader's tree that its path ends with, or None.
+  Plan plan_from_leaves(const py::sequence& leaves, const Int64Array& limits,
+                        const Int64Array& seq_lens, NodeReader& reader) {
+    check_counts(leaves.size(), limits, seq_lens);
+    reader.read(leaves, limits.data(), paths_);
+    return make(paths_.view(), seq_lens);
+  }
+
  private:
+  static void check_counts(size_t num_paths, const Int64Array& limits, const Int64Array& seq_lens) {
+    PAT_CHECK(
+        static_cast<py::ssize_t>(num_paths) == seq_lens.size() && limits.size() == seq_lens.size(),
+        "paths of ", num_paths, " queries, ", limits.size(), " limits and ", seq_lens.size(),
+        " sequence lengths: need one of each per query");
+  }
+
   Plan make(const PathView& paths, const Int64Array& seq_lens) {
     const PackTree& tree = builder_.build(paths, seq_lens.data());
     return scheduler_.schedule(tree, seq_lens.data(), static_cast<size_t>(paths.num_queries));
@@ -80,15 +93,17 @@ class Planner {
   PathTable paths_;
 };
 
-// Whether lengths lie within the plan's bounds. `seq_lens` points to int64 host memory.
-bool fits(const Plan& plan, uintptr_t seq_lens, size_t count) {
+// Sum of lengths that lie within the plan's bounds, else -1. `seq_lens`: int64 host memory.
+int64_t total_tokens(const Plan& plan, uintptr_t seq_lens, size_t count) {
   const auto* lens = reinterpret_cast<const int64_t*>(seq_lens);
-  if (count != plan.max_seq_lens.size()) return false;
+  if (count != plan.max_seq_lens.size()) return -1;
   bool inside = true;
+  int64_t total = 0;
   for (size_t i = 0; i < count; ++i) {
     inside &= lens[i] >= plan.min_seq_lens[i] && lens[i] <= plan.max_seq_lens[i];
+    total += lens[i];
   }
-  return inside;
+  return inside ? total : -1;
 }
 
 void bind_target(py::module_& m) {
@@ -162,13 +177,23 @@ void bind_plan(py::module_& m) {
                              [](const py::object& self) {
                                return bounds_view(self, self.cast<const Plan&>().max_seq_lens);
                              })
-      .def("fits", &fits, py::arg("seq_lens_ptr"), py::arg("count"),
-           "Whether the plan holds for `count` int64 lengths at a host address.")
+      .def(
+          "fits",
+          [](const Plan& p, uintptr_t lens, size_t count) {
+            return total_tokens(p, lens, count) >= 0;
+          },
+          py::arg("seq_lens_ptr"), py::arg("count"),
+          "Whether the plan holds for `count` int64 lengths at a host address.")
+      .def("total_tokens", &total_tokens, py::arg("seq_lens_ptr"), py::arg("count"),
+           "Sum of `count` int64 lengths at a host address; -1 if the plan does not hold for them.")
       .def(
           "kv_tokens_read",
           [](const Plan& p, int64_t total_tokens) { return p.fixed_tokens + total_tokens; },
           py::arg("total_tokens"),
           "K/V tokens that the items read for one layer and KV head, given sum(seq_lens).");
+  py::class_<NodeReader>(m, "NodeReader", "Climbs one tree of Python nodes: see python_climb.h.")
+      .def(py::init<const std::string&, const std::string&, const std::string&>(), py::arg("id"),
+           py::arg("parent"), py::arg("key"));
   py::class_<Planner>(m, "Planner")
       .def(py::init<const Target&>(), py::arg("target"))
       .def("plan", &Planner::plan, py::arg("offsets"), py::arg("node_ids"), py::arg("starts"),
@@ -179,7 +204,9 @@ void bind_plan(py::module_& m) {
              const Int64Array& seq_lens, const std::array<py::ssize_t, 3>& fields) {
             return self.plan_from_info(infos, limits, seq_lens, {fields[0], fields[1], fields[2]});
           },
-          py::arg("infos"), py::arg("limits"), py::arg("seq_lens"), py::arg("fields"));
+          py::arg("infos"), py::arg("limits"), py::arg("seq_lens"), py::arg("fields"))
+      .def("plan_from_leaves", &Planner::plan_from_leaves, py::arg("leaves"), py::arg("limits"),
+           py::arg("seq_lens"), py::arg("reader"));
 }
 
 }  // namespace

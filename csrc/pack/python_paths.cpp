@@ -3,22 +3,12 @@
 
 #include <algorithm>
 
-#include "../check.h"
+#include "python_objects.h"
 
 namespace py = pybind11;
 
 namespace pat {
 namespace {
-
-int64_t to_int64(PyObject* value, const char* what) {
-  const long long number = PyLong_AsLongLong(value);
-  if (number == -1 && PyErr_Occurred()) {
-    PyErr_Clear();
-    throw py::type_error(std::string(what) +
-                         " is not an integer: " + std::string(py::repr(py::handle(value))));
-  }
-  return number;
-}
 
 int64_t field_of(PyObject* tuple, py::ssize_t index, const char* what) {
   if (!PyTuple_Check(tuple) || index < 0 || index >= PyTuple_GET_SIZE(tuple)) {
@@ -29,28 +19,25 @@ int64_t field_of(PyObject* tuple, py::ssize_t index, const char* what) {
   return to_int64(PyTuple_GET_ITEM(tuple, index), what);
 }
 
-py::object get_attr(PyObject* object, PyObject* name) {
-  PyObject* value = PyObject_GetAttr(object, name);
-  if (value == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(value);
-}
-
-// Owning views of sequences with borrowed items.
-py::object fast_sequence(PyObject* sequence, const char* what) {
-  PyObject* fast = PySequence_Fast(sequence, what);
-  if (fast == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(fast);
-}
-
 }  // namespace
 
-void PathTable::read(const py::sequence& infos, const int64_t* limits, const PathFields& fields) {
-  const py::object queries = fast_sequence(infos.ptr(), "paths must be a sequence");
-  const py::ssize_t num_queries = PySequence_Fast_GET_SIZE(queries.ptr());
+void PathTable::clear() {
   offsets_.assign(1, 0);
   node_ids_.clear();
   starts_.clear();
   ends_.clear();
+}
+
+void PathTable::add(int64_t node_id, int64_t start, int64_t end) {
+  node_ids_.push_back(node_id);
+  starts_.push_back(start);
+  ends_.push_back(end);
+}
+
+void PathTable::read(const py::sequence& infos, const int64_t* limits, const PathFields& fields) {
+  const py::object queries = fast_sequence(infos.ptr(), "paths must be a sequence");
+  const py::ssize_t num_queries = PySequence_Fast_GET_SIZE(queries.ptr());
+  clear();
   for (py::ssize_t query = 0; query < num_queries; ++query) {
     PyObject* info = PySequence_Fast_GET_ITEM(queries.ptr(), query);
     if (info != Py_None) {
@@ -60,12 +47,11 @@ void PathTable::read(const py::sequence& infos, const int64_t* limits, const Pat
         PyObject* element = PySequence_Fast_GET_ITEM(path.ptr(), level);
         const int64_t start = field_of(element, fields.start, "start");
         if (start >= limits[query]) break;
-        node_ids_.push_back(field_of(element, fields.node_id, "node id"));
-        starts_.push_back(start);
-        ends_.push_back(std::min(field_of(element, fields.end, "end"), limits[query]));
+        add(field_of(element, fields.node_id, "node id"), start,
+            std::min(field_of(element, fields.end, "end"), limits[query]));
       }
     }
-    offsets_.push_back(static_cast<int64_t>(node_ids_.size()));
+    end_query();
   }
 }
 
@@ -80,8 +66,7 @@ void read_attrs(const py::sequence& objects, const std::vector<std::string>& pat
   for (size_t i = 0; i < paths.size(); ++i) {
     for (size_t begin = 0; begin <= paths[i].size();) {
       const size_t end = std::min(paths[i].find('.', begin), paths[i].size());
-      PyObject* name = PyUnicode_InternFromString(paths[i].substr(begin, end - begin).c_str());
-      names[i].push_back(py::reinterpret_steal<py::str>(name));
+      names[i].push_back(attr_name(paths[i].substr(begin, end - begin)));
       begin = end + 1;
     }
   }

@@ -22,6 +22,11 @@ struct PathFields {
 // Paths of a batch, flattened.
 class PathTable {
  public:
+  // Fill it query by query: the elements of a path from the root on, then end_query.
+  void clear();
+  void add(int64_t node_id, int64_t start, int64_t end);
+  void end_query() { offsets_.push_back(static_cast<int64_t>(node_ids_.size())); }
+
   // infos: per query a sequence (list or tuple) of tuples, or None for a query without a path.
   // limits: [queries]; an element that starts at or beyond its query's limit is dropped, one that
   // crosses it is clipped.

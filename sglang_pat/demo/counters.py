@@ -21,8 +21,8 @@ class Counters:
 
     ``kv_tokens_read`` is what the plans' items read, of one layer and KV head, over all decode
     steps; ``kv_tokens_unpacked`` is the sum of sequence lengths, what an attention that shares
-    nothing would read. ``plan_seconds`` is the time of the plans made, ``host_seconds`` of all
-    planning, reused plans included. ``fallbacks`` counts by reason what the stock attention served.
+    nothing would read. ``plan_seconds`` is of the steps that made a plan, ``host_seconds`` of all
+    of them. ``fallbacks`` counts by reason what the stock attention served.
     """
 
     decode_steps: int = 0

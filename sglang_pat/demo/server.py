@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -196,8 +197,13 @@ class Server:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of this machine that nobody listens on.
+
+    Below the range from which Linux gives ports to whoever asks for any: a server binds its own a
+    minute after it was chosen, when another process's connection could have it.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("100 ports between 20000 and 32000 are all in use")

@@ -15,12 +15,13 @@ from serving.workloads import VOCAB
 from sglang_pat.demo.model import QK_SCALE, make_model
 
 HIDDEN, LAYERS, HEAD_DIM = 512, 4, 128
+OUTWEIGHS = 10.0
 
 
 def make_llama(path: Path, *, q_heads: int, kv_heads: int) -> Path:
     return make_model(
         path,
-        hidden=HIDDEN,
+        hidden=HIDDEN // 8 * q_heads,  # transformers wants a multiple of the heads
         layers=LAYERS,
         q_heads=q_heads,
         kv_heads=kv_heads,
@@ -67,8 +68,8 @@ def make_gemma2(path: Path, *, window: int, q_heads: int = 8, kv_heads: int = 2)
         values = torch.randn(rows, columns, generator=generator) * std
         weights[f"model.{name}.weight"] = values.to(torch.bfloat16)
 
-    def norm(name: str) -> None:  # Gemma's norms multiply by 1 + weight
-        weights[f"model.{name}.weight"] = torch.zeros(HIDDEN, dtype=torch.bfloat16)
+    def norm(name: str, scale: float = 1.0) -> None:  # Gemma's norms multiply by 1 + weight
+        weights[f"model.{name}.weight"] = torch.full((HIDDEN,), scale - 1, dtype=torch.bfloat16)
 
     # The embedding is scaled by sqrt(hidden) where it is looked up, and is the output matrix too.
     matrix("embed_tokens", VOCAB, HIDDEN, 2.0 / math.sqrt(HIDDEN))
@@ -82,8 +83,12 @@ def make_gemma2(path: Path, *, window: int, q_heads: int = 8, kv_heads: int = 2)
         matrix(f"{at}.mlp.gate_proj", 2 * HIDDEN, HIDDEN, fan_in)
         matrix(f"{at}.mlp.up_proj", 2 * HIDDEN, HIDDEN, fan_in)
         matrix(f"{at}.mlp.down_proj", HIDDEN, 2 * HIDDEN, fan_in)
-        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+        for name in ("input", "pre_feedforward"):
             norm(f"{at}.{name}_layernorm")
+        # The output matrix is that of the embedding: unless what the layers add outweighs it, every
+        # token follows itself.
+        norm(f"{at}.post_attention_layernorm", OUTWEIGHS)
+        norm(f"{at}.post_feedforward_layernorm", OUTWEIGHS)
     norm("norm")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path

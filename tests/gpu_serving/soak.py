@@ -51,7 +51,7 @@ class Scale:
 
 SCALES = {
     "cpu": Scale(40, 8, 1200, 500, 90, steps=300, requests=60, growth=32 * MIB),
-    "cuda": Scale(400, 24, 5000, 1500, 120, steps=20_000, requests=5_000, growth=16 * MIB),
+    "cuda": Scale(300, 24, 5000, 1500, 120, steps=20_000, requests=5_000, growth=16 * MIB),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "cpu": {"dtype": "float32"},

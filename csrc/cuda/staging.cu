@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+
+#include "cuda/error.h"
+#include "cuda/staging.h"
+
+namespace pat {
+namespace {
+
+cudaEvent_t event_of(void* event) { return static_cast<cudaEvent_t>(event); }
+
+}  // namespace
+
+PlanStaging::PlanStaging(size_t bytes, int count) : bytes_(bytes), buffers_(count) {
+  try {
+    for (Buffer& buffer : buffers_) {
+      check(cudaHostAlloc(&buffer.host, bytes, cudaHostAllocDefault), "pinned memory for plans");
+      cudaEvent_t event{};
+      check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event of a plan's copy");
+      buffer.copied = event;
+    }
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+PlanStaging::~PlanStaging() { release(); }
+
+// Errors are of a process that ends: its context, and so the memory, is gone already.
+void PlanStaging::release() noexcept {
+  for (const Buffer& buffer : buffers_) {
+    if (buffer.copied != nullptr) {
+      cudaEventSynchronize(event_of(buffer.copied));
+      cudaEventDestroy(event_of(buffer.copied));
+    }
+    if (buffer.host != nullptr) cudaFreeHost(buffer.host);
+  }
+}
+
+void PlanStaging::copy(const void* plan, size_t bytes, void* device, void* stream) {
+  auto* s = static_cast<cudaStream_t>(stream);
+  if (bytes > bytes_) {
+    throw_invalid("a plan of %zu bytes, the staging buffers have %zu", bytes, bytes_);
+  }
+  cudaStreamCaptureStatus status{};
+  check(cudaStreamIsCapturing(s, &status), "state of the stream that a plan is copied on");
+  if (status != cudaStreamCaptureStatusNone) {
+    throw_invalid("load() while a CUDA graph is captured: load the plan before");
+  }
+  const Buffer& buffer = buffers_[next_];
+  next_ = (next_ + 1) % buffers_.size();
+  check(cudaEventSynchronize(event_of(buffer.copied)), "wait for an earlier plan's copy");
+  std::memcpy(buffer.host, plan, bytes);
+  check(cudaMemcpyAsync(device, buffer.host, bytes, cudaMemcpyHostToDevice, s), "copy of a plan");
+  check(cudaEventRecord(event_of(buffer.copied), s), "event of a plan's copy");
+}
+
+}  // namespace pat

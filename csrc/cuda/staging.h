@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pinned host memory through which plans go to the device.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace pat {
+
+// A ring of pinned buffers: a plan may be copied into the next one while copies of plans before it
+// are still under way. Made and used on one device. Not thread-safe.
+class PlanStaging {
+ public:
+  // Throws std::runtime_error with CUDA's error, as copy does.
+  PlanStaging(size_t bytes, int count);
+  ~PlanStaging();
+  PlanStaging(const PlanStaging&) = delete;
+  PlanStaging& operator=(const PlanStaging&) = delete;
+
+  // Copies `bytes` of a plan to `device` in stream order; the plan may go when this returns. Waits
+  // only for the copy of `count` calls ago. Throws std::invalid_argument for a plan larger than the
+  // buffers, and while the stream is captured: the graph would replay the plan of the capture.
+  void copy(const void* plan, size_t bytes, void* device, void* stream);
+
+ private:
+  struct Buffer {
+    void* host = nullptr;
+    void* copied = nullptr;  // the event of its last copy
+  };
+
+  void release() noexcept;
+
+  size_t bytes_;
+  std::vector<Buffer> buffers_;
+  size_t next_ = 0;
+};
+
+}  // namespace pat

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "python_climb.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "../check.h"
+#include "python_objects.h"
+
+namespace py = pybind11;
+
+namespace pat {
+namespace {
+
+constexpr int64_t kUnknown = -1;
+constexpr size_t kFirstSlots = 256;
+
+}  // namespace
+
+void NodeReader::Nodes::clear() {
+  nodes_.clear();
+  slots_.assign(std::max(slots_.size(), kFirstSlots), kNoNode);
+}
+
+size_t NodeReader::Nodes::slot_of(const PyObject* object) const {
+  // The low bits of addresses are alike; those in the middle of the product depend on all of them.
+  const uint64_t hash = reinterpret_cast<uintptr_t>(object) * 0x9E3779B97F4A7C15ull;
+  const size_t mask = slots_.size() - 1;
+  size_t slot = static_cast<size_t>(hash >> 32) & mask;
+  while (slots_[slot] != kNoNode && nodes_[static_cast<size_t>(slots_[slot])].object != object) {
+    slot = (slot + 1) & mask;
+  }
+  return slot;
+}
+
+const NodeReader::Node* NodeReader::Nodes::find(const PyObject* object) const {
+  const int32_t index = slots_[slot_of(object)];
+  return index == kNoNode ? nullptr : &nodes_[static_cast<size_t>(index)];
+}
+
+int32_t NodeReader::Nodes::find_or_add(const PyObject* object) {
+  const size_t slot = slot_of(object);
+  if (slots_[slot] != kNoNode) return slots_[slot];
+  const auto index = static_cast<int32_t>(nodes_.size());
+  slots_[slot] = index;
+  nodes_.push_back({object, 0, 0, kUnknown, kNoNode, 0});
+  if (nodes_.size() * 2 > slots_.size()) {
+    slots_.assign(slots_.size() * 2, kNoNode);
+    for (int32_t i = 0; i <= index; ++i) slots_[slot_of((*this)[i].object)] = i;
+  }
+  return index;
+}
+
+NodeReader::NodeReader(const std::string& id, const std::string& parent, const std::string& key)
+    : what_id_("node attribute " + id),
+      id_(attr_name(id)),
+      parent_(attr_name(parent)),
+      key_(attr_name(key)) {
+  nodes_.clear();
+  before_.clear();
+}
+
+void NodeReader::read(const py::sequence& leaves, const int64_t* limits, PathTable& out) {
+  const py::object queries = fast_sequence(leaves.ptr(), "leaves must be a sequence");
+  const py::ssize_t num_queries = PySequence_Fast_GET_SIZE(queries.ptr());
+  std::swap(nodes_, before_);
+  nodes_.clear();
+  out.clear();
+  // A key's length may run any Python: what is compared by its address must stay alive.
+  std::vector<py::object> held;
+  held.reserve(before_.size());
+  for (py::ssize_t query = 0; query < num_queries; ++query) {
+    PyObject* leaf = PySequence_Fast_GET_ITEM(queries.ptr(), query);
+    if (leaf != Py_None) {
+      const Node* node = &nodes_[climb(leaf, held)];
+      while (node->depth > 0 && node->start >= limits[query]) node = &nodes_[node->parent];
+      path_.resize(static_cast<size_t>(node->depth));
+      for (; node->depth > 0; node = &nodes_[node->parent]) {
+        path_[static_cast<size_t>(node->depth - 1)] = node;
+      }
+      for (const Node* level : path_) {
+        out.add(level->id, level->start, std::min(level->end, limits[query]));
+      }
+    }
+    out.end_query();
+  }
+}
+
+// The index of a node whose path is known: climbs as far as no query has been before.
+int32_t NodeReader::climb(PyObject* leaf, std::vector<py::object>& held) {
+  const auto first = static_cast<int32_t>(nodes_.size());
+  int32_t index = nodes_.find_or_add(leaf);
+  if (index < first) return index;
+  py::object object = py::reinterpret_borrow<py::object>(leaf);
+  for (;;) {  // nodes_[first ...] become the leaf, its parent and so on
+    held.push_back(std::move(object));
+    object = get_attr(held.back().ptr(), parent_.ptr());
+    if (object.is_none()) {
+      nodes_[index].end = 0;
+      break;
+    }
+    nodes_[index].id = to_int64(get_attr(held.back().ptr(), id_.ptr()).ptr(), what_id_.c_str());
+    const int32_t parent = nodes_.find_or_add(object.ptr());
+    PAT_CHECK(parent < first || parent > index, "node ", nodes_[index].id,
+              " is among its own ancestors: the nodes are no tree");
+    nodes_[index].parent = parent;
+    if (parent < first) break;
+    index = parent;
+  }
+  for (; index >= first; --index) {
+    Node& node = nodes_[index];
+    if (node.parent == kNoNode) continue;
+    const Node& parent = nodes_[node.parent];
+    node.depth = parent.depth + 1;
+    node.start = parent.end;
+    node.end = end_of(node, held[static_cast<size_t>(index)].ptr());
+  }
+  return first;
+}
+
+int64_t NodeReader::end_of(const Node& node, PyObject* object) const {
+  const Node* known = before_.find(object);
+  if (known != nullptr && known->id == node.id && known->end != kUnknown) return known->end;
+  const Py_ssize_t length = PyObject_Size(get_attr(object, key_.ptr()).ptr());
+  if (length < 0) throw py::error_already_set();
+  return node.start + length;
+}
+
+}  // namespace pat

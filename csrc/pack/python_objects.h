@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Python objects at C speed: owning look-ups that raise as Python does.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+namespace pat {
+
+// Throws TypeError naming `what` for anything that is not an integer of 64 bits.
+inline int64_t to_int64(PyObject* value, const char* what) {
+  const long long number = PyLong_AsLongLong(value);
+  if (number == -1 && PyErr_Occurred()) {
+    PyErr_Clear();
+    throw pybind11::type_error(std::string(what) + " is not an integer: " +
+                               std::string(pybind11::repr(pybind11::handle(value))));
+  }
+  return number;
+}
+
+inline pybind11::object get_attr(PyObject* object, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(object, name);
+  if (value == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(value);
+}
+
+// Interned: a look-up compares such a name by its address.
+inline pybind11::str attr_name(const std::string& name) {
+  PyObject* interned = PyUnicode_InternFromString(name.c_str());
+  if (interned == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::str>(interned);
+}
+
+// Owning view of a sequence, with borrowed items. Throws TypeError saying `what`.
+inline pybind11::object fast_sequence(PyObject* sequence, const char* what) {
+  PyObject* fast = PySequence_Fast(sequence, what);
+  if (fast == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(fast);
+}
+
+}  // namespace pat
