@@ -30,7 +30,7 @@ from sglang_pat.target import Target
 
 logger = logging.getLogger("sglang_pat")
 
-SETTLE_STEPS = 8
+SETTLE_STEPS = 4
 RECHECK_STEPS = 64
 
 

@@ -74,23 +74,14 @@ def soak(device: str, scale: Scale, folder: Path) -> dict[str, Any]:
             server.start()
         for server in servers:
             server.wait_until_ready()
-        runs = [
-            traffic.start_clients(
-                server, scale.clients, longest=scale.longest, new_tokens=scale.new_tokens
-            )
-            for server in servers
-        ]
-        clients = [client for group, _ in runs for client in group]
+        ledgers = [traffic.Ledger() for _ in servers]
         began = time.monotonic()
-        traffic.watch(clients, scale.seconds / 10)
-        before = _held(servers, device)
-        traffic.watch(clients, scale.seconds * 9 / 10)
-        after = _held(servers, device)
-        traffic.finish(clients)
+        before = _held_after(scale, scale.seconds / 10, servers, ledgers, device, seed=0)
+        after = _held_after(scale, scale.seconds * 9 / 10, servers, ledgers, device, seed=1)
         seconds = time.monotonic() - began
         rows = {
             config.name: _row(server, ledger)
-            for config, server, (_, ledger) in zip(configs, servers, runs, strict=True)
+            for config, server, ledger in zip(configs, servers, ledgers, strict=True)
         }
     summary: dict[str, Any] = {"device": device, "seconds": round(seconds, 1), "servers": rows}
     summary["held_mib"] = {
@@ -116,7 +107,38 @@ def soak(device: str, scale: Scale, folder: Path) -> dict[str, Any]:
     return summary
 
 
-def _held(servers: list[ServingServer], device: str) -> dict[str, int]:
+def _held_after(
+    scale: Scale,
+    seconds: float,
+    servers: list[ServingServer],
+    ledgers: list[traffic.Ledger],
+    device: str,
+    *,
+    seed: int,
+) -> dict[str, int]:
+    """Bytes held after so much more traffic, by what holds them.
+
+    Servers are idle and flushed then: what torch's allocator keeps for the next large prefill says
+    nothing, and a flush gives it back.
+    """
+    clients = [
+        client
+        for server, ledger in zip(servers, ledgers, strict=True)
+        for client in traffic.start_clients(
+            server,
+            [
+                traffic.Mix(
+                    seed * scale.clients + i, longest=scale.longest, new_tokens=scale.new_tokens
+                )
+                for i in range(scale.clients)
+            ],
+            ledger,
+        )
+    ]
+    traffic.watch(clients, seconds)
+    traffic.finish(clients)
+    for server in servers:
+        server.post("/flush_cache?timeout=30")
     held = {
         f"scheduler {server.log.parent.name}": footprint.scheduler_bytes(server.pid)
         for server in servers

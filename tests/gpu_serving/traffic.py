@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,16 +160,12 @@ class Client(threading.Thread):
         self._server.post("/abort_request", {"rid": rid})
 
 
-def start_clients(
-    server: ServingServer, count: int, *, longest: int, new_tokens: int
-) -> tuple[list[Client], Ledger]:
-    """``count`` clients at a server, with mixes of their own; prompts are up to ``longest``."""
-    ledger = Ledger()
-    mixes = [Mix(seed, longest=longest, new_tokens=new_tokens) for seed in range(count)]
+def start_clients(server: ServingServer, mixes: Iterable[Mix], ledger: Ledger) -> list[Client]:
+    """A client at a server for each mix."""
     clients = [Client(server, mix, ledger) for mix in mixes]
     for client in clients:
         client.start()
-    return clients, ledger
+    return clients
 
 
 def watch(clients: list[Client], seconds: float) -> None:
