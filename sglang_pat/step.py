@@ -7,10 +7,11 @@ not even after a flush, and splitting a node only refines paths, so equal number
 sharing. Lengths grow every step; ``Plan.total_tokens`` says for how long a plan holds.
 
 Reading the numbers costs a cache miss or six per request, so a settled batch is not read: the same
-requests, and no forward but decodes, as for the last ``SETTLE_STEPS``. SGLang gives a running
-request another node only when it has processed a prefill, which under overlap is a step or two
-after it ran. A node that changed all the same would cost sharing, not results (the slots are read
-anew at every step), and for ``RECHECK_STEPS`` at most.
+requests, and no forward but decodes, as for the last ``SETTLE_STEPS``. SGLang makes a new tensor
+of rows whenever a batch changes, and gives a running request another node only when it has
+processed a prefill, which under overlap is a step or two after it ran. A node that changed all the
+same would cost sharing, not results (the slots are read anew at every step), and for
+``RECHECK_STEPS`` at most.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StepPlanner:
         self._stats = stats
         self._view = RadixView(None)
         # What the last step's batch was, and the numbers that were last read of it.
-        self._reqs: list[Any] = []
+        self._rows: torch.Tensor | None = None
         self._others = 0
         self._age = 0  # steps since the batch was another
         self._key: tuple[object, ...] | None = None
@@ -99,13 +100,14 @@ class StepPlanner:
 
     def _is_settled(self, batch: LiveBatch) -> bool:
         """Whether what the plan depends on is as it was without looking: see above."""
-        # Lists compare their elements' identities first, so no request is touched.
+        # The tensor of rows, held here, stands for the requests: holding those would make this the
+        # place where the finished ones are freed, in the middle of a step.
         if (
             batch.others != self._others
+            or batch.rows is not self._rows
             or batch.tree_cache is not self._view.tree_cache
-            or batch.reqs != self._reqs
         ):
-            self._others, self._reqs, self._age = batch.others, list(batch.reqs), 0
+            self._others, self._rows, self._age = batch.others, batch.rows, 0
             return False
         self._age += 1
         return self._age > SETTLE_STEPS and self._age % RECHECK_STEPS != 0
