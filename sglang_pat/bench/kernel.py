@@ -14,11 +14,12 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sglang_pat.bench import document as documents
-from sglang_pat.bench import plot, timeline, traffic
+from sglang_pat.bench import plot, tiles, timeline, traffic
 from sglang_pat.bench.clock import Clock, capture, device_rates, empty_us
 from sglang_pat.bench.document import Document, value, write
 from sglang_pat.bench.floor import Heads, Rates, floor_us, flops, least_bytes
@@ -106,7 +107,8 @@ def cases(options: argparse.Namespace) -> list[traffic.Case]:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    return Settings(options.policy, options.split, options.partial, options.launch)
+    kind, split = (tiles.Whole, "mean") if options.tiles else (Settings, options.split)
+    return kind(options.policy, split, options.partial, options.launch)
 
 
 def conditions(kind: str, options: argparse.Namespace) -> Document:
@@ -131,18 +133,40 @@ def timelines(options: argparse.Namespace) -> Document:
     return document
 
 
-def run(options: argparse.Namespace) -> Document:
-    """Measure everything asked for; the document that ``--json`` writes, written as it grows."""
-    todo = cases(options)
+def ceilings(kind: str, options: argparse.Namespace) -> tuple[Document, Clock, Rates]:
+    """A document of ``kind`` without rows, with what the device reaches; a clock; and the rates."""
     timer = Clock(QUICK_BUDGET_MS if options.quick else BUDGET_MS)
     rates = device_rates(timer)
     document: Document = {
-        **conditions("sweep" if options.sweep else "trees", options),
+        **conditions(kind, options),
         "bytes_per_s": rates.bytes_per_s,
         "flops_per_s": rates.flops_per_s,
         "empty_us": empty_us(timer),
         "rows": [],
     }
+    return document, timer, rates
+
+
+def bandwidths(options: argparse.Namespace) -> Document:
+    """Measure every row tile and length; the document that ``--json`` writes as it grows."""
+    properties: Any = torch.cuda.get_device_properties()
+    lengths = tiles.QUICK_LENGTHS if options.quick else tiles.LENGTHS
+    heads = options.heads or [Heads(32, 8)]
+    settings = settings_of(options)
+    document, timer, rates = ceilings("tiles", options)
+    print("\n".join(about(document)), flush=True)
+    for case in tiles.cases(heads, lengths, properties.multi_processor_count):
+        row = tiles.measure(case, timer, rates, settings)
+        print(f"{row.heads} {row.row_tile} rows {case.tree} {row.gb_per_s:.0f} GB/s", flush=True)
+        document["rows"].append(asdict(row))
+        write(document, options.json)
+    return document
+
+
+def run(options: argparse.Namespace) -> Document:
+    """Measure everything asked for; the document that ``--json`` writes, written as it grows."""
+    todo = cases(options)
+    document, timer, rates = ceilings("sweep" if options.sweep else "trees", options)
     absent = usable([heads for heads, _, _ in todo])
     document["absent"] = {name: reason for name, reason in absent.items() if reason}
     print("\n".join(about(document)), flush=True)
@@ -167,7 +191,7 @@ def about(document: Document) -> list[str]:
         f"{document['flops_per_s'] / 1e12:.0f} TFLOP/s bf16; an empty captured kernel: "
         f"{document['empty_us']:.1f} us"
     )
-    return lines + [f"without {name}: {why}" for name, why in document["absent"].items()]
+    return lines + [f"without {name}: {why}" for name, why in document.get("absent", {}).items()]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -181,6 +205,7 @@ def parser() -> argparse.ArgumentParser:
     instead = parser.add_mutually_exclusive_group().add_argument
     instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
     instead("--timeline", action="store_true", help="begin, end, SM and item of all that runs")
+    instead("--tiles", action="store_true", help="K/V bandwidth by row tile and length of items")
     add("--policy", default="bytes", choices=POLICIES, help="which packs pay")
     add("--split", default="cost", choices=SPLITS, help="where items split")
     add("--partial", default="float32", choices=("float32", "bfloat16"), help="partial outputs")
@@ -212,7 +237,10 @@ def main(arguments: list[str] | None = None) -> int:
         write([asdict(row) for row in found], options.json)
         return 0
     else:
-        document = timelines(options) if options.timeline else run(options)
+        make = bandwidths if options.tiles else timelines if options.timeline else run
+        document = make(options)
+    if document["kind"] == "tiles":
+        return tiles.show(document, options.plot)
     if document["kind"] == "timelines":
         lines = [Timeline.from_json(row) for row in document["rows"]]
         print("\n".join(text for line in lines for text in timeline.summary(line)))
