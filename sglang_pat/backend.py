@@ -45,7 +45,6 @@ class PatDecodeMixin:
         self._target = self._executor.target
         self._stats = Stats()
         self._steps = StepPlanner(self._target, self._stats)
-        self._last: Plan | None = None  # of the scheduler's last batch
         self._serves = False  # whether pat serves the forward that comes next
         self._in_eager = False
         self._unprepared: Any = None  # eager decode batch that the base has not seen
@@ -85,8 +84,7 @@ class PatDecodeMixin:
         plan = self._steps.plan(batch, _host_lens(forward_batch))
         if plan is None:
             return False
-        self._take(plan, batch, forward_batch, start)
-        self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self._take(plan, batch, forward_batch, start, eager=True)
         return True
 
     def _prepare_base(self, forward_batch: Any) -> None:
@@ -160,16 +158,25 @@ class PatDecodeMixin:
             return True
         return False
 
-    def _take(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any, start_ns: int) -> None:
+    def _take(
+        self,
+        plan: Plan,
+        batch: LiveBatch | None,
+        forward_batch: Any,
+        start_ns: int,
+        *,
+        eager: bool = False,
+    ) -> None:
         """Make ``plan`` the one that the layers run; ``start_ns``: when its step's work began."""
         self._executor.load(plan, forward_batch.batch_size)
+        if eager:
+            self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
         self._serves = True
         if batch is None:
             return
         elapsed = time.perf_counter_ns() - start_ns
         self._stats.host_ns += elapsed
-        if plan is not self._last:
-            self._last = plan
+        if self._steps.made:
             self._stats.plan_ns += elapsed
         if self._config.check:
             table = self.req_to_token_pool.req_to_token

@@ -10,8 +10,9 @@ Reading the numbers costs a cache miss or six per request, so a settled batch is
 requests, and no forward but decodes, as for the last ``SETTLE_STEPS``. SGLang makes a new tensor
 of rows whenever a batch changes, and gives a running request another node only when it has
 processed a prefill, which under overlap is a step or two after it ran. A node that changed all the
-same would cost sharing, not results (the slots are read anew at every step), and for
-``RECHECK_STEPS`` at most.
+same would cost sharing, not results, and for ``RECHECK_STEPS`` at most: the slots are read anew at
+every step, a row is given to another request only after that, and what a released request had in
+common with others they keep locked.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class StepPlanner:
         self._planner = Planner(target)
         self._stats = stats
         self._view = RadixView(None)
+        self.made = False  # whether the last ``plan()`` made its plan
         # What the last step's batch was, and the numbers that were last read of it.
         self._rows: torch.Tensor | None = None
         self._others = 0
@@ -64,22 +66,21 @@ class StepPlanner:
         """
         stats = self._stats
         count = len(seq_lens)
-        plan, total, handles = self._plan, -1, None
-        if self._is_settled(batch) and plan is not None:
-            total = plan.total_tokens(seq_lens.data_ptr(), count)
+        plan, handles = self._plan, None
+        total = _total_tokens(plan, seq_lens) if self._is_settled(batch) else -1
         if total < 0:
             key, handles = self._read(batch, count)
-            if plan is not None and key is not None and key == self._key:
-                total = plan.total_tokens(seq_lens.data_ptr(), count)
+            if key is not None and key == self._key:
+                total = _total_tokens(plan, seq_lens)
             self._key = key
-        if plan is not None and total >= 0:
-            stats.plans_reused += 1
-        else:
+        self.made = total < 0
+        if self.made:
             plan = self._plan = self._make(batch, seq_lens, handles)
-            if plan is None:
-                return None
-            total = plan.total_tokens(seq_lens.data_ptr(), count)
-            stats.plans_made += 1
+            total = _total_tokens(plan, seq_lens)
+        if plan is None:
+            return None
+        stats.plans_made += self.made
+        stats.plans_reused += not self.made
         stats.decode_steps += 1
         stats.packed_steps += plan.num_shared_items > 0
         stats.kv_tokens_unpacked += total
@@ -122,7 +123,7 @@ class StepPlanner:
         rows = batch.rows.numpy()
         try:
             handles = self._view.read_handles(batch.reqs, rows[: len(batch.reqs)])
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             self._stats.fall_back("requests not readable", error)
             return None, None
         return (count, rows.tobytes(), handles.tobytes()), handles
@@ -160,3 +161,8 @@ class StepPlanner:
         limits = np.zeros(count, dtype=np.int64)
         limits[: len(reqs)] = handles[:, 1]
         return [*found, *[None] * extra], limits
+
+
+def _total_tokens(plan: Plan | None, seq_lens: torch.Tensor) -> int:
+    """Sum of the lengths, -1 if there is no plan or it does not hold for them."""
+    return -1 if plan is None else plan.total_tokens(seq_lens.data_ptr(), len(seq_lens))

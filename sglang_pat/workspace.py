@@ -109,8 +109,9 @@ class Workspace:
             target.num_q_heads,
             target.num_kv_heads,
         )
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._staging.copy(plan.data_ptr, plan.nbytes, self.plan_ptr, stream)
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            self._staging.copy(plan.data_ptr, plan.nbytes, self.plan_ptr, stream)
         self.plan = plan
         return True
 

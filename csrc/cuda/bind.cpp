@@ -127,6 +127,7 @@ void bind_cuda(py::module_& m) {
                       pointer<void>(stream));
           },
           py::arg("plan"), py::arg("bytes"), py::arg("device"), py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>(),
           "Copies a plan from a host to a device address in stream order. Raises ValueError for\n"
           "one that is too large and in a capture, RuntimeError with CUDA's error.");
   m.def("snapshot_cuda", &snapshot, py::arg("plan"), py::arg("req_to_token"), py::arg("rows"),

@@ -13,6 +13,7 @@ namespace pat {
 // Throws std::runtime_error that names what was done and the error.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // else the next to ask, torch for one, takes it for its own
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + " (" +
                            cudaGetErrorString(error) + ")");
 }

@@ -205,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     instead = parser.add_mutually_exclusive_group().add_argument
     instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
     instead("--timeline", action="store_true", help="begin, end, SM and item of all that runs")
-    instead("--tiles", action="store_true", help="K/V bandwidth by row tile and length of items")
+    instead("--tiles", action="store_true", help="K/V bandwidth by row tile and length, no trees")
     add("--policy", default="bytes", choices=POLICIES, help="which packs pay")
     add("--split", default="cost", choices=SPLITS, help="where items split")
     add("--partial", default="float32", choices=("float32", "bfloat16"), help="partial outputs")

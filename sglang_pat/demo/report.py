@@ -98,8 +98,8 @@ def table(pat: Run, stock: Run, agreement: Agreement) -> str:
         "",
         f"  Packed: {counters.packed_steps} of {counters.decode_steps} decode steps "
         f"({counters.packed_steps / steps:.0%}); {counters.plans_made} plans made, "
-        f"{counters.plans_reused} reused, {1e6 * counters.host_seconds / steps:.0f} us of planning "
-        "per step.",
+        f"{counters.plans_reused} reused, {1e6 * counters.host_seconds / steps:.0f} us of host "
+        "time per step.",
         f"  Tokens equal to {stock.backend}: {agreement.token_match_rate:.1%}; log-probabilities "
         f"differ by {agreement.max_logprob_diff:.1e} at most.",
     ]

@@ -79,6 +79,8 @@ class Server:
             *(sys.executable, "-m", "sglang.launch_server"),
             *("--model-path", str(Path(model).resolve()), "--device", device),
             *("--host", "127.0.0.1", "--port", str(self.port)),
+            # SGLang's own choice may be that of another server that starts right now.
+            *("--nccl-port", str(free_port())),
             *(("--attention-backend", backend) if backend else ()),
             "--enable-metrics",
             "--sleep-on-idle",  # a scheduler without work would keep a core busy
@@ -199,8 +201,9 @@ class Server:
 def free_port() -> int:
     """A TCP port of this machine that nobody listens on.
 
-    Below the range from which Linux gives ports to whoever asks for any: a server binds its own a
-    minute after it was chosen, when another process's connection could have it.
+    Below the range from which Linux, as it is set up by default, gives ports to whoever asks for
+    any: a server binds its own a minute after it was chosen, when another process's connection
+    could have it.
     """
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ import torch
 from kit import DevicePlan, check, error, execute, on_device, target_of
 from kit_plans import DYNAMIC, Piece, case, forest
 
+from sglang_pat.ops import decode
 from sglang_pat.workspace import Workspace
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -156,3 +157,18 @@ def test_padded_rows_and_empty_plans(num_queries: int) -> None:
     out, lse = execute(full, plan, workspace=workspace)
     assert torch.equal(out[:num_queries], want) and torch.equal(lse[:num_queries], want_lse)
     assert not out[num_queries:].any() and torch.all(lse[num_queries:].isneginf())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_gpu_that_is_not_the_current_one() -> None:
+    with torch.cuda.device(1):
+        inputs = on_device(case(shared(9, 150), (8, 2), 128), BF16)
+        there = check(inputs)
+    plan = DevicePlan(inputs.plan())
+    workspace = Workspace(target_of(inputs), inputs.table.shape[1], "cuda:1")
+    assert torch.cuda.current_device() == 0
+    workspace.load(plan)
+    workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
+    arguments = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens, plan)
+    here = decode(*arguments, scale=inputs.scale, workspace=workspace)
+    assert torch.equal(here, there)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.demo.server import Server, ServerError, free_port
+from sglang_pat.demo.server import Server, ServerError
 
 PLUGINS = Path(__file__).parent / "plugins"
 DEVICE_ARGS = {
@@ -69,8 +69,6 @@ class ServingServer(Server):
             args=(
                 *("--skip-tokenizer-init", "--max-running-requests", "64"),
                 *DEVICE_ARGS[config.device],
-                # SGLang's own choice may be that of another server that starts right now.
-                *("--nccl-port", str(free_port())),
                 *config.args,
             ),
             env=env | dict(config.env),

@@ -16,7 +16,7 @@ from sglang_pat.bench.serving.client import RequestError
 from sglang_pat.bench.serving.model import GIB, Model
 from sglang_pat.bench.serving.workload import Prompt
 from sglang_pat.demo.counters import Counters, parse_counters
-from sglang_pat.demo.server import Server, ServerError, free_port
+from sglang_pat.demo.server import Server, ServerError
 from sglang_pat.metrics import FLUSH_SECONDS
 from sglang_pat.plugin import BACKEND
 
@@ -75,8 +75,8 @@ class Plan:
         kv_bytes = left * self.tp * GIB - self.model.weight_bytes
         return int(kv_bytes // self.model.kv_bytes_per_token)
 
-    def arguments(self, alone: bool) -> list[str]:
-        """Of ``sglang.launch_server``; ``alone``: no other server starts at the same time."""
+    def arguments(self) -> list[str]:
+        """Of ``sglang.launch_server``."""
         found = [
             *("--dtype", self.dtype, "--skip-tokenizer-init"),
             *("--max-total-tokens", str(self.pool_tokens)),
@@ -85,8 +85,6 @@ class Plan:
             "--incremental-streaming-output",  # an event has its own tokens only
             *(() if self.model.has_weights else ("--load-format", "dummy")),
             *(("--tp-size", str(self.tp)) if self.tp > 1 else ()),
-            # SGLang's own choice may be that of another server that starts right now.
-            *(() if alone else ("--nccl-port", str(free_port()))),
         ]
         if self.device == "cuda":
             found += [
@@ -159,7 +157,7 @@ def serve(
             backend=backend,
             device=plan.device,
             log=logs / f"server-{backend}.log",
-            args=plan.arguments(alone=len(backends) == 1),
+            args=plan.arguments(),
             env=env,
             ready_s=ready_s,
         )
