@@ -5,19 +5,13 @@
 #include "cuda/staging.h"
 
 namespace pat {
-namespace {
-
-cudaEvent_t event_of(void* event) { return static_cast<cudaEvent_t>(event); }
-
-}  // namespace
 
 PlanStaging::PlanStaging(size_t bytes, int count) : bytes_(bytes), buffers_(count) {
   try {
     for (Buffer& buffer : buffers_) {
       check(cudaHostAlloc(&buffer.host, bytes, cudaHostAllocDefault), "pinned memory for plans");
-      cudaEvent_t event{};
-      check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event of a plan's copy");
-      buffer.copied = event;
+      check(cudaEventCreateWithFlags(&buffer.copied, cudaEventDisableTiming),
+            "event of a plan's copy");
     }
   } catch (...) {
     release();
@@ -31,8 +25,8 @@ PlanStaging::~PlanStaging() { release(); }
 void PlanStaging::release() noexcept {
   for (const Buffer& buffer : buffers_) {
     if (buffer.copied != nullptr) {
-      cudaEventSynchronize(event_of(buffer.copied));
-      cudaEventDestroy(event_of(buffer.copied));
+      cudaEventSynchronize(buffer.copied);
+      cudaEventDestroy(buffer.copied);
     }
     if (buffer.host != nullptr) cudaFreeHost(buffer.host);
   }
@@ -50,10 +44,10 @@ void PlanStaging::copy(const void* plan, size_t bytes, void* device, void* strea
   }
   const Buffer& buffer = buffers_[next_];
   next_ = (next_ + 1) % buffers_.size();
-  check(cudaEventSynchronize(event_of(buffer.copied)), "wait for an earlier plan's copy");
+  check(cudaEventSynchronize(buffer.copied), "wait for an earlier plan's copy");
   std::memcpy(buffer.host, plan, bytes);
   check(cudaMemcpyAsync(device, buffer.host, bytes, cudaMemcpyHostToDevice, s), "copy of a plan");
-  check(cudaEventRecord(event_of(buffer.copied), s), "event of a plan's copy");
+  check(cudaEventRecord(buffer.copied, s), "event of a plan's copy");
 }
 
 }  // namespace pat

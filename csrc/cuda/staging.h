@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <vector>
 
+struct CUevent_st;  // what a cudaEvent_t points to
+
 namespace pat {
 
 // A ring of pinned buffers: a plan may be copied into the next one while copies of plans before it
@@ -25,7 +27,7 @@ class PlanStaging {
  private:
   struct Buffer {
     void* host = nullptr;
-    void* copied = nullptr;  // the event of its last copy
+    CUevent_st* copied = nullptr;  // the event of its last copy
   };
 
   void release() noexcept;

@@ -13,42 +13,29 @@ namespace pat {
 namespace {
 
 constexpr int64_t kUnknown = -1;
-constexpr size_t kFirstSlots = 256;
+
+int64_t key_of(const PyObject* object) {
+  return static_cast<int64_t>(reinterpret_cast<intptr_t>(object));
+}
 
 }  // namespace
 
 void NodeReader::Nodes::clear() {
   nodes_.clear();
-  slots_.assign(std::max(slots_.size(), kFirstSlots), kNoNode);
-}
-
-size_t NodeReader::Nodes::slot_of(const PyObject* object) const {
-  // The low bits of addresses are alike; those in the middle of the product depend on all of them.
-  const uint64_t hash = reinterpret_cast<uintptr_t>(object) * 0x9E3779B97F4A7C15ull;
-  const size_t mask = slots_.size() - 1;
-  size_t slot = static_cast<size_t>(hash >> 32) & mask;
-  while (slots_[slot] != kNoNode && nodes_[static_cast<size_t>(slots_[slot])].object != object) {
-    slot = (slot + 1) & mask;
-  }
-  return slot;
+  table_.clear();
 }
 
 const NodeReader::Node* NodeReader::Nodes::find(const PyObject* object) const {
-  const int32_t index = slots_[slot_of(object)];
+  const int32_t index = table_.find(key_of(object));
   return index == kNoNode ? nullptr : &nodes_[static_cast<size_t>(index)];
 }
 
 int32_t NodeReader::Nodes::find_or_add(const PyObject* object) {
-  const size_t slot = slot_of(object);
-  if (slots_[slot] != kNoNode) return slots_[slot];
-  const auto index = static_cast<int32_t>(nodes_.size());
-  slots_[slot] = index;
-  nodes_.push_back({object, 0, 0, kUnknown, kNoNode, 0});
-  if (nodes_.size() * 2 > slots_.size()) {
-    slots_.assign(slots_.size() * 2, kNoNode);
-    for (int32_t i = 0; i <= index; ++i) slots_[slot_of((*this)[i].object)] = i;
-  }
-  return index;
+  const auto next = static_cast<int32_t>(nodes_.size());
+  const int32_t index = table_.find_or_add(key_of(object), next);
+  if (index != kNoNode) return index;
+  nodes_.push_back({0, 0, kUnknown, kNoNode, 0});
+  return next;
 }
 
 NodeReader::NodeReader(const std::string& id, const std::string& parent, const std::string& key)

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "node_table.h"
 #include "python_paths.h"
 
 namespace pat {
@@ -30,7 +31,6 @@ class NodeReader {
 
  private:
   struct Node {
-    const PyObject* object;  // an address to compare: the node of a past batch may be gone
     int64_t id;
     int64_t start;
     int64_t end;     // kUnknown until read
@@ -38,7 +38,7 @@ class NodeReader {
     int32_t depth;   // 0 of the root
   };
 
-  // The nodes of a batch, found by address (open addressing).
+  // The nodes of a batch, found by address: a node of a past batch may be gone.
   class Nodes {
    public:
     void clear();
@@ -48,10 +48,8 @@ class NodeReader {
     int32_t find_or_add(const PyObject* object);     // the index; a new node's is the last
 
    private:
-    size_t slot_of(const PyObject* object) const;  // the one that holds it, or is free for it
-
     std::vector<Node> nodes_;
-    std::vector<int32_t> slots_;  // indices or kNoNode; power of two, at most half of them taken
+    NodeTable table_;
   };
 
   int32_t climb(PyObject* leaf, std::vector<pybind11::object>& held);

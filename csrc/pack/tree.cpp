@@ -10,12 +10,6 @@ namespace {
 
 constexpr int32_t kRoot = 0;  // raw node 0: virtual root of the forest, no tokens
 
-// splitmix64 finaliser: node ids are small consecutive integers or pointers.
-size_t hash_id(int64_t id) {
-  uint64_t x = static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull;
-  return static_cast<size_t>(x ^ (x >> 29));
-}
-
 }  // namespace
 
 const PackTree& TreeBuilder::build(const PathView& paths, const int64_t* seq_lens) {
@@ -66,31 +60,7 @@ void TreeBuilder::reset(int64_t num_queries) {
   raw_.push_back({-1, kNoNode, 0, 0, kNoNode, 0, 0, 0});
   raw_query_node_.assign(static_cast<size_t>(num_queries), kRoot);
   last_path_.clear();
-  table_ids_.assign(256, 0);
-  table_nodes_.assign(256, kNoNode);
-}
-
-void TreeBuilder::grow_table() {
-  std::vector<int64_t> ids(table_ids_.size() * 2);
-  std::vector<int32_t> nodes(table_nodes_.size() * 2, kNoNode);
-  ids.swap(table_ids_);
-  nodes.swap(table_nodes_);
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    if (nodes[i] != kNoNode) find_or_add(ids[i], nodes[i]);
-  }
-}
-
-// The node registered under `id`; registers `node_if_new` and returns kNoNode if there was none.
-int32_t TreeBuilder::find_or_add(int64_t id, int32_t node_if_new) {
-  const size_t mask = table_nodes_.size() - 1;
-  for (size_t i = hash_id(id) & mask;; i = (i + 1) & mask) {
-    if (table_nodes_[i] == kNoNode) {
-      table_ids_[i] = id;
-      table_nodes_[i] = node_if_new;
-      return kNoNode;
-    }
-    if (table_ids_[i] == id) return table_nodes_[i];
-  }
+  table_.clear();
 }
 
 int32_t TreeBuilder::add(int64_t id, int32_t parent, int32_t start, int32_t end) {
@@ -100,8 +70,7 @@ int32_t TreeBuilder::add(int64_t id, int32_t parent, int32_t start, int32_t end)
 
 // Follows, or creates, the node `id` below `parent` and returns the node that ends at `end`.
 int32_t TreeBuilder::enter(int64_t query, int32_t parent, int64_t id, int32_t start, int32_t end) {
-  if (raw_.size() * 2 > table_nodes_.size()) grow_table();
-  int32_t node = find_or_add(id, static_cast<int32_t>(raw_.size()));
+  int32_t node = table_.find_or_add(id, static_cast<int32_t>(raw_.size()));
   if (node == kNoNode) return add(id, parent, start, end);
   const RawNode& known = raw_[static_cast<size_t>(node)];
   PAT_CHECK(known.parent == parent, "query ", query, ": node ", id, " stands under node ",

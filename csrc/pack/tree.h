@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "node_table.h"
+
 namespace pat {
 
 // Root-to-node paths in CSR form: query q owns the elements [offsets[q], offsets[q + 1]).
@@ -25,8 +27,6 @@ struct PackNode {
   int32_t end;
   int32_t num_queries;  // queries of the whole subtree
 };
-
-inline constexpr int32_t kNoNode = -1;
 
 struct PackTree {
   std::vector<PackNode> nodes;        // parents before children; siblings by queries, tokens, id
@@ -56,8 +56,6 @@ class TreeBuilder {
     int32_t num_children;
   };
   void reset(int64_t num_queries);
-  int32_t find_or_add(int64_t id, int32_t node_if_new);
-  void grow_table();
   int32_t enter(int64_t query, int32_t parent, int64_t id, int32_t start, int32_t end);
   int32_t add(int64_t id, int32_t parent, int32_t start, int32_t end);
   void cut(int32_t node, int32_t position);
@@ -67,9 +65,8 @@ class TreeBuilder {
   std::vector<RawNode> raw_;
   std::vector<int32_t> raw_query_node_;
   std::vector<int32_t>
-      last_path_;  // nodes of the previous query's path: the next one often shares it
-  std::vector<int64_t> table_ids_;
-  std::vector<int32_t> table_nodes_;
+      last_path_;    // nodes of the previous query's path: the next one often shares it
+  NodeTable table_;  // of raw_, by id
   std::vector<int32_t> order_;
   std::vector<int32_t> mapped_;
   PackTree tree_;
