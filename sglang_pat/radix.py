@@ -11,13 +11,14 @@ which the session holds instead, or one just released) has no path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_pat import _C
+from sglang_pat.planning import Plan, Planner
 
 NO_NODE = -1  # read in place of a node handle when the request holds no lock
 # Id, parent and key of a node in SGLang's caches of Python nodes.
@@ -39,7 +40,7 @@ class RadixView:
         self.fields = (0, 1, 2)
         self._handle = "lock.node"
         self.reader: _C.NodeReader | None = None
-        self._collect: Callable[[list[int], Sequence[Any]], Sequence[Any]] = _nothing
+        self._collect: Callable[[list[int], Sequence[Any]], Iterable[Any]] = _nothing
         core: Any = getattr(tree_cache, "tree_core", None)
         native = getattr(getattr(core, "_binding", None), "collect_path_info", None)
         if tree_cache is None or getattr(tree_cache, "disable", False):
@@ -53,12 +54,12 @@ class RadixView:
             # Its own collect_path_info climbs in Python, to the root for every request.
             self.kind = f"{type(core).__name__} tree core"
             self.reader = _C.NodeReader(*_NODE_ATTRS)
-            self._collect = lambda nodes, _reqs: list(map(core._node_arena.__getitem__, nodes))
+            self._collect = lambda nodes, _reqs: map(core._node_arena.__getitem__, nodes)
         elif hasattr(tree_cache, "root_node"):
             self.kind = f"{type(tree_cache).__name__} nodes"
             self._handle = "lock.node.id"
             self.reader = _C.NodeReader(*_NODE_ATTRS)
-            self._collect = lambda _nodes, reqs: [req.lock.node for req in reqs]
+            self._collect = lambda _nodes, reqs: (req.lock.node for req in reqs)
         else:
             self.disabled = f"unknown cache {type(tree_cache).__name__}"
 
@@ -107,10 +108,23 @@ class RadixView:
         }
         return given, {reason: count for reason, count in private.items() if count}
 
+    def plan(
+        self,
+        planner: Planner,
+        given: Sequence[Any],
+        seq_lens: npt.NDArray[np.int64],
+        limits: npt.NDArray[np.int64],
+    ) -> Plan:
+        """``planner``'s plan for what ``look_up`` gave, None added for queries beyond the requests;
+        ``limits`` [B]: tokens safe to share. Raises what ``Planner`` does."""
+        if self.reader is not None:
+            return planner.plan_leaves(given, seq_lens, limits, self.reader)
+        return planner.plan(given, seq_lens, limits, self.fields)
+
     def slots(self, req: Any) -> Any:
         """Slots of the tokens from the root to the request's node: int64 tensor (CHECK only)."""
         return self.tree_cache.path_device_indices(req.lock.node)
 
 
-def _nothing(nodes: list[int], _reqs: Sequence[Any]) -> Sequence[Any]:
+def _nothing(nodes: list[int], _reqs: Sequence[Any]) -> Iterable[Any]:
     raise LookupError(f"no prefix cache to look up the nodes of {len(nodes)} requests in")

@@ -134,10 +134,7 @@ class StepPlanner:
         try:
             if handles is not None:
                 found, limits = self._look_up(batch, len(seq_lens), handles)
-                view, lens = self._view, seq_lens.numpy()
-                if view.reader is not None:
-                    return self._planner.plan_leaves(found, lens, limits, view.reader)
-                return self._planner.plan(found, lens, limits, view.fields)
+                return self._view.plan(self._planner, found, seq_lens.numpy(), limits)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back("sharing not usable", repr(error))
         try:

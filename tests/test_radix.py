@@ -41,10 +41,7 @@ def path_of(cache: LiveCache, kind: str, req: Any) -> Path:
 def plan(planner: Planner, view: RadixView, reqs: list[Any], batch: Any, lens: Any) -> Plan:
     handles = view.read_handles(reqs, batch.rows.numpy())
     found, _ = view.look_up(reqs, handles)
-    limits = handles[:, 1]
-    if view.reader is None:
-        return planner.plan(found, lens.numpy(), limits, view.fields)
-    return planner.plan_leaves(found, lens.numpy(), limits, view.reader)
+    return view.plan(planner, found, lens.numpy(), handles[:, 1])
 
 
 @pytest.mark.parametrize("kind", CACHES)

@@ -76,8 +76,10 @@ def soak(device: str, scale: Scale, folder: Path) -> dict[str, Any]:
             server.wait_until_ready()
         ledgers = [traffic.Ledger() for _ in servers]
         began = time.monotonic()
-        before = _held_after(scale, scale.seconds / 10, servers, ledgers, device, seed=0)
-        after = _held_after(scale, scale.seconds * 9 / 10, servers, ledgers, device, seed=1)
+        before = _held_after(scale, scale.seconds / 10, servers, ledgers, device, first_seed=0)
+        after = _held_after(
+            scale, scale.seconds * 9 / 10, servers, ledgers, device, first_seed=scale.clients
+        )
         seconds = time.monotonic() - began
         rows = {
             config.name: _row(server, ledger)
@@ -114,27 +116,19 @@ def _held_after(
     ledgers: list[traffic.Ledger],
     device: str,
     *,
-    seed: int,
+    first_seed: int,
 ) -> dict[str, int]:
     """Bytes held after so much more traffic, by what holds them.
 
     Servers are idle and flushed then: what torch's allocator keeps for the next large prefill says
     nothing, and a flush gives it back.
     """
-    clients = [
-        client
-        for server, ledger in zip(servers, ledgers, strict=True)
-        for client in traffic.start_clients(
-            server,
-            [
-                traffic.Mix(
-                    seed * scale.clients + i, longest=scale.longest, new_tokens=scale.new_tokens
-                )
-                for i in range(scale.clients)
-            ],
-            ledger,
-        )
-    ]
+    seeds = range(first_seed, first_seed + scale.clients)
+    size = {"longest": scale.longest, "new_tokens": scale.new_tokens}
+    clients: list[traffic.Client] = []
+    for server, ledger in zip(servers, ledgers, strict=True):
+        mixes = [traffic.Mix(seed, **size) for seed in seeds]
+        clients += traffic.start_clients(server, mixes, ledger)
     traffic.watch(clients, seconds)
     traffic.finish(clients)
     for server in servers:
