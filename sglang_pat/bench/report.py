@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol, TypeVar
 
 from sglang_pat.bench.trees import Tree
 
@@ -71,12 +72,25 @@ def mean_over_floor(rows: Sequence[Row], names: Sequence[str]) -> float | None:
     return geomean([t / r.floor_us for t, r in zip(times, rows, strict=True) if t is not None])
 
 
-def groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+class Measured(Protocol):
+    """What every row, of whatever kind, says of its batch."""
+
+    @property
+    def heads(self) -> str: ...
+    @property
+    def permuted(self) -> bool: ...
+
+
+R = TypeVar("R", bound=Measured)
+
+
+def title(row: Measured) -> str:
+    """Heads and layout."""
+    return f"{row.heads} heads, slots {'permuted' if row.permuted else 'contiguous'}"
+
+
+def groups(rows: Iterable[R]) -> list[tuple[str, list[R]]]:
     """Rows by heads and layout, with a title, in the order in which they come."""
-
-    def title(row: Row) -> str:
-        return f"{row.heads} heads, slots {'permuted' if row.permuted else 'contiguous'}"
-
     return [(text, list(members)) for text, members in groupby(rows, title)]
 
 

@@ -12,7 +12,6 @@ q and the output count for much where many queries share few tokens.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from sglang_pat.bench.document import Document
 from sglang_pat.bench.floor import Heads, Rates, floor_us, kv_bytes
 from sglang_pat.bench.layer import Layer, Settings, device_batch, error_of
 from sglang_pat.bench.plot import finish, require
-from sglang_pat.bench.report import MAX_DIFFERENCE
+from sglang_pat.bench.report import MAX_DIFFERENCE, groups
 from sglang_pat.bench.trees import Tree
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -139,7 +138,7 @@ def measure(case: Case, timer: Clock, rates: Rates, settings: Settings) -> Bandw
 def table(rows: Sequence[Bandwidth]) -> list[str]:
     """By length and row tile: GB/s, their share of the read ceiling, the time over the floor."""
     lines = []
-    for title, members in _panels(rows).items():
+    for title, members in groups(rows):
         tiles = sorted({row.row_tile for row in members})
         lines += ["", title + "; GB/s of K/V, share of the read ceiling, time / floor"]
         lines.append("  tokens" + "".join(f"{f'{tile} rows':>22}" for tile in tiles))
@@ -163,10 +162,10 @@ def complaints(rows: Sequence[Bandwidth]) -> list[str]:
 def draw(rows: Sequence[Bandwidth], ceiling: float, path: Path) -> None:
     """Write a picture, a panel for heads and layout: a line a row tile over the length; ``ceiling``
     in bytes per second."""
-    panels = _panels(rows)
+    panels = groups(rows)
     figure = require().Figure(figsize=(10, 3.6 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False, sharey=True)[:, 0]
-    for axis, (title, members) in zip(axes, panels.items(), strict=True):
+    for axis, (title, members) in zip(axes, panels, strict=True):
         for tile in sorted({row.row_tile for row in members}):
             line = sorted((row.kv_len, row.gb_per_s) for row in members if row.row_tile == tile)
             style = {"marker": "o", "markersize": 3, "color": COLOURS[tile]}
@@ -189,14 +188,6 @@ def show(document: Document, picture: Path | None) -> int:
     if picture:
         draw(rows, document["bytes_per_s"], picture)
     return 1 if wrong else 0
-
-
-def _panels(rows: Sequence[Bandwidth]) -> dict[str, list[Bandwidth]]:
-    found: defaultdict[str, list[Bandwidth]] = defaultdict(list)
-    for row in rows:
-        layout = "permuted" if row.permuted else "contiguous"
-        found[f"{row.heads} heads, slots {layout}"].append(row)
-    return found
 
 
 def _cell(row: Bandwidth | None) -> str:

@@ -19,6 +19,7 @@ from sglang_pat.bench.clock import Clock
 from sglang_pat.bench.floor import Heads
 from sglang_pat.bench.layer import Layer, Settings, device_batch
 from sglang_pat.bench.plot import finish, require
+from sglang_pat.bench.report import title
 from sglang_pat.bench.trees import Tree
 
 WARMUPS = 10
@@ -211,7 +212,7 @@ def summary(line: Timeline) -> list[str]:
     span = line.span_ns
     lines = [
         "",
-        f"{line.spec}, {_title(line)}: {span / 1e3:.1f} us from first begin to last end, "
+        f"{line.spec}, {title(line)}: {span / 1e3:.1f} us from first begin to last end, "
         f"{line.call_us:.1f} us with launch and merge; {len(line.bars)} bars on {line.sms} SMs",
         f"  {'row tile':18}  bars  mean us     p50     p90     max  last end",
     ]
@@ -251,7 +252,7 @@ def draw(lines: Sequence[Timeline], path: Path) -> None:
         axis.set_ylim(0, max(line.sms, *(bar.sm + 1 for bar in line.bars)))
         axis.set_xlabel("us since the first begin")
         axis.set_ylabel("SM")
-        finish(axis, f"{line.spec}\n{_title(line)}")
+        finish(axis, f"{line.spec}\n{title(line)}")
     figure.savefig(path, dpi=150)
 
 
@@ -261,7 +262,3 @@ def _box(bar: Bar, halves: int) -> list[tuple[float, float]]:
     low = bar.sm + (bar.half + bar.warps[0] / WARPS) / halves
     high = low + len(bar.warps) / WARPS / halves
     return [(left, low), (right, low), (right, high), (left, high)]
-
-
-def _title(line: Timeline) -> str:
-    return f"{line.heads} heads, slots {'permuted' if line.permuted else 'contiguous'}"
