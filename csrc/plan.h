@@ -13,7 +13,7 @@
 namespace pat {
 
 inline constexpr uint32_t kPlanMagic = 0x50415431;  // "PAT1"
-inline constexpr uint32_t kPlanVersion = 2;
+inline constexpr uint32_t kPlanVersion = 3;
 
 // Item::kv_len of a private tail: the item covers [kv_start, seq_lens[row]), read at run time.
 inline constexpr int32_t kDynamic = -1;
@@ -24,7 +24,7 @@ struct PlanHeader {
   uint32_t magic;
   uint32_t version;
   int32_t num_queries;       // rows of the batch that the plan covers
-  int32_t num_items;         // live items: the wide ones, then the others, heaviest first
+  int32_t num_items;         // live items: wide, heavy, then light ones, each heaviest first
   int32_t num_members;       // sum of Item::num_queries
   int32_t num_partials;      // partial slots in use; slot p holds [num_q_heads, head_dim] + LSE
   int32_t num_shared_items;  // items that more than one query shares
@@ -37,13 +37,17 @@ struct PlanHeader {
   int32_t max_partials;  // so that it always fits (see schedule.h)
   int32_t num_q_heads;   // the target's heads: an executor refuses a plan of other heads
   int32_t num_kv_heads;
-  int32_t num_wide_items;  // the first items, all those of row tiles beyond 64
-  int32_t reserved[3];
+  int32_t num_wide_items;   // the first items, all those of row tiles beyond 64
+  int32_t num_heavy_items;  // those after them, all those of row tiles beyond 32
+  int32_t reserved[2];
 };
 static_assert(sizeof(PlanHeader) == 80);
 
 // Packed rows beyond which an item is wide: two halves of an SM share its K/V tiles.
 inline constexpr int32_t kWideRows = 64;
+// Packed rows beyond which an item, if not wide, is heavy: it asks more of the matrix units than of
+// memory. The others are light.
+inline constexpr int32_t kHeavyRows = 32;
 
 // One forward work item: `num_queries` queries attend to the tokens [kv_start, kv_start + kv_len)
 // of batch row `row`. The executor runs it once per KV head, with num_queries * (num_q_heads /
@@ -58,7 +62,9 @@ struct Item {
   int16_t kv_tile;        // tokens of the tile
   // Of an item of one query, which then is `row`, so that a kernel need not look its member up:
   int32_t partial;  // Member::partial
-  int32_t reserved;
+  // Tokens in this step: kv_len, or what kDynamic stands for. Written by the snapshot, into the
+  // device's copy of the plan.
+  int32_t tokens;
 };
 static_assert(sizeof(Item) == 32);
 

@@ -46,8 +46,11 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
       &header, section<Item>(header, "items", header.items_offset, header.num_items),
       section<Member>(header, "members", header.members_offset, header.num_members),
       section<QuerySplits>(header, "queries", header.queries_offset, header.num_queries)};
-  PAT_CHECK(header.num_wide_items >= 0 && header.num_wide_items <= header.num_items,
-            "damaged plan: ", header.num_wide_items, " wide items of ", header.num_items);
+  PAT_CHECK(header.num_wide_items >= 0 && header.num_heavy_items >= 0 &&
+                header.num_wide_items <= header.num_items &&
+                header.num_heavy_items <= header.num_items - header.num_wide_items,
+            "damaged plan: ", header.num_wide_items, " wide and ", header.num_heavy_items,
+            " heavy items of ", header.num_items);
   return view;
 }
 

@@ -46,6 +46,8 @@ class Plan:
     @property
     def num_wide_items(self) -> int: ...
     @property
+    def num_heavy_items(self) -> int: ...
+    @property
     def num_members(self) -> int: ...
     @property
     def num_partials(self) -> int: ...
@@ -153,7 +155,6 @@ def snapshot_cuda(
     rows: Sequence[int],
     seq_lens: Sequence[int],
     slots: Sequence[int],
-    lens_out: int,
     num_rows: int,
     stream: int,
 ) -> None: ...
@@ -165,7 +166,6 @@ def decode_cuda(
     out: Sequence[int],
     lse: int,
     slots: Sequence[int],
-    lens: int,
     partials: int,
     partial_lse: int,
     queue: int,

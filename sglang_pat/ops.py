@@ -190,7 +190,6 @@ def _decode_cuda(
             _address(out),
             0 if lse is None else lse.data_ptr(),
             (workspace.slots.data_ptr(), workspace.slots.stride(0)),
-            workspace.lens.data_ptr(),
             workspace.partials.data_ptr(),
             workspace.partial_lse.data_ptr(),
             workspace.queue.data_ptr(),

@@ -68,7 +68,6 @@ class Workspace:
         self.slots = torch.empty(
             (target.max_queries, max_context), dtype=torch.int32, device=self.device
         )
-        self.lens = buffer(target.max_queries)
         self.partials = torch.empty(
             (target.max_partials, target.num_q_heads, target.head_dim),
             dtype=partial_dtype,
@@ -118,7 +117,8 @@ class Workspace:
     def snapshot(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
     ) -> None:
-        """Copy the slots of all tokens that the loaded plan reads, and the lengths. Capturable.
+        """Copy the slots of all tokens that the loaded plan reads, and tell its device copy how
+        long its items are in this step. Capturable.
 
         Args:
             req_to_token: int32 [R, <= max_context], slot of each token of each row.
@@ -138,7 +138,6 @@ class Workspace:
                 (rows.data_ptr(), rows.element_size()),
                 (seq_lens.data_ptr(), seq_lens.element_size()),
                 (self.slots.data_ptr(), self.slots.stride(0)),
-                self.lens.data_ptr(),
                 num_rows,
                 torch.cuda.current_stream().cuda_stream,
             )

@@ -25,15 +25,16 @@ HEADER = np.dtype(
         ("num_shared_items", "<i4"),
         *((name, "<i4") for name in ("items_offset", "members_offset", "queries_offset")),
         *((name, "<i4") for name in ("total_bytes", "max_queries", "max_items", "max_partials")),
-        *((name, "<i4") for name in ("num_q_heads", "num_kv_heads", "num_wide_items")),
-        ("reserved", "<i4", 3),
+        *((name, "<i4") for name in ("num_q_heads", "num_kv_heads")),
+        *((name, "<i4") for name in ("num_wide_items", "num_heavy_items")),
+        ("reserved", "<i4", 2),
     ]
 )
 ITEM = np.dtype(
     [
         *((name, "<i4") for name in ("member_offset", "num_queries", "row", "kv_start", "kv_len")),
         *((name, "<i2") for name in ("row_tile", "kv_tile")),
-        *((name, "<i4") for name in ("partial", "reserved")),
+        *((name, "<i4") for name in ("partial", "tokens")),
     ]
 )
 MEMBER = np.dtype([("query", "<i4"), ("partial", "<i4")])
@@ -80,11 +81,16 @@ class HandPlan:
 def encode(
     pieces: list[Piece], num_queries: int, heads: tuple[int, int], wide: bool = False
 ) -> HandPlan:
-    """The plan whose items are ``pieces``, in that order; with ``wide``, those of more than 64
-    packed rows first, as wide items."""
+    """The plan whose items are ``pieces``: first, with ``wide``, those of more than 64 packed rows
+    as wide items, then the heavy ones of more than 32, then the others, each in that order."""
     group = heads[0] // heads[1]
-    wide_pieces = [piece for piece in pieces if wide and len(piece.queries) * group > 64]
-    pieces = wide_pieces + [piece for piece in pieces if piece not in wide_pieces]
+
+    def tile(piece: Piece) -> int:
+        rows = len(piece.queries) * group
+        return 128 if wide and rows > 64 else 64 if rows > 32 else 16
+
+    pieces = sorted(pieces, key=tile, reverse=True)
+    tiles = [tile(piece) for piece in pieces]
     of_query: list[list[Piece]] = [[] for _ in range(num_queries)]
     for piece in pieces:
         for query in piece.queries:
@@ -101,14 +107,13 @@ def encode(
     for i, piece in enumerate(pieces):
         row = piece.queries[-1]
         single = partial.get((row, piece), DIRECT) if len(piece.queries) == 1 else 0
-        row_tile = 128 if i < len(wide_pieces) else 16
         items[i] = (
-            *(len(members), len(piece.queries), row, piece.start, piece.length, row_tile, 64),
+            *(len(members), len(piece.queries), row, piece.start, piece.length, tiles[i], 64),
             *(single, 0),
         )
         members += [(query, partial.get((query, piece), DIRECT)) for query in piece.queries]
     header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 2
+    header["magic"], header["version"] = 0x50415431, 3
     header["num_queries"], header["num_items"] = num_queries, len(pieces)
     header["num_members"], header["num_partials"] = len(members), len(partial)
     header["num_shared_items"] = sum(len(piece.queries) > 1 for piece in pieces)
@@ -117,7 +122,7 @@ def encode(
     header["queries_offset"] = header["members_offset"] + len(members) * MEMBER.itemsize
     header["total_bytes"] = header["queries_offset"] + queries.nbytes
     header["num_q_heads"], header["num_kv_heads"] = heads
-    header["num_wide_items"] = len(wide_pieces)
+    header["num_wide_items"], header["num_heavy_items"] = tiles.count(128), tiles.count(64)
     return HandPlan(header, items, np.array(members, MEMBER), queries).encode()
 
 

@@ -106,16 +106,28 @@ def test_the_byte_rule_beats_the_papers(tree: Tree, num_q_heads: int) -> None:
 
 
 def test_wide_items_come_first_and_fill_the_machine() -> None:
-    """A wide item takes a whole unit, so that there is one for every unit or none at all."""
+    """A wide item takes a whole unit, so that there is one for every second unit or none at all."""
     many = batch_of(Tree((1, 1024), (2048, 32)))
     made = plan(many.paths, many.seq_lens, target())
     tiles = made.items["row_tile"]
     wide = int((tiles > 64).sum())
-    assert wide * 8 >= 132 and (tiles[:wide] == 128).all()
+    assert 2 * wide * 8 >= 132 and (tiles[:wide] == 128).all()
     assert made.num_wide_items == wide
     few = batch_of(Tree((1, 256), (256, 32)))
     made = plan(few.paths, few.seq_lens, target())
     assert made.items["row_tile"].max() == 64 and made.num_wide_items == 0
+
+
+def test_heavy_items_come_before_light_ones() -> None:
+    """Half of an SM begins with those, the other with these: each kind by descending length."""
+    batch = batch_of(Tree((1, 16, 32, 64), (512, 96, 160, 200)))
+    made = plan(batch.paths, batch.seq_lens, target())
+    assert made.num_wide_items == 0 < made.num_heavy_items < made.num_items
+    tiles = made.items["row_tile"]
+    assert (tiles[: made.num_heavy_items] == 64).all()
+    assert (tiles[made.num_heavy_items :] <= 32).all()
+    lens = made.items["kv_len"][: made.num_heavy_items]
+    assert (lens[1:] <= lens[:-1] * 1.25).all()  # the sort is one by buckets
 
 
 def ranges_of(made, query: int) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ using Table = std::array<int64_t, 2>;
 using Vector = std::array<int64_t, 2>;
 
 void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor3& v_cache,
-            const Tensor3& out, int64_t lse, const Table& slots, int64_t lens, int64_t partials,
+            const Tensor3& out, int64_t lse, const Table& slots, int64_t partials,
             int64_t partial_lse, int64_t queue, int64_t trace, int num_rows, int num_q_heads,
             int num_kv_heads, int head_dim, int dtype, int partial_bytes, float scale,
             float logit_cap, int launch, int64_t stream) {
@@ -40,7 +40,6 @@ void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor
       .v_stride_head = v_cache[2],
       .slots = pointer<const int32_t>(slots[0]),
       .slots_stride = slots[1],
-      .lens = pointer<const int32_t>(lens),
       .out = pointer<void>(out[0]),
       .out_stride_query = out[1],
       .out_stride_head = out[2],
@@ -64,9 +63,9 @@ void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor
 }
 
 void snapshot(int64_t plan, const Table& req_to_token, const Vector& rows, const Vector& seq_lens,
-              const Table& slots, int64_t lens, int num_rows, int64_t stream) {
+              const Table& slots, int num_rows, int64_t stream) {
   const SnapshotArgs args{
-      .plan = pointer<const PlanHeader>(plan),
+      .plan = pointer<PlanHeader>(plan),
       .req_to_token = pointer<const int32_t>(req_to_token[0]),
       .req_to_token_stride = req_to_token[1],
       .rows = pointer<const void>(rows[0]),
@@ -76,7 +75,6 @@ void snapshot(int64_t plan, const Table& req_to_token, const Vector& rows, const
       .seq_lens_bytes = static_cast<int32_t>(seq_lens[1]),
       .slots = pointer<int32_t>(slots[0]),
       .slots_stride = slots[1],
-      .lens = pointer<int32_t>(lens),
   };
   py::gil_scoped_release release;
   snapshot_cuda(args, pointer<void>(stream));
@@ -130,20 +128,21 @@ void bind_cuda(py::module_& m) {
           py::call_guard<py::gil_scoped_release>(),
           "Copies a plan from a host to a device address in stream order. Raises ValueError for\n"
           "one that is too large and in a capture, RuntimeError with CUDA's error.");
-  m.def("snapshot_cuda", &snapshot, py::arg("plan"), py::arg("req_to_token"), py::arg("rows"),
-        py::arg("seq_lens"), py::arg("slots"), py::arg("lens_out"), py::arg("num_rows"),
-        py::arg("stream"),
-        R"(Copies the slots of all tokens that a plan's items read, and the lengths, on a stream.
+  m.def(
+      "snapshot_cuda", &snapshot, py::arg("plan"), py::arg("req_to_token"), py::arg("rows"),
+      py::arg("seq_lens"), py::arg("slots"), py::arg("num_rows"), py::arg("stream"),
+      R"(Copies the slots of all tokens that a plan's items read, on a stream, and writes into the plan
+how many tokens each item has.
 
 plan: device address. req_to_token, slots: (device address, row stride) of int32 tables.
-rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows]; lens_out: int32 [num_rows].
+rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows].
 Only launches. Raises RuntimeError with CUDA's error.)");
   m.def("decode_cuda", &decode, py::arg("plan"), py::arg("q"), py::arg("k_cache"),
-        py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("slots"), py::arg("lens"),
-        py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("trace"),
-        py::arg("num_rows"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
-        py::arg("dtype"), py::arg("partial_bytes"), py::arg("scale"), py::arg("logit_cap"),
-        py::arg("launch"), py::arg("stream"),
+        py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("slots"), py::arg("partials"),
+        py::arg("partial_lse"), py::arg("queue"), py::arg("trace"), py::arg("num_rows"),
+        py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("dtype"),
+        py::arg("partial_bytes"), py::arg("scale"), py::arg("logit_cap"), py::arg("launch"),
+        py::arg("stream"),
         R"(Executes a plan on a stream: forward of all items, merge of the partials.
 
 All addresses are of device memory; it only launches, so that a CUDA graph can capture it.
@@ -152,7 +151,7 @@ plan: a plan that check_plan_cuda accepted. q, k_cache, v_cache, out: (address, 
     and [num_rows, num_q_heads, head_dim]; last dimension contiguous, rows aligned to 16 bytes; all
     of ``dtype`` 1 (bf16) or 2 (fp16).
 lse: fp32 [num_rows, num_q_heads], base 2, or 0.
-slots: (address, row stride) and lens: the snapshot.
+slots: (address, row stride) of the snapshot.
 partials [max_partials, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2 (``dtype``);
     partial_lse: fp32 [max_partials, num_q_heads]; queue: int32 [cuda_queue_ints()], zeros.
 trace: 0, or uint64 zeros [1 + warps that run units, 4]; gets the number of entries and from row 1 on

@@ -82,7 +82,6 @@ ForwardParams forward_params(const CudaDecodeArgs& a) {
   p.v_stride_head = 2 * a.v_stride_head;
   p.slots = a.slots;
   p.slots_stride = a.slots_stride;
-  p.lens = a.lens;
   p.out = static_cast<char*>(a.out);
   p.out_stride_query = 2 * a.out_stride_query;
   p.out_stride_head = 2 * a.out_stride_head;
@@ -96,6 +95,9 @@ ForwardParams forward_params(const CudaDecodeArgs& a) {
   p.num_kv_heads = a.num_kv_heads;
   p.group = a.num_q_heads / a.num_kv_heads;
   p.group_magic = (65536 + p.group - 1) / p.group;
+  const uint64_t heads = static_cast<uint64_t>(p.num_kv_heads);
+  p.kv_heads_magic =
+      heads == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + heads - 1) / heads);
   p.max_row_tile = std::numeric_limits<int>::max();
   p.float_partials = a.partial_bytes == 4;
   if (a.logit_cap > 0.0f) {

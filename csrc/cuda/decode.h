@@ -28,8 +28,7 @@ struct CudaDecodeArgs {
   int64_t v_stride_slot, v_stride_head;
   const int32_t* slots;  // [B, slots_stride] slot of a token position: the snapshot
   int64_t slots_stride;
-  const int32_t* lens;  // [B] tokens
-  void* out;            // [B, Hq, D]
+  void* out;  // [B, Hq, D]
   int64_t out_stride_query, out_stride_head;
   float* lse;          // [B, Hq] base 2, or null
   void* partials;      // [max_partials, Hq, D] of float or, partial_bytes == 2, of q's type
@@ -52,7 +51,7 @@ inline constexpr int kMaxGroup = 16;  // query heads a KV head
 void decode_cuda(const CudaDecodeArgs& args, void* stream);
 
 struct SnapshotArgs {
-  const PlanHeader* plan;       // device memory
+  PlanHeader* plan;             // device memory; Item::tokens are written
   const int32_t* req_to_token;  // [R, req_to_token_stride]
   int64_t req_to_token_stride;
   const void* rows;  // [B] row of req_to_token; int32 or int64
@@ -62,7 +61,6 @@ struct SnapshotArgs {
   int32_t seq_lens_bytes;
   int32_t* slots;  // [B, slots_stride]
   int64_t slots_stride;
-  int32_t* lens;  // [B]
 };
 
 // Copies the slots of every token that the plan's items read, and the lengths. Once a step.

@@ -48,17 +48,17 @@ struct ForwardParams {
   uint32_t k_stride_slot, v_stride_slot;
   const int32_t* slots;
   int64_t slots_stride;
-  const int32_t* lens;
   char* out;
   int64_t out_stride_query, out_stride_head;
   float* lse;
   char* partials;
   float* partial_lse;
-  int32_t* queue;    // ticket, halves done
+  int32_t* queue;    // tickets of heavy units, of light ones; halves done
   uint64_t* trace;   // see trace_unit, or null
   int32_t num_rows;  // queries that q and out have room for
   int32_t num_q_heads, num_kv_heads, group;
   uint32_t group_magic;                // r / group == r * group_magic >> 16 for packed rows r
+  uint32_t kv_heads_magic;             // the same of units and num_kv_heads, >> 32; 0 if that is 1
   int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
   int32_t half_bytes;                  // shared memory of a half
   int32_t stages;
@@ -76,7 +76,7 @@ enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };
 enum Narrow : int { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
 
 // A unit as the scheduler describes it. tokens < 0: no more units.
-struct Unit {
+struct alignas(16) Unit {
   int32_t member_offset;
   int32_t row_begin;  // first packed row: items beyond the kernel's row tile run in parts
   int32_t rows;
@@ -103,7 +103,7 @@ struct alignas(1024) Control {
   float exchange[4][16][2];
   int32_t loaded_tiles;
   // The plan, looked up once.
-  int32_t num_queries, num_items, num_wide_items;
+  int32_t num_queries, num_items, num_wide_items, num_heavy_items;
   const Item* items;
   const Member* members;
 };

@@ -26,14 +26,14 @@ __device__ __forceinline__ void trace_unit(const ForwardParams& p, const Unit& u
   to[3] = nanoseconds();
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kTransforms>
 __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHeadDim>& s,
                                         int warp) {
   using S = Shape<kHeadDim>;
-  Consumer<kHeadDim> c{p, s, warp};
+  Consumer<kHeadDim, kTransforms> c{p, s, warp};
   for (Cursor ring;; ring.advance(kUnits)) {
     barrier_wait(s.unit_full(ring.index), ring.phase);
-    const Unit& u = s.control().units[ring.index];
+    const Unit u = s.control().units[ring.index];
     const int rows = __shfl_sync(~0u, u.rows, 0);
     if (u.tokens < 0) break;
     const uint64_t begin = p.trace ? nanoseconds() : 0;
@@ -46,23 +46,23 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
         if (!brief) c.pass_stage();
         busy = false;
       } else if (brief) {
-        attend_narrow<T, kHeadDim, kShortTokens>(c, u);
+        attend_narrow<T, kShortTokens>(c, u);
       } else {
-        attend_narrow<T, kHeadDim, kTileTokens>(c, u);
+        attend_narrow<T, kTileTokens>(c, u);
       }
       c.narrow.advance(kNarrowUnits);
     } else if (rows <= 16 && !u.wide) {
-      attend_mma<T, kHeadDim, 1>(c, u);
+      attend_mma<T, 1>(c, u);
     } else if (rows <= 32 && !u.wide) {
-      attend_mma<T, kHeadDim, 2>(c, u);
+      attend_mma<T, 2>(c, u);
     } else {
 #if PAT_WGMMA
       if constexpr (S::kWgmma) {
-        attend_wgmma<T, kHeadDim>(c, u);
+        attend_wgmma<T>(c, u);
       } else
 #endif
       {
-        attend_mma<T, kHeadDim, 4>(c, u);
+        attend_mma<T, 4>(c, u);
       }
     }
     if (p.trace && busy) trace_unit(p, u, s.side, c.warp, begin);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
   }
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kTransforms>
 __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kHalves, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {
   using S = Shape<kHeadDim>;
@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kHalves, 1)
     plan.num_queries = header.num_queries;
     plan.num_items = header.num_items;
     plan.num_wide_items = header.num_wide_items;
+    plan.num_heavy_items = header.num_heavy_items;
     plan.items = reinterpret_cast<const Item*>(begin + header.items_offset);
     plan.members = reinterpret_cast<const Member*>(begin + header.members_offset);
   }
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kHalves, 1)
 #if PAT_WGMMA
     if constexpr (S::kWgmma) take_registers<192>();
 #endif
-    consume<T, kHeadDim>(p, s, role);
+    consume<T, kHeadDim, kTransforms>(p, s, role);
   }
 }
 
@@ -178,7 +179,8 @@ Footprint footprint(const Device& device) {
 
 template <typename T, int kHeadDim>
 void launch_forward_as(ForwardParams params, cudaStream_t stream) {
-  auto* kernel = forward_kernel<T, kHeadDim>;
+  auto* kernel = params.logits == kPlain ? forward_kernel<T, kHeadDim, false>
+                                         : forward_kernel<T, kHeadDim, true>;
   const Device& device = current_device();
   const Footprint use = footprint<kHeadDim>(device);
   params.stages = use.stages;

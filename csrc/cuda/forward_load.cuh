@@ -6,23 +6,24 @@
 
 namespace pat {
 
+// Item of a unit.
+__device__ __forceinline__ int item_of(const ForwardParams& p, int unit) {
+  return p.kv_heads_magic == 0 ? unit : static_cast<int>(__umulhi(unit, p.kv_heads_magic));
+}
+
 // What the scheduler makes of unit `unit`; false if another launch runs it.
 __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& plan, int unit,
                                          Unit& u) {
-  const auto* items = reinterpret_cast<const int4*>(plan.items);
-  const int item = unit / p.num_kv_heads;
-  const int head = unit - item * p.num_kv_heads;
-  const int4 a = __ldg(items + 2 * item);
-  const int4 b = __ldg(items + 2 * item + 1);
-  int tokens = b.x;
-  if (tokens == kDynamic) tokens = max(__ldg(p.lens + a.z) - a.w, 0);
+  const int item = item_of(p, unit);
+  const auto* items = reinterpret_cast<const int4*>(plan.items) + 2 * item;
+  const int4 a = __ldg(items), b = __ldg(items + 1);
   u.member_offset = a.x;
   u.row_begin = 0;
   u.rows = a.y * p.group;
   u.batch_row = a.z;
   u.kv_start = a.w;
-  u.tokens = tokens;
-  u.head = head;
+  u.tokens = b.w;
+  u.head = unit - item * p.num_kv_heads;
   u.item = item;
   u.single = a.y == 1;
   u.narrow = kNotNarrow;
@@ -71,23 +72,30 @@ struct UnitScheduler {
     }
   }
 
-  // The others: claimed by ticket, and only when few tiles are left to load.
-  __device__ void run_tickets(int begin, int total) {
-    int first = begin + s.side * gridDim.x + blockIdx.x;
+  __device__ __forceinline__ int claim(int32_t* tickets, int batch) const {
+    int ticket = 0;
+    if (lane == 0) ticket = atomicAdd(tickets, batch);
+    return __shfl_sync(~0u, ticket, 0);
+  }
+
+  // The units before `end`: `first` (if negative, claimed too), then those from `begin` on that it
+  // claims by ticket, and only when few tiles are left to load.
+  __device__ __forceinline__ void run_list(int begin, int end, int first, int32_t* tickets) {
     int batch = 1;
-    while (true) {
+    if (first < 0) first = begin + claim(tickets, batch);
+    while (first < end) {
       // Lane i looks up the i-th unit of the batch.
+      const int count = min(batch, end - first);
       Unit u{};
       bool mine = false;
-      if (lane < batch && first + lane < total) {
+      if (lane < count) {
         mine = describe(p, s.control(), first + lane, u);
         if (p.narrow && u.rows <= kNarrowRows && u.tokens > 0 && u.tokens <= kTileTokens) {
           u.narrow = u.tokens <= kShortTokens ? kShort : kNarrow;
         }
       }
       int tiles = 1;
-      for (int i = 0; i < batch; ++i) {
-        if (first + i >= total) return;
+      for (int i = 0; i < count; ++i) {
         const int rows = __shfl_sync(~0u, u.rows, i);
         if (!__shfl_sync(~0u, static_cast<int>(mine), i)) continue;
         tiles = max(tiles_of(__shfl_sync(~0u, u.tokens, i)), 1);
@@ -102,29 +110,54 @@ struct UnitScheduler {
       const volatile int32_t* loaded = &s.control().loaded_tiles;
       while (claimed_tiles - *loaded > kAheadTiles) __nanosleep(40);
       __syncwarp();
-      if (lane == 0) first = begin + s.halves * gridDim.x + atomicAdd(p.queue, batch);
-      first = __shfl_sync(~0u, first, 0);
+      first = begin + claim(tickets, batch);
+    }
+  }
+
+  // Heavy units keep the matrix units busy, light ones the memory: one half begins with these, the
+  // other with those, and each goes on with what the others leave. Who finds no unit of its own
+  // kind to begin with has one of the other kind.
+  __device__ void run_lists(int begin, int middle, int end) {
+    const int grid = gridDim.x, cta = blockIdx.x;
+    const int heavy = middle - begin, light = end - middle;
+    const bool two = s.halves == 2;
+    bool is_light = s.side == 1;
+    int first = is_light ? middle + cta : begin + cta;
+    bool more = first < (is_light ? end : middle);
+    if (!more) {
+      first = is_light ? begin + grid + cta - light : middle + (two ? grid : 0) + cta - heavy;
+      is_light = !is_light;
+    }
+#pragma unroll 1
+    while (true) {
+      const int given = is_light ? middle + (two ? grid : 0) + max(grid - heavy, 0)
+                                 : begin + grid + (two ? max(grid - light, 0) : 0);
+      run_list(given, is_light ? end : middle, first, p.queue + is_light);
+      if (!more) break;
+      more = false;
+      is_light = !is_light;
+      first = -1;
     }
   }
 
   __device__ void run() {
     // A plan of more queries than the batch has rows is not run; the merge says so in the output.
     const Control& plan = s.control();
-    const bool runs = plan.num_queries <= p.num_rows;
-    const int total = runs ? plan.num_items * p.num_kv_heads : 0;
-    const int wide =
-        Shape<kHeadDim>::kWgmma && runs && s.halves == 2 ? plan.num_wide_items * p.num_kv_heads : 0;
-    run_wide(wide);
-    run_tickets(wide, total);
+    if (plan.num_queries <= p.num_rows) {
+      const int wide =
+          Shape<kHeadDim>::kWgmma && s.halves == 2 ? plan.num_wide_items * p.num_kv_heads : 0;
+      run_wide(wide);
+      run_lists(wide, (plan.num_wide_items + plan.num_heavy_items) * p.num_kv_heads,
+                plan.num_items * p.num_kv_heads);
+    }
     Unit end{};
     end.tokens = -1;
     push(end, 0, 0);
     // The last half leaves the queue as it found it, for the next launch.
     if (lane == 0) {
       __threadfence();
-      if (atomicAdd(p.queue + 1, 1) == static_cast<int>(gridDim.x) * s.halves - 1) {
-        p.queue[0] = 0;
-        p.queue[1] = 0;
+      if (atomicAdd(p.queue + 2, 1) == static_cast<int>(gridDim.x) * s.halves - 1) {
+        for (int i = 0; i < 3; ++i) p.queue[i] = 0;
       }
     }
   }
@@ -152,56 +185,87 @@ struct Fetcher {
     tile.advance(kSlotTiles);
   }
 
-  // Query of packed row `row` of a unit.
-  __device__ __forceinline__ int query_of(const Unit& u, int row) const {
-    if (row >= u.rows || u.single) return u.member.query;
-    const int index = ((u.row_begin + row) * p.group_magic) >> 16;
-    return load_member(s.control(), u.member_offset + index).query;
+  // Where packed row `row` of Q begins, in units of 16 bytes.
+  __device__ __forceinline__ uint32_t row_of_q(const Unit& u, int row) const {
+    const int packed = u.row_begin + row;
+    const int index = (packed * p.group_magic) >> 16;
+    const int head = u.head * p.group + packed - index * p.group;
+    const int query = row < u.rows ? load_member(s.control(), u.member_offset + index).query : 0;
+    return static_cast<uint32_t>((query * p.q_stride_query + head * p.q_stride_head) >> 4);
   }
 
-  // Copies packed rows of Q to a buffer whose panels are `panel` bytes apart; lane i holds the
-  // queries of rows i and i + 32.
-  __device__ __forceinline__ void copy_queries(const Unit& u, const int (&query)[2], uint32_t to,
-                                               uint32_t panel) {
+  // Copies packed rows of Q to a buffer whose panels are `panel` bytes apart; lane i holds where
+  // rows i and i + 32 begin.
+  __device__ __forceinline__ void copy_rows(const Unit& u, const uint32_t (&rows)[2], uint32_t to,
+                                            uint32_t panel) {
     const int chunk = lane % S::kChunks;
-    to += (chunk >> 3) * panel;
+    const int sub_row = lane / S::kChunks;
+    const char* from = p.q + chunk * 16;
+    to += (chunk >> 3) * panel + sub_row * 128;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-#pragma unroll 4
-      for (int i = 0; i < 32; i += S::kRowsPerCopy) {
-        if (32 * half + i >= u.rows) return;
-        const int r = i + lane / S::kChunks;
-        const int row = u.row_begin + 32 * half + r;
-        const int head = u.head * p.group + row - ((row * p.group_magic) >> 16) * p.group;
-        const int64_t from = __shfl_sync(~0u, query[half], r) * p.q_stride_query;
-        if (32 * half + r < u.rows) {
-          copy16(to + (32 * half + r) * 128 + (((chunk & 7) ^ (r & 7)) << 4),
-                 p.q + from + head * p.q_stride_head + chunk * 16);
+#pragma unroll 1
+      for (int i = 0; i < 32; i += 8) {
+        const int first = 32 * half + i;
+        if (first >= u.rows) return;
+#pragma unroll
+        for (int j = 0; j < 8; j += S::kRowsPerCopy) {
+          const uint64_t row = __shfl_sync(~0u, rows[half], i + j + sub_row);
+          if (first + j + sub_row < u.rows) {
+            copy16(to + (first + j) * 128 + (((chunk & 7) ^ ((j + sub_row) & 7)) << 4),
+                   from + (row << 4));
+          }
         }
       }
+    }
+  }
+
+  // The same of a unit of one query, whose rows are neighbouring heads.
+  __device__ __forceinline__ void copy_query(const Unit& u, uint32_t to, uint32_t panel) {
+    const int chunk = lane % S::kChunks;
+    int row = lane / S::kChunks;
+    const char* from = p.q + u.member.query * p.q_stride_query +
+                       (u.head * p.group + row) * p.q_stride_head + chunk * 16;
+    to += (chunk >> 3) * panel;
+#pragma unroll 1
+    for (; row < u.rows; row += S::kRowsPerCopy) {
+      copy16(to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4), from);
+      from += S::kRowsPerCopy * p.q_stride_head;
     }
   }
 
   __device__ void run() {
     for (Cursor ring;; ring.advance(kUnits)) {
       barrier_wait(s.unit_full(ring.index), ring.phase);
-      const Unit& u = s.control().units[ring.index];
+      const Unit u = s.control().units[ring.index];
       const int tokens = u.tokens;
       if (tokens < 0) break;
       if (tokens > 0) {
-        const int query[2] = {query_of(u, lane), query_of(u, lane + 32)};
         const int32_t* from = p.slots + u.batch_row * p.slots_stride + u.kv_start;
         const int step = u.wide ? 2 * kTileTokens : kTileTokens;
         int first = u.wide ? s.side * kTileTokens : 0;
         if (first < tokens) fetch_slots(from, first, tokens);
+        uint32_t rows[2];
+        if (!u.single) {
+          rows[0] = row_of_q(u, lane);
+          rows[1] = row_of_q(u, lane + 32);
+        }
         if (u.narrow) {
           barrier_wait(s.narrow_empty(narrow.index), narrow.phase ^ 1);
-          copy_queries(u, query, s.narrow_q(narrow.index), kNarrowRows * 128);
+          if (u.single) {
+            copy_query(u, s.narrow_q(narrow.index), kNarrowRows * 128);
+          } else {
+            copy_rows(u, rows, s.narrow_q(narrow.index), kNarrowRows * 128);
+          }
           barrier_arrive_copies(s.narrow_full(narrow.index));
           narrow.advance(kNarrowUnits);
         } else {
           barrier_wait(s.q_empty(q.index), q.phase ^ 1);
-          copy_queries(u, query, s.q(q.index), S::kPanelBytes);
+          if (u.single) {
+            copy_query(u, s.q(q.index), S::kPanelBytes);
+          } else {
+            copy_rows(u, rows, s.q(q.index), S::kPanelBytes);
+          }
           barrier_arrive_copies(s.q_full(q.index));
           q.advance(p.q_buffers);
           while ((first += step) < tokens) fetch_slots(from, first, tokens);
@@ -228,7 +292,6 @@ struct Loader {
 
   __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
   __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
-  __device__ __forceinline__ const Unit& unit() const { return s.control().units[ring.index]; }
 
   __device__ __forceinline__ void release(uint32_t bar) {
     __syncwarp();
@@ -330,7 +393,7 @@ struct Loader {
   __device__ void run() {
     for (;; ring.advance(kUnits)) {
       barrier_wait(s.unit_full(ring.index), ring.phase);
-      const Unit& u = unit();
+      const Unit u = s.control().units[ring.index];
       if (u.tokens < 0) break;
       const char* k = p.k + u.head * p.k_stride_head;
       const char* v = p.v + u.head * p.v_stride_head;

@@ -7,9 +7,10 @@
 namespace pat {
 
 // One step of the merge across warps: keeps one half of the columns and adds the partner's.
-template <int kKeep, int kHeadDim, int kCount>
-__device__ __forceinline__ void add_halves(const Consumer<kHeadDim>& c, float (&o)[kCount],
-                                           float4* scratch, int partner, bool upper) {
+template <int kKeep, int kHeadDim, bool kTransforms, int kCount>
+__device__ __forceinline__ void add_halves(const Consumer<kHeadDim, kTransforms>& c,
+                                           float (&o)[kCount], float4* scratch, int partner,
+                                           bool upper) {
   const int lane = lane_id();
 #pragma unroll
   for (int i = 0; i < kKeep / 4; ++i) {
@@ -33,8 +34,8 @@ __device__ __forceinline__ void add_halves(const Consumer<kHeadDim>& c, float (&
 
 // A unit of up to 16 * kRowWarps packed rows with mma.sync: kRowWarps warps take 16 rows each, and
 // the 4 / kRowWarps warps of the same rows share the tokens of a tile.
-template <typename T, int kHeadDim, int kRowWarps>
-__device__ __forceinline__ void attend_mma(Consumer<kHeadDim>& c, const Unit& u) {
+template <typename T, int kRowWarps, int kHeadDim, bool kTransforms>
+__device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, const Unit& u) {
   using S = Shape<kHeadDim>;
   constexpr int kTokenWarps = 4 / kRowWarps;
   constexpr int kTokens = kTileTokens / kTokenWarps;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim>& c, const Unit& u)
           mma16816<T>(scores + 8 * j + 4, a, b[2], b[3]);
         }
       }
-      softmax<kTiles>(p, scores, row_max, row_sum, factor, first_token, left);
+      softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, first_token, left);
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         weights[i] = pack2<T>(scores[2 * i], scores[2 * i + 1]);
@@ -168,8 +169,8 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim>& c, const Unit& u)
 
 // A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
 // are copies of rows 0 to 7 that nobody uses.
-template <typename T, int kHeadDim, int kTokens>
-__device__ __forceinline__ void attend_narrow(Consumer<kHeadDim>& c, const Unit& u) {
+template <typename T, int kTokens, int kHeadDim, bool kTransforms>
+__device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c, const Unit& u) {
   using S = Shape<kHeadDim>;
   constexpr int kTiles = kTokens / 8;
   constexpr bool kIsShort = kTokens == kShortTokens;
@@ -211,7 +212,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim>& c, const Unit&
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
-  softmax<kTiles>(p, scores, row_max, row_sum, factor, 0, u.tokens);
+  softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, 0, u.tokens);
   if constexpr (!kIsShort) c.wait_stage();
   float o[kHeadDim / 2];
 #pragma unroll

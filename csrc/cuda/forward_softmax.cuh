@@ -6,8 +6,8 @@
 
 namespace pat {
 
-// What a consumer warp keeps over all units.
-template <int kHeadDim>
+// What a consumer warp keeps over all units. kTransforms: see Logits.
+template <int kHeadDim, bool kTransforms>
 struct Consumer {
   const ForwardParams& p;
   const Shared<kHeadDim>& s;
@@ -55,20 +55,19 @@ struct Consumer {
 // Online softmax over one tile of scores: lane holds rows lane / 4 and lane / 4 + 8 in mma layout.
 // Turns scores into weights, updates max and sum (of this lane's columns), and gives the factors
 // that the output so far is to be multiplied with.
-template <int kTiles>
+template <int kTiles, bool kTransforms>
 __device__ __forceinline__ void softmax(const ForwardParams& p, float (&s)[4 * kTiles],
                                         float (&row_max)[2], float (&row_sum)[2],
                                         float (&factor)[2], int first_token, int tokens) {
   const int column = first_token + 2 * (lane_id() & 3);
-  if (p.logits != kPlain) {
+  if constexpr (kTransforms) {
+    const bool capped = p.logits == kCapped;
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) {
-      if (p.logits == kScaled) {
-        s[i] *= p.pre_scale;
-      } else {  // tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        s[i] =
-            p.cap * (1.0f - __fdividef(2.0f, exp2_approx(fminf(s[i] * p.pre_scale, 64.0f)) + 1.0f));
-      }
+      s[i] *= p.pre_scale;
+      // tanh(x) = 1 - 2 / (exp(2 x) + 1)
+      const float tanh = 1.0f - __fdividef(2.0f, exp2_approx(fminf(s[i], 64.0f)) + 1.0f);
+      s[i] = capped ? p.cap * tanh : s[i];
     }
   }
   if (first_token + 8 * kTiles > tokens) {

@@ -59,8 +59,8 @@ __device__ __forceinline__ void pack_weights(uint32_t (&weights)[kCount],
 
 // Up to 64 rows. While the softmax of a tile runs, the product of the previous tile's weights with
 // its values does too. Of a wide unit every second tile is in the other half's shared memory.
-template <typename T, int kHeadDim>
-__device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim>& c, const Unit& u) {
+template <typename T, int kHeadDim, bool kTransforms>
+__device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c, const Unit& u) {
   const ForwardParams& p = c.p;
   uint32_t q[kHeadDim / 4];
   float o[kHeadDim / 2];
@@ -89,7 +89,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim>& c, const Unit& 
   wgmma_wait<0>();
   pin(scores);
   c.release(keys.empty);
-  softmax<8>(p, scores, row_max, row_sum, factor, 0, left);
+  softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left);
   pack_weights<T>(weights, scores);
 
   for (; left > kTileTokens; left -= kTileTokens) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim>& c, const Unit& 
     wgmma_wait<1>();
     pin(scores);
     c.release(keys.empty);
-    softmax<8>(p, scores, row_max, row_sum, factor, 0, left - kTileTokens);
+    softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left - kTileTokens);
     wgmma_wait<0>();
     pin(o);
     pin(weights);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The merge kernel (PAT section 7): the partial results of queries with several splits, joined by
-// online softmax. A warp takes one query head; splits are joined in the plan's order, so that
-// results are bitwise the same from run to run. It also writes the rows that no item covers:
-// queries without tokens and the rows that pad a batch.
+// online softmax. Splits are joined in the plan's order, so that results are bitwise the same from
+// run to run. It also writes the rows that no item covers: queries without tokens and the rows that
+// pad a batch.
 #include "cuda/error.h"
 #include "cuda/launch.h"
 #include "cuda/ptx.cuh"
@@ -12,6 +12,7 @@ namespace pat {
 namespace {
 
 constexpr int kWarps = 4;
+constexpr int kFewWarps = 16;  // an SM
 
 struct MergeParams {
   const PlanHeader* plan;
@@ -54,15 +55,17 @@ __device__ __forceinline__ float value(const uint32_t* words, int i) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
 }
 
-template <typename T, int kHeadDim, bool kFloat>
+// A warp takes kHeads heads of a row and asks for kAhead splits of each at once, so that it waits
+// for memory as rarely as it can.
+template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead>
 __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p) {
   constexpr int kValues = kHeadDim / 32;  // of a lane
   constexpr int kBytes = kValues * (kFloat ? 4 : 2);
-  constexpr int kAhead = 4;  // splits loaded at a time
   const int lane = threadIdx.x & 31;
   const int task = blockIdx.x * kWarps + threadIdx.x / 32;
-  const int row = task / p.num_q_heads;
-  const int head = task - row * p.num_q_heads;
+  const int tasks_of_row = (p.num_q_heads + kHeads - 1) / kHeads;
+  const int row = task / tasks_of_row;
+  const int first_head = (task - row * tasks_of_row) * kHeads;
   if (row >= p.num_rows) return;
 
   const int planned = p.plan->num_queries;
@@ -77,59 +80,72 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
   if (splits.y == 1 && !too_large) return;  // its item wrote the output
   if (too_large) splits.y = 0;
 
-  float o[kValues]{};
-  SoftmaxState state = empty_state();
-  const int64_t first_part = static_cast<int64_t>(splits.x) * p.num_q_heads + head;
+  float o[kHeads][kValues]{};
+  SoftmaxState state[kHeads];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) state[h] = empty_state();
+  const int64_t first_part = static_cast<int64_t>(splits.x) * p.num_q_heads + first_head;
   const float* lses = p.partial_lse + first_part;
   const char* parts = static_cast<const char*>(p.partials) + (first_part * 32 + lane) * kBytes;
-  const int64_t part_bytes = static_cast<int64_t>(p.num_q_heads) * 32 * kBytes;
   for (int first = 0; first < splits.y; first += kAhead) {
-    Raw<kBytes> part[kAhead];
-    SoftmaxState states[kAhead];
+    Raw<kBytes> part[kHeads][kAhead];
+    SoftmaxState states[kHeads][kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      states[i] = empty_state();
-      if (first + i < splits.y) {
-        const int64_t split = first + i;
-        part[i] = load_raw<kBytes>(parts + split * part_bytes);
-        states[i] = stored_state(__ldcg(lses + split * p.num_q_heads));
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        states[h][i] = empty_state();
+        if (first + i < splits.y && first_head + h < p.num_q_heads) {
+          const int64_t at = static_cast<int64_t>(first + i) * p.num_q_heads + h;
+          part[h][i] = load_raw<kBytes>(parts + at * 32 * kBytes);
+          states[h][i] = stored_state(__ldcg(lses + at));
+        }
       }
     }
-    SoftmaxState total = state;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) total = join(total, states[i]);
-    const float keep = rescale(state.max, total.max);
+    for (int h = 0; h < kHeads; ++h) {
+      SoftmaxState total = state[h];
 #pragma unroll
-    for (int j = 0; j < kValues; ++j) o[j] *= keep;
+      for (int i = 0; i < kAhead; ++i) total = join(total, states[h][i]);
+      const float keep = rescale(state[h].max, total.max);
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const float weight = rescale(states[i].max, total.max);
-      if (first + i >= splits.y) break;
+      for (int j = 0; j < kValues; ++j) o[h][j] *= keep;
 #pragma unroll
-      for (int j = 0; j < kValues; ++j) {
-        o[j] = fmaf(value<T, kFloat>(part[i].words, j), weight, o[j]);
+      for (int i = 0; i < kAhead; ++i) {
+        const float weight = rescale(states[h][i].max, total.max);
+        if (first + i >= splits.y) break;
+#pragma unroll
+        for (int j = 0; j < kValues; ++j) {
+          o[h][j] = fmaf(value<T, kFloat>(part[h][i].words, j), weight, o[h][j]);
+        }
       }
+      state[h] = total;
     }
-    state = total;
   }
 
-  // A plan that the buffers cannot hold must not pass for a result.
-  const float norm = too_large ? NAN : normalizer(state);
-  T* out = static_cast<T*>(p.out) + row * p.out_stride_query + head * p.out_stride_head;
-  Raw<kValues * 2> result;
 #pragma unroll
-  for (int j = 0; j < kValues / 2; ++j) {
-    result.words[j] = pack2<T>(o[2 * j] * norm, o[2 * j + 1] * norm);
-  }
-  *reinterpret_cast<Raw<kValues * 2>*>(out + lane * kValues) = result;
-  if (p.lse && lane == 0) {
-    p.lse[static_cast<int64_t>(row) * p.num_q_heads + head] = too_large ? NAN : lse(state);
+  for (int h = 0; h < kHeads; ++h) {
+    const int head = first_head + h;
+    if (head >= p.num_q_heads) break;
+    // A plan that the buffers cannot hold must not pass for a result.
+    const float norm = too_large ? NAN : normalizer(state[h]);
+    T* out = static_cast<T*>(p.out) + row * p.out_stride_query + head * p.out_stride_head;
+    Raw<kValues * 2> result;
+#pragma unroll
+    for (int j = 0; j < kValues / 2; ++j) {
+      result.words[j] = pack2<T>(o[h][2 * j] * norm, o[h][2 * j + 1] * norm);
+    }
+    *reinterpret_cast<Raw<kValues * 2>*>(out + lane * kValues) = result;
+    if (p.lse && lane == 0) {
+      p.lse[static_cast<int64_t>(row) * p.num_q_heads + head] = too_large ? NAN : lse(state[h]);
+    }
   }
 }
 
-template <typename T, int kHeadDim, bool kFloat>
-void launch_as(const MergeParams& params, bool overlap, cudaStream_t stream) {
-  const int64_t tasks = static_cast<int64_t>(params.num_rows) * params.num_q_heads;
+template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead>
+void launch_warps(const MergeParams& params, bool overlap, cudaStream_t stream) {
+  const int64_t tasks =
+      static_cast<int64_t>(params.num_rows) * ((params.num_q_heads + kHeads - 1) / kHeads);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>((tasks + kWarps - 1) / kWarps));
   config.blockDim = dim3(kWarps * 32);
@@ -139,8 +155,18 @@ void launch_as(const MergeParams& params, bool overlap, cudaStream_t stream) {
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = overlap && current_device().arch >= 90 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, merge_kernel<T, kHeadDim, kFloat>, params),
+  check(cudaLaunchKernelEx(&config, merge_kernel<T, kHeadDim, kFloat, kHeads, kAhead>, params),
         "merge kernel: launch");
+}
+
+template <typename T, int kHeadDim, bool kFloat>
+void launch_as(const MergeParams& params, bool overlap, cudaStream_t stream) {
+  // Few rows tend to have many splits, and leave room for a warp's registers.
+  if (int64_t{params.num_rows} * params.num_q_heads <= kFewWarps * current_device().num_sms) {
+    launch_warps<T, kHeadDim, kFloat, 1, 8>(params, overlap, stream);
+  } else {
+    launch_warps<T, kHeadDim, kFloat, 2, 2>(params, overlap, stream);
+  }
 }
 
 template <typename T, int kHeadDim>

@@ -19,16 +19,13 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
     const auto given = static_cast<int64_t>(seq_lens[row]);
     return static_cast<int>(max(int64_t{0}, min(given, args.slots_stride)));
   };
-  const int first = (blockIdx.y * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
-  for (int i = first; i < args.num_rows; i += gridDim.x * kParts * kThreads) {
-    args.lens[i] = length(i);
-  }
   if (args.plan->num_queries > args.num_rows) return;
-  const auto* items = reinterpret_cast<const Item*>(reinterpret_cast<const char*>(args.plan) +
-                                                    args.plan->items_offset);
+  auto* items =
+      reinterpret_cast<Item*>(reinterpret_cast<char*>(args.plan) + args.plan->items_offset);
   for (int i = blockIdx.x; i < args.plan->num_items; i += gridDim.x) {
-    const Item& item = items[i];
+    Item& item = items[i];
     const int end = item.kv_len == kDynamic ? length(item.row) : item.kv_start + item.kv_len;
+    if (blockIdx.y == 0 && threadIdx.x == 0) item.tokens = max(end - item.kv_start, 0);
     const int32_t* from = args.req_to_token + rows[item.row] * args.req_to_token_stride;
     int32_t* to = args.slots + item.row * args.slots_stride;
 #pragma unroll 4

@@ -135,7 +135,7 @@ void bind_target(py::module_& m) {
 
 void bind_plan(py::module_& m) {
   PYBIND11_NUMPY_DTYPE(Item, member_offset, num_queries, row, kv_start, kv_len, row_tile, kv_tile,
-                       partial, reserved);
+                       partial, tokens);
   PYBIND11_NUMPY_DTYPE(Member, query, partial);
   PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
   py::class_<Plan>(m, "Plan", "An immutable plan: see csrc/plan.h.")
@@ -145,6 +145,8 @@ void bind_plan(py::module_& m) {
                              [](const Plan& p) { return p.header().num_shared_items; })
       .def_property_readonly("num_wide_items",
                              [](const Plan& p) { return p.header().num_wide_items; })
+      .def_property_readonly("num_heavy_items",
+                             [](const Plan& p) { return p.header().num_heavy_items; })
       .def_property_readonly("num_members", [](const Plan& p) { return p.header().num_members; })
       .def_property_readonly("num_partials", [](const Plan& p) { return p.header().num_partials; })
       .def_property_readonly("num_q_heads", [](const Plan& p) { return p.header().num_q_heads; })

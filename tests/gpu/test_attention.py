@@ -132,7 +132,6 @@ def test_what_no_item_owns_is_not_read() -> None:
     target = target_of(inputs, max_queries=64)
     workspace = Workspace(target, inputs.table.shape[1] + 64)
     workspace.slots.fill_(2**31 - 1)
-    workspace.lens.fill_(2**31 - 1)
     workspace.partials.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
     workspace._plan_buffer.fill_(0x7F)
