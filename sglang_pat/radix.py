@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from sglang_pat import _C
 from sglang_pat.planning import Plan, Planner
@@ -63,30 +64,29 @@ class RadixView:
         else:
             self.disabled = f"unknown cache {type(tree_cache).__name__}"
 
-    def read_handles(
-        self, reqs: Sequence[Any], rows: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """(node id or NO_NODE, tokens safe to share) of every request: int64 [len(reqs), 2].
+    def read_handles(self, reqs: Sequence[Any], rows: torch.Tensor) -> bytes:
+        """(node id or NO_NODE, tokens safe to share, row) of every request: int64 [len(reqs), 3],
+        as bytes to be compared; ``as_handles`` makes an array of them.
 
-        ``rows`` [len(reqs)]: those of ``req_to_token`` that the batch reads. A request that does
-        not own its row, such as one just released, has no say in it: (NO_NODE, 0).
+        ``rows`` [>= len(reqs)] int64, CPU, contiguous: those of ``req_to_token`` that the batch
+        reads. A request that does not own its row, such as one just released, has no say in it:
+        (NO_NODE, 0, row).
 
         Raises AttributeError or TypeError if SGLang's requests have changed their form.
         """
         if self.disabled:
-            return np.full((len(reqs), 2), (NO_NODE, 0), dtype=np.int64)
-        held = np.empty((len(reqs), 3), dtype=np.int64)
-        names = (self._handle, "kv.cache_protected_len", "kv.req_pool_idx")
-        _C.read_attrs(reqs, names, held.ctypes.data)
-        held[held[:, 2] != rows] = (NO_NODE, 0, -1)
-        return held[:, :2]
+            return np.full((len(reqs), 3), (NO_NODE, 0, 0), dtype=np.int64).tobytes()
+        if len(rows) < len(reqs):
+            raise ValueError(f"{len(reqs)} requests in a batch of {len(rows)} rows")
+        paths = (self._handle, "kv.cache_protected_len", "kv.req_pool_idx")
+        return _C.read_handles(reqs, paths, rows.data_ptr())
 
     def look_up(
         self, reqs: Sequence[Any], handles: npt.NDArray[np.int64]
     ) -> tuple[list[Any], dict[str, int]]:
         """Leaf or path (see above) of every request, and how many share nothing, by reason.
 
-        None for a request that holds no node. ``handles``: as ``read_handles`` gave them. Raises
+        None for a request that holds no node. ``handles``: those of ``as_handles``. Raises
         KeyError for a node that the tree does not know.
         """
         if self.disabled:
@@ -124,6 +124,11 @@ class RadixView:
     def slots(self, req: Any) -> Any:
         """Slots of the tokens from the root to the request's node: int64 tensor (CHECK only)."""
         return self.tree_cache.path_device_indices(req.lock.node)
+
+
+def as_handles(read: bytes) -> npt.NDArray[np.int64]:
+    """What ``RadixView.read_handles`` read: int64 [requests, 3]."""
+    return np.frombuffer(read, dtype=np.int64).reshape(-1, 3)
 
 
 def _nothing(nodes: list[int], _reqs: Sequence[Any]) -> Iterable[Any]:

@@ -26,7 +26,7 @@ import torch
 
 from sglang_pat.hook import LiveBatch
 from sglang_pat.planning import Plan, Planner
-from sglang_pat.radix import RadixView
+from sglang_pat.radix import RadixView, as_handles
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
@@ -113,27 +113,22 @@ class StepPlanner:
         self._age += 1
         return self._age > SETTLE_STEPS and self._age % RECHECK_STEPS != 0
 
-    def _read(
-        self, batch: LiveBatch, count: int
-    ) -> tuple[tuple[object, ...] | None, npt.NDArray[np.int64] | None]:
+    def _read(self, batch: LiveBatch, count: int) -> tuple[tuple[object, ...] | None, bytes | None]:
         """What a plan depends on, to be compared, and the requests' handles; None if unreadable."""
         if batch.tree_cache is not self._view.tree_cache:
             self._view = RadixView(batch.tree_cache)
             logger.info("sglang_pat: reads paths from %s", self._view.kind or self._view.disabled)
-        rows = batch.rows.numpy()
         try:
-            handles = self._view.read_handles(batch.reqs, rows[: len(batch.reqs)])
+            handles = self._view.read_handles(batch.reqs, batch.rows)
         except (AttributeError, TypeError, ValueError) as error:
             self._stats.fall_back("requests not readable", error)
             return None, None
-        return (count, rows.tobytes(), handles.tobytes()), handles
+        return (count, handles), handles
 
-    def _make(
-        self, batch: LiveBatch, seq_lens: torch.Tensor, handles: npt.NDArray[np.int64] | None
-    ) -> Plan | None:
+    def _make(self, batch: LiveBatch, seq_lens: torch.Tensor, handles: bytes | None) -> Plan | None:
         try:
             if handles is not None:
-                found, limits = self._look_up(batch, len(seq_lens), handles)
+                found, limits = self._look_up(batch, len(seq_lens), as_handles(handles))
                 return self._view.plan(self._planner, found, seq_lens.numpy(), limits)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back("sharing not usable", repr(error))

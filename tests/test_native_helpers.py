@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extension's Python-facing helpers: attribute reader and stub file."""
+"""The extension's Python-facing helpers: reader of handles and stub file."""
 
 from __future__ import annotations
 
@@ -13,30 +13,69 @@ import pytest
 
 from sglang_pat import _C
 
-
-def read(objects, paths) -> list[list[int]]:
-    out = np.full((len(objects), len(paths)), -99, dtype=np.int64)
-    _C.read_attrs(objects, paths, out.ctypes.data)
-    return out.tolist()
+PATHS = ("lock.node", "kv.length", "kv.row")
 
 
-def test_reads_dotted_integers() -> None:
-    one = SimpleNamespace(row=3, lock=SimpleNamespace(node=2**40), kv=SimpleNamespace(length=7))
-    two = SimpleNamespace(row=4, lock=None, kv=SimpleNamespace(length=None))
-    paths = ["row", "lock.node", "kv.length"]
-    assert read([one, two], paths) == [[3, 2**40, 7], [4, -1, -1]]
-    assert read([], paths) == []
+def request(node=1, length=2, row=3) -> SimpleNamespace:
+    return SimpleNamespace(
+        lock=SimpleNamespace(node=node), kv=SimpleNamespace(length=length, row=row)
+    )
+
+
+def read(requests, rows, paths=PATHS) -> list[list[int]]:
+    given = np.array(rows, dtype=np.int64)
+    out = _C.read_handles(requests, paths, given.ctypes.data)
+    return np.frombuffer(out, dtype=np.int64).reshape(-1, 3).tolist()
+
+
+def test_reads_handles() -> None:
+    released = request(row=4)
+    released.lock = None
+    assert read([request(node=2**40, length=7), released], [3, 4]) == [[2**40, 7, 3], [-1, 2, 4]]
+    assert read([], []) == []
+    many = [request(node=i, length=2 * i, row=1000 + i) for i in range(100)]
+    assert read(many, range(1000, 1100)) == [[i, 2 * i, 1000 + i] for i in range(100)]
+    assert read([request()], [3], ("kv.row", "lock.node", "kv.row")) == [[3, 1, 3]]
+
+
+def test_a_request_that_does_not_own_its_row_has_no_handle() -> None:
+    assert read([request(), request(row=9)], [3, 4]) == [[1, 2, 3], [-1, 0, 4]]
+    assert read([request(row=None)], [3]) == [[-1, 0, 3]]
+
+
+def test_reads_what_keeps_its_attributes_otherwise() -> None:
+    """In slots, in a dict of many names, in one that was taken out of the object."""
+
+    class Slots:
+        __slots__ = ("node",)
+
+    slots = Slots()
+    slots.node = 5
+    large = request()
+    for name in range(100):
+        setattr(large, f"name{name}", name)
+    large.lock = slots
+    taken = request()
+    vars(taken).update(vars(request(node=8)))
+
+    class Plain:
+        pass
+
+    plain = Plain()
+    plain.lock, plain.kv = slots, request().kv
+    rows = [[5, 2, 3], [8, 2, 3], [5, 2, 3]]
+    assert read([large, taken, plain], [3, 3, 3]) == rows
 
 
 @pytest.mark.parametrize("value", [1.5, "x", object(), [1]])
 def test_refuses_what_is_not_an_integer(value) -> None:
-    with pytest.raises(TypeError, match=r"a\.b is not an integer"):
-        read([SimpleNamespace(a=SimpleNamespace(b=value))], ["a.b"])
+    with pytest.raises(TypeError, match=r"kv\.length is not an integer"):
+        read([request(length=value)], [3])
 
 
 def test_names_a_missing_attribute() -> None:
     with pytest.raises(AttributeError, match="nowhere"):
-        read([SimpleNamespace(a=1)], ["nowhere"])
+        read([request()], [3], ("lock.node", "kv.length", "nowhere"))
 
 
 def test_the_stub_names_what_the_extension_has() -> None:

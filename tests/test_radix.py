@@ -16,7 +16,7 @@ from kit_trees import Path, target
 
 from sglang_pat.bench.live import CACHES, LiveCache
 from sglang_pat.planning import Plan, Planner
-from sglang_pat.radix import RadixView
+from sglang_pat.radix import RadixView, as_handles
 
 TARGET = target(units=1, policy="naive")
 ROUNDS = 12
@@ -39,7 +39,7 @@ def path_of(cache: LiveCache, kind: str, req: Any) -> Path:
 
 
 def plan(planner: Planner, view: RadixView, reqs: list[Any], batch: Any, lens: Any) -> Plan:
-    handles = view.read_handles(reqs, batch.rows.numpy())
+    handles = as_handles(view.read_handles(reqs, batch.rows))
     found, _ = view.look_up(reqs, handles)
     return view.plan(planner, found, lens.numpy(), handles[:, 1])
 
@@ -86,6 +86,6 @@ def test_requests_without_a_node_are_counted(kind: str) -> None:
     reqs[2].kv.cache_protected_len = 0
     view = RadixView(cache.tree)
     batch, _ = cache.batch(reqs)
-    found, private = view.look_up(reqs, view.read_handles(reqs, batch.rows.numpy()))
+    found, private = view.look_up(reqs, as_handles(view.read_handles(reqs, batch.rows)))
     assert [one is None for one in found] == [False, True, False, False]
     assert json.dumps(private) == '{"no tree lock": 1, "nothing cached yet": 1}'

@@ -218,10 +218,14 @@ void bind_pack(py::module_& m) {
   bind_plan(m);
   m.def("plan_bytes", &plan_bytes, py::arg("items"), py::arg("members"), py::arg("queries"),
         "Bytes of a plan of so many items, members and queries (csrc/plan.h).");
-  m.def(
-      "read_attrs", &read_attrs, py::arg("objects"), py::arg("paths"), py::arg("out_ptr"),
-      "Reads dotted integer attributes of every object into int64 host memory [objects, paths]; a "
-      "None on the way reads as -1. Raises TypeError for anything that is not an integer.");
+  m.def("read_handles", &read_handles, py::arg("requests"), py::arg("paths"), py::arg("rows_ptr"),
+        "Reads three dotted integer attributes of every request: node, tokens safe to share, row. "
+        "Gives "
+        "int64 [requests, 3] as bytes; a None on the way reads as -1, and a request whose row is "
+        "not the "
+        "one at rows_ptr (int64 [requests]) as (-1, 0, that row). Raises AttributeError, and "
+        "TypeError "
+        "for anything that is not an integer.");
 }
 
 }  // namespace pat

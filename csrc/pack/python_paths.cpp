@@ -60,9 +60,9 @@ PathView PathTable::view() const {
           starts_.data(), ends_.data()};
 }
 
-void read_attrs(const py::sequence& objects, const std::vector<std::string>& paths,
-                uintptr_t out_ptr) {
-  std::vector<std::vector<py::str>> names(paths.size());
+py::bytes read_handles(const py::sequence& requests, const std::array<std::string, 3>& paths,
+                       uintptr_t rows_ptr) {
+  std::array<std::vector<py::str>, 3> names;
   for (size_t i = 0; i < paths.size(); ++i) {
     for (size_t begin = 0; begin <= paths[i].size();) {
       const size_t end = std::min(paths[i].find('.', begin), paths[i].size());
@@ -70,24 +70,44 @@ void read_attrs(const py::sequence& objects, const std::vector<std::string>& pat
       begin = end + 1;
     }
   }
-  const py::object list = fast_sequence(objects.ptr(), "objects must be a sequence");
+  const py::object list = fast_sequence(requests.ptr(), "requests must be a sequence");
   const py::ssize_t count = PySequence_Fast_GET_SIZE(list.ptr());
-  auto* out = reinterpret_cast<int64_t*>(out_ptr);
-  // Each look-up takes about 20 ns: neighbouring paths share that of an equal first name.
-  std::vector<bool> same_head(paths.size(), false);
-  for (size_t j = 1; j < paths.size(); ++j) same_head[j] = names[j][0].is(names[j - 1][0]);
+  PyObject** items = PySequence_Fast_ITEMS(list.ptr());
+  const auto at = [&](py::ssize_t i) { return items[std::min(i, count - 1)]; };
+  // First the first name of every path (once where neighbouring paths share it), then the rest.
+  std::array<size_t, 3> first_of{};  // where a path's first value is
+  size_t num_firsts = 0;
+  for (size_t j = 0; j < paths.size(); ++j) {
+    num_firsts += j == 0 || !names[j][0].is(names[j - 1][0]);
+    first_of[j] = num_firsts - 1;
+  }
+  constexpr py::ssize_t kAhead = 6;  // requests between one hint and the next
+  std::vector<py::object> firsts;
+  firsts.reserve(static_cast<size_t>(count) * num_firsts);
   for (py::ssize_t i = 0; i < count; ++i) {
-    PyObject* object = PySequence_Fast_GET_ITEM(list.ptr(), i);
-    py::object head;
+    prefetch_object(at(i + 3 * kAhead));
+    prefetch_attributes(at(i + 2 * kAhead));
+    prefetch_keys(at(i + kAhead));
     for (size_t j = 0; j < paths.size(); ++j) {
-      if (!same_head[j]) head = get_attr(object, names[j][0].ptr());
-      py::object value = head;
+      if (j > 0 && first_of[j] == first_of[j - 1]) continue;
+      firsts.push_back(get_attr(items[i], names[j][0].ptr()));
+      prefetch_object(firsts.back().ptr());
+    }
+  }
+  for (const py::object& first : firsts) prefetch_attributes(first.ptr());
+  const auto* rows = reinterpret_cast<const int64_t*>(rows_ptr);
+  std::vector<std::array<int64_t, 3>> handles(static_cast<size_t>(count));
+  for (size_t i = 0; i < handles.size(); ++i) {
+    for (size_t j = 0; j < paths.size(); ++j) {
+      py::object value = firsts[i * num_firsts + first_of[j]];
       for (size_t k = 1; k < names[j].size() && !value.is_none(); ++k) {
         value = get_attr(value.ptr(), names[j][k].ptr());
       }
-      *out++ = value.is_none() ? -1 : to_int64(value.ptr(), paths[j].c_str());
+      handles[i][j] = value.is_none() ? -1 : to_int64(value.ptr(), paths[j].c_str());
     }
+    if (handles[i][2] != rows[i]) handles[i] = {-1, 0, rows[i]};
   }
+  return {reinterpret_cast<const char*>(handles.data()), handles.size() * sizeof(handles[0])};
 }
 
 }  // namespace pat

@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <string>
 #include <vector>
 
@@ -37,8 +38,11 @@ class PathTable {
   std::vector<int64_t> offsets_, node_ids_, starts_, ends_;
 };
 
-// paths: dotted attribute names such as "lock.node".
-void read_attrs(const pybind11::sequence& objects, const std::vector<std::string>& paths,
-                uintptr_t out_ptr);
+// Reads three dotted integer attributes of every request: node, tokens safe to share, row of
+// req_to_token. Gives them as int64 [requests, 3]; a None on the way reads as -1, and a request
+// whose row is not the one at `rows_ptr` (int64 [requests]) as (-1, 0, that row). Throws
+// AttributeError, and TypeError for anything that is not an integer.
+pybind11::bytes read_handles(const pybind11::sequence& requests,
+                             const std::array<std::string, 3>& paths, uintptr_t rows_ptr);
 
 }  // namespace pat
