@@ -66,6 +66,13 @@ def test_splits(splits: int, partial: torch.dtype) -> None:
     check(inputs, partial_dtype=partial)
 
 
+@pytest.mark.parametrize("heads", [(7, 1), (8, 2)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_merge_of_more_rows_than_warps(heads: tuple[int, int], splits: int) -> None:
+    """Where a warp of the merge takes two heads, the last of an odd number alone."""
+    check(on_device(case(shared(700, 32 * splits, splits), heads, 64), BF16))
+
+
 def test_half_partials_are_used() -> None:
     inputs = on_device(case(shared(6, 120, 4), (8, 2), 128, tails=(9, 50)), BF16)
     exact, _ = execute(inputs)
