@@ -39,7 +39,7 @@ class RadixView:
         self.disabled: str = ""  # why no request has a path here
         self.kind = ""
         self.fields = (0, 1, 2)
-        self._handle = "lock.node"
+        node = "lock.node"
         self.reader: _C.NodeReader | None = None
         self._collect: Callable[[list[int], Sequence[Any]], Iterable[Any]] = _nothing
         core: Any = getattr(tree_cache, "tree_core", None)
@@ -58,11 +58,12 @@ class RadixView:
             self._collect = lambda nodes, _reqs: map(core._node_arena.__getitem__, nodes)
         elif hasattr(tree_cache, "root_node"):
             self.kind = f"{type(tree_cache).__name__} nodes"
-            self._handle = "lock.node.id"
+            node = "lock.node.id"
             self.reader = _C.NodeReader(*_NODE_ATTRS)
             self._collect = lambda _nodes, reqs: (req.lock.node for req in reqs)
         else:
             self.disabled = f"unknown cache {type(tree_cache).__name__}"
+        self._handles = _C.HandleReader((node, "kv.cache_protected_len", "kv.req_pool_idx"))
 
     def read_handles(self, reqs: Sequence[Any], rows: torch.Tensor) -> bytes:
         """(node id or NO_NODE, tokens safe to share, row) of every request: int64 [len(reqs), 3],
@@ -72,14 +73,14 @@ class RadixView:
         reads. A request that does not own its row, such as one just released, has no say in it:
         (NO_NODE, 0, row).
 
-        Raises AttributeError or TypeError if SGLang's requests have changed their form.
+        Raises AttributeError or TypeError if SGLang's requests have changed their form, ValueError
+        for fewer rows.
         """
         if self.disabled:
             return np.full((len(reqs), 3), (NO_NODE, 0, 0), dtype=np.int64).tobytes()
         if len(rows) < len(reqs):
             raise ValueError(f"{len(reqs)} requests in a batch of {len(rows)} rows")
-        paths = (self._handle, "kv.cache_protected_len", "kv.req_pool_idx")
-        return _C.read_handles(reqs, paths, rows.data_ptr())
+        return self._handles.read(reqs, rows.data_ptr())
 
     def look_up(
         self, reqs: Sequence[Any], handles: npt.NDArray[np.int64]

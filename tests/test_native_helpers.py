@@ -24,7 +24,7 @@ def request(node=1, length=2, row=3) -> SimpleNamespace:
 
 def read(requests, rows, paths=PATHS) -> list[list[int]]:
     given = np.array(rows, dtype=np.int64)
-    out = _C.read_handles(requests, paths, given.ctypes.data)
+    out = _C.HandleReader(paths).read(requests, given.ctypes.data)
     return np.frombuffer(out, dtype=np.int64).reshape(-1, 3).tolist()
 
 

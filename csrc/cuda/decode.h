@@ -63,7 +63,8 @@ struct SnapshotArgs {
   int64_t slots_stride;
 };
 
-// Copies the slots of every token that the plan's items read, and the lengths. Once a step.
+// Copies the slots of every token that the plan's items read, and writes into the plan how many
+// tokens each item has. Once a step.
 void snapshot_cuda(const SnapshotArgs& args, void* stream);
 
 }  // namespace pat

@@ -13,7 +13,8 @@
 // which both ldmatrix (free of bank conflicts) and wgmma read.
 //
 // Wide units, of up to 128 packed rows, come first, and both halves work on them: each loads every
-// second tile, and multiplies all of them with 64 rows of its own.
+// second tile, and multiplies all of them with 64 rows of its own. Then one half begins with the
+// heavy units, the other with the light ones.
 #pragma once
 
 #include "cuda/decode.h"
@@ -57,8 +58,8 @@ struct ForwardParams {
   uint64_t* trace;   // see trace_unit, or null
   int32_t num_rows;  // queries that q and out have room for
   int32_t num_q_heads, num_kv_heads, group;
-  uint32_t group_magic;                // r / group == r * group_magic >> 16 for packed rows r
-  uint32_t kv_heads_magic;             // the same of units and num_kv_heads, >> 32; 0 if that is 1
+  uint32_t group_magic;     // r / group == r * group_magic >> 16 for packed rows r
+  uint32_t kv_heads_magic;  // the same of units, below 2^32 / num_kv_heads, >> 32; 0 if that is 1
   int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
   int32_t half_bytes;                  // shared memory of a half
   int32_t stages;

@@ -234,6 +234,15 @@ struct Fetcher {
     }
   }
 
+  __device__ __forceinline__ void copy_q(const Unit& u, const uint32_t (&rows)[2], uint32_t to,
+                                         uint32_t panel) {
+    if (u.single) {
+      copy_query(u, to, panel);
+    } else {
+      copy_rows(u, rows, to, panel);
+    }
+  }
+
   __device__ void run() {
     for (Cursor ring;; ring.advance(kUnits)) {
       barrier_wait(s.unit_full(ring.index), ring.phase);
@@ -245,27 +254,19 @@ struct Fetcher {
         const int step = u.wide ? 2 * kTileTokens : kTileTokens;
         int first = u.wide ? s.side * kTileTokens : 0;
         if (first < tokens) fetch_slots(from, first, tokens);
-        uint32_t rows[2];
+        uint32_t rows[2];  // of Q; not of a unit of one query
         if (!u.single) {
           rows[0] = row_of_q(u, lane);
           rows[1] = row_of_q(u, lane + 32);
         }
         if (u.narrow) {
           barrier_wait(s.narrow_empty(narrow.index), narrow.phase ^ 1);
-          if (u.single) {
-            copy_query(u, s.narrow_q(narrow.index), kNarrowRows * 128);
-          } else {
-            copy_rows(u, rows, s.narrow_q(narrow.index), kNarrowRows * 128);
-          }
+          copy_q(u, rows, s.narrow_q(narrow.index), kNarrowRows * 128);
           barrier_arrive_copies(s.narrow_full(narrow.index));
           narrow.advance(kNarrowUnits);
         } else {
           barrier_wait(s.q_empty(q.index), q.phase ^ 1);
-          if (u.single) {
-            copy_query(u, s.q(q.index), S::kPanelBytes);
-          } else {
-            copy_rows(u, rows, s.q(q.index), S::kPanelBytes);
-          }
+          copy_q(u, rows, s.q(q.index), S::kPanelBytes);
           barrier_arrive_copies(s.q_full(q.index));
           q.advance(p.q_buffers);
           while ((first += step) < tokens) fetch_slots(from, first, tokens);

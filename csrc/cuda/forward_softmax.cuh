@@ -6,7 +6,7 @@
 
 namespace pat {
 
-// What a consumer warp keeps over all units. kTransforms: see Logits.
+// What a consumer warp keeps over all units. kTransforms: the logits are not kPlain.
 template <int kHeadDim, bool kTransforms>
 struct Consumer {
   const ForwardParams& p;

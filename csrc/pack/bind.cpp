@@ -218,14 +218,13 @@ void bind_pack(py::module_& m) {
   bind_plan(m);
   m.def("plan_bytes", &plan_bytes, py::arg("items"), py::arg("members"), py::arg("queries"),
         "Bytes of a plan of so many items, members and queries (csrc/plan.h).");
-  m.def("read_handles", &read_handles, py::arg("requests"), py::arg("paths"), py::arg("rows_ptr"),
-        "Reads three dotted integer attributes of every request: node, tokens safe to share, row. "
-        "Gives "
-        "int64 [requests, 3] as bytes; a None on the way reads as -1, and a request whose row is "
-        "not the "
-        "one at rows_ptr (int64 [requests]) as (-1, 0, that row). Raises AttributeError, and "
-        "TypeError "
-        "for anything that is not an integer.");
+  py::class_<HandleReader>(m, "HandleReader", "Reads requests: see python_paths.h.")
+      .def(py::init<const std::array<std::string, 3>&>(), py::arg("paths"))
+      .def(
+          "read", &HandleReader::read, py::arg("requests"), py::arg("rows_ptr"),
+          "int64 [requests, 3] as bytes: node, tokens safe to share, row; a None on the way reads\n"
+          "as -1, and a request whose row is not the one at rows_ptr (int64 [requests]) as\n"
+          "(-1, 0, that row). Raises AttributeError, and TypeError for what is no integer.");
 }
 
 }  // namespace pat

@@ -2,6 +2,7 @@
 #include "python_paths.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "python_objects.h"
 
@@ -60,50 +61,48 @@ PathView PathTable::view() const {
           starts_.data(), ends_.data()};
 }
 
-py::bytes read_handles(const py::sequence& requests, const std::array<std::string, 3>& paths,
-                       uintptr_t rows_ptr) {
-  std::array<std::vector<py::str>, 3> names;
-  for (size_t i = 0; i < paths.size(); ++i) {
-    for (size_t begin = 0; begin <= paths[i].size();) {
-      const size_t end = std::min(paths[i].find('.', begin), paths[i].size());
-      names[i].push_back(attr_name(paths[i].substr(begin, end - begin)));
+HandleReader::HandleReader(const std::array<std::string, 3>& paths) {
+  for (const std::string& path : paths) {
+    std::vector<py::str> names;
+    for (size_t begin = 0; begin <= path.size();) {
+      const size_t end = std::min(path.find('.', begin), path.size());
+      names.push_back(attr_name(path.substr(begin, end - begin)));
       begin = end + 1;
     }
+    if (firsts_.empty() || !names[0].is(firsts_.back())) firsts_.push_back(names[0]);
+    paths_.push_back({path, std::move(names), firsts_.size() - 1});
   }
+}
+
+py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr) const {
   const py::object list = fast_sequence(requests.ptr(), "requests must be a sequence");
   const py::ssize_t count = PySequence_Fast_GET_SIZE(list.ptr());
   PyObject** items = PySequence_Fast_ITEMS(list.ptr());
   const auto at = [&](py::ssize_t i) { return items[std::min(i, count - 1)]; };
-  // First the first name of every path (once where neighbouring paths share it), then the rest.
-  std::array<size_t, 3> first_of{};  // where a path's first value is
-  size_t num_firsts = 0;
-  for (size_t j = 0; j < paths.size(); ++j) {
-    num_firsts += j == 0 || !names[j][0].is(names[j - 1][0]);
-    first_of[j] = num_firsts - 1;
-  }
+  // First the first name of every path, then the rest: what was found has time to come.
   constexpr py::ssize_t kAhead = 6;  // requests between one hint and the next
-  std::vector<py::object> firsts;
-  firsts.reserve(static_cast<size_t>(count) * num_firsts);
+  std::vector<py::object> found;
+  found.reserve(static_cast<size_t>(count) * firsts_.size());
   for (py::ssize_t i = 0; i < count; ++i) {
     prefetch_object(at(i + 3 * kAhead));
     prefetch_attributes(at(i + 2 * kAhead));
     prefetch_keys(at(i + kAhead));
-    for (size_t j = 0; j < paths.size(); ++j) {
-      if (j > 0 && first_of[j] == first_of[j - 1]) continue;
-      firsts.push_back(get_attr(items[i], names[j][0].ptr()));
-      prefetch_object(firsts.back().ptr());
+    for (const py::str& name : firsts_) {
+      found.push_back(get_attr(items[i], name.ptr()));
+      prefetch_object(found.back().ptr());
     }
   }
-  for (const py::object& first : firsts) prefetch_attributes(first.ptr());
+  for (const py::object& object : found) prefetch_attributes(object.ptr());
   const auto* rows = reinterpret_cast<const int64_t*>(rows_ptr);
   std::vector<std::array<int64_t, 3>> handles(static_cast<size_t>(count));
   for (size_t i = 0; i < handles.size(); ++i) {
-    for (size_t j = 0; j < paths.size(); ++j) {
-      py::object value = firsts[i * num_firsts + first_of[j]];
-      for (size_t k = 1; k < names[j].size() && !value.is_none(); ++k) {
-        value = get_attr(value.ptr(), names[j][k].ptr());
+    for (size_t j = 0; j < paths_.size(); ++j) {
+      const Path& path = paths_[j];
+      py::object value = found[i * firsts_.size() + path.first];
+      for (size_t k = 1; k < path.names.size() && !value.is_none(); ++k) {
+        value = get_attr(value.ptr(), path.names[k].ptr());
       }
-      handles[i][j] = value.is_none() ? -1 : to_int64(value.ptr(), paths[j].c_str());
+      handles[i][j] = value.is_none() ? -1 : to_int64(value.ptr(), path.what.c_str());
     }
     if (handles[i][2] != rows[i]) handles[i] = {-1, 0, rows[i]};
   }

@@ -38,11 +38,26 @@ class PathTable {
   std::vector<int64_t> offsets_, node_ids_, starts_, ends_;
 };
 
-// Reads three dotted integer attributes of every request: node, tokens safe to share, row of
-// req_to_token. Gives them as int64 [requests, 3]; a None on the way reads as -1, and a request
-// whose row is not the one at `rows_ptr` (int64 [requests]) as (-1, 0, that row). Throws
-// AttributeError, and TypeError for anything that is not an integer.
-pybind11::bytes read_handles(const pybind11::sequence& requests,
-                             const std::array<std::string, 3>& paths, uintptr_t rows_ptr);
+// Reads what a plan depends on out of requests: three dotted integer attributes, such as
+// "lock.node": node, tokens safe to share, row of req_to_token.
+class HandleReader {
+ public:
+  explicit HandleReader(const std::array<std::string, 3>& paths);
+
+  // int64 [requests, 3]; a None on the way reads as -1, and a request whose row is not the one at
+  // `rows_ptr` (int64 [requests]) as (-1, 0, that row). Throws AttributeError, and TypeError for
+  // anything that is not an integer.
+  pybind11::bytes read(const pybind11::sequence& requests, uintptr_t rows_ptr) const;
+
+ private:
+  struct Path {
+    std::string what;
+    std::vector<pybind11::str> names;
+    size_t first;  // of the distinct first names, which one is this path's
+  };
+
+  std::vector<Path> paths_;
+  std::vector<pybind11::str> firsts_;  // distinct among neighbouring paths
+};
 
 }  // namespace pat

@@ -2,6 +2,7 @@
 #include "schedule.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <sstream>
 
@@ -21,6 +22,9 @@ int64_t headroom(const Pack& tail) {
 
 // Eight buckets per octave, longest first: a linear-time sort that is LPT within 9 %.
 constexpr uint32_t kNumBuckets = 2048;
+
+// Of items, in the order in which a plan lists them.
+enum Kind : uint32_t { kWide, kHeavy, kLight, kNumKinds };
 uint32_t lpt_bucket(double seconds) {
   const auto microseconds = static_cast<float>(seconds * 1e6);
   uint32_t bits;
@@ -170,12 +174,11 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
   const auto num_items = static_cast<size_t>(num_items_);
   items_.clear();
   keys_.clear();
-  buckets_.assign(3 * kNumBuckets + 1, 0);
+  buckets_.assign(kNumKinds * kNumBuckets + 1, 0);
   plan.min_seq_lens.resize(num_queries);
   plan.max_seq_lens.resize(num_queries);
   int64_t num_members = 0;
-  int32_t num_wide = 0;
-  int32_t num_heavy = 0;
+  std::array<int32_t, kNumKinds> num_of_kind{};
 
   for (size_t i = 0; i < packs.size(); ++i) {
     const Pack& pack = packs[i];
@@ -203,11 +206,8 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
         items_.push_back({offset, queries, members_[static_cast<size_t>(offset)].query, start,
                           dynamic ? kDynamic : tokens, static_cast<int16_t>(row_tile),
                           static_cast<int16_t>(kv_tile_for(target_, tokens)), piece, 0});
-        const bool wide = row_tile > kWideRows;
-        const bool heavy = !wide && row_tile > kHeavyRows;
-        num_wide += wide;
-        num_heavy += heavy;
-        const uint32_t kind = wide ? 0 : heavy ? 1 : 2;
+        const Kind kind = row_tile > kWideRows ? kWide : row_tile > kHeavyRows ? kHeavy : kLight;
+        ++num_of_kind[kind];
         const uint32_t key =
             lpt_bucket(item_seconds(target_, row_tile, tokens)) + kind * kNumBuckets;
         keys_.push_back(key);
@@ -225,7 +225,7 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
   auto* items = reinterpret_cast<Item*>(plan.blob.data() + items_offset);
   auto* members = reinterpret_cast<Member*>(plan.blob.data() + members_offset);
 
-  for (uint32_t key = 0; key < 3 * kNumBuckets; ++key) buckets_[key + 1] += buckets_[key];
+  for (uint32_t key = 0; key < kNumKinds * kNumBuckets; ++key) buckets_[key + 1] += buckets_[key];
   for (size_t i = 0; i < items_.size(); ++i) {
     items[buckets_[keys_[i]]++] = items_[i];
   }
@@ -269,8 +269,8 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
                           target_.max_partials,
                           target_.num_q_heads,
                           target_.num_kv_heads,
-                          num_wide,
-                          num_heavy,
+                          num_of_kind[kWide],
+                          num_of_kind[kHeavy],
                           {}};
   std::memcpy(plan.blob.data(), &header, sizeof(header));
 }
