@@ -74,12 +74,18 @@ class RadixView:
         (NO_NODE, 0, row).
 
         Raises AttributeError or TypeError if SGLang's requests have changed their form, ValueError
-        for fewer rows.
+        for other rows.
         """
         if self.disabled:
             return np.full((len(reqs), 3), (NO_NODE, 0, 0), dtype=np.int64).tobytes()
         if len(rows) < len(reqs):
             raise ValueError(f"{len(reqs)} requests in a batch of {len(rows)} rows")
+        # They are read at their address.
+        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
+            raise ValueError(
+                f"rows are {rows.dtype} on {rows.device} with strides {rows.stride()}, must be "
+                f"contiguous int64 on the CPU"
+            )
         return self._handles.read(reqs, rows.data_ptr())
 
     def look_up(

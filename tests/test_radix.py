@@ -89,3 +89,17 @@ def test_requests_without_a_node_are_counted(kind: str) -> None:
     found, private = view.look_up(reqs, as_handles(view.read_handles(reqs, batch.rows)))
     assert [one is None for one in found] == [False, True, False, False]
     assert json.dumps(private) == '{"no tree lock": 1, "nothing cached yet": 1}'
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_rows_of_another_form_are_refused(kind: str) -> None:
+    """They are read at their address."""
+    cache = LiveCache(kind, slots=1000, rows=4, context=64)
+    reqs = [cache.admit([1, 2, own]) for own in range(4)]
+    rows = cache.batch(reqs)[0].rows
+    view = RadixView(cache.tree)
+    for other in (rows.int(), rows.repeat_interleave(2)[::2]):
+        with pytest.raises(ValueError, match="must be contiguous int64 on the CPU"):
+            view.read_handles(reqs, other)
+    with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
+        view.read_handles(reqs, rows[:3])
