@@ -22,15 +22,15 @@ int64_t headroom(const Pack& tail) {
 
 // Eight buckets per octave, longest first: a linear-time sort that is LPT within 9 %.
 constexpr uint32_t kNumBuckets = 2048;
-
-// Of items, in the order in which a plan lists them.
-enum Kind : uint32_t { kWide, kHeavy, kLight, kNumKinds };
 uint32_t lpt_bucket(double seconds) {
   const auto microseconds = static_cast<float>(seconds * 1e6);
   uint32_t bits;
   std::memcpy(&bits, &microseconds, sizeof(bits));
   return kNumBuckets - 1 - (bits >> 20);  // sign 0, exponent, 3 bits of mantissa
 }
+
+// Of items, in the order in which a plan lists them.
+enum Kind : uint32_t { kWide, kHeavy, kLight, kNumKinds };
 
 // The target without the row tile of wide items, if it has that and can do without.
 Target drop_wide(const Target& target) {
