@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The only definition of a plan: what the scheduler writes, the CPU executor and the CUDA kernels
 // read. Plain structs with fixed sizes, laid out in one buffer so that a plan reaches a GPU with
-// one copy:  PlanHeader | Item[num_items] | Member[num_members] | QuerySplits[num_queries]
+// one copy:
+//   PlanHeader | Item[num_items] | Member[num_members] | QuerySplits[num_queries] |
+//   Segment[num_segments]
 //
 // A plan holds no slot ids. An item names a row of the batch and a range of token positions; the
 // executor looks the slots up in that row. It depends on lengths only through each query's last
-// item, whose length is kDynamic: the plan stays valid while the tails grow.
+// tokens, whose number is kDynamic: the plan stays valid while the tails grow.
+//
+// A branch is an item of several such ranges, its segments, each for some of its queries: a part of
+// the pack tree with all that grows from it, done at once, so that none of it needs a partial.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +18,12 @@
 namespace pat {
 
 inline constexpr uint32_t kPlanMagic = 0x50415431;  // "PAT1"
-inline constexpr uint32_t kPlanVersion = 3;
+inline constexpr uint32_t kPlanVersion = 4;
 
 // Item::kv_len of a private tail: the item covers [kv_start, seq_lens[row]), read at run time.
 inline constexpr int32_t kDynamic = -1;
+// Item::kv_len of a branch.
+inline constexpr int32_t kBranch = -2;
 // Member::partial of a query with a single split: the item writes the final output itself.
 inline constexpr int32_t kDirect = -1;
 
@@ -39,15 +46,23 @@ struct PlanHeader {
   int32_t num_kv_heads;
   int32_t num_wide_items;   // the first items, all those of row tiles beyond 64
   int32_t num_heavy_items;  // those after them, all those of row tiles beyond 32
-  int32_t reserved[2];
+  int32_t num_segments;
+  int32_t segments_offset;
+  int32_t branch_tokens;  // length of the snapshot's list of the branches' tokens
+  int32_t reserved[3];
 };
-static_assert(sizeof(PlanHeader) == 80);
+static_assert(sizeof(PlanHeader) == 96);
 
 // Packed rows beyond which an item is wide: two halves of an SM share its K/V tiles.
 inline constexpr int32_t kWideRows = 64;
 // Packed rows beyond which an item, if not wide, is heavy: it asks more of the matrix units than of
 // memory. The others are light.
 inline constexpr int32_t kHeavyRows = 32;
+// Packed rows of a branch, at most, which is a heavy item however few it has; and its segments.
+inline constexpr int32_t kBranchRows = 64;
+inline constexpr int32_t kBranchSegments = 256;
+// The snapshot's list begins a branch at a multiple of so many tokens.
+inline constexpr int32_t kBranchAlign = 64;
 
 // One forward work item: `num_queries` queries attend to the tokens [kv_start, kv_start + kv_len)
 // of batch row `row`. The executor runs it once per KV head, with num_queries * (num_q_heads /
@@ -55,15 +70,17 @@ inline constexpr int32_t kHeavyRows = 32;
 struct Item {
   int32_t member_offset;  // first of its members
   int32_t num_queries;    // 1 if kv_len == kDynamic
-  int32_t row;            // batch row (query index) whose slots the item reads
-  int32_t kv_start;       // token position
-  int32_t kv_len;         // tokens, > 0, or kDynamic
+  int32_t row;            // batch row (query index) whose slots the item reads; of a branch the
+                          // first of its segments
+  int32_t kv_start;       // token position; of a branch that in the snapshot's list
+  int32_t kv_len;         // tokens, > 0, or kDynamic, or kBranch
   int16_t row_tile;       // packed rows of the tile
   int16_t kv_tile;        // tokens of the tile
-  // Of an item of one query, which then is `row`, so that a kernel need not look its member up:
-  int32_t partial;  // Member::partial
-  // Tokens in this step: kv_len, or what kDynamic stands for. Written by the snapshot, into the
-  // device's copy of the plan.
+  // Of an item of one query, which then is `row`, so that a kernel need not look its member up, its
+  // Member::partial; of a branch how many segments it has.
+  int32_t partial;
+  // Tokens in this step: kv_len, or what kDynamic or the segments come to. Written by the snapshot,
+  // into the device's copy of the plan.
   int32_t tokens;
 };
 static_assert(sizeof(Item) == 32);
@@ -83,11 +100,23 @@ struct QuerySplits {
 };
 static_assert(sizeof(QuerySplits) == 8);
 
-// Bytes of a plan of so many items, members and queries.
-constexpr int64_t plan_bytes(int64_t items, int64_t members, int64_t queries) {
+// Consecutive tokens of a branch and the consecutive members of the branch that attend to them.
+struct Segment {
+  int32_t row;        // batch row whose slots it reads
+  int32_t kv_start;   // token position
+  int32_t kv_len;     // tokens, > 0, or kDynamic: then one member, whose query is `row`
+  int32_t room;       // tokens that it has in the snapshot's list: kv_len, or what a tail may reach
+  int32_t first;      // member, counted from the branch's first
+  int32_t num_queries;
+};
+static_assert(sizeof(Segment) == 24);
+
+// Bytes of a plan of so many items, members, queries and segments.
+constexpr int64_t plan_bytes(int64_t items, int64_t members, int64_t queries, int64_t segments) {
   return static_cast<int64_t>(sizeof(PlanHeader)) + items * static_cast<int64_t>(sizeof(Item)) +
          members * static_cast<int64_t>(sizeof(Member)) +
-         queries * static_cast<int64_t>(sizeof(QuerySplits));
+         queries * static_cast<int64_t>(sizeof(QuerySplits)) +
+         segments * static_cast<int64_t>(sizeof(Segment));
 }
 
 }  // namespace pat

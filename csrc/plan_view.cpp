@@ -10,7 +10,7 @@ template <typename T>
 const T* section(const PlanHeader& header, const char* name, int32_t offset, int32_t count) {
   PAT_CHECK(count >= 0, "damaged plan: ", count, " ", name);
   const int64_t end = offset + static_cast<int64_t>(count) * static_cast<int64_t>(sizeof(T));
-  // Kernels read items as 16-byte words, the others as 8-byte words.
+  // Kernels read items as 16-byte words, members and splits as 8-byte words.
   const int align = sizeof(T) == sizeof(Item) ? 16 : 8;
   PAT_CHECK(offset >= static_cast<int32_t>(sizeof(PlanHeader)) && offset % align == 0 &&
                 end <= header.total_bytes,
@@ -24,6 +24,35 @@ void check_single(const PlanView& plan, const Item& item, int index) {
   PAT_CHECK(member.query == item.row && member.partial == item.partial, "damaged plan: item ",
             index, " is of query ", item.row, " and partial ", item.partial, ", its member of ",
             member.query, " and ", member.partial);
+}
+
+void check_segments(const PlanView& plan, const Item& item, int index) {
+  const PlanHeader& header = *plan.header;
+  const int32_t count = item.partial;
+  const int64_t rows = int64_t{item.num_queries} * (header.num_q_heads / header.num_kv_heads);
+  PAT_CHECK(rows <= kBranchRows && count > 0 && count <= kBranchSegments && item.row >= 0 &&
+                item.row <= header.num_segments - count,
+            "damaged plan: branch ", index, " of ", rows, " packed rows has segments ", item.row,
+            " + ", count, " of ", header.num_segments);
+  int64_t room = 0;
+  for (int i = item.row; i < item.row + count; ++i) {
+    const Segment& s = plan.segments[i];
+    const bool dynamic = s.kv_len == kDynamic && s.num_queries == 1;
+    PAT_CHECK(s.row >= 0 && s.row < header.num_queries && s.kv_start >= 0 &&
+                  (s.kv_len > 0 || dynamic) && s.room > 0 && (dynamic || s.room == s.kv_len) &&
+                  s.first >= 0 && s.num_queries > 0 && s.first <= item.num_queries - s.num_queries,
+              "damaged plan: branch ", index, " of ", item.num_queries, " queries has a segment for ",
+              s.first, " + ", s.num_queries, ", tokens ", s.kv_start, " + ", s.kv_len, " of ",
+              s.room, " in row ", s.row, " of ", header.num_queries);
+    PAT_CHECK(!dynamic || plan.members[item.member_offset + s.first].query == s.row,
+              "damaged plan: branch ", index, " has the tail of query ", s.row, " for query ",
+              plan.members[item.member_offset + s.first].query);
+    room += s.room;
+  }
+  PAT_CHECK(item.kv_start >= 0 && item.kv_start % kBranchAlign == 0 &&
+                item.kv_start + room <= header.branch_tokens,
+            "damaged plan: branch ", index, " has tokens ", item.kv_start, " + ", room, " of ",
+            header.branch_tokens, " in the list");
 }
 
 }  // namespace
@@ -45,7 +74,8 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
   const PlanView view{
       &header, section<Item>(header, "items", header.items_offset, header.num_items),
       section<Member>(header, "members", header.members_offset, header.num_members),
-      section<QuerySplits>(header, "queries", header.queries_offset, header.num_queries)};
+      section<QuerySplits>(header, "queries", header.queries_offset, header.num_queries),
+      section<Segment>(header, "segments", header.segments_offset, header.num_segments)};
   PAT_CHECK(header.num_wide_items >= 0 && header.num_heavy_items >= 0 &&
                 header.num_wide_items <= header.num_items &&
                 header.num_heavy_items <= header.num_items - header.num_wide_items,
@@ -73,6 +103,7 @@ void check_item_shape(const PlanView& plan, int index) {
                 item.member_offset <= header.num_members - item.num_queries,
             "damaged plan: item ", index, " has members ", item.member_offset, " + ",
             item.num_queries, " of ", header.num_members);
+  if (item.kv_len == kBranch) return check_segments(plan, item, index);
   if (item.num_queries == 1) check_single(plan, item, index);
   PAT_CHECK(item.row >= 0 && item.row < header.num_queries, "damaged plan: item ", index,
             " reads row ", item.row, " of ", header.num_queries);

@@ -13,6 +13,10 @@ struct PlanView {
   const Item* items;
   const Member* members;
   const QuerySplits* queries;
+  const Segment* segments;
+
+  // Of a branch.
+  const Segment* segments_of(const Item& item) const { return segments + item.row; }
 };
 
 // The parts of a plan in host memory. Throws std::invalid_argument with the values if the buffer is
@@ -22,7 +26,7 @@ PlanView view_plan(const void* plan, int64_t plan_bytes);
 // Throws std::invalid_argument unless each query's partial slots exist.
 void check_splits(const PlanView& plan);
 
-// Throws std::invalid_argument unless an item's members, row and tokens are possible ones. Members
+// Throws std::invalid_argument unless an item's members, rows and tokens are possible ones. Members
 // themselves and the lengths of sequences are not looked at.
 void check_item_shape(const PlanView& plan, int index);
 

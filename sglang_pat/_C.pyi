@@ -16,6 +16,11 @@ class Split(Enum):
     cost = 0
     mean = 1
 
+class Branching(Enum):
+    cost = 0
+    always = 1
+    never = 2
+
 class Target:
     units: int
     num_q_heads: int
@@ -32,8 +37,13 @@ class Target:
     max_queries: int
     max_items: int
     max_partials: int
+    max_segments: int
+    max_branch_tokens: int
     policy: Policy
     split: Split
+    branching: Branching
+    branch_rows: list[int]
+    branch_limits: list[int]
     def __init__(self) -> None: ...
 
 class Plan:
@@ -47,6 +57,10 @@ class Plan:
     def num_wide_items(self) -> int: ...
     @property
     def num_heavy_items(self) -> int: ...
+    @property
+    def num_segments(self) -> int: ...
+    @property
+    def branch_tokens(self) -> int: ...
     @property
     def num_members(self) -> int: ...
     @property
@@ -67,6 +81,8 @@ class Plan:
     def members(self) -> npt.NDArray[Any]: ...
     @property
     def queries(self) -> npt.NDArray[Any]: ...
+    @property
+    def segments(self) -> npt.NDArray[Any]: ...
     @property
     def min_seq_lens(self) -> npt.NDArray[np.int64]: ...
     @property
@@ -132,7 +148,7 @@ def decode_cpu(
     num_threads: int,
     isa: str = "",
 ) -> None: ...
-def plan_bytes(items: int, members: int, queries: int) -> int: ...
+def plan_bytes(items: int, members: int, queries: int, segments: int) -> int: ...
 
 # Of a build with CUDA only.
 def cuda_queue_ints() -> int: ...
@@ -149,6 +165,7 @@ def check_plan_cuda(
     max_queries: int,
     max_partials: int,
     max_context: int,
+    max_branch_tokens: int,
     num_q_heads: int,
     num_kv_heads: int,
 ) -> None: ...
@@ -158,6 +175,7 @@ def snapshot_cuda(
     rows: Sequence[int],
     seq_lens: Sequence[int],
     slots: Sequence[int],
+    branches: tuple[int, int],
     num_rows: int,
     stream: int,
 ) -> None: ...
@@ -169,6 +187,7 @@ def decode_cuda(
     out: Sequence[int],
     lse: int,
     slots: Sequence[int],
+    branches: tuple[int, int],
     partials: int,
     partial_lse: int,
     queue: int,

@@ -190,6 +190,7 @@ def _decode_cuda(
             _address(out),
             0 if lse is None else lse.data_ptr(),
             (workspace.slots.data_ptr(), workspace.slots.stride(0)),
+            workspace.branches,
             workspace.partials.data_ptr(),
             workspace.partial_lse.data_ptr(),
             workspace.queue.data_ptr(),
@@ -222,6 +223,8 @@ def _workspace_for_call(
         max_queries=max(1, plan.num_queries),
         max_items=max(1, plan.num_items, plan.num_queries),
         max_partials=max(1, plan.num_partials),
+        max_segments=plan.num_segments,
+        max_branch_tokens=plan.branch_tokens,
     )
     return Workspace(target, max(1, max_context), q.device, partial_dtype=partial_dtype)
 

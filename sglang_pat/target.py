@@ -11,6 +11,7 @@ from sglang_pat import _C, gpus
 
 POLICIES = ("bytes", "paper", "naive")
 SPLITS = ("cost", "mean")
+BRANCHINGS = ("cost", "always", "never")
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,16 @@ class Target:
     ``units`` are the SMs or threads that run items. ``row_tiles`` (packed rows, queries x GQA
     group) and ``kv_tiles`` (tokens) ascend. ``reread_weight`` in (0, 1] is what reading hot K/V
     again costs relative to the first read. The ``max_*`` are the executor's buffers: a plan that
-    would exceed them is made without splits, then without packs, and says so in ``Plan.degraded``.
+    would exceed them is made without branches, then without splits, then without packs, and says of
+    the last two in ``Plan.degraded``.
 
     ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``
     applies its rule (4 x queries against tokens), ``naive`` packs every node. ``split``: ``cost``
     minimises the modelled makespan, ``mean`` is the rule of PAT section 6 (pieces of at least 128
-    tokens in both).
+    tokens in both). ``branching``: whether a part of the pack tree may become one item, a branch,
+    in which queries do not see each other's tokens: ``cost`` where the modelled time is shorter,
+    ``always`` or ``never``. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens
+    of a node or tail beyond which it stays an item of its own) are what it chooses from.
 
     Raises ValueError for a field that makes no sense.
     """
@@ -43,15 +48,21 @@ class Target:
     max_queries: int
     max_items: int
     max_partials: int
+    max_segments: int
+    max_branch_tokens: int
     kv_bytes: int = 2
     partial_bytes: int = 4
     policy: str = "bytes"
     split: str = "cost"
+    branching: str = "never"
+    branch_rows: tuple[int, ...] = (64, 32, 16)
+    branch_limits: tuple[int, ...] = (2**31 - 1, 512, 128)
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("policy", self.policy, POLICIES),
             ("split", self.split, SPLITS),
+            ("branching", self.branching, BRANCHINGS),
         ):
             if value not in known:
                 raise ValueError(f"Target.{name} is {value!r}, must be one of {', '.join(known)}")
@@ -110,6 +121,7 @@ class Target:
             # Beyond head dim 128 an SM has one half, to which no item is wide.
             "row_tiles": (16, 32, 64, 128) if head_dim <= 128 else (16, 32, 64),
             "kv_tiles": (32, 64, 128),
+            "branching": "cost" if head_dim <= 128 else "never",  # not measured with one half
         }
         values |= _capacities(max_queries) | overrides
         return cls(
@@ -144,7 +156,9 @@ class Target:
                 value = getattr(_C.Policy, value)
             elif field.name == "split":
                 value = getattr(_C.Split, value)
-            elif field.name in ("row_tiles", "kv_tiles"):
+            elif field.name == "branching":
+                value = getattr(_C.Branching, value)
+            elif isinstance(value, tuple):
                 value = list(value)
             setattr(native, field.name, value)
         return native
@@ -152,5 +166,11 @@ class Target:
 
 def _capacities(max_queries: int) -> dict[str, int]:
     """Buffers that ordinary batches do not fill: four items and eight partials a query, and room
-    for a few long sequences to split over a whole GPU."""
-    return {"max_items": 4 * max_queries + 1024, "max_partials": 8 * max_queries + 2048}
+    for a few long sequences to split over a whole GPU; of branches four segments a query, of which
+    each has room for 256 tokens."""
+    return {
+        "max_items": 4 * max_queries + 1024,
+        "max_partials": 8 * max_queries + 2048,
+        "max_segments": 4 * max_queries,
+        "max_branch_tokens": 1024 * max_queries,
+    }

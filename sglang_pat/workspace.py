@@ -26,8 +26,8 @@ class Workspace:
     outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel),
     ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
 
-    Takes 4 * max_queries * max_context bytes for the slots and, with fp32 partials,
-    4 * max_partials * Hq * D for the partial outputs. Raises ValueError for arguments that make no
+    Takes 4 * max_queries * max_context bytes for the slots, 6 * max_branch_tokens for those of
+    branches and, with fp32 partials, 4 * max_partials * Hq * D for the partial outputs. Raises ValueError for arguments that make no
     sense, and torch's OutOfMemoryError.
     """
 
@@ -58,7 +58,9 @@ class Workspace:
         self.partial_dtype = partial_dtype
         self.launch = launch
         max_members = target.max_partials + target.max_queries
-        self._max_bytes = _C.plan_bytes(target.max_items, max_members, target.max_queries)
+        self._max_bytes = _C.plan_bytes(
+            target.max_items, max_members, target.max_queries, target.max_segments
+        )
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -68,6 +70,8 @@ class Workspace:
         self.slots = torch.empty(
             (target.max_queries, max_context), dtype=torch.int32, device=self.device
         )
+        self._branch_slots = buffer(target.max_branch_tokens)
+        self._branch_rows = buffer(target.max_branch_tokens, dtype=torch.int16)
         self.partials = torch.empty(
             (target.max_partials, target.num_q_heads, target.head_dim),
             dtype=partial_dtype,
@@ -81,6 +85,11 @@ class Workspace:
             self._staging = _C.PlanStaging(self._max_bytes, _STAGINGS)
         self.plan: Plan | None = None
         self.trace: torch.Tensor | None = None  # uint64, see _C.decode_cuda
+
+    @property
+    def branches(self) -> tuple[int, int]:
+        """Device addresses of the list of the branches' tokens: slots, and the rows they are for."""
+        return self._branch_slots.data_ptr(), self._branch_rows.data_ptr()
 
     @property
     def plan_ptr(self) -> int:
@@ -105,6 +114,7 @@ class Workspace:
             target.max_queries,
             target.max_partials,
             self.max_context,
+            target.max_branch_tokens,
             target.num_q_heads,
             target.num_kv_heads,
         )
@@ -138,6 +148,7 @@ class Workspace:
                 (rows.data_ptr(), rows.element_size()),
                 (seq_lens.data_ptr(), seq_lens.element_size()),
                 (self.slots.data_ptr(), self.slots.stride(0)),
+                self.branches,
                 num_rows,
                 torch.cuda.current_stream().cuda_stream,
             )

@@ -91,9 +91,10 @@ class Executor {
     std::lock_guard lock(mutex_);
     const CheckedPlan plan = checker_.check(blob, blob_bytes, args);
     const int num_partials = plan.header->num_partials;
-    DecodeJob job{
-        args,    plan.items, plan.members, plan.queries, args.num_q_heads / args.num_kv_heads,
-        nullptr, nullptr};
+    DecodeJob job{args,          plan.items,
+                  plan.members,  plan.queries,
+                  plan.segments, args.num_q_heads / args.num_kv_heads,
+                  nullptr,       nullptr};
     const size_t partial_rows = size_t(num_partials) * args.num_q_heads;
     job.partials = partials_.at_least(partial_rows * args.v_head_dim *
                                       (args.partial_dtype == DType::kF32 ? 4 : 2));
@@ -122,7 +123,8 @@ class Executor {
     pool_.run(threads, work);
     const int item = failed.load();
     PAT_CHECK(item < 0, "item ", item, " names a slot outside of the K/V cache of ", args.num_slots,
-              " slots, in row ", args.rows[plan.items[item].row], " of req_to_token");
+              " slots, in row ", args.rows[plan.members[plan.items[item].member_offset].query],
+              " of req_to_token", plan.items[item].num_queries > 1 ? " or one that shares it" : "");
   }
 
  private:

@@ -34,15 +34,13 @@ class ItemRunner {
                                             : job.args.scale / job.args.logit_cap),
         k_(static_cast<const T*>(job.args.k_cache) + kv_head * job.args.k_stride_head),
         v_(static_cast<const T*>(job.args.v_cache) + kv_head * job.args.v_stride_head),
-        slots_(job.args.req_to_token + job.args.rows[item_.row] * job.args.table_stride +
-               item_.kv_start),
-        tokens_(item_.kv_len == kDynamic ? job.args.seq_lens[item_.row] - item_.kv_start
-                                         : item_.kv_len),
         converted_(scratch),
         scores_(converted_ + kBlockTokens * (job.args.head_dim + job.args.v_head_dim)),
         tiles_(scores_ + kBlockTokens * kMaxChunkRows) {}
 
   bool run() {
+    if (item_.kv_len == kBranch) return run_wide();
+    read_from(item_.row, item_.kv_start, item_.kv_len);
     switch (rows_.count) {
       case 1:
         return run_narrow<1>();
@@ -57,6 +55,13 @@ class ItemRunner {
   }
 
  private:
+  // Makes a range of a row the tokens at hand.
+  void read_from(int32_t row, int32_t start, int32_t kv_len) {
+    const DecodeArgs& args = job_.args;
+    slots_ = args.req_to_token + args.rows[row] * args.table_stride + start;
+    tokens_ = kv_len == kDynamic ? args.seq_lens[row] - start : kv_len;
+  }
+
   // The addresses of a block of K and V rows; false if a slot lies outside the pool.
   bool find_rows(int64_t first, TokenRows<T>& rows) const {
     const DecodeArgs& args = job_.args;
@@ -173,18 +178,37 @@ class ItemRunner {
     return count;
   }
 
+  // Packed rows [begin, end) attend to the tokens at hand.
+  bool attend_rows(int begin, int end) {
+    TokenRows<float> converted;
+    return for_each_block([&](const TokenRows<T>& block, const TokenRows<T>* next) {
+      Prefetcher ahead = fetch_during(block, next, sizeof(T) != sizeof(float));
+      const TokenRows<float>& rows = as_floats(block, converted);
+      for_each_tile([&](auto& tile, int row, int count) {
+        if (row < end && row + count > begin) {
+          tile.attend(rows, scores_, ahead, begin - row, end - row);
+        }
+      });
+    });
+  }
+
   bool run_wide() {
     for_each_tile([this](auto& tile, int row, int count) {
       tile.clear();
       for (int r = 0; r < count; ++r) read_q(row + r, tile.q(r), tile.kRows);
     });
-    TokenRows<float> converted;
-    const bool done = for_each_block([&](const TokenRows<T>& block, const TokenRows<T>* next) {
-      Prefetcher ahead = fetch_during(block, next, sizeof(T) != sizeof(float));
-      const TokenRows<float>& rows = as_floats(block, converted);
-      for_each_tile([&](auto& tile, int, int) { tile.attend(rows, scores_, ahead); });
-    });
-    if (!done) return false;
+    if (item_.kv_len != kBranch) {
+      if (!attend_rows(0, rows_.count)) return false;
+    } else {
+      const Segment* segments = job_.segments + item_.row;
+      for (int i = 0; i < item_.partial; ++i) {
+        const Segment& s = segments[i];
+        read_from(s.row, s.kv_start, s.kv_len);
+        if (!attend_rows(s.first * job_.group, (s.first + s.num_queries) * job_.group)) {
+          return false;
+        }
+      }
+    }
     for_each_tile([this](auto& tile, int row, int count) {
       for (int r = 0; r < count; ++r) write(row + r, tile.o(r), tile.kRows, tile.state(r));
     });
@@ -226,8 +250,8 @@ class ItemRunner {
   const float q_scale_;
   const T* const k_;
   const T* const v_;
-  const int32_t* const slots_;
-  const int64_t tokens_;
+  const int32_t* slots_ = nullptr;
+  int64_t tokens_ = 0;
   float* const converted_;
   float* const scores_;
   float* const tiles_;

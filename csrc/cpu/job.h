@@ -16,6 +16,7 @@ struct DecodeJob {
   const Item* items;
   const Member* members;
   const QuerySplits* queries;
+  const Segment* segments;
   int group;           // query heads per KV head
   void* partials;      // [num_partials, num_q_heads, v_head_dim] of args.partial_dtype
   float* partial_lse;  // [num_partials, num_q_heads], base 2

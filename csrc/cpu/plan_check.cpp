@@ -59,6 +59,17 @@ void check_header(const PlanHeader& header, const DecodeArgs& args) {
             " queries, the arguments have ", args.num_queries);
 }
 
+// Tokens that a range of a row has in this call.
+int64_t count_tokens(const DecodeArgs& args, int index, int32_t row, int32_t start,
+                     int32_t kv_len) {
+  const int64_t length = args.seq_lens[row];
+  const int64_t tokens = kv_len == kDynamic ? length - start : kv_len;
+  PAT_CHECK(tokens >= 0 && start + tokens <= length, "item ", index, " reads tokens ", start, " + ",
+            kv_len, " of query ", row, ", whose length is ", length,
+            ": the plan was made for other lengths, make a new one");
+  return tokens;
+}
+
 }  // namespace
 
 CheckedPlan PlanChecker::check(const void* plan, int64_t plan_bytes, const DecodeArgs& args) {
@@ -82,18 +93,32 @@ CheckedPlan PlanChecker::check(const void* plan, int64_t plan_bytes, const Decod
   return checked;
 }
 
+// Gives each of an item's members its tokens.
+void PlanChecker::check_tokens(CheckedPlan& plan, const DecodeArgs& args, int index) {
+  const Item& item = plan.items[index];
+  const auto give = [&](int32_t first, int32_t count, int64_t tokens) {
+    plan.query_tokens += tokens * count;
+    for (int m = first; m < first + count; ++m) tokens_seen_[plan.members[m].query] += tokens;
+  };
+  if (item.kv_len != kBranch) {
+    const int64_t tokens = count_tokens(args, index, item.row, item.kv_start, item.kv_len);
+    return give(item.member_offset, item.num_queries, tokens);
+  }
+  for (int i = 0; i < item.partial; ++i) {
+    const Segment& s = plan.segments_of(item)[i];
+    const int64_t tokens = count_tokens(args, index, s.row, s.kv_start, s.kv_len);
+    PAT_CHECK(tokens <= s.room, "item ", index, " has room for ", s.room, " tokens of query ",
+              s.row, ", which has ", tokens, " from ", s.kv_start,
+              " on: the plan was made for other lengths, make a new one");
+    give(item.member_offset + s.first, s.num_queries, tokens);
+  }
+}
+
 void PlanChecker::check_item(CheckedPlan& plan, const DecodeArgs& args, int index) {
   check_item_shape(plan, index);
   const Item& item = plan.items[index];
   const PlanHeader& header = *plan.header;
-  const bool dynamic = item.kv_len == kDynamic;
-  const int64_t length = args.seq_lens[item.row];
-  const int64_t tokens = dynamic ? length - item.kv_start : item.kv_len;
-  PAT_CHECK(tokens >= 0 && item.kv_start + tokens <= length, "item ", index, " reads tokens ",
-            item.kv_start, " + ", item.kv_len, " of query ", item.row, ", whose length is ", length,
-            ": the plan was made for other lengths, make a new one");
   plan.max_item_queries = std::max(plan.max_item_queries, item.num_queries);
-  plan.query_tokens += tokens * item.num_queries;
   for (int m = item.member_offset; m < item.member_offset + item.num_queries; ++m) {
     const auto [query, partial] = plan.members[m];
     PAT_CHECK(query >= 0 && query < header.num_queries, "damaged plan: item ", index, " has query ",
@@ -111,8 +136,8 @@ void PlanChecker::check_item(CheckedPlan& plan, const DecodeArgs& args, int inde
       partial_seen_[partial] = 1;
     }
     ++splits_seen_[query];
-    tokens_seen_[query] += tokens;
   }
+  check_tokens(plan, args, index);
 }
 
 }  // namespace pat

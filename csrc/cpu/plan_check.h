@@ -26,6 +26,7 @@ class PlanChecker {
 
  private:
   void check_item(CheckedPlan& plan, const DecodeArgs& args, int index);
+  void check_tokens(CheckedPlan& plan, const DecodeArgs& args, int index);
 
   std::vector<int32_t> splits_seen_;  // [num_queries]
   std::vector<int64_t> tokens_seen_;  // [num_queries]

@@ -38,14 +38,18 @@ class WideTile {
   const float* o(int row) const { return o_ + row; }
   SoftmaxState state(int row) const { return {max_[row], sum_[row]}; }
 
-  // `scores` has room for [kBlockTokens][kRows].
-  void attend(const TokenRows<float>& tokens, float* scores, Prefetcher& ahead) {
+  // Of the rows only those of [first, end) see the tokens. `scores` has room for
+  // [kBlockTokens][kRows].
+  void attend(const TokenRows<float>& tokens, float* scores, Prefetcher& ahead, int first = 0,
+              int end = kRows) {
     for (int t = 0; t < tokens.count; t += kSteps) {
       ahead.step(kSteps);
       score(tokens, t, scores + t * kRows);
     }
     Vec<L> scale[Vectors];
-    for (int v = 0; v < Vectors; ++v) scale[v] = weigh(tokens.count, v * L, scores + v * L);
+    for (int v = 0; v < Vectors; ++v) {
+      scale[v] = weigh(tokens.count, v * L, scores + v * L, first, end);
+    }
     // What is left to fetch is spread over the passes.
     const int step = kBlockTokens * kSteps / shape_.v_head_dim + 1;
     for (int j = 0; j < shape_.v_head_dim; j += kSteps) {
@@ -84,11 +88,17 @@ class WideTile {
 
   // Turns the logits of L rows into weights, updates their states and returns the factor of their
   // outputs so far.
-  Vec<L> weigh(int tokens, int row, float* scores) {
+  Vec<L> weigh(int tokens, int row, float* scores, int first, int end) {
     const Vec<L> old_max = load<L>(max_ + row);
     Vec<L> new_max = old_max;
+    const bool all = first <= row && end >= row + L;
+    Vec<L> hidden = {};
+    for (int r = 0; r < L && !all; ++r) {
+      if (row + r < first || row + r >= end) hidden[r] = -INFINITY;
+    }
     for (int t = 0; t < tokens; ++t) {
-      const Vec<L> logit = cap_logits<L>(shape_, load<L>(scores + t * kRows));
+      Vec<L> logit = cap_logits<L>(shape_, load<L>(scores + t * kRows));
+      if (!all) logit += hidden;
       store<L>(scores + t * kRows, logit);
       new_max = max<L>(new_max, logit);
     }

@@ -23,7 +23,8 @@ using Table = std::array<int64_t, 2>;
 using Vector = std::array<int64_t, 2>;
 
 void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor3& v_cache,
-            const Tensor3& out, int64_t lse, const Table& slots, int64_t partials,
+            const Tensor3& out, int64_t lse, const Table& slots,
+            const std::array<int64_t, 2>& branches, int64_t partials,
             int64_t partial_lse, int64_t queue, int64_t trace, int num_rows, int num_q_heads,
             int num_kv_heads, int head_dim, int dtype, int partial_bytes, float scale,
             float logit_cap, int launch, int64_t stream) {
@@ -40,6 +41,7 @@ void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor
       .v_stride_head = v_cache[2],
       .slots = pointer<const int32_t>(slots[0]),
       .slots_stride = slots[1],
+      .branches = {pointer<int32_t>(branches[0]), pointer<uint16_t>(branches[1])},
       .out = pointer<void>(out[0]),
       .out_stride_query = out[1],
       .out_stride_head = out[2],
@@ -63,7 +65,8 @@ void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor
 }
 
 void snapshot(int64_t plan, const Table& req_to_token, const Vector& rows, const Vector& seq_lens,
-              const Table& slots, int num_rows, int64_t stream) {
+              const Table& slots, const std::array<int64_t, 2>& branches, int num_rows,
+              int64_t stream) {
   const SnapshotArgs args{
       .plan = pointer<PlanHeader>(plan),
       .req_to_token = pointer<const int32_t>(req_to_token[0]),
@@ -75,15 +78,18 @@ void snapshot(int64_t plan, const Table& req_to_token, const Vector& rows, const
       .seq_lens_bytes = static_cast<int32_t>(seq_lens[1]),
       .slots = pointer<int32_t>(slots[0]),
       .slots_stride = slots[1],
+      .branches = {pointer<int32_t>(branches[0]), pointer<uint16_t>(branches[1])},
   };
   py::gil_scoped_release release;
   snapshot_cuda(args, pointer<void>(stream));
 }
 
 void check_plan(int64_t plan, int64_t plan_bytes, int64_t max_bytes, int max_queries,
-                int max_partials, int max_context, int num_q_heads, int num_kv_heads) {
+                int max_partials, int max_context, int max_branch_tokens, int num_q_heads,
+                int num_kv_heads) {
   check_plan_fits(pointer<const void>(plan), plan_bytes,
-                  {max_bytes, max_queries, max_partials, max_context, num_q_heads, num_kv_heads});
+                  {max_bytes, max_queries, max_partials, max_context, max_branch_tokens,
+                   num_q_heads, num_kv_heads});
 }
 
 py::dict probe(int device) {
@@ -113,7 +119,7 @@ void bind_cuda(py::module_& m) {
   m.def(
       "check_plan_cuda", &check_plan, py::arg("plan"), py::arg("plan_bytes"), py::arg("max_bytes"),
       py::arg("max_queries"), py::arg("max_partials"), py::arg("max_context"),
-      py::arg("num_q_heads"), py::arg("num_kv_heads"),
+      py::arg("max_branch_tokens"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
       "Raises ValueError, saying what was given and what fits, unless the plan at a host address\n"
       "is sound and fits these capacities. Kernels trust a plan that passed.");
   py::class_<PlanStaging>(m, "PlanStaging", "A ring of pinned buffers on the current device.")
@@ -130,15 +136,19 @@ void bind_cuda(py::module_& m) {
           "one that is too large and in a capture, RuntimeError with CUDA's error.");
   m.def(
       "snapshot_cuda", &snapshot, py::arg("plan"), py::arg("req_to_token"), py::arg("rows"),
-      py::arg("seq_lens"), py::arg("slots"), py::arg("num_rows"), py::arg("stream"),
+      py::arg("seq_lens"), py::arg("slots"), py::arg("branches"), py::arg("num_rows"),
+      py::arg("stream"),
       R"(Copies the slots of all tokens that a plan's items read, on a stream, and writes into the plan
 how many tokens each item has.
 
 plan: device address. req_to_token, slots: (device address, row stride) of int32 tables.
 rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows].
+branches: (device address of int32, of uint16) [max_branch_tokens]: slots of the branches' tokens,
+    and the packed rows that attend to each.
 Only launches. Raises RuntimeError with CUDA's error.)");
   m.def("decode_cuda", &decode, py::arg("plan"), py::arg("q"), py::arg("k_cache"),
-        py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("slots"), py::arg("partials"),
+        py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("slots"), py::arg("branches"),
+        py::arg("partials"),
         py::arg("partial_lse"), py::arg("queue"), py::arg("trace"), py::arg("num_rows"),
         py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("dtype"),
         py::arg("partial_bytes"), py::arg("scale"), py::arg("logit_cap"), py::arg("launch"),
@@ -151,7 +161,7 @@ plan: a plan that check_plan_cuda accepted. q, k_cache, v_cache, out: (address, 
     and [num_rows, num_q_heads, head_dim]; last dimension contiguous, rows aligned to 16 bytes; all
     of ``dtype`` 1 (bf16) or 2 (fp16).
 lse: fp32 [num_rows, num_q_heads], base 2, or 0.
-slots: (address, row stride) of the snapshot.
+slots: (address, row stride) of the snapshot; branches: as of snapshot_cuda.
 partials [max_partials, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2 (``dtype``);
     partial_lse: fp32 [max_partials, num_q_heads]; queue: int32 [cuda_queue_ints()], zeros.
 trace: 0, or uint64 zeros [1 + warps that run units, 4]; gets the number of entries and from row 1 on

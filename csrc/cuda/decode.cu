@@ -82,6 +82,7 @@ ForwardParams forward_params(const CudaDecodeArgs& a) {
   p.v_stride_head = 2 * a.v_stride_head;
   p.slots = a.slots;
   p.slots_stride = a.slots_stride;
+  p.branches = a.branches;
   p.out = static_cast<char*>(a.out);
   p.out_stride_query = 2 * a.out_stride_query;
   p.out_stride_head = 2 * a.out_stride_head;

@@ -18,6 +18,14 @@ enum class CudaType : int { kBF16 = 1, kF16 = 2 };
 // streams of their own (as the paper has it), or the same kernels one after the other.
 enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
 
+// The tokens of all branches, as the snapshot lists them.
+struct BranchList {
+  int32_t* slots;  // [max_branch_tokens], 16-byte aligned
+  uint16_t* rows;  // [max_branch_tokens], 16-byte aligned: see kRowsEnd
+  // The packed rows of the branch that attend to a token: first | end << kRowsEnd.
+  static constexpr int kRowsEnd = 8;
+};
+
 struct CudaDecodeArgs {
   const PlanHeader* plan;  // device memory, 16-byte aligned
   const void* q;           // [B, Hq, D], strides in elements, last dimension contiguous
@@ -28,6 +36,7 @@ struct CudaDecodeArgs {
   int64_t v_stride_slot, v_stride_head;
   const int32_t* slots;  // [B, slots_stride] slot of a token position: the snapshot
   int64_t slots_stride;
+  BranchList branches;
   void* out;  // [B, Hq, D]
   int64_t out_stride_query, out_stride_head;
   float* lse;          // [B, Hq] base 2, or null
@@ -61,10 +70,11 @@ struct SnapshotArgs {
   int32_t seq_lens_bytes;
   int32_t* slots;  // [B, slots_stride]
   int64_t slots_stride;
+  BranchList branches;
 };
 
 // Copies the slots of every token that the plan's items read, and writes into the plan how many
-// tokens each item has. Once a step.
+// tokens each item has. Of a tail in a branch, no more than its room. Once a step.
 void snapshot_cuda(const SnapshotArgs& args, void* stream);
 
 }  // namespace pat

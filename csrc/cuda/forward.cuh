@@ -49,6 +49,7 @@ struct ForwardParams {
   uint32_t k_stride_slot, v_stride_slot;
   const int32_t* slots;
   int64_t slots_stride;
+  BranchList branches;
   char* out;
   int64_t out_stride_query, out_stride_head;
   float* lse;
@@ -90,6 +91,7 @@ struct alignas(16) Unit {
   int8_t narrow;   // Narrow
   int8_t wide;     // both halves work on it
   Member member;   // if single; else only `query` means anything, that of some member
+  int32_t branch;  // its tokens stand in the list of branches, from kv_start on
 };
 
 struct alignas(1024) Control {
@@ -100,6 +102,7 @@ struct alignas(1024) Control {
   uint64_t slot_full[kSlotTiles], slot_empty[kSlotTiles];
   uint64_t narrow_full[kNarrowUnits], narrow_empty[kNarrowUnits];
   alignas(16) uint32_t slots[kSlotTiles][kTileTokens];
+  alignas(16) uint16_t rows[kMaxStages][kTileTokens];  // of a branch, of the tile whose K it is
   Unit units[kUnits];
   float exchange[4][16][2];
   int32_t loaded_tiles;
@@ -108,7 +111,7 @@ struct alignas(1024) Control {
   const Item* items;
   const Member* members;
 };
-static_assert(sizeof(Control) == 3072);
+static_assert(sizeof(Control) == 4096);
 
 template <int kHeadDim>
 struct Shape {

@@ -51,9 +51,9 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
         attend_narrow<T, kTileTokens>(c, u);
       }
       c.narrow.advance(kNarrowUnits);
-    } else if (rows <= 16 && !u.wide) {
+    } else if (rows <= 16 && !u.wide && !u.branch) {
       attend_mma<T, 1>(c, u);
-    } else if (rows <= 32 && !u.wide) {
+    } else if (rows <= 32 && !u.wide && !u.branch) {
       attend_mma<T, 2>(c, u);
     } else {
 #if PAT_WGMMA

@@ -25,9 +25,10 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   u.tokens = b.w;
   u.head = unit - item * p.num_kv_heads;
   u.item = item;
-  u.single = a.y == 1;
   u.narrow = kNotNarrow;
   u.wide = 0;
+  u.branch = b.x == kBranch;
+  u.single = a.y == 1 && !u.branch;
   u.member = {a.z, b.z};
   const int row_tile = b.y & 0xFFFF;
   return row_tile >= p.min_row_tile && row_tile <= p.max_row_tile;
@@ -90,7 +91,8 @@ struct UnitScheduler {
       bool mine = false;
       if (lane < count) {
         mine = describe(p, s.control(), first + lane, u);
-        if (p.narrow && u.rows <= kNarrowRows && u.tokens > 0 && u.tokens <= kTileTokens) {
+        if (p.narrow && u.rows <= kNarrowRows && u.tokens > 0 && u.tokens <= kTileTokens &&
+            !u.branch) {
           u.narrow = u.tokens <= kShortTokens ? kShort : kNarrow;
         }
       }
@@ -250,7 +252,8 @@ struct Fetcher {
       const int tokens = u.tokens;
       if (tokens < 0) break;
       if (tokens > 0) {
-        const int32_t* from = p.slots + u.batch_row * p.slots_stride + u.kv_start;
+        const int32_t* from =
+            (u.branch ? p.branches.slots : p.slots + u.batch_row * p.slots_stride) + u.kv_start;
         const int step = u.wide ? 2 * kTileTokens : kTileTokens;
         int first = u.wide ? s.side * kTileTokens : 0;
         if (first < tokens) fetch_slots(from, first, tokens);
@@ -364,12 +367,18 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_tiles(const Unit& u, const char* k, const char* v) {
-    const bool whole = u.wide || (S::kWgmma && u.rows > 32);  // wgmma multiplies all of a tile
+    // wgmma multiplies all of a tile
+    const bool whole = u.wide || (S::kWgmma && (u.rows > 32 || u.branch));
+    const uint16_t* seen = p.branches.rows + u.kv_start + 8 * lane;
     const int step = u.wide ? 2 * kTileTokens : kTileTokens;
     for (int left = u.tokens - (u.wide ? s.side * kTileTokens : 0); left > 0; left -= step) {
       barrier_wait(s.slot_full(slots.index), slots.phase);
       if (u.wide) shared_fills = p.stages + 2;
       wait_stage();
+      if (u.branch && warp == 0 && lane < kTileTokens / 8) {
+        copy16(shared_address(&s.control().rows[stage.index][8 * lane]), seen);
+        seen += kTileTokens;
+      }
       const int mine = left - warp * kTokens;
       copy_rows<false>(k, p.k_stride_slot, warp * kTokens, warp * kTokens, mine, 0);
       finish_stage();

@@ -93,7 +93,13 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, c
           mma16816<T>(scores + 8 * j + 4, a, b[2], b[3]);
         }
       }
-      softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, first_token, left);
+      softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, first_token, left,
+                                   [&](float (&s)[4 * kTiles]) {
+                                     if (kTokenWarps > 1 || !u.branch) return;
+                                     uint32_t seen[kTiles];
+                                     read_seen<kTiles>(seen, c.rows_of(c.stage.index));
+                                     hide_others<kTiles>(s, seen, row_warp * 16);
+                                   });
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         weights[i] = pack2<T>(scores[2 * i], scores[2 * i + 1]);
@@ -212,7 +218,8 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
-  softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, 0, u.tokens);
+  softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, 0, u.tokens,
+                               [](float (&)[4 * kTiles]) {});
   if constexpr (!kIsShort) c.wait_stage();
   float o[kHeadDim / 2];
 #pragma unroll

@@ -31,7 +31,7 @@ struct Consumer {
   // The next stage, of this half or of the other, once it is full: where it is and the barrier to
   // release it with.
   struct Stage {
-    uint32_t tile, empty;
+    uint32_t tile, empty, rows;
   };
   __device__ __forceinline__ Stage take_stage(bool of_peer) {
     const uint32_t base = of_peer ? s.peer : s.base;
@@ -46,19 +46,52 @@ struct Consumer {
     return {base + static_cast<uint32_t>(sizeof(Control)) + index * Shape<kHeadDim>::kTileBytes,
             base + 8 * index +
                 static_cast<uint32_t>(of_peer ? offsetof(Control, peer_empty)
-                                              : offsetof(Control, empty))};
+                                              : offsetof(Control, empty)),
+            rows_of(index)};
+  }
+  // Control::rows of a stage of this half.
+  __device__ __forceinline__ uint32_t rows_of(int index) const {
+    return s.base + static_cast<uint32_t>(offsetof(Control, rows)) + 2 * kTileTokens * index;
   }
   // All consumer warps of this half.
   __device__ __forceinline__ void sync() const { named_barrier(1 + s.side, kConsumers); }
 };
 
+// Which packed rows attend to the tokens of a branch's tile: of each 8 tokens the lane's two, as
+// BranchList::rows has them.
+template <int kTiles>
+__device__ __forceinline__ void read_seen(uint32_t (&seen)[kTiles], uint32_t rows) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) seen[i] = load_shared(rows + 4 * (lane_id() & 3) + 16 * i);
+}
+
+// Hides from rows lane / 4 and lane / 4 + 8, of those from `first_row` on, what they do not attend
+// to.
+template <int kTiles>
+__device__ __forceinline__ void hide_others(float (&s)[4 * kTiles], const uint32_t (&seen)[kTiles],
+                                            int first_row) {
+  const uint32_t row = first_row + (lane_id() >> 2);
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t first = (seen[i] >> (16 * c)) & 0xFF;
+      const uint32_t count = ((seen[i] >> (16 * c + BranchList::kRowsEnd)) & 0xFF) - first;
+      if (row - first >= count) s[4 * i + c] = -INFINITY;
+      if (row + 8 - first >= count) s[4 * i + 2 + c] = -INFINITY;
+    }
+  }
+}
+
 // Online softmax over one tile of scores: lane holds rows lane / 4 and lane / 4 + 8 in mma layout.
 // Turns scores into weights, updates max and sum (of this lane's columns), and gives the factors
-// that the output so far is to be multiplied with.
-template <int kTiles, bool kTransforms>
+// that the output so far is to be multiplied with. Calls hide(scores) for the logits that no weight
+// shall come of, beyond those of tokens that are not there.
+template <int kTiles, bool kTransforms, typename Hide>
 __device__ __forceinline__ void softmax(const ForwardParams& p, float (&s)[4 * kTiles],
                                         float (&row_max)[2], float (&row_sum)[2],
-                                        float (&factor)[2], int first_token, int tokens) {
+                                        float (&factor)[2], int first_token, int tokens,
+                                        const Hide& hide) {
   const int column = first_token + 2 * (lane_id() & 3);
   if constexpr (kTransforms) {
     const bool capped = p.logits == kCapped;
@@ -70,6 +103,7 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, float (&s)[4 * k
       s[i] = capped ? p.cap * tanh : s[i];
     }
   }
+  hide(s);
   if (first_token + 8 * kTiles > tokens) {
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) {

@@ -74,6 +74,11 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
   const Destination to = destination_of(p, c.s.control(), u, c.warp * 16);
   int left = __shfl_sync(~0u, u.tokens, 0);  // tokens from the tile at hand on
   const bool wide = __shfl_sync(~0u, static_cast<int>(u.wide), 0);
+  const bool branch = __shfl_sync(~0u, u.branch, 0);
+  uint32_t seen[8];
+  const auto hide = [&](float (&s)[32]) {
+    if (branch) hide_others<8>(s, seen, c.warp * 16);
+  };
   bool of_peer = wide && c.s.side == 1;  // whose the tile at hand is
 
   barrier_wait(c.s.q_full(c.q.index), c.q.phase);
@@ -88,8 +93,9 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
   wgmma_commit();
   wgmma_wait<0>();
   pin(scores);
+  if (branch) read_seen<8>(seen, keys.rows);
   c.release(keys.empty);
-  softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left);
+  softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left, hide);
   pack_weights<T>(weights, scores);
 
   for (; left > kTileTokens; left -= kTileTokens) {
@@ -107,8 +113,9 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
     wgmma_commit();
     wgmma_wait<1>();
     pin(scores);
+    if (branch) read_seen<8>(seen, keys.rows);
     c.release(keys.empty);
-    softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left - kTileTokens);
+    softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left - kTileTokens, hide);
     wgmma_wait<0>();
     pin(o);
     pin(weights);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/plan_fit.h"
 
+#include <algorithm>
+
 #include "check.h"
 #include "plan_view.h"
 
@@ -16,12 +18,14 @@ void check_header(const PlanHeader& h, int64_t plan_bytes, const PlanRoom& room)
             " KV heads, the workspace for ", room.num_q_heads, " and ", room.num_kv_heads,
             ": plan for the workspace's target");
   const bool fits = plan_bytes <= room.bytes && h.num_queries <= room.max_queries &&
-                    h.num_partials <= room.max_partials;
-  PAT_CHECK(fits, "a plan of ", plan_bytes, " bytes, ", h.num_queries, " queries and ",
-            h.num_partials, " partials does not fit a workspace for ", room.bytes, " bytes, ",
-            room.max_queries, " queries and ", room.max_partials,
-            " partials: make the workspace for a target of larger max_queries, max_items and "
-            "max_partials");
+                    h.num_partials <= room.max_partials && h.branch_tokens <= room.max_branch_tokens;
+  PAT_CHECK(fits, "a plan of ", plan_bytes, " bytes, ", h.num_queries, " queries, ",
+            h.num_partials, " partials and ", h.branch_tokens,
+            " tokens of branches does not fit a workspace for ", room.bytes, " bytes, ",
+            room.max_queries, " queries, ", room.max_partials, " partials and ",
+            room.max_branch_tokens,
+            " tokens of branches: make the workspace for a target of larger max_queries, "
+            "max_items, max_partials, max_segments and max_branch_tokens");
 }
 
 void check_item(const PlanView& plan, int index, const PlanRoom& room) {
@@ -29,11 +33,18 @@ void check_item(const PlanView& plan, int index, const PlanRoom& room) {
   const PlanHeader& h = *plan.header;
   const Item& item = plan.items[index];
   PAT_CHECK(item.row_tile >= 0, "damaged plan: item ", index, " has a row tile of ", item.row_tile);
-  const int64_t end =
-      static_cast<int64_t>(item.kv_start) + (item.kv_len == kDynamic ? 0 : item.kv_len);
-  PAT_CHECK(end <= room.max_context, "item ", index, " reads up to token ", end,
-            ", the workspace holds contexts of ", room.max_context,
-            " tokens: make it for a larger max_context");
+  const auto check_end = [&](int32_t start, int32_t tokens) {
+    const int64_t end = int64_t{start} + std::max(tokens, 0);
+    PAT_CHECK(end <= room.max_context, "item ", index, " reads up to token ", end,
+              ", the workspace holds contexts of ", room.max_context,
+              " tokens: make it for a larger max_context");
+  };
+  if (item.kv_len == kBranch) {
+    const Segment* segments = plan.segments_of(item);
+    for (int i = 0; i < item.partial; ++i) check_end(segments[i].kv_start, segments[i].kv_len);
+  } else {
+    check_end(item.kv_start, item.kv_len);
+  }
   const int64_t rows = static_cast<int64_t>(item.num_queries) * (h.num_q_heads / h.num_kv_heads);
   PAT_CHECK(rows <= kMaxItemRows, "item ", index, " has ", rows, " packed rows, at most ",
             kMaxItemRows, " fit: give the target smaller row_tiles");

@@ -9,6 +9,29 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kParts = 8;  // CTAs that share the tokens of an item
+static_assert(kThreads == kBranchSegments);
+
+// Sum of a value over the threads before this one, and over all.
+__device__ __forceinline__ int2 scan(int value, int* sums) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  int before = value;
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const int other = __shfl_up_sync(~0u, before, i);
+    if (lane >= i) before += other;
+  }
+  __syncthreads();  // the sums of a call before have been read
+  if (lane == 31) sums[warp] = before;
+  __syncthreads();
+  int total = 0;
+  before -= value;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w == warp) before += total;
+    total += sums[w];
+  }
+  return {before, total};
+}
 
 template <typename Row, typename Length>
 __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs args) {
@@ -20,10 +43,48 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
     return static_cast<int>(max(int64_t{0}, min(given, args.slots_stride)));
   };
   if (args.plan->num_queries > args.num_rows) return;
-  auto* items =
-      reinterpret_cast<Item*>(reinterpret_cast<char*>(args.plan) + args.plan->items_offset);
+  auto* plan = reinterpret_cast<char*>(args.plan);
+  auto* items = reinterpret_cast<Item*>(plan + args.plan->items_offset);
+  const auto* segments = reinterpret_cast<const Segment*>(plan + args.plan->segments_offset);
+  const int group = args.plan->num_q_heads / args.plan->num_kv_heads;
+  __shared__ int sums[kThreads / 32];
+  __shared__ Segment found[kBranchSegments];  // kv_len: tokens in this step; room: where they begin
+  // The tokens of a branch, one segment after the other, and which rows attend to each.
+  const auto list_branch = [&](Item& item) {
+    const bool mine = static_cast<int>(threadIdx.x) < item.partial;
+    Segment segment{};
+    if (mine) {
+      segment = segments[item.row + threadIdx.x];
+      const bool dynamic = segment.kv_len == kDynamic;
+      const int tokens = dynamic ? length(segment.row) - segment.kv_start : segment.kv_len;
+      segment.kv_len = max(0, min(tokens, segment.room));
+    }
+    const int2 at = scan(segment.kv_len, sums);
+    segment.room = item.kv_start + at.x;
+    if (mine) found[threadIdx.x] = segment;
+    if (blockIdx.y == 0 && threadIdx.x == 0) item.tokens = at.y;
+    __syncthreads();
+    const int lane = threadIdx.x & 31;
+    const int warps = kParts * kThreads / 32;
+    for (int i = blockIdx.y * (kThreads / 32) + threadIdx.x / 32; i < item.partial; i += warps) {
+      const Segment s = found[i];
+      const int32_t* from = args.req_to_token + rows[s.row] * args.req_to_token_stride + s.kv_start;
+      const int rows_seen = s.first * group | (s.first + s.num_queries) * group
+                                                   << BranchList::kRowsEnd;
+#pragma unroll 4
+      for (int t = lane; t < s.kv_len; t += 32) {
+        args.branches.slots[s.room + t] = __ldg(from + t);
+        args.branches.rows[s.room + t] = static_cast<uint16_t>(rows_seen);
+      }
+    }
+    __syncthreads();  // before `found` is another branch's
+  };
   for (int i = blockIdx.x; i < args.plan->num_items; i += gridDim.x) {
     Item& item = items[i];
+    if (item.kv_len == kBranch) {
+      list_branch(item);
+      continue;
+    }
     const int end = item.kv_len == kDynamic ? length(item.row) : item.kv_start + item.kv_len;
     if (blockIdx.y == 0 && threadIdx.x == 0) item.tokens = max(end - item.kv_start, 0);
     const int32_t* from = args.req_to_token + rows[item.row] * args.req_to_token_stride;

@@ -112,6 +112,10 @@ void bind_target(py::module_& m) {
       .value("paper", Policy::kPaper)
       .value("naive", Policy::kNaive);
   py::enum_<Split>(m, "Split").value("cost", Split::kCost).value("mean", Split::kMean);
+  py::enum_<Branching>(m, "Branching")
+      .value("cost", Branching::kCost)
+      .value("always", Branching::kAlways)
+      .value("never", Branching::kNever);
   py::class_<Target>(m, "Target")
       .def(py::init<>())
       .def_readwrite("units", &Target::units)
@@ -129,8 +133,13 @@ void bind_target(py::module_& m) {
       .def_readwrite("max_queries", &Target::max_queries)
       .def_readwrite("max_items", &Target::max_items)
       .def_readwrite("max_partials", &Target::max_partials)
+      .def_readwrite("max_segments", &Target::max_segments)
+      .def_readwrite("max_branch_tokens", &Target::max_branch_tokens)
       .def_readwrite("policy", &Target::policy)
-      .def_readwrite("split", &Target::split);
+      .def_readwrite("split", &Target::split)
+      .def_readwrite("branching", &Target::branching)
+      .def_readwrite("branch_rows", &Target::branch_rows)
+      .def_readwrite("branch_limits", &Target::branch_limits);
 }
 
 void bind_plan(py::module_& m) {
@@ -138,6 +147,7 @@ void bind_plan(py::module_& m) {
                        partial, tokens);
   PYBIND11_NUMPY_DTYPE(Member, query, partial);
   PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
+  PYBIND11_NUMPY_DTYPE(Segment, row, kv_start, kv_len, room, first, num_queries);
   py::class_<Plan>(m, "Plan", "An immutable plan: see csrc/plan.h.")
       .def_property_readonly("num_queries", [](const Plan& p) { return p.header().num_queries; })
       .def_property_readonly("num_items", [](const Plan& p) { return p.header().num_items; })
@@ -147,6 +157,9 @@ void bind_plan(py::module_& m) {
                              [](const Plan& p) { return p.header().num_wide_items; })
       .def_property_readonly("num_heavy_items",
                              [](const Plan& p) { return p.header().num_heavy_items; })
+      .def_property_readonly("num_segments", [](const Plan& p) { return p.header().num_segments; })
+      .def_property_readonly("branch_tokens",
+                             [](const Plan& p) { return p.header().branch_tokens; })
       .def_property_readonly("num_members", [](const Plan& p) { return p.header().num_members; })
       .def_property_readonly("num_partials", [](const Plan& p) { return p.header().num_partials; })
       .def_property_readonly("num_q_heads", [](const Plan& p) { return p.header().num_q_heads; })
@@ -170,6 +183,11 @@ void bind_plan(py::module_& m) {
                              [](const py::object& self) {
                                const PlanHeader& h = self.cast<const Plan&>().header();
                                return plan_view<QuerySplits>(self, h.queries_offset, h.num_queries);
+                             })
+      .def_property_readonly("segments",
+                             [](const py::object& self) {
+                               const PlanHeader& h = self.cast<const Plan&>().header();
+                               return plan_view<Segment>(self, h.segments_offset, h.num_segments);
                              })
       .def_property_readonly("min_seq_lens",
                              [](const py::object& self) {
@@ -217,7 +235,8 @@ void bind_pack(py::module_& m) {
   bind_target(m);
   bind_plan(m);
   m.def("plan_bytes", &plan_bytes, py::arg("items"), py::arg("members"), py::arg("queries"),
-        "Bytes of a plan of so many items, members and queries (csrc/plan.h).");
+        py::arg("segments"),
+        "Bytes of a plan of so many items, members, queries and segments (csrc/plan.h).");
   py::class_<HandleReader>(m, "HandleReader", "Reads requests: see python_paths.h.")
       .def(py::init<const std::array<std::string, 3>&>(), py::arg("paths"))
       .def(

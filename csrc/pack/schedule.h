@@ -3,11 +3,13 @@
 // 6), which tile each item takes (section 5.2) and in which order they run.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "../plan.h"
+#include "branch.h"
 #include "target.h"
 #include "tree.h"
 
@@ -68,8 +70,12 @@ class Packer {
   std::vector<uint8_t> merged_;                    // [nodes + queries]
 };
 
-// Sets Pack::pieces and Pack::chunk. `enabled` false leaves every pack whole.
-void split_packs(const Target& target, Packs& packs, bool enabled);
+// Sets Pack::pieces and Pack::chunk. `enabled` false leaves every pack whole. `branches` run beside
+// the packs.
+void split_packs(const Target& target, Packs& packs, bool enabled, const Load& branches = {});
+
+// Modelled seconds of packs that are split, and of the branches beside them.
+double modelled_seconds(const Target& target, const Packs& packs, const Load& branches);
 
 // Makes plans. Keeps its working memory between calls; not thread-safe.
 class Scheduler {
@@ -84,7 +90,12 @@ class Scheduler {
   std::string fit(const PackTree& tree, const int64_t* seq_lens, size_t num_queries);
   bool assign_partials(size_t num_queries);
   bool wide_items_fill() const;
+  void choose_branches(const PackTree& tree, const int64_t* seq_lens, size_t num_queries);
+  bool place_branches();
+  bool drop_branches();
   void emit(Plan& plan, const int64_t* seq_lens, size_t num_queries);
+  int32_t list_branches(Plan& plan);
+  void push_item(const Item& item, double seconds);
 
   const Target target_;
   // Packing goes by what one half of a unit holds; and so does all of a plan that has too few wide
@@ -92,7 +103,9 @@ class Scheduler {
   const Target without_wide_;
   const Target* tiles_ = nullptr;  // of the two, the one whose row tiles the plan at hand has
   Packer packer_;
+  Brancher brancher_;
   Packs packs_;
+  Packs cut_packs_;  // of a way to branch that is looked at
   int64_t num_items_ = 0;
   int64_t num_partials_ = 0;
   std::vector<QuerySplits> splits_;      // [queries]
@@ -101,6 +114,11 @@ class Scheduler {
   std::vector<Item> items_;
   std::vector<uint32_t> keys_;  // LPT bucket of each item
   std::vector<int32_t> buckets_;
+  Load load_;                           // of the branches
+  std::vector<Segment> segments_;       // of the branches, with their room
+  std::vector<int32_t> branch_starts_;  // in the snapshot's list
+  int32_t branch_tokens_ = 0;           // of the list
+  std::array<int32_t, 3> num_of_kind_{};
 };
 
 // Packed-row tile for `queries` queries and KV tile for `tokens` tokens: the smallest that holds
@@ -111,5 +129,7 @@ int32_t kv_tile_for(const Target& target, int32_t tokens);
 int64_t num_row_tiles(const Target& target, int64_t queries);
 // Modelled seconds of one item on one unit: overhead + max(memory, arithmetic).
 double item_seconds(const Target& target, int32_t row_tile, double tokens);
+// The same of a branch.
+double branch_seconds(const Target& target, double tokens);
 
 }  // namespace pat

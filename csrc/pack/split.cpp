@@ -39,17 +39,24 @@ void split_by_mean(const Target& target, Packs& packs) {
   }
 }
 
+// How long all units need for items that take `sum` together for a KV head: their mean load plus
+// half of the longest item, which on average ends half over.
+double makespan(const Target& target, double sum, double longest, double items) {
+  const double heads = target.num_kv_heads;
+  const double idle_end = items * heads > target.units ? 0.5 * longest : 0.0;
+  return std::max(longest, sum * heads / target.units + idle_end);
+}
+
 // Chooses the longest time an item may take: for a handful of limits, models how long all units
-// need (their mean load plus half of the longest item, which on average ends half over) with the
-// partials that the splits add, and keeps the best.
-void split_by_cost(const Target& target, Packs& packs) {
+// need with the partials that the splits add, and keeps the best.
+void split_by_cost(const Target& target, Packs& packs, const Load& branches) {
   const double units = target.units;
   const double heads = target.num_kv_heads;
   const double partial_s = target.partial_cost_bytes() /
                            (target.bytes_per_s / units);  // of one query, KV head and piece
-  double total = 0.0;
+  double total = branches.seconds;
   double longest = 0.0;
-  double items = 0.0;
+  double items = branches.items;
   for (const Pack& pack : packs.packs) {
     if (pack.queries == 0) continue;
     const auto tiles = static_cast<double>(num_row_tiles(target, pack.queries));
@@ -58,11 +65,7 @@ void split_by_cost(const Target& target, Packs& packs) {
     items += tiles;
     longest = std::max(longest, seconds);
   }
-  if (items == 0.0) return;
-  const auto makespan = [&](double sum, double longest_item, double count) {
-    const double idle_end = count * heads > units ? 0.5 * longest_item : 0.0;
-    return std::max(longest_item, sum * heads / units + idle_end);
-  };
+  if (longest == 0.0) return;
   const auto pieces_for = [&](const Pack& pack, double seconds, double limit) {
     const double work = seconds - target.item_overhead_s;
     const double room = std::max(limit - target.item_overhead_s, 0.25 * target.item_overhead_s);
@@ -71,13 +74,13 @@ void split_by_cost(const Target& target, Packs& packs) {
   };
 
   double best_limit = longest;
-  double best = makespan(total, longest, items);
+  double best = makespan(target, total, std::max(longest, branches.longest), items);
   const double ideal = total * heads / units;
   for (double limit = 2.0 * ideal; limit > ideal / 8.0; limit *= 0.7) {
     if (limit >= longest) continue;
     double sum = total;
     double count = items;
-    double longest_piece = 0.0;
+    double longest_piece = branches.longest;
     for (const Pack& pack : packs.packs) {
       if (pack.queries == 0) continue;
       const double seconds =
@@ -90,7 +93,7 @@ void split_by_cost(const Target& target, Packs& packs) {
       sum += (pieces - 1) * (tiles * target.item_overhead_s + pack.queries * partial_s);
       count += (pieces - 1) * tiles;
     }
-    const double seconds = makespan(sum, longest_piece, count);
+    const double seconds = makespan(target, sum, longest_piece, count);
     if (seconds < best) {
       best = seconds;
       best_limit = limit;
@@ -131,7 +134,31 @@ double item_seconds(const Target& target, int32_t row_tile, double tokens) {
   return target.item_overhead_s + tokens * target.units * std::max(memory_s, arithmetic_s);
 }
 
-void split_packs(const Target& target, Packs& packs, bool enabled) {
+double branch_seconds(const Target& target, double tokens) {
+  return item_seconds(target, kBranchRows, tokens);
+}
+
+double modelled_seconds(const Target& target, const Packs& packs, const Load& branches) {
+  Load load = branches;
+  for (size_t i = 0; i < packs.packs.size(); ++i) {
+    const Pack& pack = packs.packs[i];
+    if (pack.queries == 0) continue;
+    const auto tiles = static_cast<double>(num_row_tiles(target, pack.queries));
+    const double seconds = item_seconds(target, row_tile_for(target, pack.queries),
+                                        static_cast<double>(pack.tokens()) / pack.pieces);
+    load.seconds += tiles * pack.pieces * seconds;
+    load.items += tiles * pack.pieces;
+    load.longest = std::max(load.longest, seconds);
+    // A tail alone in its row writes the output itself.
+    const bool alone = i >= packs.num_nodes && pack.above == kNoNode && pack.pieces == 1;
+    if (!alone) load.partials += int64_t{pack.queries} * pack.pieces;
+  }
+  const double partials = static_cast<double>(load.partials) * target.num_kv_heads *
+                          target.partial_cost_bytes() / target.bytes_per_s;
+  return makespan(target, load.seconds, load.longest, load.items) + partials;
+}
+
+void split_packs(const Target& target, Packs& packs, bool enabled, const Load& branches) {
   for (Pack& pack : packs.packs) {
     pack.pieces = 1;
     pack.chunk = std::max(pack.tokens(), 1);
@@ -140,7 +167,7 @@ void split_packs(const Target& target, Packs& packs, bool enabled) {
   if (target.split == Split::kMean) {
     split_by_mean(target, packs);
   } else {
-    split_by_cost(target, packs);
+    split_by_cost(target, packs, branches);
   }
 }
 

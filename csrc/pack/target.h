@@ -19,6 +19,12 @@ enum class Split : int {
   kMean = 1,  // PAT section 6: no item longer than the mean
 };
 
+enum class Branching : int {
+  kCost = 0,   // default: where the modelled time is shorter
+  kAlways = 1,  // wherever queries share anything
+  kNever = 2,
+};
+
 struct Target {
   int32_t units;  // SMs or threads that run items
   int32_t num_q_heads;
@@ -35,8 +41,15 @@ struct Target {
   int32_t max_queries;             // capacities of the executor's buffers
   int32_t max_items;
   int32_t max_partials;
+  int32_t max_segments;       // of branches
+  int32_t max_branch_tokens;  // of the snapshot's list of their tokens
   Policy policy = Policy::kBytes;
   Split split = Split::kCost;
+  Branching branching = Branching::kCost;
+  // Ways to cut branches that are compared: packed rows of one, and tokens of a node or tail beyond
+  // which it stays an item of its own.
+  std::vector<int32_t> branch_rows;
+  std::vector<int32_t> branch_limits;
 
   int32_t group() const { return num_q_heads / num_kv_heads; }
   // Queries of one KV head that fit the largest row tile.
