@@ -75,7 +75,7 @@ struct Item {
   int32_t kv_start;       // token position; of a branch that in the snapshot's list
   int32_t kv_len;         // tokens, > 0, or kDynamic, or kBranch
   int16_t row_tile;       // packed rows of the tile
-  int16_t kv_tile;        // tokens of the tile
+  int16_t kv_tile;        // tokens of the tile; of a branch see seen_by_all()
   // Of an item of one query, which then is `row`, so that a kernel need not look its member up, its
   // Member::partial; of a branch how many segments it has.
   int32_t partial;
@@ -84,6 +84,11 @@ struct Item {
   int32_t tokens;
 };
 static_assert(sizeof(Item) == 32);
+
+// Of the list's tokens of a branch so many blocks of kBranchAlign, the first ones, are for all of
+// its queries; if negative, the last ones, so that not all branches ask for tokens that are in the
+// cache, and then for tokens that are not, at the same time.
+constexpr int32_t seen_by_all(const Item& branch) { return branch.kv_tile; }
 
 // A query of an item and where the item's result for it goes.
 struct Member {

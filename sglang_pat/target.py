@@ -55,8 +55,8 @@ class Target:
     policy: str = "bytes"
     split: str = "cost"
     branching: str = "never"
-    branch_rows: tuple[int, ...] = (64, 32, 16)
-    branch_limits: tuple[int, ...] = (2**31 - 1, 512, 128)
+    branch_rows: tuple[int, ...] = (64, 32)
+    branch_limits: tuple[int, ...] = (2**31 - 1, 512)
 
     def __post_init__(self) -> None:
         for name, value, known in (

@@ -27,6 +27,7 @@ inline constexpr int kThreads = 256;  // of a half
 inline constexpr int kConsumers = 128;
 inline constexpr int kLoaderWarps = 2;
 inline constexpr int kTileTokens = 64;
+static_assert(kTileTokens == kBranchAlign);
 inline constexpr int kTileRows = 64;  // packed rows of a Q buffer
 inline constexpr int kMaxStages = 8;
 inline constexpr int kUnits = 8;      // ring of unit descriptions
@@ -82,7 +83,7 @@ struct alignas(16) Unit {
   int32_t member_offset;
   int32_t row_begin;  // first packed row: items beyond the kernel's row tile run in parts
   int32_t rows;
-  int32_t batch_row;
+  int32_t batch_row;  // of a branch: seen_by_all()
   int32_t kv_start;
   int32_t tokens;
   int32_t head;

@@ -28,6 +28,7 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   u.narrow = kNotNarrow;
   u.wide = 0;
   u.branch = b.x == kBranch;
+  if (u.branch) u.batch_row = b.y >> 16;
   u.single = a.y == 1 && !u.branch;
   u.member = {a.z, b.z};
   const int row_tile = b.y & 0xFFFF;

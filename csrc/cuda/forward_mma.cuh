@@ -64,6 +64,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, c
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
 
+  const MaskedTiles masked(u);
   const Destination to = destination_of(p, c.s.control(), u, row_warp * 16);
   // Of its rows' results this warp will have so many tiles of 8 columns, from `column` on.
   constexpr int kMine = kHeadDim / 8 / kTokenWarps;
@@ -95,7 +96,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, c
       }
       softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, first_token, left,
                                    [&](float (&s)[4 * kTiles]) {
-                                     if (kTokenWarps > 1 || !u.branch) return;
+                                     if (kTokenWarps > 1 || !masked.has(left)) return;
                                      uint32_t seen[kTiles];
                                      read_seen<kTiles>(seen, c.rows_of(c.stage.index));
                                      hide_others<kTiles>(s, seen, row_warp * 16);

@@ -57,6 +57,20 @@ struct Consumer {
   __device__ __forceinline__ void sync() const { named_barrier(1 + s.side, kConsumers); }
 };
 
+// Which tiles of a unit hold tokens that not all of its rows attend to: those of a branch, but for
+// the first or last ones.
+struct MaskedTiles {
+  int above, below;  // tokens from such a tile on
+
+  __device__ __forceinline__ explicit MaskedTiles(const Unit& u) {
+    const int free = __shfl_sync(~0u, u.batch_row, 0) * kTileTokens;
+    above = __shfl_sync(~0u, u.branch, 0) ? max(-free, 0) : INT_MAX;
+    below = __shfl_sync(~0u, u.tokens, 0) + kTileTokens - max(free, 0);
+  }
+  // Of the tile that `left` tokens are left from.
+  __device__ __forceinline__ bool has(int left) const { return left > above && left < below; }
+};
+
 // Which packed rows attend to the tokens of a branch's tile: of each 8 tokens the lane's two, as
 // BranchList::rows has them.
 template <int kTiles>

@@ -74,65 +74,68 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
   const Destination to = destination_of(p, c.s.control(), u, c.warp * 16);
   int left = __shfl_sync(~0u, u.tokens, 0);  // tokens from the tile at hand on
   const bool wide = __shfl_sync(~0u, static_cast<int>(u.wide), 0);
-  const bool branch = __shfl_sync(~0u, u.branch, 0);
+  const MaskedTiles masked(u);
   uint32_t seen[8];
   const auto hide = [&](float (&s)[32]) {
-    if (branch) hide_others<8>(s, seen, c.warp * 16);
+    if (masked.has(left)) hide_others<8>(s, seen, c.warp * 16);
   };
   bool of_peer = wide && c.s.side == 1;  // whose the tile at hand is
 
-  barrier_wait(c.s.q_full(c.q.index), c.q.phase);
-  load_queries<kHeadDim>(q, c.s.q(c.q.index), c.warp);
-  c.release(c.s.q_empty(c.q.index));
-  c.q.advance(p.q_buffers);
-  auto keys = c.take_stage(of_peer);
-  fence_async_proxy();
-  pin(scores);
-  wgmma_fence();
-  issue_scores<T, kHeadDim>(scores, q, keys.tile);
-  wgmma_commit();
-  wgmma_wait<0>();
-  pin(scores);
-  if (branch) read_seen<8>(seen, keys.rows);
-  c.release(keys.empty);
-  softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left, hide);
-  pack_weights<T>(weights, scores);
-
-  for (; left > kTileTokens; left -= kTileTokens) {
-    const auto values = c.take_stage(of_peer);
-    of_peer ^= wide;
-    keys = c.take_stage(of_peer);
+  if (left > 0) {  // else a branch of tails that are empty so far
+    barrier_wait(c.s.q_full(c.q.index), c.q.phase);
+    load_queries<kHeadDim>(q, c.s.q(c.q.index), c.warp);
+    c.release(c.s.q_empty(c.q.index));
+    c.q.advance(p.q_buffers);
+    auto keys = c.take_stage(of_peer);
     fence_async_proxy();
     pin(scores);
-    pin(weights);
-    pin(o);
     wgmma_fence();
     issue_scores<T, kHeadDim>(scores, q, keys.tile);
     wgmma_commit();
+    wgmma_wait<0>();
+    pin(scores);
+    if (masked.has(left)) read_seen<8>(seen, keys.rows);
+    c.release(keys.empty);
+    softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left, hide);
+    pack_weights<T>(weights, scores);
+
+    while (left > kTileTokens) {
+      left -= kTileTokens;
+      const auto values = c.take_stage(of_peer);
+      of_peer ^= wide;
+      keys = c.take_stage(of_peer);
+      fence_async_proxy();
+      pin(scores);
+      pin(weights);
+      pin(o);
+      wgmma_fence();
+      issue_scores<T, kHeadDim>(scores, q, keys.tile);
+      wgmma_commit();
+      issue_output<T, kHeadDim>(o, weights, values.tile);
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(scores);
+      if (masked.has(left)) read_seen<8>(seen, keys.rows);
+      c.release(keys.empty);
+      softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left, hide);
+      wgmma_wait<0>();
+      pin(o);
+      pin(weights);
+      c.release(values.empty);
+      pack_weights<T>(weights, scores);
+      rescale_output(o, factor);
+    }
+    const auto values = c.take_stage(of_peer);
+    fence_async_proxy();
+    pin(weights);
+    pin(o);
+    wgmma_fence();
     issue_output<T, kHeadDim>(o, weights, values.tile);
     wgmma_commit();
-    wgmma_wait<1>();
-    pin(scores);
-    if (branch) read_seen<8>(seen, keys.rows);
-    c.release(keys.empty);
-    softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left - kTileTokens, hide);
     wgmma_wait<0>();
     pin(o);
-    pin(weights);
     c.release(values.empty);
-    pack_weights<T>(weights, scores);
-    rescale_output(o, factor);
   }
-  const auto values = c.take_stage(of_peer);
-  fence_async_proxy();
-  pin(weights);
-  pin(o);
-  wgmma_fence();
-  issue_output<T, kHeadDim>(o, weights, values.tile);
-  wgmma_commit();
-  wgmma_wait<0>();
-  pin(o);
-  c.release(values.empty);
 
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);

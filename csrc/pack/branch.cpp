@@ -103,10 +103,12 @@ void Brancher::group(const Target& target, Load& load) {
     if (queries == 0) return;
     if (parent != kNoNode) tokens += path_[static_cast<size_t>(parent)];
     if (tokens > 0) {
-      const double seconds = branch_seconds(target, static_cast<double>(tokens));
+      const double seconds = item_seconds(target, kBranchRows, static_cast<double>(tokens));
       load.seconds += seconds;
       load.longest = std::max(load.longest, seconds);
       load.items += 1.0;
+      load.tokens += tokens;
+      load.longest_tokens = std::max(load.longest_tokens, tokens);
     }
     ends_.push_back(end);
     queries = 0;
@@ -144,7 +146,8 @@ bool Brancher::build() {
   group_of_.resize(order_.size());
   rank_.resize(order_.size() + 1);
   branch_of_.assign(tree_->query_node.size(), kNoNode);
-  branches_.assign(num_groups, {0, 0, 0, 0, 0});
+  branches_.assign(num_groups, {});
+  tail_counts_.assign(num_groups, 0);
   rank_[0] = 0;
   for (size_t g = 0, i = 0; g < num_groups; ++g) {
     Branch& branch = branches_[g];
@@ -157,7 +160,7 @@ bool Brancher::build() {
         branch_of_[query] = static_cast<int32_t>(g);
         members_.push_back(order_[i]);
       }
-      branch.num_segments += tail > 0;
+      tail_counts_[g] += tail > 0;
       rank_[i + 1] = static_cast<int32_t>(members_.size());
     }
     branch.num_queries = static_cast<int32_t>(members_.size()) - branch.first_member;
@@ -178,35 +181,45 @@ bool Brancher::build() {
     for_each_branch(i, [](Branch& branch, int32_t, int32_t) { ++branch.num_segments; });
   }
   int32_t total = 0;
-  for (Branch& branch : branches_) {
+  next_node_.resize(num_groups);
+  next_tail_.resize(num_groups);
+  for (size_t g = 0; g < num_groups; ++g) {
+    Branch& branch = branches_[g];
+    const int32_t num_nodes = branch.num_segments;
+    branch.num_segments += tail_counts_[g];
     if (branch.num_segments > kBranchSegments) {
       clear();
       return false;
     }
     branch.first_segment = total;
     total += branch.num_segments;
-    branch.num_segments = 0;
+    branch.tails_first = g % 2 == 1;
+    next_node_[g] = branch.tails_first ? total - 1 : branch.first_segment;
+    next_tail_[g] = branch.first_segment + (branch.tails_first ? 0 : num_nodes);
   }
   segments_.resize(static_cast<size_t>(total));
-  const auto add = [&](Branch& branch, const Segment& segment) {
-    segments_[static_cast<size_t>(branch.first_segment + branch.num_segments++)] = segment;
-    branch.tokens += segment.kv_len;
-  };
   for (size_t i = 0; i < nodes.size(); ++i) {
     for_each_branch(i, [&](Branch& branch, int32_t begin, int32_t end) {
       const int32_t first = rank_[static_cast<size_t>(begin)];
+      const int32_t queries = rank_[static_cast<size_t>(end)] - first;
       const int32_t tokens = nodes[i].end - nodes[i].start;
-      add(branch, {order_[static_cast<size_t>(begin)], nodes[i].start, tokens, tokens,
-                   first - branch.first_member, rank_[static_cast<size_t>(end)] - first});
+      int32_t& at = next_node_[static_cast<size_t>(group_of_[static_cast<size_t>(begin)])];
+      segments_[static_cast<size_t>(at)] = {
+          order_[static_cast<size_t>(begin)], nodes[i].start, tokens, tokens,
+          first - branch.first_member,        queries};
+      at += branch.tails_first ? -1 : 1;
+      branch.tokens += tokens;
+      if (queries == branch.num_queries) branch.seen_by_all += tokens;
     });
   }
   for (size_t i = 0; i < order_.size(); ++i) {
     const auto query = static_cast<size_t>(order_[i]);
     const int32_t tail = tail_tokens(query);
     if (tail == 0) continue;
-    Branch& branch = branches_[static_cast<size_t>(group_of_[i])];
-    add(branch, {order_[i], tree_->query_prefix[query], tail, 0,
-                 rank_[i] - branch.first_member, 1});
+    const auto g = static_cast<size_t>(group_of_[i]);
+    segments_[static_cast<size_t>(next_tail_[g]++)] = {
+        order_[i], tree_->query_prefix[query], tail, 0, rank_[i] - branches_[g].first_member, 1};
+    branches_[g].tokens += tail;
   }
   return true;
 }

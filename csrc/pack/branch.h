@@ -21,12 +21,14 @@ struct BranchCut {
   int32_t queries = 0;  // of a branch, at most
 };
 
-// What the items of one KV head ask of the units.
+// What branches ask of the units, for one KV head.
 struct Load {
-  double seconds = 0.0;  // modelled, all items
-  double longest = 0.0;  // the longest item
+  double seconds = 0.0;  // modelled as of items, all branches
+  double longest = 0.0;  // seconds of the longest
   double items = 0.0;
-  int64_t partials = 0;  // of all queries
+  int64_t tokens = 0;  // of all branches
+  int64_t longest_tokens = 0;
+  int64_t partials = 0;  // of queries that have other items beside
 };
 
 struct Branch {
@@ -34,7 +36,9 @@ struct Branch {
   int32_t num_queries;
   int32_t first_segment;  // into Brancher::segments
   int32_t num_segments;
-  int32_t tokens;  // scheduled
+  int32_t tokens;       // scheduled
+  int32_t seen_by_all;  // of these, by all members
+  bool tails_first;
 };
 
 class Brancher {
@@ -49,8 +53,8 @@ class Brancher {
   void clear();
 
   const std::vector<Branch>& branches() const { return branches_; }
-  // By branch, their nodes from the root on, then the tails: these with their scheduled length and
-  // no room yet.
+  // By branch, their nodes from the root on, then the tails, or the other way round. Tails have
+  // their scheduled length and no room yet.
   const std::vector<Segment>& segments() const { return segments_; }
   const std::vector<int32_t>& members() const { return members_; }  // queries, by branch
   // The branch that has a query as a member, or kNoNode.
@@ -75,6 +79,7 @@ class Brancher {
   std::vector<int32_t> group_of_;   // [order_]
   std::vector<int32_t> rank_;       // [order_ + 1] members before a position
   std::vector<int32_t> branch_of_;  // [queries]
+  std::vector<int32_t> tail_counts_, next_node_, next_tail_;  // [branches]
   std::vector<Branch> branches_;
   std::vector<Segment> segments_;
   std::vector<int32_t> members_;

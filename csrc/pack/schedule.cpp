@@ -128,19 +128,33 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, size_t n
 
 // Takes the way to branch that is modelled to be the fastest, if it is faster than none.
 void Scheduler::choose_branches(const PackTree& tree, const int64_t* seq_lens, size_t num_queries) {
+  int64_t unique = 0;
+  int64_t longest = 0;
+  const auto add = [&](int64_t tokens) {
+    unique += tokens;
+    longest = std::max(longest, tokens);
+  };
+  for (const PackNode& node : tree.nodes) add(node.end - node.start);
+  for (size_t query = 0; query < num_queries; ++query) {
+    add(seq_lens[query] - (tree.query_node[query] == kNoNode ? 0 : tree.query_prefix[query]));
+  }
   split_packs(target_, packs_, true);
-  double least = target_.branching == Branching::kAlways ? std::numeric_limits<double>::infinity()
-                                                         : modelled_seconds(target_, packs_, {});
+  double least = target_.branching == Branching::kAlways
+                     ? std::numeric_limits<double>::infinity()
+                     : modelled_seconds(target_, packs_, {}, unique);
   BranchCut best;
   brancher_.read(tree, seq_lens, num_queries);
   for (const int32_t rows : target_.branch_rows) {
     if (rows < target_.group()) continue;
+    bool whole = false;  // a limit was looked at that leaves no item out
     for (const int32_t limit : target_.branch_limits) {
+      if (whole && limit >= longest) continue;
+      whole |= limit >= longest;
       const BranchCut cut{limit, rows / target_.group()};
       const Load load = brancher_.cut(target_, cut, cut_packs_);
       if (load.items == 0.0) continue;
       split_packs(target_, cut_packs_, true, load);
-      const double seconds = modelled_seconds(target_, cut_packs_, load);
+      const double seconds = modelled_seconds(target_, cut_packs_, load, unique);
       if (seconds < least) {
         least = seconds;
         best = cut;
@@ -294,10 +308,11 @@ int32_t Scheduler::list_branches(Plan& plan) {
           std::min<int64_t>(int64_t{segment.kv_start} + segment.room, INT32_MAX);
     }
     num_shared += shared;
+    const int32_t seen = std::min(branch.seen_by_all / kBranchAlign, int32_t{INT16_MAX});
     push_item({first_member + branch.first_member, branch.num_queries, branch.first_segment,
                branch_starts_[i], kBranch, static_cast<int16_t>(kBranchRows),
-               static_cast<int16_t>(kBranchAlign), branch.num_segments, 0},
-              branch_seconds(target_, branch.tokens));
+               static_cast<int16_t>(branch.tails_first ? -seen : seen), branch.num_segments, 0},
+              item_seconds(target_, kBranchRows, branch.tokens));
   }
   return num_shared;
 }

@@ -74,8 +74,10 @@ class Packer {
 // the packs.
 void split_packs(const Target& target, Packs& packs, bool enabled, const Load& branches = {});
 
-// Modelled seconds of packs that are split, and of the branches beside them.
-double modelled_seconds(const Target& target, const Packs& packs, const Load& branches);
+// Modelled seconds of packs that are split and of the branches beside them; `unique_tokens`: of the
+// batch, each node's once.
+double modelled_seconds(const Target& target, const Packs& packs, const Load& branches,
+                        int64_t unique_tokens);
 
 // Makes plans. Keeps its working memory between calls; not thread-safe.
 class Scheduler {
@@ -129,7 +131,5 @@ int32_t kv_tile_for(const Target& target, int32_t tokens);
 int64_t num_row_tiles(const Target& target, int64_t queries);
 // Modelled seconds of one item on one unit: overhead + max(memory, arithmetic).
 double item_seconds(const Target& target, int32_t row_tile, double tokens);
-// The same of a branch.
-double branch_seconds(const Target& target, double tokens);
 
 }  // namespace pat
