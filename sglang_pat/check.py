@@ -6,13 +6,13 @@ The one place that compares slots; it never decides what is shared, only whether
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from sglang_pat.planning import Plan
+from sglang_pat.planning import BRANCH, Plan
 from sglang_pat.radix import RadixView
 
 
@@ -33,18 +33,13 @@ def check_plan(
     the slots of its radix path as far as that is protected. Raises SlotMismatch naming request,
     node, token position and both slots.
     """
-    members = plan.members
-    for item in plan.items[plan.items["num_queries"] > 1]:
-        begin = int(item["kv_start"])
-        span = slice(begin, begin + int(item["kv_len"]))
-        reader = int(item["row"])
-        expected = req_to_token[rows[reader], span]
-        first = int(item["member_offset"])
-        for query in members["query"][first : first + int(item["num_queries"])].tolist():
+    for shared in _shared_ranges(plan):
+        span = slice(shared.begin, shared.begin + shared.tokens)
+        expected = req_to_token[rows[shared.reader], span]
+        for query in shared.queries:
             held = req_to_token[rows[query], span]
-            _compare(
-                held, expected, begin, _name(reqs, query), f"{_name(reqs, reader)} of its pack"
-            )
+            pack = f"{_name(reqs, shared.reader)} of its pack"
+            _compare(held, expected, shared.begin, _name(reqs, query), pack)
     if view.disabled:
         return
     for query, req in enumerate(reqs):
@@ -58,6 +53,31 @@ def check_plan(
             _name(reqs, query),
             "the radix tree",
         )
+
+
+class _Shared(NamedTuple):
+    """Tokens that an item reads in the row of ``reader`` for all of ``queries``."""
+
+    reader: int
+    begin: int
+    tokens: int
+    queries: list[int]
+
+
+def _shared_ranges(plan: Plan) -> Iterator[_Shared]:
+    members = plan.members["query"]
+    for item in plan.items[plan.items["num_queries"] > 1]:
+        first = int(item["member_offset"])
+        count = int(item["num_queries"])
+        if item["kv_len"] != BRANCH:
+            ranges = [(item["row"], item["kv_start"], item["kv_len"], 0, count)]
+        else:
+            segments = plan.segments[item["row"] : item["row"] + item["partial"]]
+            names = ["row", "kv_start", "kv_len", "first", "num_queries"]
+            ranges = segments[segments["num_queries"] > 1][names].tolist()
+        for reader, begin, tokens, offset, queries in ranges:
+            of_range = members[first + offset : first + offset + queries]
+            yield _Shared(int(reader), int(begin), int(tokens), of_range.tolist())
 
 
 def _name(reqs: Sequence[Any], query: int) -> str:

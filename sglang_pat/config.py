@@ -19,6 +19,7 @@ _ALLOWED = {
     "check": ("0", "1"),
     "policy": ("bytes", "paper", "naive"),
     "split": ("cost", "mean"),
+    "branching": ("cost", "always", "never"),
     "partial": ("fp32", "bf16"),
     "launch": ("queue", "streams", "serial"),
 }
@@ -29,7 +30,9 @@ class PatConfig:
     """Options of one server.
 
     ``check`` (``SGLANG_PAT_CHECK``): every step, compare the slots of a pack's members.
-    ``policy`` (``SGLANG_PAT_POLICY``) and ``split`` (``SGLANG_PAT_SPLIT``): see ``Target``.
+    ``policy`` (``SGLANG_PAT_POLICY``), ``split`` (``SGLANG_PAT_SPLIT``) and ``branching``
+    (``SGLANG_PAT_BRANCHING``): see ``Target``; ``cost`` is ``never`` where branches do not pay or
+    were not measured: on the CPU, on GPUs other than Hopper, beyond head dim 128.
     ``partial`` (``SGLANG_PAT_PARTIAL``): dtype of the partial outputs that the merge reads.
     ``launch`` (``SGLANG_PAT_LAUNCH``): how a GPU's forward is launched, see ``Workspace``.
     """
@@ -37,6 +40,7 @@ class PatConfig:
     check: bool = False
     policy: str = "bytes"
     split: str = "cost"
+    branching: str = "cost"
     partial: str = "fp32"
     launch: str = "queue"
 
@@ -68,6 +72,7 @@ class PatConfig:
             check=chosen["check"] == "1",
             policy=chosen["policy"],
             split=chosen["split"],
+            branching=chosen["branching"],
             partial=chosen["partial"],
             launch=chosen["launch"],
         )

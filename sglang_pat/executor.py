@@ -101,6 +101,8 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
         "policy": config.policy,
         "split": config.split,
     }
+    if config.branching != "cost":  # else as the device's target has it
+        options["branching"] = config.branching
     table = runner.req_to_token_pool.req_to_token
     if table.device.type == "cpu":
         target = Target.cpu(threads=torch.get_num_threads(), **options)

@@ -15,6 +15,7 @@ from sglang_pat import _C
 from sglang_pat.target import Target
 
 Plan = _C.Plan
+BRANCH = -2  # an item's kv_len: see csrc/plan.h
 PathElement = tuple[int, int, int]
 Lengths = Sequence[int] | npt.NDArray[np.int64] | Any
 

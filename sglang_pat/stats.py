@@ -14,6 +14,7 @@ NAMESPACE = "sglang_pat"  # of the exported counters
 COUNTERS = {
     "decode_steps": "Decode steps that ran through a pack-forward-merge plan.",
     "packed_steps": "Decode steps whose plan had an item that several requests share.",
+    "branched_steps": "Decode steps whose plan ran parts of the tree as one item each.",
     "kv_tokens_read": "K/V tokens the items read, of one layer and KV head; re-reads count.",
     "kv_tokens_unpacked": "K/V tokens without packing: the sum of sequence lengths.",
     "plans_made": "Plans made.",
@@ -34,6 +35,7 @@ class Stats:
     def __init__(self) -> None:
         self.decode_steps = 0
         self.packed_steps = 0
+        self.branched_steps = 0
         self.kv_tokens_read = 0
         self.kv_tokens_unpacked = 0
         self.plans_made = 0
@@ -78,6 +80,7 @@ class Stats:
         plans, reused = max(self.plans_made, 1), max(self.plans_reused, 1)
         return (
             f"decode steps {self.decode_steps}, packed {self.packed_steps}, "
+            f"in branches {self.branched_steps}, "
             f"K/V tokens read {self.kv_tokens_read} of {self.kv_tokens_unpacked} "
             f"({saved:.1%} saved), plans made {self.plans_made}, reused {self.plans_reused}, "
             f"{self.plan_ns / plans / 1e3:.1f} us a step that made one, "

@@ -83,6 +83,7 @@ class StepPlanner:
         stats.plans_reused += not self.made
         stats.decode_steps += 1
         stats.packed_steps += plan.num_shared_items > 0
+        stats.branched_steps += plan.num_segments > 0
         stats.kv_tokens_unpacked += total
         stats.kv_tokens_read += plan.kv_tokens_read(total)
         return plan

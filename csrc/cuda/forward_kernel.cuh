@@ -52,9 +52,9 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
       }
       c.narrow.advance(kNarrowUnits);
     } else if (rows <= 16 && !u.wide && !u.branch) {
-      attend_mma<T, 1>(c, u);
+      attend_mma<T, 1, false>(c, u);
     } else if (rows <= 32 && !u.wide && !u.branch) {
-      attend_mma<T, 2>(c, u);
+      attend_mma<T, 2, false>(c, u);
     } else {
 #if PAT_WGMMA
       if constexpr (S::kWgmma) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
       } else
 #endif
       {
-        attend_mma<T, 4>(c, u);
+        u.branch ? attend_mma<T, 4, true>(c, u) : attend_mma<T, 4, false>(c, u);
       }
     }
     if (p.trace && busy) trace_unit(p, u, s.side, c.warp, begin);

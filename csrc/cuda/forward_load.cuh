@@ -269,11 +269,17 @@ struct Fetcher {
           barrier_arrive_copies(s.narrow_full(narrow.index));
           narrow.advance(kNarrowUnits);
         } else {
+          // Some tiles ahead, while the members are on their way; but not as many as the ring has,
+          // or loaders and consumers could wait for Q while this waits for them.
+          first += step;
+          for (int i = 1; i < kSlotTiles / 2 && first < tokens; ++i, first += step) {
+            fetch_slots(from, first, tokens);
+          }
           barrier_wait(s.q_empty(q.index), q.phase ^ 1);
           copy_q(u, rows, s.q(q.index), S::kPanelBytes);
           barrier_arrive_copies(s.q_full(q.index));
           q.advance(p.q_buffers);
-          while ((first += step) < tokens) fetch_slots(from, first, tokens);
+          for (; first < tokens; first += step) fetch_slots(from, first, tokens);
         }
       }
       __syncwarp();

@@ -33,11 +33,13 @@ __device__ __forceinline__ void add_halves(const Consumer<kHeadDim, kTransforms>
 }
 
 // A unit of up to 16 * kRowWarps packed rows with mma.sync: kRowWarps warps take 16 rows each, and
-// the 4 / kRowWarps warps of the same rows share the tokens of a tile.
-template <typename T, int kRowWarps, int kHeadDim, bool kTransforms>
+// the 4 / kRowWarps warps of the same rows share the tokens of a tile. kBranch: it is of a branch,
+// which four warps with rows of their own run.
+template <typename T, int kRowWarps, bool kBranch, int kHeadDim, bool kTransforms>
 __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, const Unit& u) {
   using S = Shape<kHeadDim>;
   constexpr int kTokenWarps = 4 / kRowWarps;
+  static_assert(!kBranch || kTokenWarps == 1);
   constexpr int kTokens = kTileTokens / kTokenWarps;
   constexpr int kTiles = kTokens / 8;
   constexpr int kOut = kHeadDim / 2;  // output floats of a lane
@@ -96,7 +98,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, c
       }
       softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, first_token, left,
                                    [&](float (&s)[4 * kTiles]) {
-                                     if (kTokenWarps > 1 || !masked.has(left)) return;
+                                     if (!kBranch || !masked.has(left)) return;
                                      uint32_t seen[kTiles];
                                      read_seen<kTiles>(seen, c.rows_of(c.stage.index));
                                      hide_others<kTiles>(s, seen, row_warp * 16);

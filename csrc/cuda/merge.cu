@@ -75,9 +75,11 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
     splits = __ldg(reinterpret_cast<const int2*>(base) + row);
   }
   const bool too_large = planned > p.num_rows;  // the forward did not run
-  // Also who has nothing to do waits: the end of this kernel stands for the end of the forward.
+  const bool written = splits.y == 1 && !too_large;  // by its item
+  if (written && blockIdx.x > 0) return;
+  // The first block waits in any case: the end of this kernel stands for the end of the forward.
   await_previous_kernel();
-  if (splits.y == 1 && !too_large) return;  // its item wrote the output
+  if (written) return;
   if (too_large) splits.y = 0;
 
   float o[kHeads][kValues]{};

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_pat.bench import document as documents
@@ -29,7 +30,8 @@ from sglang_pat.bench.peers import PEERS, usable
 from sglang_pat.bench.report import Row, complaints, table
 from sglang_pat.bench.timeline import Timeline
 from sglang_pat.bench.trees import HEADS, PAPER_TREES, Tree
-from sglang_pat.target import POLICIES, SPLITS
+from sglang_pat.planning import BRANCH
+from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
 from sglang_pat.workspace import LAUNCHES
 
 QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
@@ -90,6 +92,7 @@ def measure(
         degraded=made.degraded,
         error=error_of(ours, batch, scale),
         differences={name: relative(out, ours) for name, out in outs.items()},
+        branches=int(np.count_nonzero(made.items["kv_len"] == BRANCH)),
     )
 
 
@@ -108,7 +111,7 @@ def cases(options: argparse.Namespace) -> list[traffic.Case]:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     kind, split = (tiles.Whole, "mean") if options.tiles else (Settings, options.split)
-    return kind(options.policy, split, options.partial, options.launch)
+    return kind(options.policy, split, options.partial, options.launch, options.branching)
 
 
 def conditions(kind: str, options: argparse.Namespace) -> Document:
@@ -208,6 +211,7 @@ def parser() -> argparse.ArgumentParser:
     instead("--tiles", action="store_true", help="K/V bandwidth by row tile and length, no trees")
     add("--policy", default="bytes", choices=POLICIES, help="which packs pay")
     add("--split", default="cost", choices=SPLITS, help="where items split")
+    add("--branching", default="cost", choices=BRANCHINGS, help="which parts are one item")
     add("--partial", default="float32", choices=("float32", "bfloat16"), help="partial outputs")
     add("--launch", default="queue", choices=tuple(LAUNCHES), help="how the forward is launched")
     add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")

@@ -28,6 +28,7 @@ class Settings:
     split: str = "cost"
     partial: str = "float32"
     launch: str = "queue"
+    branching: str = "cost"
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -42,6 +43,7 @@ class Settings:
             partial_bytes=self.partial_dtype.itemsize,
             policy=self.policy,
             split=self.split,
+            branching=self.branching,
         )
 
 

@@ -42,6 +42,7 @@ class Row:
     degraded: str
     error: float  # of pat against fp32, relative norm over a few queries
     differences: dict[str, float]  # of each peer's output against pat's, relative norm
+    branches: int = 0  # of the items
 
     @property
     def over_floor(self) -> float:

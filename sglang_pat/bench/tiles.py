@@ -41,7 +41,8 @@ class Whole(Settings):
     With the split ``mean``, items of one length stay whole."""
 
     def target(self, tree: Tree, heads: Heads) -> Target:
-        return replace(Settings.target(self, tree, heads), max_partials=1)
+        target = Settings.target(self, tree, heads)
+        return replace(target, max_partials=1, branching="never")
 
 
 class Case(NamedTuple):
