@@ -107,11 +107,11 @@ static_assert(sizeof(QuerySplits) == 8);
 
 // Consecutive tokens of a branch and the consecutive members of the branch that attend to them.
 struct Segment {
-  int32_t row;        // batch row whose slots it reads
-  int32_t kv_start;   // token position
-  int32_t kv_len;     // tokens, > 0, or kDynamic: then one member, whose query is `row`
-  int32_t room;       // tokens that it has in the snapshot's list: kv_len, or what a tail may reach
-  int32_t first;      // member, counted from the branch's first
+  int32_t row;       // batch row whose slots it reads
+  int32_t kv_start;  // token position
+  int32_t kv_len;    // tokens, > 0, or kDynamic: then one member, whose query is `row`
+  int32_t room;      // tokens that it has in the snapshot's list: kv_len, or what a tail may reach
+  int32_t first;     // member, counted from the branch's first
   int32_t num_queries;
 };
 static_assert(sizeof(Segment) == 24);

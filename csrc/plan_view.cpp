@@ -41,9 +41,9 @@ void check_segments(const PlanView& plan, const Item& item, int index) {
     PAT_CHECK(s.row >= 0 && s.row < header.num_queries && s.kv_start >= 0 &&
                   (s.kv_len > 0 || dynamic) && s.room > 0 && (dynamic || s.room == s.kv_len) &&
                   s.first >= 0 && s.num_queries > 0 && s.first <= item.num_queries - s.num_queries,
-              "damaged plan: branch ", index, " of ", item.num_queries, " queries has a segment for ",
-              s.first, " + ", s.num_queries, ", tokens ", s.kv_start, " + ", s.kv_len, " of ",
-              s.room, " in row ", s.row, " of ", header.num_queries);
+              "damaged plan: branch ", index, " of ", item.num_queries,
+              " queries has a segment for ", s.first, " + ", s.num_queries, ", tokens ", s.kv_start,
+              " + ", s.kv_len, " of ", s.room, " in row ", s.row, " of ", header.num_queries);
     PAT_CHECK(!dynamic || plan.members[item.member_offset + s.first].query == s.row,
               "damaged plan: branch ", index, " has the tail of query ", s.row, " for query ",
               plan.members[item.member_offset + s.first].query);

@@ -67,7 +67,7 @@ class RadixView:
 
     def read_handles(self, reqs: Sequence[Any], rows: torch.Tensor) -> bytes:
         """(node id or NO_NODE, tokens safe to share, row) of every request: int64 [len(reqs), 3],
-        as bytes to be compared; ``as_handles`` makes an array of them.
+        as bytes, to be compared.
 
         ``rows`` [>= len(reqs)] int64, CPU, contiguous: those of ``req_to_token`` that the batch
         reads. A request that does not own its row, such as one just released, has no say in it:
@@ -89,31 +89,31 @@ class RadixView:
         return self._handles.read(reqs, rows.data_ptr())
 
     def look_up(
-        self, reqs: Sequence[Any], handles: npt.NDArray[np.int64]
-    ) -> tuple[list[Any], dict[str, int]]:
-        """Leaf or path (see above) of every request, and how many share nothing, by reason.
+        self, reqs: Sequence[Any], handles: bytes, count: int
+    ) -> tuple[list[Any], npt.NDArray[np.int64], dict[str, int]]:
+        """Leaf or path (see above) of each of ``count`` queries, its tokens safe to share, and how
+        many requests share nothing, by reason.
 
-        None for a request that holds no node. ``handles``: those of ``as_handles``. Raises
-        KeyError for a node that the tree does not know.
+        None for a request that holds no node, and for queries beyond the requests. ``handles``:
+        those of ``read_handles``. Raises KeyError for a node that the tree does not know,
+        ValueError for fewer queries than requests.
         """
+        nodes, tokens, missing, uncached = _C.HandleReader.columns(handles, count)
+        limits = np.frombuffer(tokens, dtype=np.int64)
         if self.disabled:
-            return [None] * len(reqs), {self.disabled: len(reqs)}
-        found = handles[:, 0] != NO_NODE
-        missing = len(reqs) - int(np.count_nonzero(found))
+            return [None] * count, limits, {self.disabled: len(reqs)}
         given: list[Any]
         if not missing:
-            given = list(self._collect(handles[:, 0].tolist(), reqs))
+            given = list(self._collect(nodes, reqs))
         else:
-            given = [None] * len(reqs)
-            held = np.flatnonzero(found).tolist()
-            nodes = handles[found, 0].tolist()
-            for index, one in zip(held, self._collect(nodes, [reqs[i] for i in held]), strict=True):
+            given = [None] * len(nodes)
+            held = [index for index, node in enumerate(nodes) if node != NO_NODE]
+            found = self._collect([nodes[i] for i in held], [reqs[i] for i in held])
+            for index, one in zip(held, found, strict=True):
                 given[index] = one
-        private = {
-            "no tree lock": missing,
-            "nothing cached yet": int(np.count_nonzero(found & (handles[:, 1] == 0))),
-        }
-        return given, {reason: count for reason, count in private.items() if count}
+        given += [None] * (count - len(nodes))
+        private = {"no tree lock": missing, "nothing cached yet": uncached}
+        return given, limits, {reason: times for reason, times in private.items() if times}
 
     def plan(
         self,
@@ -122,8 +122,7 @@ class RadixView:
         seq_lens: npt.NDArray[np.int64],
         limits: npt.NDArray[np.int64],
     ) -> Plan:
-        """``planner``'s plan for what ``look_up`` gave, None added for queries beyond the requests;
-        ``limits`` [B]: tokens safe to share. Raises what ``Planner`` does."""
+        """``planner``'s plan for what ``look_up`` gave. Raises what ``Planner`` does."""
         if self.reader is not None:
             return planner.plan_leaves(given, seq_lens, limits, self.reader)
         return planner.plan(given, seq_lens, limits, self.fields)
@@ -131,11 +130,6 @@ class RadixView:
     def slots(self, req: Any) -> Any:
         """Slots of the tokens from the root to the request's node: int64 tensor (CHECK only)."""
         return self.tree_cache.path_device_indices(req.lock.node)
-
-
-def as_handles(read: bytes) -> npt.NDArray[np.int64]:
-    """What ``RadixView.read_handles`` read: int64 [requests, 3]."""
-    return np.frombuffer(read, dtype=np.int64).reshape(-1, 3)
 
 
 def _nothing(nodes: list[int], _reqs: Sequence[Any]) -> Iterable[Any]:

@@ -26,7 +26,7 @@ import torch
 
 from sglang_pat.hook import LiveBatch
 from sglang_pat.planning import Plan, Planner
-from sglang_pat.radix import RadixView, as_handles
+from sglang_pat.radix import RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
@@ -129,7 +129,7 @@ class StepPlanner:
     def _make(self, batch: LiveBatch, seq_lens: torch.Tensor, handles: bytes | None) -> Plan | None:
         try:
             if handles is not None:
-                found, limits = self._look_up(batch, len(seq_lens), as_handles(handles))
+                found, limits = self._look_up(batch, len(seq_lens), handles)
                 return self._view.plan(self._planner, found, seq_lens.numpy(), limits)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back("sharing not usable", repr(error))
@@ -140,20 +140,14 @@ class StepPlanner:
             return None
 
     def _look_up(
-        self, batch: LiveBatch, count: int, handles: npt.NDArray[np.int64]
+        self, batch: LiveBatch, count: int, handles: bytes
     ) -> tuple[list[Any], npt.NDArray[np.int64]]:
         """Leaf or path of each query (``RadixView.look_up``) and its tokens safe to share."""
-        reqs = batch.reqs
-        extra = count - len(reqs)
-        if extra < 0:
-            raise ValueError(f"{len(reqs)} requests in a batch of {count} rows")
-        found, private = self._view.look_up(reqs, handles)
-        if extra:
-            private["row without a request"] = extra
+        found, limits, private = self._view.look_up(batch.reqs, handles, count)
+        if count > len(batch.reqs):
+            private["row without a request"] = count - len(batch.reqs)
         self._stats.private(private)
-        limits = np.zeros(count, dtype=np.int64)
-        limits[: len(reqs)] = handles[:, 1]
-        return [*found, *[None] * extra], limits
+        return found, limits
 
 
 def _total_tokens(plan: Plan | None, seq_lens: torch.Tensor) -> int:

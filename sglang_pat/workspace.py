@@ -27,8 +27,8 @@ class Workspace:
     ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
 
     Takes 4 * max_queries * max_context bytes for the slots, 6 * max_branch_tokens for those of
-    branches and, with fp32 partials, 4 * max_partials * Hq * D for the partial outputs. Raises ValueError for arguments that make no
-    sense, and torch's OutOfMemoryError.
+    branches and, with fp32 partials, 4 * max_partials * Hq * D for the partial outputs. Raises
+    ValueError for arguments that make no sense, and torch's OutOfMemoryError.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Workspace:
 
     @property
     def branches(self) -> tuple[int, int]:
-        """Device addresses of the list of the branches' tokens: slots, and the rows they are for."""
+        """Device addresses of the list of the branches' tokens: slots, and rows that see them."""
         return self._branch_slots.data_ptr(), self._branch_rows.data_ptr()
 
     @property

@@ -16,7 +16,7 @@ from kit_trees import Path, target
 
 from sglang_pat.bench.live import CACHES, LiveCache
 from sglang_pat.planning import Plan, Planner
-from sglang_pat.radix import RadixView, as_handles
+from sglang_pat.radix import RadixView
 
 TARGET = target(units=1, policy="naive")
 ROUNDS = 12
@@ -39,9 +39,8 @@ def path_of(cache: LiveCache, kind: str, req: Any) -> Path:
 
 
 def plan(planner: Planner, view: RadixView, reqs: list[Any], batch: Any, lens: Any) -> Plan:
-    handles = as_handles(view.read_handles(reqs, batch.rows))
-    found, _ = view.look_up(reqs, handles)
-    return view.plan(planner, found, lens.numpy(), handles[:, 1])
+    found, limits, _ = view.look_up(reqs, view.read_handles(reqs, batch.rows), len(reqs))
+    return view.plan(planner, found, lens.numpy(), limits)
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -86,9 +85,14 @@ def test_requests_without_a_node_are_counted(kind: str) -> None:
     reqs[2].kv.cache_protected_len = 0
     view = RadixView(cache.tree)
     batch, _ = cache.batch(reqs)
-    found, private = view.look_up(reqs, as_handles(view.read_handles(reqs, batch.rows)))
-    assert [one is None for one in found] == [False, True, False, False]
+    handles = view.read_handles(reqs, batch.rows)
+    found, limits, private = view.look_up(reqs, handles, 6)
+    assert [one is None for one in found] == [False, True, False, False, True, True]
+    protected = [req.kv.cache_protected_len for req in reqs]
+    assert protected[3] > 0 and limits.tolist() == [*protected, 0, 0]
     assert json.dumps(private) == '{"no tree lock": 1, "nothing cached yet": 1}'
+    with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
+        view.look_up(reqs, handles, 3)
 
 
 @pytest.mark.parametrize("kind", CACHES)

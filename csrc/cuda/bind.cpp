@@ -24,10 +24,10 @@ using Vector = std::array<int64_t, 2>;
 
 void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor3& v_cache,
             const Tensor3& out, int64_t lse, const Table& slots,
-            const std::array<int64_t, 2>& branches, int64_t partials,
-            int64_t partial_lse, int64_t queue, int64_t trace, int num_rows, int num_q_heads,
-            int num_kv_heads, int head_dim, int dtype, int partial_bytes, float scale,
-            float logit_cap, int launch, int64_t stream) {
+            const std::array<int64_t, 2>& branches, int64_t partials, int64_t partial_lse,
+            int64_t queue, int64_t trace, int num_rows, int num_q_heads, int num_kv_heads,
+            int head_dim, int dtype, int partial_bytes, float scale, float logit_cap, int launch,
+            int64_t stream) {
   const CudaDecodeArgs args{
       .plan = pointer<const PlanHeader>(plan),
       .q = pointer<const void>(q[0]),
@@ -148,11 +148,10 @@ branches: (device address of int32, of uint16) [max_branch_tokens]: slots of the
 Only launches. Raises RuntimeError with CUDA's error.)");
   m.def("decode_cuda", &decode, py::arg("plan"), py::arg("q"), py::arg("k_cache"),
         py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("slots"), py::arg("branches"),
-        py::arg("partials"),
-        py::arg("partial_lse"), py::arg("queue"), py::arg("trace"), py::arg("num_rows"),
-        py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("dtype"),
-        py::arg("partial_bytes"), py::arg("scale"), py::arg("logit_cap"), py::arg("launch"),
-        py::arg("stream"),
+        py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("trace"),
+        py::arg("num_rows"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
+        py::arg("dtype"), py::arg("partial_bytes"), py::arg("scale"), py::arg("logit_cap"),
+        py::arg("launch"), py::arg("stream"),
         R"(Executes a plan on a stream: forward of all items, merge of the partials.
 
 All addresses are of device memory; it only launches, so that a CUDA graph can capture it.

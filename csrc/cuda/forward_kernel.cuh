@@ -111,8 +111,9 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kHalves, 1)
     Control& plan = s.control();
     plan.loaded_tiles = 0;
     const auto* begin = reinterpret_cast<const char*>(p.plan);
-    // The first item of this CTA most likely: on its way while the header is.
-    prefetch(begin + sizeof(PlanHeader) + blockIdx.x / p.num_kv_heads * sizeof(Item));
+    // The first item of this half most likely: on its way while the header is.
+    const uint32_t first = (blockIdx.x + half * gridDim.x) / p.num_kv_heads;
+    prefetch(begin + sizeof(PlanHeader) + first * sizeof(Item));
     const PlanHeader header = *p.plan;
     plan.num_queries = header.num_queries;
     plan.num_items = header.num_items;

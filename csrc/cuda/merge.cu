@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
     const auto* base = reinterpret_cast<const char*>(p.plan) + p.plan->queries_offset;
     splits = __ldg(reinterpret_cast<const int2*>(base) + row);
   }
-  const bool too_large = planned > p.num_rows;  // the forward did not run
+  const bool too_large = planned > p.num_rows;       // the forward did not run
   const bool written = splits.y == 1 && !too_large;  // by its item
   if (written && blockIdx.x > 0) return;
   // The first block waits in any case: the end of this kernel stands for the end of the forward.

@@ -18,12 +18,12 @@ void check_header(const PlanHeader& h, int64_t plan_bytes, const PlanRoom& room)
             " KV heads, the workspace for ", room.num_q_heads, " and ", room.num_kv_heads,
             ": plan for the workspace's target");
   const bool fits = plan_bytes <= room.bytes && h.num_queries <= room.max_queries &&
-                    h.num_partials <= room.max_partials && h.branch_tokens <= room.max_branch_tokens;
-  PAT_CHECK(fits, "a plan of ", plan_bytes, " bytes, ", h.num_queries, " queries, ",
-            h.num_partials, " partials and ", h.branch_tokens,
-            " tokens of branches does not fit a workspace for ", room.bytes, " bytes, ",
-            room.max_queries, " queries, ", room.max_partials, " partials and ",
-            room.max_branch_tokens,
+                    h.num_partials <= room.max_partials &&
+                    h.branch_tokens <= room.max_branch_tokens;
+  PAT_CHECK(fits, "a plan of ", plan_bytes, " bytes, ", h.num_queries, " queries, ", h.num_partials,
+            " partials and ", h.branch_tokens, " tokens of branches does not fit a workspace for ",
+            room.bytes, " bytes, ", room.max_queries, " queries, ", room.max_partials,
+            " partials and ", room.max_branch_tokens,
             " tokens of branches: make the workspace for a target of larger max_queries, "
             "max_items, max_partials, max_segments and max_branch_tokens");
 }

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
       const Segment s = found[i];
       const int32_t* from = args.req_to_token + rows[s.row] * args.req_to_token_stride + s.kv_start;
       const int rows_seen = s.first * group | (s.first + s.num_queries) * group
-                                                   << BranchList::kRowsEnd;
+                                                  << BranchList::kRowsEnd;
 #pragma unroll 4
       for (int t = lane; t < s.kv_len; t += 32) {
         args.branches.slots[s.room + t] = __ldg(from + t);

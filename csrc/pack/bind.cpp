@@ -243,7 +243,12 @@ void bind_pack(py::module_& m) {
           "read", &HandleReader::read, py::arg("requests"), py::arg("rows_ptr"),
           "int64 [requests, 3] as bytes: node, tokens safe to share, row; a None on the way reads\n"
           "as -1, and a request whose row is not the one at rows_ptr (int64 [requests]) as\n"
-          "(-1, 0, that row). Raises AttributeError, and TypeError for what is no integer.");
+          "(-1, 0, that row). Raises AttributeError, and TypeError for what is no integer.")
+      .def_static(
+          "columns", &HandleReader::columns, py::arg("read"), py::arg("rows"),
+          "(nodes, int64 [rows] tokens as bytes, requests without a node, with one but no tokens)\n"
+          "of what read() gave; rows beyond the requests have no tokens. Raises ValueError for\n"
+          "fewer rows than requests.");
 }
 
 }  // namespace pat

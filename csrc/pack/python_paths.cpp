@@ -2,8 +2,10 @@
 #include "python_paths.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
+#include "../check.h"
 #include "python_objects.h"
 
 namespace py = pybind11;
@@ -107,6 +109,28 @@ py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr) c
     if (handles[i][2] != rows[i]) handles[i] = {-1, 0, rows[i]};
   }
   return {reinterpret_cast<const char*>(handles.data()), handles.size() * sizeof(handles[0])};
+}
+
+py::tuple HandleReader::columns(const py::bytes& read, py::ssize_t rows) {
+  const std::string_view bytes = read;
+  const auto* handles = reinterpret_cast<const int64_t*>(bytes.data());
+  const auto count = static_cast<py::ssize_t>(bytes.size() / (3 * sizeof(int64_t)));
+  PAT_CHECK(rows >= count, count, " requests in a batch of ", rows, " rows");
+  py::list nodes(count);
+  std::vector<int64_t> tokens(static_cast<size_t>(rows));
+  py::ssize_t missing = 0;
+  py::ssize_t uncached = 0;
+  for (py::ssize_t i = 0; i < count; ++i) {
+    const int64_t* handle = handles + 3 * i;
+    nodes[static_cast<size_t>(i)] = py::int_(handle[0]);
+    tokens[static_cast<size_t>(i)] = handle[1];
+    missing += handle[0] < 0;
+    uncached += handle[0] >= 0 && handle[1] == 0;
+  }
+  return py::make_tuple(
+      nodes,
+      py::bytes(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int64_t)),
+      missing, uncached);
 }
 
 }  // namespace pat

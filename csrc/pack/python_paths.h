@@ -49,6 +49,10 @@ class HandleReader {
   // anything that is not an integer.
   pybind11::bytes read(const pybind11::sequence& requests, uintptr_t rows_ptr) const;
 
+  // What was read, by column: nodes, tokens as int64 [rows] with zeros for rows beyond the
+  // requests, the number of requests without a node, and of those with one and no tokens.
+  static pybind11::tuple columns(const pybind11::bytes& read, pybind11::ssize_t rows);
+
  private:
   struct Path {
     std::string what;

@@ -191,8 +191,7 @@ bool Scheduler::place_branches() {
     for (int32_t i = 0; i < branch.num_segments; ++i) {
       Segment& segment = segments_[static_cast<size_t>(branch.first_segment + i)];
       if (segment.room == 0) {  // a tail
-        segment.room =
-            segment.kv_len + static_cast<int32_t>(headroom(segment.kv_len));
+        segment.room = segment.kv_len + static_cast<int32_t>(headroom(segment.kv_len));
         segment.kv_len = kDynamic;
       }
       tokens += segment.room;
@@ -287,8 +286,7 @@ void Scheduler::push_item(const Item& item, double seconds) {
 
 // Makes the branches items. Returns how many share tokens.
 int32_t Scheduler::list_branches(Plan& plan) {
-  const auto first_member =
-      static_cast<int32_t>(members_.size() - brancher_.members().size());
+  const auto first_member = static_cast<int32_t>(members_.size() - brancher_.members().size());
   int32_t num_shared = 0;
   for (size_t i = 0; i < brancher_.branches().size(); ++i) {
     const Branch& branch = brancher_.branches()[i];
@@ -333,7 +331,8 @@ void Scheduler::emit(Plan& plan, const int64_t* seq_lens, size_t num_queries) {
   for (size_t i = 0; i < packs.size(); ++i) {
     const Pack& pack = packs[i];
     const bool is_tail = i >= packs_.num_nodes;
-    if (is_tail && pack.queries == 0 && pack.tokens() == 0) {  // the sequence ends with a shared node: no room to grow
+    if (is_tail && pack.queries == 0 &&
+        pack.tokens() == 0) {  // the sequence ends with a shared node: no room to grow
       const size_t query = i - packs_.num_nodes;
       plan.min_seq_lens[query] = plan.max_seq_lens[query] = seq_lens[query];
       plan.fixed_tokens -= seq_lens[query];

@@ -159,9 +159,9 @@ double modelled_seconds(const Target& target, const Packs& packs, const Load& br
   const double heads = target.num_kv_heads;
   const double token_s = target.token_bytes() / target.bytes_per_s;
   const auto unique = static_cast<double>(unique_tokens);
-  const double all = heads * ((unique + kReread * std::max(read - unique, 0.0) + kWide * wide) *
-                                  token_s +
-                              branches.items * overhead_s / target.units);
+  const double all =
+      heads * ((unique + kReread * std::max(read - unique, 0.0) + kWide * wide) * token_s +
+               branches.items * overhead_s / target.units);
   const double longest =
       kAlone * static_cast<double>(branches.longest_tokens) * token_s * target.units;
   return std::max(all, longest) + kMerged * heads * static_cast<double>(partials) *

@@ -20,7 +20,7 @@ enum class Split : int {
 };
 
 enum class Branching : int {
-  kCost = 0,   // default: where the modelled time is shorter
+  kCost = 0,    // default: where the modelled time is shorter
   kAlways = 1,  // wherever queries share anything
   kNever = 2,
 };
