@@ -34,7 +34,11 @@ void check_segments(const PlanView& plan, const Item& item, int index) {
                 item.row <= header.num_segments - count,
             "damaged plan: branch ", index, " of ", rows, " packed rows has segments ", item.row,
             " + ", count, " of ", header.num_segments);
+  const int32_t free = seen_by_all(item);
   int64_t room = 0;
+  int64_t first_seen = 0;  // tokens that all queries see, before the first that some do not
+  int64_t last_seen = 0;   // and behind the last
+  bool all = true;
   for (int i = item.row; i < item.row + count; ++i) {
     const Segment& s = plan.segments[i];
     const bool dynamic = s.kv_len == kDynamic && s.num_queries == 1;
@@ -48,7 +52,16 @@ void check_segments(const PlanView& plan, const Item& item, int index) {
               "damaged plan: branch ", index, " has the tail of query ", s.row, " for query ",
               plan.members[item.member_offset + s.first].query);
     room += s.room;
+    const bool seen = s.num_queries == item.num_queries && !dynamic;
+    all &= seen;
+    first_seen += all ? s.kv_len : 0;
+    last_seen = seen ? last_seen + s.kv_len : 0;
   }
+  PAT_CHECK(
+      int64_t{free} * kBranchAlign <= first_seen && -int64_t{free} * kBranchAlign <= last_seen,
+      "damaged plan: branch ", index, " has ", free, " blocks of ", kBranchAlign,
+      " tokens for all of its queries, of ", first_seen, " tokens at its beginning and ", last_seen,
+      " at its end");
   PAT_CHECK(item.kv_start >= 0 && item.kv_start % kBranchAlign == 0 &&
                 item.kv_start + room <= header.branch_tokens,
             "damaged plan: branch ", index, " has tokens ", item.kv_start, " + ", room, " of ",
@@ -76,6 +89,9 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
       section<Member>(header, "members", header.members_offset, header.num_members),
       section<QuerySplits>(header, "queries", header.queries_offset, header.num_queries),
       section<Segment>(header, "segments", header.segments_offset, header.num_segments)};
+  PAT_CHECK(header.branch_tokens >= 0 && header.branch_tokens % kBranchAlign == 0,
+            "damaged plan: a list of ", header.branch_tokens,
+            " tokens of branches, must be a multiple of ", kBranchAlign);
   PAT_CHECK(header.num_wide_items >= 0 && header.num_heavy_items >= 0 &&
                 header.num_wide_items <= header.num_items &&
                 header.num_heavy_items <= header.num_items - header.num_wide_items,

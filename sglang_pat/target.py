@@ -56,7 +56,7 @@ class Target:
     split: str = "cost"
     branching: str = "never"
     branch_rows: tuple[int, ...] = (64, 32)
-    branch_limits: tuple[int, ...] = (2**31 - 1, 512)
+    branch_limits: tuple[int, ...] = (2**31 - 1,)  # whole paths: branches of tails alone lose
 
     def __post_init__(self) -> None:
         for name, value, known in (

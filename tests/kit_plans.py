@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans written by hand, byte by byte as csrc/plan.h has them, and inputs to execute them on."""
+"""Plans written by hand, byte by byte as csrc/plan.h has them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-
-from sglang_pat import _C
-from sglang_pat.reference import attention
 
 DYNAMIC = -1
 DIRECT = -1
+BRANCH = -2
+BRANCH_ROWS = 64
 
 HEADER = np.dtype(
     [
@@ -27,7 +26,8 @@ HEADER = np.dtype(
         *((name, "<i4") for name in ("total_bytes", "max_queries", "max_items", "max_partials")),
         *((name, "<i4") for name in ("num_q_heads", "num_kv_heads")),
         *((name, "<i4") for name in ("num_wide_items", "num_heavy_items")),
-        ("reserved", "<i4", 2),
+        *((name, "<i4") for name in ("num_segments", "segments_offset", "branch_tokens")),
+        ("reserved", "<i4", 3),
     ]
 )
 ITEM = np.dtype(
@@ -39,8 +39,9 @@ ITEM = np.dtype(
 )
 MEMBER = np.dtype([("query", "<i4"), ("partial", "<i4")])
 QUERY = np.dtype([("partial_offset", "<i4"), ("num_splits", "<i4")])
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SEGMENT = np.dtype(
+    [(name, "<i4") for name in ("row", "kv_start", "kv_len", "room", "first", "num_queries")]
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,55 @@ class Piece:
     length: int  # or DYNAMIC
 
 
+@dataclass(frozen=True)
+class Branch:
+    """Pieces that one item does, each of consecutive ones of the branch's queries. ``room``: tokens
+    that each tail has in the snapshot's list."""
+
+    pieces: tuple[Piece, ...]
+    tails_first: bool = False
+    room: int = 256
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        return tuple(sorted({query for piece in self.pieces for query in piece.queries}))
+
+    @property
+    def segments(self) -> list[Piece]:
+        """As a plan lists them: what more queries see first, tails last; or the other way round."""
+        listed = sorted(self.pieces, key=lambda p: (p.length == DYNAMIC, -len(p.queries), p.start))
+        return listed[::-1] if self.tails_first else listed
+
+    @property
+    def seen_by_all(self) -> int:
+        """Item::kv_tile: blocks of 64 tokens, the first or, if negative, the last ones."""
+        tokens = 0
+        for piece in self.segments[::-1] if self.tails_first else self.segments:
+            if piece.queries != self.queries or piece.length == DYNAMIC:
+                break
+            tokens += piece.length
+        return -(tokens // 64) if self.tails_first else tokens // 64
+
+
+Parts = Sequence[Piece | Branch]
+
+
+def branched(pieces: Iterable[Piece], most: int) -> list[Branch]:
+    """All of a forest's pieces in branches of ``most`` consecutive queries; every second one has
+    its tails first."""
+    blocks: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        for block in sorted({query // most for query in piece.queries}):
+            mine = tuple(query for query in piece.queries if query // most == block)
+            blocks.setdefault(block, []).append(replace(piece, queries=mine))
+    return [Branch(tuple(blocks[block]), block % 2 == 1) for block in sorted(blocks)]
+
+
+def pieces_of(parts: Parts) -> list[Piece]:
+    """The pieces, also those in branches; of one that is in several branches all parts."""
+    return [p for part in parts for p in (part.pieces if isinstance(part, Branch) else (part,))]
+
+
 @dataclass
 class HandPlan:
     """A plan's parts, free to be damaged, and the object that ``decode`` takes."""
@@ -60,11 +110,12 @@ class HandPlan:
     items: npt.NDArray[Any]
     members: npt.NDArray[Any]
     queries: npt.NDArray[Any]
+    segments: npt.NDArray[Any]
     _bytes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     def encode(self) -> HandPlan:
         """Lay the parts out again, after changes to them."""
-        parts = (self.header, self.items, self.members, self.queries)
+        parts = (self.header, self.items, self.members, self.queries, self.segments)
         raw = b"".join(part.tobytes() for part in parts)
         self._bytes = np.frombuffer(raw + bytes(-len(raw) % 8), np.uint64).copy()
         return self
@@ -78,91 +129,79 @@ class HandPlan:
         return self._bytes.nbytes
 
 
-def encode(
-    pieces: list[Piece], num_queries: int, heads: tuple[int, int], wide: bool = False
-) -> HandPlan:
-    """The plan whose items are ``pieces``: first, with ``wide``, those of more than 64 packed rows
-    as wide items, then the heavy ones of more than 32, then the others, each in that order."""
+def encode(parts: Parts, num_queries: int, heads: tuple[int, int], wide: bool = False) -> HandPlan:
+    """The plan whose items are ``parts``: first, with ``wide``, those of more than 64 packed rows
+    as wide items, then the heavy ones, of more than 32 or branches, then the others, each in that
+    order."""
     group = heads[0] // heads[1]
 
-    def tile(piece: Piece) -> int:
-        rows = len(piece.queries) * group
+    def tile(part: Piece | Branch) -> int:
+        rows = len(part.queries) * group
+        if isinstance(part, Branch):
+            assert rows <= BRANCH_ROWS
+            return BRANCH_ROWS
         return 128 if wide and rows > 64 else 64 if rows > 32 else 16
 
-    pieces = sorted(pieces, key=tile, reverse=True)
-    tiles = [tile(piece) for piece in pieces]
-    of_query: list[list[Piece]] = [[] for _ in range(num_queries)]
-    for piece in pieces:
-        for query in piece.queries:
-            of_query[query].append(piece)
+    parts = sorted(parts, key=tile, reverse=True)
+    tiles = [tile(part) for part in parts]
+    of_query: list[list[Piece | Branch]] = [[] for _ in range(num_queries)]
+    for part in parts:
+        for query in part.queries:
+            of_query[query].append(part)
     queries = np.zeros(num_queries, QUERY)
-    partial: dict[tuple[int, Piece], int] = {}
+    partial: dict[tuple[int, Piece | Branch], int] = {}
     for query, mine in enumerate(of_query):
         queries[query] = (len(partial) if len(mine) > 1 else 0, len(mine))
         if len(mine) > 1:
-            for piece in sorted(mine, key=lambda p: p.start):
-                partial[query, piece] = len(partial)
-    items = np.zeros(len(pieces), ITEM)
-    members = []
-    for i, piece in enumerate(pieces):
-        row = piece.queries[-1]
-        single = partial.get((row, piece), DIRECT) if len(piece.queries) == 1 else 0
-        items[i] = (
-            *(len(members), len(piece.queries), row, piece.start, piece.length, tiles[i], 64),
-            *(single, 0),
-        )
-        members += [(query, partial.get((query, piece), DIRECT)) for query in piece.queries]
+            # By position; a branch is the last.
+            for part in sorted(mine, key=lambda p: 2**31 if isinstance(p, Branch) else p.start):
+                partial[query, part] = len(partial)
+    items = np.zeros(len(parts), ITEM)
+    members: list[tuple[int, int]] = []
+    segments: list[tuple[int, ...]] = []
+    branch_tokens = 0
+    for i, part in enumerate(parts):
+        row = part.queries[-1]
+        at = (len(members), len(part.queries))
+        if isinstance(part, Branch):
+            listed = [_segment(part, piece) for piece in part.segments]
+            where = (len(segments), branch_tokens, BRANCH, tiles[i], part.seen_by_all)
+            items[i] = (*at, *where, len(listed), 0)
+            segments += listed
+            branch_tokens += -(-sum(room for _, _, _, room, _, _ in listed) // 64) * 64
+        else:
+            single = partial.get((row, part), DIRECT) if len(part.queries) == 1 else 0
+            items[i] = (*at, row, part.start, part.length, tiles[i], 64, single, 0)
+        members += [(query, partial.get((query, part), DIRECT)) for query in part.queries]
     header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 3
-    header["num_queries"], header["num_items"] = num_queries, len(pieces)
+    header["magic"], header["version"] = 0x50415431, 4
+    header["num_queries"], header["num_items"] = num_queries, len(parts)
     header["num_members"], header["num_partials"] = len(members), len(partial)
-    header["num_shared_items"] = sum(len(piece.queries) > 1 for piece in pieces)
+    header["num_shared_items"] = sum(
+        any(len(piece.queries) > 1 for piece in pieces_of([part])) for part in parts
+    )
     header["items_offset"] = HEADER.itemsize
     header["members_offset"] = HEADER.itemsize + items.nbytes
     header["queries_offset"] = header["members_offset"] + len(members) * MEMBER.itemsize
-    header["total_bytes"] = header["queries_offset"] + queries.nbytes
+    header["segments_offset"] = header["queries_offset"] + queries.nbytes
+    header["total_bytes"] = header["segments_offset"] + len(segments) * SEGMENT.itemsize
     header["num_q_heads"], header["num_kv_heads"] = heads
     header["num_wide_items"], header["num_heavy_items"] = tiles.count(128), tiles.count(64)
-    return HandPlan(header, items, np.array(members, MEMBER), queries).encode()
+    header["num_segments"], header["branch_tokens"] = len(segments), branch_tokens
+    arrays = (np.array(members, MEMBER), queries, np.array(segments, SEGMENT))
+    return HandPlan(header, items, *arrays).encode()
 
 
-@dataclass(frozen=True)
-class Case:
-    """Inputs of one decode step; every slot that no query owns holds NaN."""
+def _segment(branch: Branch, piece: Piece) -> tuple[int, ...]:
+    first = branch.queries.index(piece.queries[0])
+    assert piece.queries == branch.queries[first : first + len(piece.queries)]
+    room = branch.room if piece.length == DYNAMIC else piece.length
+    return piece.queries[-1], piece.start, piece.length, room, first, len(piece.queries)
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    table: torch.Tensor
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    pieces: list[Piece]
-    scale: float
-    logit_cap: float = 0.0
 
-    @property
-    def heads(self) -> tuple[int, int]:
-        return self.q.shape[1], self.k.shape[1]
-
-    def plan(self, wide: bool = False) -> HandPlan:
-        return encode(self.pieces, len(self.q), self.heads, wide)
-
-    def to(self, dtype: torch.dtype) -> Case:
-        return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
-
-    def truth(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and LSE by definition, computed in ``dtype``."""
-        return attention(
-            self.q,
-            self.k,
-            self.v,
-            self.table,
-            self.rows,
-            self.seq_lens,
-            scale=self.scale,
-            logit_cap=self.logit_cap,
-            dtype=dtype,
-        )
+def prefix(num_queries: int, length: int) -> list[Piece]:
+    everyone = tuple(range(num_queries))
+    return [Piece(everyone, 0, length), *(Piece((i,), length, DYNAMIC) for i in everyone)]
 
 
 def forest(rng: np.random.Generator, num_queries: int, max_splits: int = 3) -> list[Piece]:
@@ -196,104 +235,10 @@ def forest(rng: np.random.Generator, num_queries: int, max_splits: int = 3) -> l
     return pieces
 
 
-def case(
-    pieces: list[Piece],
-    heads: tuple[int, int] = (8, 2),
-    head_dim: int = 64,
-    v_head_dim: int | None = None,
-    *,
-    seed: int = 0,
-    tails: tuple[int, ...] = (0, 1, 7, 63, 64, 65, 130),
-    logit_cap: float = 0.0,
-) -> Case:
-    """Random inputs for pieces of queries 0...n - 1: dynamic pieces get a length of ``tails``, rows
-    and slots are shuffled, and strides are wider than the tensors."""
-    rng = np.random.default_rng(seed)
-    torch.manual_seed(seed)
-    num_queries = 1 + max((query for piece in pieces for query in piece.queries), default=-1)
-    lengths = [
-        int(rng.choice(tails)) if piece.length == DYNAMIC else piece.length for piece in pieces
+def paths_of(pieces: list[Piece], num_queries: int) -> list[list[tuple[int, int, int]]]:
+    """Radix paths of a forest: its shared pieces are nodes, the rest is private."""
+    shared = sorted((p for p in pieces if len(p.queries) > 1), key=lambda p: p.start)
+    return [
+        [(i, p.start, p.start + p.length) for i, p in enumerate(shared) if query in p.queries]
+        for query in range(num_queries)
     ]
-    seq_lens = np.zeros(num_queries, np.int64)
-    for piece, length in zip(pieces, lengths, strict=True):
-        for query in piece.queries:
-            seq_lens[query] = max(seq_lens[query], piece.start + length)
-    owned = sum(lengths)
-    num_slots = owned + 50
-    slots = rng.permutation(num_slots)
-    rows = rng.permutation(num_queries + 3)[:num_queries]
-    width = int(seq_lens.max(initial=0)) + 5
-    # What no token owns names a slot of NaN, too.
-    table = np.full((num_queries + 3, width), slots[-1], np.int32)
-    used = 0
-    for piece, length in zip(pieces, lengths, strict=True):
-        for query in piece.queries:
-            table[rows[query], piece.start : piece.start + length] = slots[used : used + length]
-        used += length
-    num_q_heads, num_kv_heads = heads
-    v_dim = v_head_dim or head_dim
-    unowned = torch.from_numpy(slots[owned:].astype(np.int64))
-    k = torch.randn(num_slots, num_kv_heads + 1, head_dim + 8)
-    v = torch.randn(num_slots, num_kv_heads + 2, v_dim)
-    k[unowned] = v[unowned] = float("nan")
-    return Case(
-        q=torch.randn(num_queries, num_q_heads, head_dim + 3)[..., :head_dim],
-        k=k[:, :num_kv_heads, :head_dim],
-        v=v[:, 2:],
-        table=torch.from_numpy(table),
-        rows=torch.from_numpy(rows),
-        seq_lens=torch.from_numpy(seq_lens),
-        pieces=pieces,
-        scale=head_dim**-0.5,
-        logit_cap=logit_cap,
-    )
-
-
-def execute(
-    inputs: Case,
-    hand: HandPlan | None = None,
-    *,
-    threads: int = 2,
-    isa: str = "",
-    partial: torch.dtype = torch.float32,
-    **changes: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the CPU executor on a plan of hand, by default the case's; ``changes`` replace arguments
-    of ``_C.decode_cpu``. Returns the output [B, Hq, Dv], a view of a wider tensor that held NaN
-    before, and the LSE [B, Hq]."""
-    plan = hand or inputs.plan()
-    num_queries, num_q_heads, head_dim = inputs.q.shape
-    num_slots, num_kv_heads, v_head_dim = inputs.v.shape
-    wide = torch.full((num_queries, num_q_heads + 1, v_head_dim + 5), float("nan"))
-    out = wide.to(inputs.q.dtype)[:, 1:, :v_head_dim]
-    lse = torch.full((num_queries, num_q_heads), float("nan"))
-
-    def address(tensor: torch.Tensor) -> tuple[int, int, int]:
-        return (tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
-
-    arguments: dict[str, Any] = {
-        "plan": plan.data_ptr,
-        "plan_bytes": plan.nbytes,
-        "q": address(inputs.q),
-        "k_cache": address(inputs.k),
-        "v_cache": address(inputs.v),
-        "out": address(out),
-        "lse": lse.data_ptr(),
-        "req_to_token": (inputs.table.data_ptr(), inputs.table.stride(0), *inputs.table.shape),
-        "rows": inputs.rows.data_ptr(),
-        "seq_lens": inputs.seq_lens.data_ptr(),
-        "num_slots": num_slots,
-        "num_queries": num_queries,
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "v_head_dim": v_head_dim,
-        "dtype": DTYPES[inputs.q.dtype],
-        "partial_dtype": DTYPES[partial],
-        "scale": inputs.scale,
-        "logit_cap": inputs.logit_cap,
-        "num_threads": threads,
-        "isa": isa,
-    }
-    _C.decode_cpu(**(arguments | changes))
-    return out, lse

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from sglang_pat.target import Target
 
 DYNAMIC = -1
 DIRECT = -1
+BRANCH = -2
+BRANCH_ROWS = 64
 
 Path = list[tuple[int, int, int]]
 
@@ -69,6 +72,9 @@ def targets() -> st.SearchStrategy[Target]:
         partial_bytes=st.sampled_from([2, 4]),
         units=st.sampled_from([1, 2, 132]),
         row_tiles=st.sampled_from([(16,), (16, 32, 64, 128)]),
+        branching=st.sampled_from(["cost", "always", "never"]),
+        branch_rows=st.sampled_from([(64, 32), (64,), (16, 40)]),
+        branch_limits=st.sampled_from([(2**31 - 1,), (64,), (2**31 - 1, 512), (1,)]),
     )
 
 
@@ -80,49 +86,132 @@ def owners(batch: Batch, query: int, length: int) -> np.ndarray:
     return owner
 
 
+@dataclass(frozen=True)
+class Range:
+    """Tokens [start, start + length) of ``row`` that ``queries`` attend to."""
+
+    row: int
+    start: int
+    length: int
+    queries: list[int]
+
+
+def branches_of(plan: Plan) -> list[tuple[Any, list[Any]]]:
+    """The items that are branches, and the segments of each."""
+    return [
+        (item, list(plan.segments[item["row"] :][: item["partial"]]))
+        for item in plan.items
+        if item["kv_len"] == BRANCH
+    ]
+
+
+def ranges_of(plan: Plan, item: Any, seq_lens: list[int]) -> list[Range]:
+    """What an item reads: one range, or those of a branch's segments."""
+    members = plan.members["query"][item["member_offset"] :][: item["num_queries"]].tolist()
+    parts = [(item["row"], item["kv_start"], item["kv_len"], members)]
+    if item["kv_len"] == BRANCH:
+        parts = [
+            (s["row"], s["kv_start"], s["kv_len"], members[s["first"] :][: s["num_queries"]])
+            for s in plan.segments[item["row"] :][: item["partial"]]
+        ]
+    ranges = []
+    for row, start, length, queries in parts:
+        assert length == DYNAMIC or length > 0
+        if length == DYNAMIC:
+            assert queries == [row]
+        tokens = seq_lens[row] - start if length == DYNAMIC else length
+        assert start >= 0 and tokens >= 0
+        ranges.append(Range(int(row), int(start), int(tokens), queries))
+    return ranges
+
+
+def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
+    """Shapes of branches and of their segments, which have places of their own in the list."""
+    group = made_for.num_q_heads // made_for.num_kv_heads
+    taken: list[tuple[int, int]] = []
+    listed: list[int] = []
+    for item, segments in branches_of(plan):
+        assert item["row_tile"] == BRANCH_ROWS
+        assert item["num_queries"] * group <= max(made_for.branch_rows)
+        assert 0 < len(segments) == item["partial"] <= 256
+        listed += range(item["row"], item["row"] + item["partial"])
+        for s in segments:
+            assert 0 <= s["first"] < s["first"] + s["num_queries"] <= item["num_queries"]
+            if s["kv_len"] == DYNAMIC:
+                assert s["num_queries"] == 1
+                assert seq_lens[s["row"]] - s["kv_start"] <= s["room"]
+            else:
+                assert s["room"] == s["kv_len"] <= max(made_for.branch_limits)
+        assert item["kv_start"] % 64 == 0
+        taken.append((int(item["kv_start"]), sum(int(s["room"]) for s in segments)))
+        # Blocks that all see: the leading ones or, if negative, the trailing ones.
+        seen = int(item["kv_tile"])
+        order = segments if seen >= 0 else segments[::-1]
+        leading = 0
+        for s in order:
+            if s["kv_len"] == DYNAMIC or s["num_queries"] < item["num_queries"]:
+                break
+            leading += int(s["kv_len"])
+        assert abs(seen) == leading // 64
+    assert sorted(listed) == list(range(plan.num_segments)) == list(range(len(plan.segments)))
+    taken.sort()
+    for (start, room), (following, _) in pairwise([*taken, (plan.branch_tokens, 0)]):
+        assert start + room <= following
+    assert plan.num_segments <= made_for.max_segments
+    assert plan.branch_tokens <= made_for.max_branch_tokens
+    assert plan.branch_tokens % 64 == 0
+
+
 def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) -> None:
-    """Every token of every query lies in exactly one of its items, whose members all share it;
-    partial slots are consecutive, ordered by position and used once."""
+    """Every token of every query lies in exactly one of its items, or of its segments of one, whose
+    members all share it; partial slots are consecutive, ordered by position, that of a branch last,
+    and used once."""
     items, members, queries = plan.items, plan.members, plan.queries
     group = made_for.num_q_heads // made_for.num_kv_heads
     token_owner = [owners(batch, query, length) for query, length in enumerate(seq_lens)]
-    pieces: list[list[tuple[int, int, int]]] = [[] for _ in seq_lens]
-    read = 0
+    pieces: list[list[tuple[int, int]]] = [[] for _ in seq_lens]
+    splits: list[list[tuple[bool, int, int]]] = [[] for _ in seq_lens]
+    read, num_shared = 0, 0
+    check_branches(plan, made_for, seq_lens)
     for item in items:
         of_item = members[item["member_offset"] :][: item["num_queries"]]
         assert len(of_item) == item["num_queries"] > 0
-        assert item["num_queries"] * group <= item["row_tile"]
-        assert item["row_tile"] in made_for.row_tiles
-        assert item["kv_tile"] in made_for.kv_tiles
-        assert item["row"] in of_item["query"]
-        start, length = int(item["kv_start"]), int(item["kv_len"])
-        if length == DYNAMIC:
-            assert item["num_queries"] == 1
-            length = seq_lens[item["row"]] - start
-            assert length >= 0
-        else:
-            assert length > 0
-        read += length
-        shared = token_owner[item["row"]][start : start + length]
-        assert len(shared) == length
+        assert len(set(of_item["query"].tolist())) == len(of_item)
+        is_branch = bool(item["kv_len"] == BRANCH)
+        if not is_branch:
+            assert item["num_queries"] * group <= item["row_tile"]
+            assert item["row_tile"] in made_for.row_tiles
+            assert item["kv_tile"] in made_for.kv_tiles
+            assert item["row"] in of_item["query"]
+        ranges = ranges_of(plan, item, seq_lens)
+        num_shared += any(len(part.queries) > 1 for part in ranges)
+        for part in ranges:
+            read += part.length
+            end = part.start + part.length
+            shared = token_owner[part.row][part.start : end]
+            assert len(shared) == part.length and part.row in part.queries
+            for query in part.queries:
+                pieces[query].append((part.start, part.length))
+                assert np.array_equal(token_owner[query][part.start : end], shared)
+        seen = {query for part in ranges for query in part.queries}
+        assert seen == set(of_item["query"].tolist())
         for query, partial in of_item:
-            pieces[query].append((start, length, int(partial)))
-            assert np.array_equal(token_owner[query][start : start + length], shared)
+            splits[query].append((is_branch, min(p.start for p in ranges), int(partial)))
     assert read == plan.kv_tokens_read(sum(seq_lens))
-    assert Counter(len(p) for p in pieces) == Counter(queries["num_splits"].tolist())
+    assert Counter(len(s) for s in splits) == Counter(queries["num_splits"].tolist())
     used = []
     for query, query_pieces in enumerate(pieces):
-        query_pieces.sort()
         position = 0
-        for start, length, _ in query_pieces:
+        for start, length in sorted(query_pieces):
             assert start == position
             position += length
         assert position == seq_lens[query]
-        offset, splits = queries[query]
-        partials = [partial for _, _, partial in query_pieces]
-        assert len(partials) == splits
-        assert partials == ([DIRECT] if splits == 1 else list(range(offset, offset + splits)))
-        used += partials if splits > 1 else []
+        offset, count = queries[query]
+        partials = [partial for _, _, partial in sorted(splits[query])]
+        assert len(partials) == count
+        assert sum(is_branch for is_branch, _, _ in splits[query]) <= 1
+        assert partials == ([DIRECT] if count == 1 else list(range(offset, offset + count)))
+        used += partials if count > 1 else []
     assert sorted(used) == list(range(plan.num_partials))
     assert plan.num_items == len(items) and plan.num_members == items["num_queries"].sum()
-    assert plan.num_shared_items == (items["num_queries"] > 1).sum()
+    assert plan.num_shared_items == num_shared

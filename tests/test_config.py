@@ -11,7 +11,7 @@ from sglang_pat.config import PatConfig
 
 def test_defaults() -> None:
     assert PatConfig.from_env({"SGLANG_PLATFORM": "pat_cpu"}) == PatConfig(
-        check=False, policy="bytes", split="cost", partial="fp32", launch="queue"
+        check=False, policy="bytes", split="cost", branching="cost", partial="fp32", launch="queue"
     )
 
 
@@ -21,15 +21,23 @@ def test_every_option() -> None:
             "SGLANG_PAT_CHECK": "1",
             "SGLANG_PAT_POLICY": "paper",
             "SGLANG_PAT_SPLIT": "mean",
+            "SGLANG_PAT_BRANCHING": "never",
             "SGLANG_PAT_PARTIAL": "bf16",
             "SGLANG_PAT_LAUNCH": "streams",
         }
     )
     assert config == PatConfig(
-        check=True, policy="paper", split="mean", partial="bf16", launch="streams"
+        check=True,
+        policy="paper",
+        split="mean",
+        branching="never",
+        partial="bf16",
+        launch="streams",
     )
     assert config.partial_dtype is torch.bfloat16
-    assert str(config) == "check=True policy=paper split=mean partial=bf16 launch=streams"
+    assert str(config) == (
+        "check=True policy=paper split=mean branching=never partial=bf16 launch=streams"
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,6 +46,7 @@ def test_every_option() -> None:
         ("SGLANG_PAT_CHECK", "yes", "SGLANG_PAT_CHECK=yes .*use one of 0, 1"),
         ("SGLANG_PAT_POLICY", "", "SGLANG_PAT_POLICY= .*use one of bytes, paper, naive"),
         ("SGLANG_PAT_SPLIT", "COST", "SGLANG_PAT_SPLIT=COST .*use one of cost, mean"),
+        ("SGLANG_PAT_BRANCHING", "1", "SGLANG_PAT_BRANCHING=1 .*use one of cost, always, never"),
         ("SGLANG_PAT_PARTIAL", "fp16", "SGLANG_PAT_PARTIAL=fp16 .*use one of fp32, bf16"),
         ("SGLANG_PAT_LAUNCH", "fast", "SGLANG_PAT_LAUNCH=fast .*use one of queue, streams, serial"),
         ("SGLANG_PAT_POLCY", "paper", "SGLANG_PAT_POLCY=paper is not an option.*_POLICY"),

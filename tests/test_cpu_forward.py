@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit_plans import DYNAMIC, Case, HandPlan, Piece, case, encode, execute, forest
+from kit_cases import Case, case, execute
+from kit_plans import DYNAMIC, HandPlan, Piece, encode, forest
 
 from sglang_pat import _C
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit_trees import Batch, batch_of, batches, check_plan, target, targets
+from kit_trees import Batch, batch_of, batches, check_plan, ranges_of, target, targets
 
 from sglang_pat.bench.trees import PAPER_TREES, Tree
 from sglang_pat.planning import Planner, plan
@@ -49,12 +49,14 @@ def test_the_papers_trees(tree: Tree) -> None:
 def test_deterministic_and_blind_to_batch_order(batch: Batch, made_for: Target, random) -> None:
     def shape(of: Batch) -> tuple[list, list]:
         made = Planner(made_for).plan(of.paths, of.seq_lens)
-        items = made.items
         ranges: list[list[tuple[int, int]]] = [[] for _ in of.seq_lens]
-        for item in items:
-            for query in made.members[item["member_offset"] :][: item["num_queries"]]["query"]:
-                ranges[query].append((int(item["kv_start"]), int(item["kv_len"])))
-        whole = [(int(i["kv_start"]), int(i["kv_len"]), int(i["num_queries"])) for i in items]
+        whole = []
+        for item in made.items:
+            parts = ranges_of(made, item, of.seq_lens)
+            whole.append(sorted((part.start, part.length, len(part.queries)) for part in parts))
+            for part in parts:
+                for query in part.queries:
+                    ranges[query].append((part.start, part.length))
         per_query = zip(of.paths, of.seq_lens, map(sorted, ranges), strict=True)
         return sorted(whole), sorted(per_query)
 
@@ -73,9 +75,9 @@ def test_a_plan_always_fits_its_buffers(batch: Batch, max_items: int, max_partia
     made = plan(batch.paths, batch.seq_lens, made_for)
     assert made.num_items <= max_items and made.num_partials <= max_partials
     check_plan(made, batch, made_for, batch.seq_lens)
-    roomy = plan(batch.paths, batch.seq_lens, target(max_queries=24))
+    roomy = plan(batch.paths, batch.seq_lens, target(max_queries=24, branching="never"))
     too_small = roomy.num_items > max_items or roomy.num_partials > max_partials
-    assert bool(made.degraded) == too_small
+    assert bool(made.degraded) == (too_small and made.num_segments == 0)
 
 
 def modelled_bytes(batch: Batch, made_for: Target) -> float:
@@ -99,6 +101,7 @@ def test_the_byte_rule_beats_the_papers(tree: Tree, num_q_heads: int) -> None:
         item_overhead_s=1e-12,
         reread_weight=1.0,
         row_tiles=(16, 32, 64),
+        branching="never",
     )
     best = modelled_bytes(batch, target(policy="bytes", **common))
     assert best <= modelled_bytes(batch, target(policy="paper", **common))
@@ -108,20 +111,20 @@ def test_the_byte_rule_beats_the_papers(tree: Tree, num_q_heads: int) -> None:
 def test_wide_items_come_first_and_fill_the_machine() -> None:
     """A wide item takes a whole unit, so that there is one for every second unit or none at all."""
     many = batch_of(Tree((1, 1024), (2048, 32)))
-    made = plan(many.paths, many.seq_lens, target())
+    made = plan(many.paths, many.seq_lens, target(branching="never"))
     tiles = made.items["row_tile"]
     wide = int((tiles > 64).sum())
     assert 2 * wide * 8 >= 132 and (tiles[:wide] == 128).all()
     assert made.num_wide_items == wide
     few = batch_of(Tree((1, 256), (256, 32)))
-    made = plan(few.paths, few.seq_lens, target())
+    made = plan(few.paths, few.seq_lens, target(branching="never"))
     assert made.items["row_tile"].max() == 64 and made.num_wide_items == 0
 
 
 def test_heavy_items_come_before_light_ones() -> None:
     """Half of an SM begins with those, the other with these: each kind by descending length."""
     batch = batch_of(Tree((1, 16, 32, 64), (512, 96, 160, 200)))
-    made = plan(batch.paths, batch.seq_lens, target())
+    made = plan(batch.paths, batch.seq_lens, target(branching="never"))
     assert made.num_wide_items == 0 < made.num_heavy_items < made.num_items
     tiles = made.items["row_tile"]
     assert (tiles[: made.num_heavy_items] == 64).all()
@@ -130,7 +133,7 @@ def test_heavy_items_come_before_light_ones() -> None:
     assert (lens[1:] <= lens[:-1] * 1.25).all()  # the sort is one by buckets
 
 
-def ranges_of(made, query: int) -> list[tuple[int, int]]:
+def ranges_of_query(made, query: int) -> list[tuple[int, int]]:
     found = []
     for item in made.items:
         if query in made.members[item["member_offset"] :][: item["num_queries"]]["query"]:
@@ -144,17 +147,18 @@ def test_the_papers_rule_on_a_hand_made_tree() -> None:
     # from nodes longer than 4 tokens and merge into node 3, which has 4.
     paths = [[(1, 0, 32), (2, 32, 92)]] * 8 + [[(1, 0, 32), (3, 32, 36)]] * 2
     lens = [100] * 8 + [50] * 2
-    made = plan(paths, lens, target(policy="paper", units=1))
-    assert ranges_of(made, 0) == [(0, 92), (92, -1)]
-    assert ranges_of(made, 9) == [(0, 32), (32, -1)]
-    naive = plan(paths, lens, target(policy="naive", units=1))
-    assert ranges_of(naive, 0) == [(0, 32), (32, 60), (92, -1)]
-    assert ranges_of(naive, 9) == [(0, 32), (32, 4), (36, -1)]
+    made = plan(paths, lens, target(policy="paper", units=1, branching="never"))
+    assert ranges_of_query(made, 0) == [(0, 92), (92, -1)]
+    assert ranges_of_query(made, 9) == [(0, 32), (32, -1)]
+    naive = plan(paths, lens, target(policy="naive", units=1, branching="never"))
+    assert ranges_of_query(naive, 0) == [(0, 32), (32, 60), (92, -1)]
+    assert ranges_of_query(naive, 9) == [(0, 32), (32, 4), (36, -1)]
 
 
 def test_the_byte_rule_counts_group_tiles_and_partials() -> None:
     def splits(shared: int, queries: int, **overrides) -> int:
-        common = dict(units=1, item_overhead_s=1e-12, reread_weight=1.0) | overrides
+        common = dict(units=1, item_overhead_s=1e-12, reread_weight=1.0, branching="never")
+        common |= overrides
         made = plan([[(1, 0, shared)]] * queries, [shared + 40] * queries, target(**common))
         return int(made.queries["num_splits"].max())
 
@@ -165,7 +169,7 @@ def test_the_byte_rule_counts_group_tiles_and_partials() -> None:
         assert splits(9 * group, 2, num_q_heads=num_q_heads) == 2
         assert splits(5 * group, 2, num_q_heads=num_q_heads, partial_bytes=2) == 2
     # 17 queries of 8 heads need two tiles of 128 rows: the 17th reads the node by itself for free.
-    alone = target(num_q_heads=64, units=1, item_overhead_s=1e-12)
+    alone = target(num_q_heads=64, units=1, item_overhead_s=1e-12, branching="never")
     made = plan([[(1, 0, 400)]] * 17, [440] * 17, alone)
     assert sorted(made.queries["num_splits"].tolist()) == [1] + [2] * 16
 
@@ -189,7 +193,7 @@ def test_mean_split_keeps_items_under_the_mean() -> None:
 
 def test_items_run_heaviest_first() -> None:
     tree = Tree((1, 8, 512), (512, 512, 256))
-    made = plan(tree.paths, tree.seq_lens, target(units=1))
+    made = plan(tree.paths, tree.seq_lens, target(units=1, branching="never"))
     cost = np.maximum(made.items["kv_len"], 0) + 256 * (made.items["kv_len"] < 0)
     shared = made.items["num_queries"] > 1
     assert cost[0] == cost.max() and shared[0]
@@ -268,6 +272,12 @@ def test_elements_of_another_form_are_named(path) -> None:
         ({"max_items": 10}, "max_items is 10"),
         ({"policy": "magic"}, "policy is 'magic'"),
         ({"split": "never"}, "split is 'never'"),
+        ({"branching": "maybe"}, "branching is 'maybe'"),
+        ({"branch_rows": (65,)}, "branch_rows has 65, must be from 1 to 64"),
+        ({"branch_rows": (0,)}, "branch_rows has 0"),
+        ({"branch_limits": (0,)}, "branch_limits has 0, must be positive"),
+        ({"max_segments": -1}, "max_segments is -1"),
+        ({"max_branch_tokens": -1}, "max_branch_tokens is -1"),
     ],
 )
 def test_targets_are_checked(overrides, message) -> None:
@@ -278,15 +288,17 @@ def test_targets_are_checked(overrides, message) -> None:
 def test_clipped_paths_share_what_both_have() -> None:
     # Query 2 is protected to token 30 of node 1: it shares these and keeps the rest private.
     paths = [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 80)]]
-    made = Planner(target(units=1, policy="naive")).plan(paths, [90, 90, 90], limits=[80, 80, 30])
-    assert ranges_of(made, 0) == [(0, 30), (30, 50), (80, -1)]
-    assert ranges_of(made, 2) == [(0, 30), (30, -1)]
+    made = Planner(target(units=1, policy="naive", branching="never")).plan(
+        paths, [90, 90, 90], limits=[80, 80, 30]
+    )
+    assert ranges_of_query(made, 0) == [(0, 30), (30, 50), (80, -1)]
+    assert ranges_of_query(made, 2) == [(0, 30), (30, -1)]
 
 
 def test_sglangs_six_field_tuples() -> None:
     info = [(7, -1, 0, 40, 40, 2), (9, 7, 40, 60, 20, 0)]
-    made = Planner(target(policy="naive")).plan(
+    made = Planner(target(policy="naive", branching="never")).plan(
         [info, info, None], [70, 70, 10], limits=[60, 60, 0], fields=(0, 2, 3)
     )
-    assert ranges_of(made, 1) == [(0, 60), (60, -1)]
-    assert ranges_of(made, 2) == [(0, -1)]
+    assert ranges_of_query(made, 1) == [(0, 60), (60, -1)]
+    assert ranges_of_query(made, 2) == [(0, -1)]

@@ -98,7 +98,7 @@ class WideTile {
     }
     for (int t = 0; t < tokens; ++t) {
       Vec<L> logit = cap_logits<L>(shape_, load<L>(scores + t * kRows));
-      if (!all) logit += hidden;
+      if (!all) logit = hidden == -INFINITY ? hidden : logit;
       store<L>(scores + t * kRows, logit);
       new_max = max<L>(new_max, logit);
     }

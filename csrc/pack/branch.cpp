@@ -20,11 +20,19 @@ void Brancher::read(const PackTree& tree, const int64_t* seq_lens, size_t num_qu
     position_[i] = cursor_[i] = next;
     next += node.num_queries;
   }
-  order_.resize(static_cast<size_t>(end));
+  sorted_.resize(static_cast<size_t>(end));
+  by_length_.clear();
   for (size_t query = 0; query < num_queries; ++query) {
-    const int32_t node = tree.query_node[query];
-    if (node == kNoNode) continue;
-    order_[static_cast<size_t>(cursor_[static_cast<size_t>(node)]++)] = static_cast<int32_t>(query);
+    if (tree.query_node[query] != kNoNode) by_length_.push_back(static_cast<int32_t>(query));
+  }
+  // So that what a branch holds does not depend on the order of the batch.
+  const auto longer = [&](int32_t a, int32_t b) { return seq_lens[a] > seq_lens[b]; };
+  if (!std::is_sorted(by_length_.begin(), by_length_.end(), longer)) {
+    std::stable_sort(by_length_.begin(), by_length_.end(), longer);
+  }
+  for (const int32_t query : by_length_) {
+    const auto node = static_cast<size_t>(tree.query_node[static_cast<size_t>(query)]);
+    sorted_[static_cast<size_t>(cursor_[node]++)] = query;
   }
   clear();
 }
@@ -91,10 +99,23 @@ Load Brancher::cut(const Target& target, const BranchCut& cut, Packs& packs) {
   return load;
 }
 
+// Deals `queries` of sorted_ from `first` on out to groups of `most`, so that each has long ones
+// and short ones.
+void Brancher::deal(int32_t first, int32_t queries, int32_t most) {
+  const int32_t groups = (queries + most - 1) / most;
+  const int32_t* from = sorted_.data() + first;
+  int32_t* to = order_.data() + first;
+  if (groups == 1 || seq_lens_[from[0]] == seq_lens_[from[queries - 1]]) return;
+  for (int32_t group = 0; group < groups; ++group) {
+    for (int32_t i = group; i < queries; i += groups) *to++ = from[i];
+  }
+}
+
 // Cuts order_ into groups: subtrees of few enough queries, and the queries that end at one larger
 // node, side by side under the same node as long as they are few enough.
 void Brancher::group(const Target& target, Load& load) {
   ends_.clear();
+  order_ = sorted_;
   int32_t parent = kNoNode;  // of the group at hand
   int32_t queries = 0;
   int32_t most = 0;
@@ -114,9 +135,9 @@ void Brancher::group(const Target& target, Load& load) {
     queries = 0;
     tokens = 0;
   };
+  int32_t dealt = 0;
   for (int32_t i = 0; i < static_cast<int32_t>(order_.size());) {
-    const auto query = static_cast<size_t>(order_[static_cast<size_t>(i)]);
-    const int32_t node = tree_->query_node[query];
+    const int32_t node = tree_->query_node[static_cast<size_t>(sorted_[static_cast<size_t>(i)])];
     const int32_t top = top_[static_cast<size_t>(node)];
     const bool whole = top != kNoNode;
     const auto first = static_cast<size_t>(whole ? top : node);
@@ -130,10 +151,13 @@ void Brancher::group(const Target& target, Load& load) {
         const int32_t rest = position_[first] + tree_->nodes[first].num_queries - i;
         const int32_t groups = (rest + most - 1) / most;
         most = (rest + groups - 1) / groups;
+        if (i >= dealt) deal(i, rest, most);
+        dealt = std::max(dealt, i + rest);
       }
     }
     queries += step;
-    tokens += whole ? subtree_[first] : tail_tokens(query);
+    tokens +=
+        whole ? subtree_[first] : tail_tokens(static_cast<size_t>(order_[static_cast<size_t>(i)]));
     i += step;
   }
   finish(static_cast<int32_t>(order_.size()));

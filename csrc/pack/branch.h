@@ -64,11 +64,15 @@ class Brancher {
   bool kept(int32_t tokens) const { return tokens > cut_.limit; }
   int32_t tail_tokens(size_t query) const;  // that branches take
   void group(const Target& target, Load& load);
+  void deal(int32_t first, int32_t queries, int32_t most);
 
   const PackTree* tree_ = nullptr;
   const int64_t* seq_lens_ = nullptr;
   BranchCut cut_;
-  std::vector<int32_t> order_;      // queries under a node, as they stand in the tree
+  std::vector<int32_t> sorted_;     // queries under a node, as they stand in the tree; those that
+                                    // end at one node by length, the longest first
+  std::vector<int32_t> order_;      // the same, dealt out to the branches of a node
+  std::vector<int32_t> by_length_;  // queries under any node
   std::vector<int32_t> position_;   // [nodes] of a node's first query in order_
   std::vector<int32_t> cursor_;     // [nodes]
   std::vector<int32_t> top_;        // [nodes] highest of it and those above that one branch holds

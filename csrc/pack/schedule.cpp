@@ -239,7 +239,7 @@ bool Scheduler::assign_partials(size_t num_queries) {
   }
   member_offsets_[packs.size()] = num_members;
   members_.resize(static_cast<size_t>(num_members) + brancher_.members().size());
-  num_items_ += static_cast<int64_t>(brancher_.branches().size());
+  for (const Branch& branch : brancher_.branches()) num_items_ += branch.num_queries > 0;
   splits_.resize(num_queries);
   num_partials_ = 0;
   for (size_t query = 0; query < num_queries; ++query) {

@@ -27,6 +27,7 @@ class Counters:
 
     decode_steps: int = 0
     packed_steps: int = 0
+    branched_steps: int = 0
     kv_tokens_read: int = 0
     kv_tokens_unpacked: int = 0
     plans_made: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of decode steps on a GPU, from plans of hand (``kit_plans``) and from radix paths."""
+"""Inputs of decode steps on a GPU, from plans of hand (``kit_cases``) and from radix paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from kit_plans import Case, HandPlan
+from kit_cases import Case
+from kit_plans import HandPlan
 
 from sglang_pat.bench.trees import Tree
 from sglang_pat.ops import decode
@@ -25,7 +26,7 @@ class DevicePlan:
     hand: HandPlan
 
     def __getattr__(self, name: str) -> int:
-        if name.startswith(("num_", "total_")):
+        if name.startswith(("num_", "total_", "branch_")):
             return int(self.hand.header[name][0])
         raise AttributeError(name)
 

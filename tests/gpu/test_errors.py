@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from kit import DevicePlan, case_of_tree, execute, on_device, target_of
-from kit_plans import Case, Piece, case
+from kit_cases import Case, by_hand, case
+from kit_plans import Piece, prefix
 
 from sglang_pat.bench.trees import Tree
 from sglang_pat.ops import decode
@@ -100,12 +101,17 @@ def test_plans_that_do_not_fit(inputs: Case) -> None:
     plan = make_plan(TREE.paths, TREE.seq_lens, target_of(inputs))
     width = inputs.table.shape[1]
     small = Workspace(target_of(inputs, max_queries=4), width)
-    with pytest.raises(ValueError, match=r"6 queries .*does not fit .* 4 queries"):
+    with pytest.raises(ValueError, match=r"6 queries, .*does not fit .* 4 queries"):
         small.load(plan)
     few = Workspace(target_of(inputs, max_partials=2), width)
-    with pytest.raises(ValueError, match=r"12 partials does not fit .* 2 partials"):
+    with pytest.raises(ValueError, match=r"12 partials .*does not fit .* 2 partials"):
         few.load(DevicePlan(hand_plan()))
+    narrow = Workspace(target_of(inputs, max_branch_tokens=1599), width)
+    with pytest.raises(ValueError, match=r"1664 tokens of branches does not fit .* 1599 tokens"):
+        narrow.load(DevicePlan(branch_plan()))
     short = Workspace(target_of(inputs), 90)
+    with pytest.raises(ValueError, match=r"reads up to token 100, the workspace holds .* of 90"):
+        short.load(DevicePlan(branch_plan()))
     with pytest.raises(ValueError, match=r"reads up to token 100, the workspace holds .* of 90"):
         short.load(DevicePlan(hand_plan()))
     with pytest.raises(ValueError, match=r"tokens a row, the workspace holds 90"):
@@ -119,6 +125,11 @@ def hand_plan() -> Any:
     everyone = tuple(range(6))
     pieces = [Piece(everyone, 0, 100), *(Piece((i,), 100, 20) for i in everyone)]
     return case(pieces, (8, 2), 128).plan()
+
+
+def branch_plan() -> Any:
+    """Of one branch, a prefix of 100 tokens and six tails, with places for 1636 tokens."""
+    return by_hand(prefix(6, 100), (8, 2), head_dim=128).plan()
 
 
 DAMAGE: list[tuple[str, str, int, int]] = [
@@ -146,6 +157,38 @@ def test_damaged_plans(inputs: Case, part: str, field: str, index: int, value: i
     workspace.load(DevicePlan(hand))
     getattr(hand, part)[field][index] = np.int64(value)
     with pytest.raises(ValueError, match=r"damaged plan|not a plan|the workspace holds"):
+        workspace.load(DevicePlan(hand.encode()))
+
+
+BRANCH_DAMAGE: list[tuple[str, str, int, int]] = [
+    ("header", "num_segments", 0, 10**6),
+    ("header", "segments_offset", 0, 8),
+    ("header", "branch_tokens", 0, 1600),
+    ("items", "row", 0, 1),
+    ("items", "partial", 0, 300),
+    ("items", "kv_start", 0, 8),
+    ("items", "kv_start", 0, 64),
+    ("segments", "row", 2, 6),
+    ("segments", "row", 2, 0),
+    ("segments", "kv_start", 0, -1),
+    ("segments", "kv_len", 0, -1),
+    ("segments", "kv_len", 0, 10**9),
+    ("segments", "room", 0, 101),
+    ("segments", "room", 1, 0),
+    ("segments", "first", 0, 1),
+    ("segments", "first", 1, -1),
+    ("segments", "num_queries", 0, 7),
+    ("segments", "num_queries", 1, 0),
+]
+
+
+@pytest.mark.parametrize(("part", "field", "index", "value"), BRANCH_DAMAGE)
+def test_damaged_branches(inputs: Case, part: str, field: str, index: int, value: int) -> None:
+    workspace = Workspace(target_of(inputs), inputs.table.shape[1])
+    hand = branch_plan()
+    workspace.load(DevicePlan(hand))
+    getattr(hand, part)[field][index] = np.int64(value)
+    with pytest.raises(ValueError, match=r"damaged plan"):
         workspace.load(DevicePlan(hand.encode()))
 
 

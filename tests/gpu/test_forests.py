@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import kit_plans
+import kit_cases
 import numpy as np
 import pytest
 import torch
 from kit import DevicePlan, error, execute, on_device
-from kit_plans import case, forest
+from kit_cases import case
+from kit_plans import forest
 
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
@@ -38,7 +39,7 @@ def test_fifty_forests(config: int) -> None:
         inputs = case(pieces, heads, head_dim, seed=seed).to(dtype)
         plan = inputs.plan()
         # fp32 partials on both: the CPU's half precision is always bf16.
-        want, want_lse = kit_plans.execute(inputs, plan, threads=8)
+        want, want_lse = kit_cases.execute(inputs, plan, threads=8)
         out, lse = execute(on_device(inputs, dtype), DevicePlan(plan), workspace=workspace)
         bound = 6e-3 if dtype == torch.bfloat16 else 1e-3
         assert error(out.cpu(), want.double()) < bound, (config, seed)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kit import POISON, case_of_tree, check, execute, target_of
-from kit_plans import Case
+from kit_cases import Case
 
 from sglang_pat.bench.trees import Tree
 from sglang_pat.ops import decode
@@ -45,10 +45,11 @@ def fill(static: Case, step: Case) -> None:
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_one_graph_serves_a_hundred_plans(launch: str) -> None:
+@pytest.mark.parametrize(("branching", "count"), [("cost", 100), ("always", 20)])
+def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) -> None:
     table = torch.zeros((ROWS + 1, 4096), dtype=torch.int32, device="cuda")
     static = replace(case_of_tree(Tree((ROWS,), (3000,)), HEADS), table=table)
-    workspace = Workspace(target_of(static), 4096, launch=launch)
+    workspace = Workspace(target_of(static, branching=branching), 4096, launch=launch)
     planner = Planner(workspace.target)
     out = torch.empty_like(static.q)
     lse = torch.empty(static.q.shape[:2], device="cuda")
@@ -76,11 +77,13 @@ def test_one_graph_serves_a_hundred_plans(launch: str) -> None:
     with torch.cuda.graph(graph):
         run(out, lse)
     rng = np.random.default_rng(5)
-    for seed in range(100):
+    branched = 0
+    for seed in range(count):
         tree, seq_lens = random_step(rng)
         step = case_of_tree(tree, HEADS, seq_lens=seq_lens, seed=seed)
         fill(static, step)
         plan = planner.plan(tree.paths, seq_lens)
+        branched += plan.num_segments > 0
         assert workspace.load(plan) and not workspace.load(plan)
         out.fill_(POISON)
         lse.fill_(POISON)
@@ -88,22 +91,26 @@ def test_one_graph_serves_a_hundred_plans(launch: str) -> None:
         eager, eager_lse = torch.full_like(out, -POISON), torch.full_like(lse, -POISON)
         run(eager, eager_lse)
         assert torch.equal(out, eager) and torch.equal(lse, eager_lse), seed
-        count = len(step.q)
-        assert not out[count:].any()
+        rows = len(step.q)
+        assert not out[rows:].any()
         if seed % 10 == 0:
-            assert torch.equal(check(step, plan), out[:count])
+            assert torch.equal(check(step, plan), out[:rows])
+    assert branching == "cost" or branched >= count / 2
 
 
+@pytest.mark.parametrize("branching", ["never", "always"])
 @pytest.mark.parametrize("heads", [(8, 2), (2, 2), (32, 2)])
-def test_launch_modes_agree_and_repeat(heads: tuple[int, int]) -> None:
+def test_launch_modes_agree_and_repeat(heads: tuple[int, int], branching: str) -> None:
     """Same bits from one kernel, from streams and one by one, and from run to run."""
     tree = Tree((1, 3, 60), (300, 150, 40))
     inputs = case_of_tree(tree, heads)
     results = []
     for launch in LAUNCHES:
-        workspace = Workspace(target_of(inputs), inputs.table.shape[1], launch=launch)
-        plan = Planner(workspace.target).plan(tree.paths, tree.seq_lens)
-        assert len(set(plan.items["row_tile"].tolist())) > 1
+        target = target_of(inputs, branching=branching, branch_limits=(200,))
+        workspace = Workspace(target, inputs.table.shape[1], launch=launch)
+        plan = Planner(target).plan(tree.paths, tree.seq_lens)
+        assert (plan.num_segments > 0) == (branching == "always")
+        assert branching == "always" or len(set(plan.items["row_tile"].tolist())) > 1
         check(inputs, plan, workspace=workspace)
         results += [execute(inputs, plan, workspace=workspace) for _ in range(5)]
         assert not workspace.queue.any()  # left as it was found

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 import torch
 from kit import DevicePlan, execute, on_device, target_of
-from kit_plans import Case, Piece, case
+from kit_cases import Case, case
+from kit_plans import Piece
 
 from sglang_pat.bench.clock import Clock
 from sglang_pat.bench.floor import Heads

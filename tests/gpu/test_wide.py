@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import DevicePlan, check, execute, on_device
-from kit_plans import DYNAMIC, Case, Piece, case
+from kit_cases import Case, case
+from kit_plans import DYNAMIC, Piece
 
 BF16 = torch.bfloat16
 

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs to execute plans of hand on, and the CPU executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from kit_plans import DYNAMIC, HandPlan, Parts, Piece, branched, encode, pieces_of
+
+from sglang_pat import _C
+from sglang_pat.reference import attention
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one decode step; every slot that no query owns holds NaN."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    pieces: Parts
+    scale: float
+    logit_cap: float = 0.0
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.q.shape[1], self.k.shape[1]
+
+    def plan(self, wide: bool = False) -> HandPlan:
+        return encode(self.pieces, len(self.q), self.heads, wide)
+
+    def to(self, dtype: torch.dtype) -> Case:
+        return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
+
+    def truth(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE by definition, computed in ``dtype``."""
+        return attention(
+            self.q,
+            self.k,
+            self.v,
+            self.table,
+            self.rows,
+            self.seq_lens,
+            scale=self.scale,
+            logit_cap=self.logit_cap,
+            dtype=dtype,
+        )
+
+
+def case(
+    parts: Parts,
+    heads: tuple[int, int] = (8, 2),
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    *,
+    seed: int = 0,
+    tails: tuple[int, ...] = (0, 1, 7, 63, 64, 65, 130),
+    logit_cap: float = 0.0,
+) -> Case:
+    """Random inputs for pieces of queries 0...n - 1: dynamic pieces get a length of ``tails``, rows
+    and slots are shuffled, and strides are wider than the tensors."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    pieces = pieces_of(parts)
+    num_queries = 1 + max((query for piece in pieces for query in piece.queries), default=-1)
+    lengths = [
+        int(rng.choice(tails)) if piece.length == DYNAMIC else piece.length for piece in pieces
+    ]
+    seq_lens = np.zeros(num_queries, np.int64)
+    for piece, length in zip(pieces, lengths, strict=True):
+        for query in piece.queries:
+            seq_lens[query] = max(seq_lens[query], piece.start + length)
+    owned = sum(lengths)
+    num_slots = owned + 50
+    slots = rng.permutation(num_slots)
+    rows = rng.permutation(num_queries + 3)[:num_queries]
+    width = int(seq_lens.max(initial=0)) + 5
+    # What no token owns names a slot of NaN, too.
+    table = np.full((num_queries + 3, width), slots[-1], np.int32)
+    used = 0
+    for piece, length in zip(pieces, lengths, strict=True):
+        for query in piece.queries:
+            table[rows[query], piece.start : piece.start + length] = slots[used : used + length]
+        used += length
+    num_q_heads, num_kv_heads = heads
+    v_dim = v_head_dim or head_dim
+    unowned = torch.from_numpy(slots[owned:].astype(np.int64))
+    k = torch.randn(num_slots, num_kv_heads + 1, head_dim + 8)
+    v = torch.randn(num_slots, num_kv_heads + 2, v_dim)
+    k[unowned] = v[unowned] = float("nan")
+    return Case(
+        q=torch.randn(num_queries, num_q_heads, head_dim + 3)[..., :head_dim],
+        k=k[:, :num_kv_heads, :head_dim],
+        v=v[:, 2:],
+        table=torch.from_numpy(table),
+        rows=torch.from_numpy(rows),
+        seq_lens=torch.from_numpy(seq_lens),
+        pieces=parts,
+        scale=head_dim**-0.5,
+        logit_cap=logit_cap,
+    )
+
+
+def by_hand(pieces: list[Piece], heads: tuple[int, int], **options: Any) -> Case:
+    """A case with all pieces in branches, of 64 packed rows or so many queries."""
+    most = options.pop("most", 64 // (heads[0] // heads[1]))
+    inputs = case(pieces, heads, **options)
+    return replace(inputs, pieces=branched(pieces, most))
+
+
+def grown(inputs: Case, seq_lens: list[int], seed: int = 0) -> Case:
+    """The case with longer sequences, of slots beyond its own."""
+    torch.manual_seed(seed)
+    add = np.array(seq_lens) - inputs.seq_lens.numpy()
+    slots, width = len(inputs.k), max(seq_lens) + 1
+    table = torch.full((len(inputs.table), width), slots - 1, dtype=torch.int32)
+    copied = min(width, inputs.table.shape[1])
+    table[:, :copied] = inputs.table[:, :copied]
+    first = slots
+    for row, old, more in zip(inputs.rows.tolist(), inputs.seq_lens.tolist(), add, strict=True):
+        table[row, old : old + more] = torch.arange(first, first + more)
+        first += int(more)
+    more_k, more_v = (
+        torch.randn(first - slots, *t.shape[1:]).to(t.dtype) for t in (inputs.k, inputs.v)
+    )
+    return replace(
+        inputs,
+        k=torch.cat([inputs.k, more_k]),
+        v=torch.cat([inputs.v, more_v]),
+        table=table,
+        seq_lens=torch.tensor(seq_lens),
+    )
+
+
+def execute(
+    inputs: Case,
+    hand: HandPlan | None = None,
+    *,
+    threads: int = 2,
+    isa: str = "",
+    partial: torch.dtype = torch.float32,
+    **changes: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the CPU executor on a plan of hand, by default the case's; ``changes`` replace arguments
+    of ``_C.decode_cpu``. Returns the output [B, Hq, Dv], a view of a wider tensor that held NaN
+    before, and the LSE [B, Hq]."""
+    plan = hand or inputs.plan()
+    num_queries, num_q_heads, head_dim = inputs.q.shape
+    num_slots, num_kv_heads, v_head_dim = inputs.v.shape
+    wide = torch.full((num_queries, num_q_heads + 1, v_head_dim + 5), float("nan"))
+    out = wide.to(inputs.q.dtype)[:, 1:, :v_head_dim]
+    lse = torch.full((num_queries, num_q_heads), float("nan"))
+
+    def address(tensor: torch.Tensor) -> tuple[int, int, int]:
+        return (tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
+
+    arguments: dict[str, Any] = {
+        "plan": plan.data_ptr,
+        "plan_bytes": plan.nbytes,
+        "q": address(inputs.q),
+        "k_cache": address(inputs.k),
+        "v_cache": address(inputs.v),
+        "out": address(out),
+        "lse": lse.data_ptr(),
+        "req_to_token": (inputs.table.data_ptr(), inputs.table.stride(0), *inputs.table.shape),
+        "rows": inputs.rows.data_ptr(),
+        "seq_lens": inputs.seq_lens.data_ptr(),
+        "num_slots": num_slots,
+        "num_queries": num_queries,
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "v_head_dim": v_head_dim,
+        "dtype": DTYPES[inputs.q.dtype],
+        "partial_dtype": DTYPES[partial],
+        "scale": inputs.scale,
+        "logit_cap": inputs.logit_cap,
+        "num_threads": threads,
+        "isa": isa,
+    }
+    _C.decode_cpu(**(arguments | changes))
+    return out, lse

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Branches on the CPU: as the planner makes them and by hand, against attention by definition."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit_cases import Case, by_hand, case, execute, grown
+from kit_plans import DYNAMIC, Branch, HandPlan, Piece, branched, forest, paths_of, prefix
+from kit_trees import Batch, batch_of, batches, branches_of, check_plan, ranges_of, target
+
+from sglang_pat import _C
+from sglang_pat.bench.trees import Tree
+from sglang_pat.ops import decode
+from sglang_pat.planning import Plan, plan
+from sglang_pat.target import Target
+
+GROUPS = [1, 2, 4, 5, 7, 8, 16]
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_torch_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def content(made: Plan) -> bytes:
+    return ctypes.string_at(made.data_ptr, made.nbytes)
+
+
+def cpu(heads: tuple[int, int], head_dim: int = 64, **overrides: Any) -> Target:
+    values: dict[str, Any] = {"threads": 4, "max_queries": 64, "branching": "always"}
+    values |= {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
+    return Target.cpu(**(values | overrides))
+
+
+def check(inputs: Case, made: Plan | HandPlan, **options: Any) -> torch.Tensor:
+    """Execute on any plan, and compare output and LSE with the definition."""
+    truth, truth_lse = inputs.truth()
+    out, lse = execute(inputs, made, **options)  # type: ignore[arg-type]
+    distance = (out.double() - truth).norm() / truth.norm().clamp_min(1e-30)
+    assert distance < BOUNDS[inputs.q.dtype]
+    torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
+    return out
+
+
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", GROUPS)
+def test_random_forests(isa: str, dtype: torch.dtype, group: int) -> None:
+    """Of planned branches, at the lengths of the plan and with tails as long as it allows."""
+    for seed in range(6):
+        rng = np.random.default_rng(100 * group + seed)
+        pieces = forest(rng, int(rng.integers(2, 30)))
+        inputs = case(pieces, (2 * group, 2), 64, seed=seed, logit_cap=(0.0, 5.0)[seed % 2])
+        inputs = inputs.to(dtype)
+        made_for = cpu(
+            inputs.heads,
+            branch_rows=((64,), (32,), (16, 64))[seed % 3],
+            branch_limits=((2**31 - 1,), (64,), (20, 512))[seed // 2],
+        )
+        paths, lens = paths_of(pieces, len(inputs.q)), inputs.seq_lens.tolist()
+        made = plan(paths, lens, made_for)
+        check_plan(made, Batch(paths, lens), made_for, lens)
+        assert made.num_segments > 0
+        check(inputs, made, isa=isa)
+        longest = made.max_seq_lens.tolist()
+        check(grown(inputs, longest, seed), made, isa=isa)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.sampled_from(GROUPS), st.integers(0, 3))
+def test_any_batch(batch: Batch, group: int, limits: int) -> None:
+    """Radix paths of any form: queries that end in nodes, clipped paths, no nodes at all."""
+    made_for = cpu((group, 1), branch_limits=((2**31 - 1,), (64,), (512,), (1,))[limits])
+    made = plan(batch.paths, batch.seq_lens, made_for)
+    check_plan(made, batch, made_for, batch.seq_lens)
+    check_plan(made, batch, made_for, made.max_seq_lens.tolist())
+
+
+def test_the_order_of_the_batch_does_not_count() -> None:
+    """Which of a node's queries make a branch: of nine, one of which has another tail."""
+    made_for = target(branching="always", branch_rows=(32,), branch_limits=(2**31 - 1,))
+    results = []
+    for place in range(9):
+        batch = Batch([[(1, 0, 700)]] * 9, [704 if i == place else 700 for i in range(9)])
+        made = plan(batch.paths, batch.seq_lens, made_for)
+        assert len(branches_of(made)) == 2
+        items = [ranges_of(made, item, batch.seq_lens) for item in made.items]
+        results.append(sorted([(r.length, len(r.queries)) for r in item] for item in items))
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("most", [1, 3, 4])
+def test_hand_made_branches(isa: str, group: int, most: int) -> None:
+    """Every second one has its tails first."""
+    for seed in range(3):
+        pieces = forest(np.random.default_rng(seed), 17)
+        inputs = by_hand(pieces, (2 * group, 2), most=most, seed=seed)
+        firsts = [part.tails_first for part in inputs.pieces]  # type: ignore[union-attr]
+        assert firsts[:4] == [False, True, False, True]
+        check(inputs, inputs.plan(), isa=isa)
+
+
+def test_branches_beside_other_items() -> None:
+    """A query of both a branch and other items: the branch's partial is its last."""
+    pieces = prefix(20, 200)
+    inputs = case(pieces, (4, 1))
+    mixed: list[Piece | Branch] = [pieces[0], *branched(pieces[1:], 8)]
+    check(replace(inputs, pieces=mixed), replace(inputs, pieces=mixed).plan())
+
+
+def test_order_and_masks_change_little() -> None:
+    """Tails first or last, in branches or not: the same attention."""
+    pieces = prefix(8, 130)
+    inputs = case(pieces, (8, 2))
+    plain, _ = execute(inputs)
+    for tails_first in (False, True):
+        part = Branch(tuple(pieces), tails_first)
+        assert part.seen_by_all == (-2 if tails_first else 2)
+        one = replace(inputs, pieces=[part])
+        torch.testing.assert_close(execute(one)[0], plain, rtol=1e-5, atol=1e-5)
+
+
+def test_empty_tails() -> None:
+    """Beside a prefix they are neutral; a branch without tokens gives zeros and -inf."""
+    inputs = by_hand(prefix(5, 40), (4, 1), tails=(0,))
+    check(inputs, inputs.plan())
+    tails = [Piece((i,), 0, DYNAMIC) for i in range(5)]
+    alone = by_hand(tails, (4, 1), tails=(0,))
+    out, lse = execute(alone)
+    assert not out.any() and torch.all(lse.isneginf())
+
+
+def test_threads_and_runs_give_equal_bits() -> None:
+    inputs = by_hand(forest(np.random.default_rng(3), 24), (8, 2), head_dim=128)
+    expected = execute(inputs, threads=1)
+    for threads in (1, 2, 3, 7) * 3:
+        for got, want in zip(execute(inputs, threads=threads), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_a_swapped_slot_is_seen() -> None:
+    inputs = by_hand(prefix(4, 300), (8, 2), tails=(30,))
+    for token in (7, 310):  # shared, and of query 3 alone
+        table = inputs.table.clone()
+        table[inputs.rows, token] = table[inputs.rows, token + 1]
+        out, _ = execute(replace(inputs, table=table))
+        truth, _ = inputs.truth()
+        assert (out.double() - truth).norm() > 1e-4 * truth.norm()
+
+
+TREE = batch_of(Tree((1, 256), (256, 32)))
+
+
+def test_ops_run_planned_branches() -> None:
+    inputs = case(prefix(16, 100), (8, 2), tails=(5,))
+    paths, lens = paths_of(prefix(16, 100), 16), inputs.seq_lens.tolist()
+    made = plan(paths, lens, cpu(inputs.heads, branch_rows=(64,)))
+    assert made.num_segments == 17 and made.num_partials == 0
+    arguments = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
+    out = decode(*arguments, made, scale=inputs.scale)
+    torch.testing.assert_close(out.double(), inputs.truth()[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("branching", ["always", "cost"])
+def test_plans_beyond_the_buffers_have_no_branches(branching: str) -> None:
+    """They are then as if there were none, and that is not degraded."""
+    common: dict[str, Any] = {"branching": branching}
+    made = plan(TREE.paths, TREE.seq_lens, target(**common))
+    assert branches_of(made)
+    never = plan(TREE.paths, TREE.seq_lens, target(branching="never"))
+    for name, needed in (
+        ("max_segments", made.num_segments),
+        ("max_branch_tokens", made.branch_tokens),
+    ):
+        fits = plan(TREE.paths, TREE.seq_lens, target(**common, **{name: needed}))
+        assert content(fits) == content(made)
+        less = plan(TREE.paths, TREE.seq_lens, target(**common, **{name: needed - 1}))
+        assert content(less) == content(never) and less.degraded == ""
+
+
+def test_branches_of_too_many_segments_are_not_made() -> None:
+    """A chain of nodes each of which one query leaves, and 64 queries: 63 nodes and 64 tails."""
+
+    def chain(depth: int, copies: int) -> Batch:
+        nodes = [(i, 3 * i, 3 * i + 3) for i in range(depth)]
+        paths = [nodes[: 1 + i] for i in range(depth) for _ in range(copies)]
+        return Batch(paths, [path[-1][2] + 5 for path in paths])
+
+    made_for = target(num_q_heads=8, branching="always", branch_rows=(64,))
+    small = chain(32, 2)
+    made = plan(small.paths, small.seq_lens, made_for)
+    assert [item["partial"] for item, _ in branches_of(made)] == [32 + 64]
+    check_plan(made, small, made_for, small.seq_lens)
+    # Nodes of queries beyond one branch are above it: 200 of these and a branch's own are too many.
+    large = chain(300, 1)
+    made = plan(large.paths, large.seq_lens, made_for)
+    assert not branches_of(made) and made.num_segments == 0 and made.branch_tokens == 0
+    check_plan(made, large, made_for, large.seq_lens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches())
+def test_never_gives_none(batch: Batch) -> None:
+    made = plan(batch.paths, batch.seq_lens, target(branching="never"))
+    assert not branches_of(made) and made.num_segments == made.branch_tokens == 0
+    other = plan(batch.paths, batch.seq_lens, target(branching="cost"))
+    assert branches_of(other) or content(other) == content(made)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3000), max_size=64))
+def test_batches_that_share_nothing_have_none(seq_lens: list[int]) -> None:
+    made = {
+        branching: content(plan([[]] * len(seq_lens), seq_lens, target(branching=branching)))
+        for branching in ("cost", "always", "never")
+    }
+    assert made["cost"] == made["never"] == made["always"]
+
+
+Damage = Callable[[HandPlan], object]
+
+
+def _set(part: str, index: int, name: str, value: int) -> Damage:
+    def apply(hand: HandPlan) -> None:
+        getattr(hand, part)[name][index] = value
+
+    return apply
+
+
+# Of prefix(4, 100) with two heads a group: item 0 with segments 0 (shared) and 1 to 4 (tails).
+DAMAGE: list[tuple[Damage, str]] = [
+    (_set("header", 0, "num_segments", -1), "-1 segments"),
+    (_set("header", 0, "num_segments", 2**31 - 1), "2147483647 segments"),
+    (_set("header", 0, "num_segments", 4), r"segments 0 \+ 5 of 4"),
+    (_set("header", 0, "segments_offset", 0), "segments at byte 0"),
+    (_set("header", 0, "segments_offset", 2**31 - 8), "segments at byte 2147483640"),
+    (_set("header", 0, "branch_tokens", 1088), r"tokens 0 \+ 1124 of 1088 in the list"),
+    (_set("items", 0, "row", -1), r"segments -1 \+ 5 of 5"),
+    (_set("items", 0, "row", 1), r"segments 1 \+ 5 of 5"),
+    (_set("items", 0, "row", 2**31 - 1), r"segments 2147483647 \+ 5 of 5"),
+    (_set("items", 0, "partial", 0), r"segments 0 \+ 0 of 5"),
+    (_set("items", 0, "partial", 257), r"segments 0 \+ 257 of 5"),
+    (_set("items", 0, "kv_start", -64), r"tokens -64 \+ 1124"),
+    (_set("items", 0, "kv_start", 32), r"tokens 32 \+ 1124 of 1152 in the list"),
+    (_set("items", 0, "kv_start", 64), r"tokens 64 \+ 1124 of 1152 in the list"),
+    (_set("items", 0, "num_queries", 5), r"item 0 has members 0 \+ 5 of 4"),
+    (_set("segments", 0, "row", -1), "in row -1 of 4"),
+    (_set("segments", 0, "row", 4), "in row 4 of 4"),
+    (_set("segments", 0, "kv_start", -1), r"tokens -1 \+ 100"),
+    (_set("segments", 0, "kv_len", 0), r"tokens 0 \+ 0 of 100"),
+    (_set("segments", 0, "kv_len", -1), r"for 0 \+ 4, tokens 0 \+ -1"),
+    (_set("segments", 0, "room", 101), r"tokens 0 \+ 100 of 101"),
+    (_set("segments", 1, "room", 0), r"tokens 100 \+ -1 of 0"),
+    (_set("segments", 1, "room", 9), r"has room for 9 tokens of query 0, which has 30 from 100"),
+    (_set("segments", 0, "first", -1), r"of 4 queries has a segment for -1 \+ 4"),
+    (_set("segments", 0, "first", 1), r"of 4 queries has a segment for 1 \+ 4"),
+    (_set("segments", 0, "num_queries", 0), r"segment for 0 \+ 0"),
+    (_set("segments", 0, "num_queries", 5), r"segment for 0 \+ 5"),
+    (_set("segments", 0, "num_queries", 2**31 - 1), r"segment for 0 \+ 2147483647"),
+    (_set("segments", 0, "num_queries", 3), "has 1 blocks of 64 tokens for all .* of 0 tokens at"),
+    (_set("segments", 1, "row", 2), "the tail of query 2 for query 0"),
+    (_set("segments", 1, "kv_start", 99), "covers 131 tokens of query 0, whose length is 130"),
+    (_set("segments", 1, "kv_start", 2**31 - 1), "reads tokens 2147483647"),
+    (_set("members", 0, "query", 1), "the tail of query 0 for query 1"),
+]
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGE, ids=[named for _, named in DAMAGE])
+def test_damaged_branches_are_refused(damage: Damage, named: str) -> None:
+    inputs = by_hand(prefix(4, 100), (4, 2), tails=(30,))
+    hand = inputs.plan()
+    check(inputs, hand)
+    damage(hand)
+    with pytest.raises(ValueError, match=named):
+        execute(inputs, hand.encode())
+
+
+def test_too_many_packed_rows_are_refused() -> None:
+    inputs = by_hand(prefix(9, 40), (8, 1), most=8, tails=(5,))
+    hand = inputs.plan()
+    check(inputs, hand)
+    hand.items["num_queries"][0] = 9
+    with pytest.raises(ValueError, match="branch 0 of 72 packed rows"):
+        execute(inputs, hand.encode())
+
+
+def test_a_tail_beyond_its_room_is_refused() -> None:
+    pieces = prefix(3, 40)
+    inputs = replace(case(pieces, (4, 2), tails=(31,)), pieces=[Branch(tuple(pieces), room=31)])
+    check(inputs, inputs.plan())
+    longer = grown(inputs, [71, 72, 71])
+    with pytest.raises(ValueError, match="room for 31 tokens of query 1, which has 32 from 40 on"):
+        execute(longer)
+
+
+def test_random_damage_never_crashes() -> None:
+    """Any change of a plan's words runs or raises ValueError."""
+    inputs = by_hand(forest(np.random.default_rng(1), 6), (4, 2), most=3)
+    rng = np.random.default_rng(0)
+    hand = inputs.plan()
+    words = hand._bytes.view(np.int32)
+    refused = 0
+    for _ in range(3000):
+        saved = words.copy()
+        for _ in range(int(rng.integers(1, 4))):
+            words[rng.integers(len(words))] = rng.choice(
+                [-2, -1, 0, 1, 2, 3, 64, int(rng.integers(-50, 100)), 2**31 - 1, -(2**31)]
+            )
+        try:
+            execute(inputs, hand)
+        except ValueError:
+            refused += 1
+        words[:] = saved
+    assert refused > 1000
+    check(inputs, hand)
