@@ -19,9 +19,10 @@ CONFIGS = (
         args=("--page-size", "16", "--chunked-prefill-size", "128"),
         env=(PYTHON_CORE, ("SGLANG_PAT_POLICY", "paper"), ("SGLANG_PAT_SPLIT", "mean")),
     ),
-    Config(
-        "page16-no_overlap-rust",
+    BRANCHES := Config(
+        "page16-no_overlap-rust-branches",
         args=("--page-size", "16", "--disable-overlap-schedule"),
+        env=(("SGLANG_PAT_BRANCHING", "always"),),
     ),
     Config(
         "page1-chunked-no_overlap-python-naive",
@@ -61,6 +62,7 @@ def test_prefixes_are_packed_where_there_is_a_cache(config: Config, serve: Serve
     steps = max(work.new_tokens) - 1
     assert counted.decode_steps >= steps
     assert set(counted.fallbacks) <= EXPECTED_FALLBACKS
+    assert (counted.branched_steps > 0) == (config is BRANCHES)
     if config is NO_CACHE:
         assert counted.packed_steps == 0
         assert counted.kv_tokens_read == counted.kv_tokens_unpacked
