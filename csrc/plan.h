@@ -60,6 +60,7 @@ inline constexpr int32_t kWideRows = 64;
 inline constexpr int32_t kHeavyRows = 32;
 // Packed rows of a branch, at most, which is a heavy item however few it has; and its segments.
 inline constexpr int32_t kBranchRows = 64;
+static_assert(kBranchRows > kHeavyRows && kBranchRows <= kWideRows);
 inline constexpr int32_t kBranchSegments = 256;
 // The snapshot's list begins a branch at a multiple of so many tokens.
 inline constexpr int32_t kBranchAlign = 64;

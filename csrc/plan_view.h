@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "plan.h"
 
@@ -15,8 +16,16 @@ struct PlanView {
   const QuerySplits* queries;
   const Segment* segments;
 
-  // Of a branch.
-  const Segment* segments_of(const Item& item) const { return segments + item.row; }
+  // Calls visit(segment) for all that an item reads. Of an item that is no branch that is one
+  // segment, for all of its queries and without bound to its length.
+  template <typename Visit>
+  void for_each_segment(const Item& item, const Visit& visit) const {
+    if (item.kv_len != kBranch) {
+      const int32_t any = std::numeric_limits<int32_t>::max();
+      return visit(Segment{item.row, item.kv_start, item.kv_len, any, 0, item.num_queries});
+    }
+    for (int32_t i = 0; i < item.partial; ++i) visit(segments[item.row + i]);
+  }
 };
 
 // The parts of a plan in host memory. Throws std::invalid_argument with the values if the buffer is

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -127,6 +127,18 @@ class HandPlan:
     @property
     def nbytes(self) -> int:
         return self._bytes.nbytes
+
+
+Damage = Callable[[HandPlan], object]
+
+
+def set_to(part: str, index: int, name: str, value: int) -> Damage:
+    """What sets a field of a plan's part."""
+
+    def apply(plan: HandPlan) -> None:
+        getattr(plan, part)[name][index] = value
+
+    return apply
 
 
 def encode(parts: Parts, num_queries: int, heads: tuple[int, int], wide: bool = False) -> HandPlan:

@@ -59,13 +59,12 @@ void check_header(const PlanHeader& header, const DecodeArgs& args) {
             " queries, the arguments have ", args.num_queries);
 }
 
-// Tokens that a range of a row has in this call.
-int64_t count_tokens(const DecodeArgs& args, int index, int32_t row, int32_t start,
-                     int32_t kv_len) {
-  const int64_t length = args.seq_lens[row];
-  const int64_t tokens = kv_len == kDynamic ? length - start : kv_len;
-  PAT_CHECK(tokens >= 0 && start + tokens <= length, "item ", index, " reads tokens ", start, " + ",
-            kv_len, " of query ", row, ", whose length is ", length,
+// Tokens that a segment of item `index` has in this call.
+int64_t count_tokens(const DecodeArgs& args, int index, const Segment& s) {
+  const int64_t length = args.seq_lens[s.row];
+  const int64_t tokens = s.kv_len == kDynamic ? length - s.kv_start : s.kv_len;
+  PAT_CHECK(tokens >= 0 && s.kv_start + tokens <= length, "item ", index, " reads tokens ",
+            s.kv_start, " + ", s.kv_len, " of query ", s.row, ", whose length is ", length,
             ": the plan was made for other lengths, make a new one");
   return tokens;
 }
@@ -96,22 +95,15 @@ CheckedPlan PlanChecker::check(const void* plan, int64_t plan_bytes, const Decod
 // Gives each of an item's members its tokens.
 void PlanChecker::check_tokens(CheckedPlan& plan, const DecodeArgs& args, int index) {
   const Item& item = plan.items[index];
-  const auto give = [&](int32_t first, int32_t count, int64_t tokens) {
-    plan.query_tokens += tokens * count;
-    for (int m = first; m < first + count; ++m) tokens_seen_[plan.members[m].query] += tokens;
-  };
-  if (item.kv_len != kBranch) {
-    const int64_t tokens = count_tokens(args, index, item.row, item.kv_start, item.kv_len);
-    return give(item.member_offset, item.num_queries, tokens);
-  }
-  for (int i = 0; i < item.partial; ++i) {
-    const Segment& s = plan.segments_of(item)[i];
-    const int64_t tokens = count_tokens(args, index, s.row, s.kv_start, s.kv_len);
-    PAT_CHECK(tokens <= s.room, "item ", index, " has room for ", s.room, " tokens of query ",
-              s.row, ", which has ", tokens, " from ", s.kv_start,
+  plan.for_each_segment(item, [&](const Segment& s) {
+    const int64_t tokens = count_tokens(args, index, s);
+    PAT_CHECK(item.kv_len != kBranch || tokens <= s.room, "item ", index, " has room for ", s.room,
+              " tokens of query ", s.row, ", which has ", tokens, " from ", s.kv_start,
               " on: the plan was made for other lengths, make a new one");
-    give(item.member_offset + s.first, s.num_queries, tokens);
-  }
+    plan.query_tokens += tokens * s.num_queries;
+    const Member* members = plan.members + item.member_offset + s.first;
+    for (int m = 0; m < s.num_queries; ++m) tokens_seen_[members[m].query] += tokens;
+  });
 }
 
 void PlanChecker::check_item(CheckedPlan& plan, const DecodeArgs& args, int index) {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/plan_fit.h"
 
-#include <algorithm>
-
 #include "check.h"
 #include "plan_view.h"
 
@@ -33,18 +31,12 @@ void check_item(const PlanView& plan, int index, const PlanRoom& room) {
   const PlanHeader& h = *plan.header;
   const Item& item = plan.items[index];
   PAT_CHECK(item.row_tile >= 0, "damaged plan: item ", index, " has a row tile of ", item.row_tile);
-  const auto check_end = [&](int32_t start, int32_t tokens) {
-    const int64_t end = int64_t{start} + std::max(tokens, 0);
+  plan.for_each_segment(item, [&](const Segment& s) {
+    const int64_t end = int64_t{s.kv_start} + (s.kv_len == kDynamic ? 0 : s.kv_len);
     PAT_CHECK(end <= room.max_context, "item ", index, " reads up to token ", end,
               ", the workspace holds contexts of ", room.max_context,
               " tokens: make it for a larger max_context");
-  };
-  if (item.kv_len == kBranch) {
-    const Segment* segments = plan.segments_of(item);
-    for (int i = 0; i < item.partial; ++i) check_end(segments[i].kv_start, segments[i].kv_len);
-  } else {
-    check_end(item.kv_start, item.kv_len);
-  }
+  });
   const int64_t rows = static_cast<int64_t>(item.num_queries) * (h.num_q_heads / h.num_kv_heads);
   PAT_CHECK(rows <= kMaxItemRows, "item ", index, " has ", rows, " packed rows, at most ",
             kMaxItemRows, " fit: give the target smaller row_tiles");

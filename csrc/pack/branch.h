@@ -17,8 +17,8 @@ struct Packs;
 
 // A way to cut a tree into branches.
 struct BranchCut {
-  int32_t limit = 0;    // nodes and tails of more tokens stay items of their own; 0: no branches
-  int32_t queries = 0;  // of a branch, at most
+  int32_t limit = 0;    // nodes and tails of more tokens stay items of their own
+  int32_t queries = 0;  // of a branch, at most; 0: no branches
 };
 
 // What branches ask of the units, for one KV head.

@@ -273,10 +273,9 @@ bool Scheduler::assign_partials(size_t num_queries) {
 }
 
 void Scheduler::push_item(const Item& item, double seconds) {
-  const bool branch = item.kv_len == kBranch;
-  const Kind kind = item.row_tile > kWideRows              ? kWide
-                    : branch || item.row_tile > kHeavyRows ? kHeavy
-                                                           : kLight;
+  const Kind kind = item.row_tile > kWideRows    ? kWide
+                    : item.row_tile > kHeavyRows ? kHeavy
+                                                 : kLight;
   ++num_of_kind_[kind];
   const uint32_t key = lpt_bucket(seconds) + kind * kNumBuckets;
   items_.push_back(item);
