@@ -96,12 +96,6 @@ __device__ __forceinline__ void copy16(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
-__device__ __forceinline__ uint32_t load_shared(uint32_t from) {
-  uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ void copy4(uint32_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
@@ -111,6 +105,12 @@ __device__ __forceinline__ void copy16_or_zero(uint32_t dst, const void* src, bo
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
                : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t from) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
 }
 
 __device__ __forceinline__ void load_matrix(uint32_t (&r)[4], uint32_t address) {
