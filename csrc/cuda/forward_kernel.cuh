@@ -127,15 +127,18 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kHalves, 1)
 
   const int role = warp % 4;
   if (warp < 4 * halves) {
+    // A warp's asynchronous copies come at 10 bytes a cycle, those of two warps of one partition of
+    // an SM at 17, and an SM takes 35: no two of the four loaders share a partition.
+    const int job = half == 0 ? role : role ^ 1;
 #if PAT_WGMMA
     if constexpr (S::kWgmma) give_registers<64>();
 #endif
     const int lane = static_cast<int>(threadIdx.x & 31);
-    if (role == 0) {
+    if (job == 0) {
       UnitScheduler<kHeadDim> scheduler{p, s, lane};
       scheduler.run();
-    } else if (role <= kLoaderWarps) {
-      Loader<kHeadDim> loader{p, s, role - 1, lane};
+    } else if (job <= kLoaderWarps) {
+      Loader<kHeadDim> loader{p, s, job - 1, lane};
       loader.run();
     } else {
       Fetcher<kHeadDim> fetcher{p, s, lane};
@@ -162,7 +165,8 @@ Footprint footprint(const Device& device) {
   // Two halves where both get three stages, else one with what there is.
   for (int halves = Shape<kHeadDim>::kHalves; halves > 0; --halves) {
     const int room = device.shared_per_block / halves / 1024 * 1024;
-    for (int q_buffers = 2; q_buffers > 0; --q_buffers) {
+    // For a head dim of 128 a fifth stage is worth more than a second Q buffer.
+    for (int q_buffers = kHeadDim == 128 ? 1 : 2; q_buffers > 0; --q_buffers) {
       for (const bool narrow : {true, false}) {
         const int used = kFixed + q_buffers * kTile +
                          (narrow ? kNarrowUnits * Shape<kHeadDim>::kNarrowBytes : 0);
