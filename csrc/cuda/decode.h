@@ -21,9 +21,9 @@ enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
 // The tokens of all branches, as the snapshot lists them.
 struct BranchList {
   int32_t* slots;  // [max_branch_tokens], 16-byte aligned
-  uint16_t* rows;  // [max_branch_tokens], 16-byte aligned: see kRowsEnd
-  // The packed rows of the branch that attend to a token: first | end << kRowsEnd.
-  static constexpr int kRowsEnd = 8;
+  uint16_t* rows;  // [max_branch_tokens], 16-byte aligned: see kRowsCount
+  // The packed rows of the branch that attend to a token: first | count << kRowsCount.
+  static constexpr int kRowsCount = 8;
 };
 
 struct CudaDecodeArgs {

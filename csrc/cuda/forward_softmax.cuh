@@ -90,7 +90,7 @@ __device__ __forceinline__ void hide_others(float (&s)[4 * kTiles], const uint32
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const uint32_t first = (seen[i] >> (16 * c)) & 0xFF;
-      const uint32_t count = ((seen[i] >> (16 * c + BranchList::kRowsEnd)) & 0xFF) - first;
+      const uint32_t count = (seen[i] >> (16 * c + BranchList::kRowsCount)) & 0xFF;
       if (row - first >= count) s[4 * i + c] = -INFINITY;
       if (row + 8 - first >= count) s[4 * i + 2 + c] = -INFINITY;
     }
@@ -124,28 +124,37 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, float (&s)[4 * k
       if (column + (i >> 2) * 8 + (i & 1) >= tokens) s[i] = -INFINITY;
     }
   }
+  // The two rows side by side: neither waits for the other's shuffles.
+  float m[2] = {row_max[0], row_max[1]};
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) m[r] = fmaxf(m[r], fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+  }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const float other[2] = {__shfl_xor_sync(~0u, m[0], step), __shfl_xor_sync(~0u, m[1], step)};
+    m[0] = fmaxf(m[0], other[0]);
+    m[1] = fmaxf(m[1], other[1]);
+  }
+  float base[2], sum[2][2] = {};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float m = row_max[r];
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) m = fmaxf(m, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    const float base = m == -INFINITY ? 0.0f : m * p.scale;
-    factor[r] = exp2_approx(fmaf(row_max[r], p.scale, -base));
-    row_max[r] = m;
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& x = s[4 * i + 2 * r + c];
-        x = exp2_approx(fmaf(x, p.scale, -base));
-        sum += x;
-      }
-    }
-    row_sum[r] = row_sum[r] * factor[r] + sum;
+    base[r] = m[r] == -INFINITY ? 0.0f : m[r] * p.scale;
+    factor[r] = exp2_approx(fmaf(row_max[r], p.scale, -base[r]));
+    row_max[r] = m[r];
   }
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float& x = s[4 * i + j];
+      x = exp2_approx(fmaf(x, p.scale, -base[j / 2]));
+      sum[j / 2][j % 2] += x;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) row_sum[r] = row_sum[r] * factor[r] + (sum[r][0] + sum[r][1]);
 }
 
 template <int kCount>

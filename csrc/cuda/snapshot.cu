@@ -69,8 +69,7 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
     for (int i = blockIdx.y * (kThreads / 32) + threadIdx.x / 32; i < item.partial; i += warps) {
       const Segment s = found[i];
       const int32_t* from = args.req_to_token + rows[s.row] * args.req_to_token_stride + s.kv_start;
-      const int rows_seen = s.first * group | (s.first + s.num_queries) * group
-                                                  << BranchList::kRowsEnd;
+      const int rows_seen = s.first * group | s.num_queries * group << BranchList::kRowsCount;
 #pragma unroll 4
       for (int t = lane; t < s.kv_len; t += 32) {
         args.branches.slots[s.room + t] = __ldg(from + t);

@@ -134,15 +134,14 @@ double item_seconds(const Target& target, int32_t row_tile, double tokens) {
   return target.item_overhead_s + tokens * target.units * std::max(memory_s, arithmetic_s);
 }
 
-// Terms and factors are those that fit 359 plans of the paper's trees on an H200 within 6 %
+// Terms and factors are those that fit plans of the paper's trees on an H200 within 8 %
 // (csrc/NOTES.md).
 double modelled_seconds(const Target& target, const Packs& packs, const Load& branches,
                         int64_t unique_tokens) {
-  constexpr double kReread = 0.65;  // tokens read again, of a first read
-  constexpr double kWide = 0.45;    // tokens of wide items, which ask for arithmetic, beside
-  constexpr double kAlone = 1.2;    // tokens of a branch, which may be the last to run
-  constexpr double kMerged = 1.14;  // bytes of partials
-  const double overhead_s = target.item_overhead_s / 3.0;  // of a branch, on its unit
+  constexpr double kReread = 0.5;   // tokens read again, of a first read
+  constexpr double kWide = 0.3;     // tokens of wide items, which ask for arithmetic, beside
+  constexpr double kMerged = 1.45;  // bytes of partials
+  const double overhead_s = target.item_overhead_s / 12.0;  // of a branch, on its unit
   auto read = static_cast<double>(branches.tokens);
   double wide = 0.0;
   int64_t partials = branches.partials;
@@ -162,8 +161,8 @@ double modelled_seconds(const Target& target, const Packs& packs, const Load& br
   const double all =
       heads * ((unique + kReread * std::max(read - unique, 0.0) + kWide * wide) * token_s +
                branches.items * overhead_s / target.units);
-  const double longest =
-      kAlone * static_cast<double>(branches.longest_tokens) * token_s * target.units;
+  // A branch may be the last to run.
+  const double longest = static_cast<double>(branches.longest_tokens) * token_s * target.units;
   return std::max(all, longest) + kMerged * heads * static_cast<double>(partials) *
                                       target.partial_cost_bytes() / target.bytes_per_s;
 }
