@@ -21,6 +21,10 @@ import torch
 from sglang_pat import _C
 from sglang_pat.planning import Plan, Planner
 
+# A request that has been in the batch unchanged for more than SETTLE_STEPS decode steps is not read
+# again, for RECHECK_STEPS at most: see csrc/pack/handle_memory.h.
+SETTLE_STEPS = 4
+RECHECK_STEPS = 64
 NO_NODE = -1  # read in place of a node handle when the request holds no lock
 # Id, parent and key of a node in SGLang's caches of Python nodes.
 _NODE_ATTRS = ("id", "parent", "key")
@@ -60,18 +64,28 @@ class RadixView:
             self.kind = f"{type(tree_cache).__name__} nodes"
             node = "lock.node.id"
             self.reader = _C.NodeReader(*_NODE_ATTRS)
-            self._collect = lambda _nodes, reqs: (req.lock.node for req in reqs)
+            # A request that was not read again may have been released.
+            self._collect = lambda _nodes, reqs: (
+                None if req.lock is None else req.lock.node for req in reqs
+            )
         else:
             self.disabled = f"unknown cache {type(tree_cache).__name__}"
-        self._handles = _C.HandleReader((node, "kv.cache_protected_len", "kv.req_pool_idx"))
+        self._handles = _C.HandleReader(
+            (node, "kv.cache_protected_len", "kv.req_pool_idx"), SETTLE_STEPS, RECHECK_STEPS
+        )
 
-    def read_handles(self, reqs: Sequence[Any], rows: torch.Tensor) -> bytes:
+    def read_handles(
+        self, reqs: Sequence[Any], rows: torch.Tensor, step: int, *, anew: bool
+    ) -> bytes:
         """(node id or NO_NODE, tokens safe to share, row) of every request: int64 [len(reqs), 3],
         as bytes, to be compared.
 
         ``rows`` [>= len(reqs)] int64, CPU, contiguous: those of ``req_to_token`` that the batch
         reads. A request that does not own its row, such as one just released, has no say in it:
         (NO_NODE, 0, row).
+
+        ``step`` counts decode steps; in those without a call the batch was as in the call before.
+        Requests that have settled are not looked at, except with ``anew``.
 
         Raises AttributeError or TypeError if SGLang's requests have changed their form, ValueError
         for other rows.
@@ -86,7 +100,7 @@ class RadixView:
                 f"rows are {rows.dtype} on {rows.device} with strides {rows.stride()}, must be "
                 f"contiguous int64 on the CPU"
             )
-        return self._handles.read(reqs, rows.data_ptr())
+        return self._handles.read(reqs, rows.data_ptr(), step, anew)
 
     def look_up(
         self, reqs: Sequence[Any], handles: bytes, count: int

@@ -6,13 +6,14 @@ radix node it holds and the tokens that are safe to share. Node handles are neve
 not even after a flush, and splitting a node only refines paths, so equal numbers mean equal
 sharing. Lengths grow every step; ``Plan.total_tokens`` says for how long a plan holds.
 
-Reading the numbers costs a cache miss or six per request, so a settled batch is not read: the same
-requests, and no forward but decodes, as for the last ``SETTLE_STEPS``. SGLang makes a new tensor
-of rows whenever a batch changes, and gives a running request another node only when it has
-processed a prefill, which under overlap is a step or two after it ran. A node that changed all the
-same would cost sharing, not results, and for ``RECHECK_STEPS`` at most: the slots are read anew at
-every step, a row is given to another request only after that, and what a released request had in
-common with others they keep locked.
+Reading the numbers costs a cache miss or six per request, so what has settled is not read: a batch
+of the same requests, and no forward but decodes, as for the last ``SETTLE_STEPS``, and in another
+batch those of its requests that were there as long (``csrc/pack/handle_memory.h``). SGLang makes a
+new tensor of rows whenever a batch changes, and gives a running request another node only when it
+has processed its prefill, which under overlap is a step or two after it ran. A node that changed
+all the same would cost sharing, not results, and for ``RECHECK_STEPS`` at most: the slots are read
+anew at every step, a row is given to another request only after that, and what a released request
+had in common with others they keep locked.
 """
 
 from __future__ import annotations
@@ -26,14 +27,11 @@ import torch
 
 from sglang_pat.hook import LiveBatch
 from sglang_pat.planning import Plan, Planner
-from sglang_pat.radix import RadixView
+from sglang_pat.radix import RECHECK_STEPS, SETTLE_STEPS, RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
 logger = logging.getLogger("sglang_pat")
-
-SETTLE_STEPS = 4
-RECHECK_STEPS = 64
 
 
 class StepPlanner:
@@ -48,6 +46,8 @@ class StepPlanner:
         self._rows: torch.Tensor | None = None
         self._others = 0
         self._age = 0  # steps since the batch was another
+        self._step = 0  # those that were asked for
+        self._anew = False  # whether what is remembered of requests may be wrong
         self._key: tuple[object, ...] | None = None
         self._plan: Plan | None = None
         self._private: Plan | None = None
@@ -66,6 +66,7 @@ class StepPlanner:
         """
         stats = self._stats
         count = len(seq_lens)
+        self._step += 1
         plan, handles = self._plan, None
         total = _total_tokens(plan, seq_lens) if self._is_settled(batch) else -1
         if total < 0:
@@ -112,15 +113,17 @@ class StepPlanner:
             self._others, self._rows, self._age = batch.others, batch.rows, 0
             return False
         self._age += 1
-        return self._age > SETTLE_STEPS and self._age % RECHECK_STEPS != 0
+        self._anew |= self._age % RECHECK_STEPS == 0
+        return self._age > SETTLE_STEPS and not self._anew
 
     def _read(self, batch: LiveBatch, count: int) -> tuple[tuple[object, ...] | None, bytes | None]:
         """What a plan depends on, to be compared, and the requests' handles; None if unreadable."""
         if batch.tree_cache is not self._view.tree_cache:
             self._view = RadixView(batch.tree_cache)
             logger.info("sglang_pat: reads paths from %s", self._view.kind or self._view.disabled)
+        anew, self._anew = self._anew, False
         try:
-            handles = self._view.read_handles(batch.reqs, batch.rows)
+            handles = self._view.read_handles(batch.reqs, batch.rows, self._step, anew=anew)
         except (AttributeError, TypeError, ValueError) as error:
             self._stats.fall_back("requests not readable", error)
             return None, None
@@ -133,6 +136,7 @@ class StepPlanner:
                 return self._view.plan(self._planner, found, seq_lens.numpy(), limits)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back("sharing not usable", repr(error))
+            self._anew = True
         try:
             return self.private(seq_lens)
         except ValueError as error:

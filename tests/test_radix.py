@@ -39,7 +39,8 @@ def path_of(cache: LiveCache, kind: str, req: Any) -> Path:
 
 
 def plan(planner: Planner, view: RadixView, reqs: list[Any], batch: Any, lens: Any) -> Plan:
-    found, limits, _ = view.look_up(reqs, view.read_handles(reqs, batch.rows), len(reqs))
+    handles = view.read_handles(reqs, batch.rows, 0, anew=True)
+    found, limits, _ = view.look_up(reqs, handles, len(reqs))
     return view.plan(planner, found, lens.numpy(), limits)
 
 
@@ -85,7 +86,7 @@ def test_requests_without_a_node_are_counted(kind: str) -> None:
     reqs[2].kv.cache_protected_len = 0
     view = RadixView(cache.tree)
     batch, _ = cache.batch(reqs)
-    handles = view.read_handles(reqs, batch.rows)
+    handles = view.read_handles(reqs, batch.rows, 0, anew=True)
     found, limits, private = view.look_up(reqs, handles, 6)
     assert [one is None for one in found] == [False, True, False, False, True, True]
     protected = [req.kv.cache_protected_len for req in reqs]
@@ -104,6 +105,6 @@ def test_rows_of_another_form_are_refused(kind: str) -> None:
     view = RadixView(cache.tree)
     for other in (rows.int(), rows.repeat_interleave(2)[::2]):
         with pytest.raises(ValueError, match="must be contiguous int64 on the CPU"):
-            view.read_handles(reqs, other)
+            view.read_handles(reqs, other, 0, anew=True)
     with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
-        view.read_handles(reqs, rows[:3])
+        view.read_handles(reqs, rows[:3], 0, anew=True)

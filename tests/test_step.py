@@ -14,13 +14,15 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
 from sglang_pat.bench.live import CACHES, LiveCache
 from sglang_pat.check import SlotMismatch, check_plan
 from sglang_pat.hook import LiveBatch
 from sglang_pat.planning import Plan
-from sglang_pat.radix import RadixView
+from sglang_pat.radix import RECHECK_STEPS, SETTLE_STEPS, RadixView
 from sglang_pat.stats import Stats
-from sglang_pat.step import RECHECK_STEPS, SETTLE_STEPS, StepPlanner
+from sglang_pat.step import StepPlanner
 from sglang_pat.target import Target
 
 TARGET = Target.cpu(threads=4, num_q_heads=8, num_kv_heads=2, head_dim=64, max_queries=64)
@@ -116,50 +118,94 @@ def test_whatever_changes_makes_a_new_plan(bed: Bed, what: str) -> None:
         ]
 
 
-def test_a_settled_batch_is_not_read(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a forward that is no decode, another batch, or the next time that all is read."""
-    reads = 0
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows by one with every batch that is read."""
+    reads: list[None] = []
     read = RadixView.read_handles
 
-    def counting(self: RadixView, *args: Any) -> Any:
-        nonlocal reads
-        reads += 1
-        return read(self, *args)
+    def counting(self: RadixView, *args: Any, **kwargs: Any) -> Any:
+        reads.append(None)
+        return read(self, *args, **kwargs)
 
     monkeypatch.setattr(RadixView, "read_handles", counting)
-    for _ in range(SETTLE_STEPS + 2):
-        first = bed.plan()
-    before = reads
+    return reads
+
+
+def settle(bed: Bed) -> Plan:
+    for _ in range(SETTLE_STEPS + 1):
+        plan = bed.plan()
+    return plan
+
+
+def test_a_settled_batch_is_not_read(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a forward that is no decode, another batch, or the next time that all is read."""
+    reads = count_reads(monkeypatch)
+    first = settle(bed)
+    before = len(reads)
     bed.reqs[3].kv.cache_protected_len -= OWN + TOOL
-    assert bed.plan() is first and reads == before
+    assert bed.plan() is first and len(reads) == before
     bed.batch = replace(bed.batch, others=1)  # a prefill
-    second = bed.plan()
-    assert second is not first and reads == before + 1
-
-    for _ in range(SETTLE_STEPS + 1):
-        bed.plan()
-    before = reads
+    bed.plan()
+    assert len(reads) == before + 1
+    settle(bed)
+    before = len(reads)
     bed.batch = replace(bed.batch, reqs=bed.reqs[::-1], rows=bed.batch.rows.flip(0))
-    assert bed.plan() is not second and reads == before + 1
-
-    for _ in range(SETTLE_STEPS + 1):
-        bed.plan()
-    before = reads
-    bed.reqs[3].kv.cache_protected_len += OWN + TOOL
+    second = bed.plan()
+    assert second is not first and len(reads) == before + 1
+    settle(bed)
+    before = len(reads)
     for _ in range(RECHECK_STEPS):
         third = bed.plan()
-    assert reads == before + 1
-    assert shared_tokens(third) == SYSTEM + 2 * TOOL
+    assert len(reads) == before + 1
+    assert third is not second and third.kv_tokens_read(0) > first.kv_tokens_read(0)
 
 
-def test_a_settled_batch_that_outgrows_its_plan_is_read(bed: Bed) -> None:
-    for _ in range(SETTLE_STEPS + 2):
-        first = bed.plan()
+@pytest.mark.parametrize("how", ["outgrown", "changed", "prefill"])
+def test_settled_requests_are_not_looked_at(bed: Bed, how: str) -> None:
+    """Nor when the plan is made anew: a change is seen when all is read again."""
+    settle(bed)
+    first = bed.plan()
     bed.reqs[3].kv.cache_protected_len -= OWN + TOOL
-    bed.lens = torch.from_numpy(first.max_seq_lens + 1)
+    if how == "outgrown":
+        bed.lens = torch.from_numpy(first.max_seq_lens + 1)
+    elif how == "changed":
+        bed.batch, bed.lens = bed.cache.batch(bed.reqs[1:])
+    else:
+        bed.batch = replace(bed.batch, others=1)
     second = bed.plan()
-    assert second is not first
-    assert second.kv_tokens_read(0) > first.kv_tokens_read(0)
+    assert (second is first) == (how == "prefill")
+    assert shared_tokens(second) == SYSTEM + 2 * TOOL
+    for _ in range(RECHECK_STEPS):
+        third = bed.plan()
+    assert third.kv_tokens_read(0) > second.kv_tokens_read(0)
+
+
+def test_a_request_that_comes_shares_with_the_settled_at_once(bed: Bed) -> None:
+    """Also where it splits a node of theirs: their paths are not remembered."""
+    text = bed.system + bed.tools[0] + bed.text(400)
+    bed.reqs.append(bed.cache.admit(text))
+    bed.batch, bed.lens = bed.cache.batch(bed.reqs)
+    assert shared_tokens(settle(bed)) == SYSTEM + 2 * TOOL
+    bed.reqs.append(bed.cache.admit(text[:-100] + bed.text(OWN)))
+    bed.batch, bed.lens = bed.cache.batch(bed.reqs)
+    second = bed.plan()
+    assert shared_tokens(second) == SYSTEM + 2 * TOOL + 300
+    bed.check(second)
+
+
+@pytest.mark.parametrize("what", ["released", "gone"])
+def test_a_settled_request_whose_node_is_gone(bed: Bed, what: str) -> None:
+    """Costs the others their sharing for one step at most."""
+    settle(bed)
+    bed.plan()
+    req = bed.reqs[3]
+    lock, req.lock = req.lock, None
+    if what == "gone":
+        bed.cache.tree.unlock(lock)
+        bed.cache.tree.evict(EvictParams(num_tokens=OWN))
+    bed.batch, bed.lens = bed.cache.batch(bed.reqs[1:])
+    bed.plan()
+    assert shared_tokens(bed.plan()) == SYSTEM + 2 * TOOL
 
 
 def test_a_flushed_cache_gives_other_nodes(bed: Bed) -> None:

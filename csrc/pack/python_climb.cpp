@@ -56,8 +56,12 @@ void NodeReader::read(const py::sequence& leaves, const int64_t* limits, PathTab
   // A key's length may run any Python: what is compared by its address must stay alive.
   std::vector<py::object> held;
   held.reserve(before_.size());
+  PyObject** items = PySequence_Fast_ITEMS(queries.ptr());
+  const auto ahead = [&](py::ssize_t query) { return items[std::min(query, num_queries - 1)]; };
   for (py::ssize_t query = 0; query < num_queries; ++query) {
-    PyObject* leaf = PySequence_Fast_GET_ITEM(queries.ptr(), query);
+    prefetch_object(ahead(query + 16));
+    prefetch_attributes(ahead(query + 8), 3);
+    PyObject* leaf = items[query];
     if (leaf != Py_None) {
       const Node* node = &nodes_[climb(leaf, held)];
       while (node->depth > 0 && node->start >= limits[query]) node = &nodes_[node->parent];

@@ -42,7 +42,7 @@ inline void prefetch_object(PyObject* object) {
   __builtin_prefetch(object);
   __builtin_prefetch(reinterpret_cast<const char*>(object) - 32);
 }
-inline uintptr_t attributes_of(PyObject* object) {
+inline uintptr_t attributes_of([[maybe_unused]] PyObject* object) {
 #if PY_VERSION_HEX >= 0x030B0000 && !defined(Py_GIL_DISABLED)
   if (Py_TYPE(object)->tp_flags & Py_TPFLAGS_MANAGED_DICT) {
     return reinterpret_cast<const uintptr_t*>(object)[-3];  // a dict, or 1 below its values
@@ -50,8 +50,9 @@ inline uintptr_t attributes_of(PyObject* object) {
 #endif
   return 0;
 }
-inline void prefetch_attributes(PyObject* object) {
-  __builtin_prefetch(reinterpret_cast<const void*>((attributes_of(object) + 1) & ~uintptr_t{1}));
+inline void prefetch_attributes(PyObject* object, int lines = 1) {
+  const auto* first = reinterpret_cast<const char*>((attributes_of(object) + 1) & ~uintptr_t{1});
+  for (int line = 0; line < lines; ++line) __builtin_prefetch(first + 64 * line);
 }
 inline void prefetch_keys(PyObject* object) {
   const uintptr_t dict = attributes_of(object);

@@ -63,7 +63,8 @@ PathView PathTable::view() const {
           starts_.data(), ends_.data()};
 }
 
-HandleReader::HandleReader(const std::array<std::string, 3>& paths) {
+HandleReader::HandleReader(const std::array<std::string, 3>& paths, int64_t settle, int64_t recheck)
+    : memory_(settle, recheck) {
   for (const std::string& path : paths) {
     std::vector<py::str> names;
     for (size_t begin = 0; begin <= path.size();) {
@@ -76,37 +77,53 @@ HandleReader::HandleReader(const std::array<std::string, 3>& paths) {
   }
 }
 
-py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr) const {
+py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr, int64_t step,
+                             bool anew) {
   const py::object list = fast_sequence(requests.ptr(), "requests must be a sequence");
-  const py::ssize_t count = PySequence_Fast_GET_SIZE(list.ptr());
+  const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(list.ptr()));
   PyObject** items = PySequence_Fast_ITEMS(list.ptr());
-  const auto at = [&](py::ssize_t i) { return items[std::min(i, count - 1)]; };
+  const auto* rows = reinterpret_cast<const int64_t*>(rows_ptr);
+  constexpr size_t kAhead = 6;  // requests between one hint and the next
+  std::vector<Handle> handles(count);
+  std::vector<size_t> unread;
+  memory_.begin(step, anew);
+  for (size_t i = 0; i < count; ++i) {
+    memory_.prefetch(rows[std::min(i + 32, count - 1)]);
+    memory_.prefetch_owner(rows[std::min(i + 16, count - 1)]);
+    const Handle* known = memory_.find(items[i], rows[i]);
+    if (known == nullptr) {
+      unread.push_back(i);
+    } else {
+      handles[i] = *known;
+    }
+  }
   // First the first name of every path, then the rest: what was found has time to come.
-  constexpr py::ssize_t kAhead = 6;  // requests between one hint and the next
+  const auto at = [&](size_t i) { return items[unread[std::min(i, unread.size() - 1)]]; };
   std::vector<py::object> found;
-  found.reserve(static_cast<size_t>(count) * firsts_.size());
-  for (py::ssize_t i = 0; i < count; ++i) {
+  found.reserve(unread.size() * firsts_.size());
+  for (size_t i = 0; i < unread.size(); ++i) {
     prefetch_object(at(i + 3 * kAhead));
     prefetch_attributes(at(i + 2 * kAhead));
     prefetch_keys(at(i + kAhead));
     for (const py::str& name : firsts_) {
-      found.push_back(get_attr(items[i], name.ptr()));
+      found.push_back(get_attr(at(i), name.ptr()));
       prefetch_object(found.back().ptr());
     }
   }
   for (const py::object& object : found) prefetch_attributes(object.ptr());
-  const auto* rows = reinterpret_cast<const int64_t*>(rows_ptr);
-  std::vector<std::array<int64_t, 3>> handles(static_cast<size_t>(count));
-  for (size_t i = 0; i < handles.size(); ++i) {
+  for (size_t i = 0; i < unread.size(); ++i) {
+    Handle& handle = handles[unread[i]];
     for (size_t j = 0; j < paths_.size(); ++j) {
       const Path& path = paths_[j];
       py::object value = found[i * firsts_.size() + path.first];
       for (size_t k = 1; k < path.names.size() && !value.is_none(); ++k) {
         value = get_attr(value.ptr(), path.names[k].ptr());
       }
-      handles[i][j] = value.is_none() ? -1 : to_int64(value.ptr(), path.what.c_str());
+      handle[j] = value.is_none() ? -1 : to_int64(value.ptr(), path.what.c_str());
     }
-    if (handles[i][2] != rows[i]) handles[i] = {-1, 0, rows[i]};
+    const int64_t row = rows[unread[i]];
+    if (handle[2] != row) handle = {-1, 0, row};
+    memory_.keep(at(i), handle);
   }
   return {reinterpret_cast<const char*>(handles.data()), handles.size() * sizeof(handles[0])};
 }

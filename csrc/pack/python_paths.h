@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "handle_memory.h"
 #include "tree.h"
 
 namespace pat {
@@ -39,15 +40,16 @@ class PathTable {
 };
 
 // Reads what a plan depends on out of requests: three dotted integer attributes, such as
-// "lock.node": node, tokens safe to share, row of req_to_token.
+// "lock.node": node, tokens safe to share, row of req_to_token. Remembers them: see HandleMemory.
 class HandleReader {
  public:
-  explicit HandleReader(const std::array<std::string, 3>& paths);
+  HandleReader(const std::array<std::string, 3>& paths, int64_t settle, int64_t recheck);
 
   // int64 [requests, 3]; a None on the way reads as -1, and a request whose row is not the one at
-  // `rows_ptr` (int64 [requests]) as (-1, 0, that row). Throws AttributeError, and TypeError for
-  // anything that is not an integer.
-  pybind11::bytes read(const pybind11::sequence& requests, uintptr_t rows_ptr) const;
+  // `rows_ptr` (int64 [requests]) as (-1, 0, that row). `step` and `anew` as in HandleMemory.
+  // Throws AttributeError, and TypeError for anything that is not an integer.
+  pybind11::bytes read(const pybind11::sequence& requests, uintptr_t rows_ptr, int64_t step,
+                       bool anew);
 
   // What was read, by column: nodes, tokens as int64 [rows] with zeros for rows beyond the
   // requests, the number of requests without a node, and of those with one and no tokens.
@@ -62,6 +64,7 @@ class HandleReader {
 
   std::vector<Path> paths_;
   std::vector<pybind11::str> firsts_;  // distinct among neighbouring paths
+  HandleMemory memory_;
 };
 
 }  // namespace pat

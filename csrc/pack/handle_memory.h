@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// What was last read of the requests, so that a decode step looks only at those that may have
+// changed.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace pat {
+
+// Node, tokens safe to share, row of req_to_token.
+using Handle = std::array<int64_t, 3>;
+
+// The handles of one prefix cache's requests, by row. A handle is taken as remembered if this very
+// request has been in the batch of every call for more than `settle` steps without a change, and it
+// was last read less than `recheck` steps ago. A running request gets another node only when its
+// own prefill is processed, a step or two after it ran; a retracted one is missing from the decode
+// step that it is retracted for, so from one call; a released one is filtered out before the next.
+// Where that fails (a pause that retracts all requests and gives them the same rows again), only
+// sharing is lost: the nodes are those of the request's own tokens, under ids that are never given
+// out twice, and the slots are read anew every step.
+//
+// A request is known by a weak reference. A strong one would make this the place where finished
+// requests are freed, in the middle of a step; an address, like a row, is soon another's.
+class HandleMemory {
+ public:
+  HandleMemory(int64_t settle, int64_t recheck) : settle_(settle), recheck_(recheck) {}
+
+  // A new call, in decode step `step`, which never falls; `anew`: one that reads everything.
+  void begin(int64_t step, bool anew) {
+    ++call_;
+    step_ = step;
+    anew_ = anew;
+  }
+
+  // Hints that `find` will be called: first the one, some rows later the other.
+  void prefetch(int64_t row) const {
+    if (knows(row)) __builtin_prefetch(&entries_[static_cast<size_t>(row)]);
+  }
+  void prefetch_owner(int64_t row) const {
+    if (knows(row)) __builtin_prefetch(entries_[static_cast<size_t>(row)].owner.ptr());
+  }
+
+  // The handle to be taken for a request of this call's batch, or nullptr if it must be read.
+  const Handle* find(const PyObject* request, int64_t row) {
+    if (!knows(row)) return nullptr;
+    Entry& entry = entries_[static_cast<size_t>(row)];
+    if (!entry.is_of(request)) return nullptr;
+    const bool stayed = entry.seen == call_ - 1;
+    entry.seen = call_;
+    if (!stayed) entry.first = step_;
+    if (stayed && step_ - entry.first > settle_ && step_ < entry.until && !anew_) {
+      return &entry.handle;
+    }
+    entry.until = step_;  // should an error come before `keep`
+    return nullptr;
+  }
+
+  // Remembers what was read of a request that `find` did not have.
+  void keep(PyObject* request, const Handle& handle) {
+    const int64_t row = handle[2];
+    if (row < 0 || row >= kMaxRows) return;
+    if (!knows(row)) entries_.resize(static_cast<size_t>(row) + 1);
+    if (!entries_[static_cast<size_t>(row)].is_of(request)) {
+      auto owner =
+          pybind11::reinterpret_steal<pybind11::object>(PyWeakref_NewRef(request, nullptr));
+      if (!owner) PyErr_Clear();  // such objects are read every time
+      Entry& entry = entries_[static_cast<size_t>(row)];
+      entry.owner = std::move(owner);
+      entry.first = step_;
+      entry.seen = call_;
+    }
+    Entry& entry = entries_[static_cast<size_t>(row)];
+    if (entry.handle != handle) entry.first = step_;
+    entry.handle = handle;
+    // Requests that were read together are not all read again in one step.
+    entry.until = step_ + recheck_ - row % (recheck_ / 2 + 1);
+  }
+
+ private:
+  static constexpr int64_t kMaxRows = int64_t{1} << 20;
+
+  struct alignas(64) Entry {
+    pybind11::object owner;  // weak reference to the request, or nullptr
+    Handle handle{};
+    int64_t first = 0;  // the step since which it has been here unchanged
+    int64_t until = 0;  // the step from which on it is read again
+    int64_t seen = 0;   // the last call with it
+
+    // PyWeakref_GetObject would touch the object too, which is as cold as the rest of it, to tell
+    // whether it is still alive: `request` is.
+    bool is_of(const PyObject* request) const {
+      return owner && reinterpret_cast<const PyWeakReference*>(owner.ptr())->wr_object == request;
+    }
+  };
+
+  bool knows(int64_t row) const { return row >= 0 && static_cast<uint64_t>(row) < entries_.size(); }
+
+  int64_t settle_;
+  int64_t recheck_;
+  int64_t call_ = 0;
+  int64_t step_ = 0;
+  bool anew_ = false;
+  std::vector<Entry> entries_;
+};
+
+}  // namespace pat
