@@ -3,7 +3,7 @@
 ``python -m sglang_pat.bench.step [--json]``. Needs SGLang, no server.
 
 Unchanged: what a step costs whose batch and tree are those of the step before. Changed: what it
-costs when one request's node is another, paths, plan and all.
+costs when one request of the batch is another, paths, plan and all.
 """
 
 from __future__ import annotations
@@ -30,26 +30,29 @@ def measure(kind: str, queries: int) -> dict[str, float | int | str]:
     def text(length: int) -> list[int]:
         return [rng.randrange(1 << 15) for _ in range(length)]
 
-    cache = LiveCache(kind, slots=2000 * queries, rows=queries, context=2048)
+    cache = LiveCache(kind, slots=2000 * queries, rows=queries + 1, context=2048)
     system, tools = text(1000), [text(300) for _ in range(8)]
-    reqs = [cache.admit(system + tools[i % 8] + text(40)) for i in range(queries)]
-    batch, lens = cache.batch(reqs)
+    reqs = [cache.admit(system + tools[i % 8] + text(40)) for i in range(queries + 1)]
+    # One leaves, one comes that was away for a step.
+    batches = [cache.batch(reqs[:i] + reqs[i + 1 :]) for i in range(len(reqs))]
     target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=queries)
     steps = StepPlanner(target, Stats())
 
-    def step(others: int) -> float:
-        """Microseconds of a step after ``others`` forwards that were not decodes."""
+    def step(index: int, others: int) -> float:
+        """Microseconds of a step of a batch after ``others`` forwards that were not decodes."""
+        batch, lens = batches[index % len(batches)]
         live = dataclasses.replace(batch, others=others)
         start = time.perf_counter_ns()
         steps.plan(live, lens)
         return (time.perf_counter_ns() - start) / 1e3
 
-    settled = [step(0) for _ in range(REPEATS)]
+    settled = [step(0, 0) for _ in range(REPEATS)]
     young, changed = [], []
     for repeat in range(1, REPEATS):
-        young.append(step(repeat))
-        reqs[0].kv.cache_protected_len -= 1 if repeat % 2 else -1
-        changed.append(step(repeat))
+        changed.append(step(repeat, repeat))
+        assert steps.made
+        young.append(step(repeat, repeat + 1))
+        assert not steps.made
     return {
         "cache": kind,
         "queries": queries,
