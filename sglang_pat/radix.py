@@ -23,7 +23,7 @@ from sglang_pat.planning import Plan, Planner
 
 # A request that has been in the batch unchanged for more than SETTLE_STEPS decode steps is not read
 # again, for RECHECK_STEPS at most: see csrc/pack/handle_memory.h.
-SETTLE_STEPS = 4
+SETTLE_STEPS = 2
 RECHECK_STEPS = 64
 NO_NODE = -1  # read in place of a node handle when the request holds no lock
 # Id, parent and key of a node in SGLang's caches of Python nodes.
