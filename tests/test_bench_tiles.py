@@ -137,8 +137,9 @@ def test_a_plan_of_other_items_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"66 items of \[32\] rows and 0 .* must have 66 of 16"):
         tiles.measure(Case(heads, False, 16, tree), timer, RATES, WHOLE)  # type: ignore[arg-type]
     tails = Tree(tree.nodes, (512, 16))
+    packed = Settings(branching="never")
     with pytest.raises(RuntimeError, match=r"and \d{4,} partials"):
-        tiles.measure(Case(heads, False, 32, tails), timer, RATES, Settings())  # type: ignore[arg-type]
+        tiles.measure(Case(heads, False, 32, tails), timer, RATES, packed)  # type: ignore[arg-type]
 
 
 def test_table_and_complaints() -> None:
