@@ -6,6 +6,7 @@
 //              warp 3     fetcher    fetches Q and the slot ids of the tokens, some tiles ahead
 //              warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers
 //                                    and across units
+//              of half 1 the warps are 1, 2, 0 and 3: see forward_kernel
 //   consumers, warps 0-3  attention of a unit, and its output or partial result
 //
 // They meet in mbarriers only. K and V tiles of 64 tokens share one ring of stages. A tile is kept
@@ -65,7 +66,7 @@ struct ForwardParams {
   int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
   int32_t half_bytes;                  // shared memory of a half
   int32_t stages;
-  int32_t q_buffers;  // 2, or 1 where shared memory is short
+  int32_t q_buffers;  // 1 or 2: see footprint()
   bool narrow;        // there is room for narrow units
   bool float_partials;
   float scale;      // factor of q . k inside exp2, or of the transformed logit

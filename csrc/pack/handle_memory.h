@@ -8,7 +8,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 namespace pat {
@@ -66,16 +65,14 @@ class HandleMemory {
     const int64_t row = handle[2];
     if (row < 0 || row >= kMaxRows) return;
     if (!knows(row)) entries_.resize(static_cast<size_t>(row) + 1);
-    if (!entries_[static_cast<size_t>(row)].is_of(request)) {
-      auto owner =
+    Entry& entry = entries_[static_cast<size_t>(row)];
+    if (!entry.is_of(request)) {
+      entry.owner =
           pybind11::reinterpret_steal<pybind11::object>(PyWeakref_NewRef(request, nullptr));
-      if (!owner) PyErr_Clear();  // such objects are read every time
-      Entry& entry = entries_[static_cast<size_t>(row)];
-      entry.owner = std::move(owner);
+      if (!entry.owner) PyErr_Clear();  // such objects are read every time
       entry.first = step_;
       entry.seen = call_;
     }
-    Entry& entry = entries_[static_cast<size_t>(row)];
     if (entry.handle != handle) entry.first = step_;
     entry.handle = handle;
     // Requests that were read together are not all read again in one step.

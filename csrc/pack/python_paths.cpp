@@ -130,15 +130,15 @@ py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr, i
 
 py::tuple HandleReader::columns(const py::bytes& read, py::ssize_t rows) {
   const std::string_view bytes = read;
-  const auto* handles = reinterpret_cast<const int64_t*>(bytes.data());
-  const auto count = static_cast<py::ssize_t>(bytes.size() / (3 * sizeof(int64_t)));
+  const auto* handles = reinterpret_cast<const Handle*>(bytes.data());
+  const auto count = static_cast<py::ssize_t>(bytes.size() / sizeof(Handle));
   PAT_CHECK(rows >= count, count, " requests in a batch of ", rows, " rows");
   py::list nodes(count);
   std::vector<int64_t> tokens(static_cast<size_t>(rows));
   py::ssize_t missing = 0;
   py::ssize_t uncached = 0;
   for (py::ssize_t i = 0; i < count; ++i) {
-    const int64_t* handle = handles + 3 * i;
+    const Handle& handle = handles[i];
     nodes[static_cast<size_t>(i)] = py::int_(handle[0]);
     tokens[static_cast<size_t>(i)] = handle[1];
     missing += handle[0] < 0;
