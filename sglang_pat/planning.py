@@ -67,6 +67,14 @@ class Planner:
         lens, bounds = _lengths(seq_lens, limits)
         return self._native.plan_from_leaves(leaves, bounds, lens, reader)
 
+    def plan_again(self, seq_lens: Lengths) -> Plan:
+        """Plan the batch of the last ``plan`` or ``plan_leaves``, which must not have raised, with
+        the paths it read and other lengths.
+
+        Raises ValueError for other than one length per query, and for one shorter than its path.
+        """
+        return self._native.plan_again(np.ascontiguousarray(seq_lens, dtype=np.int64))
+
 
 def _lengths(
     seq_lens: Lengths, limits: Lengths | None

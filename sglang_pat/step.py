@@ -4,7 +4,8 @@
 A plan depends on the batch through three numbers per request: its row of ``req_to_token``, the
 radix node it holds and the tokens that are safe to share. Node handles are never given out twice,
 not even after a flush, and splitting a node only refines paths, so equal numbers mean equal
-sharing. Lengths grow every step; ``Plan.total_tokens`` says for how long a plan holds.
+sharing. Lengths grow every step; ``Plan.total_tokens`` says for how long a plan holds, and one that
+is outgrown is made anew from the paths that were read for it.
 
 Reading the numbers costs a cache miss or six per request, so what has settled is not read: a batch
 of the same requests, and no forward but decodes, as for the last ``SETTLE_STEPS``, and in another
@@ -49,6 +50,8 @@ class StepPlanner:
         self._step = 0  # those that were asked for
         self._anew = False  # whether what is remembered of requests may be wrong
         self._key: tuple[object, ...] | None = None
+        self._has_paths = False  # whether the planner's last paths are those of the key
+        self._reasons: dict[str, int] = {}  # how many of its requests share nothing, and why
         self._plan: Plan | None = None
         self._private: Plan | None = None
 
@@ -68,11 +71,14 @@ class StepPlanner:
         count = len(seq_lens)
         self._step += 1
         plan, handles = self._plan, None
-        total = _total_tokens(plan, seq_lens) if self._is_settled(batch) else -1
-        if total < 0:
+        settled = self._is_settled(batch)
+        total = _total_tokens(plan, seq_lens) if settled else -1
+        if total < 0 and not (settled and self._has_paths):
             key, handles = self._read(batch, count)
             if key is not None and key == self._key:
                 total = _total_tokens(plan, seq_lens)
+            else:
+                self._has_paths = False
             self._key = key
         self.made = total < 0
         if self.made:
@@ -97,6 +103,7 @@ class StepPlanner:
         """
         plan = self._private
         if plan is None or not plan.fits(seq_lens.data_ptr(), len(seq_lens)):
+            self._has_paths = False
             plan = self._planner.plan([None] * len(seq_lens), seq_lens.numpy())
             self._private = plan
         return plan
@@ -120,6 +127,7 @@ class StepPlanner:
         """What a plan depends on, to be compared, and the requests' handles; None if unreadable."""
         if batch.tree_cache is not self._view.tree_cache:
             self._view = RadixView(batch.tree_cache)
+            self._key = None
             logger.info("sglang_pat: reads paths from %s", self._view.kind or self._view.disabled)
         anew, self._anew = self._anew, False
         try:
@@ -131,9 +139,8 @@ class StepPlanner:
 
     def _make(self, batch: LiveBatch, seq_lens: torch.Tensor, handles: bytes | None) -> Plan | None:
         try:
-            if handles is not None:
-                found, limits = self._look_up(batch, len(seq_lens), handles)
-                return self._view.plan(self._planner, found, seq_lens.numpy(), limits)
+            if self._has_paths or handles is not None:
+                return self._pack(batch, seq_lens, handles)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back("sharing not usable", repr(error))
             self._anew = True
@@ -143,14 +150,27 @@ class StepPlanner:
             self._stats.fall_back("batch not plannable", error)
             return None
 
+    def _pack(self, batch: LiveBatch, seq_lens: torch.Tensor, handles: bytes | None) -> Plan:
+        """A plan for the last paths, or else for those of ``handles``."""
+        lens = seq_lens.numpy()
+        again, self._has_paths = self._has_paths, False
+        if again:
+            plan = self._planner.plan_again(lens)
+        else:
+            assert handles is not None
+            found, limits = self._look_up(batch, len(seq_lens), handles)
+            plan = self._view.plan(self._planner, found, lens, limits)
+        self._has_paths = True
+        self._stats.private(self._reasons)
+        return plan
+
     def _look_up(
         self, batch: LiveBatch, count: int, handles: bytes
     ) -> tuple[list[Any], npt.NDArray[np.int64]]:
         """Leaf or path of each query (``RadixView.look_up``) and its tokens safe to share."""
-        found, limits, private = self._view.look_up(batch.reqs, handles, count)
+        found, limits, self._reasons = self._view.look_up(batch.reqs, handles, count)
         if count > len(batch.reqs):
-            private["row without a request"] = count - len(batch.reqs)
-        self._stats.private(private)
+            self._reasons["row without a request"] = count - len(batch.reqs)
         return found, limits
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,7 @@ def test_limits_cut_inside_a_node_and_at_its_start() -> None:
     assert starts == {0: {0, 30, 80, 100}, 1: {0, 30, 80, 100}, 2: {0, 30}, 3: {0, 30, 80}, 4: {0}}
 
 
-def test_only_nodes_new_to_a_batch_are_measured() -> None:
+def test_only_shared_nodes_new_to_a_batch_are_measured() -> None:
     root = Node(None, 0)
     one, two = Node(root, 5), Node(root, 7)
     below = Node(one, 4)
@@ -132,13 +133,23 @@ def test_only_nodes_new_to_a_batch_are_measured() -> None:
         planner.plan_leaves(leaves, [20] * len(leaves), None, by)
         return Key.asked - before
 
-    assert measured([below, one, two, below, None]) == 3
-    assert measured([two, below]) == 0
+    assert measured([below, two, None]) == 0
+    assert measured([below, one, two, below, None]) == 2
+    assert measured([two, two, below, below]) == 1
     below.split(1)
     one.split(2)
-    assert measured([below, two]) == 2
-    assert measured([below]) == 0
-    assert measured([below, two]) == 1  # forgotten: the batch before was without it
+    assert measured([below, two, below, two]) == 2
+    assert measured([below, below]) == 0
+    assert measured([below, two, two]) == 1  # forgotten: the batch before was without it
+
+
+def test_of_a_node_of_one_query_only_the_parent_is_read() -> None:
+    """Neither its id nor its key, for a batch of which nothing is shared costs a look at each."""
+    shared = Node(Node(None, 0), 5)
+    leaves: list[Any] = [SimpleNamespace(up=SimpleNamespace(up=shared)) for _ in range(2)]
+    made = Planner(TARGET).plan_leaves(leaves, [9, 9], None, reader())
+    path = [(shared.name, 0, 5)]
+    check_same(made, Planner(TARGET).plan([path, path], [9, 9]))
 
 
 def test_a_new_node_at_a_dead_nodes_address_is_measured() -> None:
@@ -182,7 +193,7 @@ def test_a_bad_node_raises_and_leaves_the_reader_as_good(leaf, error, message) -
     planner, by = Planner(TARGET), reader()
     for _ in range(2):
         with pytest.raises(error, match=message):
-            planner.plan_leaves([good, leaf], [9, 9], None, by)
+            planner.plan_leaves([good, leaf, leaf], [9, 9, 9], None, by)
     check_leaves(planner, [good, good], None, by)
 
 
@@ -194,6 +205,21 @@ def test_nodes_in_a_circle_are_named(length: int) -> None:
     nodes[0].up = nodes[-1]
     with pytest.raises(ValueError, match=rf"node {nodes[0].name} is among its own ancestors"):
         Planner(TARGET).plan_leaves([nodes[-1]], [9], None, reader())
+
+
+def test_the_same_paths_with_other_lengths() -> None:
+    shared = Node(Node(None, 0), 5)
+    leaves: list[Node | None] = [Node(shared, 3), shared, None, shared]
+    planner, paths = Planner(TARGET), [climb(leaf) for leaf in leaves]
+    with pytest.raises(ValueError, match="4 sequence lengths for the paths of 0 queries"):
+        planner.plan_again([9] * 4)
+    planner.plan_leaves(leaves, [9] * 4, None, reader())
+    for lens in ([10, 11, 12, 13], [900, 800, 700, 600]):
+        check_same(planner.plan_again(lens), Planner(TARGET).plan(paths, lens))
+    with pytest.raises(ValueError, match="3 sequence lengths for the paths of 4 queries"):
+        planner.plan_again([9] * 3)
+    with pytest.raises(ValueError, match="beyond its sequence of 4 tokens"):
+        planner.plan_again([9, 4, 9, 9])
 
 
 def test_one_leaf_limit_and_length_per_query() -> None:

@@ -180,6 +180,59 @@ def test_settled_requests_are_not_looked_at(bed: Bed, how: str) -> None:
     assert third.kv_tokens_read(0) > second.kv_tokens_read(0)
 
 
+def count_look_ups(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows by one with every batch whose nodes are looked up."""
+    look_ups: list[None] = []
+    look_up = RadixView.look_up
+
+    def counting(self: RadixView, *args: Any) -> Any:
+        look_ups.append(None)
+        return look_up(self, *args)
+
+    monkeypatch.setattr(RadixView, "look_up", counting)
+    return look_ups
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_plan_that_is_outgrown_keeps_its_paths(
+    bed: Bed, settled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, look_ups = count_reads(monkeypatch), count_look_ups(monkeypatch)
+    first = settle(bed) if settled else bed.plan()
+    for _ in range(3):
+        last = bed.steps.plan(bed.batch, bed.lens)
+        assert last is not None
+        before = len(reads)
+        bed.lens = torch.from_numpy(last.max_seq_lens + 1)
+        second = bed.plan()
+        assert bed.steps.made and second is not last
+        assert shared_tokens(second) == shared_tokens(first) and second.fits(
+            bed.lens.data_ptr(), QUERIES
+        )
+        bed.check(second)
+        assert len(reads) == before + (not settled) and len(look_ups) == 1
+        if not settled:  # a prefill came between
+            bed.batch = replace(bed.batch, others=bed.batch.others + 1)
+            bed.plan()
+
+
+def test_paths_are_read_again_after_another_plan_or_a_failure(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_ups = count_look_ups(monkeypatch)
+    first = settle(bed)
+    bed.steps.private(bed.lens)  # with the same working memory
+    bed.lens = torch.from_numpy(first.max_seq_lens + 1)
+    assert shared_tokens(bed.plan()) == shared_tokens(first)
+    assert len(look_ups) == 2
+    grown, bed.lens = bed.lens, bed.lens - 250  # shorter than the paths
+    assert shared_tokens(bed.plan()) == 0
+    assert bed.stats.fallbacks == {"sharing not usable": 1}
+    bed.lens = grown
+    assert shared_tokens(bed.plan()) == shared_tokens(first)
+    assert len(look_ups) == 3
+
+
 def test_a_request_that_comes_shares_with_the_settled_at_once(bed: Bed) -> None:
     """Also where it splits a node of theirs: their paths are not remembered."""
     text = bed.system + bed.tools[0] + bed.text(400)

@@ -75,6 +75,13 @@ class Planner {
     return make(paths_.view(), seq_lens);
   }
 
+  // The paths of the last plan_from_*, which must not have thrown, with other lengths.
+  Plan plan_again(const Int64Array& seq_lens) {
+    PAT_CHECK(seq_lens.size() == paths_.view().num_queries, seq_lens.size(),
+              " sequence lengths for the paths of ", paths_.view().num_queries, " queries");
+    return make(paths_.view(), seq_lens);
+  }
+
  private:
   static void check_counts(size_t num_paths, const Int64Array& limits, const Int64Array& seq_lens) {
     PAT_CHECK(
@@ -226,7 +233,8 @@ void bind_plan(py::module_& m) {
           },
           py::arg("infos"), py::arg("limits"), py::arg("seq_lens"), py::arg("fields"))
       .def("plan_from_leaves", &Planner::plan_from_leaves, py::arg("leaves"), py::arg("limits"),
-           py::arg("seq_lens"), py::arg("reader"));
+           py::arg("seq_lens"), py::arg("reader"))
+      .def("plan_again", &Planner::plan_again, py::arg("seq_lens"));
 }
 
 }  // namespace

@@ -12,8 +12,6 @@ namespace py = pybind11;
 namespace pat {
 namespace {
 
-constexpr int64_t kUnknown = -1;
-
 int64_t key_of(const PyObject* object) {
   return static_cast<int64_t>(reinterpret_cast<intptr_t>(object));
 }
@@ -52,33 +50,42 @@ void NodeReader::read(const py::sequence& leaves, const int64_t* limits, PathTab
   const py::ssize_t num_queries = PySequence_Fast_GET_SIZE(queries.ptr());
   std::swap(nodes_, before_);
   nodes_.clear();
-  out.clear();
-  // A key's length may run any Python: what is compared by its address must stay alive.
-  std::vector<py::object> held;
+  leaves_.clear();
+  unmeasured_.clear();
+  Held held;
   held.reserve(before_.size());
   PyObject** items = PySequence_Fast_ITEMS(queries.ptr());
   const auto ahead = [&](py::ssize_t query) { return items[std::min(query, num_queries - 1)]; };
   for (py::ssize_t query = 0; query < num_queries; ++query) {
     prefetch_object(ahead(query + 16));
-    prefetch_attributes(ahead(query + 8), 3);
+    prefetch_attributes(ahead(query + 8));
     PyObject* leaf = items[query];
-    if (leaf != Py_None) {
-      const Node* node = &nodes_[climb(leaf, held)];
-      while (node->depth > 0 && node->start >= limits[query]) node = &nodes_[node->parent];
-      path_.resize(static_cast<size_t>(node->depth));
-      for (; node->depth > 0; node = &nodes_[node->parent]) {
-        path_[static_cast<size_t>(node->depth - 1)] = node;
+    leaves_.push_back(leaf == Py_None ? kNoNode : climb(leaf, held));
+    if (leaf != Py_None) ++nodes_[leaves_.back()].uses;
+  }
+  for (size_t index = 0; index < nodes_.size(); ++index) {
+    if (nodes_[static_cast<int32_t>(index)].uses > 1) measure(static_cast<int32_t>(index), held);
+  }
+  out.clear();
+  for (py::ssize_t query = 0; query < num_queries; ++query) {
+    int32_t index = leaves_[static_cast<size_t>(query)];
+    path_.clear();
+    for (; index != kNoNode; index = nodes_[index].parent) {
+      const Node& node = nodes_[index];
+      if (node.is_measured() && node.parent != kNoNode && node.start < limits[query]) {
+        path_.push_back(&node);
       }
-      for (const Node* level : path_) {
-        out.add(level->id, level->start, std::min(level->end, limits[query]));
-      }
+    }
+    for (size_t level = path_.size(); level-- > 0;) {
+      const Node& node = *path_[level];
+      out.add(node.id, node.start, std::min(node.end, limits[query]));
     }
     out.end_query();
   }
 }
 
-// The index of a node whose path is known: climbs as far as no query has been before.
-int32_t NodeReader::climb(PyObject* leaf, std::vector<py::object>& held) {
+// The index of a node: climbs as far as no query has been before.
+int32_t NodeReader::climb(PyObject* leaf, Held& held) {
   const auto first = static_cast<int32_t>(nodes_.size());
   int32_t index = nodes_.find_or_add(leaf);
   if (index < first) return index;
@@ -90,28 +97,36 @@ int32_t NodeReader::climb(PyObject* leaf, std::vector<py::object>& held) {
       nodes_[index].end = 0;
       break;
     }
-    nodes_[index].id = to_int64(get_attr(held.back().ptr(), id_.ptr()).ptr(), what_id_.c_str());
     const int32_t parent = nodes_.find_or_add(object.ptr());
-    PAT_CHECK(parent < first || parent > index, "node ", nodes_[index].id,
+    PAT_CHECK(parent < first || parent > index, "node ", id_of(held.back().ptr()),
               " is among its own ancestors: the nodes are no tree");
     nodes_[index].parent = parent;
+    ++nodes_[parent].uses;
     if (parent < first) break;
     index = parent;
-  }
-  for (; index >= first; --index) {
-    Node& node = nodes_[index];
-    if (node.parent == kNoNode) continue;
-    const Node& parent = nodes_[node.parent];
-    node.depth = parent.depth + 1;
-    node.start = parent.end;
-    node.end = end_of(node, held[static_cast<size_t>(index)].ptr());
   }
   return first;
 }
 
+// Reads id, start and end of a node that is shared, and so of all above it.
+void NodeReader::measure(int32_t index, const Held& held) {
+  for (; !nodes_[index].is_measured(); index = nodes_[index].parent) unmeasured_.push_back(index);
+  for (int64_t start = nodes_[index].end; !unmeasured_.empty(); unmeasured_.pop_back()) {
+    Node& node = nodes_[unmeasured_.back()];
+    PyObject* object = held[static_cast<size_t>(unmeasured_.back())].ptr();
+    node.id = id_of(object);
+    node.start = start;
+    start = node.end = end_of(node, object);
+  }
+}
+
+int64_t NodeReader::id_of(PyObject* object) const {
+  return to_int64(get_attr(object, id_.ptr()).ptr(), what_id_.c_str());
+}
+
 int64_t NodeReader::end_of(const Node& node, PyObject* object) const {
   const Node* known = before_.find(object);
-  if (known != nullptr && known->id == node.id && known->end != kUnknown) return known->end;
+  if (known != nullptr && known->id == node.id && known->is_measured()) return known->end;
   const Py_ssize_t length = PyObject_Size(get_attr(object, key_.ptr()).ptr());
   if (length < 0) throw py::error_already_set();
   return node.start + length;

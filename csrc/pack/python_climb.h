@@ -25,17 +25,22 @@ class NodeReader {
   NodeReader(const std::string& id, const std::string& parent, const std::string& key);
 
   // leaves: per query the last node of its path, or None for no path; limits as in PathTable::read.
-  // Reads every node once. Throws what a failed look-up raises, TypeError for an id that is not an
+  // Of nodes that one query alone goes through only the parent is read, and they are on no path:
+  // they share nothing. Throws what a failed look-up raises, TypeError for an id that is not an
   // integer, and std::invalid_argument for a node that is its own ancestor.
   void read(const pybind11::sequence& leaves, const int64_t* limits, PathTable& out);
 
  private:
+  static constexpr int64_t kUnknown = -1;
+
   struct Node {
     int64_t id;
     int64_t start;
-    int64_t end;     // kUnknown until read
+    int64_t end;     // kUnknown until measured, 0 of the root
     int32_t parent;  // index, or kNoNode of the root
-    int32_t depth;   // 0 of the root
+    int32_t uses;    // queries that end here and nodes below
+
+    bool is_measured() const { return end != kUnknown; }
   };
 
   // The nodes of a batch, found by address: a node of a past batch may be gone.
@@ -52,13 +57,21 @@ class NodeReader {
     NodeTable table_;
   };
 
-  int32_t climb(PyObject* leaf, std::vector<pybind11::object>& held);
+  // The nodes' objects during a read: a key's length may run any Python, and what is compared by
+  // its address must stay alive.
+  using Held = std::vector<pybind11::object>;
+
+  int32_t climb(PyObject* leaf, Held& held);
+  void measure(int32_t index, const Held& held);
+  int64_t id_of(PyObject* object) const;
   int64_t end_of(const Node& node, PyObject* object) const;
 
   const std::string what_id_;
   const pybind11::str id_, parent_, key_;
   Nodes nodes_;
-  Nodes before_;  // those of the batch before
+  Nodes before_;                     // those of the batch before
+  std::vector<int32_t> leaves_;      // of the queries
+  std::vector<int32_t> unmeasured_;  // from a node up
   std::vector<const Node*> path_;
 };
 

@@ -24,6 +24,8 @@ int64_t field_of(PyObject* tuple, py::ssize_t index, const char* what) {
 
 }  // namespace
 
+PathTable::PathTable() { clear(); }
+
 void PathTable::clear() {
   offsets_.assign(1, 0);
   node_ids_.clear();
@@ -97,10 +99,12 @@ py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr, i
       handles[i] = *known;
     }
   }
-  // First the first name of every path, then the rest: what was found has time to come.
+  // First the first name of every path, then the rest, then their numbers: what one found has time
+  // to come before the next looks at it.
   const auto at = [&](size_t i) { return items[unread[std::min(i, unread.size() - 1)]]; };
-  std::vector<py::object> found;
+  std::vector<py::object> found, values;
   found.reserve(unread.size() * firsts_.size());
+  values.reserve(unread.size() * paths_.size());
   for (size_t i = 0; i < unread.size(); ++i) {
     prefetch_object(at(i + 3 * kAhead));
     prefetch_attributes(at(i + 2 * kAhead));
@@ -112,14 +116,20 @@ py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr, i
   }
   for (const py::object& object : found) prefetch_attributes(object.ptr());
   for (size_t i = 0; i < unread.size(); ++i) {
-    Handle& handle = handles[unread[i]];
-    for (size_t j = 0; j < paths_.size(); ++j) {
-      const Path& path = paths_[j];
+    for (const Path& path : paths_) {
       py::object value = found[i * firsts_.size() + path.first];
       for (size_t k = 1; k < path.names.size() && !value.is_none(); ++k) {
         value = get_attr(value.ptr(), path.names[k].ptr());
       }
-      handle[j] = value.is_none() ? -1 : to_int64(value.ptr(), path.what.c_str());
+      prefetch_object(value.ptr());
+      values.push_back(std::move(value));
+    }
+  }
+  for (size_t i = 0; i < unread.size(); ++i) {
+    Handle& handle = handles[unread[i]];
+    for (size_t j = 0; j < paths_.size(); ++j) {
+      const py::object& value = values[i * paths_.size() + j];
+      handle[j] = value.is_none() ? -1 : to_int64(value.ptr(), paths_[j].what.c_str());
     }
     const int64_t row = rows[unread[i]];
     if (handle[2] != row) handle = {-1, 0, row};

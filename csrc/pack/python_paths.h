@@ -24,6 +24,7 @@ struct PathFields {
 // Paths of a batch, flattened.
 class PathTable {
  public:
+  PathTable();
   // Fill it query by query: the elements of a path from the root on, then end_query.
   void clear();
   void add(int64_t node_id, int64_t start, int64_t end);
