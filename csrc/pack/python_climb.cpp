@@ -60,11 +60,15 @@ void NodeReader::read(const py::sequence& leaves, const int64_t* limits, PathTab
     prefetch_object(ahead(query + 16));
     prefetch_attributes(ahead(query + 8));
     PyObject* leaf = items[query];
-    leaves_.push_back(leaf == Py_None ? kNoNode : climb(leaf, held));
-    if (leaf != Py_None) ++nodes_[leaves_.back()].uses;
+    int32_t index = kNoNode;
+    if (leaf != Py_None) {
+      index = climb(leaf, held);
+      ++nodes_[index].uses;
+    }
+    leaves_.push_back(index);
   }
-  for (size_t index = 0; index < nodes_.size(); ++index) {
-    if (nodes_[static_cast<int32_t>(index)].uses > 1) measure(static_cast<int32_t>(index), held);
+  for (int32_t index = 0; index < static_cast<int32_t>(nodes_.size()); ++index) {
+    if (nodes_[index].uses > 1) measure(index, held);
   }
   out.clear();
   for (py::ssize_t query = 0; query < num_queries; ++query) {

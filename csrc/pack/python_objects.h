@@ -50,9 +50,8 @@ inline uintptr_t attributes_of([[maybe_unused]] PyObject* object) {
 #endif
   return 0;
 }
-inline void prefetch_attributes(PyObject* object, int lines = 1) {
-  const auto* first = reinterpret_cast<const char*>((attributes_of(object) + 1) & ~uintptr_t{1});
-  for (int line = 0; line < lines; ++line) __builtin_prefetch(first + 64 * line);
+inline void prefetch_attributes(PyObject* object) {
+  __builtin_prefetch(reinterpret_cast<const void*>((attributes_of(object) + 1) & ~uintptr_t{1}));
 }
 inline void prefetch_keys(PyObject* object) {
   const uintptr_t dict = attributes_of(object);

@@ -24,8 +24,6 @@ int64_t field_of(PyObject* tuple, py::ssize_t index, const char* what) {
 
 }  // namespace
 
-PathTable::PathTable() { clear(); }
-
 void PathTable::clear() {
   offsets_.assign(1, 0);
   node_ids_.clear();

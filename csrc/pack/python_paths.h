@@ -24,7 +24,6 @@ struct PathFields {
 // Paths of a batch, flattened.
 class PathTable {
  public:
-  PathTable();
   // Fill it query by query: the elements of a path from the root on, then end_query.
   void clear();
   void add(int64_t node_id, int64_t start, int64_t end);
@@ -37,7 +36,8 @@ class PathTable {
   PathView view() const;
 
  private:
-  std::vector<int64_t> offsets_, node_ids_, starts_, ends_;
+  std::vector<int64_t> offsets_{0};
+  std::vector<int64_t> node_ids_, starts_, ends_;
 };
 
 // Reads what a plan depends on out of requests: three dotted integer attributes, such as
