@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Signatures of the extension; tests/test_stub.py keeps names and arguments true.
+# Signatures of the extension; tests/test_native_helpers.py keeps names and arguments true.
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any

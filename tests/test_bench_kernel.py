@@ -188,7 +188,7 @@ def test_stored_results_are_printed_without_a_gpu(
 
 
 def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
         plot.require()
     monkeypatch.undo()
@@ -285,6 +285,26 @@ def test_traffic_is_printed_in_megabytes() -> None:
         "32/8", "1,4_64,16", False, 10**6, 2 * 10**6, 3e6, 4e6, 5 * 10**6, 6e6, None
     )
     assert traffic.table([row])[1].split()[2:] == ["1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "-"]
+
+
+def test_traffic_of_a_file_is_printed_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    counts = (10**6, 2 * 10**6, 3e6, 4e6, 5 * 10**6, 6e6, None)
+    rows = [
+        asdict(traffic.Traffic("32/8", spec, permuted, *counts))
+        for permuted in (False, True)
+        for spec in ("1,4_64,16", "1,8_64,16")
+    ]
+    document = {"kind": "traffic", "date": "today", "device": "one", "versions": {}, "settings": {}}
+    source, picture = tmp_path / "found.json", tmp_path / "found.png"
+    source.write_text(json.dumps(document | {"rows": rows}))
+    assert kernel.main(["--from", str(source), "--plot", str(picture)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-4:]] == [
+        row["spec"] for row in rows
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_plan_bytes() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_pat.bench.serving import __main__ as command
-from sglang_pat.bench.serving import document, trace
+from sglang_pat.bench.serving import document
 from sglang_pat.bench.serving.client import RequestError, Timeline, parse
 from sglang_pat.bench.serving.fleet import Plan
 from sglang_pat.bench.serving.model import open_model
@@ -199,56 +198,6 @@ def test_servers_that_do_not_fit_are_refused_with_what_does(tmp_path: Path) -> N
     assert fits == pytest.approx((41.94 - 18.457) * 8192, rel=1e-3)
     assert f"at most {fits} K/V tokens" in str(error.value)
     replace(large, tp=2).check_memory(["pat", "fa3", "flashinfer"], 139.8)
-
-
-def test_a_mooncake_trace_becomes_paths_of_blocks(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    requests = [(600, [0, 1]), (1100, [0, 1, 2]), (5000, [0, *range(3, 12)]), (1024, [0, 12])]
-    lines = [json.dumps({"input_length": n, "hash_ids": ids}) + "\n" for n, ids in requests]
-    file.write_text("".join(lines))
-    common: dict[str, Any] = {"context": 1200, "file": file, "seed": "s"}
-    found = trace.paths("mooncake", 3, block=512, **common)
-    # The third does not fit and is left out; the last block is as full as it was.
-    assert [[length for _, length in path] for path in found] == [
-        [512, 88],
-        [512, 512, 76],
-        [512] * 2,
-    ]
-    assert trace.repeated(found) == pytest.approx(2 / 7)  # block 0, twice
-    first, second = (trace.tokens(path, 1000, "s") for path in found[:2])
-    assert first[:512] == second[:512] and len(second) == 1100
-    assert trace.tokens(found[0], 1000, "other")[:512] != first[:512]
-    with pytest.raises(ValueError, match=r"3 requests .* but 4 are needed: raise --context"):
-        trace.paths("mooncake", 4, block=512, **common)
-    scaled = trace.paths("mooncake", 4, block=64, **common)
-    assert [sum(length for _, length in path) for path in scaled] == [75, 137, 9 * 64 + 49, 128]
-    with pytest.raises(ValueError, match="--trace-file"):
-        trace.paths("mooncake", 1, block=512, context=1200, file=None, seed="s")
-
-
-def test_conversations_share_a_system_prompt_of_three_levels() -> None:
-    found = trace.paths("conversation", 200, context=4000, block=512, file=None, seed="s")
-    assert all([length for _, length in path[:3]] == [46, 348, 2123] for path in found)
-    assert [len({path[:depth] for path in found}) for depth in (1, 2, 3, 4)] == [1, 3, 4, 200]
-    assert max(sum(length for _, length in path) for path in found) <= 4000
-    with pytest.raises(ValueError, match="no room for a question after a system prompt of 2517"):
-        trace.paths("conversation", 1, context=2520, block=512, file=None, seed="s")
-
-
-def test_tool_agents_repeat_59_percent_of_their_blocks() -> None:
-    found = trace.paths("toolagent", 300, context=7936, block=512, file=None, seed="s")
-    assert trace.repeated(found) == pytest.approx(0.59, abs=0.01)
-    assert len({path[0] for path in found}) == trace.TASKS
-    assert max(map(len, found)) <= 7936 // 512
-    with pytest.raises(ValueError, match="raise --context"):
-        trace.paths("toolagent", 1, context=2048, block=512, file=None, seed="s")
-
-
-def test_arrivals_are_poisson_and_the_same_for_everyone() -> None:
-    times = trace.arrivals(50.0, 100.0, "s")
-    assert times == trace.arrivals(50.0, 100.0, "s") == sorted(times)
-    assert len(times) == pytest.approx(5000, rel=0.06) and times[-1] < 100
-    assert len(trace.arrivals(0.001, 1.0, "s")) == 1
 
 
 def test_the_command_refuses_before_any_server_starts(

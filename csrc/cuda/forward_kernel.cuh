@@ -87,26 +87,27 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kHalves, 1)
                            half,
                            halves};
   if (threadIdx.x % 128 == 0 && warp < 4 * halves) {
+    constexpr int kConsumerArrivals = kConsumers / 32 * kArriving;
     for (int i = 0; i < p.stages; ++i) {
       barrier_init(s.full(i), kLoaderWarps * 32);
-      barrier_init(s.empty(i), kConsumers / 32);
-      barrier_init(s.peer_empty(i), kConsumers / 32);
+      barrier_init(s.empty(i), kConsumerArrivals);
+      barrier_init(s.peer_empty(i), kConsumerArrivals);
     }
     for (int i = 0; i < p.q_buffers; ++i) {
       barrier_init(s.q_full(i), 32);
-      barrier_init(s.q_empty(i), kConsumers / 32);
+      barrier_init(s.q_empty(i), kConsumerArrivals);
     }
     for (int i = 0; i < kUnits; ++i) {
       barrier_init(s.unit_full(i), 1);
-      barrier_init(s.unit_empty(i), 1 + kLoaderWarps + kConsumers / 32);
+      barrier_init(s.unit_empty(i), (1 + kLoaderWarps) * kArriving + kConsumerArrivals);
     }
     for (int i = 0; i < kSlotTiles; ++i) {
       barrier_init(s.slot_full(i), 32);
-      barrier_init(s.slot_empty(i), kLoaderWarps);
+      barrier_init(s.slot_empty(i), kLoaderWarps * kArriving);
     }
     for (int i = 0; i < kNarrowUnits; ++i) {
       barrier_init(s.narrow_full(i), 32);
-      barrier_init(s.narrow_empty(i), 1);
+      barrier_init(s.narrow_empty(i), kArriving);
     }
     Control& plan = s.control();
     plan.loaded_tiles = 0;

@@ -110,8 +110,8 @@ struct UnitScheduler {
         }
       }
       batch = max(kAheadTiles / tiles, 1);
-      const volatile int32_t* loaded = &s.control().loaded_tiles;
-      while (claimed_tiles - *loaded > kAheadTiles) __nanosleep(40);
+      int32_t& loaded = s.control().loaded_tiles;
+      while (claimed_tiles - counted(loaded) > kAheadTiles) __nanosleep(40);
       __syncwarp();
       first = begin + claim(tickets, batch);
     }
@@ -282,8 +282,7 @@ struct Fetcher {
           for (; first < tokens; first += step) fetch_slots(from, first, tokens);
         }
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(s.unit_empty(ring.index));
+      barrier_release(s.unit_empty(ring.index), lane);
     }
   }
 };
@@ -303,11 +302,6 @@ struct Loader {
 
   __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
   __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
-
-  __device__ __forceinline__ void release(uint32_t bar) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(bar);
-  }
 
   // Copies this warp's share of a tile to rows `row` on: the tokens from `token` of the tile on, of
   // which `left` exist. Zeros follow up to `end`.
@@ -369,7 +363,7 @@ struct Loader {
     copy_rows<true>(warp == 0 ? k : v, warp == 0 ? p.k_stride_slot : p.v_stride_slot, 0,
                     warp * kTokens, u.tokens, (u.tokens + 15) & ~15);
     finish_stage();
-    release(s.slot_empty(slots.index));
+    barrier_release(s.slot_empty(slots.index), lane);
     slots.advance(kSlotTiles);
   }
 
@@ -393,7 +387,7 @@ struct Loader {
       copy_rows<true>(v, p.v_stride_slot, warp * kTokens, warp * kTokens, mine,
                       whole ? kTokens : (mine + 15) & ~15);
       finish_stage();
-      release(s.slot_empty(slots.index));
+      barrier_release(s.slot_empty(slots.index), lane);
       slots.advance(kSlotTiles);
       if (left > step) publish();
     }
@@ -401,10 +395,7 @@ struct Loader {
 
   // One more tile is loaded, or a unit without tokens is passed.
   __device__ __forceinline__ void publish() {
-    if (warp == 0 && lane == 0) {
-      volatile int32_t* loaded = &s.control().loaded_tiles;
-      *loaded = *loaded + 1;
-    }
+    if (warp == 0 && lane == 0) count_one(s.control().loaded_tiles);
   }
 
   __device__ void run() {
@@ -420,7 +411,7 @@ struct Loader {
         load_tiles(u, k, v);
       }
       publish();
-      release(s.unit_empty(ring.index));
+      barrier_release(s.unit_empty(ring.index), lane);
     }
   }
 };

@@ -15,10 +15,7 @@ struct Consumer {
   Cursor stage, peer_stage, q, narrow;
 
   __device__ __forceinline__ void wait_stage() { barrier_wait(s.full(stage.index), stage.phase); }
-  __device__ __forceinline__ void release(uint32_t bar) {
-    __syncwarp();
-    if (lane_id() == 0) barrier_arrive(bar);
-  }
+  __device__ __forceinline__ void release(uint32_t bar) { barrier_release(bar, lane_id()); }
   __device__ __forceinline__ void release_stage(int index) { release(s.empty(index)); }
   // Passes by a stage of another warp. Every warp waits for every stage and releases it: who left
   // one out would take the parity of a later phase for that of an earlier one.

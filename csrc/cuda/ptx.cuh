@@ -38,6 +38,20 @@ __device__ __forceinline__ void barrier_arrive(uint32_t bar) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(bar) : "memory");
 }
 
+// Lanes that arrive where a warp releases what all of it has read. One is enough, behind
+// __syncwarp, but racecheck (compute-sanitizer) takes only threads that arrive themselves for
+// ordered: in a build for it (PAT_RACECHECK) all of them do.
+#ifdef PAT_RACECHECK
+constexpr uint32_t kArriving = 32;
+#else
+constexpr uint32_t kArriving = 1;
+#endif
+
+__device__ __forceinline__ void barrier_release(uint32_t bar, uint32_t lane) {
+  __syncwarp();
+  if (lane < kArriving) barrier_arrive(bar);
+}
+
 // Arrives once all earlier asynchronous copies of this thread are done.
 __device__ __forceinline__ void barrier_arrive_copies(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
@@ -69,6 +83,25 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
 // Named barrier among `threads` threads of the CTA.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- a counter in shared memory: one thread counts, others may see it late
+
+__device__ __forceinline__ void count_one(int32_t& counter) {
+#ifdef PAT_RACECHECK
+  atomicAdd(&counter, 1);
+#else
+  volatile int32_t& seen = counter;
+  seen = seen + 1;
+#endif
+}
+
+__device__ __forceinline__ int32_t counted(int32_t& counter) {
+#ifdef PAT_RACECHECK
+  return atomicAdd(&counter, 0);
+#else
+  return *const_cast<const volatile int32_t*>(&counter);
+#endif
 }
 
 // ---- hints

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,15 @@ def timelines(options: argparse.Namespace) -> Document:
     return document
 
 
+def traffics(options: argparse.Namespace) -> Document:
+    """Have ncu count everything asked for; the document that ``--json`` writes."""
+    found = traffic.measure(cases(options), settings_of(options))
+    document = conditions("traffic", options) | {"rows": [asdict(row) for row in found]}
+    write(document, options.json)
+    print("\n".join(about(document)))
+    return document
+
+
 def ceilings(kind: str, options: argparse.Namespace) -> tuple[Document, Clock, Rates]:
     """A document of ``kind`` without rows, with what the device reaches; a clock; and the rates."""
     timer = Clock(QUICK_BUDGET_MS if options.quick else BUDGET_MS)
@@ -184,10 +194,17 @@ def run(options: argparse.Namespace) -> Document:
     return document
 
 
+def maker(options: argparse.Namespace) -> Callable[[argparse.Namespace], Document]:
+    """What measures what is asked for."""
+    if options.traffic:
+        return traffics
+    return bandwidths if options.tiles else timelines if options.timeline else run
+
+
 def about(document: Document) -> list[str]:
     """Where and how a document was measured, as lines."""
     lines = documents.heading(document)
-    if document["kind"] == "timelines":
+    if document["kind"] in ("timelines", "traffic"):
         return lines
     lines.append(
         f"ceilings: {document['bytes_per_s'] / 1e12:.2f} TB/s read, "
@@ -235,14 +252,10 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    elif options.traffic:
-        found = traffic.measure(cases(options), settings_of(options))
-        print("\n".join(traffic.table(found)))
-        write([asdict(row) for row in found], options.json)
-        return 0
     else:
-        make = bandwidths if options.tiles else timelines if options.timeline else run
-        document = make(options)
+        document = maker(options)(options)
+    if document["kind"] == "traffic":
+        return traffic.show(document, options.plot)
     if document["kind"] == "tiles":
         return tiles.show(document, options.plot)
     if document["kind"] == "timelines":

@@ -60,7 +60,7 @@ def _trees(axis: Any, rows: Sequence[Row]) -> None:
     axis.yaxis.set_major_formatter("{x:g}")
     axis.set_ylabel("time / floor")
     axis.margins(x=0.01)
-    axis.set_xticks(range(len(rows)), [_label(row.spec) for row in rows], fontsize=5)
+    axis.set_xticks(range(len(rows)), [label(row.spec) for row in rows], fontsize=5)
 
 
 def _sweep(axis: Any, rows: Sequence[Row]) -> None:
@@ -90,7 +90,7 @@ def _sweep(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_ylabel("best peer / pat")
 
 
-def _label(spec: str) -> str:
+def label(spec: str) -> str:
     """The tree on two or more short lines."""
     nodes, tokens = spec.split("_")
     return "\n".join(_wrap(nodes) + _wrap(tokens))

@@ -3,8 +3,9 @@
 beside those that the plan counts (figures 5a and 11b of the paper):
 ``python -m sglang_pat.bench.kernel --traffic``.
 
-``measure`` runs this module under ``ncu``, which flushes the caches before every kernel and leaves
-the clocks alone.
+``measure`` runs this module under ``ncu``, which leaves caches and clocks alone. The L2 is flushed
+before each contestant, by reading, so that what its first kernel leaves there is there for the next
+and no line of another's is written back meanwhile.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from typing import Any
 
 import torch
 
+from sglang_pat.bench.clock import FLUSH_BYTES
+from sglang_pat.bench.document import Document
 from sglang_pat.bench.floor import Heads, kv_bytes, least_bytes
 from sglang_pat.bench.layer import Layer, Settings, device_batch
 from sglang_pat.bench.peers import PEERS, usable
+from sglang_pat.bench.plot import COLOURS, finish, label, require
+from sglang_pat.bench.report import groups
 from sglang_pat.bench.trees import Tree
 from sglang_pat.planning import plan
 
@@ -102,7 +107,8 @@ def measure(cases: Sequence[Case], settings: Settings) -> list[Traffic]:
         log = Path(folder, "ncu.csv")
         asked = [(str(heads), permuted, str(tree)) for heads, permuted, tree in cases]
         command = [ncu, "--nvtx", "--csv", "--page", "raw", "--print-units", "base"]
-        command += ["--clock-control", "none", "--profile-from-start", "off"]
+        command += ["--clock-control", "none", "--cache-control", "none"]
+        command += ["--profile-from-start", "off"]
         command += ["--metrics", ",".join(METRICS), "--log-file", str(log)]
         command += [sys.executable, "-m", "sglang_pat.bench.traffic"]
         command += [json.dumps(asked), json.dumps(asdict(settings))]
@@ -143,10 +149,52 @@ def table(rows: Iterable[Traffic]) -> list[str]:
     return lines
 
 
+def draw(rows: Sequence[Traffic], path: Path) -> None:
+    """Write a picture: for each of heads and layout a panel of what is read from the L2, with what
+    the plan counts, and one of DRAM, as multiples of the least."""
+    panels = groups(rows)
+    figure = require().Figure(figsize=(12, 6.0 * len(panels)), layout="constrained")
+    axes = figure.subplots(2 * len(panels), squeeze=False)[:, 0]
+    for i, (title, members) in enumerate(panels):
+        for axis, level, named in ((axes[2 * i], "l2", "L2"), (axes[2 * i + 1], "dram", "DRAM")):
+            _bars(axis, members, level)
+            if level == "l2":
+                for name, style in (("plan", "v"), ("unpacked", "^")):
+                    counted = [getattr(row, name) / row.least for row in members]
+                    axis.plot(counted, f"k{style}", markersize=4, label=f"{name}, counted")
+            axis.set_ylabel(f"{named} bytes / least")
+            finish(axis, f"{title}: {named}")
+    figure.savefig(path, dpi=150)
+
+
+def _bars(axis: Any, rows: Sequence[Traffic], level: str) -> None:
+    for name, shift in (("pat", -0.2), ("fa3", 0.2)):
+        moved = [getattr(row, f"{name}_{level}") for row in rows]
+        found = [(x, value / rows[x].least) for x, value in enumerate(moved) if value is not None]
+        places, heights = [x + shift for x, _ in found], [height for _, height in found]
+        axis.bar(places, heights, 0.4, label=name, color=COLOURS[name])
+    axis.axhline(1, color="black", linewidth=0.8)
+    if level == "l2":
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter("{x:g}")
+    axis.margins(x=0.01)
+    axis.set_xticks(range(len(rows)), [label(row.spec) for row in rows], fontsize=5)
+
+
+def show(document: Document, picture: Path | None) -> int:
+    """Print and draw a document of kind ``traffic``."""
+    rows = [Traffic(**row) for row in document["rows"]]
+    print("\n".join(table(rows)))
+    if picture:
+        draw(rows, picture)
+    return 0
+
+
 def profiled(cases: Sequence[Case], settings: Settings) -> None:
     """Launch each contestant of each case once inside an NVTX range, after a run outside."""
     cuda: Any = torch.cuda
     absent = usable([heads for heads, _, _ in cases], ["fa3"])
+    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     for index, (heads, permuted, tree) in enumerate(cases):
         cuda.empty_cache()
         batch = device_batch(tree, heads, permuted)
@@ -156,6 +204,7 @@ def profiled(cases: Sequence[Case], settings: Settings) -> None:
             runs["fa3"] = PEERS["fa3"](batch, tree, scale)
         for name, run in runs.items():
             run()
+            flush.max()
             cuda.synchronize()
             cuda.profiler.start()
             cuda.nvtx.range_push(tag(index, name))

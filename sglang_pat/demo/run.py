@@ -4,7 +4,8 @@
 Everything is made here (model, tokenizer, prompts), so nothing is downloaded. In fp32, the default
 on a CPU, both must choose the same tokens. In bf16, the default on a GPU, rounding may flip a
 near-tie, so the stock's tokens are forced through pat's decode and their log-probabilities compared
-(see ``forcing``). The GPU's way has been rehearsed in bf16 on a CPU and not yet run on a GPU.
+(see ``forcing``). The GPU's way has been rehearsed in bf16 on a CPU; on a GPU it has not yet run to
+its end.
 """
 
 from __future__ import annotations

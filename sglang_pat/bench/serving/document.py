@@ -67,11 +67,8 @@ def draw(documents: Sequence[Document], path: Path) -> None:
     kinds = {document["kind"] for document in documents}
     if len(kinds) > 1:
         raise ValueError(f"one picture has one kind of rows, but these are {', '.join(kinds)}")
-    if kinds == {"traces"}:
-        plot.draw_traces(_rows(documents), path)
-    else:
-        groups = _groups(documents).values()
-        plot.draw_workloads([(_title(found[0]), _rows(found)) for found in groups], path)
+    draw_kind = plot.draw_traces if kinds == {"traces"} else plot.draw_workloads
+    draw_kind([(_title(found[0]), _rows(found)) for found in _groups(documents).values()], path)
 
 
 def _groups(documents: Sequence[Document]) -> dict[tuple[str, str, int], list[Document]]:

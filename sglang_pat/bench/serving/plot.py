@@ -43,37 +43,45 @@ def draw_workloads(groups: Sequence[tuple[str, Sequence[Row]]], path: Path) -> N
     figure.savefig(path, dpi=150)
 
 
-def draw_traces(rows: Sequence[TraceRow], path: Path) -> None:
-    """Lines over the request rate: TPOT and time to first token, a row of panels for each trace."""
-    traces = unique(row.trace for row in rows)
-    figure, axes = _figure(len(traces), 2)
-    quantities = (("tpot_ms", "TPOT, ms"), ("ttft_p50_ms", "TTFT p50, ms"))
+def draw_traces(groups: Sequence[tuple[str, Sequence[TraceRow]]], path: Path) -> None:
+    """Lines over the request rate: a row of panels for each trace, in it TPOT and time to first
+    token of each title."""
+    traces = unique(row.trace for _, rows in groups for row in rows)
+    figure, axes = _figure(len(traces), 2 * len(groups))
     for line, trace in zip(axes, traces, strict=True):
-        for axis, (name, label) in zip(line, quantities, strict=True):
-            for backend in unique(row.backend for row in rows):
-                found = [row for row in rows if (row.trace, row.backend) == (trace, backend)]
-                rates = sorted({row.rate for row in found})
-                spreads = [
-                    Spread.of(getattr(row, name) for row in found if row.rate == rate)
-                    for rate in rates
-                ]
-                axis.plot(
-                    rates,
-                    [value.median for value in spreads if value],
-                    marker="o",
-                    markersize=3,
-                    label=backend,
-                    color=COLOURS.get(backend, _OTHER_COLOUR),
-                )
-            axis.set_xticks(sorted({row.rate for row in rows if row.trace == trace}))
-            axis.xaxis.set_major_formatter("{x:g}")
-            axis.set_ylim(bottom=0)
-            axis.set_xlabel("requests/s")
-            axis.set_ylabel(label)
-            finish(axis, trace)
+        for i, (title, all_rows) in enumerate(groups):
+            rows = [row for row in all_rows if row.trace == trace]
+            tpot, ttft = line[2 * i : 2 * i + 2]
+            _over_rate(tpot, rows, "tpot_ms")
+            tpot.set_ylabel("TPOT, ms")
+            _over_rate(ttft, rows, "ttft_p50_ms")
+            ttft.set_ylabel("TTFT p50, ms")
+            tpot.set_title(f"{trace}, {title}", loc="left", fontsize=10)
+    axes[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(path, dpi=150)
 
 
+def _over_rate(axis: Any, rows: Sequence[TraceRow], name: str) -> None:
+    """A line a backend: medians of the runs."""
+    for backend in unique(row.backend for row in rows):
+        found = [row for row in rows if row.backend == backend]
+        rates = sorted({row.rate for row in found})
+        spreads = [Spread.of(getattr(r, name) for r in found if r.rate == rate) for rate in rates]
+        axis.plot(
+            rates,
+            [value.median for value in spreads if value],
+            marker="o",
+            markersize=3,
+            label=backend,
+            color=COLOURS.get(backend, _OTHER_COLOUR),
+        )
+    axis.set_xticks(sorted({row.rate for row in rows}))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_xlabel("requests/s")
+    axis.set_ylim(bottom=0)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def _figure(rows: int, columns: int) -> tuple[Any, Any]:
-    figure = require().Figure(figsize=(9, 3.2 * rows), layout="constrained")
+    figure = require().Figure(figsize=(max(9, 3.6 * columns), 3.2 * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)

@@ -20,6 +20,7 @@ from sglang_pat.bench.serving.workload import Batch, Workload, make_batch
 
 REQUEST_TIMEOUT_S = 300.0
 WARM_UP_TOKENS = 16
+WARM_UP_REQUESTS, WARM_UP_EVERY_S = 16, 0.2  # of a trace
 
 
 class Log(Protocol):
@@ -96,13 +97,7 @@ def run_workloads(
     largest = max(workloads, key=lambda workload: workload.requests)
     batch = _batch(largest, settings, "warm-up")
     bodies = [body(p, WARM_UP_TOKENS, settings.stream_interval) for p in batch.prompts]
-    for served in fleet:
-        if budget.allows("warm-up"):
-            began = time.monotonic()
-            _prepare(served, batch)
-            stream(served.server.port, bodies, timeout_s=REQUEST_TIMEOUT_S)
-            served.counted()
-            budget.took("warm-up", time.monotonic() - began)
+    _warm_up(fleet, bodies, [0.0] * len(bodies), budget, lambda served: _prepare(served, batch))
     for run in range(settings.runs):
         for workload in workloads:
             kind = str(workload)
@@ -113,6 +108,24 @@ def run_workloads(
             ]
             measure = partial(_measure, workload=workload, batch=batch, bodies=bodies, run=run)
             _turn(rotated(fleet, run), kind, measure, settings, budget, log)
+
+
+def _warm_up(
+    fleet: Sequence[Served],
+    bodies: Sequence[bytes],
+    at_s: Sequence[float],
+    budget: Budget,
+    prepare: Callable[[Served], None],
+) -> None:
+    """Requests to every server that no row counts: kernels are compiled at their first use."""
+    for served in fleet:
+        if budget.allows("warm-up"):
+            began = time.monotonic()
+            prepare(served)
+            stream(served.server.port, bodies, at_s=at_s, timeout_s=REQUEST_TIMEOUT_S)
+            served.step_notes()  # notes when the server became idle
+            served.counted()
+            budget.took("warm-up", time.monotonic() - began)
 
 
 def _batch(workload: Workload, settings: Settings, name: str) -> Batch:
@@ -224,19 +237,23 @@ def run_traces(
     log: Log,
 ) -> None:
     """All backends on each replay, from an empty cache. Raises as ``run_workloads`` does."""
+    bodies = _bodies(todo[0], settings, WARM_UP_REQUESTS, WARM_UP_TOKENS)
+    at_s = [WARM_UP_EVERY_S * i for i in range(len(bodies))]
+    _warm_up(fleet, bodies, at_s, budget, Served.flush)
     for replay in todo:
         kind = f"{replay.trace} {replay.rate}"
-        seed = f"{settings.seed} {replay.run}"
-        bodies = [
-            body(
-                tokens(path, settings.vocab, seed),
-                settings.output_tokens,
-                settings.stream_interval,
-            )
-            for path in replay.prompts
-        ]
+        bodies = _bodies(replay, settings, len(replay.prompts), settings.output_tokens)
         measure = partial(_replay, replay=replay, bodies=bodies, settings=settings)
         _turn(rotated(fleet, replay.run), kind, measure, settings, budget, log)
+
+
+def _bodies(replay: Replay, settings: Settings, count: int, output_tokens: int) -> list[bytes]:
+    """Of the first ``count`` requests."""
+    seed = f"{settings.seed} {replay.run}"
+    return [
+        body(tokens(path, settings.vocab, seed), output_tokens, settings.stream_interval)
+        for path in replay.prompts[:count]
+    ]
 
 
 def _replay(

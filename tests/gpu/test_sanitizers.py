@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small suite for compute-sanitizer: every kernel and kind of item. All tensors are made on the
+host, since of torch's own kernels, which ``--kernel-name`` leaves out, the tools see no writes.
+
+    K="--kernel-name kns=forward_kernel --kernel-name kns=merge_kernel"
+    K="$K --kernel-name kns=snapshot_kernel"
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck $K \\
+        python3 -m pytest tests/gpu/test_sanitizers.py
+
+memcheck and synccheck likewise. racecheck wants kernels made for it, else it reports each barrier
+that one lane releases for its warp: ``pip install -C cmake.define.PAT_RACECHECK=ON .``
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kit import DevicePlan, target_of
+from kit_cases import Case, by_hand, case
+from kit_plans import Piece, forest, prefix
+
+from sglang_pat.ops import decode
+from sglang_pat.workspace import Workspace
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def run(
+    inputs: Case, dtype: torch.dtype = BF16, *, wide: bool = False, launch: str = "queue"
+) -> None:
+    """Two steps of the case's plan."""
+    inputs = inputs.to(dtype)
+    q, k, v = (strided(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
+    table, rows, seq_lens = inputs.table.cuda(), inputs.rows.cuda(), inputs.seq_lens.cuda()
+    plan = DevicePlan(inputs.plan(wide))
+    workspace = Workspace(target_of(inputs), table.shape[1], launch=launch)
+    for name in ("queue", "_plan_buffer", "_branch_slots", "_branch_rows"):
+        buffer: torch.Tensor = getattr(workspace, name)
+        buffer.copy_(torch.zeros(buffer.shape, dtype=buffer.dtype))  # from the host
+    workspace.load(plan)  # type: ignore[arg-type]
+    out = torch.full(inputs.q.shape, 1e4, dtype=dtype).cuda()
+    lse = torch.full(inputs.q.shape[:2], 1e4).cuda()
+    options = {
+        "scale": inputs.scale,
+        "logit_cap": inputs.logit_cap,
+        "out": out,
+        "lse": lse,
+        "workspace": workspace,
+    }
+    for _ in range(2):
+        workspace.snapshot(table, rows, seq_lens)
+        decode(q, k, v, table, rows, seq_lens, plan, **options)  # type: ignore[arg-type]
+    truth, truth_lse = inputs.truth()
+    assert (out.cpu().double() - truth).norm() < 0.01 * truth.norm()
+    finite = truth_lse.isfinite()
+    assert (lse.cpu() - truth_lse)[finite].abs().max() < 0.05
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """On the GPU, with NaN between its rows, copied as a whole."""
+    rows, heads, dim = tensor.shape
+    wide = torch.full((rows, heads + 1, dim + 8), float("nan"), dtype=tensor.dtype)
+    wide[:, 1:, :dim] = tensor
+    return wide.cuda()[:, 1:, :dim]
+
+
+def pieces(seed: int, num_queries: int) -> list[Piece]:
+    return forest(np.random.default_rng(seed), num_queries)
+
+
+@pytest.mark.parametrize(("head_dim", "num_queries"), [(64, 24), (128, 24), (256, 16)])
+def test_forests(head_dim: int, num_queries: int) -> None:
+    run(case(pieces(1, num_queries), (8, 2), head_dim))
+
+
+def test_a_group_of_seven() -> None:
+    run(case(pieces(4, 20), (14, 2), 128))
+
+
+def test_fp16() -> None:
+    run(case(pieces(5, 16), (4, 1), 128), FP16)
+
+
+def test_wide_items() -> None:
+    run(case(prefix(40, 700), (8, 2), 128), wide=True)
+
+
+def test_items_of_64_rows() -> None:
+    run(case(prefix(16, 600), (8, 2), 128))
+
+
+@pytest.mark.parametrize(("head_dim", "num_queries"), [(64, 20), (128, 32), (256, 12)])
+def test_branches(head_dim: int, num_queries: int) -> None:
+    run(by_hand(pieces(6, num_queries), (8, 2), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("launch", ["streams", "serial"])
+def test_a_kernel_a_row_tile(launch: str) -> None:
+    run(case(pieces(9, 20), (8, 2), 128), launch=launch)
+
+
+def test_capped_logits() -> None:
+    run(replace(case(pieces(10, 16), (8, 2), 128), logit_cap=5.0))
