@@ -76,7 +76,8 @@ struct Item {
   int32_t kv_start;       // token position; of a branch that in the snapshot's list
   int32_t kv_len;         // tokens, > 0, or kDynamic, or kBranch
   int16_t row_tile;       // packed rows of the tile
-  int16_t kv_tile;        // tokens of the tile; of a branch see seen_by_all()
+  int16_t kv_tile;        // tokens of the tile, which executors know from kv_len; of a branch see
+                          // seen_by_all()
   // Of an item of one query, which then is `row`, so that a kernel need not look its member up, its
   // Member::partial; of a branch how many segments it has.
   int32_t partial;

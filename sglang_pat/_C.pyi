@@ -172,6 +172,15 @@ def check_plan_cuda(
     num_q_heads: int,
     num_kv_heads: int,
 ) -> None: ...
+def check_decode_cuda(
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    k_stride_slot: int,
+    v_stride_slot: int,
+    scale: float,
+    logit_cap: float,
+) -> None: ...
 def snapshot_cuda(
     plan: int,
     req_to_token: Sequence[int],

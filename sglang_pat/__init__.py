@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix-aware decode attention for SGLang: pack, forward, merge.
 
-``plan`` turns radix paths into a plan, ``decode`` runs it. Importing this package touches neither
-CUDA nor SGLang.
+``plan`` turns radix paths into a plan, ``decode`` runs it; a CUDA graph captures it in a
+``Workspace``. Importing this package touches neither CUDA nor SGLang.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from sglang_pat.ops import decode
     from sglang_pat.planning import Plan, plan
     from sglang_pat.target import Target
+    from sglang_pat.workspace import Workspace
 
-__all__ = ["Plan", "Target", "__version__", "decode", "plan"]
+__all__ = ["Plan", "Target", "Workspace", "__version__", "decode", "plan"]
 
 _HOMES = {
     "Plan": "sglang_pat.planning",
     "Target": "sglang_pat.target",
     "decode": "sglang_pat.ops",
     "plan": "sglang_pat.planning",
+    "Workspace": "sglang_pat.workspace",
 }
 
 

@@ -113,6 +113,7 @@ class PatDecodeMixin:
             return
         self._serves = False
         self._unprepared = None
+        batch = None if in_capture else self._mailbox.take()
         plain = self._plain_decode(forward_batch)
         if in_capture or not plain or not self._serves_all_layers:
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
@@ -125,7 +126,6 @@ class PatDecodeMixin:
         if in_capture:
             self._take(self._steps.private(lens), None, forward_batch, start)
             return
-        batch = self._mailbox.take()
         count = forward_batch.batch_size - forward_batch.num_padding
         if forward_batch.num_padding:
             lens = lens[:count]
@@ -134,8 +134,7 @@ class PatDecodeMixin:
             if count:  # an idle rank of data parallel attention has nothing to plan
                 self._stats.fall_back("graph without a batch from the scheduler")
             plan, batch = self._steps.private(lens), None
-        for reason in self._base_layers:  # a replay does not come by forward_decode
-            self._stats.fall_back(f"layer with {reason}")
+        self._count_base_layers()  # a replay does not come by forward_decode
         self._take(plan, batch, forward_batch, start)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -144,6 +143,10 @@ class PatDecodeMixin:
         super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
         if self._serves and not self._in_eager:
             self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
+
+    def _count_base_layers(self) -> None:
+        for reason in self._base_layers:
+            self._stats.fall_back(f"layer with {reason}")
 
     def _plain_decode(self, forward_batch: Any) -> bool:
         """Whether ``pat`` serves a batch of this kind; counts it by reason if not."""
@@ -154,6 +157,8 @@ class PatDecodeMixin:
             self._stats.fall_back("speculative decoding")
         elif forward_batch.encoder_lens is not None:
             self._stats.fall_back("encoder lengths in the batch")
+        elif self._layers and len(self._base_layers) == len(self._layers):
+            self._count_base_layers()  # there is nothing to plan for
         else:
             return True
         return False
@@ -245,8 +250,9 @@ def make_pat_backend(runner: Any) -> Any:
     config = PatConfig.from_env()
     refusals.refuse_unsafe(runner)
     base, arguments = _base_of(runner)
-    if runner.is_draft_worker:
-        return base(runner, **arguments)  # drafts do not go through the scheduler's batches
+    if runner.is_draft_worker:  # drafts do not go through the scheduler's batches
+        logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", base.__name__)
+        return base(runner, **arguments)
     return _subclass(base)(runner, config, **arguments)
 
 

@@ -183,7 +183,7 @@ def _torch() -> Finding:
 def _platform() -> Finding:
     import torch
 
-    from sglang_pat.refusals import DEVICES
+    from sglang_pat.refusals import reason_against_gpu
 
     chosen = os.environ.get("SGLANG_PLATFORM", "")
     if chosen == CPU_PLATFORM:
@@ -199,8 +199,8 @@ def _platform() -> Finding:
     if not torch.cuda.is_available():
         os.environ["SGLANG_PLATFORM"] = CPU_PLATFORM
         return Finding("platform", "no GPU, SGLANG_PLATFORM is not set", "note", on_cpu)
-    if "cuda" not in DEVICES:
-        return Finding("platform", "a GPU, which this version does not serve", "block", on_cpu)
+    if reason := reason_against_gpu():
+        return Finding("platform", reason, "block", on_cpu)
     return Finding("platform", "a GPU, SGLang's own choice")
 
 

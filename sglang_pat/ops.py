@@ -8,7 +8,7 @@ import torch
 from sglang_pat import _C
 from sglang_pat.planning import Plan
 from sglang_pat.target import Target
-from sglang_pat.workspace import LAUNCHES, Workspace
+from sglang_pat.workspace import LAUNCHES, Workspace, require_kernels
 
 # Values of pat::DType (csrc/cpu/forward.h) and pat::CudaType (csrc/cuda/decode.h).
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -102,10 +102,11 @@ def decode(
         or lse.device != q.device
     ):
         raise ValueError(
-            f"lse is {tuple(lse.shape)} {lse.dtype} on {lse.device}, must be contiguous "
-            f"{shape[:2]} float32 on {q.device}"
+            f"lse is {tuple(lse.shape)} {lse.dtype} on {lse.device} with strides {lse.stride()}, "
+            f"must be contiguous {shape[:2]} float32 on {q.device}"
         )
     if q.device.type == "cuda":
+        _check_cuda(q, k_cache, v_cache, out, scale, logit_cap)
         if workspace is None:
             workspace = _workspace_for_call(q, k_cache, plan, max_context, partial_dtype)
             _check_lengths(plan, _per_query("seq_lens", seq_lens, num_queries))
@@ -143,6 +144,40 @@ def decode(
     return out
 
 
+def _check_cuda(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    logit_cap: float,
+) -> None:
+    """What the kernels ask for beyond ``decode``, before anything is launched."""
+    require_kernels()
+    head_dim = q.shape[2]
+    if q.dtype == torch.float32:
+        raise ValueError("q is float32, the CUDA kernels take bfloat16 and float16")
+    if v_cache.shape[2] != head_dim:
+        raise ValueError(
+            f"v_cache has head dim {v_cache.shape[2]}, q {head_dim}: must be alike on CUDA"
+        )
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
+        if tensor.data_ptr() % 16 or tensor.stride(0) % 8 or tensor.stride(1) % 8:
+            raise ValueError(
+                f"{name} is at address {tensor.data_ptr():#x} with strides {tensor.stride()}: its "
+                f"rows must begin at multiples of 16 bytes; make it contiguous"
+            )
+    _C.check_decode_cuda(
+        q.shape[1],
+        k_cache.shape[1],
+        head_dim,
+        k_cache.stride(0),
+        v_cache.stride(0),
+        scale,
+        logit_cap,
+    )
+
+
 def _decode_cuda(
     workspace: Workspace,
     q: torch.Tensor,
@@ -154,7 +189,7 @@ def _decode_cuda(
     scale: float,
     logit_cap: float,
 ) -> None:
-    """Check what the kernels ask for beyond ``decode`` and launch them."""
+    """Check that the workspace is for this call, and launch."""
     num_rows, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     target = workspace.target
@@ -162,12 +197,6 @@ def _decode_cuda(
         raise ValueError(f"the workspace is on {workspace.device}, q on {q.device}")
     if plan is not workspace.plan:
         raise ValueError("the workspace holds another plan: load() it and snapshot() first")
-    if q.dtype == torch.float32:
-        raise ValueError("q is float32, the CUDA kernels take bfloat16 and float16")
-    if v_cache.shape[2] != head_dim:
-        raise ValueError(
-            f"v_cache has head dim {v_cache.shape[2]}, q {head_dim}: must be alike on CUDA"
-        )
     heads = (num_q_heads, num_kv_heads, head_dim)
     if heads != (target.num_q_heads, target.num_kv_heads, target.head_dim):
         raise ValueError(
@@ -175,12 +204,6 @@ def _decode_cuda(
             f"workspace is for {target.num_q_heads}, {target.num_kv_heads} and {target.head_dim}"
         )
     workspace.check_rows(num_rows)
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
-        if tensor.data_ptr() % 16 or tensor.stride(0) % 8 or tensor.stride(1) % 8:
-            raise ValueError(
-                f"{name} is at address {tensor.data_ptr():#x} with strides {tensor.stride()}: its "
-                f"rows must begin at multiples of 16 bytes; make it contiguous"
-            )
     with torch.cuda.device(q.device):
         _C.decode_cuda(
             workspace.plan_ptr,
@@ -255,6 +278,8 @@ def _per_query(name: str, tensor: torch.Tensor, num_queries: int) -> torch.Tenso
     """[B] as contiguous int64 on the CPU; a copy only where it is not that already."""
     if tensor.shape != (num_queries,):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, q has {num_queries} queries")
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"{name} is {tensor.dtype}, must be an integer type")
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on meta, where tensors have no values")
     return tensor.to(device="cpu", dtype=torch.int64).contiguous()

@@ -52,7 +52,7 @@ def interface_mismatches() -> Iterator[str]:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.version import __version__
 
-    other = f"SGLang {__version__} is not the {SUPPORTED_SGLANG} that sglang_pat is made for"
+    other = f"sglang_pat is made for SGLang {SUPPORTED_SGLANG} as released, this is {__version__}"
     if not hook.is_installed(ForwardBatch.init_new):
         yield (
             f"the hook after {hook.TARGET} is not installed: look for 'Failed to apply hooks' or "
@@ -97,6 +97,21 @@ def interface_mismatches() -> Iterator[str]:
             yield f"{cls.__name__} has no {', '.join(sorted(missing))}: {other}"
 
 
+def reason_against_gpu() -> str:
+    """Why our kernels do not run on the current CUDA device, or "": one of them is tried."""
+    from sglang_pat import _C
+
+    if not hasattr(_C, "cuda_probe"):
+        return "this sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
+    found = _C.cuda_probe(torch.cuda.current_device())
+    if found["ok"]:
+        return ""
+    return (
+        f"our kernels, built for compute capability 8.x and 9.0, do not run on GPU "
+        f"{found['device']} of {found['arch'] / 10:.1f} ({found['error']})"
+    )
+
+
 def _device(runner: Any) -> Iterator[str]:
     if runner.device not in DEVICES:
         yield (
@@ -104,12 +119,8 @@ def _device(runner: Any) -> Iterator[str]:
             "SGLANG_PLATFORM=pat_cpu and --device cpu, or choose another --attention-backend"
         )
     elif runner.device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        if major < 8:
-            yield (
-                f"the GPU has compute capability {major}.{minor}, the kernels are for 8.0 and up: "
-                "choose another --attention-backend"
-            )
+        if reason := reason_against_gpu():
+            yield f"{reason}: choose another --attention-backend"
     elif os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         yield (
             "SGLANG_USE_CPU_ENGINE=1 selects SGLang's own CPU engine: unset it and set "
@@ -151,7 +162,10 @@ def _pool(runner: Any) -> Iterator[str]:
     for part in (pool, getattr(pool, "full_kv_pool", None)):
         layout = getattr(part, "kv_cache_layout", "nhd")
         if layout != "nhd":
-            yield f"the K/V cache has layout {layout!r}, not 'nhd': unset SGLANG_USE_HND_KVCACHE"
+            yield (
+                f"the K/V cache has layout {layout!r}, not 'nhd': unset SGLANG_USE_HND_KVCACHE or "
+                "the option that chose it"
+            )
     quant = pool.get_kv_cache_quant_method()
     if quant is not None and quant.name != "unquantized":
         yield f"the K/V cache is quantized by {quant.name}: set --kv-cache-dtype auto"
@@ -218,8 +232,9 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, target: Targ
         return f"a K cache of shape {tuple(keys.shape)}"
     if values.shape[1:] != (layer.tp_v_head_num, layer.v_head_dim):
         return f"a V cache of shape {tuple(values.shape)}"
-    if keys.dtype != dtype or values.dtype != dtype:
-        return f"a {keys.dtype} cache under {dtype} queries"
+    for cache in (keys, values):
+        if cache.dtype != dtype:
+            return f"a {cache.dtype} cache under {dtype} queries"
     return ""
 
 

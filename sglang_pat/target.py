@@ -120,7 +120,7 @@ class Target:
             "reread_weight": 1.0,
             # Beyond head dim 128 an SM has one half, to which no item is wide.
             "row_tiles": (16, 32, 64, 128) if head_dim <= 128 else (16, 32, 64),
-            "kv_tiles": (32, 64, 128),
+            "kv_tiles": (32, 64),
             "branching": "cost" if head_dim <= 128 else "never",  # not measured with one half
         }
         values |= _capacities(max_queries) | overrides

@@ -14,6 +14,14 @@ LAUNCHES = {"queue": 0, "streams": 1, "serial": 2}
 _STAGINGS = 3
 
 
+def require_kernels() -> None:
+    """Raise ValueError if the extension has no CUDA kernels."""
+    if not hasattr(_C, "decode_cuda"):
+        raise ValueError(
+            "this sglang_pat was built without CUDA kernels: install it with PAT_CUDA=ON"
+        )
+
+
 class Workspace:
     """Buffers that plans for ``target`` are executed in: plan, slots, lengths, partial results.
 
@@ -40,10 +48,7 @@ class Workspace:
         partial_dtype: torch.dtype = torch.float32,
         launch: str = "queue",
     ) -> None:
-        if not hasattr(_C, "decode_cuda"):
-            raise ValueError(
-                "this sglang_pat was built without CUDA kernels: install it with PAT_CUDA=ON"
-            )
+        require_kernels()
         self.device = torch.empty(0, device=device).device  # with its index
         if self.device.type != "cuda":
             raise ValueError(f"a workspace is on a CUDA device, not on {self.device}")
@@ -135,7 +140,9 @@ class Workspace:
             rows: int32 or int64 [B], the row of ``req_to_token`` that query i reads.
             seq_lens: int32 or int64 [B], tokens of query i.
 
-        B may exceed the plan's queries (a padded batch): the rows beyond are not read.
+        B may exceed the plan's queries (a padded batch): the rows beyond are not read. The values
+        of ``rows`` and ``seq_lens`` are read on the device, unchecked: a row that is not below R
+        and tokens beyond the table's width are read all the same.
 
         Raises ValueError for a wrong dtype, shape, stride or device, and for B smaller than the
         plan's queries or larger than the target's.

@@ -7,7 +7,10 @@ import json
 import math
 import sys
 from dataclasses import asdict, replace
+from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from kit_bench import (
     row,
 )
 
+from sglang_pat.bench import document as documents
 from sglang_pat.bench import kernel, peers, plot, traffic
 from sglang_pat.bench.floor import Heads, floor_us
 from sglang_pat.bench.kv import Batch, make_batch
@@ -185,6 +189,24 @@ def test_stored_results_are_printed_without_a_gpu(
     document["rows"] = [asdict(row(error=0.5))]
     kernel.write(document, file)
     assert kernel.main(["--from", str(file)]) == 1
+
+
+def test_versions_of_what_pip_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU host to which packages were carried as files."""
+
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", unknown)
+    module = ModuleType("sgl_kernel")
+    module.__spec__ = ModuleSpec("sgl_kernel", None)
+    module.__version__ = "0.4.5"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sgl_kernel", module)
+    missing = "not installed as a package"
+    assert documents.versions(["sglang-kernel", "nobody's"]) == {
+        "sglang-kernel": "0.4.5 (module)",
+        "nobody's": missing,
+    }
 
 
 def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets for GPUs that are not at hand, from properties as torch gives them."""
+"""GPUs that are not at hand: targets, from properties as torch gives them, and which are served."""
 
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from sglang_pat import gpus, plan
+from sglang_pat import _C, doctor, gpus, plan, refusals
+from sglang_pat.demo.server import default_device
 from sglang_pat.target import Target
 
 HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_queries": 64}
@@ -74,3 +77,74 @@ def test_smaller_gpus_split_long_sequences_less() -> None:
         for name, sms in (("NVIDIA H200", 132), ("NVIDIA L4", 58))
     )
     assert large.num_items > small.num_items > 1
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes torch see a GPU; sets what the probe of our kernels says of it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+
+    def probed(ok: bool, arch: int, error: str = "") -> None:
+        found = {"ok": ok, "arch": arch, "error": error}
+        monkeypatch.setattr(
+            _C, "cuda_probe", lambda device: found | {"device": device}, raising=False
+        )
+
+    return probed
+
+
+def test_a_gpu_that_runs_our_kernels_is_taken(a_gpu: Any) -> None:
+    a_gpu(True, 90)
+    assert refusals.reason_against_gpu() == ""
+    assert list(refusals._device(SimpleNamespace(device="cuda"))) == []
+    assert default_device() == "cuda"
+    assert doctor._platform().status == "ok"
+
+
+def test_a_gpu_without_a_kernel_is_named_and_passed_over(a_gpu: Any) -> None:
+    a_gpu(False, 100, "no kernel image is available for execution on the device")
+    (reason,) = refusals._device(SimpleNamespace(device="cuda"))
+    assert "GPU 3 of 10.0 (no kernel image" in reason and "8.x and 9.0" in reason
+    assert reason.endswith("choose another --attention-backend")
+    assert default_device() == "cpu"
+    finding = doctor._platform()
+    assert finding.status == "block" and "GPU 3 of 10.0" in finding.found
+
+
+def test_a_build_without_kernels_is_named(a_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_C, "cuda_probe", raising=False)
+    (reason,) = refusals._device(SimpleNamespace(device="cuda"))
+    assert "PAT_CUDA=OFF" in reason
+    assert default_device() == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("major", "flashinfer", "expected"),
+    [
+        (8, True, "FlashAttentionBackend"),
+        (9, True, "FlashAttentionBackend"),
+        (10, True, "FlashInferAttnBackend"),
+        (10, False, "TritonAttnBackend"),
+    ],
+)
+def test_the_base_is_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, major: int, flashinfer: bool, expected: str
+) -> None:
+    """FA3 where it runs, else FlashInfer, which wants to know of its workspace, else Triton."""
+    pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
+    from sglang_pat import backend
+
+    for name in ("FlashAttention", "FlashInferAttn", "TritonAttn"):
+        module = name.removesuffix("Attn").lower()
+        fake = ModuleType(module)
+        setattr(fake, f"{name}Backend", type(f"{name}Backend", (), {}))
+        place = f"sglang.srt.layers.attention.{module}_backend"
+        monkeypatch.setitem(sys.modules, place, fake)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: flashinfer)
+    runner = SimpleNamespace(device="cuda", init_new_workspace=True)
+    base, arguments = backend._base_of(runner)
+    assert base.__name__ == expected
+    assert arguments == ({"init_new_workspace": True} if "FlashInfer" in expected else {})

@@ -2,6 +2,7 @@
 #include "cpu/plan_check.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "check.h"
 
@@ -30,7 +31,9 @@ void check_args(const DecodeArgs& args) {
   PAT_CHECK(args.partial_dtype == DType::kF32 || args.partial_dtype == DType::kBF16,
             "partial_dtype is ", static_cast<int>(args.partial_dtype),
             ", must be 0 (fp32) or 1 (bf16)");
-  PAT_CHECK(args.logit_cap >= 0.0f, "logit_cap is ", args.logit_cap, ", must be 0 (off) or more");
+  PAT_CHECK(std::isfinite(args.scale), "scale is ", args.scale, ", must be finite");
+  PAT_CHECK(args.logit_cap >= 0.0f && std::isfinite(args.logit_cap), "logit_cap is ",
+            args.logit_cap, ", must be finite and 0 (off) or more");
   PAT_CHECK(args.num_threads >= 1 && args.num_threads <= kMaxThreads, "num_threads is ",
             args.num_threads, ", must be from 1 to ", kMaxThreads);
   PAT_CHECK(args.num_slots >= 0 && args.table_rows >= 0 && args.table_width >= 0,

@@ -64,6 +64,20 @@ void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor
   decode_cuda(args, pointer<void>(stream));
 }
 
+void check_decode(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_stride_slot,
+                  int64_t v_stride_slot, float scale, float logit_cap) {
+  CudaDecodeArgs args{};
+  args.k_stride_slot = k_stride_slot;
+  args.v_stride_slot = v_stride_slot;
+  args.num_q_heads = num_q_heads;
+  args.num_kv_heads = num_kv_heads;
+  args.head_dim = head_dim;
+  args.partial_bytes = 4;  // as a Workspace has it, or 2
+  args.scale = scale;
+  args.logit_cap = logit_cap;
+  check_decode_args(args);
+}
+
 void snapshot(int64_t plan, const Table& req_to_token, const Vector& rows, const Vector& seq_lens,
               const Table& slots, const std::array<int64_t, 2>& branches, int num_rows,
               int64_t stream) {
@@ -146,6 +160,10 @@ rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows].
 branches: (device address of int32, of uint16) [max_branch_tokens]: slots of the branches' tokens,
     and the packed rows that attend to each.
 Only launches. Raises RuntimeError with CUDA's error.)");
+  m.def("check_decode_cuda", &check_decode, py::arg("num_q_heads"), py::arg("num_kv_heads"),
+        py::arg("head_dim"), py::arg("k_stride_slot"), py::arg("v_stride_slot"), py::arg("scale"),
+        py::arg("logit_cap"),
+        "Raises the ValueError that decode_cuda would raise for these; needs no device.");
   m.def("decode_cuda", &decode, py::arg("plan"), py::arg("q"), py::arg("k_cache"),
         py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("slots"), py::arg("branches"),
         py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("trace"),

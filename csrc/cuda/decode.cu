@@ -44,7 +44,9 @@ Forks& forks_of_device() {  // the caller holds the mutex
   return *all[id];
 }
 
-void check_args(const CudaDecodeArgs& a) {
+}  // namespace
+
+void check_decode_args(const CudaDecodeArgs& a) {
   if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {
     throw_invalid("head_dim is %d, the CUDA kernels have 64, 128 and 256", a.head_dim);
   }
@@ -67,6 +69,8 @@ void check_args(const CudaDecodeArgs& a) {
                   static_cast<long long>(max_stride));
   }
 }
+
+namespace {
 
 ForwardParams forward_params(const CudaDecodeArgs& a) {
   ForwardParams p{};
@@ -155,7 +159,7 @@ void launch_streams(const ForwardParams& params, const CudaDecodeArgs& a, cudaSt
 }  // namespace
 
 void decode_cuda(const CudaDecodeArgs& args, void* stream_handle) {
-  check_args(args);
+  check_decode_args(args);
   if (args.num_rows == 0) return;
   auto* stream = static_cast<cudaStream_t>(stream_handle);
   const ForwardParams params = forward_params(args);

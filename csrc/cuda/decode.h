@@ -56,6 +56,10 @@ struct CudaDecodeArgs {
 inline constexpr int kQueueInts = 64;
 inline constexpr int kMaxGroup = 16;  // query heads a KV head
 
+// Throws std::invalid_argument for what the kernels do not have. Looks at sizes, strides and
+// numbers only, so that it needs no device.
+void check_decode_args(const CudaDecodeArgs& args);
+
 // Forward of all items, then the merge of queries with several splits.
 void decode_cuda(const CudaDecodeArgs& args, void* stream);
 

@@ -83,9 +83,8 @@ def _sweep(axis: Any, rows: Sequence[Row]) -> None:
         )
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
-    for side in (axis.xaxis, axis.yaxis):
-        side.set_major_formatter("{x:g}")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(bottom=0)
     axis.set_xlabel("queries")
     axis.set_ylabel("best peer / pat")
 

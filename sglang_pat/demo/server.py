@@ -37,9 +37,9 @@ def default_device() -> str:
     """``cuda`` if there is a GPU and ``pat`` serves it, else ``cpu``."""
     import torch
 
-    from sglang_pat.refusals import DEVICES
+    from sglang_pat.refusals import reason_against_gpu
 
-    return "cuda" if "cuda" in DEVICES and torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() and not reason_against_gpu() else "cpu"
 
 
 class Server:

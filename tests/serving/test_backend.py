@@ -99,10 +99,13 @@ class Bed:
         capture: bool = False,
         mode: ForwardMode = ForwardMode.DECODE,
         idle: bool = False,
+        announced: bool = True,
+        spec_info: Any = None,
+        encoder_lens: torch.Tensor | None = None,
     ) -> list[str]:
         """Announce a batch as the scheduler does and prepare it; what the base was asked."""
         actual = ForwardMode.IDLE if idle else mode
-        if not capture:
+        if announced and not capture:
             scheduled = SimpleNamespace(
                 reqs=self.reqs,
                 tree_cache=self.cache.tree,
@@ -114,8 +117,8 @@ class Bed:
         lens = torch.cat([lens, torch.ones(padding, dtype=torch.int64)])
         batch = SimpleNamespace(
             forward_mode=mode,
-            spec_info=None,
-            encoder_lens=None,
+            spec_info=spec_info,
+            encoder_lens=encoder_lens,
             batch_size=len(lens),
             num_padding=padding,
             seq_lens=lens,
@@ -221,6 +224,83 @@ def test_an_eager_batch_that_cannot_be_planned_is_the_bases(bed: Bed) -> None:
     assert bed.step(graph=False, padding=TARGET.max_queries) == EAGER
     assert bed.layer(0) == ["layer"]
     assert bed.fallbacks["batch not plannable"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [({"capture": True}, CAPTURE), ({}, ["out graph"]), ({"graph": False}, EAGER)],
+    ids=["capture", "replay", "eager"],
+)
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"mode": ForwardMode.MIXED}, "mixed"),
+        ({"mode": ForwardMode.TARGET_VERIFY}, "target_verify"),
+        ({"mode": ForwardMode.DRAFT_EXTEND_V2}, "draft_extend_v2"),
+        ({"spec_info": object()}, "speculative decoding"),
+        ({"encoder_lens": torch.ones(QUERIES)}, "encoder lengths in the batch"),
+    ],
+)
+def test_what_is_no_plain_decode_batch_is_the_bases(
+    bed: Bed, arguments: dict[str, Any], asked: list[str], fields: dict[str, Any], reason: str
+) -> None:
+    """Between steps that ``pat`` serves, whose plan and layers it leaves alone."""
+    bed.step(capture=True)
+    assert bed.layer(0) == bed.step(graph=False) == []
+    before = len(bed.executor.plans), bed.executor.snapshots
+    assert bed.step(**arguments, **fields) == asked
+    assert bed.layer(0) == ["layer"]
+    assert (len(bed.executor.plans), bed.executor.snapshots) == before
+    assert bed.fallbacks == {reason: 1}
+    assert bed.step(graph=False) == bed.layer(0) == []
+    assert bed.fallbacks == {reason: 1}
+
+
+def test_an_eager_batch_that_nobody_announced_is_the_bases(bed: Bed) -> None:
+    """A warm-up's, also where the layers are known and the scheduler's batches are served."""
+    bed.step(capture=True)
+    assert bed.layer(0) == bed.step(graph=False) == []
+    plans = len(bed.executor.plans)
+    assert bed.step(graph=False, announced=False) == EAGER
+    assert bed.layer(0) == ["layer"]
+    assert len(bed.executor.plans) == plans
+    assert bed.fallbacks == {"no batch from the scheduler": 1}
+
+
+@pytest.mark.parametrize("layers", [[], [0], [0, 1]], ids=["unknown", "ours", "one the base's"])
+def test_a_replay_that_nobody_announced_shares_nothing(bed: Bed, layers: list[int]) -> None:
+    """The graph runs our layers in any case, so they get a plan, of private requests."""
+    bed.step(capture=True)
+    for layer in layers:
+        bed.layer(layer, window=8 if layer else -1)
+    asked = [] if layers == [0] else ["out graph"]
+    assert bed.step() == asked
+    assert bed.executor.plans[-1].num_shared_items > 0
+    assert bed.step(announced=False, padding=2) == asked
+    plan = bed.executor.plans[-1]
+    assert (plan.num_queries, plan.num_shared_items) == (QUERIES, 0)
+    assert bed.fallbacks["graph without a batch from the scheduler"] == 1
+    assert bed.layer(0) == []
+
+
+def test_a_batch_that_was_not_for_us_is_not_kept(bed: Bed) -> None:
+    bed.step(capture=True)
+    bed.layer(0)
+    bed.step(spec_info=object())
+    bed.step(announced=False)
+    assert bed.executor.plans[-1].num_shared_items == 0
+    assert bed.fallbacks["graph without a batch from the scheduler"] == 1
+
+
+def test_without_a_layer_of_ours_nothing_is_planned_or_claimed(bed: Bed) -> None:
+    bed.step(capture=True)
+    assert bed.layer(0, window=8) == bed.layer(1, window=8) == ["layer"]
+    plans = len(bed.executor.plans)
+    assert bed.step() == ["out graph"]
+    assert bed.step(graph=False) == EAGER
+    assert bed.layer(0, window=8) == ["layer"]
+    assert len(bed.executor.plans) == plans and bed.backend._stats.decode_steps == 0
+    assert bed.fallbacks == {"layer with a sliding window": 6}
 
 
 def test_padding_is_not_planned_and_steady_steps_keep_their_plan(bed: Bed) -> None:

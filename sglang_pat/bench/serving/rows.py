@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang_pat.demo.counters import Counters
@@ -141,8 +142,7 @@ def table(rows: Sequence[Row], limits: Mapping[str, float]) -> list[str]:
     backends = unique(row.backend for row in rows)
     lines = [
         f"{'workload':14} {'backend':12} runs  {'ITL p50 ms':>22} {'p99':>7} {'TPOT':>7} "
-        f"{'TTFT p50':>9} {'tokens/s':>9} {'step ms':>8} {'ITL/step':>8} {'plan us':>8} "
-        f"{'reuse us':>8} {'packed':>9} {'K/V saved':>10}"
+        f"{'TTFT p50':>9} {'tokens/s':>9} {'step ms':>8} {'ITL/step':>8} {COUNTED_HEADS}"
     ]
     workloads = unique(row.workload for row in rows)
     for workload in workloads:
@@ -168,21 +168,33 @@ def table(rows: Sequence[Row], limits: Mapping[str, float]) -> list[str]:
     return lines + warnings(rows)
 
 
-def _line(rows: Sequence[Row]) -> str:
-    def median(name: str) -> float | None:
-        found = Spread.of(getattr(row, name) for row in rows)
-        return found.median if found else None
+def _median(rows: Sequence[Row] | Sequence[TraceRow], name: str) -> float | None:
+    found = Spread.of(getattr(row, name) for row in rows)
+    return found.median if found else None
 
-    steps, packed, saved = median("decode_steps"), median("packed_steps"), median("kv_saved_bytes")
+
+COUNTED_HEADS = f"{'plan us':>8} {'reuse us':>8} {'packed':>9} {'K/V saved':>10}"
+
+
+def _counted_cells(rows: Sequence[Row] | Sequence[TraceRow]) -> str:
+    """Of pat's counters, under COUNTED_HEADS."""
+    names = ("plan_us", "reuse_us", "decode_steps", "packed_steps", "kv_saved_bytes")
+    plan, reuse, steps, packed, saved = (_median(rows, name) for name in names)
+    return (
+        f"{_number(plan, 0):>8} {_number(reuse, 0):>8} "
+        f"{'-' if packed is None else f'{packed:.0f}/{steps:.0f}':>9} "
+        f"{'-' if saved is None else f'{saved / 1e9:.3g} GB':>10}"
+    )
+
+
+def _line(rows: Sequence[Row]) -> str:
+    median = partial(_median, rows)
     return (
         f"{rows[0].workload:14} {rows[0].backend:12} {len(rows):4}  "
         f"{Spread.of(row.itl_p50_ms for row in rows)!s:>22} {_number(median('itl_p99_ms'), 2):>7} "
         f"{_number(median('tpot_ms'), 2):>7} {_number(median('ttft_ms'), 1):>9} "
         f"{_number(median('tokens_per_s'), 0):>9} {_number(median('step_ms'), 2):>8} "
-        f"{_number(median('client_over_engine'), 2):>8} {_number(median('plan_us'), 0):>8} "
-        f"{_number(median('reuse_us'), 0):>8} "
-        f"{'-' if packed is None else f'{packed:.0f}/{steps:.0f}':>9} "
-        f"{'-' if saved is None else f'{saved / 1e9:.3g} GB':>10}"
+        f"{_number(median('client_over_engine'), 2):>8} {_counted_cells(rows)}"
     )
 
 
@@ -211,7 +223,8 @@ def trace_table(rows: Sequence[TraceRow]) -> list[str]:
     """One line for every backend, trace and rate: medians over the runs."""
     lines = [
         f"{'trace':13} {'rate/s':>6} {'backend':12} {'done':>9} {'cached':>6} {'TTFT p50':>9} "
-        f"{'p99':>8} {'TPOT':>7} {'p99':>7} {'ITL p50':>8} {'p99':>7} {'tokens/s':>9}"
+        f"{'p99':>8} {'TPOT':>7} {'p99':>7} {'ITL p50':>8} {'p99':>7} {'tokens/s':>9} "
+        f"{COUNTED_HEADS}"
     ]
     for key in dict.fromkeys((row.trace, row.rate, row.backend) for row in rows):
         found = [row for row in rows if (row.trace, row.rate, row.backend) == key]
@@ -225,7 +238,7 @@ def trace_table(rows: Sequence[TraceRow]) -> list[str]:
             f"{trace:13} {rate:6g} {backend:12} {done:>9} {median('cached'):6.0%} "
             f"{median('ttft_p50_ms'):9.1f} {median('ttft_p99_ms'):8.1f} {median('tpot_ms'):7.2f} "
             f"{median('tpot_p99_ms'):7.2f} {median('itl_p50_ms'):8.2f} "
-            f"{median('itl_p99_ms'):7.2f} {median('tokens_per_s'):9.0f}"
+            f"{median('itl_p99_ms'):7.2f} {median('tokens_per_s'):9.0f} {_counted_cells(found)}"
         )
     return lines
 

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``decode`` and ``Workspace`` refuse what does not fit, with what was given and what fits; what a
+GPU is needed for is in tests/gpu/test_errors.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kit_cases import Case, case
+from kit_plans import Piece
+from kit_trees import target
+
+from sglang_pat import _C
+from sglang_pat.ops import _check_cuda, decode
+from sglang_pat.workspace import Workspace
+
+# A prefix of 40 tokens and three tails of 10: 70 slots and 50 that nobody owns, a table [6, 55].
+PIECES = [Piece((0, 1, 2), 0, 40), *(Piece((i,), 40, 10) for i in range(3))]
+HEADS = (8, 2)
+
+
+def arguments_of(inputs: Case) -> dict[str, Any]:
+    """All of ``decode``'s arguments; what it writes to holds NaN."""
+    num_queries, num_q_heads, _ = inputs.q.shape
+    return {
+        "q": inputs.q,
+        "k_cache": inputs.k,
+        "v_cache": inputs.v,
+        "req_to_token": inputs.table,
+        "rows": inputs.rows,
+        "seq_lens": inputs.seq_lens,
+        "plan": inputs.plan(),
+        "scale": inputs.scale,
+        "logit_cap": inputs.logit_cap,
+        "out": torch.full((num_queries, num_q_heads, inputs.v.shape[2]), float("nan")),
+        "lse": torch.full((num_queries, num_q_heads), float("nan")),
+        "partial_dtype": torch.float32,
+        "workspace": None,
+    }
+
+
+@pytest.fixture(scope="module")
+def inputs() -> Case:
+    """D is 64 and Dv 48, so that neither can pass for the other."""
+    return case(PIECES, HEADS, 64, 48)
+
+
+@pytest.mark.parametrize("index", [torch.int16, torch.int32, torch.int64], ids=str)
+def test_what_fits_runs(inputs: Case, index: torch.dtype) -> None:
+    """The case that all below change: without this, a refusal says nothing of its change."""
+    fits = replace(inputs, rows=inputs.rows.to(index), seq_lens=inputs.seq_lens.to(index))
+    arguments = arguments_of(fits)
+    out, lse = arguments["out"], arguments["lse"]
+    assert decode(**arguments) is out
+    truth, truth_lse = inputs.truth()
+    torch.testing.assert_close(out.double(), truth, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
+    assert torch.equal(decode(**(arguments | {"out": None, "lse": None})), out)
+
+
+def test_a_stride_that_nothing_takes_is_free() -> None:
+    """Of a dimension of one, as a table cut to one token has it."""
+    one = case([Piece((0,), 0, 1)], HEADS)
+    table = one.table[:, ::6]
+    assert table.shape[1] == 1 and table.stride(1) == 6
+    out = decode(**(arguments_of(one) | {"req_to_token": table}))
+    torch.testing.assert_close(out.double(), one.truth()[0], rtol=1e-4, atol=1e-5)
+    assert workspace_of().check_batch(**(batch(3) | {"req_to_token": table})) == 3
+
+
+def meta(tensor: torch.Tensor) -> torch.Tensor:
+    """On the only other device that every machine has."""
+    return tensor.to("meta")
+
+
+Changes = dict[str, tuple[str, Callable[[Any], Any], str]]
+OUT = "must be (3, 8, 48) torch.float32 on cpu"
+LSE = "must be contiguous (3, 8) float32 on cpu"
+WRONG: Changes = {
+    "q dims": ("q", lambda t: t[0], "q has shape (8, 64), must have 3 dimensions"),
+    "q stride": ("q", lambda t: t[..., ::2], "q has strides (536, 67, 2), the last must be 1"),
+    "q device": ("q", meta, "q is on meta: sglang_pat decodes on CPU and CUDA devices"),
+    "q dtype": ("q", torch.Tensor.int, "q is torch.int32, must be float32, bfloat16 or float16"),
+    "k dims": ("k_cache", lambda t: t[0], "k_cache has shape (2, 64), must have 3 dimensions"),
+    "k device": ("k_cache", meta, "k_cache is on meta, q on cpu: move one of them"),
+    "k dtype": (
+        "k_cache",
+        torch.Tensor.bfloat16,
+        "k_cache is torch.bfloat16 and v_cache torch.float32, must be torch.float32 as q is",
+    ),
+    "k head dim": ("k_cache", lambda t: t[..., :56], "k_cache has head dim 56, q has 64"),
+    "v dims": ("v_cache", lambda t: t[0], "v_cache has shape (2, 48), must have 3 dimensions"),
+    "v device": ("v_cache", meta, "v_cache is on meta, q on cpu: move one of them"),
+    "v dtype": (
+        "v_cache",
+        torch.Tensor.half,
+        "k_cache is torch.float32 and v_cache torch.float16, must be torch.float32 as q is",
+    ),
+    "v slots": ("v_cache", lambda t: t[1:], "v_cache has 119 slots of 2 heads, k_cache 120 of 2"),
+    "v heads": ("v_cache", lambda t: t[:, 1:], "120 slots of 1 heads, k_cache 120 of 2"),
+    "table dims": ("req_to_token", lambda t: t[0], "has shape (55,), must have 2 dimensions"),
+    "table stride": ("req_to_token", lambda t: t[:, ::2], "strides (55, 2), the last must be 1"),
+    "table device": ("req_to_token", meta, "req_to_token is on meta, q on cpu"),
+    "table dtype": ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
+    "rows length": ("rows", lambda t: t[:2], "rows has shape (2,), q has 3 queries"),
+    "rows dims": ("rows", lambda t: t[:, None], "rows has shape (3, 1), q has 3 queries"),
+    "rows dtype": ("rows", torch.Tensor.float, "rows is torch.float32, must be an integer type"),
+    "rows value": ("rows", lambda t: t + 6, "is outside of req_to_token with 6 rows"),
+    "lens length": ("seq_lens", lambda t: t[:2], "seq_lens has shape (2,), q has 3 queries"),
+    "lens dims": ("seq_lens", lambda t: t[None], "seq_lens has shape (1, 3), q has 3 queries"),
+    "lens dtype": ("seq_lens", torch.Tensor.half, "torch.float16, must be an integer type"),
+    "lens value": ("seq_lens", lambda t: t + 6, "length 56 is outside of req_to_token with 55"),
+    "plan batch": (
+        "plan",
+        lambda _: case([Piece((0, 1), 0, 40)], HEADS).plan(),
+        "the plan is for 2 queries, the arguments have 3",
+    ),
+    "plan heads": (
+        "plan",
+        lambda _: case(PIECES, (8, 4)).plan(),
+        "the plan is for 8 query and 4 KV heads, the arguments have 8 and 2",
+    ),
+    "rows bool": ("rows", torch.Tensor.bool, "rows is torch.bool, must be an integer type"),
+    "rows device": ("rows", meta, "rows is on meta, where tensors have no values"),
+    "lens complex": ("seq_lens", lambda t: t + 0j, "seq_lens is torch.complex64, must be an int"),
+    "scale": ("scale", lambda _: float("nan"), "scale is nan, must be finite"),
+    "logit_cap": ("logit_cap", lambda _: -1.0, "is -1, must be finite and 0 (off) or more"),
+    "logit_cap inf": ("logit_cap", lambda _: float("inf"), "logit_cap is inf, must be finite"),
+    "out dims": ("out", lambda t: t[0], "out has shape (8, 48), must have 3 dimensions"),
+    "out stride": ("out", lambda t: t.mT.contiguous().mT, "(384, 1, 8), the last must be 1"),
+    "out shape": ("out", lambda t: t[1:], f"out is (2, 8, 48) torch.float32 on cpu, {OUT}"),
+    "out dtype": ("out", torch.Tensor.half, f"out is (3, 8, 48) torch.float16 on cpu, {OUT}"),
+    "out device": ("out", meta, f"out is (3, 8, 48) torch.float32 on meta, {OUT}"),
+    "lse stride": (
+        "lse",
+        lambda t: t.T.contiguous().T,
+        f"torch.float32 on cpu with strides (1, 3), {LSE}",
+    ),
+    "lse shape": (
+        "lse",
+        lambda t: t[1:],
+        f"lse is (2, 8) torch.float32 on cpu with strides (8, 1), {LSE}",
+    ),
+    "lse dtype": (
+        "lse",
+        torch.Tensor.double,
+        f"lse is (3, 8) torch.float64 on cpu with strides (8, 1), {LSE}",
+    ),
+    "lse device": ("lse", meta, f"lse is (3, 8) torch.float32 on meta with strides (8, 1), {LSE}"),
+    "partial_dtype": (
+        "partial_dtype",
+        lambda _: torch.float16,
+        "partial_dtype is torch.float16, must be float32 or bfloat16",
+    ),
+    "workspace": (
+        "workspace",
+        lambda _: SimpleNamespace(device=torch.device("cuda", 0)),
+        "workspace is on cuda:0, q on cpu: leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments_of_decode(inputs: Case, what: str) -> None:
+    """Each is refused before anything is written."""
+    name, change, message = WRONG[what]
+    arguments = arguments_of(inputs)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decode(**(arguments | {name: change(arguments[name])}))
+    assert arguments["out"].isnan().all() and arguments["lse"].isnan().all()
+
+
+def test_no_workspace_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_C, "decode_cuda", raising=False)
+    with pytest.raises(ValueError, match=r"built without CUDA kernels: install it with PAT_CUDA"):
+        Workspace(target(), 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cpu"}, "a workspace is on a CUDA device, not on cpu"),
+        ({"partial_dtype": torch.half}, "partial_dtype is torch.float16, must be float32 or bf"),
+        ({"launch": "fast"}, "launch is 'fast', must be one of queue, streams, serial"),
+        ({"max_context": 0}, "max_context is 0, must be 1 or more"),
+        ({"max_context": -5}, "max_context is -5, must be 1 or more"),
+    ],
+    ids=["device", "partial_dtype", "launch", "max_context", "negative max_context"],
+)
+def test_workspaces_that_make_no_sense(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    """Seen without a GPU: torch, asked for an empty tensor on one, gives only its device."""
+
+    def empty(*_: int, device: str) -> SimpleNamespace:
+        return SimpleNamespace(device=torch.device(device))
+
+    monkeypatch.setattr(_C, "decode_cuda", None, raising=False)  # so in a build without CUDA
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Workspace(target(), **({"max_context": 100, "device": "cuda:0"} | changes))
+
+
+def workspace_of(planned: int | None = 2) -> Workspace:
+    """What the checks read of a workspace, on the CPU: for 4 queries of 55 tokens, with a plan of
+    ``planned`` queries or none."""
+    made: Any = Workspace.__new__(Workspace)
+    made.device, made.max_context = torch.device("cpu"), 55
+    made.target = target(max_queries=4)
+    made.plan = None if planned is None else SimpleNamespace(num_queries=planned)
+    return made
+
+
+def batch(num_rows: int) -> dict[str, torch.Tensor]:
+    return {
+        "req_to_token": torch.zeros(6, 55, dtype=torch.int32),
+        "rows": torch.arange(num_rows),
+        "seq_lens": torch.arange(num_rows, dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize(("planned", "num_rows"), [(2, 2), (2, 4), (None, 0), (None, 4)])
+def test_batches_that_fit(planned: int | None, num_rows: int) -> None:
+    """As many queries as the plan has, as the workspace has room for; none before a plan."""
+    assert workspace_of(planned).check_batch(**batch(num_rows)) == num_rows
+
+
+WRONG_BATCHES: Changes = {
+    "table device": ("req_to_token", meta, "req_to_token is on meta, the workspace on cpu"),
+    "table dims": ("req_to_token", lambda t: t[0], "strides (1,), must have 2 dimensions"),
+    "table stride": (
+        "req_to_token",
+        lambda t: t[:, ::2],
+        "shape (6, 28) and strides (55, 2), must have 2 dimensions, the last of stride 1",
+    ),
+    "table dtype": ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
+    "table width": (
+        "req_to_token",
+        lambda t: t.repeat(1, 2),
+        "req_to_token has 110 tokens a row, the workspace holds 55: make it for a larger",
+    ),
+    "rows device": ("rows", meta, "rows is on meta, the workspace on cpu"),
+    "rows dims": ("rows", lambda t: t[:, None], "rows has shape (3, 1) and strides (1, 1), must"),
+    "rows stride": ("rows", lambda t: t.repeat(2)[::2], "rows has shape (3,) and strides (2,)"),
+    "rows dtype": ("rows", torch.Tensor.short, "rows is torch.int16, must be int32 or int64"),
+    "rows length": ("rows", lambda t: t[:2], "2 rows and 3 seq_lens: need one of each"),
+    "lens device": ("seq_lens", meta, "seq_lens is on meta, the workspace on cpu"),
+    "lens dims": ("seq_lens", lambda t: t[None], "seq_lens has shape (1, 3) and strides (3, 1)"),
+    "lens stride": ("seq_lens", lambda t: t.repeat(2)[::2], "(3,) and strides (2,), must have 1"),
+    "lens dtype": ("seq_lens", torch.Tensor.float, "is torch.float32, must be int32 or int64"),
+    "lens length": ("seq_lens", lambda t: t[:2], "3 rows and 2 seq_lens: need one of each"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BATCHES)
+def test_wrong_batches_of_a_workspace(what: str) -> None:
+    name, change, message = WRONG_BATCHES[what]
+    given = batch(3)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        workspace_of().check_batch(**(given | {name: change(given[name])}))
+
+
+@pytest.mark.parametrize(("planned", "num_rows"), [(2, 1), (2, 5), (None, 5)])
+def test_batches_of_a_wrong_size(planned: int | None, num_rows: int) -> None:
+    """Smaller than the plan or larger than the buffers, asked of either check."""
+    workspace = workspace_of(planned)
+    message = (
+        f"a batch of {num_rows}: the loaded plan has {planned or 0} queries and the workspace room "
+        f"for 4; plan for this batch, or make the workspace for a target of larger max_queries"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        workspace.check_rows(num_rows)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        workspace.check_batch(**batch(num_rows))
+
+
+WRONG_ON_CUDA: dict[str, tuple[dict[str, Any], str]] = {
+    "fp32": ({"dtype": torch.float32}, "q is float32, the CUDA kernels take bfloat16 and float16"),
+    "v head dim": ({"v_dim": 128}, "v_cache has head dim 128, q 64: must be alike on CUDA"),
+    "alignment": ({"shift": 1}, "rows must begin at multiples of 16 bytes; make it contiguous"),
+    "head dim": ({"dim": 72, "v_dim": 72}, "head_dim is 72, the CUDA kernels have 64, 128 and 256"),
+    "ratio": ({"heads": (34, 2)}, "34 query heads on 2 KV heads: the ratio must be a whole number"),
+    "scale": ({"scale": float("inf")}, "scale is inf and logit_cap 0, both must be finite"),
+    "logit_cap": ({"logit_cap": -1.0}, "logit_cap -1, both must be finite and the cap 0 (off)"),
+}
+
+
+@pytest.mark.skipif(not hasattr(_C, "check_decode_cuda"), reason="built with PAT_CUDA=OFF")
+@pytest.mark.parametrize("what", [*WRONG_ON_CUDA, ""])
+def test_what_cuda_kernels_do_not_have(what: str) -> None:
+    """Told before anything is launched, so without a device."""
+
+    def check(
+        dtype: torch.dtype = torch.bfloat16,
+        heads: tuple[int, int] = HEADS,
+        dim: int = 64,
+        v_dim: int = 64,
+        shift: int = 0,
+        scale: float = 0.125,
+        logit_cap: float = 0.0,
+    ) -> None:
+        q = torch.zeros(3, heads[0], dim, dtype=dtype)
+        k = torch.zeros(10 * heads[1] * dim + shift, dtype=dtype)[shift:].view(10, heads[1], dim)
+        v = torch.zeros(10, heads[1], v_dim, dtype=dtype)
+        _check_cuda(q, k, v, torch.zeros_like(q), scale, logit_cap)
+
+    if not what:
+        check()
+        return
+    changes, message = WRONG_ON_CUDA[what]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(**changes)
