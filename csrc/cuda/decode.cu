@@ -44,34 +44,6 @@ Forks& forks_of_device() {  // the caller holds the mutex
   return *all[id];
 }
 
-}  // namespace
-
-void check_decode_args(const CudaDecodeArgs& a) {
-  if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {
-    throw_invalid("head_dim is %d, the CUDA kernels have 64, 128 and 256", a.head_dim);
-  }
-  if (a.num_kv_heads < 1 || a.num_q_heads < 1 || a.num_q_heads % a.num_kv_heads ||
-      a.num_q_heads / a.num_kv_heads > kMaxGroup) {
-    throw_invalid("%d query heads on %d KV heads: the ratio must be a whole number from 1 to %d",
-                  a.num_q_heads, a.num_kv_heads, kMaxGroup);
-  }
-  if (a.partial_bytes != 2 && a.partial_bytes != 4) {
-    throw_invalid("partial_bytes is %d, must be 2 or 4", a.partial_bytes);
-  }
-  if (!(a.logit_cap >= 0.0f) || std::isinf(a.logit_cap) || !std::isfinite(a.scale)) {
-    throw_invalid("scale is %g and logit_cap %g, both must be finite and the cap 0 (off) or more",
-                  a.scale, a.logit_cap);
-  }
-  const int64_t max_stride = std::numeric_limits<uint32_t>::max() / 2;
-  if (a.k_stride_slot > max_stride || a.v_stride_slot > max_stride) {
-    throw_invalid("slots of k_cache and v_cache are %lld and %lld elements apart, at most %lld fit",
-                  static_cast<long long>(a.k_stride_slot), static_cast<long long>(a.v_stride_slot),
-                  static_cast<long long>(max_stride));
-  }
-}
-
-namespace {
-
 ForwardParams forward_params(const CudaDecodeArgs& a) {
   ForwardParams p{};
   p.plan = a.plan;
@@ -157,6 +129,30 @@ void launch_streams(const ForwardParams& params, const CudaDecodeArgs& a, cudaSt
 }
 
 }  // namespace
+
+void check_decode_args(const CudaDecodeArgs& a) {
+  if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {
+    throw_invalid("head_dim is %d, the CUDA kernels have 64, 128 and 256", a.head_dim);
+  }
+  if (a.num_kv_heads < 1 || a.num_q_heads < 1 || a.num_q_heads % a.num_kv_heads ||
+      a.num_q_heads / a.num_kv_heads > kMaxGroup) {
+    throw_invalid("%d query heads on %d KV heads: the ratio must be a whole number from 1 to %d",
+                  a.num_q_heads, a.num_kv_heads, kMaxGroup);
+  }
+  if (a.partial_bytes != 2 && a.partial_bytes != 4) {
+    throw_invalid("partial_bytes is %d, must be 2 or 4", a.partial_bytes);
+  }
+  if (!(a.logit_cap >= 0.0f) || std::isinf(a.logit_cap) || !std::isfinite(a.scale)) {
+    throw_invalid("scale is %g and logit_cap %g, both must be finite and the cap 0 (off) or more",
+                  a.scale, a.logit_cap);
+  }
+  const int64_t max_stride = std::numeric_limits<uint32_t>::max() / 2;
+  if (a.k_stride_slot > max_stride || a.v_stride_slot > max_stride) {
+    throw_invalid("slots of k_cache and v_cache are %lld and %lld elements apart, at most %lld fit",
+                  static_cast<long long>(a.k_stride_slot), static_cast<long long>(a.v_stride_slot),
+                  static_cast<long long>(max_stride));
+  }
+}
 
 void decode_cuda(const CudaDecodeArgs& args, void* stream_handle) {
   check_decode_args(args);

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,15 @@ def require() -> Any:
         ) from None
 
 
-def finish(axis: Any, title: str) -> None:
-    """Title and legend above a panel, no frame: how all our pictures look."""
+def head(axis: Any, title: str) -> None:
+    """Title above a panel, no frame: how all our pictures look."""
     axis.set_title(title, loc="left", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def finish(axis: Any, title: str) -> None:
+    """``head``, and a legend beside the title."""
+    head(axis, title)
     axis.legend(frameon=False, fontsize=8, ncols=6, loc="lower right", bbox_to_anchor=(1, 1))
 
 
@@ -45,22 +50,33 @@ def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
 
 def _trees(axis: Any, rows: Sequence[Row]) -> None:
     """Bars: every contestant as a multiple of the floor."""
-    width = 0.8 / len(CONTESTANTS)
-    for place, name in enumerate(CONTESTANTS):
-        found = [(x, row) for x, row in enumerate(rows) if getattr(row, name) is not None]
-        axis.bar(
-            [x + (place - (len(CONTESTANTS) - 1) / 2) * width for x, _ in found],
-            [getattr(row, name) / row.floor_us for _, row in found],
-            width,
-            label=name,
-            color=COLOURS[name],
-        )
-    axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_yscale("log", base=2)
-    axis.yaxis.set_major_formatter("{x:g}")
+    times = {name: [getattr(row, name) for row in rows] for name in CONTESTANTS}
+    bars(axis, [row.spec for row in rows], times, [row.floor_us for row in rows], log=True)
     axis.set_ylabel("time / floor")
+
+
+def bars(
+    axis: Any,
+    specs: Sequence[str],
+    values: Mapping[str, Sequence[float | None]],
+    units: Sequence[float],
+    *,
+    log: bool,
+) -> None:
+    """Bars side by side at every tree, one a name: its values as multiples of the trees' units, and
+    a line at 1. No bar for None."""
+    width = 0.8 / len(values)
+    for place, (name, column) in enumerate(values.items()):
+        shift = (place - (len(values) - 1) / 2) * width
+        found = [(x + shift, v / units[x]) for x, v in enumerate(column) if v is not None]
+        places, heights = [x for x, _ in found], [height for _, height in found]
+        axis.bar(places, heights, width, label=name, color=COLOURS[name])
+    axis.axhline(1, color="black", linewidth=0.8)
+    if log:
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter("{x:g}")
     axis.margins(x=0.01)
-    axis.set_xticks(range(len(rows)), [label(row.spec) for row in rows], fontsize=5)
+    axis.set_xticks(range(len(specs)), [_label(spec) for spec in specs], fontsize=5)
 
 
 def _sweep(axis: Any, rows: Sequence[Row]) -> None:
@@ -89,7 +105,7 @@ def _sweep(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_ylabel("best peer / pat")
 
 
-def label(spec: str) -> str:
+def _label(spec: str) -> str:
     """The tree on two or more short lines."""
     nodes, tokens = spec.split("_")
     return "\n".join(_wrap(nodes) + _wrap(tokens))

@@ -29,7 +29,7 @@ from sglang_pat.bench.document import Document
 from sglang_pat.bench.floor import Heads, kv_bytes, least_bytes
 from sglang_pat.bench.layer import Layer, Settings, device_batch
 from sglang_pat.bench.peers import PEERS, usable
-from sglang_pat.bench.plot import COLOURS, finish, label, require
+from sglang_pat.bench.plot import bars, finish, require
 from sglang_pat.bench.report import groups
 from sglang_pat.bench.trees import Tree
 from sglang_pat.planning import plan
@@ -156,8 +156,13 @@ def draw(rows: Sequence[Traffic], path: Path) -> None:
     figure = require().Figure(figsize=(12, 6.0 * len(panels)), layout="constrained")
     axes = figure.subplots(2 * len(panels), squeeze=False)[:, 0]
     for i, (title, members) in enumerate(panels):
+        specs, least = [row.spec for row in members], [row.least for row in members]
         for axis, level, named in ((axes[2 * i], "l2", "L2"), (axes[2 * i + 1], "dram", "DRAM")):
-            _bars(axis, members, level)
+            moved = {
+                name: [getattr(row, f"{name}_{level}") for row in members]
+                for name in ("pat", "fa3")
+            }
+            bars(axis, specs, moved, least, log=level == "l2")
             if level == "l2":
                 for name, style in (("plan", "v"), ("unpacked", "^")):
                     counted = [getattr(row, name) / row.least for row in members]
@@ -165,20 +170,6 @@ def draw(rows: Sequence[Traffic], path: Path) -> None:
             axis.set_ylabel(f"{named} bytes / least")
             finish(axis, f"{title}: {named}")
     figure.savefig(path, dpi=150)
-
-
-def _bars(axis: Any, rows: Sequence[Traffic], level: str) -> None:
-    for name, shift in (("pat", -0.2), ("fa3", 0.2)):
-        moved = [getattr(row, f"{name}_{level}") for row in rows]
-        found = [(x, value / rows[x].least) for x, value in enumerate(moved) if value is not None]
-        places, heights = [x + shift for x, _ in found], [height for _, height in found]
-        axis.bar(places, heights, 0.4, label=name, color=COLOURS[name])
-    axis.axhline(1, color="black", linewidth=0.8)
-    if level == "l2":
-        axis.set_yscale("log", base=2)
-        axis.yaxis.set_major_formatter("{x:g}")
-    axis.margins(x=0.01)
-    axis.set_xticks(range(len(rows)), [label(row.spec) for row in rows], fontsize=5)
 
 
 def show(document: Document, picture: Path | None) -> int:

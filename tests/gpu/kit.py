@@ -50,10 +50,11 @@ def on_device(inputs: Case, dtype: torch.dtype) -> Case:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """On the GPU, made where the tensor is: of one on the host a copy is all that the GPU does."""
     rows, heads, dim = tensor.shape
-    wide = torch.full((rows, heads + 1, dim + 8), float("nan"), dtype=tensor.dtype, device="cuda")
-    wide[:, 1:, :dim] = tensor.cuda()
-    return wide[:, 1:, :dim]
+    wide = tensor.new_full((rows, heads + 1, dim + 8), float("nan"))
+    wide[:, 1:, :dim] = tensor
+    return wide.cuda()[:, 1:, :dim]
 
 
 def target_of(inputs: Case, **overrides: Any) -> Target:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit import DevicePlan, target_of
+from kit import DevicePlan, on_device, target_of
 from kit_cases import Case, by_hand, case
 from kit_plans import Piece, forest, prefix
 
@@ -33,10 +33,9 @@ def run(
 ) -> None:
     """Two steps of the case's plan."""
     inputs = inputs.to(dtype)
-    q, k, v = (strided(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
-    table, rows, seq_lens = inputs.table.cuda(), inputs.rows.cuda(), inputs.seq_lens.cuda()
+    given = on_device(inputs, dtype)
     plan = DevicePlan(inputs.plan(wide))
-    workspace = Workspace(target_of(inputs), table.shape[1], launch=launch)
+    workspace = Workspace(target_of(inputs), given.table.shape[1], launch=launch)
     for name in ("queue", "_plan_buffer", "_branch_slots", "_branch_rows"):
         buffer: torch.Tensor = getattr(workspace, name)
         buffer.copy_(torch.zeros(buffer.shape, dtype=buffer.dtype))  # from the host
@@ -50,21 +49,14 @@ def run(
         "lse": lse,
         "workspace": workspace,
     }
+    batch = (given.table, given.rows, given.seq_lens)
     for _ in range(2):
-        workspace.snapshot(table, rows, seq_lens)
-        decode(q, k, v, table, rows, seq_lens, plan, **options)  # type: ignore[arg-type]
+        workspace.snapshot(*batch)
+        decode(given.q, given.k, given.v, *batch, plan, **options)  # type: ignore[arg-type]
     truth, truth_lse = inputs.truth()
     assert (out.cpu().double() - truth).norm() < 0.01 * truth.norm()
     finite = truth_lse.isfinite()
     assert (lse.cpu() - truth_lse)[finite].abs().max() < 0.05
-
-
-def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """On the GPU, with NaN between its rows, copied as a whole."""
-    rows, heads, dim = tensor.shape
-    wide = torch.full((rows, heads + 1, dim + 8), float("nan"), dtype=tensor.dtype)
-    wide[:, 1:, :dim] = tensor
-    return wide.cuda()[:, 1:, :dim]
 
 
 def pieces(seed: int, num_queries: int) -> list[Piece]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from sglang_pat.bench.serving.client import RequestError
+from sglang_pat.bench.serving.client import RequestError, Timeline, stream
 from sglang_pat.bench.serving.model import GIB, Model
 from sglang_pat.bench.serving.workload import Prompt
 from sglang_pat.demo.counters import Counters, parse_counters
@@ -114,10 +114,17 @@ class Served:
         self.server.post("/generate", {"input_ids": prompts, "sampling_params": parameters})
         self._idle_since = time.monotonic()
 
+    def stream(
+        self, bodies: Sequence[bytes], *, at_s: Sequence[float] | None = None, timeout_s: float
+    ) -> list[Timeline]:
+        """``client.stream`` to this server."""
+        timelines = stream(self.server.port, bodies, at_s=at_s, timeout_s=timeout_s)
+        self._idle_since = time.monotonic()
+        return timelines
+
     def step_notes(self) -> dict[str, list[float]]:
         """The scheduler's own step times so far, by batch size: see ``timing.step_ms``."""
         state: dict[str, Any] = self.server.get("/server_info")["internal_states"][0]
-        self._idle_since = time.monotonic()
         notes: dict[str, list[float]] = state["step_time_dict"]
         return notes
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.plot import COLOURS, finish, require
+from sglang_pat.bench.plot import COLOURS, finish, head, require
 from sglang_pat.bench.serving.rows import Row, Spread, TraceRow, spread, unique
 
 _OTHER_COLOUR = "#a0a0a0"
@@ -56,7 +56,8 @@ def draw_traces(groups: Sequence[tuple[str, Sequence[TraceRow]]], path: Path) ->
             tpot.set_ylabel("TPOT, ms")
             _over_rate(ttft, rows, "ttft_p50_ms")
             ttft.set_ylabel("TTFT p50, ms")
-            tpot.set_title(f"{trace}, {title}", loc="left", fontsize=10)
+            head(tpot, f"{trace}, {title}")
+            head(ttft, "")
     axes[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(path, dpi=150)
 
@@ -79,7 +80,6 @@ def _over_rate(axis: Any, rows: Sequence[TraceRow], name: str) -> None:
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_xlabel("requests/s")
     axis.set_ylim(bottom=0)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _figure(rows: int, columns: int) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from sglang_pat.bench.serving.client import body, stream
+from sglang_pat.bench.serving.client import body
 from sglang_pat.bench.serving.fleet import Served
 from sglang_pat.bench.serving.rows import Row, TraceRow, counted_fields
 from sglang_pat.bench.serving.timing import TooShort, latencies, step_ms
@@ -97,7 +97,7 @@ def run_workloads(
     largest = max(workloads, key=lambda workload: workload.requests)
     batch = _batch(largest, settings, "warm-up")
     bodies = [body(p, WARM_UP_TOKENS, settings.stream_interval) for p in batch.prompts]
-    _warm_up(fleet, bodies, [0.0] * len(bodies), budget, lambda served: _prepare(served, batch))
+    _warm_up(fleet, bodies, None, budget, lambda served: _prepare(served, batch))
     for run in range(settings.runs):
         for workload in workloads:
             kind = str(workload)
@@ -113,7 +113,7 @@ def run_workloads(
 def _warm_up(
     fleet: Sequence[Served],
     bodies: Sequence[bytes],
-    at_s: Sequence[float],
+    at_s: Sequence[float] | None,
     budget: Budget,
     prepare: Callable[[Served], None],
 ) -> None:
@@ -122,8 +122,7 @@ def _warm_up(
         if budget.allows("warm-up"):
             began = time.monotonic()
             prepare(served)
-            stream(served.server.port, bodies, at_s=at_s, timeout_s=REQUEST_TIMEOUT_S)
-            served.step_notes()  # notes when the server became idle
+            served.stream(bodies, at_s=at_s, timeout_s=REQUEST_TIMEOUT_S)
             served.counted()
             budget.took("warm-up", time.monotonic() - began)
 
@@ -144,7 +143,7 @@ def _measure(
 ) -> Row:
     _prepare(served, batch)
     before = served.step_notes()
-    timelines = stream(served.server.port, bodies, timeout_s=REQUEST_TIMEOUT_S)
+    timelines = served.stream(bodies, timeout_s=REQUEST_TIMEOUT_S)
     after = served.step_notes()
     found = latencies(timelines, together=True)
     return Row(
@@ -261,8 +260,7 @@ def _replay(
 ) -> TraceRow:
     served.flush()
     timeout_s = settings.duration_s + REQUEST_TIMEOUT_S
-    timelines = stream(served.server.port, bodies, at_s=replay.at_s, timeout_s=timeout_s)
-    served.step_notes()  # notes when the server became idle
+    timelines = served.stream(bodies, at_s=replay.at_s, timeout_s=timeout_s)
     found = latencies(timelines, together=False)
     return TraceRow(
         backend=served.backend,
