@@ -3,13 +3,15 @@
 
 Found by SGLang because this folder is on the server's PYTHONPATH. The fault to commit is the
 content of the file that ``PAT_TEETH_FAULT`` names, read at every call; empty means none.
-``PAT_TEETH_UNHOOK=1`` keeps SGLang from installing sglang_pat's hook.
+``PAT_TEETH_UNHOOK=1`` keeps SGLang from installing sglang_pat's hook. ``PAT_TEETH_SLEEP=1`` lets
+a server without a GPU sleep: SGLang waits for torch's GPU then, even on another platform.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +27,14 @@ def load() -> None:
     register_radix_cache_backend("classic", lambda context: RadixCache(params=context.params))
     if os.environ.get("PAT_TEETH_UNHOOK") == "1":
         HookRegistry._patched.add(hook.TARGET)  # SGLang takes the hook for applied
+    if os.environ.get("PAT_TEETH_SLEEP") == "1":
+        from sglang.srt.managers.scheduler_components import weight_updater
+
+        weight_updater.torch = SimpleNamespace(
+            distributed=torch.distributed,
+            inference_mode=torch.inference_mode,
+            get_device_module=lambda: torch.cpu,
+        )
     fault_file = os.environ.get("PAT_TEETH_FAULT")
     if fault_file:
         ops.decode = Saboteur(ops.decode, Path(fault_file))
