@@ -52,15 +52,15 @@ class PatDecodeMixin:
         self._base_layers: list[str] = []  # the reasons of those that are
         self._reporter = start_reporter(self._stats, serving=True)
         logger.info(
-            "sglang_pat serves decode on %s over %s: %d query heads, %d KV heads, head dim %d, "
-            "%d units, up to %d requests; %s",
-            runner.device,
-            type(self).__mro__[2].__name__,
+            "sglang_pat: decode runs on pat, prefill on SGLang's own attention (%s), as intended; "
+            "%d query heads, %d KV heads, head dim %d, up to %d requests on %d %s; %s",
+            _prefill_attention(runner, type(self).__mro__[2]),
             self._target.num_q_heads,
             self._target.num_kv_heads,
             self._target.head_dim,
-            self._target.units,
             self._target.max_queries,
+            self._target.units,
+            "threads" if runner.device == "cpu" else "SMs",
             config,
         )
 
@@ -78,7 +78,7 @@ class PatDecodeMixin:
     def _plan_eager(self, batch: LiveBatch | None, forward_batch: Any) -> bool:
         """Plan a decode batch, if it can be; whether it was."""
         if batch is None:  # warm-up forwards are made without the scheduler
-            self._stats.fall_back("no batch from the scheduler", level=logging.INFO)
+            self._stats.warm_up()
             return False
         start = time.perf_counter_ns()
         plan = self._steps.plan(batch, _host_lens(forward_batch))
@@ -152,7 +152,7 @@ class PatDecodeMixin:
         """Whether ``pat`` serves a batch of this kind; counts it by reason if not."""
         mode = forward_batch.forward_mode
         if not mode.is_decode():
-            self._stats.fall_back(mode.name.lower(), level=logging.INFO)
+            self._stats.other_forward(mode.name)
         elif forward_batch.spec_info is not None:
             self._stats.fall_back("speculative decoding")
         elif forward_batch.encoder_lens is not None:
@@ -281,6 +281,12 @@ def _base_of(runner: Any) -> tuple[type, dict[str, Any]]:
 @lru_cache
 def _subclass(base: type) -> type:
     return type(f"Pat{base.__name__}", (PatDecodeMixin, base), {})
+
+
+def _prefill_attention(runner: Any, base: type) -> str:
+    """What runs prefill: the base, unless ``--prefill-attention-backend`` names another."""
+    named: str | None = getattr(runner, "prefill_attention_backend_str", None)
+    return base.__name__ if named in (None, "pat") else named
 
 
 def _host_lens(forward_batch: Any) -> torch.Tensor:

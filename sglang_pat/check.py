@@ -33,7 +33,7 @@ def check_plan(
     the slots of its radix path as far as that is protected. Raises SlotMismatch naming request,
     node, token position and both slots.
     """
-    for shared in _shared_ranges(plan):
+    for shared in shared_ranges(plan):
         span = slice(shared.begin, shared.begin + shared.tokens)
         expected = req_to_token[rows[shared.reader], span]
         for query in shared.queries:
@@ -55,7 +55,7 @@ def check_plan(
         )
 
 
-class _Shared(NamedTuple):
+class Shared(NamedTuple):
     """Tokens that an item reads in the row of ``reader`` for all of ``queries``."""
 
     reader: int
@@ -64,7 +64,8 @@ class _Shared(NamedTuple):
     queries: list[int]
 
 
-def _shared_ranges(plan: Plan) -> Iterator[_Shared]:
+def shared_ranges(plan: Plan) -> Iterator[Shared]:
+    """What the plan reads once for several queries; a pack may be in several such ranges."""
     members = plan.members["query"]
     for item in plan.items[plan.items["num_queries"] > 1]:
         first = int(item["member_offset"])
@@ -77,7 +78,7 @@ def _shared_ranges(plan: Plan) -> Iterator[_Shared]:
             ranges = segments[segments["num_queries"] > 1][names].tolist()
         for reader, begin, tokens, offset, queries in ranges:
             of_range = members[first + offset : first + offset + queries]
-            yield _Shared(int(reader), int(begin), int(tokens), of_range.tolist())
+            yield Shared(int(reader), int(begin), int(tokens), of_range.tolist())
 
 
 def _name(reqs: Sequence[Any], query: int) -> str:

@@ -67,7 +67,6 @@ class StepPlanner:
         beyond ``batch.reqs`` (padding, beams) share nothing. Counts the step. Never raises: what
         goes wrong in reading SGLang's tree or in planning costs the sharing, not the server.
         """
-        stats = self._stats
         count = len(seq_lens)
         self._step += 1
         plan, handles = self._plan, None
@@ -86,13 +85,7 @@ class StepPlanner:
             total = _total_tokens(plan, seq_lens)
         if plan is None:
             return None
-        stats.plans_made += self.made
-        stats.plans_reused += not self.made
-        stats.decode_steps += 1
-        stats.packed_steps += plan.num_shared_items > 0
-        stats.branched_steps += plan.num_segments > 0
-        stats.kv_tokens_unpacked += total
-        stats.kv_tokens_read += plan.kv_tokens_read(total)
+        self._stats.step(plan, total, made=self.made)
         return plan
 
     def private(self, seq_lens: torch.Tensor) -> Plan:
@@ -128,7 +121,8 @@ class StepPlanner:
         if batch.tree_cache is not self._view.tree_cache:
             self._view = RadixView(batch.tree_cache)
             self._key = None
-            logger.info("sglang_pat: reads paths from %s", self._view.kind or self._view.disabled)
+            found = self._view.kind or f"nowhere ({self._view.disabled})"
+            logger.info("sglang_pat: looks for shared prefixes in SGLang's cache: %s", found)
         anew, self._anew = self._anew, False
         try:
             handles = self._view.read_handles(batch.reqs, batch.rows, self._step, anew=anew)
