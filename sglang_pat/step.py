@@ -121,8 +121,9 @@ class StepPlanner:
         if batch.tree_cache is not self._view.tree_cache:
             self._view = RadixView(batch.tree_cache)
             self._key = None
-            found = self._view.kind or f"nowhere ({self._view.disabled})"
-            logger.info("sglang_pat: looks for shared prefixes in SGLang's cache: %s", found)
+            kind, disabled = self._view.kind, self._view.disabled
+            where = f"in SGLang's radix cache ({kind})" if kind else f"nowhere: {disabled}"
+            logger.info("sglang_pat: looks for shared prefixes %s", where)
         anew, self._anew = self._anew, False
         try:
             handles = self._view.read_handles(batch.reqs, batch.rows, self._step, anew=anew)
