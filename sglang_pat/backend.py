@@ -80,12 +80,25 @@ class PatDecodeMixin:
         if batch is None:  # warm-up forwards are made without the scheduler
             self._stats.warm_up()
             return False
+        if forward_batch.batch_size > self._target.max_queries:
+            self._stats.fall_back("batch beyond the workspace", self._beyond(forward_batch))
+            return False
         start = time.perf_counter_ns()
         plan = self._steps.plan(batch, _host_lens(forward_batch))
         if plan is None:
             return False
         self._take(plan, batch, forward_batch, start, eager=True)
         return True
+
+    def _beyond(self, forward_batch: Any) -> str:
+        room = self._target.max_queries
+        text = (
+            f"a batch of {forward_batch.batch_size} requests is beyond the {room} that the "
+            "workspace holds, so SGLang's attention serves it"
+        )
+        # Only the padding of data parallel attention goes beyond the pool's requests.
+        by_budget = room < self.req_to_token_pool.size
+        return f"{text}; raise SGLANG_PAT_WORKSPACE_MB" if by_budget else text
 
     def _prepare_base(self, forward_batch: Any) -> None:
         self._in_eager = True  # some bases call the two methods of graphs from here

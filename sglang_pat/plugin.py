@@ -7,7 +7,8 @@ BACKEND = "pat"
 
 
 def register() -> None:
-    """Add ``--attention-backend pat`` and the one hook that hands us the batch. Idempotent.
+    """Add ``--attention-backend pat`` and the hooks: one hands us the batch, one tells us that
+    the server has woken up. Idempotent.
 
     SGLang only logs what a plugin raises, so nothing is verified here: the backend does that when
     it is made (``sglang_pat.refusals``). No heavy module is imported before it is needed.
@@ -20,11 +21,13 @@ def register() -> None:
     )
 
     from sglang_pat import hook
+    from sglang_pat.srt import sleep
 
     if BACKEND in ATTENTION_BACKEND_CHOICES:
         return
     register_attention_backend(BACKEND)(_make_backend)
     HookRegistry.register(hook.TARGET, hook.after_init_new, HookType.AFTER)
+    HookRegistry.register(sleep.TARGET, sleep.after_resume, HookType.AFTER)
     add_attention_backend_choices([BACKEND])
 
 

@@ -222,12 +222,36 @@ def test_eager_steps_prepare_the_base_until_the_layers_are_known(bed: Bed) -> No
     assert bed.layer(1, window=8) == ["layer"]
 
 
-def test_an_eager_batch_that_cannot_be_planned_is_the_bases(bed: Bed) -> None:
+@pytest.mark.parametrize("pool", [QUERIES, 64])
+def test_an_eager_batch_beyond_the_workspace_is_the_bases(
+    bed: Bed, caplog: pytest.LogCaptureFixture, pool: int
+) -> None:
+    """One of data parallel attention's padding, or of a pool that the budget has no room for."""
+    bed.runner.req_to_token_pool.size = pool
     bed.step(capture=True)
     bed.layer(0)
-    assert bed.step(graph=False, padding=TARGET.max_queries) == EAGER
+    for _ in range(2):
+        assert bed.step(graph=False, padding=TARGET.max_queries) == EAGER
+        assert bed.layer(0) == ["layer"]
+    assert bed.fallbacks == {"batch beyond the workspace": 2}
+    (record,) = [record for record in caplog.records if "beyond the workspace" in record.message]
+    assert record.levelname == "WARNING"
+    room, given = TARGET.max_queries, QUERIES + TARGET.max_queries
+    assert f"a batch of {given} requests is beyond the {room} that the" in record.message
+    assert ("raise SGLANG_PAT_WORKSPACE_MB" in record.message) == (pool > room)
+    # The next one that fits is served, and so is one of exactly as many.
+    assert bed.step(graph=False, padding=room - QUERIES) == []
+    assert bed.layer(0) == []
+
+
+def test_an_eager_batch_that_cannot_be_planned_is_the_bases(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed.step(capture=True)
+    bed.layer(0)
+    monkeypatch.setattr(bed.backend._steps, "plan", lambda *_: None)
+    assert bed.step(graph=False) == EAGER
     assert bed.layer(0) == ["layer"]
-    assert bed.fallbacks["batch not plannable"] == 1
 
 
 @pytest.mark.parametrize(
