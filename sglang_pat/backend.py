@@ -20,7 +20,7 @@ from sglang_pat.check import check_plan
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import make_executor
 from sglang_pat.hook import LiveBatch, Mailbox
-from sglang_pat.metrics import Reporter
+from sglang_pat.srt.reporting import start_reporter
 from sglang_pat.stats import Stats
 from sglang_pat.step import StepPlanner
 
@@ -50,7 +50,7 @@ class PatDecodeMixin:
         self._unprepared: Any = None  # eager decode batch that the base has not seen
         self._layers: dict[int, str] = {}  # why a layer is the base's, or "", by layer id
         self._base_layers: list[str] = []  # the reasons of those that are
-        self._reporter = _start_reporter(self._stats)
+        self._reporter = start_reporter(self._stats, serving=True)
         logger.info(
             "sglang_pat serves decode on %s over %s: %d query heads, %d KV heads, head dim %d, "
             "%d units, up to %d requests; %s",
@@ -291,17 +291,3 @@ def _host_lens(forward_batch: Any) -> torch.Tensor:
     if lens.dtype != torch.int64 or not lens.is_contiguous():
         lens = lens.to(torch.int64).contiguous()
     return lens
-
-
-def _start_reporter(stats: Stats) -> Reporter:
-    """Report as SGLang does: from the first tensor-parallel rank, unless told to from all."""
-    from sglang.srt.runtime_context import get_observability, get_parallel
-
-    parallel, options = get_parallel(), get_observability()
-    export = options.enable_metrics and (
-        parallel.attn_tp_rank == 0 or options.enable_metrics_for_all_schedulers
-    )
-    labels = {"tp_rank": str(parallel.tp_rank), "pp_rank": str(parallel.pp_rank)}
-    reporter = Reporter(stats, labels, export=export)
-    reporter.start()
-    return reporter
