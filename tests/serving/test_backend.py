@@ -142,6 +142,7 @@ class Bed:
             attn_type=SimpleNamespace(value="decoder"),
             sliding_window_size=window,
             xai_temperature_len=-1,
+            use_irope=False,
             logit_cap=0.0,
             tp_q_head_num=HEADS,
             tp_k_head_num=HEADS,
