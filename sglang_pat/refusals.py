@@ -8,7 +8,6 @@ stops the server.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator
 from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any
@@ -17,16 +16,11 @@ import torch
 
 from sglang_pat import hook
 from sglang_pat.config import SUPPORTED_SGLANG
+from sglang_pat.srt import support
 
 if TYPE_CHECKING:
     from sglang_pat.target import Target
 
-# What the executors read, by device.
-DTYPES = {
-    "cpu": (torch.float32, torch.bfloat16, torch.float16),
-    "cuda": (torch.bfloat16, torch.float16),
-}
-DEVICES = tuple(DTYPES)
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = (64, 128, 256), 16
 # The CPU executor's vectors; the largest head dim it has room for.
 HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 512
@@ -113,65 +107,35 @@ def reason_against_gpu() -> str:
 
 
 def _device(runner: Any) -> Iterator[str]:
-    if runner.device not in DEVICES:
-        yield (
-            f"this version serves on {', '.join(DEVICES)}, not on {runner.device!r}: set "
-            "SGLANG_PLATFORM=pat_cpu and --device cpu, or choose another --attention-backend"
-        )
-    elif runner.device == "cuda":
-        if reason := reason_against_gpu():
-            yield f"{reason}: choose another --attention-backend"
-    elif os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        yield (
-            "SGLANG_USE_CPU_ENGINE=1 selects SGLang's own CPU engine: unset it and set "
-            "SGLANG_PLATFORM=pat_cpu"
-        )
+    yield from support.device_refusals(runner.device)
+    if runner.device == "cuda" and (reason := reason_against_gpu()):
+        yield f"{reason}: {support.CHOOSE_ANOTHER}"
 
 
 def _model(runner: Any) -> Iterator[str]:
-    model = runner.model_config
-    way_out = "choose another --attention-backend"
-    if runner.use_mla_backend:
-        yield f"the model uses MLA, whose cache holds latents instead of K and V: {way_out}"
-    if model.is_encoder_decoder:
-        yield f"encoder-decoder models shift their rows of req_to_token: {way_out}"
-    dtypes = DTYPES[runner.device]
-    if runner.device == "cuda" and runner.kv_cache_dtype == torch.float8_e4m3fn:
-        return  # its layers are the base's, see reason_against_layer
-    if runner.kv_cache_dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        yield (
-            f"the K/V cache is {runner.kv_cache_dtype}, on {runner.device} pat reads {names}: set "
-            "--kv-cache-dtype auto and one of these --dtype"
-        )
-    elif runner.kv_cache_dtype != runner.dtype:
-        yield (
-            f"the K/V cache is {runner.kv_cache_dtype} but the model {runner.dtype}: "
-            "set --kv-cache-dtype auto"
-        )
+    yield from support.model_refusals(
+        uses_mla=runner.use_mla_backend,
+        is_encoder_decoder=runner.model_config.is_encoder_decoder,
+        prefill_aware_swa=runner.prefill_aware_swa,
+    )
+    yield from support.kv_dtype_refusals(runner.device, runner.kv_cache_dtype, runner.dtype)
 
 
 def _pool(runner: Any) -> Iterator[str]:
     pool = runner.token_to_kv_pool
-    translator = runner.kv_index_translator
-    if translator.is_translating or pool.requires_physical_write_loc:
-        yield (
-            "slot ids of a unified memory pool are virtual: drop --enable-unified-memory and "
-            "--enable-page-major-kv-layout"
-        )
-    for part in (pool, getattr(pool, "full_kv_pool", None)):
-        layout = getattr(part, "kv_cache_layout", "nhd")
-        if layout != "nhd":
-            yield (
-                f"the K/V cache has layout {layout!r}, not 'nhd': unset SGLANG_USE_HND_KVCACHE or "
-                "the option that chose it"
-            )
     quant = pool.get_kv_cache_quant_method()
-    if quant is not None and quant.name != "unquantized":
-        yield f"the K/V cache is quantized by {quant.name}: set --kv-cache-dtype auto"
+    parts = (pool, getattr(pool, "full_kv_pool", None))
+    yield from support.pool_refusals(
+        virtual_slots=(
+            runner.kv_index_translator.is_translating or pool.requires_physical_write_loc
+        ),
+        layouts=tuple(getattr(part, "kv_cache_layout", "nhd") for part in parts),
+        quant_name="" if quant is None or quant.name == "unquantized" else quant.name,
+    )
 
 
 def _modes() -> Iterator[str]:
+    """Of the published configuration, which may have been changed since the arguments."""
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import (
         get_disagg,
@@ -181,32 +145,21 @@ def _modes() -> Iterator[str]:
         get_schedule,
     )
 
-    run, parallel, memory = get_exec(), get_parallel(), get_memory()
-    active = {
-        "--enable-two-batch-overlap: half batches have no requests of their own": (
-            run.overlap.enable_two_batch_overlap
-        ),
-        "--enable-pdmux: two backends share one model runner": get_disagg().enable_pdmux,
-        "--enable-deterministic-inference: packing depends on the batch": (
-            run.deterministic.enable_deterministic_inference
-        ),
-        "--enable-torch-compile: it would freeze a plan": run.graph.enable_torch_compile,
-        "--dcp-size > 1: a rank holds part of each sequence": parallel.attn_dcp_size > 1,
-        "--attn-cp-size > 1: a rank holds part of each sequence": parallel.attn_cp_size > 1,
-        "--enable-kv-cache-sharding: pages are interleaved over ranks": (
-            parallel.enable_kv_cache_sharding
-        ),
-        "--enable-hisparse: slots move during a request": memory.enable_hisparse,
-        "--prefill-only-disable-kv-cache: nothing is cached": (
-            get_schedule().prefill_only_disable_kv_cache
-        ),
-        "SGLANG_ENABLE_METADATA_GLUE_GRAPH: it would freeze a plan": (
-            envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
-        ),
-    }
-    for why, on in active.items():
-        if on:
-            yield f"{why}; drop it or choose another --attention-backend"
+    run, parallel = get_exec(), get_parallel()
+    yield from support.mode_refusals(
+        {
+            "two_batch_overlap": run.overlap.enable_two_batch_overlap,
+            "pdmux": get_disagg().enable_pdmux,
+            "deterministic": run.deterministic.enable_deterministic_inference,
+            "torch_compile": run.graph.enable_torch_compile,
+            "dcp": parallel.attn_dcp_size > 1,
+            "cp": parallel.attn_cp_size > 1,
+            "kv_sharding": parallel.enable_kv_cache_sharding,
+            "hisparse": get_memory().enable_hisparse,
+            "no_kv_cache": get_schedule().prefill_only_disable_kv_cache,
+            "glue_graph": envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get(),
+        }
+    )
 
 
 def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, target: Target) -> str:

@@ -46,6 +46,7 @@ def _runner(**changes: Any) -> SimpleNamespace:
     values = {
         "device": "cpu",
         "use_mla_backend": False,
+        "prefill_aware_swa": False,
         "model_config": SimpleNamespace(is_encoder_decoder=False),
         "dtype": BF16,
         "kv_cache_dtype": BF16,
@@ -113,6 +114,11 @@ def _with(pool: Any) -> dict[str, Any]:
         ("_device", {"device": "xpu"}, f"on cpu, cuda, not on 'xpu': .* --device cpu, or {CHOOSE}"),
         ("_model", {"use_mla_backend": True}, f"uses MLA, .*: {CHOOSE}"),
         ("_model", {"model_config": SHIFTED}, f"encoder-decoder .*: {CHOOSE}"),
+        (
+            "_model",
+            {"prefill_aware_swa": True},
+            f"a window of its last tokens .UnlimitedOCRForCausalLM.*: {CHOOSE}",
+        ),
         ("_model", _cache(FP32, FP32), ""),
         ("_model", _cache(BF16, BF16), ""),
         ("_model", _cache(FP16, FP16, "cuda"), ""),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from sglang_pat.capacity import MB, Capacity, fit_workspace
@@ -199,22 +200,28 @@ def _describe(model_config: Any) -> str:
     )
 
 
-def _attention_ranks(args: Any) -> int:
-    """Ranks that the heads of a layer are split over."""
-    return int(args.tp_size) // max(1, int(args.attn_dp_size))
-
-
 def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int]]:
+    from sglang.srt.runtime_context import attn_tp_size_of
+
+    ranks = attn_tp_size_of(args)
     reasons = layers.reasons_by_layer(model_config)
-    against_heads = _against_heads(args, model_config, gpu)
+    heads = SimpleNamespace(
+        qk_head_dim=model_config.head_dim,
+        v_head_dim=model_config.v_head_dim,
+        tp_q_head_num=model_config.get_num_attention_heads(ranks),
+        tp_k_head_num=model_config.get_num_kv_heads(ranks),
+    )
+    against_heads = reason_against_heads(heads, args.device)
     return layers.grouped([reason or against_heads for reason in reasons])
 
 
 def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
     """What the backend will allocate on each GPU, for as many requests as the server may run."""
+    from sglang.srt.runtime_context import attn_tp_size_of
+
     requests = args.max_running_requests or _MOST_REQUESTS
     return fit_workspace(
-        num_q_heads=model_config.get_num_attention_heads(_attention_ranks(args)),
+        num_q_heads=model_config.get_num_attention_heads(attn_tp_size_of(args)),
         head_dim=model_config.head_dim,
         max_context=model_config.context_len,
         pool_requests=max(1, requests // max(1, int(args.attn_dp_size))),
