@@ -9,7 +9,6 @@ the backend is made (``sglang_pat.refusals``) stay: only there are the pools and
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,15 +37,18 @@ def mark_checked(server_args: Any) -> None:
 
 
 def before_resolve(server_args: Any) -> None:
-    """Hook before ``resolve_once``: refuse a machine on which SGLang itself finds no device.
+    """Hook before ``resolve_once``: refuse wrong options of ours, and a machine on which SGLang
+    itself finds no device.
 
-    Without this, SGLang fails there with "No accelerator ... is available" or, with
+    Without the latter, SGLang fails there with "No accelerator ... is available" or, with
     ``--device cpu``, with "No module named 'vllm'".
     """
     if getattr(server_args, _CHECKED, False) or not asks_for_pat(server_args):
         return
-    if reason := reason_against_machine():
-        _refuse(server_args, [reason])
+    if reasons := [
+        reason for reason in (_reason_against_options(), reason_against_machine()) if reason
+    ]:
+        _refuse(server_args, reasons)
 
 
 def after_resolve(_result: None, server_args: Any) -> None:
@@ -83,10 +85,8 @@ def launch_refusals(server_args: Any) -> Iterator[str]:
     from sglang_pat.refusals import interface_mismatches
     from sglang_pat.srt.support import config_refusals
 
-    try:
-        PatConfig.from_env()
-    except ValueError as error:
-        yield str(error)
+    if reason := _reason_against_options():  # where pat is the platform's default
+        yield reason
     mismatches = list(interface_mismatches())
     yield from mismatches
     arguments = resolving_view(server_args)
@@ -96,6 +96,15 @@ def launch_refusals(server_args: Any) -> Iterator[str]:
     if mismatches or str(arguments.model_path).lower() in ("none", "dummy"):
         return
     yield from config_refusals(server_args, model_config_of(server_args))
+
+
+def _reason_against_options() -> str:
+    """Why ``SGLANG_PAT_*`` is wrong, or ""."""
+    try:
+        PatConfig.from_env()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def reason_against_device(index: int) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def gpu_here(index: int = 0) -> Gpu | None:
 
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(index)
+    found: Any = torch.cuda.get_device_properties(index)
     return Gpu(
         found.name,
         (found.major, found.minor),

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from sglang_pat.capacity import MB, Capacity, fit_workspace
-from sglang_pat.config import PatConfig
+from sglang_pat.config import CPU_PLATFORM, PatConfig
 from sglang_pat.srt import launch, layers
 from sglang_pat.srt.machines import Gpu, gpu_here, known_gpu
 
@@ -156,7 +156,7 @@ def _completed(arguments: Sequence[str], gpu: Gpu | None) -> list[str]:
         if "--device" in names:
             raise QuestionError("--gpu and --device ask about different machines: drop one")
         completed += ["--device", "cuda"]
-    elif "--device" not in names and os.environ.get("SGLANG_PLATFORM") == launch.CPU_PLATFORM:
+    elif "--device" not in names and os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
         completed += ["--device", "cpu"]
     return completed
 
@@ -179,7 +179,9 @@ def weigh(server_args: Any, model_config: Any, gpu: Gpu | None = None) -> Verdic
         device=gpu.name if gpu is not None and args.device == "cuda" else args.device,
         model=_describe(model_config),
         refusals=refusals,
-        idle=[Advice(idle.reason, idle.way_out) for idle in idle_reasons(server_args, model_config)],
+        idle=[
+            Advice(idle.reason, idle.way_out) for idle in idle_reasons(server_args, model_config)
+        ],
     )
     if refusals:
         return verdict
@@ -203,6 +205,8 @@ def _describe(model_config: Any) -> str:
 def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int]]:
     from sglang.srt.runtime_context import attn_tp_size_of
 
+    from sglang_pat.refusals import _against_heads
+
     ranks = attn_tp_size_of(args)
     reasons = layers.reasons_by_layer(model_config)
     heads = SimpleNamespace(
@@ -211,7 +215,7 @@ def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int
         tp_q_head_num=model_config.get_num_attention_heads(ranks),
         tp_k_head_num=model_config.get_num_kv_heads(ranks),
     )
-    against_heads = reason_against_heads(heads, args.device)
+    against_heads = _against_heads(heads, args.device)
     return layers.grouped([reason or against_heads for reason in reasons])
 
 
