@@ -60,7 +60,7 @@ def run_doctor(
             verdict = judge(question, gpu=gpu)
         except QuestionError as error:
             print(f"sglang-pat doctor: {error}", file=sys.stderr)
-            return 1
+            return 2
     ok = not blocked and (verdict is None or verdict.ok)
     if as_json:
         report: dict[str, Any] = {"ok": ok, "findings": [asdict(f) for f in findings]}

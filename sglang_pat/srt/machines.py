@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 
@@ -69,3 +72,44 @@ def gpu_here(index: int = 0) -> Gpu | None:
         found.total_memory // 2**20,
         found.shared_memory_per_block_optin,
     )
+
+
+@contextmanager
+def as_if_here(gpu: Gpu) -> Iterator[None]:
+    """Let SGLang resolve arguments as it would on a machine with that GPU.
+
+    Covers what the resolution asks about the machine: kind, compute capability and memory.
+    """
+    from sglang.srt.arg_groups import memory_hook
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import override_platform
+
+    major, minor = gpu.capability
+    facts = {
+        "is_cuda": True,
+        "is_sm90": major == 9,
+        "is_hopper_with_cuda_12_3": major == 9,
+        "is_sm100": major == 10,
+        "is_sm100_or_sm110": major in (10, 11),
+        "is_sm110": major == 11,
+        "is_sm120": major == 12,
+        "is_blackwell": major >= 10,
+        "device_sm": 10 * major + minor,
+        "device_capability": gpu.capability,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(override_platform(**facts))
+        for owner, name, value in (
+            (memory_hook, "get_device_memory_capacity", lambda _device=None: gpu.memory_mib),
+            (current_platform, "is_out_of_tree", lambda: False),
+        ):
+            stack.callback(_put_back(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def _put_back(owner: Any, name: str) -> Callable[[], None]:
+    """What gives the attribute its present value again, or takes it away from an instance."""
+    if name in vars(owner):
+        return partial(setattr, owner, name, vars(owner)[name])
+    return partial(delattr, owner, name)

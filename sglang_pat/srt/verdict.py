@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import CPU_PLATFORM, PatConfig
 from sglang_pat.srt import launch, layers
-from sglang_pat.srt.machines import Gpu, gpu_here, known_gpu
+from sglang_pat.srt.machines import Gpu, as_if_here, gpu_here, known_gpu
 
-_MODEL_FLAGS = ("--model-path", "--model")
 _BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
 # SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
 # (S mem_cache/kv_cache_configurator.py:3124); between them it depends on the free memory.
@@ -28,7 +29,11 @@ Status = Literal["served", "served in part", "nothing to gain", "refused"]
 
 
 class QuestionError(ValueError):
-    """The question cannot be answered: SGLang refuses the flags or cannot read the model."""
+    """The question makes no sense, and why."""
+
+
+class SGLangRefused(Exception):
+    """SGLang itself refuses the flags for the model, or cannot read the model; what it says."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,10 @@ class Verdict:
             found.append(("workspace", str(self.workspace).removeprefix("workspace: "), ""))
             if self.workspace.over_budget:
                 found.append(("workspace", self.workspace.warning(), ""))
+        elif self.layers and self.device == "cpu":
+            found.append(("workspace", "none: on a CPU nothing is allocated", ""))
         elif not self.refusals:
-            found.append(("workspace", "none: nothing is allocated", ""))
+            found.append(("workspace", "none, as pat serves nothing", ""))
         return found
 
 
@@ -117,31 +124,33 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
         asked = known_gpu(gpu) if gpu else None
     except ValueError as error:
         raise QuestionError(f"--gpu {error}") from None
-    server_args, model_config = resolve(arguments, asked)
+    try:
+        server_args, model_config = resolve(arguments, asked)
+    except SGLangRefused as refused:
+        return Verdict(
+            device=asked.name if asked is not None else "this machine",
+            model=_model_of(arguments),
+            refusals=[f"SGLang itself refuses: {refused}"],
+        )
     return weigh(server_args, model_config, asked)
 
 
 def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]:
     """SGLang's resolved ``ServerArgs`` and its ``ModelConfig``; ``gpu``: as if it were here.
 
-    Raises QuestionError where SGLang refuses the flags or cannot read the model's config.json.
+    Raises SGLangRefused, or QuestionError for flags that contradict ``gpu``.
     """
-    from sglang.srt.arg_groups import memory_hook
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.server_args import prepare_server_args
 
     server_args = prepare_server_args(_completed(arguments, gpu))
     launch.mark_checked(server_args)  # the same reasons, not as an exception
-    measured = memory_hook.get_device_memory_capacity
-    if gpu is not None:  # what SGLang derives its defaults from
-        memory_hook.get_device_memory_capacity = lambda _device=None: gpu.memory_mib
     try:
-        server_args.resolve_once()
-        return server_args, model_config_of(server_args)
+        with as_if_here(gpu) if gpu is not None else nullcontext():
+            server_args.resolve_once()
+            return server_args, model_config_of(server_args)
     except Exception as error:  # SGLang's own refusal, whatever it is made of
-        raise QuestionError(f"SGLang refuses this: {type(error).__name__}: {error}") from error
-    finally:
-        memory_hook.get_device_memory_capacity = measured
+        raise SGLangRefused(" ".join(f"{error}".split()) or type(error).__name__) from error
 
 
 def _completed(arguments: Sequence[str], gpu: Gpu | None) -> list[str]:
@@ -175,23 +184,21 @@ def weigh(server_args: Any, model_config: Any, gpu: Gpu | None = None) -> Verdic
             refusals.append(f"no GPU was found for --device cuda: {launch.ON_CPU}, or ask --gpu")
         elif reason := launch.reason_against_capability(gpu.capability, gpu.name):
             refusals.append(reason)
-    verdict = Verdict(
+    idle = idle_reasons(server_args, model_config)
+    found: dict[str, list[int]] = {}
+    workspace = None
+    if not refusals and all(reason.serves for reason in idle):
+        found = _layers(args, model_config, gpu)
+        if "" in found and args.device == "cuda":
+            workspace = _workspace(args, model_config, PatConfig.from_env())
+    return Verdict(
         device=gpu.name if gpu is not None and args.device == "cuda" else args.device,
         model=_describe(model_config),
         refusals=refusals,
-        idle=[
-            Advice(idle.reason, idle.way_out) for idle in idle_reasons(server_args, model_config)
-        ],
+        idle=[Advice(reason.reason, reason.way_out) for reason in idle],
+        layers=found,
+        workspace=workspace,
     )
-    if refusals:
-        return verdict
-    verdict.layers.update(_layers(args, model_config, gpu))
-    if verdict.ok and args.device == "cuda":
-        capacity = _workspace(args, model_config, PatConfig.from_env())
-        return Verdict(
-            verdict.device, verdict.model, [], verdict.idle, verdict.layers, workspace=capacity
-        )
-    return verdict
 
 
 def _describe(model_config: Any) -> str:
@@ -232,6 +239,12 @@ def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
         largest_graph=args.cuda_graph_config.decode.max_bs or 0,
         partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,
+    )
+
+
+def _model_of(arguments: Sequence[str]) -> str:
+    return next(
+        (value for flag, value in pairwise(arguments) if flag == "--model-path"), "an unnamed model"
     )
 
 
