@@ -20,7 +20,10 @@ from sglang_pat.check import check_plan
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import make_executor
 from sglang_pat.hook import LiveBatch, Mailbox
-from sglang_pat.metrics import Reporter
+from sglang_pat.srt.base import base_of, build_stock
+from sglang_pat.srt.reporting import start_reporter
+from sglang_pat.srt.support import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
+from sglang_pat.srt.survey import Survey, survey_layers
 from sglang_pat.stats import Stats
 from sglang_pat.step import StepPlanner
 
@@ -37,7 +40,17 @@ class PatDecodeMixin:
     req_to_token_pool: Any
     token_to_kv_pool: Any
 
-    def __init__(self, runner: Any, config: PatConfig, **base_arguments: Any) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        config: PatConfig,
+        survey: Survey | None = None,
+        *,
+        packs: bool = True,
+        **base_arguments: Any,
+    ) -> None:
+        """``survey``: of the model's layers; those it lacks are decided when they come by.
+        ``packs``: whether a step may share anything on this server."""
         super().__init__(runner, **base_arguments)  # type: ignore[call-arg]
         self._config = config
         self._mailbox = Mailbox.on(runner)
@@ -48,9 +61,10 @@ class PatDecodeMixin:
         self._serves = False  # whether pat serves the forward that comes next
         self._in_eager = False
         self._unprepared: Any = None  # eager decode batch that the base has not seen
-        self._layers: dict[int, str] = {}  # why a layer is the base's, or "", by layer id
-        self._base_layers: list[str] = []  # the reasons of those that are
-        self._reporter = _start_reporter(self._stats)
+        # Why a layer is the base's, or "", by layer id; the reasons of those that are.
+        self._layers = dict(survey.reasons) if survey else {}
+        self._base_layers = [reason for reason in self._layers.values() if reason]
+        self._reporter = start_reporter(self._stats, serving=packs)
         logger.info(
             "sglang_pat serves decode on %s over %s: %d query heads, %d KV heads, head dim %d, "
             "%d units, up to %d requests; %s",
@@ -249,33 +263,25 @@ def make_pat_backend(runner: Any) -> Any:
     """
     config = PatConfig.from_env()
     refusals.refuse_unsafe(runner)
-    base, arguments = _base_of(runner)
     if runner.is_draft_worker:  # drafts do not go through the scheduler's batches
-        logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", base.__name__)
-        return base(runner, **arguments)
-    return _subclass(base)(runner, config, **arguments)
-
-
-def _base_of(runner: Any) -> tuple[type, dict[str, Any]]:
-    """SGLang's own backend for the device, as its registry would make it, and its arguments."""
-    if runner.device == "cpu":
-        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-        return TorchNativeAttnBackend, {}
-    major, _minor = torch.cuda.get_device_capability()
-    if major in (8, 9):  # what FlashAttention 3 runs on
-        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
-
-        return FlashAttentionBackend, {}
-    from sglang.srt.utils import is_flashinfer_available
-
-    if is_flashinfer_available():
-        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-
-        return FlashInferAttnBackend, {"init_new_workspace": runner.init_new_workspace}
-    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-    return TritonAttnBackend, {}
+        name, stock = build_stock(runner)
+        logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", name)
+        return stock
+    idle = idle_reasons(runner.server_args, runner.model_config, runner.kv_cache_dtype)
+    survey = survey_layers(runner)
+    if not idle and survey.serves_none:
+        idle = [IdleReason(f"of the model it could serve {survey}", CHOOSE_ANOTHER)]
+    if idle:
+        logger.warning("sglang_pat: %s", idle_message(idle))
+    if not all(reason.serves for reason in idle):
+        start_reporter(Stats(), serving=False)
+        name, stock = build_stock(runner)
+        logger.info("sglang_pat: attention is SGLang's own, %s", name)
+        return stock
+    base = base_of(runner)
+    backend = _subclass(base.cls)(runner, config, survey, packs=not idle, **base.arguments)
+    logger.info("sglang_pat serves %s", survey)
+    return backend
 
 
 @lru_cache
@@ -291,17 +297,3 @@ def _host_lens(forward_batch: Any) -> torch.Tensor:
     if lens.dtype != torch.int64 or not lens.is_contiguous():
         lens = lens.to(torch.int64).contiguous()
     return lens
-
-
-def _start_reporter(stats: Stats) -> Reporter:
-    """Report as SGLang does: from the first tensor-parallel rank, unless told to from all."""
-    from sglang.srt.runtime_context import get_observability, get_parallel
-
-    parallel, options = get_parallel(), get_observability()
-    export = options.enable_metrics and (
-        parallel.attn_tp_rank == 0 or options.enable_metrics_for_all_schedulers
-    )
-    labels = {"tp_rank": str(parallel.tp_rank), "pp_rank": str(parallel.pp_rank)}
-    reporter = Reporter(stats, labels, export=export)
-    reporter.start()
-    return reporter

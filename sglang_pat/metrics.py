@@ -21,6 +21,7 @@ logger = logging.getLogger("sglang_pat")
 
 FLUSH_SECONDS = 1.0
 SUMMARY_SECONDS = 60.0
+SERVING = "1: pat runs this server's decode and can pack; 0: SGLang's own attention runs it."
 _LABELLED = {
     "fallbacks": "Forward passes, layers and plans that pat did not serve, by reason.",
     "private_requests": "Requests planned without a radix path, by reason.",
@@ -28,17 +29,24 @@ _LABELLED = {
 
 
 class Reporter:
-    """Publishes one ``Stats``. ``labels`` go on every exported metric."""
+    """Publishes one ``Stats``. ``labels`` go on every exported metric; nothing is exported without
+    ``export``."""
 
     def __init__(self, stats: Stats, labels: Mapping[str, str], *, export: bool) -> None:
         self._stats = stats
         self._labels = dict(labels)
         self._counters = _make_counters(tuple(labels)) if export else {}
+        self._serving = _make_gauge(tuple(labels)).labels(**labels) if export else None
         self._exported: dict[tuple[str, str], float] = {}
 
     def start(self) -> None:
         """Publish from now on, once a second, from a thread that ends with the process."""
         threading.Thread(target=self._run, name="sglang-pat-stats", daemon=True).start()
+
+    def set_serving(self, serving: bool) -> None:
+        """Say whether pat runs this server's decode and can pack."""
+        if self._serving is not None:
+            self._serving.set(int(serving))
 
     def flush(self) -> None:
         """Add what came since the last call to the exported counters."""
@@ -78,5 +86,16 @@ def _make_counters(labels: tuple[str, ...]) -> dict[str, Any]:
         name: Counter(f"{NAMESPACE}_{name}", text, labels) for name, text in COUNTERS.items()
     }
     for name, text in _LABELLED.items():
-        counters[name] = Counter(f"{NAMESPACE}_{name}", text, (*labels, "reason"))
+        # An operator's extra label may have the name of ours, which then goes before it.
+        names = tuple(dict.fromkeys((*labels, "reason")))
+        counters[name] = Counter(f"{NAMESPACE}_{name}", text, names)
     return counters
+
+
+@lru_cache
+def _make_gauge(labels: tuple[str, ...]) -> Any:
+    from prometheus_client import Gauge
+
+    # Ranks differ in their labels. Of a rank that was started again the newest value counts, and
+    # one that prometheus_client's mark_process_dead() was told of is forgotten.
+    return Gauge(f"{NAMESPACE}_serving", SERVING, labels, multiprocess_mode="livemostrecent")

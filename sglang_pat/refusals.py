@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_pat import hook
+from sglang_pat import _C, hook
 from sglang_pat.config import SUPPORTED_SGLANG
 from sglang_pat.srt import support
 
 if TYPE_CHECKING:
+    from sglang_pat.srt.survey import Heads
     from sglang_pat.target import Target
 
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = (64, 128, 256), 16
@@ -93,8 +94,6 @@ def interface_mismatches() -> Iterator[str]:
 
 def reason_against_gpu() -> str:
     """Why our kernels do not run on the current CUDA device, or "": one of them is tried."""
-    from sglang_pat import _C
-
     if not hasattr(_C, "cuda_probe"):
         return "this sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
     found = _C.cuda_probe(torch.cuda.current_device())
@@ -162,21 +161,31 @@ def _modes() -> Iterator[str]:
     )
 
 
-def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, target: Target) -> str:
-    """Why the base must serve an attention layer, or "" if ``pat`` can."""
+def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Target | Heads) -> str:
+    """Why the base must serve an attention layer, or "" if ``pat`` can.
+
+    ``dtype``: of the queries. ``planned``: the heads that plans are made for. Raises what the pool
+    raises for a layer that it does not have.
+    """
     if layer.is_cross_attention:
         return "cross attention"
     if layer.attn_type.value != "decoder":
         return f"attention type {layer.attn_type.value}"
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         return "a sliding window"
+    if layer.use_irope:  # FlashAttention attends within chunks of the sequence there
+        return "chunked attention (use_irope)"
+    if _in_sliding_pool(layer, pool):  # slots beyond the window are freed while the request runs
+        return "its K/V in the sliding-window pool"
     if layer.xai_temperature_len > 0:
         return "a temperature by position"
     if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
         return f"logit capping by {layer.logit_capping_method}"
     heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
-    if heads != (target.num_q_heads, target.num_kv_heads, target.num_kv_heads):
+    if heads != (planned.num_q_heads, planned.num_kv_heads, planned.num_kv_heads):
         return f"{heads} query, K and V heads, planned for others"
+    if layer.qk_head_dim != planned.head_dim:
+        return f"head dim {layer.qk_head_dim}, planned for {planned.head_dim}"
     reason = _against_heads(layer, pool.device)
     if reason:
         return reason
@@ -203,4 +212,21 @@ def _against_heads(layer: Any, device: str) -> str:
     group = layer.tp_q_head_num // layer.tp_k_head_num
     if group > CUDA_MAX_GROUP:
         return f"{group} query heads per KV head, more than {CUDA_MAX_GROUP}"
+    needed, limit = _C.cuda_min_shared_bytes(dims[0]), _shared_memory(device)
+    if needed > limit:
+        return (
+            f"head dim {dims[0]}, which needs {needed} bytes of shared memory per block where "
+            f"this GPU has {limit}"
+        )
     return ""
+
+
+def _shared_memory(device: str) -> int:
+    """Bytes of shared memory that one block of a GPU can have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def _in_sliding_pool(layer: Any, pool: Any) -> bool:
+    mapping = getattr(pool, "layers_mapping", None)  # layer -> (its id in its pool, sliding?)
+    return mapping is not None and bool(mapping[layer.layer_id][1])

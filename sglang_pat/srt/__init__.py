@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What knows SGLang's interfaces."""
+"""All that knows SGLang's interfaces."""

@@ -25,6 +25,7 @@ __all__ = [
     "BACKEND",
     "IdleReason",
     "config_refusals",
+    "idle_message",
     "idle_reasons",
     "stock_backend",
 ]
@@ -66,9 +67,12 @@ class IdleReason:
     way_out: str
     serves: bool = False
 
-    def __str__(self) -> str:
-        what = "packs nothing" if self.serves else "serves nothing"
-        return f"pat {what} on this server: {self.reason}; {self.way_out}"
+
+def idle_message(reasons: list[IdleReason]) -> str:
+    """All reasons in one line for the log."""
+    what = "packs nothing" if all(reason.serves for reason in reasons) else "serves nothing"
+    listed = "; ".join(f"{reason.reason} ({reason.way_out})" for reason in reasons)
+    return f"pat {what} on this server: {listed}"
 
 
 def config_refusals(server_args: Any, model_config: Any) -> list[str]:

@@ -84,7 +84,7 @@ class Bed:
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
         self.executor = Executor()
         monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
-        monkeypatch.setattr(backend, "_start_reporter", lambda _: None)
+        monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: None)
         self.backend = backend._subclass(Base)(self.runner, PatConfig(check=True))
         rng = random.Random(0)
         system = [rng.randrange(1000) for _ in range(200)]
@@ -142,6 +142,7 @@ class Bed:
             attn_type=SimpleNamespace(value="decoder"),
             sliding_window_size=window,
             xai_temperature_len=-1,
+            use_irope=False,
             logit_cap=0.0,
             tp_q_head_num=HEADS,
             tp_k_head_num=HEADS,
