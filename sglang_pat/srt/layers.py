@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 SLIDING = "a sliding window"
-CHUNKED = "attention in chunks"
-NO_ATTENTION = "no attention over K and V (linear attention, a state space or none)"
+CHUNKED = "chunked attention (use_irope)"
+NO_ATTENTION = "no attention: linear attention, a state space or an MLP alone"
 _BY_KIND = {
     "sliding_attention": SLIDING,
     "sliding_window": SLIDING,

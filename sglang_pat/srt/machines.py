@@ -13,12 +13,12 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU. ``capability``: compute capability; ``memory_mib``: what nvidia-smi shows in all;
-    ``shared_per_sm``: bytes of shared memory that one block can have."""
+    ``shared_per_block``: bytes of shared memory that one block can have."""
 
     name: str
     capability: tuple[int, int]
     memory_mib: int
-    shared_per_sm: int
+    shared_per_block: int
 
 
 _KIB = 1024

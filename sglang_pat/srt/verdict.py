@@ -46,8 +46,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ``pat`` would do. ``layers``: layer ids by the reason why SGLang's own attention serves
-    them, "" for those of ``pat``. ``workspace``: on a GPU, where a layer is served."""
+    """What ``pat`` would do.
+
+    ``layers``: layer ids by the reason why SGLang's own code runs them, "" for those of ``pat``.
+    ``workspace``: on a GPU, where a layer is served.
+    """
 
     device: str
     model: str
@@ -62,7 +65,8 @@ class Verdict:
             return "refused"
         if self.idle or not self.layers.get(""):
             return "nothing to gain"
-        return "served" if set(self.layers) == {""} else "served in part"
+        of_attention = set(self.layers) - {layers.NO_ATTENTION}
+        return "served" if of_attention == {""} else "served in part"
 
     @property
     def ok(self) -> bool:
@@ -98,7 +102,8 @@ class Verdict:
         for reason, ids in sorted(self.layers.items()):
             words = f"{len(ids)} ({layers.ranges(ids)})"
             if reason:
-                found.append(("layers of SGLang", f"{words}: {reason}", ""))
+                topic = "other layers" if reason == layers.NO_ATTENTION else "layers of SGLang"
+                found.append((topic, f"{words}: {reason}", ""))
             else:
                 found.append(("layers of pat", words, ""))
         if self.workspace is not None:
@@ -212,7 +217,7 @@ def _describe(model_config: Any) -> str:
 def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int]]:
     from sglang.srt.runtime_context import attn_tp_size_of
 
-    from sglang_pat.refusals import _against_heads
+    from sglang_pat.refusals import reason_against_heads
 
     ranks = attn_tp_size_of(args)
     reasons = layers.reasons_by_layer(model_config)
@@ -222,7 +227,9 @@ def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int
         tp_q_head_num=model_config.get_num_attention_heads(ranks),
         tp_k_head_num=model_config.get_num_kv_heads(ranks),
     )
-    against_heads = _against_heads(heads, args.device)
+    against_heads = reason_against_heads(
+        heads, args.device, None if gpu is None else gpu.shared_per_block
+    )
     return layers.grouped([reason or against_heads for reason in reasons])
 
 
