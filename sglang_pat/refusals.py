@@ -186,7 +186,7 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Tar
         return f"{heads} query, K and V heads, planned for others"
     if layer.qk_head_dim != planned.head_dim:
         return f"head dim {layer.qk_head_dim}, planned for {planned.head_dim}"
-    reason = _against_heads(layer, pool.device)
+    reason = reason_against_heads(layer, pool.device)
     if reason:
         return reason
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
@@ -200,7 +200,12 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Tar
     return ""
 
 
-def _against_heads(layer: Any, device: str) -> str:
+def reason_against_heads(layer: Any, device: str, shared: int | None = None) -> str:
+    """Why the executor of a device has no room for a layer's heads, or "".
+
+    ``shared``: bytes of shared memory that one block of the GPU can have, of a GPU that is not
+    here; None asks ``device``.
+    """
     dims = (layer.qk_head_dim, layer.v_head_dim)
     if torch.device(device).type == "cpu":
         for dim in dims:
@@ -212,7 +217,8 @@ def _against_heads(layer: Any, device: str) -> str:
     group = layer.tp_q_head_num // layer.tp_k_head_num
     if group > CUDA_MAX_GROUP:
         return f"{group} query heads per KV head, more than {CUDA_MAX_GROUP}"
-    needed, limit = _C.cuda_min_shared_bytes(dims[0]), _shared_memory(device)
+    needed = _C.cuda_min_shared_bytes(dims[0])
+    limit = _shared_memory(device) if shared is None else shared
     if needed > limit:
         return (
             f"head dim {dims[0]}, which needs {needed} bytes of shared memory per block where "

@@ -74,13 +74,6 @@ class ServingServer(Server):
             env=env | dict(config.env),
         )
 
-    @property
-    def pid(self) -> int:
-        """Of its first process, so of its process group. Raises ServerError if it has ended."""
-        self.check_alive()
-        assert self._process is not None
-        return self._process.pid
-
     def alive(self) -> bool:
         try:
             self.check_alive()
