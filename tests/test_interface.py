@@ -25,6 +25,7 @@ from sglang_pat.config import SUPPORTED_SGLANG, TESTED_SGLANG
 from sglang_pat.radix import RadixView
 from sglang_pat.srt import interface
 
+ROOT = Path(__file__).parents[1]
 INFO = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.TreePathNodeInfo"
 
 
@@ -47,8 +48,11 @@ def test_the_launcher_and_the_backend_ask_the_same() -> None:
     assert refusals.interface_mismatches is interface.interface_mismatches
 
 
-def test_the_version_to_install_is_a_tested_one() -> None:
-    assert SUPPORTED_SGLANG == TESTED_SGLANG[-1] == max(TESTED_SGLANG)
+def test_the_versions_said_to_be_tested_are_those_that_make_tests() -> None:
+    (pinned,) = re.findall(r'sglang = \["sglang==(.+)"\]', (ROOT / "pyproject.toml").read_text())
+    (older,) = re.findall(r"^OLDER_SGLANG := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert pinned == SUPPORTED_SGLANG
+    assert (*older.split(), pinned) == TESTED_SGLANG
 
 
 def test_a_hook_that_is_not_there_is_named() -> None:
