@@ -21,6 +21,7 @@ from sglang_pat.config import PatConfig
 from sglang_pat.executor import make_executor
 from sglang_pat.hook import LiveBatch, Mailbox
 from sglang_pat.srt.base import base_of, build_stock
+from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
 from sglang_pat.srt.support import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
 from sglang_pat.srt.survey import Survey, survey_layers
@@ -57,7 +58,7 @@ class PatDecodeMixin:
         self._executor = make_executor(runner, config)
         self._target = self._executor.target
         self._stats = Stats()
-        self._steps = StepPlanner(self._target, self._stats)
+        self._steps = StepPlanner(self._target, self._stats, micro_batches())
         self._serves = False  # whether pat serves the forward that comes next
         self._in_eager = False
         self._unprepared: Any = None  # eager decode batch that the base has not seen

@@ -43,12 +43,13 @@ def check_plan(
     if view.disabled:
         return
     for query, req in enumerate(reqs):
-        if req.lock is None or req.kv.req_pool_idx != rows[query]:
+        lock = view.lock_of(req)
+        if lock is None or req.kv.req_pool_idx != rows[query]:
             continue
         protected = req.kv.cache_protected_len
         _compare(
             req_to_token[rows[query], :protected],
-            view.slots(req)[:protected].to(req_to_token.dtype),
+            view.slots(lock)[:protected].to(req_to_token.dtype),
             0,
             _name(reqs, query),
             "the radix tree",

@@ -109,10 +109,11 @@ class ServingServer(Server):
         }
         if rids is not None:
             body["rid"] = list(rids)
-        return [_answer(entry) for entry in self.post("/generate", body)]
+        return [answer_of(entry) for entry in self.post("/generate", body)]
 
 
-def _answer(entry: dict[str, Any]) -> Answer:
+def answer_of(entry: dict[str, Any]) -> Answer:
+    """What SGLang returned for one prompt."""
     meta = entry["meta_info"]
     return Answer(
         tokens=tuple(entry["output_ids"]),

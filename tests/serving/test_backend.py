@@ -85,6 +85,7 @@ class Bed:
         self.executor = Executor()
         monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: None)
+        monkeypatch.setattr(backend, "micro_batches", lambda: 1)
         self.backend = backend._subclass(Base)(self.runner, PatConfig(check=True))
         rng = random.Random(0)
         system = [rng.randrange(1000) for _ in range(200)]
