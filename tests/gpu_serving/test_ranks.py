@@ -15,7 +15,7 @@ from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_BF16, MEAN_LOGPROB_DIFF_BF1
 from sglang_pat.demo.model import make_model
 
 from .agreement import LOADS, Distance, answers, forced_logprobs
-from .conftest import COMPARED
+from .fleet import COMPARED
 from .models import HEAD_DIM, HIDDEN, LAYERS
 
 RANKS = {
