@@ -17,6 +17,7 @@ import torch
 
 from sglang_pat import hook
 from sglang_pat.config import SUPPORTED_SGLANG
+from sglang_pat.target import HEAD_DIM_STEP, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from sglang_pat.target import Target
@@ -28,8 +29,6 @@ DTYPES = {
 }
 DEVICES = tuple(DTYPES)
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = (64, 128, 256), 16
-# The CPU executor's vectors; the largest head dim it has room for.
-HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 512
 
 
 def refuse_unsafe(runner: Any) -> None:
