@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sglang_pat.demo.server import ServerError
 
     try:
-        return run_demo(Options(arguments.device, arguments.dtype, arguments.cache))
+        return run_demo(Options(arguments.device, arguments.dtype, arguments.cache, arguments.json))
     except ServerError as error:
         print(f"sglang-pat demo: {error}", file=sys.stderr)
         return 1
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         "log-probabilities of forced tokens are",
     )
     demo.add_argument("--cache", type=Path, help="folder for the model and the servers' logs")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     doctor = commands.add_parser("doctor", help="say what was found, and what would keep pat off")
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     return parser
