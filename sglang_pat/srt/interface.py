@@ -12,7 +12,6 @@ import ast
 import inspect
 from collections.abc import Iterator
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_pat import hook
@@ -171,13 +170,11 @@ def names_of(path: str) -> frozenset[str]:
 @cache
 def _module(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
     """A module's classes and functions by name, and the module that each import comes from."""
-    try:
-        spec = find_spec(name)
-    except ImportError:  # a package above it is not there
-        spec = None
-    if spec is None or spec.origin is None:
-        return {}, {}
-    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    import sglang
+
+    path = Path(sglang.__path__[0], *name.split(".")[1:])
+    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    body = ast.parse(files[0].read_text(encoding="utf-8")).body if files else []
     definitions: dict[str, ast.stmt] = {}
     imports: dict[str, str] = {}
     for node in body:
