@@ -102,10 +102,8 @@ def _canonical(names: list[str]) -> str:
 def _reachable(module: str, cls: str) -> Iterator[Function]:
     """The functions that the entry points of a backend's class reach: its own methods, and the
     functions and classes of SGLang's attention package that they name."""
-    definitions = _definitions(module)
-    methods = {
-        node.name: node for node in definitions[cls].body if isinstance(node, ast.FunctionDef)
-    }
+    defined = definitions(module)
+    methods = {node.name: node for node in defined[cls].body if isinstance(node, ast.FunctionDef)}
     todo: list[tuple[str, Function]] = [
         (module, methods[name]) for name in ENTRY_POINTS if name in methods
     ]
@@ -131,12 +129,12 @@ def _reachable(module: str, cls: str) -> Iterator[Function]:
 
 def _named(module: str, name: str) -> list[tuple[str, Function]]:
     """The module-level function or class of that name: of this module, or imported into it."""
-    if name in _definitions(module):
-        return [(module, _definitions(module)[name])]
+    if name in definitions(module):
+        return [(module, definitions(module)[name])]
     source = _imports(module).get(name)
-    if source is None or name not in _definitions(source):
+    if source is None or name not in definitions(source):
         return []
-    return [(source, _definitions(source)[name])]
+    return [(source, definitions(source)[name])]
 
 
 @cache
@@ -149,7 +147,7 @@ def _tree(module: str) -> ast.Module:
 
 
 @cache
-def _definitions(module: str) -> dict[str, Function]:
+def definitions(module: str) -> dict[str, Function]:
     return {
         node.name: node
         for node in _tree(module).body
