@@ -47,7 +47,8 @@ def summary(counted: Counters) -> str:
     """K/V reads of the decode steps counted; of one layer and KV head, as the counters are."""
     read, unpacked = counted.kv_tokens_read, counted.kv_tokens_unpacked
     if not unpacked:
-        return f"nothing, pat served no decode step; fallbacks: {counted.fallbacks}"
+        other = counted.fallbacks or counted.base_forwards
+        return f"nothing, pat served no decode step; SGLang's own attention ran {other}"
     return (
         f"{1 - read / unpacked:.0%} of the K/V reads\n"
         f"  K/V tokens read            {read:>12,}\n"

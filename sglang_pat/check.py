@@ -33,7 +33,7 @@ def check_plan(
     the slots of its radix path as far as that is protected. Raises SlotMismatch naming request,
     node, token position and both slots.
     """
-    for shared in _shared_ranges(plan):
+    for shared in shared_ranges(plan):
         span = slice(shared.begin, shared.begin + shared.tokens)
         expected = req_to_token[rows[shared.reader], span]
         for query in shared.queries:
@@ -43,19 +43,20 @@ def check_plan(
     if view.disabled:
         return
     for query, req in enumerate(reqs):
-        if req.lock is None or req.kv.req_pool_idx != rows[query]:
+        lock = view.lock_of(req)
+        if lock is None or req.kv.req_pool_idx != rows[query]:
             continue
         protected = req.kv.cache_protected_len
         _compare(
             req_to_token[rows[query], :protected],
-            view.slots(req)[:protected].to(req_to_token.dtype),
+            view.slots(lock)[:protected].to(req_to_token.dtype),
             0,
             _name(reqs, query),
             "the radix tree",
         )
 
 
-class _Shared(NamedTuple):
+class Shared(NamedTuple):
     """Tokens that an item reads in the row of ``reader`` for all of ``queries``."""
 
     reader: int
@@ -64,7 +65,8 @@ class _Shared(NamedTuple):
     queries: list[int]
 
 
-def _shared_ranges(plan: Plan) -> Iterator[_Shared]:
+def shared_ranges(plan: Plan) -> Iterator[Shared]:
+    """What the plan reads once for several queries; a pack may be in several such ranges."""
     members = plan.members["query"]
     for item in plan.items[plan.items["num_queries"] > 1]:
         first = int(item["member_offset"])
@@ -77,7 +79,7 @@ def _shared_ranges(plan: Plan) -> Iterator[_Shared]:
             ranges = segments[segments["num_queries"] > 1][names].tolist()
         for reader, begin, tokens, offset, queries in ranges:
             of_range = members[first + offset : first + offset + queries]
-            yield _Shared(int(reader), int(begin), int(tokens), of_range.tolist())
+            yield Shared(int(reader), int(begin), int(tokens), of_range.tolist())
 
 
 def _name(reqs: Sequence[Any], query: int) -> str:

@@ -89,7 +89,7 @@ class Target:
             "row_tiles": (16, 64, 256),
             "kv_tiles": (64,),
         }
-        values |= _capacities(max_queries) | overrides
+        values |= capacities(max_queries) | overrides
         return cls(
             units=threads,
             num_q_heads=num_q_heads,
@@ -123,7 +123,7 @@ class Target:
             "kv_tiles": (32, 64),
             "branching": "cost" if head_dim <= 128 else "never",  # not measured with one half
         }
-        values |= _capacities(max_queries) | overrides
+        values |= capacities(max_queries) | overrides
         return cls(
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
@@ -166,7 +166,7 @@ class Target:
         return native
 
 
-def _capacities(max_queries: int) -> dict[str, int]:
+def capacities(max_queries: int) -> dict[str, int]:
     """Buffers that ordinary batches do not fill: four items and eight partials a query, and room
     for a few long sequences to split over a whole GPU; of branches four segments a query, of which
     each has room for 256 tokens."""

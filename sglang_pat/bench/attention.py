@@ -103,8 +103,15 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=["float32", "bfloat16", "float16"],
+        help="of queries, K and V (default: float32)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="timed runs of each tree (default: 9)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     if not options.json:

@@ -61,6 +61,7 @@ def summary(
         "plans_made": counters.plans_made,
         "plans_reused": counters.plans_reused,
         "host_us_per_step": 1e6 * counters.host_seconds / max(counters.decode_steps, 1),
+        "base_forwards": counters.base_forwards,
         "fallbacks": counters.fallbacks,
         "tpot_ms": pat.tpot_ms,
         "stock_tpot_ms": stock.tpot_ms,

@@ -145,7 +145,7 @@ def _verdict(pat: Run, agreed: agreement.Agreement, dtype: str, passed: bool) ->
     if passed:
         return "PASSED: pat agrees with the stock backend."
     if not pat.counters.packed_steps:
-        return f"FAILED: no decode step was packed; fallbacks: {pat.counters.fallbacks}"
+        return f"FAILED: no decode step was packed; not served by pat: {pat.counters.fallbacks}"
     if math.isnan(agreed.max_logprob_diff):
         return "FAILED: a log-probability is NaN, or a token could not be forced."
     if dtype == "float32" and not agreed.tokens_equal:
