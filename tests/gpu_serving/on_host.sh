@@ -3,19 +3,19 @@
 # All GPU tests and the demo on a GPU host without network, in the checkout's root:
 #     tests/gpu_serving/on_host.sh KIT [STEP...]
 # KIT holds default.00, .01, ... of gpu-kit/make_default.sh (made with the project's wheel for Python
-# 3.12), default_host.sh beside them and, for the step pairs, nixl.tar.xz (tests/gpu_serving/README.md).
-# Steps, in this order unless named: unpack gpu serving pairs demo. Others: sleep ranks soak first
+# 3.12), default_host.sh beside them and, for the step more, nixl.tar.xz (tests/gpu_serving/README.md).
+# Steps, in this order unless named: unpack gpu serving more demo. Others: sleep ranks soak first
 # keep. Each has a limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit
 # status is the number of steps that failed. $OUT (default: ./out) gets host.log, STEP.xml of pytest,
 # JSON of demo, soak and first, and in servers.tar.gz the ends of the servers' logs. keep adds what
 # the servers compiled, jit.tar.xz: beside the kit it saves the next machine one to three minutes.
 set -uo pipefail
 kit=$(cd "${1:?usage: on_host.sh KIT [STEP...]}" && pwd); shift
-steps=("$@"); [ $# -gt 0 ] || steps=(unpack gpu serving pairs demo)
+steps=("$@"); [ $# -gt 0 ] || steps=(unpack gpu serving more demo)
 root=$(cd "$(dirname "$0")/../.." && pwd); cd "$root" || exit 1
 out=${OUT:-$root/out}; mkdir -p "$out"
 site=${SITE:-/tmp/site}; work=${WORK:-/tmp/pat_work}; mkdir -p "$work"
-: "${LIMIT_GPU:=150}" "${LIMIT_SERVING:=420}" "${LIMIT_PAIRS:=200}" "${LIMIT_DEMO:=200}"
+: "${LIMIT_GPU:=150}" "${LIMIT_SERVING:=420}" "${LIMIT_MORE:=240}" "${LIMIT_DEMO:=200}"
 : "${LIMIT_SLEEP:=240}" "${LIMIT_RANKS:=300}" "${LIMIT_SOAK:=450}" "${LIMIT_FIRST:=260}"
 export PYTHONPATH=$site:$root/tests PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 MAX_JOBS=16
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1
@@ -48,10 +48,12 @@ step_gpu() { tests gpu "$LIMIT_GPU" tests/gpu; }
 # What needs FlashInfer comes late, as its servers compile for minutes; what changes a server, last.
 step_serving() {
   local at=tests/gpu_serving
-  tests serving "$LIMIT_SERVING" $at/test_fallbacks.py $at/test_two_levels.py $at/test_adapters.py \
-    $at/test_agreement.py $at/test_life.py
+  tests serving "$LIMIT_SERVING" $at/test_fallbacks.py $at/test_agreement.py $at/test_life.py
 }
-step_pairs() { tests pairs "$LIMIT_PAIRS" tests/gpu_serving/test_disaggregation.py; }
+step_more() { # by themselves: a cache on the host wants 10 GB free there beside all servers
+  local at=tests/gpu_serving
+  tests more "$LIMIT_MORE" $at/test_adapters.py $at/test_two_levels.py $at/test_disaggregation.py
+}
 step_sleep() { tests sleep "$LIMIT_SLEEP" tests/gpu_serving/test_sleep.py; }
 step_ranks() { tests ranks "$LIMIT_RANKS" tests/gpu_serving/test_ranks.py; } # two GPUs
 step_demo() {
