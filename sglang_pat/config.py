@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 PREFIX = "SGLANG_PAT_"
-SUPPORTED_SGLANG = "0.5.23"
+# What `make test-versions` runs on; the last is the one to install.
+TESTED_SGLANG = ("0.5.22", "0.5.23")
+SUPPORTED_SGLANG = TESTED_SGLANG[-1]
 # Not taken from sglang_pat.platform: only SGLang may import that, while it picks its platform.
 CPU_PLATFORM = "pat_cpu"
 
@@ -23,6 +25,8 @@ _ALLOWED = {
     "partial": ("fp32", "bf16"),
     "launch": ("queue", "streams", "serial"),
 }
+_WORKSPACE = PREFIX + "WORKSPACE_MB"
+DEFAULT_MB = 256  # below the 384 MB that FlashInfer takes in the same place
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class PatConfig:
     were not measured: on the CPU, on GPUs other than Hopper, beyond head dim 128.
     ``partial`` (``SGLANG_PAT_PARTIAL``): dtype of the partial outputs that the merge reads.
     ``launch`` (``SGLANG_PAT_LAUNCH``): how a GPU's forward is launched, see ``Workspace``.
+    ``workspace_mb`` (``SGLANG_PAT_WORKSPACE_MB``): MB (2**20 bytes) of GPU memory for the
+    workspace; how many requests of a batch fit depends on it, see ``sglang_pat.capacity``.
     """
 
     check: bool = False
@@ -43,6 +49,7 @@ class PatConfig:
     branching: str = "cost"
     partial: str = "fp32"
     launch: str = "queue"
+    workspace_mb: int = DEFAULT_MB
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> PatConfig:
@@ -53,13 +60,17 @@ class PatConfig:
         """
         known = {PREFIX + name.upper(): name for name in _ALLOWED}
         chosen = {name: allowed[0] for name, allowed in _ALLOWED.items()}
+        workspace_mb = DEFAULT_MB
         for variable, value in environ.items():
             if not variable.startswith(PREFIX):
+                continue
+            if variable == _WORKSPACE:
+                workspace_mb = _whole_number(variable, value)
                 continue
             if variable not in known:
                 raise ValueError(
                     f"{variable}={value} is not an option of sglang_pat; "
-                    f"the options are {', '.join(known)}: correct or unset it"
+                    f"the options are {', '.join([*known, _WORKSPACE])}: correct or unset it"
                 )
             name = known[variable]
             if value not in _ALLOWED[name]:
@@ -75,6 +86,7 @@ class PatConfig:
             branching=chosen["branching"],
             partial=chosen["partial"],
             launch=chosen["launch"],
+            workspace_mb=workspace_mb,
         )
 
     @property
@@ -83,3 +95,12 @@ class PatConfig:
 
     def __str__(self) -> str:
         return " ".join(f"{field.name}={asdict(self)[field.name]}" for field in fields(self))
+
+
+def _whole_number(variable: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and int(value) > 0):
+        raise ValueError(
+            f"{variable}={value} is not a whole number of MB, 1 or more: "
+            f"give one, such as {DEFAULT_MB}, or unset it"
+        )
+    return int(value)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from sglang_pat import _C
+from sglang_pat.capacity import buffer_shapes
 from sglang_pat.planning import Plan
 from sglang_pat.target import Target
 
@@ -34,9 +35,9 @@ class Workspace:
     outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel),
     ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
 
-    Takes 4 * max_queries * max_context bytes for the slots, 6 * max_branch_tokens for those of
-    branches and, with fp32 partials, 4 * max_partials * Hq * D for the partial outputs. Raises
-    ValueError for arguments that make no sense, and torch's OutOfMemoryError.
+    Takes ``nbytes`` on the device (``capacity.buffer_shapes``), most of it 4 * max_queries *
+    max_context for the slots and, with fp32 partials, 4 * max_partials * Hq * D for the partial
+    outputs. Raises ValueError for arguments that make no sense, and torch's OutOfMemoryError.
     """
 
     def __init__(
@@ -62,34 +63,51 @@ class Workspace:
         self.max_context = max_context
         self.partial_dtype = partial_dtype
         self.launch = launch
-        max_members = target.max_partials + target.max_queries
-        self._max_bytes = _C.plan_bytes(
-            target.max_items, max_members, target.max_queries, target.max_segments
+        shapes = buffer_shapes(
+            num_q_heads=target.num_q_heads,
+            head_dim=target.head_dim,
+            max_context=max_context,
+            partial_dtype=partial_dtype,
+            max_queries=target.max_queries,
+            max_items=target.max_items,
+            max_partials=target.max_partials,
+            max_segments=target.max_segments,
+            max_branch_tokens=target.max_branch_tokens,
         )
-
-        def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        # Zeros are an empty plan.
-        self._plan_buffer = buffer(self._max_bytes, dtype=torch.uint8)
-        self.slots = torch.empty(
-            (target.max_queries, max_context), dtype=torch.int32, device=self.device
-        )
-        self._branch_slots = buffer(target.max_branch_tokens)
-        self._branch_rows = buffer(target.max_branch_tokens, dtype=torch.int16)
-        self.partials = torch.empty(
-            (target.max_partials, target.num_q_heads, target.head_dim),
-            dtype=partial_dtype,
-            device=self.device,
-        )
-        self.partial_lse = torch.empty(
-            (target.max_partials, target.num_q_heads), dtype=torch.float32, device=self.device
-        )
-        self.queue = buffer(_C.cuda_queue_ints())
+        self._buffers = {
+            name: torch.empty(shape, dtype=dtype, device=self.device)
+            for name, (shape, dtype) in shapes.items()
+        }
+        self._plan_buffer = self._buffers["plan"]
+        self.slots = self._buffers["slots"]
+        self._branch_slots = self._buffers["branch_slots"]
+        self._branch_rows = self._buffers["branch_rows"]
+        self.partials = self._buffers["partials"]
+        self.partial_lse = self._buffers["partial_lse"]
+        self.queue = self._buffers["queue"]
+        self._max_bytes = self._plan_buffer.nbytes
         with torch.cuda.device(self.device):
             self._staging = _C.PlanStaging(self._max_bytes, _STAGINGS)
-        self.plan: Plan | None = None
         self.trace: torch.Tensor | None = None  # uint64, see _C.decode_cuda
+        self.plan: Plan | None
+        self.reset()
+
+    def reset(self) -> None:
+        """Hold no plan and what the kernels expect before the first one, in the current stream.
+
+        For a workspace whose memory was given back and mapped anew (SGLang's memory saver): the
+        addresses are the same, the contents are lost.
+        """
+        # Zeros are an empty plan; the kernels expect and leave zeros in the queue; and a branch
+        # may read its list beyond the tokens of a step.
+        for name in ("plan", "queue", "branch_slots", "branch_rows"):
+            self._buffers[name].zero_()
+        self.plan = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the GPU."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
     def branches(self) -> tuple[int, int]:

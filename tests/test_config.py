@@ -11,7 +11,13 @@ from sglang_pat.config import PatConfig
 
 def test_defaults() -> None:
     assert PatConfig.from_env({"SGLANG_PLATFORM": "pat_cpu"}) == PatConfig(
-        check=False, policy="bytes", split="cost", branching="cost", partial="fp32", launch="queue"
+        check=False,
+        policy="bytes",
+        split="cost",
+        branching="cost",
+        partial="fp32",
+        launch="queue",
+        workspace_mb=256,
     )
 
 
@@ -24,6 +30,7 @@ def test_every_option() -> None:
             "SGLANG_PAT_BRANCHING": "never",
             "SGLANG_PAT_PARTIAL": "bf16",
             "SGLANG_PAT_LAUNCH": "streams",
+            "SGLANG_PAT_WORKSPACE_MB": "1024",
         }
     )
     assert config == PatConfig(
@@ -33,10 +40,12 @@ def test_every_option() -> None:
         branching="never",
         partial="bf16",
         launch="streams",
+        workspace_mb=1024,
     )
     assert config.partial_dtype is torch.bfloat16
     assert str(config) == (
-        "check=True policy=paper split=mean branching=never partial=bf16 launch=streams"
+        "check=True policy=paper split=mean branching=never partial=bf16 launch=streams "
+        "workspace_mb=1024"
     )
 
 
@@ -49,7 +58,15 @@ def test_every_option() -> None:
         ("SGLANG_PAT_BRANCHING", "1", "SGLANG_PAT_BRANCHING=1 .*use one of cost, always, never"),
         ("SGLANG_PAT_PARTIAL", "fp16", "SGLANG_PAT_PARTIAL=fp16 .*use one of fp32, bf16"),
         ("SGLANG_PAT_LAUNCH", "fast", "SGLANG_PAT_LAUNCH=fast .*use one of queue, streams, serial"),
-        ("SGLANG_PAT_POLCY", "paper", "SGLANG_PAT_POLCY=paper is not an option.*_POLICY"),
+        *(
+            ("SGLANG_PAT_WORKSPACE_MB", value, f"MB={value} is not a whole number of MB, 1 or more")
+            for value in ("", "0", "-1", "1.5", "1e3", "256MB", "\u0664")
+        ),
+        (
+            "SGLANG_PAT_POLCY",
+            "paper",
+            "SGLANG_PAT_POLCY=paper is not an option.*_POLICY.*_WORKSPACE_MB",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused(variable: str, value: str, message: str) -> None:

@@ -113,10 +113,11 @@ class ServingServer(Server):
             body["rid"] = list(rids)
         if adapters is not None:
             body["lora_path"] = list(adapters)
-        return [_answer(entry) for entry in self.post("/generate", body)]
+        return [answer_of(entry) for entry in self.post("/generate", body)]
 
 
-def _answer(entry: dict[str, Any]) -> Answer:
+def answer_of(entry: dict[str, Any]) -> Answer:
+    """What SGLang returned for one prompt."""
     meta = entry["meta_info"]
     return Answer(
         tokens=tuple(entry["output_ids"]),

@@ -187,14 +187,27 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what to run").add_argument
-    what("--workloads", nargs="+", type=value(Workload.parse), metavar="SPEC", default=None)
+    what(
+        "--workloads",
+        nargs="+",
+        type=value(Workload.parse),
+        metavar="SPEC",
+        default=None,
+        help="batches of requests, in the notation of workload.py (default: the standard set)",
+    )
     what("--trace", nargs="+", choices=TRACES, help="replay traces instead")
-    what("--backends", nargs="+", default=["pat", "fa3", "flashinfer"], metavar="NAME")
+    what(
+        "--backends",
+        nargs="+",
+        default=["pat", "fa3", "flashinfer"],
+        metavar="NAME",
+        help="attention backends to compare (default: pat fa3 flashinfer)",
+    )
     what("--runs", type=_positive, default=5, help="rounds over all of it (default: 5)")
     what("--new-tokens", type=_positive, default=128, help="of a prompt, beyond the cached ones")
     what("--output-tokens", type=_positive, default=256, help="of every request")
     what("--stream-interval", type=_positive, default=1, help="tokens per streamed event")
-    what("--seed", type=int, default=0)
+    what("--seed", type=int, default=0, help="of the prompts' tokens (default: 0)")
     what("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
     first = parser.add_argument_group("first runs").add_argument
     first("--first-runs", type=_positive, metavar="N", help="N runs after the start, shown singly")
@@ -208,12 +221,22 @@ def parser() -> argparse.ArgumentParser:
     traces("--max-requests", type=_positive, default=256, help="that decode at the same time")
     server = parser.add_argument_group("servers").add_argument
     server("--model", default="llama3-8b", help=f"{', '.join(SHAPES)} or a folder")
-    server("--device", choices=("cuda", "cpu"), default="cuda")
-    server("--dtype", choices=("bfloat16", "float16", "float32"))
+    server(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="what servers run on (default: cuda)",
+    )
+    server("--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and K/V")
     server("--tp", type=_positive, default=1, help="GPUs of every server")
     server("--mem-fraction-static", type=float, default=0.95, help="of a GPU, for all servers")
     server("--overhead-gib", type=float, default=OVERHEAD_GIB, help="of a server and GPU")
-    server("--logs", type=Path, default=Path(tempfile.gettempdir()) / "sglang_pat_serving")
+    server(
+        "--logs",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "sglang_pat_serving",
+        help="folder for the servers' logs",
+    )
     server("--server-args", nargs=argparse.REMAINDER, default=[], help="all that follows")
     output = parser.add_argument_group("output").add_argument
     output("--json", type=Path, metavar="FILE", help="rewritten after every run")
