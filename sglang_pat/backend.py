@@ -20,7 +20,11 @@ from sglang_pat.check import check_plan
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import make_executor
 from sglang_pat.hook import LiveBatch, Mailbox
-from sglang_pat.metrics import Reporter
+from sglang_pat.srt.base import base_of, build_stock
+from sglang_pat.srt.pipeline import micro_batches
+from sglang_pat.srt.reporting import start_reporter
+from sglang_pat.srt.support import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
+from sglang_pat.srt.survey import Survey, survey_layers
 from sglang_pat.stats import Stats
 from sglang_pat.step import StepPlanner
 
@@ -37,30 +41,41 @@ class PatDecodeMixin:
     req_to_token_pool: Any
     token_to_kv_pool: Any
 
-    def __init__(self, runner: Any, config: PatConfig, **base_arguments: Any) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        config: PatConfig,
+        survey: Survey | None = None,
+        *,
+        packs: bool = True,
+        **base_arguments: Any,
+    ) -> None:
+        """``survey``: of the model's layers; those it lacks are decided when they come by.
+        ``packs``: whether a step may share anything on this server."""
         super().__init__(runner, **base_arguments)  # type: ignore[call-arg]
         self._config = config
         self._mailbox = Mailbox.on(runner)
         self._executor = make_executor(runner, config)
         self._target = self._executor.target
         self._stats = Stats()
-        self._steps = StepPlanner(self._target, self._stats)
+        self._steps = StepPlanner(self._target, self._stats, micro_batches())
         self._serves = False  # whether pat serves the forward that comes next
         self._in_eager = False
         self._unprepared: Any = None  # eager decode batch that the base has not seen
-        self._layers: dict[int, str] = {}  # why a layer is the base's, or "", by layer id
-        self._base_layers: list[str] = []  # the reasons of those that are
-        self._reporter = _start_reporter(self._stats)
+        # Why a layer is the base's, or "", by layer id; the reasons of those that are.
+        self._layers = dict(survey.reasons) if survey else {}
+        self._base_layers = [reason for reason in self._layers.values() if reason]
+        self._reporter = start_reporter(self._stats, serving=packs)
         logger.info(
-            "sglang_pat serves decode on %s over %s: %d query heads, %d KV heads, head dim %d, "
-            "%d units, up to %d requests; %s",
-            runner.device,
-            type(self).__mro__[2].__name__,
+            "sglang_pat: decode runs on pat, prefill on SGLang's own attention (%s), as intended; "
+            "%d query heads, %d KV heads, head dim %d, up to %d requests on %d %s; %s",
+            _prefill_attention(runner, type(self).__mro__[2]),
             self._target.num_q_heads,
             self._target.num_kv_heads,
             self._target.head_dim,
-            self._target.units,
             self._target.max_queries,
+            self._target.units,
+            "threads" if runner.device == "cpu" else "SMs",
             config,
         )
 
@@ -78,7 +93,7 @@ class PatDecodeMixin:
     def _plan_eager(self, batch: LiveBatch | None, forward_batch: Any) -> bool:
         """Plan a decode batch, if it can be; whether it was."""
         if batch is None:  # warm-up forwards are made without the scheduler
-            self._stats.fall_back("no batch from the scheduler", level=logging.INFO)
+            self._stats.warm_up()
             return False
         if forward_batch.batch_size > self._target.max_queries:
             self._stats.fall_back("batch beyond the workspace", self._beyond(forward_batch))
@@ -165,7 +180,7 @@ class PatDecodeMixin:
         """Whether ``pat`` serves a batch of this kind; counts it by reason if not."""
         mode = forward_batch.forward_mode
         if not mode.is_decode():
-            self._stats.fall_back(mode.name.lower(), level=logging.INFO)
+            self._stats.other_forward(mode.name)
         elif forward_batch.spec_info is not None:
             self._stats.fall_back("speculative decoding")
         elif forward_batch.encoder_lens is not None:
@@ -262,38 +277,36 @@ def make_pat_backend(runner: Any) -> Any:
     """
     config = PatConfig.from_env()
     refusals.refuse_unsafe(runner)
-    base, arguments = _base_of(runner)
     if runner.is_draft_worker:  # drafts do not go through the scheduler's batches
-        logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", base.__name__)
-        return base(runner, **arguments)
-    return _subclass(base)(runner, config, **arguments)
-
-
-def _base_of(runner: Any) -> tuple[type, dict[str, Any]]:
-    """SGLang's own backend for the device, as its registry would make it, and its arguments."""
-    if runner.device == "cpu":
-        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-        return TorchNativeAttnBackend, {}
-    major, _minor = torch.cuda.get_device_capability()
-    if major in (8, 9):  # what FlashAttention 3 runs on
-        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
-
-        return FlashAttentionBackend, {}
-    from sglang.srt.utils import is_flashinfer_available
-
-    if is_flashinfer_available():
-        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-
-        return FlashInferAttnBackend, {"init_new_workspace": runner.init_new_workspace}
-    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-    return TritonAttnBackend, {}
+        name, stock = build_stock(runner)
+        logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", name)
+        return stock
+    idle = idle_reasons(runner.server_args, runner.model_config, runner.kv_cache_dtype)
+    survey = survey_layers(runner)
+    if not idle and survey.serves_none:
+        idle = [IdleReason(f"of the model it could serve {survey}", CHOOSE_ANOTHER)]
+    if idle:
+        logger.warning("sglang_pat: %s", idle_message(idle))
+    if not all(reason.serves for reason in idle):
+        start_reporter(Stats(), serving=False)
+        name, stock = build_stock(runner)
+        logger.info("sglang_pat: attention is SGLang's own, %s", name)
+        return stock
+    base = base_of(runner)
+    backend = _subclass(base.cls)(runner, config, survey, packs=not idle, **base.arguments)
+    logger.info("sglang_pat serves %s", survey)
+    return backend
 
 
 @lru_cache
 def _subclass(base: type) -> type:
     return type(f"Pat{base.__name__}", (PatDecodeMixin, base), {})
+
+
+def _prefill_attention(runner: Any, base: type) -> str:
+    """What runs prefill: the base, unless ``--prefill-attention-backend`` names another."""
+    named: str | None = getattr(runner, "prefill_attention_backend_str", None)
+    return base.__name__ if named in (None, "pat") else named
 
 
 def _host_lens(forward_batch: Any) -> torch.Tensor:
@@ -304,17 +317,3 @@ def _host_lens(forward_batch: Any) -> torch.Tensor:
     if lens.dtype != torch.int64 or not lens.is_contiguous():
         lens = lens.to(torch.int64).contiguous()
     return lens
-
-
-def _start_reporter(stats: Stats) -> Reporter:
-    """Report as SGLang does: from the first tensor-parallel rank, unless told to from all."""
-    from sglang.srt.runtime_context import get_observability, get_parallel
-
-    parallel, options = get_parallel(), get_observability()
-    export = options.enable_metrics and (
-        parallel.attn_tp_rank == 0 or options.enable_metrics_for_all_schedulers
-    )
-    labels = {"tp_rank": str(parallel.tp_rank), "pp_rank": str(parallel.pp_rank)}
-    reporter = Reporter(stats, labels, export=export)
-    reporter.start()
-    return reporter

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import sglang_pat
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -16,40 +18,97 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status: 0 all well, 1 not, 2 wrong usage."""
     signal.signal(signal.SIGTERM, _exit)  # unwinds, so that a spawned server is stopped too
-    arguments = _parser().parse_args(argv)
+    parser = make_parser()
+    arguments, flags = parser.parse_known_args(argv)
     if arguments.command == "doctor":
-        from sglang_pat.doctor import run_doctor
-
-        return run_doctor(as_json=arguments.json)
+        return _run_doctor(parser, arguments, flags)
+    if flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     from sglang_pat.demo.run import Options, run_demo
     from sglang_pat.demo.server import ServerError
 
     try:
-        return run_demo(Options(arguments.device, arguments.dtype, arguments.cache))
+        return run_demo(Options(arguments.device, arguments.dtype, arguments.cache, arguments.json))
     except ServerError as error:
         print(f"sglang-pat demo: {error}", file=sys.stderr)
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _run_doctor(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, flags: list[str]
+) -> int:
+    from sglang_pat.doctor import run_doctor
+
+    if arguments.model is None and (flags or arguments.gpu):
+        given = " ".join([*flags, *(["--gpu"] if arguments.gpu else [])])
+        parser.error(f"{given}: doctor looks at server flags only with --model MODEL")
+    question = None
+    if arguments.model is not None:
+        question = ["--model-path", arguments.model, *flags]
+    return run_doctor(as_json=arguments.json, question=question, gpu=arguments.gpu)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line; flags of a server after ``doctor`` are not known to it."""
     parser = argparse.ArgumentParser(
         prog="sglang-pat", description="Prefix-aware decode attention for SGLang."
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"sglang-pat {sglang_pat.__version__}",
+        help="print the version and exit",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, title="commands")
     demo = commands.add_parser(
         "demo", help="run an agent workload on the stock backend and on pat, side by side"
     )
-    demo.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    demo.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="what both servers run on; auto: the GPU if there is one that pat serves, else the "
+        "CPU (default: auto)",
+    )
     demo.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
         help="auto: float32 on a CPU, where tokens are compared; bfloat16 on a GPU, where "
-        "log-probabilities of forced tokens are",
+        "log-probabilities of forced tokens are (default: auto)",
     )
-    demo.add_argument("--cache", type=Path, help="folder for the model and the servers' logs")
-    doctor = commands.add_parser("doctor", help="say what was found, and what would keep pat off")
+    demo.add_argument(
+        "--cache",
+        type=Path,
+        help="folder for the model and the servers' logs (default: one of the user's cache)",
+    )
+    demo.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results to FILE, too (default: no)"
+    )
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what was found, and what would keep pat off; with --model, what pat would do "
+        "for a model and server flags",
+        description="Say what was found, and what would keep pat off. With --model also what pat "
+        "would do on a server, without loading its weights: any flags of sglang.launch_server may "
+        "follow. Exit status: 0 pat serves at least a part, 1 it does not, 2 wrong usage.",
+        usage="sglang-pat doctor [-h] [--json] [--model MODEL [--gpu NAME] [server flags ...]]",
+        allow_abbrev=False,  # --model is not short for SGLang's --model-loader-extra-config
+    )
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    doctor.add_argument(
+        "--model",
+        "--model-path",
+        metavar="MODEL",
+        help="folder or Hugging Face name of the model; of it only config.json is read",
+    )
+    doctor.add_argument(
+        "--gpu",
+        default="",
+        metavar="NAME",
+        help="ask about a GPU that is not here: H200, H100, A100, A100-40GB, L40S, L4, RTX4090, "
+        "RTX3090, B200 or RTX5090 (default: what is here)",
+    )
     return parser
 
 

@@ -2,21 +2,24 @@
 """``sglang-pat doctor``: what was found, and what would keep ``pat`` from packing.
 
 Loads the plugins as a server does, in this environment, and looks at what is there afterwards.
+With ``--model``, what ``pat`` would do on a server is said by ``sglang_pat.srt.verdict``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from sglang_pat.config import CPU_PLATFORM, PREFIX, SUPPORTED_SGLANG, PatConfig
+from sglang_pat.config import CPU_PLATFORM, PREFIX, SUPPORTED_SGLANG, TESTED_SGLANG, PatConfig
+from sglang_pat.srt.launch import ON_CPU
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 _RUST_TREE = "sglang.srt.mem_cache.rust_tree_core.mem_cache"
 _ENTRY_POINTS = {"sglang.srt.plugins": "pat", "sglang.srt.platforms": CPU_PLATFORM}
@@ -39,24 +42,56 @@ class Finding:
     way_out: str = ""
 
 
-def run_doctor(*, as_json: bool) -> int:
-    """Print all findings, as lines or one JSON object; 1 if something blocks, else 0."""
-    findings = list(examine())
+def run_doctor(
+    *, as_json: bool = False, question: Sequence[str] | None = None, gpu: str = ""
+) -> int:
+    """Print all findings, as lines or one JSON object; 1 if something blocks, else 0.
+
+    ``question``: flags of a server, ``--model-path`` among them, to be judged too; then 1 also if
+    ``pat`` would serve nothing. ``gpu``: the name of a GPU to judge them for.
+    """
+    findings = list(examine(any_gpu=bool(gpu)))
     blocked = sum(finding.status == "block" for finding in findings)
+    verdict = None
+    if question is not None and not blocked:
+        from sglang_pat.srt.verdict import QuestionError, judge
+
+        try:
+            verdict = judge(question, gpu=gpu)
+        except QuestionError as error:
+            print(f"sglang-pat doctor: {error}", file=sys.stderr)
+            return 2
+    ok = not blocked and (verdict is None or verdict.ok)
     if as_json:
-        print(json.dumps({"ok": not blocked, "findings": [asdict(f) for f in findings]}))
-        return int(bool(blocked))
-    width = max(len(finding.topic) for finding in findings)
-    for finding in findings:
-        print(f"{_MARKS[finding.status]:<5}  {finding.topic:<{width}}  {finding.found}")
-        if finding.way_out:
-            print(f"{'':5}  {'':{width}}  -> {finding.way_out}")
-    print(f"\n{blocked} to repair." if blocked else "\npat can serve here.")
-    return int(bool(blocked))
+        report: dict[str, Any] = {"ok": ok, "findings": [asdict(f) for f in findings]}
+        if verdict is not None:
+            report["server"] = verdict.as_json()
+        print(json.dumps(report))
+        return int(not ok)
+    _print_lines([(_MARKS[f.status], f.topic, f.found, f.way_out) for f in findings])
+    if blocked:
+        print(f"\n{blocked} to repair.")
+    elif verdict is None:
+        print("\npat can serve here.")
+    else:
+        print()
+        _print_lines([("", *line) for line in verdict.lines()])
+        print(f"\n{verdict.status}.")
+    return int(not ok)
 
 
-def examine() -> Iterator[Finding]:
+def _print_lines(lines: Sequence[tuple[str, str, str, str]]) -> None:
+    """Mark, topic and what was found in columns, and the way out below."""
+    width = max(len(topic) for _mark, topic, _found, _way_out in lines)
+    for mark, topic, found, way_out in lines:
+        print(f"{mark:<5}  {topic:<{width}}  {found}")
+        if way_out:
+            print(f"{'':5}  {'':{width}}  -> {way_out}")
+
+
+def examine(*, any_gpu: bool = False) -> Iterator[Finding]:
     """Look at everything, in an order in which later checks may rely on earlier ones.
+    ``any_gpu``: a GPU that pat does not serve does not block, as another is asked about.
 
     Where no GPU is found and ``SGLANG_PLATFORM`` is not set, it is set to ``pat_cpu`` in this
     process, as a server on this machine needs it.
@@ -78,7 +113,7 @@ def examine() -> Iterator[Finding]:
         return
     yield _sglang(version)
     yield _torch()
-    platform = _platform()
+    platform = _platform(any_gpu=any_gpu)
     yield platform
     if platform.status == "block":
         return  # SGLang cannot be imported under a platform that is not there
@@ -164,10 +199,13 @@ def _environment() -> Iterator[Finding]:
 
 
 def _sglang(version: str) -> Finding:
-    if version == SUPPORTED_SGLANG:
+    if version in TESTED_SGLANG:
         return Finding("SGLang", version)
     return Finding(
-        "SGLang", f"{version}; tested with {SUPPORTED_SGLANG}", "note", "see 'interface' below"
+        "SGLang",
+        f"{version}; tested with {' and '.join(TESTED_SGLANG)}",
+        "note",
+        "see 'interface' below",
     )
 
 
@@ -180,7 +218,7 @@ def _torch() -> Finding:
     return Finding("torch", f"{torch.__version__}, {', '.join(names)}")
 
 
-def _platform() -> Finding:
+def _platform(*, any_gpu: bool = False) -> Finding:
     import torch
 
     from sglang_pat.refusals import reason_against_gpu
@@ -195,12 +233,11 @@ def _platform() -> Finding:
             "block",
             f"unset SGLANG_PLATFORM, or set it to {CPU_PLATFORM} for a CPU",
         )
-    on_cpu = f"start the server with SGLANG_PLATFORM={CPU_PLATFORM} and --device cpu"
     if not torch.cuda.is_available():
         os.environ["SGLANG_PLATFORM"] = CPU_PLATFORM
-        return Finding("platform", "no GPU, SGLANG_PLATFORM is not set", "note", on_cpu)
+        return Finding("platform", "no GPU, SGLANG_PLATFORM is not set", "note", ON_CPU)
     if reason := reason_against_gpu():
-        return Finding("platform", reason, "block", on_cpu)
+        return Finding("platform", reason, "note" if any_gpu else "block", ON_CPU)
     return Finding("platform", "a GPU, SGLang's own choice")
 
 
@@ -223,7 +260,7 @@ def _registration() -> Iterator[Finding]:
 
 def _interface() -> Iterator[Finding]:
     from sglang_pat import hook
-    from sglang_pat.refusals import interface_mismatches
+    from sglang_pat.srt.interface import interface_mismatches
 
     mismatches = list(interface_mismatches())
     for mismatch in mismatches:

@@ -15,47 +15,51 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from sglang_pat.stats import COUNTERS, NAMESPACE, Stats
+from sglang_pat.stats import COUNTERS, LABELLED, NAMESPACE, Stats
 
 logger = logging.getLogger("sglang_pat")
 
 FLUSH_SECONDS = 1.0
 SUMMARY_SECONDS = 60.0
-_LABELLED = {
-    "fallbacks": "Forward passes, layers and plans that pat did not serve, by reason.",
-    "private_requests": "Requests planned without a radix path, by reason.",
-}
+SERVING = "1: pat runs this server's decode and can pack; 0: SGLang's own attention runs it."
 
 
 class Reporter:
-    """Publishes one ``Stats``. ``labels`` go on every exported metric."""
+    """Publishes one ``Stats``. ``labels`` go on every exported metric; nothing is exported without
+    ``export``."""
 
     def __init__(self, stats: Stats, labels: Mapping[str, str], *, export: bool) -> None:
         self._stats = stats
         self._labels = dict(labels)
         self._counters = _make_counters(tuple(labels)) if export else {}
-        self._exported: dict[tuple[str, str], float] = {}
+        self._serving = _make_gauge(tuple(labels)).labels(**labels) if export else None
+        self._exported: dict[tuple[str, ...], float] = {}
 
     def start(self) -> None:
         """Publish from now on, once a second, from a thread that ends with the process."""
         threading.Thread(target=self._run, name="sglang-pat-stats", daemon=True).start()
 
+    def set_serving(self, serving: bool) -> None:
+        """Say whether pat runs this server's decode and can pack."""
+        if self._serving is not None:
+            self._serving.set(int(serving))
+
     def flush(self) -> None:
         """Add what came since the last call to the exported counters."""
         snapshot = self._stats.snapshot()
         for name in COUNTERS:
-            self._add(name, "", snapshot[name])
-        for name in _LABELLED:
-            for reason, count in snapshot[name].items():
-                self._add(name, reason, count)
+            self._add(name, {}, snapshot[name])
+        for name, (label, _) in LABELLED.items():
+            for kind, count in snapshot[name].items():
+                self._add(name, {label: kind}, count)
 
-    def _add(self, name: str, reason: str, value: float) -> None:
+    def _add(self, name: str, label: dict[str, str], value: float) -> None:
         if name not in self._counters:
             return
-        labels = self._labels | ({"reason": reason} if reason else {})
-        counter = self._counters[name].labels(**labels)
-        counter.inc(value - self._exported.get((name, reason), 0))
-        self._exported[name, reason] = value
+        key = (name, *label.values())
+        counter = self._counters[name].labels(**(self._labels | label))
+        counter.inc(value - self._exported.get(key, 0))
+        self._exported[key] = value
 
     def _run(self) -> None:
         steps, summarized = 0, time.monotonic()
@@ -65,7 +69,7 @@ class Reporter:
             now = time.monotonic()
             if now - summarized >= SUMMARY_SECONDS and self._stats.decode_steps > steps:
                 steps, summarized = self._stats.decode_steps, now
-                logger.info("sglang_pat: %s", self._stats.summary())
+                logger.info("sglang_pat since its start: %s", self._stats.summary())
 
 
 @lru_cache
@@ -77,6 +81,17 @@ def _make_counters(labels: tuple[str, ...]) -> dict[str, Any]:
     counters = {
         name: Counter(f"{NAMESPACE}_{name}", text, labels) for name, text in COUNTERS.items()
     }
-    for name, text in _LABELLED.items():
-        counters[name] = Counter(f"{NAMESPACE}_{name}", text, (*labels, "reason"))
+    for name, (label, text) in LABELLED.items():
+        # An operator's extra label may have the name of ours, which then goes before it.
+        names = tuple(dict.fromkeys((*labels, label)))
+        counters[name] = Counter(f"{NAMESPACE}_{name}", text, names)
     return counters
+
+
+@lru_cache
+def _make_gauge(labels: tuple[str, ...]) -> Any:
+    from prometheus_client import Gauge
+
+    # Ranks differ in their labels. Of a rank that was started again the newest value counts, and
+    # one that prometheus_client's mark_process_dead() was told of is forgotten.
+    return Gauge(f"{NAMESPACE}_serving", SERVING, labels, multiprocess_mode="livemostrecent")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,20 @@ from typing import Any
 import pytest
 
 from sglang_pat.bench.serving import __main__ as command
-from sglang_pat.bench.serving import document
+from sglang_pat.bench.serving import document, spy
 from sglang_pat.bench.serving.client import RequestError, Timeline, parse
 from sglang_pat.bench.serving.fleet import Plan
 from sglang_pat.bench.serving.model import open_model
 from sglang_pat.bench.serving.rows import Row, Spread, counted_fields, ratio, table, warnings
 from sglang_pat.bench.serving.run import Budget, rotated
-from sglang_pat.bench.serving.timing import TooShort, intervals_ms, latencies, step_ms, window
+from sglang_pat.bench.serving.timing import (
+    TooShort,
+    intervals_ms,
+    latencies,
+    longest_gap,
+    step_ms,
+    window,
+)
 from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, LIMITS, Workload, make_batch
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.model import make_model
@@ -91,6 +99,48 @@ def test_requests_that_never_decode_together_are_an_error() -> None:
         latencies([TIMELINES[0], late], together=True)
     with pytest.raises(TooShort, match="no interval between tokens"):
         latencies([Timeline(0.0, [1.0], [1], 0)], together=False)
+
+
+def test_the_longest_gap_is_of_any_request() -> None:
+    assert longest_gap(TIMELINES) == (3000, 1)  # from 3.0 to 6.0, behind the first token
+    with pytest.raises(TooShort, match="no interval between tokens"):
+        longest_gap([Timeline(0.0, [1.0], [1], 0)])
+
+
+def _call(name: str, phase: str, ms: float, thread: int = 1) -> dict[str, Any]:
+    args = {"filename": "/venv/site-packages/kit.py"}
+    return {"name": name, "ph": phase, "ts": 1e3 * ms, "tid": thread, "args": args}
+
+
+def test_what_lasted_longer_in_the_first_run_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = [_call("step", "B", 0), _call("load", "B", 5), _call("wait", "B", 6, thread=2)]
+    first += [_call("load", "E", 205), _call("step", "E", 210), _call("wait", "E", 7, thread=2)]
+    last = [_call("step", "B", 0), _call("step", "E", 8), _call("step", "B", 8)]
+    assert spy.longest_calls(first) == {
+        "step (kit.py)": 210,
+        "load (kit.py)": 200,
+        "wait (kit.py)": 1,
+    }
+    assert spy.longest_calls(last) == {"step (kit.py)": 8}  # the second has no end
+    files = [tmp_path / "first.json", tmp_path / "last.json"]
+    for file, events in zip(files, (first, last), strict=True):
+        file.write_text(json.dumps(events))
+    assert spy.main([*map(str, files)]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert "first.json against last.json" in heading
+    assert [line.split()[-2] for line in lines] == ["step", "load"]  # the wait is too short
+
+
+def test_first_runs_refuse_what_does_not_belong_to_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--first-runs", "2", "--trace", "toolagent"], "leave --trace out"),
+        (["--spy"], "add --first-runs N"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(arguments)
+        assert message in capsys.readouterr().err
 
 
 def test_engine_steps_are_those_of_this_run_without_the_first() -> None:

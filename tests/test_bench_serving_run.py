@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_pat.bench.serving import __main__ as command
+from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.fleet import Plan, Served, serve
 from sglang_pat.bench.serving.model import open_model
 from sglang_pat.bench.serving.rows import Row
@@ -91,6 +92,25 @@ def test_workloads_run_on_two_servers_in_turns(
     assert "pat / better of others" in shown and "(" in shown
 
 
+def test_first_runs_are_shown_one_by_one(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--new-tokens", "8", "--output-tokens", "160")
+    written = bench("--first-runs", "3", "--workloads", "200x4", *sizes)
+    assert written["kind"] == "first"
+    rows = [FirstRow(**row) for row in written["rows"]]
+    assert [(row.workload, row.run, row.backend) for row in rows] == [
+        ("200x4", run, backend)
+        for run, order in enumerate((BACKENDS, BACKENDS[::-1], BACKENDS))
+        for backend in order
+    ]
+    for row in rows:
+        assert 0 < row.ttft_p50_ms <= row.ttft_max_ms and row.prime_ms > 0
+        assert 0 < row.itl_p50_ms <= row.itl_p99_ms <= row.gap_ms and 0 < row.gap_token < 160
+        # 160 tokens, of which the first comes from the prefill: nothing else has warmed up.
+        assert (row.plans_made or 0) > 0 if row.backend == "pat" else row.plans_made is None
+        assert row.backend != "pat" or 159 <= (row.decode_steps or 0) < 180
+    assert "longest gap" in capsys.readouterr().out
+
+
 def test_traces_run_on_two_servers(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--duration-s", "1.5", "--runs", "1", "--output-tokens", "20", "--max-requests", "8")
     written = bench("--trace", "toolagent", "--rates", "4", "--block-tokens", "16", *sizes)
@@ -102,7 +122,7 @@ def test_traces_run_on_two_servers(bench: Any, capsys: pytest.CaptureFixture[str
     assert ours["cached"] == pytest.approx(theirs["cached"], abs=0.05)
     assert 0 < ours["ttft_p50_ms"] <= ours["ttft_p99_ms"] and ours["tpot_ms"] > 0
     assert ours["decode_steps"] > 0 and theirs["decode_steps"] is None
-    assert ours["fallbacks"]["extend"] <= ours["requests"], "the warm-up was counted, too"
+    assert ours["base_forwards"]["extend"] <= ours["requests"], "the warm-up was counted, too"
     assert "toolagent" in capsys.readouterr().out
 
 

@@ -13,7 +13,8 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from sglang_pat import refusals
+from sglang_pat import _C, refusals
+from sglang_pat.srt.survey import Heads
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 KV_HEADS = 2
@@ -27,11 +28,14 @@ def _against(
     keys: tuple[int, int] | None = None,
     values: tuple[int, int] | None = None,
     dtypes: tuple[torch.dtype, torch.dtype] = (BF16, BF16),
+    head_dim: int | None = None,
+    mapping: dict[int, tuple[int, bool]] | None = None,
     **changes: Any,
 ) -> str:
     """The reason against a layer of SGLang's, which is served but for the arguments.
 
-    ``keys``, ``values``: the shape of one slot's; ``changes``: attributes of the layer.
+    ``keys``, ``values``: the shape of one slot's; ``head_dim``: what is planned for; ``mapping``:
+    of a pool with a part for sliding windows; ``changes``: attributes of the layer.
     """
     heads = group * KV_HEADS  # the plans' too
     layer = RadixAttention(heads, dims[0], 1.0, KV_HEADS, layer_id=3, v_head_dim=dims[1])
@@ -47,8 +51,24 @@ def _against(
         get_key_buffer={3: buffers[0]}.__getitem__,
         get_value_buffer={3: buffers[1]}.__getitem__,
     )
-    target: Any = SimpleNamespace(num_q_heads=heads, num_kv_heads=KV_HEADS)
-    return refusals.reason_against_layer(layer, BF16, pool, target)
+    if mapping is not None:
+        pool.layers_mapping = mapping
+    planned = Heads(heads, KV_HEADS, head_dim or dims[0])
+    return refusals.reason_against_layer(layer, BF16, pool, planned)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A GPU of which one block can have ``limit`` bytes of shared memory, an H200 at first."""
+    facts = {"limit": 232_448}
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(shared_memory_per_block_optin=facts["limit"]),
+    )
+    needed = {64: 28_672, 128: 53_248, 256: 102_400}  # tests/gpu compares them with the kernels'
+    monkeypatch.setattr(_C, "cuda_min_shared_bytes", needed.__getitem__, raising=False)
+    return facts
 
 
 @pytest.mark.parametrize(
@@ -59,6 +79,10 @@ def _against(
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type encoder_only"),
         ({"sliding_window_size": None}, ""),
         ({"sliding_window_size": 0}, "a sliding window"),
+        ({"use_irope": True}, "chunked attention (use_irope)"),
+        ({"mapping": {3: (0, True)}}, "its K/V in the sliding-window pool"),
+        ({"mapping": {3: (0, False), 4: (0, True)}}, ""),
+        ({"head_dim": 128}, "head dim 64, planned for 128"),
         ({"xai_temperature_len": 1}, "a temperature by position"),
         ({"logit_cap": 30.0}, ""),  # by tanh
         ({"logit_cap": 30.0, "logit_capping_method": "clip"}, "logit capping by clip"),
@@ -96,3 +120,22 @@ def test_layers(arguments: dict[str, Any], reason: str) -> None:
 )
 def test_layers_on_cuda(device: str, arguments: dict[str, Any], reason: str) -> None:
     assert _against(device, **arguments) == reason
+
+
+@pytest.mark.parametrize("limit", [101_376, 102_399])
+def test_head_dim_256_needs_more_shared_memory_than_some_gpus_have(
+    limit: int, gpu: dict[str, int]
+) -> None:
+    gpu["limit"] = limit  # the first is that of an RTX 4090, 3090, L40S or 5090
+    reason = (
+        "head dim 256, which needs 102400 bytes of shared memory per block where this GPU has "
+        f"{limit}"
+    )
+    assert _against("cuda", dims=(256, 256)) == reason
+    assert _against("cuda", dims=(128, 128)) == ""
+    assert _against("cpu", dims=(256, 256)) == ""
+
+
+def test_a_layer_that_the_pool_does_not_have_is_no_answer() -> None:
+    with pytest.raises(KeyError):
+        _against("cpu", mapping={4: (0, False)})

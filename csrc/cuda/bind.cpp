@@ -126,6 +126,9 @@ py::dict probe(int device) {
 
 void bind_cuda(py::module_& m) {
   m.def("cuda_queue_ints", [] { return kQueueInts; }, "Length of decode_cuda's queue.");
+  m.def("cuda_min_shared_bytes", &min_shared_bytes, py::arg("head_dim"),
+        "Bytes of shared memory that a block of the forward needs at least. Raises ValueError for\n"
+        "a head dim that has no kernel.");
   m.def("cuda_probe", &probe, py::arg("device") = 0,
         "Run a tiny kernel of this module on a CUDA device.\n\n"
         "Returns a dict: ok, device, arch (10 * major + minor), kernel_arch (what the kernel was\n"

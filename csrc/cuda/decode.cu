@@ -130,10 +130,21 @@ void launch_streams(const ForwardParams& params, const CudaDecodeArgs& a, cudaSt
 
 }  // namespace
 
-void check_decode_args(const CudaDecodeArgs& a) {
-  if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {
-    throw_invalid("head_dim is %d, the CUDA kernels have 64, 128 and 256", a.head_dim);
+int min_shared_bytes(int head_dim) {
+  switch (head_dim) {
+    case 64:
+      return kMinSharedBytes<64>;
+    case 128:
+      return kMinSharedBytes<128>;
+    case 256:
+      return kMinSharedBytes<256>;
+    default:
+      throw_invalid("head_dim is %d, the CUDA kernels have 64, 128 and 256", head_dim);
   }
+}
+
+void check_decode_args(const CudaDecodeArgs& a) {
+  min_shared_bytes(a.head_dim);
   if (a.num_kv_heads < 1 || a.num_q_heads < 1 || a.num_q_heads % a.num_kv_heads ||
       a.num_q_heads / a.num_kv_heads > kMaxGroup) {
     throw_invalid("%d query heads on %d KV heads: the ratio must be a whole number from 1 to %d",

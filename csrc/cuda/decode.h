@@ -56,6 +56,10 @@ struct CudaDecodeArgs {
 inline constexpr int kQueueInts = 64;
 inline constexpr int kMaxGroup = 16;  // query heads a KV head
 
+// Bytes of shared memory that a block of the forward needs at least. Throws std::invalid_argument
+// for a head dim that has no kernel.
+int min_shared_bytes(int head_dim);
+
 // Throws std::invalid_argument for what the kernels do not have. Looks at sizes, strides and
 // numbers only, so that it needs no device.
 void check_decode_args(const CudaDecodeArgs& args);

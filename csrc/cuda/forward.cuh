@@ -126,6 +126,11 @@ struct Shape {
   static constexpr bool kWgmma = PAT_WGMMA && kHeadDim <= 128;
 };
 
+// The least that a block runs with: one half, two stages and one Q buffer.
+template <int kHeadDim>
+inline constexpr int kMinSharedBytes =
+    static_cast<int>(sizeof(Control)) + 3 * Shape<kHeadDim>::kTileBytes;
+
 // Position in a ring of mbarriers.
 struct Cursor {
   int index = 0;

@@ -180,7 +180,7 @@ Footprint footprint(const Device& device) {
     }
   }
   throw_invalid("head_dim %d needs %d bytes of shared memory per block, the device has %d",
-                kHeadDim, kFixed + 3 * kTile, device.shared_per_block);
+                kHeadDim, kMinSharedBytes<kHeadDim>, device.shared_per_block);
 }
 
 template <typename T, int kHeadDim>

@@ -14,7 +14,7 @@ import time
 
 from sglang_pat.bench.trees import PAPER_TREES, Tree
 from sglang_pat.planning import Planner
-from sglang_pat.target import Target
+from sglang_pat.target import POLICIES, SPLITS, Target
 
 
 def measure(tree: Tree, target: Target, repeats: int) -> dict[str, float | int | str]:
@@ -42,10 +42,23 @@ def measure(tree: Tree, target: Target, repeats: int) -> dict[str, float | int |
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("Q", "KV"))
-    parser.add_argument("--policy", default="bytes")
-    parser.add_argument("--split", default="cost")
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs=2,
+        default=(32, 8),
+        metavar=("Q", "KV"),
+        help="query and KV heads (default: 32 8)",
+    )
+    parser.add_argument(
+        "--policy", default="bytes", choices=POLICIES, help="which packs pay (default: bytes)"
+    )
+    parser.add_argument(
+        "--split", default="cost", choices=SPLITS, help="where items split (default: cost)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=50, help="plans timed of each tree (default: 50)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     target = Target.h200(

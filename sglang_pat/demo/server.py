@@ -144,6 +144,13 @@ class Server:
         self._process = None
         self._tmp.cleanup()
 
+    @property
+    def pid(self) -> int:
+        """Of its first process, so of its process group. Raises ServerError if it has ended."""
+        self.check_alive()
+        assert self._process is not None
+        return self._process.pid
+
     def tail(self, lines: int = _LOG_LINES_SHOWN) -> str:
         """The last lines of the log."""
         with self.log.open(errors="replace") as log:

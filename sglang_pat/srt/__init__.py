@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What knows SGLang: an upgrade of SGLang changes this package alone."""
+"""All that knows SGLang: an upgrade of SGLang touches the modules in here."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that pat cannot serve right does not start, and says why and what to do."""
+"""A server that pat cannot serve right does not start, and says why and what to do: in the
+launcher, in one line and before any weight is loaded, where that is known there."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+import kit_models
 import pytest
 
 from sglang_pat.demo.server import ServerError
@@ -40,6 +41,11 @@ REFUSED = {
 }
 
 
+REFUSES = "sglang_pat refuses to serve with --attention-backend pat: "
+# As if no plugin had brought a platform, on a machine without a GPU.
+NO_DEVICE = (("SGLANG_PLATFORM", ""), ("CUDA_VISIBLE_DEVICES", ""))
+
+
 def _refusal(model: Path, config: Config, folder: Path) -> str:
     """The log of a server that must not start."""
     server = ServingServer(model, config, folder)
@@ -48,53 +54,47 @@ def _refusal(model: Path, config: Config, folder: Path) -> str:
     return server.text()
 
 
+def _check_early(log: str, *messages: str) -> None:
+    """One line for each message, no traceback, and nothing was loaded before."""
+    lines = [line for line in log.splitlines() if line.startswith(REFUSES)]
+    assert len(lines) == len(messages), log
+    for line, message in zip(lines, messages, strict=True):
+        assert message in line
+    assert "Traceback" not in log
+    assert "Load weight" not in log
+
+
 @pytest.mark.parametrize("case", sorted(REFUSED))
 def test_refused(case: str, model: Path, tmp_path: Path) -> None:
     config, message = REFUSED[case]
-    assert message in _refusal(model, config, tmp_path)
+    log = _refusal(model, config, tmp_path)
+    if case == "plugin filtered out":  # it is SGLang that speaks
+        assert message in log
+    else:
+        _check_early(log, message)
 
 
-def test_mla_is_refused(tmp_path: Path) -> None:
-    model = tmp_path / "mla"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(TINY_DEEPSEEK))
-    config = Config("mla", args=("--load-format", "dummy"))
-    assert "the model uses MLA" in _refusal(model, config, tmp_path)
+def test_all_reasons_are_given_at_once(tmp_path: Path) -> None:
+    model = kit_models.write_config(tmp_path / "mla", kit_models.DEEPSEEK)
+    config = Config("mla", args=("--load-format", "dummy", "--enable-pdmux"))
+    _check_early(_refusal(model, config, tmp_path), "the model uses MLA", "--enable-pdmux")
 
 
-TINY_DEEPSEEK = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "torch_dtype": "float32",
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_shared_experts": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "kv_lora_rank": 64,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_scaling": {  # the only kind that SGLang's DeepSeek has on a CPU
-        "type": "yarn",
-        "factor": 2,
-        "original_max_position_embeddings": 512,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.7,
-    },
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+def test_without_a_gpu_and_a_platform(model: Path, tmp_path: Path) -> None:
+    config = Config("no device", env=NO_DEVICE)
+    way_out = "start the server with SGLANG_PLATFORM=pat_cpu and --device cpu"
+    _check_early(_refusal(model, config, tmp_path), way_out)
+
+
+def test_the_backend_refuses_what_the_launcher_let_pass(tmp_path: Path) -> None:
+    model = kit_models.write_config(tmp_path / "mla", kit_models.DEEPSEEK)
+    config = Config(
+        "mla",
+        args=("--load-format", "dummy"),
+        env=(("PAT_TEETH_UNHOOK_LAUNCH", "1"),),
+        plugins=True,
+    )
+    log = _refusal(model, config, tmp_path)
+    assert "the model uses MLA" in log
+    assert REFUSES not in log
+    assert "Load weight" in log

@@ -9,7 +9,8 @@ tables show medians and the spread. Inter-token latency (ITL) counts only while 
 (SGLANG_RECORD_STEP_TIME): where ITL is over 10 % more, the client or SGLang's HTTP process is the
 limit. Plan times and K/V bytes saved are pat's counters over the run.
 
-Traces (``--trace``) replay requests that arrive over time; see ``trace.py``.
+Traces (``--trace``) replay requests that arrive over time; see ``trace.py``. ``--first-runs`` shows
+the first runs after the start one by one; see ``first.py``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from sglang_pat.bench.document import Document, value, write
 from sglang_pat.bench.plot import require
 from sglang_pat.bench.serving import document as documents
 from sglang_pat.bench.serving.client import RequestError
+from sglang_pat.bench.serving.first import run_first
 from sglang_pat.bench.serving.fleet import OVERHEAD_GIB, Plan, serve
 from sglang_pat.bench.serving.model import GIB, SHAPES, Model, open_model
 from sglang_pat.bench.serving.run import (
@@ -45,6 +47,7 @@ from sglang_pat.demo.server import ServerError
 
 # Slots beyond the tokens of all requests: overlapping steps hold a few more.
 POOL_MARGIN, POOL_MARGIN_PER_REQUEST = 1024, 16
+FIRST_WORKLOADS = ("8192x128", "4096x64")
 PAGE = 256  # a multiple of every page size
 READY_S = 400.0
 TRACE_SETTINGS_SHOWN = ("context", "block_tokens", "duration_s")
@@ -61,6 +64,8 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     """
     dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     model = open_model(options.model, scratch, dtype)
+    if options.first_runs:
+        options.runs = options.first_runs
     settings = Settings(
         vocab=model.vocab,
         kv_bytes_per_token=model.kv_bytes_per_token,
@@ -79,7 +84,8 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     if todo:
         shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
     shown |= {name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")}
-    document = documents.new("traces" if todo else "workloads", device, shown)
+    kind = "traces" if todo else "first" if options.first_runs else "workloads"
+    document = documents.new(kind, device, shown)
 
     journal = documents.Journal(document, options.json, budget)
     memory = f", {plan.server_gib:.1f} GiB a GPU each" if gpu_gib is not None else ""
@@ -94,6 +100,9 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
         try:
             if todo:
                 run_traces(fleet, todo, settings, budget, journal)
+            elif options.first_runs:
+                spies = options.logs if options.spy else None
+                run_first(fleet, options.workloads, settings, budget, journal, spies=spies)
             else:
                 run_workloads(fleet, options.workloads, settings, budget, journal)
         finally:
@@ -178,15 +187,31 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what to run").add_argument
-    what("--workloads", nargs="+", type=value(Workload.parse), metavar="SPEC", default=None)
+    what(
+        "--workloads",
+        nargs="+",
+        type=value(Workload.parse),
+        metavar="SPEC",
+        default=None,
+        help="batches of requests, in the notation of workload.py (default: the standard set)",
+    )
     what("--trace", nargs="+", choices=TRACES, help="replay traces instead")
-    what("--backends", nargs="+", default=["pat", "fa3", "flashinfer"], metavar="NAME")
+    what(
+        "--backends",
+        nargs="+",
+        default=["pat", "fa3", "flashinfer"],
+        metavar="NAME",
+        help="attention backends to compare (default: pat fa3 flashinfer)",
+    )
     what("--runs", type=_positive, default=5, help="rounds over all of it (default: 5)")
     what("--new-tokens", type=_positive, default=128, help="of a prompt, beyond the cached ones")
     what("--output-tokens", type=_positive, default=256, help="of every request")
     what("--stream-interval", type=_positive, default=1, help="tokens per streamed event")
-    what("--seed", type=int, default=0)
+    what("--seed", type=int, default=0, help="of the prompts' tokens (default: 0)")
     what("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
+    first = parser.add_argument_group("first runs").add_argument
+    first("--first-runs", type=_positive, metavar="N", help="N runs after the start, shown singly")
+    first("--spy", action="store_true", help="record the first and the last with py-spy in --logs")
     traces = parser.add_argument_group("traces").add_argument
     traces("--rates", nargs="+", type=float, default=[2.0, 4.0, 8.0], help="requests/s")
     traces("--duration-s", type=float, default=30.0, help="of arrivals at each rate")
@@ -196,12 +221,22 @@ def parser() -> argparse.ArgumentParser:
     traces("--max-requests", type=_positive, default=256, help="that decode at the same time")
     server = parser.add_argument_group("servers").add_argument
     server("--model", default="llama3-8b", help=f"{', '.join(SHAPES)} or a folder")
-    server("--device", choices=("cuda", "cpu"), default="cuda")
-    server("--dtype", choices=("bfloat16", "float16", "float32"))
+    server(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="what servers run on (default: cuda)",
+    )
+    server("--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and K/V")
     server("--tp", type=_positive, default=1, help="GPUs of every server")
     server("--mem-fraction-static", type=float, default=0.95, help="of a GPU, for all servers")
     server("--overhead-gib", type=float, default=OVERHEAD_GIB, help="of a server and GPU")
-    server("--logs", type=Path, default=Path(tempfile.gettempdir()) / "sglang_pat_serving")
+    server(
+        "--logs",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "sglang_pat_serving",
+        help="folder for the servers' logs",
+    )
     server("--server-args", nargs=argparse.REMAINDER, default=[], help="all that follows")
     output = parser.add_argument_group("output").add_argument
     output("--json", type=Path, metavar="FILE", help="rewritten after every run")
@@ -210,12 +245,24 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, with the workloads that are meant if none is named."""
+    found = parser()
+    options = found.parse_args(arguments)
+    if options.trace and options.first_runs:
+        found.error("--first-runs is of workloads: leave --trace out")
+    if options.spy and not options.first_runs:
+        found.error("--spy compares the first run with the last: add --first-runs N")
+    if options.workloads is None:
+        specs = FIRST_WORKLOADS if options.first_runs else DEFAULT_WORKLOADS
+        options.workloads = [] if options.trace else list(map(Workload.parse, specs))
+    return options
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all well, 1 a server or a request failed, 2 what was asked for cannot be."""
     started = time.monotonic()
-    options = parser().parse_args(arguments)
-    if options.workloads is None:
-        options.workloads = [] if options.trace else list(map(Workload.parse, DEFAULT_WORKLOADS))
+    options = _options(arguments)
     if options.plot:
         require()
     try:

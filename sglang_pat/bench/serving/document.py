@@ -9,15 +9,18 @@ from typing import Any
 
 from sglang_pat.bench.document import Document, conditions, heading, write
 from sglang_pat.bench.serving import plot
+from sglang_pat.bench.serving.first import FirstRow
+from sglang_pat.bench.serving.first import table as first_table
 from sglang_pat.bench.serving.rows import Row, TraceRow, table, trace_table
 from sglang_pat.bench.serving.run import Budget
 from sglang_pat.bench.serving.workload import LIMITS, LIMITS_SHAPE
 
+ROWS: dict[str, type[Any]] = {"workloads": Row, "traces": TraceRow, "first": FirstRow}
 VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 
 
 def new(kind: str, device: str, settings: dict[str, Any]) -> Document:
-    """A document without rows; ``kind``: workloads or traces."""
+    """A document without rows; ``kind``: workloads, traces or first."""
     found = conditions(kind, "sglang_pat.bench.serving", device, VERSIONS_OF, settings)
     return found | {"rows": [], "left_out": []}
 
@@ -34,9 +37,12 @@ class Journal:
         self._document["rows"].append(row)
         write(self._document, self._path)
         where = row.get("workload") or f"{row['trace']} {row['rate']:g}/s"
+        name, ms = (
+            ("TPOT", "tpot_ms") if "tpot_ms" in row else ("all have begun after", "ttft_max_ms")
+        )
         print(
             f"{where} {row['backend']}: ITL p50 {row['itl_p50_ms']:.2f} ms, "
-            f"TPOT {row['tpot_ms']:.2f} ms{self._budget}",
+            f"{name} {row[ms]:.2f} ms{self._budget}",
             flush=True,
         )
 
@@ -55,6 +61,8 @@ def show(documents: Sequence[Document]) -> None:
             print("no runs")
         elif members[0]["kind"] == "traces":
             print("\n".join(trace_table(rows)))
+        elif members[0]["kind"] == "first":
+            print("\n".join(first_table(rows)))
         else:
             print("\n".join(table(rows, _limits(members[0]["settings"]))))
         for document in members:
@@ -67,6 +75,8 @@ def draw(documents: Sequence[Document], path: Path) -> None:
     kinds = {document["kind"] for document in documents}
     if len(kinds) > 1:
         raise ValueError(f"one picture has one kind of rows, but these are {', '.join(kinds)}")
+    if kinds == {"first"}:
+        raise ValueError("there is no picture of first runs: their table shows them one by one")
     draw_kind = plot.draw_traces if kinds == {"traces"} else plot.draw_workloads
     draw_kind([(_title(found[0]), _rows(found)) for found in _groups(documents).values()], path)
 
@@ -93,5 +103,5 @@ def _title(document: Document) -> str:
 
 
 def _rows(documents: Sequence[Document]) -> list[Any]:
-    kind = TraceRow if documents[0]["kind"] == "traces" else Row
+    kind = ROWS[documents[0]["kind"]]
     return [kind(**row) for document in documents for row in document["rows"]]

@@ -88,9 +88,10 @@ class Plan:
         ]
         if self.device == "cuda":
             found += [
+                # Exceptions to SGLang's defaults: several servers share a GPU, and graphs of more
+                # requests than ever run would only take memory and time to start.
                 *("--mem-fraction-static", str(self.mem_fraction_static)),
                 *("--cuda-graph-max-bs-decode", str(self.max_requests)),
-                *("--cuda-graph-backend-prefill", "disabled"),
             ]
         return [*found, *self.args]
 

@@ -95,13 +95,13 @@ def run_workloads(
         RequestError: a request failed.
     """
     largest = max(workloads, key=lambda workload: workload.requests)
-    batch = _batch(largest, settings, "warm-up")
+    batch = make_workload_batch(largest, settings, "warm-up")
     bodies = [body(p, WARM_UP_TOKENS, settings.stream_interval) for p in batch.prompts]
-    _warm_up(fleet, bodies, None, budget, lambda served: _prepare(served, batch))
+    _warm_up(fleet, bodies, None, budget, lambda served: prepare(served, batch))
     for run in range(settings.runs):
         for workload in workloads:
             kind = str(workload)
-            batch = _batch(workload, settings, str(run))
+            batch = make_workload_batch(workload, settings, str(run))
             bodies = [
                 body(prompt, settings.output_tokens, settings.stream_interval)
                 for prompt in batch.prompts
@@ -127,12 +127,14 @@ def _warm_up(
             budget.took("warm-up", time.monotonic() - began)
 
 
-def _batch(workload: Workload, settings: Settings, name: str) -> Batch:
+def make_workload_batch(workload: Workload, settings: Settings, name: str) -> Batch:
+    """The requests of the run ``name``, the same for every backend."""
     seed = f"{settings.seed} {workload} {name}"
     return make_batch(workload, new=settings.new_tokens, vocab=settings.vocab, seed=seed)
 
 
-def _prepare(served: Served, batch: Batch) -> None:
+def prepare(served: Served, batch: Batch) -> None:
+    """An empty prefix cache, then what ``batch`` wants in it."""
     served.flush()
     for level in batch.prime:
         served.prime(level)
@@ -141,7 +143,7 @@ def _prepare(served: Served, batch: Batch) -> None:
 def _measure(
     served: Served, workload: Workload, batch: Batch, bodies: Sequence[bytes], run: int
 ) -> Row:
-    _prepare(served, batch)
+    prepare(served, batch)
     before = served.step_notes()
     timelines = served.stream(bodies, timeout_s=REQUEST_TIMEOUT_S)
     after = served.step_notes()

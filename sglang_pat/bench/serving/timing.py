@@ -59,6 +59,23 @@ def intervals_ms(
     return found
 
 
+def longest_gap(timelines: Sequence[Timeline]) -> tuple[float, int]:
+    """The longest time between two events of a request, in milliseconds, and after how many tokens
+    of the request it began. Prefills of other requests count, so a stall of the server shows.
+
+    Raises:
+        TooShort: no request has two events.
+    """
+    gaps = [
+        (1e3 * (stop - start), count)
+        for line in timelines
+        for (start, stop), count in zip(pairwise(line.times), line.tokens, strict=False)
+    ]
+    if not gaps:
+        raise TooShort("no interval between tokens was seen; ask for more output tokens")
+    return max(gaps)
+
+
 def latencies(timelines: Sequence[Timeline], *, together: bool) -> Latencies:
     """``together``: inter-token latencies only while all requests decode.
 

@@ -3,13 +3,17 @@
 
 Found by SGLang because this folder is on the server's PYTHONPATH. The fault to commit is the
 content of the file that ``PAT_TEETH_FAULT`` names, read at every call; empty means none.
-``PAT_TEETH_UNHOOK=1`` keeps SGLang from installing sglang_pat's hook. ``PAT_TEETH_SLEEP=1`` lets
-a server without a GPU sleep: SGLang waits for torch's GPU then, even on another platform.
+``PAT_TEETH_UNHOOK=1`` keeps SGLang from installing sglang_pat's hook after the batch, and
+``PAT_TEETH_UNHOOK_LAUNCH=1`` those around the server's arguments. ``PAT_TEETH_UNPINNED=1`` leaves
+host memory unpinned, and ``PAT_TEETH_SLEEP=1`` lets a server sleep: SGLang pins some memory, and
+waits for torch's GPU, even on a CPU.
+``PAT_TEETH_STEPS_WITHOUT_SHARING`` is how many steps pat lets go by before it says why none shares.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +26,8 @@ def load() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_pat import hook, ops
+    from sglang_pat import hook, ops, sharing
+    from sglang_pat.srt import launch
 
     register_radix_cache_backend("classic", lambda context: RadixCache(params=context.params))
     if os.environ.get("PAT_TEETH_UNHOOK") == "1":
@@ -35,9 +40,27 @@ def load() -> None:
             inference_mode=torch.inference_mode,
             get_device_module=lambda: torch.cpu,
         )
+    if steps := os.environ.get("PAT_TEETH_STEPS_WITHOUT_SHARING"):
+        sharing.STEPS_WITHOUT_SHARING = int(steps)
+    if os.environ.get("PAT_TEETH_UNHOOK_LAUNCH") == "1":
+        HookRegistry._patched.add(launch.TARGET)
+    if os.environ.get("PAT_TEETH_UNPINNED") == "1":
+        _unpin()
     fault_file = os.environ.get("PAT_TEETH_FAULT")
     if fault_file:
         ops.decode = Saboteur(ops.decode, Path(fault_file))
+
+
+def _unpin() -> None:
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            return make(*args, **kwargs)
+
+        return made
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args: self
 
 
 class Saboteur:

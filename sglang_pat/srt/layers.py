@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a model ``pat`` serves, as far as config.json tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+SLIDING = "a sliding window"
+CHUNKED = "chunked attention (use_irope)"
+NO_ATTENTION = "no attention: linear attention, a state space or an MLP alone"
+_BY_KIND = {
+    "sliding_attention": SLIDING,
+    "sliding_window": SLIDING,
+    "chunked_attention": CHUNKED,
+    "linear_attention": NO_ATTENTION,
+    "mamba": NO_ATTENTION,
+    "conv": NO_ATTENTION,
+}
+
+
+def reasons_by_layer(model_config: Any) -> list[str]:
+    """For each layer of SGLang's ``ModelConfig`` why it is not ours by its kind, or "".
+
+    From SGLang's own lists where it has them, else from ``layer_types`` of config.json. What
+    stands in neither, but in the model's code, is found out only when the server runs.
+    """
+    text = model_config.hf_text_config
+    reasons = [""] * model_config.num_hidden_layers
+    for layer, kind in enumerate((getattr(text, "layer_types", None) or ())[: len(reasons)]):
+        reasons[layer] = _BY_KIND.get(kind, "")
+    chunked = model_config.attention_chunk_size is not None
+    for layer in model_config.swa_attention_layer_ids or ():
+        reasons[layer] = CHUNKED if chunked else SLIDING
+    attends = _with_attention(model_config)
+    if attends is not None:
+        for layer in set(range(len(reasons))) - attends:
+            reasons[layer] = NO_ATTENTION
+    return reasons
+
+
+def _with_attention(model_config: Any) -> set[int] | None:
+    """Layers with attention of a hybrid of SGLang's configurations; None for any other model."""
+    for config in (model_config.hf_config, model_config.hf_text_config):
+        layers: Iterable[int] | None = getattr(config, "full_attention_layer_ids", None)
+        if layers is not None:
+            return set(layers)
+    return None
+
+
+def grouped(reasons: list[str]) -> dict[str, list[int]]:
+    """Layer ids by reason; those that are ours under ""."""
+    groups: dict[str, list[int]] = {}
+    for layer, reason in enumerate(reasons):
+        groups.setdefault(reason, []).append(layer)
+    return groups
+
+
+def ranges(layers: list[int]) -> str:
+    """Ascending layer ids in words: "0-3, 7", or "0, 2, ... 24 (13 layers)" for many ranges."""
+    parts: list[tuple[int, int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][1] + 1:
+            parts[-1] = (parts[-1][0], layer)
+        else:
+            parts.append((layer, layer))
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
+    if len(words) > 6:
+        return f"{', '.join(words[:3])}, ... {words[-1]} ({len(layers)} layers)"
+    return ", ".join(words)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs as far as a verdict on a server needs them: the one that is here, and those by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. ``capability``: compute capability; ``memory_mib``: what nvidia-smi shows in all;
+    ``shared_per_block``: bytes of shared memory that one block can have."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_mib: int
+    shared_per_block: int
+
+
+_KIB = 1024
+# The CUDA C++ programming guide's technical specifications, by compute capability.
+_SHARED_PER_BLOCK = {
+    (8, 0): 163 * _KIB,
+    (8, 6): 99 * _KIB,
+    (8, 9): 99 * _KIB,
+    (9, 0): 227 * _KIB,
+    (10, 0): 227 * _KIB,
+    (12, 0): 99 * _KIB,
+}
+# Compute capability and MiB of memory as nvidia-smi shows them.
+_KNOWN = {
+    "H200": ((9, 0), 143_771),
+    "H100": ((9, 0), 81_559),
+    "A100": ((8, 0), 81_920),
+    "A100-40GB": ((8, 0), 40_960),
+    "L40S": ((8, 9), 46_068),
+    "L4": ((8, 9), 23_034),
+    "RTX4090": ((8, 9), 24_564),
+    "RTX3090": ((8, 6), 24_576),
+    "B200": ((10, 0), 183_359),
+    "RTX5090": ((12, 0), 32_607),
+}
+KNOWN = tuple(_KNOWN)
+
+
+def known_gpu(name: str) -> Gpu:
+    """The GPU of that name; "4090" and "rtx 4090" are "RTX4090".
+
+    Raises ValueError, listing the names, for one that is not known.
+    """
+    wanted = name.upper().replace(" ", "").replace("_", "-").removeprefix("RTX")
+    for known, (capability, memory_mib) in _KNOWN.items():
+        if wanted == known.removeprefix("RTX"):
+            return Gpu(known, capability, memory_mib, _SHARED_PER_BLOCK[capability])
+    raise ValueError(f"{name!r} is not known; the GPUs are {', '.join(KNOWN)}")
+
+
+def gpu_here(index: int = 0) -> Gpu | None:
+    """CUDA device ``index`` of this machine, or None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    found: Any = torch.cuda.get_device_properties(index)
+    return Gpu(
+        found.name,
+        (found.major, found.minor),
+        found.total_memory // 2**20,
+        found.shared_memory_per_block_optin,
+    )
+
+
+@contextmanager
+def as_if_here(gpu: Gpu) -> Iterator[None]:
+    """Let SGLang resolve arguments as it would on a machine with that GPU.
+
+    Covers what the resolution asks about the machine: kind, compute capability and memory.
+    """
+    from sglang.srt.arg_groups import memory_hook
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import override_platform
+
+    major, minor = gpu.capability
+    facts = {
+        "is_cuda": True,
+        "is_sm90": major == 9,
+        "is_hopper_with_cuda_12_3": major == 9,
+        "is_sm100": major == 10,
+        "is_sm100_or_sm110": major in (10, 11),
+        "is_sm110": major == 11,
+        "is_sm120": major == 12,
+        "is_blackwell": major >= 10,
+        "device_sm": 10 * major + minor,
+        "device_capability": gpu.capability,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(override_platform(**facts))
+        for owner, name, value in (
+            (memory_hook, "get_device_memory_capacity", lambda _device=None: gpu.memory_mib),
+            (current_platform, "is_out_of_tree", lambda: False),
+        ):
+            stack.callback(_put_back(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def _put_back(owner: Any, name: str) -> Callable[[], None]:
+    """What gives the attribute its present value again, or takes it away from an instance."""
+    if name in vars(owner):
+        return partial(setattr, owner, name, vars(owner)[name])
+    return partial(delattr, owner, name)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention layers of a loaded model ``pat`` serves, before the first forward."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sglang_pat import refusals
+
+logger = logging.getLogger("sglang_pat")
+
+
+class Heads(NamedTuple):
+    """What plans are made for: this rank's query and KV heads, and the head dim."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """``reasons``: why a layer is the base's, or "" if it is ours, by layer id."""
+
+    reasons: dict[int, str]
+
+    @property
+    def serves_none(self) -> bool:
+        """Whether there are attention layers, and none of them is ours."""
+        return bool(self.reasons) and all(self.reasons.values())
+
+    def __str__(self) -> str:
+        counts = Counter(self.reasons.values())
+        total, ours = len(self.reasons), counts.pop("", 0)
+        if not counts:
+            return f"all {total} attention layers"
+        listed = "; ".join(f"{count} with {reason}" for reason, count in counts.items())
+        return f"{ours or 'none'} of {total} attention layers ({listed})"
+
+
+def survey_layers(runner: Any) -> Survey:
+    """Decide of each ``RadixAttention`` of the runner's model whether it is ours.
+
+    A layer that the pool has no K/V of is left out: it is decided when it comes by, as are
+    layers that hand over arguments which are not known before.
+    """
+    pool, heads = runner.token_to_kv_pool, heads_of(runner)
+    reasons: dict[int, str] = {}
+    for layer in _attention_layers(runner.model):
+        try:
+            reason = refusals.reason_against_layer(layer, runner.dtype, pool, heads)
+        except (IndexError, KeyError, ValueError) as error:  # as SGLang's pools raise it
+            logger.info(
+                "sglang_pat: attention layer %d has no K/V in the pool yet (%r)",
+                layer.layer_id,
+                error,
+            )
+            continue
+        # Where two modules have one id, both are the base's if one is.
+        reasons[layer.layer_id] = reasons.get(layer.layer_id) or reason
+    return Survey(reasons)
+
+
+def heads_of(runner: Any) -> Heads:
+    """This rank's heads of the model, by SGLang's configuration of it."""
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = get_parallel().attn_tp_size
+    model = runner.model_config
+    return Heads(model.num_attention_heads // ranks, model.get_num_kv_heads(ranks), model.head_dim)
+
+
+def _attention_layers(model: Any) -> Iterator[Any]:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for module in model.modules():
+        if isinstance(module, RadixAttention):
+            yield module

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sglang-pat doctor --model``: what ``pat`` would do on a server, told without its weights.
+
+Server flags are parsed and resolved by SGLang itself, and config.json is read by its
+``ModelConfig``. The reasons are those that the launcher and the backend give.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from sglang_pat.capacity import MB, Capacity, fit_workspace
+from sglang_pat.config import CPU_PLATFORM, PatConfig
+from sglang_pat.srt import launch, layers
+from sglang_pat.srt.machines import Gpu, as_if_here, gpu_here, known_gpu
+
+_BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
+# SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
+# (S mem_cache/kv_cache_configurator.py:3124); between them it depends on the free memory.
+_MOST_REQUESTS = 4096
+
+Status = Literal["served", "served in part", "nothing to gain", "refused"]
+
+
+class QuestionError(ValueError):
+    """The question makes no sense, and why."""
+
+
+class SGLangRefused(Exception):
+    """SGLang itself refuses the flags for the model, or cannot read the model; what it says."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A reason and what to do about it."""
+
+    reason: str
+    way_out: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ``pat`` would do.
+
+    ``layers``: layer ids by the reason why SGLang's own code runs them, "" for those of ``pat``.
+    ``workspace``: on a GPU, where a layer is served.
+    """
+
+    device: str
+    model: str
+    refusals: list[str] = field(default_factory=list)
+    idle: list[Advice] = field(default_factory=list)
+    layers: dict[str, list[int]] = field(default_factory=dict)
+    workspace: Capacity | None = None
+
+    @property
+    def status(self) -> Status:
+        if self.refusals:
+            return "refused"
+        if self.idle or not self.layers.get(""):
+            return "nothing to gain"
+        of_attention = set(self.layers) - {layers.NO_ATTENTION}
+        return "served" if of_attention == {""} else "served in part"
+
+    @property
+    def ok(self) -> bool:
+        """Whether ``pat`` serves at least a part."""
+        return self.status in ("served", "served in part")
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``: bytes, layer ids, and words for people."""
+        workspace = None
+        if self.workspace is not None:
+            workspace = {
+                "bytes": self.workspace.total,
+                "max_requests": self.workspace.max_queries,
+                "max_context": self.workspace.max_context,
+                "over_budget": self.workspace.over_budget,
+            }
+        return {
+            "verdict": self.status,
+            "device": self.device,
+            "model": self.model,
+            "refused": self.refusals,
+            "nothing_to_gain": [vars(advice) for advice in self.idle],
+            "layers_served": self.layers.get("", []),
+            "layers_of_sglang": {why: ids for why, ids in self.layers.items() if why},
+            "workspace": workspace,
+        }
+
+    def lines(self) -> list[tuple[str, str, str]]:
+        """Topic, what was found and the way out, for people."""
+        found = [("server", f"{self.model} on {self.device}", "")]
+        found += [("refused", *_split(reason)) for reason in self.refusals]
+        found += [("nothing to gain", advice.reason, advice.way_out) for advice in self.idle]
+        for reason, ids in sorted(self.layers.items()):
+            words = f"{len(ids)} ({layers.ranges(ids)})"
+            if reason:
+                topic = "other layers" if reason == layers.NO_ATTENTION else "layers of SGLang"
+                found.append((topic, f"{words}: {reason}", ""))
+            else:
+                found.append(("layers of pat", words, ""))
+        if self.workspace is not None:
+            found.append(("workspace", str(self.workspace).removeprefix("workspace: "), ""))
+            if self.workspace.over_budget:
+                found.append(("workspace", self.workspace.warning(), ""))
+        elif self.layers and self.device == "cpu":
+            found.append(("workspace", "none: on a CPU nothing is allocated", ""))
+        elif not self.refusals:
+            found.append(("workspace", "none, as pat serves nothing", ""))
+        return found
+
+
+def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
+    """The verdict on a server with these flags, ``--model-path`` among them.
+
+    ``gpu``: the name of a GPU to ask about instead of this machine. Without ``pat`` among the
+    flags, ``--attention-backend pat`` is added.
+
+    Raises QuestionError, and SystemExit of argparse for flags that SGLang does not know.
+    """
+    try:
+        asked = known_gpu(gpu) if gpu else None
+    except ValueError as error:
+        raise QuestionError(f"--gpu {error}") from None
+    try:
+        server_args, model_config = resolve(arguments, asked)
+    except SGLangRefused as refused:
+        return Verdict(
+            device=asked.name if asked is not None else "this machine",
+            model=_model_of(arguments),
+            refusals=[f"SGLang itself refuses: {refused}"],
+        )
+    return weigh(server_args, model_config, asked)
+
+
+def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]:
+    """SGLang's resolved ``ServerArgs`` and its ``ModelConfig``; ``gpu``: as if it were here.
+
+    Raises SGLangRefused, or QuestionError for flags that contradict ``gpu``.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.server_args import prepare_server_args
+
+    server_args = prepare_server_args(_completed(arguments, gpu))
+    launch.mark_checked(server_args)  # the same reasons, not as an exception
+    try:
+        with as_if_here(gpu) if gpu is not None else nullcontext():
+            server_args.resolve_once()
+            return server_args, model_config_of(server_args)
+    except Exception as error:  # SGLang's own refusal, whatever it is made of
+        raise SGLangRefused(" ".join(f"{error}".split()) or type(error).__name__) from error
+
+
+def _completed(arguments: Sequence[str], gpu: Gpu | None) -> list[str]:
+    """The flags, with what the question leaves out."""
+    completed = list(arguments)
+    names = {argument.split("=")[0] for argument in arguments}
+    if not names.intersection(_BACKEND_FLAGS):
+        completed += ["--attention-backend", launch.BACKEND]
+    if "--log-level" not in names:
+        completed += ["--log-level", "error"]
+    if gpu is not None:
+        if "--device" in names:
+            raise QuestionError("--gpu and --device ask about different machines: drop one")
+        completed += ["--device", "cuda"]
+    elif "--device" not in names and os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
+        completed += ["--device", "cpu"]
+    return completed
+
+
+def weigh(server_args: Any, model_config: Any, gpu: Gpu | None = None) -> Verdict:
+    """The verdict on resolved arguments. ``gpu``: where not this machine's."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sglang_pat.srt.support import config_refusals, idle_reasons
+
+    args = resolving_view(server_args)
+    refusals = list(config_refusals(server_args, model_config))
+    if args.device == "cuda":
+        gpu = gpu or gpu_here(args.base_gpu_id)
+        if gpu is None:
+            refusals.append(f"no GPU was found for --device cuda: {launch.ON_CPU}, or ask --gpu")
+        elif reason := launch.reason_against_capability(gpu.capability, gpu.name):
+            refusals.append(reason)
+    idle = idle_reasons(server_args, model_config)
+    found: dict[str, list[int]] = {}
+    workspace = None
+    if not refusals and all(reason.serves for reason in idle):
+        found = _layers(args, model_config, gpu)
+        if "" in found and args.device == "cuda":
+            workspace = _workspace(args, model_config, PatConfig.from_env())
+    return Verdict(
+        device=gpu.name if gpu is not None and args.device == "cuda" else args.device,
+        model=_describe(model_config),
+        refusals=refusals,
+        idle=[Advice(reason.reason, reason.way_out) for reason in idle],
+        layers=found,
+        workspace=workspace,
+    )
+
+
+def _describe(model_config: Any) -> str:
+    names = ", ".join(model_config.hf_config.architectures or ("an unnamed architecture",))
+    return (
+        f"{names}, {model_config.num_hidden_layers} layers, {model_config.num_attention_heads} "
+        f"query and {model_config.get_total_num_kv_heads()} KV heads of dim {model_config.head_dim}"
+    )
+
+
+def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int]]:
+    from sglang.srt.runtime_context import attn_tp_size_of
+
+    from sglang_pat.refusals import reason_against_heads
+
+    ranks = attn_tp_size_of(args)
+    reasons = layers.reasons_by_layer(model_config)
+    heads = SimpleNamespace(
+        qk_head_dim=model_config.head_dim,
+        v_head_dim=model_config.v_head_dim,
+        tp_q_head_num=model_config.get_num_attention_heads(ranks),
+        tp_k_head_num=model_config.get_num_kv_heads(ranks),
+    )
+    against_heads = reason_against_heads(
+        heads, args.device, None if gpu is None else gpu.shared_per_block
+    )
+    return layers.grouped([reason or against_heads for reason in reasons])
+
+
+def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
+    """What the backend will allocate on each GPU, for as many requests as the server may run."""
+    from sglang.srt.runtime_context import attn_tp_size_of
+
+    requests = args.max_running_requests or _MOST_REQUESTS
+    return fit_workspace(
+        num_q_heads=model_config.get_num_attention_heads(attn_tp_size_of(args)),
+        head_dim=model_config.head_dim,
+        max_context=model_config.context_len,
+        pool_requests=max(1, requests // max(1, int(args.attn_dp_size))),
+        largest_graph=args.cuda_graph_config.decode.max_bs or 0,
+        partial_dtype=config.partial_dtype,
+        budget=config.workspace_mb * MB,
+    )
+
+
+def _model_of(arguments: Sequence[str]) -> str:
+    return next(
+        (value for flag, value in pairwise(arguments) if flag == "--model-path"), "an unnamed model"
+    )
+
+
+def _split(reason: str) -> tuple[str, str]:
+    """A reason and its way out, which stands behind the last colon or semicolon."""
+    for mark in (": ", "; "):
+        head, found, tail = reason.rpartition(mark)
+        if found:
+            return head, tail
+    return reason, ""

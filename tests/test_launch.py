@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher refuses before anything is loaded, and whom it leaves alone. No server."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import kit_models
+import pytest
+
+pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
+
+from sglang.srt import platforms
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+from sglang.srt.platforms.interface import SRTPlatform
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.server_args import ServerArgs
+
+from sglang_pat import _C
+from sglang_pat.srt import interface, launch
+
+BY_COMMAND = "--model-path M --attention-backend pat"
+
+
+@pytest.fixture(autouse=True)
+def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The two hooks in their place, put there by SGLang itself, on a CPU that it serves."""
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    # So that they are taken away again.
+    monkeypatch.setattr(ServerArgs, "resolve_once", ServerArgs.__dict__["resolve_once"])
+    HookRegistry.register(launch.TARGET, launch.before_resolve, HookType.BEFORE)
+    HookRegistry.register(launch.TARGET, launch.after_resolve, HookType.AFTER)
+    HookRegistry.apply_hooks()
+    monkeypatch.setattr(platforms, "_current_platform", CpuSRTPlatform())
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    # In this process no plugin is loaded.
+    monkeypatch.setattr(interface, "interface_mismatches", lambda: iter(()))
+    with mock.patch.dict(os.environ):  # where SGLang leaves some, which later servers would inherit
+        yield
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Any:
+    def make(
+        config: dict[str, Any] = kit_models.LLAMA, command: str | None = BY_COMMAND, **fields: Any
+    ) -> ServerArgs:
+        values = {"device": "cpu", "attention_backend": "pat", "dtype": "float32"} | fields
+        folder = kit_models.write_config(tmp_path / config["model_type"], config)
+        args = ServerArgs(model_path=str(folder), **values)
+        args._launch_command = command
+        return args
+
+    return make
+
+
+def test_what_is_served_passes_and_is_checked_once(
+    arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments()
+    args.resolve_once()
+    monkeypatch.setenv("SGLANG_PAT_POLICY", "fast")  # a check would find it
+    args.resolve_once()  # as each process does that publishes the record
+    with pytest.raises(SystemExit):
+        arguments().resolve_once()
+
+
+def test_a_command_ends_with_one_line_for_each_reason(arguments: Any) -> None:
+    with pytest.raises(SystemExit) as refused:
+        arguments(kit_models.DEEPSEEK, enable_pdmux=True, kv_cache_dtype="bf16").resolve_once()
+    lines = str(refused.value).split("\n")
+    assert len(lines) == 3
+    for line, named in zip(lines, ("uses MLA", "--kv-cache-dtype", "--enable-pdmux"), strict=True):
+        assert line.startswith("sglang_pat refuses to serve with --attention-backend pat: ")
+        assert named in line
+
+
+@pytest.mark.parametrize("command", [None, "Engine(model_path='M', attention_backend='pat')"])
+def test_a_program_gets_an_exception(command: str | None, arguments: Any) -> None:
+    with pytest.raises(launch.LaunchRefused, match="uses MLA"):
+        arguments(kit_models.DEEPSEEK, command=command).resolve_once()
+
+
+@pytest.mark.parametrize("field", ["decode_attention_backend", "prefill_attention_backend"])
+def test_either_split_flag_asks_for_pat(field: str, arguments: Any) -> None:
+    fields = {"attention_backend": "torch_native", field: "pat"}
+    with pytest.raises(SystemExit, match="--enable-pdmux"):
+        arguments(enable_pdmux=True, **fields).resolve_once()
+
+
+def test_who_does_not_ask_for_pat_is_left_alone(
+    arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_POLICY", "fast")
+    monkeypatch.setattr(platforms, "_current_platform", SRTPlatform())
+    arguments(attention_backend="torch_native", enable_pdmux=True).resolve_once()
+
+
+def test_wrong_options_are_refused_before_the_model_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_POLICY", "fast")
+    args = ServerArgs(model_path="no/such/model", device="cpu", attention_backend="pat")
+    with pytest.raises(launch.LaunchRefused, match="SGLANG_PAT_POLICY=fast is not a known value"):
+        args.resolve_once()
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cuda"])
+def test_no_gpu_and_no_platform(
+    device: str | None, arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platforms, "_current_platform", SRTPlatform())
+    with pytest.raises(SystemExit) as refused:
+        arguments(device=device).resolve_once()
+    assert str(refused.value) == (
+        "sglang_pat refuses to serve with --attention-backend pat: no GPU was found and "
+        "SGLANG_PLATFORM is not set: start the server with SGLANG_PLATFORM=pat_cpu and --device cpu"
+    )
+
+
+def test_a_foreign_interface_is_named_alone(
+    arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interface, "interface_mismatches", lambda: iter(("a class is gone",)))
+    with pytest.raises(SystemExit, match=r"pat: a class is gone$"):
+        arguments(kit_models.DEEPSEEK).resolve_once()
+
+
+def test_gpus_by_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "cuda_probe", None, raising=False)
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0)):
+        assert launch.reason_against_capability(capability, "it") == ""
+    for capability in ((7, 5), (9, 1), (10, 0), (12, 0)):
+        reason = launch.reason_against_capability(capability, "it")
+        assert f"do not run on it of {capability[0]}.{capability[1]}: choose another" in reason
+    monkeypatch.delattr(_C, "cuda_probe")
+    assert "PAT_CUDA=ON" in launch.reason_against_capability((9, 0), "it")

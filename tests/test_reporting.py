@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is exported to Prometheus, under which labels, and that processes do not blur each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
+
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from sglang.srt import runtime_context
+from sglang.srt.observability import metrics_collector
+from sglang.srt.runtime_context import SpawnRanks
+from sglang.srt.server_args import ServerArgs
+
+from sglang_pat.srt.reporting import exports_metrics, scheduler_labels
+
+RANKS = SpawnRanks(world_rank=0)
+
+
+@pytest.fixture(scope="module")
+def context() -> Any:
+    """SGLang's configuration as a scheduler publishes it."""
+    with mock.patch.dict(os.environ):  # where SGLang leaves some, which later servers would inherit
+        return runtime_context.create_context(
+            ServerArgs(model_path="dummy", device="cpu", served_model_name="a-model"),
+            role="scheduler",
+            ranks=RANKS,
+        )
+
+
+@pytest.fixture
+def published(context: Any) -> Iterator[None]:
+    with runtime_context.use_context(context):
+        yield
+
+
+def _sglangs_own() -> dict[str, str]:
+    """The labels that SGLang's scheduler gives to its collector."""
+
+    class Collector:
+        def __init__(self, *, labels: dict[str, Any], **_: Any) -> None:
+            self.labels = labels
+
+    with mock.patch.object(metrics_collector, "resolve_collector_class", lambda *_: Collector):
+        made: Any = metrics_collector.SchedulerMetricsCollector.init_new(
+            server_args=runtime_context.get_server_args(),
+            enable_priority_scheduling=runtime_context.get_schedule().enable_priority_scheduling,
+            enable_lora=False,
+            enable_hierarchical_cache=False,
+        )
+    return {name: str(value) for name, value in made.collector.labels.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"model_name": "a-model", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}),
+        ({"parallel": {"dp_rank": 3}}, {"dp_rank": "3"}),
+        ({"disagg": {"disaggregation_mode": "decode"}}, {"engine_type": "decode"}),
+        ({"disagg": {"enable_pd_role_switch": True}}, {"engine_type": "dynamic"}),
+        ({"schedule": {"enable_priority_scheduling": True}}, {"priority": ""}),
+        ({"observability": {"extra_metric_labels": {"cell": "b"}}}, {"cell": "b"}),
+    ],
+)
+def test_labels_are_those_of_sglangs_scheduler(
+    published: None, changes: dict[str, dict[str, Any]], expected: dict[str, str]
+) -> None:
+    with ExitStack() as overrides:
+        overrides.enter_context(runtime_context.get_observability().override(enable_metrics=True))
+        for space, values in changes.items():
+            bag = getattr(runtime_context, f"get_{space}")()
+            overrides.enter_context(bag.override(**values))
+        labels = scheduler_labels()
+        assert labels == _sglangs_own()
+    assert labels.items() >= expected.items()
+    assert ("dp_rank" in labels) == ("dp_rank" in expected)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "all_ranks", "tp_rank", "exported"),
+    [
+        (False, False, 0, False),
+        (True, False, 0, True),
+        (True, False, 1, False),
+        (True, True, 1, True),
+        (False, True, 1, False),
+    ],
+)
+def test_ranks_export_as_sglangs_do(
+    published: None, metrics: bool, all_ranks: bool, tp_rank: int, exported: bool
+) -> None:
+    options = {"enable_metrics": metrics, "enable_metrics_for_all_schedulers": all_ranks}
+    ranks = {"tp_size": 2, "moe_tp_size": 2, "attn_tp_size": 2, "tp_rank": tp_rank}
+    with (
+        runtime_context.get_observability().override(**options),
+        runtime_context.get_parallel().override(**ranks, attn_tp_rank=tp_rank),
+    ):
+        assert exports_metrics() is exported
+
+
+# Processes of a server. Each says whether it serves, and adds 5 decode steps.
+
+_PROCESS = """
+import sys
+from sglang_pat.metrics import Reporter
+from sglang_pat.stats import Stats
+
+serving, *labels = sys.argv[1:]
+stats = Stats()
+reporter = Reporter(stats, dict(label.split("=") for label in labels), export=True)
+for one in serving:
+    reporter.set_serving(one == "1")
+stats.decode_steps = 5
+stats.fall_back("a reason")
+reporter.flush()
+reporter.flush()
+"""
+
+
+def _scrape(folder: Path, *processes: tuple[str, ...]) -> list[str]:
+    """The lines of pat's metrics after these processes have run and ended, one after another."""
+    for arguments in processes:
+        subprocess.run(
+            [sys.executable, "-c", _PROCESS, *arguments],
+            env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(folder)},
+            check=True,
+            timeout=120,
+        )
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, path=str(folder))
+    lines = generate_latest(registry).decode().splitlines()
+    return sorted(line for line in lines if line.startswith("sglang_pat_"))
+
+
+def test_replicas_are_series_of_their_own(tmp_path: Path) -> None:
+    lines = _scrape(tmp_path, ("1", "dp_rank=0"), ("0", "dp_rank=1"))
+    assert [line for line in lines if "decode_steps" in line] == [
+        'sglang_pat_decode_steps_total{dp_rank="0"} 5.0',
+        'sglang_pat_decode_steps_total{dp_rank="1"} 5.0',
+    ]
+    assert [line for line in lines if "serving" in line] == [
+        'sglang_pat_serving{dp_rank="0"} 1.0',
+        'sglang_pat_serving{dp_rank="1"} 0.0',
+    ]
+
+
+def test_a_rank_that_was_started_again_has_one_gauge(tmp_path: Path) -> None:
+    """That of the newest process: the older one's neither stays beside it nor is added to it."""
+    lines = _scrape(tmp_path, ("1", "tp_rank=0"), ("10", "tp_rank=0"))
+    assert [line for line in lines if "serving" in line] == ['sglang_pat_serving{tp_rank="0"} 0.0']
+
+
+def test_a_label_of_the_operators_does_not_displace_ours(tmp_path: Path) -> None:
+    """``--extra-metric-labels`` may have any name, ``reason`` too."""
+    lines = _scrape(tmp_path, ("1", "reason=none", "cell=b"))
+    assert 'sglang_pat_fallbacks_total{cell="b",reason="a reason"} 1.0' in lines
