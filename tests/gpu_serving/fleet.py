@@ -42,6 +42,11 @@ _TWO_LEVELS = (
     *("--enable-hierarchical-cache", "--hicache-write-policy", "write_back"),
     *("--hicache-ratio", "4", "--max-total-tokens", str(SMALL_POOL)),
 )
+_SLEEPER = (
+    *("--enable-memory-saver", "--enable-weights-cpu-backup"),
+    # So many that the workspace is seen beside the rest of the server's memory.
+    *("--max-running-requests", "2048"),
+)
 
 
 def _config(name: str, *args: str, env: Mapping[str, str] | None = None) -> Config:
@@ -88,6 +93,7 @@ FLEET = {
         _config("ratio4-fa3-adapters", *_ADAPTED),
         _config("ratio4-pat-adapters", *_ADAPTED),
         _config("ratio4-pat-two-levels", *_TWO_LEVELS),
+        _config("ratio4-pat-sleeper", *_SLEEPER),
     )
 }
 
