@@ -13,12 +13,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Kept, so that a rebuild compiles only what changed.
 export SKBUILD_BUILD_DIR := build/cmake
 
-.PHONY: help install demo test lint format clean distclean
+# The SGLangs beside the one in .venv on which `make test-versions` runs, and what it runs there.
+OLDER_SGLANG := 0.5.22
+VERSION_TESTS := tests/test_interface.py tests/test_refusals.py tests/test_step.py \
+	tests/test_radix.py tests/serving/test_backend.py tests/serving/test_tokens.py \
+	tests/serving/test_sessions.py
+
+.PHONY: help install demo test test-versions lint format clean distclean
 
 help:
 	@echo 'make install    SGLang, the tools and this package into .venv (11 GB, some minutes)'
 	@echo 'make demo       install, then the demo: pat beside the stock backend, tokens compared'
 	@echo 'make test       install, lint, then the test suite (PYTEST_ARGS="-k plan" selects)'
+	@echo 'make test-versions   the token tests of the CPU server on $(OLDER_SGLANG) too (11 GB each)'
 	@echo 'make lint       ruff, clang-format, mypy'
 	@echo 'make format     let ruff and clang-format rewrite the sources'
 	@echo 'make clean      remove build products and caches; distclean: also .venv'
@@ -59,6 +66,21 @@ demo: install
 
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# Each SGLang brings its own torch and kernels, so each has a venv of its own.
+build/versions/%/ready: build/wheel/ready | .venv/bin/python
+	@echo 'installing SGLang $* into build/versions/$*/venv'
+	@$(BIN)/python -m venv build/versions/$*/venv
+	@build/versions/$*/venv/bin/pip install -q sglang==$* "$$(echo build/wheel/*.whl)[test]"
+	@build/versions/$*/venv/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
+	@touch $@
+
+test-versions: install $(OLDER_SGLANG:%=build/versions/%/ready)
+	@for venv in $(OLDER_SGLANG:%=build/versions/%/venv) .venv; do \
+		echo "SGLang $$($$venv/bin/python -c \
+			'from importlib.metadata import version; print(version("sglang"))')"; \
+		$$venv/bin/pytest $(VERSION_TESTS) $(PYTEST_ARGS) || exit 1; \
+	done
 
 lint: install
 	$(BIN)/ruff check

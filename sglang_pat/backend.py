@@ -21,6 +21,7 @@ from sglang_pat.config import PatConfig
 from sglang_pat.executor import make_executor
 from sglang_pat.hook import LiveBatch, Mailbox
 from sglang_pat.srt.base import base_of, build_stock
+from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
 from sglang_pat.srt.support import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
 from sglang_pat.srt.survey import Survey, survey_layers
@@ -57,7 +58,7 @@ class PatDecodeMixin:
         self._executor = make_executor(runner, config)
         self._target = self._executor.target
         self._stats = Stats()
-        self._steps = StepPlanner(self._target, self._stats)
+        self._steps = StepPlanner(self._target, self._stats, micro_batches())
         self._serves = False  # whether pat serves the forward that comes next
         self._in_eager = False
         self._unprepared: Any = None  # eager decode batch that the base has not seen
@@ -66,15 +67,15 @@ class PatDecodeMixin:
         self._base_layers = [reason for reason in self._layers.values() if reason]
         self._reporter = start_reporter(self._stats, serving=packs)
         logger.info(
-            "sglang_pat serves decode on %s over %s: %d query heads, %d KV heads, head dim %d, "
-            "%d units, up to %d requests; %s",
-            runner.device,
-            type(self).__mro__[2].__name__,
+            "sglang_pat: decode runs on pat, prefill on SGLang's own attention (%s), as intended; "
+            "%d query heads, %d KV heads, head dim %d, up to %d requests on %d %s; %s",
+            _prefill_attention(runner, type(self).__mro__[2]),
             self._target.num_q_heads,
             self._target.num_kv_heads,
             self._target.head_dim,
-            self._target.units,
             self._target.max_queries,
+            self._target.units,
+            "threads" if runner.device == "cpu" else "SMs",
             config,
         )
 
@@ -92,7 +93,10 @@ class PatDecodeMixin:
     def _plan_eager(self, batch: LiveBatch | None, forward_batch: Any) -> bool:
         """Plan a decode batch, if it can be; whether it was."""
         if batch is None:  # warm-up forwards are made without the scheduler
-            self._stats.fall_back("no batch from the scheduler", level=logging.INFO)
+            self._stats.warm_up()
+            return False
+        if forward_batch.batch_size > self._target.max_queries:
+            self._stats.fall_back("batch beyond the workspace", self._beyond(forward_batch))
             return False
         start = time.perf_counter_ns()
         plan = self._steps.plan(batch, _host_lens(forward_batch))
@@ -100,6 +104,16 @@ class PatDecodeMixin:
             return False
         self._take(plan, batch, forward_batch, start, eager=True)
         return True
+
+    def _beyond(self, forward_batch: Any) -> str:
+        room = self._target.max_queries
+        text = (
+            f"a batch of {forward_batch.batch_size} requests is beyond the {room} that the "
+            "workspace holds, so SGLang's attention serves it"
+        )
+        # Only the padding of data parallel attention goes beyond the pool's requests.
+        by_budget = room < self.req_to_token_pool.size
+        return f"{text}; raise SGLANG_PAT_WORKSPACE_MB" if by_budget else text
 
     def _prepare_base(self, forward_batch: Any) -> None:
         self._in_eager = True  # some bases call the two methods of graphs from here
@@ -166,7 +180,7 @@ class PatDecodeMixin:
         """Whether ``pat`` serves a batch of this kind; counts it by reason if not."""
         mode = forward_batch.forward_mode
         if not mode.is_decode():
-            self._stats.fall_back(mode.name.lower(), level=logging.INFO)
+            self._stats.other_forward(mode.name)
         elif forward_batch.spec_info is not None:
             self._stats.fall_back("speculative decoding")
         elif forward_batch.encoder_lens is not None:
@@ -287,6 +301,12 @@ def make_pat_backend(runner: Any) -> Any:
 @lru_cache
 def _subclass(base: type) -> type:
     return type(f"Pat{base.__name__}", (PatDecodeMixin, base), {})
+
+
+def _prefill_attention(runner: Any, base: type) -> str:
+    """What runs prefill: the base, unless ``--prefill-attention-backend`` names another."""
+    named: str | None = getattr(runner, "prefill_attention_backend_str", None)
+    return base.__name__ if named in (None, "pat") else named
 
 
 def _host_lens(forward_batch: Any) -> torch.Tensor:

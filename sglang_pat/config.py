@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 PREFIX = "SGLANG_PAT_"
-SUPPORTED_SGLANG = "0.5.23"
+# What `make test-versions` runs on; the last is the one to install.
+TESTED_SGLANG = ("0.5.22", "0.5.23")
+SUPPORTED_SGLANG = TESTED_SGLANG[-1]
 # Not taken from sglang_pat.platform: only SGLang may import that, while it picks its platform.
 CPU_PLATFORM = "pat_cpu"
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from sglang_pat.config import CPU_PLATFORM, PREFIX, SUPPORTED_SGLANG, PatConfig
+from sglang_pat.config import CPU_PLATFORM, PREFIX, SUPPORTED_SGLANG, TESTED_SGLANG, PatConfig
 from sglang_pat.srt.launch import ON_CPU
 
 if TYPE_CHECKING:
@@ -199,10 +199,13 @@ def _environment() -> Iterator[Finding]:
 
 
 def _sglang(version: str) -> Finding:
-    if version == SUPPORTED_SGLANG:
+    if version in TESTED_SGLANG:
         return Finding("SGLang", version)
     return Finding(
-        "SGLang", f"{version}; tested with {SUPPORTED_SGLANG}", "note", "see 'interface' below"
+        "SGLang",
+        f"{version}; tested with {' and '.join(TESTED_SGLANG)}",
+        "note",
+        "see 'interface' below",
     )
 
 
@@ -257,7 +260,7 @@ def _registration() -> Iterator[Finding]:
 
 def _interface() -> Iterator[Finding]:
     from sglang_pat import hook
-    from sglang_pat.refusals import interface_mismatches
+    from sglang_pat.srt.interface import interface_mismatches
 
     mismatches = list(interface_mismatches())
     for mismatch in mismatches:

@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from sglang_pat import ops
+from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
 from sglang_pat.planning import Plan
+from sglang_pat.srt import sleep
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
+
+logger = logging.getLogger("sglang_pat")
 
 
 class Executor:
@@ -19,24 +25,39 @@ class Executor:
 
     On a GPU it owns a ``Workspace``: its addresses are fixed, so that a CUDA graph that captured
     ``snapshot`` and ``decode`` runs whatever plan was loaded before the replay. ``table``:
-    ``req_to_token``.
+    ``req_to_token``. ``region``: the context to allocate the workspace in.
     """
 
-    def __init__(self, target: Target, config: PatConfig, table: torch.Tensor) -> None:
+    def __init__(
+        self,
+        target: Target,
+        config: PatConfig,
+        table: torch.Tensor,
+        region: AbstractContextManager[None] | None = None,
+    ) -> None:
         self.target = target
         self._table = table
         self._partial_dtype = config.partial_dtype
         self._workspace: Workspace | None = None
         if table.device.type == "cuda":
-            self._workspace = Workspace(
-                target,
-                table.shape[1],
-                table.device,
-                partial_dtype=config.partial_dtype,
-                launch=config.launch,
-            )
+            with torch.cuda.device(table.device), region or nullcontext():
+                self._workspace = Workspace(
+                    target,
+                    table.shape[1],
+                    table.device,
+                    partial_dtype=config.partial_dtype,
+                    launch=config.launch,
+                )
         self._plan: Plan | None = None
         self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def reset(self) -> None:
+        """Forget the plan, since the workspace's memory has lost its contents; waits for the
+        device, so that what comes next may run on any stream."""
+        self._plan = self._batch = None
+        if self._workspace is not None:
+            self._workspace.reset()
+            torch.cuda.synchronize(self._workspace.device)
 
     def load(self, plan: Plan, num_rows: int) -> None:
         """Take the plan of the next step, for a batch of ``num_rows``; rows beyond the plan's
@@ -85,17 +106,17 @@ class Executor:
 
 
 def make_executor(runner: Any, config: PatConfig) -> Executor:
-    """The executor for a model runner, its target sized by the runner's pools and graphs."""
-    from sglang.srt.runtime_context import get_exec, get_parallel
+    """The executor for a model runner, its target sized by the runner's pools and graphs and, on a
+    GPU, by the budget of its workspace."""
+    from sglang.srt.runtime_context import get_parallel
 
     ranks = get_parallel().attn_tp_size
     model = runner.model_config
-    largest_graph = get_exec().graph.cuda_graph_config.decode.max_bs or 0
+    table = runner.req_to_token_pool.req_to_token
     options: dict[str, Any] = {
         "num_q_heads": model.num_attention_heads // ranks,
         "num_kv_heads": model.get_num_kv_heads(ranks),
         "head_dim": model.head_dim,
-        "max_queries": max(runner.req_to_token_pool.size, largest_graph),
         "kv_bytes": runner.kv_cache_dtype.itemsize,
         "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
@@ -103,9 +124,45 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
     }
     if config.branching != "cost":  # else as the device's target has it
         options["branching"] = config.branching
-    table = runner.req_to_token_pool.req_to_token
-    if table.device.type == "cpu":
-        target = Target.cpu(threads=torch.get_num_threads(), **options)
-    else:
-        target = Target.gpu(torch.cuda.get_device_properties(table.device), **options)
-    return Executor(target, config, table)
+    requests = runner.req_to_token_pool.size
+    largest_graph = _largest_graph(requests)
+    if table.device.type == "cpu":  # there is no workspace
+        options["max_queries"] = max(requests, largest_graph)
+        return Executor(Target.cpu(threads=torch.get_num_threads(), **options), config, table)
+    capacity = fit_workspace(
+        num_q_heads=options["num_q_heads"],
+        head_dim=options["head_dim"],
+        max_context=table.shape[1],
+        pool_requests=requests,
+        largest_graph=largest_graph,
+        partial_dtype=config.partial_dtype,
+        budget=config.workspace_mb * MB,
+    )
+    _announce(capacity)
+    options |= {"max_queries": capacity.max_queries, "max_partials": capacity.max_partials}
+    target = Target.gpu(torch.cuda.get_device_properties(table.device), **options)
+    executor = Executor(target, config, table, sleep.kv_cache_region(runner))
+    sleep.reset_on_wake(executor)
+    return executor
+
+
+def _largest_graph(pool_requests: int) -> int:
+    """Queries of the largest decode graph that SGLang may capture, padding included; 0 without
+    graphs. As ``get_batch_sizes_to_capture`` (S model_executor/runner/base_cuda_graph_runner.py:65)
+    clamps them."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.runtime_context import get_exec
+    from sglang.srt.utils import get_cuda_graph_max_batch_size
+
+    decode = get_exec().graph.cuda_graph_config.decode
+    if decode.backend == Backend.DISABLED:
+        return 0
+    sizes: list[int] = [*(decode.bs or ()), decode.max_bs or 0]
+    captured: int = get_cuda_graph_max_batch_size(pool_requests)
+    return min(max(sizes), captured)
+
+
+def _announce(capacity: Capacity) -> None:
+    if capacity.over_budget:
+        logger.warning("sglang_pat: %s", capacity.warning())
+    logger.info("sglang_pat: %s", capacity)

@@ -71,12 +71,12 @@ def after_init_new(
         mailbox.put(live)
 
 
-def is_installed(function: Any) -> bool:
-    """Whether ``after_init_new`` is in the chain of wrappers around a hooked function."""
+def is_installed(function: Any, wanted: Any = after_init_new) -> bool:
+    """Whether the hook ``wanted`` is in the chain of wrappers around a hooked function."""
     function = getattr(function, "__func__", function)
     while function is not None:
         for cell in getattr(function, "__closure__", None) or ():
-            if cell.cell_contents is after_init_new:
+            if cell.cell_contents is wanted:
                 return True
         function = getattr(function, "__wrapped__", None)
     return False

@@ -15,17 +15,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from sglang_pat.stats import COUNTERS, NAMESPACE, Stats
+from sglang_pat.stats import COUNTERS, LABELLED, NAMESPACE, Stats
 
 logger = logging.getLogger("sglang_pat")
 
 FLUSH_SECONDS = 1.0
 SUMMARY_SECONDS = 60.0
 SERVING = "1: pat runs this server's decode and can pack; 0: SGLang's own attention runs it."
-_LABELLED = {
-    "fallbacks": "Forward passes, layers and plans that pat did not serve, by reason.",
-    "private_requests": "Requests planned without a radix path, by reason.",
-}
 
 
 class Reporter:
@@ -37,7 +33,7 @@ class Reporter:
         self._labels = dict(labels)
         self._counters = _make_counters(tuple(labels)) if export else {}
         self._serving = _make_gauge(tuple(labels)).labels(**labels) if export else None
-        self._exported: dict[tuple[str, str], float] = {}
+        self._exported: dict[tuple[str, ...], float] = {}
 
     def start(self) -> None:
         """Publish from now on, once a second, from a thread that ends with the process."""
@@ -52,18 +48,18 @@ class Reporter:
         """Add what came since the last call to the exported counters."""
         snapshot = self._stats.snapshot()
         for name in COUNTERS:
-            self._add(name, "", snapshot[name])
-        for name in _LABELLED:
-            for reason, count in snapshot[name].items():
-                self._add(name, reason, count)
+            self._add(name, {}, snapshot[name])
+        for name, (label, _) in LABELLED.items():
+            for kind, count in snapshot[name].items():
+                self._add(name, {label: kind}, count)
 
-    def _add(self, name: str, reason: str, value: float) -> None:
+    def _add(self, name: str, label: dict[str, str], value: float) -> None:
         if name not in self._counters:
             return
-        labels = self._labels | ({"reason": reason} if reason else {})
-        counter = self._counters[name].labels(**labels)
-        counter.inc(value - self._exported.get((name, reason), 0))
-        self._exported[name, reason] = value
+        key = (name, *label.values())
+        counter = self._counters[name].labels(**(self._labels | label))
+        counter.inc(value - self._exported.get(key, 0))
+        self._exported[key] = value
 
     def _run(self) -> None:
         steps, summarized = 0, time.monotonic()
@@ -73,7 +69,7 @@ class Reporter:
             now = time.monotonic()
             if now - summarized >= SUMMARY_SECONDS and self._stats.decode_steps > steps:
                 steps, summarized = self._stats.decode_steps, now
-                logger.info("sglang_pat: %s", self._stats.summary())
+                logger.info("sglang_pat since its start: %s", self._stats.summary())
 
 
 @lru_cache
@@ -85,9 +81,9 @@ def _make_counters(labels: tuple[str, ...]) -> dict[str, Any]:
     counters = {
         name: Counter(f"{NAMESPACE}_{name}", text, labels) for name, text in COUNTERS.items()
     }
-    for name, text in _LABELLED.items():
+    for name, (label, text) in LABELLED.items():
         # An operator's extra label may have the name of ours, which then goes before it.
-        names = tuple(dict.fromkeys((*labels, "reason")))
+        names = tuple(dict.fromkeys((*labels, label)))
         counters[name] = Counter(f"{NAMESPACE}_{name}", text, names)
     return counters
 

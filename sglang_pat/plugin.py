@@ -9,10 +9,10 @@ BACKEND = "pat"
 def register() -> None:
     """Add ``--attention-backend pat`` and our hooks. Idempotent.
 
-    One hook hands us the batch, two check the arguments of a server that asks for ``pat``. SGLang
-    only logs what a plugin raises, so nothing is verified here: the launcher does that
-    (``sglang_pat.srt.launch``), and the backend when it is made (``sglang_pat.refusals``). No heavy
-    module is imported before it is needed.
+    One hook hands us the batch, one tells us that the server has woken up, and two check the
+    arguments of a server that asks for ``pat``. SGLang only logs what a plugin raises, so nothing
+    is verified here: the launcher does that (``sglang_pat.srt.launch``), and the backend when it
+    is made (``sglang_pat.refusals``). No heavy module is imported before it is needed.
     """
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -22,12 +22,13 @@ def register() -> None:
     )
 
     from sglang_pat import hook
-    from sglang_pat.srt import launch
+    from sglang_pat.srt import launch, sleep
 
     if BACKEND in ATTENTION_BACKEND_CHOICES:
         return
     register_attention_backend(BACKEND)(_make_backend)
     HookRegistry.register(hook.TARGET, hook.after_init_new, HookType.AFTER)
+    HookRegistry.register(sleep.TARGET, sleep.after_resume, HookType.AFTER)
     HookRegistry.register(launch.TARGET, launch.before_resolve, HookType.BEFORE)
     HookRegistry.register(launch.TARGET, launch.after_resolve, HookType.AFTER)
     add_attention_backend_choices([BACKEND])

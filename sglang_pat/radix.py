@@ -5,8 +5,12 @@ The only reader of SGLang's caches. Sharing is what the live tree says: two requ
 were given the same slots for it, so neither token ids nor slot ids are compared. Per request the
 handle is ``req.lock.node``, the node pinned for it, and the part that is safe to share is
 ``req.kv.cache_protected_len`` tokens: up to there SGLang guarantees that the request's row of
-``req_to_token`` repeats the tree's slots. A request without a lock (a turn of a streaming session,
-which the session holds instead, or one just released) has no path.
+``req_to_token`` repeats the tree's slots. A request without a lock (one just released) has no path.
+
+A turn of a streaming session has no lock of its own. It runs on the row and the ``kv`` record of
+the session's slot, which holds the lock of the first turn's prompt. That turn put the prompt into
+the tree like any request, and later turns write behind it only, so the row still repeats the tree's
+slots for the record's ``cache_protected_len`` tokens; what later turns add is the session's own.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 
 from sglang_pat import _C
 from sglang_pat.planning import Plan, Planner
+from sglang_pat.srt.interface import path_fields
 
 # A request that has been in the batch unchanged for more than SETTLE_STEPS decode steps is not read
 # again, for RECHECK_STEPS at most: see csrc/pack/handle_memory.h.
@@ -45,6 +50,8 @@ class RadixView:
         self.fields = (0, 1, 2)
         node = "lock.node"
         self.reader: _C.NodeReader | None = None
+        # SGLang's streaming sessions, which only its unified cache has.
+        self._sessions: Any = getattr(tree_cache, "session", None)
         self._collect: Callable[[list[int], Sequence[Any]], Iterable[Any]] = _nothing
         core: Any = getattr(tree_cache, "tree_core", None)
         native = getattr(getattr(core, "_binding", None), "collect_path_info", None)
@@ -53,7 +60,7 @@ class RadixView:
         elif native is not None:
             # The Rust core's own call: a third of the time of the adapter around it.
             self.kind = "rust tree core"
-            self.fields = (0, 2, 3)
+            self.fields = path_fields()
             self._collect = lambda nodes, _reqs: native(nodes)
         elif hasattr(core, "_node_arena"):
             # Its own collect_path_info climbs in Python, to the root for every request.
@@ -100,7 +107,10 @@ class RadixView:
                 f"rows are {rows.dtype} on {rows.device} with strides {rows.stride()}, must be "
                 f"contiguous int64 on the CPU"
             )
-        return self._handles.read(reqs, rows.data_ptr(), step, anew)
+        handles = self._handles.read(reqs, rows.data_ptr(), step, anew)
+        if self._sessions is not None and self._sessions.slots:
+            return self._with_slots(reqs, handles)
+        return handles
 
     def look_up(
         self, reqs: Sequence[Any], handles: bytes, count: int
@@ -141,9 +151,24 @@ class RadixView:
             return planner.plan_leaves(given, seq_lens, limits, self.reader)
         return planner.plan(given, seq_lens, limits, self.fields)
 
-    def slots(self, req: Any) -> Any:
-        """Slots of the tokens from the root to the request's node: int64 tensor (CHECK only)."""
-        return self.tree_cache.path_device_indices(req.lock.node)
+    def _with_slots(self, reqs: Sequence[Any], handles: bytes) -> bytes:
+        """``handles`` with the nodes that sessions hold for their turns."""
+        table = np.frombuffer(handles, dtype=np.int64).reshape(-1, 3).copy()
+        for index in np.flatnonzero(table[:, 0] == NO_NODE).tolist():
+            req = reqs[index]
+            if req.kv.req_pool_idx == table[index, 2] and (lock := self.lock_of(req)) is not None:
+                table[index, 0] = lock.node
+        out: bytes = table.tobytes()
+        return out
+
+    def lock_of(self, req: Any) -> Any:
+        """The tree lock under which a request runs: its own or its session's, or None."""
+        slot = None if self._sessions is None else self._sessions.borrowed_slot(req)
+        return (req if slot is None else slot).lock
+
+    def slots(self, lock: Any) -> Any:
+        """Slots of the tokens from the root to a lock's node: int64 tensor (CHECK only)."""
+        return self.tree_cache.path_device_indices(lock.node)
 
 
 def _nothing(nodes: list[int], _reqs: Sequence[Any]) -> Iterable[Any]:

@@ -7,24 +7,21 @@ stops the server.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_pat import _C, hook
-from sglang_pat.config import SUPPORTED_SGLANG
+from sglang_pat import _C
 from sglang_pat.srt import support
+from sglang_pat.srt.interface import interface_mismatches
+from sglang_pat.target import HEAD_DIM_STEP, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from sglang_pat.srt.survey import Heads
     from sglang_pat.target import Target
 
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = (64, 128, 256), 16
-# The CPU executor's vectors; the largest head dim it has room for.
-HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 512
 
 
 def refuse_unsafe(runner: Any) -> None:
@@ -35,61 +32,6 @@ def refuse_unsafe(runner: Any) -> None:
     if reasons:
         listed = "".join(f"\n  - {reason}" for reason in reasons)
         raise RuntimeError(f"sglang_pat refuses to serve with --attention-backend pat:{listed}")
-
-
-def interface_mismatches() -> Iterator[str]:
-    """What SGLang lacks of the interface that the plugin uses, which is 0.5.23's, hook included."""
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-    from sglang.srt.managers.schedule_batch import ReqKvInfo, ScheduleBatch
-    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.version import __version__
-
-    other = f"sglang_pat is made for SGLang {SUPPORTED_SGLANG} as released, this is {__version__}"
-    if not hook.is_installed(ForwardBatch.init_new):
-        yield (
-            f"the hook after {hook.TARGET} is not installed: look for 'Failed to apply hooks' or "
-            "'Failed to execute general plugin: pat' in the log above, and list pat in "
-            "SGLANG_PLUGINS if that is set"
-        )
-    wanted = {
-        "ForwardBatch.init_new": (ForwardBatch.init_new, ("batch", "model_runner")),
-        "TorchNativeAttnBackend.forward_decode": (
-            TorchNativeAttnBackend.forward_decode,
-            ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
-        ),
-        "TorchNativeAttnBackend.init_forward_metadata": (
-            TorchNativeAttnBackend.init_forward_metadata,
-            ("self", "forward_batch"),
-        ),
-        "AttentionBackend.init_forward_metadata_out_graph": (
-            AttentionBackend.init_forward_metadata_out_graph,
-            ("self", "forward_batch", "in_capture"),
-        ),
-        "AttentionBackend.init_forward_metadata_in_graph": (
-            AttentionBackend.init_forward_metadata_in_graph,
-            ("self", "forward_batch"),
-        ),
-        "KVWriteLoc.for_layer": (KVWriteLoc.for_layer, ("forward_batch", "layer")),
-    }
-    for name, (function, expected) in wanted.items():
-        found = tuple(inspect.signature(function).parameters)[: len(expected)]
-        if found != expected:
-            yield f"{name} takes {found}, not {expected}: {other}"
-    for cls, needed in (
-        (ReqKvInfo, {"req_pool_idx", "cache_protected_len"}),
-        (TreeLock, {"node"}),
-        (
-            ForwardBatch,
-            {"req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc", "encoder_lens"},
-        ),
-        (ScheduleBatch, {"reqs", "tree_cache", "req_pool_indices_cpu"}),
-    ):
-        missing = needed - {field.name for field in dataclass_fields(cls)}
-        if missing:
-            yield f"{cls.__name__} has no {', '.join(sorted(missing))}: {other}"
 
 
 def reason_against_gpu() -> str:

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sglang_pat.sharing import SharingWatch
+
+if TYPE_CHECKING:
+    from sglang_pat.planning import Plan
 
 logger = logging.getLogger("sglang_pat")
 
@@ -24,12 +30,30 @@ COUNTERS = {
 }
 
 
+# Counters with a label: its name, and what they mean.
+LABELLED = {
+    "base_forwards": ("kind", "Forward passes that SGLang's own attention runs as intended."),
+    "fallbacks": ("reason", "What pat should have served but did not: passes, layers, plans."),
+    "private_requests": ("reason", "Requests whose shared prefix was not known to the plan."),
+}
+# Kinds of ``base_forwards``: SGLang's names of the forward modes, in lower case, and WARM_UP.
+INTENDED_MODES = frozenset({"extend", "split_prefill", "draft_extend_v2", "idle", "prebuilt"})
+WARM_UP = "warm_up"
+# Why other modes come about.
+_UNINTENDED_MODES = {
+    "mixed": "--enable-mixed-chunk puts decodes into prefill batches; drop it to have them packed",
+    "target_verify": "speculative decoding verifies several tokens of a request at once",
+}
+
+
 class Stats:
     """Counters of one scheduler process.
 
-    ``fallbacks`` counts, by reason, what the base backend served instead: forward passes and,
-    within a decode step, layers; and plans that had to be made without any sharing.
-    ``private_requests`` counts, by reason, requests that were planned without a path.
+    ``base_forwards`` counts, by kind, the forward passes that are meant for the base backend:
+    prefill, idle ranks, warm-ups. ``fallbacks`` counts, by reason, what is not: forward passes and,
+    within a decode step, layers that the base served instead of pat, and plans that had to be made
+    without any sharing. ``private_requests`` counts, by reason, requests that were planned without
+    a path.
     """
 
     def __init__(self) -> None:
@@ -42,8 +66,10 @@ class Stats:
         self.plans_reused = 0
         self.plan_ns = 0
         self.host_ns = 0
+        self.base_forwards: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.private_requests: Counter[str] = Counter()
+        self._watch = SharingWatch()
 
     @property
     def plan_seconds(self) -> float:
@@ -53,37 +79,68 @@ class Stats:
     def host_seconds(self) -> float:
         return self.host_ns / 1e9
 
-    def fall_back(self, reason: str, detail: object = None, level: int = logging.WARNING) -> None:
-        """Count a fallback; log the first one of each reason, with ``detail``."""
+    def step(self, plan: Plan, total: int, *, made: bool) -> None:
+        """Count a decode step that runs ``plan``; ``total``: the sum of its sequence lengths;
+        ``made``: whether the plan was made for it. Logs, once, what the first packed step saves, or
+        after many steps why none was packed."""
+        self.plans_made += made
+        self.plans_reused += not made
+        self.decode_steps += 1
+        self.packed_steps += plan.num_shared_items > 0
+        self.branched_steps += plan.num_segments > 0
+        self.kv_tokens_unpacked += total
+        self.kv_tokens_read += plan.kv_tokens_read(total)
+        if self._watch.on and self._watch.step(plan, total, made=made):
+            self._watch.explain(self.private_requests, self.fallbacks)
+
+    def other_forward(self, mode: str) -> None:
+        """Count a forward pass that is no decode, by SGLang's name of its mode: the base runs it,
+        as intended or not."""
+        kind = mode.lower()
+        if kind in INTENDED_MODES:
+            self.base_forwards[kind] += 1
+        else:
+            self.fall_back(kind, _UNINTENDED_MODES.get(kind))
+
+    def warm_up(self) -> None:
+        """Count a decode that the scheduler did not ask for: as intended before it asks for any."""
+        if self.decode_steps:
+            self.fall_back("no batch from the scheduler")
+        else:
+            self.base_forwards[WARM_UP] += 1
+
+    def fall_back(self, reason: str, detail: object = None) -> None:
+        """Count a fallback; warn of the first one of each reason, with ``detail``."""
         if reason not in self.fallbacks:
             text = "" if detail is None else f": {detail}"
-            logger.log(level, "sglang_pat: not served by pat (%s)%s", reason, text)
+            logger.warning("sglang_pat: not served by pat (%s)%s", reason, text)
         self.fallbacks[reason] += 1
 
     def private(self, reasons: dict[str, int]) -> None:
-        """Count requests planned without a path; log the first of each reason."""
-        for reason, count in reasons.items():
-            if reason not in self.private_requests:
-                logger.info("sglang_pat: requests without a radix path are private (%s)", reason)
-            self.private_requests[reason] += count
+        """Count requests planned without a path."""
+        self.private_requests.update(reasons)
 
     def snapshot(self) -> dict[str, Any]:
-        """All counters by name; ``fallbacks`` and ``private_requests`` are dicts by reason."""
+        """All counters by name; those with a label are dicts by its value."""
         values: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        values["fallbacks"] = dict(self.fallbacks)
-        values["private_requests"] = dict(self.private_requests)
-        return values
+        return values | {name: dict(getattr(self, name)) for name in LABELLED}
 
     def summary(self) -> str:
-        """One line for the log."""
-        saved = 1 - self.kv_tokens_read / self.kv_tokens_unpacked if self.kv_tokens_unpacked else 0
-        plans, reused = max(self.plans_made, 1), max(self.plans_reused, 1)
-        return (
-            f"decode steps {self.decode_steps}, packed {self.packed_steps}, "
-            f"in branches {self.branched_steps}, "
-            f"K/V tokens read {self.kv_tokens_read} of {self.kv_tokens_unpacked} "
-            f"({saved:.1%} saved), plans made {self.plans_made}, reused {self.plans_reused}, "
-            f"{self.plan_ns / plans / 1e3:.1f} us a step that made one, "
-            f"{(self.host_ns - self.plan_ns) / reused / 1e3:.1f} us one that reused one, "
-            f"fallbacks {dict(self.fallbacks)}, private requests {dict(self.private_requests)}"
+        """One line for the log, of all since the start."""
+        steps, unpacked = max(self.decode_steps, 1), self.kv_tokens_unpacked
+        saved = 1 - self.kv_tokens_read / unpacked if unpacked else 0
+        line = (
+            f"{self.decode_steps} decode steps, in {self.packed_steps} of which requests shared "
+            f"K/V reads; {self.kv_tokens_read} K/V tokens read instead of {unpacked} "
+            f"({saved:.1%} saved); {self.host_ns / steps / 1e3:.1f} us of host time a step, a new "
+            f"plan in {self.plans_made / steps:.1%}"
         )
+        if self.base_forwards:
+            line += f"; on SGLang's attention as intended: {_list(self.base_forwards)}"
+        if self.fallbacks:
+            line += f"; not served by pat as it should have been: {_list(self.fallbacks)}"
+        return line
+
+
+def _list(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in dict(counts).items())

@@ -15,15 +15,15 @@ has processed its prefill, which under overlap is a step or two after it ran. A 
 all the same would cost sharing, not results, and for ``RECHECK_STEPS`` at most: the slots are read
 anew at every step, a row is given to another request only after that, and what a released request
 had in common with others they keep locked.
+
+Under pipeline parallelism micro-batches take turns, and each has a plan of its own.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang_pat.hook import LiveBatch
@@ -35,30 +35,71 @@ from sglang_pat.target import Target
 logger = logging.getLogger("sglang_pat")
 
 
-class StepPlanner:
-    """Holds the plan of the last decode step of one model runner."""
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """What is remembered of one micro-batch: the batch of its last step, what was read of it, and
+    the plan. Everything in it belongs to this micro-batch alone, the working memory included."""
 
-    def __init__(self, target: Target, stats: Stats) -> None:
-        self._planner = Planner(target)
+    planner: Planner
+    view: RadixView
+    # The tensor of rows stands for the requests: holding those would make this the place where the
+    # finished ones are freed, in the middle of a step.
+    rows: torch.Tensor | None = None
+    others: int = 0
+    steps: int = 0  # decode steps of this micro-batch
+    age: int = 0  # those since the batch last changed
+    suspect: bool = False  # whether what is remembered of its requests may be wrong
+    key: tuple[object, ...] | None = None  # what a plan depends on, as last read
+    has_paths: bool = False  # whether the planner's last paths are those of the key
+    private: dict[str, int] = field(default_factory=dict)  # requests without a path, by reason
+    plan: Plan | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what the plan depends on is as it was, without looking: see above."""
+        return self.age > SETTLE_STEPS and not self.suspect
+
+    def advance(self, batch: LiveBatch) -> None:
+        """Note that ``batch`` is decoded next."""
+        self.steps += 1
+        if (
+            batch.rows is self.rows
+            and batch.others == self.others
+            and batch.tree_cache is self.view.tree_cache
+        ):
+            self.age += 1
+            if self.age % RECHECK_STEPS == 0:
+                self.suspect = True
+        else:
+            self.rows, self.others, self.age = batch.rows, batch.others, 0
+
+
+class StepPlanner:
+    """Holds the plans of the last decode steps of one model runner, one per micro-batch.
+
+    ``micro_batches``: how many take turns, more than 1 under pipeline parallelism. SGLang gives
+    them no name, but each keeps its tensor of rows until its requests change, and they take turns,
+    so a tensor not seen before belongs to the one that was decoded the longest time ago. Where that
+    guess is wrong, a plan is made that could have been reused; it is never another batch's.
+
+    Raises ValueError for less than one micro-batch.
+    """
+
+    def __init__(self, target: Target, stats: Stats, micro_batches: int = 1) -> None:
+        if micro_batches < 1:
+            raise ValueError(f"micro_batches is {micro_batches}, must be 1 or more")
         self._stats = stats
-        self._view = RadixView(None)
+        # The one decoded the longest time ago comes first.
+        self._states = [MicroBatch(Planner(target), RadixView(None)) for _ in range(micro_batches)]
+        self._current = self._states[-1]
         self.made = False  # whether the last ``plan()`` made its plan
-        # What the last step's batch was, and the numbers that were last read of it.
-        self._rows: torch.Tensor | None = None
-        self._others = 0
-        self._age = 0  # steps since the batch was another
-        self._step = 0  # those that were asked for
-        self._anew = False  # whether what is remembered of requests may be wrong
-        self._key: tuple[object, ...] | None = None
-        self._has_paths = False  # whether the planner's last paths are those of the key
-        self._reasons: dict[str, int] = {}  # how many of its requests share nothing, and why
-        self._plan: Plan | None = None
+        self._private_planner = Planner(target)
         self._private: Plan | None = None
 
     @property
     def view(self) -> RadixView:
         """The prefix cache of the last step's batch."""
-        return self._view
+        return self._current.view
 
     def plan(self, batch: LiveBatch, seq_lens: torch.Tensor) -> Plan | None:
         """The plan of a decode step, or None if there can be none (counted; the base must serve).
@@ -67,32 +108,27 @@ class StepPlanner:
         beyond ``batch.reqs`` (padding, beams) share nothing. Counts the step. Never raises: what
         goes wrong in reading SGLang's tree or in planning costs the sharing, not the server.
         """
-        stats = self._stats
-        count = len(seq_lens)
-        self._step += 1
-        plan, handles = self._plan, None
-        settled = self._is_settled(batch)
+        state = self._current
+        if batch.rows is not state.rows and len(self._states) > 1:
+            state = self._switch_to(batch.rows)
+        state.advance(batch)
+        plan, handles = state.plan, None
+        settled = state.is_settled
         total = _total_tokens(plan, seq_lens) if settled else -1
-        if total < 0 and not (settled and self._has_paths):
-            key, handles = self._read(batch, count)
-            if key is not None and key == self._key:
+        if total < 0 and not (settled and state.has_paths):
+            key, handles = self._read(state, batch, len(seq_lens))
+            if key is not None and key == state.key:
                 total = _total_tokens(plan, seq_lens)
             else:
-                self._has_paths = False
-            self._key = key
+                state.has_paths = False
+            state.key = key
         self.made = total < 0
         if self.made:
-            plan = self._plan = self._make(batch, seq_lens, handles)
+            plan = state.plan = self._make(state, batch, seq_lens, handles)
             total = _total_tokens(plan, seq_lens)
         if plan is None:
             return None
-        stats.plans_made += self.made
-        stats.plans_reused += not self.made
-        stats.decode_steps += 1
-        stats.packed_steps += plan.num_shared_items > 0
-        stats.branched_steps += plan.num_segments > 0
-        stats.kv_tokens_unpacked += total
-        stats.kv_tokens_read += plan.kv_tokens_read(total)
+        self._stats.step(plan, total, made=self.made)
         return plan
 
     def private(self, seq_lens: torch.Tensor) -> Plan:
@@ -103,75 +139,72 @@ class StepPlanner:
         """
         plan = self._private
         if plan is None or not plan.fits(seq_lens.data_ptr(), len(seq_lens)):
-            self._has_paths = False
-            plan = self._planner.plan([None] * len(seq_lens), seq_lens.numpy())
+            plan = self._private_planner.plan([None] * len(seq_lens), seq_lens.numpy())
             self._private = plan
         return plan
 
-    def _is_settled(self, batch: LiveBatch) -> bool:
-        """Whether what the plan depends on is as it was without looking: see above."""
-        # The tensor of rows, held here, stands for the requests: holding those would make this the
-        # place where the finished ones are freed, in the middle of a step.
-        if (
-            batch.others != self._others
-            or batch.rows is not self._rows
-            or batch.tree_cache is not self._view.tree_cache
-        ):
-            self._others, self._rows, self._age = batch.others, batch.rows, 0
-            return False
-        self._age += 1
-        self._anew |= self._age % RECHECK_STEPS == 0
-        return self._age > SETTLE_STEPS and not self._anew
+    def _switch_to(self, rows: torch.Tensor) -> MicroBatch:
+        """Make the micro-batch of ``rows`` the current one: see the class."""
+        states = self._states
+        state = next((one for one in states if one.rows is rows), states[0])
+        states.remove(state)
+        states.append(state)
+        self._current = state
+        return state
 
-    def _read(self, batch: LiveBatch, count: int) -> tuple[tuple[object, ...] | None, bytes | None]:
+    def _read(
+        self, state: MicroBatch, batch: LiveBatch, count: int
+    ) -> tuple[tuple[object, ...] | None, bytes | None]:
         """What a plan depends on, to be compared, and the requests' handles; None if unreadable."""
-        if batch.tree_cache is not self._view.tree_cache:
-            self._view = RadixView(batch.tree_cache)
-            self._key = None
-            logger.info("sglang_pat: reads paths from %s", self._view.kind or self._view.disabled)
-        anew, self._anew = self._anew, False
+        if batch.tree_cache is not state.view.tree_cache:
+            new = all(one.view.tree_cache is not batch.tree_cache for one in self._states)
+            state.view = RadixView(batch.tree_cache)
+            state.key = None
+            if new:
+                kind, disabled = state.view.kind, state.view.disabled
+                where = f"in SGLang's radix cache ({kind})" if kind else f"nowhere: {disabled}"
+                logger.info("sglang_pat: looks for shared prefixes %s", where)
+        suspect, state.suspect = state.suspect, False
         try:
-            handles = self._view.read_handles(batch.reqs, batch.rows, self._step, anew=anew)
+            handles = state.view.read_handles(batch.reqs, batch.rows, state.steps, anew=suspect)
         except (AttributeError, TypeError, ValueError) as error:
             self._stats.fall_back("requests not readable", error)
             return None, None
         return (count, handles), handles
 
-    def _make(self, batch: LiveBatch, seq_lens: torch.Tensor, handles: bytes | None) -> Plan | None:
+    def _make(
+        self, state: MicroBatch, batch: LiveBatch, seq_lens: torch.Tensor, handles: bytes | None
+    ) -> Plan | None:
         try:
-            if self._has_paths or handles is not None:
-                return self._pack(batch, seq_lens, handles)
+            if state.has_paths or handles is not None:
+                return self._pack(state, batch, seq_lens, handles)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back("sharing not usable", repr(error))
-            self._anew = True
+            state.suspect = True
         try:
             return self.private(seq_lens)
         except ValueError as error:
             self._stats.fall_back("batch not plannable", error)
             return None
 
-    def _pack(self, batch: LiveBatch, seq_lens: torch.Tensor, handles: bytes | None) -> Plan:
+    def _pack(
+        self, state: MicroBatch, batch: LiveBatch, seq_lens: torch.Tensor, handles: bytes | None
+    ) -> Plan:
         """A plan for the last paths, or else for those of ``handles``."""
         lens = seq_lens.numpy()
-        again, self._has_paths = self._has_paths, False
+        again, state.has_paths = state.has_paths, False
         if again:
-            plan = self._planner.plan_again(lens)
+            plan = state.planner.plan_again(lens)
         else:
             assert handles is not None
-            found, limits = self._look_up(batch, len(seq_lens), handles)
-            plan = self._view.plan(self._planner, found, lens, limits)
-        self._has_paths = True
-        self._stats.private(self._reasons)
+            count = len(seq_lens)
+            found, limits, state.private = state.view.look_up(batch.reqs, handles, count)
+            if count > len(batch.reqs):
+                state.private["row without a request"] = count - len(batch.reqs)
+            plan = state.view.plan(state.planner, found, lens, limits)
+        state.has_paths = True
+        self._stats.private(state.private)
         return plan
-
-    def _look_up(
-        self, batch: LiveBatch, count: int, handles: bytes
-    ) -> tuple[list[Any], npt.NDArray[np.int64]]:
-        """Leaf or path of each query (``RadixView.look_up``) and its tokens safe to share."""
-        found, limits, self._reasons = self._view.look_up(batch.reqs, handles, count)
-        if count > len(batch.reqs):
-            self._reasons["row without a request"] = count - len(batch.reqs)
-        return found, limits
 
 
 def _total_tokens(plan: Plan | None, seq_lens: torch.Tensor) -> int:

@@ -89,11 +89,16 @@ def test_a_token_that_could_not_be_forced_makes_the_rest_nan() -> None:
 
 METRICS = """
 # TYPE sglang_pat_decode_steps_total counter
-sglang_pat_decode_steps_total{tp_rank="0"} 5.0
+sglang_pat_decode_steps_total{dp_rank="0",tp_rank="0"} 3.0
+sglang_pat_decode_steps_total{dp_rank="1",tp_rank="0"} 2.0
 # TYPE sglang_pat_plan_seconds_total counter
 sglang_pat_plan_seconds_total{tp_rank="0"} 0.25
+# TYPE sglang_pat_base_forwards_total counter
+sglang_pat_base_forwards_total{dp_rank="0",kind="extend",tp_rank="0"} 2.0
+sglang_pat_base_forwards_total{dp_rank="1",kind="extend",tp_rank="0"} 1.0
+# TYPE sglang_pat_serving gauge
+sglang_pat_serving{tp_rank="0"} 1.0
 # TYPE sglang_pat_fallbacks_total counter
-sglang_pat_fallbacks_total{reason="extend",tp_rank="0"} 2.0
 sglang_pat_fallbacks_total{reason="a layer with, \\"quotes\\"",tp_rank="0"} 1.0
 # TYPE sglang_gen_throughput gauge
 sglang_gen_throughput 3.0
@@ -101,13 +106,18 @@ sglang_gen_throughput 3.0
 
 
 def test_counters_are_read_from_the_exposition() -> None:
-    fallbacks = {"extend": 2, 'a layer with, "quotes"': 1}
-    read = parse_counters(METRICS)
-    assert read == Counters(decode_steps=5, plan_seconds=0.25, fallbacks=fallbacks)
+    """Over all replicas."""
+    assert parse_counters(METRICS) == Counters(
+        decode_steps=5,
+        plan_seconds=0.25,
+        base_forwards={"extend": 3},
+        fallbacks={'a layer with, "quotes"': 1},
+    )
     assert parse_counters("") == Counters()
 
 
 def test_counters_of_a_span_of_time() -> None:
-    before = Counters(decode_steps=2, fallbacks={"extend": 2, "old": 1})
-    after = Counters(decode_steps=7, fallbacks={"extend": 3, "old": 1, "new": 4})
-    assert after - before == Counters(decode_steps=5, fallbacks={"extend": 1, "new": 4})
+    before = Counters(decode_steps=2, base_forwards={"extend": 2}, fallbacks={"old": 1})
+    after = Counters(decode_steps=7, base_forwards={"extend": 3}, fallbacks={"old": 1, "new": 4})
+    expected = Counters(decode_steps=5, base_forwards={"extend": 1}, fallbacks={"new": 4})
+    assert after - before == expected

@@ -13,10 +13,15 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit_trees import Path, target
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang.srt.session.session_controller import Session
 
 from sglang_pat.bench.live import CACHES, LiveCache
+from sglang_pat.check import SlotMismatch, check_plan
 from sglang_pat.planning import Plan, Planner
 from sglang_pat.radix import RadixView
+from sglang_pat.stats import Stats
+from sglang_pat.step import StepPlanner
 
 TARGET = target(units=1, policy="naive")
 ROUNDS = 12
@@ -108,3 +113,69 @@ def test_rows_of_another_form_are_refused(kind: str) -> None:
             view.read_handles(reqs, other, 0, anew=True)
     with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
         view.read_handles(reqs, rows[:3], 0, anew=True)
+
+
+class Conversation:
+    """A streaming session of SGLang's over a live cache."""
+
+    def __init__(self, cache: LiveCache, name: str) -> None:
+        self.cache = cache
+        self.session = Session(1000, session_id=name, streaming=True)
+        self.tokens: list[int] = []
+
+    def turn(self, tokens: list[int]) -> Any:
+        self.tokens += tokens
+        return self.cache.admit(self.tokens, self.session)
+
+    def finish(self, req: Any) -> None:
+        """The end of a turn, as the scheduler releases it."""
+        req.finished_reason = FINISH_LENGTH(length=0)
+        assert self.cache.tree.claim_kv_row(req)
+
+
+@pytest.mark.parametrize("kind", ["rust", "python"])
+def test_turns_of_streaming_sessions_have_the_path_of_their_session(kind: str) -> None:
+    """Two sessions and a request of one system prompt share it, in the first turn and later."""
+    rng = random.Random(1)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(1 << 15) for _ in range(length)]
+
+    cache = LiveCache(kind, slots=4000, rows=8, context=512)
+    system, user = text(100), text(20)
+    first, second = Conversation(cache, "first"), Conversation(cache, "second")
+    steps = StepPlanner(TARGET, Stats())
+    for turn in range(3):
+        added = [text(15), text(25)] if turn else [system + text(15), system + text(25)]
+        reqs = [first.turn(added[0]), cache.admit(system + user), second.turn(added[1])]
+        assert reqs[0].lock is None and reqs[1].lock is not None
+        batch, lens = cache.batch(reqs)
+        plan = steps.plan(batch, lens)
+        assert plan is not None
+        check_plan(plan, reqs, steps.view, cache.table.req_to_token, batch.rows)
+        shared = plan.items[plan.items["num_queries"] > 1]
+        assert shared["kv_len"].sum() == len(system) and shared["num_queries"].max() == 3
+        assert not steps._stats.private_requests and not steps._stats.fallbacks
+        # Beyond the first turn's prompt the row is the session's own.
+        assert reqs[0].kv.cache_protected_len == len(system) + 15
+        assert len(first.tokens) == len(system) + 15 * (turn + 1)
+        for talk, req in ((first, reqs[0]), (second, reqs[2])):
+            talk.finish(req)
+        assert not steps.view.lock_of(reqs[0])
+
+
+@pytest.mark.parametrize("kind", ["rust", "python"])
+def test_check_mode_compares_a_turns_row_with_the_tree(kind: str) -> None:
+    cache = LiveCache(kind, slots=1000, rows=4, context=128)
+    talk = Conversation(cache, "only")
+    prompt = list(range(50))
+    talk.finish(talk.turn(prompt))
+    req = talk.turn([51, 52])
+    batch, lens = cache.batch([req])
+    steps = StepPlanner(TARGET, Stats())
+    plan = steps.plan(batch, lens)
+    assert plan is not None
+    check_plan(plan, [req], steps.view, cache.table.req_to_token, batch.rows)
+    cache.table.req_to_token[int(batch.rows[0]), 7] += 1
+    with pytest.raises(SlotMismatch, match="at token 7, the radix tree holds slot"):
+        check_plan(plan, [req], steps.view, cache.table.req_to_token, batch.rows)

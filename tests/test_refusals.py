@@ -8,7 +8,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,11 +18,6 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang.srt import runtime_context
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.managers.schedule_batch import ReqKvInfo, ScheduleBatch
-from sglang.srt.mem_cache.base_prefix_cache import TreeLock
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
@@ -195,77 +189,6 @@ def test_options(published: None, option: str, path: str, values: dict[str, Any]
 def test_the_metadata_glue_graph(published: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
     _check(refusals._modes(), f"^SGLANG_ENABLE_METADATA_GLUE_GRAPH: .*; drop it or {CHOOSE}")
-
-
-# The interface.
-
-
-def test_the_interface_is_the_one_supported(hooked: None) -> None:
-    _check(refusals.interface_mismatches(), "")
-
-
-def test_a_hook_that_is_not_there_is_named() -> None:
-    _check(
-        refusals.interface_mismatches(),
-        f"the hook after {hook.TARGET} is not installed: .*'Failed to apply hooks'.*"
-        "list pat in SGLANG_PLUGINS",
-    )
-
-
-@pytest.fixture
-def newer(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Another SGLang, in which the hook still works."""
-    monkeypatch.setattr(hook, "is_installed", lambda _: True)
-    monkeypatch.setattr("sglang.version.__version__", "0.6.0")
-    return "sglang_pat is made for SGLang 0.5.23 as released, this is 0.6.0"
-
-
-@pytest.mark.parametrize(
-    ("cls", "name", "last"),
-    [
-        (ForwardBatch, "init_new", "'model_runner')"),
-        (TorchNativeAttnBackend, "forward_decode", "'save_kv_cache')"),
-        (TorchNativeAttnBackend, "init_forward_metadata", "'forward_batch')"),
-        (AttentionBackend, "init_forward_metadata_out_graph", "'in_capture')"),
-        (AttentionBackend, "init_forward_metadata_in_graph", "'forward_batch')"),
-        (KVWriteLoc, "for_layer", "'layer')"),
-    ],
-)
-def test_a_changed_signature_is_named(
-    newer: str, cls: type, name: str, last: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cls, name, lambda *renamed: None)
-    found = re.escape(f"{cls.__name__}.{name} takes ('renamed',), not ('")
-    _check(refusals.interface_mismatches(), f"^{found}.*{re.escape(last)}: {newer}$")
-
-
-def test_a_parameter_after_those_we_pass_is_no_change(
-    newer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    longer = classmethod(lambda cls, forward_batch, layer, more=None: None)
-    monkeypatch.setattr(KVWriteLoc, "for_layer", longer)
-    _check(refusals.interface_mismatches(), "")
-
-
-@pytest.mark.parametrize(
-    ("cls", "names"),
-    [
-        (ReqKvInfo, ["cache_protected_len", "req_pool_idx"]),
-        (TreeLock, ["node"]),
-        (
-            ForwardBatch,
-            ["encoder_lens", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu"],
-        ),
-        (ScheduleBatch, ["req_pool_indices_cpu", "reqs", "tree_cache"]),
-    ],
-)
-def test_missing_fields_are_named(
-    newer: str, cls: type, names: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = {field.name: field for field in fields(cls) if field.name not in names}
-    monkeypatch.setattr(cls, "__dataclass_fields__", left)
-    missing = f"{cls.__name__} has no {', '.join(names)}: {newer}"
-    assert list(refusals.interface_mismatches()) == [missing]
 
 
 # All of it.

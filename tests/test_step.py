@@ -202,21 +202,21 @@ def test_a_plan_that_is_outgrown_keeps_its_paths(
             bed.plan()
 
 
-def test_paths_are_read_again_after_another_plan_or_a_failure(
+def test_paths_are_read_again_after_a_failure_only(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look_ups = count(monkeypatch, "look_up")
     first = settle(bed)
-    bed.steps.private(bed.lens)  # with the same working memory
+    bed.steps.private(bed.lens)  # has a working memory of its own
     bed.lens = torch.from_numpy(first.max_seq_lens + 1)
     assert shared_tokens(bed.plan()) == shared_tokens(first)
-    assert len(look_ups) == 2
+    assert len(look_ups) == 1
     grown, bed.lens = bed.lens, bed.lens - 250  # shorter than the paths
     assert shared_tokens(bed.plan()) == 0
     assert bed.stats.fallbacks == {"sharing not usable": 1}
     bed.lens = grown
     assert shared_tokens(bed.plan()) == shared_tokens(first)
-    assert len(look_ups) == 3
+    assert len(look_ups) == 2
 
 
 def test_a_request_that_comes_shares_with_the_settled_at_once(bed: Bed) -> None:
@@ -303,6 +303,102 @@ def test_a_batch_beyond_the_target_is_the_bases(bed: Bed) -> None:
     assert bed.steps.plan(bed.batch, lens) is None
     assert bed.stats.fallbacks["batch not plannable"] == 1
     assert bed.stats.decode_steps == 0
+
+
+def take_turns(bed: Bed, micro_batches: int) -> list[tuple[LiveBatch, torch.Tensor]]:
+    """The bed's requests in so many micro-batches, as pipeline parallelism has them."""
+    bed.steps = StepPlanner(TARGET, bed.stats, micro_batches)
+    return [bed.cache.batch(bed.reqs[i::micro_batches]) for i in range(micro_batches)]
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_micro_batches_that_take_turns_keep_their_plans(
+    bed: Bed, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = count(monkeypatch, "read_handles")
+    turns = take_turns(bed, micro_batches)
+    plans: list[Plan | None] = [None] * micro_batches
+    for step in range(RECHECK_STEPS):
+        for i, (batch, lens) in enumerate(turns):
+            plan = bed.steps.plan(batch, lens)
+            assert plan is not None and bed.steps.made == (step == 0)
+            assert plans[i] is None or plan is plans[i]
+            plans[i] = plan
+            table = bed.cache.table.req_to_token
+            check_plan(plan, batch.reqs, bed.steps.view, table, batch.rows)
+            lens += step % 2
+    assert len({id(plan) for plan in plans}) == micro_batches
+    assert bed.stats.plans_made == micro_batches
+    assert bed.stats.plans_reused == micro_batches * (RECHECK_STEPS - 1)
+    # Each is read until it has settled, as one batch alone would be.
+    assert len(reads) == micro_batches * (SETTLE_STEPS + 1)
+
+
+def test_a_micro_batch_that_changes_leaves_the_others_their_plans(bed: Bed) -> None:
+    turns = take_turns(bed, 2)
+    for _ in range(SETTLE_STEPS + 2):
+        first, second = (bed.steps.plan(batch, lens) for batch, lens in turns)
+    turns[0] = bed.cache.batch(bed.reqs[2::2])  # one of its requests is done
+    changed = bed.steps.plan(*turns[0])
+    assert bed.steps.made and changed is not first
+    assert bed.steps.plan(*turns[1]) is second
+    assert bed.steps.plan(*turns[0]) is changed
+    assert bed.stats.plans_made == 3
+
+
+def test_an_outgrown_plan_is_made_from_the_paths_of_its_own_micro_batch(bed: Bed) -> None:
+    turns = take_turns(bed, 2)
+    for _ in range(SETTLE_STEPS + 2):
+        for batch, lens in turns:
+            plan = bed.steps.plan(batch, lens)
+    assert plan is not None
+    batch, lens = turns[0]
+    lens += 600  # beyond what its plan holds for
+    again = bed.steps.plan(batch, lens)
+    assert bed.steps.made and again is not None and again.num_queries == len(batch.reqs)
+    assert again.fits(lens.data_ptr(), len(lens))
+    check_plan(again, batch.reqs, bed.steps.view, bed.cache.table.req_to_token, batch.rows)
+    assert bed.steps.plan(*turns[1]) is plan
+
+
+def test_micro_batches_may_have_caches_of_their_own(bed: Bed) -> None:
+    """What check mode compares with is the cache of the batch that was planned last."""
+    other = Bed("python")
+    turns = take_turns(bed, 2)
+    turns[1] = (other.batch, other.lens)
+    for batch, lens in turns * 2:
+        plan = bed.steps.plan(batch, lens)
+        assert plan is not None and bed.steps.view.tree_cache is batch.tree_cache
+    assert bed.stats.plans_made == 2
+
+
+def test_there_is_a_micro_batch() -> None:
+    with pytest.raises(ValueError, match="micro_batches is 0, must be 1 or more"):
+        StepPlanner(TARGET, Stats(), 0)
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "depth", "expected"), [(1, 0, 1), (1, 2, 1), (2, 0, 2), (4, 3, 7)]
+)
+def test_how_many_micro_batches_sglang_has(
+    pp_size: int, depth: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as its scheduler's own loop, where that is the one that runs."""
+    from sglang.srt import runtime_context
+    from sglang.srt.managers import scheduler_pp_mixin
+
+    from sglang_pat.srt.pipeline import micro_batches
+
+    parallel = SimpleNamespace(pp_size=pp_size, pp_async_batch_depth=depth)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    assert micro_batches() == expected
+    if pp_size > 1:
+        monkeypatch.setattr(scheduler_pp_mixin, "get_parallel", lambda: parallel)
+        loop = SimpleNamespace(
+            spec_algorithm=SimpleNamespace(is_none=lambda: True), device="cpu", device_module=None
+        )
+        scheduler_pp_mixin.SchedulerPPMixin.init_pp_loop_state(loop)
+        assert loop.pp_loop_size == expected == len(loop.mbs)
 
 
 @pytest.mark.parametrize("token", [5, SYSTEM + 5, SYSTEM + TOOL + 5])

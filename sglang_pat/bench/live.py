@@ -39,17 +39,21 @@ class LiveCache:
         )
         self.tree: Any = RadixCache(params) if kind == "classic" else UnifiedRadixCache(params)
 
-    def admit(self, tokens: list[int]) -> Any:
-        """A request right after its prefill: row written, prompt in the tree, one token to go."""
+    def admit(self, tokens: list[int], session: Any = None) -> Any:
+        """A request right after its prefill: row written, prompt in the tree, one token to go.
+
+        ``session``: SGLang's streaming session that it is a turn of; ``tokens`` are all of its.
+        """
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         ids = array("q", tokens)
-        req = Req(f"request-{len(self.table.free_slots)}", "", ids, SamplingParams())
+        rid = f"request-{len(self.table.free_slots)}"
+        req = Req(rid, "", ids, SamplingParams(), session=session)
         req.full_untruncated_fill_ids = ids
-        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(ids[:-1], None)))
+        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(ids[:-1], None), req=req))
         req.last_node = match.last_device_node
         req.lock = self.tree.lock(req.last_node)
         (row,) = self.table.alloc([req])
@@ -57,9 +61,13 @@ class LiveCache:
         slots = self.allocator.alloc(len(tokens) - held)
         if slots is None:
             raise MemoryError(f"no {len(tokens) - held} free slots; make the cache larger")
-        self.table.write((row, slice(0, held)), self.tree.path_device_indices(req.last_node)[:held])
+        if req.lock is not None:  # else the row is the session's, and holds its earlier turns
+            prefix = self.tree.path_device_indices(req.last_node)[:held]
+            self.table.write((row, slice(0, held)), prefix)
+            req.kv.cache_protected_len = held
         self.table.write((row, slice(held, len(tokens))), slots)
-        req.kv.cache_protected_len = held
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = len(tokens)
+        self.tree.maybe_hand_to_session(req)
         self.tree.checkpoint(req, up_to=len(tokens))
         return req
 

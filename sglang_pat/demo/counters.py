@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_pat.stats import COUNTERS, NAMESPACE
+from sglang_pat.stats import COUNTERS, LABELLED, NAMESPACE
 
 _PREFIX = f"{NAMESPACE}_"
 _FLUSH_S = 1.25  # a server writes its counters about once a second
@@ -22,7 +22,8 @@ class Counters:
     ``kv_tokens_read`` is what the plans' items read, of one layer and KV head, over all decode
     steps; ``kv_tokens_unpacked`` is the sum of sequence lengths, what an attention that shares
     nothing would read. ``plan_seconds`` is of the steps that made a plan, ``host_seconds`` of all
-    of them. ``fallbacks`` counts by reason what the stock attention served.
+    of them. ``base_forwards`` counts by kind what the stock attention is meant to serve,
+    ``fallbacks`` by reason what it served, or what was not shared, without being meant to.
     """
 
     decode_steps: int = 0
@@ -34,6 +35,7 @@ class Counters:
     plans_reused: int = 0
     plan_seconds: float = 0.0
     host_seconds: float = 0.0
+    base_forwards: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
 
     def __sub__(self, earlier: Counters) -> Counters:
@@ -42,33 +44,47 @@ class Counters:
         }
         return Counters(
             **numbers,
-            fallbacks={
-                reason: count - earlier.fallbacks.get(reason, 0)
-                for reason, count in self.fallbacks.items()
-                if count > earlier.fallbacks.get(reason, 0)
-            },
+            base_forwards=_grown(self.base_forwards, earlier.base_forwards),
+            fallbacks=_grown(self.fallbacks, earlier.fallbacks),
         )
 
 
+def _grown(now: dict[str, int], earlier: dict[str, int]) -> dict[str, int]:
+    """What came to each count; without those that stayed."""
+    return {
+        name: count - earlier.get(name, 0)
+        for name, count in now.items()
+        if count > earlier.get(name, 0)
+    }
+
+
 def parse_counters(exposition: str) -> Counters:
-    """Counters from the text of a ``/metrics`` answer; what is absent there is 0."""
+    """Counters from the text of a ``/metrics`` answer; what is absent there is 0.
+
+    The sums over all label sets: of a server with data parallelism those of all its replicas.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     totals: defaultdict[str, float] = defaultdict(float)
-    fallbacks: defaultdict[str, int] = defaultdict(int)
+    labelled: dict[str, defaultdict[str, int]] = {name: defaultdict(int) for name in LABELLED}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
             if not sample.name.startswith(_PREFIX) or not sample.name.endswith("_total"):
                 continue
             name = sample.name[len(_PREFIX) : -len("_total")]
-            if name == "fallbacks":
-                fallbacks[sample.labels.get("reason", "")] += int(sample.value)
+            if name in LABELLED:
+                label, _ = LABELLED[name]
+                labelled[name][sample.labels.get(label, "")] += int(sample.value)
             else:
                 totals[name] += sample.value
     numbers: dict[str, Any] = {
         name: totals[name] if name.endswith("_seconds") else int(totals[name]) for name in COUNTERS
     }
-    return Counters(**numbers, fallbacks=dict(fallbacks))
+    return Counters(
+        **numbers,
+        base_forwards=dict(labelled["base_forwards"]),
+        fallbacks=dict(labelled["fallbacks"]),
+    )
 
 
 def read_counters(url: str, *, settle_s: float = 10.0) -> Counters:

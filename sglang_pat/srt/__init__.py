@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that knows SGLang's interfaces."""
+"""All that knows SGLang: an upgrade of SGLang touches the modules in here."""

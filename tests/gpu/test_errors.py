@@ -24,7 +24,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"q": lambda t: t[0]}, r"q has shape \(8, 128\), must have 3 dimensions"),
     (
         {"q": lambda t: t[:, :7]},
-        r"num_q_heads is 7, must be a positive multiple of num_kv_heads, 2",
+        r"7 query heads on 2 KV heads: the ratio must be a whole number from 1 to 16",
     ),
     ({"q": lambda t: t[..., ::2]}, r"q has strides .*the last must be 1"),
     ({"q": lambda t: t[..., 1:]}, r"k_cache has head dim 128, q has 127"),

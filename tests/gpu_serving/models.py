@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of the GPU serving tests: head dim 128, weights on which attention matters."""
+"""Models of the GPU serving tests, with weights on which attention matters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ HIDDEN, LAYERS, HEAD_DIM = 512, 4, 128
 OUTWEIGHS = 10.0
 
 
-def make_llama(path: Path, *, q_heads: int, kv_heads: int) -> Path:
+def make_llama(
+    path: Path, *, q_heads: int, kv_heads: int, head_dim: int = HEAD_DIM, seed: int = 0
+) -> Path:
     return make_model(
         path,
         hidden=HIDDEN // 8 * q_heads,  # transformers wants a multiple of the heads
         layers=LAYERS,
         q_heads=q_heads,
         kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         vocab=VOCAB,
         dtype="bfloat16",
+        seed=seed,
     )
 
 

@@ -10,10 +10,18 @@ import pytest
 from serving.server import Answer
 
 from .agreement import LOADS, Distance, answers, equal_share, forced_logprobs
-from .conftest import FLEET, REFUSED, Server
+from .fleet import Fleet
 
-REFUSED_NAMES = {config.name for _, config in REFUSED}
-OURS = sorted(name for name in FLEET if name.startswith("ratio4-pat") and name not in REFUSED_NAMES)
+OURS = (
+    "ratio4-pat",
+    "ratio4-pat-flashinfer-prefill",
+    "ratio4-pat-no-graphs",
+    "ratio4-pat-pages-branches",
+)
+SERVERS = (
+    *("ratio4-fa3", "ratio4-flashinfer", *OURS),
+    *("ratio5-fa3", "ratio5-pat", "ratio7-fa3", "ratio7-pat"),
+)
 # Sampling error of the rates: some 50 texts a workload, of which a near-tie halves a few.
 MARGIN = 0.05
 # A distance may be half as large again, for the one draw that each is, and these more.
@@ -30,7 +38,7 @@ class Reference:
     distance: Distance
 
 
-def _mean_share(name: str, server: Server, texts: dict[str, list[Answer]]) -> float:
+def _mean_share(name: str, server: Fleet, texts: dict[str, list[Answer]]) -> float:
     """Share of equal tokens; of the second time, when all prompts are cached."""
     pairs: list[tuple[Answer, Answer]] = []
     for load_name, load in LOADS.items():
@@ -40,7 +48,7 @@ def _mean_share(name: str, server: Server, texts: dict[str, list[Answer]]) -> fl
 
 
 @pytest.fixture(scope="session")
-def reference(server: Server) -> Reference:
+def reference(server: Fleet) -> Reference:
     fa3, flashinfer = server("ratio4-fa3"), server("ratio4-flashinfer")
     texts, logprobs = {}, {}
     for name, load in LOADS.items():
@@ -56,7 +64,7 @@ def reference(server: Server) -> Reference:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_greedy_answers(name: str, server: Server, reference: Reference) -> None:
+def test_greedy_answers(name: str, server: Fleet, reference: Reference) -> None:
     ours = _mean_share(name, server, reference.texts)
     print(f"{name}: {ours:.4f} of tokens as fa3's; flashinfer {reference.equal:.4f}")
     assert ours >= reference.equal - MARGIN
@@ -65,7 +73,7 @@ def test_greedy_answers(name: str, server: Server, reference: Reference) -> None
 @pytest.mark.parametrize("load_name", sorted(LOADS))
 @pytest.mark.parametrize("name", OURS)
 def test_logprobs_of_a_continuation(
-    name: str, load_name: str, server: Server, reference: Reference
+    name: str, load_name: str, server: Fleet, reference: Reference
 ) -> None:
     forced = forced_logprobs(server(name), LOADS[load_name], reference.texts[load_name])
     assert not any(math.isnan(value) for value in forced)
@@ -77,7 +85,7 @@ def test_logprobs_of_a_continuation(
 
 
 @pytest.mark.parametrize("model", ["ratio5", "ratio7"])
-def test_other_head_ratios(model: str, server: Server, reference: Reference) -> None:
+def test_other_heads(model: str, server: Fleet, reference: Reference) -> None:
     load = LOADS["multi_level"]
     texts = answers(server(f"{model}-fa3"), load)
     found = Distance.between(
@@ -92,7 +100,14 @@ def test_other_head_ratios(model: str, server: Server, reference: Reference) -> 
     assert not [reason for reason in counted.fallbacks if reason.startswith("layer")]
 
 
-def test_the_same_from_run_to_run(server: Server) -> None:
+def test_branches_are_taken_where_always(server: Fleet) -> None:
+    one = server("ratio4-pat-pages-branches")
+    before = one.counters()
+    answers(one, LOADS["multi_level"])
+    assert (one.counters() - before).branched_steps > 0
+
+
+def test_the_same_from_run_to_run(server: Fleet) -> None:
     """Bitwise where the batch is the same; else as often as fa3, whose products round by batch."""
     single, shared = LOADS["single"], LOADS["shared"]
     ours, theirs = server("ratio4-pat"), server("ratio4-fa3")

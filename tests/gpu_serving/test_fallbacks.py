@@ -4,28 +4,36 @@
 from __future__ import annotations
 
 import pytest
-from serving.server import ServingServer
 
 from sglang_pat.demo.server import ServerError
 
 from .agreement import LOADS, Distance, answers, forced_logprobs
-from .conftest import REFUSED, Server
+from .fleet import REFUSED, Fleet
 from .models import LAYERS
 
+SERVERS = ("ratio4-pat", "gemma2-pat", "gemma2-fa3", *REFUSED)
 
-def test_steps_are_served_in_graphs_and_counted(server: Server) -> None:
+
+def test_steps_are_served_in_graphs_and_counted(server: Fleet) -> None:
     one = server("ratio4-pat")
     before = one.counters()
     answers(one, LOADS["multi_level"])
     counted = one.counters() - before
     assert counted.packed_steps > 0
     assert counted.plans_made + counted.plans_reused == counted.decode_steps
-    assert set(counted.fallbacks) <= {"extend", "idle"}
+    assert not counted.fallbacks
     assert "cuda graph: True" in one.text()
-    assert "over FlashAttentionBackend" in one.text()
+    assert "prefill on SGLang's own attention (FlashAttentionBackend)" in one.text()
 
 
-def test_sliding_windows_and_capped_logits(server: Server) -> None:
+def test_what_sglang_does_by_default_is_on(server: Fleet) -> None:
+    """Prefill graphs, and the tree of nodes in Rust: neither is switched off for pat."""
+    log = server("ratio4-pat").text()
+    assert "Capture target prefill CUDA graph end" in log
+    assert "Tree Core: RustUnifiedTreeCore" in log
+
+
+def test_sliding_windows_and_capped_logits(server: Fleet) -> None:
     """Gemma 2: every other layer is fa3's, the others cap their logits; all in one graph."""
     ours, theirs = server("gemma2-pat"), server("gemma2-fa3")
     load = LOADS["multi_level"]
@@ -41,14 +49,14 @@ def test_sliding_windows_and_capped_logits(server: Server) -> None:
     assert counted.fallbacks["layer with a sliding window"] == LAYERS // 2 * counted.decode_steps
 
 
-@pytest.mark.parametrize(("name", "reason"), [(one.name, why) for (_, one), why in REFUSED.items()])
-def test_refused_with_a_reason(name: str, reason: str, fleet: dict[str, ServingServer]) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_reason(name: str, server: Fleet) -> None:
     with pytest.raises(ServerError):
-        fleet[name].wait_until_ready()
-    assert reason in fleet[name].text()
+        server(name)
+    assert REFUSED[name] in server.starting(name).text()
 
 
-def test_servers_live_on(server: Server) -> None:
+def test_servers_live_on(server: Fleet) -> None:
     """After everything above, in whatever order it ran."""
     for name in ("ratio4-pat", "gemma2-pat"):
         server(name).check_alive()

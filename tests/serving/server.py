@@ -15,10 +15,9 @@ PLUGINS = Path(__file__).parent / "plugins"
 DEVICE_ARGS = {
     # SGLang serves fp32 weights in bf16 unless told otherwise.
     "cpu": ("--dtype", "float32", "--max-total-tokens", "20000"),
-    "cuda": (
-        *("--dtype", "bfloat16", "--max-total-tokens", "60000", "--mem-fraction-static", "0.5"),
-        *("--cuda-graph-max-bs-decode", "64", "--cuda-graph-backend-prefill", "disabled"),
-    ),
+    # SGLang's defaults, but for memory: some twenty servers share a GPU. Each may fill it to this
+    # fraction of what was free when it started, the others' growth counted as its own.
+    "cuda": ("--max-total-tokens", "60000", "--mem-fraction-static", "0.9"),
 }
 
 Prompt = tuple[int, ...]
@@ -67,6 +66,7 @@ class ServingServer(Server):
             device=config.device,
             log=folder / "server.log",
             args=(
+                # As many as the largest workload has: more would only cost memory and graphs.
                 *("--skip-tokenizer-init", "--max-running-requests", "64"),
                 *DEVICE_ARGS[config.device],
                 *config.args,
@@ -92,9 +92,11 @@ class ServingServer(Server):
         *,
         samples: int = 1,
         rids: Sequence[str] | None = None,
+        adapters: Sequence[str | None] | None = None,
         ignore_eos: bool = True,
     ) -> list[Answer]:
         """Greedy answers to all prompts, sent at once; ``samples`` in a row for each prompt.
+        ``adapters``: the LoRA adapter of each prompt, by name; None is the bare model.
 
         For an answer that ignores the end token SGLang keeps all its memory free beforehand.
         """
@@ -109,10 +111,13 @@ class ServingServer(Server):
         }
         if rids is not None:
             body["rid"] = list(rids)
-        return [_answer(entry) for entry in self.post("/generate", body)]
+        if adapters is not None:
+            body["lora_path"] = list(adapters)
+        return [answer_of(entry) for entry in self.post("/generate", body)]
 
 
-def _answer(entry: dict[str, Any]) -> Answer:
+def answer_of(entry: dict[str, Any]) -> Answer:
+    """What SGLang returned for one prompt."""
     meta = entry["meta_info"]
     return Answer(
         tokens=tuple(entry["output_ids"]),

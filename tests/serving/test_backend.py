@@ -85,6 +85,7 @@ class Bed:
         self.executor = Executor()
         monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: None)
+        monkeypatch.setattr(backend, "micro_batches", lambda: 1)
         self.backend = backend._subclass(Base)(self.runner, PatConfig(check=True))
         rng = random.Random(0)
         system = [rng.randrange(1000) for _ in range(200)]
@@ -160,6 +161,10 @@ class Bed:
     def fallbacks(self) -> dict[str, int]:
         return dict(self.backend._stats.fallbacks)
 
+    @property
+    def base_forwards(self) -> dict[str, int]:
+        return dict(self.backend._stats.base_forwards)
+
 
 @pytest.fixture
 def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
@@ -173,7 +178,7 @@ def test_replays_of_our_layers_need_no_metadata_of_the_base(bed: Bed) -> None:
     assert bed.step(capture=True) == CAPTURE  # one that the base could serve, always
     assert bed.step(mode=ForwardMode.EXTEND) == ["out graph"]
     assert bed.step(mode=ForwardMode.EXTEND, graph=False) == EAGER
-    assert bed.fallbacks == {"extend": 2}
+    assert bed.base_forwards == {"extend": 2} and not bed.fallbacks
 
 
 def test_the_snapshot_is_captured_or_taken_once(bed: Bed) -> None:
@@ -219,12 +224,36 @@ def test_eager_steps_prepare_the_base_until_the_layers_are_known(bed: Bed) -> No
     assert bed.layer(1, window=8) == ["layer"]
 
 
-def test_an_eager_batch_that_cannot_be_planned_is_the_bases(bed: Bed) -> None:
+@pytest.mark.parametrize("pool", [QUERIES, 64])
+def test_an_eager_batch_beyond_the_workspace_is_the_bases(
+    bed: Bed, caplog: pytest.LogCaptureFixture, pool: int
+) -> None:
+    """One of data parallel attention's padding, or of a pool that the budget has no room for."""
+    bed.runner.req_to_token_pool.size = pool
     bed.step(capture=True)
     bed.layer(0)
-    assert bed.step(graph=False, padding=TARGET.max_queries) == EAGER
+    for _ in range(2):
+        assert bed.step(graph=False, padding=TARGET.max_queries) == EAGER
+        assert bed.layer(0) == ["layer"]
+    assert bed.fallbacks == {"batch beyond the workspace": 2}
+    (record,) = [record for record in caplog.records if "beyond the workspace" in record.message]
+    assert record.levelname == "WARNING"
+    room, given = TARGET.max_queries, QUERIES + TARGET.max_queries
+    assert f"a batch of {given} requests is beyond the {room} that the" in record.message
+    assert ("raise SGLANG_PAT_WORKSPACE_MB" in record.message) == (pool > room)
+    # The next one that fits is served, and so is one of exactly as many.
+    assert bed.step(graph=False, padding=room - QUERIES) == []
+    assert bed.layer(0) == []
+
+
+def test_an_eager_batch_that_cannot_be_planned_is_the_bases(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed.step(capture=True)
+    bed.layer(0)
+    monkeypatch.setattr(bed.backend._steps, "plan", lambda *_: None)
+    assert bed.step(graph=False) == EAGER
     assert bed.layer(0) == ["layer"]
-    assert bed.fallbacks["batch not plannable"] == 1
 
 
 @pytest.mark.parametrize(
@@ -235,6 +264,7 @@ def test_an_eager_batch_that_cannot_be_planned_is_the_bases(bed: Bed) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
+        ({"mode": ForwardMode.EXTEND}, "extend"),
         ({"mode": ForwardMode.MIXED}, "mixed"),
         ({"mode": ForwardMode.TARGET_VERIFY}, "target_verify"),
         ({"mode": ForwardMode.DRAFT_EXTEND_V2}, "draft_extend_v2"),
@@ -252,15 +282,20 @@ def test_what_is_no_plain_decode_batch_is_the_bases(
     assert bed.step(**arguments, **fields) == asked
     assert bed.layer(0) == ["layer"]
     assert (len(bed.executor.plans), bed.executor.snapshots) == before
-    assert bed.fallbacks == {reason: 1}
+    intended = reason in ("extend", "draft_extend_v2")
+    assert (bed.base_forwards if intended else bed.fallbacks) == {reason: 1}
+    assert not (bed.fallbacks if intended else bed.base_forwards)
     assert bed.step(graph=False) == bed.layer(0) == []
-    assert bed.fallbacks == {reason: 1}
+    assert (bed.base_forwards if intended else bed.fallbacks) == {reason: 1}
 
 
 def test_an_eager_batch_that_nobody_announced_is_the_bases(bed: Bed) -> None:
-    """A warm-up's, also where the layers are known and the scheduler's batches are served."""
+    """A warm-up's before the scheduler's first decode step; later ones are not meant to be."""
     bed.step(capture=True)
-    assert bed.layer(0) == bed.step(graph=False) == []
+    assert bed.layer(0) == []
+    assert bed.step(graph=False, announced=False) == EAGER
+    assert bed.base_forwards == {"warm_up": 1} and not bed.fallbacks
+    assert bed.step(graph=False) == []
     plans = len(bed.executor.plans)
     assert bed.step(graph=False, announced=False) == EAGER
     assert bed.layer(0) == ["layer"]

@@ -3,12 +3,40 @@
 
 from __future__ import annotations
 
+import re
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
 from .conftest import Serve
 from .server import Config
 from .workloads import WORKLOADS, random_prompt
 
 # Without overlap every decode step is one that a request needs, and sees its prefill in the tree.
 EXACT = Config("page1-no_overlap", args=("--disable-overlap-schedule",))
+WITHOUT_CACHE = Config(
+    "shares-nothing",
+    args=("--disable-overlap-schedule", "--disable-radix-cache"),
+    env=(("PAT_TEETH_STEPS_WITHOUT_SHARING", "20"),),
+    plugins=True,
+)
+
+
+def test_metrics_carry_the_labels_of_sglangs_own(serve: Serve) -> None:
+    server = serve(EXACT)
+    server.generate([random_prompt(seed=104, length=50)], 3)
+    server.counters()  # waits until they are written
+    with urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    (labels,) = [one.labels for one in samples if one.name == "sglang:max_total_num_tokens"]
+    assert labels["model_name"] and "tp_rank" in labels
+    (serving,) = [one for one in samples if one.name == "sglang_pat_serving"]
+    assert (serving.labels, serving.value) == (labels, 1.0)
+    ours = [one for one in samples if re.match("sglang_pat_.*_total", one.name)]
+    assert len({one.name for one in ours}) >= 10
+    for one in ours:
+        assert {k: v for k, v in one.labels.items() if k not in ("kind", "reason")} == labels
 
 
 def test_one_request_is_counted_exactly(serve: Serve) -> None:
@@ -21,7 +49,7 @@ def test_one_request_is_counted_exactly(serve: Serve) -> None:
     assert counted.kv_tokens_unpacked == sum(50 + i for i in range(1, 20))
     assert counted.kv_tokens_read == counted.kv_tokens_unpacked
     assert counted.plans_made + counted.plans_reused == 19
-    assert counted.fallbacks == {"extend": 1}
+    assert counted.base_forwards == {"extend": 1} and not counted.fallbacks
 
 
 def test_identical_requests_read_their_prompt_once(serve: Serve) -> None:
@@ -46,10 +74,36 @@ def test_steady_steps_reuse_plans(serve: Serve) -> None:
     counted = server.counters() - before
     assert counted.decode_steps >= 256
     # At most eight plans for 256 steps of 64 requests, and a few while the batch fills.
-    assert counted.plans_made <= 8 + (counted.decode_steps - 256) + counted.fallbacks["extend"]
+    assert counted.plans_made <= 8 + (counted.decode_steps - 256) + counted.base_forwards["extend"]
 
 
-def test_the_log_tells_what_serves(serve: Serve) -> None:
-    log = serve(EXACT).text()
-    assert log.count("sglang_pat serves decode on cpu over TorchNativeAttnBackend") == 1
-    assert log.count("not served by pat (extend)") == 1
+def test_the_log_of_a_healthy_server_warns_of_nothing(serve: Serve) -> None:
+    server = serve(EXACT)
+    prompt = random_prompt(seed=102, length=200)
+    server.generate([prompt], 1)
+    server.generate([prompt] * 4, 5)
+    log = server.text()
+    begin = "decode runs on pat, prefill on SGLang's own attention (TorchNativeAttnBackend)"
+    assert log.count(begin) == 1
+    said = [line for line in log.splitlines() if "sglang_pat" in line]
+    announced = [
+        line
+        for line in said
+        if re.search(r"\d+ requests share \d+ tokens: \d+\.\d x fewer K/V reads", line)
+    ]
+    assert len(announced) == 1, said
+    words = ("not served", "fallback", "private", "units", "branches", "paths")
+    assert not [line for line in said if any(word in line for word in words)]
+
+
+def test_a_server_that_shares_nothing_says_why(serve: Serve) -> None:
+    server = serve(WITHOUT_CACHE)
+    prompt = random_prompt(seed=103, length=50)
+    server.generate([prompt] * 2, 19)
+    assert "The likely reason" not in server.text()
+    server.generate([prompt] * 2, 10)
+    server.generate([prompt] * 2, 30)
+    why = re.findall(r"(\d+) decode steps had several .* reason: (.*)\. `sglang-pat", server.text())
+    assert [(steps, "without --disable-radix-cache" in reason) for steps, reason in why] == [
+        ("20", True)
+    ]

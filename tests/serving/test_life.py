@@ -7,19 +7,24 @@ import re
 import time
 import urllib.error
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from sglang_pat.demo.model import make_model
+
 from .compare import disagreements
 from .conftest import Serve
+from .quitters import quit_after
 from .server import Answer, Config, ServingServer
-from .workloads import WORKLOADS
+from .workloads import VOCAB, WORKLOADS
 
 DEFAULT = Config("page1-overlap-rust")
 LITTLE_MEMORY = Config(
     "little-memory", args=("--max-total-tokens", "1100", "--schedule-conservativeness", "0.05")
 )
 PATIENT = WORKLOADS["patient"]
+LEAVERS_TOKENS = 4000  # a minute of decoding, if the server did not notice
 
 
 def _start_patient(
@@ -60,6 +65,29 @@ def test_requests_aborted_in_mid_batch(serve: Serve, stock: dict[str, list[Answe
             assert disagreements([answer], [expected]) == []
 
 
+def test_clients_that_disconnect_in_mid_stream(
+    serve: Serve, stock: dict[str, list[Answer]]
+) -> None:
+    """Four of eight leave, three while their answers come and one before; the others' answers stay
+    the same, nobody is decoded for who left, and the counters add up."""
+    server = serve(DEFAULT)
+    before = server.counters()
+    stay, leave = PATIENT.prompts[:4], PATIENT.prompts[4:]
+    with ThreadPoolExecutor() as pool:
+        answers = pool.submit(server.generate, stay, PATIENT.new_tokens[:4])
+        for prompt, events in zip(leave, (0, 1, 9, 40), strict=True):
+            quit_after(server, prompt, events, new_tokens=LEAVERS_TOKENS)
+        assert not answers.done()
+        assert disagreements(answers.result(), stock["patient"][:4]) == []
+    counted = server.counters() - before  # waits until no step runs any more
+    assert counted.plans_made + counted.plans_reused == counted.decode_steps
+    assert counted.packed_steps > 0
+    assert PATIENT.new_tokens[0] <= counted.decode_steps + 1 < LEAVERS_TOKENS
+    assert set(counted.fallbacks) <= {"extend", "idle"}
+    later = server.generate(leave, PATIENT.new_tokens[4:])
+    assert disagreements(later, stock["patient"][4:]) == []
+
+
 def test_flush_is_refused_while_running_and_forgets_when_idle(
     serve: Serve, stock: dict[str, list[Answer]]
 ) -> None:
@@ -79,6 +107,33 @@ def test_flush_is_refused_while_running_and_forgets_when_idle(
     assert disagreements(cold, stock["patient"]) == []
 
 
+def test_weights_from_disk(
+    model: Path, serve: Serve, stock: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    """The answers after an update are those of a fresh stock server with these weights: no K/V of
+    the old ones is left in the cache. Twice: there and back."""
+    work = WORKLOADS["multi_level"]
+
+    def ask(server: ServingServer) -> list[Answer]:
+        return server.generate(work.prompts, work.new_tokens)
+
+    other = make_model(tmp_path / "other", vocab=VOCAB, seed=1)
+    fresh = ServingServer(other, Config("other", backend="torch_native"), tmp_path)
+    with fresh:
+        expected = ask(fresh)
+    assert disagreements(expected, stock["multi_level"]) != []
+    server = serve(DEFAULT)
+    assert disagreements(ask(server), stock["multi_level"]) == []
+    for folder, right in ((other, expected), (model, stock["multi_level"])):
+        told = server.post("/update_weights_from_disk", {"model_path": str(folder)})
+        assert told["success"], told
+        before = server.counters()
+        cold, warm = ask(server), ask(server)
+        assert disagreements(cold, right) == [] and disagreements(warm, right) == []
+        assert min(answer.cached_tokens for answer in cold) == 0
+        assert (server.counters() - before).packed_steps > 0
+
+
 def test_retracted_requests_and_evicted_nodes(serve: Serve, stock: dict[str, list[Answer]]) -> None:
     server = serve(LITTLE_MEMORY)
     hungry, identical = WORKLOADS["hungry"], WORKLOADS["identical"]
@@ -94,4 +149,4 @@ def test_retracted_requests_and_evicted_nodes(serve: Serve, stock: dict[str, lis
     (evicted,) = server.generate(hungry.prompts[-1:], 1)
     assert evicted.cached_tokens < kept.cached_tokens
     assert disagreements(ask_hungry(), stock["hungry"]) == []
-    assert set(server.counters().fallbacks) <= {"extend", "idle"}
+    assert not server.counters().fallbacks

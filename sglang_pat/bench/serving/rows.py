@@ -26,7 +26,8 @@ class Counted:
     plan_us: float | None = None  # host time of pat in a decode step that made a plan
     reuse_us: float | None = None  # and in one that kept the last
     kv_saved_bytes: int | None = None  # K/V that packing did not read, over all layers and heads
-    fallbacks: dict[str, int] | None = None  # what the base backend served instead, by reason
+    base_forwards: dict[str, int] | None = None  # what is the base backend's to run, by kind
+    fallbacks: dict[str, int] | None = None  # what pat should have served but did not, by reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ def counted_fields(counted: Counters, kv_bytes_per_token: int) -> dict[str, Any]
         "plan_us": 1e6 * counted.plan_seconds / max(counted.plans_made, 1),
         "reuse_us": 1e6 * reused / max(counted.decode_steps - counted.plans_made, 1),
         "kv_saved_bytes": saved * kv_bytes_per_token,
+        "base_forwards": counted.base_forwards,
         "fallbacks": counted.fallbacks,
     }
 

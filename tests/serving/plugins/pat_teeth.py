@@ -4,12 +4,15 @@
 Found by SGLang because this folder is on the server's PYTHONPATH. The fault to commit is the
 content of the file that ``PAT_TEETH_FAULT`` names, read at every call; empty means none.
 ``PAT_TEETH_UNHOOK=1`` keeps SGLang from installing sglang_pat's hook after the batch, and
-``PAT_TEETH_UNHOOK_LAUNCH=1`` those around the server's arguments.
+``PAT_TEETH_UNHOOK_LAUNCH=1`` those around the server's arguments. ``PAT_TEETH_UNPINNED=1`` leaves
+host memory unpinned: SGLang pins some even on a CPU, which takes a GPU's driver.
+``PAT_TEETH_STEPS_WITHOUT_SHARING`` is how many steps pat lets go by before it says why none shares.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +24,33 @@ def load() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_pat import hook, ops
+    from sglang_pat import hook, ops, sharing
     from sglang_pat.srt import launch
 
     register_radix_cache_backend("classic", lambda context: RadixCache(params=context.params))
     if os.environ.get("PAT_TEETH_UNHOOK") == "1":
         HookRegistry._patched.add(hook.TARGET)  # SGLang takes the hook for applied
+    if steps := os.environ.get("PAT_TEETH_STEPS_WITHOUT_SHARING"):
+        sharing.STEPS_WITHOUT_SHARING = int(steps)
     if os.environ.get("PAT_TEETH_UNHOOK_LAUNCH") == "1":
         HookRegistry._patched.add(launch.TARGET)
+    if os.environ.get("PAT_TEETH_UNPINNED") == "1":
+        _unpin()
     fault_file = os.environ.get("PAT_TEETH_FAULT")
     if fault_file:
         ops.decode = Saboteur(ops.decode, Path(fault_file))
+
+
+def _unpin() -> None:
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            return make(*args, **kwargs)
+
+        return made
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args: self
 
 
 class Saboteur:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells a server's users, once, that its requests share K/V reads, or why they do not."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_pat.planning import Plan
+
+logger = logging.getLogger("sglang_pat")
+
+# Decode steps without any sharing after which the likely reason is logged. At 10 to 30 ms a step,
+# a quarter to half a minute of work.
+STEPS_WITHOUT_SHARING = 1000
+
+RADIX_CACHE_DISABLED = "radix cache disabled"
+# What users can do about a reason of ``Stats.private_requests``.
+_REMEDIES = {
+    RADIX_CACHE_DISABLED: (
+        "SGLang's radix cache, which knows what requests share, is disabled: start the server "
+        "without --disable-radix-cache"
+    ),
+    "nothing cached yet": (
+        "the radix cache held nothing of most requests: their prompts are shorter than a page "
+        "(--page-size), or the cache is too small to keep them"
+    ),
+    "no tree lock": "most requests held no prefix in the radix cache, as those just released",
+    "row without a request": "most queries of the batches belonged to no request of the scheduler",
+}
+_UNREADABLE = ("sharing not usable", "requests not readable")
+_DIFFERENT_PROMPTS = (
+    "the prompts differ in their first tokens (a date, an id, another order of parts), or share "
+    "too few tokens to gain from: put what they share first"
+)
+
+
+class SharingWatch:
+    """Watches a server's decode steps until one is packed.
+
+    ``on``: whether it still watches; after the announcement of the first packed step it need not be
+    called any more.
+    """
+
+    def __init__(self) -> None:
+        self.on = True
+        self._steps_of_one = 0  # decode steps of a single request
+        self._steps_of_several = 0
+        self._planned = 0  # requests, in all plans made
+
+    def step(self, plan: Plan, total: int, *, made: bool) -> bool:
+        """Watch a decode step that runs ``plan``, for ``total`` K/V tokens, ``made`` for it or
+        reused. Announces the first packed step. Whether it is time to say that nothing is shared:
+        ``explain`` does."""
+        self._planned += plan.num_queries if made else 0
+        if plan.num_shared_items > 0:
+            self.on = False
+            logger.info("sglang_pat: %s", describe_packed_step(plan, total))
+            return False
+        if plan.num_queries > 1:
+            self._steps_of_several += 1
+            return self._steps_of_several == STEPS_WITHOUT_SHARING
+        self._steps_of_one += 1
+        return self._steps_of_one == STEPS_WITHOUT_SHARING and not self._steps_of_several
+
+    def explain(self, private: Mapping[str, int], fallbacks: Mapping[str, int]) -> None:
+        """Log that nothing was shared, with the likely reason; the counts are those of ``Stats``.
+        A WARNING, unless there were no two requests at a time."""
+        if not self._steps_of_several:
+            logger.info(
+                "sglang_pat: each of %d decode steps had a single request, so there was nothing to "
+                "share; pat saves K/V reads when several requests with a common beginning run at "
+                "the same time",
+                self._steps_of_one,
+            )
+            return
+        logger.warning(
+            "sglang_pat: %d decode steps had several requests, and none of them could share K/V "
+            "reads. The likely reason: %s. `sglang-pat doctor` lists what keeps pat from sharing.",
+            self._steps_of_several,
+            self._likely_reason(private, fallbacks),
+        )
+
+    def _likely_reason(self, private: Mapping[str, int], fallbacks: Mapping[str, int]) -> str:
+        for reason in _UNREADABLE:
+            if fallbacks.get(reason):
+                return f"pat could not read SGLang's radix cache ({reason}; see the warning above)"
+        reason, count = Counter(private).most_common(1)[0] if private else ("", 0)
+        # Under overlap scheduling the first step after a prefill finds nothing cached yet.
+        if 2 * count > self._planned:
+            return _REMEDIES.get(reason, reason)
+        return _DIFFERENT_PROMPTS
+
+
+def describe_packed_step(plan: Plan, total: int) -> str:
+    """What a packed step of ``total`` K/V tokens saves, in a line: how many requests share tokens,
+    how many each, and the K/V reads of the whole step.
+
+    Requests with one prefix may be in several items, so these are not told apart.
+    """
+    # Imported here: a client that only reads counters needs no torch.
+    from sglang_pat.slots import shared_ranges
+
+    tokens: Counter[int] = Counter()  # shared ones of each query
+    for shared in shared_ranges(plan):
+        tokens.update(dict.fromkeys(shared.queries, shared.tokens))
+    least, most = min(tokens.values()), max(tokens.values())
+    each = f"{most} tokens" if least == most else f"{least} to {most} tokens each"
+    ratio = total / plan.kv_tokens_read(total)
+    return (
+        f"{len(tokens)} requests share {each}: {ratio:.1f} x fewer K/V reads "
+        f"(the first decode step that shares, of {plan.num_queries} requests)"
+    )

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of SGLang that the plugin uses, checked by name before a server starts.
+
+What the plugin reads of SGLang's objects is not promised by anyone, and much of it exists on
+instances only. So attributes are looked for in SGLang's source text, without importing the modules,
+some of which take seconds; a class has what it or its bases define or assign to ``self``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from sglang_pat import hook
+from sglang_pat.config import TESTED_SGLANG
+
+_FORWARD = ("batch_size", "forward_mode", "spec_info", "encoder_lens", "req_pool_indices")
+_LENGTHS = ("seq_lens", "seq_lens_cpu")
+_NODE = ("id", "parent", "key")
+_BASE = ("req_to_token_pool", "token_to_kv_pool", "forward_decode", "init_forward_metadata")
+
+# What is read, by the class under ``sglang.srt`` (or the function that makes the object).
+# ``a.b``: attribute b of self.a, which the class must use itself.
+ATTRIBUTES = {
+    "managers.schedule_batch.Req": ("kv", "lock", "rid"),
+    "managers.schedule_batch.ReqKvInfo": ("req_pool_idx", "cache_protected_len"),
+    "managers.schedule_batch.ScheduleBatch": ("reqs", "tree_cache", "req_pool_indices_cpu"),
+    "mem_cache.base_prefix_cache.TreeLock": ("node",),
+    "mem_cache.radix_cache.RadixCache": ("disable", "root_node", "path_device_indices"),
+    "mem_cache.radix_cache.TreeNode": _NODE,
+    "mem_cache.radix_cache.RadixKey": ("__len__",),
+    "mem_cache.unified_radix_cache.UnifiedRadixCache": (
+        *("disable", "tree_core", "session", "path_device_indices"),
+    ),
+    "mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore": ("_node_arena",),
+    "mem_cache.unified_cache.unified_tree_core.UnifiedTreeNode": _NODE,
+    "mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore": (
+        *("_binding", "_binding.collect_path_info"),
+    ),
+    "session.streaming_session.StreamingSession": ("slots", "borrowed_slot"),
+    "session.streaming_session.SessionSlot": ("lock",),
+    "model_executor.forward_batch_info.ForwardMode": ("is_decode",),
+    "model_executor.forward_batch_info.ForwardBatch": (*_FORWARD, *_LENGTHS, "out_cache_loc"),
+    "model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view": (
+        *(*_FORWARD, *_LENGTHS, "num_padding"),
+    ),
+    "model_executor.model_runner.ModelRunner": (
+        *("device", "dtype", "kv_cache_dtype", "is_draft_worker", "init_new_workspace"),
+        *("kv_index_translator", "model_config", "req_to_token_pool", "token_to_kv_pool"),
+        "use_mla_backend",
+    ),
+    "configs.model_config.ModelConfig": (
+        *("num_attention_heads", "get_num_kv_heads", "head_dim", "is_encoder_decoder"),
+    ),
+    "layers.radix_attention.RadixAttention": (
+        *("layer_id", "tp_q_head_num", "tp_k_head_num", "tp_v_head_num", "qk_head_dim"),
+        *("v_head_dim", "scaling", "logit_cap", "logit_capping_method", "k_scale", "v_scale"),
+        *("is_cross_attention", "attn_type", "sliding_window_size", "xai_temperature_len"),
+    ),
+    "mem_cache.memory_pool.ReqToTokenPool": ("req_to_token", "size"),
+    "mem_cache.memory_pool.MHATokenToKVPool": (
+        *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer"),
+        *("requires_physical_write_loc", "get_kv_cache_quant_method"),
+    ),
+    "mem_cache.kv_index_translator.KVIndexTranslator": ("is_translating",),
+    "arg_groups.fields.parallel.Parallel": (
+        *("attn_tp_size", "attn_tp_rank", "attn_cp_size", "attn_dcp_size", "tp_rank"),
+        *("pp_rank", "pp_size", "pp_async_batch_depth", "enable_kv_cache_sharding"),
+    ),
+    "layers.attention.torch_native_backend.TorchNativeAttnBackend": _BASE,
+    "layers.attention.flashattention_backend.FlashAttentionBackend": _BASE,
+    "layers.attention.flashinfer_backend.FlashInferAttnBackend": _BASE,
+    "layers.attention.triton_backend.TritonAttnBackend": _BASE,
+}
+
+
+def interface_mismatches() -> Iterator[str]:
+    """What SGLang lacks of the interface that the plugin uses, the hook included, by name."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.version import __version__
+
+    tested = " and ".join(TESTED_SGLANG)
+    other = f"sglang_pat is made for SGLang {tested} as released, this is {__version__}"
+    if not hook.is_installed(ForwardBatch.init_new):
+        yield (
+            f"the hook after {hook.TARGET} is not installed: look for 'Failed to apply hooks' or "
+            "'Failed to execute general plugin: pat' in the log above, and list pat in "
+            "SGLANG_PLUGINS if that is set"
+        )
+    for reason in (*_signatures(), *_attributes(), *_path_elements()):
+        yield f"{reason}: {other}"
+
+
+def path_fields() -> tuple[int, int, int]:
+    """Positions of (node id, start, end) in the elements of the Rust tree core's paths, which are
+    the arguments of SGLang's ``TreePathNodeInfo``. Raises ValueError for a field that is not there.
+    """
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
+
+    names = TreePathNodeInfo.__struct_fields__
+    return names.index("node_id"), names.index("path_start"), names.index("path_end")
+
+
+def _signatures() -> Iterator[str]:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    layer = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
+    for cls, name, expected in (
+        (ForwardBatch, "init_new", ("batch", "model_runner")),
+        (TorchNativeAttnBackend, "forward_decode", layer),
+        (TorchNativeAttnBackend, "init_forward_metadata", ("self", "forward_batch")),
+        (
+            AttentionBackend,
+            "init_forward_metadata_out_graph",
+            ("self", "forward_batch", "in_capture"),
+        ),
+        (AttentionBackend, "init_forward_metadata_in_graph", ("self", "forward_batch")),
+        (KVWriteLoc, "for_layer", ("forward_batch", "layer")),
+    ):
+        found = tuple(inspect.signature(getattr(cls, name)).parameters)[: len(expected)]
+        if found != expected:
+            yield f"{cls.__name__}.{name} takes {found}, not {expected}"
+
+
+def _attributes() -> Iterator[str]:
+    for path, needed in ATTRIBUTES.items():
+        name = path.rpartition(".")[2]
+        found = names_of(f"sglang.srt.{path}")
+        if not found:
+            yield f"there is no sglang.srt.{path}"
+        elif missing := set(needed) - found:
+            yield f"{name} has no {', '.join(sorted(missing))}"
+
+
+def _path_elements() -> Iterator[str]:
+    try:
+        path_fields()
+    except (AttributeError, ImportError, ValueError) as error:
+        yield f"TreePathNodeInfo has no node_id, path_start and path_end ({error})"
+
+
+@cache
+def names_of(path: str) -> frozenset[str]:
+    """Names of the attributes of a class's instances, by its dotted path, from the source text:
+    what it and its bases define or assign to ``self``, and ``a.b`` where it uses ``self.a.b``. Of a
+    function the keywords that it makes a SimpleNamespace of. Empty for what is not there.
+    """
+    module, _, name = path.rpartition(".")
+    definitions, imports = _module(module)
+    node = definitions.get(name)
+    if node is None:
+        return frozenset()
+    if not isinstance(node, ast.ClassDef):
+        return frozenset(_keywords(node))
+    names = set(_own_names(node))
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            source = module if base.id in definitions else imports.get(base.id, "")
+            if source.startswith("sglang."):
+                names |= names_of(f"{source}.{base.id}")
+    return frozenset(names)
+
+
+@cache
+def _module(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
+    """A module's classes and functions by name, and the module that each import comes from."""
+    import sglang
+
+    path = Path(sglang.__path__[0], *name.split(".")[1:])
+    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    body = ast.parse(files[0].read_text(encoding="utf-8")).body if files else []
+    definitions: dict[str, ast.stmt] = {}
+    imports: dict[str, str] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            definitions[node.name] = node
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imports.update({alias.asname or alias.name: node.module for alias in node.names})
+    return definitions, imports
+
+
+def _own_names(cls: ast.ClassDef) -> Iterator[str]:
+    for statement in cls.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield statement.name
+        elif isinstance(statement, ast.AnnAssign):
+            yield from _targets(statement.target)
+        elif isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                yield from _targets(target)
+    for node in ast.walk(cls):
+        if not isinstance(node, ast.Attribute):
+            continue
+        if isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            yield node.attr
+        elif isinstance(node.value, ast.Attribute) and _is_self(node.value.value):
+            yield f"{node.value.attr}.{node.attr}"
+
+
+def _targets(target: ast.expr) -> Iterator[str]:
+    if isinstance(target, ast.Name):
+        yield target.id
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _keywords(function: ast.stmt) -> Iterator[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "SimpleNamespace":
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers of these tests by name. A module names those it needs as ``SERVERS``.
+
+SGLang's defaults apply, prefill graphs, overlap and the Rust tree core among them, but for the
+memory of some twenty servers on one GPU (``serving/server.py``) and what a configuration is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from serving.adapters import RANK, TARGETS, make_adapter
+from serving.server import Config, ServingServer
+
+from .models import make_gemma2, make_llama
+
+# Logits in fp32 leave the attention as the main thing that rounds.
+COMPARED = ("--enable-fp32-lm-head", "--enable-custom-logit-processor")
+WINDOW = 64
+ADAPTERS = ("red", "blue")
+# Tokens of the K/V pool of the server with a second level of cache: less than half of what its
+# test asks for, so that nodes are evicted.
+SMALL_POOL = 4096
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "ratio4": lambda path: make_llama(path, q_heads=8, kv_heads=2),
+    "ratio4b": lambda path: make_llama(path, q_heads=8, kv_heads=2, seed=1),  # other weights
+    "ratio5": lambda path: make_llama(path, q_heads=10, kv_heads=2),
+    "ratio7": lambda path: make_llama(path, q_heads=14, kv_heads=2, head_dim=64),
+    "gemma2": lambda path: make_gemma2(path, window=WINDOW),
+}
+# In an argument: the folder of all models and adapters.
+FOLDER = "{models}"
+_ADAPTED = (
+    *("--enable-lora", "--max-lora-rank", str(RANK), "--lora-target-modules", *TARGETS),
+    *("--max-loras-per-batch", str(len(ADAPTERS) + 1)),  # the bare model takes a place, too
+    *("--lora-paths", *(f"{name}={FOLDER}/{name}" for name in ADAPTERS)),
+)
+_TWO_LEVELS = (
+    *("--enable-hierarchical-cache", "--hicache-write-policy", "write_back"),
+    *("--hicache-ratio", "4", "--max-total-tokens", str(SMALL_POOL)),
+)
+
+
+def _config(name: str, *args: str, env: Mapping[str, str] | None = None) -> Config:
+    """``name`` begins with MODEL-BACKEND."""
+    backend = name.split("-")[1]
+    return Config(
+        name,
+        backend=backend,
+        args=(*COMPARED, *args),
+        env=tuple((env or {}).items()),
+        device="cuda",
+    )
+
+
+# Servers that must not start, and what they say.
+REFUSED = {
+    "ratio4-pat-fp8_e5m2": "on cuda pat reads bfloat16, float16",
+    "ratio4-pat-torch-compile": "it would freeze a plan",
+    "ratio4-pat-deterministic": "deterministic",
+}
+FLEET = {
+    config.name: config
+    for config in (
+        _config("ratio4-pat-fp8_e5m2", "--kv-cache-dtype", "fp8_e5m2"),
+        _config("ratio4-pat-torch-compile", "--enable-torch-compile"),
+        _config("ratio4-pat-deterministic", "--enable-deterministic-inference"),
+        _config("ratio4-fa3"),
+        _config("ratio4-flashinfer"),
+        _config("ratio4-pat"),
+        _config(
+            "ratio4-pat-pages-branches",
+            *("--page-size", "16"),
+            env={"SGLANG_PAT_BRANCHING": "always"},
+        ),
+        _config("ratio4-pat-no-graphs", "--disable-cuda-graph"),
+        _config("ratio4-pat-flashinfer-prefill", "--prefill-attention-backend", "flashinfer"),
+        _config("ratio4b-fa3"),
+        _config("ratio5-fa3"),
+        _config("ratio5-pat"),
+        _config("ratio7-fa3"),
+        _config("ratio7-pat"),
+        _config("gemma2-fa3"),
+        _config("gemma2-pat"),
+        _config("ratio4-fa3-adapters", *_ADAPTED),
+        _config("ratio4-pat-adapters", *_ADAPTED),
+        _config("ratio4-pat-two-levels", *_TWO_LEVELS),
+    )
+}
+
+
+class Fleet:
+    """Servers on the models of one folder, started all at once: a start takes a minute of imports.
+
+    Args:
+        names: of ``FLEET``.
+        folder: gets the models, the adapters and the logs.
+    """
+
+    def __init__(self, names: Iterable[str], folder: Path) -> None:
+        self.models = folder / "models"
+        self._folder = folder
+        self._ready: set[str] = set()
+        self._servers: dict[str, ServingServer] = {}
+        for name in names:
+            self._servers[name] = self._make(FLEET[name])
+
+    def _make(self, config: Config) -> ServingServer:
+        args = tuple(arg.replace(FOLDER, str(self.models)) for arg in config.args)
+        if args != config.args:
+            for seed, name in enumerate(ADAPTERS):
+                if not (self.models / name).exists():
+                    make_adapter(self.models / name, self.model("ratio4"), seed=seed)
+        model = self.model(config.name.split("-")[0])
+        return ServingServer(model, replace(config, args=args), self._folder / config.name)
+
+    def model(self, name: str) -> Path:
+        """The folder of a model, made when it is first asked for."""
+        path = self.models / name
+        return path if path.exists() else MODELS[name](path)
+
+    def start(self) -> None:
+        for server in self._servers.values():
+            server.start()
+
+    def stop(self) -> None:
+        for server in self._servers.values():
+            server.stop()
+
+    def starting(self, name: str) -> ServingServer:
+        """A server that may not be ready, or must not become so."""
+        return self._servers[name]
+
+    def __call__(self, name: str) -> ServingServer:
+        """A server by name, once it is ready.
+
+        Raises:
+            KeyError: the test's module does not name it in ``SERVERS``.
+            ServerError: it did not start.
+        """
+        server = self._servers[name]
+        if name not in self._ready:
+            server.wait_until_ready()
+            self._ready.add(name)
+        return server

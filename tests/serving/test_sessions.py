@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming sessions: their turns share what their first prompts have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from .compare import disagreements
+from .conftest import Serve
+from .server import Answer, Config, Prompt, ServingServer, answer_of
+from .workloads import random_prompt
+
+ARGS = ("--enable-streaming-session",)
+PAGES = ("--page-size", "16", "--chunked-prefill-size", "128")
+TURNS, NEW_TOKENS = 3, 80
+SYSTEM = random_prompt(seed=200, length=256)
+NAMES = ("first", "second", "third")
+
+
+def _said(name: str, turn: int) -> Prompt:
+    """What a session's user adds in a turn."""
+    own = random_prompt(seed=201 + 10 * NAMES.index(name) + turn, length=20 + 5 * turn)
+    return own if turn else SYSTEM + own
+
+
+def _turn(server: ServingServer, name: str, turn: int) -> Answer:
+    return answer_of(
+        server.post(
+            "/generate",
+            {
+                "input_ids": list(_said(name, turn)),
+                "sampling_params": {
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "max_new_tokens": NEW_TOKENS,
+                },
+                "return_logprob": True,
+                "session_params": {"id": name},
+            },
+        )
+    )
+
+
+def _talk(server: ServingServer) -> Iterator[list[Answer]]:
+    """The answers of all sessions, turn by turn; in each turn all talk at once."""
+    server.generate([SYSTEM], 1)  # so that all first prompts find it in the tree
+    for name in NAMES:
+        opened = {"capacity_of_str_len": 10_000, "session_id": name, "streaming": True}
+        assert server.post("/open_session", opened) == name
+    with ThreadPoolExecutor() as pool:
+        for turn in range(TURNS):
+            yield list(pool.map(lambda name, turn=turn: _turn(server, name, turn), NAMES))
+    for name in NAMES:
+        server.post("/close_session", {"session_id": name})
+
+
+@pytest.fixture(scope="module")
+def stock_turns(serve: Serve) -> list[list[Answer]]:
+    return list(_talk(serve(Config("stock-sessions", backend="torch_native", args=ARGS))))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Config("sessions", args=ARGS), Config("sessions-page16", args=(*ARGS, *PAGES))],
+    ids=str,
+)
+def test_turns_of_sessions_are_packed_and_answer_as_stock(
+    config: Config, serve: Serve, stock_turns: list[list[Answer]]
+) -> None:
+    server = serve(config)
+    before = server.counters()
+    for turn, answers in enumerate(_talk(server)):
+        assert disagreements(answers, stock_turns[turn]) == []
+        counted, before = server.counters() - before, server.counters()
+        # Of three sessions that decode together two need not read the system prompt.
+        saved = counted.kv_tokens_unpacked - counted.kv_tokens_read
+        assert saved > len(SYSTEM) * NEW_TOKENS, turn
+        assert counted.packed_steps > 0.8 * NEW_TOKENS
+        assert set(counted.fallbacks) <= {"extend", "idle"}
