@@ -50,8 +50,13 @@ ATTRIBUTES = {
     "model_executor.model_runner.ModelRunner": (
         *("device", "dtype", "kv_cache_dtype", "is_draft_worker", "init_new_workspace"),
         *("kv_index_translator", "model_config", "req_to_token_pool", "token_to_kv_pool"),
-        "use_mla_backend",
+        *("use_mla_backend", "memory_saver_adapter"),
     ),
+    "model_executor.cuda_graph_config.PhaseConfig": ("backend", "bs", "max_bs"),
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (
+        "resume_memory_occupation",
+    ),
+    "managers.io_struct.ResumeMemoryOccupationReqInput": ("tags",),
     "configs.model_config.ModelConfig": (
         *("num_attention_heads", "get_num_kv_heads", "head_dim", "is_encoder_decoder"),
     ),
