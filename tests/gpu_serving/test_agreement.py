@@ -103,7 +103,7 @@ def test_other_heads(model: str, server: Fleet, reference: Reference) -> None:
 def test_prefill_is_the_named_backends(server: Fleet) -> None:
     for name, backend in (
         ("ratio4-pat", "FlashAttentionBackend"),
-        ("ratio4-pat-flashinfer-prefill", "FlashInferAttnBackend"),
+        ("ratio4-pat-flashinfer-prefill", "flashinfer"),
     ):
         assert f"prefill on SGLang's own attention ({backend})" in server(name).text()
 
