@@ -57,8 +57,7 @@ step_more() { # by themselves: a cache on the host wants 10 GB free there beside
 step_sleep() { tests sleep "$LIMIT_SLEEP" tests/gpu_serving/test_sleep.py; }
 step_ranks() { tests ranks "$LIMIT_RANKS" tests/gpu_serving/test_ranks.py; } # two GPUs
 step_demo() {
-  limited "$LIMIT_DEMO" python3 -m sglang_pat demo --device cuda --cache "$work/demo" |
-    tee >(tail -n 1 >"$out/demo.json")
+  limited "$LIMIT_DEMO" python3 -m sglang_pat demo --device cuda --cache "$work/demo" --json "$out/demo.json"
 }
 step_soak() {
   limited "$LIMIT_SOAK" python3 -m gpu_serving.soak --device cuda --logs "$work/soak" --json "$out/soak.json"

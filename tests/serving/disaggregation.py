@@ -93,11 +93,12 @@ def serve_pair(
     port = free_port()
     common = ("--disaggregation-transfer-backend", "nixl")
     common += ("--disaggregation-bootstrap-port", str(port))
+    env = (*config.env, ("SGLANG_HOST_IP", "127.0.0.1"))  # else it looks for a network
     with ExitStack() as stack:
         servers = []
         for mode, more in (("prefill", ()), ("decode", decode_args)):
             args = (*config.args, *common, "--disaggregation-mode", mode, *more)
-            server = ServingServer(model, replace(config, args=args), folder / mode)
+            server = ServingServer(model, replace(config, args=args, env=env), folder / mode)
             stack.callback(server.stop)
             server.start()
             servers.append(server)
