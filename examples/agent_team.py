@@ -22,7 +22,7 @@ from saved import arguments, first_line, savings
 
 Messages = list[dict[str, Any]]  # a conversation; it is only ever appended to
 
-ROOT = Path(__file__).resolve().parent.parent
+SHOP = Path(__file__).resolve().parent / "shop"  # a small program that never changes
 ROUNDS = 4  # answers that an agent may need for a task, because they call tools
 SYSTEM = """\
 You are one agent of a team that reviews source code. The team has a lead, who plans the review and
@@ -139,7 +139,7 @@ class Team:
 
 async def main() -> None:
     parser = arguments(__doc__, max_tokens=64)
-    parser.add_argument("--folder", type=Path, default=ROOT / "csrc/pack", help="what to review")
+    parser.add_argument("--folder", type=Path, default=SHOP, help="what to review (default: shop)")
     options = parser.parse_args()
     paths = sorted(path for path in options.folder.iterdir() if path.is_file())
     files = {path.name: path.read_text(errors="replace") for path in paths}

@@ -5,14 +5,16 @@
 #     examples/launch.sh MODEL [further arguments of sglang.launch_server]
 #
 # MODEL is a folder or a name on the Hugging Face hub; "demo" makes the demo's small random model.
+# Its weights are random and its K/V pool holds 65,536 tokens, if no --max-total-tokens is given.
 # $PYTHON is the Python that has SGLang and sglang_pat (default: python).
 set -eu
 : "${1:?which model? a folder, a name on the hub, or demo}"
 model=$1
 shift
+PYTHON=${PYTHON:-python}
 export PYTHONSAFEPATH=1 # a checkout as the current folder would shadow the installed package
 
-device=$("${PYTHON:=python}" -c 'from sglang_pat.demo.server import default_device as d; print(d())')
+device=$("$PYTHON" -c 'from sglang_pat.demo.server import default_device as d; print(d())')
 if [ "$device" = cpu ]; then
     export SGLANG_PLATFORM=pat_cpu
 fi
@@ -22,11 +24,13 @@ if [ "$model" = demo ]; then
 import sys
 
 from sglang_pat.demo.model import make_model
-from sglang_pat.demo.run import MODEL, VOCAB
+from sglang_pat.demo.scale import MODEL, VOCAB
 from sglang_pat.demo.tokenizer import make_tokenizer
 
 make_tokenizer(make_model(sys.argv[1], **MODEL), vocab=VOCAB)
 PY
+    # Without a bound the pool would take most of the memory: millions of tokens of a toy model.
+    set -- --max-total-tokens 65536 "$@"
 fi
 exec "$PYTHON" -m sglang.launch_server --model-path "$model" --device "$device" \
     --attention-backend pat --enable-metrics "$@"

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the examples share: their arguments, and the summary of the K/V reads that pat saved."""
+"""What the examples share: their arguments, and the summary: time, and the K/V reads saved."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 from sglang_pat.demo.counters import Counters, read_counters
+from sglang_pat.demo.model import FINGERPRINT
 
 
 def arguments(doc: str | None, *, max_tokens: int) -> argparse.ArgumentParser:
@@ -33,14 +39,27 @@ def first_line(text: str, width: int = 72) -> str:
 
 @contextmanager
 def savings(url: str) -> Iterator[None]:
-    """Print, at the end, what pat saved in between; say so if the server has no such counters.
+    """Print, at the end, how long it took and what pat saved in between; say so if the server has
+    no such counters.
 
-    The counters are the server's: what other clients asked meanwhile is in them, too.
+    Both are the server's: what other clients asked meanwhile is in them, too. To compare the times,
+    run the example against a stock server as well.
     """
     why_not = _why_no_counters(url)
+    if _is_demo_model(url):
+        print("The model is the demo's, with random weights: what it says means nothing.\n")
     before = Counters() if why_not else read_counters(url)
+    requests_before, seconds_before = _token_times(url)
+    began = time.perf_counter()
     yield
-    print(f"\nWhat was saved: {why_not or summary(read_counters(url) - before)}")
+    seconds = time.perf_counter() - began
+    saved = why_not or summary(read_counters(url) - before)
+    requests, token_seconds = _token_times(url)
+    print(f"\nWhat was saved: {saved}")
+    print(f"  seconds in all             {seconds:>12.1f}")
+    if requests > requests_before:
+        mean_ms = 1e3 * (token_seconds - seconds_before) / (requests - requests_before)
+        print(f"  ms per output token        {mean_ms:>12.1f}   after the first, mean of answers")
 
 
 def summary(counted: Counters) -> str:
@@ -58,9 +77,34 @@ def summary(counted: Counters) -> str:
     )
 
 
+def _open(url: str) -> Any:
+    return urllib.request.urlopen(url, timeout=10)
+
+
+def _token_times(url: str) -> tuple[float, float]:
+    """Answers so far, and the sum of their times per output token after the first, in seconds, as
+    the server counts them; zeros without its metrics."""
+    totals = {"count": 0.0, "sum": 0.0}
+    with suppress(urllib.error.HTTPError), _open(f"{url}/metrics") as answer:
+        for name, value in re.findall(
+            r"^sglang:request_time_per_output_token_seconds_(count|sum)(?:{.*})? (\S+)$",
+            answer.read().decode(),
+            re.M,
+        ):
+            totals[name] += float(value)
+    return totals["count"], totals["sum"]
+
+
+def _is_demo_model(url: str) -> bool:
+    """Whether the server is of this machine and serves what ``launch.sh demo`` made."""
+    with suppress(urllib.error.HTTPError), _open(f"{url}/model_info") as answer:
+        return (Path(json.load(answer)["model_path"]) / FINGERPRINT).exists()
+    return False
+
+
 def _why_no_counters(url: str) -> str | None:
     try:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        with _open(f"{url}/metrics") as answer:
             metrics = answer.read().decode()
     except urllib.error.HTTPError as error:
         return f"unknown, {url}/metrics answers {error.code}; start SGLang with --enable-metrics"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix-aware decode attention for SGLang: pack, forward, merge.
 
-``plan`` turns radix paths into a plan, ``decode`` runs it; a CUDA graph captures it in a
-``Workspace``. Importing this package touches neither CUDA nor SGLang.
+``plan`` turns radix paths into a plan, ``decode`` runs it, ``check_slots`` proves that the paths
+are true; a CUDA graph captures it in a ``Workspace``. Importing this package touches neither CUDA
+nor SGLang.
 """
 
 from __future__ import annotations
@@ -12,15 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang_pat.ops import decode
-    from sglang_pat.planning import Plan, plan
+    from sglang_pat.planning import Node, Plan, plan
+    from sglang_pat.slots import SlotMismatch, check_slots
     from sglang_pat.target import Target
     from sglang_pat.workspace import Workspace
 
-__all__ = ["Plan", "Target", "Workspace", "__version__", "decode", "plan"]
+__all__ = [
+    "Node",
+    "Plan",
+    "SlotMismatch",
+    "Target",
+    "Workspace",
+    "__version__",
+    "check_slots",
+    "decode",
+    "plan",
+]
 
 _HOMES = {
+    "Node": "sglang_pat.planning",
     "Plan": "sglang_pat.planning",
+    "SlotMismatch": "sglang_pat.slots",
     "Target": "sglang_pat.target",
+    "check_slots": "sglang_pat.slots",
     "decode": "sglang_pat.ops",
     "plan": "sglang_pat.planning",
     "Workspace": "sglang_pat.workspace",

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sglang_pat.demo.server import ServerError
 
     try:
-        return run_demo(Options(arguments.device, arguments.dtype, arguments.cache))
+        return run_demo(Options(arguments.device, arguments.dtype, arguments.cache, arguments.json))
     except ServerError as error:
         print(f"sglang-pat demo: {error}", file=sys.stderr)
         return 1
@@ -81,6 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--cache",
         type=Path,
         help="folder for the model and the servers' logs (default: one of the user's cache)",
+    )
+    demo.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results to FILE, too (default: no)"
     )
     doctor = commands.add_parser(
         "doctor",

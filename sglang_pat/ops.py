@@ -7,6 +7,7 @@ import torch
 
 from sglang_pat import _C
 from sglang_pat.planning import Plan
+from sglang_pat.slots import check_slots, require_tensor
 from sglang_pat.target import Target
 from sglang_pat.workspace import LAUNCHES, Workspace, require_kernels
 
@@ -29,6 +30,7 @@ def decode(
     lse: torch.Tensor | None = None,
     partial_dtype: torch.dtype = torch.float32,
     workspace: Workspace | None = None,
+    check: bool = False,
 ) -> torch.Tensor:
     """Decode attention of one layer: each of B queries over the tokens of its sequence.
 
@@ -51,13 +53,26 @@ def decode(
             be the one it loaded, ``req_to_token``, ``rows`` and ``seq_lens`` those of its snapshot,
             and B may exceed the plan's queries (a padded batch). Without one, buffers are made for
             the call and the lengths are read back, which waits for the device.
+        check: first prove by ``check_slots`` that queries that share an item hold the same slots.
+            Costs a comparison of all shared tokens, on CUDA with waiting, so not during a capture.
 
     Returns ``out``. A sequence of no tokens, or a row that pads, gives zeros and an LSE of -inf.
 
-    Raises ValueError naming what does not fit: device, dtype, shape, stride, a plan of another
-    batch or other heads, a slot beyond the cache (on the CPU only), and RuntimeError with CUDA's
-    error if a launch fails.
+    Raises ValueError naming what does not fit: an argument that is no tensor or no plan, a device,
+    dtype, shape or stride, a plan of another batch or other heads, a slot beyond the cache (on the
+    CPU only); SlotMismatch, a ValueError, from the check; and RuntimeError with CUDA's error if a
+    launch fails.
     """
+    _check_types(
+        plan,
+        {"out": out, "lse": lse},
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        req_to_token=req_to_token,
+        rows=rows,
+        seq_lens=seq_lens,
+    )
     num_queries, num_q_heads, head_dim = _shape("q", q, 3)
     num_slots, num_kv_heads, k_dim = _shape("k_cache", k_cache, 3)
     v_slots, v_heads, v_dim = _shape("v_cache", v_cache, 3)
@@ -105,6 +120,8 @@ def decode(
             f"lse is {tuple(lse.shape)} {lse.dtype} on {lse.device} with strides {lse.stride()}, "
             f"must be contiguous {shape[:2]} float32 on {q.device}"
         )
+    if check:
+        check_slots(plan, req_to_token, rows)
     if q.device.type == "cuda":
         _check_cuda(q, k_cache, v_cache, out, scale, logit_cap)
         if workspace is None:
@@ -142,6 +159,19 @@ def decode(
         torch.get_num_threads(),
     )
     return out
+
+
+def _check_types(plan: object, optional: dict[str, object], **tensors: object) -> None:
+    """Raise ValueError for what is no plan, or no tensor; ``optional`` ones may be None."""
+    for name, value in tensors.items():
+        require_tensor(name, value)
+    for name, value in optional.items():
+        if value is not None:
+            require_tensor(name, value)
+    if not isinstance(getattr(plan, "data_ptr", None), int):
+        raise ValueError(
+            f"plan is of type {type(plan).__name__}, must be a Plan: make it with sglang_pat.plan"
+        )
 
 
 def _check_cuda(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,21 @@ from sglang_pat.target import Target
 
 Plan = _C.Plan
 BRANCH = -2  # an item's kv_len: see csrc/plan.h
-PathElement = tuple[int, int, int]
 Lengths = Sequence[int] | npt.NDArray[np.int64] | Any
+
+
+class Node(NamedTuple):
+    """A radix node on a query's path: the tokens [``start``, ``end``) of the query's sequence.
+
+    Queries whose paths name the same ``id`` hold the same K/V slots for these tokens.
+    """
+
+    id: int
+    start: int
+    end: int
+
+
+PathElement = Node | tuple[int, int, int]
 
 # Positions of (node id, start, end) in an element of ``plan``'s paths.
 _PLAIN_FIELDS = (0, 1, 2)
@@ -80,7 +93,10 @@ def _lengths(
     seq_lens: Lengths, limits: Lengths | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Sequence lengths and limits [B] as the core takes them."""
-    lens = np.ascontiguousarray(seq_lens, dtype=np.int64)
+    given = np.asarray(seq_lens)
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"seq_lens is of type {given.dtype}, must be integers: round them first")
+    lens = np.ascontiguousarray(given, dtype=np.int64)
     # Without limits a path is taken whole, so that one beyond its sequence is an error.
     if limits is None:
         return lens, np.full(lens.shape, np.iinfo(np.int64).max)
@@ -94,13 +110,16 @@ _planner_for = lru_cache(maxsize=8)(Planner)
 def plan(paths: Sequence[Sequence[PathElement] | None], seq_lens: Lengths, target: Target) -> Plan:
     """Plan one decode step of B queries for ``target``.
 
-    ``paths[i]``: the radix nodes of query i as (node_id, start, end) in token positions, from 0 on
-    without gaps; queries that name the same node hold the same K/V slots there. ``seq_lens`` [B]
-    counts tokens, the one being decoded included. The plan stays valid while every length lies in
-    [``Plan.min_seq_lens``, ``Plan.max_seq_lens``].
+    ``paths[i]``: the radix nodes of query i, each a ``Node`` or a plain tuple (id, start, end), in
+    token positions, from 0 on without gaps; ``None`` or empty means that it shares nothing. Queries
+    that name the same node must hold the same K/V slots there, which only ``check_slots`` and
+    ``decode(..., check=True)`` look at. ``seq_lens`` [B] counts tokens, the one being decoded
+    included. The plan stays valid while every length lies in [``Plan.min_seq_lens``,
+    ``Plan.max_seq_lens``]; ``print`` shows its tree and its items.
 
-    Raises ValueError naming query, node and position for paths that are not one tree, and for a
-    batch larger than ``target.max_queries``.
+    Raises ValueError naming query, node and position for paths that are not one tree, for lengths
+    that are no integers, and for a batch larger than ``target.max_queries``; TypeError for paths
+    that are no sequence of sequences of tuples.
     """
     with _planners_lock:
         return _planner_for(target).plan(paths, seq_lens)

@@ -15,14 +15,13 @@ import torch
 from sglang_pat import _C
 from sglang_pat.srt import support
 from sglang_pat.srt.interface import interface_mismatches
+from sglang_pat.target import HEAD_DIM_STEP, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from sglang_pat.srt.survey import Heads
     from sglang_pat.target import Target
 
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = (64, 128, 256), 16
-# The CPU executor's vectors; the largest head dim it has room for.
-HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 512
 
 
 def refuse_unsafe(runner: Any) -> None:

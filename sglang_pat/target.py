@@ -12,6 +12,8 @@ from sglang_pat import _C, gpus
 POLICIES = ("bytes", "paper", "naive")
 SPLITS = ("cost", "mean")
 BRANCHINGS = ("cost", "always", "never")
+# The CPU executor's vectors; the largest head dim it has room for (csrc/cpu/plan_check.cpp).
+HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 512
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,15 @@ class Target:
         kv_bytes: int = 4,
         **overrides: Any,
     ) -> Target:
-        """The CPU executor with ``threads`` threads: rates of one x86 core with AVX2 and DDR5."""
+        """The CPU executor with ``threads`` threads: rates of one x86 core with AVX2 and DDR5.
+
+        Raises ValueError also for a head dim that the CPU executor does not have.
+        """
+        if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"Target.head_dim is {head_dim}, the CPU executor takes multiples of "
+                f"{HEAD_DIM_STEP} up to {MAX_HEAD_DIM}: pad q, k_cache and v_cache with zeros"
+            )
         values: dict[str, Any] = {
             "bytes_per_s": 12e9 * threads,
             "flops_per_s": 40e9 * threads,
@@ -110,7 +120,10 @@ class Target:
         max_queries: int,
         **overrides: Any,
     ) -> Target:
-        """One NVIDIA H200: 132 SMs, 4.3 TB/s and 600 TFLOP/s as measured (``csrc/NOTES.md``)."""
+        """One NVIDIA H200: 132 SMs, 4.3 TB/s and 600 TFLOP/s as measured (``csrc/NOTES.md``).
+
+        Plans for any head dim; ``decode`` refuses those that the CUDA kernels do not have.
+        """
         values: dict[str, Any] = {
             "units": gpus.H200_SMS,
             "bytes_per_s": gpus.H200_BYTES_PER_S,

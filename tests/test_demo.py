@@ -42,7 +42,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(1000)
 def test_fp32_demo_chooses_the_same_tokens_and_packs(cache: Path) -> None:
-    run = _demo(cache, "--device", "cpu", SGLANG_PAT_CHECK="1")
+    written = cache / "new" / "demo.json"
+    run = _demo(cache, "--device", "cpu", "--json", str(written), SGLANG_PAT_CHECK="1")
     assert run.returncode == 0, run.stdout + run.stderr
     fields = _last_line(run)
     workload = Workload.load()
@@ -64,17 +65,55 @@ def test_fp32_demo_chooses_the_same_tokens_and_packs(cache: Path) -> None:
     assert fields["stock_tpot_ms"] > 0
     assert "tokens/s" in run.stderr  # the progress bar
     assert "K/V tokens read per decode step" in run.stdout
+    saved = 1 - fields["kv_tokens_read"] / fields["kv_tokens_unpacked"]
+    assert fields["kv_reads_saved"] == pytest.approx(saved, rel=1e-4)
+    assert f"K/V reads saved: {saved:.0%}." in run.stdout
+    assert fields["workload_s"] < fields["seconds"]
+    stored = json.loads(written.read_text())
+    table = stored.pop("table")
+    assert stored == fields
+    assert "\n".join(table) in run.stdout and "total time, s" in "".join(table)
+
+
+# The GPU's way, small: a longer system prompt, two conversations a task, servers that are warmed
+# up, and a timed pass that asks for no log-probabilities.
+REHEARSAL = """
+import sys
+from dataclasses import replace
+from sglang_pat.cli import main
+from sglang_pat.demo.scale import SCALES
+SCALES["cpu"] = replace(SCALES["cpu"], parts=2, max_tokens=6, handbook=True, warm_up=True)
+sys.exit(main(["demo", "--device", "cpu", "--dtype", "bfloat16", "--cache", sys.argv[1]]))
+"""
 
 
 @pytest.mark.timeout(1000)
 def test_bf16_demo_agrees_on_forced_tokens(cache: Path) -> None:
     """What a GPU does, rehearsed on a CPU."""
-    run = _demo(cache, "--device", "cpu", "--dtype", "bfloat16")
+    run = subprocess.run(
+        [sys.executable, "-c", REHEARSAL, str(cache)],
+        cwd=cache,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     fields = _last_line(run)
     assert fields["dtype"] == "bfloat16"
+    assert fields["requests"] == 2 * Workload.load().num_requests
     assert 0 < fields["mean_logprob_diff"] <= MEAN_LOGPROB_DIFF_BF16
+    itself = fields["stock_itself_mean_logprob_diff"]
+    assert 0 <= itself < fields["mean_logprob_diff"]  # torch_native runs request by request
+    assert 0 < fields["token_match_rate"] < 1  # of the timed pass, which nothing forced
+    # The warm-up is not counted: two turns of 6 tokens, the first of each from the prefill, and the
+    # prefix of 48 requests is read once.
+    assert 10 <= fields["decode_steps"] < 20
     assert fields["packed_steps"] > 0
+    assert fields["kv_reads_saved"] > 0.9
+    assert "both servers are warmed up by the same workload" in run.stdout
+    assert "torch_native differs from itself in other batches by" in run.stdout
+    log = (cache / "server-pat.log").read_text()
+    assert log.count("Cache flushed") == 1
 
 
 @pytest.mark.timeout(1000)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_pat.demo.model import make_model
+from sglang_pat.demo.scale import SCALES, VOCAB
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.demo.workload import Workload
 
 SMALL = {"hidden": 64, "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 300}
-VOCAB = 1024
 
 
 def _bytes(folder: Path) -> dict[str, bytes]:
@@ -152,3 +152,62 @@ def test_chats_share_what_they_have_in_common(tokenizer: AutoTokenizer) -> None:
     shared = next(i for i, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
     assert shared > 1000
     assert all(len(prompt) < 1.25 * shared for prompt in prompts)
+
+
+def _prompt_tokens(tokenizer: AutoTokenizer, workload: Workload) -> list[list[int]]:
+    """The first prompt of each conversation."""
+    prompts = []
+    for agent in workload.agents:
+        for task in agent["tasks"]:
+            chat = [
+                {"role": "system", "content": workload.system},
+                {"role": "system", "content": agent["prompt"]},
+                {"role": "user", "content": task},
+            ]
+            text = tokenizer.apply_chat_template(
+                chat, tools=workload.tools, tokenize=False, add_generation_prompt=True
+            )
+            prompts.append(tokenizer.encode(text))
+    return prompts
+
+
+def test_a_gpu_s_demo_is_made_of_attention(tokenizer: AutoTokenizer) -> None:
+    """The figures in ``scale.py``: a stock decode step reads K/V for milliseconds, all fits."""
+    scale = SCALES["cuda"]
+    model = scale.model
+    workload = Workload.load(
+        parts=scale.parts, handbook=scale.handbook, max_tokens=scale.max_tokens
+    )
+    assert workload.num_conversations == 144 == 24 * scale.parts
+    prompts = _prompt_tokens(tokenizer, workload)
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+    common = next(i for i, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
+    assert 4300 < common < 4500
+    own = sum(map(len, prompts)) / len(prompts) - common
+    assert 120 < own < 200
+    token_bytes = model["layers"] * model["kv_heads"] * model["head_dim"] * 2 * 2
+    assert token_bytes == 64 << 10
+    read_s = sum(map(len, prompts)) * token_bytes / 4.8e12
+    assert read_s > 8e-3  # at the memory bandwidth of an H200
+    follow_up = len(tokenizer.encode(workload.follow_up))
+    longest = max(map(len, prompts)) + 2 * scale.max_tokens + follow_up + 20
+    assert longest < 8192  # make_model's max_positions
+    assert common + len(prompts) * (longest - common) < scale.kv_tokens
+    width = model["head_dim"] * (2 * model["q_heads"] + 2 * model["kv_heads"])
+    layer = model["hidden"] * (width + 6 * model["hidden"])
+    assert 2 * (model["layers"] * layer + 2 * VOCAB * model["hidden"]) < 0.5e9
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_demo_s_models_have_a_head_dim_that_kernels_are_made_for(device: str) -> None:
+    model = SCALES[device].model
+    assert model["head_dim"] == 128
+    assert model["q_heads"] == 4 * model["kv_heads"]
+
+
+def test_parts_are_conversations_of_their_own() -> None:
+    once, twice = Workload.load(), Workload.load(parts=2)
+    assert twice.num_conversations == 2 * once.num_conversations
+    assert once == Workload.load(parts=1) != Workload.load(parts=1, logprobs=False)
+    assert twice.agents[0]["tasks"][0].startswith(once.agents[0]["tasks"][0])
+    assert (twice.tools, twice.system) == (once.tools, once.system)

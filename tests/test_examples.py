@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.model import make_model
-from sglang_pat.demo.run import MODEL, VOCAB
+from sglang_pat.demo.scale import MODEL, VOCAB
 from sglang_pat.demo.server import Server
 from sglang_pat.demo.tokenizer import make_tokenizer
 
@@ -36,16 +37,17 @@ class Launched(Server):
     def __init__(self, folder: Path) -> None:
         env = {
             **ENV,
-            "PYTHON": sys.executable,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "XDG_CACHE_HOME": str(folder),
             "CUDA_VISIBLE_DEVICES": "",  # the model is for a CPU, on a machine with GPUs too
         }
         super().__init__("demo", backend=None, device="cpu", log=folder / "server.log", env=env)
         self._command = [
             *(str(EXAMPLES / "launch.sh"), "demo", "--port", str(self.port)),
-            *("--sleep-on-idle", *ARGS),
+            *("--sleep-on-idle", "--dtype", "float32"),
         ]
         del self._env["SGLANG_PLATFORM"]  # the script is to find out
+        self._env.pop("PYTHON", None)  # as a user's shell has it, who activated an environment
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,32 @@ def pat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the examples importable, as they are to each other."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def test_the_demo_s_server_is_small(pat: Server) -> None:
+    """The pool of K/V is bounded, and the model is the demo's, whatever else is given."""
+    info = pat.get("/server_info")
+    assert 0 < info["max_total_num_tokens"] <= 65536
+    assert info["attention_backend"] == "pat" and info["device"] == "cpu"
+
+
+def test_a_user_s_bound_of_the_pool_counts(tmp_path: Path) -> None:
+    """Of an argument given twice SGLang takes the last; the script's comes first."""
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\n[ "$1" = -c ] && echo cpu\n[ "$1" != -m ] || echo "$@"\n')
+    stub.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOME": "/nowhere"}
+    env.pop("PYTHON", None)
+    env.pop("XDG_CACHE_HOME", None)
+
+    def launch(*args: str) -> str:
+        command = [str(EXAMPLES / "launch.sh"), *args]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    demo = launch("demo", "--max-total-tokens", "99", "--port", "1")
+    assert "--model-path /nowhere/.cache/sglang_pat/examples --device cpu" in demo
+    assert demo.index("--max-total-tokens 65536") < demo.index("--max-total-tokens 99 --port 1")
+    assert "--max-total-tokens" not in launch("a/model", "--port", "1")
 
 
 def _run(name: str, server: Server, folder: Path, *args: str) -> str:
@@ -78,12 +106,18 @@ def _run_and_save(name: str, server: Server, folder: Path, factor: float, *args:
     before = server.counters()
     output = _run(name, server, folder, *args)
     counted = server.counters() - before
-    assert re.findall(r"^  [KVa-z/ ]+  ([\d,]+)", output, re.M)[-4:] == [
-        f"{counted.kv_tokens_read:,}",
-        f"{counted.kv_tokens_unpacked:,}",
-        f"{counted.decode_steps:,}",
-        f"{counted.packed_steps:,}",
+    shown = re.findall(r"^  ([KVa-z/ ]+)  +([\d,.]+)", output.partition("What was saved")[2], re.M)
+    shown = [(name.strip(), value) for name, value in shown]
+    assert shown[:4] == [
+        ("K/V tokens read", f"{counted.kv_tokens_read:,}"),
+        ("without packing", f"{counted.kv_tokens_unpacked:,}"),
+        ("decode steps", f"{counted.decode_steps:,}"),
+        ("of which packed", f"{counted.packed_steps:,}"),
     ]
+    times = {name: float(value) for name, value in shown[4:]}
+    assert times.keys() == {"seconds in all", "ms per output token"}
+    assert 0 < times["ms per output token"] < 1e3 * times["seconds in all"]
+    assert output.startswith("The model is the demo's, with random weights")
     assert factor * counted.kv_tokens_read < counted.kv_tokens_unpacked
     assert not counted.fallbacks
     return output
@@ -145,12 +179,22 @@ def test_agent_team_hears_every_helper(pat: Server, tmp_path: Path) -> None:
     assert result.partition("\nWhat was saved")[0].strip()
 
 
+def test_the_agent_team_s_folder_never_changes() -> None:
+    """What it saves depends on the folder: with another one examples/README.md is to be measured
+    anew."""
+    shop = sorted(path for path in (EXAMPLES / "shop").iterdir() if path.is_file())
+    assert len(shop) == 7
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in shop)).hexdigest()
+    assert digest == "5fd67b2ca0455542579855e8ee92b58ebd18d92b074ff8c95f3fb3b0185882cd"
+
+
 def test_a_stock_server_has_nothing_to_tell(pat: Server, tmp_path: Path) -> None:
     model = make_tokenizer(make_model(tmp_path / "model", **MODEL), vocab=VOCAB)
     log = tmp_path / "server.log"
     with Server(model, backend="torch_native", device="cpu", log=log, args=ARGS, env=ENV) as server:
         output = _run("self_consistency", server, tmp_path, "--samples", "2", "--max-tokens", "8")
     assert output.count("verdict: ") == 4
+    assert re.search(r"\n  ms per output token +\d", output), "to compare with pat's"
     assert "What was saved: unknown, this server has no counters of pat" in output
 
 
@@ -160,11 +204,13 @@ def test_a_server_without_metrics_is_named(
     from saved import savings
 
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # answers 501
-        Thread(target=server.handle_request, daemon=True).start()
+        Thread(target=server.serve_forever, daemon=True).start()
         with savings(f"http://127.0.0.1:{server.server_port}"):
             print("asking")
+        server.shutdown()
     assert re.search(
-        r"^asking\n\nWhat was saved: unknown, .*/metrics answers 501; .*--enable-metrics\n$",
+        r"^asking\n\nWhat was saved: unknown, .*/metrics answers 501; .*--enable-metrics\n"
+        r"  seconds in all +\d+\.\d\n$",
         capsys.readouterr().out,
     )
 

@@ -21,8 +21,8 @@ from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
 
-from sglang_pat import _C, refusals
-from sglang_pat.srt import launch
+from sglang_pat import _C
+from sglang_pat.srt import interface, launch
 
 BY_COMMAND = "--model-path M --attention-backend pat"
 
@@ -40,7 +40,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(platforms, "_current_platform", CpuSRTPlatform())
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     # In this process no plugin is loaded.
-    monkeypatch.setattr(refusals, "interface_mismatches", lambda: iter(()))
+    monkeypatch.setattr(interface, "interface_mismatches", lambda: iter(()))
     with mock.patch.dict(os.environ):  # where SGLang leaves some, which later servers would inherit
         yield
 
@@ -126,7 +126,7 @@ def test_no_gpu_and_no_platform(
 def test_a_foreign_interface_is_named_alone(
     arguments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "interface_mismatches", lambda: iter(("a class is gone",)))
+    monkeypatch.setattr(interface, "interface_mismatches", lambda: iter(("a class is gone",)))
     with pytest.raises(SystemExit, match=r"pat: a class is gone$"):
         arguments(kit_models.DEEPSEEK).resolve_once()
 

@@ -82,7 +82,20 @@ def meta(tensor: torch.Tensor) -> torch.Tensor:
 Changes = dict[str, tuple[str, Callable[[Any], Any], str]]
 OUT = "must be (3, 8, 48) torch.float32 on cpu"
 LSE = "must be contiguous (3, 8) float32 on cpu"
+TENSOR = "must be a torch.Tensor: convert it with torch.as_tensor"
 WRONG: Changes = {
+    **{
+        f"{name} list": (name, torch.Tensor.tolist, f"{name} is of type list, {TENSOR}")
+        for name in ("q", "k_cache", "v_cache", "req_to_token", "rows", "seq_lens", "out", "lse")
+    },
+    "q None": ("q", lambda _: None, f"q is of type NoneType, {TENSOR}"),
+    "rows array": ("rows", torch.Tensor.numpy, f"rows is of type ndarray, {TENSOR}"),
+    "plan None": (
+        "plan",
+        lambda _: None,
+        "plan is of type NoneType, must be a Plan: make it with sglang_pat.plan",
+    ),
+    "plan tensor": ("plan", lambda _: torch.zeros(3), "plan is of type Tensor, must be a Plan"),
     "q dims": ("q", lambda t: t[0], "q has shape (8, 64), must have 3 dimensions"),
     "q stride": ("q", lambda t: t[..., ::2], "q has strides (536, 67, 2), the last must be 1"),
     "q device": ("q", meta, "q is on meta: sglang_pat decodes on CPU and CUDA devices"),

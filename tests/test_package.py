@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -17,6 +18,8 @@ import sglang_pat
 from sglang_pat import _C
 
 ROOT = Path(__file__).resolve().parents[1]
+
+SYSTEM = {b"dev", b"proc", b"sys"}
 
 # What a server process does before it parses its arguments, and what that left behind.
 REPORT = """
@@ -74,6 +77,23 @@ def test_the_tests_run_against_the_installed_package() -> None:
         if p.is_file() and p.suffix not in {".pyc", ".so"}
     }
     assert sources <= recorded, "files of the package that the wheel lacks"
+
+
+def test_the_wheel_carries_no_measurements() -> None:
+    """They and their pictures are in docs/results, for readers of the repository."""
+    recorded = {str(f) for f in metadata.files("sglang-pat") or ()}
+    data = {f for f in recorded if Path(f).suffix in {".json", ".png", ".svg", ".csv"}}
+    assert {f for f in data if f.startswith("sglang_pat/")} == {"sglang_pat/demo/agents.json"}
+    assert list((ROOT / "docs" / "results").glob("*.json"))
+
+
+def test_the_extension_names_no_path_of_the_machine_that_built_it() -> None:
+    """Of all absolute paths only those that programs open at run time: /proc/self and the like."""
+    extension = Path(_C.__file__).read_bytes()
+    paths = re.findall(rb"(?:/[\w.+-]{2,})+/[\w.+-]{3,}", extension)
+    own = {path for path in paths if len(path) > 9 and path.split(b"/")[1] not in SYSTEM}
+    assert not own
+    assert bytes(ROOT) not in extension and b"site-packages" not in extension
 
 
 def test_version_is_the_distribution_s() -> None:

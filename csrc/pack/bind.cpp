@@ -8,6 +8,7 @@
 #include <string>
 
 #include "../check.h"
+#include "plan_text.h"
 #include "python_climb.h"
 #include "python_paths.h"
 #include "schedule.h"
@@ -18,6 +19,8 @@ namespace pat {
 namespace {
 
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+
+constexpr int kPrintedLines = 24;  // of a printed plan's tree, and of its items
 
 // View of a plan's array that keeps the plan alive.
 template <typename T>
@@ -156,6 +159,8 @@ void bind_plan(py::module_& m) {
   PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
   PYBIND11_NUMPY_DTYPE(Segment, row, kv_start, kv_len, room, first, num_queries);
   py::class_<Plan>(m, "Plan", "An immutable plan: see csrc/plan.h.")
+      .def("__repr__", &plan_line)
+      .def("__str__", [](const Plan& p) { return plan_text(p, kPrintedLines); })
       .def_property_readonly("num_queries", [](const Plan& p) { return p.header().num_queries; })
       .def_property_readonly("num_items", [](const Plan& p) { return p.header().num_items; })
       .def_property_readonly("num_shared_items",

@@ -7,7 +7,7 @@ each decode step adds a constant to the logit of the token to come, so that gree
 it, and the constant is taken out of the reported log-probability again. A prompt with the same
 tokens as input would not do, as the prefill would compute it, and ``pat`` serves decode.
 
-Run on a CPU (torch_native against itself in another batching: 1e-4 at most); not yet on a GPU.
+Torch_native on a CPU against itself in another batching: 1e-4 at most.
 """
 
 from __future__ import annotations

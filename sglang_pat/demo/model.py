@@ -25,7 +25,7 @@ QK_SCALE = 2.0  # on q and on k: attention logits ~ N(0, 4^2) instead of N(0, 1)
 _RECIPE = (
     1  # part of the fingerprint: raise it when the numbers written for equal parameters change
 )
-_FINGERPRINT = "sglang_pat_model.json"
+FINGERPRINT = "sglang_pat_model.json"  # file that says how a model was made
 _MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
 
@@ -75,7 +75,7 @@ def make_model(
     parameters = {**sizes, "dtype": dtype, "seed": seed, "architecture": architecture}
     recipe = json.dumps({"recipe": _RECIPE, **parameters}, sort_keys=True)
     folder = Path(path)
-    fingerprint = folder / _FINGERPRINT
+    fingerprint = folder / FINGERPRINT
     if fingerprint.exists() and fingerprint.read_text() == recipe:
         return folder
     folder.mkdir(parents=True, exist_ok=True)

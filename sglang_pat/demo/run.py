@@ -4,17 +4,18 @@
 Everything is made here (model, tokenizer, prompts), so nothing is downloaded. In fp32, the default
 on a CPU, both must choose the same tokens. In bf16, the default on a GPU, rounding may flip a
 near-tie, so the stock's tokens are forced through pat's decode and their log-probabilities compared
-(see ``forcing``). The GPU's way has been rehearsed in bf16 on a CPU; on a GPU it has not yet run to
-its end.
+(see ``forcing``), and through the stock's own, which shows what rounding alone does. On a GPU model
+and workload are larger (see ``Scale``), and both servers are warmed up before anything is measured.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,12 @@ from typing import Any
 from sglang_pat.demo import compare as agreement
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.report import Run, summary, table, to_line
+from sglang_pat.demo.scale import SCALES, VOCAB, Scale
 from sglang_pat.demo.server import Server, default_device
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.demo.workload import Generation, Workload, run_workload
 
-VOCAB = 1024
-MODEL: dict[str, Any] = {
-    "hidden": 256,
-    "layers": 4,
-    "q_heads": 8,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "vocab": VOCAB,
-}
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # default by device
-_KV_TOKENS = 65536  # 24 contexts of 1,900 tokens with room to spare: no request is retracted
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +38,34 @@ class Options:
     device: str = "auto"  # cpu, cuda or auto
     dtype: str = "auto"  # float32, bfloat16 or auto
     cache: Path | None = None  # folder for the model and the servers' logs
+    json: Path | None = None  # file for the results: the last line's object, with the table
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What is run on both servers."""
+
+    scale: Scale
+    device: str
+    dtype: str
+    cache: Path
+
+    @property
+    def timed(self) -> Workload:
+        return self._workload(self.scale.parts, logprobs=self.scale.parts == 1)
+
+    @property
+    def compared(self) -> Workload:
+        return self._workload(1, logprobs=True)
+
+    def _workload(self, parts: int, *, logprobs: bool) -> Workload:
+        scale = self.scale
+        return Workload.load(
+            parts=parts,
+            handbook=scale.handbook,
+            max_tokens=scale.max_tokens,
+            logprobs=logprobs,
+        )
 
 
 def run_demo(options: Options) -> int:
@@ -53,91 +73,117 @@ def run_demo(options: Options) -> int:
 
     Raises:
         ServerError: a server did not start; the message has the end of its log.
+        OSError: the file for the results cannot be written; asked before anything runs.
     """
     device = default_device() if options.device == "auto" else options.device
     dtype = DTYPES[device] if options.dtype == "auto" else options.dtype
-    cache = options.cache or _default_cache()
-    workload = Workload.load()
-    print(
-        f"sglang_pat {metadata.version('sglang-pat')} on SGLang {metadata.version('sglang')}, "
-        f"{_device_name(device)}, {dtype}.\n"
-        f"{len(workload.agents)} agents, {workload.num_conversations} conversations at once, "
-        f"{workload.num_requests} requests; logs in {cache}\n",
-        flush=True,
-    )
-    model = make_model(cache / f"model-{dtype}", dtype=dtype, **MODEL)
+    trial = _Trial(SCALES[device], device, dtype, options.cache or _default_cache())
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.touch()
+    _announce(trial)
+    model = make_model(trial.cache / f"model-{device}-{dtype}", dtype=dtype, **trial.scale.model)
     make_tokenizer(model, vocab=VOCAB)
     started = time.monotonic()
 
+    itself = None
     stock_backend = "torch_native" if device == "cpu" else None  # None: SGLang's own choice
-    with _serve(model, stock_backend, device, dtype, cache) as server:
-        stock = _measure(server, workload)
-    with _serve(model, "pat", device, dtype, cache) as server:
-        pat = _measure(server, workload)
-        if dtype == "float32":
-            agreed = agreement.compare(pat.generations, stock.generations)
-        else:
-            agreed = _force(server, stock.generations, pat.generations)
+    with _serve(model, stock_backend, trial) as server:
+        stock = _measure(server, trial)
+        reference = stock.generations
+        if dtype != "float32":
+            if trial.timed != trial.compared:
+                reference = run_workload(server.url, trial.compared, label="to compare")
+            itself = _force(server, reference)
+    with _serve(model, "pat", trial) as server:
+        pat = _measure(server, trial)
+        agreed = agreement.compare(pat.generations, stock.generations)
+        if dtype != "float32":
+            agreed = replace(_force(server, reference), token_match_rate=agreed.token_match_rate)
 
-    passed = _passes(agreed, dtype) and pat.counters.packed_steps > 0
-    facts = {
-        "device": _device_name(device),
-        "dtype": dtype,
-        "sglang": metadata.version("sglang"),
-        "sglang_pat": metadata.version("sglang-pat"),
-        "model": "llama {layers} x {hidden}, {q_heads}/{kv_heads} heads of {head_dim}".format(
-            **MODEL
-        ),
-        "seconds": time.monotonic() - started,
-    }
-    print(f"\n{table(pat, stock, agreed)}\n\n  {_verdict(pat, agreed, dtype, passed)}\n")
-    print(to_line(summary(pat, stock, agreed, facts=facts, passed=passed)), flush=True)
+    passed = _passes(agreed, trial) and pat.counters.packed_steps > 0
+    facts = _facts(trial) | {"seconds": time.monotonic() - started}
+    shown = table(pat, stock, agreed, itself)
+    print(f"\n{shown}\n\n  {_verdict(pat, agreed, dtype, passed)}\n")
+    fields = summary(pat, stock, agreed, itself, facts=facts, passed=passed)
+    print(to_line(fields), flush=True)
+    if options.json:
+        options.json.write_text(
+            json.dumps({**fields, "table": shown.splitlines()}, indent=2) + "\n"
+        )
     return 0 if passed else 1
 
 
-def _serve(model: Path, backend: str | None, device: str, dtype: str, cache: Path) -> Server:
-    args = ["--dtype", dtype, "--max-total-tokens", str(_KV_TOKENS)]
-    if dtype != "float32":
+def _announce(trial: _Trial) -> None:
+    facts, timed = _facts(trial), trial.timed
+    warm = "both servers are warmed up by the same workload first, then their cache is flushed; "
+    print(
+        f"sglang_pat {facts['sglang_pat']} on SGLang {facts['sglang']}, {facts['device']}, "
+        f"{trial.dtype}.\n"
+        f"{len(timed.agents)} agents, {timed.num_conversations} conversations at once, "
+        f"{timed.num_requests} requests of {timed.max_tokens} tokens; {facts['model']}, random "
+        f"weights;\n{warm if trial.scale.warm_up else ''}logs in {trial.cache}\n",
+        flush=True,
+    )
+
+
+def _facts(trial: _Trial) -> dict[str, Any]:
+    return {
+        "device": _device_name(trial.device),
+        "dtype": trial.dtype,
+        "sglang": metadata.version("sglang"),
+        "sglang_pat": metadata.version("sglang-pat"),
+        "model": str(trial.scale),
+        "warm_up": trial.scale.warm_up,
+    }
+
+
+def _serve(model: Path, backend: str | None, trial: _Trial) -> Server:
+    args = ["--dtype", trial.dtype, "--max-total-tokens", str(trial.scale.kv_tokens)]
+    if trial.dtype != "float32":
         # Logits in fp32 leave the attention as the main thing that rounds.
         args += ["--enable-fp32-lm-head", "--enable-custom-logit-processor"]
     name = backend or "stock"
     print(
         f"starting SGLang with {'its own choice' if backend is None else backend} ...", flush=True
     )
-    log = cache / f"server-{name}.log"
-    return Server(model, backend=backend, device=device, log=log, args=args)
+    log = trial.cache / f"server-{name}.log"
+    return Server(model, backend=backend, device=trial.device, log=log, args=args)
 
 
-def _measure(server: Server, workload: Workload) -> Run:
+def _measure(server: Server, trial: _Trial) -> Run:
     backend = server.get("/server_info")["attention_backend"]
+    if trial.scale.warm_up:
+        run_workload(server.url, trial.timed, label="warm-up")
+        server.post("/flush_cache?timeout=30")  # waits until the server is idle
     before = server.counters()
     began = time.perf_counter()
-    generations = run_workload(server.url, workload, label=f"{backend:>12}")
+    generations = run_workload(server.url, trial.timed, label=f"{backend:>12}")
     seconds = time.perf_counter() - began
     server.check_alive()
     return Run(backend, generations, seconds, server.counters() - before)
 
 
-def _force(server: Server, stock: list[Generation], pat: list[Generation]) -> agreement.Agreement:
-    """Let ``server`` decode the stock's answers, all at once, so that their prefixes are packed."""
+def _force(server: Server, reference: list[Generation]) -> agreement.Agreement:
+    """What ``server`` thinks of the stock's answers: it decodes them, all at once, so that their
+    prefixes are packed."""
     from sglang_pat.demo import forcing  # imports SGLang
 
     def force(answer: Generation) -> list[float]:
         body = forcing.request(answer.prompt_ids, answer.output_ids)
         return forcing.forced_logprobs(server.post("/generate", body), answer.output_ids)
 
-    with ThreadPoolExecutor(max_workers=len(stock)) as pool:
-        forced = list(pool.map(force, stock))
-    free = agreement.compare(pat, stock)
-    return agreement.compare_forced(forced, stock, free.token_match_rate)
+    with ThreadPoolExecutor(max_workers=len(reference)) as pool:
+        forced = list(pool.map(force, reference))
+    return agreement.compare_forced(forced, reference, 1.0)
 
 
-def _passes(agreed: agreement.Agreement, dtype: str) -> bool:
-    if dtype == "float32":
+def _passes(agreed: agreement.Agreement, trial: _Trial) -> bool:
+    if trial.dtype == "float32":
         return agreed.tokens_equal and agreed.max_logprob_diff <= agreement.MAX_LOGPROB_DIFF_FP32
     return (  # false for NaN
-        agreed.max_logprob_diff <= agreement.MAX_LOGPROB_DIFF_BF16
-        and agreed.mean_logprob_diff <= agreement.MEAN_LOGPROB_DIFF_BF16
+        agreed.max_logprob_diff <= trial.scale.max_diff_bf16
+        and agreed.mean_logprob_diff <= trial.scale.mean_diff_bf16
     )
 
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """An agent workload over the OpenAI-compatible API.
 
-Six agents of one team work on four tasks each, all at once. Every request begins with the same
-tool schema and system prompt, then comes the agent's own prompt, then the task: a prefix tree of
-three levels with 24 leaves. Each conversation takes two turns; the second one appends the first
-answer and a tool's result. The texts are in ``agents.json``.
+Six agents of one team work on four tasks each, or on several parts of each task, all at once. Every
+request begins with the same tool schema and system prompt, then comes the agent's own prompt, then
+the task: a prefix tree of three levels with 24 leaves or more. Each conversation takes two turns;
+the second one appends the first answer and a tool's result. The texts are in ``agents.json``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer. ``logprobs`` and ``margins`` have one natural-log value for each output token."""
+    """One answer. ``logprobs`` and ``margins`` have one natural-log value for each output token,
+    NaN where they were not asked for."""
 
     name: str  # agent, task and turn
     prompt_ids: list[int]
@@ -50,11 +52,25 @@ class Workload:
     follow_up: str
     turns: int = 2
     max_tokens: int = 32  # of every answer; no answer is shorter
+    logprobs: bool = True  # whether to ask for log-probabilities
 
     @classmethod
-    def load(cls) -> Workload:
-        texts = (files("sglang_pat.demo") / "agents.json").read_text(encoding="utf-8")
-        return cls(**json.loads(texts))
+    def load(
+        cls, *, parts: int = 1, handbook: bool = False, max_tokens: int = 32, logprobs: bool = True
+    ) -> Workload:
+        """The texts of ``agents.json``: ``parts`` conversations for each task, with ``handbook``
+        the text of ``corpus.txt`` at the end of the common system prompt."""
+        texts = files("sglang_pat.demo")
+        given = json.loads((texts / "agents.json").read_text(encoding="utf-8"))
+        if handbook:
+            given["system"] += "\n\n" + (texts / "corpus.txt").read_text(encoding="utf-8")
+        for agent in given["agents"] if parts > 1 else ():
+            agent["tasks"] = [
+                f"{task} Do it for part {part} of {parts}."
+                for task in agent["tasks"]
+                for part in range(1, parts + 1)
+            ]
+        return cls(**given, max_tokens=max_tokens, logprobs=logprobs)
 
     @property
     def num_conversations(self) -> int:
@@ -130,29 +146,34 @@ async def _ask(
 ) -> Generation:
     # Not streamed: SGLang's stream leaves out the log-probabilities of a token that is only a part
     # of a character. The server's own clock gives the time between tokens.
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if workload.logprobs else {}
     response = await client.chat.completions.create(
         model="default",
         messages=messages,  # type: ignore[arg-type]
         tools=workload.tools,  # type: ignore[arg-type]
         temperature=0,
         max_tokens=max_tokens,
-        logprobs=True,
-        top_logprobs=2,
+        **asked,
         extra_body={"ignore_eos": True, "return_token_ids": True, "return_meta_info": True},
     )
     choice = response.choices[0]
     extra = choice.model_extra or {}  # what SGLang adds to the OpenAI fields
+    output_ids = extra["response_token_ids"]
     tokens = (choice.logprobs and choice.logprobs.content) or []
+    logprobs = [token.logprob for token in tokens]
+    margins = [token.top_logprobs[0].logprob - token.top_logprobs[1].logprob for token in tokens]
+    if not workload.logprobs:
+        logprobs = margins = [math.nan] * len(output_ids)
     meta = extra["meta_info"]
     decode_s = meta["e2e_latency"] - meta["first_token_latency"]
     if progress is not None:
-        progress.update(len(tokens))
+        progress.update(len(output_ids))
     return Generation(
         name=name,
         prompt_ids=extra["prompt_token_ids"],
-        output_ids=extra["response_token_ids"],
-        logprobs=[token.logprob for token in tokens],
-        margins=[token.top_logprobs[0].logprob - token.top_logprobs[1].logprob for token in tokens],
+        output_ids=output_ids,
+        logprobs=logprobs,
+        margins=margins,
         text=choice.message.content or "",
-        tpot_s=decode_s / max(len(tokens) - 1, 1),
+        tpot_s=decode_s / max(len(output_ids) - 1, 1),
     )

@@ -82,7 +82,7 @@ def launch_refusals(server_args: Any) -> Iterator[str]:
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    from sglang_pat.refusals import interface_mismatches
+    from sglang_pat.srt.interface import interface_mismatches
     from sglang_pat.srt.support import config_refusals
 
     if reason := _reason_against_options():  # where pat is the platform's default

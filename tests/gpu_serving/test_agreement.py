@@ -100,6 +100,14 @@ def test_other_heads(model: str, server: Fleet, reference: Reference) -> None:
     assert not [reason for reason in counted.fallbacks if reason.startswith("layer")]
 
 
+def test_prefill_is_the_named_backends(server: Fleet) -> None:
+    for name, backend in (
+        ("ratio4-pat", "FlashAttentionBackend"),
+        ("ratio4-pat-flashinfer-prefill", "flashinfer"),
+    ):
+        assert f"prefill on SGLang's own attention ({backend})" in server(name).text()
+
+
 def test_branches_are_taken_where_always(server: Fleet) -> None:
     one = server("ratio4-pat-pages-branches")
     before = one.counters()

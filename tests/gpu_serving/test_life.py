@@ -4,6 +4,7 @@ other weights."""
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,10 @@ OURS, STOCK, OTHER = "ratio4-pat", "ratio4-fa3", "ratio4b-fa3"
 SERVERS = (OURS, STOCK, OTHER)
 LOAD = LOADS["multi_level"]
 ANSWERED_AGAIN = 3
-LEAVERS_TOKENS = 6000  # some twenty seconds of decoding, if nobody noticed
+LEAVERS_TOKENS = 3000  # ten seconds of decoding, if nobody noticed
+# Between two requests of a leaver. SGLang aborts a broken stream after two seconds, so some dozen
+# requests at most decode for nobody, and the others find room.
+PAUSE_S = 0.3
 
 
 @contextmanager
@@ -35,6 +39,7 @@ def _leavers(server: ServingServer) -> Iterator[list[Future[int]]]:
             prompt = LOAD.prompts[(first + left) % len(LOAD.prompts)]
             quit_after(server, prompt, left % 7, new_tokens=LEAVERS_TOKENS)
             left += 1
+            stopping.wait(PAUSE_S)
         return left
 
     def abort(first: int) -> int:
@@ -49,8 +54,8 @@ def _leavers(server: ServingServer) -> Iterator[list[Future[int]]]:
             with ThreadPoolExecutor(max_workers=1) as one:
                 answer = one.submit(server.post, "/generate", body)
                 while not answer.done():  # the first may come before the request
+                    time.sleep(0.05)
                     server.post("/abort_request", {"rid": rid})
-                    stopping.wait(0.05)
                 assert answer.result()["meta_info"]["finish_reason"]["type"] == "abort"
             left += 1
         return left
@@ -81,7 +86,7 @@ def test_survivors_of_aborts_answer_the_same(server: Fleet) -> None:
     assert counted.plans_made + counted.plans_reused == counted.decode_steps
     assert 0 < counted.packed_steps <= counted.decode_steps
     assert counted.kv_tokens_read < counted.kv_tokens_unpacked
-    assert set(counted.fallbacks) <= {"extend", "idle"}
+    assert not counted.fallbacks
     assert Distance.between(forced_logprobs(ours, LOAD, texts), wanted).small
 
 

@@ -83,7 +83,7 @@ def test_clients_that_disconnect_in_mid_stream(
     assert counted.plans_made + counted.plans_reused == counted.decode_steps
     assert counted.packed_steps > 0
     assert PATIENT.new_tokens[0] <= counted.decode_steps + 1 < LEAVERS_TOKENS
-    assert set(counted.fallbacks) <= {"extend", "idle"}
+    assert not counted.fallbacks
     later = server.generate(leave, PATIENT.new_tokens[4:])
     assert disagreements(later, stock["patient"][4:]) == []
 

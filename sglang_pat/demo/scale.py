@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large the demo's model and workload are, by device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_BF16, MEAN_LOGPROB_DIFF_BF16
+
+VOCAB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The size of a demo.
+
+    ``parts``: conversations for each of the 24 tasks; with more than one, the timed pass asks for
+    no log-probabilities, whose host time no user without them pays, and a pass of its own with one
+    part is compared. ``handbook``: puts the text of ``corpus.txt`` into the common system prompt.
+    ``warm_up``: first run the whole workload once and flush the cache, on both servers.
+    ``mean_diff_bf16`` and ``max_diff_bf16``: differences of log-probabilities (natural logarithm)
+    that rounding to bf16 explains on this model.
+    """
+
+    model: dict[str, Any]  # arguments of make_model
+    kv_tokens: int  # K/V pool of either server
+    parts: int
+    max_tokens: int  # of an answer
+    handbook: bool
+    warm_up: bool
+    mean_diff_bf16: float
+    max_diff_bf16: float
+
+    def __str__(self) -> str:
+        return "llama {layers} x {hidden}, {q_heads}/{kv_heads} heads of {head_dim}".format(
+            **self.model
+        )
+
+
+SCALES = {
+    # Two cores: a decode step of 24 requests takes a tenth of a second without packing. The pool
+    # holds 24 contexts of 1,900 tokens with room to spare, so that no request is retracted.
+    "cpu": Scale(
+        model={
+            "hidden": 256,
+            "layers": 4,
+            "q_heads": 4,
+            "kv_heads": 1,
+            "head_dim": 128,
+            "vocab": VOCAB,
+        },
+        kv_tokens=65_536,
+        parts=1,
+        max_tokens=32,
+        handbook=False,
+        warm_up=False,
+        mean_diff_bf16=MEAN_LOGPROB_DIFF_BF16,
+        max_diff_bf16=MAX_LOGPROB_DIFF_BF16,
+    ),
+    # A decode step must be made of attention's K/V reads, or it shows SGLang's host time alone.
+    #   K/V of a token   8 layers x 16 heads x 128 x 2 (K and V) x 2 bytes = 64 KiB
+    #   conversations    6 agents x 4 tasks x 6 parts = 144, each of 4,400 common tokens, 120 of its
+    #                    agent and on average 230 of its own (task, follow-up, two answers of 128)
+    #   stock reads      144 x 4,750 x 64 KiB = 45 GB a step: 13 ms at an H100's 3.35 TB/s and 9 ms
+    #                    at an H200's 4.8 TB/s; what the L2 serves twice may halve that
+    #   pat reads        (4,400 + 6 x 120 + 144 x 230) x 64 KiB = 2.5 GB: 0.8 and 0.5 ms
+    #   weights          8 x 27 million + 2 million parameters = 0.44 GB, 0.1 ms a step; made in 6 s
+    #   pool             131,072 tokens = 8.6 GB. 4,400 + 144 x (120 + 400) = 79,000 are needed at
+    #                    most, if no agent's prompt is cached when its 24 conversations arrive.
+    # 16 heads in 8 layers rather than 8 in 16 read as much, and rounding grows with the layers.
+    #
+    # Bounds: bf16 itself differs from fp32 on this model by 0.136 on average and 0.67 at most
+    # (transformers, 2,048 random tokens, on a CPU); 6,144 tokens are compared. How far two backends
+    # differ on a GPU is still to be measured there: the demo prints it beside these.
+    "cuda": Scale(
+        model={
+            "hidden": 1024,
+            "layers": 8,
+            "q_heads": 64,
+            "kv_heads": 16,
+            "head_dim": 128,
+            "vocab": VOCAB,
+        },
+        kv_tokens=131_072,
+        parts=6,
+        max_tokens=128,
+        handbook=True,
+        warm_up=True,
+        mean_diff_bf16=0.14,
+        max_diff_bf16=1.0,
+    ),
+}
+MODEL = SCALES["cpu"].model  # which the examples serve, too

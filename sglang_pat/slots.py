@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a plan share only what is the same? The one comparison of slots, which never decides what is
+shared: it only says whether that was right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_pat.planning import BRANCH, Plan
+
+
+class SlotMismatch(ValueError):
+    """Two places that must hold one slot hold two."""
+
+
+def check_slots(plan: Plan, req_to_token: torch.Tensor, rows: torch.Tensor) -> None:
+    """Check that the queries of every shared item hold the same K/V slots for its tokens.
+
+    A plan believes its paths. Where they claim a node for queries whose rows of ``req_to_token``
+    differ there, ``decode`` reads one query's K/V for all of them, and the output of the others is
+    wrong without a word. This compares the slots; on a GPU it waits for the device.
+
+    Args:
+        plan: made for the first queries of the batch, or all of them.
+        req_to_token: int32 [R, max_context], slot of each token of each row.
+        rows: int [B], the row of ``req_to_token`` that query i reads; those beyond the plan's
+            queries are not looked at.
+
+    Raises SlotMismatch, a ValueError, naming both queries, the token and both slots, and ValueError
+    for rows or tokens that the table does not have.
+    """
+    for name, value, dims in (("req_to_token", req_to_token, 2), ("rows", rows, 1)):
+        require_tensor(name, value)
+        if value.dim() != dims:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, must have {dims} dimensions")
+    if rows.is_floating_point():
+        raise ValueError(f"rows is {rows.dtype}, must be an integer type")
+    num_rows, max_context = req_to_token.shape
+    table_rows = rows[: plan.num_queries].tolist()
+    if len(table_rows) < plan.num_queries:
+        raise ValueError(f"the plan is for {plan.num_queries} queries, rows has {len(table_rows)}")
+    for query, row in enumerate(table_rows):
+        if not 0 <= row < num_rows:
+            raise ValueError(f"query {query}: row {row} is not one of the table's {num_rows}")
+    for shared in shared_ranges(plan):
+        end = shared.begin + shared.tokens
+        if end > max_context:
+            raise ValueError(
+                f"query {shared.reader} shares tokens up to {end}, req_to_token has {max_context} "
+                f"a row: plan for these rows"
+            )
+    try:
+        compare_packs(plan, req_to_token, table_rows, "query {}".format)
+    except SlotMismatch as mismatch:
+        raise SlotMismatch(
+            f"{mismatch}: the paths that the plan was made from share a node which these queries "
+            f"do not share in req_to_token; give it two ids, or end the paths before it"
+        ) from None
+
+
+def require_tensor(name: str, value: object) -> None:
+    """Raise ValueError, saying what to do, unless ``value`` is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"{name} is of type {type(value).__name__}, must be a torch.Tensor: "
+            f"convert it with torch.as_tensor"
+        )
+
+
+class SharedRange(NamedTuple):
+    """Tokens that an item reads in the row of query ``reader`` for all of ``queries``."""
+
+    reader: int
+    begin: int
+    tokens: int
+    queries: list[int]
+
+
+def shared_ranges(plan: Plan) -> Iterator[SharedRange]:
+    """What the plan's items read for more than one query."""
+    members = plan.members["query"]
+    for item in plan.items[plan.items["num_queries"] > 1]:
+        first = int(item["member_offset"])
+        count = int(item["num_queries"])
+        if item["kv_len"] != BRANCH:
+            ranges = [(item["row"], item["kv_start"], item["kv_len"], 0, count)]
+        else:
+            segments = plan.segments[item["row"] : item["row"] + item["partial"]]
+            names = ["row", "kv_start", "kv_len", "first", "num_queries"]
+            ranges = segments[segments["num_queries"] > 1][names].tolist()
+        for reader, begin, tokens, offset, queries in ranges:
+            of_range = members[first + offset : first + offset + queries]
+            yield SharedRange(int(reader), int(begin), int(tokens), of_range.tolist())
+
+
+def compare_packs(
+    plan: Plan,
+    req_to_token: torch.Tensor,
+    rows: list[int] | torch.Tensor,
+    name: Callable[[int], str],
+) -> None:
+    """Compare the slots of each pack's members. ``name``: of a query, for the message of
+    SlotMismatch. ``rows`` on the CPU; they and the plan's tokens must be in the table."""
+    for shared in shared_ranges(plan):
+        span = slice(shared.begin, shared.begin + shared.tokens)
+        expected = req_to_token[rows[shared.reader], span]
+        for query in shared.queries:
+            held = req_to_token[rows[query], span]
+            compare(held, expected, shared.begin, name(query), f"{name(shared.reader)} of its pack")
+
+
+def compare(
+    held: torch.Tensor, expected: torch.Tensor, begin: int, holder: str, other: str
+) -> None:
+    """Raise SlotMismatch unless the slots [tokens] that ``holder`` and ``other`` have from token
+    ``begin`` on are the same."""
+    if torch.equal(held, expected):
+        return
+    if len(held) != len(expected):
+        raise SlotMismatch(f"{holder} protects {len(held)} tokens, {other} has {len(expected)}")
+    at = int(np.flatnonzero((held != expected).cpu().numpy())[0])
+    raise SlotMismatch(
+        f"{holder} holds slot {int(held[at])} at token {begin + at}, "
+        f"{other} holds slot {int(expected[at])}"
+    )

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# All GPU tests and the demo on a GPU host without network, in the checkout's root:
+#     tests/gpu_serving/on_host.sh KIT [STEP...]
+# KIT holds default.00, .01, ... of gpu-kit/make_default.sh (made with the project's wheel for Python
+# 3.12), default_host.sh beside them and, for the step more, nixl.tar.xz (tests/gpu_serving/README.md).
+# Steps, in this order unless named: unpack gpu serving more demo. Others: sleep ranks soak first
+# keep. Each has a limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit
+# status is the number of steps that failed. $OUT (default: ./out) gets host.log, STEP.xml of pytest,
+# JSON of demo, soak and first, and in servers.tar.gz the ends of the servers' logs. keep adds what
+# the servers compiled, jit.tar.xz: beside the kit it saves the next machine one to three minutes.
+set -uo pipefail
+kit=$(cd "${1:?usage: on_host.sh KIT [STEP...]}" && pwd); shift
+steps=("$@"); [ $# -gt 0 ] || steps=(unpack gpu serving more demo)
+root=$(cd "$(dirname "$0")/../.." && pwd); cd "$root" || exit 1
+out=${OUT:-$root/out}; mkdir -p "$out"
+site=${SITE:-/tmp/site}; work=${WORK:-/tmp/pat_work}; mkdir -p "$work"
+: "${LIMIT_GPU:=150}" "${LIMIT_SERVING:=420}" "${LIMIT_MORE:=240}" "${LIMIT_DEMO:=200}"
+: "${LIMIT_SLEEP:=240}" "${LIMIT_RANKS:=300}" "${LIMIT_SOAK:=450}" "${LIMIT_FIRST:=260}"
+export PYTHONPATH=$site:$root/tests PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 MAX_JOBS=16
+export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1
+
+limited() { # SECONDS COMMAND...: SIGINT first, so that pytest stops its servers and writes its report
+  timeout --signal=INT --kill-after=25 "$@"
+}
+tests() { # STEP SECONDS FILE...
+  local step=$1 seconds=$2
+  shift 2
+  limited "$seconds" python3 -m pytest -c /dev/null --rootdir "$root" -p no:cacheprovider -q -rfExs \
+    --durations=12 --tb=short --basetemp="$work/$step" --junitxml="$out/$step.xml" "$@" || return
+  python3 - "$out/$step.xml" <<'CHECK' # a suite that skips all of itself has not passed
+import sys
+from xml.etree import ElementTree
+suite = next(ElementTree.parse(sys.argv[1]).iter("testsuite"))
+sys.exit("every test was skipped" if suite.get("tests") == suite.get("skipped") else 0)
+CHECK
+}
+step_unpack() {
+  bash "$kit/default_host.sh" "$site" "$kit"
+  if [ -e "$kit/nixl.tar.xz" ]; then tar xJf "$kit/nixl.tar.xz" -C "$site"; fi
+  if [ -e "$kit/jit.tar.xz" ]; then tar xJf "$kit/jit.tar.xz" -C "$HOME"; fi
+  python3 -m sglang_pat doctor
+}
+step_keep() {
+  (cd "$HOME" && tar cJf "$out/jit.tar.xz" --exclude='*.o' $(ls -d .cache/sglang .cache/flashinfer))
+}
+step_gpu() { tests gpu "$LIMIT_GPU" tests/gpu; }
+# What needs FlashInfer comes late, as its servers compile for minutes; what changes a server, last.
+step_serving() {
+  local at=tests/gpu_serving
+  tests serving "$LIMIT_SERVING" $at/test_fallbacks.py $at/test_agreement.py $at/test_life.py
+}
+step_more() { # by themselves: a cache on the host wants 10 GB free there beside all servers
+  local at=tests/gpu_serving
+  tests more "$LIMIT_MORE" $at/test_adapters.py $at/test_two_levels.py $at/test_disaggregation.py
+}
+step_sleep() { tests sleep "$LIMIT_SLEEP" tests/gpu_serving/test_sleep.py; }
+step_ranks() { tests ranks "$LIMIT_RANKS" tests/gpu_serving/test_ranks.py; } # two GPUs
+step_demo() {
+  limited "$LIMIT_DEMO" python3 -m sglang_pat demo --device cuda --cache "$work/demo" --json "$out/demo.json"
+}
+step_soak() {
+  limited "$LIMIT_SOAK" python3 -m gpu_serving.soak --device cuda --logs "$work/soak" --json "$out/soak.json"
+}
+step_first() {
+  limited "$LIMIT_FIRST" python3 -m sglang_pat.bench.serving --first-runs 10 --output-tokens 128 \
+    --stream-interval 4 --backends pat fa3 --logs "$work/first" --json "$out/first.json" \
+    --budget-s $((LIMIT_FIRST - 20)) ${FIRST:-}
+}
+
+failed=0
+for step in "${steps[@]}"; do
+  began=$SECONDS
+  echo "=== $step" | tee -a "$out/host.log"
+  "step_$step" 2>&1 | tee -a "$out/host.log" | tail -n 40
+  status=${PIPESTATUS[0]}
+  echo "=== $step: exit $status after $((SECONDS - began)) s"
+  [ "$status" -eq 0 ] || failed=$((failed + 1))
+done
+# The last lines of every server's log, which an assertion's message does not have.
+find "$work" -name '*.log' -size +0 | while read -r log; do
+  to="$work/ends/${log#"$work"/}"; mkdir -p "$(dirname "$to")"; tail -n 400 "$log" >"$to"
+done
+[ ! -d "$work/ends" ] || tar czf "$out/servers.tar.gz" -C "$work/ends" .
+exit "$failed"

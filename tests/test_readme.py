@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's library snippet does what it says, as it stands, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_pat.reference import attention
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def snippet() -> str:
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) == 1
+    return str(blocks[0])
+
+
+def test_the_snippet_runs_and_shares(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(snippet, str(README), "exec"), names)
+    printed = capsys.readouterr().out
+    assert printed.startswith("<Plan: 2 queries, 8 query and 2 KV heads, ")
+    assert "  tokens [0, 512) of queries 0-1\n" in printed
+    assert names["plan"].items["kv_len"].tolist()
+    assert names["plan"].num_shared_items > 0
+    assert names["out"].shape == (2, 8, 64) and names["out"].isfinite().all()
+
+
+def test_the_snippet_s_output_is_attention_s(snippet: str) -> None:
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(
+        compile(
+            snippet.replace("torch.randn(2, 8, 64),", "q := torch.randn(2, 8, 64),"),
+            str(README),
+            "exec",
+        ),
+        names,
+    )
+    lens = torch.tensor([710, 650])
+    caches = (names["k_cache"], names["v_cache"], names["req_to_token"])
+    truth, _ = attention(names["q"], *caches, torch.tensor([0, 1]), lens, scale=64**-0.5)
+    torch.testing.assert_close(names["out"], truth, rtol=1e-4, atol=1e-5)
+
+
+def test_the_snippet_s_check_finds_a_false_claim(snippet: str) -> None:
+    """Without the line that shares the prompt's slots the paths claim what is not so."""
+    line = re.search(r"^req_to_token\[1, :512\].*\n", snippet, re.M)
+    assert line
+    with pytest.raises(ValueError, match=r"query 1 .*slot 0"):
+        exec(compile(snippet.replace(line[0], ""), str(README), "exec"), {})

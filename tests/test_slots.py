@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``check_slots`` and ``decode(check=True)``: paths that claim what is not shared are caught."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from sglang_pat import Node, Plan, SlotMismatch, Target, check_slots, decode, plan
+from sglang_pat.bench.kv import make_batch
+from sglang_pat.bench.trees import Tree
+
+TREE = Tree((1, 2, 6), (300, 200, 40))
+HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+TARGETS = {
+    "packs": Target.cpu(threads=2, max_queries=8, **HEADS),
+    "branches": Target.h200(max_queries=8, branching="always", **HEADS),
+}
+
+
+@pytest.fixture(params=TARGETS)
+def made(request: pytest.FixtureRequest) -> Plan:
+    return plan(TREE.paths, TREE.seq_lens, TARGETS[request.param])
+
+
+def _table_and_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    batch = make_batch(TREE, **HEADS, dtype=torch.float32)
+    return batch.req_to_token, batch.rows
+
+
+def test_true_paths_pass(made: Plan) -> None:
+    assert made.num_shared_items > 0
+    table, rows = _table_and_rows()
+    check_slots(made, table, rows)
+    check_slots(made, table, torch.cat([rows, torch.tensor([-1, 99])]))  # padding is not read
+
+
+@pytest.mark.parametrize(("query", "token"), [(1, 0), (4, 299), (2, 300), (5, 499)])
+def test_a_wrong_slot_is_named(made: Plan, query: int, token: int) -> None:
+    table, rows = _table_and_rows()
+    row = int(rows[query])
+    right = int(table[row, token])
+    table[row, token] = right + 1
+    with pytest.raises(SlotMismatch, match=rf"at token {token}, .*req_to_token") as raised:
+        check_slots(made, table, rows)
+    assert f"query {query} " in str(raised.value)
+    assert re.search(rf"slot {right}\b", str(raised.value))
+
+
+def test_tokens_of_one_query_are_its_own(made: Plan) -> None:
+    table, rows = _table_and_rows()
+    table[rows[3], 510] += 1
+    check_slots(made, table, rows)
+
+
+def test_decode_checks_when_asked() -> None:
+    """Without the check the output is wrong without a word; with it nothing is written."""
+    batch = make_batch(TREE, **HEADS, dtype=torch.float32)
+    made = plan(TREE.paths, TREE.seq_lens, TARGETS["packs"])
+    right = decode(*batch.inputs, made, scale=0.125, check=True)
+    k_cache, other = batch.k_cache, batch.req_to_token.clone()
+    other[batch.rows[1], :300] = torch.randperm(len(k_cache))[:300].to(torch.int32)
+    inputs = [batch.q, k_cache, batch.v_cache, other, batch.rows, batch.seq_lens]
+    assert torch.equal(decode(*inputs, made, scale=0.125), right)  # not what row 1 holds
+    out = torch.full_like(right, float("nan"))
+    with pytest.raises(ValueError, match=r"query 1 (of its pack|holds)"):
+        decode(*inputs, made, scale=0.125, out=out, check=True)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("table", "rows", "message"),
+    [
+        ([[0]], torch.arange(6), "req_to_token is of type list, must be a torch.Tensor"),
+        (torch.zeros(6, 540), [0] * 6, "rows is of type list, must be a torch.Tensor"),
+        (torch.zeros(540), torch.arange(6), "req_to_token has shape (540,), must have 2 dim"),
+        (torch.zeros(6, 540), torch.zeros(6), "rows is torch.float32, must be an integer type"),
+        (torch.zeros(6, 540), torch.arange(5), "the plan is for 6 queries, rows has 5"),
+        (torch.zeros(6, 540), torch.arange(6) + 1, "query 5: row 6 is not one of the table's 6"),
+        (torch.zeros(6, 499), torch.arange(6), "req_to_token has 499 a row"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(
+    made: Plan, table: torch.Tensor, rows: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_slots(made, table, rows)
+
+
+def test_nodes_are_tuples_with_names() -> None:
+    paths = [[Node(id=7, start=0, end=40), Node(9, 40, 60)], [Node(id=7, start=0, end=40)]]
+    plain = [[tuple(node) for node in path] for path in paths]
+    target = TARGETS["packs"]
+    assert (
+        plan(paths, [70, 50], target).items.tobytes()
+        == plan(plain, [70, 50], target).items.tobytes()
+    )
