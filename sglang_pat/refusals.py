@@ -159,6 +159,8 @@ def reason_against_heads(layer: Any, device: str, shared: int | None = None) -> 
     group = layer.tp_q_head_num // layer.tp_k_head_num
     if group > CUDA_MAX_GROUP:
         return f"{group} query heads per KV head, more than {CUDA_MAX_GROUP}"
+    if not hasattr(_C, "cuda_min_shared_bytes"):
+        return "no CUDA kernel: this sglang_pat was built without (PAT_CUDA=OFF)"
     needed = _C.cuda_min_shared_bytes(dims[0])
     limit = _shared_memory(device) if shared is None else shared
     if needed > limit:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import logging
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,31 +119,11 @@ def test_a_build_without_kernels_is_named(a_gpu: Any, monkeypatch: pytest.Monkey
     assert default_device() == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("major", "flashinfer", "expected"),
-    [
-        (8, True, "FlashAttentionBackend"),
-        (9, True, "FlashAttentionBackend"),
-        (10, True, "FlashInferAttnBackend"),
-        (10, False, "TritonAttnBackend"),
-    ],
-)
-def test_the_base_is_the_gpus(
-    monkeypatch: pytest.MonkeyPatch, major: int, flashinfer: bool, expected: str
-) -> None:
-    """FA3 where it runs, else FlashInfer, which wants to know of its workspace, else Triton."""
-    pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
-    from sglang_pat import backend
-
-    for name in ("FlashAttention", "FlashInferAttn", "TritonAttn"):
-        module = name.removesuffix("Attn").lower()
-        fake = ModuleType(module)
-        setattr(fake, f"{name}Backend", type(f"{name}Backend", (), {}))
-        place = f"sglang.srt.layers.attention.{module}_backend"
-        monkeypatch.setitem(sys.modules, place, fake)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: flashinfer)
-    runner = SimpleNamespace(device="cuda", init_new_workspace=True)
-    base, arguments = backend._base_of(runner)
-    assert base.__name__ == expected
-    assert arguments == ({"init_new_workspace": True} if "FlashInfer" in expected else {})
+@pytest.mark.skipif(not hasattr(_C, "cuda_probe"), reason="built without CUDA kernels")
+def test_the_least_shared_memory_of_a_block() -> None:
+    """One half, two stages and one Q buffer: 4096 bytes and three tiles of 64 tokens. Needs no GPU;
+    the reasons against layers ask for it (tests/test_layer_refusals.py has the same values)."""
+    for head_dim in refusals.CUDA_HEAD_DIMS:
+        assert _C.cuda_min_shared_bytes(head_dim) == 4096 + 3 * 64 * 2 * head_dim
+    with pytest.raises(ValueError, match="head_dim is 96, the CUDA kernels have 64, 128 and 256"):
+        _C.cuda_min_shared_bytes(96)

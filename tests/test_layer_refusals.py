@@ -66,7 +66,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         "get_device_properties",
         lambda _: SimpleNamespace(shared_memory_per_block_optin=facts["limit"]),
     )
-    needed = {64: 28_672, 128: 53_248, 256: 102_400}  # tests/gpu compares them with the kernels'
+    needed = {64: 28_672, 128: 53_248, 256: 102_400}  # as tests/test_gpus.py checks
     monkeypatch.setattr(_C, "cuda_min_shared_bytes", needed.__getitem__, raising=False)
     return facts
 
@@ -139,3 +139,9 @@ def test_head_dim_256_needs_more_shared_memory_than_some_gpus_have(
 def test_a_layer_that_the_pool_does_not_have_is_no_answer() -> None:
     with pytest.raises(KeyError):
         _against("cpu", mapping={4: (0, False)})
+
+
+def test_a_build_without_kernels_serves_no_layer_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_C, "cuda_min_shared_bytes")
+    assert "PAT_CUDA=OFF" in _against("cuda")
+    assert _against("cpu") == ""
