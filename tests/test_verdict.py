@@ -157,7 +157,7 @@ def test_the_workspace_is_what_the_backend_would_size(
     sized = fit_workspace(
         num_q_heads=2,
         head_dim=64,
-        max_context=8192,
+        max_context=8196,  # as wide as SGLang's table
         pool_requests=300,
         largest_graph=256,  # SGLang's default on a GPU of 80 GB
         partial_dtype=torch.float32,
@@ -167,6 +167,8 @@ def test_the_workspace_is_what_the_backend_would_size(
     report = verdict.as_json()["workspace"]
     assert (report["bytes"], report["max_requests"]) == (sized.total, 300)
     monkeypatch.setenv("SGLANG_PAT_WORKSPACE_MB", "1")
+    flags = ("--max-running-requests", "300", "--tp", "2", "--disable-cuda-graph")
+    assert ask(kit_models.LLAMA, *flags).workspace.max_queries < 256
     small = ask(kit_models.LLAMA, "--max-running-requests", "300", "--tp", "2").workspace
     assert small.over_budget and small.max_queries == 256
 
@@ -220,3 +222,6 @@ def test_what_people_read(ask: Any) -> None:
     refused = [line for line in ask(kit_models.DEEPSEEK).lines() if line[0] == "refused"]
     (_, reason, way_out), *_ = refused
     assert "MLA" in reason and way_out == "choose another --attention-backend"
+    refused = ask(kit_models.LLAMA, "--enable-pdmux", "--chunked-prefill-size", "-1").lines()
+    (_, reason, way_out), *_ = [line for line in refused if line[0] == "refused"]
+    assert reason.startswith("--enable-pdmux: ") and way_out.startswith("drop it or choose")

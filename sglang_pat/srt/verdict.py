@@ -24,6 +24,8 @@ _BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
 # SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
 # (S mem_cache/kv_cache_configurator.py:3124); between them it depends on the free memory.
 _MOST_REQUESTS = 4096
+# Tokens of a row of req_to_token beyond the context (S mem_cache/allocation_sizing.py:105).
+_ROW_MARGIN = 4
 
 Status = Literal["served", "served in part", "nothing to gain", "refused"]
 
@@ -235,15 +237,19 @@ def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int
 
 def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
     """What the backend will allocate on each GPU, for as many requests as the server may run."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.runtime_context import attn_tp_size_of
 
-    requests = args.max_running_requests or _MOST_REQUESTS
+    requests = (args.max_running_requests or _MOST_REQUESTS) // max(1, int(args.attn_dp_size))
+    requests = max(1, requests)
+    decode = args.cuda_graph_config.decode
+    sizes = [0] if decode.backend == Backend.DISABLED else [*(decode.bs or ()), decode.max_bs or 0]
     return fit_workspace(
         num_q_heads=model_config.get_num_attention_heads(attn_tp_size_of(args)),
         head_dim=model_config.head_dim,
-        max_context=model_config.context_len,
-        pool_requests=max(1, requests // max(1, int(args.attn_dp_size))),
-        largest_graph=args.cuda_graph_config.decode.max_bs or 0,
+        max_context=model_config.context_len + _ROW_MARGIN,
+        pool_requests=requests,
+        largest_graph=min(max(sizes), requests),
         partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,
     )
@@ -256,8 +262,8 @@ def _model_of(arguments: Sequence[str]) -> str:
 
 
 def _split(reason: str) -> tuple[str, str]:
-    """A reason and its way out, which stands behind the last colon or semicolon."""
-    for mark in (": ", "; "):
+    """A reason and its way out, which stands behind the last semicolon or colon."""
+    for mark in ("; ", ": "):
         head, found, tail = reason.rpartition(mark)
         if found:
             return head, tail
