@@ -7,10 +7,12 @@ It takes minutes of the CPUs and little of the GPU, so it goes well beside tests
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from serving.workloads import random_prompt
 
@@ -20,7 +22,12 @@ from .fleet import Fleet
 NAMES = ("ratio4-flashinfer", "ratio7-fa3")
 
 
+def _exit(signum: int, _frame: object) -> NoReturn:
+    sys.exit(128 + signum)
+
+
 def main(names: list[str]) -> int:
+    signal.signal(signal.SIGTERM, _exit)  # unwinds, so that the servers are stopped
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pat_warm_") as folder:
         fleet = Fleet(names or NAMES, Path(folder))
