@@ -50,6 +50,7 @@ class Executor:
                 )
         self._plan: Plan | None = None
         self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
+        sleep.reset_on_wake(self)
 
     def reset(self) -> None:
         """Forget the plan, since the workspace's memory has lost its contents; waits for the
@@ -128,7 +129,8 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
     largest_graph = _largest_graph(requests)
     if table.device.type == "cpu":  # there is no workspace
         options["max_queries"] = max(requests, largest_graph)
-        return Executor(Target.cpu(threads=torch.get_num_threads(), **options), config, table)
+        target = Target.cpu(threads=torch.get_num_threads(), **options)
+        return Executor(target, config, table)
     capacity = fit_workspace(
         num_q_heads=options["num_q_heads"],
         head_dim=options["head_dim"],
@@ -141,9 +143,7 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
     _announce(capacity)
     options |= {"max_queries": capacity.max_queries, "max_partials": capacity.max_partials}
     target = Target.gpu(torch.cuda.get_device_properties(table.device), **options)
-    executor = Executor(target, config, table, sleep.kv_cache_region(runner))
-    sleep.reset_on_wake(executor)
-    return executor
+    return Executor(target, config, table, sleep.kv_cache_region(runner))
 
 
 def _largest_graph(pool_requests: int) -> int:

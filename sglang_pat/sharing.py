@@ -56,9 +56,9 @@ class SharingWatch:
         reused. Announces the first packed step. Whether it is time to say that nothing is shared:
         ``explain`` does."""
         self._planned += plan.num_queries if made else 0
-        if plan.num_shared_items > 0:
+        if plan.num_shared_items > 0 and (saving := describe_packed_step(plan, total)):
             self.on = False
-            logger.info("sglang_pat: %s", describe_packed_step(plan, total))
+            logger.info("sglang_pat: %s", saving)
             return False
         if plan.num_queries > 1:
             self._steps_of_several += 1
@@ -97,7 +97,8 @@ class SharingWatch:
 
 def describe_packed_step(plan: Plan, total: int) -> str:
     """What a packed step of ``total`` K/V tokens saves, in a line: how many requests share tokens,
-    how many each, and the K/V reads of the whole step.
+    how many each, and the K/V reads of the whole step. Empty for a plan whose items of several
+    requests read no token for more than one of them.
 
     Requests with one prefix may be in several items, so these are not told apart.
     """
@@ -107,6 +108,8 @@ def describe_packed_step(plan: Plan, total: int) -> str:
     tokens: Counter[int] = Counter()  # shared ones of each query
     for shared in shared_ranges(plan):
         tokens.update(dict.fromkeys(shared.queries, shared.tokens))
+    if not tokens:
+        return ""
     least, most = min(tokens.values()), max(tokens.values())
     each = f"{most} tokens" if least == most else f"{least} to {most} tokens each"
     ratio = total / plan.kv_tokens_read(total)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import kit_models
 import pytest
 
 from sglang_pat import doctor
@@ -54,6 +55,52 @@ def test_a_good_environment(tmp_path: Path) -> None:
         ("tree core ", "rust, with its own collect_path_info"),
     ]:
         assert any(topic in line and found in line for line in lines), (topic, run.stdout)
+
+
+def test_a_model_and_flags_are_judged_without_weights(tmp_path: Path) -> None:
+    model = kit_models.write_config(tmp_path / "model", kit_models.GEMMA2)
+    run = _run(tmp_path, "--model", str(model), "--gpu", "H100", "--max-running-requests", "64")
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[-1] == "served in part."
+    for topic, found in [
+        ("layers of pat ", "2 (1, 3)"),
+        ("layers of SGLang ", "2 (0, 2): a sliding window"),
+        ("workspace ", "MB on the GPU, for batches of up to 64 requests"),
+    ]:
+        assert any(topic in line and found in line for line in lines), (topic, run.stdout)
+
+
+def test_a_refused_model_is_told_from_a_served_one(tmp_path: Path) -> None:
+    model = kit_models.write_config(tmp_path / "mla", kit_models.DEEPSEEK)
+    run = _run(tmp_path, "--json", "--model", str(model))
+    assert run.returncode == 1, run.stdout + run.stderr
+    report = json.loads(run.stdout)
+    assert not report["ok"]
+    assert report["server"]["verdict"] == "refused"
+    assert "uses MLA" in report["server"]["refused"][0]
+    assert all(finding["status"] != "block" for finding in report["findings"])
+
+
+def test_a_wrong_option_blocks_before_a_model_is_judged(tmp_path: Path) -> None:
+    model = kit_models.write_config(tmp_path / "model", kit_models.LLAMA)
+    run = _run(tmp_path, "--json", "--model", str(model), SGLANG_PAT_POLICY="clever")
+    assert run.returncode == 1, run.stdout + run.stderr
+    report = json.loads(run.stdout)
+    assert "server" not in report
+    (blocked,) = [f for f in report["findings"] if f["status"] == "block"]
+    assert "SGLANG_PAT_POLICY=clever" in blocked["found"]
+
+
+def test_a_question_that_makes_no_sense_is_wrong_usage(tmp_path: Path) -> None:
+    model = kit_models.write_config(tmp_path / "model", kit_models.LLAMA)
+    for flags, message in (
+        (("--gpu", "H900"), "'H900' is not known; the GPUs are"),
+        (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
+    ):
+        run = _run(tmp_path, "--model", str(model), *flags)
+        assert run.returncode == 2, run.stdout + run.stderr
+        assert message in run.stderr
 
 
 def test_everything_wrong_at_once_is_all_named(tmp_path: Path) -> None:

@@ -113,7 +113,6 @@ def test_after_a_wake_a_plan_is_copied_again(
     monkeypatch: pytest.MonkeyPatch, resume: Any, tags: list[str] | None
 ) -> None:
     held, workspace = executor_of(monkeypatch)
-    sleep.reset_on_wake(held)
     made = plan([None, None], [10, 20], held.target)
     held.load(made, 2)
     held.load(made, 2)
@@ -133,8 +132,7 @@ def test_memory_that_is_not_back_yet_is_not_touched(
     monkeypatch: pytest.MonkeyPatch, resume: Any
 ) -> None:
     """Trainers wake a server in parts: the weights first, to update them, then the K/V pool."""
-    held, workspace = executor_of(monkeypatch)
-    sleep.reset_on_wake(held)
+    _held, workspace = executor_of(monkeypatch)
     workspace.lose()
     resume([GPU_MEMORY_TYPE_WEIGHTS])
     assert all(values == {LOST} for values in workspace.contents().values())
@@ -146,7 +144,6 @@ def test_what_is_gone_is_not_kept_for_the_wake(
     monkeypatch: pytest.MonkeyPatch, resume: Any
 ) -> None:
     held, workspace = executor_of(monkeypatch)
-    sleep.reset_on_wake(held)
     del held
     gc.collect()
     workspace.lose()
@@ -154,9 +151,14 @@ def test_what_is_gone_is_not_kept_for_the_wake(
     assert workspace.contents()["plan"] == {LOST}
 
 
-def test_without_the_hook_a_server_that_may_sleep_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"hook after .*resume_memory_occupation is not install"):
-        sleep.kv_cache_region(SimpleNamespace(memory_saver_adapter=Adapter()))
+def test_without_the_hook_a_server_that_may_sleep_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also by an SGLang that does not have the function at all."""
+    for target in (sleep.TARGET, sleep.TARGET + "_of_old", "sglang.srt.nothing.resume"):
+        monkeypatch.setattr(sleep, "TARGET", target)
+        with pytest.raises(RuntimeError, match=r"hook after .*resume.* is not installed"):
+            sleep.kv_cache_region(SimpleNamespace(memory_saver_adapter=Adapter()))
     sleep.kv_cache_region(SimpleNamespace(memory_saver_adapter=Adapter(enabled=False)))
 
 

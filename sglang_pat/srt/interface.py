@@ -12,7 +12,6 @@ import ast
 import inspect
 from collections.abc import Iterator
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_pat import hook
@@ -51,8 +50,13 @@ ATTRIBUTES = {
     "model_executor.model_runner.ModelRunner": (
         *("device", "dtype", "kv_cache_dtype", "is_draft_worker", "init_new_workspace"),
         *("kv_index_translator", "model_config", "req_to_token_pool", "token_to_kv_pool"),
-        "use_mla_backend",
+        *("use_mla_backend", "memory_saver_adapter"),
     ),
+    "model_executor.cuda_graph_config.PhaseConfig": ("backend", "bs", "max_bs"),
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (
+        "resume_memory_occupation",
+    ),
+    "managers.io_struct.ResumeMemoryOccupationReqInput": ("tags",),
     "configs.model_config.ModelConfig": (
         *("num_attention_heads", "get_num_kv_heads", "head_dim", "is_encoder_decoder"),
     ),
@@ -171,13 +175,11 @@ def names_of(path: str) -> frozenset[str]:
 @cache
 def _module(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
     """A module's classes and functions by name, and the module that each import comes from."""
-    try:
-        spec = find_spec(name)
-    except ImportError:  # a package above it is not there
-        spec = None
-    if spec is None or spec.origin is None:
-        return {}, {}
-    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    import sglang
+
+    path = Path(sglang.__path__[0], *name.split(".")[1:])
+    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    body = ast.parse(files[0].read_text(encoding="utf-8")).body if files else []
     definitions: dict[str, ast.stmt] = {}
     imports: dict[str, str] = {}
     for node in body:

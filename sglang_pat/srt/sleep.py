@@ -11,11 +11,15 @@ costs one copy of a plan.
 
 from __future__ import annotations
 
+import logging
+import pkgutil
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakSet
 
 from sglang_pat import hook
+
+logger = logging.getLogger("sglang_pat")
 
 TARGET = (
     "sglang.srt.managers.scheduler_components.weight_updater."
@@ -49,6 +53,7 @@ def after_resume(_result: Any, _updater: Any, request: Any, *_args: Any, **_kwar
         return
     for sleeper in list(_sleepers):
         sleeper.reset()
+        logger.info("sglang_pat: awake, the next plan is loaded anew")
 
 
 def kv_cache_region(runner: Any) -> AbstractContextManager[None]:
@@ -58,13 +63,9 @@ def kv_cache_region(runner: Any) -> AbstractContextManager[None]:
     Raises RuntimeError if nobody would tell us of the wake.
     """
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager,
-    )
 
     adapter = runner.memory_saver_adapter
-    resume = SchedulerWeightUpdaterManager.resume_memory_occupation
-    if adapter.enabled and not hook.is_installed(resume, after_resume):
+    if adapter.enabled and not _is_hooked():
         raise RuntimeError(
             f"sglang_pat: the hook after {TARGET} is not installed, so after a sleep stale memory "
             "would be read: look for 'Failed to apply hooks' in the log above, or drop "
@@ -72,3 +73,11 @@ def kv_cache_region(runner: Any) -> AbstractContextManager[None]:
         )
     region: AbstractContextManager[None] = adapter.region(GPU_MEMORY_TYPE_KV_CACHE)
     return region
+
+
+def _is_hooked() -> bool:
+    try:
+        resume = pkgutil.resolve_name(TARGET)
+    except (ImportError, AttributeError):  # another SGLang, to which no hook was applied either
+        return False
+    return hook.is_installed(resume, after_resume)

@@ -5,7 +5,8 @@ Found by SGLang because this folder is on the server's PYTHONPATH. The fault to 
 content of the file that ``PAT_TEETH_FAULT`` names, read at every call; empty means none.
 ``PAT_TEETH_UNHOOK=1`` keeps SGLang from installing sglang_pat's hook after the batch, and
 ``PAT_TEETH_UNHOOK_LAUNCH=1`` those around the server's arguments. ``PAT_TEETH_UNPINNED=1`` leaves
-host memory unpinned: SGLang pins some even on a CPU, which takes a GPU's driver.
+host memory unpinned, and ``PAT_TEETH_SLEEP=1`` lets a server sleep: SGLang pins some memory, and
+waits for torch's GPU, even on a CPU.
 ``PAT_TEETH_STEPS_WITHOUT_SHARING`` is how many steps pat lets go by before it says why none shares.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +32,14 @@ def load() -> None:
     register_radix_cache_backend("classic", lambda context: RadixCache(params=context.params))
     if os.environ.get("PAT_TEETH_UNHOOK") == "1":
         HookRegistry._patched.add(hook.TARGET)  # SGLang takes the hook for applied
+    if os.environ.get("PAT_TEETH_SLEEP") == "1":
+        from sglang.srt.managers.scheduler_components import weight_updater
+
+        weight_updater.torch = SimpleNamespace(
+            distributed=torch.distributed,
+            inference_mode=torch.inference_mode,
+            get_device_module=lambda: torch.cpu,
+        )
     if steps := os.environ.get("PAT_TEETH_STEPS_WITHOUT_SHARING"):
         sharing.STEPS_WITHOUT_SHARING = int(steps)
     if os.environ.get("PAT_TEETH_UNHOOK_LAUNCH") == "1":

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why ``pat`` would serve nothing on a server, or could never pack there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_pat.plugin import BACKEND
+from sglang_pat.srt import checkpoint
+
+CHOOSE_ANOTHER = "choose another --attention-backend"
+
+
+@dataclass(frozen=True)
+class IdleReason:
+    """Why ``pat`` has nothing to gain on a server: ``reason``, and the ``way_out`` of it.
+
+    ``serves``: whether it still runs decode steps, each request on its own; else SGLang does.
+    """
+
+    reason: str
+    way_out: str
+    serves: bool = False
+
+
+def idle_message(reasons: list[IdleReason]) -> str:
+    """All reasons in one line for the log."""
+    what = "packs nothing" if all(reason.serves for reason in reasons) else "serves nothing"
+    listed = "; ".join(f"{reason.reason} ({reason.way_out})" for reason in reasons)
+    return f"pat {what} on this server: {listed}"
+
+
+def idle_reasons(
+    server_args: Any, model_config: Any, cache_dtype: torch.dtype | None = None
+) -> list[IdleReason]:
+    """Every reason for which ``pat`` would serve nothing, or could never pack.
+
+    ``cache_dtype``: that of the K/V cache where it is known; else as the arguments and the
+    checkpoint's configuration say.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    args = resolving_view(server_args)
+    if cache_dtype is None and args.kv_cache_dtype not in checkpoint.SCALED_KV:
+        cache_dtype = checkpoint.kv_cache_dtype(args.kv_cache_dtype, model_config)
+    return [
+        *_idle_backend(args),
+        *_idle_model(model_config),
+        *_idle_role(args),
+        *_idle_cache(args, cache_dtype),
+    ]
+
+
+def _idle_backend(args: Any) -> Iterator[IdleReason]:
+    """The backend is not ours where decode steps run."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    prefill, decode = attention_backends_of(args)
+    if prefill == BACKEND and decode != BACKEND:
+        yield IdleReason(
+            f"decode runs on --decode-attention-backend {decode}",
+            "drop that option, or set it to pat",
+        )
+    elif decode != BACKEND:
+        yield IdleReason(
+            f"decode runs on {decode}, which SGLang's configuration chose",
+            "set --attention-backend pat; where it is set, SGLang replaces it for this model",
+        )
+    if args.speculative_algorithm is not None:
+        yield IdleReason(
+            f"under --speculative-algorithm {args.speculative_algorithm} the model verifies drafts "
+            "instead of decoding, and that is SGLang's attention",
+            "drop that option, or pat",
+        )
+
+
+def _idle_model(model_config: Any) -> Iterator[IdleReason]:
+    from sglang.srt.configs.model_config import (
+        AttentionArch,
+        is_minimax_sparse,
+        uses_minimax_m3_nvfp4_native_stack,
+    )
+    from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
+
+    config = model_config.hf_config
+    if not model_config.is_generation:
+        yield IdleReason(
+            "an embedding or reward model never decodes", f"{CHOOSE_ANOTHER}: nothing is lost"
+        )
+    if model_config.attention_arch == AttentionArch.SSM:
+        yield IdleReason("the model has no attention, only state spaces", "drop the option")
+    if is_qwen_qsa(config):
+        yield IdleReason(
+            "SGLang runs the model's sparse attention (QSA) on a backend of its own", CHOOSE_ANOTHER
+        )
+    if is_minimax_sparse(config) and uses_minimax_m3_nvfp4_native_stack(model_config.quantization):
+        yield IdleReason(
+            "SGLang runs the model's NVFP4 sparse attention on a backend of its own", CHOOSE_ANOTHER
+        )
+
+
+def _idle_role(args: Any) -> Iterator[IdleReason]:
+    """What the server's role in a deployment leaves of decode steps and of shared prefixes."""
+    if args.disaggregation_mode == "prefill":
+        yield IdleReason(
+            "the prefill server of a disaggregated pair never decodes",
+            "give --attention-backend pat to the decode server",
+        )
+    elif args.disable_radix_cache and args.disaggregation_mode == "decode":
+        yield IdleReason(
+            "the decode server of a disaggregated pair keeps no radix cache, which tells shared "
+            "prefixes",
+            "set --disaggregation-decode-enable-radix-cache",
+            serves=True,
+        )
+    elif args.disable_radix_cache:
+        yield IdleReason(
+            "the radix cache, which tells shared prefixes, is off",
+            "drop --disable-radix-cache; where it is not set, SGLang turned the cache off for this "
+            "model",
+            serves=True,
+        )
+
+
+def _idle_cache(args: Any, cache_dtype: torch.dtype | None) -> Iterator[IdleReason]:
+    if cache_dtype != torch.float8_e4m3fn or args.device != "cuda":
+        return
+    choice = args.kv_cache_dtype
+    if choice == "auto":
+        yield IdleReason(
+            "the K/V cache is fp8_e4m3, as the checkpoint asks for, which pat does not read",
+            "set --kv-cache-dtype bfloat16",
+        )
+    else:
+        yield IdleReason(
+            f"the K/V cache is fp8_e4m3 (--kv-cache-dtype {choice}), which pat does not read",
+            "set --kv-cache-dtype auto",
+        )

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option of every program says what it is for."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+import sglang_pat
+from sglang_pat import cli
+
+PACKAGE = Path(sglang_pat.__file__).parent
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def _programs() -> Iterator[Path]:
+    """Files that are run by themselves and parse arguments."""
+    for path in sorted([*PACKAGE.rglob("*.py"), *EXAMPLES.glob("*.py")]):
+        source = path.read_text()
+        if '__name__ == "__main__"' in source and ".parse_args(" in source:
+            yield path
+
+
+class _Caught(Exception):
+    """What a program parses its arguments with."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+def _catch(parser: argparse.ArgumentParser, *_args: object, **_options: object) -> NoReturn:
+    raise _Caught(parser)
+
+
+def _without_help(parser: argparse.ArgumentParser) -> list[str]:
+    """Arguments without a help text, those of subcommands included."""
+    missing = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            described = {choice.dest for choice in action._choices_actions if choice.help}
+            missing += [name for name in action.choices if name not in described]
+            for command in action.choices.values():
+                missing += _without_help(command)
+        elif not (action.help or "").strip():
+            missing.append(f"{parser.prog}: {' '.join(action.option_strings) or action.dest}")
+    return missing
+
+
+@pytest.fixture(autouse=True)
+def same_handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("program", _programs(), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_option_of_a_program_has_a_help_text(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", _catch)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.syspath_prepend(str(program.parent))  # as for a script
+    with pytest.raises(_Caught) as caught:
+        runpy.run_path(str(program), run_name="__main__")
+    assert _without_help(caught.value.parser) == []
+    assert caught.value.parser.description
+
+
+def test_all_programs_are_found() -> None:
+    names = {f"{path.parent.name}/{path.name}" for path in _programs()}
+    assert names >= {"bench/kernel.py", "serving/__main__.py", "examples/agent_team.py"}
+    assert len(names) >= 9
+
+
+def test_every_option_of_the_command_has_a_help_text() -> None:
+    assert _without_help(cli.make_parser()) == []
+
+
+def test_an_option_without_help_is_found() -> None:
+    parser = argparse.ArgumentParser(prog="it")
+    parser.add_argument("--known", help="is known")
+    parser.add_argument("--bare")
+    commands = parser.add_subparsers(help="what to do")
+    commands.add_parser("described", help="is described").add_argument("file")
+    commands.add_parser("bare")
+    assert _without_help(parser) == ["it: --bare", "bare", "it described: file"]
+
+
+def test_version() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "sglang_pat", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.returncode, run.stdout) == (0, f"sglang-pat {sglang_pat.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor", "--tp", "2"],
+        ["doctor", "--gpu", "H100"],
+        ["demo", "--model", "M"],
+        ["--no-such-option"],
+    ],
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as usage:
+        cli.main(arguments)
+    assert usage.value.code == 2
+    assert "usage: sglang-pat" in capsys.readouterr().err
