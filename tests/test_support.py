@@ -197,6 +197,11 @@ def test_each_idle_reason(
     assert found.reason in message and found.way_out in message
 
 
+def test_a_prefill_server_that_may_switch_its_role_serves() -> None:
+    args = _args(disaggregation_mode="prefill", enable_pd_role_switch=True)
+    assert support.idle_reasons(args, _model()) == []
+
+
 def test_a_decode_server_with_its_radix_cache_packs() -> None:
     args = _args(
         {"disable_radix_cache": False}, disaggregation_decode_enable_radix_cache=True, **PD

@@ -105,7 +105,8 @@ def _idle_model(model_config: Any) -> Iterator[IdleReason]:
 
 def _idle_role(args: Any) -> Iterator[IdleReason]:
     """What the server's role in a deployment leaves of decode steps and of shared prefixes."""
-    if args.disaggregation_mode == "prefill":
+    # With --enable-pd-role-switch a prefill server may become a decode server while it runs.
+    if args.disaggregation_mode == "prefill" and not args.enable_pd_role_switch:
         yield IdleReason(
             "the prefill server of a disaggregated pair never decodes",
             "give --attention-backend pat to the decode server",
