@@ -16,6 +16,7 @@ from sglang_pat.bench.live import LiveCache
 from sglang_pat.config import PatConfig
 from sglang_pat.hook import after_init_new
 from sglang_pat.planning import Plan
+from sglang_pat.srt.survey import Survey
 from sglang_pat.target import Target
 
 QUERIES, HEADS, HEAD_DIM = 4, 2, 16
@@ -79,14 +80,14 @@ class Executor:
 class Bed:
     """A backend over ``Base`` and a batch of four requests of one system prompt."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, survey: Survey | None = None) -> None:
         self.cache = LiveCache("python", slots=4000, rows=QUERIES, context=512)
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
         self.executor = Executor()
         monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: None)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
-        self.backend = backend._subclass(Base)(self.runner, PatConfig(check=True))
+        self.backend = backend._subclass(Base)(self.runner, PatConfig(check=True), survey)
         rng = random.Random(0)
         system = [rng.randrange(1000) for _ in range(200)]
         self.reqs = [self.cache.admit([*system, 1000 + i]) for i in range(QUERIES)]
@@ -210,6 +211,20 @@ def test_a_layer_of_the_base_keeps_its_metadata(
     assert bed.step() == ["out graph"]
     assert bed.step() == ["out graph"]
     assert bed.fallbacks == {reason: 3}  # in the capture and in both replays
+
+
+@pytest.mark.parametrize(
+    ("reasons", "prepares"),
+    [({0: "", 1: ""}, False), ({0: "", 1: "chunked attention (use_irope)"}, True)],
+)
+def test_surveyed_layers_tell_before_the_first_step_whether_the_base_is_needed(
+    reasons: dict[int, str], prepares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = Bed(monkeypatch, Survey(reasons))
+    assert bed.step(graph=False) == (EAGER if prepares else [])
+    assert bed.step() == (["out graph"] if prepares else [])
+    assert bed.layer(0) == []
+    assert bed.layer(1) == (["layer"] if prepares else [])
 
 
 def test_eager_steps_prepare_the_base_until_the_layers_are_known(bed: Bed) -> None:
