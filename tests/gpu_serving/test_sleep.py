@@ -18,7 +18,7 @@ from serving.workloads import VOCAB
 from sglang_pat.demo.model import make_model
 
 from .agreement import LOADS, Distance, answers, forced_logprobs
-from .conftest import COMPARED
+from .fleet import COMPARED
 from .footprint import device_bytes
 from .models import HEAD_DIM, HIDDEN, LAYERS
 
