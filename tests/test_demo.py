@@ -77,14 +77,17 @@ def test_fp32_demo_chooses_the_same_tokens_and_packs(cache: Path) -> None:
     assert "\n".join(table) in run.stdout and "total time, s" in "".join(table)
 
 
-# The GPU's way, small: a longer system prompt, two conversations a task, servers that are warmed
-# up, and a timed pass that asks for no log-probabilities.
+# The GPU's way, small: two conversations a task, servers that are warmed up, and a timed pass that
+# asks for no log-probabilities.
 REHEARSAL = """
 import sys
 from dataclasses import replace
 from sglang_pat.cli import main
 from sglang_pat.demo.scale import SCALES
-SCALES["cpu"] = replace(SCALES["cpu"], parts=2, max_tokens=6, handbook=True, warm_up=True)
+scale = SCALES["cpu"]
+SCALES["cpu"] = replace(
+    scale, model=scale.model | {"layers": 2}, parts=2, max_tokens=4, warm_up=True
+)
 sys.exit(main(["demo", "--device", "cpu", "--dtype", "bfloat16", "--cache", sys.argv[1]]))
 """
 
@@ -107,11 +110,10 @@ def test_bf16_demo_agrees_on_forced_tokens(cache: Path) -> None:
     itself = fields["stock_itself_mean_logprob_diff"]
     assert 0 <= itself < fields["mean_logprob_diff"]  # torch_native runs request by request
     assert 0 < fields["token_match_rate"] < 1  # of the timed pass, which nothing forced
-    # The warm-up is not counted: two turns of 6 tokens, the first of each from the prefill, and the
-    # prefix of 48 requests is read once.
-    assert 10 <= fields["decode_steps"] < 20
+    # The warm-up is not counted: two turns of 4 tokens, the first of each from the prefill.
+    assert 6 <= fields["decode_steps"] < 24
     assert fields["packed_steps"] > 0
-    assert fields["kv_reads_saved"] > 0.9
+    assert fields["kv_reads_saved"] > 0.5  # 1,400 of 1,650 tokens are common to 48 requests
     assert "both servers are warmed up by the same workload" in run.stdout
     assert "torch_native differs from itself in other batches by" in run.stdout
     log = (cache / "server-pat.log").read_text()

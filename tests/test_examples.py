@@ -89,10 +89,12 @@ def test_a_user_s_bound_of_the_pool_counts(tmp_path: Path) -> None:
 
 
 def _run(name: str, server: Server, folder: Path, *args: str) -> str:
+    env = os.environ | {"PYTHONIOENCODING": "utf-8"}  # a random model says anything
+    env.pop("PYTHONSAFEPATH", None)  # the examples import saved.py, which is beside them
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), "--url", server.url, *args],
         cwd=folder,
-        env=os.environ | {"PYTHONIOENCODING": "utf-8"},  # a random model says anything
+        env=env,
         capture_output=True,
         encoding="utf-8",
         timeout=300,
