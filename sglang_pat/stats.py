@@ -24,7 +24,7 @@ COUNTERS = {
     "kv_tokens_read": "K/V tokens the items read, of one layer and KV head; re-reads count.",
     "kv_tokens_unpacked": "K/V tokens without packing: the sum of sequence lengths.",
     "plans_made": "Plans made.",
-    "plans_reused": "Decode steps that reused the plan of the step before.",
+    "plans_reused": "Decode steps that reused the last plan of their batch.",
     "plan_seconds": "Host time of the decode steps that made a plan.",
     "host_seconds": "Host time of pat in all decode steps, with a new plan or the last one.",
 }
