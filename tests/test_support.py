@@ -16,6 +16,8 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.mem_cache import kv_cache_dtype
+from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 from transformers import PretrainedConfig
@@ -30,6 +32,12 @@ QSA = {  # as parse_qsa_profile asks of a model's configuration
     "indexer_budget": 2048,
     "indexer_compress_ratio": 4,
 }
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang refuses some dtypes on a CPU by itself, by the platform that it found first."""
+    monkeypatch.setattr(kv_cache_dtype, "current_platform", SRTPlatform())
 
 
 def _args(declared: dict[str, Any] | None = None, **values: Any) -> ServerArgs:
