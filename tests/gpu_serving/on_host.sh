@@ -4,8 +4,8 @@
 #     tests/gpu_serving/on_host.sh KIT [STEP...]
 # KIT holds default.00, .01, ... of gpu-kit/make_default.sh (made with the project's wheel for Python
 # 3.12), default_host.sh beside them and, for the step more, nixl.tar.xz (tests/gpu_serving/README.md).
-# Steps, in this order unless named: unpack gpu serving more demo. Others: sleep ranks soak first
-# keep. Each has a limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit
+# Steps, in this order unless named: unpack gpu serving more demo. Others: warm sleep ranks soak
+# first keep. Each has a limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit
 # status is the number of steps that failed. $OUT (default: ./out) gets host.log, STEP.xml of pytest,
 # JSON of demo, soak and first, and in servers.tar.gz the ends of the servers' logs. keep adds what
 # the servers compiled, jit.tar.xz: beside the kit it saves the next machine one to three minutes.
@@ -15,7 +15,7 @@ steps=("$@"); [ $# -gt 0 ] || steps=(unpack gpu serving more demo)
 root=$(cd "$(dirname "$0")/../.." && pwd); cd "$root" || exit 1
 out=${OUT:-$root/out}; mkdir -p "$out"
 site=${SITE:-/tmp/site}; work=${WORK:-/tmp/pat_work}; mkdir -p "$work"
-: "${LIMIT_WARM:=280}" "${LIMIT_GPU:=150}" "${LIMIT_SERVING:=420}" "${LIMIT_MORE:=240}" "${LIMIT_DEMO:=200}"
+: "${LIMIT_WARM:=280}" "${LIMIT_GPU:=150}" "${LIMIT_SERVING:=520}" "${LIMIT_MORE:=400}" "${LIMIT_DEMO:=330}"
 : "${LIMIT_SLEEP:=240}" "${LIMIT_RANKS:=300}" "${LIMIT_SOAK:=450}" "${LIMIT_FIRST:=260}"
 export PYTHONPATH=$site:$root/tests PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 MAX_JOBS=16
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1
@@ -44,13 +44,9 @@ step_unpack() {
 step_keep() {
   (cd "$HOME" && tar cJf "$out/jit.tar.xz" --exclude='*.o' $(ls -d .cache/sglang .cache/flashinfer))
 }
-step_gpu() { # meanwhile servers compile what the next steps need; nothing of tests/gpu is timed
-  timeout "$LIMIT_WARM" python3 -m gpu_serving.warm &
-  local warm=$! status=0
-  tests gpu "$LIMIT_GPU" tests/gpu || status=$?
-  wait "$warm" || echo "warm: exit $?, so the servers of the next steps start slowly"
-  return "$status"
-}
+# Alone: servers that start beside it make a test of it ten times as long.
+step_gpu() { tests gpu "$LIMIT_GPU" tests/gpu; }
+step_warm() { timeout "$LIMIT_WARM" python3 -m gpu_serving.warm; }
 # What needs FlashInfer comes late, as its servers compile for minutes; what changes a server, last.
 step_serving() {
   local at=tests/gpu_serving

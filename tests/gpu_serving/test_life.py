@@ -22,6 +22,9 @@ SERVERS = (OURS, STOCK, OTHER)
 LOAD = LOADS["multi_level"]
 ANSWERED_AGAIN = 3
 LEAVERS_TOKENS = 3000  # ten seconds of decoding, if nobody noticed
+# At another temperature SGLang compiles its sampling kernels first: two minutes in which the
+# scheduler, and with it every client, waits.
+GREEDY = {"temperature": 0, "max_new_tokens": LEAVERS_TOKENS, "ignore_eos": True}
 # Between two requests of a leaver. SGLang aborts a broken stream after two seconds, so some dozen
 # requests at most decode for nobody, and the others find room.
 PAUSE_S = 0.3
@@ -49,7 +52,7 @@ def _leavers(server: ServingServer) -> Iterator[list[Future[int]]]:
             body = {
                 "rid": rid,
                 "input_ids": list(LOAD.prompts[(first + left) % len(LOAD.prompts)]),
-                "sampling_params": {"max_new_tokens": LEAVERS_TOKENS, "ignore_eos": True},
+                "sampling_params": GREEDY,
             }
             with ThreadPoolExecutor(max_workers=1) as one:
                 answer = one.submit(server.post, "/generate", body)
