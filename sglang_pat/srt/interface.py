@@ -50,7 +50,7 @@ ATTRIBUTES = {
     "model_executor.model_runner.ModelRunner": (
         *("device", "dtype", "kv_cache_dtype", "is_draft_worker", "init_new_workspace"),
         *("kv_index_translator", "model_config", "req_to_token_pool", "token_to_kv_pool"),
-        *("use_mla_backend", "memory_saver_adapter"),
+        *("use_mla_backend", "memory_saver_adapter", "model", "prefill_aware_swa", "server_args"),
     ),
     "model_executor.cuda_graph_config.PhaseConfig": ("backend", "bs", "max_bs"),
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (
@@ -59,6 +59,7 @@ ATTRIBUTES = {
     "managers.io_struct.ResumeMemoryOccupationReqInput": ("tags",),
     "configs.model_config.ModelConfig": (
         *("num_attention_heads", "get_num_kv_heads", "head_dim", "is_encoder_decoder"),
+        *("attention_arch", "dtype", "hf_config", "is_generation", "quantization"),
     ),
     "layers.radix_attention.RadixAttention": (
         *("layer_id", "tp_q_head_num", "tp_k_head_num", "tp_v_head_num", "qk_head_dim"),
@@ -70,11 +71,13 @@ ATTRIBUTES = {
         *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer"),
         *("requires_physical_write_loc", "get_kv_cache_quant_method"),
     ),
+    "mem_cache.swa_memory_pool.SWAKVPool": ("layers_mapping", "full_kv_pool"),
     "mem_cache.kv_index_translator.KVIndexTranslator": ("is_translating",),
     "arg_groups.fields.parallel.Parallel": (
         *("attn_tp_size", "attn_tp_rank", "attn_cp_size", "attn_dcp_size", "tp_rank"),
         *("pp_rank", "pp_size", "pp_async_batch_depth", "enable_kv_cache_sharding"),
     ),
+    "server_args.ServerArgs": ("resolve_once",),
     "layers.attention.torch_native_backend.TorchNativeAttnBackend": _BASE,
     "layers.attention.flashattention_backend.FlashAttentionBackend": _BASE,
     "layers.attention.flashinfer_backend.FlashInferAttnBackend": _BASE,
