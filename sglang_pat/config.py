@@ -13,7 +13,7 @@ PREFIX = "SGLANG_PAT_"
 # What `make test-versions` runs on; the last is the one to install.
 TESTED_SGLANG = ("0.5.22", "0.5.23")
 SUPPORTED_SGLANG = TESTED_SGLANG[-1]
-# Not taken from sglang_pat.platform: only SGLang may import that, while it picks its platform.
+# Not taken from sglang_pat.srt.platform: only SGLang may import that, while it picks its platform.
 CPU_PLATFORM = "pat_cpu"
 
 # First value = default.

@@ -221,7 +221,7 @@ def _torch() -> Finding:
 def _platform(*, any_gpu: bool = False) -> Finding:
     import torch
 
-    from sglang_pat.refusals import reason_against_gpu
+    from sglang_pat.srt.refusals import reason_against_gpu
 
     chosen = os.environ.get("SGLANG_PLATFORM", "")
     if chosen == CPU_PLATFORM:
@@ -259,7 +259,7 @@ def _registration() -> Iterator[Finding]:
 
 
 def _interface() -> Iterator[Finding]:
-    from sglang_pat import hook
+    from sglang_pat.srt import hook
     from sglang_pat.srt.interface import interface_mismatches
 
     mismatches = list(interface_mismatches())

@@ -17,8 +17,8 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 import kit_semantics
 
-from sglang_pat import backend, executor, refusals
-from sglang_pat.srt import semantics, support, survey
+from sglang_pat import executor
+from sglang_pat.srt import backend, refusals, semantics, support, survey
 
 ADVICE = "read what the backends do with it in decode, then enter it in sglang_pat/srt/semantics.py"
 

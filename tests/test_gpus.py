@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_pat import _C, doctor, gpus, plan, refusals
+from sglang_pat import _C, doctor, gpus, plan
 from sglang_pat.demo.server import default_device
+from sglang_pat.srt import refusals
 from sglang_pat.target import Target
 
 HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_queries": 64}

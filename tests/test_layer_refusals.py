@@ -13,7 +13,8 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from sglang_pat import _C, refusals
+from sglang_pat import _C
+from sglang_pat.srt import refusals
 from sglang_pat.srt.survey import Heads
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn

@@ -24,8 +24,7 @@ from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 from transformers import PretrainedConfig
 
-from sglang_pat import backend
-from sglang_pat.srt import base, survey
+from sglang_pat.srt import backend, base, survey
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, DIM = 8, 2, 64

@@ -58,8 +58,8 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 def test_one_distribution_holds_both_entry_points() -> None:
     ours = metadata.distribution("sglang-pat").entry_points
     assert {(ep.group, ep.name, ep.value) for ep in ours} == {
-        ("sglang.srt.plugins", "pat", "sglang_pat.plugin:register"),
-        ("sglang.srt.platforms", "pat_cpu", "sglang_pat.platform:activate"),
+        ("sglang.srt.plugins", "pat", "sglang_pat.srt.plugin:register"),
+        ("sglang.srt.platforms", "pat_cpu", "sglang_pat.srt.platform:activate"),
         ("console_scripts", "sglang-pat", "sglang_pat.cli:main"),
     }
 
@@ -117,7 +117,7 @@ def test_pat_cpu_is_ours_and_pat_is_registered_on_it(tmp_path: Path) -> None:
     assert report["chosen"] == "pat"
 
 
-@pytest.mark.parametrize("module", ["sglang_pat", "sglang_pat._C", "sglang_pat.plugin"])
+@pytest.mark.parametrize("module", ["sglang_pat", "sglang_pat._C", "sglang_pat.srt.plugin"])
 def test_importing_touches_neither_sglang_nor_cuda(module: str, tmp_path: Path) -> None:
     code = f"""
 import importlib, json, sys

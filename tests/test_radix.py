@@ -17,11 +17,11 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.session.session_controller import Session
 
 from sglang_pat.bench.live import CACHES, LiveCache
-from sglang_pat.check import SlotMismatch, check_plan
 from sglang_pat.planning import Plan, Planner
-from sglang_pat.radix import RadixView
+from sglang_pat.srt.check import SlotMismatch, check_plan
+from sglang_pat.srt.radix import RadixView
+from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
-from sglang_pat.step import StepPlanner
 
 TARGET = target(units=1, policy="naive")
 ROUNDS = 12

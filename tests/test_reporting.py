@@ -112,7 +112,7 @@ def test_ranks_export_as_sglangs_do(
 
 _PROCESS = """
 import sys
-from sglang_pat.metrics import Reporter
+from sglang_pat.srt.metrics import Reporter
 from sglang_pat.stats import Stats
 
 serving, *labels = sys.argv[1:]

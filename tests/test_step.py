@@ -17,12 +17,12 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_pat.bench.live import CACHES, LiveCache
-from sglang_pat.check import SlotMismatch, check_plan
-from sglang_pat.hook import LiveBatch
 from sglang_pat.planning import Plan
-from sglang_pat.radix import RECHECK_STEPS, SETTLE_STEPS, RadixView
+from sglang_pat.srt.check import SlotMismatch, check_plan
+from sglang_pat.srt.hook import LiveBatch
+from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, RadixView
+from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
-from sglang_pat.step import StepPlanner
 from sglang_pat.target import Target
 
 TARGET = Target.cpu(threads=4, num_q_heads=8, num_kv_heads=2, head_dim=64, max_queries=64)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_pat.hook import LiveBatch
+from sglang_pat.srt.hook import LiveBatch
 
 # Prefix caches by name: the two tree cores of SGLang's unified cache, and the classic RadixCache.
 CACHES = ("rust", "python", "classic")

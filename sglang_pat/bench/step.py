@@ -16,8 +16,8 @@ import statistics
 import time
 
 from sglang_pat.bench.live import CACHES, LiveCache
+from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
-from sglang_pat.step import StepPlanner
 from sglang_pat.target import Target
 
 REPEATS = 400

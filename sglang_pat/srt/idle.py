@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from sglang_pat.plugin import BACKEND
 from sglang_pat.srt import checkpoint
+from sglang_pat.srt.plugin import BACKEND
 
 CHOOSE_ANOTHER = "choose another --attention-backend"
 

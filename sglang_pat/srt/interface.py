@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from sglang_pat import hook
 from sglang_pat.config import TESTED_SGLANG
+from sglang_pat.srt import hook
 
 _FORWARD = ("batch_size", "forward_mode", "spec_info", "encoder_lens", "req_pool_indices")
 _LENGTHS = ("seq_lens", "seq_lens_cpu")

@@ -4,7 +4,8 @@
 SGLang resolves the server's arguments once, in the process that launches the server:
 ``ServerArgs.resolve_once``. ``python -m sglang.launch_server``, ``sglang serve`` and ``Engine`` all
 go through it, and the model's config.json is read in it. Two hooks stand around it. The checks when
-the backend is made (``sglang_pat.refusals``) stay: only there are the pools and the layers known.
+the backend is made (``sglang_pat.srt.refusals``) stay, because only then pools and layers are
+known.
 """
 
 from __future__ import annotations

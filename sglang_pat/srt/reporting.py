@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from sglang_pat.metrics import Reporter
+from sglang_pat.srt.metrics import Reporter
 from sglang_pat.stats import Stats
 
 

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from sglang_pat import hook
+from sglang_pat.srt import hook
 
 logger = logging.getLogger("sglang_pat")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_pat.plugin import BACKEND
+from sglang_pat.srt.plugin import BACKEND
 
 _FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 

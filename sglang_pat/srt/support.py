@@ -5,7 +5,7 @@ backend stock SGLang would choose (``stock``).
 
 ``server_args`` is SGLang's ``ServerArgs`` after ``resolve_once()``, ``model_config`` its
 ``ModelConfig``. No function here needs a model runner or a GPU. The check when the backend is made
-(``sglang_pat.refusals``) takes the same facts from the runner, and the texts from here.
+(``sglang_pat.srt.refusals``) takes the same facts from the runner, and the texts from here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from sglang_pat.plugin import BACKEND
 from sglang_pat.srt import checkpoint
 from sglang_pat.srt.idle import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
+from sglang_pat.srt.plugin import BACKEND
 from sglang_pat.srt.stock import stock_backend
 
 __all__ = [

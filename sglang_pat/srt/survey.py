@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang_pat import refusals
+from sglang_pat.srt import refusals
 
 logger = logging.getLogger("sglang_pat")
 

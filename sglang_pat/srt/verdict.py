@@ -219,7 +219,7 @@ def _describe(model_config: Any) -> str:
 def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int]]:
     from sglang.srt.runtime_context import attn_tp_size_of
 
-    from sglang_pat.refusals import reason_against_heads
+    from sglang_pat.srt.refusals import reason_against_heads
 
     ranks = attn_tp_size_of(args)
     reasons = layers.reasons_by_layer(model_config)

@@ -26,8 +26,8 @@ def load() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_pat import hook, ops, sharing
-    from sglang_pat.srt import launch
+    from sglang_pat import ops, sharing
+    from sglang_pat.srt import hook, launch
 
     register_radix_cache_backend("classic", lambda context: RadixCache(params=context.params))
     if os.environ.get("PAT_TEETH_UNHOOK") == "1":

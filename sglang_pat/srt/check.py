@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from sglang_pat.planning import Plan
-from sglang_pat.radix import RadixView
 from sglang_pat.slots import SlotMismatch, compare, compare_packs
+from sglang_pat.srt.radix import RadixView
 
 __all__ = ["SlotMismatch", "check_plan"]
 

@@ -12,7 +12,7 @@ def register() -> None:
     One hook hands us the batch, one tells us that the server has woken up, and two check the
     arguments of a server that asks for ``pat``. SGLang only logs what a plugin raises, so nothing
     is verified here: the launcher does that (``sglang_pat.srt.launch``), and the backend when it
-    is made (``sglang_pat.refusals``). No heavy module is imported before it is needed.
+    is made (``sglang_pat.srt.refusals``). No heavy module is imported before it is needed.
     """
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -21,8 +21,7 @@ def register() -> None:
         add_attention_backend_choices,
     )
 
-    from sglang_pat import hook
-    from sglang_pat.srt import launch, sleep
+    from sglang_pat.srt import hook, launch, sleep
 
     if BACKEND in ATTENTION_BACKEND_CHOICES:
         return
@@ -35,6 +34,6 @@ def register() -> None:
 
 
 def _make_backend(runner: object) -> object:
-    from sglang_pat.backend import make_pat_backend
+    from sglang_pat.srt.backend import make_pat_backend
 
     return make_pat_backend(runner)

@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang_pat.hook import LiveBatch
 from sglang_pat.planning import Plan, Planner
-from sglang_pat.radix import RECHECK_STEPS, SETTLE_STEPS, RadixView
+from sglang_pat.srt.hook import LiveBatch
+from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 

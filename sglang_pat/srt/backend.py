@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sglang_pat import refusals
-from sglang_pat.check import check_plan
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import make_executor
-from sglang_pat.hook import LiveBatch, Mailbox
+from sglang_pat.srt import refusals
 from sglang_pat.srt.base import base_of, build_stock
+from sglang_pat.srt.check import check_plan
+from sglang_pat.srt.hook import LiveBatch, Mailbox
 from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
+from sglang_pat.srt.step import StepPlanner
 from sglang_pat.srt.support import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
 from sglang_pat.srt.survey import Survey, survey_layers
 from sglang_pat.stats import Stats
-from sglang_pat.step import StepPlanner
 
 if TYPE_CHECKING:
     from sglang_pat.planning import Plan
