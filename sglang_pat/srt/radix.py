@@ -27,7 +27,7 @@ from sglang_pat.planning import Plan, Planner
 from sglang_pat.srt.interface import path_fields
 
 # A request that has been in the batch unchanged for more than SETTLE_STEPS decode steps is not read
-# again, for RECHECK_STEPS at most: see csrc/pack/handle_memory.h.
+# again, for RECHECK_STEPS at most: see csrc/srt/handle_memory.h.
 SETTLE_STEPS = 2
 RECHECK_STEPS = 64
 NO_NODE = -1  # read in place of a node handle when the request holds no lock

@@ -9,7 +9,7 @@ is outgrown is made anew from the paths that were read for it.
 
 Reading the numbers costs a cache miss or six per request, so what has settled is not read: a batch
 of the same requests, and no forward but decodes, as for the last ``SETTLE_STEPS``, and in another
-batch those of its requests that were there as long (``csrc/pack/handle_memory.h``). SGLang makes a
+batch those of its requests that were there as long (``csrc/srt/handle_memory.h``). SGLang makes a
 new tensor of rows whenever a batch changes, and gives a running request another node only when it
 has processed its prefill, which under overlap is a step or two after it ran. A node that changed
 all the same would cost sharing, not results, and for ``RECHECK_STEPS`` at most: the slots are read

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python's view of the CPU executor.
-#include "cpu/bind.h"
-
 #include <pybind11/stl.h>
 
 #include <array>
 #include <limits>
 #include <string>
 
-#include "bind_args.h"
+#include "bindings/args.h"
+#include "bindings/bindings.h"
 #include "check.h"
 #include "cpu/forward.h"
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "node_table.h"
+#include "pack/node_table.h"
 #include "python_paths.h"
 
 namespace pat {

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python's view of the CUDA executor.
-#include "cuda/bind.h"
-
 #include <pybind11/stl.h>
 
 #include <array>
 
-#include "bind_args.h"
+#include "bindings/args.h"
+#include "bindings/bindings.h"
 #include "cuda/decode.h"
 #include "cuda/plan_fit.h"
 #include "cuda/probe.h"

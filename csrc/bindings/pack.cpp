@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python's view of targets, plans and the planner.
-#include "bind.h"
-
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <string>
 
-#include "../check.h"
-#include "plan_text.h"
-#include "python_climb.h"
-#include "python_paths.h"
-#include "schedule.h"
+#include "bindings/bindings.h"
+#include "check.h"
+#include "pack/plan_text.h"
+#include "pack/schedule.h"
+#include "srt/python_climb.h"
+#include "srt/python_paths.h"
 
 namespace py = pybind11;
 

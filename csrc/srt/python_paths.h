@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "handle_memory.h"
-#include "tree.h"
+#include "pack/tree.h"
 
 namespace pat {
 

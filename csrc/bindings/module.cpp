@@ -1,12 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The extension module sglang_pat._C: planner here, executors in cpu/bind.cpp and cuda/bind.cpp.
-#include <pybind11/pybind11.h>
-
-#include "cpu/bind.h"
-#include "pack/bind.h"
-#ifdef PAT_CUDA
-#include "cuda/bind.h"
-#endif
+// The extension module sglang_pat._C.
+#include "bindings/bindings.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() =
