@@ -294,7 +294,7 @@ def make_pat_backend(runner: Any) -> Any:
         return stock
     base = base_of(runner)
     backend = _subclass(base.cls)(runner, config, survey, packs=not idle, **base.arguments)
-    logger.info("sglang_pat serves %s", survey)
+    logger.info("sglang_pat: serves %s", survey)
     return backend
 
 

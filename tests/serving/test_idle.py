@@ -69,6 +69,6 @@ def test_as_the_backend_of_decode_alone_it_packs(
     server = serve(DECODE_ONLY)
     _check_answers(server, stock)
     assert _warned(server) == []
-    assert "over TorchNativeAttnBackend" in server.text()
+    assert "decode runs on pat, prefill on SGLang's own attention (torch_native)" in server.text()
     assert server.counters().packed_steps > 0
     assert _serving(server) == 1
