@@ -33,7 +33,11 @@ COUNTERS = {
 # Counters with a label: its name, and what they mean.
 LABELLED = {
     "base_forwards": ("kind", "Forward passes that SGLang's own attention runs as intended."),
-    "fallbacks": ("reason", "What pat should have served but did not: passes, layers, plans."),
+    "base_layers": (
+        "reason",
+        "Layers of decode steps that are SGLang's by their kind.",
+    ),
+    "fallbacks": ("reason", "What pat should have served but did not: passes, plans."),
     "private_requests": ("reason", "Requests whose shared prefix was not known to the plan."),
 }
 # Kinds of ``base_forwards``: SGLang's names of the forward modes, in lower case, and WARM_UP.
@@ -50,10 +54,10 @@ class Stats:
     """Counters of one scheduler process.
 
     ``base_forwards`` counts, by kind, the forward passes that are meant for the base backend:
-    prefill, idle ranks, warm-ups. ``fallbacks`` counts, by reason, what is not: forward passes and,
-    within a decode step, layers that the base served instead of pat, and plans that had to be made
-    without any sharing. ``private_requests`` counts, by reason, requests that were planned without
-    a path.
+    prefill, idle ranks, warm-ups. ``base_layers`` counts, by reason, the layers of decode steps
+    that are, such as those with a sliding window. ``fallbacks`` counts, by reason, what is not:
+    forward passes that the base served instead of pat, and plans that had to be made without any
+    sharing. ``private_requests`` counts, by reason, requests that were planned without a path.
     """
 
     def __init__(self) -> None:
@@ -67,6 +71,7 @@ class Stats:
         self.plan_ns = 0
         self.host_ns = 0
         self.base_forwards: Counter[str] = Counter()
+        self.base_layers: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.private_requests: Counter[str] = Counter()
         self._watch = SharingWatch()
@@ -109,6 +114,13 @@ class Stats:
         else:
             self.base_forwards[WARM_UP] += 1
 
+    def base_layer(self, reason: str) -> None:
+        """Count a layer of a decode step that the base runs because of its kind; tell of the first
+        one of each reason."""
+        if reason not in self.base_layers:
+            logger.info("sglang_pat: layers with %s run on SGLang's attention", reason)
+        self.base_layers[reason] += 1
+
     def fall_back(self, reason: str, detail: object = None) -> None:
         """Count a fallback; warn of the first one of each reason, with ``detail``."""
         if reason not in self.fallbacks:
@@ -137,6 +149,8 @@ class Stats:
         )
         if self.base_forwards:
             line += f"; on SGLang's attention as intended: {_list(self.base_forwards)}"
+        if self.base_layers:
+            line += f"; layers that are SGLang's by their kind: {_list(self.base_layers)}"
         if self.fallbacks:
             line += f"; not served by pat as it should have been: {_list(self.fallbacks)}"
         return line

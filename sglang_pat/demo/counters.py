@@ -23,7 +23,8 @@ class Counters:
     steps; ``kv_tokens_unpacked`` is the sum of sequence lengths, what an attention that shares
     nothing would read. ``plan_seconds`` is of the steps that made a plan, ``host_seconds`` of all
     of them. ``base_forwards`` counts by kind what the stock attention is meant to serve,
-    ``fallbacks`` by reason what it served, or what was not shared, without being meant to.
+    ``base_layers`` by reason the layers that are its own by their kind, ``fallbacks`` by reason
+    what it served, or what was not shared, without being meant to.
     """
 
     decode_steps: int = 0
@@ -36,6 +37,7 @@ class Counters:
     plan_seconds: float = 0.0
     host_seconds: float = 0.0
     base_forwards: dict[str, int] = field(default_factory=dict)
+    base_layers: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
 
     def __sub__(self, earlier: Counters) -> Counters:
@@ -45,6 +47,7 @@ class Counters:
         return Counters(
             **numbers,
             base_forwards=_grown(self.base_forwards, earlier.base_forwards),
+            base_layers=_grown(self.base_layers, earlier.base_layers),
             fallbacks=_grown(self.fallbacks, earlier.fallbacks),
         )
 
@@ -83,6 +86,7 @@ def parse_counters(exposition: str) -> Counters:
     return Counters(
         **numbers,
         base_forwards=dict(labelled["base_forwards"]),
+        base_layers=dict(labelled["base_layers"]),
         fallbacks=dict(labelled["fallbacks"]),
     )
 

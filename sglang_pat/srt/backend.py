@@ -174,7 +174,7 @@ class PatDecodeMixin:
 
     def _count_base_layers(self) -> None:
         for reason in self._base_layers:
-            self._stats.fall_back(f"layer with {reason}")
+            self._stats.base_layer(reason)
 
     def _plain_decode(self, forward_batch: Any) -> bool:
         """Whether ``pat`` serves a batch of this kind; counts it by reason if not."""
@@ -228,7 +228,7 @@ class PatDecodeMixin:
         """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv]."""
         serves = self._serves
         if serves and (reason := self._reason_against(layer, q, kwargs)):
-            self._stats.fall_back(f"layer with {reason}")
+            self._stats.base_layer(reason)
             serves = False
         if not serves:
             if self._unprepared is not None:  # a layer that had not come by before
