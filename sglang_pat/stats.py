@@ -95,8 +95,17 @@ class Stats:
         self.branched_steps += plan.num_segments > 0
         self.kv_tokens_unpacked += total
         self.kv_tokens_read += plan.kv_tokens_read(total)
-        if self._watch.on and self._watch.step(plan, total, made=made):
-            self._watch.explain(self.private_requests, self.fallbacks)
+        if self._watch.on:
+            self._tell(plan, total, made=made)
+
+    def _tell(self, plan: Plan, total: int, *, made: bool) -> None:
+        """Log what there is to say about sharing; what goes wrong here costs the message only."""
+        try:
+            if self._watch.step(plan, total, made=made):
+                self._watch.explain(self.private_requests, self.fallbacks)
+        except Exception as error:  # it must not cost the server
+            self._watch.on = False
+            logger.warning("sglang_pat: cannot tell what is shared: %r", error)
 
     def other_forward(self, mode: str) -> None:
         """Count a forward pass that is no decode, by SGLang's name of its mode: the base runs it,

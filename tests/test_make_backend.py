@@ -77,6 +77,7 @@ def _runner(
         "kv_cache_dtype": BF16,
         "token_to_kv_pool": _pool(len(layers), sliding),
         "is_draft_worker": False,
+        "draft_attention_backend": None,
         "init_new_workspace": False,
     }
     return SimpleNamespace(**(values | changes))
@@ -237,9 +238,24 @@ def test_fp8_in_the_pool_counts_whatever_the_options_say(
 
 def test_a_draft_is_sglangs_without_a_warning(bed: Bed, caplog: pytest.LogCaptureFixture) -> None:
     args = {"speculative_algorithm": "NGRAM"}
-    made = bed.make(_runner([_layer(0)], args=args, is_draft_worker=True))
-    assert made == "stock torch_native"
+    runner = _runner([_layer(0)], args=args, is_draft_worker=True)
+    assert bed.make(runner) == "stock torch_native"
     assert not _warnings(caplog) and not bed.reported
+    # SGLang makes the draft's further backends by this name.
+    assert runner.draft_attention_backend == "torch_native"
+
+
+def test_a_draft_whose_backend_was_named_keeps_the_name(bed: Bed) -> None:
+    runner = _runner([_layer(0)], is_draft_worker=True, draft_attention_backend="triton")
+    bed.make(runner)
+    assert runner.draft_attention_backend == "triton"
+
+
+def test_a_server_without_anything_for_us_is_not_surveyed(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "survey_layers", lambda _: pytest.fail("surveyed"))
+    assert bed.make(_runner([_layer(0)], config={"is_generation": False})) == "stock torch_native"
 
 
 # The base.
@@ -329,6 +345,9 @@ def test_flashinfer_is_of_the_version_that_sglang_asks_for(
 ) -> None:
     runner = _runner([], args=GPU | {"prefill_attention_backend": "flashinfer"})
     assert base.base_of(runner).name == "flashinfer"
+    for newer in ("99.0", "99.0+cu130"):
+        monkeypatch.setattr(base.metadata, "version", lambda _, found=newer: found)
+        assert base.base_of(runner).name == "flashinfer"
     monkeypatch.setattr(base.metadata, "version", lambda _: "0.0.1")
     with pytest.raises(RuntimeError, match=r"flashinfer_python is 0\.0\.1, SGLang needs \d"):
         base.base_of(runner)

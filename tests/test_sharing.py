@@ -70,6 +70,19 @@ def test_the_first_packed_step_is_announced_once(
     assert (stats.plans_made, stats.plans_reused) == (3, 7 * STEPS - 4)
 
 
+def test_a_message_that_fails_costs_the_message_only(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        raise RuntimeError("no words")
+
+    monkeypatch.setattr(sharing, "describe_packed_step", fail)
+    stats = Stats()
+    run(stats, *crowd(200, queries=3, own=20), steps=3)
+    assert log.messages == ["sglang_pat: cannot tell what is shared: RuntimeError('no words')"]
+    assert stats.packed_steps == 3
+
+
 def test_groups_that_share_differently_are_announced_together(
     log: pytest.LogCaptureFixture,
 ) -> None:

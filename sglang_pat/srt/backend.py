@@ -64,6 +64,7 @@ class PatDecodeMixin:
         self._unprepared: Any = None  # eager decode batch that the base has not seen
         # Why a layer is the base's, or "", by layer id; the reasons of those that are.
         self._layers = dict(survey.reasons) if survey else {}
+        self._surveyed = bool(self._layers)
         self._base_layers = [reason for reason in self._layers.values() if reason]
         self._reporter = start_reporter(self._stats, serving=packs)
         logger.info(
@@ -266,6 +267,13 @@ class PatDecodeMixin:
             )
             self._layers[layer.layer_id] = reason
             self._base_layers = [reason for reason in self._layers.values() if reason]
+            if self._surveyed and len(self._base_layers) == len(self._layers):
+                self._reporter.set_serving(False)
+                logger.warning(
+                    "sglang_pat: serves nothing on this server: the last layer has %s; %s",
+                    reason,
+                    CHOOSE_ANOTHER,
+                )
         return reason
 
 
@@ -279,12 +287,18 @@ def make_pat_backend(runner: Any) -> Any:
     refusals.refuse_unsafe(runner)
     if runner.is_draft_worker:  # drafts do not go through the scheduler's batches
         name, stock = build_stock(runner)
+        if runner.draft_attention_backend is None:
+            # By this name, else by the server's, "pat", SGLang makes the draft's other backends
+            # (speculative/draft_utils.py), and knows only its own there.
+            runner.draft_attention_backend = name
         logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", name)
         return stock
     idle = idle_reasons(runner.server_args, runner.model_config, runner.kv_cache_dtype)
-    survey = survey_layers(runner)
-    if not idle and survey.serves_none:
-        idle = [IdleReason(f"of the model it could serve {survey}", CHOOSE_ANOTHER)]
+    survey = Survey({})
+    if all(reason.serves for reason in idle):
+        survey = survey_layers(runner)
+        if survey.serves_none:
+            idle = [IdleReason(f"of the model it could serve {survey}", CHOOSE_ANOTHER)]
     if idle:
         logger.warning("sglang_pat: %s", idle_message(idle))
     if not all(reason.serves for reason in idle):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from typing import Any
 
+from packaging.version import Version
+
 from sglang_pat.srt import stock
 
 logger = logging.getLogger("sglang_pat")
@@ -82,7 +84,7 @@ def _check_flashinfer() -> None:
     """What SGLang checks when it is given ``--attention-backend flashinfer`` by that name; the
     version is the one that its own package requires.
 
-    Raises RuntimeError for another version.
+    Raises RuntimeError for an older version.
     """
     from sglang.srt.utils import get_bool_env_var
 
@@ -90,9 +92,9 @@ def _check_flashinfer() -> None:
         return
     for requirement in metadata.requires("sglang") or ():
         pinned = re.match(r"flashinfer[-_]python(?:\[[^]]*\])?\s*==\s*([^\s;,]+)", requirement)
-        if pinned and metadata.version("flashinfer_python") != pinned[1]:
+        if pinned and Version(metadata.version("flashinfer_python")) < Version(pinned[1]):
             raise RuntimeError(
                 f"flashinfer_python is {metadata.version('flashinfer_python')}, SGLang needs "
-                f"{pinned[1]}: pip install flashinfer_python=={pinned[1]}, or choose another "
-                "--attention-backend"
+                f"{pinned[1]} or newer: pip install flashinfer_python=={pinned[1]}, or choose "
+                "another --attention-backend"
             )

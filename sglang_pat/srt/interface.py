@@ -49,6 +49,7 @@ ATTRIBUTES = {
     ),
     "model_executor.model_runner.ModelRunner": (
         *("device", "dtype", "kv_cache_dtype", "is_draft_worker", "init_new_workspace"),
+        "draft_attention_backend",
         *("kv_index_translator", "model_config", "req_to_token_pool", "token_to_kv_pool"),
         *("use_mla_backend", "memory_saver_adapter", "model", "prefill_aware_swa", "server_args"),
     ),

@@ -85,7 +85,9 @@ class Bed:
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
         self.executor = Executor()
         monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
-        monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: None)
+        self.serving: list[bool] = []  # what the reporter was told later
+        reporter = SimpleNamespace(set_serving=self.serving.append)
+        monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: reporter)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
         self.backend = backend._subclass(Base)(self.runner, PatConfig(check=True), survey)
         rng = random.Random(0)
@@ -230,6 +232,18 @@ def test_surveyed_layers_tell_before_the_first_step_whether_the_base_is_needed(
     assert bed.step() == (["out graph"] if prepares else [])
     assert bed.layer(0) == []
     assert bed.layer(1) == (["layer"] if prepares else [])
+
+
+def test_layers_that_all_turn_out_to_be_the_bases_are_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bed = Bed(monkeypatch, Survey({0: "", 1: ""}))
+    bed.step(capture=True)
+    bed.layer(0, sinks=1)
+    assert not bed.serving
+    bed.layer(1, sinks=1)
+    assert bed.serving == [False]
+    assert "serves nothing on this server: the last layer has arguments sinks" in caplog.text
 
 
 def test_eager_steps_prepare_the_base_until_the_layers_are_known(bed: Bed) -> None:
