@@ -24,7 +24,7 @@ from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 from transformers import PretrainedConfig
 
-from sglang_pat.srt import backend, base, survey
+from sglang_pat.srt import base, factory, survey
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, DIM = 8, 2, 64
@@ -91,7 +91,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ours:
-    """In place of the class that ``_subclass`` makes: notes its arguments."""
+    """In place of the class that ``extend`` makes: notes its arguments."""
 
     def __init__(self, runner: Any, config: Any, found: survey.Survey, **arguments: Any) -> None:
         self.survey, self.arguments = found, arguments
@@ -103,10 +103,10 @@ class Bed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.extended: type | None = None
         self.reported: list[bool] = []
-        monkeypatch.setattr(backend.refusals, "refuse_unsafe", lambda _: None)
-        monkeypatch.setattr(backend, "_subclass", self._extend)
+        monkeypatch.setattr(factory.refusals, "refuse_unsafe", lambda _: None)
+        monkeypatch.setattr(factory, "extend", self._extend)
         monkeypatch.setattr(
-            backend, "start_reporter", lambda _, *, serving: self.reported.append(serving)
+            factory, "start_reporter", lambda _, *, serving: self.reported.append(serving)
         )
         for name in ("torch_native", "fa3", "triton"):
             monkeypatch.setitem(ATTENTION_BACKENDS, name, lambda _, name=name: f"stock {name}")
@@ -116,7 +116,7 @@ class Bed:
         return Ours
 
     def make(self, runner: Any) -> Any:
-        return backend.make_pat_backend(runner)
+        return factory.make_pat_backend(runner)
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_a_draft_whose_backend_was_named_keeps_the_name(bed: Bed) -> None:
 def test_a_server_without_anything_for_us_is_not_surveyed(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "survey_layers", lambda _: pytest.fail("surveyed"))
+    monkeypatch.setattr(factory, "survey_layers", lambda _: pytest.fail("surveyed"))
     assert bed.make(_runner([_layer(0)], config={"is_generation": False})) == "stock torch_native"
 
 

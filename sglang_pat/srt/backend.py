@@ -18,18 +18,17 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import make_executor
 from sglang_pat.srt import refusals
-from sglang_pat.srt.base import base_of, build_stock
 from sglang_pat.srt.check import check_plan
 from sglang_pat.srt.hook import LiveBatch, Mailbox
 from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
 from sglang_pat.srt.step import StepPlanner
-from sglang_pat.srt.support import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
-from sglang_pat.srt.survey import Survey, survey_layers
+from sglang_pat.srt.support import CHOOSE_ANOTHER
 from sglang_pat.stats import Stats
 
 if TYPE_CHECKING:
     from sglang_pat.planning import Plan
+    from sglang_pat.srt.survey import Survey
 
 logger = logging.getLogger("sglang_pat")
 
@@ -277,43 +276,10 @@ class PatDecodeMixin:
         return reason
 
 
-def make_pat_backend(runner: Any) -> Any:
-    """Make the backend of a model runner, or refuse.
-
-    Raises RuntimeError with all reasons against serving this model in this configuration, each with
-    the way out, and ValueError for an ``SGLANG_PAT_*`` variable that is not known.
-    """
-    config = PatConfig.from_env()
-    refusals.refuse_unsafe(runner)
-    if runner.is_draft_worker:  # drafts do not go through the scheduler's batches
-        name, stock = build_stock(runner)
-        if runner.draft_attention_backend is None:
-            # By this name, else by the server's, "pat", SGLang makes the draft's other backends
-            # (speculative/draft_utils.py), and knows only its own there.
-            runner.draft_attention_backend = name
-        logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", name)
-        return stock
-    idle = idle_reasons(runner.server_args, runner.model_config, runner.kv_cache_dtype)
-    survey = Survey({})
-    if all(reason.serves for reason in idle):
-        survey = survey_layers(runner)
-        if survey.serves_none:
-            idle = [IdleReason(f"of the model it could serve {survey}", CHOOSE_ANOTHER)]
-    if idle:
-        logger.warning("sglang_pat: %s", idle_message(idle))
-    if not all(reason.serves for reason in idle):
-        start_reporter(Stats(), serving=False)
-        name, stock = build_stock(runner)
-        logger.info("sglang_pat: attention is SGLang's own, %s", name)
-        return stock
-    base = base_of(runner)
-    backend = _subclass(base.cls)(runner, config, survey, packs=not idle, **base.arguments)
-    logger.info("sglang_pat: serves %s", survey)
-    return backend
-
-
 @lru_cache
-def _subclass(base: type) -> type:
+def extend(base: type) -> type:
+    """The class of a backend of SGLang with plain decode replaced; ``PatDecodeMixin`` says what its
+    constructor takes beside the base's arguments."""
     return type(f"Pat{base.__name__}", (PatDecodeMixin, base), {})
 
 

@@ -34,6 +34,6 @@ def register() -> None:
 
 
 def _make_backend(runner: object) -> object:
-    from sglang_pat.srt.backend import make_pat_backend
+    from sglang_pat.srt.factory import make_pat_backend
 
     return make_pat_backend(runner)

@@ -89,7 +89,7 @@ class Bed:
         reporter = SimpleNamespace(set_serving=self.serving.append)
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: reporter)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
-        self.backend = backend._subclass(Base)(self.runner, PatConfig(check=True), survey)
+        self.backend = backend.extend(Base)(self.runner, PatConfig(check=True), survey)
         rng = random.Random(0)
         system = [rng.randrange(1000) for _ in range(200)]
         self.reqs = [self.cache.admit([*system, 1000 + i]) for i in range(QUERIES)]
