@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,9 @@ def sglang_knows_pat() -> Iterator[None]:
         ATTENTION_BACKEND_CHOICES.append("pat")
     with mock.patch.dict(os.environ):  # where SGLang leaves some, which later servers would inherit
         os.environ["SGLANG_PLATFORM"] = "pat_cpu"
+        level = logging.getLogger().level
         yield
+        logging.getLogger().setLevel(level)  # --log-level is SGLang's, of the whole process
     if not known:
         ATTENTION_BACKEND_CHOICES.remove("pat")
 
