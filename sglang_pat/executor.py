@@ -14,6 +14,7 @@ from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
 from sglang_pat.planning import Plan
 from sglang_pat.srt import sleep
+from sglang_pat.srt.survey import heads_of
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
 
@@ -109,15 +110,9 @@ class Executor:
 def make_executor(runner: Any, config: PatConfig) -> Executor:
     """The executor for a model runner, its target sized by the runner's pools and graphs and, on a
     GPU, by the budget of its workspace."""
-    from sglang.srt.runtime_context import get_parallel
-
-    ranks = get_parallel().attn_tp_size
-    model = runner.model_config
     table = runner.req_to_token_pool.req_to_token
     options: dict[str, Any] = {
-        "num_q_heads": model.num_attention_heads // ranks,
-        "num_kv_heads": model.get_num_kv_heads(ranks),
-        "head_dim": model.head_dim,
+        **heads_of(runner)._asdict(),
         "kv_bytes": runner.kv_cache_dtype.itemsize,
         "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,

@@ -22,19 +22,17 @@ def stock_backend(server_args: Any, model_config: Any) -> str:
     """
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
 
-    args = resolving_view(server_args)
-    for name in attention_backends_of(args):
+    for name in attention_backends_of(resolving_view(server_args)):
         if name != BACKEND:
             return str(name)
-    if args.device == "cpu":  # SGLang's other backend of CPUs needs kernels that its wheel lacks
-        return "torch_native"
-    return _default(server_args, model_config)
+    return default_backend(server_args, model_config)
 
 
 def default_backend(server_args: Any, model_config: Any) -> str:
     """As ``stock_backend``, but whatever the options name."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
+    # SGLang's other backend of CPUs needs kernels that its wheel lacks.
     if resolving_view(server_args).device == "cpu":
         return "torch_native"
     return _default(server_args, model_config)
