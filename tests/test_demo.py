@@ -86,7 +86,8 @@ from sglang_pat.cli import main
 from sglang_pat.demo.scale import SCALES
 scale = SCALES["cpu"]
 SCALES["cpu"] = replace(
-    scale, model=scale.model | {"layers": 2}, parts=2, max_tokens=4, warm_up=True
+    scale, model=scale.model | {"layers": 2}, parts=2, max_tokens=4, compared_tokens=4,
+    warm_up=True,
 )
 sys.exit(main(["demo", "--device", "cpu", "--dtype", "bfloat16", "--cache", sys.argv[1]]))
 """

@@ -6,10 +6,14 @@ on a CPU, both must choose the same tokens. In bf16, the default on a GPU, round
 near-tie, so the stock's tokens are forced through pat's decode and their log-probabilities compared
 (see ``forcing``), and through the stock's own, which shows what rounding alone does. On a GPU model
 and workload are larger (see ``Scale``), and both servers are warmed up before anything is measured.
+
+Both servers start at once where both fit: a start takes one to two minutes. They are measured one
+after the other, and a server without requests sleeps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -52,19 +56,31 @@ class _Trial:
 
     @property
     def timed(self) -> Workload:
-        return self._workload(self.scale.parts, logprobs=self.scale.parts == 1)
+        parts, max_tokens = self.scale.parts, self.scale.max_tokens
+        return self._workload(parts, max_tokens, logprobs=self.compared_apart is None)
 
     @property
-    def compared(self) -> Workload:
-        return self._workload(1, logprobs=True)
+    def compared_apart(self) -> Workload | None:
+        """The pass that is compared, where the timed one asks for no log-probabilities."""
+        if self.scale.compared_tokens is None:
+            return None
+        return self._workload(1, self.scale.compared_tokens, logprobs=True)
 
-    def _workload(self, parts: int, *, logprobs: bool) -> Workload:
-        scale = self.scale
+    @property
+    def holds_two_servers(self) -> bool:
+        """Whether both K/V pools fit beside each other; on a CPU they are small."""
+        if self.device == "cpu":
+            return True
+        import torch
+
+        # SGLang gives its pool at most some 0.8 of a GPU, and both want graphs and weights too.
+        total = torch.cuda.get_device_properties(0).total_memory
+        return self.scale.kv_bytes < 0.35 * total
+
+    def _workload(self, parts: int, max_tokens: int, *, logprobs: bool) -> Workload:
+        handbook = self.scale.handbook
         return Workload.load(
-            parts=parts,
-            handbook=scale.handbook,
-            max_tokens=scale.max_tokens,
-            logprobs=logprobs,
+            parts=parts, handbook=handbook, max_tokens=max_tokens, logprobs=logprobs
         )
 
 
@@ -87,19 +103,27 @@ def run_demo(options: Options) -> int:
     started = time.monotonic()
 
     itself = None
-    stock_backend = "torch_native" if device == "cpu" else None  # None: SGLang's own choice
-    with _serve(model, stock_backend, trial) as server:
+    with contextlib.ExitStack() as servers:
+        stock_backend = "torch_native" if device == "cpu" else None  # None: SGLang's own choice
+        server, ours = _server(model, stock_backend, trial), _server(model, "pat", trial)
+        if trial.holds_two_servers:
+            # pat first: a wrong setting of pat's ends it at once.
+            _start(servers, ours, server)
+        else:
+            _start(servers, server)
         stock = _measure(server, trial)
         reference = stock.generations
         if dtype != "float32":
-            if trial.timed != trial.compared:
-                reference = run_workload(server.url, trial.compared, label="to compare")
+            if trial.compared_apart is not None:
+                reference = run_workload(server.url, trial.compared_apart, label="to compare")
             itself = _force(server, reference)
-    with _serve(model, "pat", trial) as server:
-        pat = _measure(server, trial)
+        server.stop()
+        if not trial.holds_two_servers:
+            _start(servers, ours)
+        pat = _measure(ours, trial)
         agreed = agreement.compare(pat.generations, stock.generations)
         if dtype != "float32":
-            agreed = replace(_force(server, reference), token_match_rate=agreed.token_match_rate)
+            agreed = replace(_force(ours, reference), token_match_rate=agreed.token_match_rate)
 
     passed = _passes(agreed, trial) and pat.counters.packed_steps > 0
     facts = _facts(trial) | {"seconds": time.monotonic() - started}
@@ -138,16 +162,22 @@ def _facts(trial: _Trial) -> dict[str, Any]:
     }
 
 
-def _serve(model: Path, backend: str | None, trial: _Trial) -> Server:
+def _start(servers: contextlib.ExitStack, *starting: Server) -> None:
+    """Start them at once and wait for each; ``servers`` stops them."""
+    print(f"starting {len(starting)} server{'s'[: len(starting) - 1]} ...", flush=True)
+    for server in starting:
+        servers.callback(server.stop)
+        server.start()
+    for server in starting:
+        server.wait_until_ready()
+
+
+def _server(model: Path, backend: str | None, trial: _Trial) -> Server:
     args = ["--dtype", trial.dtype, "--max-total-tokens", str(trial.scale.kv_tokens)]
     if trial.dtype != "float32":
         # Logits in fp32 leave the attention as the main thing that rounds.
         args += ["--enable-fp32-lm-head", "--enable-custom-logit-processor"]
-    name = backend or "stock"
-    print(
-        f"starting SGLang with {'its own choice' if backend is None else backend} ...", flush=True
-    )
-    log = trial.cache / f"server-{name}.log"
+    log = trial.cache / f"server-{backend or 'stock'}.log"
     return Server(model, backend=backend, device=trial.device, log=log, args=args)
 
 

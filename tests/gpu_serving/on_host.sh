@@ -79,9 +79,9 @@ for step in "${steps[@]}"; do
   echo "=== $step: exit $status after $((SECONDS - began)) s"
   [ "$status" -eq 0 ] || failed=$((failed + 1))
 done
-# The last lines of every server's log, which an assertion's message does not have.
-find "$work" -name '*.log' -size +0 | while read -r log; do
-  to="$work/ends/${log#"$work"/}"; mkdir -p "$(dirname "$to")"; tail -n 400 "$log" >"$to"
+# The start and the last lines of every server's log, which an assertion's message does not have.
+find "$work" -name '*.log' -size +0 -not -path "$work/ends/*" | while read -r log; do
+  to="$work/ends/${log#"$work"/}"; mkdir -p "$(dirname "$to")"; { head -n 200 "$log"; tail -n +201 "$log" | tail -n 200; } >"$to"
 done
 [ ! -d "$work/ends" ] || tar czf "$out/servers.tar.gz" -C "$work/ends" .
 exit "$failed"
