@@ -80,8 +80,8 @@ SCALES = {
     #   weights          8 x 27 million + 2 million parameters = 0.44 GB, 0.1 ms a step; made in 6 s
     #   pool             196,608 tokens = 12.9 GB. 4,400 + 144 x 1,160 = 171,000 are needed at most,
     #                    if no agent's prompt is cached when its 24 conversations arrive.
-    # 16 heads in 8 layers rather than 8 in 16 read as much, and rounding grows with the layers. With
-    # answers of 128 tokens, half of the time was prefill, which is SGLang's on both servers.
+    # 16 heads in 8 layers rather than 8 in 16 read as much, and rounding grows with the layers.
+    # With answers of 128 tokens, half of the time was prefill, which is SGLang's on both servers.
     #
     # Bounds: pat differed from FA3 by 0.025 on average and 0.16 at most (H100, 6,144 forced tokens,
     # 2026-11-22), FA3 from itself in other batches by 0.004 and 0.12. bf16 itself differs from fp32
