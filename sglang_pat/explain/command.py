@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommand ``sglang-pat explain``: its options, its machines, what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_pat.explain.requests import DEFAULT_TREE
+from sglang_pat.explain.text import PARTS
+
+if TYPE_CHECKING:
+    from sglang_pat import Target
+
+
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """What ``torch.cuda.get_device_properties`` would say of a GPU, as far as a plan asks."""
+
+    name: str
+    multi_processor_count: int
+    major: int
+    minor: int
+
+
+_GPUS = {
+    "h200": _Machine("NVIDIA H200", 132, 9, 0),
+    "h100": _Machine("NVIDIA H100 80GB HBM3", 132, 9, 0),
+    "a100": _Machine("NVIDIA A100-SXM4-80GB", 108, 8, 0),
+    "l40s": _Machine("NVIDIA L40S", 142, 8, 9),
+    "l4": _Machine("NVIDIA L4", 58, 8, 9),
+    "rtx4090": _Machine("NVIDIA GeForce RTX 4090", 128, 8, 9),
+    "rtx3090": _Machine("NVIDIA GeForce RTX 3090", 82, 8, 6),
+}
+_TARGETS = (*_GPUS, "cpu")
+_CPU_THREADS = 8
+# Options of a server that change a plan: SGLANG_PAT_<NAME>, and here --<name>.
+_RULES = {
+    "policy": "when a node becomes a pack: bytes, paper or naive",
+    "split": "where a long pack is cut: cost or mean",
+    "branching": "whether parts of the tree become one item: cost, always or never",
+    "partial": "dtype of partial results: fp32 or bf16",
+}
+_LEAST_QUERIES = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives ``parser`` the options of the subcommand."""
+    batch = parser.add_mutually_exclusive_group()
+    batch.add_argument(
+        "--tree",
+        metavar="SPEC",
+        default=DEFAULT_TREE,
+        help="the batch: a number is a request and counts its private tokens, TOKENS(...) is a "
+        "prefix that the requests in parentheses share, COUNTx repeats what follows; or a tree of "
+        f"the benchmarks, as 1,8,512_32,512,256 (default: {DEFAULT_TREE}, three requests on a "
+        "prefix of 512 tokens, two of which share 256 more)",
+    )
+    batch.add_argument(
+        "--paths",
+        type=Path,
+        metavar="FILE",
+        help='the batch as JSON: {"paths": [[[id, start, end], ...], ...], "seq_lens": [...]}, '
+        "the radix nodes of each request and its tokens (default: --tree)",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="NAME",
+        default="h200",
+        help=f"what to plan for: {', '.join(_TARGETS)} (default: h200)",
+    )
+    parser.add_argument(
+        "--heads",
+        metavar="Q/KV",
+        default="32/8",
+        help="query and KV heads of one rank (default: 32/8)",
+    )
+    parser.add_argument(
+        "--head-dim", type=int, metavar="D", default=128, help="elements of a head (default: 128)"
+    )
+    parser.add_argument(
+        "--units",
+        type=int,
+        metavar="N",
+        help=f"SMs or threads that run items (default: the GPU's SMs, {_CPU_THREADS} threads)",
+    )
+    parser.add_argument(
+        "--max-queries",
+        type=int,
+        metavar="N",
+        help="requests that the buffers of the plan hold; a plan that they cannot hold is made "
+        f"simpler (default: those of the batch, at least {_LEAST_QUERIES})",
+    )
+    for name, meaning in _RULES.items():
+        parser.add_argument(
+            f"--{name}",
+            metavar="RULE",
+            help=f"{meaning} (default: SGLANG_PAT_{name.upper()}, else what a server does)",
+        )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw to FILE, too (default: no)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument(
+        "--part",
+        choices=("all", *PARTS),
+        default="all",
+        help="print one part only; structs are the plan's arrays as in csrc/plan.h, which all "
+        "leaves out (default: all)",
+    )
+    parser.add_argument(
+        "--lines",
+        type=int,
+        metavar="N",
+        default=40,
+        help="lines of each list that are printed, 0 for all (default: 40)",
+    )
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Explains the batch of the options; exit status 0, or 1 with a line that says what is wrong,
+    which value it has and what would do."""
+    try:
+        print(_explained(arguments))
+    except (ValueError, OSError) as error:
+        print(f"sglang-pat explain: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _explained(arguments: argparse.Namespace) -> str:
+    import sglang_pat
+    from sglang_pat.explain.reading import explain
+    from sglang_pat.explain.requests import parse_tree, read_requests
+    from sglang_pat.explain.svg import write_svg
+    from sglang_pat.explain.text import as_data, write_text
+
+    if arguments.lines < 0:
+        raise ValueError(f"--lines is {arguments.lines}, must be 0 (all) or more")
+    if arguments.paths is not None:
+        requests = read_requests(arguments.paths)
+    else:
+        requests = parse_tree(arguments.tree)
+    target, machine = make_target(arguments, len(requests.seq_lens))
+    plan = sglang_pat.plan(requests.paths, requests.seq_lens, target)
+    found = explain(plan, requests, target)
+    if arguments.svg is not None:
+        arguments.svg.write_text(write_svg(found, machine), encoding="utf-8")
+    if arguments.json:
+        return json.dumps(as_data(found))
+    return write_text(found, machine, arguments.lines, arguments.part)
+
+
+def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target, str]:
+    """The target of the options, made as a server makes its own, and the machine in words.
+
+    Raises ValueError that names the option, its value and what is allowed.
+    """
+    from sglang_pat import Target
+    from sglang_pat.config import PREFIX, PatConfig
+
+    chosen = {
+        PREFIX + name.upper(): value
+        for name in _RULES
+        if (value := getattr(arguments, name)) is not None
+    }
+    config = PatConfig.from_env({**os.environ, **chosen})
+    name = arguments.target.lower().replace(" ", "").removeprefix("nvidia")
+    if name not in _TARGETS:
+        raise ValueError(
+            f"--target is {arguments.target!r}, must be one of {', '.join(_TARGETS)}; for another "
+            "GPU take the nearest with --units"
+        )
+    num_q_heads, num_kv_heads = _heads(arguments.heads)
+    for option, value, most in (
+        ("--heads, query heads,", num_q_heads, 1024),
+        ("--heads, KV heads,", num_kv_heads, 1024),
+        ("--head-dim", arguments.head_dim, 1024),
+        ("--units", arguments.units, 65_536),
+        ("--max-queries", arguments.max_queries, 65_536),
+    ):
+        if value is not None and not 0 < value <= most:
+            raise ValueError(f"{option} is {value}, must be from 1 to {most:,}")
+    options: dict[str, Any] = {
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": arguments.head_dim,
+        "max_queries": max(num_queries, _LEAST_QUERIES),
+        "partial_bytes": config.partial_dtype.itemsize,
+        "policy": config.policy,
+        "split": config.split,
+    }
+    if arguments.max_queries is not None:
+        options["max_queries"] = arguments.max_queries
+    if config.branching != "cost":  # else as the machine's target has it
+        options["branching"] = config.branching
+    if name == "cpu":
+        threads = _CPU_THREADS if arguments.units is None else arguments.units
+        target = Target.cpu(threads=threads, **options)
+        return target, f"a CPU with {threads} threads"
+    if arguments.units is not None:
+        options["units"] = arguments.units
+    target = Target.gpu(_GPUS[name], **options)
+    return target, f"{_GPUS[name].name} with {target.units} SMs"
+
+
+def _heads(given: str) -> tuple[int, int]:
+    q_heads, _, kv_heads = given.partition("/")
+    if not (q_heads.isdecimal() and kv_heads.isdecimal()):
+        raise ValueError(f"--heads is {given!r}, must be query heads / KV heads, as in 32/8")
+    return int(q_heads), int(kv_heads)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan in named parts: the pack tree, the packs, the items, the merges and the sums.
+
+This is the only place of ``explain`` that reads a plan's arrays (csrc/plan.h).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import groupby, pairwise
+from typing import Any
+
+from sglang_pat import Plan, Target
+from sglang_pat.explain.parts import Explanation, Item, Merge, Pack, Queries, Range, TreeNode
+from sglang_pat.explain.requests import PathNodes, Requests
+
+_DYNAMIC, _BRANCH, _DIRECT = -1, -2, -1  # kDynamic, kBranch and kDirect of csrc/plan.h
+
+
+def explain(plan: Plan, requests: Requests, target: Target) -> Explanation:
+    """Reads ``plan``, which was made of ``requests`` for ``target``."""
+    nodes = tree_nodes(requests)
+    items = _items(plan, requests.seq_lens)
+    packs = _packs(items, nodes)
+    _link(nodes, packs, items)
+    return Explanation(
+        target,
+        plan,
+        requests.seq_lens,
+        nodes,
+        packs,
+        items,
+        _merges(plan, items),
+        plan.kv_tokens_read(sum(requests.seq_lens)),
+        sum(requests.seq_lens),
+        sum(node.end - node.start for node in nodes),
+    )
+
+
+def _link(nodes: list[TreeNode], packs: list[Pack], items: list[Item]) -> None:
+    """Notes at each node the packs and the branches that read its tokens."""
+    by_query: defaultdict[int, list[tuple[int, int, bool, int]]] = defaultdict(list)
+    for number, pack in enumerate(packs):
+        for query in pack.queries:
+            by_query[query].append((pack.start, pack.end, False, number))
+    for item in items:
+        for part in item.ranges if item.kind == "branch" else ():
+            for query in part.queries:
+                by_query[query].append((part.start, part.end, True, item.index))
+    for node in nodes:
+        found = {
+            (in_branch, number)
+            for query in node.queries
+            for start, end, in_branch, number in by_query[query]
+            if start < node.end and node.start < end
+        }
+        for in_branch, number in sorted(found):
+            (node.branches if in_branch else node.packs).append(number)
+
+
+def tree_nodes(requests: Requests) -> list[TreeNode]:
+    """The nodes that several queries share and every query's tail, parents before their children,
+    in the order in which a tree is printed."""
+    paths = _cut_paths(requests.paths)
+    sharing: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for query, path in enumerate(paths):
+        for part in path:
+            sharing[part].append(query)
+    below: defaultdict[Any, list[TreeNode]] = defaultdict(list)
+    for query, path in enumerate(paths):
+        shared = [part for part in path if len(sharing[part]) > 1]
+        for depth, part in enumerate(shared):
+            if sharing[part][0] == query:
+                above = shared[depth - 1] if depth else None
+                below[above].append(TreeNode(*part, tuple(sharing[part]), depth))
+        start = shared[-1][2] if shared else 0
+        if start < requests.seq_lens[query]:
+            tail = TreeNode(None, start, requests.seq_lens[query], (query,), len(shared))
+            below[shared[-1] if shared else None].append(tail)
+    ordered, open_ = [], below[None][::-1]
+    while open_:
+        node = open_.pop()
+        ordered.append(node)
+        if node.id is not None:
+            open_ += below[node.id, node.start, node.end][::-1]
+    return ordered
+
+
+def _cut_paths(paths: list[PathNodes]) -> list[PathNodes]:
+    """The paths with each node cut where another query's path ends inside of it."""
+    ends: defaultdict[int, set[int]] = defaultdict(set)
+    for path in paths:
+        for node_id, _, end in path:
+            ends[node_id].add(end)
+    ordered = {node_id: sorted(of_node) for node_id, of_node in ends.items()}
+    cut = []
+    for path in paths:
+        parts = []
+        for node_id, start, end in path:
+            inside = [start, *(to for to in ordered[node_id] if start < to <= end)]
+            parts += [(node_id, *span) for span in pairwise(inside)]
+        cut.append(parts)
+    return cut
+
+
+def _items(plan: Plan, seq_lens: list[int]) -> list[Item]:
+    members = [(int(m["query"]), int(m["partial"])) for m in plan.members]
+    segments = plan.segments
+    group = plan.num_q_heads // plan.num_kv_heads
+    items = []
+    for index, item in enumerate(plan.items):
+        first = int(item["member_offset"])
+        of_item = members[first : first + int(item["num_queries"])]
+        queries = tuple(query for query, _ in of_item)
+
+        def range_of(row: int, start: int, length: int, readers: Queries) -> Range:
+            grows = length == _DYNAMIC
+            end = seq_lens[row] if grows else start + length
+            return Range(row, start, end, tuple(sorted(readers)), grows)
+
+        row, start, length = (int(item[name]) for name in ("row", "kv_start", "kv_len"))
+        is_branch = length == _BRANCH
+        if is_branch:
+            ranges = [
+                range_of(
+                    int(s["row"]),
+                    int(s["kv_start"]),
+                    int(s["kv_len"]),
+                    queries[s["first"] : s["first"] + s["num_queries"]],
+                )
+                for s in segments[row : row + int(item["partial"])]
+            ]
+        else:
+            ranges = [range_of(row, start, length, queries)]
+        wide, heavy = plan.num_wide_items, plan.num_heavy_items
+        items.append(
+            Item(
+                index,
+                "branch" if is_branch else "tail",  # until the packs are known
+                "wide" if index < wide else "heavy" if index < wide + heavy else "light",
+                tuple(sorted(queries)),
+                ranges,
+                len(queries) * group,
+                int(item["row_tile"]),
+                {query: None if slot == _DIRECT else slot for query, slot in sorted(of_item)},
+            )
+        )
+    return items
+
+
+def _packs(items: list[Item], nodes: list[TreeNode]) -> list[Pack]:
+    """Groups items to packs and sets their kind and piece: runs of pieces that end with the same
+    node at the same tokens are row tiles of one pack."""
+    borders: defaultdict[int, set[int]] = defaultdict(set)  # of a query: where its sharers change
+    last: dict[tuple[int, int], int] = {}  # by query and end: the node
+    for number, node in enumerate(nodes):
+        for query in node.queries:
+            above = last.get((query, node.start))
+            if above is not None and nodes[above].queries != node.queries:
+                borders[query].add(node.start)
+            last[query, node.end] = number
+
+    tiles: defaultdict[tuple[int, int, int], list[list[Item]]] = defaultdict(list)
+    for run in _runs_of_pieces(items, borders):
+        end = run[-1].ranges[0].end
+        tiles[run[0].ranges[0].start, end, last[run[0].queries[0], end]].append(run)
+
+    packs = []
+    order = sorted(tiles.items(), key=lambda entry: (entry[0][0], entry[1][0][0].queries))
+    for number, ((start, end, _), of_pack) in enumerate(order):
+        queries = tuple(sorted(query for run in of_pack for query in run[0].queries))
+        members = sorted(item.index for run in of_pack for item in run)
+        packs.append(Pack(start, end, queries, len(of_pack[0]), members))
+        for run in of_pack:
+            for piece, item in enumerate(run, 1):
+                item.pack, item.piece, item.pieces = number, piece, len(run)
+                item.kind = "shared" if len(queries) > 1 else "tail"
+    return packs
+
+
+def _runs_of_pieces(items: list[Item], borders: dict[int, set[int]]) -> list[list[Item]]:
+    """Items of equal queries that follow one another, as long as the same queries share their
+    tokens: ``borders`` are the tokens from which on others do, by query."""
+    runs: list[list[Item]] = []
+    plain = [item for item in items if item.kind != "branch"]
+    plain.sort(key=lambda item: (item.queries, item.ranges[0].start))
+    for queries, same in groupby(plain, key=lambda item: item.queries):
+        end = -1
+        for item in same:
+            start = item.ranges[0].start
+            if start != end or start in borders[queries[0]]:
+                runs.append([])
+            runs[-1].append(item)
+            end = item.ranges[0].end
+    return runs
+
+
+def _merges(plan: Plan, items: list[Item]) -> list[Merge]:
+    writers: dict[int, int] = {}  # item by slot
+    direct: dict[int, int] = {}  # item by query
+    for item in items:
+        for query, slot in item.partials.items():
+            if slot is None:
+                direct[query] = item.index
+            else:
+                writers[slot] = item.index
+    merges = []
+    for query, (offset, count) in enumerate(plan.queries.tolist()):
+        slots = list(range(offset, offset + count)) if count > 1 else []
+        wrote = [writers[slot] for slot in slots]
+        if count == 1:
+            wrote = [direct[query]]
+        merges.append(Merge(query, slots, wrote))
+    return merges

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch to explain: radix paths and lengths, from a line of text or from a JSON file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Three requests: all begin with the same 512 tokens, the first two share 256 more.
+DEFAULT_TREE = "512(256(40,25),90)"
+MAX_REQUESTS = 16_384
+MAX_DEPTH = 64
+MAX_TOKENS = 2**31 - 1
+
+PathNodes = list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """B requests. ``paths[i]``: the radix nodes of request i as (id, start, end), in tokens;
+    ``seq_lens[i]``: its tokens, the one being decoded included."""
+
+    paths: list[PathNodes] = field(default_factory=list)
+    seq_lens: list[int] = field(default_factory=list)
+
+
+def parse_tree(spec: str) -> Requests:
+    """The requests of a tree in one of two notations.
+
+    Nested: a number is a request and counts its private tokens; ``TOKENS(...)`` is a radix node
+    that the requests in parentheses share; ``COUNTx`` repeats what follows. ``512(2x256(40,25))``
+    is a node of 512 tokens over two nodes of 256 tokens with two requests each. By levels, as the
+    benchmarks name their trees: ``1,8,512_32,512,256`` is one node of 32 tokens over 8 nodes of 512
+    tokens over 512 requests of 256 private tokens.
+
+    Raises ValueError that names the character for what is neither, and the limit for what is too
+    large.
+    """
+    if "_" in spec:
+        from sglang_pat.bench.trees import Tree
+
+        tree = Tree.parse(spec)
+        if tree.num_queries > MAX_REQUESTS:
+            raise ValueError(_too_many(spec))
+        return Requests(tree.paths, tree.seq_lens)
+    return _Parser("".join(spec.split())).parse()
+
+
+class _Parser:
+    """Recursive descent over the nested notation."""
+
+    def __init__(self, spec: str) -> None:
+        self._spec = spec
+        self._at = 0
+        self._nodes = 0  # ids given out
+        self._requests = Requests()
+
+    def parse(self) -> Requests:
+        self._siblings([])
+        if self._at < len(self._spec):
+            self._fail(f"{self._next!r} is not expected")
+        return self._requests
+
+    @property
+    def _next(self) -> str:
+        return self._spec[self._at : self._at + 1]
+
+    def _siblings(self, path: PathNodes) -> None:
+        """Reads one or more nodes and requests under ``path``, with commas between them."""
+        self._member(path)
+        while self._next == ",":
+            self._at += 1
+            self._member(path)
+
+    def _member(self, path: PathNodes) -> None:
+        count, tokens = 1, self._number()
+        if self._next == "x":
+            self._at += 1
+            count, tokens = tokens, self._number()
+        start = path[-1][2] if path else 0
+        end = start + tokens
+        if end > MAX_TOKENS:
+            self._fail(f"a request has {end:,} tokens, more than {MAX_TOKENS:,}")
+        if self._next != "(":
+            for _ in range(count):
+                self._add(path, end)
+            return
+        if len(path) == MAX_DEPTH:
+            self._fail(f"nodes are nested deeper than {MAX_DEPTH}")
+        begin = self._at + 1
+        for _ in range(count):
+            self._nodes += 1
+            self._at = begin
+            self._siblings([*path, (self._nodes, start, end)])
+            if self._next != ")":
+                self._fail('a ")" is missing')
+        self._at += 1
+
+    def _add(self, path: PathNodes, length: int) -> None:
+        if len(self._requests.seq_lens) == MAX_REQUESTS:
+            raise ValueError(_too_many(self._spec))
+        self._requests.paths.append(path)
+        self._requests.seq_lens.append(length)
+
+    def _number(self) -> int:
+        begin = self._at
+        while self._next in set("0123456789"):
+            self._at += 1
+        digits = self._spec[begin : self._at]
+        if not digits or int(digits[:20]) == 0:
+            self._at = begin
+            found = repr(digits or self._next) if self._next else "the end"
+            self._fail(f"a number of 1 or more must stand here, not {found}")
+        return int(digits[:20])
+
+    def _fail(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"tree {self._spec!r}, character {self._at + 1}: {what}; write it as in {DEFAULT_TREE} "
+            "or 32(8x512(64x256))"
+        )
+
+
+def _too_many(spec: str) -> str:
+    return f"tree {spec!r} has more than {MAX_REQUESTS:,} requests: lower a count"
+
+
+def read_requests(file: Path) -> Requests:
+    """The requests of a JSON file: ``{"paths": [[[id, start, end], ...], ...], "seq_lens": [...]}``
+    with a path, which may be empty, and a length per request.
+
+    Raises OSError for a file that cannot be read, ValueError for another form. Whether the paths
+    are one tree is left to ``sglang_pat.plan``.
+    """
+    form = '{"paths": [[[1, 0, 512]], []], "seq_lens": [600, 90]}'
+    try:
+        given: Any = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}; write it as in {form}") from None
+    if not isinstance(given, dict) or set(given) != {"paths", "seq_lens"}:
+        raise ValueError(f"{file} must hold paths and seq_lens, and nothing else, as in {form}")
+    paths, seq_lens = given["paths"], given["seq_lens"]
+    if not (isinstance(paths, list) and isinstance(seq_lens, list)) or len(paths) != len(seq_lens):
+        raise ValueError(f"{file}: paths and seq_lens must be lists of one length, as in {form}")
+    if not 0 < len(paths) <= MAX_REQUESTS:
+        raise ValueError(f"{file} has {len(paths):,} requests, must have 1 to {MAX_REQUESTS:,}")
+    for query, (path, length) in enumerate(zip(paths, seq_lens, strict=True)):
+        if not _is_token_count(length):
+            raise ValueError(f"{file}: seq_lens[{query}] is {length!r}, must be 0 to {MAX_TOKENS}")
+        if not isinstance(path, list) or not all(_is_node(node) for node in path):
+            raise ValueError(
+                f"{file}: paths[{query}] is {path!r}, must be a list of [id, start, end], each a "
+                f"whole number from 0 to {MAX_TOKENS}"
+            )
+    return Requests([[(i, s, e) for i, s, e in path] for path in paths], seq_lens)
+
+
+def _is_token_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TOKENS
+
+
+def _is_node(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_token_count, value))

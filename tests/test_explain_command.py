@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sglang-pat explain`` as a command: what it takes, prints, and says of mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import sglang_pat
+from sglang_pat import cli
+from sglang_pat.explain.command import make_target
+from sglang_pat.explain.parts import Explanation
+from sglang_pat.explain.reading import explain
+from sglang_pat.explain.requests import (
+    DEFAULT_TREE,
+    MAX_DEPTH,
+    MAX_REQUESTS,
+    parse_tree,
+    read_requests,
+)
+from sglang_pat.explain.text import PARTS, pack_line
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("SGLANG_PAT_")]:
+        monkeypatch.delenv(name)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)  # which the command sets
+
+
+def explained(spec: str) -> Explanation:
+    """By the defaults of the command."""
+    requests = parse_tree(spec)
+    parsed = cli.make_parser().parse_args(["explain"])
+    target, _ = make_target(parsed, len(requests.seq_lens))
+    return explain(sglang_pat.plan(requests.paths, requests.seq_lens, target), requests, target)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["explain", *arguments]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_pat", "explain", *arguments],
+        capture_output=True,
+        text=True,
+        env=clean | (env or {}),
+        timeout=120,
+    )
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What an explanation that exits with 1 says."""
+    assert cli.main(["explain", *arguments]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("sglang-pat explain: ") and said.err.count("\n") == 1
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("spec", "place"),
+    [
+        ("", "character 1: a number of 1 or more must stand here, not the end"),
+        ("512(", "character 5: a number of 1 or more must stand here, not the end"),
+        ("512(40", 'character 7: a ")" is missing'),
+        ("512(40))", "character 8: ')' is not expected"),
+        ("512(40,,3)", "character 8: a number of 1 or more must stand here, not ','"),
+        ("512(0,3)", "character 5: a number of 1 or more must stand here, not '0'"),
+        ("3x(4)", "character 3: a number of 1 or more must stand here, not '('"),
+        ("12;4", "character 3: ';' is not expected"),
+        ("\u0663", "character 1: a number of 1 or more must stand here"),
+        ("2147483648", "a request has 2,147,483,648 tokens, more than 2,147,483,647"),
+        (f"{'1(' * 65}1{')' * 65}", f"nodes are nested deeper than {MAX_DEPTH}"),
+        ("200x1(200x1)", f"more than {MAX_REQUESTS:,} requests"),
+        ("1,99999_1,1", f"more than {MAX_REQUESTS:,} requests"),
+        ("1,8_32", "2 levels of nodes and 1 of tokens"),
+    ],
+)
+def test_a_broken_tree_names_the_place(
+    spec: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert place in refused(capsys, "--tree", spec)
+
+
+def test_a_batch_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "batch.json"
+    requests = parse_tree(DEFAULT_TREE)
+    file.write_text(json.dumps({"paths": requests.paths, "seq_lens": requests.seq_lens}))
+    assert read_requests(file) == requests
+    assert cli.main(["explain", "--paths", str(file)]) == 0
+    from_file = capsys.readouterr().out
+    assert cli.main(["explain"]) == 0
+    assert capsys.readouterr().out == from_file
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must hold paths and seq_lens"),
+        ('{"paths": [], "seq_lens": [], "more": 1}', "must hold paths and seq_lens"),
+        ('{"paths": [[]], "seq_lens": []}', "must be lists of one length"),
+        ('{"paths": [], "seq_lens": []}', "has 0 requests"),
+        ('{"paths": [[]], "seq_lens": [true]}', "seq_lens[0] is True"),
+        ('{"paths": [[[1, 0]]], "seq_lens": [3]}', "paths[0] is [[1, 0]]"),
+        ('{"paths": [[[1, 0, 1e3]]], "seq_lens": [3]}', "paths[0]"),
+        ('{"paths": [[[1, 4, 8]]], "seq_lens": [9]}', "node 1 starts at 4 and leaves a gap"),
+    ],
+)
+def test_a_broken_file_says_what_is_wrong(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "batch.json"
+    file.write_text(text)
+    assert said in refused(capsys, "--paths", str(file))
+    assert "missing.json" in refused(capsys, "--paths", str(tmp_path / "missing.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "h300"], "--target is 'h300', must be one of h200, h100"),
+        (["--heads", "32"], "--heads is '32', must be query heads / KV heads, as in 32/8"),
+        (["--heads", "32/7"], "Target.num_q_heads is 32, must be a positive multiple of"),
+        (["--heads", "8/0"], "--heads, KV heads, is 0, must be from 1 to 1,024"),
+        (["--heads", "99999/1"], "--heads, query heads, is 99999, must be from 1 to 1,024"),
+        (["--head-dim", "0"], "--head-dim is 0, must be from 1 to 1,024"),
+        (["--head-dim", "3", "--target", "cpu"], "multiples of 8 up to 512"),
+        (["--units", "0"], "--units is 0, must be from 1 to 65,536"),
+        (["--max-queries", "2"], "a batch of 3 queries does not fit the plan's 2 rows"),
+        (["--lines", "-1"], "--lines is -1, must be 0 (all) or more"),
+        (["--policy", "greedy"], "SGLANG_PAT_POLICY=greedy is not a known value; use one of bytes"),
+        (["--svg", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
+    ],
+)
+def test_a_wrong_option_says_what_would_do(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, *arguments)
+
+
+def test_the_options_of_a_server_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kinds(*arguments: str) -> set[str]:
+        assert cli.main(["explain", "--json", *arguments]) == 0
+        return {item["kind"] for item in json.loads(capsys.readouterr().out)["items"]}
+
+    assert kinds() == {"shared", "tail"}
+    monkeypatch.setenv("SGLANG_PAT_BRANCHING", "always")
+    assert kinds() == {"branch"}
+    assert kinds("--branching", "never") == {"shared", "tail"}
+    monkeypatch.setenv("SGLANG_PAT_BRANCHNG", "always")
+    assert "SGLANG_PAT_BRANCHNG" in refused(capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        ("h200", 132),
+        ("h100", 132),
+        ("a100", 108),
+        ("l40s", 142),
+        ("l4", 58),
+        ("rtx4090", 128),
+        ("NVIDIA RTX 3090", 82),
+        ("cpu", 8),
+    ],
+)
+def test_every_machine_is_planned_for(
+    name: str, units: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["explain", "--json", "--target", name, "--heads", "16/4", "--head-dim", "64"]
+    assert cli.main([*arguments, "--partial", "bf16", "--policy", "naive"]) == 0
+    said = capsys.readouterr()
+    target = json.loads(said.out)["target"]
+    assert (target["units"], target["num_q_heads"], target["num_kv_heads"]) == (units, 16, 4)
+    assert (target["head_dim"], target["partial_bytes"], target["policy"]) == (64, 2, "naive")
+    assert cli.main([*arguments, "--units", "7"]) == 0
+    assert json.loads(capsys.readouterr().out)["target"]["units"] == 7
+
+
+def test_json_holds_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "--json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert cli.main(["explain"]) == 0
+    text = capsys.readouterr().out
+    sums = data["sums"]
+    assert (
+        f"K/V tokens read: {sums['kv_tokens_read']:,} instead of {sums['kv_tokens_alone']:,}"
+        in text
+    )
+    assert f"the plan: {sums['plan_bytes']:,} bytes" in text
+    assert sum(item["tokens"] for item in data["items"]) == sums["kv_tokens_read"]
+    assert data["merges"][1] == {
+        "query": 1,
+        "slots": list(range(7, 14)),
+        "items": [0, 1, 2, 3, 4, 5, 8],
+    }
+    bounds = list(zip(data["min_seq_lens"], data["max_seq_lens"], strict=True))
+    assert f"query 0 has {bounds[0][0]} to {bounds[0][1]}, query 1 has" in text
+
+
+def test_long_lists_are_cut_but_the_sums_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    found = explained("512(16x64(4x20))")
+    assert cli.main(["explain", "--tree", "512(16x64(4x20))", "--lines", "3"]) == 0
+    short = capsys.readouterr().out
+    for count in (len(found.nodes), len(found.packs), len(found.items), len(found.merges)):
+        assert f"... and {count - 3:,} more: --lines 0 shows all" in short
+    assert "K/V tokens read" in short and "the plan:" in short
+    assert cli.main(["explain", "--tree", "512(16x64(4x20))", "--lines", "0"]) == 0
+    whole = capsys.readouterr().out
+    assert "more:" not in whole
+    assert all(pack_line(number, pack) in whole for number, pack in enumerate(found.packs))
+
+
+def test_the_command_needs_neither_sglang_nor_a_gpu(tmp_path: Path) -> None:
+    code = (
+        "import sys; from sglang_pat import cli; status = cli.main(['explain', '--svg', 'a.svg']); "
+        "import torch; print('sglang' in sys.modules, torch.cuda.is_initialized()); "
+        "sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False False"
+    ElementTree.parse(tmp_path / "a.svg")
+
+
+def test_wrong_usage_and_help() -> None:
+    assert run("--tree", "3x9", "--paths", "f").returncode == 2
+    assert run("--no-such-option").returncode == 2
+    said = run("--help").stdout
+    assert "--tree SPEC" in said and DEFAULT_TREE in said
+    assert run(env={"SGLANG_PAT_SPLIT": "mean"}).returncode == 0
+
+
+@pytest.mark.parametrize("spec", [DEFAULT_TREE, "4096(8x32(8x24))", "1,8,512_32,512,256"])
+def test_the_whole_is_its_parts(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = {part: printed(capsys, "--tree", spec, "--part", part) for part in PARTS}
+    whole = printed(capsys, "--tree", spec)
+    packs = explained(spec).packs
+    expected = [
+        text for part, text in parts.items() if part != "structs" and (packs or part != "packs")
+    ]
+    assert whole.split("\n\n", 1)[1] == "\n".join(expected)
+
+
+def test_the_structs_are_the_plan_s_arrays(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = explained(DEFAULT_TREE).plan
+    lines = printed(capsys, "--part", "structs").splitlines()[1:]
+    assert len(lines) == plan.num_items + plan.num_members + plan.num_queries
+    assert lines[6].strip().startswith("Item 6: ") and "kv_len -1" in lines[6]
+    members = [line for line in lines if "Member" in line]
+    assert members[1].strip() == "Member 1: query 1, partial 7"
+    branch = printed(capsys, "--part", "structs", "--branching", "always")
+    assert "Segment 4: " in branch

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/walkthrough.md shows what its commands print, and its stops are as short as it says.
+
+``python tests/test_walkthrough.py`` rewrites the line counts and the outputs of the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_pat import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "walkthrough.md"
+
+NUM_STOPS, MOST_OF_A_STOP, MOST_IN_ALL = 8, 300, 2200
+TOO_LONG = {"4"}  # stops that are still to be cut down
+# A row of the table of stops: number, links to its files, lines, what to read in them.
+ROW = re.compile(r"^\| (\d) \| (.*?) \| (\d+) \| (.*) \|$", re.M)
+LINK = re.compile(r"\]\(\.\./([^)]+)\)")
+TOTAL = re.compile(r"^\| +\| together \| ([\d,]+) \|", re.M)
+COMMAND = re.compile(r"^```console\n\$ (sglang-pat [^\n]*)\n(.*?)^```", re.M | re.S)
+
+
+def lines_of(links: str) -> int:
+    return sum(len((ROOT / path).read_text().splitlines()) for path in LINK.findall(links))
+
+
+def printed(command: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        cli.main(shlex.split(command)[1:])
+    return out.getvalue()
+
+
+def rewritten(page: str) -> str:
+    """The page with true line counts and outputs."""
+    page = ROW.sub(lambda m: f"| {m[1]} | {m[2]} | {lines_of(m[2])} | {m[4]} |", page)
+    total = sum(lines_of(match[2]) for match in ROW.finditer(page))
+    page = TOTAL.sub(lambda m: m[0].replace(m[1], f"{total:,}"), page)
+    return COMMAND.sub(lambda m: f"```console\n$ {m[1]}\n{printed(m[1])}```", page)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return PAGE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("SGLANG_PAT_")]:
+        monkeypatch.delenv(name)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)  # which the command sets
+
+
+def test_the_stops_are_as_long_as_the_page_says(page: str) -> None:
+    rows = [match.groups() for match in ROW.finditer(page)]
+    assert [row[0] for row in rows] == [str(n + 1) for n in range(NUM_STOPS)]
+    counted = {row[0]: lines_of(row[1]) for row in rows}
+    assert all(counted.values())
+    assert {row[0]: int(row[2]) for row in rows} == counted
+    total = TOTAL.search(page)
+    assert total and int(total[1].replace(",", "")) == sum(counted.values())
+
+
+def test_the_stops_are_short(page: str) -> None:
+    counted = {match[1]: lines_of(match[2]) for match in ROW.finditer(page)}
+    assert {stop for stop, lines in counted.items() if lines > MOST_OF_A_STOP} == TOO_LONG
+    assert sum(counted.values()) <= MOST_IN_ALL
+
+
+def test_what_to_read_stands_in_the_stop_s_files(page: str) -> None:
+    for _, links, _, read in (match.groups() for match in ROW.finditer(page)):
+        source = "\n".join((ROOT / path).read_text() for path in LINK.findall(links))
+        names = re.findall(r"`([\w.:]+)`", read)
+        assert names
+        for name in names:
+            last = re.split(r"\.|::", name)[-1]
+            defined = rf"^(?!\s*(//|#)).*[\w>&)] (\w+::)*{last}\b|^    {last}\("
+            assert re.search(defined, source, re.M), name
+
+
+def test_the_page_names_files_that_exist(page: str) -> None:
+    for path in re.findall(r"\]\(([^)#]+)\)", page):
+        if "://" not in path:
+            assert (PAGE.parent / path).exists(), path
+    sources = [p for p in [*ROOT.glob("csrc/**/*"), *ROOT.glob("sglang_pat/**/*")] if p.is_file()]
+    for name in re.findall(r"`([\w/]+\.(?:py|cpp|cuh|cu|h))`", page):
+        assert any(str(path).endswith("/" + name) for path in sources), name
+
+
+@pytest.mark.parametrize("command", [m[1] for m in COMMAND.finditer(PAGE.read_text("utf-8"))])
+def test_a_command_prints_what_the_page_shows(command: str, page: str) -> None:
+    shown = {match[1]: match[2] for match in COMMAND.finditer(page)}
+    assert printed(command) == shown[command]
+
+
+def test_there_are_ten_questions_with_folded_answers(page: str) -> None:
+    questions, folded = page.split("<details>")
+    asked = re.findall(r"^(\d+)\. ", questions.split("## Ten questions")[1], re.M)
+    answered = re.findall(r"^(\d+)\. ", folded.split("</details>")[0], re.M)
+    assert asked == answered == [str(n + 1) for n in range(10)]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
