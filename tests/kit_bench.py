@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from sglang_pat import decode, plan, reference
-from sglang_pat.bench.floor import Heads, Rates
-from sglang_pat.bench.kv import Batch
-from sglang_pat.bench.layer import Settings
-from sglang_pat.bench.report import Row
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.floor import Heads, Rates
+from sglang_pat.bench.kernel.kv import Batch
+from sglang_pat.bench.kernel.layer import Settings
+from sglang_pat.bench.kernel.report import Row
 
 # Measured on one H200 before this benchmark was written, by other code: floor, FA3, FlashInfer,
 # levels and the published PAT at 32/8 heads, microseconds.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.planning import Plan
 from sglang_pat.target import Target
 

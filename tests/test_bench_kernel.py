@@ -25,12 +25,15 @@ from kit_bench import (
     row,
 )
 
-from sglang_pat.bench import document as documents
-from sglang_pat.bench import kernel, peers, plot, traffic
-from sglang_pat.bench.floor import Heads, floor_us
-from sglang_pat.bench.kv import Batch, make_batch
-from sglang_pat.bench.layer import Settings
-from sglang_pat.bench.report import (
+from sglang_pat.bench.common import document as documents
+from sglang_pat.bench.common import figures
+from sglang_pat.bench.common.trees import PAPER_TREES, Tree
+from sglang_pat.bench.kernel import __main__ as kernel
+from sglang_pat.bench.kernel import peers, plot, traffic
+from sglang_pat.bench.kernel.floor import Heads, floor_us
+from sglang_pat.bench.kernel.kv import Batch, make_batch
+from sglang_pat.bench.kernel.layer import Settings
+from sglang_pat.bench.kernel.report import (
     PEER_NAMES,
     Row,
     complaints,
@@ -39,7 +42,6 @@ from sglang_pat.bench.report import (
     summary,
     table,
 )
-from sglang_pat.bench.trees import PAPER_TREES, Tree
 
 
 @pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
@@ -212,7 +214,7 @@ def test_versions_of_what_pip_does_not_know(monkeypatch: pytest.MonkeyPatch) -> 
 def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
-        plot.require()
+        figures.require()
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
     for kind, rows in (

@@ -16,10 +16,10 @@ import torch
 from kit_bench import fake_sgl_kernel
 
 from sglang_pat import reference
-from sglang_pat.bench import clock, peers
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.kv import Batch, make_batch
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel import clock, peers
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.kv import Batch, make_batch
 
 
 def test_slots_lie_as_asked() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.serving import __main__ as command
 from sglang_pat.bench.serving import document, spy
 from sglang_pat.bench.serving.client import RequestError, Timeline, parse
@@ -26,7 +27,6 @@ from sglang_pat.bench.serving.timing import (
     window,
 )
 from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, LIMITS, Workload, make_batch
-from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.model import make_model
 
 

@@ -15,12 +15,13 @@ import pytest
 import torch
 from kit_bench import RATES, CpuClock, CpuGraph, CpuLayer
 
-from sglang_pat.bench import kernel, tiles
-from sglang_pat.bench.floor import Heads, kv_bytes
-from sglang_pat.bench.kv import Batch, make_batch
-from sglang_pat.bench.layer import Settings
-from sglang_pat.bench.tiles import Bandwidth, Case, Whole
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel import __main__ as kernel
+from sglang_pat.bench.kernel import tiles
+from sglang_pat.bench.kernel.floor import Heads, kv_bytes
+from sglang_pat.bench.kernel.kv import Batch, make_batch
+from sglang_pat.bench.kernel.layer import Settings
+from sglang_pat.bench.kernel.tiles import Bandwidth, Case, Whole
 from sglang_pat.planning import plan
 
 WHOLE = Whole(split="mean")

@@ -15,11 +15,12 @@ import pytest
 import torch
 from kit_plans import ITEM
 
-from sglang_pat.bench import kernel, timeline
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.layer import Settings
-from sglang_pat.bench.timeline import Bar, Kind, Timeline
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel import __main__ as kernel
+from sglang_pat.bench.kernel import timeline
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import Settings
+from sglang_pat.bench.kernel.timeline import Bar, Kind, Timeline
 from sglang_pat.planning import plan
 
 ZERO = 1_763_739_000_123_456_789  # nanoseconds; no float64

@@ -29,7 +29,7 @@ from kit_plans import (
 from kit_trees import Batch, batch_of, batches, branches_of, check_plan, ranges_of, target
 
 from sglang_pat import _C
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planning import Plan, plan
 from sglang_pat.target import Target

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kit_trees import Batch, batch_of, batches, check_plan, ranges_of, target, targets
 
 from sglang_pat import decode
-from sglang_pat.bench.trees import PAPER_TREES, Tree
+from sglang_pat.bench.common.trees import PAPER_TREES, Tree
 from sglang_pat.planning import Planner, plan
 from sglang_pat.target import Target
 

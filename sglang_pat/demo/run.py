@@ -24,11 +24,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.bench.common.server import Server, default_device
 from sglang_pat.demo import compare as agreement
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.report import Run, summary, table, to_line
 from sglang_pat.demo.scale import SCALES, VOCAB, Scale
-from sglang_pat.demo.server import Server, default_device
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.demo.workload import Generation, Workload, run_workload
 

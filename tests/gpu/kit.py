@@ -11,7 +11,7 @@ import torch
 from kit_cases import Case
 from kit_plans import HandPlan
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace

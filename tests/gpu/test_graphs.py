@@ -11,7 +11,7 @@ import torch
 from kit import POISON, case_of_tree, check, execute, target_of
 from kit_cases import Case
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planning import Planner
 from sglang_pat.workspace import LAUNCHES, Workspace

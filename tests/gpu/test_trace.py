@@ -14,11 +14,11 @@ from kit import DevicePlan, execute, on_device, target_of
 from kit_cases import Case, case
 from kit_plans import Piece
 
-from sglang_pat.bench.clock import Clock
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.layer import Layer, Settings, device_batch
-from sglang_pat.bench.timeline import Bar, bars_of, record, trace, trace_rows
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.clock import Clock
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import Layer, Settings, device_batch
+from sglang_pat.bench.kernel.timeline import Bar, bars_of, record, trace, trace_rows
 from sglang_pat.planning import plan
 from sglang_pat.workspace import LAUNCHES, Workspace
 

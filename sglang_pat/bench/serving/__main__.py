@@ -26,8 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from sglang_pat.bench.document import Document, value, write
-from sglang_pat.bench.plot import require
+from sglang_pat.bench.common.document import Document, value, write
+from sglang_pat.bench.common.figures import require
+from sglang_pat.bench.common.server import ServerError
 from sglang_pat.bench.serving import document as documents
 from sglang_pat.bench.serving.client import RequestError
 from sglang_pat.bench.serving.first import run_first
@@ -43,7 +44,6 @@ from sglang_pat.bench.serving.run import (
 )
 from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, TRACES
 from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, Workload
-from sglang_pat.demo.server import ServerError
 
 # Slots beyond the tokens of all requests: overlapping steps hold a few more.
 POOL_MARGIN, POOL_MARGIN_PER_REQUEST = 1024, 16

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.document import Document, conditions, heading, write
+from sglang_pat.bench.common.document import Document, conditions, heading, write
 from sglang_pat.bench.serving import plot
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.first import table as first_table

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from sglang_pat.bench.common.counters import Counters, parse_counters
+from sglang_pat.bench.common.server import Server, ServerError
 from sglang_pat.bench.serving.client import RequestError, Timeline, stream
 from sglang_pat.bench.serving.model import GIB, Model
 from sglang_pat.bench.serving.workload import Prompt
-from sglang_pat.demo.counters import Counters, parse_counters
-from sglang_pat.demo.server import Server, ServerError
 from sglang_pat.srt.metrics import FLUSH_SECONDS
 from sglang_pat.srt.plugin import BACKEND
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.plot import COLOURS, finish, head, require
+from sglang_pat.bench.common.figures import COLOURS, finish, head, require
 from sglang_pat.bench.serving.rows import Row, Spread, TraceRow, spread, unique
 
 _OTHER_COLOUR = "#a0a0a0"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sglang_pat.demo.counters import Counters
+from sglang_pat.bench.common.counters import Counters
 
 # Beyond this much of the engine's step time, a client's inter-token time is not the engine's.
 MAX_CLIENT_OVER_ENGINE = 1.10

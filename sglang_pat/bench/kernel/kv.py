@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 
 _T: TypeAlias = torch.Tensor
 Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T]

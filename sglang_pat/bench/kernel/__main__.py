@@ -20,17 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_pat.bench import document as documents
-from sglang_pat.bench import plot, tiles, timeline, traffic
-from sglang_pat.bench.clock import Clock, capture, device_rates, empty_us
-from sglang_pat.bench.document import Document, value, write
-from sglang_pat.bench.floor import Heads, Rates, floor_us, flops, least_bytes
-from sglang_pat.bench.kv import relative
-from sglang_pat.bench.layer import Layer, Settings, device_batch, error_of
-from sglang_pat.bench.peers import PEERS, usable
-from sglang_pat.bench.report import Row, complaints, table
-from sglang_pat.bench.timeline import Timeline
-from sglang_pat.bench.trees import HEADS, PAPER_TREES, Tree
+from sglang_pat.bench.common import document as documents
+from sglang_pat.bench.common.document import Document, value, write
+from sglang_pat.bench.common.figures import require
+from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Tree
+from sglang_pat.bench.kernel import plot, tiles, timeline, traffic
+from sglang_pat.bench.kernel.clock import Clock, capture, device_rates, empty_us
+from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
+from sglang_pat.bench.kernel.kv import relative
+from sglang_pat.bench.kernel.layer import Layer, Settings, device_batch, error_of
+from sglang_pat.bench.kernel.peers import PEERS, usable
+from sglang_pat.bench.kernel.report import Row, complaints, table
+from sglang_pat.bench.kernel.timeline import Timeline
 from sglang_pat.planning import BRANCH
 from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
 from sglang_pat.workspace import LAUNCHES
@@ -241,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.plot:
-        plot.require()
+        require()
     if options.source:
         document = json.loads(options.source.read_text())
         print("\n".join(about(document)))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from sglang_pat import Target, decode, reference
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.kv import Batch, make_batch, relative
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.kv import Batch, make_batch, relative
 from sglang_pat.planning import Planner
 from sglang_pat.workspace import Workspace
 

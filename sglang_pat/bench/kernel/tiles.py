@@ -20,13 +20,13 @@ from typing import NamedTuple
 import torch
 
 from sglang_pat import Target
-from sglang_pat.bench.clock import Clock, capture
-from sglang_pat.bench.document import Document
-from sglang_pat.bench.floor import Heads, Rates, floor_us, kv_bytes
-from sglang_pat.bench.layer import Layer, Settings, device_batch, error_of
-from sglang_pat.bench.plot import finish, require
-from sglang_pat.bench.report import MAX_DIFFERENCE, groups
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.document import Document
+from sglang_pat.bench.common.figures import finish, require
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.clock import Clock, capture
+from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, kv_bytes
+from sglang_pat.bench.kernel.layer import Layer, Settings, device_batch, error_of
+from sglang_pat.bench.kernel.report import MAX_DIFFERENCE, groups
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 QUICK_LENGTHS = (128, 1024, 8192)

@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 
-from sglang_pat.bench.clock import FLUSH_BYTES
-from sglang_pat.bench.document import Document
-from sglang_pat.bench.floor import Heads, kv_bytes, least_bytes
-from sglang_pat.bench.layer import Layer, Settings, device_batch
-from sglang_pat.bench.peers import PEERS, usable
-from sglang_pat.bench.plot import bars, finish, require
-from sglang_pat.bench.report import groups
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.document import Document
+from sglang_pat.bench.common.figures import finish, require
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.clock import FLUSH_BYTES
+from sglang_pat.bench.kernel.floor import Heads, kv_bytes, least_bytes
+from sglang_pat.bench.kernel.layer import Layer, Settings, device_batch
+from sglang_pat.bench.kernel.peers import PEERS, usable
+from sglang_pat.bench.kernel.plot import bars
+from sglang_pat.bench.kernel.report import groups
 from sglang_pat.planning import plan
 
 Case = tuple[Heads, bool, Tree]  # heads, slots permuted or not, tree
@@ -110,7 +111,7 @@ def measure(cases: Sequence[Case], settings: Settings) -> list[Traffic]:
         command += ["--clock-control", "none", "--cache-control", "none"]
         command += ["--profile-from-start", "off"]
         command += ["--metrics", ",".join(METRICS), "--log-file", str(log)]
-        command += [sys.executable, "-m", "sglang_pat.bench.traffic"]
+        command += [sys.executable, "-m", "sglang_pat.bench.kernel.traffic"]
         command += [json.dumps(asked), json.dumps(asdict(settings))]
         done = subprocess.run(command)
         text = log.read_text() if log.exists() else ""

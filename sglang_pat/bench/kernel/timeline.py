@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_pat.bench.clock import Clock
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.layer import Layer, Settings, device_batch
-from sglang_pat.bench.plot import finish, require
-from sglang_pat.bench.report import title
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.figures import finish, require
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.clock import Clock
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import Layer, Settings, device_batch
+from sglang_pat.bench.kernel.report import title
 
 WARMUPS = 10
 # Of csrc/cuda/forward.cuh: consumer warps of a half, packed rows that a half takes at a time.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 
 PEER_NAMES = ("fa3", "flashinfer", "levels")
 CONTESTANTS = ("pat", *PEER_NAMES)

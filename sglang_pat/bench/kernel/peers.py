@@ -14,10 +14,10 @@ from itertools import pairwise
 
 import torch
 
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.kv import Batch
-from sglang_pat.bench.layer import device_batch
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.kv import Batch
+from sglang_pat.bench.kernel.layer import device_batch
 
 Run = Callable[[], torch.Tensor]  # returns [B, Hq, D]
 Maker = Callable[[Batch, Tree, float], Run]  # the float is the scale of the logits
