@@ -31,11 +31,11 @@ from sglang_pat.bench.common.trees import PAPER_TREES, Tree
 from sglang_pat.bench.kernel import __main__ as kernel
 from sglang_pat.bench.kernel import peers, plot, traffic
 from sglang_pat.bench.kernel.floor import Heads, floor_us
-from sglang_pat.bench.kernel.kv import Batch, make_batch
-from sglang_pat.bench.kernel.layer import Settings
+from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
+from sglang_pat.bench.kernel.layer import PatOptions
 from sglang_pat.bench.kernel.report import (
     PEER_NAMES,
-    Row,
+    TreeRow,
     complaints,
     groups,
     mean_over_floor,
@@ -90,7 +90,7 @@ def test_a_peer_that_did_not_run_has_no_mean() -> None:
 
 def test_rows_come_back_from_json() -> None:
     for each in (row(), row(fa3=None, permuted=True)):
-        assert Row(**json.loads(json.dumps(asdict(each)))) == each
+        assert TreeRow(**json.loads(json.dumps(asdict(each)))) == each
     assert {"heads", "spec", "floor_us", "pat", *PEER_NAMES} <= asdict(row()).keys()
 
 
@@ -175,7 +175,7 @@ def test_stored_results_are_printed_without_a_gpu(
         "kind": "trees",
         "date": "2026-11-21T11:00:00+00:00",
         "device": "NVIDIA H200",
-        "settings": asdict(Settings()),
+        "settings": asdict(PatOptions()),
         "versions": {"torch": "2.11.0"},
         "bytes_per_s": 4.4e12,
         "flops_per_s": 7.2e14,
@@ -229,14 +229,14 @@ def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark with its GPU replaced: everything but CUDA calls is its own."""
 
-    def batch(tree: Tree, heads: Heads, permuted: bool) -> Batch:
+    def batch(tree: Tree, heads: Heads, permuted: bool) -> TreeBatch:
         shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
         return make_batch(tree, **shape, dtype=torch.bfloat16, permuted=permuted)
 
-    def wrong(batch: Batch, tree: Tree, scale: float) -> peers.Run:
+    def wrong(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
         return lambda: torch.ones_like(batch.q)
 
-    def broken(batch: Batch, tree: Tree, scale: float) -> peers.Run:
+    def broken(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
         raise RuntimeError("workspace too small")
 
     for name, module in fake_sgl_kernel().items():
@@ -262,9 +262,9 @@ def test_a_run_from_arguments_to_json(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "flashinfer did not run: RuntimeError: workspace too small" in printed
     assert "output of levels is off" in printed and "output of fa3" not in printed
     document = json.loads(file.read_text())
-    assert document["settings"] == asdict(Settings())
+    assert document["settings"] == asdict(PatOptions())
     assert [each["spec"] for each in document["rows"]] == ["1,6_40,9", "5_20"]
-    first = Row(**document["rows"][0])
+    first = TreeRow(**document["rows"][0])
     assert (first.heads, first.permuted, first.bound) == ("4/2/64", True, "memory")
     assert (first.pat, first.fa3, first.flashinfer, first.levels) == (10.0, 11.0, None, 12.0)
     assert first.error < 0.01 and set(first.wrong) == {"levels"}
@@ -334,10 +334,10 @@ def test_traffic_of_a_file_is_printed_and_drawn(
 def test_plan_bytes() -> None:
     heads = Heads(32, 8)
     tree = Tree((1, 64), (2048, 128))
-    packed, unpacked = traffic.plan_bytes(tree, heads, Settings())
+    packed, unpacked = traffic.plan_bytes(tree, heads, PatOptions())
     q_and_out = 2 * 64 * 32 * 128 * 2
     assert unpacked == 64 * 2176 * 2 * 8 * 128 * 2 + q_and_out
     unique = (2048 + 64 * 128) * 2 * 8 * 128 * 2 + q_and_out
     # Two partial states a query, fp32 with their LSE, at least; the shared node in few row tiles.
     assert unique + 2 * 2 * 64 * 32 * 4 * 129 <= packed < unpacked / 2
-    assert traffic.plan_bytes(tree, heads, Settings(partial="bfloat16"))[0] < packed
+    assert traffic.plan_bytes(tree, heads, PatOptions(partial="bfloat16"))[0] < packed

@@ -19,7 +19,7 @@ from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import __main__ as kernel
 from sglang_pat.bench.kernel import timeline
 from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.layer import Settings
+from sglang_pat.bench.kernel.layer import PatOptions
 from sglang_pat.bench.kernel.timeline import Bar, Kind, Timeline
 from sglang_pat.planning import plan
 
@@ -150,7 +150,7 @@ def test_timelines_come_back_from_json() -> None:
 def test_a_layer_is_traced_once_and_no_longer() -> None:
     """Everything of ``trace`` but the device: the kernels write to the address they are given."""
     tree, heads = Tree((1, 3), (64, 16)), Heads(4, 2)
-    made = plan(tree.paths, tree.seq_lens, Settings().target(tree, heads))
+    made = plan(tree.paths, tree.seq_lens, PatOptions().target(tree, heads))
     workspace = SimpleNamespace(device="cpu", trace=None)
     traced = []
 

@@ -17,7 +17,7 @@ import torch
 
 from sglang_pat import Target, decode, plan
 from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel.kv import Batch, make_batch, relative
+from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, relative
 
 # The demo's shared phase (a system prompt, eight agents, three turns each), others, and none.
 TREES = (
@@ -31,7 +31,7 @@ TREES = (
 HEADS = ((8, 2, 64), (32, 8, 128))  # query heads, KV heads, head dim
 
 
-def torch_native(batch: Batch, scale: float) -> Callable[[], torch.Tensor]:
+def torch_native(batch: TreeBatch, scale: float) -> Callable[[], torch.Tensor]:
     """The decode of SGLang's backend, called as the backend calls it."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from sglang_pat.bench.common.figures import COLOURS, finish, require
 from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel.report import CONTESTANTS, Row, groups
+from sglang_pat.bench.kernel.report import CONTESTANTS, TreeRow, groups
 
 
-def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
+def draw(kind: str, rows: Sequence[TreeRow], path: Path) -> None:
     """Write a picture of the rows of a document of ``kind``: trees or sweep."""
     panels = groups(rows)
     figure = require().Figure(figsize=(12, 3.2 * len(panels)), layout="constrained")
@@ -23,7 +23,7 @@ def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _trees(axis: Any, rows: Sequence[Row]) -> None:
+def _trees(axis: Any, rows: Sequence[TreeRow]) -> None:
     """Bars: every contestant as a multiple of the floor."""
     times = {name: [getattr(row, name) for row in rows] for name in CONTESTANTS}
     bars(axis, [row.spec for row in rows], times, [row.floor_us for row in rows], log=True)
@@ -54,7 +54,7 @@ def bars(
     axis.set_xticks(range(len(specs)), [_label(spec) for spec in specs], fontsize=5)
 
 
-def _sweep(axis: Any, rows: Sequence[Row]) -> None:
+def _sweep(axis: Any, rows: Sequence[TreeRow]) -> None:
     """Lines: the best peer's time over pat's by batch, one line a shared length."""
     lengths = sorted({Tree.parse(row.spec).tokens[0] for row in rows})
     for place, length in enumerate(lengths):
