@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from kit_bench import (
+from kit.bench import (
     MEASURED,
     RATES,
     CpuClock,

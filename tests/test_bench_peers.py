@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit_bench import fake_sgl_kernel
+from kit.bench import fake_sgl_kernel
 
 from sglang_pat import reference
 from sglang_pat.bench.common.trees import Tree

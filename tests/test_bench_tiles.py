@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit_bench import RATES, CpuClock, CpuGraph, CpuLayer
+from kit.bench import RATES, CpuClock, CpuGraph, CpuLayer
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import __main__ as kernel

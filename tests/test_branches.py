@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit_cases import Case, by_hand, case, count_refused, execute, grown
-from kit_plans import (
+from kit.cases import Case, by_hand, case, count_refused, execute, grown
+from kit.plans import (
     DYNAMIC,
     Branch,
     Damage,
@@ -26,7 +26,7 @@ from kit_plans import (
     prefix,
     set_to,
 )
-from kit_trees import Batch, batch_of, batches, branches_of, check_plan, ranges_of, target
+from kit.trees import Batch, batch_of, batches, branches_of, check_plan, ranges_of, target
 
 from sglang_pat import _C
 from sglang_pat.bench.common.trees import Tree

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit_trees import Path, target
+from kit.trees import Path, target
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.session.session_controller import Session
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import DevicePlan, case_of_tree, execute, on_device, target_of
-from kit_cases import Case, by_hand, case
-from kit_plans import Piece, prefix
+from kit.cases import Case, by_hand, case
+from kit.device import DevicePlan, case_of_tree, execute, on_device, target_of
+from kit.plans import Piece, prefix
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit import POISON, case_of_tree, check, execute, target_of
-from kit_cases import Case
+from kit.cases import Case
+from kit.device import POISON, case_of_tree, check, execute, target_of
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from kit import DevicePlan, execute, on_device, target_of
-from kit_cases import Case, case
-from kit_plans import Piece
+from kit.cases import Case, case
+from kit.device import DevicePlan, execute, on_device, target_of
+from kit.plans import Piece
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel.clock import Clock

@@ -11,14 +11,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DYNAMIC
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.planning import Plan
 from sglang_pat.target import Target
-
-DYNAMIC = -1
-DIRECT = -1
-BRANCH = -2
-BRANCH_ROWS = 64
 
 Path = list[tuple[int, int, int]]
 
