@@ -24,7 +24,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sglang_pat.bench.common.document import Document, value, write
 from sglang_pat.bench.common.figures import require
@@ -78,14 +78,8 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     todo = replays(options.trace, options.rates, settings) if options.trace else []
     device, gpu_gib = _device(options.device, options.tp)
     config = _fleet_config(options, model, dtype, todo, gpu_gib)
-    shown = {"model": options.model, "tp": config.tp, "dtype": dtype}
-    shown |= {"pool_tokens": config.pool_tokens, "max_requests": config.max_requests}
-    shown |= {name: getattr(options, name) for name in SETTINGS_SHOWN}
-    if todo:
-        shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
-    shown |= {name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")}
     kind = "traces" if todo else "first" if options.first_runs else "workloads"
-    document = documents.new(kind, device, shown)
+    document = documents.new(kind, device, _shown(options, config))
 
     journal = documents.Journal(document, options.json, budget)
     memory = f", {config.server_gib:.1f} GiB a GPU each" if gpu_gib is not None else ""
@@ -111,6 +105,18 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
                 print("the time is up: what follows is of the runs that ended")
             documents.show([document])
     return document
+
+
+def _shown(options: argparse.Namespace, config: FleetConfig) -> dict[str, Any]:
+    """The settings that a document names."""
+    shown = {"model": options.model, "tp": config.tp, "dtype": config.dtype}
+    shown |= {"pool_tokens": config.pool_tokens, "max_requests": config.max_requests}
+    shown |= {name: getattr(options, name) for name in SETTINGS_SHOWN}
+    if options.trace:
+        shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
+    return shown | {
+        name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")
+    }
 
 
 def _fleet_config(
