@@ -18,7 +18,6 @@ import json
 import math
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -215,12 +214,11 @@ def _force(server: Server, reference: list[Generation]) -> agreement.Agreement:
     prefixes are packed."""
     from sglang_pat.demo import forcing  # imports SGLang
 
-    def force(answer: Generation) -> list[float]:
-        body = forcing.request(answer.prompt_ids, answer.output_ids)
-        return forcing.forced_logprobs(server.post("/generate", body), answer.output_ids)
-
-    with ThreadPoolExecutor(max_workers=len(reference)) as pool:
-        forced = list(pool.map(force, reference))
+    forced = forcing.force_all(
+        lambda body: server.post("/generate", body),
+        [answer.prompt_ids for answer in reference],
+        [answer.output_ids for answer in reference],
+    )
     return agreement.compare_forced(forced, reference, 1.0)
 
 
