@@ -26,7 +26,7 @@ help:
 	@echo 'make demo       install, then the demo: pat beside the stock backend, tokens compared'
 	@echo 'make test       install, lint, then the test suite (PYTEST_ARGS="-k plan" selects)'
 	@echo 'make test-versions   the token tests of the CPU server on $(OLDER_SGLANG) too (11 GB each)'
-	@echo 'make lint       ruff, clang-format, mypy'
+	@echo 'make lint       ruff (style, complexity and length of functions), clang-format, mypy'
 	@echo 'make format     let ruff and clang-format rewrite the sources'
 	@echo 'make clean      remove build products and caches; distclean: also .venv'
 	@echo 'PYTHON=python3.12 chooses the Python, JOBS=8 the number of compilers,'

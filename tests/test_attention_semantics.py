@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-import kit_semantics
+from kit import semantics as kit_semantics
 
 from sglang_pat import executor
 from sglang_pat.srt import backend, factory, refusals, semantics, support, survey

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from kit_bench import (
+from kit.bench import (
     MEASURED,
     RATES,
     CpuClock,
@@ -25,21 +25,23 @@ from kit_bench import (
     row,
 )
 
-from sglang_pat.bench import document as documents
-from sglang_pat.bench import kernel, peers, plot, traffic
-from sglang_pat.bench.floor import Heads, floor_us
-from sglang_pat.bench.kv import Batch, make_batch
-from sglang_pat.bench.layer import Settings
-from sglang_pat.bench.report import (
+from sglang_pat.bench.common import document as documents
+from sglang_pat.bench.common import figures
+from sglang_pat.bench.common.trees import PAPER_TREES, Tree
+from sglang_pat.bench.kernel import __main__ as kernel
+from sglang_pat.bench.kernel import peers, plot, traffic
+from sglang_pat.bench.kernel.floor import Heads, floor_us
+from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
+from sglang_pat.bench.kernel.layer import PatOptions
+from sglang_pat.bench.kernel.report import (
     PEER_NAMES,
-    Row,
+    TreeRow,
     complaints,
     groups,
     mean_over_floor,
     summary,
     table,
 )
-from sglang_pat.bench.trees import PAPER_TREES, Tree
 
 
 @pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
@@ -88,7 +90,7 @@ def test_a_peer_that_did_not_run_has_no_mean() -> None:
 
 def test_rows_come_back_from_json() -> None:
     for each in (row(), row(fa3=None, permuted=True)):
-        assert Row(**json.loads(json.dumps(asdict(each)))) == each
+        assert TreeRow(**json.loads(json.dumps(asdict(each)))) == each
     assert {"heads", "spec", "floor_us", "pat", *PEER_NAMES} <= asdict(row()).keys()
 
 
@@ -173,7 +175,7 @@ def test_stored_results_are_printed_without_a_gpu(
         "kind": "trees",
         "date": "2026-11-21T11:00:00+00:00",
         "device": "NVIDIA H200",
-        "settings": asdict(Settings()),
+        "settings": asdict(PatOptions()),
         "versions": {"torch": "2.11.0"},
         "bytes_per_s": 4.4e12,
         "flops_per_s": 7.2e14,
@@ -212,7 +214,7 @@ def test_versions_of_what_pip_does_not_know(monkeypatch: pytest.MonkeyPatch) -> 
 def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
-        plot.require()
+        figures.require()
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
     for kind, rows in (
@@ -227,14 +229,14 @@ def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark with its GPU replaced: everything but CUDA calls is its own."""
 
-    def batch(tree: Tree, heads: Heads, permuted: bool) -> Batch:
+    def batch(tree: Tree, heads: Heads, permuted: bool) -> TreeBatch:
         shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
         return make_batch(tree, **shape, dtype=torch.bfloat16, permuted=permuted)
 
-    def wrong(batch: Batch, tree: Tree, scale: float) -> peers.Run:
+    def wrong(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
         return lambda: torch.ones_like(batch.q)
 
-    def broken(batch: Batch, tree: Tree, scale: float) -> peers.Run:
+    def broken(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
         raise RuntimeError("workspace too small")
 
     for name, module in fake_sgl_kernel().items():
@@ -260,82 +262,10 @@ def test_a_run_from_arguments_to_json(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "flashinfer did not run: RuntimeError: workspace too small" in printed
     assert "output of levels is off" in printed and "output of fa3" not in printed
     document = json.loads(file.read_text())
-    assert document["settings"] == asdict(Settings())
+    assert document["settings"] == asdict(PatOptions())
     assert [each["spec"] for each in document["rows"]] == ["1,6_40,9", "5_20"]
-    first = Row(**document["rows"][0])
+    first = TreeRow(**document["rows"][0])
     assert (first.heads, first.permuted, first.bound) == ("4/2/64", True, "memory")
     assert (first.pat, first.fa3, first.flashinfer, first.levels) == (10.0, 11.0, None, 12.0)
     assert first.error < 0.01 and set(first.wrong) == {"levels"}
     assert first.items > 0 and first.kv_read_over_unique >= 1
-
-
-RANGE = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
-
-
-def ncu_line(*cells: object) -> str:
-    return ",".join(f'"{cell}"' for cell in cells)
-
-
-def test_ncu_counts_are_added_up_by_range() -> None:
-    def kernel_line(name: str, *counts: object) -> str:
-        return ncu_line(0, "forward", f'1 ""<default domain>:{name}:none:none""', *counts)
-
-    lines = [
-        "==PROF== Connected to process 7",
-        ncu_line("ID", "Kernel Name", RANGE, *traffic.METRICS),
-        ncu_line("", "", "", "byte", "byte", "sector"),
-        kernel_line(traffic.tag(0, "pat"), "1,000", "24", 5),
-        kernel_line(traffic.tag(0, "pat"), 500, 0, "1,000"),
-        kernel_line(traffic.tag(0, "fa3"), 9000, 1, 0),
-        kernel_line("someone else", 7, 7, 7),
-        kernel_line(traffic.tag(12, "pat"), 3, 0, 0),
-    ]
-    found = traffic.parse(lines)
-    assert found.keys() == {(0, "pat"), (0, "fa3"), (12, "pat")}
-    assert traffic.bytes_of(found[0, "pat"], traffic.DRAM_METRICS) == 1524
-    assert traffic.bytes_of(found[0, "pat"], traffic.L2_METRICS) == 1005 * 32
-    assert traffic.bytes_of(found[0, "fa3"], traffic.DRAM_METRICS) == 9001
-    assert traffic.bytes_of(None, traffic.DRAM_METRICS) is None
-    with pytest.raises(ValueError, match="none in a range of ours"):
-        traffic.parse([*lines[:3], lines[6]])
-    with pytest.raises(ValueError, match="ncu gave no table"):
-        traffic.parse(lines[:1])
-
-
-def test_traffic_is_printed_in_megabytes() -> None:
-    row = traffic.Traffic(
-        "32/8", "1,4_64,16", False, 10**6, 2 * 10**6, 3e6, 4e6, 5 * 10**6, 6e6, None
-    )
-    assert traffic.table([row])[1].split()[2:] == ["1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "-"]
-
-
-def test_traffic_of_a_file_is_printed_and_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    counts = (10**6, 2 * 10**6, 3e6, 4e6, 5 * 10**6, 6e6, None)
-    rows = [
-        asdict(traffic.Traffic("32/8", spec, permuted, *counts))
-        for permuted in (False, True)
-        for spec in ("1,4_64,16", "1,8_64,16")
-    ]
-    document = {"kind": "traffic", "date": "today", "device": "one", "versions": {}, "settings": {}}
-    source, picture = tmp_path / "found.json", tmp_path / "found.png"
-    source.write_text(json.dumps(document | {"rows": rows}))
-    assert kernel.main(["--from", str(source), "--plot", str(picture)]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-4:]] == [
-        row["spec"] for row in rows
-    ]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_plan_bytes() -> None:
-    heads = Heads(32, 8)
-    tree = Tree((1, 64), (2048, 128))
-    packed, unpacked = traffic.plan_bytes(tree, heads, Settings())
-    q_and_out = 2 * 64 * 32 * 128 * 2
-    assert unpacked == 64 * 2176 * 2 * 8 * 128 * 2 + q_and_out
-    unique = (2048 + 64 * 128) * 2 * 8 * 128 * 2 + q_and_out
-    # Two partial states a query, fp32 with their LSE, at least; the shared node in few row tiles.
-    assert unique + 2 * 2 * 64 * 32 * 4 * 129 <= packed < unpacked / 2
-    assert traffic.plan_bytes(tree, heads, Settings(partial="bfloat16"))[0] < packed

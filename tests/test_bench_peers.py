@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from kit_bench import fake_sgl_kernel
+from kit.bench import fake_sgl_kernel
 
 from sglang_pat import reference
-from sglang_pat.bench import clock, peers
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.kv import Batch, make_batch
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel import clock, peers
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 
 
 def test_slots_lie_as_asked() -> None:
@@ -34,7 +34,7 @@ def test_slots_lie_as_asked() -> None:
         assert bool((shared.diff() == 1).all()) is not permuted
 
 
-def small_batch(tree: Tree, permuted: bool) -> tuple[Batch, torch.Tensor]:
+def small_batch(tree: Tree, permuted: bool) -> tuple[TreeBatch, torch.Tensor]:
     """A batch on the CPU and what attention over it gives."""
     batch = make_batch(
         tree, num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, permuted=permuted
@@ -91,7 +91,7 @@ def test_tensor_cores_from_four_queries_a_kv_head() -> None:
 
 
 def test_peers_that_cannot_run_give_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(batch: Batch, tree: Tree, scale: float) -> peers.Run:
+    def missing(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
         raise ImportError("No module named 'nothing'\nand more\nthe last")
 
     monkeypatch.setattr(peers, "device_batch", lambda *_: None)

@@ -10,12 +10,20 @@ from typing import Any
 
 import pytest
 
+from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.serving import __main__ as command
 from sglang_pat.bench.serving import document, spy
-from sglang_pat.bench.serving.client import RequestError, Timeline, parse
-from sglang_pat.bench.serving.fleet import Plan
+from sglang_pat.bench.serving.client import AnswerTimes, RequestError, parse
+from sglang_pat.bench.serving.fleet import FleetConfig
 from sglang_pat.bench.serving.model import open_model
-from sglang_pat.bench.serving.rows import Row, Spread, counted_fields, ratio, table, warnings
+from sglang_pat.bench.serving.rows import (
+    Spread,
+    WorkloadRow,
+    counted_fields,
+    ratio,
+    table,
+    warnings,
+)
 from sglang_pat.bench.serving.run import Budget, rotated
 from sglang_pat.bench.serving.timing import (
     TooShort,
@@ -25,8 +33,7 @@ from sglang_pat.bench.serving.timing import (
     step_ms,
     window,
 )
-from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, LIMITS, Workload, make_batch
-from sglang_pat.demo.counters import Counters
+from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, LIMITS, Workload, make_prompts
 from sglang_pat.demo.model import make_model
 
 
@@ -57,25 +64,25 @@ def test_what_is_no_workload_is_refused(text: str) -> None:
 
 def test_only_declared_prefixes_are_shared() -> None:
     workload = Workload.parse("2*50+20x3")
-    batch = make_batch(workload, new=10, vocab=1000, seed="a")
-    assert batch == make_batch(workload, new=10, vocab=1000, seed="a")
+    batch = make_prompts(workload, new=10, vocab=1000, seed="a")
+    assert batch == make_prompts(workload, new=10, vocab=1000, seed="a")
     prefixes, cached = batch.prime
     assert [len(prompt) for prompt in prefixes] == [50, 50] and prefixes[0] != prefixes[1]
     assert [prompt[:50] for prompt in batch.prompts] == [prefixes[i // 3] for i in range(6)]
     assert [prompt[:70] for prompt in batch.prompts] == cached
     assert len({tuple(prompt[50:70]) for prompt in batch.prompts}) == 6
     assert {len(prompt) for prompt in batch.prompts} == {80}
-    other = make_batch(workload, new=10, vocab=1000, seed="b")
+    other = make_prompts(workload, new=10, vocab=1000, seed="b")
     assert not any(map(list.__eq__, batch.prompts, other.prompts))
     assert other.prime[0] != prefixes
-    assert make_batch(Workload.parse("0x3"), new=10, vocab=1000, seed="a").prime == []
+    assert make_prompts(Workload.parse("0x3"), new=10, vocab=1000, seed="a").prime == []
 
 
 # Two requests, two tokens an event. All decode from 3.0, the second's first event, to 7.0, when
 # the first ends; inside lie 3.0 to 5.0 and 5.0 to 7.0 of the first, 3.0 to 6.0 of the second.
 TIMELINES = [
-    Timeline(sent=0.0, times=[1.0, 3.0, 5.0, 7.0], tokens=[1, 3, 5, 7], cached=4),
-    Timeline(sent=0.5, times=[3.0, 6.0, 8.0, 9.5], tokens=[1, 3, 5, 7], cached=4),
+    AnswerTimes(sent=0.0, times=[1.0, 3.0, 5.0, 7.0], tokens=[1, 3, 5, 7], cached=4),
+    AnswerTimes(sent=0.5, times=[3.0, 6.0, 8.0, 9.5], tokens=[1, 3, 5, 7], cached=4),
 ]
 
 
@@ -98,13 +105,13 @@ def test_requests_that_never_decode_together_are_an_error() -> None:
     with pytest.raises(TooShort, match="1000 ms before the last begins; ask for more output"):
         latencies([TIMELINES[0], late], together=True)
     with pytest.raises(TooShort, match="no interval between tokens"):
-        latencies([Timeline(0.0, [1.0], [1], 0)], together=False)
+        latencies([AnswerTimes(0.0, [1.0], [1], 0)], together=False)
 
 
 def test_the_longest_gap_is_of_any_request() -> None:
     assert longest_gap(TIMELINES) == (3000, 1)  # from 3.0 to 6.0, behind the first token
     with pytest.raises(TooShort, match="no interval between tokens"):
-        longest_gap([Timeline(0.0, [1.0], [1], 0)])
+        longest_gap([AnswerTimes(0.0, [1.0], [1], 0)])
 
 
 def _call(name: str, phase: str, ms: float, thread: int = 1) -> dict[str, Any]:
@@ -161,7 +168,7 @@ def test_an_event_has_arrived_with_its_last_byte() -> None:
     head, done = b"HTTP/1.1 200 OK\r\n\r\n", b"data: [DONE]\n\n"
     parts = [head + _event(1), _event(3)[:30], _event(3)[30:] + _event(5), done]
     line = parse(0.25, [1.0, 2.0, 3.0, 4.0], parts)
-    assert line == Timeline(sent=0.25, times=[1.0, 3.0, 3.0], tokens=[1, 3, 5], cached=7)
+    assert line == AnswerTimes(sent=0.25, times=[1.0, 3.0, 3.0], tokens=[1, 3, 5], cached=7)
     with pytest.raises(RequestError, match="whole stream"):
         parse(0.0, [1.0, 2.0], parts[:2])  # broken off
     with pytest.raises(RequestError, match="too long"):
@@ -171,11 +178,13 @@ def test_an_event_has_arrived_with_its_last_byte() -> None:
         parse(0.0, [1.0, 2.0, 3.0], [head, aborted, done])
 
 
-def _row(backend: str, run: int, itl: float, workload: str = "8192x128", **more: Any) -> Row:
+def _row(
+    backend: str, run: int, itl: float, workload: str = "8192x128", **more: Any
+) -> WorkloadRow:
     shape = asdict(Workload.parse(workload))
     times = {"itl_p99_ms": 2 * itl, "tpot_ms": itl + 1, "ttft_ms": 50.0, "step_ms": itl}
     fields = {**shape, **times, "tokens_per_s": 1.0, "cached_tokens": shape["prefix"], **more}
-    return Row(backend=backend, workload=workload, run=run, itl_p50_ms=itl, **fields)
+    return WorkloadRow(backend=backend, workload=workload, run=run, itl_p50_ms=itl, **fields)
 
 
 ROWS = [
@@ -237,14 +246,14 @@ def test_servers_that_do_not_fit_are_refused_with_what_does(tmp_path: Path) -> N
     assert model.weight_bytes == pytest.approx(16.06e9, rel=0.001)  # 8.03 billion parameters
     assert model.kv_bytes_per_token == 128 * 1024
     # 16.06 GB are 14.96 GiB; 8192 tokens are one GiB of K/V.
-    plan = Plan(model, "cuda", "bfloat16", 1, 8 * 8192, 128, 0.9, 3.5, ())
-    assert plan.server_gib == pytest.approx(14.957 + 8 + 3.5, abs=0.01)
-    plan.check_memory(["pat", "fa3", "flashinfer"], 139.8)
-    large = replace(plan, pool_tokens=32 * 8192)
+    config = FleetConfig(model, "cuda", "bfloat16", 1, 8 * 8192, 128, 0.9, 3.5, ())
+    assert config.server_gib == pytest.approx(14.957 + 8 + 3.5, abs=0.01)
+    config.check_memory(["pat", "fa3", "flashinfer"], 139.8)
+    large = replace(config, pool_tokens=32 * 8192)
     with pytest.raises(ValueError, match=r"3 servers of 50\.5 GiB.*2 of the --backends") as error:
         large.check_memory(["pat", "fa3", "flashinfer"], 139.8)
     # 0.9 * 139.8 / 3 - 3.5 - 14.957 GiB
-    fits = plan.largest_pool(3, 139.8)
+    fits = config.largest_pool(3, 139.8)
     assert fits == pytest.approx((41.94 - 18.457) * 8192, rel=1e-3)
     assert f"at most {fits} K/V tokens" in str(error.value)
     replace(large, tp=2).check_memory(["pat", "fa3", "flashinfer"], 139.8)

@@ -13,9 +13,9 @@ import pytest
 
 from sglang_pat.bench.serving import __main__ as command
 from sglang_pat.bench.serving.first import FirstRow
-from sglang_pat.bench.serving.fleet import Plan, Served, serve
+from sglang_pat.bench.serving.fleet import FleetConfig, Served, serve
 from sglang_pat.bench.serving.model import open_model
-from sglang_pat.bench.serving.rows import Row
+from sglang_pat.bench.serving.rows import WorkloadRow
 from sglang_pat.demo.model import make_model
 
 BACKENDS = ["pat", "torch_native"]
@@ -31,8 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
     pytest.importorskip("sglang", reason="serving needs SGLang 0.5.23")
     sizes = open_model(str(model), model, "float32")
-    plan = Plan(sizes, "cpu", "float32", 1, 16_384, 8, 0.9, 0.0, ())
-    with serve(plan, BACKENDS, logs=tmp_path_factory.mktemp("logs"), ready_s=300) as found:
+    config = FleetConfig(sizes, "cpu", "float32", 1, 16_384, 8, 0.9, 0.0, ())
+    with serve(config, BACKENDS, logs=tmp_path_factory.mktemp("logs"), ready_s=300) as found:
         yield found
 
 
@@ -41,8 +41,8 @@ def bench(fleet: list[Served], model: Path, tmp_path: Path, monkeypatch: pytest.
     """The command, on servers that run already; returns what it wrote."""
 
     @contextmanager
-    def running(plan: Plan, backends: list[str], **_: Any) -> Iterator[list[Served]]:
-        assert backends == BACKENDS and plan.pool_tokens <= 16_384 and plan.max_requests <= 8
+    def running(config: FleetConfig, backends: list[str], **_: Any) -> Iterator[list[Served]]:
+        assert backends == BACKENDS and config.pool_tokens <= 16_384 and config.max_requests <= 8
         yield fleet
 
     monkeypatch.setattr(command, "serve", running)
@@ -64,7 +64,7 @@ def test_workloads_run_on_two_servers_in_turns(
     specs = ("200x4", "2*64+32x4", "0x4")
     written = bench("--workloads", *specs, *sizes)
     assert written["kind"] == "workloads" and written["settings"]["tp"] == 1
-    rows = [Row(**row) for row in written["rows"]]
+    rows = [WorkloadRow(**row) for row in written["rows"]]
     assert [(row.run, row.workload, row.backend) for row in rows] == [
         (run, spec, backend)
         for run, order in enumerate((BACKENDS, BACKENDS[::-1]))

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from kit_bench import RATES, CpuClock, CpuGraph, CpuLayer
+from kit.bench import RATES, CpuClock, CpuGraph, CpuLayer
 
-from sglang_pat.bench import kernel, tiles
-from sglang_pat.bench.floor import Heads, kv_bytes
-from sglang_pat.bench.kv import Batch, make_batch
-from sglang_pat.bench.layer import Settings
-from sglang_pat.bench.tiles import Bandwidth, Case, Whole
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel import __main__ as kernel
+from sglang_pat.bench.kernel import tiles
+from sglang_pat.bench.kernel.floor import Heads, kv_bytes
+from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
+from sglang_pat.bench.kernel.layer import PatOptions
+from sglang_pat.bench.kernel.tiles import Bandwidth, TileCase, Whole
 from sglang_pat.planning import plan
 
 WHOLE = Whole(split="mean")
@@ -76,7 +77,7 @@ def test_the_plan_of_an_h200_has_whole_items_of_the_tile(heads: Heads, kv_len: i
 def test_the_usual_plan_would_split() -> None:
     heads = Heads(32, 8)
     tree = tiles.tree_of(heads, 64, 16384, 132)
-    target = Settings(branching="never").target(tree, heads)
+    target = PatOptions(branching="never").target(tree, heads)
     assert plan(tree.paths, tree.seq_lens, target).num_partials > 0
 
 
@@ -84,7 +85,7 @@ def test_the_usual_plan_would_split() -> None:
 def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The benchmark with its GPU replaced, by one of 66 SMs: 66 items of 2 KV heads are a wave."""
 
-    def batch(tree: Tree, heads: Heads, permuted: bool) -> Batch:
+    def batch(tree: Tree, heads: Heads, permuted: bool) -> TreeBatch:
         shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
         return make_batch(tree, **shape, dtype=torch.bfloat16, permuted=permuted)
 
@@ -135,11 +136,11 @@ def test_a_plan_of_other_items_is_refused() -> None:
     heads, timer = Heads(4, 2, 64), CpuClock(1.0)
     tree = tiles.tree_of(heads, 32, 16, 66)
     with pytest.raises(RuntimeError, match=r"66 items of \[32\] rows and 0 .* must have 66 of 16"):
-        tiles.measure(Case(heads, False, 16, tree), timer, RATES, WHOLE)  # type: ignore[arg-type]
+        tiles.measure(TileCase(heads, False, 16, tree), timer, RATES, WHOLE)  # type: ignore[arg-type]
     tails = Tree(tree.nodes, (512, 16))
-    packed = Settings(branching="never")
+    packed = PatOptions(branching="never")
     with pytest.raises(RuntimeError, match=r"and \d{4,} partials"):
-        tiles.measure(Case(heads, False, 32, tails), timer, RATES, packed)  # type: ignore[arg-type]
+        tiles.measure(TileCase(heads, False, 32, tails), timer, RATES, packed)  # type: ignore[arg-type]
 
 
 def test_table_and_complaints() -> None:

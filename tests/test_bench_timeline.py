@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from kit_plans import ITEM
+from kit.plans import ITEM
 
-from sglang_pat.bench import kernel, timeline
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.layer import Settings
-from sglang_pat.bench.timeline import Bar, Kind, Timeline
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel import __main__ as kernel
+from sglang_pat.bench.kernel import timeline
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import PatOptions
+from sglang_pat.bench.kernel.timeline import Bar, Kind, Timeline
 from sglang_pat.planning import plan
 
 ZERO = 1_763_739_000_123_456_789  # nanoseconds; no float64
@@ -149,7 +150,7 @@ def test_timelines_come_back_from_json() -> None:
 def test_a_layer_is_traced_once_and_no_longer() -> None:
     """Everything of ``trace`` but the device: the kernels write to the address they are given."""
     tree, heads = Tree((1, 3), (64, 16)), Heads(4, 2)
-    made = plan(tree.paths, tree.seq_lens, Settings().target(tree, heads))
+    made = plan(tree.paths, tree.seq_lens, PatOptions().target(tree, heads))
     workspace = SimpleNamespace(device="cpu", trace=None)
     traced = []
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit_cases import Case, by_hand, case, count_refused, execute, grown
-from kit_plans import (
+from kit.cases import Case, by_hand, case, count_refused, execute, grown
+from kit.plans import (
     DYNAMIC,
     Branch,
     Damage,
@@ -26,10 +26,10 @@ from kit_plans import (
     prefix,
     set_to,
 )
-from kit_trees import Batch, batch_of, batches, branches_of, check_plan, ranges_of, target
+from kit.trees import Batch, batch_of, batches, branches_of, check_plan, ranges_of, target
 
 from sglang_pat import _C
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planning import Plan, plan
 from sglang_pat.target import Target

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit_cases import Case, case, count_refused, execute
-from kit_plans import DYNAMIC, Damage, Piece, encode, forest, set_to
+from kit.cases import Case, case, count_refused, execute
+from kit.plans import DYNAMIC, Damage, Piece, encode, forest, set_to
 
 from sglang_pat import _C
 

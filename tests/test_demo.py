@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from sglang_pat.bench.common.server import Server, ServerError
 from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_FP32, MEAN_LOGPROB_DIFF_BF16
 from sglang_pat.demo.model import make_model
-from sglang_pat.demo.server import Server, ServerError
 from sglang_pat.demo.workload import Workload
 
 

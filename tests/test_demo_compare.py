@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_pat.bench.common.counters import Counters, parse_counters
 from sglang_pat.demo.compare import compare, compare_forced
-from sglang_pat.demo.counters import Counters, parse_counters
-from sglang_pat.demo.forcing import BIAS, ForceTokens, forced_logprobs, unbias
+from sglang_pat.demo.forcing import BIAS, ForceTokens, force_all, forced_logprobs, unbias
 from sglang_pat.demo.workload import Generation
 
 STOCK = Generation(
@@ -85,6 +87,25 @@ def test_a_token_that_could_not_be_forced_makes_the_rest_nan() -> None:
     first, second = forced_logprobs(answer, [4, 5])
     assert first == unbias(-0.1)
     assert math.isnan(second)
+
+
+def test_all_texts_are_forced_after_their_own_prompts() -> None:
+    """At the same time: no answer comes before all were asked for."""
+    everyone = threading.Barrier(3, timeout=30)
+
+    def ask(body: dict[str, Any]) -> dict[str, Any]:
+        everyone.wait()
+        (number,) = body["input_ids"]
+        assert body["lora_path"] == f"adapter {number}"
+        tokens = body["sampling_params"]["custom_params"]["forced"]
+        taken = [(-number / 8, token, None) for token in tokens]
+        return {"meta_info": {"output_token_logprobs": taken}}
+
+    more = [{"lora_path": f"adapter {number}"} for number in (1, 2, 3)]
+    found = force_all(ask, [(1,), (2,), (3,)], [(7, 8), (7,), (9, 8, 7)], more)
+    assert found == [[unbias(-1 / 8)] * 2, [unbias(-2 / 8)], [unbias(-3 / 8)] * 3]
+    with pytest.raises(ValueError, match="3 prompts, 1 texts"):
+        force_all(ask, [(1,), (2,), (3,)], [(7,)])
 
 
 METRICS = """

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kit_models
 import pytest
+from kit import models as kit_models
 
 from sglang_pat import doctor
 

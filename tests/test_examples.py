@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.demo.counters import Counters
+from sglang_pat.bench.common.counters import Counters
+from sglang_pat.bench.common.server import Server
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.scale import MODEL, VOCAB
-from sglang_pat.demo.server import Server
 from sglang_pat.demo.tokenizer import make_tokenizer
 
 pytest.importorskip("sglang", reason="the examples need a server of SGLang 0.5.23")

@@ -76,7 +76,7 @@ def test_every_option_of_a_program_has_a_help_text(
 
 def test_all_programs_are_found() -> None:
     names = {f"{path.parent.name}/{path.name}" for path in _programs()}
-    assert names >= {"bench/kernel.py", "serving/__main__.py", "examples/agent_team.py"}
+    assert names >= {"kernel/__main__.py", "serving/__main__.py", "examples/agent_team.py"}
     assert len(names) >= 9
 
 

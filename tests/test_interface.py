@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreeP
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_pat.bench.live import LiveCache
+from sglang_pat.bench.host.live import LiveCache
 from sglang_pat.config import SUPPORTED_SGLANG, TESTED_SGLANG
 from sglang_pat.srt import hook, interface, refusals
 from sglang_pat.srt.radix import RadixView

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import kit_models
 import pytest
+from kit import models as kit_models
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 

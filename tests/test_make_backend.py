@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit_semantics import HOME, definitions
+from kit.semantics import HOME, definitions
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit_trees import Path, target
+from kit.trees import Path, target
 
 from sglang_pat import _C
 from sglang_pat.planning import Plan, Planner

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from kit_cases import Case, case
-from kit_plans import Piece
-from kit_trees import target
+from kit.cases import Case, case
+from kit.plans import Piece
+from kit.trees import target
 
 from sglang_pat import _C
 from sglang_pat.ops import _check_cuda, decode

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit_trees import Batch, batch_of, batches, check_plan, ranges_of, target, targets
+from kit.trees import Batch, batch_of, batches, check_plan, ranges_of, target, targets
 
 from sglang_pat import decode
-from sglang_pat.bench.trees import PAPER_TREES, Tree
+from sglang_pat.bench.common.trees import PAPER_TREES, Tree
 from sglang_pat.planning import Planner, plan
 from sglang_pat.target import Target
 

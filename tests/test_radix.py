@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit_trees import Path, target
+from kit.trees import Path, target
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.session.session_controller import Session
 
-from sglang_pat.bench.live import CACHES, LiveCache
+from sglang_pat.bench.host.live import CACHES, LiveCache
 from sglang_pat.planning import Plan, Planner
 from sglang_pat.srt.check import SlotMismatch, check_plan
 from sglang_pat.srt.radix import RadixView

@@ -16,7 +16,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_pat.bench.live import CACHES, LiveCache
+from sglang_pat.bench.host.live import CACHES, LiveCache
 from sglang_pat.planning import Plan
 from sglang_pat.srt.check import SlotMismatch, check_plan
 from sglang_pat.srt.hook import LiveBatch

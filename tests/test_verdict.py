@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import kit_models
 import pytest
 import torch
+from kit import models as kit_models
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 

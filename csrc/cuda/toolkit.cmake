@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Enables the CUDA language with the nvcc of the building Python's nvidia-cuda-nvcc wheel, so that a
 # build is the same on every machine. A system nvcc is used only where that wheel is missing and
-# CUDACXX names it. Sets PAT_CUDA_INCLUDE_DIRS (the wheels' CuTe headers; empty with CUDACXX).
+# CUDACXX names it.
 
-# The wheels unpack to <site-packages>/nvidia/cu13/{bin,include,lib,nvvm} and
-# <site-packages>/cutlass_library/source/include.
+# The wheels unpack to <site-packages>/nvidia/cu13/{bin,include,lib,nvvm}.
 function(pat_find_in_wheel out package path)
   execute_process(
     COMMAND ${Python_EXECUTABLE} -c "
@@ -18,7 +17,6 @@ print(next((p for r in roots if (p := pathlib.Path(r, sys.argv[2])).exists()), '
 endfunction()
 
 pat_find_in_wheel(wheel_nvcc nvidia cu13/bin/nvcc)
-pat_find_in_wheel(PAT_CUDA_INCLUDE_DIRS cutlass_library source/include)
 if(wheel_nvcc)
   set(CMAKE_CUDA_COMPILER ${wheel_nvcc})
   # nvcc looks for the runtime in lib64; the wheel has it in lib.

@@ -13,11 +13,15 @@ Torch_native on a CPU against itself in another batching: 1e-4 at most.
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
 # Added to the forced token's logit, in natural-log units. A token that loses by more is not taken,
@@ -82,3 +86,28 @@ def request(prompt: list[int], forced: list[int]) -> dict[str, Any]:
         "return_logprob": True,
         "custom_logit_processor": ForceTokens.to_str(),
     }
+
+
+def force_all(
+    ask: Callable[[dict[str, Any]], dict[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    more: Sequence[dict[str, Any]] = (),
+) -> list[list[float]]:
+    """Log-probabilities of the tokens of ``texts``, one text to each prompt, all decoded at once.
+
+    NaN as for ``forced_logprobs``. ``ask`` posts a body to ``/generate``, from several threads;
+    ``more``: further fields of the body of each prompt, or nothing.
+    """
+
+    def force(prompt: Sequence[int], text: Sequence[int], fields: dict[str, Any]) -> list[float]:
+        tokens = list(text)
+        return forced_logprobs(ask(request(list(prompt), tokens) | fields), tokens)
+
+    if not len(prompts) == len(texts) == len(more or texts):
+        raise ValueError(
+            f"{len(prompts)} prompts, {len(texts)} texts and further fields of {len(more)}; there "
+            "must be equally many"
+        )
+    with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
+        return list(pool.map(force, prompts, texts, more or repeat({})))

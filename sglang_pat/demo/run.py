@@ -18,17 +18,16 @@ import json
 import math
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.bench.common.server import Server, default_device
 from sglang_pat.demo import compare as agreement
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.report import Run, summary, table, to_line
 from sglang_pat.demo.scale import SCALES, VOCAB, Scale
-from sglang_pat.demo.server import Server, default_device
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.demo.workload import Generation, Workload, run_workload
 
@@ -84,6 +83,16 @@ class _Trial:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What both servers answered; ``itself``: the stock against itself, where that was forced."""
+
+    pat: Run
+    stock: Run
+    agreed: agreement.Agreement
+    itself: agreement.Agreement | None
+
+
 def run_demo(options: Options) -> int:
     """Run the demo; the last line on standard output is a JSON object. 0 if the backends agree.
 
@@ -101,10 +110,27 @@ def run_demo(options: Options) -> int:
     model = make_model(trial.cache / f"model-{device}-{dtype}", dtype=dtype, **trial.scale.model)
     make_tokenizer(model, vocab=VOCAB)
     started = time.monotonic()
+    found = _run_both(model, trial)
+    passed = _passes(found.agreed, trial) and found.pat.counters.packed_steps > 0
+    facts = _facts(trial) | {"seconds": time.monotonic() - started}
+    shown = table(found.pat, found.stock, found.agreed, found.itself)
+    print(f"\n{shown}\n\n  {_verdict(found.pat, found.agreed, dtype, passed)}\n")
+    fields = summary(found.pat, found.stock, found.agreed, found.itself, facts=facts, passed=passed)
+    print(to_line(fields), flush=True)
+    if options.json:
+        options.json.write_text(
+            json.dumps({**fields, "table": shown.splitlines()}, indent=2) + "\n"
+        )
+    return 0 if passed else 1
 
+
+def _run_both(model: Path, trial: _Trial) -> _Found:
+    """Start both servers on the folder ``model``, measure one after the other and compare."""
     itself = None
     with contextlib.ExitStack() as servers:
-        stock_backend = "torch_native" if device == "cpu" else None  # None: SGLang's own choice
+        stock_backend = (
+            "torch_native" if trial.device == "cpu" else None
+        )  # None: SGLang's own choice
         server, ours = _server(model, stock_backend, trial), _server(model, "pat", trial)
         if trial.holds_two_servers:
             # pat first: a wrong setting of pat's ends it at once.
@@ -113,7 +139,7 @@ def run_demo(options: Options) -> int:
             _start(servers, server)
         stock = _measure(server, trial)
         reference = stock.generations
-        if dtype != "float32":
+        if trial.dtype != "float32":
             if trial.compared_apart is not None:
                 reference = run_workload(server.url, trial.compared_apart, label="to compare")
             itself = _force(server, reference)
@@ -122,20 +148,9 @@ def run_demo(options: Options) -> int:
             _start(servers, ours)
         pat = _measure(ours, trial)
         agreed = agreement.compare(pat.generations, stock.generations)
-        if dtype != "float32":
+        if trial.dtype != "float32":
             agreed = replace(_force(ours, reference), token_match_rate=agreed.token_match_rate)
-
-    passed = _passes(agreed, trial) and pat.counters.packed_steps > 0
-    facts = _facts(trial) | {"seconds": time.monotonic() - started}
-    shown = table(pat, stock, agreed, itself)
-    print(f"\n{shown}\n\n  {_verdict(pat, agreed, dtype, passed)}\n")
-    fields = summary(pat, stock, agreed, itself, facts=facts, passed=passed)
-    print(to_line(fields), flush=True)
-    if options.json:
-        options.json.write_text(
-            json.dumps({**fields, "table": shown.splitlines()}, indent=2) + "\n"
-        )
-    return 0 if passed else 1
+    return _Found(pat, stock, agreed, itself)
 
 
 def _announce(trial: _Trial) -> None:
@@ -199,12 +214,11 @@ def _force(server: Server, reference: list[Generation]) -> agreement.Agreement:
     prefixes are packed."""
     from sglang_pat.demo import forcing  # imports SGLang
 
-    def force(answer: Generation) -> list[float]:
-        body = forcing.request(answer.prompt_ids, answer.output_ids)
-        return forcing.forced_logprobs(server.post("/generate", body), answer.output_ids)
-
-    with ThreadPoolExecutor(max_workers=len(reference)) as pool:
-        forced = list(pool.map(force, reference))
+    forced = forcing.force_all(
+        lambda body: server.post("/generate", body),
+        [answer.prompt_ids for answer in reference],
+        [answer.output_ids for answer in reference],
+    )
     return agreement.compare_forced(forced, reference, 1.0)
 
 

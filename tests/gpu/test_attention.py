@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit import DevicePlan, check, error, execute, on_device, target_of
-from kit_cases import case
-from kit_plans import DYNAMIC, Piece, forest
+from kit.cases import case
+from kit.device import DevicePlan, check, error, execute, on_device, target_of
+from kit.plans import DYNAMIC, Piece, forest
 
 from sglang_pat.ops import decode
 from sglang_pat.workspace import Workspace

@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import kit_cases
 import numpy as np
 import pytest
 import torch
-from kit import DevicePlan, check, error, execute, on_device, target_of
-from kit_cases import Case, by_hand, case, grown
-from kit_plans import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
+from kit import cases as kit_cases
+from kit.cases import Case, by_hand, case, grown
+from kit.device import DevicePlan, check, error, execute, on_device, target_of
+from kit.plans import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
 
 from sglang_pat.planning import Plan, plan
 from sglang_pat.target import Target

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import DevicePlan, case_of_tree, execute, on_device, target_of
-from kit_cases import Case, by_hand, case
-from kit_plans import Piece, prefix
+from kit.cases import Case, by_hand, case
+from kit.device import DevicePlan, case_of_tree, execute, on_device, target_of
+from kit.plans import Piece, prefix
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planning import plan as make_plan
 from sglang_pat.workspace import Workspace

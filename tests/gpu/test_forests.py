@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import kit_cases
 import numpy as np
 import pytest
 import torch
-from kit import DevicePlan, error, execute, on_device
-from kit_cases import case
-from kit_plans import forest
+from kit import cases as kit_cases
+from kit.cases import case
+from kit.device import DevicePlan, error, execute, on_device
+from kit.plans import forest
 
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit import POISON, case_of_tree, check, execute, target_of
-from kit_cases import Case
+from kit.cases import Case
+from kit.device import POISON, case_of_tree, check, execute, target_of
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planning import Planner
 from sglang_pat.workspace import LAUNCHES, Workspace

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit import case_of_tree, check, target_of
+from kit.device import case_of_tree, check, target_of
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.planning import plan
 from sglang_pat.workspace import Workspace
 

@@ -18,9 +18,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit import DevicePlan, on_device, target_of
-from kit_cases import Case, by_hand, case
-from kit_plans import Piece, forest, prefix
+from kit.cases import Case, by_hand, case
+from kit.device import DevicePlan, on_device, target_of
+from kit.plans import Piece, forest, prefix
 
 from sglang_pat.ops import decode
 from sglang_pat.workspace import Workspace

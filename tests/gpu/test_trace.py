@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from kit import DevicePlan, execute, on_device, target_of
-from kit_cases import Case, case
-from kit_plans import Piece
+from kit.cases import Case, case
+from kit.device import DevicePlan, execute, on_device, target_of
+from kit.plans import Piece
 
-from sglang_pat.bench.clock import Clock
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.layer import Layer, Settings, device_batch
-from sglang_pat.bench.timeline import Bar, bars_of, record, trace, trace_rows
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.clock import Clock
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch
+from sglang_pat.bench.kernel.timeline import Bar, bars_of, record, trace, trace_rows
 from sglang_pat.planning import plan
 from sglang_pat.workspace import LAUNCHES, Workspace
 
@@ -27,7 +27,7 @@ WIDE = Tree((1, 1024), (2048, 32))
 TREES = (Tree((3,), (20,)), Tree((1, 10), (4096, 416)), Tree((1, 4, 8, 256), (32, 256, 256, 32)))
 
 
-def layer_of(tree: Tree, heads: Heads, settings: Settings) -> Layer:
+def layer_of(tree: Tree, heads: Heads, settings: PatOptions) -> Layer:
     return Layer(device_batch(tree, heads, True), tree, heads, settings, heads.dim**-0.5)
 
 
@@ -47,7 +47,7 @@ def check(bars: list[Bar], items: npt.NDArray[Any], group: int, num_kv_heads: in
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("tree", [*TREES, WIDE], ids=str)
 def test_every_item_is_entered(tree: Tree, launch: str) -> None:
-    layer = layer_of(tree, Heads(32, 8), Settings(launch=launch))
+    layer = layer_of(tree, Heads(32, 8), PatOptions(launch=launch))
     words, call_us = trace(layer, Clock(1.0))
     bars = bars_of(words, layer.plan.items)
     check(bars, layer.plan.items, 4, 8)
@@ -57,8 +57,8 @@ def test_every_item_is_entered(tree: Tree, launch: str) -> None:
 @pytest.mark.parametrize("heads", [Heads(32, 32), Heads(64, 8, 64), Heads(8, 2, 256)], ids=str)
 def test_other_heads(heads: Heads) -> None:
     tree = TREES[-1]
-    line = record(tree, heads, False, Settings(), Clock(1.0))
-    made = plan(tree.paths, tree.seq_lens, Settings().target(tree, heads))
+    line = record(tree, heads, False, PatOptions(), Clock(1.0))
+    made = plan(tree.paths, tree.seq_lens, PatOptions().target(tree, heads))
     check(line.bars, made.items, heads.q // heads.kv, heads.kv)
     assert {bar.half for bar in line.bars} <= set(range(line.halves))
     assert len({bar.sm for bar in line.bars}) <= line.sms

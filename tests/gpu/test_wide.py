@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit import DevicePlan, check, execute, on_device
-from kit_cases import Case, case
-from kit_plans import DYNAMIC, Piece
+from kit.cases import Case, case
+from kit.device import DevicePlan, check, execute, on_device
+from kit.plans import DYNAMIC, Piece
 
 BF16 = torch.bfloat16
 

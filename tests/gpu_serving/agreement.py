@@ -8,7 +8,6 @@ continuation differ, when each server decodes it token by token (``sglang_pat.de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from serving.server import Answer, Prompt, ServingServer
@@ -60,20 +59,14 @@ def equal_share(some: Sequence[Answer], others: Sequence[Answer]) -> float:
 def forced_logprobs(server: ServingServer, load: Load, texts: Sequence[Answer]) -> list[float]:
     """Log-probabilities of the tokens of ``texts``, the first answer to each prompt, all decoded at
     once; NaN for a token that lost by so much that it could not be forced."""
-
-    adapters = load.adapters or (None,) * len(load.prompts)
-
-    def force(prompt: Prompt, text: Answer, adapter: str | None) -> list[float]:
-        tokens = list(text.tokens)
-        body = forcing.request(list(prompt), tokens)
-        if adapter is not None:
-            body["lora_path"] = adapter
-        return forcing.forced_logprobs(server.post("/generate", body), tokens)
-
     # Cached prompts: a prefill in chunks would ask for a forced token at the end of every chunk.
     server.generate(load.prompts, 1, adapters=load.adapters)
-    with ThreadPoolExecutor(max_workers=len(load.prompts)) as pool:
-        found = list(pool.map(force, load.prompts, texts[:: load.samples], adapters))
+    found = forcing.force_all(
+        lambda body: server.post("/generate", body),
+        load.prompts,
+        [text.tokens for text in texts[:: load.samples]],
+        [{"lora_path": name} if name else {} for name in load.adapters or ()],
+    )
     return [value for values in found for value in values]
 
 

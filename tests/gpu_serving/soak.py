@@ -23,7 +23,7 @@ from typing import Any
 from serving.server import Config, ServingServer
 from serving.workloads import VOCAB
 
-from sglang_pat.demo.counters import Counters
+from sglang_pat.bench.common.counters import Counters
 from sglang_pat.demo.model import make_model
 
 from . import footprint, traffic
@@ -165,8 +165,6 @@ def _row(server: ServingServer, ledger: traffic.Ledger) -> dict[str, Any]:
 
 def _wrong_with(name: str, row: dict[str, Any], device: str) -> Iterator[str]:
     """What is wrong with a server's row."""
-    steps, packed = row["decode_steps"], row["packed_steps"]
-    read, unpacked = row["kv_tokens_read"], row["kv_tokens_unpacked"]
     equal = row.get("repeated tokens equal", 0) / max(row.get("repeated tokens", 0), 1)
     yield from row["wrong"]
     if not row.get("finished by abort", 0):
@@ -177,6 +175,13 @@ def _wrong_with(name: str, row: dict[str, Any], device: str) -> Iterator[str]:
         yield "there is a traceback in the log"
     if equal < MIN_REPEATED_EQUAL[device]:
         yield f"only {equal:.4f} of the tokens after equal prompts are equal"
+    yield from _wrong_counters(name, row)
+
+
+def _wrong_counters(name: str, row: dict[str, Any]) -> Iterator[str]:
+    """What a server counted that does not fit what it answered."""
+    steps, packed = row["decode_steps"], row["packed_steps"]
+    read, unpacked = row["kv_tokens_read"], row["kv_tokens_unpacked"]
     if row["plans_made"] + row["plans_reused"] != steps:
         yield f"{row['plans_made']} plans made and {row['plans_reused']} reused in {steps} steps"
     # A retracted request's tokens are prefilled again, so a few were not decoded.

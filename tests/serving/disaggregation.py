@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.bench.common.server import free_port
 from sglang_pat.demo import forcing
-from sglang_pat.demo.server import free_port
 
 from .server import Config, Prompt, ServingServer
 
@@ -49,18 +49,16 @@ class Pair:
         """Log-probabilities of the tokens of ``texts``, one to each prompt, all decoded at once;
         NaN for a token that lost by so much that it could not be forced."""
 
-        def force(prompt: Prompt, text: Sequence[int]) -> list[float]:
-            tokens = list(text)
-            body = forcing.request(list(prompt), tokens)
+        def ask(body: dict[str, Any]) -> dict[str, Any]:
             # Each server counts for itself, and the first token is the prefill server's.
-            parameters = body["sampling_params"] | {"custom_params": {"forced": tokens[1:]}}
-            answer = self.ask(body, body | {"sampling_params": parameters})
-            return forcing.forced_logprobs(answer, tokens)
+            parameters = body["sampling_params"]
+            rest = parameters["custom_params"]["forced"][1:]
+            parameters = parameters | {"custom_params": {"forced": rest}}
+            return self.ask(body, body | {"sampling_params": parameters})
 
         # Cached prompts: a prefill in chunks would ask for a forced token at the end of each.
         self.generate(prompts, 1)
-        with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
-            found = list(pool.map(force, prompts, texts))
+        found = forcing.force_all(ask, prompts, texts)
         return [value for values in found for value in values]
 
     def generate(self, prompts: Sequence[Prompt], new_tokens: int) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.demo.server import Server, ServerError
+from sglang_pat.bench.common.server import Server, ServerError
 
 PLUGINS = Path(__file__).parent / "plugins"
 DEVICE_ARGS = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.bench.live import LiveCache
+from sglang_pat.bench.host.live import LiveCache
 from sglang_pat.config import PatConfig
 from sglang_pat.planning import Plan
 from sglang_pat.srt import backend

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import kit_models
 import pytest
+from kit import models as kit_models
 
-from sglang_pat.demo.server import ServerError
+from sglang_pat.bench.common.server import ServerError
 
 from .server import Config, ServingServer
 

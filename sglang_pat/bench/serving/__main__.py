@@ -24,26 +24,26 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from sglang_pat.bench.document import Document, value, write
-from sglang_pat.bench.plot import require
+from sglang_pat.bench.common.document import Document, value, write
+from sglang_pat.bench.common.figures import require
+from sglang_pat.bench.common.server import ServerError
 from sglang_pat.bench.serving import document as documents
 from sglang_pat.bench.serving.client import RequestError
 from sglang_pat.bench.serving.first import run_first
-from sglang_pat.bench.serving.fleet import OVERHEAD_GIB, Plan, serve
+from sglang_pat.bench.serving.fleet import OVERHEAD_GIB, FleetConfig, serve
 from sglang_pat.bench.serving.model import GIB, SHAPES, Model, open_model
 from sglang_pat.bench.serving.run import (
     Budget,
     Replay,
-    Settings,
+    RunOptions,
     replays,
     run_traces,
     run_workloads,
 )
 from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, TRACES
 from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, Workload
-from sglang_pat.demo.server import ServerError
 
 # Slots beyond the tokens of all requests: overlapping steps hold a few more.
 POOL_MARGIN, POOL_MARGIN_PER_REQUEST = 1024, 16
@@ -66,36 +66,30 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     model = open_model(options.model, scratch, dtype)
     if options.first_runs:
         options.runs = options.first_runs
-    settings = Settings(
+    settings = RunOptions(
         vocab=model.vocab,
         kv_bytes_per_token=model.kv_bytes_per_token,
         **{
             name: getattr(options, name)
-            for name in Settings.__slots__
+            for name in RunOptions.__slots__
             if name not in ("vocab", "kv_bytes_per_token")
         },
     )
     todo = replays(options.trace, options.rates, settings) if options.trace else []
     device, gpu_gib = _device(options.device, options.tp)
-    plan = _plan(options, model, dtype, todo, gpu_gib)
-    shown = {"model": options.model, "tp": plan.tp, "dtype": dtype}
-    shown |= {"pool_tokens": plan.pool_tokens, "max_requests": plan.max_requests}
-    shown |= {name: getattr(options, name) for name in SETTINGS_SHOWN}
-    if todo:
-        shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
-    shown |= {name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")}
+    config = _fleet_config(options, model, dtype, todo, gpu_gib)
     kind = "traces" if todo else "first" if options.first_runs else "workloads"
-    document = documents.new(kind, device, shown)
+    document = documents.new(kind, device, _shown(options, config))
 
     journal = documents.Journal(document, options.json, budget)
-    memory = f", {plan.server_gib:.1f} GiB a GPU each" if gpu_gib is not None else ""
+    memory = f", {config.server_gib:.1f} GiB a GPU each" if gpu_gib is not None else ""
     print(
-        f"starting {', '.join(options.backends)} with pools of {plan.pool_tokens} tokens{memory}; "
-        f"logs in {options.logs}",
+        f"starting {', '.join(options.backends)} with pools of {config.pool_tokens} tokens"
+        f"{memory}; logs in {options.logs}",
         flush=True,
     )
     ready_s = min(READY_S, budget.left_s())
-    with serve(plan, options.backends, logs=options.logs, ready_s=ready_s) as fleet:
+    with serve(config, options.backends, logs=options.logs, ready_s=ready_s) as fleet:
         print(f"servers are ready{budget}", flush=True)
         try:
             if todo:
@@ -113,15 +107,27 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     return document
 
 
-def _plan(
+def _shown(options: argparse.Namespace, config: FleetConfig) -> dict[str, Any]:
+    """The settings that a document names."""
+    shown = {"model": options.model, "tp": config.tp, "dtype": config.dtype}
+    shown |= {"pool_tokens": config.pool_tokens, "max_requests": config.max_requests}
+    shown |= {name: getattr(options, name) for name in SETTINGS_SHOWN}
+    if options.trace:
+        shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
+    return shown | {
+        name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")
+    }
+
+
+def _fleet_config(
     options: argparse.Namespace,
     model: Model,
     dtype: str,
     todo: list[Replay],
     gpu_gib: float | None,
-) -> Plan:
+) -> FleetConfig:
     """Servers that hold the largest workload; of traces, as much as memory allows."""
-    plan = Plan(
+    config = FleetConfig(
         model=model,
         device=options.device,
         dtype=dtype,
@@ -134,10 +140,10 @@ def _plan(
     )
     if todo:
         longest = options.context
-        plan = replace(plan, max_requests=options.max_requests)
+        config = replace(config, max_requests=options.max_requests)
         pool = max(one.kv_tokens + len(one.prompts) * options.output_tokens for one in todo)
         if gpu_gib is not None:
-            pool = min(pool, plan.largest_pool(len(options.backends), gpu_gib) - PAGE)
+            pool = min(pool, config.largest_pool(len(options.backends), gpu_gib) - PAGE)
             pool = max(pool, options.context)  # at least one request, or the check below fails
     else:
         added = options.new_tokens + options.output_tokens
@@ -146,17 +152,17 @@ def _plan(
             work.kv_tokens(new=options.new_tokens, output=options.output_tokens)
             for work in options.workloads
         )
-        pool += POOL_MARGIN + POOL_MARGIN_PER_REQUEST * plan.max_requests
+        pool += POOL_MARGIN + POOL_MARGIN_PER_REQUEST * config.max_requests
     pool += -pool % PAGE  # else SGLang rounds it down
     if longest > model.positions:
         raise ValueError(
             f"a request of {longest} tokens is longer than the {model.positions} positions of "
             f"{options.model}"
         )
-    plan = replace(plan, pool_tokens=pool)
+    config = replace(config, pool_tokens=pool)
     if gpu_gib is not None:
-        plan.check_memory(options.backends, gpu_gib)
-    return plan
+        config.check_memory(options.backends, gpu_gib)
+    return config
 
 
 def _device(device: str, gpus: int) -> tuple[str, float | None]:

@@ -30,7 +30,7 @@ class RequestError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class AnswerTimes:
     """What arrived for one request: tokens so far after each event, and when, in seconds of one
     clock. ``sent`` is when the request was written, ``cached`` how many prompt tokens the server
     had in its cache."""
@@ -55,7 +55,7 @@ def body(prompt: Prompt, output_tokens: int, stream_interval: int) -> bytes:
 
 def stream(
     port: int, bodies: Sequence[bytes], *, at_s: Sequence[float] | None = None, timeout_s: float
-) -> list[Timeline]:
+) -> list[AnswerTimes]:
     """Send requests to the server at ``port``, all at once or each at its time from now.
 
     Raises:
@@ -66,7 +66,7 @@ def stream(
 
 async def _stream(
     port: int, bodies: Sequence[bytes], at_s: Sequence[float] | None, timeout_s: float
-) -> list[Timeline]:
+) -> list[AnswerTimes]:
     loop = asyncio.get_running_loop()
 
     async def connect() -> _Exchange:
@@ -94,7 +94,7 @@ async def _stream(
         exchanges = await asyncio.wait_for(all_of_them(), timeout_s)
     except asyncio.TimeoutError:
         raise RequestError(f"requests have not ended after {timeout_s:.0f} s") from None
-    return [exchange.timeline() for exchange in exchanges]
+    return [exchange.answer_times() for exchange in exchanges]
 
 
 class _Exchange(asyncio.Protocol):
@@ -126,11 +126,11 @@ class _Exchange(asyncio.Protocol):
         if not self.ended.done():
             self.ended.set_result(None)
 
-    def timeline(self) -> Timeline:
+    def answer_times(self) -> AnswerTimes:
         return parse(self._sent, self._times, self._parts)
 
 
-def parse(sent: float, times: Sequence[float], parts: Sequence[bytes]) -> Timeline:
+def parse(sent: float, times: Sequence[float], parts: Sequence[bytes]) -> AnswerTimes:
     """The events in an answer of which ``parts`` arrived at ``times``. An event has arrived when
     its last byte has. Raises RequestError if the answer is not a finished stream."""
     answer = b"".join(parts)
@@ -142,7 +142,7 @@ def parse(sent: float, times: Sequence[float], parts: Sequence[bytes]) -> Timeli
         raise RequestError(f"the server did not answer a request with a whole stream: {shown!r}")
     ends = list(accumulate(map(len, parts)))
     cached = _CACHED.search(events[-1][1])
-    return Timeline(
+    return AnswerTimes(
         sent=sent,
         times=[times[bisect_left(ends, event.end())] for event in events],
         tokens=[int(event[2]) for event in events],

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.document import Document, conditions, heading, write
+from sglang_pat.bench.common.document import Document, conditions, heading, write
 from sglang_pat.bench.serving import plot
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.first import table as first_table
-from sglang_pat.bench.serving.rows import Row, TraceRow, table, trace_table
+from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, table, trace_table
 from sglang_pat.bench.serving.run import Budget
 from sglang_pat.bench.serving.workload import LIMITS, LIMITS_SHAPE
 
-ROWS: dict[str, type[Any]] = {"workloads": Row, "traces": TraceRow, "first": FirstRow}
+ROWS: dict[str, type[Any]] = {"workloads": WorkloadRow, "traces": TraceRow, "first": FirstRow}
 VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 
 

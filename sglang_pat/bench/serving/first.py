@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sglang_pat.bench.serving import spy
-from sglang_pat.bench.serving.client import Timeline, body
+from sglang_pat.bench.serving.client import AnswerTimes, body
 from sglang_pat.bench.serving.fleet import Served
 from sglang_pat.bench.serving.rows import Counted, counted_fields, unique
 from sglang_pat.bench.serving.run import (
     REQUEST_TIMEOUT_S,
     Budget,
     Log,
-    Settings,
+    RunOptions,
     make_workload_batch,
     prepare,
     rotated,
@@ -55,7 +55,7 @@ class FirstRow(Counted):
 def run_first(
     fleet: Sequence[Served],
     workloads: Sequence[Workload],
-    settings: Settings,
+    settings: RunOptions,
     budget: Budget,
     log: Log,
     *,
@@ -105,7 +105,7 @@ def _spied(served: Served, path: Path | None) -> Iterator[None]:
 
 
 def _measure(
-    served: Served, workload: Workload, settings: Settings, run: int, log: Log
+    served: Served, workload: Workload, settings: RunOptions, run: int, log: Log
 ) -> FirstRow | None:
     """One run, or None, with the reason in the log, if there is nothing to measure."""
     batch = make_workload_batch(workload, settings, f"first {run}")
@@ -113,27 +113,27 @@ def _measure(
     began = time.perf_counter()
     prepare(served, batch)
     primed = time.perf_counter()
-    timelines = served.stream(bodies, timeout_s=REQUEST_TIMEOUT_S)
+    answers = served.stream(bodies, timeout_s=REQUEST_TIMEOUT_S)
     try:
-        return row_of(timelines, served.backend, workload, run, 1e3 * (primed - began))
+        return row_of(answers, served.backend, workload, run, 1e3 * (primed - began))
     except TooShort as reason:
         log.leave_out(f"{workload} {served.backend} run {run}", str(reason))
         return None
 
 
 def row_of(
-    timelines: Sequence[Timeline], backend: str, workload: Workload, run: int, prime_ms: float
+    answers: Sequence[AnswerTimes], backend: str, workload: Workload, run: int, prime_ms: float
 ) -> FirstRow:
     """The row of a run. Raises TooShort as ``latencies`` does."""
-    found = latencies(timelines, together=True)
-    gap_ms, gap_token = longest_gap(timelines)
+    found = latencies(answers, together=True)
+    gap_ms, gap_token = longest_gap(answers)
     return FirstRow(
         backend=backend,
         workload=str(workload),
         run=run,
         prime_ms=prime_ms,
         ttft_p50_ms=found.ttft_ms,
-        ttft_max_ms=1e3 * max(line.times[0] - line.sent for line in timelines),
+        ttft_max_ms=1e3 * max(answer.times[0] - answer.sent for answer in answers),
         itl_p50_ms=found.itl_p50_ms,
         itl_p99_ms=found.itl_p99_ms,
         gap_ms=gap_ms,

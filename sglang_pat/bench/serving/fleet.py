@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from sglang_pat.bench.serving.client import RequestError, Timeline, stream
+from sglang_pat.bench.common.counters import Counters, parse_counters
+from sglang_pat.bench.common.server import Server, ServerError
+from sglang_pat.bench.serving.client import AnswerTimes, RequestError, stream
 from sglang_pat.bench.serving.model import GIB, Model
 from sglang_pat.bench.serving.workload import Prompt
-from sglang_pat.demo.counters import Counters, parse_counters
-from sglang_pat.demo.server import Server, ServerError
 from sglang_pat.srt.metrics import FLUSH_SECONDS
 from sglang_pat.srt.plugin import BACKEND
 
 # Of a server's memory, what is neither weights nor K/V: the CUDA context, decode graphs, workspaces
-# and the activations of a prefill of 8,192 tokens. An estimate, see Plan.overhead_gib.
+# and the activations of a prefill of 8,192 tokens. An estimate, see FleetConfig.overhead_gib.
 OVERHEAD_GIB = 3.5
 # How many steps the engine's own step times are means of; 256 output tokens give a dozen.
 LOG_INTERVAL = 20
@@ -29,7 +29,7 @@ DYING_S = 2.0  # between a failed scheduler and the end of its server
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FleetConfig:
     """What every server gets. Sizes are in tokens; memory is per GPU."""
 
     model: Model
@@ -117,11 +117,11 @@ class Served:
 
     def stream(
         self, bodies: Sequence[bytes], *, at_s: Sequence[float] | None = None, timeout_s: float
-    ) -> list[Timeline]:
+    ) -> list[AnswerTimes]:
         """``client.stream`` to this server."""
-        timelines = stream(self.server.port, bodies, at_s=at_s, timeout_s=timeout_s)
+        answers = stream(self.server.port, bodies, at_s=at_s, timeout_s=timeout_s)
         self._idle_since = time.monotonic()
-        return timelines
+        return answers
 
     def step_notes(self) -> dict[str, list[float]]:
         """The scheduler's own step times so far, by batch size: see ``timing.step_ms``."""
@@ -145,7 +145,7 @@ class Served:
 
 @contextmanager
 def serve(
-    plan: Plan, backends: Sequence[str], *, logs: Path, ready_s: float
+    config: FleetConfig, backends: Sequence[str], *, logs: Path, ready_s: float
 ) -> Iterator[list[Served]]:
     """Servers for all backends, started at the same time.
 
@@ -154,18 +154,18 @@ def serve(
             request to it failed.
     """
     env = {"SGLANG_RECORD_STEP_TIME": "1"}
-    if plan.device == "cpu":
+    if config.device == "cpu":
         env |= {"OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads would starve the other servers
-    if plan.tp > 1:
+    if config.tp > 1:
         # The other servers' growth makes ranks look unbalanced while they start.
         env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     servers = [
         Server(
-            plan.model.folder,
+            config.model.folder,
             backend=backend,
-            device=plan.device,
+            device=config.device,
             log=logs / f"server-{backend}.log",
-            args=plan.arguments(),
+            args=config.arguments(),
             env=env,
             ready_s=ready_s,
         )
@@ -178,9 +178,9 @@ def serve(
             server.wait_until_ready()
         for backend, server in zip(backends, servers, strict=True):
             pool = server.get("/server_info")["max_total_num_tokens"]
-            if pool < plan.pool_tokens:
+            if pool < config.pool_tokens:
                 raise ServerError(
-                    f"{backend} has a K/V pool of {pool} tokens instead of {plan.pool_tokens}: "
+                    f"{backend} has a K/V pool of {pool} tokens instead of {config.pool_tokens}: "
                     "something else uses the GPU, or --overhead-gib is too small"
                 )
         yield [Served(*pair) for pair in zip(backends, servers, strict=True)]

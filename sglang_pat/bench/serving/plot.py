@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.plot import COLOURS, finish, head, require
-from sglang_pat.bench.serving.rows import Row, Spread, TraceRow, spread, unique
+from sglang_pat.bench.common.figures import COLOURS, finish, head, require
+from sglang_pat.bench.serving.rows import Spread, TraceRow, WorkloadRow, spread, unique
 
 _OTHER_COLOUR = "#a0a0a0"
 
 
-def draw_workloads(groups: Sequence[tuple[str, Sequence[Row]]], path: Path) -> None:
+def draw_workloads(groups: Sequence[tuple[str, Sequence[WorkloadRow]]], path: Path) -> None:
     """Bars: inter-token time by workload and backend, with the spread; a panel for each title."""
     figure, axes = _figure(len(groups), 1)
     for axis, (title, rows) in zip(axes[:, 0], groups, strict=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sglang_pat.demo.counters import Counters
+from sglang_pat.bench.common.counters import Counters
 
 # Beyond this much of the engine's step time, a client's inter-token time is not the engine's.
 MAX_CLIENT_OVER_ENGINE = 1.10
@@ -31,7 +31,7 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Counted):
+class WorkloadRow(Counted):
     """One run of a workload. None: the backend, or SGLang, does not say."""
 
     backend: str
@@ -112,14 +112,16 @@ class Spread:
         return f"{self.median:.2f} ({self.least:.2f}..{self.most:.2f})"
 
 
-def spread(rows: Sequence[Row], workload: str, backend: str, name: str) -> Spread | None:
+def spread(rows: Sequence[WorkloadRow], workload: str, backend: str, name: str) -> Spread | None:
     """Of field ``name`` over the runs of a workload on a backend."""
     return Spread.of(
         getattr(row, name) for row in rows if (row.workload, row.backend) == (workload, backend)
     )
 
 
-def ratio(rows: Sequence[Row], workload: str, name: str, base: str | None = None) -> float | None:
+def ratio(
+    rows: Sequence[WorkloadRow], workload: str, name: str, base: str | None = None
+) -> float | None:
     """pat's median over that of ``base``, or of the better of the other backends if ``base`` is
     None; None if there is nothing to divide."""
     ours = spread(rows, workload, "pat", name)
@@ -136,7 +138,7 @@ def unique(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def table(rows: Sequence[Row], limits: Mapping[str, float]) -> list[str]:
+def table(rows: Sequence[WorkloadRow], limits: Mapping[str, float]) -> list[str]:
     """Medians and spreads by workload and backend, then pat against the better of the others.
 
     ``limits``: by workload, how much of their inter-token time pat may need.
@@ -170,7 +172,7 @@ def table(rows: Sequence[Row], limits: Mapping[str, float]) -> list[str]:
     return lines + warnings(rows)
 
 
-def _median(rows: Sequence[Row] | Sequence[TraceRow], name: str) -> float | None:
+def _median(rows: Sequence[WorkloadRow] | Sequence[TraceRow], name: str) -> float | None:
     found = Spread.of(getattr(row, name) for row in rows)
     return found.median if found else None
 
@@ -178,7 +180,7 @@ def _median(rows: Sequence[Row] | Sequence[TraceRow], name: str) -> float | None
 COUNTED_HEADS = f"{'plan us':>8} {'reuse us':>8} {'packed':>9} {'K/V saved':>10}"
 
 
-def _counted_cells(rows: Sequence[Row] | Sequence[TraceRow]) -> str:
+def _counted_cells(rows: Sequence[WorkloadRow] | Sequence[TraceRow]) -> str:
     """Of pat's counters, under COUNTED_HEADS."""
     names = ("plan_us", "reuse_us", "decode_steps", "packed_steps", "kv_saved_bytes")
     plan, reuse, steps, packed, saved = (_median(rows, name) for name in names)
@@ -189,7 +191,7 @@ def _counted_cells(rows: Sequence[Row] | Sequence[TraceRow]) -> str:
     )
 
 
-def _line(rows: Sequence[Row]) -> str:
+def _line(rows: Sequence[WorkloadRow]) -> str:
     median = partial(_median, rows)
     return (
         f"{rows[0].workload:14} {rows[0].backend:12} {len(rows):4}  "
@@ -200,7 +202,7 @@ def _line(rows: Sequence[Row]) -> str:
     )
 
 
-def warnings(rows: Sequence[Row]) -> list[str]:
+def warnings(rows: Sequence[WorkloadRow]) -> list[str]:
     """Where the client was the limit, or the cache did not hold what it should; a line each."""
     lines = []
     for workload in unique(row.workload for row in rows):

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from sglang_pat.bench.serving.client import body
 from sglang_pat.bench.serving.fleet import Served
-from sglang_pat.bench.serving.rows import Row, TraceRow, counted_fields
+from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, counted_fields
 from sglang_pat.bench.serving.timing import TooShort, latencies, step_ms
 from sglang_pat.bench.serving.trace import Segments, arrivals, paths, repeated, tokens
-from sglang_pat.bench.serving.workload import Batch, Workload, make_batch
+from sglang_pat.bench.serving.workload import RunPrompts, Workload, make_prompts
 
 REQUEST_TIMEOUT_S = 300.0
 WARM_UP_TOKENS = 16
@@ -34,7 +34,7 @@ class Log(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RunOptions:
     """What is the same for all backends. Rates are in requests/s."""
 
     vocab: int
@@ -85,7 +85,7 @@ def rotated(fleet: Sequence[Served], by: int) -> list[Served]:
 def run_workloads(
     fleet: Sequence[Served],
     workloads: Sequence[Workload],
-    settings: Settings,
+    settings: RunOptions,
     budget: Budget,
     log: Log,
 ) -> None:
@@ -127,13 +127,13 @@ def _warm_up(
             budget.took("warm-up", time.monotonic() - began)
 
 
-def make_workload_batch(workload: Workload, settings: Settings, name: str) -> Batch:
+def make_workload_batch(workload: Workload, settings: RunOptions, name: str) -> RunPrompts:
     """The requests of the run ``name``, the same for every backend."""
     seed = f"{settings.seed} {workload} {name}"
-    return make_batch(workload, new=settings.new_tokens, vocab=settings.vocab, seed=seed)
+    return make_prompts(workload, new=settings.new_tokens, vocab=settings.vocab, seed=seed)
 
 
-def prepare(served: Served, batch: Batch) -> None:
+def prepare(served: Served, batch: RunPrompts) -> None:
     """An empty prefix cache, then what ``batch`` wants in it."""
     served.flush()
     for level in batch.prime:
@@ -141,14 +141,14 @@ def prepare(served: Served, batch: Batch) -> None:
 
 
 def _measure(
-    served: Served, workload: Workload, batch: Batch, bodies: Sequence[bytes], run: int
-) -> Row:
+    served: Served, workload: Workload, batch: RunPrompts, bodies: Sequence[bytes], run: int
+) -> WorkloadRow:
     prepare(served, batch)
     before = served.step_notes()
-    timelines = served.stream(bodies, timeout_s=REQUEST_TIMEOUT_S)
+    answers = served.stream(bodies, timeout_s=REQUEST_TIMEOUT_S)
     after = served.step_notes()
-    found = latencies(timelines, together=True)
-    return Row(
+    found = latencies(answers, together=True)
+    return WorkloadRow(
         backend=served.backend,
         workload=str(workload),
         groups=workload.groups,
@@ -162,15 +162,15 @@ def _measure(
         ttft_ms=found.ttft_ms,
         tokens_per_s=found.tokens_per_s,
         step_ms=step_ms(before, after, workload.requests),
-        cached_tokens=min(line.cached for line in timelines),
+        cached_tokens=min(answer.cached for answer in answers),
     )
 
 
 def _turn(
     fleet: Sequence[Served],
     kind: str,
-    measure: Callable[[Served], Row | TraceRow],
-    settings: Settings,
+    measure: Callable[[Served], WorkloadRow | TraceRow],
+    settings: RunOptions,
     budget: Budget,
     log: Log,
 ) -> None:
@@ -210,7 +210,7 @@ class Replay:
         return sum(length for path in self.prompts for _, length in path)
 
 
-def replays(traces: Sequence[str], rates: Sequence[float], settings: Settings) -> list[Replay]:
+def replays(traces: Sequence[str], rates: Sequence[float], settings: RunOptions) -> list[Replay]:
     """All replays in order. Raises ValueError as ``trace.paths`` does."""
     found = []
     for run in range(settings.runs):
@@ -233,7 +233,7 @@ def replays(traces: Sequence[str], rates: Sequence[float], settings: Settings) -
 def run_traces(
     fleet: Sequence[Served],
     todo: Sequence[Replay],
-    settings: Settings,
+    settings: RunOptions,
     budget: Budget,
     log: Log,
 ) -> None:
@@ -248,7 +248,7 @@ def run_traces(
         _turn(rotated(fleet, replay.run), kind, measure, settings, budget, log)
 
 
-def _bodies(replay: Replay, settings: Settings, count: int, output_tokens: int) -> list[bytes]:
+def _bodies(replay: Replay, settings: RunOptions, count: int, output_tokens: int) -> list[bytes]:
     """Of the first ``count`` requests."""
     seed = f"{settings.seed} {replay.run}"
     return [
@@ -258,21 +258,21 @@ def _bodies(replay: Replay, settings: Settings, count: int, output_tokens: int) 
 
 
 def _replay(
-    served: Served, replay: Replay, bodies: Sequence[bytes], settings: Settings
+    served: Served, replay: Replay, bodies: Sequence[bytes], settings: RunOptions
 ) -> TraceRow:
     served.flush()
     timeout_s = settings.duration_s + REQUEST_TIMEOUT_S
-    timelines = served.stream(bodies, at_s=replay.at_s, timeout_s=timeout_s)
-    found = latencies(timelines, together=False)
+    answers = served.stream(bodies, at_s=replay.at_s, timeout_s=timeout_s)
+    found = latencies(answers, together=False)
     return TraceRow(
         backend=served.backend,
         trace=replay.trace,
         rate=replay.rate,
         run=replay.run,
         requests=len(bodies),
-        completed=sum(line.tokens[-1] == settings.output_tokens for line in timelines),
+        completed=sum(answer.tokens[-1] == settings.output_tokens for answer in answers),
         repeated=repeated(replay.prompts),
-        cached=sum(line.cached for line in timelines) / replay.kv_tokens,
+        cached=sum(answer.cached for answer in answers) / replay.kv_tokens,
         ttft_p50_ms=found.ttft_ms,
         ttft_p99_ms=found.ttft_p99_ms,
         tpot_ms=found.tpot_ms,

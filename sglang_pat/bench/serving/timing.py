@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latencies out of timelines. Milliseconds throughout."""
+"""Latencies of answers, from when their tokens came. Milliseconds throughout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sglang_pat.bench.serving.client import Timeline
+from sglang_pat.bench.serving.client import AnswerTimes
 
 
 class TooShort(RuntimeError):
@@ -30,36 +30,36 @@ class Latencies:
     tokens_per_s: float  # output tokens, from the first request sent to the last token
 
 
-def window(timelines: Sequence[Timeline]) -> tuple[float, float]:
+def window(answers: Sequence[AnswerTimes]) -> tuple[float, float]:
     """When all requests decode: from the last first token to the first last one.
 
     Raises:
         TooShort: there is no such time; the answers are too short.
     """
-    begin = max(line.times[0] for line in timelines)
-    end = min(line.times[-1] for line in timelines)
+    begin = max(answer.times[0] for answer in answers)
+    end = min(answer.times[-1] for answer in answers)
     if begin >= end:
         raise TooShort(
-            f"no time at which all {len(timelines)} requests decode: the first ends "
+            f"no time at which all {len(answers)} requests decode: the first ends "
             f"{1e3 * (begin - end):.0f} ms before the last begins; ask for more output tokens"
         )
     return begin, end
 
 
 def intervals_ms(
-    timelines: Sequence[Timeline], begin: float = -np.inf, end: float = np.inf
+    answers: Sequence[AnswerTimes], begin: float = -np.inf, end: float = np.inf
 ) -> list[float]:
     """Milliseconds per token of every interval that lies within [begin, end] seconds."""
     found = []
-    for line in timelines:
-        events = list(zip(line.times, line.tokens, strict=True))
+    for answer in answers:
+        events = list(zip(answer.times, answer.tokens, strict=True))
         for (start, before), (stop, after) in pairwise(events):
             if begin <= start and stop <= end and after > before:
                 found.append(1e3 * (stop - start) / (after - before))
     return found
 
 
-def longest_gap(timelines: Sequence[Timeline]) -> tuple[float, int]:
+def longest_gap(answers: Sequence[AnswerTimes]) -> tuple[float, int]:
     """The longest time between two events of a request, in milliseconds, and after how many tokens
     of the request it began. Prefills of other requests count, so a stall of the server shows.
 
@@ -68,30 +68,30 @@ def longest_gap(timelines: Sequence[Timeline]) -> tuple[float, int]:
     """
     gaps = [
         (1e3 * (stop - start), count)
-        for line in timelines
-        for (start, stop), count in zip(pairwise(line.times), line.tokens, strict=False)
+        for answer in answers
+        for (start, stop), count in zip(pairwise(answer.times), answer.tokens, strict=False)
     ]
     if not gaps:
         raise TooShort("no interval between tokens was seen; ask for more output tokens")
     return max(gaps)
 
 
-def latencies(timelines: Sequence[Timeline], *, together: bool) -> Latencies:
+def latencies(answers: Sequence[AnswerTimes], *, together: bool) -> Latencies:
     """``together``: inter-token latencies only while all requests decode.
 
     Raises:
         TooShort: there is no interval to measure.
     """
-    intervals = intervals_ms(timelines, *(window(timelines) if together else ()))
+    intervals = intervals_ms(answers, *(window(answers) if together else ()))
     if not intervals:
         raise TooShort("no interval between tokens was seen; ask for more output tokens")
     tpots = [
-        1e3 * (line.times[-1] - line.times[0]) / (line.tokens[-1] - line.tokens[0])
-        for line in timelines
-        if line.tokens[-1] > line.tokens[0]
+        1e3 * (answer.times[-1] - answer.times[0]) / (answer.tokens[-1] - answer.tokens[0])
+        for answer in answers
+        if answer.tokens[-1] > answer.tokens[0]
     ]
-    ttfts = [1e3 * (line.times[0] - line.sent) for line in timelines]
-    seconds = max(line.times[-1] for line in timelines) - min(line.sent for line in timelines)
+    ttfts = [1e3 * (answer.times[0] - answer.sent) for answer in answers]
+    seconds = max(answer.times[-1] for answer in answers) - min(answer.sent for answer in answers)
     return Latencies(
         itl_p50_ms=_percentile(intervals, 50),
         itl_p99_ms=_percentile(intervals, 99),
@@ -99,7 +99,7 @@ def latencies(timelines: Sequence[Timeline], *, together: bool) -> Latencies:
         tpot_p99_ms=_percentile(tpots, 99),
         ttft_ms=_percentile(ttfts, 50),
         ttft_p99_ms=_percentile(ttfts, 99),
-        tokens_per_s=sum(line.tokens[-1] for line in timelines) / seconds,
+        tokens_per_s=sum(answer.tokens[-1] for answer in answers) / seconds,
     )
 
 

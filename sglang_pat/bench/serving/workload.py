@@ -63,14 +63,14 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RunPrompts:
     """Token ids of one run. ``prime``: prompts to cache beforehand, level after level."""
 
     prime: list[list[Prompt]]
     prompts: list[Prompt]
 
 
-def make_batch(workload: Workload, *, new: int, vocab: int, seed: str) -> Batch:
+def make_prompts(workload: Workload, *, new: int, vocab: int, seed: str) -> RunPrompts:
     """Fresh random tokens for every seed; equal arguments give equal batches."""
     rng = random.Random(seed)
     ids = range(vocab)
@@ -85,7 +85,7 @@ def make_batch(workload: Workload, *, new: int, vocab: int, seed: str) -> Batch:
     levels = [prefixes] if workload.prefix else []
     if workload.private:
         levels.append(cached)
-    return Batch(levels, [prompt + text(new) for prompt in cached])
+    return RunPrompts(levels, [prompt + text(new) for prompt in cached])
 
 
 # The goals, for one H200: model, new tokens and output tokens, and how much of the inter-token time

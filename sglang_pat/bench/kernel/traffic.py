@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 
-from sglang_pat.bench.clock import FLUSH_BYTES
-from sglang_pat.bench.document import Document
-from sglang_pat.bench.floor import Heads, kv_bytes, least_bytes
-from sglang_pat.bench.layer import Layer, Settings, device_batch
-from sglang_pat.bench.peers import PEERS, usable
-from sglang_pat.bench.plot import bars, finish, require
-from sglang_pat.bench.report import groups
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.document import Document
+from sglang_pat.bench.common.figures import finish, require
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.clock import FLUSH_BYTES
+from sglang_pat.bench.kernel.floor import Heads, kv_bytes, least_bytes
+from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch
+from sglang_pat.bench.kernel.peers import PEERS, usable
+from sglang_pat.bench.kernel.plot import bars
+from sglang_pat.bench.kernel.report import groups
 from sglang_pat.planning import plan
 
 Case = tuple[Heads, bool, Tree]  # heads, slots permuted or not, tree
@@ -57,7 +58,7 @@ class Traffic:
     fa3_dram: float | None
 
 
-def plan_bytes(tree: Tree, heads: Heads, settings: Settings) -> tuple[int, int]:
+def plan_bytes(tree: Tree, heads: Heads, settings: PatOptions) -> tuple[int, int]:
     """What a plan moves if no cache helps, and what attention without packing does."""
     made = plan(tree.paths, tree.seq_lens, settings.target(tree, heads))
     tokens = sum(tree.seq_lens)
@@ -98,7 +99,7 @@ def bytes_of(counts: dict[str, float] | None, metrics: dict[str, int]) -> float 
     return sum(counts[metric] * size for metric, size in metrics.items())
 
 
-def measure(cases: Sequence[Case], settings: Settings) -> list[Traffic]:
+def measure(cases: Sequence[Case], settings: PatOptions) -> list[Traffic]:
     """One row a case. Raises RuntimeError when ncu is missing or fails."""
     ncu = shutil.which("ncu")
     if ncu is None:
@@ -110,7 +111,7 @@ def measure(cases: Sequence[Case], settings: Settings) -> list[Traffic]:
         command += ["--clock-control", "none", "--cache-control", "none"]
         command += ["--profile-from-start", "off"]
         command += ["--metrics", ",".join(METRICS), "--log-file", str(log)]
-        command += [sys.executable, "-m", "sglang_pat.bench.traffic"]
+        command += [sys.executable, "-m", "sglang_pat.bench.kernel.traffic"]
         command += [json.dumps(asked), json.dumps(asdict(settings))]
         done = subprocess.run(command)
         text = log.read_text() if log.exists() else ""
@@ -181,7 +182,7 @@ def show(document: Document, picture: Path | None) -> int:
     return 0
 
 
-def profiled(cases: Sequence[Case], settings: Settings) -> None:
+def profiled(cases: Sequence[Case], settings: PatOptions) -> None:
     """Launch each contestant of each case once inside an NVTX range, after a run outside."""
     cuda: Any = torch.cuda
     absent = usable([heads for heads, _, _ in cases], ["fa3"])
@@ -208,4 +209,4 @@ def profiled(cases: Sequence[Case], settings: Settings) -> None:
 if __name__ == "__main__":
     asked, chosen = map(json.loads, sys.argv[1:])
     cases = [(Heads.parse(heads), permuted, Tree.parse(tree)) for heads, permuted, tree in asked]
-    profiled(cases, Settings(**chosen))
+    profiled(cases, PatOptions(**chosen))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,19 +14,19 @@ from itertools import pairwise
 
 import torch
 
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.kv import Batch
-from sglang_pat.bench.layer import device_batch
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.kv import TreeBatch
+from sglang_pat.bench.kernel.layer import device_batch
 
 Run = Callable[[], torch.Tensor]  # returns [B, Hq, D]
-Maker = Callable[[Batch, Tree, float], Run]  # the float is the scale of the logits
+Maker = Callable[[TreeBatch, Tree, float], Run]  # the float is the scale of the logits
 
 FLASHINFER_WORKSPACE_BYTES = 512 << 20
 TRIAL = Tree((1, 2), (64, 16))
 
 
-def fa3(batch: Batch, tree: Tree, scale: float) -> Run:
+def fa3(batch: TreeBatch, tree: Tree, scale: float) -> Run:
     """``flash_attn_with_kvcache`` of sgl-kernel, every query over its whole sequence."""
     attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
     table = batch.req_to_token[batch.rows].contiguous()
@@ -51,7 +51,7 @@ def fa3(batch: Batch, tree: Tree, scale: float) -> Run:
     return run
 
 
-def levels(batch: Batch, tree: Tree, scale: float) -> Run:
+def levels(batch: TreeBatch, tree: Tree, scale: float) -> Run:
     """A cascade: FA3 over the nodes of each level, whose queries are consecutive, then
     ``merge_state_v2`` from level to level."""
     attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
@@ -100,7 +100,7 @@ def uses_tensor_cores(heads: Heads) -> bool:
     return heads.q // heads.kv >= 4
 
 
-def flashinfer(batch: Batch, tree: Tree, scale: float) -> Run:
+def flashinfer(batch: TreeBatch, tree: Tree, scale: float) -> Run:
     """``BatchDecodeWithPagedKVCacheWrapper``, planned for this very batch."""
     device = batch.q.device
     heads = Heads(batch.q.shape[1], batch.k_cache.shape[1], batch.q.shape[2])

@@ -20,17 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_pat.bench import document as documents
-from sglang_pat.bench import plot, tiles, timeline, traffic
-from sglang_pat.bench.clock import Clock, capture, device_rates, empty_us
-from sglang_pat.bench.document import Document, value, write
-from sglang_pat.bench.floor import Heads, Rates, floor_us, flops, least_bytes
-from sglang_pat.bench.kv import relative
-from sglang_pat.bench.layer import Layer, Settings, device_batch, error_of
-from sglang_pat.bench.peers import PEERS, usable
-from sglang_pat.bench.report import Row, complaints, table
-from sglang_pat.bench.timeline import Timeline
-from sglang_pat.bench.trees import HEADS, PAPER_TREES, Tree
+from sglang_pat.bench.common import document as documents
+from sglang_pat.bench.common.document import Document, value, write
+from sglang_pat.bench.common.figures import require
+from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Tree
+from sglang_pat.bench.kernel import plot, tiles, timeline, traffic
+from sglang_pat.bench.kernel.clock import Clock, capture, device_rates, empty_us
+from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
+from sglang_pat.bench.kernel.kv import relative
+from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
+from sglang_pat.bench.kernel.peers import PEERS, usable
+from sglang_pat.bench.kernel.report import TreeRow, complaints, table
+from sglang_pat.bench.kernel.timeline import Timeline
 from sglang_pat.planning import BRANCH
 from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
 from sglang_pat.workspace import LAUNCHES
@@ -52,8 +53,8 @@ def measure(
     names: list[str],
     timer: Clock,
     rates: Rates,
-    settings: Settings,
-) -> Row:
+    settings: PatOptions,
+) -> TreeRow:
     """Capture, check and time pat and the peers in ``names`` on one tree."""
     torch.cuda.empty_cache()
     batch = device_batch(tree, heads, permuted)
@@ -73,7 +74,7 @@ def measure(
     ours = outs.pop("pat")
     made = layer.plan
     bytes_s = least_bytes(tree, heads) / rates.bytes_per_s
-    return Row(
+    return TreeRow(
         heads=str(heads),
         spec=str(tree),
         permuted=permuted,
@@ -110,8 +111,8 @@ def cases(options: argparse.Namespace) -> list[traffic.Case]:
     return [(each, permuted, tree) for each in heads for permuted in layouts for tree in trees]
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
-    kind, split = (tiles.Whole, "mean") if options.tiles else (Settings, options.split)
+def settings_of(options: argparse.Namespace) -> PatOptions:
+    kind, split = (tiles.Whole, "mean") if options.tiles else (PatOptions, options.split)
     return kind(options.policy, split, options.partial, options.launch, options.branching)
 
 
@@ -241,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.plot:
-        plot.require()
+        require()
     if options.source:
         document = json.loads(options.source.read_text())
         print("\n".join(about(document)))
@@ -264,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.plot:
             timeline.draw(lines, options.plot)
         return 0
-    rows = [Row(**row) for row in document["rows"]]
+    rows = [TreeRow(**row) for row in document["rows"]]
     print("\n".join(table(rows)))
     if options.plot:
         plot.draw(document["kind"], rows, options.plot)

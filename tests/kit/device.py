@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of decode steps on a GPU, from plans of hand (``kit_cases``) and from radix paths."""
+"""Inputs of decode steps on a GPU, from plans of hand (``kit.cases``) and from radix paths."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from kit_cases import Case
-from kit_plans import HandPlan
 
-from sglang_pat.bench.trees import Tree
+from kit.cases import Case
+from kit.plans import HandPlan
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace

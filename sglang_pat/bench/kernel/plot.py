@@ -1,43 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the kernel benchmark. matplotlib is imported when one is asked for."""
+"""Pictures of the kernel benchmark."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.report import CONTESTANTS, Row, groups
-from sglang_pat.bench.trees import Tree
-
-COLOURS = {"pat": "#c03030", "fa3": "#8aa0b8", "flashinfer": "#5d7896", "levels": "#c9b27c"}
-
-
-def require() -> Any:
-    """``matplotlib.figure``. Raises SystemExit that says how to get it."""
-    try:
-        return import_module("matplotlib.figure")
-    except ImportError as error:
-        raise SystemExit(
-            f"--plot needs matplotlib ({error}): pip install matplotlib, or keep --json FILE and "
-            "draw it elsewhere with --from FILE --plot PNG"
-        ) from None
+from sglang_pat.bench.common.figures import COLOURS, finish, require
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.report import CONTESTANTS, TreeRow, groups
 
 
-def head(axis: Any, title: str) -> None:
-    """Title above a panel, no frame: how all our pictures look."""
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def finish(axis: Any, title: str) -> None:
-    """``head``, and a legend beside the title."""
-    head(axis, title)
-    axis.legend(frameon=False, fontsize=8, ncols=6, loc="lower right", bbox_to_anchor=(1, 1))
-
-
-def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
+def draw(kind: str, rows: Sequence[TreeRow], path: Path) -> None:
     """Write a picture of the rows of a document of ``kind``: trees or sweep."""
     panels = groups(rows)
     figure = require().Figure(figsize=(12, 3.2 * len(panels)), layout="constrained")
@@ -48,7 +23,7 @@ def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _trees(axis: Any, rows: Sequence[Row]) -> None:
+def _trees(axis: Any, rows: Sequence[TreeRow]) -> None:
     """Bars: every contestant as a multiple of the floor."""
     times = {name: [getattr(row, name) for row in rows] for name in CONTESTANTS}
     bars(axis, [row.spec for row in rows], times, [row.floor_us for row in rows], log=True)
@@ -79,7 +54,7 @@ def bars(
     axis.set_xticks(range(len(specs)), [_label(spec) for spec in specs], fontsize=5)
 
 
-def _sweep(axis: Any, rows: Sequence[Row]) -> None:
+def _sweep(axis: Any, rows: Sequence[TreeRow]) -> None:
     """Lines: the best peer's time over pat's by batch, one line a shared length."""
     lengths = sorted({Tree.parse(row.spec).tokens[0] for row in rows})
     for place, length in enumerate(lengths):

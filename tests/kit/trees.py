@@ -11,14 +11,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from sglang_pat.bench.trees import Tree
+from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DYNAMIC
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.planning import Plan
 from sglang_pat.target import Target
-
-DYNAMIC = -1
-DIRECT = -1
-BRANCH = -2
-BRANCH_ROWS = 64
 
 Path = list[tuple[int, int, int]]
 
@@ -166,7 +162,7 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
     """Every token of every query lies in exactly one of its items, or of its segments of one, whose
     members all share it; partial slots are consecutive, ordered by position, that of a branch last,
     and used once."""
-    items, members, queries = plan.items, plan.members, plan.queries
+    items, members = plan.items, plan.members
     group = made_for.num_q_heads // made_for.num_kv_heads
     token_owner = [owners(batch, query, length) for query, length in enumerate(seq_lens)]
     pieces: list[list[tuple[int, int]]] = [[] for _ in seq_lens]
@@ -198,20 +194,33 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
         for query, partial in of_item:
             splits[query].append((is_branch, min(p.start for p in ranges), int(partial)))
     assert read == plan.kv_tokens_read(sum(seq_lens))
-    assert Counter(len(s) for s in splits) == Counter(queries["num_splits"].tolist())
-    used = []
-    for query, query_pieces in enumerate(pieces):
+    check_pieces(pieces, seq_lens)
+    check_splits(plan, splits)
+    assert plan.num_items == len(items) and plan.num_members == items["num_queries"].sum()
+    assert plan.num_shared_items == num_shared
+
+
+def check_pieces(pieces: list[list[tuple[int, int]]], seq_lens: list[int]) -> None:
+    """The (start, length) that items read of each query make up its sequence, without overlaps."""
+    for query_pieces, seq_len in zip(pieces, seq_lens, strict=True):
         position = 0
         for start, length in sorted(query_pieces):
             assert start == position
             position += length
-        assert position == seq_lens[query]
+        assert position == seq_len
+
+
+def check_splits(plan: Plan, splits: list[list[tuple[bool, int, int]]]) -> None:
+    """Partial slots of all queries. ``splits``: of each query whether the item is a branch, where
+    it starts and its slot, for every item that the query is a member of."""
+    queries = plan.queries
+    assert Counter(len(s) for s in splits) == Counter(queries["num_splits"].tolist())
+    used = []
+    for query, of_query in enumerate(splits):
         offset, count = queries[query]
-        partials = [partial for _, _, partial in sorted(splits[query])]
+        partials = [partial for _, _, partial in sorted(of_query)]
         assert len(partials) == count
-        assert sum(is_branch for is_branch, _, _ in splits[query]) <= 1
+        assert sum(is_branch for is_branch, _, _ in of_query) <= 1
         assert partials == ([DIRECT] if count == 1 else list(range(offset, offset + count)))
         used += partials if count > 1 else []
     assert sorted(used) == list(range(plan.num_partials))
-    assert plan.num_items == len(items) and plan.num_members == items["num_queries"].sum()
-    assert plan.num_shared_items == num_shared

@@ -168,6 +168,22 @@ def encode(parts: Parts, num_queries: int, heads: tuple[int, int], wide: bool = 
             # By position; a branch is the last.
             for part in sorted(mine, key=lambda p: 2**31 if isinstance(p, Branch) else p.start):
                 partial[query, part] = len(partial)
+    items, members, segments = _items_of(parts, tiles, partial)
+    arrays = (items, np.array(members, MEMBER), queries, np.array(segments, SEGMENT))
+    header = _header_of(arrays, heads)
+    header["num_partials"] = len(partial)
+    header["num_shared_items"] = sum(
+        any(len(piece.queries) > 1 for piece in pieces_of([part])) for part in parts
+    )
+    header["num_wide_items"], header["num_heavy_items"] = tiles.count(128), tiles.count(64)
+    header["branch_tokens"] = sum(_room_of(part) for part in parts if isinstance(part, Branch))
+    return HandPlan(header, *arrays).encode()
+
+
+def _items_of(
+    parts: Parts, tiles: list[int], partial: dict[tuple[int, Piece | Branch], int]
+) -> tuple[npt.NDArray[Any], list[tuple[int, int]], list[tuple[int, ...]]]:
+    """Items, members and segments; ``partial``: the slots of queries that several parts serve."""
     items = np.zeros(len(parts), ITEM)
     members: list[tuple[int, int]] = []
     segments: list[tuple[int, ...]] = []
@@ -180,28 +196,32 @@ def encode(parts: Parts, num_queries: int, heads: tuple[int, int], wide: bool = 
             where = (len(segments), branch_tokens, BRANCH, tiles[i], part.seen_by_all)
             items[i] = (*at, *where, len(listed), 0)
             segments += listed
-            branch_tokens += -(-sum(room for _, _, _, room, _, _ in listed) // 64) * 64
+            branch_tokens += _room_of(part)
         else:
             single = partial.get((row, part), DIRECT) if len(part.queries) == 1 else 0
             items[i] = (*at, row, part.start, part.length, tiles[i], 64, single, 0)
         members += [(query, partial.get((query, part), DIRECT)) for query in part.queries]
+    return items, members, segments
+
+
+def _header_of(parts: Sequence[npt.NDArray[Any]], heads: tuple[int, int]) -> npt.NDArray[Any]:
+    """A header with the sizes of ``parts``, which are items, members, queries and segments, and
+    with where they lie, one behind the other."""
     header = np.zeros(1, HEADER)
     header["magic"], header["version"] = 0x50415431, 4
-    header["num_queries"], header["num_items"] = num_queries, len(parts)
-    header["num_members"], header["num_partials"] = len(members), len(partial)
-    header["num_shared_items"] = sum(
-        any(len(piece.queries) > 1 for piece in pieces_of([part])) for part in parts
-    )
-    header["items_offset"] = HEADER.itemsize
-    header["members_offset"] = HEADER.itemsize + items.nbytes
-    header["queries_offset"] = header["members_offset"] + len(members) * MEMBER.itemsize
-    header["segments_offset"] = header["queries_offset"] + queries.nbytes
-    header["total_bytes"] = header["segments_offset"] + len(segments) * SEGMENT.itemsize
     header["num_q_heads"], header["num_kv_heads"] = heads
-    header["num_wide_items"], header["num_heavy_items"] = tiles.count(128), tiles.count(64)
-    header["num_segments"], header["branch_tokens"] = len(segments), branch_tokens
-    arrays = (np.array(members, MEMBER), queries, np.array(segments, SEGMENT))
-    return HandPlan(header, items, *arrays).encode()
+    offset = HEADER.itemsize
+    for name, part in zip(("items", "members", "queries", "segments"), parts, strict=True):
+        header[f"num_{name}"], header[f"{name}_offset"] = len(part), offset
+        offset += part.nbytes
+    header["total_bytes"] = offset
+    return header
+
+
+def _room_of(branch: Branch) -> int:
+    """Tokens that a branch takes of the snapshot's list."""
+    room = sum(_segment(branch, piece)[3] for piece in branch.segments)
+    return -(-room // 64) * 64
 
 
 def _segment(branch: Branch, piece: Piece) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of pack tree + schedule: ``python -m sglang_pat.bench.schedule [--json]``.
+"""Host time of pack tree + schedule: ``python -m sglang_pat.bench.host.schedule [--json]``.
 
 The published scheduler of PAT takes 55-110 us for 256 requests and 450-580 us for 1024 in deep
 trees (measured by us on an EPYC core, hot, minimum of 20), without reading Python objects.
@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 
-from sglang_pat.bench.trees import PAPER_TREES, Tree
+from sglang_pat.bench.common.trees import PAPER_TREES, Tree
 from sglang_pat.planning import Planner
 from sglang_pat.target import POLICIES, SPLITS, Target
 

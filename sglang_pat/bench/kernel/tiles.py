@@ -20,13 +20,13 @@ from typing import NamedTuple
 import torch
 
 from sglang_pat import Target
-from sglang_pat.bench.clock import Clock, capture
-from sglang_pat.bench.document import Document
-from sglang_pat.bench.floor import Heads, Rates, floor_us, kv_bytes
-from sglang_pat.bench.layer import Layer, Settings, device_batch, error_of
-from sglang_pat.bench.plot import finish, require
-from sglang_pat.bench.report import MAX_DIFFERENCE, groups
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.document import Document
+from sglang_pat.bench.common.figures import finish, require
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.clock import Clock, capture
+from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, kv_bytes
+from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
+from sglang_pat.bench.kernel.report import MAX_DIFFERENCE, groups
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 QUICK_LENGTHS = (128, 1024, 8192)
@@ -36,16 +36,18 @@ COLOURS = {16: "#c9b27c", 32: "#8aa0b8", 64: "#3f6f9f", 128: "#c03030"}
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Settings):
-    """Settings without room for partial results, which would take gigabytes for so many queries.
-    With the split ``mean``, items of one length stay whole."""
+class Whole(PatOptions):
+    """Options without room for partial results, which would take gigabytes for so many queries.
+
+    With the split ``mean``, items of one length stay whole.
+    """
 
     def target(self, tree: Tree, heads: Heads) -> Target:
-        target = Settings.target(self, tree, heads)
+        target = PatOptions.target(self, tree, heads)
         return replace(target, max_partials=1, branching="never")
 
 
-class Case(NamedTuple):
+class TileCase(NamedTuple):
     """``tree``: nodes with as many queries as fit ``row_tile``."""
 
     heads: Heads
@@ -82,14 +84,14 @@ def tree_of(heads: Heads, row_tile: int, kv_len: int, sms: int) -> Tree:
     return Tree((items, items * (row_tile // (heads.q // heads.kv))), (kv_len, 0))
 
 
-def cases(heads: Sequence[Heads], lengths: Sequence[int], sms: int) -> list[Case]:
+def cases(heads: Sequence[Heads], lengths: Sequence[int], sms: int) -> list[TileCase]:
     """Both layouts, every length, every row tile that one query fits."""
     found = []
     for each in heads:
         shape = {"num_q_heads": each.q, "num_kv_heads": each.kv, "head_dim": each.dim}
         tiles = [t for t in Target.h200(**shape, max_queries=1).row_tiles if t >= each.q // each.kv]
         found += [
-            Case(each, permuted, tile, tree_of(each, tile, length, sms))
+            TileCase(each, permuted, tile, tree_of(each, tile, length, sms))
             for permuted in (False, True)
             for length in lengths
             for tile in tiles
@@ -97,7 +99,7 @@ def cases(heads: Sequence[Heads], lengths: Sequence[int], sms: int) -> list[Case
     return found
 
 
-def measure(case: Case, timer: Clock, rates: Rates, settings: Settings) -> Bandwidth:
+def measure(case: TileCase, timer: Clock, rates: Rates, settings: PatOptions) -> Bandwidth:
     """Capture, check and time one case; ``settings`` are ``Whole``. Raises RuntimeError for a plan
     of other items than the case's."""
     heads, permuted, row_tile, tree = case

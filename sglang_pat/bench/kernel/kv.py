@@ -8,14 +8,14 @@ from typing import TypeAlias
 
 import torch
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 
 _T: TypeAlias = torch.Tensor
 Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T]
 
 
 @dataclass(frozen=True)
-class Batch:
+class TreeBatch:
     """Inputs of ``sglang_pat.decode`` for a tree; shapes as there."""
 
     q: torch.Tensor
@@ -41,7 +41,7 @@ def make_batch(
     permuted: bool = True,
     seed: int = 0,
     device: str = "cpu",
-) -> Batch:
+) -> TreeBatch:
     """Random normal q, K and V, made on ``device``. Slot 0 and row 0 belong to nobody, as in
     SGLang; ``permuted`` scatters the slots, else every node's slots are consecutive."""
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +68,7 @@ def make_batch(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=values, dtype=dtype, device=device)
 
-    return Batch(
+    return TreeBatch(
         q=normal(tree.num_queries, num_q_heads, head_dim),
         k_cache=normal(num_slots, num_kv_heads, head_dim),
         v_cache=normal(num_slots, num_kv_heads, head_dim),

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_pat.bench.clock import Clock
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.layer import Layer, Settings, device_batch
-from sglang_pat.bench.plot import finish, require
-from sglang_pat.bench.report import title
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.figures import finish, require
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.clock import Clock
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch
+from sglang_pat.bench.kernel.report import title
 
 WARMUPS = 10
 # Of csrc/cuda/forward.cuh: consumer warps of a half, packed rows that a half takes at a time.
@@ -159,7 +159,9 @@ def trace(layer: Layer, timer: Clock) -> tuple[npt.NDArray[np.int64], float]:
     return words.cpu().numpy(), call_us
 
 
-def record(tree: Tree, heads: Heads, permuted: bool, settings: Settings, timer: Clock) -> Timeline:
+def record(
+    tree: Tree, heads: Heads, permuted: bool, settings: PatOptions, timer: Clock
+) -> Timeline:
     """Run the attention of one layer and see what was where."""
     layer = Layer(device_batch(tree, heads, permuted), tree, heads, settings, heads.dim**-0.5)
     words, call_us = trace(layer, timer)

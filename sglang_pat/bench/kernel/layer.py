@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from sglang_pat import Target, decode, reference
-from sglang_pat.bench.floor import Heads
-from sglang_pat.bench.kv import Batch, make_batch, relative
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, relative
 from sglang_pat.planning import Planner
 from sglang_pat.workspace import Workspace
 
@@ -21,7 +21,7 @@ CHECKED_QUERIES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PatOptions:
     """What can be chosen about pat: see ``Target`` and ``Workspace``."""
 
     policy: str = "bytes"
@@ -47,7 +47,7 @@ class Settings:
         )
 
 
-def device_batch(tree: Tree, heads: Heads, permuted: bool = False) -> Batch:
+def device_batch(tree: Tree, heads: Heads, permuted: bool = False) -> TreeBatch:
     """bf16 inputs on the GPU."""
     return make_batch(
         tree,
@@ -64,7 +64,7 @@ class Layer:
     """What pat does for a batch: a plan, the snapshot of its slots, the attention of a layer."""
 
     def __init__(
-        self, batch: Batch, tree: Tree, heads: Heads, settings: Settings, scale: float
+        self, batch: TreeBatch, tree: Tree, heads: Heads, settings: PatOptions, scale: float
     ) -> None:
         target = settings.target(tree, heads)
         self.batch, self.tree, self.scale = batch, tree, scale
@@ -106,7 +106,7 @@ class Layer:
         return statistics.median(times)
 
 
-def error_of(out: torch.Tensor, batch: Batch, scale: float) -> float:
+def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
     """Of ``out`` against fp32 attention, over a few queries from the first to the last."""
     count = min(CHECKED_QUERIES, len(out))
     some = torch.linspace(0, len(out) - 1, count, device=out.device).round().long()

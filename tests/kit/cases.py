@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from kit_plans import DYNAMIC, HandPlan, Parts, Piece, branched, encode, pieces_of
 
+from kit.plans import DYNAMIC, HandPlan, Parts, Piece, branched, encode, pieces_of
 from sglang_pat import _C
 from sglang_pat.reference import attention
 

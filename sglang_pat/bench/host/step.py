@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host time of a decode step's planning on SGLang's own caches:
-``python -m sglang_pat.bench.step [--json]``. Needs SGLang, no server.
+``python -m sglang_pat.bench.host.step [--json]``. Needs SGLang, no server.
 
 Unchanged: what a step costs whose batch and tree are those of the step before. Changed: what it
 costs when one request of the batch is another, paths, plan and all.
@@ -15,7 +15,7 @@ import random
 import statistics
 import time
 
-from sglang_pat.bench.live import CACHES, LiveCache
+from sglang_pat.bench.host.live import CACHES, LiveCache
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from sglang_pat import decode, plan, reference
-from sglang_pat.bench.floor import Heads, Rates
-from sglang_pat.bench.kv import Batch
-from sglang_pat.bench.layer import Settings
-from sglang_pat.bench.report import Row
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.floor import Heads, Rates
+from sglang_pat.bench.kernel.kv import TreeBatch
+from sglang_pat.bench.kernel.layer import PatOptions
+from sglang_pat.bench.kernel.report import TreeRow
 
 # Measured on one H200 before this benchmark was written, by other code: floor, FA3, FlashInfer,
 # levels and the published PAT at 32/8 heads, microseconds.
@@ -44,7 +44,7 @@ MEASURED = {
 RATES = Rates(bytes_per_s=4.4254e12, flops_per_s=722e12)  # of the run that gave these floors
 
 
-def row(spec: str = "1,4_64,16", **values: Any) -> Row:
+def row(spec: str = "1,4_64,16", **values: Any) -> TreeRow:
     given = {
         "heads": "32/8",
         "permuted": False,
@@ -65,10 +65,10 @@ def row(spec: str = "1,4_64,16", **values: Any) -> Row:
         "error": 0.002,
         "differences": {"fa3": 0.003, "flashinfer": 0.003, "levels": 0.004},
     }
-    return Row(spec=spec, **(given | values))
+    return TreeRow(spec=spec, **(given | values))
 
 
-def measured_rows() -> list[Row]:
+def measured_rows() -> list[TreeRow]:
     return [
         row(spec, floor_us=floor, fa3=float(fa3), flashinfer=float(fi), levels=float(lv), pat=pat)
         for spec, (floor, fa3, fi, lv, pat) in MEASURED.items()
@@ -79,7 +79,7 @@ class CpuLayer:
     """``Layer`` on the CPU executor."""
 
     def __init__(
-        self, batch: Batch, tree: Tree, heads: Heads, settings: Settings, scale: float
+        self, batch: TreeBatch, tree: Tree, heads: Heads, settings: PatOptions, scale: float
     ) -> None:
         self.batch, self.scale = batch, scale
         self.plan = plan(tree.paths, tree.seq_lens, settings.target(tree, heads))

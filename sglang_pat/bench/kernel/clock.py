@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_pat.bench.floor import Rates
+from sglang_pat.bench.kernel.floor import Rates
 
 # Written before every repeat, outside of the timed events: what Triton's do_bench flushes with.
 FLUSH_BYTES = 256 << 20

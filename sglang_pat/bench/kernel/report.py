@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-from sglang_pat.bench.trees import Tree
+from sglang_pat.bench.common.trees import Tree
 
 PEER_NAMES = ("fa3", "flashinfer", "levels")
 CONTESTANTS = ("pat", *PEER_NAMES)
@@ -20,7 +20,7 @@ MARGIN = 1.03
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TreeRow:
     """One tree and head configuration. Times are medians in microseconds; None: did not run."""
 
     heads: str  # query/KV
@@ -64,7 +64,7 @@ def geomean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def mean_over_floor(rows: Sequence[Row], names: Sequence[str]) -> float | None:
+def mean_over_floor(rows: Sequence[TreeRow], names: Sequence[str]) -> float | None:
     """Geometric mean of the best of ``names`` as a multiple of the floor; None unless every row
     has a time."""
     times = [row.best(names) for row in rows]
@@ -95,7 +95,7 @@ def groups(rows: Iterable[R]) -> list[tuple[str, list[R]]]:
     return [(text, list(members)) for text, members in groupby(rows, title)]
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
+def summary(rows: Sequence[TreeRow]) -> list[str]:
     """What the rows of one group say, as lines."""
     shared = [row for row in rows if Tree.parse(row.spec).shares]
     private = [row for row in rows if not Tree.parse(row.spec).shares]
@@ -124,7 +124,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def table(rows: Iterable[Row]) -> list[str]:
+def table(rows: Iterable[TreeRow]) -> list[str]:
     """The rows as text, with their summaries."""
     lines = []
     for title, members in groups(rows):
@@ -145,7 +145,7 @@ def table(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
-def complaints(rows: Iterable[Row]) -> list[str]:
+def complaints(rows: Iterable[TreeRow]) -> list[str]:
     """Outputs that disagree and plans that ran out of room, a line each."""
     lines = []
     for row in rows:
@@ -159,11 +159,11 @@ def complaints(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
-def _decode(row: Row) -> float | None:
+def _decode(row: TreeRow) -> float | None:
     return row.best(("fa3", "flashinfer"))
 
 
-def _slower(rows: Iterable[Row]) -> str:
+def _slower(rows: Iterable[TreeRow]) -> str:
     found = [
         f"{row.spec} {row.pat / best:.2f}"
         for row in rows
