@@ -94,7 +94,7 @@ class Planner {
 
   Plan make(const PathView& paths, const Int64Array& seq_lens) {
     const PackTree& tree = builder_.build(paths, seq_lens.data());
-    return scheduler_.schedule(tree, seq_lens.data(), static_cast<size_t>(paths.num_queries));
+    return scheduler_.schedule(tree, seq_lens.data(), static_cast<int32_t>(paths.num_queries));
   }
 
   TreeBuilder builder_;

@@ -57,6 +57,18 @@ struct Target {
     const int32_t queries = row_tiles.back() / group();
     return queries > 0 ? queries : 1;
   }
+  // Row tiles, hence items, that `queries` queries take.
+  int64_t num_row_tiles(int64_t queries) const {
+    const int64_t most = max_tile_queries();
+    return (queries + most - 1) / most;
+  }
+  // Packed rows of the smallest row tile that holds `queries` queries, else of the largest: a pack
+  // of more queries than fit takes several row tiles.
+  int32_t row_tile_for(int32_t queries) const;
+  // Tokens of the smallest KV tile that holds `tokens` tokens, else of the largest.
+  int32_t kv_tile_for(int32_t tokens) const;
+  // The same target without the row tile of wide items, if it has that and can do without.
+  Target without_wide() const;
   // K and V bytes of one token and KV head.
   double token_bytes() const { return 2.0 * head_dim * kv_bytes; }
   // Bytes that one partial of a query costs per KV head: written once and read once, LSE included.
