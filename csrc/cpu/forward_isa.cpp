@@ -39,8 +39,8 @@ class ItemRunner {
         tiles_(scores_ + kBlockTokens * kMaxChunkRows) {}
 
   bool run() {
-    if (item_.kv_len == kBranch) return run_wide();
-    read_from(item_.row, item_.kv_start, item_.kv_len);
+    if (is_branch(item_)) return run_wide();
+    read_from(source_query(item_), item_.kv_start, item_.kv_len);
     switch (rows_.count) {
       case 1:
         return run_narrow<1>();
@@ -197,11 +197,11 @@ class ItemRunner {
       tile.clear();
       for (int r = 0; r < count; ++r) read_q(row + r, tile.q(r), tile.kRows);
     });
-    if (item_.kv_len != kBranch) {
+    if (!is_branch(item_)) {
       if (!attend_rows(0, rows_.count)) return false;
     } else {
-      const Segment* segments = job_.segments + item_.row;
-      for (int i = 0; i < item_.partial; ++i) {
+      const Segment* segments = job_.segments + first_segment(item_);
+      for (int i = 0; i < num_segments(item_); ++i) {
         const Segment& s = segments[i];
         read_from(s.row, s.kv_start, s.kv_len);
         if (!attend_rows(s.first * job_.group, (s.first + s.num_queries) * job_.group)) {

@@ -146,14 +146,14 @@ void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
   }
 }
 
-// Makes a branch an item.
+// Makes a branch an item, whose fields plan.h names first_segment() and so on.
 void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& plan) {
   if (branch.num_queries == 0) return;
   bool shared = false;
   for (int32_t i = 0; i < branch.num_segments; ++i) {
     const Segment& segment = from.brancher.segments()[branch.first_segment + i];
     shared |= segment.num_queries > 1;
-    if (segment.kv_len != kDynamic) {
+    if (!is_dynamic(segment)) {
       plan.fixed_tokens += segment.kv_len;
       continue;
     }
@@ -206,8 +206,7 @@ void Emitter::write_items(const Decisions& from, Item* items, Member* members) {
     }
     item.member_offset = num_members;
     // An item of one query repeats its member's partial.
-    if (item.kv_len != kBranch && item.num_queries == 1)
-      item.partial = members[num_members].partial;
+    if (!is_branch(item) && item.num_queries == 1) item.partial = members[num_members].partial;
     *items++ = item;
     num_members += item.num_queries;
   }
