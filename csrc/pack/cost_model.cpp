@@ -22,7 +22,7 @@ constexpr double kItemOfBranches = 12.0;  // an item's overhead, of that of a br
 double item_seconds(const Target& target, int32_t row_tile, double tokens) {
   const double memory_s = target.token_bytes() / target.bytes_per_s;
   const double arithmetic_s = 4.0 * row_tile * target.head_dim / target.flops_per_s;
-  return target.item_overhead_s + tokens * target.units * std::max(memory_s, arithmetic_s);
+  return target.item_overhead_s + tokens * target.num_sms * std::max(memory_s, arithmetic_s);
 }
 
 double pack_seconds(const Target& target, const Pack& pack) {
@@ -30,18 +30,18 @@ double pack_seconds(const Target& target, const Pack& pack) {
 }
 
 double partial_seconds(const Target& target) {
-  return target.partial_cost_bytes() / (target.bytes_per_s / target.units);
+  return target.partial_cost_bytes() / (target.bytes_per_s / target.num_sms);
 }
 
 double makespan_seconds(const Target& target, const ItemLoad& load) {
   const double heads = target.num_kv_heads;
-  const double idle_end = load.items * heads > target.units ? 0.5 * load.longest : 0.0;
-  return std::max(load.longest, load.seconds * heads / target.units + idle_end);
+  const double idle_end = load.items * heads > target.num_sms ? 0.5 * load.longest : 0.0;
+  return std::max(load.longest, load.seconds * heads / target.num_sms + idle_end);
 }
 
 double merge_gain_bytes(const Target& target, double tokens, int64_t queries, int64_t merged,
                         double partials) {
-  const double overhead_bytes = target.item_overhead_s * target.bytes_per_s / target.units;
+  const double overhead_bytes = target.item_overhead_s * target.bytes_per_s / target.num_sms;
   const auto before = static_cast<double>(target.num_row_tiles(queries));
   const auto left = static_cast<double>(target.num_row_tiles(queries - merged));
   const auto moved = static_cast<double>(target.num_row_tiles(merged));
@@ -70,9 +70,9 @@ double plan_seconds(const Target& target, const Packs& packs, const BranchLoad& 
   const auto unique = static_cast<double>(unique_tokens);
   const double all =
       heads * ((unique + kReread * std::max(read - unique, 0.0) + kWide * wide) * token_s +
-               branches.items * branch_s / target.units);
+               branches.items * branch_s / target.num_sms);
   // A branch may be the last to run.
-  const double longest = static_cast<double>(branches.longest_tokens) * token_s * target.units;
+  const double longest = static_cast<double>(branches.longest_tokens) * token_s * target.num_sms;
   return std::max(all, longest) + kMerged * heads * static_cast<double>(partials) *
                                       target.partial_cost_bytes() / target.bytes_per_s;
 }

@@ -49,7 +49,7 @@ bool Scheduler::wide_items_fill() const {
     const bool last = pack.queries % tile * target_.group() > kWideRows;
     wide += (pack.queries / tile + last) * pack.pieces;
   }
-  return wide == 0 || 2 * wide * target_.num_kv_heads >= target_.units;
+  return wide == 0 || 2 * wide * target_.num_kv_heads >= target_.num_sms;
 }
 
 // Takes the way to branch that is modelled to be the fastest, if it is faster than none.

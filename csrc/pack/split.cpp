@@ -89,7 +89,7 @@ void split_by_cost(const Target& target, Packs& packs, const BranchLoad& branche
   double best_limit = whole.longest;
   double best = makespan_seconds(
       target, {whole.seconds, std::max(whole.longest, branches.longest), whole.items});
-  const double ideal = whole.seconds * target.num_kv_heads / target.units;
+  const double ideal = whole.seconds * target.num_kv_heads / target.num_sms;
   for (double limit = 2.0 * ideal; limit > ideal / 8.0; limit *= 0.7) {
     if (limit >= whole.longest) continue;
     const double seconds =

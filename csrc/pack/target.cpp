@@ -36,7 +36,7 @@ Target Target::without_wide() const {
 }
 
 void Target::validate() const {
-  PAT_CHECK(units > 0, "Target.units is ", units, ", must be positive");
+  PAT_CHECK(num_sms > 0, "Target.units is ", num_sms, ", must be positive");
   PAT_CHECK(num_kv_heads > 0 && num_q_heads > 0 && num_q_heads % num_kv_heads == 0,
             "Target.num_q_heads is ", num_q_heads,
             ", must be a positive multiple of num_kv_heads, ", num_kv_heads);

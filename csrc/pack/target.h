@@ -26,14 +26,14 @@ enum class Branching : int {
 };
 
 struct Target {
-  int32_t units;  // SMs or threads that run items
+  int32_t num_sms;  // SMs that run items; of a CPU its threads. In Python, and in messages: units
   int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
   int32_t kv_bytes;        // bytes of a K or V element
   int32_t partial_bytes;   // bytes of an element of a partial output: 4 or 2
-  double bytes_per_s;      // memory bandwidth of all units together
-  double flops_per_s;      // matrix rate of all units together
+  double bytes_per_s;      // memory bandwidth of all SMs together
+  double flops_per_s;      // matrix rate of all SMs together
   double item_overhead_s;  // fixed time of an item
   double reread_weight;    // cost of re-reading hot K/V, relative to a first read, in (0, 1]
   std::vector<int32_t> row_tiles;  // ascending, packed rows
