@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Branches of the pack tree that are done as one item each: queries that stand side by side in the
-// tree, with all their tokens but those of long nodes and tails. What several of them share is read
-// once for all, what is one query's own is masked for the others: none of it needs a partial.
+// Branch: which parts of the pack tree become one item each. A branch has queries that stand side by
+// side in the tree, and all their tokens but those of long nodes and tails. It reads tokens that
+// several of its queries share once, and masks tokens for the queries that do not have them, so that
+// none of its tokens needs a partial.
 #pragma once
 
 #include <cstdint>

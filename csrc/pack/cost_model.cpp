@@ -2,6 +2,7 @@
 #include "cost_model.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "../count_of.h"
 #include "../plan.h"
@@ -29,8 +30,19 @@ double pack_seconds(const Target& target, const Pack& pack) {
   return item_seconds(target, target.row_tile_for(pack.queries), pack.tokens());
 }
 
-double partial_seconds(const Target& target) {
-  return target.partial_cost_bytes() / (target.bytes_per_s / target.num_sms);
+double piece_seconds(const Target& target, double seconds, int32_t pieces) {
+  return target.item_overhead_s + (seconds - target.item_overhead_s) / pieces;
+}
+
+double pieces_within(const Target& target, double seconds, double limit) {
+  const double overhead = target.item_overhead_s;
+  return std::ceil((seconds - overhead) / std::max(limit - overhead, 0.25 * overhead));
+}
+
+double further_piece_seconds(const Target& target, const Pack& pack) {
+  const double partial_s = target.partial_cost_bytes() / (target.bytes_per_s / target.num_sms);
+  const auto tiles = static_cast<double>(target.num_row_tiles(pack.queries));
+  return tiles * target.item_overhead_s + pack.queries * partial_s;
 }
 
 double makespan_seconds(const Target& target, const ItemLoad& load) {

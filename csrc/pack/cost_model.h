@@ -36,8 +36,14 @@ struct ItemLoad {
 double item_seconds(const Target& target, int32_t row_tile, double tokens);
 // Seconds of one row tile of a pack that is not split.
 double pack_seconds(const Target& target, const Pack& pack);
-// Seconds that one partial of a query costs.
-double partial_seconds(const Target& target);
+// Seconds of one of `pieces` equal pieces of an item that takes `seconds`.
+double piece_seconds(const Target& target, double seconds, int32_t pieces);
+// Pieces that an item of `seconds` must be cut into so that none takes longer than `limit`; if
+// `limit` is hardly longer than an item's overhead, so that none takes longer than 1.25 of that.
+double pieces_within(const Target& target, double seconds, double limit);
+// Seconds that each further piece of a pack adds: overhead of its row tiles, partials of its
+// queries.
+double further_piece_seconds(const Target& target, const Pack& pack);
 // Seconds until all SMs are done with items of all KV heads: their mean load plus half of the
 // longest item, which on average ends half over.
 double makespan_seconds(const Target& target, const ItemLoad& load);

@@ -41,10 +41,8 @@ void split_by_mean(const Target& target, Packs& packs) {
 // Pieces of a pack that takes `seconds`, so that none takes longer than `limit`.
 int32_t pieces_for(const Target& target, const Pack& pack, double seconds, double limit) {
   if (seconds <= limit) return 1;
-  const double overhead = target.item_overhead_s;
-  const double room = std::max(limit - overhead, 0.25 * overhead);
-  return static_cast<int32_t>(std::min<double>(std::ceil((seconds - overhead) / room),
-                                               std::max(1, pack.tokens() / kMinChunk)));
+  const double most = std::max(1, pack.tokens() / kMinChunk);
+  return static_cast<int32_t>(std::min(pieces_within(target, seconds, limit), most));
 }
 
 // Items of the packs, none of them split, and of the branches. `longest`: of the packs alone.
@@ -65,18 +63,15 @@ ItemLoad load_of(const Target& target, const Packs& packs, const BranchLoad& bra
 // `whole`: what load_of() gave.
 ItemLoad load_if_split(const Target& target, const Packs& packs, const BranchLoad& branches,
                        const ItemLoad& whole, double limit) {
-  const double overhead = target.item_overhead_s;
-  const double partial_s = partial_seconds(target);
   ItemLoad load{whole.seconds, branches.longest, whole.items};
   for (const Pack& pack : packs.packs) {
     if (pack.queries == 0) continue;
     const double seconds = pack_seconds(target, pack);
     const int32_t pieces = pieces_for(target, pack, seconds, limit);
-    load.longest = std::max(load.longest, overhead + (seconds - overhead) / pieces);
+    load.longest = std::max(load.longest, piece_seconds(target, seconds, pieces));
     if (pieces == 1) continue;
-    const auto tiles = static_cast<double>(target.num_row_tiles(pack.queries));
-    load.seconds += (pieces - 1) * (tiles * overhead + pack.queries * partial_s);
-    load.items += (pieces - 1) * tiles;
+    load.seconds += (pieces - 1) * further_piece_seconds(target, pack);
+    load.items += static_cast<double>((pieces - 1) * target.num_row_tiles(pack.queries));
   }
   return load;
 }

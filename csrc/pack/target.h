@@ -46,8 +46,8 @@ struct Target {
   Policy policy = Policy::kBytes;
   Split split = Split::kCost;
   Branching branching = Branching::kCost;
-  // Ways to cut branches that are compared: packed rows of one, and tokens of a node or tail beyond
-  // which it stays an item of its own.
+  // The cuts into branches that are compared: packed rows of a branch, and tokens of a node or tail
+  // beyond which it stays an item of its own.
   std::vector<int32_t> branch_rows;
   std::vector<int32_t> branch_limits;
 
