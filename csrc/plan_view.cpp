@@ -18,53 +18,65 @@ const T* section(const PlanHeader& header, const char* name, int32_t offset, int
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(&header) + offset);
 }
 
-// What an item of one query says twice.
+// Checks that an item of one query repeats its member's fields.
 void check_single(const PlanView& plan, const Item& item, int index) {
   const Member& member = plan.members[item.member_offset];
-  PAT_CHECK(member.query == item.row && member.partial == item.partial, "damaged plan: item ",
-            index, " is of query ", item.row, " and partial ", item.partial, ", its member of ",
-            member.query, " and ", member.partial);
+  PAT_CHECK(member.query == source_query(item) && member.partial == single_partial(item),
+            "damaged plan: item ", index, " is of query ", source_query(item), " and partial ",
+            single_partial(item), ", its member of ", member.query, " and ", member.partial);
 }
 
-void check_segments(const PlanView& plan, const Item& item, int index) {
-  const PlanHeader& header = *plan.header;
-  const int32_t count = item.partial;
-  const int64_t rows = int64_t{item.num_queries} * (header.num_q_heads / header.num_kv_heads);
-  PAT_CHECK(rows <= kBranchRows && count > 0 && count <= kBranchSegments && item.row >= 0 &&
-                item.row <= header.num_segments - count,
-            "damaged plan: branch ", index, " of ", rows, " packed rows has segments ", item.row,
-            " + ", count, " of ", header.num_segments);
-  const int32_t free = seen_by_all(item);
-  int64_t room = 0;
-  int64_t first_seen = 0;  // tokens that all queries see, before the first that some do not
-  int64_t last_seen = 0;   // and behind the last
+void check_segment(const PlanView& plan, const Item& branch, const Segment& s, int index) {
+  const bool tail = is_dynamic(s) && s.num_queries == 1;
+  PAT_CHECK(s.row >= 0 && s.row < plan.header->num_queries && s.kv_start >= 0 &&
+                (s.kv_len > 0 || tail) && s.room > 0 && (tail || s.room == s.kv_len) &&
+                s.first >= 0 && s.num_queries > 0 && s.first <= branch.num_queries - s.num_queries,
+            "damaged plan: branch ", index, " of ", branch.num_queries,
+            " queries has a segment for ", s.first, " + ", s.num_queries, ", tokens ", s.kv_start,
+            " + ", s.kv_len, " of ", s.room, " in row ", s.row, " of ", plan.header->num_queries);
+  const Member& member = plan.members[branch.member_offset + s.first];
+  PAT_CHECK(!tail || member.query == s.row, "damaged plan: branch ", index,
+            " has the tail of query ", s.row, " for query ", member.query);
+}
+
+// Checks that the KV tiles without a mask hold tokens that all queries attend to.
+void check_unmasked(const PlanView& plan, const Item& branch, int index) {
+  const Segment* segments = plan.segments + first_segment(branch);
+  int64_t at_begin = 0;  // tokens that all queries attend to, before the first that some do not
+  int64_t at_end = 0;    // and behind the last
   bool all = true;
-  for (int i = item.row; i < item.row + count; ++i) {
-    const Segment& s = plan.segments[i];
-    const bool dynamic = s.kv_len == kDynamic && s.num_queries == 1;
-    PAT_CHECK(s.row >= 0 && s.row < header.num_queries && s.kv_start >= 0 &&
-                  (s.kv_len > 0 || dynamic) && s.room > 0 && (dynamic || s.room == s.kv_len) &&
-                  s.first >= 0 && s.num_queries > 0 && s.first <= item.num_queries - s.num_queries,
-              "damaged plan: branch ", index, " of ", item.num_queries,
-              " queries has a segment for ", s.first, " + ", s.num_queries, ", tokens ", s.kv_start,
-              " + ", s.kv_len, " of ", s.room, " in row ", s.row, " of ", header.num_queries);
-    PAT_CHECK(!dynamic || plan.members[item.member_offset + s.first].query == s.row,
-              "damaged plan: branch ", index, " has the tail of query ", s.row, " for query ",
-              plan.members[item.member_offset + s.first].query);
-    room += s.room;
-    const bool seen = s.num_queries == item.num_queries && !dynamic;
-    all &= seen;
-    first_seen += all ? s.kv_len : 0;
-    last_seen = seen ? last_seen + s.kv_len : 0;
+  for (int i = 0; i < num_segments(branch); ++i) {
+    const Segment& s = segments[i];
+    const bool by_all = s.num_queries == branch.num_queries && !is_dynamic(s);
+    all &= by_all;
+    at_begin += all ? s.kv_len : 0;
+    at_end = by_all ? at_end + s.kv_len : 0;
   }
-  PAT_CHECK(
-      int64_t{free} * kBranchAlign <= first_seen && -int64_t{free} * kBranchAlign <= last_seen,
-      "damaged plan: branch ", index, " has ", free, " blocks of ", kBranchAlign,
-      " tokens for all of its queries, of ", first_seen, " tokens at its beginning and ", last_seen,
-      " at its end");
-  PAT_CHECK(item.kv_start >= 0 && item.kv_start % kBranchAlign == 0 &&
-                item.kv_start + room <= header.branch_tokens,
-            "damaged plan: branch ", index, " has tokens ", item.kv_start, " + ", room, " of ",
+  const int64_t unmasked = int64_t{num_unmasked_tiles(branch)} * kBranchAlign;
+  PAT_CHECK(unmasked <= at_begin && -unmasked <= at_end, "damaged plan: branch ", index, " has ",
+            num_unmasked_tiles(branch), " blocks of ", kBranchAlign,
+            " tokens for all of its queries, of ", at_begin, " tokens at its beginning and ",
+            at_end, " at its end");
+}
+
+void check_branch(const PlanView& plan, const Item& branch, int index) {
+  const PlanHeader& header = *plan.header;
+  const int32_t first = first_segment(branch);
+  const int32_t count = num_segments(branch);
+  const int64_t rows = int64_t{branch.num_queries} * (header.num_q_heads / header.num_kv_heads);
+  PAT_CHECK(rows <= kBranchRows && count > 0 && count <= kBranchSegments && first >= 0 &&
+                first <= header.num_segments - count,
+            "damaged plan: branch ", index, " of ", rows, " packed rows has segments ", first,
+            " + ", count, " of ", header.num_segments);
+  int64_t room = 0;
+  for (int i = first; i < first + count; ++i) {
+    check_segment(plan, branch, plan.segments[i], index);
+    room += plan.segments[i].room;
+  }
+  check_unmasked(plan, branch, index);
+  PAT_CHECK(list_start(branch) >= 0 && list_start(branch) % kBranchAlign == 0 &&
+                list_start(branch) + room <= header.branch_tokens,
+            "damaged plan: branch ", index, " has tokens ", list_start(branch), " + ", room, " of ",
             header.branch_tokens, " in the list");
 }
 
@@ -119,13 +131,14 @@ void check_item_shape(const PlanView& plan, int index) {
                 item.member_offset <= header.num_members - item.num_queries,
             "damaged plan: item ", index, " has members ", item.member_offset, " + ",
             item.num_queries, " of ", header.num_members);
-  if (item.kv_len == kBranch) return check_segments(plan, item, index);
+  if (is_branch(item)) return check_branch(plan, item, index);
   if (item.num_queries == 1) check_single(plan, item, index);
-  PAT_CHECK(item.row >= 0 && item.row < header.num_queries, "damaged plan: item ", index,
-            " reads row ", item.row, " of ", header.num_queries);
-  const bool dynamic = item.kv_len == kDynamic && item.num_queries == 1;
-  PAT_CHECK(item.kv_start >= 0 && (item.kv_len > 0 || dynamic), "damaged plan: item ", index,
-            " of ", item.num_queries, " queries begins at token ", item.kv_start, " with length ",
+  PAT_CHECK(source_query(item) >= 0 && source_query(item) < header.num_queries,
+            "damaged plan: item ", index, " reads row ", source_query(item), " of ",
+            header.num_queries);
+  const bool tail = is_dynamic(item) && item.num_queries == 1;
+  PAT_CHECK(item.kv_start >= 0 && (item.kv_len > 0 || tail), "damaged plan: item ", index, " of ",
+            item.num_queries, " queries begins at token ", item.kv_start, " with length ",
             item.kv_len);
 }
 

@@ -21,11 +21,17 @@ using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecas
 
 constexpr int kPrintedLines = 24;  // of a printed plan's tree, and of its items
 
-// View of a plan's array that keeps the plan alive.
-template <typename T>
-py::array plan_view(const py::object& self, int32_t offset, int32_t count) {
+template <int32_t PlanHeader::* kField>
+int32_t header_field(const Plan& plan) {
+  return plan.header().*kField;
+}
+
+// View of one of a plan's arrays, which keeps the plan alive.
+template <typename T, int32_t PlanHeader::* kOffset, int32_t PlanHeader::* kCount>
+py::array plan_view(const py::object& self) {
   const auto& plan = self.cast<const Plan&>();
-  py::array view(py::dtype::of<T>(), {count}, {sizeof(T)}, plan.blob.data() + offset, self);
+  const uint8_t* data = plan.blob.data() + header_field<kOffset>(plan);
+  py::array view(py::dtype::of<T>(), {header_field<kCount>(plan)}, {sizeof(T)}, data, self);
   py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
   return view;
 }
@@ -94,7 +100,7 @@ class Planner {
 
   Plan make(const PathView& paths, const Int64Array& seq_lens) {
     const PackTree& tree = builder_.build(paths, seq_lens.data());
-    return scheduler_.schedule(tree, seq_lens.data(), static_cast<size_t>(paths.num_queries));
+    return scheduler_.schedule(tree, seq_lens.data(), static_cast<int32_t>(paths.num_queries));
   }
 
   TreeBuilder builder_;
@@ -127,7 +133,7 @@ void bind_target(py::module_& m) {
       .value("never", Branching::kNever);
   py::class_<Target>(m, "Target")
       .def(py::init<>())
-      .def_readwrite("units", &Target::units)
+      .def_readwrite("units", &Target::num_sms)
       .def_readwrite("num_q_heads", &Target::num_q_heads)
       .def_readwrite("num_kv_heads", &Target::num_kv_heads)
       .def_readwrite("head_dim", &Target::head_dim)
@@ -160,46 +166,30 @@ void bind_plan(py::module_& m) {
   py::class_<Plan>(m, "Plan", "An immutable plan: see csrc/plan.h.")
       .def("__repr__", &plan_line)
       .def("__str__", [](const Plan& p) { return plan_text(p, kPrintedLines); })
-      .def_property_readonly("num_queries", [](const Plan& p) { return p.header().num_queries; })
-      .def_property_readonly("num_items", [](const Plan& p) { return p.header().num_items; })
-      .def_property_readonly("num_shared_items",
-                             [](const Plan& p) { return p.header().num_shared_items; })
-      .def_property_readonly("num_wide_items",
-                             [](const Plan& p) { return p.header().num_wide_items; })
-      .def_property_readonly("num_heavy_items",
-                             [](const Plan& p) { return p.header().num_heavy_items; })
-      .def_property_readonly("num_segments", [](const Plan& p) { return p.header().num_segments; })
-      .def_property_readonly("branch_tokens",
-                             [](const Plan& p) { return p.header().branch_tokens; })
-      .def_property_readonly("num_members", [](const Plan& p) { return p.header().num_members; })
-      .def_property_readonly("num_partials", [](const Plan& p) { return p.header().num_partials; })
-      .def_property_readonly("num_q_heads", [](const Plan& p) { return p.header().num_q_heads; })
-      .def_property_readonly("num_kv_heads", [](const Plan& p) { return p.header().num_kv_heads; })
+      .def_property_readonly("num_queries", &header_field<&PlanHeader::num_queries>)
+      .def_property_readonly("num_items", &header_field<&PlanHeader::num_items>)
+      .def_property_readonly("num_shared_items", &header_field<&PlanHeader::num_shared_items>)
+      .def_property_readonly("num_wide_items", &header_field<&PlanHeader::num_wide_items>)
+      .def_property_readonly("num_heavy_items", &header_field<&PlanHeader::num_heavy_items>)
+      .def_property_readonly("num_segments", &header_field<&PlanHeader::num_segments>)
+      .def_property_readonly("branch_tokens", &header_field<&PlanHeader::branch_tokens>)
+      .def_property_readonly("num_members", &header_field<&PlanHeader::num_members>)
+      .def_property_readonly("num_partials", &header_field<&PlanHeader::num_partials>)
+      .def_property_readonly("num_q_heads", &header_field<&PlanHeader::num_q_heads>)
+      .def_property_readonly("num_kv_heads", &header_field<&PlanHeader::num_kv_heads>)
       .def_property_readonly("nbytes", [](const Plan& p) { return p.blob.size(); })
       .def_property_readonly(
           "data_ptr", [](const Plan& p) { return reinterpret_cast<uintptr_t>(p.blob.data()); },
           "Address of the plan's buffer in host memory (csrc/plan.h).")
       .def_readonly("degraded", &Plan::degraded)
       .def_property_readonly("items",
-                             [](const py::object& self) {
-                               const PlanHeader& h = self.cast<const Plan&>().header();
-                               return plan_view<Item>(self, h.items_offset, h.num_items);
-                             })
-      .def_property_readonly("members",
-                             [](const py::object& self) {
-                               const PlanHeader& h = self.cast<const Plan&>().header();
-                               return plan_view<Member>(self, h.members_offset, h.num_members);
-                             })
-      .def_property_readonly("queries",
-                             [](const py::object& self) {
-                               const PlanHeader& h = self.cast<const Plan&>().header();
-                               return plan_view<QuerySplits>(self, h.queries_offset, h.num_queries);
-                             })
-      .def_property_readonly("segments",
-                             [](const py::object& self) {
-                               const PlanHeader& h = self.cast<const Plan&>().header();
-                               return plan_view<Segment>(self, h.segments_offset, h.num_segments);
-                             })
+                             &plan_view<Item, &PlanHeader::items_offset, &PlanHeader::num_items>)
+      .def_property_readonly(
+          "members", &plan_view<Member, &PlanHeader::members_offset, &PlanHeader::num_members>)
+      .def_property_readonly(
+          "queries", &plan_view<QuerySplits, &PlanHeader::queries_offset, &PlanHeader::num_queries>)
+      .def_property_readonly(
+          "segments", &plan_view<Segment, &PlanHeader::segments_offset, &PlanHeader::num_segments>)
       .def_property_readonly("min_seq_lens",
                              [](const py::object& self) {
                                return bounds_view(self, self.cast<const Plan&>().min_seq_lens);
@@ -222,6 +212,9 @@ void bind_plan(py::module_& m) {
           [](const Plan& p, int64_t total_tokens) { return p.fixed_tokens + total_tokens; },
           py::arg("total_tokens"),
           "K/V tokens that the items read for one layer and KV head, given sum(seq_lens).");
+}
+
+void bind_planner(py::module_& m) {
   py::class_<NodeReader>(m, "NodeReader", "Climbs one tree of Python nodes: see python_climb.h.")
       .def(py::init<const std::string&, const std::string&, const std::string&>(), py::arg("id"),
            py::arg("parent"), py::arg("key"));
@@ -246,6 +239,7 @@ void bind_plan(py::module_& m) {
 void bind_pack(py::module_& m) {
   bind_target(m);
   bind_plan(m);
+  bind_planner(m);
   m.def("plan_bytes", &plan_bytes, py::arg("items"), py::arg("members"), py::arg("queries"),
         py::arg("segments"),
         "Bytes of a plan of so many items, members, queries and segments (csrc/plan.h).");

@@ -101,15 +101,15 @@ class Executor {
     reset_pending(job);
     write_empty_queries(job);
 
-    const int64_t units = int64_t{plan.header->num_items} * args.num_kv_heads;
-    const int threads = num_threads(args, plan, units);
+    const int64_t work_units = int64_t{plan.header->num_items} * args.num_kv_heads;
+    const int threads = num_threads(args, plan, work_units);
     const int64_t floats = scratch_floats(args, plan.max_item_queries);
     auto* scratch = static_cast<float*>(scratch_.at_least(threads * floats * sizeof(float)));
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{-1};
     auto work = [&](int thread) noexcept {
       float* own = scratch + thread * floats;
-      for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;) {
+      for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < work_units;) {
         const int item = static_cast<int>(unit / args.num_kv_heads);
         const int kv_head = static_cast<int>(unit % args.num_kv_heads);
         if (kernels.run_item(job, item, kv_head, own)) {
@@ -127,11 +127,11 @@ class Executor {
   }
 
  private:
-  // Waking a thread costs some microseconds: one gets the arithmetic of at least as much.
-  static int num_threads(const DecodeArgs& args, const CheckedPlan& plan, int64_t units) {
+  // Waking a thread costs some microseconds, so each gets arithmetic that takes at least as long.
+  static int num_threads(const DecodeArgs& args, const CheckedPlan& plan, int64_t work_units) {
     constexpr int64_t kMultiplyAddsPerThread = 250'000;
     const int64_t work = plan.query_tokens * args.num_q_heads * (args.head_dim + args.v_head_dim);
-    const int64_t useful = std::min<int64_t>(units, 1 + work / kMultiplyAddsPerThread);
+    const int64_t useful = std::min<int64_t>(work_units, 1 + work / kMultiplyAddsPerThread);
     return static_cast<int>(std::clamp<int64_t>(useful, 1, args.num_threads));
   }
 

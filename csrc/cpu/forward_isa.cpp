@@ -3,9 +3,9 @@
 // Compiled once per instruction set, PAT_ISA being its name; see job.h and CMakeLists.txt.
 // Everything here has internal linkage, and nothing of the standard library is called, so that no
 // AVX code leaks into functions that other sources share.
+#include "cpu/dim_lanes.h"
 #include "cpu/job.h"
-#include "cpu/narrow.h"
-#include "cpu/wide.h"
+#include "cpu/row_lanes.h"
 
 namespace pat::PAT_ISA {
 namespace {
@@ -39,27 +39,27 @@ class ItemRunner {
         tiles_(scores_ + kBlockTokens * kMaxChunkRows) {}
 
   bool run() {
-    if (item_.kv_len == kBranch) return run_wide();
-    read_from(item_.row, item_.kv_start, item_.kv_len);
+    if (is_branch(item_)) return run_row_lanes();
+    read_from(source_query(item_), item_.kv_start, item_.kv_len);
     switch (rows_.count) {
       case 1:
-        return run_narrow<1>();
+        return run_dim_lanes<1>();
       case 2:
-        return run_narrow<2>();
+        return run_dim_lanes<2>();
       case 3:
       case 4:
-        return run_narrow<4>();
+        return run_dim_lanes<4>();
       default:
-        return run_wide();
+        return run_row_lanes();
     }
   }
 
  private:
-  // Makes a range of a row the tokens at hand.
-  void read_from(int32_t row, int32_t start, int32_t kv_len) {
+  // Makes a range of a query's tokens the tokens at hand.
+  void read_from(int32_t query, int32_t start, int32_t kv_len) {
     const DecodeArgs& args = job_.args;
-    slots_ = args.req_to_token + args.rows[row] * args.table_stride + start;
-    tokens_ = kv_len == kDynamic ? args.seq_lens[row] - start : kv_len;
+    slots_ = args.req_to_token + args.rows[query] * args.table_stride + start;
+    tokens_ = kv_len == kDynamic ? args.seq_lens[query] - start : kv_len;
   }
 
   // The addresses of a block of K and V rows; false if a slot lies outside the pool.
@@ -96,8 +96,8 @@ class ItemRunner {
     return true;
   }
 
-  // What the work on a block shall fetch: its V rows, unless they were copied before, and what the
-  // next block begins with.
+  // What to prefetch during the work on a block: its V rows, unless they were copied before, and
+  // the rows that the next block begins with.
   Prefetcher fetch_during(const TokenRows<T>& block, const TokenRows<T>* next, bool copied) const {
     Prefetcher ahead;
     const int k_bytes = shape_.head_dim * sizeof(T), v_bytes = shape_.v_head_dim * sizeof(T);
@@ -139,8 +139,8 @@ class ItemRunner {
   }
 
   template <int Rows>
-  bool run_narrow() {
-    NarrowTile<Rows, T> tile(shape_, tiles_, scores_);
+  bool run_dim_lanes() {
+    DimLanesTile<Rows, T> tile(shape_, tiles_, scores_);
     for (int64_t i = 0; i < tile.size(shape_); ++i) tiles_[i] = 0.0f;
     for (int r = 0; r < rows_.count; ++r) read_q(r, tile.q(r), 1);
     const bool done = for_each_block([&](const TokenRows<T>& block, const TokenRows<T>* next) {
@@ -155,6 +155,7 @@ class ItemRunner {
   // Calls visit(tile, first row, number of rows) for the tiles that the rows are cut into.
   template <typename Visit>
   [[gnu::always_inline]] void for_each_tile(const Visit& visit) const {
+    constexpr int kFewest = kLanes < 16 ? kLanes : 8;  // rows of the smallest tile
     float* memory = tiles_;
     for (int row = 0; row < rows_.count;) {
       const int left = rows_.count - row;
@@ -163,7 +164,7 @@ class ItemRunner {
       } else if (kLanes < 16 || left > kLanes / 2) {
         row += visit_tile<kLanes, 1>(visit, row, left, memory);
       } else {
-        row += visit_tile < kLanes<16 ? kLanes : 8, 1>(visit, row, left, memory);
+        row += visit_tile<kFewest, 1>(visit, row, left, memory);
       }
     }
   }
@@ -171,7 +172,7 @@ class ItemRunner {
   template <int L, int Vectors, typename Visit>
   [[gnu::always_inline]] int visit_tile(const Visit& visit, int row, int left,
                                         float*& memory) const {
-    WideTile<L, Vectors> tile(shape_, memory);
+    RowLanesTile<L, Vectors> tile(shape_, memory);
     const int count = left < tile.kRows ? left : tile.kRows;
     visit(tile, row, count);
     memory += tile.size(shape_);
@@ -192,16 +193,16 @@ class ItemRunner {
     });
   }
 
-  bool run_wide() {
+  bool run_row_lanes() {
     for_each_tile([this](auto& tile, int row, int count) {
       tile.clear();
       for (int r = 0; r < count; ++r) read_q(row + r, tile.q(r), tile.kRows);
     });
-    if (item_.kv_len != kBranch) {
+    if (!is_branch(item_)) {
       if (!attend_rows(0, rows_.count)) return false;
     } else {
-      const Segment* segments = job_.segments + item_.row;
-      for (int i = 0; i < item_.partial; ++i) {
+      const Segment* segments = job_.segments + first_segment(item_);
+      for (int i = 0; i < num_segments(item_); ++i) {
         const Segment& s = segments[i];
         read_from(s.row, s.kv_start, s.kv_len);
         if (!attend_rows(s.first * job_.group, (s.first + s.num_queries) * job_.group)) {

@@ -65,7 +65,7 @@ void check_header(const PlanHeader& header, const DecodeArgs& args) {
 // Tokens that a segment of item `index` has in this call.
 int64_t count_tokens(const DecodeArgs& args, int index, const Segment& s) {
   const int64_t length = args.seq_lens[s.row];
-  const int64_t tokens = s.kv_len == kDynamic ? length - s.kv_start : s.kv_len;
+  const int64_t tokens = is_dynamic(s) ? length - s.kv_start : s.kv_len;
   PAT_CHECK(tokens >= 0 && s.kv_start + tokens <= length, "item ", index, " reads tokens ",
             s.kv_start, " + ", s.kv_len, " of query ", s.row, ", whose length is ", length,
             ": the plan was made for other lengths, make a new one");
@@ -100,7 +100,7 @@ void PlanChecker::check_tokens(CheckedPlan& plan, const DecodeArgs& args, int in
   const Item& item = plan.items[index];
   plan.for_each_segment(item, [&](const Segment& s) {
     const int64_t tokens = count_tokens(args, index, s);
-    PAT_CHECK(item.kv_len != kBranch || tokens <= s.room, "item ", index, " has room for ", s.room,
+    PAT_CHECK(!is_branch(item) || tokens <= s.room, "item ", index, " has room for ", s.room,
               " tokens of query ", s.row, ", which has ", tokens, " from ", s.kv_start,
               " on: the plan was made for other lengths, make a new one");
     plan.query_tokens += tokens * s.num_queries;

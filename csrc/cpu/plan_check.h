@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Refuses a plan or arguments that the CPU executor could not run safely.
+// Checks of what the CPU executor is given: refuses a plan or arguments that it could not run
+// safely.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace pat {
 
-// A plan proven to fit its arguments, and what that took a look at all items to know.
+// A plan proven to fit its arguments, with what the checks found out about its items.
 struct CheckedPlan : PlanView {
   int max_item_queries = 0;  // of one item
   int64_t query_tokens = 0;  // sum over items of queries x tokens

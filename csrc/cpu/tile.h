@@ -26,8 +26,8 @@ struct TokenRows {
   const T* value(int token) const { return static_cast<const T*>(v[token]); }
 };
 
-// Rows to bring into the cache while the arithmetic before them runs: slots lie anywhere in a pool,
-// where the hardware cannot foresee them.
+// Fetches rows into the cache during the arithmetic before them. Slots lie anywhere in the pool, so
+// that the hardware's own prefetcher cannot predict them.
 class Prefetcher {
  public:
   void add(const void* const* rows, int count, int bytes) {
@@ -63,7 +63,7 @@ template <int N>
 
 [[gnu::always_inline]] inline float larger(float a, float b) { return a < b ? b : a; }
 
-// What to subtract from logits whose maximum is `max`: if all are -inf, so stay their differences.
+// What to subtract from logits with the maximum `max`: 0 if all are -inf, so that they stay so.
 [[gnu::always_inline]] inline float finite_max(float max) { return max == -INFINITY ? 0.0f : max; }
 
 }  // namespace

@@ -3,37 +3,35 @@
 
 #include <algorithm>
 
-#include "schedule.h"
+#include "../count_of.h"
+#include "headroom.h"
 
 namespace pat {
 
-void Brancher::read(const PackTree& tree, const int64_t* seq_lens, size_t num_queries) {
+void Brancher::read(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   tree_ = &tree;
   seq_lens_ = seq_lens;
-  const size_t num_nodes = tree.nodes.size();
+  const int32_t num_nodes = count_of(tree.nodes);
   position_.resize(num_nodes);
   cursor_.resize(num_nodes);
   int32_t end = 0;
-  for (size_t i = 0; i < num_nodes; ++i) {  // parents come before their children
+  for (int32_t i = 0; i < num_nodes; ++i) {  // parents come before their children
     const PackNode& node = tree.nodes[i];
-    int32_t& next = node.parent == kNoNode ? end : cursor_[static_cast<size_t>(node.parent)];
+    int32_t& next = node.parent == kNoNode ? end : cursor_[node.parent];
     position_[i] = cursor_[i] = next;
     next += node.num_queries;
   }
-  sorted_.resize(static_cast<size_t>(end));
+  sorted_.resize(end);
   by_length_.clear();
-  for (size_t query = 0; query < num_queries; ++query) {
-    if (tree.query_node[query] != kNoNode) by_length_.push_back(static_cast<int32_t>(query));
+  for (int32_t query = 0; query < num_queries; ++query) {
+    if (tree.query_node[query] != kNoNode) by_length_.push_back(query);
   }
   // So that what a branch holds does not depend on the order of the batch.
   const auto longer = [&](int32_t a, int32_t b) { return seq_lens[a] > seq_lens[b]; };
   if (!std::is_sorted(by_length_.begin(), by_length_.end(), longer)) {
     std::stable_sort(by_length_.begin(), by_length_.end(), longer);
   }
-  for (const int32_t query : by_length_) {
-    const auto node = static_cast<size_t>(tree.query_node[static_cast<size_t>(query)]);
-    sorted_[static_cast<size_t>(cursor_[node]++)] = query;
-  }
+  for (const int32_t query : by_length_) sorted_[cursor_[tree.query_node[query]]++] = query;
   clear();
 }
 
@@ -41,62 +39,71 @@ void Brancher::clear() {
   branches_.clear();
   segments_.clear();
   members_.clear();
+  list_tokens_ = 0;
 }
 
-int32_t Brancher::tail_tokens(size_t query) const {
+int32_t Brancher::tail_tokens(int32_t query) const {
   const auto tokens = static_cast<int32_t>(seq_lens_[query] - tree_->query_prefix[query]);
   return kept(tokens) ? 0 : tokens;
 }
 
-Load Brancher::cut(const Target& target, const BranchCut& cut, Packs& packs) {
+int32_t Brancher::kept_from(int32_t node) const {
+  if (node == kNoNode) return kNoNode;
+  return kept(tree_->nodes[node].end - tree_->nodes[node].start) ? node : above_[node];
+}
+
+BranchLoad Brancher::cut(const Target& target, const BranchCut& cut, Packs& packs) {
   cut_ = cut;
-  const size_t num_nodes = tree_->nodes.size();
-  const size_t num_queries = tree_->query_node.size();
+  packs.num_nodes = count_of(tree_->nodes);
+  packs.packs.resize(packs.num_nodes + count_of(tree_->query_node));
+  cut_nodes(packs);
+  const int64_t partials = cut_tails(packs);
+  for (int32_t i = packs.num_nodes; i-- > 0;) {
+    const int32_t parent = tree_->nodes[i].parent;
+    if (parent != kNoNode) subtree_[parent] += subtree_[i];
+  }
+  BranchLoad load = group(target);
+  load.partials = partials;
+  return load;
+}
+
+void Brancher::cut_nodes(Packs& packs) {
+  const int32_t num_nodes = packs.num_nodes;
   top_.resize(num_nodes);
   above_.resize(num_nodes);
   path_.resize(num_nodes);
   subtree_.resize(num_nodes);
-  packs.num_nodes = num_nodes;
-  packs.packs.resize(num_nodes + num_queries);
-  const auto kept_from = [&](int32_t i) {  // nearest kept node from node i upwards
-    if (i == kNoNode) return kNoNode;
-    const PackNode& node = tree_->nodes[static_cast<size_t>(i)];
-    return kept(node.end - node.start) ? i : above_[static_cast<size_t>(i)];
-  };
-
-  for (size_t i = 0; i < num_nodes; ++i) {
+  for (int32_t i = 0; i < num_nodes; ++i) {
     const PackNode& node = tree_->nodes[i];
     const int32_t tokens = node.end - node.start;
     const bool own_item = kept(tokens);
     const bool root = node.parent == kNoNode;
-    const auto parent = static_cast<size_t>(node.parent);
     above_[i] = kept_from(node.parent);
-    top_[i] = root ? kNoNode : top_[parent];
-    if (top_[i] == kNoNode && node.num_queries <= cut.queries) top_[i] = static_cast<int32_t>(i);
+    top_[i] = root ? kNoNode : top_[node.parent];
+    if (top_[i] == kNoNode && node.num_queries <= cut_.queries) top_[i] = i;
     subtree_[i] = own_item ? 0 : tokens;
-    path_[i] = (root ? 0 : path_[parent]) + subtree_[i];
+    path_[i] = (root ? 0 : path_[node.parent]) + subtree_[i];
     packs.packs[i] = {node.start, node.end, own_item ? node.num_queries : 0, above_[i], 1, 0};
   }
-  Load load;
-  for (size_t query = 0; query < num_queries; ++query) {
+}
+
+// Returns the partials of queries that have a branch and other items.
+int64_t Brancher::cut_tails(Packs& packs) {
+  int64_t partials = 0;
+  for (int32_t query = 0; query < count_of(tree_->query_node); ++query) {
     const int32_t node = tree_->query_node[query];
     const int32_t start = node == kNoNode ? 0 : tree_->query_prefix[query];
     const auto end = static_cast<int32_t>(seq_lens_[query]);
     const int32_t for_branch = node == kNoNode ? 0 : tail_tokens(query);
     const bool own_item = end - start > for_branch;
     const int32_t above = kept_from(node);
-    packs.packs[num_nodes + query] = {start, end, own_item ? 1 : 0, above, 1, 0};
+    packs.packs[packs.num_nodes + query] = {start, end, own_item ? 1 : 0, above, 1, 0};
     if (node == kNoNode) continue;
-    subtree_[static_cast<size_t>(node)] += for_branch;
-    const bool member = path_[static_cast<size_t>(node)] + for_branch > 0;
-    load.partials += member && (own_item || above != kNoNode);
+    subtree_[node] += for_branch;
+    const bool member = path_[node] + for_branch > 0;
+    partials += member && (own_item || above != kNoNode);
   }
-  for (size_t i = num_nodes; i-- > 0;) {
-    const int32_t parent = tree_->nodes[i].parent;
-    if (parent != kNoNode) subtree_[static_cast<size_t>(parent)] += subtree_[i];
-  }
-  group(target, load);
-  return load;
+  return partials;
 }
 
 // Deals `queries` of sorted_ from `first` on out to groups of `most`, so that each has long ones
@@ -111,141 +118,187 @@ void Brancher::deal(int32_t first, int32_t queries, int32_t most) {
   }
 }
 
-// Cuts order_ into groups: subtrees of few enough queries, and the queries that end at one larger
-// node, side by side under the same node as long as they are few enough.
-void Brancher::group(const Target& target, Load& load) {
-  ends_.clear();
-  order_ = sorted_;
-  int32_t parent = kNoNode;  // of the group at hand
+struct Brancher::Group {
+  int32_t parent = kNoNode;  // of its subtrees, or where its queries end
   int32_t queries = 0;
   int32_t most = 0;
   int64_t tokens = 0;
-  const auto finish = [&](int32_t end) {
-    if (queries == 0) return;
-    if (parent != kNoNode) tokens += path_[static_cast<size_t>(parent)];
-    if (tokens > 0) {
-      const double seconds = item_seconds(target, kBranchRows, static_cast<double>(tokens));
-      load.seconds += seconds;
-      load.longest = std::max(load.longest, seconds);
-      load.items += 1.0;
-      load.tokens += tokens;
-      load.longest_tokens = std::max(load.longest_tokens, tokens);
-    }
-    ends_.push_back(end);
-    queries = 0;
-    tokens = 0;
-  };
+};
+
+// Ends a group before position `end` of order_ and adds what it asks for.
+void Brancher::finish(const Target& target, Group& group, int32_t end, BranchLoad& load) {
+  if (group.queries == 0) return;
+  if (group.parent != kNoNode) group.tokens += path_[group.parent];
+  if (group.tokens > 0) {
+    const double seconds = item_seconds(target, kBranchRows, static_cast<double>(group.tokens));
+    load.seconds += seconds;
+    load.longest = std::max(load.longest, seconds);
+    load.items += 1.0;
+    load.tokens += group.tokens;
+    load.longest_tokens = std::max(load.longest_tokens, group.tokens);
+  }
+  ends_.push_back(end);
+  group.queries = 0;
+  group.tokens = 0;
+}
+
+// Cuts order_ into groups: subtrees of few enough queries, and the queries that end at one larger
+// node, side by side under the same node as long as they are few enough.
+BranchLoad Brancher::group(const Target& target) {
+  BranchLoad load;
+  ends_.clear();
+  order_ = sorted_;
+  Group group;
   int32_t dealt = 0;
-  for (int32_t i = 0; i < static_cast<int32_t>(order_.size());) {
-    const int32_t node = tree_->query_node[static_cast<size_t>(sorted_[static_cast<size_t>(i)])];
-    const int32_t top = top_[static_cast<size_t>(node)];
-    const bool whole = top != kNoNode;
-    const auto first = static_cast<size_t>(whole ? top : node);
+  for (int32_t i = 0; i < count_of(order_);) {
+    const int32_t node = tree_->query_node[sorted_[i]];
+    const bool whole = top_[node] != kNoNode;  // a subtree
+    const int32_t first = whole ? top_[node] : node;
     const int32_t step = whole ? tree_->nodes[first].num_queries : 1;
     const int32_t under = whole ? tree_->nodes[first].parent : node;
-    if (queries == 0 || under != parent || under == kNoNode || queries + step > most) {
-      finish(i);
-      parent = under;
-      most = cut_.queries;
+    if (group.queries == 0 || under != group.parent || under == kNoNode ||
+        group.queries + step > group.most) {
+      finish(target, group, i, load);
+      group.parent = under;
+      group.most = cut_.queries;
       if (!whole) {  // the rest of the node's queries end there: groups of one size
         const int32_t rest = position_[first] + tree_->nodes[first].num_queries - i;
-        const int32_t groups = (rest + most - 1) / most;
-        most = (rest + groups - 1) / groups;
-        if (i >= dealt) deal(i, rest, most);
+        const int32_t groups = (rest + group.most - 1) / group.most;
+        group.most = (rest + groups - 1) / groups;
+        if (i >= dealt) deal(i, rest, group.most);
         dealt = std::max(dealt, i + rest);
       }
     }
-    queries += step;
-    tokens +=
-        whole ? subtree_[first] : tail_tokens(static_cast<size_t>(order_[static_cast<size_t>(i)]));
+    group.queries += step;
+    group.tokens += whole ? subtree_[first] : tail_tokens(order_[i]);
     i += step;
   }
-  finish(static_cast<int32_t>(order_.size()));
+  finish(target, group, count_of(order_), load);
+  return load;
 }
 
-bool Brancher::build() {
+bool Brancher::build(const Target& target) {
   clear();
-  const auto& nodes = tree_->nodes;
-  const size_t num_groups = ends_.size();
+  list_members();
+  if (!count_segments()) {
+    clear();
+    return false;
+  }
+  list_nodes();
+  list_tails();
+  if (place(target)) return true;
+  clear();
+  return false;
+}
+
+void Brancher::list_members() {
+  const int32_t num_groups = count_of(ends_);
   group_of_.resize(order_.size());
   rank_.resize(order_.size() + 1);
   branch_of_.assign(tree_->query_node.size(), kNoNode);
   branches_.assign(num_groups, {});
   tail_counts_.assign(num_groups, 0);
   rank_[0] = 0;
-  for (size_t g = 0, i = 0; g < num_groups; ++g) {
+  for (int32_t g = 0, i = 0; g < num_groups; ++g) {
     Branch& branch = branches_[g];
-    branch.first_member = static_cast<int32_t>(members_.size());
-    for (; i < static_cast<size_t>(ends_[g]); ++i) {
-      const auto query = static_cast<size_t>(order_[i]);
+    branch.first_member = count_of(members_);
+    for (; i < ends_[g]; ++i) {
+      const int32_t query = order_[i];
       const int32_t tail = tail_tokens(query);
-      group_of_[i] = static_cast<int32_t>(g);
-      if (path_[static_cast<size_t>(tree_->query_node[query])] + tail > 0) {
-        branch_of_[query] = static_cast<int32_t>(g);
-        members_.push_back(order_[i]);
+      group_of_[i] = g;
+      if (path_[tree_->query_node[query]] + tail > 0) {
+        branch_of_[query] = g;
+        members_.push_back(query);
       }
       tail_counts_[g] += tail > 0;
-      rank_[i + 1] = static_cast<int32_t>(members_.size());
+      rank_[i + 1] = count_of(members_);
     }
-    branch.num_queries = static_cast<int32_t>(members_.size()) - branch.first_member;
+    branch.num_queries = count_of(members_) - branch.first_member;
   }
-  // Calls visit(branch, first position, end) for the branches that a node reaches into.
-  const auto for_each_branch = [&](size_t node, const auto& visit) {
-    if (kept(nodes[node].end - nodes[node].start)) return;
-    const int32_t begin = position_[node];
-    const int32_t end = begin + nodes[node].num_queries;
-    for (int32_t at = begin; at < end;) {
-      const auto g = static_cast<size_t>(group_of_[static_cast<size_t>(at)]);
-      const int32_t to = std::min(end, ends_[g]);
-      visit(branches_[g], at, to);
-      at = to;
-    }
-  };
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    for_each_branch(i, [](Branch& branch, int32_t, int32_t) { ++branch.num_segments; });
+}
+
+// Calls visit(branch, first position, end) for the branches that take tokens of a node.
+template <typename Visit>
+void Brancher::for_each_branch(int32_t node, const Visit& visit) {
+  if (kept(tree_->nodes[node].end - tree_->nodes[node].start)) return;
+  const int32_t end = position_[node] + tree_->nodes[node].num_queries;
+  for (int32_t at = position_[node]; at < end;) {
+    const int32_t branch = group_of_[at];
+    const int32_t to = std::min(end, ends_[branch]);
+    visit(branch, at, to);
+    at = to;
+  }
+}
+
+// Gives the branches their ranges of segments. Returns false if one has too many.
+bool Brancher::count_segments() {
+  for (int32_t i = 0; i < count_of(tree_->nodes); ++i) {
+    for_each_branch(i, [&](int32_t g, int32_t, int32_t) { ++branches_[g].num_segments; });
   }
   int32_t total = 0;
-  next_node_.resize(num_groups);
-  next_tail_.resize(num_groups);
-  for (size_t g = 0; g < num_groups; ++g) {
+  next_node_.resize(branches_.size());
+  next_tail_.resize(branches_.size());
+  for (int32_t g = 0; g < count_of(branches_); ++g) {
     Branch& branch = branches_[g];
     const int32_t num_nodes = branch.num_segments;
     branch.num_segments += tail_counts_[g];
-    if (branch.num_segments > kBranchSegments) {
-      clear();
-      return false;
-    }
+    if (branch.num_segments > kBranchSegments) return false;
     branch.first_segment = total;
     total += branch.num_segments;
     branch.tails_first = g % 2 == 1;
     next_node_[g] = branch.tails_first ? total - 1 : branch.first_segment;
     next_tail_[g] = branch.first_segment + (branch.tails_first ? 0 : num_nodes);
   }
-  segments_.resize(static_cast<size_t>(total));
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    for_each_branch(i, [&](Branch& branch, int32_t begin, int32_t end) {
-      const int32_t first = rank_[static_cast<size_t>(begin)];
-      const int32_t queries = rank_[static_cast<size_t>(end)] - first;
-      const int32_t tokens = nodes[i].end - nodes[i].start;
-      int32_t& at = next_node_[static_cast<size_t>(group_of_[static_cast<size_t>(begin)])];
-      segments_[static_cast<size_t>(at)] = {
-          order_[static_cast<size_t>(begin)], nodes[i].start, tokens, tokens,
-          first - branch.first_member,        queries};
-      at += branch.tails_first ? -1 : 1;
+  segments_.resize(total);
+  return true;
+}
+
+void Brancher::list_nodes() {
+  for (int32_t i = 0; i < count_of(tree_->nodes); ++i) {
+    const PackNode& node = tree_->nodes[i];
+    for_each_branch(i, [&](int32_t g, int32_t begin, int32_t end) {
+      Branch& branch = branches_[g];
+      const int32_t first = rank_[begin];
+      const int32_t queries = rank_[end] - first;
+      const int32_t tokens = node.end - node.start;
+      segments_[next_node_[g]] = {
+          order_[begin], node.start, tokens, tokens, first - branch.first_member, queries};
+      next_node_[g] += branch.tails_first ? -1 : 1;
       branch.tokens += tokens;
-      if (queries == branch.num_queries) branch.seen_by_all += tokens;
+      if (queries == branch.num_queries) branch.unmasked += tokens;
     });
   }
-  for (size_t i = 0; i < order_.size(); ++i) {
-    const auto query = static_cast<size_t>(order_[i]);
+}
+
+void Brancher::list_tails() {
+  for (int32_t i = 0; i < count_of(order_); ++i) {
+    const int32_t query = order_[i];
     const int32_t tail = tail_tokens(query);
     if (tail == 0) continue;
-    const auto g = static_cast<size_t>(group_of_[i]);
-    segments_[static_cast<size_t>(next_tail_[g]++)] = {
-        order_[i], tree_->query_prefix[query], tail, 0, rank_[i] - branches_[g].first_member, 1};
-    branches_[g].tokens += tail;
+    Branch& branch = branches_[group_of_[i]];
+    segments_[next_tail_[group_of_[i]]++] = {query,
+                                             tree_->query_prefix[query],
+                                             kDynamic,
+                                             tail + headroom(tail),
+                                             rank_[i] - branch.first_member,
+                                             1};
+    branch.tokens += tail;
   }
-  return true;
+}
+
+// Gives the branches their places in the snapshot's list. Returns false if they do not fit.
+bool Brancher::place(const Target& target) {
+  int64_t tokens = 0;
+  for (Branch& branch : branches_) {
+    branch.list_start = static_cast<int32_t>(tokens);
+    for (int32_t i = 0; i < branch.num_segments; ++i) {
+      tokens += segments_[branch.first_segment + i].room;
+    }
+    tokens = (tokens + kBranchAlign - 1) / kBranchAlign * kBranchAlign;
+    if (tokens > target.max_branch_tokens) return false;
+  }
+  list_tokens_ = static_cast<int32_t>(tokens);
+  return count_of(segments_) <= target.max_segments;
 }
 
 }  // namespace pat

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Branches of the pack tree that are done as one item each: queries that stand side by side in the
-// tree, with all their tokens but those of long nodes and tails. What several of them share is read
-// once for all, what is one query's own is masked for the others: none of it needs a partial.
+// Branch: which parts of the pack tree become one item each. A branch has queries that stand side by
+// side in the tree, and all their tokens but those of long nodes and tails. It reads tokens that
+// several of its queries share once, and masks tokens for the queries that do not have them, so that
+// none of its tokens needs a partial.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "../plan.h"
+#include "cost_model.h"
+#include "packer.h"
 #include "target.h"
 #include "tree.h"
 
 namespace pat {
-
-struct Packs;
 
 // A way to cut a tree into branches.
 struct BranchCut {
@@ -21,50 +22,56 @@ struct BranchCut {
   int32_t queries = 0;  // of a branch, at most; 0: no branches
 };
 
-// What branches ask of the units, for one KV head.
-struct Load {
-  double seconds = 0.0;  // modelled as of items, all branches
-  double longest = 0.0;  // seconds of the longest
-  double items = 0.0;
-  int64_t tokens = 0;  // of all branches
-  int64_t longest_tokens = 0;
-  int64_t partials = 0;  // of queries that have other items beside
-};
-
 struct Branch {
-  int32_t first_member;  // into Brancher::members
-  int32_t num_queries;
+  int32_t first_member;   // into Brancher::members
+  int32_t num_queries;    // 0: its nodes and tails all stay items of their own
   int32_t first_segment;  // into Brancher::segments
   int32_t num_segments;
-  int32_t tokens;       // scheduled
-  int32_t seen_by_all;  // of these, by all members
+  int32_t list_start;  // token position in the snapshot's list
+  int32_t tokens;      // scheduled
+  int32_t unmasked;    // of these, those that all members attend to
   bool tails_first;
 };
 
+// Keeps its working memory between calls.
 class Brancher {
  public:
   // Orders the queries of a tree, which is kept, with the lengths, until the next call.
-  void read(const PackTree& tree, const int64_t* seq_lens, size_t num_queries);
+  void read(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   // Leaves in `packs` what a cut leaves to ordinary items and adds up what its branches ask for.
-  Load cut(const Target& target, const BranchCut& cut, Packs& packs);
-  // Lists the branches of the last cut. Returns false, with no branches, if one would have more
-  // than kBranchSegments segments.
-  bool build();
+  BranchLoad cut(const Target& target, const BranchCut& cut, Packs& packs);
+  // Lists the branches of the last cut, with room for their tails to grow. Returns false, with no
+  // branches, if one would have more than kBranchSegments segments or if they exceed the target's
+  // max_segments or max_branch_tokens.
+  bool build(const Target& target);
   void clear();
 
   const std::vector<Branch>& branches() const { return branches_; }
-  // By branch, their nodes from the root on, then the tails, or the other way round. Tails have
-  // their scheduled length and no room yet.
+  // By branch, their nodes from the root on, then the tails, or the other way round.
   const std::vector<Segment>& segments() const { return segments_; }
   const std::vector<int32_t>& members() const { return members_; }  // queries, by branch
+  int32_t list_tokens() const { return list_tokens_; }              // length of the snapshot's list
   // The branch that has a query as a member, or kNoNode.
-  int32_t branch_of(size_t query) const { return branches_.empty() ? kNoNode : branch_of_[query]; }
+  int32_t branch_of(int32_t query) const { return branches_.empty() ? kNoNode : branch_of_[query]; }
 
  private:
+  struct Group;  // a branch to be, see branch.cpp
+
   bool kept(int32_t tokens) const { return tokens > cut_.limit; }
-  int32_t tail_tokens(size_t query) const;  // that branches take
-  void group(const Target& target, Load& load);
+  int32_t kept_from(int32_t node) const;     // nearest kept node from `node` upwards
+  int32_t tail_tokens(int32_t query) const;  // that branches take
+  void cut_nodes(Packs& packs);
+  int64_t cut_tails(Packs& packs);
+  BranchLoad group(const Target& target);
+  void finish(const Target& target, Group& group, int32_t end, BranchLoad& load);
   void deal(int32_t first, int32_t queries, int32_t most);
+  template <typename Visit>
+  void for_each_branch(int32_t node, const Visit& visit);
+  void list_members();
+  bool count_segments();
+  void list_nodes();
+  void list_tails();
+  bool place(const Target& target);
 
   const PackTree* tree_ = nullptr;
   const int64_t* seq_lens_ = nullptr;
@@ -87,6 +94,7 @@ class Brancher {
   std::vector<Branch> branches_;
   std::vector<Segment> segments_;
   std::vector<int32_t> members_;
+  int32_t list_tokens_ = 0;
 };
 
 }  // namespace pat

@@ -60,8 +60,7 @@ struct Range {
 };
 
 Range range_of(const PlanView& view, const Item& item, const Segment& segment) {
-  Range range{
-      {}, segment.kv_start, segment.kv_len == kDynamic ? kEnd : segment.kv_start + segment.kv_len};
+  Range range{{}, segment.kv_start, is_dynamic(segment) ? kEnd : segment.kv_start + segment.kv_len};
   const Member* members = view.members + item.member_offset + segment.first;
   for (int32_t i = 0; i < segment.num_queries; ++i) range.queries.push_back(members[i].query);
   std::sort(range.queries.begin(), range.queries.end());
@@ -133,7 +132,6 @@ using Cells = std::array<std::string, 5>;
 Cells cells_of(const PlanView& view, int32_t index) {
   const PlanHeader& header = *view.header;
   const Item& item = view.items[index];
-  const bool is_branch = item.kv_len == kBranch;
   std::vector<int32_t> queries, partials;
   for (int32_t i = 0; i < item.num_queries; ++i) {
     const Member& member = view.members[item.member_offset + i];
@@ -142,16 +140,19 @@ Cells cells_of(const PlanView& view, int32_t index) {
   }
   std::sort(queries.begin(), queries.end());
   std::sort(partials.begin(), partials.end());
-  std::string read = counted(item.partial, "segment");
-  if (!is_branch) {
-    const int32_t end = item.kv_len == kDynamic ? kEnd : item.kv_start + item.kv_len;
-    read = tokens(item.kv_start, end) + " in the row of query " + std::to_string(item.row);
+  std::string read;
+  if (is_branch(item)) {
+    read = counted(num_segments(item), "segment");
+  } else {
+    const int32_t end = is_dynamic(item) ? kEnd : item.kv_start + item.kv_len;
+    read =
+        tokens(item.kv_start, end) + " in the row of query " + std::to_string(source_query(item));
   }
   std::string to = partials.empty() ? "" : numbers("partial", "partials", partials);
   if (partials.size() < queries.size()) to += to.empty() ? "output" : " and output";
   const bool is_heavy = index < header.num_wide_items + header.num_heavy_items;
   const char* kind = index < header.num_wide_items ? "wide" : is_heavy ? "heavy" : "light";
-  return {"item " + std::to_string(index) + ":", is_branch ? "branch" : kind,
+  return {"item " + std::to_string(index) + ":", is_branch(item) ? "branch" : kind,
           numbers("query", "queries", queries), read,
           "tile of " + std::to_string(item.row_tile) + " rows, to " + to};
 }

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "schedule.h"
+#include "emit.h"
 
 namespace pat {
 

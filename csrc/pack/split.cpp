@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Long-KV split (PAT section 6) and the cost model behind it.
+#include "split.h"
+
 #include <algorithm>
 #include <cmath>
-
-#include "schedule.h"
 
 namespace pat {
 namespace {
@@ -29,7 +28,7 @@ void split_by_mean(const Target& target, Packs& packs) {
   double items = 0.0;
   for (const Pack& pack : packs.packs) {
     if (pack.queries == 0) continue;
-    const auto tiles = static_cast<double>(num_row_tiles(target, pack.queries));
+    const auto tiles = static_cast<double>(target.num_row_tiles(pack.queries));
     tokens += tiles * pack.tokens();
     items += tiles;
   }
@@ -39,61 +38,57 @@ void split_by_mean(const Target& target, Packs& packs) {
   }
 }
 
-// How long all units need for items that take `sum` together for a KV head: their mean load plus
-// half of the longest item, which on average ends half over.
-double makespan(const Target& target, double sum, double longest, double items) {
-  const double heads = target.num_kv_heads;
-  const double idle_end = items * heads > target.units ? 0.5 * longest : 0.0;
-  return std::max(longest, sum * heads / target.units + idle_end);
+// Pieces of a pack that takes `seconds`, so that none takes longer than `limit`.
+int32_t pieces_for(const Target& target, const Pack& pack, double seconds, double limit) {
+  if (seconds <= limit) return 1;
+  const double most = std::max(1, pack.tokens() / kMinChunk);
+  return static_cast<int32_t>(std::min(pieces_within(target, seconds, limit), most));
 }
 
-// Chooses the longest time an item may take: for a handful of limits, models how long all units
-// need with the partials that the splits add, and keeps the best.
-void split_by_cost(const Target& target, Packs& packs, const Load& branches) {
-  const double units = target.units;
-  const double heads = target.num_kv_heads;
-  const double partial_s = target.partial_cost_bytes() /
-                           (target.bytes_per_s / units);  // of one query, KV head and piece
-  double total = branches.seconds;
-  double longest = 0.0;
-  double items = branches.items;
+// Items of the packs, none of them split, and of the branches. `longest`: of the packs alone.
+ItemLoad load_of(const Target& target, const Packs& packs, const BranchLoad& branches) {
+  ItemLoad load{branches.seconds, 0.0, branches.items};
   for (const Pack& pack : packs.packs) {
     if (pack.queries == 0) continue;
-    const auto tiles = static_cast<double>(num_row_tiles(target, pack.queries));
-    const double seconds = item_seconds(target, row_tile_for(target, pack.queries), pack.tokens());
-    total += tiles * seconds;
-    items += tiles;
-    longest = std::max(longest, seconds);
+    const auto tiles = static_cast<double>(target.num_row_tiles(pack.queries));
+    const double seconds = pack_seconds(target, pack);
+    load.seconds += tiles * seconds;
+    load.items += tiles;
+    load.longest = std::max(load.longest, seconds);
   }
-  if (longest == 0.0) return;
-  const auto pieces_for = [&](const Pack& pack, double seconds, double limit) {
-    const double work = seconds - target.item_overhead_s;
-    const double room = std::max(limit - target.item_overhead_s, 0.25 * target.item_overhead_s);
-    return static_cast<int32_t>(
-        std::min<double>(std::ceil(work / room), std::max(1, pack.tokens() / kMinChunk)));
-  };
+  return load;
+}
 
-  double best_limit = longest;
-  double best = makespan(target, total, std::max(longest, branches.longest), items);
-  const double ideal = total * heads / units;
+// The same with packs split so that no item takes longer than `limit`, partials included.
+// `whole`: what load_of() gave.
+ItemLoad load_if_split(const Target& target, const Packs& packs, const BranchLoad& branches,
+                       const ItemLoad& whole, double limit) {
+  ItemLoad load{whole.seconds, branches.longest, whole.items};
+  for (const Pack& pack : packs.packs) {
+    if (pack.queries == 0) continue;
+    const double seconds = pack_seconds(target, pack);
+    const int32_t pieces = pieces_for(target, pack, seconds, limit);
+    load.longest = std::max(load.longest, piece_seconds(target, seconds, pieces));
+    if (pieces == 1) continue;
+    load.seconds += (pieces - 1) * further_piece_seconds(target, pack);
+    load.items += static_cast<double>((pieces - 1) * target.num_row_tiles(pack.queries));
+  }
+  return load;
+}
+
+// Chooses the longest time an item may take: for a handful of limits, models how long all SMs need
+// with the partials that the splits add, and keeps the best.
+void split_by_cost(const Target& target, Packs& packs, const BranchLoad& branches) {
+  const ItemLoad whole = load_of(target, packs, branches);
+  if (whole.longest == 0.0) return;
+  double best_limit = whole.longest;
+  double best = makespan_seconds(
+      target, {whole.seconds, std::max(whole.longest, branches.longest), whole.items});
+  const double ideal = whole.seconds * target.num_kv_heads / target.num_sms;
   for (double limit = 2.0 * ideal; limit > ideal / 8.0; limit *= 0.7) {
-    if (limit >= longest) continue;
-    double sum = total;
-    double count = items;
-    double longest_piece = branches.longest;
-    for (const Pack& pack : packs.packs) {
-      if (pack.queries == 0) continue;
-      const double seconds =
-          item_seconds(target, row_tile_for(target, pack.queries), pack.tokens());
-      const int32_t pieces = seconds > limit ? pieces_for(pack, seconds, limit) : 1;
-      const double piece_s = target.item_overhead_s + (seconds - target.item_overhead_s) / pieces;
-      longest_piece = std::max(longest_piece, piece_s);
-      if (pieces == 1) continue;
-      const auto tiles = static_cast<double>(num_row_tiles(target, pack.queries));
-      sum += (pieces - 1) * (tiles * target.item_overhead_s + pack.queries * partial_s);
-      count += (pieces - 1) * tiles;
-    }
-    const double seconds = makespan(target, sum, longest_piece, count);
+    if (limit >= whole.longest) continue;
+    const double seconds =
+        makespan_seconds(target, load_if_split(target, packs, branches, whole, limit));
     if (seconds < best) {
       best = seconds;
       best_limit = limit;
@@ -101,73 +96,13 @@ void split_by_cost(const Target& target, Packs& packs, const Load& branches) {
   }
   for (Pack& pack : packs.packs) {
     if (pack.queries == 0) continue;
-    const double seconds = item_seconds(target, row_tile_for(target, pack.queries), pack.tokens());
-    cut(target, pack, seconds > best_limit ? pieces_for(pack, seconds, best_limit) : 1);
+    cut(target, pack, pieces_for(target, pack, pack_seconds(target, pack), best_limit));
   }
 }
 
 }  // namespace
 
-int64_t num_row_tiles(const Target& target, int64_t queries) {
-  const int64_t most = target.max_tile_queries();
-  return (queries + most - 1) / most;
-}
-
-int32_t row_tile_for(const Target& target, int32_t queries) {
-  const int64_t rows = int64_t{queries} * target.group();
-  for (const int32_t tile : target.row_tiles) {
-    if (tile >= rows) return tile;
-  }
-  return target.row_tiles.back();
-}
-
-int32_t kv_tile_for(const Target& target, int32_t tokens) {
-  for (const int32_t tile : target.kv_tiles) {
-    if (tile >= tokens) return tile;
-  }
-  return target.kv_tiles.back();
-}
-
-double item_seconds(const Target& target, int32_t row_tile, double tokens) {
-  const double memory_s = target.token_bytes() / target.bytes_per_s;
-  const double arithmetic_s = 4.0 * row_tile * target.head_dim / target.flops_per_s;
-  return target.item_overhead_s + tokens * target.units * std::max(memory_s, arithmetic_s);
-}
-
-// Terms and factors are those that fit plans of the paper's trees on an H200 within 8 %
-// (csrc/NOTES.md).
-double modelled_seconds(const Target& target, const Packs& packs, const Load& branches,
-                        int64_t unique_tokens) {
-  constexpr double kReread = 0.5;   // tokens read again, of a first read
-  constexpr double kWide = 0.3;     // tokens of wide items, which ask for arithmetic, beside
-  constexpr double kMerged = 1.45;  // bytes of partials
-  const double overhead_s = target.item_overhead_s / 12.0;  // of a branch, on its unit
-  auto read = static_cast<double>(branches.tokens);
-  double wide = 0.0;
-  int64_t partials = branches.partials;
-  for (size_t i = 0; i < packs.packs.size(); ++i) {
-    const Pack& pack = packs.packs[i];
-    if (pack.queries == 0) continue;
-    const double tokens = static_cast<double>(num_row_tiles(target, pack.queries)) * pack.tokens();
-    read += tokens;
-    if (row_tile_for(target, pack.queries) > kWideRows) wide += tokens;
-    // A tail alone in its row writes the output itself.
-    const bool alone = i >= packs.num_nodes && pack.above == kNoNode && pack.pieces == 1;
-    if (!alone) partials += int64_t{pack.queries} * pack.pieces;
-  }
-  const double heads = target.num_kv_heads;
-  const double token_s = target.token_bytes() / target.bytes_per_s;
-  const auto unique = static_cast<double>(unique_tokens);
-  const double all =
-      heads * ((unique + kReread * std::max(read - unique, 0.0) + kWide * wide) * token_s +
-               branches.items * overhead_s / target.units);
-  // A branch may be the last to run.
-  const double longest = static_cast<double>(branches.longest_tokens) * token_s * target.units;
-  return std::max(all, longest) + kMerged * heads * static_cast<double>(partials) *
-                                      target.partial_cost_bytes() / target.bytes_per_s;
-}
-
-void split_packs(const Target& target, Packs& packs, bool enabled, const Load& branches) {
+void split_packs(const Target& target, Packs& packs, bool enabled, const BranchLoad& branches) {
   for (Pack& pack : packs.packs) {
     pack.pieces = 1;
     pack.chunk = std::max(pack.tokens(), 1);

@@ -26,14 +26,14 @@ enum class Branching : int {
 };
 
 struct Target {
-  int32_t units;  // SMs or threads that run items
+  int32_t num_sms;  // SMs that run items; of a CPU its threads. In Python, and in messages: units
   int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
   int32_t kv_bytes;        // bytes of a K or V element
   int32_t partial_bytes;   // bytes of an element of a partial output: 4 or 2
-  double bytes_per_s;      // memory bandwidth of all units together
-  double flops_per_s;      // matrix rate of all units together
+  double bytes_per_s;      // memory bandwidth of all SMs together
+  double flops_per_s;      // matrix rate of all SMs together
   double item_overhead_s;  // fixed time of an item
   double reread_weight;    // cost of re-reading hot K/V, relative to a first read, in (0, 1]
   std::vector<int32_t> row_tiles;  // ascending, packed rows
@@ -46,8 +46,8 @@ struct Target {
   Policy policy = Policy::kBytes;
   Split split = Split::kCost;
   Branching branching = Branching::kCost;
-  // Ways to cut branches that are compared: packed rows of one, and tokens of a node or tail beyond
-  // which it stays an item of its own.
+  // The cuts into branches that are compared: packed rows of a branch, and tokens of a node or tail
+  // beyond which it stays an item of its own.
   std::vector<int32_t> branch_rows;
   std::vector<int32_t> branch_limits;
 
@@ -57,6 +57,18 @@ struct Target {
     const int32_t queries = row_tiles.back() / group();
     return queries > 0 ? queries : 1;
   }
+  // Row tiles, hence items, that `queries` queries take.
+  int64_t num_row_tiles(int64_t queries) const {
+    const int64_t most = max_tile_queries();
+    return (queries + most - 1) / most;
+  }
+  // Packed rows of the smallest row tile that holds `queries` queries, else of the largest: a pack
+  // of more queries than fit takes several row tiles.
+  int32_t row_tile_for(int32_t queries) const;
+  // Tokens of the smallest KV tile that holds `tokens` tokens, else of the largest.
+  int32_t kv_tile_for(int32_t tokens) const;
+  // The same target without the row tile of wide items, if it has that and can do without.
+  Target without_wide() const;
   // K and V bytes of one token and KV head.
   double token_bytes() const { return 2.0 * head_dim * kv_bytes; }
   // Bytes that one partial of a query costs per KV head: written once and read once, LSE included.

@@ -53,7 +53,6 @@ class TreeBuilder {
     int32_t next;  // continuation of the same id beyond a clip, or kNoNode
     int32_t num_queries;
     int32_t num_ending;  // queries whose path ends here
-    int32_t num_children;
   };
   void reset(int64_t num_queries);
   int32_t enter(int64_t query, int32_t parent, int64_t id, int32_t start, int32_t end);
@@ -61,6 +60,7 @@ class TreeBuilder {
   void cut(int32_t node, int32_t position);
   void count_queries();
   void reduce();
+  void sort_nodes();
 
   std::vector<RawNode> raw_;
   std::vector<int32_t> raw_query_node_;

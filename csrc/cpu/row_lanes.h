@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of five and more packed rows: vector lanes run along the packed rows, so that K and V enter
-// as broadcast scalars and need no transposition, and softmax needs no reduction across lanes. Only
-// forward_isa.cpp includes this.
+// Tiles of five and more packed rows, and of branches: vector lanes run along the packed rows, so
+// that K and V enter as broadcast scalars and need no transposition, and softmax needs no reduction
+// across lanes. Only forward_isa.cpp includes this.
 #pragma once
 
 #include "cpu/tile.h"
@@ -12,11 +12,11 @@ namespace {
 // Vectors x lanes packed rows. Memory: q [head_dim][kRows] | o [v_head_dim][kRows] | max [kRows] |
 // sum [kRows]. Lanes without a row hold q = 0.
 template <int L, int Vectors>
-class WideTile {
+class RowLanesTile {
  public:
   static constexpr int kRows = L * Vectors;
 
-  WideTile(const Shape& shape, float* memory)
+  RowLanesTile(const Shape& shape, float* memory)
       : shape_(shape),
         q_(memory),
         o_(q_ + shape.head_dim * kRows),
@@ -38,7 +38,7 @@ class WideTile {
   const float* o(int row) const { return o_ + row; }
   SoftmaxState state(int row) const { return {max_[row], sum_[row]}; }
 
-  // Of the rows only those of [first, end) see the tokens. `scores` has room for
+  // Only the rows of [first, end) attend to the tokens. `scores` has room for
   // [kBlockTokens][kRows].
   void attend(const TokenRows<float>& tokens, float* scores, Prefetcher& ahead, int first = 0,
               int end = kRows) {
@@ -92,13 +92,13 @@ class WideTile {
     const Vec<L> old_max = load<L>(max_ + row);
     Vec<L> new_max = old_max;
     const bool all = first <= row && end >= row + L;
-    Vec<L> hidden = {};
+    Vec<L> masked = {};
     for (int r = 0; r < L && !all; ++r) {
-      if (row + r < first || row + r >= end) hidden[r] = -INFINITY;
+      if (row + r < first || row + r >= end) masked[r] = -INFINITY;
     }
     for (int t = 0; t < tokens; ++t) {
       Vec<L> logit = cap_logits<L>(shape_, load<L>(scores + t * kRows));
-      if (!all) logit = hidden == -INFINITY ? hidden : logit;
+      if (!all) logit = masked == -INFINITY ? masked : logit;
       store<L>(scores + t * kRows, logit);
       new_max = max<L>(new_max, logit);
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of one to four packed rows: vector lanes run along the head dimension, K and V are read in
-// place whatever their dtype. Only forward_isa.cpp includes this.
+// Tiles of one to four packed rows: vector lanes run along the head dimension, and K and V are read
+// in place whatever their dtype. Only forward_isa.cpp includes this.
 #pragma once
 
 #include "cpu/tile.h"
@@ -9,9 +9,9 @@ namespace pat::PAT_ISA {
 namespace {
 
 // 512-bit lanes would leave tails of head dims that are no multiple of 16.
-constexpr int kNarrowLanes = kLanes < 8 ? kLanes : 8;
-constexpr int kNarrowSums = 8;  // accumulators of a loop: what hides the FMA latency
-using NarrowVec = Vec<kNarrowLanes>;
+constexpr int kDimLanes = kLanes < 8 ? kLanes : 8;
+constexpr int kDimSums = 8;  // accumulators of a loop: what hides the FMA latency
+using DimVec = Vec<kDimLanes>;
 
 // Lane i of the result is the sum of the lanes of v[i].
 template <int L>
@@ -46,9 +46,9 @@ template <int L>
 // Rows 1, 2 or 4; of three, the fourth is zero. Memory: q [Rows][head_dim] | o [Rows][v_head_dim].
 // Scores lie token by token, [tokens][Rows], so that a vector holds whole tokens.
 template <int Rows, typename T>
-class NarrowTile {
+class DimLanesTile {
  public:
-  NarrowTile(const Shape& shape, float* memory, float* scores)
+  DimLanesTile(const Shape& shape, float* memory, float* scores)
       : shape_(shape), q_(memory), o_(memory + Rows * shape.head_dim), scores_(scores) {
     for (int r = 0; r < Rows; ++r) state_[r] = empty_state();
   }
@@ -61,7 +61,7 @@ class NarrowTile {
   SoftmaxState state(int row) const { return state_[row]; }
 
   void attend(const TokenRows<T>& tokens, Prefetcher& ahead) {
-    constexpr int kTokens = kNarrowSums / Rows;
+    constexpr int kTokens = kDimSums / Rows;
     const int padded = (tokens.count + kTokens - 1) / kTokens * kTokens;
     for (int t = 0; t < padded; t += kTokens) {
       ahead.step(kTokens);
@@ -70,72 +70,72 @@ class NarrowTile {
     for (int i = tokens.count * Rows; i < padded * Rows; ++i) scores_[i] = -INFINITY;
     float scale[Rows];
     weigh(padded * Rows, scale);
-    constexpr int kWide = kNarrowSums / Rows;
+    constexpr int kColumns = kDimSums / Rows;
     // What is left to fetch is spread over the passes.
-    const int step = kBlockTokens * kWide * kNarrowLanes / shape_.v_head_dim + 1;
+    const int step = kBlockTokens * kColumns * kDimLanes / shape_.v_head_dim + 1;
     int column = 0;
-    for (; column + kWide * kNarrowLanes <= shape_.v_head_dim; column += kWide * kNarrowLanes) {
+    for (; column + kColumns * kDimLanes <= shape_.v_head_dim; column += kColumns * kDimLanes) {
       ahead.step(step);
-      add_values<kWide>(tokens, column, scale);
+      add_values<kColumns>(tokens, column, scale);
     }
-    for (; column < shape_.v_head_dim; column += kNarrowLanes) {
+    for (; column < shape_.v_head_dim; column += kDimLanes) {
       add_values<1>(tokens, column, scale);
     }
   }
 
  private:
-  // Scores of kNarrowSums / Rows tokens.
+  // Scores of kDimSums / Rows tokens.
   [[gnu::always_inline]] void score(const TokenRows<T>& tokens, int first, float* scores) const {
-    constexpr int kTokens = kNarrowSums / Rows;
-    constexpr int kGroups = kNarrowSums / kNarrowLanes;
+    constexpr int kTokens = kDimSums / Rows;
+    constexpr int kGroups = kDimSums / kDimLanes;
     const T* k[kTokens];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) k[t] = tokens.key(first + t);
-    NarrowVec sums[kGroups][kNarrowLanes] = {};
-    for (int j = 0; j < shape_.head_dim; j += kNarrowLanes) {
-      NarrowVec q[Rows];
+    DimVec sums[kGroups][kDimLanes] = {};
+    for (int j = 0; j < shape_.head_dim; j += kDimLanes) {
+      DimVec q[Rows];
 #pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) q[r] = load<kNarrowLanes>(q_ + r * shape_.head_dim + j);
+      for (int r = 0; r < Rows; ++r) q[r] = load<kDimLanes>(q_ + r * shape_.head_dim + j);
 #pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
-        const NarrowVec key = load<kNarrowLanes>(k[t] + j);
+        const DimVec key = load<kDimLanes>(k[t] + j);
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) {
           const int i = t * Rows + r;
-          sums[i / kNarrowLanes][i % kNarrowLanes] += key * q[r];
+          sums[i / kDimLanes][i % kDimLanes] += key * q[r];
         }
       }
     }
 #pragma GCC unroll 2
     for (int g = 0; g < kGroups; ++g) {
-      store<kNarrowLanes>(scores + g * kNarrowLanes,
-                          cap_logits<kNarrowLanes>(shape_, sum_each<kNarrowLanes>(sums[g])));
+      store<kDimLanes>(scores + g * kDimLanes,
+                       cap_logits<kDimLanes>(shape_, sum_each<kDimLanes>(sums[g])));
     }
   }
 
   // Turns `count` scores into weights and updates the states; `scale` is the old outputs' factor.
   void weigh(int count, float (&scale)[Rows]) {
-    NarrowVec highest = NarrowVec{} - INFINITY;
-    for (int i = 0; i < count; i += kNarrowLanes) {
-      highest = max<kNarrowLanes>(highest, load<kNarrowLanes>(scores_ + i));
+    DimVec highest = DimVec{} - INFINITY;
+    for (int i = 0; i < count; i += kDimLanes) {
+      highest = max<kDimLanes>(highest, load<kDimLanes>(scores_ + i));
     }
-    NarrowVec reference;  // per lane the new maximum of the lane's row
+    DimVec reference;  // per lane the new maximum of the lane's row
     for (int r = 0; r < Rows; ++r) {
       float row_max = state_[r].max;
-      for (int i = r; i < kNarrowLanes; i += Rows) row_max = larger(row_max, highest[i]);
+      for (int i = r; i < kDimLanes; i += Rows) row_max = larger(row_max, highest[i]);
       scale[r] = rescale(state_[r].max, row_max);
       state_[r].max = row_max;
-      for (int i = r; i < kNarrowLanes; i += Rows) reference[i] = finite_max(row_max);
+      for (int i = r; i < kDimLanes; i += Rows) reference[i] = finite_max(row_max);
     }
-    NarrowVec sum = {};
-    for (int i = 0; i < count; i += kNarrowLanes) {
-      const NarrowVec p = exp2<kNarrowLanes>(load<kNarrowLanes>(scores_ + i) - reference);
-      store<kNarrowLanes>(scores_ + i, p);
+    DimVec sum = {};
+    for (int i = 0; i < count; i += kDimLanes) {
+      const DimVec p = exp2<kDimLanes>(load<kDimLanes>(scores_ + i) - reference);
+      store<kDimLanes>(scores_ + i, p);
       sum += p;
     }
     for (int r = 0; r < Rows; ++r) {
       float row_sum = 0;
-      for (int i = r; i < kNarrowLanes; i += Rows) row_sum += sum[i];
+      for (int i = r; i < kDimLanes; i += Rows) row_sum += sum[i];
       state_[r].sum = state_[r].sum * scale[r] + row_sum;
     }
   }
@@ -144,12 +144,12 @@ class NarrowTile {
   template <int Columns>
   [[gnu::always_inline]] void add_values(const TokenRows<T>& tokens, int column,
                                          const float (&scale)[Rows]) {
-    NarrowVec sums[Rows][Columns] = {};
+    DimVec sums[Rows][Columns] = {};
     for (int t = 0; t < tokens.count; ++t) {
-      NarrowVec value[Columns];
+      DimVec value[Columns];
 #pragma GCC unroll 8
       for (int c = 0; c < Columns; ++c) {
-        value[c] = load<kNarrowLanes>(tokens.value(t) + column + c * kNarrowLanes);
+        value[c] = load<kDimLanes>(tokens.value(t) + column + c * kDimLanes);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {
@@ -163,8 +163,8 @@ class NarrowTile {
       float* o = o_ + r * shape_.v_head_dim + column;
 #pragma GCC unroll 8
       for (int c = 0; c < Columns; ++c) {
-        const NarrowVec old = load<kNarrowLanes>(o + c * kNarrowLanes);
-        store<kNarrowLanes>(o + c * kNarrowLanes, old * scale[r] + sums[r][c]);
+        const DimVec old = load<kDimLanes>(o + c * kDimLanes);
+        store<kDimLanes>(o + c * kDimLanes, old * scale[r] + sums[r][c]);
       }
     }
   }

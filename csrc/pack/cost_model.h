@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cost model of plans: what packer, split and branch compare. All rates are Target's, the
+// factors that were fitted to measurements stand in cost_model.cpp; no other stage has any.
+//
+// Seconds are those of one SM or thread unless a function says "all SMs"; K/V, items and partials
+// are counted for one KV head unless it says otherwise.
+#pragma once
+
+#include <cstdint>
+
+#include "target.h"
+
+namespace pat {
+
+struct Pack;
+struct Packs;
+
+// What the branches of a plan ask of the SMs beside its packs, for one KV head.
+struct BranchLoad {
+  double seconds = 0.0;  // modelled as those of items, all branches
+  double longest = 0.0;  // seconds of the longest branch
+  double items = 0.0;
+  int64_t tokens = 0;  // of all branches
+  int64_t longest_tokens = 0;
+  int64_t partials = 0;  // of queries that have other items beside their branch
+};
+
+// Items of a plan for one KV head.
+struct ItemLoad {
+  double seconds;  // sum
+  double longest;  // seconds of the longest item
+  double items;
+};
+
+// Seconds of an item: overhead + max(memory, arithmetic).
+double item_seconds(const Target& target, int32_t row_tile, double tokens);
+// Seconds of one row tile of a pack that is not split.
+double pack_seconds(const Target& target, const Pack& pack);
+// Seconds of one of `pieces` equal pieces of an item that takes `seconds`.
+double piece_seconds(const Target& target, double seconds, int32_t pieces);
+// Pieces that an item of `seconds` must be cut into so that none takes longer than `limit`; if
+// `limit` is hardly longer than an item's overhead, so that none takes longer than 1.25 of that.
+double pieces_within(const Target& target, double seconds, double limit);
+// Seconds that each further piece of a pack adds: overhead of its row tiles, partials of its
+// queries.
+double further_piece_seconds(const Target& target, const Pack& pack);
+// Seconds until all SMs are done with items of all KV heads: their mean load plus half of the
+// longest item, which on average ends half over.
+double makespan_seconds(const Target& target, const ItemLoad& load);
+
+// Bytes saved (> 0) or lost when `merged` of a pack's `queries` leave it and read its `tokens`
+// themselves, which saves `partials` partials. Equations 1 and 2 of the paper compare the same two
+// schemes; here a query's partial counts with its GQA group and dtype, K/V is read once per row
+// tile, and an item that goes away saves its overhead.
+double merge_gain_bytes(const Target& target, double tokens, int64_t queries, int64_t merged,
+                        double partials);
+
+// Seconds until all SMs are done with a plan, all KV heads and the merge included: packs that are
+// split and the branches beside them. `unique_tokens`: of the batch, each node's once.
+double plan_seconds(const Target& target, const Packs& packs, const BranchLoad& branches,
+                    int64_t unique_tokens);
+
+}  // namespace pat

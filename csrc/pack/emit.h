@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Emit: the bytes of a plan (csrc/plan.h) from what the stages before have decided. Gives every
+// item its tile (PAT section 5.2) and lists the items in the order in which they run.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../plan.h"
+#include "branch.h"
+#include "packer.h"
+#include "target.h"
+
+namespace pat {
+
+// A plan on the host: its bytes, and for how long they hold.
+struct Plan {
+  std::vector<uint8_t> blob;  // PlanHeader, items, members, queries, segments: see plan.h
+  // The plan holds while min_seq_lens[q] <= seq_lens[q] <= max_seq_lens[q] for every query. The
+  // room above the scheduled length grows with the tail, so that plans get rarer as sequences get
+  // longer.
+  std::vector<int64_t> min_seq_lens;
+  std::vector<int64_t> max_seq_lens;
+  // Tokens that the items read for one layer and KV head, re-reads counted, are fixed_tokens plus
+  // sum(seq_lens): each query has at most one tail item, and its length enters once.
+  int64_t fixed_tokens = 0;
+  // Why a simpler plan was made than the rules ask for: empty, or the capacity that was too small.
+  std::string degraded;
+
+  const PlanHeader& header() const { return *reinterpret_cast<const PlanHeader*>(blob.data()); }
+};
+
+// Which queries each pack and each branch has, and which partials they write.
+struct Assignment {
+  std::vector<QuerySplits> splits;      // [queries]; the offset of one split means nothing yet
+  std::vector<int32_t> member_offsets;  // [packs + 1] into members; branches follow the packs
+  std::vector<Member>
+      members;  // Member::partial: of the pack's first piece, from the query's first
+  int64_t num_items = 0;
+  int64_t num_partials = 0;
+};
+
+// All that a plan is made of.
+struct Decisions {
+  const Target& target;  // with the row tiles that the items have
+  const Packs& packs;
+  const Brancher& brancher;
+  const Assignment& assigned;
+  const int64_t* seq_lens;  // [num_queries]
+  int32_t num_queries;
+};
+
+// Writes plans. Keeps its working memory between calls.
+class Emitter {
+ public:
+  Plan emit(const Decisions& from);
+
+ private:
+  // An item before it has its place. Until then member_offset counts in Assignment::members.
+  struct Draft {
+    Item item;
+    int32_t piece;  // of its pack
+    uint32_t key;   // where it sorts
+  };
+  void list_pack(const Decisions& from, int32_t index, Plan& plan);
+  void list_branch(const Decisions& from, const Branch& branch, Plan& plan);
+  void add(const Item& item, int32_t piece, double seconds);
+  void sort();
+  void write_items(const Decisions& from, Item* items, Member* members);
+
+  std::vector<Draft> drafts_;
+  std::vector<int32_t> order_;  // drafts, as the plan lists them
+  std::vector<int32_t> buckets_;
+  std::array<int32_t, 3> num_of_kind_{};
+  int32_t num_shared_ = 0;  // items that several queries share tokens of
+};
+
+}  // namespace pat

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packer: which queries share an item (PAT section 5.1, TreeHeuristic with three profit rules).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "target.h"
+#include "tree.h"
+
+namespace pat {
+
+// A pack: consecutive tokens of one query's sequence that a set of queries attends to.
+struct Pack {
+  int32_t start;    // token position
+  int32_t end;      // scheduled end; a tail really ends at its sequence length
+  int32_t queries;  // members left after merging; 0 means that no item comes of it
+  int32_t above;    // pack that holds the tokens before `start`, or kNoNode
+  int32_t pieces;   // KV splits
+  int32_t chunk;    // tokens of each piece but the last
+
+  int32_t tokens() const { return end - start; }
+};
+
+// Packs of a batch: one per tree node, then one per query (its private tail).
+struct Packs {
+  std::vector<Pack> packs;  // [num_nodes + num_queries]
+  int32_t num_nodes = 0;
+
+  const Pack& tail(int32_t query) const { return packs[num_nodes + query]; }
+};
+
+// Decides which nodes and tails merge with the packs above them. Keeps its working memory between
+// calls, and a reference to its target.
+class Packer {
+ public:
+  explicit Packer(const Target& target) : target_(target) {}
+  // Writes the packs of a batch, each in one piece. `use_tree` false ignores sharing.
+  void choose(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries, bool use_tree,
+              Packs& out);
+
+ private:
+  void list_children(const PackTree& tree, int32_t num_queries, const Packs& packs);
+  void merge_below(const PackTree& tree, int32_t node, Packs& out);
+  void merge_by_paper(const PackTree& tree, int32_t node, const Packs& packs);
+  void merge_by_bytes(const PackTree& tree, int32_t node, const Packs& packs);
+  void merge_longest_tails(int32_t node, int32_t count, const Packs& packs);
+  int32_t tails_of(int32_t node) const { return tail_offsets_[node + 1] - tail_offsets_[node]; }
+
+  const Target& target_;
+  std::vector<int32_t> child_offsets_, children_;  // nodes by parent, CSR
+  std::vector<int32_t> tail_offsets_, tails_;      // queries with a private tail by node, CSR
+  std::vector<uint8_t> merged_;                    // [nodes + queries]
+};
+
+}  // namespace pat

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// Split: where long packs are cut along their tokens into pieces, each an item (PAT section 6).
+#pragma once
+
+#include "cost_model.h"
+#include "packer.h"
+#include "target.h"
+
+namespace pat {
+
+// Sets Pack::pieces and Pack::chunk. `enabled` false leaves every pack whole. `branches` run beside
+// the packs.
+void split_packs(const Target& target, Packs& packs, bool enabled, const BranchLoad& branches = {});
+
+}  // namespace pat

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "target.h"
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "../check.h"
+#include "../plan.h"
+
+namespace pat {
+
+int32_t Target::row_tile_for(int32_t queries) const {
+  const int64_t rows = int64_t{queries} * group();
+  for (const int32_t tile : row_tiles) {
+    if (tile >= rows) return tile;
+  }
+  return row_tiles.back();
+}
+
+int32_t Target::kv_tile_for(int32_t tokens) const {
+  for (const int32_t tile : kv_tiles) {
+    if (tile >= tokens) return tile;
+  }
+  return kv_tiles.back();
+}
+
+Target Target::without_wide() const {
+  Target without = *this;
+  auto& tiles = without.row_tiles;
+  const int32_t needed = std::max(kWideRows, group());
+  if (tiles.size() > 1 && tiles.back() == 2 * kWideRows && tiles[tiles.size() - 2] >= needed) {
+    tiles.pop_back();
+  }
+  return without;
+}
+
+void Target::validate() const {
+  PAT_CHECK(num_sms > 0, "Target.units is ", num_sms, ", must be positive");
+  PAT_CHECK(num_kv_heads > 0 && num_q_heads > 0 && num_q_heads % num_kv_heads == 0,
+            "Target.num_q_heads is ", num_q_heads,
+            ", must be a positive multiple of num_kv_heads, ", num_kv_heads);
+  PAT_CHECK(head_dim > 0, "Target.head_dim is ", head_dim, ", must be positive");
+  PAT_CHECK(kv_bytes > 0, "Target.kv_bytes is ", kv_bytes, ", must be positive");
+  PAT_CHECK(partial_bytes == 2 || partial_bytes == 4, "Target.partial_bytes is ", partial_bytes,
+            ", must be 2 (bf16) or 4 (fp32)");
+  PAT_CHECK(bytes_per_s > 0 && flops_per_s > 0 && item_overhead_s > 0,
+            "Target rates must be positive: bytes_per_s ", bytes_per_s, ", flops_per_s ",
+            flops_per_s, ", item_overhead_s ", item_overhead_s);
+  PAT_CHECK(reread_weight > 0 && reread_weight <= 1, "Target.reread_weight is ", reread_weight,
+            ", must be in (0, 1]");
+  for (const auto* tiles : {&row_tiles, &kv_tiles}) {
+    const char* name = tiles == &row_tiles ? "row_tiles" : "kv_tiles";
+    PAT_CHECK(!tiles->empty() && tiles->front() > 0 && tiles->back() <= INT16_MAX &&
+                  std::adjacent_find(tiles->begin(), tiles->end(), std::greater_equal<>()) ==
+                      tiles->end(),
+              "Target.", name, " must be a strictly ascending list of 1..32767");
+  }
+  PAT_CHECK(row_tiles.back() >= group(), "Target.row_tiles end at ", row_tiles.back(),
+            " rows, fewer than the GQA group of ", group(), " that one query needs");
+  PAT_CHECK(max_queries > 0, "Target.max_queries is ", max_queries, ", must be positive");
+  PAT_CHECK(max_items >= max_queries, "Target.max_items is ", max_items,
+            ", must hold one item per query, at least ", max_queries);
+  for (const auto& [name, value] : {std::pair{"max_partials", max_partials},
+                                    {"max_segments", max_segments},
+                                    {"max_branch_tokens", max_branch_tokens}}) {
+    PAT_CHECK(value >= 0, "Target.", name, " is ", value, ", must not be negative");
+  }
+  for (const int32_t rows : branch_rows) {
+    PAT_CHECK(rows > 0 && rows <= kBranchRows, "Target.branch_rows has ", rows,
+              ", must be from 1 to ", kBranchRows);
+  }
+  for (const int32_t limit : branch_limits) {
+    PAT_CHECK(limit > 0, "Target.branch_limits has ", limit, ", must be positive");
+  }
+}
+
+}  // namespace pat
