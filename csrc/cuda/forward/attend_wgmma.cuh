@@ -2,7 +2,9 @@
 // Units of 33 to 64 packed rows on Hopper, and of 128 by both halves: wgmma.
 #pragma once
 
-#include "cuda/forward_softmax.cuh"
+#include "cuda/forward/consumer.cuh"
+#include "cuda/forward/epilogue.cuh"
+#include "cuda/forward/softmax.cuh"
 
 namespace pat {
 

@@ -7,14 +7,11 @@
 
 #include "cuda/decode.h"
 #include "cuda/error.h"
-#include "cuda/forward.cuh"
+#include "cuda/forward/pipeline.cuh"
 #include "cuda/launch.h"
 
 namespace pat {
 namespace {
-
-// Upper ends of the row tiles that run together, one stream each.
-constexpr std::array<int, 4> kRowTiles = {16, 32, 64, std::numeric_limits<int>::max()};
 
 // Streams and events of the multi-stream launch. They live as long as the process: a captured graph
 // may refer to them.

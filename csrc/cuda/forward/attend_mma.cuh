@@ -2,7 +2,9 @@
 // Units of up to 64 packed rows with mma.sync: every architecture, and the narrow units of Hopper.
 #pragma once
 
-#include "cuda/forward_softmax.cuh"
+#include "cuda/forward/consumer.cuh"
+#include "cuda/forward/epilogue.cuh"
+#include "cuda/forward/softmax.cuh"
 
 namespace pat {
 

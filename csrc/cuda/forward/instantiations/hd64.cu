@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/forward_kernel.cuh"
+#include "cuda/forward/launch.cuh"
 
 namespace pat {
 

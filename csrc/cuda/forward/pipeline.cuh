@@ -1,81 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward kernel: a persistent CTA an SM, of two halves that run the plan's units (item x KV
-// head), each on its own. A half has two warpgroups:
-//
-//   producers, warp 0     scheduler  claims units, heaviest first, and describes them in a ring
-//              warp 3     fetcher    fetches Q and the slot ids of the tokens, some tiles ahead
-//              warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers
-//                                    and across units
-//              of half 1 the warps are 1, 2, 0 and 3: see forward_kernel
-//   consumers, warps 0-3  attention of a unit, and its output or partial result
-//
-// They meet in mbarriers only. K and V tiles of 64 tokens share one ring of stages. A tile is kept
-// as panels of 64 elements: [head_dim / 64][64 rows][128 bytes], 16-byte chunks XORed with row % 8,
-// which both ldmatrix (free of bank conflicts) and wgmma read.
-//
-// Wide units, of up to 128 packed rows, come first, and both halves work on them: each loads every
-// second tile, and multiplies all of them with 64 rows of its own. Then one half begins with the
-// heavy units, the other with the light ones.
+// What the warps of a half share: the ring of work units, the rings of stages and slots, the Q
+// buffers, and the mbarriers by which they hand these on.
 #pragma once
 
-#include "cuda/decode.h"
+#include "cuda/params.h"
 #include "cuda/ptx.cuh"
+#include "cuda/tiles.h"
 #include "state.h"
 
 namespace pat {
-
-inline constexpr int kThreads = 256;  // of a half
-inline constexpr int kConsumers = 128;
-inline constexpr int kLoaderWarps = 2;
-inline constexpr int kTileTokens = 64;
-static_assert(kTileTokens == kBranchAlign);
-inline constexpr int kTileRows = 64;  // packed rows of a Q buffer
-inline constexpr int kMaxStages = 8;
-inline constexpr int kUnits = 8;      // ring of unit descriptions
-inline constexpr int kSlotTiles = 6;  // ring of tiles whose slots are known
-// A narrow unit, of one tile, is done by one consumer warp. A short one takes one stage: its K in
-// the first half of the rows, its V in the second.
-inline constexpr int kNarrowRows = 8;
-inline constexpr int kShortTokens = kTileTokens / 2;
-inline constexpr int kNarrowUnits = 4;  // one a consumer warp
-inline constexpr int kAheadTiles = 4;   // the scheduler claims on when fewer tiles are left to load
-
-struct ForwardParams {
-  const PlanHeader* plan;
-  const char* q;
-  int64_t q_stride_query, q_stride_head;  // strides in bytes
-  const char* k;
-  int64_t k_stride_head;
-  const char* v;
-  int64_t v_stride_head;
-  uint32_t k_stride_slot, v_stride_slot;
-  const int32_t* slots;
-  int64_t slots_stride;
-  BranchList branches;
-  char* out;
-  int64_t out_stride_query, out_stride_head;
-  float* lse;
-  char* partials;
-  float* partial_lse;
-  int32_t* queue;    // tickets of heavy units, of light ones; halves done
-  uint64_t* trace;   // see trace_unit, or null
-  int32_t num_rows;  // queries that q and out have room for
-  int32_t num_q_heads, num_kv_heads, group;
-  uint32_t group_magic;     // r / group == r * group_magic >> 16 for packed rows r
-  uint32_t kv_heads_magic;  // the same of units, below 2^32 / num_kv_heads, >> 32; 0 if that is 1
-  int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
-  int32_t half_bytes;                  // shared memory of a half
-  int32_t stages;
-  int32_t q_buffers;  // 1 or 2: see footprint()
-  bool narrow;        // there is room for narrow units
-  bool float_partials;
-  float scale;      // factor of q . k inside exp2, or of the transformed logit
-  float pre_scale;  // kScaled: factor to the base-2 logit; kCapped: factor inside exp2 of tanh
-  float cap;        // kCapped: base-2 logit cap
-  int32_t logits;   // Logits
-};
-
-enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };
 
 enum Narrow : int { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
 

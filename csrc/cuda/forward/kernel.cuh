@@ -1,14 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry of the forward kernel and its launch; one instance a head dimension (forward_hd*.cu).
+// The forward kernel: a persistent CTA an SM, of two halves that run the plan's units (item x KV
+// head), each on its own. A half has two warpgroups:
+//
+//   producers, warp 0     scheduler  claims units, heaviest first, and describes them in a ring
+//              warp 3     fetcher    fetches Q and the slot ids of the tokens, some tiles ahead
+//              warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers
+//                                    and across units
+//              of half 1 the warps are 1, 2, 0 and 3: see forward_kernel
+//   consumers, warps 0-3  attention of a unit, and its output or partial result
+//
+// They meet in mbarriers only. K and V tiles of 64 tokens share one ring of stages. A tile is kept
+// as panels of 64 elements: [head_dim / 64][64 rows][128 bytes], 16-byte chunks XORed with row % 8,
+// which both ldmatrix (free of bank conflicts) and wgmma read.
+//
+// Wide units, of up to 128 packed rows, come first, and both halves work on them: each loads every
+// second tile, and multiplies all of them with 64 rows of its own. Then one half begins with the
+// heavy units, the other with the light ones.
 #pragma once
 
-#include <algorithm>
-
-#include "cuda/error.h"
-#include "cuda/forward_load.cuh"
-#include "cuda/forward_mma.cuh"
-#include "cuda/forward_wgmma.cuh"
-#include "cuda/launch.h"
+#include "cuda/forward/attend_mma.cuh"
+#include "cuda/forward/attend_wgmma.cuh"
+#include "cuda/forward/fetcher.cuh"
+#include "cuda/forward/loader.cuh"
+#include "cuda/forward/scheduler.cuh"
 
 namespace pat {
 
@@ -51,9 +65,9 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
         attend_narrow<T, kTileTokens>(c, u);
       }
       c.narrow.advance(kNarrowUnits);
-    } else if (rows <= 16 && !u.wide && !u.branch) {
+    } else if (rows <= kWarpRows && !u.wide && !u.branch) {
       attend_mma<T, 1, false>(c, u);
-    } else if (rows <= 32 && !u.wide && !u.branch) {
+    } else if (rows <= 2 * kWarpRows && !u.wide && !u.branch) {
       attend_mma<T, 2, false>(c, u);
     } else {
 #if PAT_WGMMA
@@ -150,62 +164,6 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kHalves, 1)
     if constexpr (S::kWgmma) take_registers<192>();
 #endif
     consume<T, kHeadDim, kTransforms>(p, s, role);
-  }
-}
-
-// What a launch takes of an SM.
-struct Footprint {
-  int stages, q_buffers, half_bytes, halves;
-  bool narrow;
-};
-
-template <int kHeadDim>
-Footprint footprint(const Device& device) {
-  constexpr int kTile = Shape<kHeadDim>::kTileBytes;
-  constexpr int kFixed = static_cast<int>(sizeof(Control));
-  // Two halves where both get three stages, else one with what there is.
-  for (int halves = Shape<kHeadDim>::kHalves; halves > 0; --halves) {
-    const int room = device.shared_per_block / halves / 1024 * 1024;
-    // For a head dim of 128 a fifth stage is worth more than a second Q buffer.
-    for (int q_buffers = kHeadDim == 128 ? 1 : 2; q_buffers > 0; --q_buffers) {
-      for (const bool narrow : {true, false}) {
-        const int used = kFixed + q_buffers * kTile +
-                         (narrow ? kNarrowUnits * Shape<kHeadDim>::kNarrowBytes : 0);
-        const int stages = std::min((room - used) / kTile, kMaxStages);
-        if (stages >= (halves == 1 && q_buffers == 1 ? 2 : 3)) {
-          const int bytes = (used + stages * kTile + 1023) / 1024 * 1024;
-          return {stages, q_buffers, bytes, halves, narrow};
-        }
-      }
-    }
-  }
-  throw_invalid("head_dim %d needs %d bytes of shared memory per block, the device has %d",
-                kHeadDim, kMinSharedBytes<kHeadDim>, device.shared_per_block);
-}
-
-template <typename T, int kHeadDim>
-void launch_forward_as(ForwardParams params, cudaStream_t stream) {
-  auto* kernel = params.logits == kPlain ? forward_kernel<T, kHeadDim, false>
-                                         : forward_kernel<T, kHeadDim, true>;
-  const Device& device = current_device();
-  const Footprint use = footprint<kHeadDim>(device);
-  params.stages = use.stages;
-  params.q_buffers = use.q_buffers;
-  params.half_bytes = use.half_bytes;
-  params.narrow = use.narrow;
-  const int bytes = use.halves * use.half_bytes;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-        "forward kernel: shared memory");
-  kernel<<<device.num_sms, kThreads * use.halves, bytes, stream>>>(params);
-  check(cudaGetLastError(), "forward kernel: launch");
-}
-
-template <int kHeadDim>
-void launch_forward_dim(const ForwardParams& params, CudaType type, cudaStream_t stream) {
-  if (type == CudaType::kBF16) {
-    launch_forward_as<__nv_bfloat16, kHeadDim>(params, stream);
-  } else {
-    launch_forward_as<__half, kHeadDim>(params, stream);
   }
 }
 

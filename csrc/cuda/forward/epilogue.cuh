@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where results go, and how a consumer writes them.
+#pragma once
+
+#include "cuda/forward/pipeline.cuh"
+
+namespace pat {
+
+// Where the results of rows lane / 4 and lane / 4 + 8 of 16 packed rows go. Looked up at a unit's
+// beginning, so that its end does not wait for memory.
+struct Destination {
+  Member member[2];
+  int head[2];
+};
+
+__device__ __forceinline__ Destination destination_of(const ForwardParams& p, const Control& plan,
+                                                      const Unit& u, int first_row) {
+  Destination to;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + (lane_id() >> 2) + 8 * r;
+    const int packed = u.row_begin + row;
+    const int index = (packed * p.group_magic) >> 16;
+    to.head[r] = u.head * p.group + packed - index * p.group;
+    to.member[r] = u.member;
+    if (row < u.rows && !u.single) to.member[r] = load_member(plan, u.member_offset + index);
+  }
+  return to;
+}
+
+// Writes row lane / 4 and, if kRows is 2, row lane / 4 + 8 of 16 packed rows: 8 * kTiles columns
+// from `column` on.
+template <typename T, int kHeadDim, int kTiles, int kRows = 2, int kCount>
+__device__ __forceinline__ void write_rows(const ForwardParams& p, const Unit& u,
+                                           const Destination& to, int first_row, int column,
+                                           float (&o)[kCount], const SoftmaxState (&state)[2],
+                                           bool write_lse) {
+  static_assert(kCount >= 4 * kTiles);
+  const int lane = lane_id();
+  const int quad = lane & 3;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (first_row + 8 * r >= u.rows) break;
+    const int row = first_row + (lane >> 2) + 8 * r;
+    const bool live = row < u.rows;
+    const Member member = to.member[r];
+    const int head = to.head[r];
+    const float norm = normalizer(state[r]);
+    const bool direct = member.partial == kDirect;
+    const int64_t slot = static_cast<int64_t>(member.partial) * p.num_q_heads + head;
+    if (write_lse && live && quad == 0) {
+      if (!direct) {
+        p.partial_lse[slot] = lse(state[r]);
+      } else if (p.lse) {
+        p.lse[static_cast<int64_t>(member.query) * p.num_q_heads + head] = lse(state[r]);
+      }
+    }
+    char* base = direct ? p.out + member.query * p.out_stride_query + head * p.out_stride_head
+                        : p.partials + slot * (p.float_partials ? 4 * kHeadDim : 2 * kHeadDim);
+    const bool exact = p.float_partials && !direct;
+    if (__any_sync(~0u, live && exact)) {
+      if (live && exact) {
+        float* dst = reinterpret_cast<float*>(base) + column + 2 * quad;
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          *reinterpret_cast<float2*>(dst + 8 * i) =
+              make_float2(o[4 * i + 2 * r] * norm, o[4 * i + 2 * r + 1] * norm);
+        }
+      }
+    }
+    if (!__any_sync(~0u, live && !exact)) continue;
+    // Lanes of a quad swap so that each writes 4 neighbouring columns, the quad a whole sector.
+#pragma unroll
+    for (int i = 0; i < kTiles; i += 2) {
+      const uint32_t a = pack2<T>(o[4 * i + 2 * r] * norm, o[4 * i + 2 * r + 1] * norm);
+      const uint32_t b = pack2<T>(o[4 * i + 4 + 2 * r] * norm, o[4 * i + 5 + 2 * r] * norm);
+      const uint32_t kept = quad & 2 ? b : a;
+      const uint32_t got = __shfl_xor_sync(~0u, quad & 2 ? a : b, 2);
+      // quad 0: a0 a2, quad 1: a1 a3, quad 2: b2 b0, quad 3: b3 b1
+      const uint32_t x = quad & 2 ? got : kept;  // pair quad & 1
+      const uint32_t y = quad & 2 ? kept : got;  // pair (quad & 1) + 2
+      const uint32_t other = __shfl_xor_sync(~0u, quad & 1 ? x : y, 1);
+      if (live && !exact) {
+        auto* dst = reinterpret_cast<T*>(base) + column + 8 * i + 4 * quad;
+        *reinterpret_cast<uint2*>(dst) = quad & 1 ? make_uint2(other, y) : make_uint2(x, other);
+      }
+    }
+  }
+}
+
+}  // namespace pat

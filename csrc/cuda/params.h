@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parameters of the CUDA executor: what a caller gives to decode_cuda and snapshot_cuda, and
+// what launch.cu makes of it for the forward kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "plan.h"
+
+namespace pat {
+
+enum class CudaType : int { kBF16 = 1, kF16 = 2 };
+
+// How the forward is launched: one persistent kernel for all row tiles, one kernel a row tile on
+// streams of their own (as the paper has it), or the same kernels one after the other.
+enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
+
+// The tokens of all branches, as the snapshot lists them.
+struct BranchList {
+  int32_t* slots;  // [max_branch_tokens], 16-byte aligned
+  uint16_t* rows;  // [max_branch_tokens], 16-byte aligned: see kRowsCount
+  // The packed rows of the branch that attend to a token: first | count << kRowsCount.
+  static constexpr int kRowsCount = 8;
+};
+
+struct CudaDecodeArgs {
+  const PlanHeader* plan;  // device memory, 16-byte aligned
+  const void* q;           // [B, Hq, D], strides in elements, last dimension contiguous
+  int64_t q_stride_query, q_stride_head;
+  const void* k_cache;  // [slots, Hkv, D]
+  int64_t k_stride_slot, k_stride_head;
+  const void* v_cache;  // [slots, Hkv, D]
+  int64_t v_stride_slot, v_stride_head;
+  const int32_t* slots;  // [B, slots_stride] slot of a token position: the snapshot
+  int64_t slots_stride;
+  BranchList branches;
+  void* out;  // [B, Hq, D]
+  int64_t out_stride_query, out_stride_head;
+  float* lse;          // [B, Hq] base 2, or null
+  void* partials;      // [max_partials, Hq, D] of float or, partial_bytes == 2, of q's type
+  float* partial_lse;  // [max_partials, Hq] base 2
+  int32_t* queue;      // kQueueInts zeros; the kernels leave zeros
+  uint64_t* trace;     // null, or zeros, 4 words and 4 for each consumer warp of each unit
+  int32_t num_rows;    // B; the plan may cover fewer, the others get zeros
+  int32_t head_dim, num_q_heads, num_kv_heads;
+  int32_t partial_bytes;  // 4 or 2
+  CudaType type;
+  Launch launch;
+  float scale;
+  float logit_cap;  // 0: none; else logits are cap * tanh(logit / cap)
+};
+
+inline constexpr int kQueueInts = 64;
+inline constexpr int kMaxGroup = 16;  // query heads a KV head
+
+struct SnapshotArgs {
+  PlanHeader* plan;             // device memory; Item::tokens are written
+  const int32_t* req_to_token;  // [R, req_to_token_stride]
+  int64_t req_to_token_stride;
+  const void* rows;  // [B] row of req_to_token; int32 or int64
+  int32_t rows_bytes;
+  int32_t num_rows;      // B
+  const void* seq_lens;  // [B] int32 or int64
+  int32_t seq_lens_bytes;
+  int32_t* slots;  // [B, slots_stride]
+  int64_t slots_stride;
+  BranchList branches;
+};
+
+// The forward kernel's own parameters, passed by value. Strides are in bytes.
+struct ForwardParams {
+  const PlanHeader* plan;
+  const char* q;
+  int64_t q_stride_query, q_stride_head;  // strides in bytes
+  const char* k;
+  int64_t k_stride_head;
+  const char* v;
+  int64_t v_stride_head;
+  uint32_t k_stride_slot, v_stride_slot;
+  const int32_t* slots;
+  int64_t slots_stride;
+  BranchList branches;
+  char* out;
+  int64_t out_stride_query, out_stride_head;
+  float* lse;
+  char* partials;
+  float* partial_lse;
+  int32_t* queue;    // tickets of heavy units, of light ones; halves done
+  uint64_t* trace;   // see trace_unit, or null
+  int32_t num_rows;  // queries that q and out have room for
+  int32_t num_q_heads, num_kv_heads, group;
+  uint32_t group_magic;     // r / group == r * group_magic >> 16 for packed rows r
+  uint32_t kv_heads_magic;  // the same of units, below 2^32 / num_kv_heads, >> 32; 0 if that is 1
+  int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
+  int32_t half_bytes;                  // shared memory of a half
+  int32_t stages;
+  int32_t q_buffers;  // 1 or 2: see footprint()
+  bool narrow;        // there is room for narrow units
+  bool float_partials;
+  float scale;      // factor of q . k inside exp2, or of the transformed logit
+  float pre_scale;  // kScaled: factor to the base-2 logit; kCapped: factor inside exp2 of tanh
+  float cap;        // kCapped: base-2 logit cap
+  int32_t logits;   // Logits
+};
+
+enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };
+
+}  // namespace pat
