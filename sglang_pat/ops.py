@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from sglang_pat import _C
-from sglang_pat.planning import Plan
+from sglang_pat.planner import Plan
 from sglang_pat.slots import check_slots, require_tensor
 from sglang_pat.target import Target
 from sglang_pat.workspace import LAUNCHES, Workspace, require_kernels

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_pat.planning import BRANCH, Plan
+from sglang_pat.planner import BRANCH, Plan
 
 
 class SlotMismatch(ValueError):

@@ -7,7 +7,7 @@ import torch
 
 from sglang_pat import _C
 from sglang_pat.capacity import buffer_shapes
-from sglang_pat.planning import Plan
+from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
 # Values of pat::Launch (csrc/cuda/decode.h).
