@@ -7,6 +7,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+BRANCH: int
+WIDE_ROWS: int
+HEAVY_ROWS: int
+BRANCH_ROWS: int
+CUDA_MAX_GROUP: int
+CUDA_HEAD_DIMS: tuple[int, ...]
+CPU_HEAD_DIM_STEP: int
+CPU_MAX_HEAD_DIM: int
+LAUNCHES: dict[str, int]
+DTYPES: dict[str, int]
+
 class Policy(Enum):
     bytes = 0
     paper = 1
@@ -182,37 +193,46 @@ def check_decode_cuda(
     scale: float,
     logit_cap: float,
 ) -> None: ...
+
+class CudaBuffers:
+    def __init__(
+        self,
+        *,
+        plan: int,
+        slots: tuple[int, int],
+        branch_slots: int,
+        branch_rows: int,
+        partials: int,
+        partial_lse: int,
+        queue: int,
+        partial_bytes: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        launch: int,
+    ) -> None: ...
+
 def snapshot_cuda(
-    plan: int,
+    buffers: CudaBuffers,
+    *,
     req_to_token: Sequence[int],
     rows: Sequence[int],
     seq_lens: Sequence[int],
-    slots: Sequence[int],
-    branches: tuple[int, int],
     num_rows: int,
     stream: int,
 ) -> None: ...
 def decode_cuda(
-    plan: int,
+    buffers: CudaBuffers,
+    *,
     q: Sequence[int],
     k_cache: Sequence[int],
     v_cache: Sequence[int],
     out: Sequence[int],
     lse: int,
-    slots: Sequence[int],
-    branches: tuple[int, int],
-    partials: int,
-    partial_lse: int,
-    queue: int,
     trace: int,
     num_rows: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     dtype: int,
-    partial_bytes: int,
     scale: float,
     logit_cap: float,
-    launch: int,
     stream: int,
 ) -> None: ...

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang_pat.ops import decode
-    from sglang_pat.planning import Node, Plan, plan
+    from sglang_pat.planner import Node, Plan, plan
     from sglang_pat.slots import SlotMismatch, check_slots
     from sglang_pat.target import Target
     from sglang_pat.workspace import Workspace
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Node": "sglang_pat.planning",
-    "Plan": "sglang_pat.planning",
+    "Node": "sglang_pat.planner",
+    "Plan": "sglang_pat.planner",
     "SlotMismatch": "sglang_pat.slots",
     "Target": "sglang_pat.target",
     "check_slots": "sglang_pat.slots",
     "decode": "sglang_pat.ops",
-    "plan": "sglang_pat.planning",
+    "plan": "sglang_pat.planner",
     "Workspace": "sglang_pat.workspace",
 }
 

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 
+from sglang_pat import _C
+from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
+
 PREFIX = "SGLANG_PAT_"
 # What `make test-versions` runs on; the last is the one to install.
 TESTED_SGLANG = ("0.5.22", "0.5.23")
@@ -19,11 +22,11 @@ CPU_PLATFORM = "pat_cpu"
 # First value = default.
 _ALLOWED = {
     "check": ("0", "1"),
-    "policy": ("bytes", "paper", "naive"),
-    "split": ("cost", "mean"),
-    "branching": ("cost", "always", "never"),
+    "policy": POLICIES,
+    "split": SPLITS,
+    "branching": BRANCHINGS,
     "partial": ("fp32", "bf16"),
-    "launch": ("queue", "streams", "serial"),
+    "launch": tuple(_C.LAUNCHES),
 }
 _WORKSPACE = PREFIX + "WORKSPACE_MB"
 DEFAULT_MB = 256  # below the 384 MB that FlashInfer takes in the same place

@@ -3,22 +3,15 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
 from sglang_pat import ops
-from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
-from sglang_pat.planning import Plan
-from sglang_pat.srt import sleep
-from sglang_pat.srt.survey import heads_of
+from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
-
-logger = logging.getLogger("sglang_pat")
 
 
 class Executor:
@@ -51,7 +44,6 @@ class Executor:
                 )
         self._plan: Plan | None = None
         self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
-        sleep.reset_on_wake(self)
 
     def reset(self) -> None:
         """Forget the plan, since the workspace's memory has lost its contents; waits for the
@@ -105,59 +97,3 @@ class Executor:
             partial_dtype=self._partial_dtype,
             workspace=self._workspace,
         )
-
-
-def make_executor(runner: Any, config: PatConfig) -> Executor:
-    """The executor for a model runner, its target sized by the runner's pools and graphs and, on a
-    GPU, by the budget of its workspace."""
-    table = runner.req_to_token_pool.req_to_token
-    options: dict[str, Any] = {
-        **heads_of(runner)._asdict(),
-        "kv_bytes": runner.kv_cache_dtype.itemsize,
-        "partial_bytes": config.partial_dtype.itemsize,
-        "policy": config.policy,
-        "split": config.split,
-    }
-    if config.branching != "cost":  # else as the device's target has it
-        options["branching"] = config.branching
-    requests = runner.req_to_token_pool.size
-    largest_graph = _largest_graph(requests)
-    if table.device.type == "cpu":  # there is no workspace
-        options["max_queries"] = max(requests, largest_graph)
-        target = Target.cpu(threads=torch.get_num_threads(), **options)
-        return Executor(target, config, table)
-    capacity = fit_workspace(
-        num_q_heads=options["num_q_heads"],
-        head_dim=options["head_dim"],
-        max_context=table.shape[1],
-        pool_requests=requests,
-        largest_graph=largest_graph,
-        partial_dtype=config.partial_dtype,
-        budget=config.workspace_mb * MB,
-    )
-    _announce(capacity)
-    options |= {"max_queries": capacity.max_queries, "max_partials": capacity.max_partials}
-    target = Target.gpu(torch.cuda.get_device_properties(table.device), **options)
-    return Executor(target, config, table, sleep.kv_cache_region(runner))
-
-
-def _largest_graph(pool_requests: int) -> int:
-    """Queries of the largest decode graph that SGLang may capture, padding included; 0 without
-    graphs. As ``get_batch_sizes_to_capture`` (S model_executor/runner/base_cuda_graph_runner.py:65)
-    clamps them."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend
-    from sglang.srt.runtime_context import get_exec
-    from sglang.srt.utils import get_cuda_graph_max_batch_size
-
-    decode = get_exec().graph.cuda_graph_config.decode
-    if decode.backend == Backend.DISABLED:
-        return 0
-    sizes: list[int] = [*(decode.bs or ()), decode.max_bs or 0]
-    captured: int = get_cuda_graph_max_batch_size(pool_requests)
-    return min(max(sizes), captured)
-
-
-def _announce(capacity: Capacity) -> None:
-    if capacity.over_budget:
-        logger.warning("sglang_pat: %s", capacity.warning())
-    logger.info("sglang_pat: %s", capacity)

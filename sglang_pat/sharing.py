@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_pat.planning import Plan
+    from sglang_pat.planner import Plan
 
 logger = logging.getLogger("sglang_pat")
 

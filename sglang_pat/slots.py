@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_pat.planning import BRANCH, Plan
+from sglang_pat.arguments import require_tensor
+from sglang_pat.planner import BRANCH, Plan
 
 
 class SlotMismatch(ValueError):
@@ -60,15 +61,6 @@ def check_slots(plan: Plan, req_to_token: torch.Tensor, rows: torch.Tensor) -> N
             f"{mismatch}: the paths that the plan was made from share a node which these queries "
             f"do not share in req_to_token; give it two ids, or end the paths before it"
         ) from None
-
-
-def require_tensor(name: str, value: object) -> None:
-    """Raise ValueError, saying what to do, unless ``value`` is a tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(
-            f"{name} is of type {type(value).__name__}, must be a torch.Tensor: "
-            f"convert it with torch.as_tensor"
-        )
 
 
 class SharedRange(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_pat.sharing import SharingWatch
 
 if TYPE_CHECKING:
-    from sglang_pat.planning import Plan
+    from sglang_pat.planner import Plan
 
 logger = logging.getLogger("sglang_pat")
 

@@ -9,11 +9,15 @@ from typing import Any
 
 from sglang_pat import _C, gpus
 
-POLICIES = ("bytes", "paper", "naive")
-SPLITS = ("cost", "mean")
-BRANCHINGS = ("cost", "always", "never")
-# The CPU executor's vectors; the largest head dim it has room for (csrc/cpu/plan_check.cpp).
-HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 512
+# Values of the options, the default first.
+POLICIES = tuple(_C.Policy.__members__)
+SPLITS = tuple(_C.Split.__members__)
+BRANCHINGS = tuple(_C.Branching.__members__)
+# The CPU executor's head dims are multiples of the one up to the other.
+HEAD_DIM_STEP, MAX_HEAD_DIM = _C.CPU_HEAD_DIM_STEP, _C.CPU_MAX_HEAD_DIM
+# Row tiles of the CUDA kernels in packed rows. The last is of wide items, which both halves of an
+# SM share; beyond head dim 128 an SM has one half.
+_ROW_TILES = (16, _C.HEAVY_ROWS, _C.WIDE_ROWS, 2 * _C.WIDE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Target:
     policy: str = "bytes"
     split: str = "cost"
     branching: str = "never"
-    branch_rows: tuple[int, ...] = (64, 32)
+    branch_rows: tuple[int, ...] = (_C.BRANCH_ROWS, _C.BRANCH_ROWS // 2)
     branch_limits: tuple[int, ...] = (2**31 - 1,)  # whole paths: branches of tails alone lose
 
     def __post_init__(self) -> None:
@@ -131,8 +135,7 @@ class Target:
             "item_overhead_s": 1.2e-6,
             # Tokens that are read again are in the L2, but an item takes as long for them.
             "reread_weight": 1.0,
-            # Beyond head dim 128 an SM has one half, to which no item is wide.
-            "row_tiles": (16, 32, 64, 128) if head_dim <= 128 else (16, 32, 64),
+            "row_tiles": _ROW_TILES if head_dim <= 128 else _ROW_TILES[:-1],
             "kv_tiles": (32, 64),
             "branching": "cost" if head_dim <= 128 else "never",  # not measured with one half
         }

@@ -6,21 +6,13 @@ from __future__ import annotations
 import torch
 
 from sglang_pat import _C
+from sglang_pat.arguments import check_batch, require_kernels
 from sglang_pat.capacity import buffer_shapes
-from sglang_pat.planning import Plan
+from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
-# Values of pat::Launch (csrc/cuda/decode.h).
-LAUNCHES = {"queue": 0, "streams": 1, "serial": 2}
-_STAGINGS = 3
-
-
-def require_kernels() -> None:
-    """Raise ValueError if the extension has no CUDA kernels."""
-    if not hasattr(_C, "decode_cuda"):
-        raise ValueError(
-            "this sglang_pat was built without CUDA kernels: install it with PAT_CUDA=ON"
-        )
+LAUNCHES = _C.LAUNCHES
+_STAGINGS = 3  # pinned buffers through which plans go to the device
 
 
 class Workspace:
@@ -85,12 +77,31 @@ class Workspace:
         self.partials = self._buffers["partials"]
         self.partial_lse = self._buffers["partial_lse"]
         self.queue = self._buffers["queue"]
+        self.bound = self._bind()
         self._max_bytes = self._plan_buffer.nbytes
         with torch.cuda.device(self.device):
             self._staging = _C.PlanStaging(self._max_bytes, _STAGINGS)
         self.trace: torch.Tensor | None = None  # uint64, see _C.decode_cuda
         self.plan: Plan | None
         self.reset()
+
+    def _bind(self) -> _C.CudaBuffers:
+        """The addresses and sizes that every launch needs, once: they never change."""
+        target = self.target
+        return _C.CudaBuffers(
+            plan=self.plan_ptr,
+            slots=(self.slots.data_ptr(), self.slots.stride(0)),
+            branch_slots=self._branch_slots.data_ptr(),
+            branch_rows=self._branch_rows.data_ptr(),
+            partials=self.partials.data_ptr(),
+            partial_lse=self.partial_lse.data_ptr(),
+            queue=self.queue.data_ptr(),
+            partial_bytes=self.partials.element_size(),
+            num_q_heads=target.num_q_heads,
+            num_kv_heads=target.num_kv_heads,
+            head_dim=target.head_dim,
+            launch=LAUNCHES[self.launch],
+        )
 
     def reset(self) -> None:
         """Hold no plan and what the kernels expect before the first one, in the current stream.
@@ -110,11 +121,6 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
-    def branches(self) -> tuple[int, int]:
-        """Device addresses of the list of the branches' tokens: slots, and rows that see them."""
-        return self._branch_slots.data_ptr(), self._branch_rows.data_ptr()
-
-    @property
     def plan_ptr(self) -> int:
         """Device address of the plan that was loaded last."""
         return self._plan_buffer.data_ptr()
@@ -131,15 +137,15 @@ class Workspace:
             return False
         target = self.target
         _C.check_plan_cuda(
-            plan.data_ptr,
-            plan.nbytes,
-            self._max_bytes,
-            target.max_queries,
-            target.max_partials,
-            self.max_context,
-            target.max_branch_tokens,
-            target.num_q_heads,
-            target.num_kv_heads,
+            plan=plan.data_ptr,
+            plan_bytes=plan.nbytes,
+            max_bytes=self._max_bytes,
+            max_queries=target.max_queries,
+            max_partials=target.max_partials,
+            max_context=self.max_context,
+            max_branch_tokens=target.max_branch_tokens,
+            num_q_heads=target.num_q_heads,
+            num_kv_heads=target.num_kv_heads,
         )
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream().cuda_stream
@@ -168,41 +174,19 @@ class Workspace:
         num_rows = self.check_batch(req_to_token, rows, seq_lens)
         with torch.cuda.device(self.device):
             _C.snapshot_cuda(
-                self.plan_ptr,
-                (req_to_token.data_ptr(), req_to_token.stride(0)),
-                (rows.data_ptr(), rows.element_size()),
-                (seq_lens.data_ptr(), seq_lens.element_size()),
-                (self.slots.data_ptr(), self.slots.stride(0)),
-                self.branches,
-                num_rows,
-                torch.cuda.current_stream().cuda_stream,
+                self.bound,
+                req_to_token=(req_to_token.data_ptr(), req_to_token.stride(0)),
+                rows=(rows.data_ptr(), rows.element_size()),
+                seq_lens=(seq_lens.data_ptr(), seq_lens.element_size()),
+                num_rows=num_rows,
+                stream=torch.cuda.current_stream().cuda_stream,
             )
 
     def check_batch(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
     ) -> int:
         """Check the arguments of ``snapshot`` and give B."""
-        named = (("req_to_token", req_to_token, 2), ("rows", rows, 1), ("seq_lens", seq_lens, 1))
-        for name, tensor, dims in named:
-            if tensor.device != self.device:
-                raise ValueError(f"{name} is on {tensor.device}, the workspace on {self.device}")
-            if tensor.dim() != dims or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, must "
-                    f"have {dims} dimensions, the last of stride 1"
-                )
-        if req_to_token.dtype != torch.int32:
-            raise ValueError(f"req_to_token is {req_to_token.dtype}, must be int32")
-        for name, tensor in (("rows", rows), ("seq_lens", seq_lens)):
-            if tensor.dtype not in (torch.int32, torch.int64):
-                raise ValueError(f"{name} is {tensor.dtype}, must be int32 or int64")
-        if rows.shape != seq_lens.shape:
-            raise ValueError(f"{len(rows)} rows and {len(seq_lens)} seq_lens: need one of each")
-        if req_to_token.shape[1] > self.max_context:
-            raise ValueError(
-                f"req_to_token has {req_to_token.shape[1]} tokens a row, the workspace holds "
-                f"{self.max_context}: make it for a larger max_context"
-            )
+        check_batch(req_to_token, rows, seq_lens, self.device, self.max_context)
         self.check_rows(len(rows))
         return len(rows)
 

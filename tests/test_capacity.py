@@ -14,7 +14,7 @@ import torch
 from sglang_pat import _C, workspace
 from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import DEFAULT_MB
-from sglang_pat.planning import plan
+from sglang_pat.planner import plan
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
 

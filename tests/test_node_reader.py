@@ -12,7 +12,7 @@ import pytest
 from kit.trees import Path, target
 
 from sglang_pat import _C
-from sglang_pat.planning import Plan, Planner
+from sglang_pat.planner import Plan, Planner
 
 # Every shared node is an item of its own: the plan shows the tree.
 TARGET = target(units=1, policy="naive")

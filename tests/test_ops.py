@@ -17,7 +17,8 @@ from kit.plans import Piece
 from kit.trees import target
 
 from sglang_pat import _C
-from sglang_pat.ops import _check_cuda, decode
+from sglang_pat.arguments import check_cuda
+from sglang_pat.ops import decode
 from sglang_pat.workspace import Workspace
 
 # A prefix of 40 tokens and three tails of 10: 70 slots and 50 that nobody owns, a table [6, 55].
@@ -321,7 +322,7 @@ def test_what_cuda_kernels_do_not_have(what: str) -> None:
         q = torch.zeros(3, heads[0], dim, dtype=dtype)
         k = torch.zeros(10 * heads[1] * dim + shift, dtype=dtype)[shift:].view(10, heads[1], dim)
         v = torch.zeros(10, heads[1], v_dim, dtype=dtype)
-        _check_cuda(q, k, v, torch.zeros_like(q), scale, logit_cap)
+        check_cuda(q, k, v, torch.zeros_like(q), scale, logit_cap)
 
     if not what:
         check()

@@ -17,10 +17,10 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.session.session_controller import Session
 
 from sglang_pat.bench.host.live import CACHES, LiveCache
-from sglang_pat.planning import Plan, Planner
+from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.check import SlotMismatch, check_plan
 from sglang_pat.srt.radix import RadixView
-from sglang_pat.srt.step import StepPlanner
+from sglang_pat.srt.step import StepPlanner, plan_paths
 from sglang_pat.stats import Stats
 
 TARGET = target(units=1, policy="naive")
@@ -45,8 +45,7 @@ def path_of(cache: LiveCache, kind: str, req: Any) -> Path:
 
 def plan(planner: Planner, view: RadixView, reqs: list[Any], batch: Any, lens: Any) -> Plan:
     handles = view.read_handles(reqs, batch.rows, 0, anew=True)
-    found, limits, _ = view.look_up(reqs, handles, len(reqs))
-    return view.plan(planner, found, lens.numpy(), limits)
+    return plan_paths(planner, view.look_up(reqs, handles, len(reqs)), lens.numpy())
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -92,11 +91,11 @@ def test_requests_without_a_node_are_counted(kind: str) -> None:
     view = RadixView(cache.tree)
     batch, _ = cache.batch(reqs)
     handles = view.read_handles(reqs, batch.rows, 0, anew=True)
-    found, limits, private = view.look_up(reqs, handles, 6)
-    assert [one is None for one in found] == [False, True, False, False, True, True]
+    found = view.look_up(reqs, handles, 6)
+    assert [one is None for one in found.queries] == [False, True, False, False, True, True]
     protected = [req.kv.cache_protected_len for req in reqs]
-    assert protected[3] > 0 and limits.tolist() == [*protected, 0, 0]
-    assert json.dumps(private) == '{"no tree lock": 1, "nothing cached yet": 1}'
+    assert protected[3] > 0 and found.limits.tolist() == [*protected, 0, 0]
+    assert json.dumps(found.private) == '{"no tree lock": 1, "nothing cached yet": 1}'
     with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
         view.look_up(reqs, handles, 3)
 

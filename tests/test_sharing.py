@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglang_pat import sharing
-from sglang_pat.planning import Plan, plan
+from sglang_pat.planner import Plan, plan
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 

@@ -15,8 +15,8 @@ import torch
 from sglang_pat import executor
 from sglang_pat.capacity import MB
 from sglang_pat.config import PatConfig
-from sglang_pat.executor import Executor, make_executor
-from sglang_pat.planning import plan
+from sglang_pat.executor import Executor
+from sglang_pat.planner import plan
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
 
@@ -27,6 +27,7 @@ from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
 from sglang_pat.srt import sleep
+from sglang_pat.srt.sizing import make_executor
 
 HEADS: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 LOST = 0x5A  # what stands in memory that came back
@@ -105,6 +106,7 @@ def executor_of(monkeypatch: pytest.MonkeyPatch) -> tuple[Executor, FakeWorkspac
     target = Target.cpu(threads=1, max_queries=4, **HEADS)
     made = Executor(target, PatConfig(), torch.zeros(5, 64, dtype=torch.int32))
     made._workspace = workspace = FakeWorkspace(target)
+    sleep.reset_on_wake(made)
     return made, workspace
 
 

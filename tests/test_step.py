@@ -17,7 +17,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_pat.bench.host.live import CACHES, LiveCache
-from sglang_pat.planning import Plan
+from sglang_pat.planner import Plan
 from sglang_pat.srt.check import SlotMismatch, check_plan
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, RadixView

@@ -6,6 +6,7 @@
 
 namespace pat {
 
+void bind_limits(pybind11::module_& m);
 void bind_pack(pybind11::module_& m);
 void bind_cpu(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);  // only where the CUDA kernels are built

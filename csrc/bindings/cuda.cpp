@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <sstream>
+#include <string>
 
 #include "bindings/args.h"
 #include "bindings/bindings.h"
@@ -21,14 +23,57 @@ using Table = std::array<int64_t, 2>;
 // (address, bytes of an element)
 using Vector = std::array<int64_t, 2>;
 
-void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor3& v_cache,
-            const Tensor3& out, int64_t lse, const Table& slots,
-            const std::array<int64_t, 2>& branches, int64_t partials, int64_t partial_lse,
-            int64_t queue, int64_t trace, int num_rows, int num_q_heads, int num_kv_heads,
-            int head_dim, int dtype, int partial_bytes, float scale, float logit_cap, int launch,
-            int64_t stream) {
+// The device memory of a workspace and what it is for. It stays the same over all layers and steps,
+// so it is bound once, and a layer's call names only what is the layer's.
+struct Buffers {
+  PlanHeader* plan;
+  int32_t* slots;
+  int64_t slots_stride;
+  BranchList branches;
+  void* partials;
+  float* partial_lse;
+  int32_t* queue;
+  int32_t partial_bytes;
+  int32_t num_q_heads, num_kv_heads, head_dim;
+  Launch launch;
+};
+
+Buffers make_buffers(int64_t plan, const Table& slots, int64_t branch_slots, int64_t branch_rows,
+                     int64_t partials, int64_t partial_lse, int64_t queue, int partial_bytes,
+                     int num_q_heads, int num_kv_heads, int head_dim, int launch) {
+  return {
+      .plan = pointer<PlanHeader>(plan),
+      .slots = pointer<int32_t>(slots[0]),
+      .slots_stride = slots[1],
+      .branches = {pointer<int32_t>(branch_slots), pointer<uint16_t>(branch_rows)},
+      .partials = pointer<void>(partials),
+      .partial_lse = pointer<float>(partial_lse),
+      .queue = pointer<int32_t>(queue),
+      .partial_bytes = partial_bytes,
+      .num_q_heads = num_q_heads,
+      .num_kv_heads = num_kv_heads,
+      .head_dim = head_dim,
+      .launch = static_cast<Launch>(launch),
+  };
+}
+
+// For a log, and for the test that every argument lands in its field.
+std::string describe(const Buffers& b) {
+  std::ostringstream text;
+  text << "CudaBuffers(plan=" << b.plan << ", slots=(" << b.slots << ", " << b.slots_stride
+       << "), branch_slots=" << b.branches.slots << ", branch_rows=" << b.branches.rows
+       << ", partials=" << b.partials << ", partial_lse=" << b.partial_lse << ", queue=" << b.queue
+       << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
+       << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
+       << ", launch=" << static_cast<int>(b.launch) << ")";
+  return text.str();
+}
+
+void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
+            const Tensor3& v_cache, const Tensor3& out, int64_t lse, int64_t trace, int num_rows,
+            int dtype, float scale, float logit_cap, int64_t stream) {
   const CudaDecodeArgs args{
-      .plan = pointer<const PlanHeader>(plan),
+      .plan = buffers.plan,
       .q = pointer<const void>(q[0]),
       .q_stride_query = q[1],
       .q_stride_head = q[2],
@@ -38,24 +83,24 @@ void decode(int64_t plan, const Tensor3& q, const Tensor3& k_cache, const Tensor
       .v_cache = pointer<const void>(v_cache[0]),
       .v_stride_slot = v_cache[1],
       .v_stride_head = v_cache[2],
-      .slots = pointer<const int32_t>(slots[0]),
-      .slots_stride = slots[1],
-      .branches = {pointer<int32_t>(branches[0]), pointer<uint16_t>(branches[1])},
+      .slots = buffers.slots,
+      .slots_stride = buffers.slots_stride,
+      .branches = buffers.branches,
       .out = pointer<void>(out[0]),
       .out_stride_query = out[1],
       .out_stride_head = out[2],
       .lse = pointer<float>(lse),
-      .partials = pointer<void>(partials),
-      .partial_lse = pointer<float>(partial_lse),
-      .queue = pointer<int32_t>(queue),
+      .partials = buffers.partials,
+      .partial_lse = buffers.partial_lse,
+      .queue = buffers.queue,
       .trace = pointer<uint64_t>(trace),
       .num_rows = num_rows,
-      .head_dim = head_dim,
-      .num_q_heads = num_q_heads,
-      .num_kv_heads = num_kv_heads,
-      .partial_bytes = partial_bytes,
+      .head_dim = buffers.head_dim,
+      .num_q_heads = buffers.num_q_heads,
+      .num_kv_heads = buffers.num_kv_heads,
+      .partial_bytes = buffers.partial_bytes,
       .type = static_cast<CudaType>(dtype),
-      .launch = static_cast<Launch>(launch),
+      .launch = buffers.launch,
       .scale = scale,
       .logit_cap = logit_cap,
   };
@@ -77,11 +122,10 @@ void check_decode(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_str
   check_decode_args(args);
 }
 
-void snapshot(int64_t plan, const Table& req_to_token, const Vector& rows, const Vector& seq_lens,
-              const Table& slots, const std::array<int64_t, 2>& branches, int num_rows,
-              int64_t stream) {
+void snapshot(const Buffers& buffers, const Table& req_to_token, const Vector& rows,
+              const Vector& seq_lens, int num_rows, int64_t stream) {
   const SnapshotArgs args{
-      .plan = pointer<PlanHeader>(plan),
+      .plan = buffers.plan,
       .req_to_token = pointer<const int32_t>(req_to_token[0]),
       .req_to_token_stride = req_to_token[1],
       .rows = pointer<const void>(rows[0]),
@@ -89,9 +133,9 @@ void snapshot(int64_t plan, const Table& req_to_token, const Vector& rows, const
       .num_rows = num_rows,
       .seq_lens = pointer<const void>(seq_lens[0]),
       .seq_lens_bytes = static_cast<int32_t>(seq_lens[1]),
-      .slots = pointer<int32_t>(slots[0]),
-      .slots_stride = slots[1],
-      .branches = {pointer<int32_t>(branches[0]), pointer<uint16_t>(branches[1])},
+      .slots = buffers.slots,
+      .slots_stride = buffers.slots_stride,
+      .branches = buffers.branches,
   };
   py::gil_scoped_release release;
   snapshot_cuda(args, pointer<void>(stream));
@@ -121,10 +165,8 @@ py::dict probe(int device) {
   return d;
 }
 
-}  // namespace
-
-void bind_cuda(py::module_& m) {
-  m.def("cuda_queue_ints", [] { return kQueueInts; }, "Length of decode_cuda's queue.");
+void bind_probe(py::module_& m) {
+  m.def("cuda_queue_ints", [] { return kQueueInts; }, "Length of the queue of CudaBuffers.");
   m.def("cuda_min_shared_bytes", &min_shared_bytes, py::arg("head_dim"),
         "Bytes of shared memory that a block of the forward needs at least. Raises ValueError for\n"
         "a head dim that has no kernel.");
@@ -132,6 +174,27 @@ void bind_cuda(py::module_& m) {
         "Run a tiny kernel of this module on a CUDA device.\n\n"
         "Returns a dict: ok, device, arch (10 * major + minor), kernel_arch (what the kernel was\n"
         "compiled for), driver_version (0 without a driver), error (\"\" if ok). Never raises.");
+}
+
+void bind_buffers(py::module_& m) {
+  py::class_<Buffers>(m, "CudaBuffers", R"(The device memory of a workspace and the heads it is for.
+
+plan: address of a plan. slots: (address, row stride) of the snapshot's int32 table.
+branch_slots, branch_rows: addresses of int32 and uint16 [max_branch_tokens]: slots of the branches'
+    tokens, and the packed rows that attend to each.
+partials: [max_partials, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2 (q's dtype).
+partial_lse: fp32 [max_partials, num_q_heads]. queue: int32 [cuda_queue_ints()], zeros.
+launch: one of LAUNCHES.
+
+Holds addresses only: who made it keeps the memory.)")
+      .def(py::init(&make_buffers), py::kw_only(), py::arg("plan"), py::arg("slots"),
+           py::arg("branch_slots"), py::arg("branch_rows"), py::arg("partials"),
+           py::arg("partial_lse"), py::arg("queue"), py::arg("partial_bytes"),
+           py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("launch"))
+      .def("__repr__", &describe);
+}
+
+void bind_staging(py::module_& m) {
   m.def(
       "check_plan_cuda", &check_plan, py::arg("plan"), py::arg("plan_bytes"), py::arg("max_bytes"),
       py::arg("max_queries"), py::arg("max_partials"), py::arg("max_context"),
@@ -150,44 +213,49 @@ void bind_cuda(py::module_& m) {
           py::call_guard<py::gil_scoped_release>(),
           "Copies a plan from a host to a device address in stream order. Raises ValueError for\n"
           "one that is too large and in a capture, RuntimeError with CUDA's error.");
+}
+
+void bind_launches(py::module_& m) {
   m.def(
-      "snapshot_cuda", &snapshot, py::arg("plan"), py::arg("req_to_token"), py::arg("rows"),
-      py::arg("seq_lens"), py::arg("slots"), py::arg("branches"), py::arg("num_rows"),
-      py::arg("stream"),
+      "snapshot_cuda", &snapshot, py::arg("buffers"), py::kw_only(), py::arg("req_to_token"),
+      py::arg("rows"), py::arg("seq_lens"), py::arg("num_rows"), py::arg("stream"),
       R"(Copies the slots of all tokens that a plan's items read, on a stream, and writes into the plan
 how many tokens each item has.
 
-plan: device address. req_to_token, slots: (device address, row stride) of int32 tables.
+req_to_token: (device address, row stride) of an int32 table.
 rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows].
-branches: (device address of int32, of uint16) [max_branch_tokens]: slots of the branches' tokens,
-    and the packed rows that attend to each.
 Only launches. Raises RuntimeError with CUDA's error.)");
   m.def("check_decode_cuda", &check_decode, py::arg("num_q_heads"), py::arg("num_kv_heads"),
         py::arg("head_dim"), py::arg("k_stride_slot"), py::arg("v_stride_slot"), py::arg("scale"),
         py::arg("logit_cap"),
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");
-  m.def("decode_cuda", &decode, py::arg("plan"), py::arg("q"), py::arg("k_cache"),
-        py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("slots"), py::arg("branches"),
-        py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("trace"),
-        py::arg("num_rows"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
-        py::arg("dtype"), py::arg("partial_bytes"), py::arg("scale"), py::arg("logit_cap"),
-        py::arg("launch"), py::arg("stream"),
-        R"(Executes a plan on a stream: forward of all items, merge of the partials.
+  m.def(
+      "decode_cuda", &decode, py::arg("buffers"), py::kw_only(), py::arg("q"), py::arg("k_cache"),
+      py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("trace"), py::arg("num_rows"),
+      py::arg("dtype"), py::arg("scale"), py::arg("logit_cap"), py::arg("stream"),
+      R"(Executes the plan of a workspace on a stream: forward of all items, merge of the partials.
 
 All addresses are of device memory; it only launches, so that a CUDA graph can capture it.
-plan: a plan that check_plan_cuda accepted. q, k_cache, v_cache, out: (address, stride 0, stride 1),
-    strides in elements, of [num_rows, num_q_heads, head_dim], [slots, num_kv_heads, head_dim] twice
-    and [num_rows, num_q_heads, head_dim]; last dimension contiguous, rows aligned to 16 bytes; all
-    of ``dtype`` 1 (bf16) or 2 (fp16).
+buffers: they hold a plan that check_plan_cuda accepted.
+q, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements, of
+    [num_rows, num_q_heads, head_dim], [slots, num_kv_heads, head_dim] twice and
+    [num_rows, num_q_heads, head_dim]; last dimension contiguous, rows aligned to 16 bytes; all of
+    ``dtype`` 1 (bf16) or 2 (fp16).
 lse: fp32 [num_rows, num_q_heads], base 2, or 0.
-slots: (address, row stride) of the snapshot; branches: as of snapshot_cuda.
-partials [max_partials, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2 (``dtype``);
-    partial_lse: fp32 [max_partials, num_q_heads]; queue: int32 [cuda_queue_ints()], zeros.
 trace: 0, or uint64 zeros [1 + warps that run units, 4]; gets the number of entries and from row 1 on
     (item, KV head), (SM, half, warp, rows) as halves and bytes, begin and end in nanoseconds.
-logit_cap: 0 = off. launch: 0 one kernel, 1 streams, 2 serial.
+logit_cap: 0 = off.
 
 Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  bind_probe(m);
+  bind_buffers(m);
+  bind_staging(m);
+  bind_launches(m);
 }
 
 }  // namespace pat

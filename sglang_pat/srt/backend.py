@@ -16,18 +16,18 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_pat.config import PatConfig
-from sglang_pat.executor import make_executor
 from sglang_pat.srt import refusals
 from sglang_pat.srt.check import check_plan
 from sglang_pat.srt.hook import LiveBatch, Mailbox
 from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
+from sglang_pat.srt.sizing import make_executor
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.srt.support import CHOOSE_ANOTHER
 from sglang_pat.stats import Stats
 
 if TYPE_CHECKING:
-    from sglang_pat.planning import Plan
+    from sglang_pat.planner import Plan
     from sglang_pat.srt.survey import Survey
 
 logger = logging.getLogger("sglang_pat")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_pat.planning import Plan
+from sglang_pat.planner import Plan
 from sglang_pat.slots import SlotMismatch, compare, compare_packs
 from sglang_pat.srt.radix import RadixView
 

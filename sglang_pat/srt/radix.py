@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The radix view: for each request the path of radix nodes that its K/V rows go through.
+"""The radix view: for each request the path of radix nodes that its K/V slots stand under.
 
-The only reader of SGLang's caches. Sharing is what the live tree says: two requests under one node
+The only reader of SGLang's caches. It reads paths and hands them on; ``step`` gives them to the
+planner. Sharing is what the live tree says: two requests under one node
 were given the same slots for it, so neither token ids nor slot ids are compared. Per request the
 handle is ``req.lock.node``, the node pinned for it, and the part that is safe to share is
 ``req.kv.cache_protected_len`` tokens: up to there SGLang guarantees that the request's row of
@@ -16,14 +17,13 @@ slots for the record's ``cache_protected_len`` tokens; what later turns add is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang_pat import _C
-from sglang_pat.planning import Plan, Planner
 from sglang_pat.srt.interface import path_fields
 
 # A request that has been in the batch unchanged for more than SETTLE_STEPS decode steps is not read
@@ -35,12 +35,28 @@ NO_NODE = -1  # read in place of a node handle when the request holds no lock
 _NODE_ATTRS = ("id", "parent", "key")
 
 
-class RadixView:
-    """Where requests stand in one prefix cache.
+class Paths(NamedTuple):
+    """The radix paths of the B queries of a batch, in the form in which the cache gives them.
 
-    A cache of Python nodes gives each request's leaf, its last node, and ``reader`` climbs from
-    there. Any other gives paths, and ``reader`` is None: ``fields`` are the positions of (node id,
-    start, end) in a path's tuples; start and end are token positions from the root.
+    ``queries[i]`` is None for a query that shares nothing. With a ``reader``, of a cache of Python
+    nodes, it is query i's leaf, the last node of its path, from which the reader climbs to the
+    root. Without one it is the path: tuples from the root on, in which ``fields`` are the positions
+    of (node id, start, end), start and end in tokens. ``limits`` [B] int64: tokens that are safe to
+    share. ``private``: how many requests share nothing, by reason.
+    """
+
+    queries: list[Any]
+    limits: npt.NDArray[np.int64]
+    fields: tuple[int, int, int]
+    reader: _C.NodeReader | None
+    private: dict[str, int]
+
+
+class RadixView:
+    """Reads where requests stand in one prefix cache.
+
+    ``kind`` names the cache; ``disabled`` says why no request has a path in it, or is empty.
+    ``fields`` and ``reader`` as in ``Paths``.
     """
 
     def __init__(self, tree_cache: Any) -> None:
@@ -112,44 +128,31 @@ class RadixView:
             return self._with_slots(reqs, handles)
         return handles
 
-    def look_up(
-        self, reqs: Sequence[Any], handles: bytes, count: int
-    ) -> tuple[list[Any], npt.NDArray[np.int64], dict[str, int]]:
-        """Leaf or path (see above) of each of ``count`` queries, its tokens safe to share, and how
-        many requests share nothing, by reason.
+    def look_up(self, reqs: Sequence[Any], handles: bytes, count: int) -> Paths:
+        """The paths of ``count`` queries, the first of which are ``reqs``; the others share
+        nothing. ``handles``: those of ``read_handles``.
 
-        None for a request that holds no node, and for queries beyond the requests. ``handles``:
-        those of ``read_handles``. Raises KeyError for a node that the tree does not know,
-        ValueError for fewer queries than requests.
+        Raises KeyError for a node that the tree does not know, ValueError for fewer queries than
+        requests.
         """
         nodes, tokens, missing, uncached = _C.HandleReader.columns(handles, count)
         limits = np.frombuffer(tokens, dtype=np.int64)
         if self.disabled:
-            return [None] * count, limits, {self.disabled: len(reqs)}
-        given: list[Any]
+            private = {self.disabled: len(reqs)}
+            return Paths([None] * count, limits, self.fields, None, private)
+        queries: list[Any]
         if not missing:
-            given = list(self._collect(nodes, reqs))
+            queries = list(self._collect(nodes, reqs))
         else:
-            given = [None] * len(nodes)
+            queries = [None] * len(nodes)
             held = [index for index, node in enumerate(nodes) if node != NO_NODE]
             found = self._collect([nodes[i] for i in held], [reqs[i] for i in held])
             for index, one in zip(held, found, strict=True):
-                given[index] = one
-        given += [None] * (count - len(nodes))
-        private = {"no tree lock": missing, "nothing cached yet": uncached}
-        return given, limits, {reason: times for reason, times in private.items() if times}
-
-    def plan(
-        self,
-        planner: Planner,
-        given: Sequence[Any],
-        seq_lens: npt.NDArray[np.int64],
-        limits: npt.NDArray[np.int64],
-    ) -> Plan:
-        """``planner``'s plan for what ``look_up`` gave. Raises what ``Planner`` does."""
-        if self.reader is not None:
-            return planner.plan_leaves(given, seq_lens, limits, self.reader)
-        return planner.plan(given, seq_lens, limits, self.fields)
+                queries[index] = one
+        queries += [None] * (count - len(nodes))
+        reasons = {"no tree lock": missing, "nothing cached yet": uncached}
+        private = {reason: times for reason, times in reasons.items() if times}
+        return Paths(queries, limits, self.fields, self.reader, private)
 
     def _with_slots(self, reqs: Sequence[Any], handles: bytes) -> bytes:
         """``handles`` with the nodes that sessions hold for their turns."""

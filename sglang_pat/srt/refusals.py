@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang_pat.srt.survey import Heads
     from sglang_pat.target import Target
 
-CUDA_HEAD_DIMS, CUDA_MAX_GROUP = (64, 128, 256), 16
+CUDA_HEAD_DIMS, CUDA_MAX_GROUP = _C.CUDA_HEAD_DIMS, _C.CUDA_MAX_GROUP
 
 
 def refuse_unsafe(runner: Any) -> None:

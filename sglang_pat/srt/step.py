@@ -24,11 +24,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from sglang_pat.planning import Plan, Planner
+from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.hook import LiveBatch
-from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, RadixView
+from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Paths, RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
@@ -198,13 +200,21 @@ class StepPlanner:
         else:
             assert handles is not None
             count = len(seq_lens)
-            found, limits, state.private = state.view.look_up(batch.reqs, handles, count)
+            paths = state.view.look_up(batch.reqs, handles, count)
+            state.private = paths.private
             if count > len(batch.reqs):
                 state.private["row without a request"] = count - len(batch.reqs)
-            plan = state.view.plan(state.planner, found, lens, limits)
+            plan = plan_paths(state.planner, paths, lens)
         state.has_paths = True
         self._stats.private(state.private)
         return plan
+
+
+def plan_paths(planner: Planner, paths: Paths, seq_lens: npt.NDArray[np.int64]) -> Plan:
+    """``planner``'s plan for paths that a ``RadixView`` looked up; raises what it raises."""
+    if paths.reader is not None:
+        return planner.plan_leaves(paths.queries, seq_lens, paths.limits, paths.reader)
+    return planner.plan(paths.queries, seq_lens, paths.limits, paths.fields)
 
 
 def _total_tokens(plan: Plan | None, seq_lens: torch.Tensor) -> int:

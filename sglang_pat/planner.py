@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Radix paths -> pack tree -> schedule -> plan (PAT sections 5.1, 5.2 and 6), all in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_pat import _C
+from sglang_pat.target import Target
+
+Plan = _C.Plan
+BRANCH = _C.BRANCH  # kv_len of an item that is a branch
+Lengths = Sequence[int] | npt.NDArray[np.int64] | Any
+
+
+class Node(NamedTuple):
+    """A radix node on a query's path: the tokens [``start``, ``end``) of the query's sequence.
+
+    Queries whose paths name the same ``id`` hold the same K/V slots for these tokens.
+    """
+
+    id: int
+    start: int
+    end: int
+
+
+PathElement = Node | tuple[int, int, int]
+
+# Positions of (node id, start, end) in an element of ``plan``'s paths.
+_PLAIN_FIELDS = (0, 1, 2)
+
+
+class Planner:
+    """Makes plans for one target and keeps the working memory. Not thread-safe."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._native = _C.Planner(target.native)
+
+    def plan(
+        self,
+        paths: Sequence[Sequence[tuple[Any, ...]] | None],
+        seq_lens: Lengths,
+        limits: Lengths | None = None,
+        fields: tuple[int, int, int] = _PLAIN_FIELDS,
+    ) -> Plan:
+        """Plan one decode step of B queries.
+
+        ``paths[i]`` lists the radix nodes of query i from the root on, as tuples whose positions
+        ``fields`` hold (node id, start, end); ``None`` or empty means that it shares nothing.
+        ``seq_lens`` [B] counts tokens, the one being decoded included. ``limits`` [B] clips paths
+        to the tokens that are safe to share; by default all of the sequence.
+
+        Raises ValueError naming query, node and position for paths that are not one tree, and for
+        a batch larger than the target's ``max_queries``; TypeError for elements of another form.
+        """
+        lens, bounds = _lengths(seq_lens, limits)
+        return self._native.plan_from_info(paths, bounds, lens, fields)
+
+    def plan_leaves(
+        self,
+        leaves: Sequence[Any],
+        seq_lens: Lengths,
+        limits: Lengths | None,
+        reader: _C.NodeReader,
+    ) -> Plan:
+        """Plan one decode step of B queries whose paths stand in a tree of Python nodes.
+
+        ``leaves[i]`` is the last node of query i's path, ``None`` if it shares nothing; ``reader``
+        knows the nodes' attributes and is kept per tree. The rest as in ``plan``.
+
+        Raises also what looking up a node's attributes raises.
+        """
+        lens, bounds = _lengths(seq_lens, limits)
+        return self._native.plan_from_leaves(leaves, bounds, lens, reader)
+
+    def plan_again(self, seq_lens: Lengths) -> Plan:
+        """Plan the batch of the last ``plan`` or ``plan_leaves``, which must not have raised, with
+        the paths it read and other lengths.
+
+        Raises ValueError for other than one length per query, and for one shorter than its path.
+        """
+        return self._native.plan_again(np.ascontiguousarray(seq_lens, dtype=np.int64))
+
+
+def _lengths(
+    seq_lens: Lengths, limits: Lengths | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Sequence lengths and limits [B] as the core takes them."""
+    given = np.asarray(seq_lens)
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"seq_lens is of type {given.dtype}, must be integers: round them first")
+    lens = np.ascontiguousarray(given, dtype=np.int64)
+    # Without limits a path is taken whole, so that one beyond its sequence is an error.
+    if limits is None:
+        return lens, np.full(lens.shape, np.iinfo(np.int64).max)
+    return lens, np.ascontiguousarray(limits, dtype=np.int64)
+
+
+_planners_lock = Lock()
+_planner_for = lru_cache(maxsize=8)(Planner)
+
+
+def plan(paths: Sequence[Sequence[PathElement] | None], seq_lens: Lengths, target: Target) -> Plan:
+    """Plan one decode step of B queries for ``target``.
+
+    ``paths[i]``: the radix nodes of query i, each a ``Node`` or a plain tuple (id, start, end), in
+    token positions, from 0 on without gaps; ``None`` or empty means that it shares nothing. Queries
+    that name the same node must hold the same K/V slots there, which only ``check_slots`` and
+    ``decode(..., check=True)`` look at. ``seq_lens`` [B] counts tokens, the one being decoded
+    included. The plan stays valid while every length lies in [``Plan.min_seq_lens``,
+    ``Plan.max_seq_lens``]; ``print`` shows its tree and its items.
+
+    Raises ValueError naming query, node and position for paths that are not one tree, for lengths
+    that are no integers, and for a batch larger than ``target.max_queries``; TypeError for paths
+    that are no sequence of sequences of tuples.
+    """
+    with _planners_lock:
+        return _planner_for(target).plan(paths, seq_lens)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the executor of a model runner, as large as the runner's pools and decode graphs need."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang_pat.capacity import MB, Capacity, fit_workspace
+from sglang_pat.config import PatConfig
+from sglang_pat.executor import Executor
+from sglang_pat.srt import sleep
+from sglang_pat.srt.survey import heads_of
+from sglang_pat.target import Target
+
+logger = logging.getLogger("sglang_pat")
+
+
+def make_executor(runner: Any, config: PatConfig) -> Executor:
+    """The executor of a model runner. Its target is sized by the runner's pools and graphs and, on
+    a GPU, by the budget of its workspace. After a sleep of the server it is as new."""
+    table = runner.req_to_token_pool.req_to_token
+    if table.device.type == "cpu":
+        executor = Executor(_cpu_target(runner, config), config, table)
+    else:
+        target = _gpu_target(runner, config)
+        executor = Executor(target, config, table, sleep.kv_cache_region(runner))
+    sleep.reset_on_wake(executor)
+    return executor
+
+
+def _cpu_target(runner: Any, config: PatConfig) -> Target:
+    """For all requests of the pool: a CPU has no workspace, and so no budget."""
+    requests = runner.req_to_token_pool.size
+    return Target.cpu(
+        threads=torch.get_num_threads(),
+        max_queries=max(requests, _largest_graph(requests)),
+        **_options(runner, config),
+    )
+
+
+def _gpu_target(runner: Any, config: PatConfig) -> Target:
+    """For as many requests as the workspace's budget holds, which is logged."""
+    table, requests = runner.req_to_token_pool.req_to_token, runner.req_to_token_pool.size
+    options = _options(runner, config)
+    capacity = fit_workspace(
+        num_q_heads=options["num_q_heads"],
+        head_dim=options["head_dim"],
+        max_context=table.shape[1],
+        pool_requests=requests,
+        largest_graph=_largest_graph(requests),
+        partial_dtype=config.partial_dtype,
+        budget=config.workspace_mb * MB,
+    )
+    _announce(capacity)
+    return Target.gpu(
+        torch.cuda.get_device_properties(table.device),
+        max_queries=capacity.max_queries,
+        max_partials=capacity.max_partials,
+        **options,
+    )
+
+
+def _options(runner: Any, config: PatConfig) -> dict[str, Any]:
+    """Fields of the target that the model and the server's options decide."""
+    options: dict[str, Any] = {
+        **heads_of(runner)._asdict(),
+        "kv_bytes": runner.kv_cache_dtype.itemsize,
+        "partial_bytes": config.partial_dtype.itemsize,
+        "policy": config.policy,
+        "split": config.split,
+    }
+    if config.branching != "cost":  # else as the device's target has it
+        options["branching"] = config.branching
+    return options
+
+
+def _largest_graph(pool_requests: int) -> int:
+    """Queries of the largest decode graph that SGLang may capture, padding included; 0 without
+    graphs. As ``get_batch_sizes_to_capture`` (S model_executor/runner/base_cuda_graph_runner.py:65)
+    clamps them."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.runtime_context import get_exec
+    from sglang.srt.utils import get_cuda_graph_max_batch_size
+
+    decode = get_exec().graph.cuda_graph_config.decode
+    if decode.backend == Backend.DISABLED:
+        return 0
+    sizes: list[int] = [*(decode.bs or ()), decode.max_bs or 0]
+    captured: int = get_cuda_graph_max_batch_size(pool_requests)
+    return min(max(sizes), captured)
+
+
+def _announce(capacity: Capacity) -> None:
+    if capacity.over_budget:
+        logger.warning("sglang_pat: %s", capacity.warning())
+    logger.info("sglang_pat: %s", capacity)

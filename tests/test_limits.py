@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the extension says of its limits is what it does, and Python has no limits of its own."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from kit_cases import case, execute
+from kit_plans import Piece
+
+from sglang_pat import _C, planner
+from sglang_pat.arguments import DTYPES
+from sglang_pat.config import PatConfig
+from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS, Target
+from sglang_pat.workspace import LAUNCHES
+
+HEADS: dict[str, Any] = {"num_q_heads": 8, "num_kv_heads": 2, "max_queries": 4}
+needs_cuda = pytest.mark.skipif(not hasattr(_C, "decode_cuda"), reason="built with PAT_CUDA=OFF")
+
+
+@needs_cuda
+def test_head_dims_of_the_cuda_kernels() -> None:
+    served = []
+    for head_dim in range(0, 2 * max(_C.CUDA_HEAD_DIMS) + 1, 4):
+        try:
+            _C.cuda_min_shared_bytes(head_dim)
+        except ValueError:
+            continue
+        served.append(head_dim)
+    assert tuple(served) == _C.CUDA_HEAD_DIMS
+
+
+@needs_cuda
+def test_group_of_the_cuda_kernels() -> None:
+    given: dict[str, Any] = {"head_dim": 64, "scale": 1.0, "logit_cap": 0.0}
+    strides = {"k_stride_slot": 64, "v_stride_slot": 64}
+    _C.check_decode_cuda(_C.CUDA_MAX_GROUP, 1, **given, **strides)
+    with pytest.raises(ValueError, match=f"from 1 to {_C.CUDA_MAX_GROUP}"):
+        _C.check_decode_cuda(_C.CUDA_MAX_GROUP + 1, 1, **given, **strides)
+
+
+def test_head_dims_of_the_cpu_executor() -> None:
+    step, most = _C.CPU_HEAD_DIM_STEP, _C.CPU_MAX_HEAD_DIM
+    for head_dim in (step, most):
+        execute(case([Piece((0,), 0, 3)], (2, 1), head_dim))
+        Target.cpu(threads=1, head_dim=head_dim, **HEADS)
+    for head_dim in (step + 1, step // 2, most + step):
+        with pytest.raises(ValueError, match=f"head_dim is {head_dim}"):
+            execute(case([Piece((0,), 0, 3)], (2, 1), head_dim))
+        with pytest.raises(ValueError, match=f"multiples of {step} up to {most}"):
+            Target.cpu(threads=1, head_dim=head_dim, **HEADS)
+
+
+def test_options_are_the_extensions() -> None:
+    """Their values, and the default first."""
+    assert POLICIES == ("bytes", "paper", "naive") == tuple(_C.Policy.__members__)
+    assert SPLITS == ("cost", "mean") == tuple(_C.Split.__members__)
+    assert BRANCHINGS == ("cost", "always", "never") == tuple(_C.Branching.__members__)
+    assert list(LAUNCHES) == ["queue", "streams", "serial"]
+    for name, values in (("POLICY", POLICIES), ("SPLIT", SPLITS), ("LAUNCH", LAUNCHES)):
+        for value in values:
+            config = PatConfig.from_env({f"SGLANG_PAT_{name}": value})
+            assert getattr(config, name.lower()) == value
+    assert {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2} == DTYPES
+
+
+def test_tiles_of_a_target_are_the_kernels() -> None:
+    made = Target.h200(head_dim=128, **HEADS)
+    assert made.row_tiles == (16, 32, 64, 128) and made.branch_rows == (64, 32)
+    assert Target.h200(head_dim=256, **HEADS).row_tiles == (16, 32, 64)
+    assert _C.HEAVY_ROWS in made.row_tiles and _C.WIDE_ROWS in made.row_tiles
+    assert max(made.branch_rows) == _C.BRANCH_ROWS
+    assert planner.BRANCH == _C.BRANCH
+
+
+@needs_cuda
+def test_the_buffers_of_a_workspace_are_bound_by_name() -> None:
+    """Every argument lands in its own field."""
+    addresses = ["plan", "branch_slots", "branch_rows", "partials", "partial_lse", "queue"]
+    sizes = ["partial_bytes", "num_q_heads", "num_kv_heads", "head_dim"]
+    given: dict[str, Any] = {name: 0x1000 + i for i, name in enumerate(addresses)}
+    given |= {name: 10 + i for i, name in enumerate(sizes)}
+    bound = _C.CudaBuffers(slots=(0x2000, 77), launch=LAUNCHES["serial"], **given)
+    fields = dict(re.findall(r"(\w+)=(\w+|\(\w+, \w+\))", repr(bound)))
+    assert fields == {
+        **{name: f"{given[name]:#x}" for name in addresses},
+        **{name: str(given[name]) for name in sizes},
+        "slots": "(0x2000, 77)",
+        "launch": str(LAUNCHES["serial"]),
+    }
