@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "explain":
         return run_explain(arguments)
     from sglang_pat.demo.run import Options, run_demo
-    from sglang_pat.demo.server import ServerError
+    from sglang_pat.bench.common.server import ServerError
 
     try:
         return run_demo(Options(arguments.device, arguments.dtype, arguments.cache, arguments.json))

@@ -15,7 +15,7 @@ from typing import Any
 logger = logging.getLogger("sglang_pat")
 
 H200_SMS = 132
-H200_BYTES_PER_S, H200_FLOPS_PER_S = 4.3e12, 600e12  # as measured (csrc/NOTES.md)
+H200_BYTES_PER_S, H200_FLOPS_PER_S = 4.3e12, 600e12  # as measured (docs/experiments/README.md)
 
 # The vendor's TB/s and dense bf16 TFLOP/s with fp32 sums, by a word or words of the device's name;
 # the first match counts.

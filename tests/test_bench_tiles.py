@@ -22,7 +22,7 @@ from sglang_pat.bench.kernel.floor import Heads, kv_bytes
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 from sglang_pat.bench.kernel.layer import PatOptions
 from sglang_pat.bench.kernel.tiles import Bandwidth, TileCase, Whole
-from sglang_pat.planning import plan
+from sglang_pat.planner import plan
 
 WHOLE = Whole(split="mean")
 

@@ -21,7 +21,7 @@ from sglang_pat.bench.kernel import timeline
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import PatOptions
 from sglang_pat.bench.kernel.timeline import Bar, Kind, Timeline
-from sglang_pat.planning import plan
+from sglang_pat.planner import plan
 
 ZERO = 1_763_739_000_123_456_789  # nanoseconds; no float64
 Words = npt.NDArray[np.int64]

@@ -31,7 +31,7 @@ from kit.trees import Batch, batch_of, batches, branches_of, check_plan, ranges_
 from sglang_pat import _C
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
-from sglang_pat.planning import Plan, plan
+from sglang_pat.planner import Plan, plan
 from sglang_pat.target import Target
 
 GROUPS = [1, 2, 4, 5, 7, 8, 16]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit_cases import case, execute
-from kit_plans import Piece
+from kit.cases import case, execute
+from kit.plans import Piece
 
 from sglang_pat import _C, planner
 from sglang_pat.arguments import DTYPES

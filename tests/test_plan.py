@@ -12,7 +12,7 @@ from kit.trees import Batch, batch_of, batches, check_plan, ranges_of, target, t
 
 from sglang_pat import decode
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
-from sglang_pat.planning import Planner, plan
+from sglang_pat.planner import Planner, plan
 from sglang_pat.target import Target
 
 

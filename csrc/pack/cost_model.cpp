@@ -12,7 +12,7 @@ namespace pat {
 namespace {
 
 // Factors of plan_seconds(): with them it is within 8 % of plans of the paper's trees as measured
-// on an H200 (csrc/NOTES.md).
+// on an H200 (docs/experiments/splits.md).
 constexpr double kReread = 0.5;           // a token read again, of a first read
 constexpr double kWide = 0.3;             // a wide item's token, beside its read: arithmetic
 constexpr double kMerged = 1.45;          // a partial's bytes, of their time in memory

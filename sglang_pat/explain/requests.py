@@ -39,7 +39,7 @@ def parse_tree(spec: str) -> Requests:
     large.
     """
     if "_" in spec:
-        from sglang_pat.bench.trees import Tree
+        from sglang_pat.bench.common.trees import Tree
 
         tree = Tree.parse(spec)
         if tree.num_queries > MAX_REQUESTS:

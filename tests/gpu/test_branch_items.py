@@ -14,7 +14,7 @@ from kit.cases import Case, by_hand, case, grown
 from kit.device import DevicePlan, check, error, execute, on_device, target_of
 from kit.plans import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
 
-from sglang_pat.planning import Plan, plan
+from sglang_pat.planner import Plan, plan
 from sglang_pat.target import Target
 from sglang_pat.workspace import LAUNCHES, Workspace
 

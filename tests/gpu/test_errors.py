@@ -15,7 +15,7 @@ from kit.plans import Piece, prefix
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
-from sglang_pat.planning import plan as make_plan
+from sglang_pat.planner import plan as make_plan
 from sglang_pat.workspace import Workspace
 
 TREE = Tree((1, 6), (100, 20))

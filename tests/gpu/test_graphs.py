@@ -13,7 +13,7 @@ from kit.device import POISON, case_of_tree, check, execute, target_of
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
-from sglang_pat.planning import Planner
+from sglang_pat.planner import Planner
 from sglang_pat.workspace import LAUNCHES, Workspace
 
 HEADS = (8, 2)

@@ -10,7 +10,7 @@ import torch
 from kit.device import case_of_tree, check, target_of
 
 from sglang_pat.bench.common.trees import Tree
-from sglang_pat.planning import plan
+from sglang_pat.planner import plan
 from sglang_pat.workspace import Workspace
 
 

@@ -19,7 +19,7 @@ from sglang_pat.bench.kernel.clock import Clock
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch
 from sglang_pat.bench.kernel.timeline import Bar, bars_of, record, trace, trace_rows
-from sglang_pat.planning import plan
+from sglang_pat.planner import plan
 from sglang_pat.workspace import LAUNCHES, Workspace
 
 CALL_SLACK_NS = 2000  # two steps of a timer that advances every microsecond

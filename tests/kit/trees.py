@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DYNAMIC
 from sglang_pat.bench.common.trees import Tree
-from sglang_pat.planning import Plan
+from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
 Path = list[tuple[int, int, int]]

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.bench.host.live import LiveCache
 from sglang_pat.config import PatConfig
-from sglang_pat.planning import Plan
+from sglang_pat.planner import Plan
 from sglang_pat.srt import backend
 from sglang_pat.srt.hook import after_init_new
 from sglang_pat.srt.survey import Survey

@@ -13,7 +13,7 @@ import statistics
 import time
 
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
-from sglang_pat.planning import Planner
+from sglang_pat.planner import Planner
 from sglang_pat.target import POLICIES, SPLITS, Target
 
 

@@ -32,7 +32,7 @@ from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error
 from sglang_pat.bench.kernel.peers import PEERS, usable
 from sglang_pat.bench.kernel.report import TreeRow, complaints, table
 from sglang_pat.bench.kernel.timeline import Timeline
-from sglang_pat.planning import BRANCH
+from sglang_pat.planner import BRANCH
 from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
 from sglang_pat.workspace import LAUNCHES
 

@@ -13,7 +13,7 @@ from sglang_pat import Target, decode, reference
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, relative
-from sglang_pat.planning import Planner
+from sglang_pat.planner import Planner
 from sglang_pat.workspace import Workspace
 
 PLAN_REPEATS = 15

@@ -33,7 +33,7 @@ from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch
 from sglang_pat.bench.kernel.peers import PEERS, usable
 from sglang_pat.bench.kernel.plot import bars
 from sglang_pat.bench.kernel.report import groups
-from sglang_pat.planning import plan
+from sglang_pat.planner import plan
 
 Case = tuple[Heads, bool, Tree]  # heads, slots permuted or not, tree
 # What ncu counts and the bytes that one is: DRAM in both directions, sectors read from the L2.
