@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode attention of a plan on a CUDA device: snapshot of the slots, forward, merge. Every
-// function only launches kernels on `stream`: no allocation, no synchronisation, so all of it can
-// be captured in a CUDA graph, which then serves every plan that fits the buffers. Errors of a
-// launch and arguments that the kernels do not support throw std::runtime_error and
-// std::invalid_argument.
+// Decode attention of a plan on a CUDA device: snapshot of the slots, forward, merge. The functions
+// only launch kernels on `stream`. They neither allocate nor synchronise, so a CUDA graph can
+// capture them; it then serves every plan that fits the buffers. They throw std::runtime_error with
+// the error of a launch, and std::invalid_argument for arguments that the kernels do not support.
 #pragma once
 
 #include "cuda/params.h"
@@ -14,15 +13,15 @@ namespace pat {
 // for a head dim that has no kernel.
 int min_shared_bytes(int head_dim);
 
-// Throws std::invalid_argument for what the kernels do not have. Looks at sizes, strides and
-// numbers only, so that it needs no device.
+// Throws std::invalid_argument for what the kernels do not support. Looks only at sizes, strides
+// and numbers, so it needs no device.
 void check_decode_args(const CudaDecodeArgs& args);
 
 // Forward of all items, then the merge of queries with several splits.
 void decode_cuda(const CudaDecodeArgs& args, void* stream);
 
-// Copies the slots of every token that the plan's items read, and writes into the plan how many
-// tokens each item has. Of a tail in a branch, no more than its room. Once a step.
+// Copies the slots of every token that the plan's items read, and writes each item's number of
+// tokens into the plan. A tail in a branch gets at most its room. Called once per step.
 void snapshot_cuda(const SnapshotArgs& args, void* stream);
 
 }  // namespace pat

@@ -13,8 +13,8 @@
 namespace pat {
 namespace {
 
-// Streams and events of the multi-stream launch. They live as long as the process: a captured graph
-// may refer to them.
+// Streams and events of Launch::kStreams. They are never destroyed, because a captured graph may
+// refer to them.
 struct Forks {
   std::array<cudaStream_t, kRowTiles.size() - 1> streams;
   std::array<cudaEvent_t, kRowTiles.size() - 1> joined;
@@ -64,7 +64,7 @@ ForwardParams forward_params(const CudaDecodeArgs& a) {
   p.partial_lse = a.partial_lse;
   p.queue = a.queue;
   p.trace = a.trace;
-  p.num_rows = a.num_rows;
+  p.num_queries = a.num_rows;
   p.num_q_heads = a.num_q_heads;
   p.num_kv_heads = a.num_kv_heads;
   p.group = a.num_q_heads / a.num_kv_heads;
@@ -82,7 +82,7 @@ ForwardParams forward_params(const CudaDecodeArgs& a) {
   } else if (a.scale > 0.0f) {
     p.logits = kPlain;
     p.scale = a.scale * kLog2E;
-  } else {  // the greatest q . k is not the greatest logit
+  } else {  // no positive scale: the greatest q . k is not the greatest logit
     p.logits = kScaled;
     p.pre_scale = a.scale * kLog2E;
     p.scale = 1.0f;
@@ -101,7 +101,7 @@ void launch_forward(const ForwardParams& params, const CudaDecodeArgs& a, cudaSt
   }
 }
 
-// One launch a row tile; forks == null: all on `stream`.
+// One launch per row tile. If forks is null, all are on `stream`.
 void launch_by_tile(ForwardParams params, const CudaDecodeArgs& a, const Forks* forks,
                     cudaStream_t stream) {
   for (size_t i = 0; i < kRowTiles.size(); ++i) {
@@ -178,7 +178,8 @@ void decode_cuda(const CudaDecodeArgs& args, void* stream_handle) {
       launch_by_tile(params, args, nullptr, stream);
       break;
   }
-  // With streams the merge waits for several kernels, and cannot start beside the last.
+  // With kStreams the merge waits for several kernels, so it cannot start while the last one
+  // drains.
   launch_merge(args, args.launch != Launch::kStreams, stream);
 }
 

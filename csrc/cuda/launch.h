@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches that decode_cuda is made of; the forward has one function a head dimension, in files
-// of their own that compile in parallel.
+// The launches that decode_cuda consists of. The forward has one function per head dimension, each
+// in a file of its own (forward/instantiations/), so that they compile in parallel.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The merge kernel (PAT section 7): the partial results of queries with several splits, joined by
 // online softmax. Splits are joined in the plan's order, so that results are bitwise the same from
-// run to run. It also writes the rows that no item covers: queries without tokens and the rows that
-// pad a batch.
+// run to run. It also writes zeros for the queries that no item covers: those without tokens and
+// those that pad a batch.
 #include "cuda/error.h"
 #include "cuda/launch.h"
 #include "cuda/ptx.cuh"
@@ -12,7 +12,7 @@ namespace pat {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kFewWarps = 16;  // an SM
+constexpr int kFewWarps = 16;  // per SM
 
 struct MergeParams {
   const PlanHeader* plan;
@@ -21,10 +21,10 @@ struct MergeParams {
   void* out;
   int64_t out_stride_query, out_stride_head;  // elements
   float* lse;
-  int32_t num_rows, num_q_heads;
+  int32_t num_queries, num_q_heads;
 };
 
-// kBytes of a partial output as they lie in memory: the neighbouring values of a lane.
+// A lane's neighbouring values of a partial output, kBytes in all, as they lie in memory.
 template <int kBytes>
 struct alignas(kBytes < 16 ? kBytes : 16) Raw {
   uint32_t words[kBytes / 4];
@@ -55,29 +55,29 @@ __device__ __forceinline__ float value(const uint32_t* words, int i) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
 }
 
-// A warp takes kHeads heads of a row and asks for kAhead splits of each at once, so that it waits
-// for memory as rarely as it can.
+// A warp takes kHeads heads of a query and loads kAhead splits of each at once, so that it waits
+// for memory as rarely as possible.
 template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead>
 __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p) {
   constexpr int kValues = kHeadDim / 32;  // of a lane
   constexpr int kBytes = kValues * (kFloat ? 4 : 2);
   const int lane = threadIdx.x & 31;
   const int task = blockIdx.x * kWarps + threadIdx.x / 32;
-  const int tasks_of_row = (p.num_q_heads + kHeads - 1) / kHeads;
-  const int row = task / tasks_of_row;
-  const int first_head = (task - row * tasks_of_row) * kHeads;
-  if (row >= p.num_rows) return;
+  const int tasks_per_query = (p.num_q_heads + kHeads - 1) / kHeads;
+  const int query = task / tasks_per_query;
+  const int first_head = (task - query * tasks_per_query) * kHeads;
+  if (query >= p.num_queries) return;
 
   const int planned = p.plan->num_queries;
   int2 splits{0, 0};  // QuerySplits
-  if (row < planned) {
+  if (query < planned) {
     const auto* base = reinterpret_cast<const char*>(p.plan) + p.plan->queries_offset;
-    splits = __ldg(reinterpret_cast<const int2*>(base) + row);
+    splits = __ldg(reinterpret_cast<const int2*>(base) + query);
   }
-  const bool too_large = planned > p.num_rows;       // the forward did not run
+  const bool too_large = planned > p.num_queries;    // the forward did not run
   const bool written = splits.y == 1 && !too_large;  // by its item
   if (written && blockIdx.x > 0) return;
-  // The first block waits in any case: the end of this kernel stands for the end of the forward.
+  // The first block always waits, so that this kernel never ends before the forward does.
   await_previous_kernel();
   if (written) return;
   if (too_large) splits.y = 0;
@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
   for (int h = 0; h < kHeads; ++h) {
     const int head = first_head + h;
     if (head >= p.num_q_heads) break;
-    // A plan that the buffers cannot hold must not pass for a result.
+    // If the forward did not run, the output must not look like a result.
     const float norm = too_large ? NAN : normalizer(state[h]);
-    T* out = static_cast<T*>(p.out) + row * p.out_stride_query + head * p.out_stride_head;
+    T* out = static_cast<T*>(p.out) + query * p.out_stride_query + head * p.out_stride_head;
     Raw<kValues * 2> result;
 #pragma unroll
     for (int j = 0; j < kValues / 2; ++j) {
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
     }
     *reinterpret_cast<Raw<kValues * 2>*>(out + lane * kValues) = result;
     if (p.lse && lane == 0) {
-      p.lse[static_cast<int64_t>(row) * p.num_q_heads + head] = too_large ? NAN : lse(state[h]);
+      p.lse[static_cast<int64_t>(query) * p.num_q_heads + head] = too_large ? NAN : lse(state[h]);
     }
   }
 }
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
 template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead>
 void launch_warps(const MergeParams& params, bool overlap, cudaStream_t stream) {
   const int64_t tasks =
-      static_cast<int64_t>(params.num_rows) * ((params.num_q_heads + kHeads - 1) / kHeads);
+      static_cast<int64_t>(params.num_queries) * ((params.num_q_heads + kHeads - 1) / kHeads);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>((tasks + kWarps - 1) / kWarps));
   config.blockDim = dim3(kWarps * 32);
@@ -163,8 +163,8 @@ void launch_warps(const MergeParams& params, bool overlap, cudaStream_t stream) 
 
 template <typename T, int kHeadDim, bool kFloat>
 void launch_as(const MergeParams& params, bool overlap, cudaStream_t stream) {
-  // Few rows tend to have many splits, and leave room for a warp's registers.
-  if (int64_t{params.num_rows} * params.num_q_heads <= kFewWarps * current_device().num_sms) {
+  // Few queries tend to have many splits, and leave room for more registers a warp.
+  if (int64_t{params.num_queries} * params.num_q_heads <= kFewWarps * current_device().num_sms) {
     launch_warps<T, kHeadDim, kFloat, 1, 8>(params, overlap, stream);
   } else {
     launch_warps<T, kHeadDim, kFloat, 2, 2>(params, overlap, stream);

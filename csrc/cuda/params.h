@@ -11,16 +11,17 @@ namespace pat {
 
 enum class CudaType : int { kBF16 = 1, kF16 = 2 };
 
-// How the forward is launched: one persistent kernel for all row tiles, one kernel a row tile on
-// streams of their own (as the paper has it), or the same kernels one after the other.
+// How the forward is launched: one persistent kernel for all row tiles (kQueue, the default); one
+// kernel per row tile, each on a stream of its own, as in the paper (kStreams); or these kernels
+// one after the other (kSerial). The last two are for experiments.
 enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
 
-// The tokens of all branches, as the snapshot lists them.
+// The tokens of all branches, one after the other, as the snapshot lists them.
 struct BranchList {
-  int32_t* slots;  // [max_branch_tokens], 16-byte aligned
-  uint16_t* rows;  // [max_branch_tokens], 16-byte aligned: see kRowsCount
-  // The packed rows of the branch that attend to a token: first | count << kRowsCount.
-  static constexpr int kRowsCount = 8;
+  int32_t* slots;       // [max_branch_tokens], 16-byte aligned
+  uint16_t* row_masks;  // [max_branch_tokens], 16-byte aligned: see kRowCountShift
+  // The packed rows of the branch that attend to a token: first | count << kRowCountShift.
+  static constexpr int kRowCountShift = 8;
 };
 
 struct CudaDecodeArgs {
@@ -40,8 +41,8 @@ struct CudaDecodeArgs {
   void* partials;      // [max_partials, Hq, D] of float or, partial_bytes == 2, of q's type
   float* partial_lse;  // [max_partials, Hq] base 2
   int32_t* queue;      // kQueueInts zeros; the kernels leave zeros
-  uint64_t* trace;     // null, or zeros, 4 words and 4 for each consumer warp of each unit
-  int32_t num_rows;    // B; the plan may cover fewer, the others get zeros
+  uint64_t* trace;     // null, or zeros: 4 words, and 4 for each consumer warp of each unit
+  int32_t num_rows;    // B; queries that the plan does not cover get zeros
   int32_t head_dim, num_q_heads, num_kv_heads;
   int32_t partial_bytes;  // 4 or 2
   CudaType type;
@@ -51,7 +52,7 @@ struct CudaDecodeArgs {
 };
 
 inline constexpr int kQueueInts = 64;
-inline constexpr int kMaxGroup = 16;  // query heads a KV head
+inline constexpr int kMaxGroup = 16;  // query heads per KV head
 
 struct SnapshotArgs {
   PlanHeader* plan;             // device memory; Item::tokens are written
@@ -85,12 +86,12 @@ struct ForwardParams {
   float* lse;
   char* partials;
   float* partial_lse;
-  int32_t* queue;    // tickets of heavy units, of light ones; halves done
-  uint64_t* trace;   // see trace_unit, or null
-  int32_t num_rows;  // queries that q and out have room for
+  int32_t* queue;       // next ticket of heavy units, of light ones; halves that are done
+  uint64_t* trace;      // see trace_unit, or null
+  int32_t num_queries;  // that q and out have room for
   int32_t num_q_heads, num_kv_heads, group;
-  uint32_t group_magic;     // r / group == r * group_magic >> 16 for packed rows r
-  uint32_t kv_heads_magic;  // the same of units, below 2^32 / num_kv_heads, >> 32; 0 if that is 1
+  uint32_t group_magic;                // r / group == r * group_magic >> 16 for packed rows r
+  uint32_t kv_heads_magic;             // the same for units / num_kv_heads, >> 32; 0: one KV head
   int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
   int32_t half_bytes;                  // shared memory of a half
   int32_t stages;

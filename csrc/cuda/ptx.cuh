@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The PTX that the kernels use, one function an instruction. PAT_WGMMA marks the code of sm_90a.
+// The PTX that the kernels use, one function per instruction. PAT_WGMMA marks the code of sm_90a.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,8 +20,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Lane of the thread in its warp. Opaque, so that what follows from it is computed where it is used
-// and does not occupy registers across a kernel of many branches.
+// Lane of the thread in its warp. The compiler cannot see through the asm, so it computes what
+// depends on the lane where that is used instead of holding it in registers across the kernel.
 __device__ __forceinline__ int lane_id() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -38,9 +38,9 @@ __device__ __forceinline__ void barrier_arrive(uint32_t bar) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(bar) : "memory");
 }
 
-// Lanes that arrive where a warp releases what all of it has read. One is enough, behind
-// __syncwarp, but racecheck (compute-sanitizer) takes only threads that arrive themselves for
-// ordered: in a build for it (PAT_RACECHECK) all of them do.
+// How many lanes arrive when a warp releases a buffer that all its lanes have read. One is enough
+// after __syncwarp. But racecheck (compute-sanitizer) regards only threads that arrive themselves
+// as ordered, so in a build for it (PAT_RACECHECK) all lanes do.
 #ifdef PAT_RACECHECK
 constexpr uint32_t kArriving = 32;
 #else
@@ -209,9 +209,9 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Keeps the compiler from moving uses of registers across an asynchronous product.
+// Keeps the compiler from moving uses of these registers across an asynchronous product.
 template <typename R, int kCount>
-__device__ __forceinline__ void pin(R (&r)[kCount]) {
+__device__ __forceinline__ void warpgroup_fence_operand(R (&r)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if constexpr (std::is_same_v<R, float>) {
@@ -300,11 +300,11 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t lea
 }
 
 template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 #endif  // PAT_WGMMA

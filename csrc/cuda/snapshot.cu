@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The snapshot kernel: copies what a plan reads of SGLang's tables into buffers of ours, so that
-// the scheduler may go on to the next batch while the layers of this one run.
+// The snapshot kernel: copies the slots that a plan's items read from SGLang's req_to_token into
+// our own buffers, so that SGLang may change the table for the next batch while this one's layers
+// run.
 #include "cuda/decode.h"
 #include "cuda/error.h"
 
@@ -8,10 +9,10 @@ namespace pat {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kParts = 8;  // CTAs that share the tokens of an item
+constexpr int kParts = 8;  // CTAs that share an item's tokens
 static_assert(kThreads == kBranchSegments);
 
-// Sum of a value over the threads before this one, and over all.
+// The sum of `value` over the threads before this one, and over all threads.
 __device__ __forceinline__ int2 scan(int value, int* sums) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   int before = value;
@@ -20,7 +21,7 @@ __device__ __forceinline__ int2 scan(int value, int* sums) {
     const int other = __shfl_up_sync(~0u, before, i);
     if (lane >= i) before += other;
   }
-  __syncthreads();  // the sums of a call before have been read
+  __syncthreads();  // the sums of an earlier call have been read
   if (lane == 31) sums[warp] = before;
   __syncthreads();
   int total = 0;
@@ -33,13 +34,13 @@ __device__ __forceinline__ int2 scan(int value, int* sums) {
   return {before, total};
 }
 
-template <typename Row, typename Length>
+template <typename TableRow, typename Length>
 __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs args) {
-  const auto* rows = static_cast<const Row*>(args.rows);
+  const auto* table_rows = static_cast<const TableRow*>(args.rows);
   const auto* seq_lens = static_cast<const Length*>(args.seq_lens);
-  // Bounded by the buffer, so that no length reaches beyond it.
-  const auto length = [&](int row) {
-    const auto given = static_cast<int64_t>(seq_lens[row]);
+  // At most what a row of the buffer holds.
+  const auto length = [&](int query) {
+    const auto given = static_cast<int64_t>(seq_lens[query]);
     return static_cast<int>(max(int64_t{0}, min(given, args.slots_stride)));
   };
   if (args.plan->num_queries > args.num_rows) return;
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
   const int group = args.plan->num_q_heads / args.plan->num_kv_heads;
   __shared__ int sums[kThreads / 32];
   __shared__ Segment found[kBranchSegments];  // kv_len: tokens in this step; room: where they begin
-  // The tokens of a branch, one segment after the other, and which rows attend to each.
+  // Lists the tokens of a branch, one segment after the other, and the row mask of each.
   const auto list_branch = [&](Item& item) {
     const bool mine = static_cast<int>(threadIdx.x) < item.partial;
     Segment segment{};
@@ -68,15 +69,16 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
     const int warps = kParts * kThreads / 32;
     for (int i = blockIdx.y * (kThreads / 32) + threadIdx.x / 32; i < item.partial; i += warps) {
       const Segment s = found[i];
-      const int32_t* from = args.req_to_token + rows[s.row] * args.req_to_token_stride + s.kv_start;
-      const int rows_seen = s.first * group | s.num_queries * group << BranchList::kRowsCount;
+      const int32_t* from =
+          args.req_to_token + table_rows[s.row] * args.req_to_token_stride + s.kv_start;
+      const int row_mask = s.first * group | s.num_queries * group << BranchList::kRowCountShift;
 #pragma unroll 4
       for (int t = lane; t < s.kv_len; t += 32) {
         args.branches.slots[s.room + t] = __ldg(from + t);
-        args.branches.rows[s.room + t] = static_cast<uint16_t>(rows_seen);
+        args.branches.row_masks[s.room + t] = static_cast<uint16_t>(row_mask);
       }
     }
-    __syncthreads();  // before `found` is another branch's
+    __syncthreads();  // before the next branch overwrites `found`
   };
   for (int i = blockIdx.x; i < args.plan->num_items; i += gridDim.x) {
     Item& item = items[i];
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
     }
     const int end = item.kv_len == kDynamic ? length(item.row) : item.kv_start + item.kv_len;
     if (blockIdx.y == 0 && threadIdx.x == 0) item.tokens = max(end - item.kv_start, 0);
-    const int32_t* from = args.req_to_token + rows[item.row] * args.req_to_token_stride;
+    const int32_t* from = args.req_to_token + table_rows[item.row] * args.req_to_token_stride;
     int32_t* to = args.slots + item.row * args.slots_stride;
 #pragma unroll 4
     for (int t = item.kv_start + blockIdx.y * kThreads + threadIdx.x; t < end;
@@ -96,10 +98,10 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
   }
 }
 
-template <typename Row, typename Length>
+template <typename TableRow, typename Length>
 void launch_as(const SnapshotArgs& args, cudaStream_t stream) {
   const dim3 grid(2 * current_device().num_sms, kParts);
-  snapshot_kernel<Row, Length><<<grid, kThreads, 0, stream>>>(args);
+  snapshot_kernel<TableRow, Length><<<grid, kThreads, 0, stream>>>(args);
   check(cudaGetLastError(), "snapshot kernel: launch");
 }
 

@@ -30,11 +30,11 @@ inline constexpr int kShortTokens = kTileTokens / 2;  // tokens of a short unit,
 static_assert(kTileTokens == kBranchAlign);           // tiles of a branch begin where its blocks do
 static_assert(kTileRows == 4 * kWarpRows && kHeavyRows == 2 * kWarpRows);
 
-inline constexpr int kMaxStages = 8;    // ring of K and V tiles
-inline constexpr int kUnits = 8;        // ring of unit descriptions
-inline constexpr int kSlotTiles = 6;    // ring of tiles whose slots are known
-inline constexpr int kNarrowUnits = 4;  // ring of Q buffers of narrow units: one a consumer warp
-inline constexpr int kAheadTiles = 4;   // the scheduler claims on when fewer tiles are left to load
+inline constexpr int kMaxStages = 8;      // ring of K and V tiles
+inline constexpr int kWorkUnits = 8;      // ring of work units
+inline constexpr int kSlotTiles = 6;      // ring of tiles whose slots are known
+inline constexpr int kNarrowBuffers = 4;  // ring of Q buffers of narrow units: one a consumer warp
+inline constexpr int kAheadTiles = 4;  // the scheduler claims on when fewer tiles are left to load
 
 // Upper ends of the row tiles that Launch::kStreams and kSerial run in one kernel each.
 inline constexpr std::array<int, 4> kRowTiles = {kWarpRows, kHeavyRows, kWideRows,

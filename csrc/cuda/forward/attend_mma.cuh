@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Units of up to 64 packed rows with mma.sync: every architecture, and the narrow units of Hopper.
+// Attention of a work unit with mma.sync: units of up to 64 packed rows on every architecture, of
+// up to 32 where wgmma does the rest.
 #pragma once
 
 #include "cuda/forward/consumer.cuh"
@@ -8,11 +9,12 @@
 
 namespace pat {
 
-// One step of the merge across warps: keeps one half of the columns and adds the partner's.
+// One step of the sum over warps: keeps kKeep of this warp's columns, the upper or the lower ones,
+// gives the others to the partner and adds what the partner gives.
 template <int kKeep, int kHeadDim, bool kTransforms, int kCount>
-__device__ __forceinline__ void add_halves(const Consumer<kHeadDim, kTransforms>& c,
-                                           float (&o)[kCount], float4* scratch, int partner,
-                                           bool upper) {
+__device__ __forceinline__ void exchange_columns(const Consumer<kHeadDim, kTransforms>& c,
+                                                 float (&o)[kCount], float4* scratch, int partner,
+                                                 bool upper) {
   const int lane = lane_id();
 #pragma unroll
   for (int i = 0; i < kKeep / 4; ++i) {
@@ -34,11 +36,12 @@ __device__ __forceinline__ void add_halves(const Consumer<kHeadDim, kTransforms>
   }
 }
 
-// A unit of up to 16 * kRowWarps packed rows with mma.sync: kRowWarps warps take 16 rows each, and
-// the 4 / kRowWarps warps of the same rows share the tokens of a tile. kBranch: it is of a branch,
-// which four warps with rows of their own run.
+// A unit of up to 16 * kRowWarps packed rows: kRowWarps warps take 16 rows each, and the
+// 4 / kRowWarps warps of the same rows share the tokens of each tile. kBranch: the unit is of a
+// branch, which four warps with rows of their own run.
 template <typename T, int kRowWarps, bool kBranch, int kHeadDim, bool kTransforms>
-__device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, const Unit& u) {
+__device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
+                                           const WorkUnit& unit) {
   using S = Shape<kHeadDim>;
   constexpr int kTokenWarps = 4 / kRowWarps;
   static_assert(!kBranch || kTokenWarps == 1);
@@ -52,8 +55,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, c
   const int first_token = token_warp * kTokens;
 
   const uint32_t q_tile = c.s.q(c.q.index);
-  // Addresses in a tile: row * 128 + swizzled chunk; see load_matrix for which lane names which
-  // row.
+  // Offsets that this lane passes to ldmatrix: of its row, and of its swizzled 16-byte chunk in it.
   const uint32_t low = lane & 7;
   const uint32_t q_row = (row_warp * 16 + low + ((lane >> 3) & 1) * 8) * 128;
   const uint32_t q_chunk = ((lane >> 4) ^ low) << 4;
@@ -68,17 +70,17 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, c
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
 
-  const MaskedTiles masked(u);
-  const Destination to = destination_of(p, c.s.control(), u, row_warp * 16);
-  // Of its rows' results this warp will have so many tiles of 8 columns, from `column` on.
+  const MaskedTiles masked(unit);
+  const Destination to = destination_of(p, c.s.control(), unit, row_warp * 16);
+  // This warp writes so many tiles of 8 columns of its rows' results, from `column` on.
   constexpr int kMine = kHeadDim / 8 / kTokenWarps;
   const int column = token_warp * kMine * 8;
-  if (u.tokens > 0) barrier_wait(c.s.q_full(c.q.index), c.q.phase);
-  for (int left = u.tokens; left > 0; left -= kTileTokens) {
+  if (unit.num_tokens > 0) c.q.wait_full(c.s.base);
+  for (int left = unit.num_tokens; left > 0; left -= kTileTokens) {
     uint32_t weights[kTiles * 2];
     float factor[2];
     const bool busy = first_token < left;
-    c.wait_stage();
+    c.stage.wait_full(c.s.base);
     if (busy) {
       const uint32_t tile = c.s.tile(c.stage.index);
       float scores[4 * kTiles];
@@ -101,18 +103,17 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, c
       softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, first_token, left,
                                    [&](float (&s)[4 * kTiles]) {
                                      if (!kBranch || !masked.has(left)) return;
-                                     uint32_t seen[kTiles];
-                                     read_seen<kTiles>(seen, c.rows_of(c.stage.index));
-                                     hide_others<kTiles>(s, seen, row_warp * 16);
+                                     uint32_t row_masks[kTiles];
+                                     read_row_masks<kTiles>(row_masks, c.row_masks(c.stage.index));
+                                     mask_scores<kTiles>(s, row_masks, row_warp * 16);
                                    });
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         weights[i] = pack2<T>(scores[2 * i], scores[2 * i + 1]);
       }
     }
-    c.release_stage(c.stage.index);
-    c.stage.advance(p.stages);
-    c.wait_stage();
+    c.release_stage();
+    c.stage.wait_full(c.s.base);
     if (busy) {
       const uint32_t tile = c.s.tile(c.stage.index);
       rescale_output(o, factor);
@@ -131,14 +132,13 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, c
         }
       }
     }
-    c.release_stage(c.stage.index);
-    c.stage.advance(p.stages);
+    c.release_stage();
   }
 
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
   if constexpr (kTokenWarps > 1) {
-    if (u.tokens > 0) {  // else nothing to add up, and no Q buffer to use as scratch
+    if (unit.num_tokens > 0) {  // else there is nothing to add up and no Q buffer for scratch
       float (*exchange)[16][2] = c.s.control().exchange;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -163,25 +163,26 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c, c
       rescale_output(o, factor);
       auto* scratch = reinterpret_cast<float4*>(__cvta_shared_to_generic(q_tile));
       if constexpr (kTokenWarps == 4) {
-        add_halves<kOut / 2>(c, o, scratch, c.warp ^ 2, token_warp & 2);
+        exchange_columns<kOut / 2>(c, o, scratch, c.warp ^ 2, token_warp & 2);
         c.sync();
-        add_halves<kOut / 4>(c, o, scratch, c.warp ^ 1, token_warp & 1);
+        exchange_columns<kOut / 4>(c, o, scratch, c.warp ^ 1, token_warp & 1);
       } else {
-        add_halves<kOut / 2>(c, o, scratch, c.warp ^ kRowWarps, token_warp);
+        exchange_columns<kOut / 2>(c, o, scratch, c.warp ^ kRowWarps, token_warp);
       }
     }
   }
-  if (u.tokens > 0) {
-    c.release(c.s.q_empty(c.q.index));
+  if (unit.num_tokens > 0) {
+    c.release(c.q.empty(c.s.base));
     c.q.advance(p.q_buffers);
   }
-  write_rows<T, kHeadDim, kMine>(p, u, to, row_warp * 16, column, o, state, token_warp == 0);
+  write_rows<T, kHeadDim, kMine>(p, unit, to, row_warp * 16, column, o, state, token_warp == 0);
 }
 
 // A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
-// are copies of rows 0 to 7 that nobody uses.
+// are copies of rows 0 to 7, which are not used.
 template <typename T, int kTokens, int kHeadDim, bool kTransforms>
-__device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c, const Unit& u) {
+__device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c,
+                                              const WorkUnit& unit) {
   using S = Shape<kHeadDim>;
   constexpr int kTiles = kTokens / 8;
   constexpr bool kIsShort = kTokens == kShortTokens;
@@ -195,12 +196,12 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c
   const uint32_t k_chunk = (((lane >> 3) & 1) ^ low) << 4;
   const uint32_t v_row = ((kIsShort ? kShortTokens : 0) + low + ((lane >> 3) & 1) * 8) * 128;
 
-  const Destination to = destination_of(p, c.s.control(), u, 0);
+  const Destination to = destination_of(p, c.s.control(), unit, 0);
   float scores[4 * kTiles];
 #pragma unroll
   for (int i = 0; i < 4 * kTiles; ++i) scores[i] = 0.0f;
-  barrier_wait(c.s.narrow_full(c.narrow.index), c.narrow.phase);
-  c.wait_stage();
+  c.narrow.wait_full(c.s.base);
+  c.stage.wait_full(c.s.base);
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
     const uint32_t chunk = (k & 3) << 5;
@@ -214,24 +215,23 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c
       mma16816<T>(scores + 8 * j + 4, a, b[2], b[3]);
     }
   }
-  c.release(c.s.narrow_empty(c.narrow.index));
+  c.release(c.narrow.empty(c.s.base));
   if constexpr (!kIsShort) {
-    c.release_stage(c.stage.index);
-    c.stage.advance(p.stages);
+    c.release_stage();
     tile = c.s.tile(c.stage.index);
   }
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
-  softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, 0, u.tokens,
+  softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, 0, unit.num_tokens,
                                [](float (&)[4 * kTiles]) {});
-  if constexpr (!kIsShort) c.wait_stage();
+  if constexpr (!kIsShort) c.stage.wait_full(c.s.base);
   float o[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
 #pragma unroll
   for (int k = 0; k < kTiles / 2; ++k) {
-    if (16 * k >= u.tokens) break;
+    if (16 * k >= unit.num_tokens) break;
     uint32_t a[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -246,11 +246,10 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c
       mma16816<T>(o + 8 * j + 4, a, b[2], b[3]);
     }
   }
-  c.release_stage(c.stage.index);
-  c.stage.advance(p.stages);
+  c.release_stage();
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
-  write_rows<T, kHeadDim, kHeadDim / 8, 1>(p, u, to, 0, 0, o, state, true);
+  write_rows<T, kHeadDim, kHeadDim / 8, 1>(p, unit, to, 0, 0, o, state, true);
 }
 
 }  // namespace pat

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Units of 33 to 64 packed rows on Hopper, and of 128 by both halves: wgmma.
+// Attention of a work unit with wgmma, on Hopper: heavy units and branches, and wide units, which
+// both halves run with 64 rows each.
 #pragma once
 
 #include "cuda/forward/consumer.cuh"
@@ -10,8 +11,8 @@ namespace pat {
 
 #if PAT_WGMMA
 
-// Issues S = Q K^T of 64 rows and 64 tokens. Q is in registers: read from shared memory for every
-// tile as well, it would take half of the bandwidth that the products need.
+// Issues scores = Q K^T of 64 rows and 64 tokens. Q is in registers: reading it from shared memory
+// for every tile as well would take half of the bandwidth that the products need.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void issue_scores(float (&scores)[32], const uint32_t (&q)[kHeadDim / 4],
                                              uint32_t k) {
@@ -59,11 +60,14 @@ __device__ __forceinline__ void pack_weights(uint32_t (&weights)[kCount],
   for (int i = 0; i < kCount; ++i) weights[i] = pack2<T>(scores[2 * i], scores[2 * i + 1]);
 }
 
-// Up to 64 rows. While the softmax of a tile runs, the product of the previous tile's weights with
-// its values does too. Of a wide unit every second tile is in the other half's shared memory.
+// Up to 64 packed rows. The softmax of a tile runs at the same time as the product of the
+// previous tile's weights and values. Of a wide unit every second tile is in the other half's
+// shared memory.
 template <typename T, int kHeadDim, bool kTransforms>
-__device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c, const Unit& u) {
+__device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
+                                             const WorkUnit& unit) {
   const ForwardParams& p = c.p;
+  const int first_row = c.warp * kWarpRows;
   uint32_t q[kHeadDim / 4];
   float o[kHeadDim / 2];
 #pragma unroll
@@ -73,32 +77,33 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
-  const Destination to = destination_of(p, c.s.control(), u, c.warp * 16);
-  int left = __shfl_sync(~0u, u.tokens, 0);  // tokens from the tile at hand on
-  const bool wide = __shfl_sync(~0u, static_cast<int>(u.wide), 0);
-  const MaskedTiles masked(u);
-  uint32_t seen[8];
-  const auto hide = [&](float (&s)[32]) {
-    if (masked.has(left)) hide_others<8>(s, seen, c.warp * 16);
+  const Destination to = destination_of(p, c.s.control(), unit, first_row);
+  int left = __shfl_sync(~0u, unit.num_tokens,
+                         0);  // tokens from the current tile's first on
+  const bool wide = __shfl_sync(~0u, static_cast<int>(unit.wide), 0);
+  const MaskedTiles masked(unit);
+  uint32_t row_masks[8];
+  const auto mask = [&](float (&scores)[32]) {
+    if (masked.has(left)) mask_scores<8>(scores, row_masks, first_row);
   };
-  bool of_peer = wide && c.s.side == 1;  // whose the tile at hand is
+  bool of_peer = wide && c.s.sm_half == 1;  // the current tile is in the other half's memory
 
-  if (left > 0) {  // else a branch of tails that are empty so far
-    barrier_wait(c.s.q_full(c.q.index), c.q.phase);
+  if (left > 0) {  // else it is a branch whose tails are all empty so far
+    c.q.wait_full(c.s.base);
     load_queries<kHeadDim>(q, c.s.q(c.q.index), c.warp);
-    c.release(c.s.q_empty(c.q.index));
+    c.release(c.q.empty(c.s.base));
     c.q.advance(p.q_buffers);
     auto keys = c.take_stage(of_peer);
     fence_async_proxy();
-    pin(scores);
+    warpgroup_fence_operand(scores);
     wgmma_fence();
     issue_scores<T, kHeadDim>(scores, q, keys.tile);
     wgmma_commit();
     wgmma_wait<0>();
-    pin(scores);
-    if (masked.has(left)) read_seen<8>(seen, keys.rows);
+    warpgroup_fence_operand(scores);
+    if (masked.has(left)) read_row_masks<8>(row_masks, keys.row_masks);
     c.release(keys.empty);
-    softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left, hide);
+    softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left, mask);
     pack_weights<T>(weights, scores);
 
     while (left > kTileTokens) {
@@ -107,41 +112,41 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
       of_peer ^= wide;
       keys = c.take_stage(of_peer);
       fence_async_proxy();
-      pin(scores);
-      pin(weights);
-      pin(o);
+      warpgroup_fence_operand(scores);
+      warpgroup_fence_operand(weights);
+      warpgroup_fence_operand(o);
       wgmma_fence();
       issue_scores<T, kHeadDim>(scores, q, keys.tile);
       wgmma_commit();
       issue_output<T, kHeadDim>(o, weights, values.tile);
       wgmma_commit();
       wgmma_wait<1>();
-      pin(scores);
-      if (masked.has(left)) read_seen<8>(seen, keys.rows);
+      warpgroup_fence_operand(scores);
+      if (masked.has(left)) read_row_masks<8>(row_masks, keys.row_masks);
       c.release(keys.empty);
-      softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left, hide);
+      softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left, mask);
       wgmma_wait<0>();
-      pin(o);
-      pin(weights);
+      warpgroup_fence_operand(o);
+      warpgroup_fence_operand(weights);
       c.release(values.empty);
       pack_weights<T>(weights, scores);
       rescale_output(o, factor);
     }
     const auto values = c.take_stage(of_peer);
     fence_async_proxy();
-    pin(weights);
-    pin(o);
+    warpgroup_fence_operand(weights);
+    warpgroup_fence_operand(o);
     wgmma_fence();
     issue_output<T, kHeadDim>(o, weights, values.tile);
     wgmma_commit();
     wgmma_wait<0>();
-    pin(o);
+    warpgroup_fence_operand(o);
     c.release(values.empty);
   }
 
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
-  write_rows<T, kHeadDim, kHeadDim / 8>(p, u, to, c.warp * 16, 0, o, state, true);
+  write_rows<T, kHeadDim, kHeadDim / 8>(p, unit, to, first_row, 0, o, state, true);
 }
 
 #endif  // PAT_WGMMA

@@ -1,40 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a consumer warp keeps and how it takes its stages.
+// What a consumer warp keeps across work units, and how it takes stages from the ring.
 #pragma once
 
 #include "cuda/forward/pipeline.cuh"
 
 namespace pat {
 
-// What a consumer warp keeps over all units. kTransforms: the logits are not kPlain.
+// kTransforms: the logits are not kPlain.
 template <int kHeadDim, bool kTransforms>
 struct Consumer {
   const ForwardParams& p;
   const Shared<kHeadDim>& s;
-  const int warp;  // 0 .. 3
-  Cursor stage, peer_stage, q, narrow;
+  const int warp;               // 0 .. 3
+  StageRing stage, peer_stage;  // this half's stages and the other half's
+  QRing q;
+  NarrowRing narrow;
 
-  __device__ __forceinline__ void wait_stage() { barrier_wait(s.full(stage.index), stage.phase); }
-  __device__ __forceinline__ void release(uint32_t bar) { barrier_release(bar, lane_id()); }
-  __device__ __forceinline__ void release_stage(int index) { release(s.empty(index)); }
-  // Passes by a stage of another warp. Every warp waits for every stage and releases it: who left
-  // one out would take the parity of a later phase for that of an earlier one.
-  __device__ __forceinline__ void pass_stage() {
-    wait_stage();
-    release_stage(stage.index);
+  __device__ __forceinline__ void release(uint32_t barrier) { barrier_release(barrier, lane_id()); }
+  __device__ __forceinline__ void release_stage() {
+    release(stage.empty(s.base));
     stage.advance(p.stages);
   }
+  // Passes a stage that another warp reads: every warp must wait on every phase (see Ring).
+  __device__ __forceinline__ void pass_stage() {
+    stage.wait_full(s.base);
+    release_stage();
+  }
 
-  // The next stage, of this half or of the other, once it is full: where it is and the barrier to
-  // release it with.
+  // A stage that is full: addresses of its tile, of the barrier to release it with, and of its
+  // Control::row_masks (of this half; only branches have them, and branches are never wide).
   struct Stage {
-    uint32_t tile, empty, rows;
+    uint32_t tile, empty, row_masks;
   };
+  // Waits for the next stage of this half or of the other.
   __device__ __forceinline__ Stage take_stage(bool of_peer) {
     const uint32_t base = of_peer ? s.peer : s.base;
     const int index = of_peer ? peer_stage.index : stage.index;
     const uint32_t phase = of_peer ? peer_stage.phase : stage.phase;
-    barrier_wait(base + offsetof(Control, full) + 8 * index, phase);
+    barrier_wait(base + offsetof(Control, stage_barriers.full) + 8 * index, phase);
     if (of_peer) {
       peer_stage.advance(p.stages);
     } else {
@@ -43,15 +46,14 @@ struct Consumer {
     return {base + static_cast<uint32_t>(sizeof(Control)) + index * Shape<kHeadDim>::kTileBytes,
             base + 8 * index +
                 static_cast<uint32_t>(of_peer ? offsetof(Control, peer_empty)
-                                              : offsetof(Control, empty)),
-            rows_of(index)};
+                                              : offsetof(Control, stage_barriers.empty)),
+            row_masks(index)};
   }
-  // Control::rows of a stage of this half.
-  __device__ __forceinline__ uint32_t rows_of(int index) const {
-    return s.base + static_cast<uint32_t>(offsetof(Control, rows)) + 2 * kTileTokens * index;
+  __device__ __forceinline__ uint32_t row_masks(int index) const {
+    return s.base + static_cast<uint32_t>(offsetof(Control, row_masks)) + 2 * kTileTokens * index;
   }
-  // All consumer warps of this half.
-  __device__ __forceinline__ void sync() const { named_barrier(1 + s.side, kConsumers); }
+  // Synchronises all consumer warps of this half.
+  __device__ __forceinline__ void sync() const { named_barrier(1 + s.sm_half, kConsumers); }
 };
 
 }  // namespace pat

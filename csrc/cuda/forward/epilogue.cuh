@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where results go, and how a consumer writes them.
+// The epilogue of a work unit: where the results of its rows go, and how a warp writes them.
 #pragma once
 
 #include "cuda/forward/pipeline.cuh"
@@ -13,25 +13,29 @@ struct Destination {
   int head[2];
 };
 
-__device__ __forceinline__ Destination destination_of(const ForwardParams& p, const Control& plan,
-                                                      const Unit& u, int first_row) {
+__device__ __forceinline__ Destination destination_of(const ForwardParams& p,
+                                                      const Control& control, const WorkUnit& unit,
+                                                      int first_row) {
   Destination to;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + (lane_id() >> 2) + 8 * r;
-    const int packed = u.row_begin + row;
-    const int index = (packed * p.group_magic) >> 16;
-    to.head[r] = u.head * p.group + packed - index * p.group;
-    to.member[r] = u.member;
-    if (row < u.rows && !u.single) to.member[r] = load_member(plan, u.member_offset + index);
+    const int packed_row = unit.first_packed_row + row;
+    const int member = (packed_row * p.group_magic) >> 16;
+    to.head[r] = unit.kv_head * p.group + packed_row - member * p.group;
+    to.member[r] = unit.member;
+    if (row < unit.num_rows && !unit.single_query) {
+      to.member[r] = load_member(control, unit.member_offset + member);
+    }
   }
   return to;
 }
 
-// Writes row lane / 4 and, if kRows is 2, row lane / 4 + 8 of 16 packed rows: 8 * kTiles columns
-// from `column` on.
+// Writes the results of row lane / 4 and, if kRows is 2, of row lane / 4 + 8 of 16 packed rows,
+// which begin at row `first_row` of the unit: 8 * kTiles columns from `column` on. A query with one
+// split gets its output, others a partial result.
 template <typename T, int kHeadDim, int kTiles, int kRows = 2, int kCount>
-__device__ __forceinline__ void write_rows(const ForwardParams& p, const Unit& u,
+__device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUnit& unit,
                                            const Destination& to, int first_row, int column,
                                            float (&o)[kCount], const SoftmaxState (&state)[2],
                                            bool write_lse) {
@@ -40,9 +44,9 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const Unit& u
   const int quad = lane & 3;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (first_row + 8 * r >= u.rows) break;
+    if (first_row + 8 * r >= unit.num_rows) break;
     const int row = first_row + (lane >> 2) + 8 * r;
-    const bool live = row < u.rows;
+    const bool live = row < unit.num_rows;
     const Member member = to.member[r];
     const int head = to.head[r];
     const float norm = normalizer(state[r]);
@@ -69,7 +73,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const Unit& u
       }
     }
     if (!__any_sync(~0u, live && !exact)) continue;
-    // Lanes of a quad swap so that each writes 4 neighbouring columns, the quad a whole sector.
+    // The lanes of a quad swap, so that each writes 4 neighbouring columns and the quad a sector.
 #pragma unroll
     for (int i = 0; i < kTiles; i += 2) {
       const uint32_t a = pack2<T>(o[4 * i + 2 * r] * norm, o[4 * i + 2 * r + 1] * norm);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the forward kernel: one template a head dimension, instantiated in instantiations/.
+// Launches of the forward kernel: one template per head dimension, instantiated in instantiations/.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace pat {
 
-// What a launch takes of an SM.
+// What a launch needs of an SM.
 struct Footprint {
   int stages, q_buffers, half_bytes, halves;
   bool narrow;
@@ -20,14 +20,14 @@ template <int kHeadDim>
 Footprint footprint(const Device& device) {
   constexpr int kTile = Shape<kHeadDim>::kTileBytes;
   constexpr int kFixed = static_cast<int>(sizeof(Control));
-  // Two halves where both get three stages, else one with what there is.
-  for (int halves = Shape<kHeadDim>::kHalves; halves > 0; --halves) {
+  // Two halves if each gets at least three stages, otherwise one half with what there is.
+  for (int halves = Shape<kHeadDim>::kMaxHalves; halves > 0; --halves) {
     const int room = device.shared_per_block / halves / 1024 * 1024;
     // For a head dim of 128 a fifth stage is worth more than a second Q buffer.
     for (int q_buffers = kHeadDim == 128 ? 1 : 2; q_buffers > 0; --q_buffers) {
       for (const bool narrow : {true, false}) {
         const int used = kFixed + q_buffers * kTile +
-                         (narrow ? kNarrowUnits * Shape<kHeadDim>::kNarrowBytes : 0);
+                         (narrow ? kNarrowBuffers * Shape<kHeadDim>::kNarrowBytes : 0);
         const int stages = std::min((room - used) / kTile, kMaxStages);
         if (stages >= (halves == 1 && q_buffers == 1 ? 2 : 3)) {
           const int bytes = (used + stages * kTile + 1023) / 1024 * 1024;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loader warps of the forward kernel.
+// The two loader warps of a half: they gather the K and V rows that the slots name into the ring of
+// stages, ahead of the consumers and across work units.
 #pragma once
 
 #include "cuda/forward/pipeline.cuh"
@@ -16,14 +17,17 @@ struct Loader {
   const Shared<kHeadDim>& s;
   const int warp;  // 0 .. kLoaderWarps - 1
   const int lane;
-  Cursor ring, slots, stage;
-  int shared_fills = 0;  // fills to come of stages that the other half may still read
+  WorkRing work;
+  SlotRing slots;
+  StageRing stage;
+  int shared_fills = 0;  // how many of the next fills are of stages that the
+                         // other half may read
 
   __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
   __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
 
-  // Copies this warp's share of a tile to rows `row` on: the tokens from `token` of the tile on, of
-  // which `left` exist. Zeros follow up to `end`.
+  // Copies this warp's share of a tile into the stage, from row `row` on: the tile's tokens from
+  // `token` on, of which `left` exist. With kZeros, rows from `left` up to `end` are set to zero.
   template <bool kZeros>
   __device__ __forceinline__ void copy_rows(const char* base, uint32_t stride, int token, int row,
                                             int left, int end) {
@@ -33,7 +37,9 @@ struct Loader {
     const uint32_t dst = s.tile(stage.index) + (chunk() >> 3) * S::kPanelBytes +
                          (row + first) * 128 + ((chunk() & 7) << 4);
     base += chunk() * 16;
-    asm volatile("" : "+l"(base));  // one 64-bit sum: each address is then one instruction
+    asm volatile(""
+                 : "+l"(base));  // one 64-bit sum, so that each address takes
+                                 // one instruction
     const bool full = left >= kTokens;
 #pragma unroll 1
     for (int i = 0; i < kLaneRows; i += 8) {
@@ -61,43 +67,49 @@ struct Loader {
     }
   }
 
-  // Wide units come first, so that both barriers of a stage are in the same phase for as long as
-  // the other half reads this half's tiles.
+  // Waits until a stage may be filled. Wide units come before all others, so the two barriers of a
+  // stage are in the same phase for as long as the other half reads this half's tiles.
   __device__ __forceinline__ void wait_stage() {
-    barrier_wait(s.empty(stage.index), stage.phase ^ 1);
+    stage.wait_empty(s.base);
     if (shared_fills > 0) {
-      barrier_wait(s.peer_empty(stage.index), stage.phase ^ 1);
+      barrier_wait(peer_empty_barrier(s.base, stage.index), stage.phase ^ 1);
       --shared_fills;
     }
   }
   __device__ __forceinline__ void finish_stage() {
-    barrier_arrive_copies(s.full(stage.index));
+    barrier_arrive_copies(stage.full(s.base));
     stage.advance(p.stages);
   }
-
-  __device__ __forceinline__ void load_short(const Unit& u, const char* k, const char* v) {
-    barrier_wait(s.slot_full(slots.index), slots.phase);
-    wait_stage();
-    // One warp copies K, the other V.
-    copy_rows<true>(warp == 0 ? k : v, warp == 0 ? p.k_stride_slot : p.v_stride_slot, 0,
-                    warp * kTokens, u.tokens, (u.tokens + 15) & ~15);
-    finish_stage();
-    barrier_release(s.slot_empty(slots.index), lane);
-    slots.advance(kSlotTiles);
+  __device__ __forceinline__ void finish_slots() {
+    barrier_release(slots.empty(s.base), lane);
+    slots.advance();
   }
 
-  __device__ __forceinline__ void load_tiles(const Unit& u, const char* k, const char* v) {
-    // wgmma multiplies all of a tile
-    const bool whole = u.wide || (S::kWgmma && (u.rows > kHeavyRows || u.branch));
-    const uint16_t* seen = p.branches.rows + u.kv_start + 8 * lane;
-    const int step = u.wide ? 2 * kTileTokens : kTileTokens;
-    for (int left = u.tokens - (u.wide ? s.side * kTileTokens : 0); left > 0; left -= step) {
-      barrier_wait(s.slot_full(slots.index), slots.phase);
-      if (u.wide) shared_fills = p.stages + 2;
+  // Loads a short unit into one stage: warp 0 copies K, warp 1 copies V.
+  __device__ __forceinline__ void load_short(const WorkUnit& unit, const char* k, const char* v) {
+    slots.wait_full(s.base);
+    wait_stage();
+    copy_rows<true>(warp == 0 ? k : v, warp == 0 ? p.k_stride_slot : p.v_stride_slot, 0,
+                    warp * kTokens, unit.num_tokens, (unit.num_tokens + 15) & ~15);
+    finish_stage();
+    finish_slots();
+  }
+
+  // Loads every tile of a unit, or every second one of a wide unit: K into one stage, V into the
+  // next.
+  __device__ __forceinline__ void load_tiles(const WorkUnit& unit, const char* k, const char* v) {
+    // V must hold no NaN beyond the last token: wgmma multiplies whole tiles, mma.sync 16 tokens.
+    const bool whole = unit.wide || (S::kWgmma && (unit.num_rows > kHeavyRows || unit.branch));
+    const uint16_t* row_masks = p.branches.row_masks + unit.kv_start + 8 * lane;
+    const int step = unit.wide ? 2 * kTileTokens : kTileTokens;
+    for (int left = unit.num_tokens - (unit.wide ? s.sm_half * kTileTokens : 0); left > 0;
+         left -= step) {
+      slots.wait_full(s.base);
+      if (unit.wide) shared_fills = p.stages + 2;
       wait_stage();
-      if (u.branch && warp == 0 && lane < kTileTokens / 8) {
-        copy16(shared_address(&s.control().rows[stage.index][8 * lane]), seen);
-        seen += kTileTokens;
+      if (unit.branch && warp == 0 && lane < kTileTokens / 8) {
+        copy16(shared_address(&s.control().row_masks[stage.index][8 * lane]), row_masks);
+        row_masks += kTileTokens;
       }
       const int mine = left - warp * kTokens;
       copy_rows<false>(k, p.k_stride_slot, warp * kTokens, warp * kTokens, mine, 0);
@@ -106,31 +118,30 @@ struct Loader {
       copy_rows<true>(v, p.v_stride_slot, warp * kTokens, warp * kTokens, mine,
                       whole ? kTokens : (mine + 15) & ~15);
       finish_stage();
-      barrier_release(s.slot_empty(slots.index), lane);
-      slots.advance(kSlotTiles);
-      if (left > step) publish();
+      finish_slots();
+      if (left > step) count_tile();
     }
   }
 
-  // One more tile is loaded, or a unit without tokens is passed.
-  __device__ __forceinline__ void publish() {
+  // Tells the scheduler that one more tile is loaded. A unit without tokens counts as one tile.
+  __device__ __forceinline__ void count_tile() {
     if (warp == 0 && lane == 0) count_one(s.control().loaded_tiles);
   }
 
   __device__ void run() {
-    for (;; ring.advance(kUnits)) {
-      barrier_wait(s.unit_full(ring.index), ring.phase);
-      const Unit u = s.control().units[ring.index];
-      if (u.tokens < 0) break;
-      const char* k = p.k + u.head * p.k_stride_head;
-      const char* v = p.v + u.head * p.v_stride_head;
-      if (u.narrow == kShort) {
-        load_short(u, k, v);
+    for (;; work.advance()) {
+      work.wait_full(s.base);
+      const WorkUnit unit = s.control().units[work.index];
+      if (unit.num_tokens < 0) break;
+      const char* k = p.k + unit.kv_head * p.k_stride_head;
+      const char* v = p.v + unit.kv_head * p.v_stride_head;
+      if (unit.narrow == kShort) {
+        load_short(unit, k, v);
       } else {
-        load_tiles(u, k, v);
+        load_tiles(unit, k, v);
       }
-      publish();
-      barrier_release(s.unit_empty(ring.index), lane);
+      count_tile();
+      barrier_release(work.empty(s.base), lane);
     }
   }
 };

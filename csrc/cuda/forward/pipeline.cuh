@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warps of a half share: the ring of work units, the rings of stages and slots, the Q
-// buffers, and the mbarriers by which they hand these on.
+// What the warps of a half share: work units, slots, K/V stages and Q buffers in shared memory,
+// each kind in a ring, and the mbarriers by which one warp hands them to the next.
 #pragma once
 
 #include "cuda/params.h"
@@ -12,41 +12,105 @@ namespace pat {
 
 enum Narrow : int { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
 
-// A unit as the scheduler describes it. tokens < 0: no more units.
-struct alignas(16) Unit {
-  int32_t member_offset;
-  int32_t row_begin;  // first packed row: items beyond the kernel's row tile run in parts
-  int32_t rows;
-  int32_t batch_row;  // of a branch: seen_by_all()
-  int32_t kv_start;
-  int32_t tokens;
-  int32_t head;
+// One item of the plan for one KV head, or, of items with more packed rows than a Q buffer has, a
+// part of that. num_tokens < 0: the scheduler has no more work units.
+struct alignas(16) WorkUnit {
+  int32_t member_offset;     // of the item's first member in the plan
+  int32_t first_packed_row;  // of the item's
+  int32_t num_rows;          // packed rows of this unit
+  union {
+    int32_t query;               // whose slots it reads: row of ForwardParams::slots
+    int32_t num_unmasked_tiles;  // of a branch: see seen_by_all() in plan.h
+  };
+  int32_t kv_start;  // token position; of a branch index into
+                     // ForwardParams::branches
+  int32_t num_tokens;
+  int32_t kv_head;
   int32_t item;
-  int16_t single;  // all rows belong to one query
-  int8_t narrow;   // Narrow
-  int8_t wide;     // both halves work on it
-  Member member;   // if single; else only `query` means anything, that of some member
-  int32_t branch;  // its tokens stand in the list of branches, from kv_start on
+  int16_t single_query;  // all packed rows belong to one query
+  int8_t narrow;         // Narrow
+  int8_t wide;           // both halves work on it
+  Member member;         // valid only if single_query; otherwise members are looked up
+  int32_t branch;        // it is a branch
 };
 
+// The mbarriers of a ring of buffers.
+template <int kCapacity>
+struct RingBarriers {
+  uint64_t full[kCapacity], empty[kCapacity];
+};
+
+// The head of a half's shared memory.
 struct alignas(1024) Control {
-  uint64_t full[kMaxStages], empty[kMaxStages];
-  uint64_t peer_empty[kMaxStages];  // by the other half's consumers, after a tile of a wide unit
-  uint64_t q_full[2], q_empty[2];
-  uint64_t unit_full[kUnits], unit_empty[kUnits];
-  uint64_t slot_full[kSlotTiles], slot_empty[kSlotTiles];
-  uint64_t narrow_full[kNarrowUnits], narrow_empty[kNarrowUnits];
+  RingBarriers<kMaxStages> stage_barriers;
+  uint64_t peer_empty[kMaxStages];  // of stages with a tile of a wide unit: the
+                                    // other half's consumers have read it
+  RingBarriers<2> q_barriers;
+  RingBarriers<kWorkUnits> work_barriers;
+  RingBarriers<kSlotTiles> slot_barriers;
+  RingBarriers<kNarrowBuffers> narrow_barriers;
   alignas(16) uint32_t slots[kSlotTiles][kTileTokens];
-  alignas(16) uint16_t rows[kMaxStages][kTileTokens];  // of a branch, of the tile whose K it is
-  Unit units[kUnits];
-  float exchange[4][16][2];
+  // BranchList::row_masks of the tokens whose K is in a stage.
+  alignas(16) uint16_t row_masks[kMaxStages][kTileTokens];
+  WorkUnit units[kWorkUnits];
+  float exchange[4][kWarpRows][2];  // softmax states: [warp][row][max, sum]
   int32_t loaded_tiles;
-  // The plan, looked up once.
+  // The plan's header and arrays, looked up once.
   int32_t num_queries, num_items, num_wide_items, num_heavy_items;
   const Item* items;
   const Member* members;
 };
 static_assert(sizeof(Control) == 4096);
+
+// One warp's position in a ring of buffers. Warps that fill a buffer wait until it is empty and
+// then arrive at full(); warps that read it wait until it is full and then arrive at empty(). Every
+// warp must wait on every phase: mbarrier parity cannot tell phase n from phase n + 2. `control` is
+// the address of the half's Control, kBarriers the offset of the ring's RingBarriers in it.
+template <uint32_t kBarriers, int kCapacity>
+struct Ring {
+  int index = 0;
+  uint32_t phase = 0;
+
+  static __device__ __forceinline__ uint32_t full(uint32_t control, uint32_t i) {
+    return control + kBarriers + 8 * i;
+  }
+  static __device__ __forceinline__ uint32_t empty(uint32_t control, uint32_t i) {
+    return control + (kBarriers + 8 * kCapacity) + 8 * i;
+  }
+  // Initialises the barriers of buffer i: how many arrivals complete a phase of each.
+  static __device__ __forceinline__ void init(uint32_t control, uint32_t i, int full_arrivals,
+                                              int empty_arrivals) {
+    barrier_init(full(control, i), full_arrivals);
+    barrier_init(empty(control, i), empty_arrivals);
+  }
+  __device__ __forceinline__ uint32_t full(uint32_t control) const { return full(control, index); }
+  __device__ __forceinline__ uint32_t empty(uint32_t control) const {
+    return empty(control, index);
+  }
+  __device__ __forceinline__ void wait_full(uint32_t control) const {
+    barrier_wait(full(control), phase);
+  }
+  __device__ __forceinline__ void wait_empty(uint32_t control) const {
+    barrier_wait(empty(control), phase ^ 1);
+  }
+  __device__ __forceinline__ void advance(int size = kCapacity) {
+    if (++index == size) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+};
+using WorkRing = Ring<offsetof(Control, work_barriers), kWorkUnits>;
+using SlotRing = Ring<offsetof(Control, slot_barriers), kSlotTiles>;
+using NarrowRing = Ring<offsetof(Control, narrow_barriers), kNarrowBuffers>;
+// Of these two the launch says how many buffers there are: advance(p.stages), advance(p.q_buffers).
+using StageRing = Ring<offsetof(Control, stage_barriers), kMaxStages>;
+using QRing = Ring<offsetof(Control, q_barriers), 2>;
+
+// Address of Control::peer_empty[stage] of the half whose Control is at `control`.
+__device__ __forceinline__ uint32_t peer_empty_barrier(uint32_t control, int stage) {
+  return control + static_cast<uint32_t>(offsetof(Control, peer_empty)) + 8 * stage;
+}
 
 template <int kHeadDim>
 struct Shape {
@@ -54,37 +118,26 @@ struct Shape {
   static constexpr int kPanelBytes = kTileTokens * 128;
   static constexpr int kChunks = kHeadDim / 8;                     // 16-byte chunks of a row
   static constexpr int kRowsPerCopy = 32 / kChunks;                // rows of one warp-wide copy
+  static constexpr int kNarrowPanelBytes = kNarrowRows * 128;      // panel of a narrow unit's Q
   static constexpr int kNarrowBytes = kNarrowRows * kHeadDim * 2;  // Q of a narrow unit
-  static constexpr int kHalves = kHeadDim > 128 ? 1 : 2;           // at most
+  static constexpr int kMaxHalves = kHeadDim > 128 ? 1 : 2;
   static constexpr bool kWgmma = PAT_WGMMA && kHeadDim <= 128;
 };
 
-// The least that a block runs with: one half, two stages and one Q buffer.
+// The least shared memory that a block runs with: one half, two stages and one Q buffer.
 template <int kHeadDim>
 inline constexpr int kMinSharedBytes =
     static_cast<int>(sizeof(Control)) + 3 * Shape<kHeadDim>::kTileBytes;
 
-// Position in a ring of mbarriers.
-struct Cursor {
-  int index = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance(int size) {
-    if (++index == size) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 // Shared memory of a half: Control, the stages, the Q buffers, the Q buffers of narrow units.
-// Addresses in the shared window.
+// Addresses are those of the shared window.
 template <int kHeadDim>
 struct Shared {
   using S = Shape<kHeadDim>;
   uint32_t base;
   uint32_t peer;  // base of the other half
   uint32_t stages, q_buffers;
-  int side, halves;  // which half this is, of how many
+  int sm_half, num_halves;  // which half this is, of how many
 
   __device__ __forceinline__ Control& control() const {
     return *static_cast<Control*>(__cvta_shared_to_generic(base));
@@ -96,47 +149,10 @@ struct Shared {
   __device__ __forceinline__ uint32_t narrow_q(uint32_t i) const {
     return tile(stages + q_buffers) + i * S::kNarrowBytes;
   }
-  // Barrier i of a ring of Control.
-  __device__ __forceinline__ uint32_t barrier(uint32_t ring, uint32_t i) const {
-    return base + ring + 8 * i;
-  }
-  __device__ __forceinline__ uint32_t full(uint32_t i) const {
-    return barrier(offsetof(Control, full), i);
-  }
-  __device__ __forceinline__ uint32_t empty(uint32_t i) const {
-    return barrier(offsetof(Control, empty), i);
-  }
-  __device__ __forceinline__ uint32_t peer_empty(uint32_t i) const {
-    return barrier(offsetof(Control, peer_empty), i);
-  }
-  __device__ __forceinline__ uint32_t q_full(uint32_t i) const {
-    return barrier(offsetof(Control, q_full), i);
-  }
-  __device__ __forceinline__ uint32_t q_empty(uint32_t i) const {
-    return barrier(offsetof(Control, q_empty), i);
-  }
-  __device__ __forceinline__ uint32_t unit_full(uint32_t i) const {
-    return barrier(offsetof(Control, unit_full), i);
-  }
-  __device__ __forceinline__ uint32_t unit_empty(uint32_t i) const {
-    return barrier(offsetof(Control, unit_empty), i);
-  }
-  __device__ __forceinline__ uint32_t slot_full(uint32_t i) const {
-    return barrier(offsetof(Control, slot_full), i);
-  }
-  __device__ __forceinline__ uint32_t slot_empty(uint32_t i) const {
-    return barrier(offsetof(Control, slot_empty), i);
-  }
-  __device__ __forceinline__ uint32_t narrow_full(uint32_t i) const {
-    return barrier(offsetof(Control, narrow_full), i);
-  }
-  __device__ __forceinline__ uint32_t narrow_empty(uint32_t i) const {
-    return barrier(offsetof(Control, narrow_empty), i);
-  }
 };
 
-__device__ __forceinline__ Member load_member(const Control& plan, int index) {
-  const int2 m = __ldg(reinterpret_cast<const int2*>(plan.members) + index);
+__device__ __forceinline__ Member load_member(const Control& control, int index) {
+  const int2 m = __ldg(reinterpret_cast<const int2*>(control.members) + index);
   return {m.x, m.y};
 }
 

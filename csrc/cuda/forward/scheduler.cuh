@@ -1,36 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scheduler warp of the forward kernel.
+// The scheduler warp of a half: decides which work units the half runs, heaviest first, and puts
+// them into the ring that fetcher, loaders and consumers read.
+//
+// Work units are numbered as the plan orders its items: unit i is KV head i % num_kv_heads of item
+// i / num_kv_heads. So wide units come first, then heavy ones, then light ones.
 #pragma once
 
 #include "cuda/forward/pipeline.cuh"
 
 namespace pat {
 
-// Item of a unit.
-__device__ __forceinline__ int item_of(const ForwardParams& p, int unit) {
-  return p.kv_heads_magic == 0 ? unit : static_cast<int>(__umulhi(unit, p.kv_heads_magic));
+// Item of work unit `index`.
+__device__ __forceinline__ int item_of(const ForwardParams& p, int index) {
+  return p.kv_heads_magic == 0 ? index : static_cast<int>(__umulhi(index, p.kv_heads_magic));
 }
 
-// What the scheduler makes of unit `unit`; false if another launch runs it.
-__device__ __forceinline__ bool describe(const ForwardParams& p, const Control& plan, int unit,
-                                         Unit& u) {
-  const int item = item_of(p, unit);
-  const auto* items = reinterpret_cast<const int4*>(plan.items) + 2 * item;
+// Reads work unit `index` from the plan. Returns false if another launch runs it (Launch::kStreams
+// and kSerial).
+__device__ __forceinline__ bool describe(const ForwardParams& p, const Control& control, int index,
+                                         WorkUnit& unit) {
+  const int item = item_of(p, index);
+  // The fields of Item, as two loads: member_offset, num_queries, row, kv_start; kv_len, row_tile
+  // and kv_tile in one word, partial, tokens.
+  const auto* items = reinterpret_cast<const int4*>(control.items) + 2 * item;
   const int4 a = __ldg(items), b = __ldg(items + 1);
-  u.member_offset = a.x;
-  u.row_begin = 0;
-  u.rows = a.y * p.group;
-  u.batch_row = a.z;
-  u.kv_start = a.w;
-  u.tokens = b.w;
-  u.head = unit - item * p.num_kv_heads;
-  u.item = item;
-  u.narrow = kNotNarrow;
-  u.wide = 0;
-  u.branch = b.x == kBranch;
-  if (u.branch) u.batch_row = b.y >> 16;
-  u.single = a.y == 1 && !u.branch;
-  u.member = {a.z, b.z};
+  unit.member_offset = a.x;
+  unit.first_packed_row = 0;
+  unit.num_rows = a.y * p.group;
+  unit.query = a.z;
+  unit.kv_start = a.w;
+  unit.num_tokens = b.w;
+  unit.kv_head = index - item * p.num_kv_heads;
+  unit.item = item;
+  unit.narrow = kNotNarrow;
+  unit.wide = 0;
+  unit.branch = b.x == kBranch;
+  if (unit.branch) unit.num_unmasked_tiles = b.y >> 16;
+  unit.single_query = a.y == 1 && !unit.branch;
+  unit.member = {a.z, b.z};
   const int row_tile = b.y & 0xFFFF;
   return row_tile >= p.min_row_tile && row_tile <= p.max_row_tile;
 }
@@ -40,72 +47,79 @@ __device__ __forceinline__ int tiles_of(int tokens) {
 }
 
 template <int kHeadDim>
-struct UnitScheduler {
+struct Scheduler {
   const ForwardParams& p;
   const Shared<kHeadDim>& s;
   const int lane;
-  Cursor ring;
+  WorkRing work;
   int claimed_tiles = 0;
 
-  // Lane `writer` puts its unit, of `tiles` tiles to load, into the ring.
-  __device__ __forceinline__ void push(const Unit& u, int writer, int tiles) {
-    barrier_wait(s.unit_empty(ring.index), ring.phase ^ 1);
+  // Puts the unit of lane `writer`, of which this half loads `tiles` tiles, into the ring.
+  __device__ __forceinline__ void push(const WorkUnit& unit, int writer, int tiles) {
+    work.wait_empty(s.base);
     if (lane == writer) {
-      s.control().units[ring.index] = u;
-      barrier_arrive(s.unit_full(ring.index));
+      s.control().units[work.index] = unit;
+      barrier_arrive(work.full(s.base));
     }
     claimed_tiles += tiles;
-    ring.advance(kUnits);
+    work.advance();
   }
 
-  // The wide units of this CTA. Both halves take the same, in the same order.
+  // Pushes the wide units of this CTA. Both halves push the same, in the same order.
   __device__ void run_wide(int total) {
-    for (int unit = blockIdx.x; unit < total; unit += gridDim.x) {
-      Unit u;
-      if (!describe(p, s.control(), unit, u)) continue;
-      const int tiles = max((tiles_of(u.tokens) + 1 - s.side) / 2, 1);
-      const int rows = u.rows;
-      u.wide = u.tokens > 0;
-      for (u.row_begin = kTileRows * s.side; u.row_begin - kTileRows * s.side < rows;
-           u.row_begin += 2 * kTileRows) {
-        u.rows = min(max(rows - u.row_begin, 0), kTileRows);
-        if (u.wide || u.rows > 0) push(u, 0, tiles);
+    for (int index = blockIdx.x; index < total; index += gridDim.x) {
+      WorkUnit unit;
+      if (!describe(p, s.control(), index, unit)) continue;
+      const int tiles = max((tiles_of(unit.num_tokens) + 1 - s.sm_half) / 2, 1);
+      const int rows = unit.num_rows;
+      unit.wide = unit.num_tokens > 0;
+      for (unit.first_packed_row = kTileRows * s.sm_half;
+           unit.first_packed_row - kTileRows * s.sm_half < rows;
+           unit.first_packed_row += 2 * kTileRows) {
+        unit.num_rows = min(max(rows - unit.first_packed_row, 0), kTileRows);
+        if (unit.wide || unit.num_rows > 0) push(unit, 0, tiles);
       }
     }
   }
 
-  __device__ __forceinline__ int claim(int32_t* tickets, int batch) const {
+  // Takes the next `count` tickets of a queue that all CTAs share.
+  __device__ __forceinline__ int claim(int32_t* tickets, int count) const {
     int ticket = 0;
-    if (lane == 0) ticket = atomicAdd(tickets, batch);
+    if (lane == 0) ticket = atomicAdd(tickets, count);
     return __shfl_sync(~0u, ticket, 0);
   }
 
-  // The units before `end`: `first` (if negative, claimed too), then those from `begin` on that it
-  // claims by ticket, and only when few tiles are left to load.
+  // Describes the `count` units from `first` on, lane i the i-th. Returns whether this lane has a
+  // unit to run.
+  __device__ __forceinline__ bool describe_batch(int first, int count, WorkUnit& unit) const {
+    if (lane >= count) return false;
+    const bool mine = describe(p, s.control(), first + lane, unit);
+    if (p.narrow && unit.num_rows <= kNarrowRows && unit.num_tokens > 0 &&
+        unit.num_tokens <= kTileTokens && !unit.branch) {
+      unit.narrow = unit.num_tokens <= kShortTokens ? kShort : kNarrow;
+    }
+    return mine;
+  }
+
+  // Pushes units before `end`: unit `first`, then those from `begin` on that it claims by ticket.
+  // If `first` is negative the first unit is claimed too. Claims only when few tiles are left to
+  // load, so that no half holds work that another could start.
   __device__ __forceinline__ void run_list(int begin, int end, int first, int32_t* tickets) {
     int batch = 1;
     if (first < 0) first = begin + claim(tickets, batch);
     while (first < end) {
-      // Lane i looks up the i-th unit of the batch.
       const int count = min(batch, end - first);
-      Unit u{};
-      bool mine = false;
-      if (lane < count) {
-        mine = describe(p, s.control(), first + lane, u);
-        if (p.narrow && u.rows <= kNarrowRows && u.tokens > 0 && u.tokens <= kTileTokens &&
-            !u.branch) {
-          u.narrow = u.tokens <= kShortTokens ? kShort : kNarrow;
-        }
-      }
+      WorkUnit unit{};
+      const bool mine = describe_batch(first, count, unit);
       int tiles = 1;
       for (int i = 0; i < count; ++i) {
-        const int rows = __shfl_sync(~0u, u.rows, i);
+        const int rows = __shfl_sync(~0u, unit.num_rows, i);
         if (!__shfl_sync(~0u, static_cast<int>(mine), i)) continue;
-        tiles = max(tiles_of(__shfl_sync(~0u, u.tokens, i)), 1);
-        for (int begin_row = 0; begin_row < rows; begin_row += kTileRows) {
-          Unit part = u;
-          part.row_begin = begin_row;
-          part.rows = min(rows - begin_row, kTileRows);
+        tiles = max(tiles_of(__shfl_sync(~0u, unit.num_tokens, i)), 1);
+        for (int packed_row = 0; packed_row < rows; packed_row += kTileRows) {
+          WorkUnit part = unit;
+          part.first_packed_row = packed_row;
+          part.num_rows = min(rows - packed_row, kTileRows);
           push(part, i, tiles);
         }
       }
@@ -117,14 +131,15 @@ struct UnitScheduler {
     }
   }
 
-  // Heavy units keep the matrix units busy, light ones the memory: one half begins with these, the
-  // other with those, and each goes on with what the others leave. Who finds no unit of its own
-  // kind to begin with has one of the other kind.
+  // Pushes the heavy units, [begin, middle), and the light ones, [middle, end). Heavy units keep
+  // the matrix units busy and light ones the memory, so half 0 starts with heavy units and half 1
+  // with light ones; each then continues with what is left of the other kind. A half with no unit
+  // of its preferred kind starts with one of the other kind.
   __device__ void run_lists(int begin, int middle, int end) {
     const int grid = gridDim.x, cta = blockIdx.x;
     const int heavy = middle - begin, light = end - middle;
-    const bool two = s.halves == 2;
-    bool is_light = s.side == 1;
+    const bool two = s.num_halves == 2;
+    bool is_light = s.sm_half == 1;
     int first = is_light ? middle + cta : begin + cta;
     bool more = first < (is_light ? end : middle);
     if (!more) {
@@ -133,9 +148,10 @@ struct UnitScheduler {
     }
 #pragma unroll 1
     while (true) {
-      const int given = is_light ? middle + (two ? grid : 0) + max(grid - heavy, 0)
-                                 : begin + grid + (two ? max(grid - light, 0) : 0);
-      run_list(given, is_light ? end : middle, first, p.queue + is_light);
+      // The first unit that is claimed by ticket: those before it are some half's first.
+      const int ticketed = is_light ? middle + (two ? grid : 0) + max(grid - heavy, 0)
+                                    : begin + grid + (two ? max(grid - light, 0) : 0);
+      run_list(ticketed, is_light ? end : middle, first, p.queue + is_light);
       if (!more) break;
       more = false;
       is_light = !is_light;
@@ -144,22 +160,23 @@ struct UnitScheduler {
   }
 
   __device__ void run() {
-    // A plan of more queries than the batch has rows is not run; the merge says so in the output.
-    const Control& plan = s.control();
-    if (plan.num_queries <= p.num_rows) {
-      const int wide =
-          Shape<kHeadDim>::kWgmma && s.halves == 2 ? plan.num_wide_items * p.num_kv_heads : 0;
+    // A plan of more queries than the buffers have room for is not run: the merge writes NaN.
+    const Control& control = s.control();
+    if (control.num_queries <= p.num_queries) {
+      const int wide = Shape<kHeadDim>::kWgmma && s.num_halves == 2
+                           ? control.num_wide_items * p.num_kv_heads
+                           : 0;
       run_wide(wide);
-      run_lists(wide, (plan.num_wide_items + plan.num_heavy_items) * p.num_kv_heads,
-                plan.num_items * p.num_kv_heads);
+      run_lists(wide, (control.num_wide_items + control.num_heavy_items) * p.num_kv_heads,
+                control.num_items * p.num_kv_heads);
     }
-    Unit end{};
-    end.tokens = -1;
-    push(end, 0, 0);
-    // The last half leaves the queue as it found it, for the next launch.
+    WorkUnit last{};
+    last.num_tokens = -1;
+    push(last, 0, 0);
+    // The last half to finish resets the queue for the next launch.
     if (lane == 0) {
       __threadfence();
-      if (atomicAdd(p.queue + 2, 1) == static_cast<int>(gridDim.x) * s.halves - 1) {
+      if (atomicAdd(p.queue + 2, 1) == static_cast<int>(gridDim.x) * s.num_halves - 1) {
         for (int i = 0; i < 3; ++i) p.queue[i] = 0;
       }
     }

@@ -1,84 +1,75 @@
 // SPDX-License-Identifier: Apache-2.0
-// Online softmax in registers, as all consumers of the forward kernel have it.
+// Online softmax of a tile in registers, and the mask of a branch. All consumers use it. A lane
+// holds rows lane / 4 and lane / 4 + 8 of 16 rows, as mma.sync and wgmma lay out their results.
 #pragma once
 
 #include "cuda/forward/pipeline.cuh"
 
 namespace pat {
 
-// Which tiles of a unit hold tokens that not all of its rows attend to: those of a branch, but for
-// the first or last ones.
+// Which tiles of a unit need a mask, because some of its rows do not attend to some of their
+// tokens: those of a branch, except for the first ones or the last ones.
 struct MaskedTiles {
-  int above, below;  // tokens from such a tile on
+  int above, below;  // such a tile has more than `above` and fewer than `below`
+                     // tokens left
 
-  __device__ __forceinline__ explicit MaskedTiles(const Unit& u) {
-    const int free = __shfl_sync(~0u, u.batch_row, 0) * kTileTokens;
-    above = __shfl_sync(~0u, u.branch, 0) ? max(-free, 0) : INT_MAX;
-    below = __shfl_sync(~0u, u.tokens, 0) + kTileTokens - max(free, 0);
+  __device__ __forceinline__ explicit MaskedTiles(const WorkUnit& unit) {
+    const int unmasked = __shfl_sync(~0u, unit.num_unmasked_tiles, 0) * kTileTokens;
+    above = __shfl_sync(~0u, unit.branch, 0) ? max(-unmasked, 0) : INT_MAX;
+    below = __shfl_sync(~0u, unit.num_tokens, 0) + kTileTokens - max(unmasked, 0);
   }
-  // Of the tile that `left` tokens are left from.
+  // `left`: tokens from the tile's first on.
   __device__ __forceinline__ bool has(int left) const { return left > above && left < below; }
 };
 
-// Which packed rows attend to the tokens of a branch's tile: of each 8 tokens the lane's two, as
-// BranchList::rows has them.
+// Reads the row masks of a tile's tokens: of each 8 tokens the lane's two, in one word.
 template <int kTiles>
-__device__ __forceinline__ void read_seen(uint32_t (&seen)[kTiles], uint32_t rows) {
+__device__ __forceinline__ void read_row_masks(uint32_t (&row_masks)[kTiles], uint32_t from) {
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) seen[i] = load_shared(rows + 4 * (lane_id() & 3) + 16 * i);
+  for (int i = 0; i < kTiles; ++i) row_masks[i] = load_shared(from + 4 * (lane_id() & 3) + 16 * i);
 }
 
-// Hides from rows lane / 4 and lane / 4 + 8, of those from `first_row` on, what they do not attend
-// to.
+// Sets the scores of tokens that a row does not attend to to -inf. `first_row`: packed row of the
+// branch that is row 0 of the 16.
 template <int kTiles>
-__device__ __forceinline__ void hide_others(float (&s)[4 * kTiles], const uint32_t (&seen)[kTiles],
-                                            int first_row) {
+__device__ __forceinline__ void mask_scores(float (&scores)[4 * kTiles],
+                                            const uint32_t (&row_masks)[kTiles], int first_row) {
   const uint32_t row = first_row + (lane_id() >> 2);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const uint32_t first = (seen[i] >> (16 * c)) & 0xFF;
-      const uint32_t count = (seen[i] >> (16 * c + BranchList::kRowsCount)) & 0xFF;
-      if (row - first >= count) s[4 * i + c] = -INFINITY;
-      if (row + 8 - first >= count) s[4 * i + 2 + c] = -INFINITY;
+      const uint32_t first = (row_masks[i] >> (16 * c)) & 0xFF;
+      const uint32_t count = (row_masks[i] >> (16 * c + BranchList::kRowCountShift)) & 0xFF;
+      if (row - first >= count) scores[4 * i + c] = -INFINITY;
+      if (row + 8 - first >= count) scores[4 * i + 2 + c] = -INFINITY;
     }
   }
 }
 
-// Online softmax over one tile of scores: lane holds rows lane / 4 and lane / 4 + 8 in mma layout.
-// Turns scores into weights, updates max and sum (of this lane's columns), and gives the factors
-// that the output so far is to be multiplied with. Calls hide(scores) for the logits that no weight
-// shall come of, beyond those of tokens that are not there.
-template <int kTiles, bool kTransforms, typename Hide>
-__device__ __forceinline__ void softmax(const ForwardParams& p, float (&s)[4 * kTiles],
-                                        float (&row_max)[2], float (&row_sum)[2],
-                                        float (&factor)[2], int first_token, int tokens,
-                                        const Hide& hide) {
-  const int column = first_token + 2 * (lane_id() & 3);
-  if constexpr (kTransforms) {
-    const bool capped = p.logits == kCapped;
+// Turns q . k into logits where more than a factor is needed: scaled, or capped with tanh.
+template <int kCount>
+__device__ __forceinline__ void transform_logits(const ForwardParams& p, float (&scores)[kCount]) {
+  const bool capped = p.logits == kCapped;
 #pragma unroll
-    for (int i = 0; i < 4 * kTiles; ++i) {
-      s[i] *= p.pre_scale;
-      // tanh(x) = 1 - 2 / (exp(2 x) + 1)
-      const float tanh = 1.0f - __fdividef(2.0f, exp2_approx(fminf(s[i], 64.0f)) + 1.0f);
-      s[i] = capped ? p.cap * tanh : s[i];
-    }
+  for (int i = 0; i < kCount; ++i) {
+    scores[i] *= p.pre_scale;
+    // tanh(x) = 1 - 2 / (exp(2 x) + 1)
+    const float tanh = 1.0f - __fdividef(2.0f, exp2_approx(fminf(scores[i], 64.0f)) + 1.0f);
+    scores[i] = capped ? p.cap * tanh : scores[i];
   }
-  hide(s);
-  if (first_token + 8 * kTiles > tokens) {
-#pragma unroll
-    for (int i = 0; i < 4 * kTiles; ++i) {
-      if (column + (i >> 2) * 8 + (i & 1) >= tokens) s[i] = -INFINITY;
-    }
-  }
-  // The two rows side by side: neither waits for the other's shuffles.
-  float m[2] = {row_max[0], row_max[1]};
+}
+
+// Gives the greatest score of each of the lane's rows so far.
+template <int kTiles>
+__device__ __forceinline__ void find_max(const float (&scores)[4 * kTiles], float (&m)[2]) {
+  // The two rows are interleaved, so that neither waits for the other's shuffles.
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) m[r] = fmaxf(m[r], fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+    for (int r = 0; r < 2; ++r) {
+      m[r] = fmaxf(m[r], fmaxf(scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]));
+    }
   }
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
@@ -86,6 +77,28 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, float (&s)[4 * k
     m[0] = fmaxf(m[0], other[0]);
     m[1] = fmaxf(m[1], other[1]);
   }
+}
+
+// Online softmax over one tile of scores, whose first column is token `first_token` of the `tokens`
+// that are left. Turns scores into weights, updates each row's max and sum (the sum only over this
+// lane's columns), and gives the factors that the output so far must be multiplied with.
+// `mask(scores)` sets masked logits to -inf; tokens beyond the last are masked here.
+template <int kTiles, bool kTransforms, typename Mask>
+__device__ __forceinline__ void softmax(const ForwardParams& p, float (&scores)[4 * kTiles],
+                                        float (&row_max)[2], float (&row_sum)[2],
+                                        float (&factor)[2], int first_token, int tokens,
+                                        const Mask& mask) {
+  const int column = first_token + 2 * (lane_id() & 3);
+  if constexpr (kTransforms) transform_logits(p, scores);
+  mask(scores);
+  if (first_token + 8 * kTiles > tokens) {
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      if (column + (i >> 2) * 8 + (i & 1) >= tokens) scores[i] = -INFINITY;
+    }
+  }
+  float m[2] = {row_max[0], row_max[1]};
+  find_max<kTiles>(scores, m);
   float base[2], sum[2][2] = {};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -97,7 +110,7 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, float (&s)[4 * k
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      float& x = s[4 * i + j];
+      float& x = scores[4 * i + j];
       x = exp2_approx(fmaf(x, p.scale, -base[j / 2]));
       sum[j / 2][j % 2] += x;
     }
@@ -112,7 +125,7 @@ __device__ __forceinline__ void rescale_output(float (&o)[kCount], const float (
   for (int i = 0; i < kCount; ++i) o[i] *= factor[(i >> 1) & 1];
 }
 
-// Adds the four lanes' sums and gives the state of this lane's rows.
+// Adds up the sums of the four lanes that hold a row, and gives the state of this lane's rows.
 __device__ __forceinline__ void finish_states(const ForwardParams& p, const float (&row_max)[2],
                                               float (&row_sum)[2], SoftmaxState (&state)[2]) {
 #pragma unroll
