@@ -19,7 +19,7 @@ from sglang.srt.session.session_controller import Session
 from sglang_pat.bench.host.live import CACHES, LiveCache
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.check import SlotMismatch, check_plan
-from sglang_pat.srt.radix import RadixView
+from sglang_pat.srt.radix import NO_NODE, RadixView
 from sglang_pat.srt.step import StepPlanner, plan_paths
 from sglang_pat.stats import Stats
 
@@ -44,8 +44,8 @@ def path_of(cache: LiveCache, kind: str, req: Any) -> Path:
 
 
 def plan(planner: Planner, view: RadixView, reqs: list[Any], batch: Any, lens: Any) -> Plan:
-    handles = view.read_handles(reqs, batch.rows, 0, anew=True)
-    return plan_paths(planner, view.look_up(reqs, handles, len(reqs)), lens.numpy())
+    handles = view.read_handles(reqs, batch.rows, len(reqs), 0, anew=True)
+    return plan_paths(planner, view.look_up(reqs, handles), lens.numpy())
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -90,14 +90,17 @@ def test_requests_without_a_node_are_counted(kind: str) -> None:
     reqs[2].kv.cache_protected_len = 0
     view = RadixView(cache.tree)
     batch, _ = cache.batch(reqs)
-    handles = view.read_handles(reqs, batch.rows, 0, anew=True)
-    found = view.look_up(reqs, handles, 6)
+    handles = view.read_handles(reqs, batch.rows, 6, 0, anew=True)
+    assert handles.table["table_row"].tolist() == batch.rows.tolist()
+    assert (handles.table["node"] == NO_NODE).tolist() == [False, True, False, False]
+    assert handles.table["tokens"].tolist() == [req.kv.cache_protected_len for req in reqs]
+    found = view.look_up(reqs, handles)
     assert [one is None for one in found.queries] == [False, True, False, False, True, True]
     protected = [req.kv.cache_protected_len for req in reqs]
     assert protected[3] > 0 and found.limits.tolist() == [*protected, 0, 0]
     assert json.dumps(found.private) == '{"no tree lock": 1, "nothing cached yet": 1}'
     with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
-        view.look_up(reqs, handles, 3)
+        view.look_up(reqs, handles._replace(num_queries=3))
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -109,9 +112,9 @@ def test_rows_of_another_form_are_refused(kind: str) -> None:
     view = RadixView(cache.tree)
     for other in (rows.int(), rows.repeat_interleave(2)[::2]):
         with pytest.raises(ValueError, match="must be contiguous int64 on the CPU"):
-            view.read_handles(reqs, other, 0, anew=True)
+            view.read_handles(reqs, other, 4, 0, anew=True)
     with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
-        view.read_handles(reqs, rows[:3], 0, anew=True)
+        view.read_handles(reqs, rows[:3], 4, 0, anew=True)
 
 
 class Conversation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_pat.config import PatConfig
 from sglang_pat.srt import refusals
+from sglang_pat.srt.base import prefill_attention
 from sglang_pat.srt.check import check_plan
-from sglang_pat.srt.hook import LiveBatch, Mailbox
+from sglang_pat.srt.hook import LiveBatch, Mailbox, host_lens
 from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
 from sglang_pat.srt.sizing import make_executor
@@ -31,6 +33,20 @@ if TYPE_CHECKING:
     from sglang_pat.srt.survey import Survey
 
 logger = logging.getLogger("sglang_pat")
+
+
+@dataclass(slots=True, eq=False)
+class Forward:
+    """How one forward is served, from its preparation to its last layer.
+
+    ``served``: pat has a plan for it, so its layers run on pat. ``unprepared``: its batch, as long
+    as the base was not asked to prepare it, because all layers known so far are pat's. ``in_base``:
+    the base prepares it without a graph; some bases call the two methods of graphs from there.
+    """
+
+    served: bool = False
+    unprepared: Any = None
+    in_base: bool = False
 
 
 class PatDecodeMixin:
@@ -58,9 +74,7 @@ class PatDecodeMixin:
         self._target = self._executor.target
         self._stats = Stats()
         self._steps = StepPlanner(self._target, self._stats, micro_batches())
-        self._serves = False  # whether pat serves the forward that comes next
-        self._in_eager = False
-        self._unprepared: Any = None  # eager decode batch that the base has not seen
+        self._forward = Forward()
         # Why a layer is the base's, or "", by layer id; the reasons of those that are.
         self._layers = dict(survey.reasons) if survey else {}
         self._surveyed = bool(self._layers)
@@ -69,7 +83,7 @@ class PatDecodeMixin:
         logger.info(
             "sglang_pat: decode runs on pat, prefill on SGLang's own attention (%s), as intended; "
             "%d query heads, %d KV heads, head dim %d, up to %d requests on %d %s; %s",
-            _prefill_attention(runner, type(self).__mro__[2]),
+            prefill_attention(runner, type(self).__mro__[2]),
             self._target.num_q_heads,
             self._target.num_kv_heads,
             self._target.head_dim,
@@ -81,12 +95,11 @@ class PatDecodeMixin:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare a forward without a graph: for a plain decode batch the plan, else the base."""
-        self._serves = False
-        self._unprepared = None
+        self._forward = Forward()
         batch = self._mailbox.take()
-        planned = self._plain_decode(forward_batch) and self._plan_eager(batch, forward_batch)
+        planned = self._admit(forward_batch) and self._plan_eager(batch, forward_batch)
         if planned and self._serves_all_layers:
-            self._unprepared = forward_batch
+            self._forward.unprepared = forward_batch
         else:
             self._prepare_base(forward_batch)
 
@@ -99,10 +112,10 @@ class PatDecodeMixin:
             self._stats.fall_back("batch beyond the workspace", self._beyond(forward_batch))
             return False
         start = time.perf_counter_ns()
-        plan = self._steps.plan(batch, _host_lens(forward_batch))
+        plan = self._steps.plan(batch, host_lens(forward_batch))
         if plan is None:
             return False
-        self._take(plan, batch, forward_batch, start, eager=True)
+        self._load(plan, batch, forward_batch, start, eager=True)
         return True
 
     def _beyond(self, forward_batch: Any) -> str:
@@ -116,11 +129,11 @@ class PatDecodeMixin:
         return f"{text}; raise SGLANG_PAT_WORKSPACE_MB" if by_budget else text
 
     def _prepare_base(self, forward_batch: Any) -> None:
-        self._in_eager = True  # some bases call the two methods of graphs from here
+        self._forward.in_base = True
         try:
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         finally:
-            self._in_eager = False
+            self._forward.in_base = False
 
     @property
     def _serves_all_layers(self) -> bool:
@@ -136,23 +149,22 @@ class PatDecodeMixin:
         a batch from the scheduler one that shares nothing. ``forward_batch`` holds the graph's
         buffers, of which the last ``num_padding`` rows are not requests.
         """
-        if self._in_eager:
+        if self._forward.in_base:
             super().init_forward_metadata_out_graph(forward_batch)  # type: ignore[misc]
             return
-        self._serves = False
-        self._unprepared = None
+        self._forward = Forward()
         batch = None if in_capture else self._mailbox.take()
-        plain = self._plain_decode(forward_batch)
-        if in_capture or not plain or not self._serves_all_layers:
+        admitted = self._admit(forward_batch)
+        if in_capture or not admitted or not self._serves_all_layers:
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
                 forward_batch, in_capture=in_capture
             )
-        if not plain:
+        if not admitted:
             return
         start = time.perf_counter_ns()
-        lens = _host_lens(forward_batch)
+        lens = host_lens(forward_batch)
         if in_capture:
-            self._take(self._steps.private(lens), None, forward_batch, start)
+            self._load(self._steps.private(lens), None, forward_batch, start)
             return
         count = forward_batch.batch_size - forward_batch.num_padding
         if forward_batch.num_padding:
@@ -163,21 +175,22 @@ class PatDecodeMixin:
                 self._stats.fall_back("graph without a batch from the scheduler")
             plan, batch = self._steps.private(lens), None
         self._count_base_layers()  # a replay does not come by forward_decode
-        self._take(plan, batch, forward_batch, start)
+        self._load(plan, batch, forward_batch, start)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Captured, and so replayed, between the above and the layers: the snapshot, with which all
         reads of what the scheduler may change end (the base class's ``IN_REPLAY``)."""
         super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
-        if self._serves and not self._in_eager:
+        if self._forward.served and not self._forward.in_base:
             self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
 
     def _count_base_layers(self) -> None:
         for reason in self._base_layers:
             self._stats.base_layer(reason)
 
-    def _plain_decode(self, forward_batch: Any) -> bool:
-        """Whether ``pat`` serves a batch of this kind; counts it by reason if not."""
+    def _admit(self, forward_batch: Any) -> bool:
+        """Admit a plain decode batch, which pat can plan for; count any other by reason. Returns
+        whether it was admitted."""
         mode = forward_batch.forward_mode
         if not mode.is_decode():
             self._stats.other_forward(mode.name)
@@ -191,7 +204,7 @@ class PatDecodeMixin:
             return True
         return False
 
-    def _take(
+    def _load(
         self,
         plan: Plan,
         batch: LiveBatch | None,
@@ -204,7 +217,7 @@ class PatDecodeMixin:
         self._executor.load(plan, forward_batch.batch_size)
         if eager:
             self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
-        self._serves = True
+        self._forward.served = True
         if batch is None:
             return
         elapsed = time.perf_counter_ns() - start_ns
@@ -226,14 +239,14 @@ class PatDecodeMixin:
         **kwargs: Any,
     ) -> torch.Tensor:
         """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv]."""
-        serves = self._serves
-        if serves and (reason := self._reason_against(layer, q, kwargs)):
+        served = self._forward.served
+        if served and (reason := self._decide(layer, q, kwargs)):
             self._stats.base_layer(reason)
-            serves = False
-        if not serves:
-            if self._unprepared is not None:  # a layer that had not come by before
-                self._prepare_base(self._unprepared)
-                self._unprepared = None
+            served = False
+        if not served:
+            if self._forward.unprepared is not None:  # a layer that had not come by before
+                self._prepare_base(self._forward.unprepared)
+                self._forward.unprepared = None
             return super().forward_decode(  # type: ignore[misc, no-any-return]
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
@@ -253,8 +266,9 @@ class PatDecodeMixin:
         )
         return out
 
-    def _reason_against(self, layer: Any, q: torch.Tensor, kwargs: dict[str, Any]) -> str:
-        """Why a layer is the base's, or "". Worked out once, but for arguments that come later."""
+    def _decide(self, layer: Any, q: torch.Tensor, kwargs: dict[str, Any]) -> str:
+        """Why a layer is the base's, or "" if it is ours. Decided once and kept, but for arguments
+        that come later."""
         reason = self._layers.get(layer.layer_id)
         if reason is None or (kwargs and not reason):
             reason = (
@@ -281,19 +295,3 @@ def extend(base: type) -> type:
     """The class of a backend of SGLang with plain decode replaced; ``PatDecodeMixin`` says what its
     constructor takes beside the base's arguments."""
     return type(f"Pat{base.__name__}", (PatDecodeMixin, base), {})
-
-
-def _prefill_attention(runner: Any, base: type) -> str:
-    """What runs prefill: the base, unless ``--prefill-attention-backend`` names another."""
-    named: str | None = getattr(runner, "prefill_attention_backend_str", None)
-    return base.__name__ if named in (None, "pat") else named
-
-
-def _host_lens(forward_batch: Any) -> torch.Tensor:
-    """Sequence lengths as int64 on the CPU; no copy from the device where SGLang keeps a mirror."""
-    lens: torch.Tensor | None = forward_batch.seq_lens_cpu
-    if lens is None:
-        lens = forward_batch.seq_lens.cpu()
-    if lens.dtype != torch.int64 or not lens.is_contiguous():
-        lens = lens.to(torch.int64).contiguous()
-    return lens

@@ -98,3 +98,9 @@ def _check_flashinfer() -> None:
                 f"{pinned[1]} or newer: pip install flashinfer_python=={pinned[1]}, or choose "
                 "another --attention-backend"
             )
+
+
+def prefill_attention(runner: Any, base: type) -> str:
+    """What runs prefill: the base, unless ``--prefill-attention-backend`` names another."""
+    named: str | None = getattr(runner, "prefill_attention_backend_str", None)
+    return base.__name__ if named in (None, "pat") else named

@@ -71,6 +71,17 @@ def after_init_new(
         mailbox.put(live)
 
 
+def host_lens(forward_batch: Any) -> torch.Tensor:
+    """Sequence lengths [B] as contiguous int64 on the CPU. Waits for the device only where SGLang
+    keeps no copy of them on the host."""
+    lens: torch.Tensor | None = forward_batch.seq_lens_cpu
+    if lens is None:
+        lens = forward_batch.seq_lens.cpu()
+    if lens.dtype != torch.int64 or not lens.is_contiguous():
+        lens = lens.to(torch.int64).contiguous()
+    return lens
+
+
 def is_installed(function: Any, wanted: Any = after_init_new) -> bool:
     """Whether the hook ``wanted`` is in the chain of wrappers around a hooked function."""
     function = getattr(function, "__func__", function)

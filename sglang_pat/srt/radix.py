@@ -35,6 +35,28 @@ NO_NODE = -1  # read in place of a node handle when the request holds no lock
 _NODE_ATTRS = ("id", "parent", "key")
 
 
+# What a request is known by: the node it holds or NO_NODE, its tokens that are safe to share, and
+# its row of req_to_token.
+HANDLE = np.dtype([("node", np.int64), ("tokens", np.int64), ("table_row", np.int64)])
+_NO_HANDLE = np.array((NO_NODE, 0, 0), dtype=HANDLE)
+
+
+class Handles(NamedTuple):
+    """What a plan depends on, of one batch. Equal handles mean equal sharing.
+
+    ``num_queries``: of the batch, those without a request included. ``packed``: a ``HANDLE`` of
+    each request, as bytes, because they are compared at every step; ``table`` gives them names.
+    """
+
+    num_queries: int
+    packed: bytes
+
+    @property
+    def table(self) -> npt.NDArray[Any]:
+        """[requests] of ``HANDLE``, read-only."""
+        return np.frombuffer(self.packed, dtype=HANDLE)
+
+
 class Paths(NamedTuple):
     """The radix paths of the B queries of a batch, in the form in which the cache gives them.
 
@@ -98,14 +120,20 @@ class RadixView:
         )
 
     def read_handles(
-        self, reqs: Sequence[Any], rows: torch.Tensor, step: int, *, anew: bool
-    ) -> bytes:
-        """(node id or NO_NODE, tokens safe to share, row) of every request: int64 [len(reqs), 3],
-        as bytes, to be compared.
+        self,
+        reqs: Sequence[Any],
+        rows: torch.Tensor,
+        num_queries: int,
+        step: int,
+        *,
+        anew: bool,
+    ) -> Handles:
+        """Read what a plan for a batch of ``num_queries`` depends on, the first of which are
+        ``reqs``.
 
         ``rows`` [>= len(reqs)] int64, CPU, contiguous: those of ``req_to_token`` that the batch
         reads. A request that does not own its row, such as one just released, has no say in it:
-        (NO_NODE, 0, row).
+        its handle is (NO_NODE, 0, row).
 
         ``step`` counts decode steps; in those without a call the batch was as in the call before.
         Requests that have settled are not looked at, except with ``anew``.
@@ -114,8 +142,8 @@ class RadixView:
         for other rows.
         """
         if self.disabled:
-            return np.full((len(reqs), 3), (NO_NODE, 0, 0), dtype=np.int64).tobytes()
-        if len(rows) < len(reqs):
+            return Handles(num_queries, np.full(len(reqs), _NO_HANDLE).tobytes())
+        if rows.numel() < len(reqs):
             raise ValueError(f"{len(reqs)} requests in a batch of {len(rows)} rows")
         # They are read at their address.
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
@@ -123,19 +151,20 @@ class RadixView:
                 f"rows are {rows.dtype} on {rows.device} with strides {rows.stride()}, must be "
                 f"contiguous int64 on the CPU"
             )
-        handles = self._handles.read(reqs, rows.data_ptr(), step, anew)
+        packed = self._handles.read(reqs, rows.data_ptr(), step, anew)
         if self._sessions is not None and self._sessions.slots:
-            return self._with_slots(reqs, handles)
-        return handles
+            packed = self._with_sessions(reqs, packed)
+        return Handles(num_queries, packed)
 
-    def look_up(self, reqs: Sequence[Any], handles: bytes, count: int) -> Paths:
-        """The paths of ``count`` queries, the first of which are ``reqs``; the others share
-        nothing. ``handles``: those of ``read_handles``.
+    def look_up(self, reqs: Sequence[Any], handles: Handles) -> Paths:
+        """The paths of a batch, by what ``read_handles`` gave for ``reqs``. Queries without a
+        request share nothing.
 
         Raises KeyError for a node that the tree does not know, ValueError for fewer queries than
         requests.
         """
-        nodes, tokens, missing, uncached = _C.HandleReader.columns(handles, count)
+        count = handles.num_queries
+        nodes, tokens, missing, uncached = _C.HandleReader.columns(handles.packed, count)
         limits = np.frombuffer(tokens, dtype=np.int64)
         if self.disabled:
             private = {self.disabled: len(reqs)}
@@ -154,15 +183,17 @@ class RadixView:
         private = {reason: times for reason, times in reasons.items() if times}
         return Paths(queries, limits, self.fields, self.reader, private)
 
-    def _with_slots(self, reqs: Sequence[Any], handles: bytes) -> bytes:
-        """``handles`` with the nodes that sessions hold for their turns."""
-        table = np.frombuffer(handles, dtype=np.int64).reshape(-1, 3).copy()
-        for index in np.flatnonzero(table[:, 0] == NO_NODE).tolist():
+    def _with_sessions(self, reqs: Sequence[Any], packed: bytes) -> bytes:
+        """``packed`` handles with the nodes that sessions hold for their turns."""
+        table = np.frombuffer(packed, dtype=HANDLE).copy()
+        for index in np.flatnonzero(table["node"] == NO_NODE).tolist():
             req = reqs[index]
-            if req.kv.req_pool_idx == table[index, 2] and (lock := self.lock_of(req)) is not None:
-                table[index, 0] = lock.node
-        out: bytes = table.tobytes()
-        return out
+            if req.kv.req_pool_idx != table["table_row"][index]:
+                continue
+            if (lock := self.lock_of(req)) is not None:
+                table["node"][index] = lock.node
+        repacked: bytes = table.tobytes()
+        return repacked
 
     def lock_of(self, req: Any) -> Any:
         """The tree lock under which a request runs: its own or its session's, or None."""

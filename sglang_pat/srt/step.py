@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ import torch
 
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.hook import LiveBatch
-from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Paths, RadixView
+from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, Paths, RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
@@ -51,8 +52,8 @@ class MicroBatch:
     steps: int = 0  # decode steps of this micro-batch
     age: int = 0  # those since the batch last changed
     suspect: bool = False  # whether what is remembered of its requests may be wrong
-    key: tuple[object, ...] | None = None  # what a plan depends on, as last read
-    has_paths: bool = False  # whether the planner's last paths are those of the key
+    handles: Handles | None = None  # what a plan depends on, as last read
+    has_paths: bool = False  # whether the planner's last paths are those of the handles
     private: dict[str, int] = field(default_factory=dict)  # requests without a path, by reason
     plan: Plan | None = None
 
@@ -118,12 +119,12 @@ class StepPlanner:
         settled = state.is_settled
         total = _total_tokens(plan, seq_lens) if settled else -1
         if total < 0 and not (settled and state.has_paths):
-            key, handles = self._read(state, batch, len(seq_lens))
-            if key is not None and key == state.key:
+            handles = self._read(state, batch, seq_lens.numel())
+            if handles is not None and handles == state.handles:
                 total = _total_tokens(plan, seq_lens)
             else:
                 state.has_paths = False
-            state.key = key
+            state.handles = handles
         self.made = total < 0
         if self.made:
             plan = state.plan = self._make(state, batch, seq_lens, handles)
@@ -154,28 +155,31 @@ class StepPlanner:
         self._current = state
         return state
 
-    def _read(
-        self, state: MicroBatch, batch: LiveBatch, count: int
-    ) -> tuple[tuple[object, ...] | None, bytes | None]:
-        """What a plan depends on, to be compared, and the requests' handles; None if unreadable."""
+    def _read(self, state: MicroBatch, batch: LiveBatch, num_queries: int) -> Handles | None:
+        """What a plan depends on, read from the batch's requests; None if they are unreadable."""
         if batch.tree_cache is not state.view.tree_cache:
-            new = all(one.view.tree_cache is not batch.tree_cache for one in self._states)
-            state.view = RadixView(batch.tree_cache)
-            state.key = None
-            if new:
-                kind, disabled = state.view.kind, state.view.disabled
-                where = f"in SGLang's radix cache ({kind})" if kind else f"nowhere: {disabled}"
-                logger.info("sglang_pat: looks for shared prefixes %s", where)
+            self._look_into(state, batch.tree_cache)
         suspect, state.suspect = state.suspect, False
         try:
-            handles = state.view.read_handles(batch.reqs, batch.rows, state.steps, anew=suspect)
+            return state.view.read_handles(
+                batch.reqs, batch.rows, num_queries, state.steps, anew=suspect
+            )
         except (AttributeError, TypeError, ValueError) as error:
             self._stats.fall_back("requests not readable", error)
-            return None, None
-        return (count, handles), handles
+            return None
+
+    def _look_into(self, state: MicroBatch, tree_cache: Any) -> None:
+        """Make ``tree_cache`` the prefix cache of a micro-batch; logs one not seen before."""
+        new = all(one.view.tree_cache is not tree_cache for one in self._states)
+        state.view = RadixView(tree_cache)
+        state.handles = None
+        if new:
+            kind, disabled = state.view.kind, state.view.disabled
+            where = f"in SGLang's radix cache ({kind})" if kind else f"nowhere: {disabled}"
+            logger.info("sglang_pat: looks for shared prefixes %s", where)
 
     def _make(
-        self, state: MicroBatch, batch: LiveBatch, seq_lens: torch.Tensor, handles: bytes | None
+        self, state: MicroBatch, batch: LiveBatch, seq_lens: torch.Tensor, handles: Handles | None
     ) -> Plan | None:
         try:
             if state.has_paths or handles is not None:
@@ -190,7 +194,7 @@ class StepPlanner:
             return None
 
     def _pack(
-        self, state: MicroBatch, batch: LiveBatch, seq_lens: torch.Tensor, handles: bytes | None
+        self, state: MicroBatch, batch: LiveBatch, seq_lens: torch.Tensor, handles: Handles | None
     ) -> Plan:
         """A plan for the last paths, or else for those of ``handles``."""
         lens = seq_lens.numpy()
@@ -199,11 +203,10 @@ class StepPlanner:
             plan = state.planner.plan_again(lens)
         else:
             assert handles is not None
-            count = len(seq_lens)
-            paths = state.view.look_up(batch.reqs, handles, count)
+            paths = state.view.look_up(batch.reqs, handles)
             state.private = paths.private
-            if count > len(batch.reqs):
-                state.private["row without a request"] = count - len(batch.reqs)
+            if len(seq_lens) > len(batch.reqs):
+                state.private["row without a request"] = len(seq_lens) - len(batch.reqs)
             plan = plan_paths(state.planner, paths, lens)
         state.has_paths = True
         self._stats.private(state.private)
@@ -219,4 +222,4 @@ def plan_paths(planner: Planner, paths: Paths, seq_lens: npt.NDArray[np.int64]) 
 
 def _total_tokens(plan: Plan | None, seq_lens: torch.Tensor) -> int:
     """Sum of the lengths, -1 if there is no plan or it does not hold for them."""
-    return -1 if plan is None else plan.total_tokens(seq_lens.data_ptr(), len(seq_lens))
+    return -1 if plan is None else plan.total_tokens(seq_lens.data_ptr(), seq_lens.numel())
