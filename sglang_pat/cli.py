@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if arguments.command == "explain":
         return run_explain(arguments)
-    from sglang_pat.demo.run import Options, run_demo
     from sglang_pat.bench.common.server import ServerError
+    from sglang_pat.demo.run import Options, run_demo
 
     try:
         return run_demo(Options(arguments.device, arguments.dtype, arguments.cache, arguments.json))

@@ -61,7 +61,7 @@ Buffers make_buffers(int64_t plan, const Table& slots, int64_t branch_slots, int
 std::string describe(const Buffers& b) {
   std::ostringstream text;
   text << "CudaBuffers(plan=" << b.plan << ", slots=(" << b.slots << ", " << b.slots_stride
-       << "), branch_slots=" << b.branches.slots << ", branch_rows=" << b.branches.rows
+       << "), branch_slots=" << b.branches.slots << ", branch_rows=" << b.branches.row_masks
        << ", partials=" << b.partials << ", partial_lse=" << b.partial_lse << ", queue=" << b.queue
        << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
        << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
