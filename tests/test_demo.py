@@ -15,7 +15,7 @@ import pytest
 from sglang_pat.bench.common.server import Server, ServerError
 from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_FP32, MEAN_LOGPROB_DIFF_BF16
 from sglang_pat.demo.model import make_model
-from sglang_pat.demo.workload import Workload
+from sglang_pat.demo.workload import AgentWorkload
 
 
 def _demo(cache: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def test_fp32_demo_chooses_the_same_tokens_and_packs(cache: Path) -> None:
     run = _demo(cache, "--device", "cpu", "--json", str(written), SGLANG_PAT_CHECK="1")
     assert run.returncode == 0, run.stdout + run.stderr
     fields = _last_line(run)
-    workload = Workload.load()
+    workload = AgentWorkload.load()
     assert fields["backend"] == "pat"
     assert fields["stock_backend"] == "torch_native"
     assert fields["device"].startswith("CPU")
@@ -78,35 +78,72 @@ def test_fp32_demo_chooses_the_same_tokens_and_packs(cache: Path) -> None:
 
 
 # The GPU's way, small: two conversations a task, servers that are warmed up, and a timed pass that
-# asks for no log-probabilities.
+# asks for no log-probabilities. ``keep`` writes down what the stock answered; ``replay`` takes that
+# instead of a stock server, so that a run costs one server.
 REHEARSAL = """
-import sys
+import pickle, sys
 from dataclasses import replace
+from pathlib import Path
 from sglang_pat.cli import main
+from sglang_pat.demo import run
 from sglang_pat.demo.scale import SCALES
+
+mode, cache = sys.argv[1], Path(sys.argv[2])
 scale = SCALES["cpu"]
 SCALES["cpu"] = replace(
     scale, model=scale.model | {"layers": 2}, parts=2, max_tokens=4, compared_tokens=4,
-    warm_up=True,
+    warm_up=mode == "keep",
 )
-sys.exit(main(["demo", "--device", "cpu", "--dtype", "bfloat16", "--cache", sys.argv[1]]))
+answers = cache / "stock.pickle"
+measure, make_server = run._measure_stock, run._server
+
+class NoServer:
+    start = wait_until_ready = stop = lambda self: None
+
+def keep(server, trial):
+    stock = measure(server, trial)
+    answers.write_bytes(pickle.dumps(stock))
+    return stock
+
+if mode == "keep":
+    run._measure_stock = keep
+else:
+    run._measure_stock = lambda server, trial: pickle.loads(answers.read_bytes())
+    run._server = lambda model, backend, trial: (
+        make_server(model, backend, trial) if backend == "pat" else NoServer()
+    )
+sys.exit(main(["demo", "--device", "cpu", "--dtype", "bfloat16", "--cache", str(cache)]))
 """
 
 
-@pytest.mark.timeout(1000)
-def test_bf16_demo_agrees_on_forced_tokens(cache: Path) -> None:
-    """What a GPU does, rehearsed on a CPU."""
-    run = subprocess.run(
-        [sys.executable, "-c", REHEARSAL, str(cache)],
+def _rehearse(mode: str, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", REHEARSAL, mode, str(cache)],
         cwd=cache,
+        env=os.environ | env,
         capture_output=True,
         text=True,
         timeout=900,
     )
+
+
+@pytest.fixture(scope="module")
+def rehearsed(cache: Path) -> tuple[subprocess.CompletedProcess[str], str]:
+    """A rehearsal on two servers, and the log of pat's."""
+    run = _rehearse("keep", cache)
+    return run, (cache / "server-pat.log").read_text()
+
+
+@pytest.mark.timeout(1000)
+def test_bf16_demo_agrees_on_forced_tokens(
+    rehearsed: tuple[subprocess.CompletedProcess[str], str],
+) -> None:
+    """What a GPU does, rehearsed on a CPU."""
+    run, log = rehearsed
     assert run.returncode == 0, run.stdout + run.stderr
     fields = _last_line(run)
     assert fields["dtype"] == "bfloat16"
-    assert fields["requests"] == 2 * Workload.load().num_requests
+    assert fields["requests"] == 2 * AgentWorkload.load().num_requests
     assert 0 < fields["mean_logprob_diff"] <= MEAN_LOGPROB_DIFF_BF16
     itself = fields["stock_itself_mean_logprob_diff"]
     assert 0 <= itself < fields["mean_logprob_diff"]  # torch_native runs request by request
@@ -117,19 +154,20 @@ def test_bf16_demo_agrees_on_forced_tokens(cache: Path) -> None:
     assert fields["kv_reads_saved"] > 0.5  # 1,400 of 1,650 tokens are common to 48 requests
     assert "both servers are warmed up by the same workload" in run.stdout
     assert "torch_native differs from itself in other batches by" in run.stdout
-    log = (cache / "server-pat.log").read_text()
     assert log.count("Cache flushed") == 1
 
 
 @pytest.mark.timeout(1000)
+@pytest.mark.usefixtures("rehearsed")
 def test_a_dropped_pack_fails_the_bf16_demo(cache: Path) -> None:
-    """The bound on log-probabilities has teeth: a plugin of the tests leaves out one pack."""
+    """The bound on log-probabilities has teeth: a plugin of the tests leaves out one pack. Without
+    the fault the same model agrees with the same answers of the stock (the test above)."""
     fault = cache / "fault"
     fault.write_text("drop_pack")
     paths = [str(Path(__file__).parent / "serving" / "plugins"), os.environ.get("PYTHONPATH")]
-    run = _demo(
+    run = _rehearse(
+        "replay",
         cache,
-        *("--device", "cpu", "--dtype", "bfloat16"),
         PYTHONPATH=os.pathsep.join(filter(None, paths)),
         PAT_TEETH_FAULT=str(fault),
     )

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.scale import SCALES, VOCAB
 from sglang_pat.demo.tokenizer import make_tokenizer
-from sglang_pat.demo.workload import Workload
+from sglang_pat.demo.workload import AgentWorkload
 
 SMALL = {"hidden": 64, "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 300}
 
@@ -135,7 +135,7 @@ def test_tokenizer_names_a_vocabulary_it_cannot_have(
 
 def test_chats_share_what_they_have_in_common(tokenizer: AutoTokenizer) -> None:
     """Tools and system prompt first: the prompts of all agents begin with the same tokens."""
-    workload = Workload.load()
+    workload = AgentWorkload.load()
     prompts = []
     for agent in workload.agents:
         chat = [
@@ -154,7 +154,7 @@ def test_chats_share_what_they_have_in_common(tokenizer: AutoTokenizer) -> None:
     assert all(len(prompt) < 1.25 * shared for prompt in prompts)
 
 
-def _prompt_tokens(tokenizer: AutoTokenizer, workload: Workload) -> list[list[int]]:
+def _prompt_tokens(tokenizer: AutoTokenizer, workload: AgentWorkload) -> list[list[int]]:
     """The first prompt of each conversation."""
     prompts = []
     for agent in workload.agents:
@@ -175,7 +175,7 @@ def test_a_gpu_s_demo_is_made_of_attention(tokenizer: AutoTokenizer) -> None:
     """The figures in ``scale.py``: a stock decode step reads K/V for milliseconds, all fits."""
     scale = SCALES["cuda"]
     model = scale.model
-    workload = Workload.load(
+    workload = AgentWorkload.load(
         parts=scale.parts, handbook=scale.handbook, max_tokens=scale.max_tokens
     )
     assert workload.num_conversations == 144 == 24 * scale.parts
@@ -206,8 +206,8 @@ def test_the_demo_s_models_have_a_head_dim_that_kernels_are_made_for(device: str
 
 
 def test_parts_are_conversations_of_their_own() -> None:
-    once, twice = Workload.load(), Workload.load(parts=2)
+    once, twice = AgentWorkload.load(), AgentWorkload.load(parts=2)
     assert twice.num_conversations == 2 * once.num_conversations
-    assert once == Workload.load(parts=1) != Workload.load(parts=1, logprobs=False)
+    assert once == AgentWorkload.load(parts=1) != AgentWorkload.load(parts=1, logprobs=False)
     assert twice.agents[0]["tasks"][0].startswith(once.agents[0]["tasks"][0])
     assert (twice.tools, twice.system) == (once.tools, once.system)

@@ -29,7 +29,7 @@ from sglang_pat.demo.model import make_model
 from sglang_pat.demo.report import Run, summary, table, to_line
 from sglang_pat.demo.scale import SCALES, VOCAB, Scale
 from sglang_pat.demo.tokenizer import make_tokenizer
-from sglang_pat.demo.workload import Generation, Workload, run_workload
+from sglang_pat.demo.workload import AgentWorkload, Generation, run_workload
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # default by device
 
@@ -54,12 +54,12 @@ class _Trial:
     cache: Path
 
     @property
-    def timed(self) -> Workload:
+    def timed(self) -> AgentWorkload:
         parts, max_tokens = self.scale.parts, self.scale.max_tokens
         return self._workload(parts, max_tokens, logprobs=self.compared_apart is None)
 
     @property
-    def compared_apart(self) -> Workload | None:
+    def compared_apart(self) -> AgentWorkload | None:
         """The pass that is compared, where the timed one asks for no log-probabilities."""
         if self.scale.compared_tokens is None:
             return None
@@ -76,21 +76,29 @@ class _Trial:
         total = torch.cuda.get_device_properties(0).total_memory
         return self.scale.kv_bytes < 0.35 * total
 
-    def _workload(self, parts: int, max_tokens: int, *, logprobs: bool) -> Workload:
+    def _workload(self, parts: int, max_tokens: int, *, logprobs: bool) -> AgentWorkload:
         handbook = self.scale.handbook
-        return Workload.load(
+        return AgentWorkload.load(
             parts=parts, handbook=handbook, max_tokens=max_tokens, logprobs=logprobs
         )
 
 
 @dataclass(frozen=True, slots=True)
+class _Stock:
+    """What the stock answered."""
+
+    run: Run  # the timed pass
+    reference: list[Generation]  # what pat's answers are compared with
+    itself: agreement.Agreement | None  # with the reference, where that was forced
+
+
+@dataclass(frozen=True, slots=True)
 class _Found:
-    """What both servers answered; ``itself``: the stock against itself, where that was forced."""
+    """What both servers answered."""
 
     pat: Run
-    stock: Run
+    stock: _Stock
     agreed: agreement.Agreement
-    itself: agreement.Agreement | None
 
 
 def run_demo(options: Options) -> int:
@@ -113,9 +121,10 @@ def run_demo(options: Options) -> int:
     found = _run_both(model, trial)
     passed = _passes(found.agreed, trial) and found.pat.counters.packed_steps > 0
     facts = _facts(trial) | {"seconds": time.monotonic() - started}
-    shown = table(found.pat, found.stock, found.agreed, found.itself)
+    results = (found.pat, found.stock.run, found.agreed, found.stock.itself)
+    shown = table(*results)
     print(f"\n{shown}\n\n  {_verdict(found.pat, found.agreed, dtype, passed)}\n")
-    fields = summary(found.pat, found.stock, found.agreed, found.itself, facts=facts, passed=passed)
+    fields = summary(*results, facts=facts, passed=passed)
     print(to_line(fields), flush=True)
     if options.json:
         options.json.write_text(
@@ -126,31 +135,35 @@ def run_demo(options: Options) -> int:
 
 def _run_both(model: Path, trial: _Trial) -> _Found:
     """Start both servers on the folder ``model``, measure one after the other and compare."""
-    itself = None
+    # None: SGLang's own choice.
+    stock_backend = "torch_native" if trial.device == "cpu" else None
     with contextlib.ExitStack() as servers:
-        stock_backend = (
-            "torch_native" if trial.device == "cpu" else None
-        )  # None: SGLang's own choice
         server, ours = _server(model, stock_backend, trial), _server(model, "pat", trial)
         if trial.holds_two_servers:
             # pat first: a wrong setting of pat's ends it at once.
             _start(servers, ours, server)
         else:
             _start(servers, server)
-        stock = _measure(server, trial)
-        reference = stock.generations
-        if trial.dtype != "float32":
-            if trial.compared_apart is not None:
-                reference = run_workload(server.url, trial.compared_apart, label="to compare")
-            itself = _force(server, reference)
+        stock = _measure_stock(server, trial)
         server.stop()
         if not trial.holds_two_servers:
             _start(servers, ours)
         pat = _measure(ours, trial)
-        agreed = agreement.compare(pat.generations, stock.generations)
+        agreed = agreement.compare(pat.generations, stock.run.generations)
         if trial.dtype != "float32":
-            agreed = replace(_force(ours, reference), token_match_rate=agreed.token_match_rate)
-    return _Found(pat, stock, agreed, itself)
+            forced = _force(ours, stock.reference)
+            agreed = replace(forced, token_match_rate=agreed.token_match_rate)
+    return _Found(pat, stock, agreed)
+
+
+def _measure_stock(server: Server, trial: _Trial) -> _Stock:
+    run = _measure(server, trial)
+    if trial.dtype == "float32":
+        return _Stock(run, run.generations, None)
+    reference = run.generations
+    if trial.compared_apart is not None:
+        reference = run_workload(server.url, trial.compared_apart, label="to compare")
+    return _Stock(run, reference, _force(server, reference))
 
 
 def _announce(trial: _Trial) -> None:

@@ -43,7 +43,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class AgentWorkload:
     """What to ask; two workloads that are equal ask the same."""
 
     tools: list[dict[str, Any]]
@@ -57,7 +57,7 @@ class Workload:
     @classmethod
     def load(
         cls, *, parts: int = 1, handbook: bool = False, max_tokens: int = 32, logprobs: bool = True
-    ) -> Workload:
+    ) -> AgentWorkload:
         """The texts of ``agents.json``: ``parts`` conversations for each task, with ``handbook``
         the text of ``corpus.txt`` at the end of the common system prompt."""
         texts = files("sglang_pat.demo")
@@ -81,7 +81,7 @@ class Workload:
         return self.num_conversations * self.turns
 
 
-def run_workload(url: str, workload: Workload, *, label: str) -> list[Generation]:
+def run_workload(url: str, workload: AgentWorkload, *, label: str) -> list[Generation]:
     """Ask the server at ``url``; answers are ordered by agent, task and turn, whenever they came.
 
     Shows a progress bar, named ``label``, on standard error.
@@ -92,7 +92,7 @@ def run_workload(url: str, workload: Workload, *, label: str) -> list[Generation
     return asyncio.run(_run(url, workload, label))
 
 
-async def _run(url: str, workload: Workload, label: str) -> list[Generation]:
+async def _run(url: str, workload: AgentWorkload, label: str) -> list[Generation]:
     from openai import AsyncOpenAI
     from tqdm import tqdm
 
@@ -113,7 +113,7 @@ async def _run(url: str, workload: Workload, label: str) -> list[Generation]:
 
 async def _converse(
     client: AsyncOpenAI,
-    workload: Workload,
+    workload: AgentWorkload,
     agent: dict[str, Any],
     task: int,
     progress: tqdm[Any],
@@ -138,7 +138,7 @@ async def _converse(
 
 async def _ask(
     client: AsyncOpenAI,
-    workload: Workload,
+    workload: AgentWorkload,
     name: str,
     messages: list[dict[str, str]],
     max_tokens: int,

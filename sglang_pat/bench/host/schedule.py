@@ -51,10 +51,16 @@ def main() -> None:
         help="query and KV heads (default: 32 8)",
     )
     parser.add_argument(
-        "--policy", default="bytes", choices=POLICIES, help="which packs pay (default: bytes)"
+        "--policy",
+        default="bytes",
+        choices=POLICIES,
+        help="which packs pay (default: bytes; the others are for experiments)",
     )
     parser.add_argument(
-        "--split", default="cost", choices=SPLITS, help="where items split (default: cost)"
+        "--split",
+        default="cost",
+        choices=SPLITS,
+        help="where items split (default: cost; the other is for experiments)",
     )
     parser.add_argument(
         "--repeats", type=int, default=50, help="plans timed of each tree (default: 50)"

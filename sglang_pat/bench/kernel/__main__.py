@@ -227,11 +227,23 @@ def parser() -> argparse.ArgumentParser:
     instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
     instead("--timeline", action="store_true", help="begin, end, SM and item of all that runs")
     instead("--tiles", action="store_true", help="K/V bandwidth by row tile and length, no trees")
-    add("--policy", default="bytes", choices=POLICIES, help="which packs pay")
-    add("--split", default="cost", choices=SPLITS, help="where items split")
+    only = "the others are for experiments"
+    add(
+        "--policy",
+        default="bytes",
+        choices=POLICIES,
+        help=f"which packs pay (default: bytes; {only})",
+    )
+    add(
+        "--split",
+        default="cost",
+        choices=SPLITS,
+        help="where items split (default: cost; mean is for experiments)",
+    )
     add("--branching", default="cost", choices=BRANCHINGS, help="which parts are one item")
     add("--partial", default="float32", choices=("float32", "bfloat16"), help="partial outputs")
-    add("--launch", default="queue", choices=tuple(LAUNCHES), help="how the forward is launched")
+    launches, how = tuple(LAUNCHES), f"how the forward is launched (default: queue; {only})"
+    add("--launch", default="queue", choices=launches, help=how)
     add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
     add("--plot", type=Path, metavar="FILE", help="draw a PNG (needs matplotlib)")
