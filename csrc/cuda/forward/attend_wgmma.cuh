@@ -11,8 +11,8 @@ namespace pat {
 
 #if PAT_WGMMA
 
-// Issues scores = Q K^T of 64 rows and 64 tokens. Q is in registers: reading it from shared memory
-// for every tile as well would take half of the bandwidth that the products need.
+// Issues scores = Q K^T of 64 rows and 64 tokens as one group. Q is in registers: reading it from
+// shared memory for every tile as well would take half of the bandwidth that the products need.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void issue_scores(float (&scores)[32], const uint32_t (&q)[kHeadDim / 4],
                                              uint32_t k) {
@@ -22,6 +22,7 @@ __device__ __forceinline__ void issue_scores(float (&scores)[32], const uint32_t
     const uint32_t step = ((i >> 2) * Shape<kHeadDim>::kPanelBytes + (i & 3) * 32) >> 4;
     wgmma_scores<T>(scores, q + 4 * i, b + step, i > 0);
   }
+  wgmma_commit();
 }
 
 // This warp's 16 rows of a Q buffer.
@@ -42,7 +43,7 @@ __device__ __forceinline__ void load_queries(uint32_t (&q)[kHeadDim / 4], uint32
   }
 }
 
-// Issues O += P V.
+// Issues o += P V as one group.
 template <typename T, int kHeadDim, int kCount>
 __device__ __forceinline__ void issue_output(float (&o)[kHeadDim / 2],
                                              const uint32_t (&weights)[kCount], uint32_t v) {
@@ -51,6 +52,7 @@ __device__ __forceinline__ void issue_output(float (&o)[kHeadDim / 2],
   for (int i = 0; i < kCount / 4; ++i) {
     wgmma_output<T>(o, weights + 4 * i, b + i * (2048 >> 4));
   }
+  wgmma_commit();
 }
 
 template <typename T, int kCount>
@@ -98,7 +100,6 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
     warpgroup_fence_operand(scores);
     wgmma_fence();
     issue_scores<T, kHeadDim>(scores, q, keys.tile);
-    wgmma_commit();
     wgmma_wait<0>();
     warpgroup_fence_operand(scores);
     if (masked.has(left)) read_row_masks<8>(row_masks, keys.row_masks);
@@ -117,9 +118,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
       warpgroup_fence_operand(o);
       wgmma_fence();
       issue_scores<T, kHeadDim>(scores, q, keys.tile);
-      wgmma_commit();
       issue_output<T, kHeadDim>(o, weights, values.tile);
-      wgmma_commit();
       wgmma_wait<1>();
       warpgroup_fence_operand(scores);
       if (masked.has(left)) read_row_masks<8>(row_masks, keys.row_masks);
@@ -138,7 +137,6 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
     warpgroup_fence_operand(o);
     wgmma_fence();
     issue_output<T, kHeadDim>(o, weights, values.tile);
-    wgmma_commit();
     wgmma_wait<0>();
     warpgroup_fence_operand(o);
     c.release(values.empty);
