@@ -29,7 +29,8 @@ struct Buffers {
   PlanHeader* plan;
   int32_t* slots;
   int64_t slots_stride;
-  BranchList branches;
+  int32_t* branch_slots;
+  uint16_t* branch_rows;
   void* partials;
   float* partial_lse;
   int32_t* queue;
@@ -45,7 +46,8 @@ Buffers make_buffers(int64_t plan, const Table& slots, int64_t branch_slots, int
       .plan = pointer<PlanHeader>(plan),
       .slots = pointer<int32_t>(slots[0]),
       .slots_stride = slots[1],
-      .branches = {pointer<int32_t>(branch_slots), pointer<uint16_t>(branch_rows)},
+      .branch_slots = pointer<int32_t>(branch_slots),
+      .branch_rows = pointer<uint16_t>(branch_rows),
       .partials = pointer<void>(partials),
       .partial_lse = pointer<float>(partial_lse),
       .queue = pointer<int32_t>(queue),
@@ -61,7 +63,7 @@ Buffers make_buffers(int64_t plan, const Table& slots, int64_t branch_slots, int
 std::string describe(const Buffers& b) {
   std::ostringstream text;
   text << "CudaBuffers(plan=" << b.plan << ", slots=(" << b.slots << ", " << b.slots_stride
-       << "), branch_slots=" << b.branches.slots << ", branch_rows=" << b.branches.row_masks
+       << "), branch_slots=" << b.branch_slots << ", branch_rows=" << b.branch_rows
        << ", partials=" << b.partials << ", partial_lse=" << b.partial_lse << ", queue=" << b.queue
        << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
        << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
@@ -85,7 +87,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
       .v_stride_head = v_cache[2],
       .slots = buffers.slots,
       .slots_stride = buffers.slots_stride,
-      .branches = buffers.branches,
+      .branches = {buffers.branch_slots, buffers.branch_rows},
       .out = pointer<void>(out[0]),
       .out_stride_query = out[1],
       .out_stride_head = out[2],
@@ -135,7 +137,7 @@ void snapshot(const Buffers& buffers, const Table& req_to_token, const Vector& r
       .seq_lens_bytes = static_cast<int32_t>(seq_lens[1]),
       .slots = buffers.slots,
       .slots_stride = buffers.slots_stride,
-      .branches = buffers.branches,
+      .branches = {buffers.branch_slots, buffers.branch_rows},
   };
   py::gil_scoped_release release;
   snapshot_cuda(args, pointer<void>(stream));
