@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Branch: which parts of the pack tree become one item each. A branch has queries that stand side by
-// side in the tree, and all their tokens but those of long nodes and tails. It reads tokens that
-// several of its queries share once, and masks tokens for the queries that do not have them, so that
-// none of its tokens needs a partial.
+// Branch: which parts of the pack tree become one item each. A branch has queries that stand side
+// by side in the tree, and all their tokens but those of long nodes and tails. It reads tokens that
+// several of its queries share once, and masks tokens for the queries that do not have them, so
+// that none of its tokens needs a partial.
 #pragma once
 
 #include <cstdint>

@@ -20,18 +20,8 @@ constexpr double kItemOfBranches = 12.0;  // an item's overhead, of that of a br
 
 }  // namespace
 
-double item_seconds(const Target& target, int32_t row_tile, double tokens) {
-  const double memory_s = target.token_bytes() / target.bytes_per_s;
-  const double arithmetic_s = 4.0 * row_tile * target.head_dim / target.flops_per_s;
-  return target.item_overhead_s + tokens * target.num_sms * std::max(memory_s, arithmetic_s);
-}
-
 double pack_seconds(const Target& target, const Pack& pack) {
   return item_seconds(target, target.row_tile_for(pack.queries), pack.tokens());
-}
-
-double piece_seconds(const Target& target, double seconds, int32_t pieces) {
-  return target.item_overhead_s + (seconds - target.item_overhead_s) / pieces;
 }
 
 double pieces_within(const Target& target, double seconds, double limit) {
@@ -49,16 +39,6 @@ double makespan_seconds(const Target& target, const ItemLoad& load) {
   const double heads = target.num_kv_heads;
   const double idle_end = load.items * heads > target.num_sms ? 0.5 * load.longest : 0.0;
   return std::max(load.longest, load.seconds * heads / target.num_sms + idle_end);
-}
-
-double merge_gain_bytes(const Target& target, double tokens, int64_t queries, int64_t merged,
-                        double partials) {
-  const double overhead_bytes = target.item_overhead_s * target.bytes_per_s / target.num_sms;
-  const auto before = static_cast<double>(target.num_row_tiles(queries));
-  const auto left = static_cast<double>(target.num_row_tiles(queries - merged));
-  const auto moved = static_cast<double>(target.num_row_tiles(merged));
-  return partials * target.partial_cost_bytes() + (before - left) * overhead_bytes -
-         (left + moved - before) * tokens * target.token_bytes() * target.reread_weight;
 }
 
 double plan_seconds(const Target& target, const Packs& packs, const BranchLoad& branches,

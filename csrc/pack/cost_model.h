@@ -6,6 +6,7 @@
 // are counted for one KV head unless it says otherwise.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "target.h"
@@ -33,11 +34,17 @@ struct ItemLoad {
 };
 
 // Seconds of an item: overhead + max(memory, arithmetic).
-double item_seconds(const Target& target, int32_t row_tile, double tokens);
+inline double item_seconds(const Target& target, int32_t row_tile, double tokens) {
+  const double memory_s = target.token_bytes() / target.bytes_per_s;
+  const double arithmetic_s = 4.0 * row_tile * target.head_dim / target.flops_per_s;
+  return target.item_overhead_s + tokens * target.num_sms * std::max(memory_s, arithmetic_s);
+}
 // Seconds of one row tile of a pack that is not split.
 double pack_seconds(const Target& target, const Pack& pack);
 // Seconds of one of `pieces` equal pieces of an item that takes `seconds`.
-double piece_seconds(const Target& target, double seconds, int32_t pieces);
+inline double piece_seconds(const Target& target, double seconds, int32_t pieces) {
+  return target.item_overhead_s + (seconds - target.item_overhead_s) / pieces;
+}
 // Pieces that an item of `seconds` must be cut into so that none takes longer than `limit`; if
 // `limit` is hardly longer than an item's overhead, so that none takes longer than 1.25 of that.
 double pieces_within(const Target& target, double seconds, double limit);
@@ -52,8 +59,15 @@ double makespan_seconds(const Target& target, const ItemLoad& load);
 // themselves, which saves `partials` partials. Equations 1 and 2 of the paper compare the same two
 // schemes; here a query's partial counts with its GQA group and dtype, K/V is read once per row
 // tile, and an item that goes away saves its overhead.
-double merge_gain_bytes(const Target& target, double tokens, int64_t queries, int64_t merged,
-                        double partials);
+inline double merge_gain_bytes(const Target& target, double tokens, int64_t queries, int64_t merged,
+                               double partials) {
+  const double overhead_bytes = target.item_overhead_s * target.bytes_per_s / target.num_sms;
+  const auto before = static_cast<double>(target.num_row_tiles(queries));
+  const auto left = static_cast<double>(target.num_row_tiles(queries - merged));
+  const auto moved = static_cast<double>(target.num_row_tiles(merged));
+  return partials * target.partial_cost_bytes() + (before - left) * overhead_bytes -
+         (left + moved - before) * tokens * target.token_bytes() * target.reread_weight;
+}
 
 // Seconds until all SMs are done with a plan, all KV heads and the merge included: packs that are
 // split and the branches beside them. `unique_tokens`: of the batch, each node's once.

@@ -58,6 +58,7 @@ Plan Emitter::emit(const Decisions& from) {
   buckets_.assign(kNumKinds * kNumBuckets + 1, 0);
   num_of_kind_ = {};
   num_shared_ = 0;
+  tile_queries_ = from.target.max_tile_queries();
   Plan plan;
   plan.min_seq_lens.resize(from.num_queries);
   plan.max_seq_lens.resize(from.num_queries);
@@ -114,7 +115,6 @@ void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
     plan.fixed_tokens -= from.seq_lens[query];
   }
   if (pack.queries == 0) return;
-  const int32_t most = from.target.max_tile_queries();
   for (int32_t piece = 0; piece < pack.pieces; ++piece) {
     const int32_t start = pack.start + piece * pack.chunk;
     const bool last = piece + 1 == pack.pieces;
@@ -127,8 +127,8 @@ void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
     } else {
       plan.fixed_tokens += tokens * from.target.num_row_tiles(pack.queries);
     }
-    for (int32_t first = 0; first < pack.queries; first += most) {
-      const int32_t queries = std::min(most, pack.queries - first);
+    for (int32_t first = 0; first < pack.queries; first += tile_queries_) {
+      const int32_t queries = std::min(tile_queries_, pack.queries - first);
       const int32_t row_tile = from.target.row_tile_for(queries);
       const int32_t offset = from.assigned.member_offsets[index] + first;
       add({.member_offset = offset,

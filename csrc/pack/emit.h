@@ -74,7 +74,8 @@ class Emitter {
   std::vector<int32_t> order_;  // drafts, as the plan lists them
   std::vector<int32_t> buckets_;
   std::array<int32_t, 3> num_of_kind_{};
-  int32_t num_shared_ = 0;  // items that several queries share tokens of
+  int32_t num_shared_ = 0;    // items that several queries share tokens of
+  int32_t tile_queries_ = 0;  // that the largest row tile holds
 };
 
 }  // namespace pat

@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
+
+#include "../count_of.h"
 
 namespace pat {
 namespace {
@@ -45,30 +48,40 @@ int32_t pieces_for(const Target& target, const Pack& pack, double seconds, doubl
   return static_cast<int32_t>(std::min(pieces_within(target, seconds, limit), most));
 }
 
-// Items of the packs, none of them split, and of the branches. `longest`: of the packs alone.
-ItemLoad load_of(const Target& target, const Packs& packs, const BranchLoad& branches) {
-  ItemLoad load{branches.seconds, 0.0, branches.items};
+// Seconds of each pack, not split. Splitting asks for them with every limit.
+std::vector<double> seconds_of(const Target& target, const Packs& packs) {
+  std::vector<double> seconds;
+  seconds.reserve(packs.packs.size());
   for (const Pack& pack : packs.packs) {
-    if (pack.queries == 0) continue;
-    const auto tiles = static_cast<double>(target.num_row_tiles(pack.queries));
-    const double seconds = pack_seconds(target, pack);
-    load.seconds += tiles * seconds;
+    seconds.push_back(pack.queries > 0 ? pack_seconds(target, pack) : 0.0);
+  }
+  return seconds;
+}
+
+// Items of the packs, none of them split, and of the branches. `longest`: of the packs alone.
+ItemLoad load_of(const Target& target, const Packs& packs, const std::vector<double>& seconds,
+                 const BranchLoad& branches) {
+  ItemLoad load{branches.seconds, 0.0, branches.items};
+  for (int32_t i = 0; i < count_of(packs.packs); ++i) {
+    if (packs.packs[i].queries == 0) continue;
+    const auto tiles = static_cast<double>(target.num_row_tiles(packs.packs[i].queries));
+    load.seconds += tiles * seconds[i];
     load.items += tiles;
-    load.longest = std::max(load.longest, seconds);
+    load.longest = std::max(load.longest, seconds[i]);
   }
   return load;
 }
 
 // The same with packs split so that no item takes longer than `limit`, partials included.
 // `whole`: what load_of() gave.
-ItemLoad load_if_split(const Target& target, const Packs& packs, const BranchLoad& branches,
-                       const ItemLoad& whole, double limit) {
+ItemLoad load_if_split(const Target& target, const Packs& packs, const std::vector<double>& seconds,
+                       const BranchLoad& branches, const ItemLoad& whole, double limit) {
   ItemLoad load{whole.seconds, branches.longest, whole.items};
-  for (const Pack& pack : packs.packs) {
+  for (int32_t i = 0; i < count_of(packs.packs); ++i) {
+    const Pack& pack = packs.packs[i];
     if (pack.queries == 0) continue;
-    const double seconds = pack_seconds(target, pack);
-    const int32_t pieces = pieces_for(target, pack, seconds, limit);
-    load.longest = std::max(load.longest, piece_seconds(target, seconds, pieces));
+    const int32_t pieces = pieces_for(target, pack, seconds[i], limit);
+    load.longest = std::max(load.longest, piece_seconds(target, seconds[i], pieces));
     if (pieces == 1) continue;
     load.seconds += (pieces - 1) * further_piece_seconds(target, pack);
     load.items += static_cast<double>((pieces - 1) * target.num_row_tiles(pack.queries));
@@ -79,7 +92,8 @@ ItemLoad load_if_split(const Target& target, const Packs& packs, const BranchLoa
 // Chooses the longest time an item may take: for a handful of limits, models how long all SMs need
 // with the partials that the splits add, and keeps the best.
 void split_by_cost(const Target& target, Packs& packs, const BranchLoad& branches) {
-  const ItemLoad whole = load_of(target, packs, branches);
+  const std::vector<double> seconds = seconds_of(target, packs);
+  const ItemLoad whole = load_of(target, packs, seconds, branches);
   if (whole.longest == 0.0) return;
   double best_limit = whole.longest;
   double best = makespan_seconds(
@@ -87,16 +101,16 @@ void split_by_cost(const Target& target, Packs& packs, const BranchLoad& branche
   const double ideal = whole.seconds * target.num_kv_heads / target.num_sms;
   for (double limit = 2.0 * ideal; limit > ideal / 8.0; limit *= 0.7) {
     if (limit >= whole.longest) continue;
-    const double seconds =
-        makespan_seconds(target, load_if_split(target, packs, branches, whole, limit));
-    if (seconds < best) {
-      best = seconds;
+    const double modelled =
+        makespan_seconds(target, load_if_split(target, packs, seconds, branches, whole, limit));
+    if (modelled < best) {
+      best = modelled;
       best_limit = limit;
     }
   }
-  for (Pack& pack : packs.packs) {
-    if (pack.queries == 0) continue;
-    cut(target, pack, pieces_for(target, pack, pack_seconds(target, pack), best_limit));
+  for (int32_t i = 0; i < count_of(packs.packs); ++i) {
+    Pack& pack = packs.packs[i];
+    if (pack.queries > 0) cut(target, pack, pieces_for(target, pack, seconds[i], best_limit));
   }
 }
 

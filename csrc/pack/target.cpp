@@ -10,14 +10,6 @@
 
 namespace pat {
 
-int32_t Target::row_tile_for(int32_t queries) const {
-  const int64_t rows = int64_t{queries} * group();
-  for (const int32_t tile : row_tiles) {
-    if (tile >= rows) return tile;
-  }
-  return row_tiles.back();
-}
-
 int32_t Target::kv_tile_for(int32_t tokens) const {
   for (const int32_t tile : kv_tiles) {
     if (tile >= tokens) return tile;

@@ -64,7 +64,13 @@ struct Target {
   }
   // Packed rows of the smallest row tile that holds `queries` queries, else of the largest: a pack
   // of more queries than fit takes several row tiles.
-  int32_t row_tile_for(int32_t queries) const;
+  int32_t row_tile_for(int32_t queries) const {
+    const int64_t rows = int64_t{queries} * group();
+    for (const int32_t tile : row_tiles) {
+      if (tile >= rows) return tile;
+    }
+    return row_tiles.back();
+  }
   // Tokens of the smallest KV tile that holds `tokens` tokens, else of the largest.
   int32_t kv_tile_for(int32_t tokens) const;
   // The same target without the row tile of wide items, if it has that and can do without.
