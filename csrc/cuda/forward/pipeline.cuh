@@ -20,7 +20,7 @@ struct alignas(16) WorkUnit {
   int32_t num_rows;          // packed rows of this unit
   union {
     int32_t query;               // whose slots it reads: row of ForwardParams::slots
-    int32_t num_unmasked_tiles;  // of a branch: see seen_by_all() in plan.h
+    int32_t num_unmasked_tiles;  // of a branch: see num_unmasked_tiles() in plan.h
   };
   int32_t kv_start;  // token position; of a branch index into
                      // ForwardParams::branches
