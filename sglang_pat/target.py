@@ -124,7 +124,7 @@ class Target:
         max_queries: int,
         **overrides: Any,
     ) -> Target:
-        """One NVIDIA H200: 132 SMs, 4.3 TB/s and 600 TFLOP/s as measured (see ``docs/experiments``).
+        """One NVIDIA H200: 132 SMs, 4.3 TB/s and 600 TFLOP/s, measured (``docs/experiments``).
 
         Plans for any head dim; ``decode`` refuses those that the CUDA kernels do not have.
         """

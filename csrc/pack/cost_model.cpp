@@ -14,7 +14,7 @@ namespace {
 // Factors of plan_seconds(): with them it is within 8 % of plans of the paper's trees as measured
 // on an H200 (docs/experiments/splits.md).
 constexpr double kReread = 0.5;           // a token read again, of a first read
-constexpr double kWide = 0.3;             // a wide item's token, beside its read: arithmetic
+constexpr double kWideToken = 0.3;        // a wide item's token, beside its read: arithmetic
 constexpr double kMerged = 1.45;          // a partial's bytes, of their time in memory
 constexpr double kItemOfBranches = 12.0;  // an item's overhead, of that of a branch on its SM
 
@@ -61,7 +61,7 @@ double plan_seconds(const Target& target, const Packs& packs, const BranchLoad& 
   const double branch_s = target.item_overhead_s / kItemOfBranches;
   const auto unique = static_cast<double>(unique_tokens);
   const double all =
-      heads * ((unique + kReread * std::max(read - unique, 0.0) + kWide * wide) * token_s +
+      heads * ((unique + kReread * std::max(read - unique, 0.0) + kWideToken * wide) * token_s +
                branches.items * branch_s / target.num_sms);
   // A branch may be the last to run.
   const double longest = static_cast<double>(branches.longest_tokens) * token_s * target.num_sms;

@@ -87,13 +87,13 @@ int32_t TreeBuilder::enter(int64_t query, int32_t parent, int64_t id, int32_t st
     }
     node = next;
   }
-  if (raw_[node].end > end) cut(node, end);
+  if (raw_[node].end > end) cut(query, node, end);
   return node;
 }
 
-// Splits a node that a clipped path ends inside of: `node` keeps the tokens before `position`.
-// Rare (one clip per protected length), so a scan over all nodes is fine.
-void TreeBuilder::cut(int32_t node, int32_t position) {
+// Splits a node that the path of `query` ends inside of: `node` keeps the tokens before `position`.
+// Rare (one clip per protected length), so a scan over the nodes and queries so far is fine.
+void TreeBuilder::cut(int64_t query, int32_t node, int32_t position) {
   const RawNode whole = raw_[node];
   const int32_t rest = add(whole.id, node, position, whole.end);
   raw_[rest].next = whole.next;
@@ -102,8 +102,8 @@ void TreeBuilder::cut(int32_t node, int32_t position) {
   for (int32_t i = 1; i < rest; ++i) {
     if (raw_[i].parent == node) raw_[i].parent = rest;
   }
-  for (int32_t& query_node : raw_query_node_) {
-    if (query_node == node) query_node = rest;
+  for (int64_t i = 0; i < query; ++i) {
+    if (raw_query_node_[i] == node) raw_query_node_[i] = rest;
   }
   last_path_.clear();
 }

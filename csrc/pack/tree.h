@@ -57,7 +57,7 @@ class TreeBuilder {
   void reset(int64_t num_queries);
   int32_t enter(int64_t query, int32_t parent, int64_t id, int32_t start, int32_t end);
   int32_t add(int64_t id, int32_t parent, int32_t start, int32_t end);
-  void cut(int32_t node, int32_t position);
+  void cut(int64_t query, int32_t node, int32_t position);
   void count_queries();
   void reduce();
   void sort_nodes();
