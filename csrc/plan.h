@@ -8,11 +8,11 @@
 // executor looks up where they lie. Of each query's last tokens, its tail, a plan says where they
 // begin and not how many they are (kDynamic), so that it holds while the sequences grow.
 //
-// Words, each with one meaning in all sources:
+// Words:
 //   query       a request's one decode token of this step; its number is its place in the batch
 //   table_row   row of SGLang's req_to_token: the slots of one request
 //   slot        where the K and V of one token lie in the pool
-//   group       query heads that share a KV head
+//   group       query heads that share a KV head: num_q_heads / num_kv_heads
 //   node        tokens of the radix tree that the same queries share
 //   tail        the tokens of a query behind its last shared node: they grow at every step
 //   pack        a node or tail with the queries that read it together, maybe with nodes above it
@@ -51,7 +51,7 @@ struct PlanHeader {
   uint32_t magic;
   uint32_t version;
   int32_t num_queries;       // of the batch
-  int32_t num_items;         // wide, heavy, then light ones, each list by time, longest first
+  int32_t num_items;         // wide, heavy, then light ones, each by modelled time
   int32_t num_members;       // sum of Item::num_queries
   int32_t num_partials;      // partial slots in use; slot p holds [num_q_heads, head_dim] + LSE
   int32_t num_shared_items;  // items with tokens that several queries share

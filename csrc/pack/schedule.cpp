@@ -38,9 +38,9 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
   return plan;
 }
 
-// Whether there is a wide item for every second SM, or none. Each takes all of an SM, which
-// otherwise runs two smaller items side by side. (One for every SM, or for every fourth: 1 %
-// slower in the mean of the paper's trees.)
+// Whether there is a wide work unit for every second SM, or none. Each takes all of an SM, which
+// otherwise runs two smaller ones side by side. (One for every SM, or for every fourth: 1 % slower
+// in the mean of the paper's trees.)
 bool Scheduler::wide_items_fill() const {
   if (without_wide_.row_tiles.size() == target_.row_tiles.size()) return true;
   const int64_t tile = target_.max_tile_queries();
@@ -133,7 +133,8 @@ std::string Scheduler::fit(const PackTree& tree, const int64_t* seq_lens, int32_
   return why.str();
 }
 
-// Lists the members of every pack and numbers the partial slots of every query by token position.
+// Lists the members of every pack and numbers the partials of every query by token position, from
+// the query's first: emit.cpp adds where its partial slots begin, or writes kDirect.
 // Returns false if items or partials exceed the capacities.
 bool Scheduler::assign_partials(int32_t num_queries) {
   Assignment& out = assigned_;
@@ -152,7 +153,8 @@ bool Scheduler::assign_partials(int32_t num_queries) {
   for (const Branch& branch : brancher_.branches()) out.num_items += branch.num_queries > 0;
   out.splits.resize(num_queries);
   for (int32_t query = 0; query < num_queries; ++query) number_partials(query);
-  // That moved each pack's offset to its end, which is where the next one starts.
+  // number_partials() used each pack's offset as a cursor. It now stands at the pack's end, which
+  // is where the next pack starts: shift them back.
   for (int32_t i = num_packs; i > 0; --i) out.member_offsets[i] = out.member_offsets[i - 1];
   out.member_offsets[0] = 0;
   for (const int32_t query : brancher_.members()) {

@@ -35,8 +35,8 @@ class Scheduler {
   bool drop_branches();
 
   const Target target_;
-  // Packing goes by what one half of an SM holds; and so does all of a plan that has too few wide
-  // items to give every SM one.
+  // Without the row tile of wide items, which take a whole SM. Packing goes by this one; and so
+  // does all of a plan whose wide work units are fewer than half of the SMs.
   const Target without_wide_;
   const Target* tiles_ = nullptr;  // of the two, the one whose row tiles the plan at hand has
   Packer packer_;

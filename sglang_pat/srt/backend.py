@@ -39,9 +39,9 @@ logger = logging.getLogger("sglang_pat")
 class Forward:
     """How one forward is served, from its preparation to its last layer.
 
-    ``served``: pat has a plan for it, so its layers run on pat. ``unprepared``: its batch, as long
-    as the base was not asked to prepare it, because all layers known so far are pat's. ``in_base``:
-    the base prepares it without a graph; some bases call the two methods of graphs from there.
+    ``served``: pat has a plan for it, so its layers run on pat. ``unprepared``: the batch that the
+    base has not prepared yet, kept in case a layer turns out to be the base's. ``in_base``: the
+    base prepares it without a graph; some bases call the two methods of graphs from there.
     """
 
     served: bool = False

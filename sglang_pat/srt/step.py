@@ -4,17 +4,18 @@
 A plan depends on the batch through three numbers per request: its row of ``req_to_token``, the
 radix node it holds and the tokens that are safe to share. Node handles are never given out twice,
 not even after a flush, and splitting a node only refines paths, so equal numbers mean equal
-sharing. Lengths grow every step; ``Plan.total_tokens`` says for how long a plan holds, and one that
-is outgrown is made anew from the paths that were read for it.
+sharing. Lengths grow every step; ``Plan.total_tokens`` says whether a plan still holds, and one
+that is outgrown is made anew from the paths that were read for it.
 
 Reading the numbers costs a cache miss or six per request, so what has settled is not read: a batch
 of the same requests, and no forward but decodes, as for the last ``SETTLE_STEPS``, and in another
 batch those of its requests that were there as long (``csrc/srt/handle_memory.h``). SGLang makes a
 new tensor of rows whenever a batch changes, and gives a running request another node only when it
-has processed its prefill, which under overlap is a step or two after it ran. A node that changed
-all the same would cost sharing, not results, and for ``RECHECK_STEPS`` at most: the slots are read
-anew at every step, a row is given to another request only after that, and what a released request
-had in common with others they keep locked.
+has processed its prefill, which under overlap is a step or two after it ran.
+
+A node that changed all the same would cost sharing, not results, and for ``RECHECK_STEPS`` at most.
+The slots are read anew at every step. A row is given to another request only after its own has
+ended, which changes the batch. What a released request shared, the others keep locked.
 
 Under pipeline parallelism micro-batches take turns, and each has a plan of its own.
 """
@@ -108,8 +109,9 @@ class StepPlanner:
         """The plan of a decode step, or None if there can be none (counted; the base must serve).
 
         ``seq_lens`` [B] int64, CPU, contiguous: tokens, the one being decoded included. Queries
-        beyond ``batch.reqs`` (padding, beams) share nothing. Counts the step. Never raises: what
-        goes wrong in reading SGLang's tree or in planning costs the sharing, not the server.
+        beyond ``batch.reqs`` (padding, beams) share nothing. Counts the step. What goes wrong
+        in reading SGLang's tree or in planning raises nothing: it costs the sharing, not the
+        server.
         """
         state = self._current
         if batch.rows is not state.rows and len(self._states) > 1:
@@ -118,6 +120,7 @@ class StepPlanner:
         plan, handles = state.plan, None
         settled = state.is_settled
         total = _total_tokens(plan, seq_lens) if settled else -1
+        # A settled batch that has outgrown its plan is planned from the paths it has.
         if total < 0 and not (settled and state.has_paths):
             handles = self._read(state, batch, seq_lens.numel())
             if handles is not None and handles == state.handles:

@@ -6,7 +6,7 @@
 //              warp 3     fetcher    copies Q and the slots of the tokens, some tiles ahead
 //              warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers
 //                                    and across units
-//              in half 1 these are warps 1, 2, 0 and 3: see forward_kernel
+//              in half 1: scheduler 1, fetcher 2, loaders 0 and 3 (see forward_kernel)
 //   consumers, warps 0-3  attention of a unit, and its output or partial result
 //
 // They synchronise through mbarriers only. K and V tiles of 64 tokens share one ring of stages. A
