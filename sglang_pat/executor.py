@@ -62,7 +62,7 @@ class Executor:
         self._plan = plan
 
     def snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Read what the loaded plan needs of the scheduler's table. Capturable.
+        """Read what the loaded plan needs of SGLang's table. Capturable.
 
         ``rows``, ``seq_lens`` [B] on the device. All reads of the table end here, before the
         attention begins: under overlap its rows may be another request's by then.

@@ -105,7 +105,7 @@ class PatDecodeMixin:
 
     def _plan_eager(self, batch: LiveBatch | None, forward_batch: Any) -> bool:
         """Plan a decode batch, if it can be; whether it was."""
-        if batch is None:  # warm-up forwards are made without the scheduler
+        if batch is None:  # warm-up forwards do not come from SGLang's scheduler
             self._stats.warm_up()
             return False
         if forward_batch.batch_size > self._target.max_queries:
