@@ -57,7 +57,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
     return subprocess.run(
-        [sys.executable, "-m", "sglang_pat", "explain", *arguments],
+        [Path(sys.executable).with_name("sglang-pat"), "explain", *arguments],
         capture_output=True,
         text=True,
         env=clean | (env or {}),
