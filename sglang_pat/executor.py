@@ -11,7 +11,7 @@ from sglang_pat import ops
 from sglang_pat.config import PatConfig
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
-from sglang_pat.workspace import Workspace
+from sglang_pat.workspace import LIST_TOKENS, Workspace
 
 
 class Executor:
@@ -19,7 +19,8 @@ class Executor:
 
     On a GPU it owns a ``Workspace``: its addresses are fixed, so that a CUDA graph that captured
     ``snapshot`` and ``decode`` runs whatever plan was loaded before the replay. ``table``:
-    ``req_to_token``. ``region``: the context to allocate the workspace in.
+    ``req_to_token``. ``region``: the context to allocate the workspace in. ``list_tokens``: of the
+    workspace.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Executor:
         config: PatConfig,
         table: torch.Tensor,
         region: AbstractContextManager[None] | None = None,
+        list_tokens: int = LIST_TOKENS,
     ) -> None:
         self.target = target
         self._table = table
@@ -39,6 +41,7 @@ class Executor:
                     target,
                     table.shape[1],
                     table.device,
+                    list_tokens=list_tokens,
                     partial_dtype=config.partial_dtype,
                     launch=config.launch,
                 )

@@ -92,7 +92,7 @@ class Stats:
         self.plans_reused += not made
         self.decode_steps += 1
         self.packed_steps += plan.num_shared_items > 0
-        self.branched_steps += plan.num_segments > 0
+        self.branched_steps += plan.branch_tokens > 0
         self.kv_tokens_unpacked += total
         self.kv_tokens_read += plan.kv_tokens_read(total)
         if self._watch.on:

@@ -84,7 +84,7 @@ def test_random_forests(isa: str, dtype: torch.dtype, group: int) -> None:
         paths, lens = paths_of(pieces, len(inputs.q)), inputs.seq_lens.tolist()
         made = plan(paths, lens, made_for)
         check_plan(made, Batch(paths, lens), made_for, lens)
-        assert made.num_segments > 0
+        assert made.branch_tokens > 0
         check(inputs, made, isa=isa)
         longest = made.max_seq_lens.tolist()
         check(grown(inputs, longest, seed), made, isa=isa)
@@ -108,7 +108,7 @@ def test_the_order_of_the_batch_does_not_count() -> None:
         batch = Batch([[(1, 0, 700)]] * 9, [704 if i == place else 700 for i in range(9)])
         made = plan(batch.paths, batch.seq_lens, made_for)
         assert len(branches_of(made)) == 2
-        items = [ranges_of(made, item, batch.seq_lens) for item in made.items]
+        items = [ranges_of(made, index, batch.seq_lens) for index in range(made.num_items)]
         results.append(sorted([(r.length, len(r.queries)) for r in item] for item in items))
     assert all(result == results[0] for result in results)
 
@@ -181,7 +181,7 @@ def test_ops_run_planned_branches() -> None:
     inputs = case(prefix(16, 100), (8, 2), tails=(5,))
     paths, lens = paths_of(prefix(16, 100), 16), inputs.seq_lens.tolist()
     made = plan(paths, lens, cpu(inputs.heads, branch_rows=(64,)))
-    assert made.num_segments == 17 and made.num_partials == 0
+    assert made.num_items == 1 and made.num_segments == 17 and made.num_partials == 0
     arguments = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
     out = decode(*arguments, made, scale=inputs.scale)
     torch.testing.assert_close(out.double(), inputs.truth()[0], rtol=1e-4, atol=1e-5)
@@ -195,7 +195,7 @@ def test_plans_beyond_the_buffers_have_no_branches(branching: str) -> None:
     assert branches_of(made)
     never = plan(TREE.paths, TREE.seq_lens, target(branching="never"))
     for name, needed in (
-        ("max_segments", made.num_segments),
+        ("max_segments", sum(len(segments) for _, segments in branches_of(made))),
         ("max_branch_tokens", made.branch_tokens),
     ):
         fits = plan(TREE.paths, TREE.seq_lens, target(**common, **{name: needed}))
@@ -215,12 +215,12 @@ def test_branches_of_too_many_segments_are_not_made() -> None:
     made_for = target(num_q_heads=8, branching="always", branch_rows=(64,))
     small = chain(32, 2)
     made = plan(small.paths, small.seq_lens, made_for)
-    assert [item["partial"] for item, _ in branches_of(made)] == [32 + 64]
+    assert [len(segments) for _, segments in branches_of(made)] == [32 + 64]
     check_plan(made, small, made_for, small.seq_lens)
     # Nodes of queries beyond one branch are above it: 200 of these and a branch's own are too many.
     large = chain(300, 1)
     made = plan(large.paths, large.seq_lens, made_for)
-    assert not branches_of(made) and made.num_segments == 0 and made.branch_tokens == 0
+    assert not branches_of(made) and made.branch_tokens == 0
     check_plan(made, large, made_for, large.seq_lens)
 
 
@@ -228,7 +228,7 @@ def test_branches_of_too_many_segments_are_not_made() -> None:
 @given(batches())
 def test_never_gives_none(batch: Batch) -> None:
     made = plan(batch.paths, batch.seq_lens, target(branching="never"))
-    assert not branches_of(made) and made.num_segments == made.branch_tokens == 0
+    assert not branches_of(made) and made.branch_tokens == 0
     other = plan(batch.paths, batch.seq_lens, target(branching="cost"))
     assert branches_of(other) or content(other) == content(made)
 
@@ -245,7 +245,7 @@ def test_batches_that_share_nothing_have_none(seq_lens: list[int]) -> None:
 
 def _few_for_the_last(hand: HandPlan) -> None:
     """The shared tokens for three of four queries, and that told."""
-    hand.items["kv_tile"][0] = 0
+    hand.items["num_unmasked_tiles"][0] = 0
     hand.segments["num_queries"][0] = 3
 
 
@@ -256,35 +256,38 @@ DAMAGE: list[tuple[Damage, str]] = [
     (set_to("header", 0, "num_segments", 4), r"segments 0 \+ 5 of 4"),
     (set_to("header", 0, "segments_offset", 0), "segments at byte 0"),
     (set_to("header", 0, "segments_offset", 2**31 - 8), "segments at byte 2147483640"),
-    (set_to("header", 0, "branch_tokens", 1088), r"tokens 0 \+ 1124 of 1088 in the list"),
-    (set_to("items", 0, "row", -1), r"segments -1 \+ 5 of 5"),
-    (set_to("items", 0, "row", 1), r"segments 1 \+ 5 of 5"),
-    (set_to("items", 0, "row", 2**31 - 1), r"segments 2147483647 \+ 5 of 5"),
-    (set_to("items", 0, "partial", 0), r"segments 0 \+ 0 of 5"),
-    (set_to("items", 0, "partial", 257), r"segments 0 \+ 257 of 5"),
-    (set_to("items", 0, "kv_start", -64), r"tokens -64 \+ 1124"),
-    (set_to("items", 0, "kv_start", 32), r"tokens 32 \+ 1124 of 1152 in the list"),
-    (set_to("items", 0, "kv_start", 64), r"tokens 64 \+ 1124 of 1152 in the list"),
+    (
+        set_to("header", 0, "branch_tokens", 1088),
+        r"tokens 0 \+ 1124 of the list, must be in 0 to 1088",
+    ),
+    (set_to("item_segments", 0, "first_segment", -1), r"segments -1 \+ 5 of 5"),
+    (set_to("item_segments", 0, "first_segment", 1), r"segments 1 \+ 5 of 5"),
+    (set_to("item_segments", 0, "first_segment", 2**31 - 1), r"segments 2147483647 \+ 5 of 5"),
+    (set_to("item_segments", 0, "num_segments", 0), r"segments 0 \+ 0 of 5"),
+    (set_to("item_segments", 0, "num_segments", 257), r"segments 0 \+ 257 of 5"),
+    (set_to("items", 0, "list_start", -64), r"tokens -64 \+ 1124"),
+    (set_to("items", 0, "list_start", 32), r"tokens 32 \+ 1124 of the list, must be in 0 to 1152"),
+    (set_to("items", 0, "list_start", 64), r"tokens 64 \+ 1124 of the list, must be in 0 to 1152"),
     (set_to("items", 0, "num_queries", 5), r"item 0 has members 0 \+ 5 of 4"),
-    (set_to("segments", 0, "row", -1), "in row -1 of 4"),
-    (set_to("segments", 0, "row", 4), "in row 4 of 4"),
+    (set_to("segments", 0, "query", -1), "of query -1 of 4"),
+    (set_to("segments", 0, "query", 4), "of query 4 of 4"),
     (set_to("segments", 0, "kv_start", -1), r"tokens -1 \+ 100"),
     (set_to("segments", 0, "kv_len", 0), r"tokens 0 \+ 0 of 100"),
     (set_to("segments", 0, "kv_len", -1), r"for 0 \+ 4, tokens 0 \+ -1"),
     (set_to("segments", 0, "room", 101), r"tokens 0 \+ 100 of 101"),
     (set_to("segments", 1, "room", 0), r"tokens 100 \+ -1 of 0"),
     (set_to("segments", 1, "room", 9), r"has room for 9 tokens of query 0, which has 30 from 100"),
-    (set_to("segments", 0, "first", -1), r"of 4 queries has a segment for -1 \+ 4"),
-    (set_to("segments", 0, "first", 1), r"of 4 queries has a segment for 1 \+ 4"),
+    (set_to("segments", 0, "first_member", -1), r"of 4 queries has a segment for -1 \+ 4"),
+    (set_to("segments", 0, "first_member", 1), r"of 4 queries has a segment for 1 \+ 4"),
     (set_to("segments", 0, "num_queries", 0), r"segment for 0 \+ 0"),
     (set_to("segments", 0, "num_queries", 5), r"segment for 0 \+ 5"),
     (set_to("segments", 0, "num_queries", 2**31 - 1), r"segment for 0 \+ 2147483647"),
     (
         set_to("segments", 0, "num_queries", 3),
-        "has 1 blocks of 64 tokens for all .* of 0 tokens at",
+        "has 1 KV tiles of 64 tokens for all .* of 0 tokens at",
     ),
     (_few_for_the_last, "covers 30 tokens of query 3, whose length is 130"),
-    (set_to("segments", 1, "row", 2), "the tail of query 2 for query 0"),
+    (set_to("segments", 1, "query", 2), "the tail of query 2 for query 0"),
     (set_to("segments", 1, "kv_start", 99), "covers 131 tokens of query 0, whose length is 130"),
     (set_to("segments", 1, "kv_start", 2**31 - 1), "reads tokens 2147483647"),
     (set_to("members", 0, "query", 1), "the tail of query 0 for query 1"),
@@ -306,7 +309,7 @@ def test_too_many_packed_rows_are_refused() -> None:
     hand = inputs.plan()
     check(inputs, hand)
     hand.items["num_queries"][0] = 9
-    with pytest.raises(ValueError, match="branch 0 of 72 packed rows"):
+    with pytest.raises(ValueError, match="branch 0 has 72 packed rows, at most 64"):
         execute(inputs, hand.encode())
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kit.cases import Case, case, count_refused, execute
-from kit.plans import DYNAMIC, Damage, Piece, encode, forest, set_to
+from kit.plans import DYNAMIC, Damage, HandPlan, Piece, encode, forest, set_to
 
 from sglang_pat import _C
 
@@ -302,6 +302,11 @@ def test_works_after_a_fork() -> None:
     assert child.exitcode == 0
 
 
+def _one_token_less(plan: HandPlan) -> None:
+    """The first piece, of 20 tokens, without its last."""
+    plan.segments["kv_len"][0] = plan.segments["room"][0] = 19
+
+
 # On shared(3, 40, splits=2): items 0 and 1 of all three queries, then three tails; 9 partials.
 @pytest.mark.parametrize(
     ("damage", "named"),
@@ -326,15 +331,25 @@ def test_works_after_a_fork() -> None:
         (set_to("items", 1, "member_offset", 0), "item 1 writes partial 0"),
         (set_to("items", 0, "num_queries", 0), "item 0 has members 0 \\+ 0"),
         (set_to("items", 0, "num_queries", 2**31 - 1), "members 0 \\+ 2147483647"),
-        (set_to("items", 0, "row", 3), "reads row 3 of 3"),
-        (set_to("items", 0, "row", -1), "reads row -1 of 3"),
-        (set_to("items", 0, "kv_start", -5), "begins at token -5"),
-        (set_to("items", 0, "kv_start", 2**31 - 1), "item 0 reads tokens 2147483647"),
-        (set_to("items", 0, "kv_len", 0), "with length 0"),
-        (set_to("items", 0, "kv_len", -1), "item 0 of 3 queries"),
-        (set_to("items", 0, "kv_len", 2**31 - 1), "item 0 reads tokens 0 \\+ 2147483647"),
-        (set_to("items", 0, "kv_len", 19), "covers 69 tokens of query 0, whose length is 70"),
-        (set_to("items", 2, "kv_start", 71), "item 2 reads tokens 71"),
+        (set_to("segments", 0, "query", 3), "of query 3 of 3"),
+        (set_to("segments", 0, "query", -1), "of query -1 of 3"),
+        (set_to("segments", 0, "kv_start", -5), "tokens -5 \\+ "),
+        (set_to("segments", 0, "kv_start", 2**31 - 1), "item 0 reads tokens 2147483647"),
+        (set_to("segments", 0, "kv_len", 0), "tokens 0 \\+ 0 of"),
+        (set_to("segments", 0, "kv_len", -1), "item 0 of 3 queries"),
+        (set_to("segments", 0, "kv_len", 2**31 - 1), "tokens 0 \\+ 2147483647 of"),
+        (_one_token_less, "covers 69 tokens of query 0, whose length is 70"),
+        (set_to("segments", 0, "room", 21), "tokens 0 \\+ 20 of 21"),
+        (set_to("segments", 0, "num_queries", 2), "has tokens for 2 of its 3 queries"),
+        (set_to("segments", 0, "first_member", 1), "a segment for 1 \\+ 3"),
+        (set_to("items", 0, "kind", 3), "item 0 is of kind 3"),
+        (set_to("items", 0, "kind", 0), "item 0 of 3 queries is of query -1"),
+        (set_to("items", 0, "list_start", -1), "tokens -1 \\+ 20 of the list"),
+        (set_to("item_segments", 0, "num_segments", 2), "segments 0 \\+ 2 of 5"),
+        (set_to("item_segments", 0, "first_segment", 5), "segments 5 \\+ 1 of 5"),
+        (set_to("header", 0, "list_tokens", 30), "of the list, must be in 0 to 30"),
+        (set_to("header", 0, "list_tokens", -1), "a list of -1 tokens"),
+        (set_to("segments", 2, "kv_start", 71), "item 2 reads tokens 71"),
         (set_to("members", 0, "query", 3), "query 3 of 3"),
         (set_to("members", 0, "query", -1), "query -1 of 3"),
         (set_to("members", 0, "query", 1), "writes partial 0 of query 1"),

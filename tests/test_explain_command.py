@@ -272,8 +272,10 @@ def test_the_whole_is_its_parts(spec: str, capsys: pytest.CaptureFixture[str]) -
 def test_the_structs_are_the_plan_s_arrays(capsys: pytest.CaptureFixture[str]) -> None:
     plan = explained(DEFAULT_TREE).plan
     lines = printed(capsys, "--part", "structs").splitlines()[1:]
-    assert len(lines) == plan.num_items + plan.num_members + plan.num_queries
-    assert lines[6].strip().startswith("Item 6: ") and "kv_len -1" in lines[6]
+    counts = (plan.num_items, plan.num_items, plan.num_members, plan.num_queries, plan.num_segments)
+    assert len(lines) == sum(counts)
+    assert lines[6].strip().startswith("Item 6: ") and "query 2" in lines[6]
+    assert "kv_len -1" in next(line for line in lines if "Segment 6: " in line)
     members = [line for line in lines if "Member" in line]
     assert members[1].strip() == "Member 1: query 1, partial 7"
     branch = printed(capsys, "--part", "structs", "--branching", "always")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.trees import Path, target
+from kit.trees import Path, first_segments, target
 
 from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
@@ -116,9 +116,9 @@ def test_limits_cut_inside_a_node_and_at_its_start() -> None:
     limits = [100, 100, 30, 80, 0]
     made = Planner(TARGET).plan_leaves([low] * 5, lens, limits, by)
     starts = {query: set() for query in range(5)}
-    for item in made.items:
+    for item, segment in zip(made.items, first_segments(made), strict=True):
         for query in made.members["query"][item["member_offset"] :][: item["num_queries"]].tolist():
-            starts[query].add(int(item["kv_start"]))
+            starts[query].add(int(segment["kv_start"]))
     assert starts == {0: {0, 30, 80, 100}, 1: {0, 30, 80, 100}, 2: {0, 30}, 3: {0, 30, 80}, 4: {0}}
 
 

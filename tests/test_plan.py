@@ -8,7 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.trees import Batch, batch_of, batches, check_plan, ranges_of, target, targets
+from kit.trees import (
+    Batch,
+    batch_of,
+    batches,
+    check_plan,
+    first_segments,
+    ranges_of,
+    target,
+    targets,
+)
 
 from sglang_pat import decode
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
@@ -53,8 +62,8 @@ def test_deterministic_and_blind_to_batch_order(batch: Batch, made_for: Target, 
         made = Planner(made_for).plan(of.paths, of.seq_lens)
         ranges: list[list[tuple[int, int]]] = [[] for _ in of.seq_lens]
         whole = []
-        for item in made.items:
-            parts = ranges_of(made, item, of.seq_lens)
+        for index in range(made.num_items):
+            parts = ranges_of(made, index, of.seq_lens)
             whole.append(sorted((part.start, part.length, len(part.queries)) for part in parts))
             for part in parts:
                 for query in part.queries:
@@ -79,7 +88,7 @@ def test_a_plan_always_fits_its_buffers(batch: Batch, max_items: int, max_partia
     check_plan(made, batch, made_for, batch.seq_lens)
     roomy = plan(batch.paths, batch.seq_lens, target(max_queries=24, branching="never"))
     too_small = roomy.num_items > max_items or roomy.num_partials > max_partials
-    assert bool(made.degraded) == (too_small and made.num_segments == 0)
+    assert bool(made.degraded) == (too_small and made.branch_tokens == 0)
 
 
 def modelled_bytes(batch: Batch, made_for: Target) -> float:
@@ -131,15 +140,15 @@ def test_heavy_items_come_before_light_ones() -> None:
     tiles = made.items["row_tile"]
     assert (tiles[: made.num_heavy_items] == 64).all()
     assert (tiles[made.num_heavy_items :] <= 32).all()
-    lens = made.items["kv_len"][: made.num_heavy_items]
+    lens = first_segments(made)["kv_len"][: made.num_heavy_items]
     assert (lens[1:] <= lens[:-1] * 1.25).all()  # the sort is one by buckets
 
 
 def ranges_of_query(made, query: int) -> list[tuple[int, int]]:
     found = []
-    for item in made.items:
+    for item, segment in zip(made.items, first_segments(made), strict=True):
         if query in made.members[item["member_offset"] :][: item["num_queries"]]["query"]:
-            found.append((int(item["kv_start"]), int(item["kv_len"])))
+            found.append((int(segment["kv_start"]), int(segment["kv_len"])))
     return sorted(found)
 
 
@@ -190,13 +199,14 @@ def test_mean_split_keeps_items_under_the_mean() -> None:
     made = plan([[]] * 16, lens, target(split="mean"))
     mean = sum(lens) / 16
     assert made.num_items == 2 * 5 + 14  # 8192 / 1920 rounded up
-    assert made.items["kv_len"].max() <= mean
+    assert made.segments["kv_len"].max() <= mean
 
 
 def test_items_run_heaviest_first() -> None:
     tree = Tree((1, 8, 512), (512, 512, 256))
     made = plan(tree.paths, tree.seq_lens, target(units=1, branching="never"))
-    cost = np.maximum(made.items["kv_len"], 0) + 256 * (made.items["kv_len"] < 0)
+    lens = first_segments(made)["kv_len"]
+    cost = np.maximum(lens, 0) + 256 * (lens < 0)
     shared = made.items["num_queries"] > 1
     assert cost[0] == cost.max() and shared[0]
     assert np.all(cost[:-1] * 1.13 >= cost[1:])  # a bucket spans an eighth of an octave
@@ -225,8 +235,8 @@ def test_a_growing_tail_is_split_in_time() -> None:
             plans += 1
         # Never more than 384 tokens beyond twice the chunk that a fresh plan would use.
         if length % 512 == 0:
-            fresh = planner.plan([[]], lens).items["kv_len"].max()
-            tail = length - made.items["kv_start"].max()
+            fresh = planner.plan([[]], lens).segments["kv_len"].max()
+            tail = length - made.segments["kv_start"].max()
             assert tail <= 2 * max(fresh, 128) + 384
     assert made.num_items >= 8 and plans <= 64
 
@@ -330,11 +340,12 @@ def test_a_printed_plan_shows_its_tree_and_its_items() -> None:
     items = str(made).removeprefix(SMALL).splitlines()
     assert len(items) == made.num_items
     first = made.items[0]
-    assert (first["kv_start"], first["kv_len"], first["num_queries"]) == (0, 600, 3)
+    read = first_segments(made)[0]
+    assert (read["kv_start"], read["kv_len"], first["num_queries"]) == (0, 600, 3)
     assert (
         items[0].split()
         == (
-            f"item 0: light queries 0-2 tokens [0, 600) in the row of query {first['row']} "
+            f"item 0: light queries 0-2 tokens [0, 600) in the row of query {read['query']} "
             f"tile of {first['row_tile']} rows, to partials 0, 3, 5"
         ).split()
     )

@@ -9,6 +9,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -63,9 +65,15 @@ def bed(request: pytest.FixtureRequest) -> Bed:
     return Bed(request.param)
 
 
+def _begins(plan: Plan) -> npt.NDArray[np.int32]:
+    """Of each item the first token."""
+    begins: npt.NDArray[np.int32] = plan.segments[plan.item_segments["first_segment"]]["kv_start"]
+    return begins
+
+
 def shared_tokens(plan: Plan) -> int:
     """Tokens of items that several queries share."""
-    return int(plan.items["kv_len"][plan.items["num_queries"] > 1].sum())
+    return int(plan.segments["kv_len"][plan.segments["num_queries"] > 1].sum())
 
 
 def test_paths_of_the_live_tree_are_packed(bed: Bed) -> None:
@@ -112,7 +120,7 @@ def test_whatever_changes_makes_a_new_plan(bed: Bed, what: str) -> None:
     if what == "protected":
         assert 3 not in [
             query
-            for item in second.items[second.items["kv_start"] == SYSTEM]
+            for item in second.items[_begins(second) == SYSTEM]
             if item["num_queries"] > 1
             for query in second.members["query"][item["member_offset"] :][: item["num_queries"]]
         ]

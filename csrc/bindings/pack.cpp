@@ -158,11 +158,12 @@ void bind_target(py::module_& m) {
 }
 
 void bind_plan(py::module_& m) {
-  PYBIND11_NUMPY_DTYPE(Item, member_offset, num_queries, row, kv_start, kv_len, row_tile, kv_tile,
-                       partial, tokens);
+  PYBIND11_NUMPY_DTYPE(Item, member_offset, num_queries, list_start, tokens, query, partial,
+                       row_tile, num_unmasked_tiles, kind);
+  PYBIND11_NUMPY_DTYPE(ItemSegments, first_segment, num_segments);
   PYBIND11_NUMPY_DTYPE(Member, query, partial);
   PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
-  PYBIND11_NUMPY_DTYPE(Segment, row, kv_start, kv_len, room, first, num_queries);
+  PYBIND11_NUMPY_DTYPE(Segment, query, kv_start, kv_len, room, first_member, num_queries);
   py::class_<Plan>(m, "Plan", "An immutable plan: see csrc/plan.h.")
       .def("__repr__", &plan_line)
       .def("__str__", [](const Plan& p) { return plan_text(p, kPrintedLines); })
@@ -173,6 +174,7 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("num_heavy_items", &header_field<&PlanHeader::num_heavy_items>)
       .def_property_readonly("num_segments", &header_field<&PlanHeader::num_segments>)
       .def_property_readonly("branch_tokens", &header_field<&PlanHeader::branch_tokens>)
+      .def_property_readonly("list_tokens", &header_field<&PlanHeader::list_tokens>)
       .def_property_readonly("num_members", &header_field<&PlanHeader::num_members>)
       .def_property_readonly("num_partials", &header_field<&PlanHeader::num_partials>)
       .def_property_readonly("num_q_heads", &header_field<&PlanHeader::num_q_heads>)
@@ -184,6 +186,9 @@ void bind_plan(py::module_& m) {
       .def_readonly("degraded", &Plan::degraded)
       .def_property_readonly("items",
                              &plan_view<Item, &PlanHeader::items_offset, &PlanHeader::num_items>)
+      .def_property_readonly(
+          "item_segments",
+          &plan_view<ItemSegments, &PlanHeader::item_segments_offset, &PlanHeader::num_items>)
       .def_property_readonly(
           "members", &plan_view<Member, &PlanHeader::members_offset, &PlanHeader::num_members>)
       .def_property_readonly(

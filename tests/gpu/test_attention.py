@@ -134,13 +134,13 @@ def test_many_empty_tails() -> None:
 
 
 def test_what_no_item_owns_is_not_read() -> None:
-    """Poison in unused slots, plan entries and partials; K and V of other slots are NaN already."""
+    """Poison in the list, in plan entries and partials; K and V of other slots are NaN already."""
     inputs = on_device(case(forest(np.random.default_rng(3), 20), (8, 2), 128), BF16)
     plan = DevicePlan(inputs.plan())
     clean, clean_lse = execute(inputs, plan)
     target = target_of(inputs, max_queries=64)
     workspace = Workspace(target, inputs.table.shape[1] + 64)
-    workspace.slots.fill_(2**31 - 1)
+    workspace._buffers["list"].fill_(2**31 - 1)
     workspace.partials.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
     workspace._plan_buffer.fill_(0x7F)

@@ -83,7 +83,7 @@ def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) ->
         step = case_of_tree(tree, HEADS, seq_lens=seq_lens, seed=seed)
         fill(static, step)
         plan = planner.plan(tree.paths, seq_lens)
-        branched += plan.num_segments > 0
+        branched += plan.branch_tokens > 0
         assert workspace.load(plan) and not workspace.load(plan)
         out.fill_(POISON)
         lse.fill_(POISON)
@@ -109,7 +109,7 @@ def test_launch_modes_agree_and_repeat(heads: tuple[int, int], branching: str) -
         target = target_of(inputs, branching=branching, branch_limits=(200,))
         workspace = Workspace(target, inputs.table.shape[1], launch=launch)
         plan = Planner(target).plan(tree.paths, tree.seq_lens)
-        assert (plan.num_segments > 0) == (branching == "always")
+        assert (plan.branch_tokens > 0) == (branching == "always")
         assert branching == "always" or len(set(plan.items["row_tile"].tolist())) > 1
         check(inputs, plan, workspace=workspace)
         results += [execute(inputs, plan, workspace=workspace) for _ in range(5)]

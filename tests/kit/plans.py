@@ -13,34 +13,43 @@ import numpy.typing as npt
 
 DYNAMIC = -1
 DIRECT = -1
-BRANCH = -2
+SINGLE, PACK, BRANCH = 0, 1, 2
 BRANCH_ROWS = 64
+TAIL_ROOM = 256  # tokens that a tail of a branch has in the list, unless the branch says otherwise
+LONG_TAIL_ROOM = 8192  # those of another tail
+
+PARTS = ("items", "item_segments", "members", "queries", "segments")  # as a plan has them
 
 HEADER = np.dtype(
     [
         ("magic", "<u4"),
         ("version", "<u4"),
-        *((name, "<i4") for name in ("num_queries", "num_items", "num_members", "num_partials")),
-        ("num_shared_items", "<i4"),
-        *((name, "<i4") for name in ("items_offset", "members_offset", "queries_offset")),
-        *((name, "<i4") for name in ("total_bytes", "max_queries", "max_items", "max_partials")),
-        *((name, "<i4") for name in ("num_q_heads", "num_kv_heads")),
+        *((name, "<i4") for name in ("num_queries", "num_items", "num_members", "num_segments")),
+        *((name, "<i4") for name in ("num_partials", "num_shared_items")),
+        *((f"{part}_offset", "<i4") for part in PARTS),
+        *((name, "<i4") for name in ("total_bytes", "num_q_heads", "num_kv_heads")),
         *((name, "<i4") for name in ("num_wide_items", "num_heavy_items")),
-        *((name, "<i4") for name in ("num_segments", "segments_offset", "branch_tokens")),
-        ("reserved", "<i4", 3),
+        *((name, "<i4") for name in ("branch_tokens", "list_tokens")),
+        ("list", "<u8"),
+        ("reserved", "<i8"),
     ]
 )
 ITEM = np.dtype(
     [
-        *((name, "<i4") for name in ("member_offset", "num_queries", "row", "kv_start", "kv_len")),
-        *((name, "<i2") for name in ("row_tile", "kv_tile")),
-        *((name, "<i4") for name in ("partial", "tokens")),
+        *((name, "<i4") for name in ("member_offset", "num_queries", "list_start", "tokens")),
+        *((name, "<i4") for name in ("query", "partial")),
+        *((name, "<i2") for name in ("row_tile", "num_unmasked_tiles")),
+        ("kind", "<i4"),
     ]
 )
+ITEM_SEGMENTS = np.dtype([("first_segment", "<i4"), ("num_segments", "<i4")])
 MEMBER = np.dtype([("query", "<i4"), ("partial", "<i4")])
 QUERY = np.dtype([("partial_offset", "<i4"), ("num_splits", "<i4")])
 SEGMENT = np.dtype(
-    [(name, "<i4") for name in ("row", "kv_start", "kv_len", "room", "first", "num_queries")]
+    [
+        (name, "<i4")
+        for name in ("query", "kv_start", "kv_len", "room", "first_member", "num_queries")
+    ]
 )
 
 
@@ -56,11 +65,11 @@ class Piece:
 @dataclass(frozen=True)
 class Branch:
     """Pieces that one item does, each of consecutive ones of the branch's queries. ``room``: tokens
-    that each tail has in the snapshot's list."""
+    that each tail has in the list."""
 
     pieces: tuple[Piece, ...]
     tails_first: bool = False
-    room: int = 256
+    room: int = TAIL_ROOM
 
     @property
     def queries(self) -> tuple[int, ...]:
@@ -74,7 +83,7 @@ class Branch:
 
     @property
     def seen_by_all(self) -> int:
-        """Item::kv_tile: blocks of 64 tokens, the first or, if negative, the last ones."""
+        """Item::num_unmasked_tiles: of 64 tokens, the first or, if negative, the last ones."""
         tokens = 0
         for piece in self.segments[::-1] if self.tails_first else self.segments:
             if piece.queries != self.queries or piece.length == DYNAMIC:
@@ -108,6 +117,7 @@ class HandPlan:
 
     header: npt.NDArray[Any]
     items: npt.NDArray[Any]
+    item_segments: npt.NDArray[Any]
     members: npt.NDArray[Any]
     queries: npt.NDArray[Any]
     segments: npt.NDArray[Any]
@@ -115,8 +125,7 @@ class HandPlan:
 
     def encode(self) -> HandPlan:
         """Lay the parts out again, after changes to them."""
-        parts = (self.header, self.items, self.members, self.queries, self.segments)
-        raw = b"".join(part.tobytes() for part in parts)
+        raw = b"".join(getattr(self, part).tobytes() for part in ("header", *PARTS))
         self._bytes = np.frombuffer(raw + bytes(-len(raw) % 8), np.uint64).copy()
         return self
 
@@ -127,6 +136,10 @@ class HandPlan:
     @property
     def nbytes(self) -> int:
         return self._bytes.nbytes
+
+    @property
+    def list_tokens(self) -> int:
+        return int(self.header["list_tokens"][0])
 
 
 Damage = Callable[[HandPlan], object]
@@ -169,7 +182,13 @@ def encode(parts: Parts, num_queries: int, heads: tuple[int, int], wide: bool = 
             for part in sorted(mine, key=lambda p: 2**31 if isinstance(p, Branch) else p.start):
                 partial[query, part] = len(partial)
     items, members, segments = _items_of(parts, tiles, partial)
-    arrays = (items, np.array(members, MEMBER), queries, np.array(segments, SEGMENT))
+    arrays = {
+        "items": items,
+        "item_segments": _item_segments(parts),
+        "members": np.array(members, MEMBER),
+        "queries": queries,
+        "segments": np.array(segments, SEGMENT),
+    }
     header = _header_of(arrays, heads)
     header["num_partials"] = len(partial)
     header["num_shared_items"] = sum(
@@ -177,7 +196,8 @@ def encode(parts: Parts, num_queries: int, heads: tuple[int, int], wide: bool = 
     )
     header["num_wide_items"], header["num_heavy_items"] = tiles.count(128), tiles.count(64)
     header["branch_tokens"] = sum(_room_of(part) for part in parts if isinstance(part, Branch))
-    return HandPlan(header, *arrays).encode()
+    header["list_tokens"] = sum(map(_room_of, parts))
+    return HandPlan(header, **arrays).encode()
 
 
 def _items_of(
@@ -187,48 +207,70 @@ def _items_of(
     items = np.zeros(len(parts), ITEM)
     members: list[tuple[int, int]] = []
     segments: list[tuple[int, ...]] = []
-    branch_tokens = 0
+    starts = _list_starts(parts)
     for i, part in enumerate(parts):
-        row = part.queries[-1]
-        at = (len(members), len(part.queries))
+        item = items[i]
+        item["member_offset"], item["num_queries"] = len(members), len(part.queries)
+        item["list_start"], item["row_tile"] = starts[part], tiles[i]
+        item["query"], item["kind"] = -1, PACK
         if isinstance(part, Branch):
-            listed = [_segment(part, piece) for piece in part.segments]
-            where = (len(segments), branch_tokens, BRANCH, tiles[i], part.seen_by_all)
-            items[i] = (*at, *where, len(listed), 0)
-            segments += listed
-            branch_tokens += _room_of(part)
-        else:
-            single = partial.get((row, part), DIRECT) if len(part.queries) == 1 else 0
-            items[i] = (*at, row, part.start, part.length, tiles[i], 64, single, 0)
+            item["num_unmasked_tiles"], item["kind"] = part.seen_by_all, BRANCH
+        elif len(part.queries) == 1:
+            (query,) = part.queries
+            item["query"], item["kind"] = query, SINGLE
+            item["partial"] = partial.get((query, part), DIRECT)
         members += [(query, partial.get((query, part), DIRECT)) for query in part.queries]
+        segments += _segments(part)
     return items, members, segments
 
 
-def _header_of(parts: Sequence[npt.NDArray[Any]], heads: tuple[int, int]) -> npt.NDArray[Any]:
-    """A header with the sizes of ``parts``, which are items, members, queries and segments, and
-    with where they lie, one behind the other."""
+def _item_segments(parts: Parts) -> npt.NDArray[Any]:
+    counts = [len(_segments(part)) for part in parts]
+    firsts = np.cumsum([0, *counts])[:-1]
+    return np.array(list(zip(firsts, counts, strict=True)), ITEM_SEGMENTS)
+
+
+def _list_starts(parts: Parts) -> dict[Piece | Branch, int]:
+    """Where the tokens of each part begin in the list, the branches' first."""
+    starts, end = {}, 0
+    for part in sorted(parts, key=lambda part: not isinstance(part, Branch)):
+        starts[part] = end
+        end += _room_of(part)
+    return starts
+
+
+def _header_of(parts: dict[str, npt.NDArray[Any]], heads: tuple[int, int]) -> npt.NDArray[Any]:
+    """A header with the sizes of ``parts``, and with where they lie, one behind the other."""
     header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 4
+    header["magic"], header["version"] = 0x50415431, 5
     header["num_q_heads"], header["num_kv_heads"] = heads
     offset = HEADER.itemsize
-    for name, part in zip(("items", "members", "queries", "segments"), parts, strict=True):
-        header[f"num_{name}"], header[f"{name}_offset"] = len(part), offset
-        offset += part.nbytes
+    for name in PARTS:
+        if name != "item_segments":
+            header[f"num_{name}"] = len(parts[name])
+        header[f"{name}_offset"] = offset
+        offset += parts[name].nbytes
     header["total_bytes"] = offset
     return header
 
 
-def _room_of(branch: Branch) -> int:
-    """Tokens that a branch takes of the snapshot's list."""
-    room = sum(_segment(branch, piece)[3] for piece in branch.segments)
-    return -(-room // 64) * 64
+def _room_of(part: Piece | Branch) -> int:
+    """Tokens that a part takes of the list."""
+    room = sum(segment[3] for segment in _segments(part))
+    return -(-room // 64) * 64 if isinstance(part, Branch) else room
 
 
-def _segment(branch: Branch, piece: Piece) -> tuple[int, ...]:
-    first = branch.queries.index(piece.queries[0])
-    assert piece.queries == branch.queries[first : first + len(piece.queries)]
-    room = branch.room if piece.length == DYNAMIC else piece.length
-    return piece.queries[-1], piece.start, piece.length, room, first, len(piece.queries)
+def _segments(part: Piece | Branch) -> list[tuple[int, ...]]:
+    pieces = part.segments if isinstance(part, Branch) else [part]
+    tail_room = part.room if isinstance(part, Branch) else LONG_TAIL_ROOM
+    segments = []
+    for piece in pieces:
+        first = part.queries.index(piece.queries[0])
+        assert piece.queries == part.queries[first : first + len(piece.queries)]
+        room = tail_room if piece.length == DYNAMIC else piece.length
+        where = (piece.queries[-1], piece.start, piece.length, room)
+        segments.append((*where, first, len(piece.queries)))
+    return segments
 
 
 def prefix(num_queries: int, length: int) -> list[Piece]:

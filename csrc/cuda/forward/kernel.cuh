@@ -127,6 +127,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     control.num_heavy_items = header.num_heavy_items;
     control.items = reinterpret_cast<const Item*>(plan + header.items_offset);
     control.members = reinterpret_cast<const Member*>(plan + header.members_offset);
+    control.list = header.list;
   }
   __syncthreads();
   allow_next_kernel();
