@@ -49,7 +49,9 @@ def fill(static: Case, step: Case) -> None:
 def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) -> None:
     table = torch.zeros((ROWS + 1, 4096), dtype=torch.int32, device="cuda")
     static = replace(case_of_tree(Tree((ROWS,), (3000,)), HEADS), table=table)
-    workspace = Workspace(target_of(static, branching=branching), 4096, launch=launch)
+    workspace = Workspace(
+        target_of(static, branching=branching), 4096, launch=launch, list_tokens=64
+    )
     planner = Planner(workspace.target)
     out = torch.empty_like(static.q)
     lse = torch.empty(static.q.shape[:2], device="cuda")
@@ -76,6 +78,7 @@ def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) ->
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(out, lse)
+    assert workspace.list_tokens == 64  # so that the list grows under the captured graph
     rng = np.random.default_rng(5)
     branched = 0
     for seed in range(count):
@@ -96,6 +99,7 @@ def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) ->
         if seed % 10 == 0:
             assert torch.equal(check(step, plan), out[:rows])
     assert branching == "cost" or branched >= count / 2
+    assert workspace.list_tokens > 10_000
 
 
 @pytest.mark.parametrize("branching", ["never", "always"])
