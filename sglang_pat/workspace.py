@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from sglang_pat import _C
@@ -25,7 +28,8 @@ class Workspace:
     belong on one stream, or on streams that wait for each other. Not thread-safe.
 
     ``max_context``: tokens of the longest sequence. ``list_tokens``: tokens that the list has room
-    for at first; it grows when a plan needs more. ``partial_dtype``: fp32, or bf16 for partial
+    for at first; it grows when a plan needs more. ``region``: gives the context in which device
+    memory is allocated, now and later. ``partial_dtype``: fp32, or bf16 for partial
     outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel),
     ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
 
@@ -43,6 +47,7 @@ class Workspace:
         list_tokens: int = LIST_TOKENS,
         partial_dtype: torch.dtype = torch.float32,
         launch: str = "queue",
+        region: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         require_kernels()
         self.device = torch.empty(0, device=device).device  # with its index
@@ -70,12 +75,13 @@ class Workspace:
             max_segments=target.max_segments,
             max_branch_tokens=target.max_branch_tokens,
         )
-        self._buffers = {
-            name: torch.empty(shape, dtype=dtype, device=self.device)
-            for name, (shape, dtype) in shapes.items()
-        }
+        self._region = region
+        with torch.cuda.device(self.device), region():
+            self._buffers = {
+                name: torch.empty(shape, dtype=dtype, device=self.device)
+                for name, (shape, dtype) in shapes.items()
+            }
         self._plan_buffer = self._buffers["plan"]
-        self._outgrown: list[torch.Tensor] = []  # lists that kernels under way may still read
         self.partials = self._buffers["partials"]
         self.partial_lse = self._buffers["partial_lse"]
         self.queue = self._buffers["queue"]
@@ -118,7 +124,7 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Bytes on the GPU."""
-        return sum(buffer.nbytes for buffer in (*self._buffers.values(), *self._outgrown))
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
     def list_tokens(self) -> int:
@@ -137,13 +143,11 @@ class Workspace:
 
         Raises ValueError, saying what was given and what fits, for a plan that is damaged, for
         other heads or larger than the buffers; and torch's OutOfMemoryError for a plan whose list
-        is longer than the memory left.
+        is longer than the memory left. The plan before is then still loaded.
         """
         if plan is self.plan:
             return False
         target = self.target
-        if plan.list_tokens > self.list_tokens:
-            self._grow_list(plan.list_tokens)
         _C.check_plan_cuda(
             plan=plan.data_ptr,
             plan_bytes=plan.nbytes,
@@ -152,30 +156,35 @@ class Workspace:
             max_partials=target.max_partials,
             max_context=self.max_context,
             max_branch_tokens=target.max_branch_tokens,
-            max_list_tokens=self.list_tokens,
+            max_list_tokens=max(self.list_tokens, plan.list_tokens),
             num_q_heads=target.num_q_heads,
             num_kv_heads=target.num_kv_heads,
         )
         with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream().cuda_stream
+            stream = torch.cuda.current_stream()
+            outgrown = self._buffers["list"]
+            fitting = outgrown if plan.list_tokens <= len(outgrown) else self._longer_list(plan)
             self._staging.copy(
-                plan.data_ptr,
-                plan.nbytes,
-                self.plan_ptr,
-                self._buffers["list"].data_ptr(),
-                stream,
+                plan.data_ptr, plan.nbytes, self.plan_ptr, fitting.data_ptr(), stream.cuda_stream
             )
+            if fitting is not outgrown:
+                # Kernels that were launched before may still read it, those after the copy do not.
+                outgrown.record_stream(stream)
+                self._buffers["list"] = fitting
         self.plan = plan
         return True
 
-    def _grow_list(self, tokens: int) -> None:
-        """Make a list of at least ``tokens``, and of at least twice the present one, so that all
-        outgrown lists together are no longer than the new one."""
-        outgrown = self._buffers["list"]
-        self._buffers["list"] = torch.empty(
-            max(tokens, 2 * len(outgrown)), dtype=torch.int32, device=self.device
-        )
-        self._outgrown.append(outgrown)
+    def _longer_list(self, plan: Plan) -> torch.Tensor:
+        """A list for ``plan`` and, if there is memory, a quarter more for the plans after it."""
+
+        def empty(tokens: int) -> torch.Tensor:
+            with self._region():
+                return torch.empty(tokens, dtype=torch.int32, device=self.device)
+
+        try:
+            return empty(plan.list_tokens + plan.list_tokens // 4)
+        except torch.cuda.OutOfMemoryError:
+            return empty(plan.list_tokens)
 
     def snapshot(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
@@ -190,8 +199,8 @@ class Workspace:
 
         B may exceed the plan's queries (a padded batch): the rows beyond are not read. The values
         of ``rows`` and ``seq_lens`` are read on the device, unchecked: a row that is not below R is
-        read all the same, and of a length that the plan does not hold for the tokens that the list
-        has room for.
+        read all the same, and so are tokens of the plan beyond the table's width. Of a tail that is
+        longer than the plan holds for the list gets the tokens that it has room for.
 
         Raises ValueError for a wrong dtype, shape, stride or device, and for B smaller than the
         plan's queries or larger than the target's.

@@ -188,8 +188,11 @@ class Made:
         self.list_tokens = 0  # of the workspace made last
         self.table = SimpleNamespace(device=torch.device("cuda", 0), shape=(65, 4100))
 
-    def _workspace(self, target: Target, *_: Any, list_tokens: int, **__: Any) -> FakeWorkspace:
-        self.tags.append(self.adapter.tag)
+    def _workspace(
+        self, target: Target, *_: Any, list_tokens: int, region: Any, **__: Any
+    ) -> FakeWorkspace:
+        with region():
+            self.tags.append(self.adapter.tag)
         self.list_tokens = list_tokens
         return FakeWorkspace(target)
 

@@ -55,10 +55,11 @@ struct Snapshot {
     return args.req_to_token + row * args.req_to_token_stride + s.kv_start;
   }
 
-  // Lists the tokens of an item that is no branch.
-  __device__ __forceinline__ void list_segment(Item& item, const Segment& s) const {
+  // Lists the tokens of an item that is no branch. `listed`: another item does.
+  __device__ __forceinline__ void list_segment(Item& item, const Segment& s, bool listed) const {
     const int tokens = tokens_of(s);
     if (blockIdx.y == 0 && threadIdx.x == 0) item.tokens = tokens;
+    if (listed) return;
     const int32_t* from = slots_of(s);
     int32_t* to = list + item.list_start;
 #pragma unroll 4
@@ -117,7 +118,9 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
     if (items[i].kind == ItemKind::kBranch) {
       snapshot.list_branch(items[i], range, found, sums);
     } else {
-      snapshot.list_segment(items[i], snapshot.segments[range.first_segment]);
+      // Of the row tiles of a piece, which mostly stand side by side, one lists the tokens.
+      const bool listed = i > 0 && items[i - 1].list_start == items[i].list_start;
+      snapshot.list_segment(items[i], snapshot.segments[range.first_segment], listed);
     }
   }
 }

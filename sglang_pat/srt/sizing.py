@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
     else:
         capacity = _capacity(runner, config)
         target = _gpu_target(runner, config, capacity)
-        region = sleep.kv_cache_region(runner)
+        region = partial(sleep.kv_cache_region, runner)
         executor = Executor(target, config, table, region, capacity.list_tokens)
     sleep.reset_on_wake(executor)
     return executor
@@ -46,8 +47,8 @@ def _cpu_target(runner: Any, config: PatConfig) -> Target:
 def _capacity(runner: Any, config: PatConfig) -> Capacity:
     """What the workspace is made for: every batch of the server's pools. It is logged.
 
-    SGLang may resize the K/V pool after the graphs are captured (S model_executor/
-    model_runner_components/kv_pool_runtime.py): the list of slots grows when that takes it.
+    SGLang may shrink the K/V pool after the graphs are captured (S model_executor/
+    model_runner_components/kv_pool_runtime.py:149): the list of slots is then longer than needed.
     """
     heads = heads_of(runner)
     requests = runner.req_to_token_pool.size

