@@ -61,6 +61,7 @@ class Target:
     branch_rows: list[int]
     branch_limits: list[int]
     def __init__(self) -> None: ...
+    def partial_cost_bytes(self) -> float: ...
 
 class Plan:
     @property

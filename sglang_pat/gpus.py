@@ -85,7 +85,7 @@ def profile_of(properties: Any) -> Profile:
     damaged profile.
     """
     found = profiles.find(properties.name, properties.multi_processor_count)
-    return found or _without_a_profile(properties)
+    return found or vendor_profile(properties)
 
 
 def vendor_rates(name: str) -> tuple[float, float] | None:
@@ -96,8 +96,9 @@ def vendor_rates(name: str) -> tuple[float, float] | None:
     return next(known, None)
 
 
-def _without_a_profile(properties: Any) -> Profile:
-    """The vendor's rates or an estimate of them, scaled; the rest as on the H200."""
+def vendor_profile(properties: Any) -> Profile:
+    """The vendor's rates or an estimate of them, times what our kernels reach of them on the H200;
+    the rest as there."""
     stated, source = vendor_rates(properties.name), "vendor"
     if stated is None:
         stated, source = _estimate(properties), "estimated"

@@ -142,7 +142,7 @@ class Target:
 
         Plans for any head dim; ``decode`` refuses those that the CUDA kernels do not have.
         """
-        return cls._of_profile(
+        return cls.of_profile(
             gpus.h200(),
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
@@ -159,10 +159,10 @@ class Target:
         ``options``: arguments of ``h200``, which count for more than the profile. Raises
         ``profiles.ProfileError``, a ValueError, for a damaged profile.
         """
-        return cls._of_profile(gpus.profile_of(properties), **options)
+        return cls.of_profile(gpus.profile_of(properties), **options)
 
     @classmethod
-    def _of_profile(
+    def of_profile(
         cls,
         profile: Profile,
         *,
@@ -172,13 +172,14 @@ class Target:
         max_queries: int,
         **overrides: Any,
     ) -> Target:
+        """The GPU of a profile."""
         # Branches run with mma.sync but on a Hopper, and on one half beyond head dim 128: neither
         # was measured.
         branches = profile.capability[0] == 9 and head_dim <= 128
         values: dict[str, Any] = {
             "units": profile.sms,
             **asdict(profile.costs),
-            "row_tiles": _ROW_TILES if head_dim <= 128 else _ROW_TILES[:-1],
+            "row_tiles": row_tiles_for(head_dim),
             "kv_tiles": (32, 64),
             "branching": "cost" if branches else "never",
         }
@@ -207,6 +208,11 @@ class Target:
                 value = list(value)
             setattr(native, field.name, value)
         return native
+
+
+def row_tiles_for(head_dim: int) -> tuple[int, ...]:
+    """Row tiles of the CUDA kernels, in packed rows."""
+    return _ROW_TILES if head_dim <= 128 else _ROW_TILES[:-1]
 
 
 def capacities(max_queries: int) -> dict[str, int]:

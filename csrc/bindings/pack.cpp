@@ -160,7 +160,9 @@ void bind_target(py::module_& m) {
       .def_readwrite("split", &Target::split)
       .def_readwrite("branching", &Target::branching)
       .def_readwrite("branch_rows", &Target::branch_rows)
-      .def_readwrite("branch_limits", &Target::branch_limits);
+      .def_readwrite("branch_limits", &Target::branch_limits)
+      .def("partial_cost_bytes", &Target::partial_cost_bytes,
+           "Bytes that a partial of a query costs per KV head, written and read.");
 }
 
 void bind_plan(py::module_& m) {
