@@ -60,6 +60,24 @@ def test_without_xdg_cache_home_it_is_in_the_home_folder(monkeypatch: pytest.Mon
     assert profiles.user_folder() == Path.home() / ".cache" / "sglang_pat" / "profiles"
 
 
+def test_a_user_without_a_home_has_the_shipped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert Target.gpu(H200, **HEADS) == Target.h200(**HEADS)
+
+
+def test_a_damaged_profile_that_ships_is_installed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "SHIPPED", tmp_path)
+    (tmp_path / "nvidia-h200-132sm.json").write_text("")
+    with pytest.raises(ProfileError, match="or install sglang-pat again"):
+        Target.gpu(H200, **HEADS)
+
+
 def test_every_shipped_profile_can_be_read_and_has_its_name() -> None:
     paths = sorted(profiles.SHIPPED.glob("*.json"))
     assert paths

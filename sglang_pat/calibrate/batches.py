@@ -12,11 +12,12 @@ from sglang_pat.bench.common.trees import Tree
 
 Path = tuple[tuple[int, int, int], ...]
 
-# Of a random forest.
-QUERIES = (24, 480)
+# Of a random forest: some have only short nodes, where branches pay, some only short tails.
+QUERIES = (64, 1024)
 DEPTHS = (1, 5)
-NODE_TOKENS = (16, 4096)
-TAIL_TOKENS = (8, 1024)
+LEAST_TOKENS = 8
+LONGEST_NODE = (128, 4096)
+LONGEST_TAIL = (32, 1024)
 MAX_CHILDREN = 6
 MAX_CONTEXT = 12_288
 
@@ -50,8 +51,8 @@ def regular(tree: Tree) -> Batch:
 
 
 def forest(seed: int) -> Batch:
-    """Random roots, each split further down to a random depth; lengths spread evenly over their
-    octaves. Equal seeds give equal forests."""
+    """Random roots, each split further down to a random depth; lengths spread evenly over the
+    octaves up to the longest, which is random, too. Equal seeds give equal forests."""
     rng = np.random.default_rng(seed)
     queries = _log_uniform(rng, QUERIES)
     depth = int(rng.integers(DEPTHS[0], DEPTHS[1] + 1))
@@ -67,15 +68,17 @@ class _Builder:
         self.seq_lens: list[int] = []
         self._rng = rng
         self._nodes = 0
+        self._node_tokens = LEAST_TOKENS, _log_uniform(rng, LONGEST_NODE)
+        self._tail_tokens = LEAST_TOKENS, _log_uniform(rng, LONGEST_TAIL)
 
     def grow(self, queries: int, path: Path, depth: int) -> None:
         """A node that so many queries share, and what is below it."""
         start = path[-1][2] if path else 0
-        tokens = _log_uniform(self._rng, NODE_TOKENS)
+        tokens = _log_uniform(self._rng, self._node_tokens)
         if depth == 0 or queries == 1 or start + tokens > MAX_CONTEXT:
             for _ in range(queries):
                 self.paths.append(path)
-                self.seq_lens.append(start + _log_uniform(self._rng, TAIL_TOKENS))
+                self.seq_lens.append(start + _log_uniform(self._rng, self._tail_tokens))
             return
         self._nodes += 1
         below = (*path, (self._nodes, start, start + tokens))

@@ -19,7 +19,7 @@ from sglang_pat.bench.common.document import value, write
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.calibrate import plans, rates, tiles
 from sglang_pat.calibrate.fit import FACTORS, Fitted, Measured, fit
-from sglang_pat.calibrate.machine import Machine
+from sglang_pat.calibrate.machine import CalibrationError, Machine
 from sglang_pat.profiles import Fit, Profile
 
 # The error beyond which a profile is written only with --force: that of the H200's, by which plans
@@ -151,7 +151,7 @@ def calibrate(machine: Machine, arguments: argparse.Namespace) -> int:
     say(f"{machine.device.name}, {machine.device.multi_processor_count} SMs")
     try:
         found = measure(machine, arguments.heads, say)
-    except rates.CalibrationError as error:
+    except CalibrationError as error:
         print(f"sglang-pat calibrate: {error}", file=sys.stderr)
         return 1
     print("\n".join(["", *report(found)]))
@@ -171,7 +171,8 @@ def calibrate(machine: Machine, arguments: argparse.Namespace) -> int:
 
 
 def measure(machine: Machine, heads: Heads, say: rates.Say) -> Result:
-    """Rates, then plans, then the fit. Raises ``rates.CalibrationError``."""
+    """Rates, then plans, then the fit. Raises ``CalibrationError``."""
+    _check(heads)
     # Not the user's profile of before, which may be damaged or wrong.
     bench = rates.Bench(machine, heads, gpus.vendor_profile(machine.device))
     costs = rates.measure(bench, say)
@@ -181,8 +182,10 @@ def measure(machine: Machine, heads: Heads, say: rates.Say) -> Result:
     try:
         fitted = fit(rows, costs)
     except ValueError as error:
-        raise rates.CalibrationError(str(error)) from None
+        raise CalibrationError(str(error)) from None
     sources = dict(bench.profile.sources) | dict.fromkeys(_RATES, "measured")
+    if costs.item_overhead_s == rates.LEAST_OVERHEAD_S:
+        sources["item_overhead_s"] = "chosen"
     sources |= {name: "fitted" for name in FACTORS if name not in fitted.absent}
     device = machine.device
     profile = replace(
@@ -196,6 +199,16 @@ def measure(machine: Machine, heads: Heads, say: rates.Say) -> Result:
         command=shlex.join(["sglang-pat", *sys.argv[1:]]),
     )
     return Result(profile, fitted, rows, held_out)
+
+
+def _check(heads: Heads) -> None:
+    """Raises CalibrationError for heads that the CUDA kernels do not have."""
+    if heads.dim not in _C.CUDA_HEAD_DIMS or heads.q // heads.kv > _C.CUDA_MAX_GROUP:
+        raise CalibrationError(
+            f"--heads is {heads}: the CUDA kernels have head dims "
+            f"{', '.join(map(str, _C.CUDA_HEAD_DIMS))} and up to {_C.CUDA_MAX_GROUP} query heads "
+            "a KV head"
+        )
 
 
 def report(found: Result) -> list[str]:

@@ -11,7 +11,7 @@ from sglang_pat import _C, decode
 from sglang_pat.bench.common.document import versions
 from sglang_pat.bench.kernel.clock import Clock, capture
 from sglang_pat.calibrate.batches import Batch
-from sglang_pat.calibrate.machine import Device
+from sglang_pat.calibrate.machine import CalibrationError, Device
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
@@ -41,6 +41,16 @@ class CudaMachine:
 
     def seconds(self, batch: Batch, plan: Plan, target: Target) -> float:
         """See ``machine.Machine``."""
+        try:
+            return self._seconds(batch, plan, target)
+        except torch.OutOfMemoryError:
+            free, total = torch.cuda.mem_get_info()
+            raise CalibrationError(
+                f"the GPU has not enough memory for {batch.name}: {free / 2**30:.1f} of "
+                f"{total / 2**30:.1f} GiB are free. Stop what else runs on it and run this again"
+            ) from None
+
+    def _seconds(self, batch: Batch, plan: Plan, target: Target) -> float:
         q, k_cache, v_cache, table, rows, seq_lens = self._inputs(batch, target)
         workspace = Workspace(target, table.shape[1], q.device, partial_dtype=torch.float32)
         workspace.load(plan)

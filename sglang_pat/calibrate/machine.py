@@ -13,6 +13,10 @@ from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
 
+class CalibrationError(RuntimeError):
+    """Nothing can be measured, or no rate follows from the times; the message says what to do."""
+
+
 @dataclass(frozen=True)
 class Device:
     """A GPU as torch names it. ``clocks_mhz`` and ``versions`` go into its profile as they are."""
@@ -33,5 +37,6 @@ class Machine(Protocol):
 
     def seconds(self, batch: Batch, plan: Plan, target: Target) -> float:
         """Of forward and merge of one layer, with a cold L2, the launch among them. ``plan`` is of
-        ``batch`` and made for ``target``, bf16 with partials of fp32."""
+        ``batch`` and made for ``target``, bf16 with partials of fp32. Raises CalibrationError where
+        it cannot run."""
         ...

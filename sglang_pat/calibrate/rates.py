@@ -12,7 +12,7 @@ from typing import Any
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.calibrate.batches import Batch, regular
-from sglang_pat.calibrate.machine import Machine
+from sglang_pat.calibrate.machine import CalibrationError, Machine
 from sglang_pat.planner import Plan, plan
 from sglang_pat.profiles import Costs, Profile
 from sglang_pat.target import Target
@@ -29,15 +29,11 @@ BANDWIDTH_ITEMS, BANDWIDTH_TOKENS = 16, (1024, 2048)
 PRODUCT_TILES, PRODUCT_TOKENS = 16, (4096, 12_288)
 # Private sequences for an item's overhead, of more than the 64 tokens up to which several items run
 # side by side.
-OVERHEAD_ITEMS, OVERHEAD_TOKENS = (64, 128), (96, 192)
+OVERHEAD_ITEMS, OVERHEAD_TOKENS = (64, 128), (72, 320)
 # Pairs of queries and the tokens that each pair shares, read by one item or by two.
 REREAD_PAIRS, REREAD_TOKENS = 8, 2048
 
 Say = Callable[[str], None]
-
-
-class CalibrationError(RuntimeError):
-    """Times from which no rate follows; the message says what to do."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -116,7 +117,7 @@ def file_name(gpu: str, sms: int) -> str:
 
 
 def user_folder() -> Path:
-    """Where calibration writes."""
+    """Where calibration writes. Raises RuntimeError for a user without a home folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "sglang_pat" / "profiles"
 
@@ -126,14 +127,21 @@ def find(gpu: str, sms: int) -> Profile | None:
 
     Raises ProfileError for a file that is damaged or of another GPU.
     """
-    for folder in (user_folder(), SHIPPED):
+    for folder in _folders():
         path = folder / file_name(gpu, sms)
-        if path.exists():
+        if os.path.exists(path):  # Path.exists raises for a folder that one may not look into
             found = read(path)
             if (found.gpu, found.sms) != (gpu, sms):
                 raise _unusable(path, f"it is of {found.gpu} with {found.sms} SMs, not of {gpu}")
             return found
     return None
+
+
+def _folders() -> Iterator[Path]:
+    """Where profiles are looked for, in this order."""
+    with suppress(RuntimeError):  # containers run servers as users that have no home
+        yield user_folder()
+    yield SHIPPED
 
 
 @lru_cache(maxsize=8)
@@ -191,6 +199,6 @@ def _capability(value: Any) -> tuple[int, int]:
 def _unusable(path: Path, why: str) -> ProfileError:
     way_out = "install sglang-pat again" if path.parent == SHIPPED else "delete the file"
     return ProfileError(
-        f"the GPU profile {path} cannot be used: {why}. Run sglang-pat calibrate, which "
-        f"writes a new one into {user_folder()}, or {way_out}"
+        f"the GPU profile {path} cannot be used: {why}. Run sglang-pat calibrate, which writes a "
+        f"new one into the user's cache, or {way_out}"
     )
