@@ -243,6 +243,36 @@ def test_forests_are_random_but_the_same_for_a_seed() -> None:
         assert batch.unique_tokens == tails + sum(end - start for start, end in bounds.values())
 
 
+def test_a_gpu_without_memory_is_said(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_given: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    machine = gpu.CudaMachine.__new__(gpu.CudaMachine)
+    machine.device = H200
+    monkeypatch.setattr(machine, "_seconds", full)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 24 * 2**30))
+    assert run(machine) == 1
+    assert "1.0 of 24.0 GiB are free. Stop what else runs" in capsys.readouterr().err
+
+
+def test_a_device_as_torch_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"name": "NVIDIA L4", "multi_processor_count": 58, "major": 8, "minor": 9}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for clocks, expected in (
+        ({}, {}),
+        ({"clock_rate": 2_040_000, "memory_clock_rate": 6_251_000}, {"sm": 2040, "memory": 6251}),
+    ):
+        properties = SimpleNamespace(**found, **clocks)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _i, p=properties: p)
+        device = gpu._device()
+        assert (device.name, device.multi_processor_count) == ("NVIDIA L4", 58)
+        assert device.clocks_mhz == expected
+        assert set(device.versions) == {"sglang-pat", "torch", "cuda", "driver"}
+        assert gpus.vendor_profile(device).sources["bytes_per_s"] == "vendor"
+
+
 def test_the_tensors_of_a_batch_share_the_slots_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made on the CPU here: every node's slots once, and no slot twice."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
