@@ -70,7 +70,8 @@ inline double merge_gain_bytes(const Target& target, double tokens, int64_t quer
          (left + moved - before) * tokens * target.token_bytes() * target.reread_weight;
 }
 
-// What plan_seconds() counts of a plan, for one KV head.
+// Counts of a plan, for one KV head. plan_seconds() asks for all but the last two, which are for
+// those who judge a fit.
 struct PlanTerms {
   int64_t unique_tokens = 0;  // of the batch, each node's once
   int64_t reread_tokens = 0;  // that items read beyond the unique ones
@@ -78,8 +79,8 @@ struct PlanTerms {
   int64_t branches = 0;
   int64_t longest_branch_tokens = 0;
   int64_t partials = 0;
-  int64_t items = 0;                // branches among them; plan_seconds() asks neither for this
-  int64_t longest_item_tokens = 0;  // nor for this, they are for who judges a fit
+  int64_t items = 0;  // branches among them
+  int64_t longest_item_tokens = 0;
 
   // `read`: tokens of all items.
   void set_tokens(int64_t read, int64_t unique) {
@@ -91,9 +92,9 @@ struct PlanTerms {
 // Terms of packs that are split and the branches beside them.
 PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad& branches,
                       int64_t unique_tokens);
-// Terms of a plan as executors run it, with sequences of `seq_lens` ([queries] tokens). They differ
-// from those of the packs that it was made from where a pack's last row tile is no wide one, and
-// where a query of a pack has no other item, so that no partial comes of it.
+// Terms of a plan as executors run it, with sequences of `seq_lens` ([queries] tokens). Those of
+// the packs that it was made from count two things higher: as wide also the last row tile of a pack
+// of several, which may be smaller, and a partial also for a query that has no other item.
 PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_tokens);
 
 // Seconds until all SMs are done with a plan, all KV heads and the merge included. What a launch
