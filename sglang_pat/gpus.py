@@ -85,7 +85,9 @@ def profile_of(properties: Any) -> Profile:
     damaged profile.
     """
     found = profiles.find(properties.name, properties.multi_processor_count)
-    return found or vendor_profile(properties)
+    found = found or vendor_profile(properties)
+    logger.info("sglang_pat: plans for %s; %s", found, found.path or "without a profile of its own")
+    return found
 
 
 def vendor_rates(name: str) -> tuple[float, float] | None:

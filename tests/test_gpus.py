@@ -91,6 +91,17 @@ def test_an_unknown_gpu_is_estimated_and_logged(caplog: pytest.LogCaptureFixture
     assert 0 < untold.flops_per_s < h200.flops_per_s / 2
 
 
+def test_the_log_says_which_profile_counts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="sglang_pat"):
+        gpus.profile_of(device("NVIDIA H200", 132))
+        gpus.profile_of(device("NVIDIA H20", 78))
+    measured, stated = caplog.messages
+    assert "NVIDIA H200, 132 SMs: 4.30 TB/s, 600 TFLOP/s (chosen, fitted, measured)" in measured
+    assert measured.endswith("nvidia-h200-132sm.json")
+    assert "NVIDIA H20, 78 SMs: 3.58 TB/s, 90 TFLOP/s (H200, vendor)" in stated
+    assert stated.endswith("without a profile of its own")
+
+
 def test_a_laptop_is_not_the_desktop_gpu_of_its_name(caplog: pytest.LogCaptureFixture) -> None:
     name = "NVIDIA GeForce RTX 4090 Laptop GPU"
     laptop = device(name, 76, 8, 9, memory_clock_rate=9001e3, memory_bus_width=256)
