@@ -20,8 +20,7 @@ class Executor:
 
     On a GPU it owns a ``Workspace``: its addresses are fixed, so that a CUDA graph that captured
     ``snapshot`` and ``decode`` runs whatever plan was loaded before the replay. ``table``:
-    ``req_to_token``. ``region``: gives the context to allocate the workspace in. ``list_tokens``: of the
-    workspace.
+    ``req_to_token``. ``region``, ``list_tokens``: of the ``Workspace``.
     """
 
     def __init__(

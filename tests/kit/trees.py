@@ -205,12 +205,22 @@ def check_listed(plan: Plan, token_owner: list[Any], seq_lens: list[int]) -> Non
             at += part.length
 
 
+def check_fields(item: Any, members: Any, made_for: Target) -> None:
+    """An item's tile holds its rows, and its kind is what its members say."""
+    if item["kind"] != BRANCH:
+        group = made_for.num_q_heads // made_for.num_kv_heads
+        assert item["num_queries"] * group <= item["row_tile"]
+        assert item["row_tile"] in made_for.row_tiles
+        assert item["kind"] == (PACK if item["num_queries"] > 1 else SINGLE)
+    single = item["kind"] == SINGLE
+    assert (item["query"], item["partial"]) == (members[0].item() if single else (-1, 0))
+
+
 def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) -> None:
     """Every token of every query lies in exactly one of its items, or of its segments of one, whose
     members all share it; partial slots are consecutive, ordered by position, that of a branch last,
     and used once."""
     items, members = plan.items, plan.members
-    group = made_for.num_q_heads // made_for.num_kv_heads
     token_owner = [owners(batch, query, length) for query, length in enumerate(seq_lens)]
     pieces: list[list[tuple[int, int]]] = [[] for _ in seq_lens]
     splits: list[list[tuple[bool, int, int]]] = [[] for _ in seq_lens]
@@ -223,12 +233,7 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
         assert len(of_item) == item["num_queries"] > 0
         assert len(set(of_item["query"].tolist())) == len(of_item)
         is_branch = bool(item["kind"] == BRANCH)
-        single = item["kind"] == SINGLE
-        if not is_branch:
-            assert item["num_queries"] * group <= item["row_tile"]
-            assert item["row_tile"] in made_for.row_tiles
-            assert item["kind"] == (PACK if item["num_queries"] > 1 else SINGLE)
-        assert (item["query"], item["partial"]) == (of_item[0].item() if single else (-1, 0))
+        check_fields(item, of_item, made_for)
         ranges = ranges_of(plan, index, seq_lens)
         num_shared += any(len(part.queries) > 1 for part in ranges)
         for part in ranges:
