@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_pat.bench.host.live import LiveCache
 from sglang_pat.config import DEFAULT_MIN_BATCH, PatConfig
 from sglang_pat.planner import Plan
-from sglang_pat.srt import backend, metrics
+from sglang_pat.srt import backend
 from sglang_pat.srt.hook import after_init_new
 from sglang_pat.srt.radix import SETTLE_STEPS
 from sglang_pat.srt.step import StepPlanner
@@ -297,36 +296,3 @@ def test_an_eager_batch_beyond_the_workspace_is_passed_over(
     monkeypatch.setattr(bed.backend._steps, "pass_over", lambda: passed.append(None))
     bed.prepare("eager", 2, rows=TARGET.max_queries + 1)
     assert len(passed) == 1 and bed.stats.fallbacks == {"batch beyond the workspace": 1}
-
-
-def test_a_server_of_single_requests_logs_its_totals(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once a minute, as one that packs; not without any step."""
-
-    class Stopped(Exception):
-        pass
-
-    class Clock:
-        def __init__(self, minutes: int) -> None:
-            self.seconds, self.end = 0.0, 60.0 * minutes
-
-        def monotonic(self) -> float:
-            return self.seconds
-
-        def sleep(self, seconds: float) -> None:
-            self.seconds += seconds
-            if self.seconds > self.end + 1:
-                raise Stopped
-
-    caplog.set_level(logging.INFO, logger="sglang_pat")
-    stats = Stats()
-    for steps in (0, 3):
-        for _ in range(steps):
-            stats.small_batch(1)
-        monkeypatch.setattr(metrics, "time", Clock(minutes=2))
-        with pytest.raises(Stopped):
-            metrics.Reporter(stats, {}, export=False)._run()
-        said = [line for line in caplog.messages if "since its start" in line]
-        assert len(said) == bool(steps)
-    assert said[0].endswith("as intended: 3 x small_batch")

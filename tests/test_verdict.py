@@ -66,6 +66,19 @@ def test_experts_make_no_difference(ask: Any) -> None:
     assert (verdict.status, verdict.layers) == ("served", {"": [0, 1, 2, 3]})
 
 
+@pytest.mark.parametrize("gpu", ["", "H100"])
+def test_a_server_of_one_request_at_a_time(
+    gpu: str, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--max-running-requests", "1")
+    verdict = ask(kit_models.LLAMA, *flags, gpu=gpu)
+    assert (verdict.status, verdict.workspace) == ("nothing to gain", None)
+    (advice,) = verdict.idle
+    assert "lets at most 1 decode at a time" in advice.reason
+    monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "1")
+    assert ask(kit_models.LLAMA, *flags, gpu=gpu).status == "served"
+
+
 def test_layers_with_sliding_windows_are_not_served(ask: Any) -> None:
     for config, ours in ((kit_models.GEMMA2, [1, 3]), (kit_models.STEP3P5, [0, 2])):
         verdict = ask(config)
