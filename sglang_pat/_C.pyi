@@ -12,6 +12,7 @@ WIDE_ROWS: int
 HEAVY_ROWS: int
 BRANCH_ROWS: int
 CUDA_MAX_GROUP: int
+CUDA_TILE_TOKENS: int
 CUDA_HEAD_DIMS: tuple[int, ...]
 CPU_HEAD_DIM_STEP: int
 CPU_MAX_HEAD_DIM: int
@@ -43,6 +44,10 @@ class Target:
     flops_per_s: float
     item_overhead_s: float
     reread_weight: float
+    reread_factor: float
+    wide_factor: float
+    merge_factor: float
+    branch_overhead_s: float
     row_tiles: list[int]
     kv_tiles: list[int]
     max_queries: int
@@ -56,6 +61,7 @@ class Target:
     branch_rows: list[int]
     branch_limits: list[int]
     def __init__(self) -> None: ...
+    def partial_cost_bytes(self) -> float: ...
 
 class Plan:
     @property
@@ -137,6 +143,26 @@ class Planner:
     ) -> Plan: ...
     def plan_again(self, seq_lens: npt.NDArray[np.int64]) -> Plan: ...
 
+class PlanTerms:
+    @property
+    def unique_tokens(self) -> int: ...
+    @property
+    def reread_tokens(self) -> int: ...
+    @property
+    def wide_tokens(self) -> int: ...
+    @property
+    def branches(self) -> int: ...
+    @property
+    def longest_branch_tokens(self) -> int: ...
+    @property
+    def partials(self) -> int: ...
+    @property
+    def items(self) -> int: ...
+    @property
+    def longest_item_tokens(self) -> int: ...
+
+def plan_terms(plan: Plan, seq_lens: npt.NDArray[np.int64], unique_tokens: int) -> PlanTerms: ...
+def plan_seconds(target: Target, terms: PlanTerms) -> float: ...
 def cpu_isas() -> list[str]: ...
 def decode_cpu(
     plan: int,

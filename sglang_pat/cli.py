@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import sglang_pat
+from sglang_pat.calibrate import command as calibrate
 from sglang_pat.explain.command import add_arguments, run_explain
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if arguments.command == "explain":
         return run_explain(arguments)
+    if arguments.command == "calibrate":
+        return calibrate.run_calibrate(arguments)
     from sglang_pat.bench.common.server import ServerError
     from sglang_pat.demo.run import Options, run_demo
 
@@ -121,6 +124,15 @@ def make_parser() -> argparse.ArgumentParser:
         "batch or an option makes no sense, 2 wrong usage.",
     )
     add_arguments(explain)
+    measure = commands.add_parser(
+        "calibrate",
+        help="measure the GPU at hand, so that plans are made for it",
+        description="Measure what the plans of pat cost on the GPU at hand, in under two minutes, "
+        "and write the GPU's profile into the user's cache, where servers look for it "
+        "(docs/calibrate.md). Nothing else should run on the GPU. Exit status: 0 written, 1 not, 2 "
+        "wrong usage.",
+    )
+    calibrate.add_arguments(measure)
     return parser
 
 

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
 from sglang_pat import _C, gpus
+from sglang_pat.profiles import Profile
 
 # Values of the options, the default first.
 POLICIES = tuple(_C.Policy.__members__)
@@ -26,7 +27,11 @@ class Target:
 
     ``units`` are the SMs or threads that run items. ``row_tiles`` (packed rows, queries x GQA
     group) and ``kv_tiles`` (tokens) ascend. ``reread_weight`` in (0, 1] is what reading hot K/V
-    again costs relative to the first read. The ``max_*`` are the executor's buffers: a plan that
+    again costs relative to the first read. ``reread_factor``, ``wide_factor``, ``merge_factor`` and
+    ``branch_overhead_s`` are fitted: what the model of a plan's time charges for a token read
+    again, for the arithmetic of a wide item's token (both relative to a first read), for a
+    partial's bytes (relative to their time in memory) and for a branch (seconds on its SM). The
+    ``max_*`` are the executor's buffers: a plan that
     would exceed them is made without branches, then without splits, then without packs, and says of
     the last two in ``Plan.degraded``.
 
@@ -49,6 +54,10 @@ class Target:
     flops_per_s: float
     item_overhead_s: float
     reread_weight: float
+    reread_factor: float
+    wide_factor: float
+    merge_factor: float
+    branch_overhead_s: float
     row_tiles: tuple[int, ...]
     kv_tiles: tuple[int, ...]
     max_queries: int
@@ -100,6 +109,11 @@ class Target:
             "flops_per_s": 40e9 * threads,
             "item_overhead_s": 1e-6,
             "reread_weight": 0.7,
+            # Of branches, which are off by default: not fitted.
+            "reread_factor": 0.7,
+            "wide_factor": 0.0,
+            "merge_factor": 1.0,
+            "branch_overhead_s": 1e-6,
             "row_tiles": (16, 64, 256),
             "kv_tiles": (64,),
         }
@@ -124,20 +138,50 @@ class Target:
         max_queries: int,
         **overrides: Any,
     ) -> Target:
-        """One NVIDIA H200: 132 SMs, 4.3 TB/s and 600 TFLOP/s, measured (``docs/experiments``).
+        """One NVIDIA H200, with the profile that ships (``sglang_pat/profiles``).
 
         Plans for any head dim; ``decode`` refuses those that the CUDA kernels do not have.
         """
+        return cls.of_profile(
+            gpus.h200(),
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_queries=max_queries,
+            **overrides,
+        )
+
+    @classmethod
+    def gpu(cls, properties: Any, **options: Any) -> Target:
+        """The GPU of ``torch.cuda.get_device_properties``, with its profile: the one that the user
+        measured (``sglang-pat calibrate``), else one that ships, else the vendor's rates.
+
+        ``options``: arguments of ``h200``, which count for more than the profile. Raises
+        ``profiles.ProfileError``, a ValueError, for a damaged profile.
+        """
+        return cls.of_profile(gpus.profile_of(properties), **options)
+
+    @classmethod
+    def of_profile(
+        cls,
+        profile: Profile,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_queries: int,
+        **overrides: Any,
+    ) -> Target:
+        """The GPU of a profile."""
+        # Branches run with mma.sync but on a Hopper, and on one half beyond head dim 128: neither
+        # was measured.
+        branches = profile.capability[0] == 9 and head_dim <= 128
         values: dict[str, Any] = {
-            "units": gpus.H200_SMS,
-            "bytes_per_s": gpus.H200_BYTES_PER_S,
-            "flops_per_s": gpus.H200_FLOPS_PER_S,
-            "item_overhead_s": 1.2e-6,
-            # Tokens that are read again are in the L2, but an item takes as long for them.
-            "reread_weight": 1.0,
-            "row_tiles": _ROW_TILES if head_dim <= 128 else _ROW_TILES[:-1],
+            "units": profile.sms,
+            **asdict(profile.costs),
+            "row_tiles": row_tiles_for(head_dim),
             "kv_tiles": (32, 64),
-            "branching": "cost" if head_dim <= 128 else "never",  # not measured with one half
+            "branching": "cost" if branches else "never",
         }
         values |= capacities(max_queries) | overrides
         return cls(
@@ -147,22 +191,6 @@ class Target:
             max_queries=max_queries,
             **values,
         )
-
-    @classmethod
-    def gpu(cls, properties: Any, **options: Any) -> Target:
-        """The GPU of ``torch.cuda.get_device_properties``: ``h200`` with its SMs and its rates.
-
-        ``options``: arguments of ``h200``, which count for more than the properties.
-        """
-        bytes_per_s, flops_per_s = gpus.rates(properties)
-        measured: dict[str, Any] = {
-            "units": properties.multi_processor_count,
-            "bytes_per_s": bytes_per_s,
-            "flops_per_s": flops_per_s,
-        }
-        if properties.major != 9:  # where branches run with mma.sync, which nobody measured
-            measured["branching"] = "never"
-        return cls.h200(**(measured | options))
 
     @cached_property
     def native(self) -> _C.Target:
@@ -180,6 +208,11 @@ class Target:
                 value = list(value)
             setattr(native, field.name, value)
         return native
+
+
+def row_tiles_for(head_dim: int) -> tuple[int, ...]:
+    """Row tiles of the CUDA kernels, in packed rows."""
+    return _ROW_TILES if head_dim <= 128 else _ROW_TILES[:-1]
 
 
 def capacities(max_queries: int) -> dict[str, int]:

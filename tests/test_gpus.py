@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,11 @@ def device(name: str, sms: int, major: int = 9, minor: int = 0, **more: Any) -> 
     return SimpleNamespace(name=name, multi_processor_count=sms, major=major, minor=minor, **more)
 
 
+@pytest.fixture(autouse=True)
+def no_profiles_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 def test_an_h200_is_what_was_measured() -> None:
     assert Target.gpu(device("NVIDIA H200", 132), **HEADS) == Target.h200(**HEADS)
 
@@ -38,12 +44,31 @@ def test_an_h200_is_what_was_measured() -> None:
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA L4", "L4"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GH200 144G HBM3e", "GH200 144G"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA A800-SXM4-80GB", "A800-SXM4-80GB"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell"),
+        ("NVIDIA L40", "L40"),
     ],
 )
 def test_known_names(name: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="sglang_pat"):
-        bytes_per_s, flops_per_s = gpus.rates(device(name, 100))
+        found = gpus.profile_of(device(name, 100))
     terabytes, teraflops = gpus.KNOWN[words]
+    bytes_per_s, flops_per_s = found.costs.bytes_per_s, found.costs.flops_per_s
+    assert found.sources["bytes_per_s"] == found.sources["flops_per_s"] == "vendor"
+    assert found.sources["merge_factor"] == "H200"
     # Kernels reach between half and all of what the vendor states.
     assert 0.5 * terabytes < bytes_per_s / 1e12 < terabytes
     assert 0.5 * teraflops < flops_per_s / 1e12 < teraflops
@@ -61,8 +86,28 @@ def test_an_unknown_gpu_is_estimated_and_logged(caplog: pytest.LogCaptureFixture
     assert "0.76 TB/s" in caplog.text
     assert target.units == 68
     untold = Target.gpu(device("NVIDIA X", 66, 11, 0), **HEADS)
-    assert untold.bytes_per_s == pytest.approx(gpus.H200_BYTES_PER_S / 2)
-    assert 0 < untold.flops_per_s < gpus.H200_FLOPS_PER_S / 2
+    h200 = Target.h200(**HEADS)
+    assert untold.bytes_per_s == pytest.approx(h200.bytes_per_s / 2)
+    assert 0 < untold.flops_per_s < h200.flops_per_s / 2
+
+
+def test_the_log_says_which_profile_counts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="sglang_pat"):
+        gpus.profile_of(device("NVIDIA H200", 132))
+        gpus.profile_of(device("NVIDIA H20", 78))
+    measured, stated = caplog.messages
+    assert "NVIDIA H200, 132 SMs: 4.30 TB/s, 600 TFLOP/s (chosen, fitted, measured)" in measured
+    assert measured.endswith("nvidia-h200-132sm.json")
+    assert "NVIDIA H20, 78 SMs: 3.58 TB/s, 90 TFLOP/s (H200, vendor)" in stated
+    assert stated.endswith("without a profile of its own")
+
+
+def test_a_laptop_is_not_the_desktop_gpu_of_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    name = "NVIDIA GeForce RTX 4090 Laptop GPU"
+    laptop = device(name, 76, 8, 9, memory_clock_rate=9001e3, memory_bus_width=256)
+    with caplog.at_level(logging.WARNING, logger="sglang_pat"):
+        found = gpus.profile_of(laptop)
+    assert found.sources["bytes_per_s"] == "estimated" and "0.58 TB/s" in caplog.text
 
 
 def test_options_count_for_more_than_properties() -> None:

@@ -7,6 +7,8 @@
 
 #include "bindings/bindings.h"
 #include "check.h"
+#include "cuda/tiles.h"
+#include "pack/cost_model.h"
 #include "pack/plan_text.h"
 #include "pack/schedule.h"
 #include "srt/python_climb.h"
@@ -143,6 +145,10 @@ void bind_target(py::module_& m) {
       .def_readwrite("flops_per_s", &Target::flops_per_s)
       .def_readwrite("item_overhead_s", &Target::item_overhead_s)
       .def_readwrite("reread_weight", &Target::reread_weight)
+      .def_readwrite("reread_factor", &Target::reread_factor)
+      .def_readwrite("wide_factor", &Target::wide_factor)
+      .def_readwrite("merge_factor", &Target::merge_factor)
+      .def_readwrite("branch_overhead_s", &Target::branch_overhead_s)
       .def_readwrite("row_tiles", &Target::row_tiles)
       .def_readwrite("kv_tiles", &Target::kv_tiles)
       .def_readwrite("max_queries", &Target::max_queries)
@@ -154,7 +160,9 @@ void bind_target(py::module_& m) {
       .def_readwrite("split", &Target::split)
       .def_readwrite("branching", &Target::branching)
       .def_readwrite("branch_rows", &Target::branch_rows)
-      .def_readwrite("branch_limits", &Target::branch_limits);
+      .def_readwrite("branch_limits", &Target::branch_limits)
+      .def("partial_cost_bytes", &Target::partial_cost_bytes,
+           "Bytes that a partial of a query costs per KV head, written and read.");
 }
 
 void bind_plan(py::module_& m) {
@@ -234,12 +242,46 @@ void bind_planner(py::module_& m) {
       .def("plan_again", &Planner::plan_again, py::arg("seq_lens"));
 }
 
+// What the cost model says of a plan that is made: calibration fits its factors with this.
+void bind_cost_model(py::module_& m) {
+  py::class_<PlanTerms>(m, "PlanTerms", "Counts of one KV head: see csrc/pack/cost_model.h.")
+      .def_readonly("unique_tokens", &PlanTerms::unique_tokens)
+      .def_readonly("reread_tokens", &PlanTerms::reread_tokens)
+      .def_readonly("wide_tokens", &PlanTerms::wide_tokens)
+      .def_readonly("branches", &PlanTerms::branches)
+      .def_readonly("longest_branch_tokens", &PlanTerms::longest_branch_tokens)
+      .def_readonly("partials", &PlanTerms::partials)
+      .def_readonly("items", &PlanTerms::items)
+      .def_readonly("longest_item_tokens", &PlanTerms::longest_item_tokens);
+  m.def(
+      "plan_terms",
+      [](const Plan& plan, const Int64Array& seq_lens, int64_t unique_tokens) {
+        PAT_CHECK(
+            total_tokens(plan, reinterpret_cast<uintptr_t>(seq_lens.data()), seq_lens.size()) >= 0,
+            "the plan does not hold for these ", seq_lens.size(),
+            " sequence lengths: give those that it was made for");
+        return plan_terms(plan, seq_lens.data(), unique_tokens);
+      },
+      py::arg("plan"), py::arg("seq_lens"), py::arg("unique_tokens"),
+      "Terms of a plan with sequences of `seq_lens`; `unique_tokens`: of the batch, each once.");
+  m.def(
+      "plan_seconds",
+      [](const Target& target, const PlanTerms& terms) {
+        target.validate();
+        return plan_seconds(target, terms);
+      },
+      py::arg("target"), py::arg("terms"),
+      "Modelled seconds of forward and merge of one layer, without the launch.");
+}
+
 }  // namespace
 
 void bind_pack(py::module_& m) {
   bind_target(m);
   bind_plan(m);
   bind_planner(m);
+  bind_cost_model(m);
+  m.attr("CUDA_TILE_TOKENS") = kTileTokens;
   m.def("plan_bytes", &plan_bytes, py::arg("items"), py::arg("members"), py::arg("queries"),
         py::arg("segments"),
         "Bytes of a plan of so many items, members, queries and segments (csrc/plan.h).");

@@ -6,20 +6,10 @@
 
 #include "../count_of.h"
 #include "../plan.h"
+#include "emit.h"
 #include "packer.h"
 
 namespace pat {
-namespace {
-
-// Factors of plan_seconds(): with them it is within 8 % of plans of the paper's trees as measured
-// on an H200 (docs/experiments/splits.md).
-constexpr double kReread = 0.5;           // a token read again, of a first read
-constexpr double kWideToken = 0.3;        // a wide item's token, beside its read: arithmetic
-constexpr double kMerged = 1.45;          // a partial's bytes, of their time in memory
-constexpr double kItemOfBranches = 12.0;  // an item's overhead, of that of a branch on its SM
-
-}  // namespace
-
 double pack_seconds(const Target& target, const Pack& pack) {
   return item_seconds(target, target.row_tile_for(pack.queries), pack.tokens());
 }
@@ -41,32 +31,82 @@ double makespan_seconds(const Target& target, const ItemLoad& load) {
   return std::max(load.longest, load.seconds * heads / target.num_sms + idle_end);
 }
 
-double plan_seconds(const Target& target, const Packs& packs, const BranchLoad& branches,
-                    int64_t unique_tokens) {
-  auto read = static_cast<double>(branches.tokens);
-  double wide = 0.0;
-  int64_t partials = branches.partials;
+PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad& branches,
+                      int64_t unique_tokens) {
+  PlanTerms terms;
+  terms.branches = static_cast<int64_t>(branches.items);
+  terms.longest_branch_tokens = branches.longest_tokens;
+  terms.partials = branches.partials;
+  terms.items = terms.branches;
+  terms.longest_item_tokens = branches.longest_tokens;
+  int64_t read = branches.tokens;
   for (int32_t i = 0; i < count_of(packs.packs); ++i) {
     const Pack& pack = packs.packs[i];
     if (pack.queries == 0) continue;
-    const double tokens = static_cast<double>(target.num_row_tiles(pack.queries)) * pack.tokens();
+    const int64_t tiles = target.num_row_tiles(pack.queries);
+    const int64_t tokens = tiles * pack.tokens();
     read += tokens;
-    if (target.row_tile_for(pack.queries) > kWideRows) wide += tokens;
+    if (target.row_tile_for(pack.queries) > kWideRows) terms.wide_tokens += tokens;
+    terms.items += tiles * pack.pieces;
+    terms.longest_item_tokens = std::max<int64_t>(terms.longest_item_tokens, pack.chunk);
     // A tail that is its query's only item writes the output itself.
     const bool alone = i >= packs.num_nodes && pack.above == kNoNode && pack.pieces == 1;
-    if (!alone) partials += int64_t{pack.queries} * pack.pieces;
+    if (!alone) terms.partials += int64_t{pack.queries} * pack.pieces;
   }
+  terms.set_tokens(read, unique_tokens);
+  return terms;
+}
+
+PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_tokens) {
+  const PlanHeader& header = plan.header();
+  const uint8_t* blob = plan.blob.data();
+  const auto* items = reinterpret_cast<const Item*>(blob + header.items_offset);
+  const auto* segments = reinterpret_cast<const Segment*>(blob + header.segments_offset);
+  PlanTerms terms;
+  terms.items = header.num_items;
+  terms.partials = header.num_partials;
+  int64_t read = 0;
+  for (int32_t i = 0; i < header.num_items; ++i) {
+    const Item& item = items[i];
+    int64_t tokens = 0;
+    if (is_branch(item)) {
+      for (int32_t s = 0; s < num_segments(item); ++s) {
+        const Segment& segment = segments[first_segment(item) + s];
+        tokens += is_dynamic(segment) ? seq_lens[segment.row] - segment.kv_start : segment.kv_len;
+      }
+      ++terms.branches;
+      terms.longest_branch_tokens = std::max(terms.longest_branch_tokens, tokens);
+    } else {
+      tokens = is_dynamic(item) ? seq_lens[source_query(item)] - item.kv_start : item.kv_len;
+      if (item.row_tile > kWideRows) terms.wide_tokens += tokens;
+    }
+    read += tokens;
+    terms.longest_item_tokens = std::max(terms.longest_item_tokens, tokens);
+  }
+  terms.set_tokens(read, unique_tokens);
+  return terms;
+}
+
+double plan_seconds(const Target& target, const PlanTerms& terms) {
   const double heads = target.num_kv_heads;
   const double token_s = target.token_bytes() / target.bytes_per_s;
-  const double branch_s = target.item_overhead_s / kItemOfBranches;
-  const auto unique = static_cast<double>(unique_tokens);
+  const auto unique = static_cast<double>(terms.unique_tokens);
   const double all =
-      heads * ((unique + kReread * std::max(read - unique, 0.0) + kWideToken * wide) * token_s +
-               branches.items * branch_s / target.num_sms);
+      heads * ((unique + target.reread_factor * static_cast<double>(terms.reread_tokens) +
+                target.wide_factor * static_cast<double>(terms.wide_tokens)) *
+                   token_s +
+               static_cast<double>(terms.branches) * target.branch_overhead_s / target.num_sms);
   // A branch may be the last to run.
-  const double longest = static_cast<double>(branches.longest_tokens) * token_s * target.num_sms;
-  return std::max(all, longest) + kMerged * heads * static_cast<double>(partials) *
+  const double longest =
+      static_cast<double>(terms.longest_branch_tokens) * token_s * target.num_sms;
+  return std::max(all, longest) + target.merge_factor * heads *
+                                      static_cast<double>(terms.partials) *
                                       target.partial_cost_bytes() / target.bytes_per_s;
+}
+
+double plan_seconds(const Target& target, const Packs& packs, const BranchLoad& branches,
+                    int64_t unique_tokens) {
+  return plan_seconds(target, packs_terms(target, packs, branches, unique_tokens));
 }
 
 }  // namespace pat

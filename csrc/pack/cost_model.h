@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cost model of plans: what packer, split and branch compare. All rates are Target's, the
-// factors that were fitted to measurements stand in cost_model.cpp; no other stage has any.
+// The cost model of plans: what packer, split and branch compare. All rates and
+// factors are Target's, where sglang_pat/profiles put them: no stage has any of its own.
 //
 // Seconds are those of one SM or thread unless a function says "all SMs"; K/V, items and partials
 // are counted for one KV head unless it says otherwise.
@@ -15,6 +15,7 @@ namespace pat {
 
 struct Pack;
 struct Packs;
+struct Plan;
 
 // What the branches of a plan ask of the SMs beside its packs, for one KV head.
 struct BranchLoad {
@@ -69,8 +70,37 @@ inline double merge_gain_bytes(const Target& target, double tokens, int64_t quer
          (left + moved - before) * tokens * target.token_bytes() * target.reread_weight;
 }
 
-// Seconds until all SMs are done with a plan, all KV heads and the merge included: packs that are
-// split and the branches beside them. `unique_tokens`: of the batch, each node's once.
+// Counts of a plan, for one KV head. plan_seconds() asks for all but the last two, which are for
+// those who judge a fit.
+struct PlanTerms {
+  int64_t unique_tokens = 0;  // of the batch, each node's once
+  int64_t reread_tokens = 0;  // that items read beyond the unique ones
+  int64_t wide_tokens = 0;    // of wide items
+  int64_t branches = 0;
+  int64_t longest_branch_tokens = 0;
+  int64_t partials = 0;
+  int64_t items = 0;  // branches among them
+  int64_t longest_item_tokens = 0;
+
+  // `read`: tokens of all items.
+  void set_tokens(int64_t read, int64_t unique) {
+    unique_tokens = unique;
+    reread_tokens = std::max<int64_t>(read - unique, 0);
+  }
+};
+
+// Terms of packs that are split and the branches beside them.
+PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad& branches,
+                      int64_t unique_tokens);
+// Terms of a plan as executors run it, with sequences of `seq_lens` ([queries] tokens). Those of
+// the packs that it was made from count two things higher: as wide also the last row tile of a pack
+// of several, which may be smaller, and a partial also for a query that has no other item.
+PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_tokens);
+
+// Seconds until all SMs are done with a plan, all KV heads and the merge included. What a launch
+// takes is not in it.
+double plan_seconds(const Target& target, const PlanTerms& terms);
+// The same of packs_terms().
 double plan_seconds(const Target& target, const Packs& packs, const BranchLoad& branches,
                     int64_t unique_tokens);
 

@@ -2,6 +2,7 @@
 #include "target.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <utility>
 
@@ -41,6 +42,13 @@ void Target::validate() const {
             flops_per_s, ", item_overhead_s ", item_overhead_s);
   PAT_CHECK(reread_weight > 0 && reread_weight <= 1, "Target.reread_weight is ", reread_weight,
             ", must be in (0, 1]");
+  for (const auto& [name, value] : {std::pair{"reread_factor", reread_factor},
+                                    {"wide_factor", wide_factor},
+                                    {"merge_factor", merge_factor},
+                                    {"branch_overhead_s", branch_overhead_s}}) {
+    PAT_CHECK(std::isfinite(value) && value >= 0, "Target.", name, " is ", value,
+              ", must be a finite number of 0 or more");
+  }
   for (const auto* tiles : {&row_tiles, &kv_tiles}) {
     const char* name = tiles == &row_tiles ? "row_tiles" : "kv_tiles";
     PAT_CHECK(!tiles->empty() && tiles->front() > 0 && tiles->back() <= INT16_MAX &&

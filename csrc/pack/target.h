@@ -36,6 +36,11 @@ struct Target {
   double flops_per_s;      // matrix rate of all SMs together
   double item_overhead_s;  // fixed time of an item
   double reread_weight;    // cost of re-reading hot K/V, relative to a first read, in (0, 1]
+  // What plan_seconds() charges, as fitted to measured plans. Zero or more.
+  double reread_factor;            // a token read again, as a multiple of a first read
+  double wide_factor;              // a wide item's token, beside its read: arithmetic
+  double merge_factor;             // a partial's bytes, as a multiple of their time in memory
+  double branch_overhead_s;        // fixed time of a branch on its SM
   std::vector<int32_t> row_tiles;  // ascending, packed rows
   std::vector<int32_t> kv_tiles;   // ascending, tokens
   int32_t max_queries;             // capacities of the executor's buffers

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommand ``sglang-pat calibrate``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sglang_pat import _C, gpus, profiles
+from sglang_pat.bench.common.document import value, write
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.calibrate import plans, rates, tiles
+from sglang_pat.calibrate.fit import FACTORS, Fitted, Measured, fit
+from sglang_pat.calibrate.machine import CalibrationError, Machine
+from sglang_pat.profiles import Fit, Profile
+
+# The error beyond which a profile is written only with --force: that of the H200's, by which plans
+# are chosen well.
+MAX_ERROR = 0.08
+TERMS = (
+    "unique_tokens",
+    "reread_tokens",
+    "wide_tokens",
+    "branches",
+    "longest_branch_tokens",
+    "partials",
+    "items",
+    "longest_item_tokens",
+)
+_RATES = ("bytes_per_s", "flops_per_s", "item_overhead_s", "reread_weight")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives ``parser`` the options of the subcommand."""
+    parser.add_argument(
+        "--heads",
+        type=value(Heads.parse),
+        default=Heads(32, 8),
+        metavar="Q/KV[/DIM]",
+        help="query heads, KV heads and head dim to measure with (default: 32/8/128)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write the profile (default: the user's cache, where servers look for it)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every measured plan, too (default: no)"
+    )
+    parser.add_argument(
+        "--tiles",
+        action="store_true",
+        help="measure nothing: print which tiles a kernel can have on the GPU, by the three "
+        "constraints of the PAT paper, and which of them ours have",
+    )
+    parser.add_argument(
+        "--gpu",
+        choices=tuple(tiles.KNOWN),
+        help="with --tiles: a GPU that need not be here (default: the one at hand)",
+    )
+    parser.add_argument(
+        "--latency-ns",
+        type=float,
+        default=tiles.LATENCY_NS,
+        metavar="NS",
+        help=f"with --tiles: of a load from memory (default: {tiles.LATENCY_NS:.0f})",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help=f"write the profile even if its error is more than {MAX_ERROR:.0%}",
+    )
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    """Measure the GPU at hand and write its profile; the exit status."""
+    if arguments.tiles:
+        return print_tiles(arguments)
+    from sglang_pat.calibrate.gpu import CudaMachine, reason_against_a_gpu
+
+    reason = reason_against_a_gpu()
+    if not reason and find_spec("scipy") is None:
+        reason = "the fit needs scipy, which comes with SGLang: pip install scipy"
+    if reason:
+        print(
+            f"sglang-pat calibrate: {reason}. Run it where the server runs; without it plans use "
+            "the profile that ships for the GPU, else the vendor's rates",
+            file=sys.stderr,
+        )
+        return 1
+    return calibrate(CudaMachine(), arguments)
+
+
+def print_tiles(arguments: argparse.Namespace) -> int:
+    """The tile solver's tables; the exit status."""
+    if not arguments.latency_ns > 0:
+        print(
+            f"sglang-pat calibrate: --latency-ns is {arguments.latency_ns:g}, must be more than 0",
+            file=sys.stderr,
+        )
+        return 1
+    if arguments.gpu:
+        hardware: Any = tiles.KNOWN[arguments.gpu]
+    else:
+        import torch
+
+        if not torch.cuda.is_available():
+            print(
+                f"sglang-pat calibrate: there is no CUDA device that torch {torch.__version__} can "
+                f"use: name one with --gpu, {', '.join(tiles.KNOWN)}",
+                file=sys.stderr,
+            )
+            return 1
+        hardware = torch.cuda.get_device_properties()
+    rate = gpus.profile_of(hardware).costs.bytes_per_s
+    print("\n".join(tiles.table(hardware, rate, _C.CUDA_HEAD_DIMS, arguments.latency_ns)))
+    return 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured: the rows that were fitted, those that were not, and the fit."""
+
+    profile: Profile
+    fitted: Fitted
+    rows: Sequence[Measured]
+    held_out: Sequence[Measured]
+
+    @property
+    def error(self) -> float:
+        """On plans that were not fitted."""
+        return self.fitted.error(self.held_out)
+
+
+def calibrate(machine: Machine, arguments: argparse.Namespace) -> int:
+    """The same for a machine."""
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - began:5.1f} s] {line}", flush=True)
+
+    say(f"{machine.device.name}, {machine.device.multi_processor_count} SMs")
+    try:
+        found = measure(machine, arguments.heads, say)
+    except CalibrationError as error:
+        print(f"sglang-pat calibrate: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(["", *report(found)]))
+    if arguments.json:
+        write(as_data(found), arguments.json)
+    if found.error > MAX_ERROR and not arguments.force:
+        print(
+            f"sglang-pat calibrate: the error of {found.error:.1%} is more than {MAX_ERROR:.0%}, "
+            "so no profile was written. Stop what else runs on this GPU and try again, or write it "
+            "nevertheless with --force",
+            file=sys.stderr,
+        )
+        return 1
+    path = profiles.write(found.profile, arguments.out or profiles.user_folder())
+    print(f"\nwritten: {path}\n(servers that start from now on use it; delete it to undo)")
+    return 0
+
+
+def measure(machine: Machine, heads: Heads, say: rates.Say) -> Result:
+    """Rates, then plans, then the fit. Raises ``CalibrationError``."""
+    _check(heads)
+    # Not the user's profile of before, which may be damaged or wrong.
+    bench = rates.Bench(machine, heads, gpus.vendor_profile(machine.device))
+    costs = rates.measure(bench, say)
+    bench = replace(bench, profile=replace(bench.profile, costs=costs))
+    rows = plans.measure(bench, plans.FITTED, say)
+    held_out = plans.measure(bench, plans.HELD_OUT, say)
+    try:
+        fitted = fit(rows, costs)
+    except ValueError as error:
+        raise CalibrationError(str(error)) from None
+    sources = dict(bench.profile.sources) | dict.fromkeys(_RATES, "measured")
+    if costs.item_overhead_s == rates.LEAST_OVERHEAD_S:
+        sources["item_overhead_s"] = "chosen"
+    sources |= {name: "fitted" for name in FACTORS if name not in fitted.absent}
+    device = machine.device
+    profile = replace(
+        bench.profile,
+        costs=fitted.costs,
+        sources=sources,
+        fit=Fit(fitted.error(held_out), len(rows), len(held_out), fitted.launch_s),
+        clocks_mhz=device.clocks_mhz,
+        versions=device.versions,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=shlex.join(["sglang-pat", *sys.argv[1:]]),
+    )
+    return Result(profile, fitted, rows, held_out)
+
+
+def _check(heads: Heads) -> None:
+    """Raises CalibrationError for heads that the CUDA kernels do not have."""
+    if heads.dim not in _C.CUDA_HEAD_DIMS or heads.q // heads.kv > _C.CUDA_MAX_GROUP:
+        raise CalibrationError(
+            f"--heads is {heads}: the CUDA kernels have head dims "
+            f"{', '.join(map(str, _C.CUDA_HEAD_DIMS))} and up to {_C.CUDA_MAX_GROUP} query heads "
+            "a KV head"
+        )
+
+
+def report(found: Result) -> list[str]:
+    """Rates, factors, what they mean in microseconds, and the errors."""
+    costs, sources = found.profile.costs, found.profile.sources
+    target = found.rows[0].target
+    partial_us = costs.merge_factor * target.native.partial_cost_bytes() / costs.bytes_per_s * 1e6
+    further_us = costs.item_overhead_s / target.units * 1e6 + partial_us
+    heads = f"{target.num_q_heads}/{target.num_kv_heads}/{target.head_dim}"
+    return [
+        f"bandwidth        {costs.bytes_per_s / 1e12:8.3f} TB/s",
+        f"products         {costs.flops_per_s / 1e12:8.1f} TFLOP/s",
+        f"item overhead    {costs.item_overhead_s * 1e6:8.2f} us on its SM",
+        f"reread weight    {costs.reread_weight:8.2f} of a first read, for packing",
+        f"reread factor    {costs.reread_factor:8.2f} of a first read ({sources['reread_factor']})",
+        f"wide factor      {costs.wide_factor:8.2f} of a first read ({sources['wide_factor']})",
+        f"merge factor     {costs.merge_factor:8.2f} of its bytes' time, {partial_us:.4f} us a "
+        f"partial of {heads} ({sources['merge_factor']})",
+        f"a further piece  {further_us:8.4f} us of all SMs, for one query and KV head",
+        f"branch overhead  {costs.branch_overhead_s * 1e6:8.3f} us on its SM "
+        f"({sources['branch_overhead_s']})",
+        f"launch           {found.fitted.launch_s * 1e6:8.2f} us",
+        f"error            {found.error:8.1%} rms on {len(found.held_out)} plans that were not "
+        f"fitted (at most {MAX_ERROR:.0%}), {found.fitted.error(found.rows):.1%} on "
+        f"{len(found.rows)} that were",
+        *_worst(found),
+    ]
+
+
+def _worst(found: Result) -> list[str]:
+    """The plans that the fit is furthest from, of those that were not fitted."""
+    by_error = sorted(
+        found.held_out, key=lambda row: -abs(found.fitted.seconds(row) / row.seconds - 1)
+    )
+    return [
+        f"  {row.label}: {row.seconds * 1e6:.1f} us measured, "
+        f"{found.fitted.seconds(row) * 1e6:.1f} modelled"
+        for row in by_error[:3]
+    ]
+
+
+def as_data(found: Result) -> dict[str, Any]:
+    """Every measured plan with what the model counts of it, for another fit."""
+    profile = asdict(found.profile) | {"path": None}
+    kinds = (("fitted", found.rows), ("held out", found.held_out))
+    rows = [
+        {
+            "plan": row.label,
+            "kind": kind,
+            **{name: getattr(row.terms, name) for name in TERMS},
+            "measured_us": row.seconds * 1e6,
+            "modelled_us": found.fitted.seconds(row) * 1e6,
+        }
+        for kind, members in kinds
+        for row in members
+    ]
+    return {"kind": "calibration", "profile": profile, "rows": rows}
