@@ -16,18 +16,17 @@ LLAMA_4 = "Llama4ForConditionalGeneration"
 
 
 @pytest.mark.parametrize(
-    ("capability", "facts", "architecture", "expected"),
+    ("facts", "architecture", "expected"),
     [
-        ("9.0", HOPPER, "LlamaForCausalLM", "fa3"),
-        ("9.0", HOPPER, LLAMA_4, "fa3"),
-        ("8.0", OLDER | {"has_flashinfer": True}, "LlamaForCausalLM", "flashinfer"),
-        ("8.9", OLDER | {"has_flashinfer": True}, "LlamaForCausalLM", "flashinfer"),
-        ("8.9", OLDER | {"has_flashinfer": False}, "LlamaForCausalLM", "triton"),
-        ("8.0", OLDER | {"has_flashinfer": True}, LLAMA_4, "triton"),  # its own override
+        (HOPPER, "LlamaForCausalLM", "fa3"),
+        (HOPPER, LLAMA_4, "fa3"),
+        (OLDER | {"has_flashinfer": True}, "LlamaForCausalLM", "flashinfer"),
+        (OLDER | {"has_flashinfer": False}, "LlamaForCausalLM", "triton"),
+        (OLDER | {"has_flashinfer": True}, LLAMA_4, "triton"),  # SGLang's override for Llama 4
     ],
 )
 def test_without_options_gpu_and_model_decide(
-    capability: str, facts: dict[str, bool], architecture: str, expected: str
+    facts: dict[str, bool], architecture: str, expected: str
 ) -> None:
     args, model = server_args(), model_config(architecture)
     before = list(getattr(args, "_resolved_overrides", None) or ())
