@@ -5,6 +5,7 @@ kept, what it falls back to, and check mode. No server."""
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +123,32 @@ def test_a_batch_beyond_the_target_is_left_to_the_base(bed: StepBed) -> None:
     assert bed.steps.plan(bed.batch, lens) is None
     assert bed.stats.fallbacks["batch not plannable"] == 1
     assert bed.stats.decode_steps == 0
+
+
+def test_a_private_plan_is_kept_while_it_fits(bed: StepBed) -> None:
+    lens = bed.lens.clone()
+    first = bed.steps.private(lens)
+    assert first.num_shared_items == 0
+    assert bed.steps.private(lens + 1) is first
+    longer = lens + 10_000
+    second = bed.steps.private(longer)
+    assert second is not first and second.fits(longer.data_ptr(), len(longer))
+    assert bed.steps.private(longer[:3]).num_queries == 3
+    assert bed.stats.decode_steps == 0
+
+
+def test_the_log_says_once_where_prefixes_are_looked_for(
+    bed: StepBed, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="sglang_pat")
+    bed.plan()
+    kind = bed.steps.view.kind
+    bed.plan()
+    bed.batch = replace(bed.batch, tree_cache=object())
+    bed.plan()
+    found, unknown = (text for text in caplog.messages if "looks for shared prefixes" in text)
+    assert kind and found.endswith(f"in SGLang's radix cache ({kind})")
+    assert unknown.endswith("nowhere: unknown cache object")
 
 
 @pytest.mark.parametrize("token", [5, SYSTEM + 5, SYSTEM + TOOL + 5])

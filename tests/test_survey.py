@@ -20,6 +20,12 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     set_ranks(monkeypatch, 1)
 
 
+def test_plain_layers_are_all_served() -> None:
+    found = survey_layers(make_runner([make_layer(0), make_layer(1)]))
+    assert found.reasons == {0: "", 1: ""} and not found.serves_none
+    assert str(found) == "all 2 attention layers"
+
+
 def test_a_sliding_window_leaves_a_layer_to_the_base() -> None:
     found = survey_layers(make_runner([make_layer(0), make_layer(1, sliding_window_size=128)]))
     assert found.reasons == {0: "", 1: "a sliding window"}
