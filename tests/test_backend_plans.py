@@ -4,12 +4,16 @@ padding, on idle ranks, and for batches that the scheduler has not announced. No
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.backend import QUERIES, BackendBed
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_pat.srt.check import SlotMismatch
 
 
 @pytest.fixture
@@ -105,3 +109,16 @@ def test_a_batch_that_never_ran_is_not_planned_later(bed: BackendBed, mode: Forw
     bed.step(announced=False)
     assert bed.executor.plans[-1].num_shared_items == 0
     assert bed.fallbacks == {"graph without a batch from the scheduler": 1}
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_check_mode_compares_slots_in_every_step(
+    graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for check in (True, False):
+        bed = BackendBed(monkeypatch, check=check)
+        bed.step(graph=graph)
+        bed.cache.table.req_to_token[bed.live.rows[2], 7] += 1
+        with pytest.raises(SlotMismatch, match="at token 7") if check else nullcontext():
+            bed.step(graph=graph)  # with the plan of the step before
+        assert bed.executor.plans[0] is bed.executor.plans[1]

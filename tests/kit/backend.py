@@ -19,7 +19,7 @@ from sglang_pat.srt.hook import after_init_new
 from sglang_pat.srt.survey import Survey
 from sglang_pat.target import Target
 
-QUERIES, HEADS, HEAD_DIM = 4, 2, 16
+QUERIES, HEADS, HEAD_DIM, LAYERS = 4, 2, 16, 3
 TARGET = Target.cpu(
     threads=2, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM, max_queries=16
 )
@@ -33,9 +33,11 @@ class RecordingBase:
 
     def __init__(self, runner: Any) -> None:
         self.calls: list[str] = []
-        cache = torch.zeros(8, HEADS, HEAD_DIM)
+        k_caches, v_caches = torch.zeros(2, LAYERS, 8, HEADS, HEAD_DIM)
         self.token_to_kv_pool = SimpleNamespace(
-            device="cpu", get_key_buffer=lambda _: cache, get_value_buffer=lambda _: cache
+            device="cpu",
+            get_key_buffer=k_caches.__getitem__,
+            get_value_buffer=v_caches.__getitem__,
         )
         self.req_to_token_pool = runner.req_to_token_pool
 
@@ -57,7 +59,8 @@ class RecordingBase:
 
 
 class RecordingExecutor:
-    """In place of an executor: notes the plans that it is given and counts the snapshots."""
+    """In place of an executor: notes the plans that it is given, counts the snapshots, and gives
+    the queries back as a layer's output."""
 
     target = TARGET
 
@@ -73,8 +76,8 @@ class RecordingExecutor:
         assert self.plans[-1].num_queries <= len(rows) == len(seq_lens)
         self.snapshots += 1
 
-    def decode(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
+    def decode(self, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, **_: Any) -> None:
+        out.copy_(q)
 
 
 class BackendBed:
@@ -83,9 +86,16 @@ class BackendBed:
 
     Args:
         survey: what is known of the model's layers before the first forward.
+        check: whether each step compares the slots of requests that share.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, survey: Survey | None = None) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        survey: Survey | None = None,
+        *,
+        check: bool = True,
+    ) -> None:
         self.cache = LiveCache("python", slots=4000, rows=QUERIES, context=512)
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
         self.executor = RecordingExecutor()
@@ -94,7 +104,7 @@ class BackendBed:
         reporter = SimpleNamespace(set_serving=self.serving.append)
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: reporter)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
-        self.backend = backend.extend(RecordingBase)(self.runner, PatConfig(check=True), survey)
+        self.backend = backend.extend(RecordingBase)(self.runner, PatConfig(check=check), survey)
         rng = random.Random(0)
         system = [rng.randrange(1000) for _ in range(200)]
         self.reqs = [self.cache.admit([*system, 1000 + i]) for i in range(QUERIES)]
@@ -160,24 +170,9 @@ class BackendBed:
             window: the layer's sliding window; -1 for full attention.
             kwargs: further arguments of ``forward_decode``.
         """
-        layer = SimpleNamespace(
-            layer_id=layer_id,
-            is_cross_attention=False,
-            attn_type=SimpleNamespace(value="decoder"),
-            sliding_window_size=window,
-            xai_temperature_len=-1,
-            use_irope=False,
-            logit_cap=0.0,
-            tp_q_head_num=HEADS,
-            tp_k_head_num=HEADS,
-            tp_v_head_num=HEADS,
-            qk_head_dim=HEAD_DIM,
-            v_head_dim=HEAD_DIM,
-            scaling=1.0,
-        )
         self.backend.calls.clear()
         q = torch.zeros(QUERIES, HEADS * HEAD_DIM)
-        self.backend.forward_decode(q, None, None, layer, None, **kwargs)
+        self.backend.forward_decode(q, None, None, make_layer(layer_id, window), None, **kwargs)
         return list(self.backend.calls)
 
     @property
@@ -191,3 +186,24 @@ class BackendBed:
     @property
     def base_forwards(self) -> dict[str, int]:
         return dict(self.backend._stats.base_forwards)
+
+
+def make_layer(layer_id: int, window: int = -1) -> SimpleNamespace:
+    """An attention layer of the model; ``window``: of its last tokens, or -1 for full attention."""
+    return SimpleNamespace(
+        layer_id=layer_id,
+        is_cross_attention=False,
+        attn_type=SimpleNamespace(value="decoder"),
+        sliding_window_size=window,
+        xai_temperature_len=-1,
+        use_irope=False,
+        logit_cap=0.0,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=HEADS,
+        tp_v_head_num=HEADS,
+        qk_head_dim=HEAD_DIM,
+        v_head_dim=HEAD_DIM,
+        scaling=0.25,
+        k_scale=0.5,
+        v_scale=2.0,
+    )
