@@ -4,6 +4,7 @@ GPU."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -31,13 +32,14 @@ class FakeBackend:
 
 
 class FactoryBed:
-    """A test bed: makes backends without kernels, and notes the base that was extended and what
-    reporters were told."""
+    """A test bed: makes backends without kernels, and notes the runners that were checked, the base
+    that was extended and what reporters were told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.checked: list[Any] = []
         self.extended: type | None = None
         self.reported: list[bool] = []
-        monkeypatch.setattr(factory.refusals, "refuse_unsafe", lambda _: None)
+        monkeypatch.setattr(factory.refusals, "refuse_unsafe", self.checked.append)
         monkeypatch.setattr(factory, "extend", self._extend)
         monkeypatch.setattr(
             factory, "start_reporter", lambda _, *, serving: self.reported.append(serving)
@@ -61,10 +63,16 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> FactoryBed:
 def test_a_model_with_a_served_layer_extends_the_base(
     bed: FactoryBed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = bed.make(make_runner([make_layer(0), make_layer(1, sliding_window_size=128)]))
+    caplog.set_level(logging.INFO, logger="sglang_pat")
+    runner = make_runner([make_layer(0), make_layer(1, sliding_window_size=128)])
+    made = bed.make(runner)
+    assert bed.checked == [runner]
     assert bed.extended is not None and bed.extended.__name__ == "TorchNativeAttnBackend"
     assert made.survey.reasons == {0: "", 1: "a sliding window"}
     assert made.arguments == {"packs": True}
+    assert caplog.messages == [
+        "sglang_pat: serves 1 of 2 attention layers (1 with a sliding window)"
+    ]
     assert not warnings_of(caplog) and not bed.reported
 
 
@@ -94,7 +102,11 @@ def test_where_pat_serves_nothing_the_backend_is_sglangs(
     bed: FactoryBed,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert bed.make(make_runner([make_layer(0, **layer)], **changes)) == "stock torch_native"
+    caplog.set_level(logging.INFO, logger="sglang_pat")
+    runner = make_runner([make_layer(0, **layer)], **changes)
+    assert bed.make(runner) == "stock torch_native"
+    assert bed.checked == [runner]
+    assert caplog.messages[-1] == "sglang_pat: attention is SGLang's own, torch_native"
     (warning,) = warnings_of(caplog)
     assert warned in warning and "serves nothing" in warning
     assert bed.reported == [False] and bed.extended is None
@@ -115,9 +127,12 @@ def test_an_fp8_pool_is_sglangs_whatever_the_options_say(
 def test_a_draft_model_gets_sglangs_backend_without_a_warning(
     bed: FactoryBed, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="sglang_pat")
     args = {"speculative_algorithm": "NGRAM"}
     runner = make_runner([make_layer(0)], args=args, is_draft_worker=True)
     assert bed.make(runner) == "stock torch_native"
+    (message,) = caplog.messages
+    assert message.endswith("the draft worker's attention is SGLang's own, torch_native")
     assert not warnings_of(caplog) and not bed.reported
     # SGLang makes the draft's further backends by this name.
     assert runner.draft_attention_backend == "torch_native"
