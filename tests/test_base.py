@@ -108,3 +108,14 @@ def test_a_flashinfer_older_than_sglang_asks_for_is_refused(
         base.base_of(runner)
     monkeypatch.setenv("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
     assert base.base_of(runner).name == "flashinfer"
+
+
+@pytest.mark.parametrize(
+    ("named", "runs"), [(None, "FlashBackend"), ("pat", "FlashBackend"), ("triton", "triton")]
+)
+def test_prefill_runs_on_the_base_unless_another_backend_is_named(
+    named: str | None, runs: str
+) -> None:
+    flash = type("FlashBackend", (), {})
+    runner = SimpleNamespace(prefill_attention_backend_str=named)
+    assert base.prefill_attention(runner, flash) == runs
