@@ -26,7 +26,10 @@ from sglang_pat.srt import checkpoint
         ("modelopt_fp8", {"kv_cache_scheme": {"type": "float", "num_bits": 8}}, E4M3),
         ("modelopt_fp4", {"kv_cache_scheme": "float8"}, E4M3),
         ("modelopt_fp4", {"kv_cache_scheme": {"type": "int", "num_bits": 8}}, BF16),
+        ("modelopt_fp8", {}, BF16),
         ("fp8", {"kv_cache_quant_algo": "FP8"}, E4M3),
+        # SGLang reads schemes of this form with ModelOpt's methods only.
+        ("fp8", {"kv_cache_scheme": {"type": "float", "num_bits": 8}}, BF16),
         ("fp8", {}, BF16),
     ],
 )
@@ -44,3 +47,21 @@ def test_what_modelopt_writes_beside_the_configuration_counts(tmp_path: Path) ->
     section = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
     assert checkpoint.kv_cache_dtype("auto", model) == E4M3
+
+
+def test_of_a_model_by_name_the_file_in_the_local_cache_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not fetched: a name that is not in the cache has no such file."""
+    model = model_config(quantization="modelopt_fp8", model_path="some/model", revision="abc")
+    cached = tmp_path / "hf_quant_config.json"
+    cached.write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}}))
+    known = {("some/model", cached.name, "abc"): str(cached)}
+
+    def look_up(name: str, file: str, revision: str) -> str | None:
+        return known.get((name, file, revision))
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look_up)
+    assert checkpoint.kv_cache_dtype("auto", model) == E4M3
+    known.clear()
+    assert checkpoint.kv_cache_dtype("auto", model) == BF16
