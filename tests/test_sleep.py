@@ -230,8 +230,23 @@ def test_the_server_gives_the_workspace_its_size(
     assert caplog.records[-2].levelname == "WARNING"
     assert "more than SGLANG_PAT_WORKSPACE_MB=1" in caplog.messages[-2]
     assert made.executor(200, workspace_mb=1).target.max_queries == 200  # SGLang captures no more
+    made.decode.bs, made.decode.max_bs = None, 200  # as a server has it without a list of sizes
+    assert made.executor(4096, workspace_mb=1).target.max_queries == 200
     made.decode.backend = "disabled"
     assert made.executor(4096, workspace_mb=1).target.max_queries == 1
+
+
+def test_the_options_of_the_server_reach_the_target(
+    monkeypatch: pytest.MonkeyPatch, resume: Any
+) -> None:
+    made = Made(monkeypatch)
+    target = made.executor(64).target
+    found = (target.policy, target.split, target.branching, target.partial_bytes)
+    assert found == ("bytes", "cost", "cost", 4)
+    options = {"policy": "naive", "split": "mean", "branching": "never", "partial": "bf16"}
+    target = made.executor(64, **options).target
+    found = (target.policy, target.split, target.branching, target.partial_bytes)
+    assert found == ("naive", "mean", "never", 2)
 
 
 def test_fewer_partials_reach_the_target(monkeypatch: pytest.MonkeyPatch, resume: Any) -> None:

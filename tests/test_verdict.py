@@ -200,13 +200,14 @@ def test_a_gpu_that_is_not_here_is_forgotten_afterwards(ask: Any) -> None:
     assert get_platform().is_sm90 == torch.cuda.is_available()
 
 
-def test_questions_that_make_no_sense(ask: Any) -> None:
+def test_questions_that_make_no_sense(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(QuestionError, match=r"'H900' is not known; the GPUs are H200, H100"):
         ask(kit_models.LLAMA, gpu="H900")
     with pytest.raises(QuestionError, match="--gpu and --device"):
         ask(kit_models.LLAMA, "--device", "cpu")
-    with pytest.raises(SystemExit):  # argparse says which, and how SGLang is used
+    with pytest.raises(SystemExit):
         ask(kit_models.LLAMA, "--no-such-flag")
+    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
 
 
 def test_names_of_gpus() -> None:
