@@ -169,9 +169,10 @@ def test_a_wrong_output_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "4.40 TB/s read" in printed and "output is off by 0.5" in printed
 
 
-def test_one_of_the_switches() -> None:
+def test_two_kinds_of_measurement_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         kernel.parser().parse_args(["--tiles", "--timeline"])
+    assert "--timeline: not allowed with argument --tiles" in capsys.readouterr().err
 
 
 def test_pictures(tmp_path: Path) -> None:

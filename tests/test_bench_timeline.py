@@ -204,12 +204,13 @@ def test_from_arguments_to_json_and_back(
     assert capsys.readouterr().out == printed and len(recorded) == 2
 
 
-def test_what_is_recorded_unless_chosen() -> None:
+def test_what_is_recorded_unless_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     found = kernel.cases(kernel.parser().parse_args(["--timeline"]))
     assert [tree for _, _, tree in found] == list(kernel.QUICK_TREES)
     assert {(str(heads), permuted) for heads, permuted, _ in found} == {("32/8", False)}
     with pytest.raises(SystemExit):
         kernel.parser().parse_args(["--timeline", "--traffic"])
+    assert "--traffic: not allowed with argument --timeline" in capsys.readouterr().err
 
 
 def test_pictures(recorded: list[tuple[str, str, bool]], tmp_path: Path) -> None:

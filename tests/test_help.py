@@ -105,16 +105,20 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ["doctor", "--tp", "2"],
-        ["doctor", "--gpu", "H100"],
-        ["demo", "--model", "M"],
-        ["--no-such-option"],
+        (["doctor", "--tp", "2"], "--tp 2: doctor looks at server flags only with --model MODEL"),
+        (["doctor", "--gpu", "H100"], "--gpu: doctor looks at server flags only with --model"),
+        (["demo", "--model", "M"], "unrecognized arguments: --model M"),
+        (["explain", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        ([], "the following arguments are required: command"),
     ],
 )
-def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as usage:
         cli.main(arguments)
     assert usage.value.code == 2
-    assert "usage: sglang-pat" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("usage: sglang-pat") and message in said

@@ -66,7 +66,7 @@ def test_what_is_served_passes_and_is_checked_once(
     args.resolve_once()
     monkeypatch.setenv("SGLANG_PAT_POLICY", "fast")  # a check would find it
     args.resolve_once()  # as each process does that publishes the record
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="SGLANG_PAT_POLICY=fast is not a known value"):
         arguments().resolve_once()
 
 

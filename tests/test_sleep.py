@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -224,20 +225,37 @@ def test_the_server_gives_the_workspace_its_size(
 ) -> None:
     caplog.set_level("INFO")
     made = Made(monkeypatch)
+
+    def said() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if "workspace" in record.message]
+
     held = made.executor(64)
     assert held.target.max_queries == 64 and held.target.max_partials == 8 * 64 + 2048
-    assert caplog.messages[-1].endswith("for batches of up to 64 requests")
+    assert said()[-1].message.endswith("for batches of up to 64 requests")
     assert made.list_tokens == 400_000 * 5 // 4 + 128 * 64
     # Every batch of the pool is served; the budget only bounds the partial results.
     cut = made.executor(4096, workspace_mb=128).target
     assert cut.max_queries == 4096
     assert 2048 < cut.max_partials < 8 * 4096 + 2048
     assert cut.max_partials * 32 * 128 * 4 < 128 * MB
-    assert "workspace: 128 MB on the GPU" in caplog.messages[-1]
+    assert "workspace: 128 MB on the GPU" in said()[-1].message
     assert "raise" not in caplog.text.replace("is raised", "")  # within its budget
     assert made.executor(4096, workspace_mb=1).target.max_queries == 4096
-    assert caplog.records[-2].levelname == "WARNING"
-    assert "more than SGLANG_PAT_WORKSPACE_MB=1" in caplog.messages[-2]
+    assert said()[-2].levelname == "WARNING"
+    assert "more than SGLANG_PAT_WORKSPACE_MB=1" in said()[-2].message
+
+
+def test_the_options_of_the_server_reach_the_target(
+    monkeypatch: pytest.MonkeyPatch, resume: Any
+) -> None:
+    made = Made(monkeypatch)
+    target = made.executor(64).target
+    found = (target.policy, target.split, target.branching, target.partial_bytes)
+    assert found == ("bytes", "cost", "cost", 4)
+    options = {"policy": "naive", "split": "mean", "branching": "never", "partial": "bf16"}
+    target = made.executor(64, **options).target
+    found = (target.policy, target.split, target.branching, target.partial_bytes)
+    assert found == ("naive", "mean", "never", 2)
 
 
 def test_there_is_no_budget_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

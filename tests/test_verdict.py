@@ -66,6 +66,19 @@ def test_experts_make_no_difference(ask: Any) -> None:
     assert (verdict.status, verdict.layers) == ("served", {"": [0, 1, 2, 3]})
 
 
+@pytest.mark.parametrize("gpu", ["", "H100"])
+def test_a_server_of_one_request_at_a_time(
+    gpu: str, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--max-running-requests", "1")
+    verdict = ask(kit_models.LLAMA, *flags, gpu=gpu)
+    assert (verdict.status, verdict.workspace) == ("nothing to gain", None)
+    (advice,) = verdict.idle
+    assert "lets at most 1 decode at a time" in advice.reason
+    monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "1")
+    assert ask(kit_models.LLAMA, *flags, gpu=gpu).status == "served"
+
+
 def test_layers_with_sliding_windows_are_not_served(ask: Any) -> None:
     for config, ours in ((kit_models.GEMMA2, [1, 3]), (kit_models.STEP3P5, [0, 2])):
         verdict = ask(config)
@@ -185,13 +198,14 @@ def test_a_gpu_that_is_not_here_is_forgotten_afterwards(ask: Any) -> None:
     assert get_platform().is_sm90 == torch.cuda.is_available()
 
 
-def test_questions_that_make_no_sense(ask: Any) -> None:
+def test_questions_that_make_no_sense(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(QuestionError, match=r"'H900' is not known; the GPUs are H200, H100"):
         ask(kit_models.LLAMA, gpu="H900")
     with pytest.raises(QuestionError, match="--gpu and --device"):
         ask(kit_models.LLAMA, "--device", "cpu")
-    with pytest.raises(SystemExit):  # argparse says which, and how SGLang is used
+    with pytest.raises(SystemExit):
         ask(kit_models.LLAMA, "--no-such-flag")
+    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
 
 
 def test_names_of_gpus() -> None:

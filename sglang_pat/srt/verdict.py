@@ -188,13 +188,14 @@ def weigh(server_args: Any, model_config: Any, gpu: Gpu | None = None) -> Verdic
             refusals.append(f"no GPU was found for --device cuda: {launch.ON_CPU}, or ask --gpu")
         elif reason := launch.reason_against_capability(gpu.capability, gpu.name):
             refusals.append(reason)
-    idle = idle_reasons(server_args, model_config)
+    config = PatConfig.from_env()
+    idle = idle_reasons(server_args, model_config, min_batch=config.min_batch)
     found: dict[str, list[int]] = {}
     workspace = None
     if not refusals and all(reason.serves for reason in idle):
         found = _layers(args, model_config, gpu)
         if "" in found and args.device == "cuda":
-            workspace = _workspace(args, model_config, PatConfig.from_env())
+            workspace = _workspace(args, model_config, config)
     return Verdict(
         device=gpu.name if gpu is not None and args.device == "cuda" else args.device,
         model=_describe(model_config),

@@ -10,6 +10,7 @@ import pytest
 
 from sglang_pat.demo.model import make_model
 
+from .compare import disagreements
 from .server import Answer, Config, ServingServer
 from .workloads import VOCAB, WORKLOADS
 
@@ -52,3 +53,22 @@ def stock(serve: Serve) -> dict[str, list[Answer]]:
         name: server.generate(work.prompts, work.new_tokens, ignore_eos=work.ignore_eos)
         for name, work in WORKLOADS.items()
     }
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with other weights."""
+    return make_model(tmp_path_factory.mktemp("other") / "model", vocab=VOCAB, seed=1)
+
+
+@pytest.fixture(scope="session")
+def stock_other(
+    other_model: Path, stock: dict[str, list[Answer]], tmp_path_factory: pytest.TempPathFactory
+) -> list[Answer]:
+    """SGLang's own answers with the other weights, to ``multi_level``."""
+    config = Config("stock-other", backend="torch_native")
+    work = WORKLOADS["multi_level"]
+    with ServingServer(other_model, config, tmp_path_factory.mktemp(config.name)) as server:
+        answers = server.generate(work.prompts, work.new_tokens)
+    assert disagreements(answers, stock["multi_level"]) != []
+    return answers

@@ -8,6 +8,8 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from sglang_pat.bench.common.counters import Counters
+
 from .conftest import Serve
 from .server import Config
 from .workloads import WORKLOADS, random_prompt
@@ -44,12 +46,22 @@ def test_one_request_is_counted_exactly(serve: Serve) -> None:
     before = server.counters()
     server.generate([random_prompt(seed=100, length=50)], 20)
     counted = server.counters() - before
-    assert counted.decode_steps == 19  # the first token comes from the prefill
-    assert counted.packed_steps == 0
-    assert counted.kv_tokens_unpacked == sum(50 + i for i in range(1, 20))
-    assert counted.kv_tokens_read == counted.kv_tokens_unpacked
-    assert counted.plans_made + counted.plans_reused == 19
-    assert counted.base_forwards == {"extend": 1} and not counted.fallbacks
+    # The first token comes from the prefill, the others from steps of SGLang's attention.
+    assert counted == Counters(base_forwards={"extend": 1, "small_batch": 19})
+
+
+def test_steps_of_two_and_of_one_add_up(serve: Serve) -> None:
+    """The second may come a step after the first: then each is alone for a step."""
+    server = serve(EXACT)
+    before = server.counters()
+    server.generate([random_prompt(seed=105 + i, length=50) for i in range(2)], 20)
+    counted = server.counters() - before
+    alone = counted.base_forwards.get("small_batch", 0)
+    assert 2 * counted.decode_steps + alone == 2 * 19 and counted.decode_steps > alone
+    assert counted.kv_tokens_unpacked <= 2 * sum(50 + i for i in range(1, 20))
+    assert counted.kv_tokens_unpacked >= counted.decode_steps * 2 * 51
+    assert counted.plans_made + counted.plans_reused == counted.decode_steps
+    assert not counted.fallbacks
 
 
 def test_identical_requests_read_their_prompt_once(serve: Serve) -> None:
@@ -77,23 +89,24 @@ def test_steady_steps_reuse_plans(serve: Serve) -> None:
     assert counted.plans_made <= 8 + (counted.decode_steps - 256) + counted.base_forwards["extend"]
 
 
-def test_the_log_of_a_healthy_server_warns_of_nothing(serve: Serve) -> None:
+# All that pat has to say on a server where all is well, but for its summaries.
+HEALTHY = (
+    r"decode runs on pat, prefill on SGLang's own attention \(TorchNativeAttnBackend\)",
+    r"serves all 2 attention layers$",
+    r"looks for shared prefixes in SGLang's radix cache \(rust tree core\)$",
+    r"\d+ requests share \d+( to \d+)? tokens( each)?: \d+\.\d x fewer K/V reads",
+)
+
+
+def test_the_log_of_a_healthy_server_has_four_lines_and_no_warning(serve: Serve) -> None:
     server = serve(EXACT)
     prompt = random_prompt(seed=102, length=200)
     server.generate([prompt], 1)
     server.generate([prompt] * 4, 5)
-    log = server.text()
-    begin = "decode runs on pat, prefill on SGLang's own attention (TorchNativeAttnBackend)"
-    assert log.count(begin) == 1
-    said = [line for line in log.splitlines() if "sglang_pat" in line]
-    announced = [
-        line
-        for line in said
-        if re.search(r"\d+ requests share \d+ tokens: \d+\.\d x fewer K/V reads", line)
-    ]
-    assert len(announced) == 1, said
-    words = ("not served", "fallback", "private", "units", "branches", "paths")
-    assert not [line for line in said if any(word in line for word in words)]
+    said = re.findall(r"sglang_pat: (.*)", server.text())
+    assert len(said) == len(HEALTHY), said
+    for line, expected in zip(said, HEALTHY, strict=True):
+        assert re.match(expected, line)
 
 
 def test_a_server_that_shares_nothing_says_why(serve: Serve) -> None:

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend over a base and an executor that record what is asked of them, step by step."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_pat.bench.host.live import LiveCache
+from sglang_pat.config import PatConfig
+from sglang_pat.planner import Plan
+from sglang_pat.srt import backend
+from sglang_pat.srt.hook import after_init_new
+from sglang_pat.srt.survey import Survey
+from sglang_pat.target import Target
+
+QUERIES, HEADS, HEAD_DIM, LAYERS = 4, 2, 16, 3
+TARGET = Target.cpu(
+    threads=2, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM, max_queries=16
+)
+# What the base is asked to prepare: for a capture, and for a step without a graph.
+CAPTURE = ["capture", "in graph"]
+EAGER = ["eager", "out graph", "in graph"]
+
+
+class RecordingBase:
+    """In place of SGLang's own backend: notes in ``calls`` what is asked of it."""
+
+    def __init__(self, runner: Any) -> None:
+        self.calls: list[str] = []
+        k_caches, v_caches = torch.zeros(2, LAYERS, 8, HEADS, HEAD_DIM)
+        self.token_to_kv_pool = SimpleNamespace(
+            device="cpu",
+            get_key_buffer=k_caches.__getitem__,
+            get_value_buffer=v_caches.__getitem__,
+        )
+        self.req_to_token_pool = runner.req_to_token_pool
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.calls.append("eager")
+        # As the base class of SGLang does it.
+        self.init_forward_metadata_out_graph(forward_batch)
+        self.init_forward_metadata_in_graph(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.calls.append("capture" if in_capture else "out graph")
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self.calls.append("in graph")
+
+    def forward_decode(self, q: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        self.calls.append("layer")
+        return q
+
+
+class RecordingExecutor:
+    """In place of an executor: notes the plans that it is given, counts the snapshots, and gives
+    the queries back as a layer's output."""
+
+    target = TARGET
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+        self.snapshots = 0
+
+    def load(self, plan: Plan, num_rows: int) -> None:
+        assert plan.num_queries <= num_rows
+        self.plans.append(plan)
+
+    def snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        assert self.plans[-1].num_queries <= len(rows) == len(seq_lens)
+        self.snapshots += 1
+
+    def decode(self, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, **_: Any) -> None:
+        out.copy_(q)
+
+
+class BackendBed:
+    """A test bed: the backend over a ``RecordingBase``, a ``RecordingExecutor``, and a batch of
+    four requests of one system prompt in a real cache.
+
+    Args:
+        survey: what is known of the model's layers before the first forward.
+        check: whether each step compares the slots of requests that share.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        survey: Survey | None = None,
+        *,
+        check: bool = True,
+    ) -> None:
+        self.cache = LiveCache("python", slots=4000, rows=QUERIES, context=512)
+        self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
+        self.executor = RecordingExecutor()
+        monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
+        self.serving: list[bool] = []  # what the reporter was told later
+        reporter = SimpleNamespace(set_serving=self.serving.append)
+        monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: reporter)
+        monkeypatch.setattr(backend, "micro_batches", lambda: 1)
+        self.backend = backend.extend(RecordingBase)(self.runner, PatConfig(check=check), survey)
+        rng = random.Random(0)
+        system = [rng.randrange(1000) for _ in range(200)]
+        self.reqs = [self.cache.admit([*system, 1000 + i]) for i in range(QUERIES)]
+        self.live, self.lens = self.cache.batch(self.reqs)
+
+    def announce(self, mode: ForwardMode) -> None:
+        """Put the batch into the backend's mailbox, as the scheduler does through the hook."""
+        scheduled = SimpleNamespace(
+            reqs=self.reqs,
+            tree_cache=self.cache.tree,
+            req_pool_indices_cpu=self.live.rows,
+        )
+        after_init_new(SimpleNamespace(forward_mode=mode), object, scheduled, self.runner)
+
+    def step(
+        self,
+        *,
+        graph: bool = True,
+        padding: int = 0,
+        capture: bool = False,
+        mode: ForwardMode = ForwardMode.DECODE,
+        idle: bool = False,
+        announced: bool = True,
+        spec_info: Any = None,
+        encoder_lens: torch.Tensor | None = None,
+    ) -> list[str]:
+        """Announce a batch and prepare its forward; what the base was asked.
+
+        Args:
+            graph: prepare the replay of a graph, or with ``capture`` the capture of one.
+            padding: rows of the forward that are not requests.
+            idle: the batch is that of a rank without requests.
+            announced: False for a forward that does not come from the scheduler.
+        """
+        if announced and not capture:
+            self.announce(ForwardMode.IDLE if idle else mode)
+        lens = self.lens[:0] if idle else self.lens
+        rows = self.live.rows[: len(lens)]
+        lens = torch.cat([lens, torch.ones(padding, dtype=torch.int64)])
+        batch = SimpleNamespace(
+            forward_mode=mode,
+            spec_info=spec_info,
+            encoder_lens=encoder_lens,
+            batch_size=len(lens),
+            num_padding=padding,
+            seq_lens=lens,
+            seq_lens_cpu=lens,
+            req_pool_indices=torch.cat([rows, torch.zeros(padding, dtype=torch.int64)]),
+        )
+        self.backend.calls.clear()
+        if graph:
+            self.backend.init_forward_metadata_out_graph(batch, in_capture=capture)
+            if capture:  # a replay runs what this launched
+                self.backend.init_forward_metadata_in_graph(batch)
+        else:
+            self.backend.init_forward_metadata(batch)
+        return list(self.backend.calls)
+
+    def layer(self, layer_id: int = 0, window: int = -1, **kwargs: Any) -> list[str]:
+        """Run a layer of the forward that was prepared; what the base was asked.
+
+        Args:
+            window: the layer's sliding window; -1 for full attention.
+            kwargs: further arguments of ``forward_decode``.
+        """
+        self.backend.calls.clear()
+        q = torch.zeros(QUERIES, HEADS * HEAD_DIM)
+        self.backend.forward_decode(q, None, None, make_layer(layer_id, window), None, **kwargs)
+        return list(self.backend.calls)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        return dict(self.backend._stats.fallbacks)
+
+    @property
+    def base_layers(self) -> dict[str, int]:
+        return dict(self.backend._stats.base_layers)
+
+    @property
+    def base_forwards(self) -> dict[str, int]:
+        return dict(self.backend._stats.base_forwards)
+
+
+def make_layer(layer_id: int, window: int = -1) -> SimpleNamespace:
+    """An attention layer of the model; ``window``: of its last tokens, or -1 for full attention."""
+    return SimpleNamespace(
+        layer_id=layer_id,
+        is_cross_attention=False,
+        attn_type=SimpleNamespace(value="decoder"),
+        sliding_window_size=window,
+        xai_temperature_len=-1,
+        use_irope=False,
+        logit_cap=0.0,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=HEADS,
+        tp_v_head_num=HEADS,
+        qk_head_dim=HEAD_DIM,
+        v_head_dim=HEAD_DIM,
+        scaling=0.25,
+        k_scale=0.5,
+        v_scale=2.0,
+    )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang gives the plugin when a server starts: server arguments, a model's configuration, and
+a model runner of real attention layers, the rest of it stand-ins. No weights, no GPU."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.server_args import ServerArgs
+from transformers import PretrainedConfig
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+HEADS, KV_HEADS, DIM = 8, 2, 64
+
+# What SGLang finds out about a GPU, for ``override_platform``.
+HOPPER = {"is_hopper_with_cuda_12_3": True, "is_sm90": True, "is_sm100": False}
+OLDER = {"is_hopper_with_cuda_12_3": False, "is_sm90": False, "is_sm100": False}
+
+# Fields of a model with QSA attention, as SGLang's parse_qsa_profile asks for them.
+QSA = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 64,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
+
+
+def server_args(declared: dict[str, Any] | None = None, **values: Any) -> ServerArgs:
+    """Arguments for ``pat`` on a GPU; ``declared``: what SGLang's resolution adds to them."""
+    args = ServerArgs(
+        model_path="dummy", **({"device": "cuda", "attention_backend": "pat"} | values)
+    )
+    if declared:
+        declare_resolution(args, "test", **declared)
+    return args
+
+
+def model_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> SimpleNamespace:
+    """A model's configuration that is served, but for ``changes``; ``hf_config``: fields of the
+    model's own config.json."""
+    config = PretrainedConfig(architectures=[architecture], **changes.pop("hf_config", {}))
+    values = {
+        "hf_config": config,
+        "attention_arch": AttentionArch.MHA,
+        "is_encoder_decoder": False,
+        "is_generation": True,
+        "has_asymmetric_kv": False,
+        "has_attention_sinks": False,
+        "dtype": BF16,
+        "quantization": None,
+        "model_path": "dummy",
+        "revision": None,
+        "num_attention_heads": HEADS,
+        "get_num_kv_heads": lambda ranks: KV_HEADS // ranks,
+        "head_dim": DIM,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def make_layer(layer_id: int, **arguments: Any) -> RadixAttention:
+    """An attention layer of SGLang that is served, but for ``arguments``."""
+    return RadixAttention(HEADS, DIM, 1.0, KV_HEADS, layer_id=layer_id, **arguments)
+
+
+def make_pool(layers: int, sliding: tuple[int, ...] = ()) -> SimpleNamespace:
+    """A pool of one slot a layer; ``sliding``: layers whose K/V are in its window's part."""
+    cache = {layer: torch.zeros(1, KV_HEADS, DIM, dtype=BF16) for layer in range(layers)}
+    pool = SimpleNamespace(
+        device="cpu", get_key_buffer=cache.__getitem__, get_value_buffer=cache.__getitem__
+    )
+    if sliding:
+        pool.layers_mapping = {layer: (layer, layer in sliding) for layer in range(layers)}
+    return pool
+
+
+def make_runner(
+    layers: list[RadixAttention],
+    *,
+    sliding: tuple[int, ...] = (),
+    args: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    **changes: Any,
+) -> SimpleNamespace:
+    """A runner on a CPU of a model with these layers, but for ``changes``.
+
+    Args:
+        sliding: the layers whose K/V are in the pool's part for sliding windows.
+        args, config: changes to the server's arguments and to the model's configuration.
+    """
+    options = {"device": "cpu"} | (args or {})
+    values = {
+        "model": torch.nn.ModuleList(layers),
+        "model_config": model_config(**(config or {})),
+        "server_args": server_args(**options),
+        "device": options["device"],
+        "dtype": BF16,
+        "kv_cache_dtype": BF16,
+        "token_to_kv_pool": make_pool(len(layers), sliding),
+        "is_draft_worker": False,
+        "draft_attention_backend": None,
+        "init_new_workspace": False,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def set_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Have SGLang say that so many ranks of tensor parallelism share the attention heads."""
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_tp_size=ranks)
+    )
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The messages that were logged as warnings."""
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

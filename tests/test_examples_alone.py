@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the programs in ``examples/`` that need no server: what ``launch.sh`` runs, what is
+said of savings, and how answers, chains and an agent's tool calls are treated."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import subprocess
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_pat.bench.common.counters import Counters
+
+pytest.importorskip("openai", reason="the examples ask servers through openai, which SGLang brings")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the examples importable, as they import each other."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def test_a_users_bound_of_the_pool_counts(tmp_path: Path) -> None:
+    """Of an argument given twice SGLang takes the last; the script's comes first."""
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\n[ "$1" = -c ] && echo cpu\n[ "$1" != -m ] || echo "$@"\n')
+    stub.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOME": "/nowhere"}
+    env.pop("PYTHON", None)
+    env.pop("XDG_CACHE_HOME", None)
+
+    def launch(*args: str) -> str:
+        command = [str(EXAMPLES / "launch.sh"), *args]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    demo = launch("demo", "--max-total-tokens", "99", "--port", "1")
+    assert "--model-path /nowhere/.cache/sglang_pat/examples --device cpu" in demo
+    assert demo.index("--max-total-tokens 65536") < demo.index("--max-total-tokens 99 --port 1")
+    assert "--max-total-tokens" not in launch("a/model", "--port", "1")
+
+
+def test_the_agent_teams_folder_never_changes() -> None:
+    """The savings depend on it: after a change measure those in examples/README.md again."""
+    shop = sorted(path for path in (EXAMPLES / "shop").iterdir() if path.is_file())
+    assert len(shop) == 7
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in shop)).hexdigest()
+    assert digest == "5fd67b2ca0455542579855e8ee92b58ebd18d92b074ff8c95f3fb3b0185882cd"
+
+
+def test_a_server_without_metrics_is_named(
+    programs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from saved import savings
+
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # answers 501
+        Thread(target=server.serve_forever, daemon=True).start()
+        with savings(f"http://127.0.0.1:{server.server_port}"):
+            print("asking")
+        server.shutdown()
+    assert re.search(
+        r"^asking\n\nWhat was saved: unknown, .*/metrics answers 501; .*--enable-metrics\n"
+        r"  seconds in all +\d+\.\d\n$",
+        capsys.readouterr().out,
+    )
+
+
+def test_a_missing_server_is_named_in_one_line(programs: None) -> None:
+    from saved import savings
+
+    said = r"^no server at http://127.0.0.1:1 \("
+    with pytest.raises(SystemExit, match=said), savings("http://127.0.0.1:1"):
+        pass
+
+
+def test_a_summary_without_savings_says_what_ran_instead(programs: None) -> None:
+    from saved import summary
+
+    prefills = Counters(base_forwards={"extend": 3})
+    assert summary(prefills).endswith("SGLang's own attention ran {'extend': 3}")
+    unwanted = Counters(base_forwards={"extend": 3}, fallbacks={"mixed": 2})
+    assert summary(unwanted).endswith("SGLang's own attention ran {'mixed': 2}")
+    alone = summary(Counters(decode_steps=5, kv_tokens_read=100, kv_tokens_unpacked=100))
+    assert alone.startswith("0% of the K/V reads")
+
+
+def test_the_answer_voted_on_is_the_one_stated(programs: None) -> None:
+    from self_consistency import final_answer, verdict
+
+    assert final_answer("2 x 3 are 6. The answer is 6. Then there are 7 left.") == "6"
+    assert final_answer("The answer is **32,400**.") == "32400"
+    assert final_answer("So it is -1.5 or 2.") == "2"
+    assert final_answer("I do not know.") is None
+    assert verdict(["7", None, "6", "6", None, None]) == ("6", 2)
+    assert verdict([None, None]) == (None, 0)
+
+
+def test_chains_are_scored_per_token_and_told_in_turns(programs: None) -> None:
+    from tree_of_thoughts import FINISH, NEXT, PROBLEM, Chain, prune
+
+    long, short, bad = Chain(("a", "b"), -10.0, 20), Chain(("c",), -6.0, 10), Chain(("d",), -9.0, 9)
+    assert prune([bad, short, long], 2) == [long, short]
+    said = [message["content"] for message in long.messages(ask=FINISH)]
+    assert said[1:] == [PROBLEM, "a", NEXT, "b", FINISH]
+    assert long.messages()[:-1] == long.messages(ask=FINISH)[:-1]
+
+
+def test_an_agent_calls_tools_until_it_answers(programs: None) -> None:
+    from agent_team import ROUNDS, TOOLS, Team
+    from openai.types.chat import ChatCompletionMessageToolCall
+
+    def call(tool: str, arguments: str) -> ChatCompletionMessageToolCall:
+        function = {"name": tool, "arguments": arguments}
+        return ChatCompletionMessageToolCall(id=tool, type="function", function=function)
+
+    calls = [
+        call("read_file", '{"name": "a.py"}'),
+        call("search", '{"text": "two"}'),
+        call("read_file", '{"name": "../secret"}'),
+        call("read_file", "not JSON"),
+        call("search", "[]"),
+        call("delete_file", "{}"),
+    ]
+    asked: list[dict[str, Any]] = []
+
+    async def create(**request: Any) -> Any:
+        asked.append(request)
+        said = SimpleNamespace(content=None, tool_calls=calls)
+        if len(request["messages"]) > 2 and request["messages"][0]["content"] != "stubborn":
+            said = SimpleNamespace(content="done", tool_calls=None)
+        return SimpleNamespace(choices=[SimpleNamespace(message=said)])
+
+    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    team = Team(client, "m", 8, {"a.py": "one\ntwo\n", "b.py": "two + two\n"})
+    talk = asyncio.run(team.work([{"role": "system", "content": "rules"}], "task"))
+
+    assert [request["tools"] for request in asked] == [TOOLS, TOOLS]
+    assert [message["role"] for message in talk] == [
+        *("system", "user", "assistant", *["tool"] * 6, "assistant")
+    ]
+    found = [message["content"] for message in talk if message["role"] == "tool"]
+    assert found[:2] == ["one\ntwo\n", "a.py: two\nb.py: two + two"]
+    assert all(answer.startswith("error: ") for answer in found[2:])
+    assert talk[-1]["content"] == "done"
+
+    asked.clear()
+    endless = asyncio.run(team.work([{"role": "system", "content": "stubborn"}], "task"))
+    assert len(asked) == ROUNDS
+    assert endless[-1] == {"role": "assistant", "content": "I came to no result."}
