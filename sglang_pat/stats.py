@@ -24,6 +24,7 @@ COUNTERS = {
     "kv_tokens_read": "K/V tokens the items read, of one layer and KV head; re-reads count.",
     "kv_tokens_unpacked": "K/V tokens without packing: the sum of sequence lengths.",
     "plans_made": "Plans made.",
+    "degraded_plans": "Plans with fewer splits or packs than pay, as their buffers were too small.",
     "plans_reused": "Decode steps that reused the last plan of their batch.",
     "plan_seconds": "Host time of the decode steps that made a plan.",
     "host_seconds": "Host time of pat in all decode steps, with a new plan or the last one.",
@@ -69,6 +70,7 @@ class Stats:
         self.kv_tokens_read = 0
         self.kv_tokens_unpacked = 0
         self.plans_made = 0
+        self.degraded_plans = 0
         self.plans_reused = 0
         self.plan_ns = 0
         self.host_ns = 0
@@ -92,12 +94,26 @@ class Stats:
         after many steps why none was packed."""
         self.plans_made += made
         self.plans_reused += not made
+        if made and plan.degraded:
+            self._degrade(plan)
         self.decode_steps += 1
         self.packed_steps += plan.num_shared_items > 0
         self.branched_steps += plan.branch_tokens > 0
         self.kv_tokens_unpacked += total
         self.kv_tokens_read += plan.kv_tokens_read(total)
         self._tell(lambda: self._watch.step(plan, total, made=made))
+
+    def _degrade(self, plan: Plan) -> None:
+        """Count a plan that is simpler than the rules ask for; tell of the first one."""
+        if not self.degraded_plans:
+            logger.warning(
+                "sglang_pat: a plan for %d requests was made %s: they run slower than they could; "
+                "raise SGLANG_PAT_WORKSPACE_MB, or decode fewer requests at once "
+                "(--max-running-requests)",
+                plan.num_queries,
+                plan.degraded,
+            )
+        self.degraded_plans += 1
 
     def _tell(self, is_due: Callable[[], bool]) -> None:
         """Log what there is to say about sharing; what goes wrong here costs the message only.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,24 @@ def test_the_first_packed_step_is_announced_once(
     assert (stats.decode_steps, stats.packed_steps) == (7 * STEPS - 1, 3 * STEPS)
     assert stats.branched_steps == (3 * STEPS if target is BRANCHING else 0)
     assert (stats.plans_made, stats.plans_reused) == (3, 7 * STEPS - 4)
+
+
+def test_plans_without_room_for_their_partials_are_counted_and_announced_once(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    lens, paths = [1000] * 12, [[(1, 0, 900)]] * 12
+    whole = make(paths, lens)
+    cramped = make(paths, lens, replace(TARGET, max_partials=6))
+    stats = Stats()
+    stats.step(whole, sum(lens), made=True)
+    assert not cramped.num_shared_items and stats.degraded_plans == 0
+    log.clear()
+    for made in (True, False, True):
+        stats.step(cramped, sum(lens), made=made)
+    assert stats.degraded_plans == 2 == stats.snapshot()["degraded_plans"]
+    (message,) = log.messages
+    assert "a plan for 12 requests was made without packs: " in message
+    assert "(of 6)" in message and "raise SGLANG_PAT_WORKSPACE_MB" in message
 
 
 def test_a_message_that_fails_costs_the_message_only(

@@ -19,7 +19,7 @@ from sglang_pat.config import PatConfig
 from sglang_pat.srt import refusals
 from sglang_pat.srt.base import prefill_attention
 from sglang_pat.srt.check import check_plan
-from sglang_pat.srt.forward import Forward, beyond_workspace
+from sglang_pat.srt.forward import Forward, beyond_workspace, no_memory
 from sglang_pat.srt.hook import LiveBatch, Mailbox, host_lens
 from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
@@ -97,7 +97,7 @@ class PatDecodeMixin:
             return False
         requests, room = forward_batch.batch_size, self._target.max_queries
         if requests > room:
-            why = beyond_workspace(requests, room, self.req_to_token_pool.size)
+            why = beyond_workspace(requests, room)
             self._stats.fall_back("batch beyond the workspace", why)
             self._steps.pass_over()
             return False
@@ -105,7 +105,11 @@ class PatDecodeMixin:
         plan = self._steps.plan(batch, host_lens(forward_batch))
         if plan is None:
             return False
-        self._load(plan, batch, forward_batch, start, eager=True)
+        try:
+            self._load(plan, batch, forward_batch, start, eager=True)
+        except torch.cuda.OutOfMemoryError as error:
+            self._stats.fall_back("no memory for the slots", f"{no_memory(plan)}: {error}")
+            return False
         return True
 
     def _prepare_base(self, forward_batch: Any) -> None:

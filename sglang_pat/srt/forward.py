@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_pat.planner import Plan
+
 
 @dataclass(slots=True, eq=False)
 class Forward:
@@ -21,12 +23,18 @@ class Forward:
     in_base: bool = False
 
 
-def beyond_workspace(requests: int, room: int, pool_requests: int) -> str:
-    """Why the base serves a batch of ``requests``, of which the workspace holds ``room``."""
-    text = (
-        f"a batch of {requests} requests is beyond the {room} that the workspace holds, so "
-        "SGLang's attention serves it"
+def beyond_workspace(requests: int, room: int) -> str:
+    """Why the base serves a batch of ``requests``, of which the workspace holds ``room``: all that
+    the server's pool holds, but data parallel attention may pad a batch beyond it."""
+    return (
+        f"a batch of {requests} requests, padding included, is beyond the {room} that the server "
+        "runs, so SGLang's attention serves it"
     )
-    # Only the padding of data parallel attention goes beyond the pool's requests.
-    by_budget = room < pool_requests
-    return f"{text}; raise SGLANG_PAT_WORKSPACE_MB" if by_budget else text
+
+
+def no_memory(plan: Plan) -> str:
+    """Why the base serves a step whose list of slots could not be made longer."""
+    return (
+        f"a plan for {plan.num_queries} requests lists {plan.list_tokens} slots, for which the GPU "
+        "has no memory, so SGLang's attention serves them; lower --mem-fraction-static"
+    )
