@@ -33,6 +33,7 @@ from sglang_pat.bench.kernel import peers, plot, traffic
 from sglang_pat.bench.kernel.floor import Heads, floor_us
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 from sglang_pat.bench.kernel.layer import PatOptions
+from sglang_pat.bench.kernel.options import remarks_of, settings_of
 from sglang_pat.bench.kernel.report import (
     PEER_NAMES,
     TreeRow,
@@ -42,6 +43,7 @@ from sglang_pat.bench.kernel.report import (
     summary,
     table,
 )
+from sglang_pat.bench.kernel.tiles import Whole
 
 
 @pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
@@ -151,6 +153,27 @@ def test_what_is_measured() -> None:
     assert {tree.tokens[0] for _, _, tree in sweep} >= {128, 32768}
     assert {tree.num_queries for _, _, tree in sweep} >= {1, 512}
     assert {str(heads) for heads, _, _ in cases("--quick")} == {"32/8"}
+
+
+def test_presets_and_rules() -> None:
+    def chosen(*arguments: str) -> PatOptions:
+        options = kernel.parser().parse_args(arguments)
+        remarks[:] = remarks_of(options)
+        return settings_of(options)
+
+    remarks: list[str] = []
+    assert chosen() == PatOptions() and not remarks
+    papers = PatOptions("paper", "mean", "float32", "streams", "never")
+    assert chosen("--preset", "pat") == papers and not remarks
+    assert chosen("--preset", "pat", "--partial", "bfloat16", "--launch", "serial") == replace(
+        papers, partial="bfloat16", launch="serial"
+    )
+    assert "launch=serial was asked for and wins over the streams" in " ".join(remarks)
+    # Branches would hide the rule: on an H200 most of the paper's trees are branches alone.
+    assert chosen("--policy", "naive") == PatOptions("naive", branching="never")
+    assert "no branches, as policy=naive" in " ".join(remarks)
+    assert chosen("--policy", "naive", "--branching", "cost") == PatOptions("naive")
+    assert chosen("--tiles").split == "mean" and isinstance(chosen("--tiles"), Whole)
 
 
 def test_bad_arguments_are_explained(capsys: pytest.CaptureFixture[str]) -> None:

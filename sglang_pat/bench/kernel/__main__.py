@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from sglang_pat.bench.common import document as documents
-from sglang_pat.bench.common.document import Document, value, write
+from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.figures import require
 from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Tree
 from sglang_pat.bench.kernel import plot, tiles, timeline, traffic
@@ -29,12 +29,11 @@ from sglang_pat.bench.kernel.clock import Clock, capture, device_rates, empty_us
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
 from sglang_pat.bench.kernel.kv import relative
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
+from sglang_pat.bench.kernel.options import make_parser, remarks_of, settings_of
 from sglang_pat.bench.kernel.peers import PEERS, usable
 from sglang_pat.bench.kernel.report import TreeRow, complaints, table
 from sglang_pat.bench.kernel.timeline import Timeline
 from sglang_pat.planner import BRANCH
-from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
-from sglang_pat.workspace import LAUNCHES
 
 QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
 # One shared node of so many tokens, so many queries, each with a private tail.
@@ -109,11 +108,6 @@ def cases(options: argparse.Namespace) -> list[traffic.Case]:
     one = few or options.sweep or options.traffic
     heads = options.heads or ([Heads(32, 8)] if one else [Heads(*pair) for pair in HEADS])
     return [(each, permuted, tree) for each in heads for permuted in layouts for tree in trees]
-
-
-def settings_of(options: argparse.Namespace) -> PatOptions:
-    kind, split = (tiles.Whole, "mean") if options.tiles else (PatOptions, options.split)
-    return kind(options.policy, split, options.partial, options.launch, options.branching)
 
 
 def conditions(kind: str, options: argparse.Namespace) -> Document:
@@ -216,39 +210,28 @@ def about(document: Document) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sglang_pat.bench.kernel", description=__doc__)
-    add = parser.add_argument
-    heads, tree = value(Heads.parse), value(Tree.parse)
-    add("--heads", nargs="+", type=heads, metavar="Q/KV", help="as 32/8 (default: all four)")
-    add("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
-    add("--permuted", action="store_true", help="slots at random places of the pool")
-    add("--sweep", action="store_true", help="shared length and batch, both layouts, 32/8 heads")
-    instead = parser.add_mutually_exclusive_group().add_argument
-    instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
-    instead("--timeline", action="store_true", help="begin, end, SM and item of all that runs")
-    instead("--tiles", action="store_true", help="K/V bandwidth by row tile and length, no trees")
-    only = "the others are for experiments"
-    add(
-        "--policy",
-        default="bytes",
-        choices=POLICIES,
-        help=f"which packs pay (default: bytes; {only})",
-    )
-    add(
-        "--split",
-        default="cost",
-        choices=SPLITS,
-        help="where items split (default: cost; mean is for experiments)",
-    )
-    add("--branching", default="cost", choices=BRANCHINGS, help="which parts are one item")
-    add("--partial", default="float32", choices=("float32", "bfloat16"), help="partial outputs")
-    launches, how = tuple(LAUNCHES), f"how the forward is launched (default: queue; {only})"
-    add("--launch", default="queue", choices=launches, help=how)
-    add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
-    add("--json", type=Path, metavar="FILE", help="write rows and conditions")
-    add("--plot", type=Path, metavar="FILE", help="draw a PNG (needs matplotlib)")
-    add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
-    return parser
+    return make_parser(__doc__)
+
+
+def show(document: Document, picture: Path | None) -> int:
+    """Print the rows of a document and draw them; exit status 1 if an output is wrong."""
+    if document["kind"] == "traffic":
+        return traffic.show(document, picture)
+    if document["kind"] == "tiles":
+        return tiles.show(document, picture)
+    if document["kind"] == "timelines":
+        lines = [Timeline.from_json(row) for row in document["rows"]]
+        print("\n".join(text for line in lines for text in timeline.summary(line)))
+        if picture:
+            timeline.draw(lines, picture)
+        return 0
+    rows = [TreeRow(**row) for row in document["rows"]]
+    print("\n".join(table(rows)))
+    if picture:
+        plot.draw(document["kind"], rows, picture)
+    for line in complaints(rows):
+        print(line)
+    return 1 if any(row.wrong for row in rows) else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -266,24 +249,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     else:
+        for remark in remarks_of(options):
+            print(f"note: {remark}", file=sys.stderr)
         document = maker(options)(options)
-    if document["kind"] == "traffic":
-        return traffic.show(document, options.plot)
-    if document["kind"] == "tiles":
-        return tiles.show(document, options.plot)
-    if document["kind"] == "timelines":
-        lines = [Timeline.from_json(row) for row in document["rows"]]
-        print("\n".join(text for line in lines for text in timeline.summary(line)))
-        if options.plot:
-            timeline.draw(lines, options.plot)
-        return 0
-    rows = [TreeRow(**row) for row in document["rows"]]
-    print("\n".join(table(rows)))
-    if options.plot:
-        plot.draw(document["kind"], rows, options.plot)
-    for line in complaints(rows):
-        print(line)
-    return 1 if any(row.wrong for row in rows) else 0
+    return show(document, options.plot)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from sglang_pat import Target, decode, reference
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, relative
+from sglang_pat.config import rules
 from sglang_pat.planner import Planner
 from sglang_pat.workspace import Workspace
 
@@ -45,6 +47,22 @@ class PatOptions:
             split=self.split,
             branching=self.branching,
         )
+
+
+# Names of torch for the dtypes of the server's option.
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def options_of(
+    preset: str, given: Mapping[str, str], kind: type[PatOptions] = PatOptions
+) -> tuple[PatOptions, tuple[str, ...]]:
+    """The options of a preset with those ``given`` by name, as a server resolves its own, and the
+    remarks on that (``sglang_pat.config.rules``). ``partial`` is named as torch does."""
+    names = {torch_name: name for name, torch_name in _DTYPES.items()}
+    as_server = {name: names.get(value, value) for name, value in given.items()}
+    chosen, remarks = rules(preset, as_server)
+    fields = {name: chosen[name] for name in ("policy", "split", "launch", "branching")}
+    return kind(**fields, partial=_DTYPES[chosen["partial"]]), remarks
 
 
 def device_batch(tree: Tree, heads: Heads, permuted: bool = False) -> TreeBatch:
