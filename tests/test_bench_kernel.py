@@ -17,11 +17,8 @@ import torch
 from kit.bench import (
     MEASURED,
     RATES,
-    CpuClock,
-    CpuGraph,
-    CpuLayer,
-    fake_sgl_kernel,
     measured_rows,
+    replace_device,
     row,
 )
 
@@ -29,9 +26,8 @@ from sglang_pat.bench.common import document as documents
 from sglang_pat.bench.common import figures
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
 from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import peers, plot, traffic
+from sglang_pat.bench.kernel import plot, traffic
 from sglang_pat.bench.kernel.floor import Heads, floor_us
-from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 from sglang_pat.bench.kernel.layer import PatOptions
 from sglang_pat.bench.kernel.options import remarks_of, settings_of
 from sglang_pat.bench.kernel.report import (
@@ -250,30 +246,7 @@ def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark with its GPU replaced: everything but CUDA calls is its own."""
-
-    def batch(tree: Tree, heads: Heads, permuted: bool) -> TreeBatch:
-        shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
-        return make_batch(tree, **shape, dtype=torch.bfloat16, permuted=permuted)
-
-    def wrong(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
-        return lambda: torch.ones_like(batch.q)
-
-    def broken(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
-        raise RuntimeError("workspace too small")
-
-    for name, module in fake_sgl_kernel().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(kernel, "Layer", CpuLayer)
-    monkeypatch.setattr(kernel, "Clock", CpuClock)
-    monkeypatch.setattr(kernel, "capture", CpuGraph)
-    monkeypatch.setattr(kernel, "device_batch", batch)
-    monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
-    monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
-    monkeypatch.setattr(kernel, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})
-    monkeypatch.setattr(kernel, "usable", lambda heads: dict.fromkeys(PEER_NAMES, ""))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    replace_device(monkeypatch)
 
 
 @pytest.mark.usefixtures("no_device")

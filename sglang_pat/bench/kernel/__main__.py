@@ -23,11 +23,11 @@ import torch
 from sglang_pat.bench.common import document as documents
 from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.figures import require
-from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Tree
-from sglang_pat.bench.kernel import plot, tiles, timeline, traffic
+from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Requests, Tree
+from sglang_pat.bench.kernel import plot, ragged, tiles, timeline, traffic
 from sglang_pat.bench.kernel.clock import Clock, capture, device_rates, empty_us
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
-from sglang_pat.bench.kernel.kv import relative
+from sglang_pat.bench.kernel.kv import TreeBatch, relative
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
 from sglang_pat.bench.kernel.options import make_parser, remarks_of, settings_of
 from sglang_pat.bench.kernel.peers import PEERS, usable
@@ -46,17 +46,20 @@ VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
 
 
 def measure(
-    tree: Tree,
+    tree: Requests,
     heads: Heads,
     permuted: bool,
     names: list[str],
     timer: Clock,
     rates: Rates,
     settings: PatOptions,
+    batch: TreeBatch | None = None,
 ) -> TreeRow:
-    """Capture, check and time pat and the peers in ``names`` on one tree."""
+    """Capture, check and time pat and the peers in ``names`` on one tree or forest. ``batch``: its
+    inputs; None makes them."""
     torch.cuda.empty_cache()
-    batch = device_batch(tree, heads, permuted)
+    if batch is None:
+        batch = device_batch(tree, heads, permuted)
     scale = heads.dim**-0.5
     layer = Layer(batch, tree, heads, settings, scale)
     graphs = {"pat": capture(layer.attend)}
@@ -189,10 +192,44 @@ def run(options: argparse.Namespace) -> Document:
     return document
 
 
+def ragged_rows(options: argparse.Namespace) -> Document:
+    """Measure batches whose requests differ; the document that ``--json`` writes as it grows."""
+    if options.trace is None:
+        print("family window is left out: it needs a Mooncake trace, --trace FILE")
+    heads = options.heads or ragged.HEADS
+    try:
+        todo = ragged.cases(heads, options.only, options.trace)
+    except ValueError as error:
+        raise SystemExit(f"sglang_pat.bench.kernel: {error}") from None
+    document, timer, rates = ceilings("ragged", options)
+    absent = usable(heads, ragged.PEERS)
+    document["absent"] = {name: reason for name, reason in absent.items() if reason}
+    print("\n".join(about(document)), flush=True)
+    names = [name for name, reason in absent.items() if not reason]
+    settings = settings_of(options)
+
+    def make_row(case: ragged.RaggedCase, batch: TreeBatch) -> TreeRow:
+        forest = case.forest
+        return measure(forest, case.heads, options.permuted, names, timer, rates, settings, batch)
+
+    ragged.run(
+        todo,
+        make_row,
+        document,
+        permuted=options.permuted,
+        budget_s=options.budget_s,
+        pool_gb=options.pool_gb,
+        path=options.json,
+    )
+    return document
+
+
 def maker(options: argparse.Namespace) -> Callable[[argparse.Namespace], Document]:
     """What measures what is asked for."""
     if options.traffic:
         return traffics
+    if options.ragged:
+        return ragged_rows
     return bandwidths if options.tiles else timelines if options.timeline else run
 
 
@@ -226,7 +263,10 @@ def show(document: Document, picture: Path | None) -> int:
             timeline.draw(lines, picture)
         return 0
     rows = [TreeRow(**row) for row in document["rows"]]
-    print("\n".join(table(rows)))
+    if document["kind"] == "ragged":
+        print("\n".join(ragged.table(rows, document["left_out"])))
+    else:
+        print("\n".join(table(rows)))
     if picture:
         plot.draw(document["kind"], rows, picture)
     for line in complaints(rows):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_pat import Target, decode, reference
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.common.trees import Requests
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, relative
 from sglang_pat.config import rules
@@ -36,7 +36,7 @@ class PatOptions:
     def partial_dtype(self) -> torch.dtype:
         return torch.float32 if self.partial == "float32" else torch.bfloat16
 
-    def target(self, tree: Tree, heads: Heads) -> Target:
+    def target(self, tree: Requests, heads: Heads) -> Target:
         return Target.h200(
             num_q_heads=heads.q,
             num_kv_heads=heads.kv,
@@ -65,7 +65,7 @@ def options_of(
     return kind(**fields, partial=_DTYPES[chosen["partial"]]), remarks
 
 
-def device_batch(tree: Tree, heads: Heads, permuted: bool = False) -> TreeBatch:
+def device_batch(tree: Requests, heads: Heads, permuted: bool = False) -> TreeBatch:
     """bf16 inputs on the GPU."""
     return make_batch(
         tree,
@@ -82,7 +82,7 @@ class Layer:
     """What pat does for a batch: a plan, the snapshot of its slots, the attention of a layer."""
 
     def __init__(
-        self, batch: TreeBatch, tree: Tree, heads: Heads, settings: PatOptions, scale: float
+        self, batch: TreeBatch, tree: Requests, heads: Heads, settings: PatOptions, scale: float
     ) -> None:
         target = settings.target(tree, heads)
         self.batch, self.tree, self.scale = batch, tree, scale

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from sglang_pat.bench.common.document import value
 from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel import tiles
+from sglang_pat.bench.kernel import ragged, tiles
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import PatOptions, options_of
 from sglang_pat.config import PRESETS
@@ -30,12 +31,25 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
     instead("--timeline", action="store_true", help="begin, end, SM and item of all that runs")
     instead("--tiles", action="store_true", help="K/V bandwidth by row tile and length, no trees")
+    instead("--ragged", action="store_true", help="batches whose requests differ, nine heads")
+    _add_ragged(parser.add_argument_group("with --ragged"))
     _add_rules(parser.add_argument_group("rules"))
     add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
     add("--plot", type=Path, metavar="FILE", help="draw a PNG (needs matplotlib)")
     add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
     return parser
+
+
+def _add_ragged(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--only", nargs="+", default=[], metavar="PATTERN", help="rows by name, as 'skew*' or 8/1")
+    how = "a Mooncake trace for the family window (default: leave that family out)"
+    add("--trace", type=Path, metavar="FILE", help=how)
+    how = "start no row that would end later (default: no limit)"
+    add("--budget-s", type=float, default=math.inf, metavar="S", help=how)
+    how = f"leave out batches with more K and V (default: {ragged.POOL_GB:g})"
+    add("--pool-gb", type=float, default=ragged.POOL_GB, metavar="GB", help=how)
 
 
 def _add_rules(group: argparse._ArgumentGroup) -> None:
