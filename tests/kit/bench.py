@@ -14,7 +14,7 @@ import torch
 from sglang_pat import decode, plan, reference
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import peers, ragged
+from sglang_pat.bench.kernel import ablation, peers, ragged
 from sglang_pat.bench.kernel.floor import Heads, Rates
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 from sglang_pat.bench.kernel.layer import PatOptions
@@ -169,10 +169,11 @@ def replace_device(monkeypatch: Any) -> None:
 
     for name, module in fake_sgl_kernel().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(kernel, "Layer", CpuLayer)
+    for module in (kernel, ablation):
+        monkeypatch.setattr(module, "Layer", CpuLayer)
+        monkeypatch.setattr(module, "capture", CpuGraph)
+        monkeypatch.setattr(module, "device_batch", batch)
     monkeypatch.setattr(kernel, "Clock", CpuClock)
-    monkeypatch.setattr(kernel, "capture", CpuGraph)
-    monkeypatch.setattr(kernel, "device_batch", batch)
     monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
     monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
     monkeypatch.setattr(kernel, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})

@@ -14,7 +14,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,15 @@ from sglang_pat.bench.common import document as documents
 from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.figures import require
 from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Requests, Tree
-from sglang_pat.bench.kernel import plot, ragged, tiles, timeline, traffic
+from sglang_pat.bench.kernel import ablation, ragged, tiles, timeline, traffic
 from sglang_pat.bench.kernel.clock import Clock, capture, device_rates, empty_us
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
 from sglang_pat.bench.kernel.kv import TreeBatch, relative
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
 from sglang_pat.bench.kernel.options import make_parser, remarks_of, settings_of
 from sglang_pat.bench.kernel.peers import PEERS, usable
-from sglang_pat.bench.kernel.report import TreeRow, complaints, table
-from sglang_pat.bench.kernel.timeline import Timeline
+from sglang_pat.bench.kernel.report import TreeRow
+from sglang_pat.bench.kernel.show import about, show
 from sglang_pat.planner import BRANCH
 
 QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
@@ -224,54 +223,33 @@ def ragged_rows(options: argparse.Namespace) -> Document:
     return document
 
 
+def ablations(options: argparse.Namespace) -> Document:
+    """Time every variant on every tree; the document that ``--json`` writes as it grows."""
+    document, timer, rates = ceilings("ablation", options)
+    print("\n".join(about(document)), flush=True)
+    for heads in options.heads or ablation.HEADS:
+        for tree in options.trees or ablation.TREES:
+            row = ablation.measure(tree, heads, options.permuted, timer, rates)
+            found = ", ".join(f"{name} {time:.1f}" for name, time in row.times.items())
+            print(f"{row.heads} {row.spec}: {found} us", flush=True)
+            document["rows"].append(asdict(row))
+            write(document, options.json)
+    return document
+
+
 def maker(options: argparse.Namespace) -> Callable[[argparse.Namespace], Document]:
     """What measures what is asked for."""
     if options.traffic:
         return traffics
     if options.ragged:
         return ragged_rows
+    if options.ablation:
+        return ablations
     return bandwidths if options.tiles else timelines if options.timeline else run
-
-
-def about(document: Document) -> list[str]:
-    """Where and how a document was measured, as lines."""
-    lines = documents.heading(document)
-    if document["kind"] in ("timelines", "traffic"):
-        return lines
-    lines.append(
-        f"ceilings: {document['bytes_per_s'] / 1e12:.2f} TB/s read, "
-        f"{document['flops_per_s'] / 1e12:.0f} TFLOP/s bf16; an empty captured kernel: "
-        f"{document['empty_us']:.1f} us"
-    )
-    return lines + [f"without {name}: {why}" for name, why in document.get("absent", {}).items()]
 
 
 def parser() -> argparse.ArgumentParser:
     return make_parser(__doc__)
-
-
-def show(document: Document, picture: Path | None) -> int:
-    """Print the rows of a document and draw them; exit status 1 if an output is wrong."""
-    if document["kind"] == "traffic":
-        return traffic.show(document, picture)
-    if document["kind"] == "tiles":
-        return tiles.show(document, picture)
-    if document["kind"] == "timelines":
-        lines = [Timeline.from_json(row) for row in document["rows"]]
-        print("\n".join(text for line in lines for text in timeline.summary(line)))
-        if picture:
-            timeline.draw(lines, picture)
-        return 0
-    rows = [TreeRow(**row) for row in document["rows"]]
-    if document["kind"] == "ragged":
-        print("\n".join(ragged.table(rows, document["left_out"])))
-    else:
-        print("\n".join(table(rows)))
-    if picture:
-        plot.draw(document["kind"], rows, picture)
-    for line in complaints(rows):
-        print(line)
-    return 1 if any(row.wrong for row in rows) else 0
 
 
 def main(arguments: list[str] | None = None) -> int:

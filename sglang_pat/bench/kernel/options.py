@@ -32,6 +32,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     instead("--timeline", action="store_true", help="begin, end, SM and item of all that runs")
     instead("--tiles", action="store_true", help="K/V bandwidth by row tile and length, no trees")
     instead("--ragged", action="store_true", help="batches whose requests differ, nine heads")
+    how = "what each idea is worth, on the paper's shared trees; takes no rules"
+    instead("--ablation", action="store_true", help=how)
     _add_ragged(parser.add_argument_group("with --ragged"))
     _add_rules(parser.add_argument_group("rules"))
     add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
