@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -170,6 +170,40 @@ def test_presets_and_rules() -> None:
     assert "no branches, as policy=naive" in " ".join(remarks)
     assert chosen("--policy", "naive", "--branching", "cost") == PatOptions("naive")
     assert chosen("--tiles").split == "mean" and isinstance(chosen("--tiles"), Whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ablation", "--policy", "naive"], "compares fixed rules: leave --policy out"),
+        (["--ablation", "--preset", "pat", "--split", "cost"], "leave --preset and --split out"),
+        (["--ragged", "--trees", "1,2_3,4"], "batches of its own: leave --trees and --sweep out"),
+        (["--only", "skew"], "--only goes with --ragged only"),
+        (["--quick", "--budget-s", "9"], "--budget-s goes with --ragged only"),
+        (["--ragged", "--ablation"], "not allowed with"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        kernel.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server's is: rates of an H200 would be wrong on an H100, branches on an A100."""
+    tree, heads = PAPER_TREES[0], Heads(32, 8)
+    assert PatOptions().target(tree, heads).branching == "cost"
+    assert PatOptions().target(tree, Heads(32, 8, 256)).branching == "never"
+    a100 = SimpleNamespace(
+        name="NVIDIA A100-SXM4-80GB", multi_processor_count=108, major=8, minor=0
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: a100)
+    found = PatOptions().target(tree, heads)
+    assert (found.units, found.branching) == (108, "never")
+    assert PatOptions(branching="always").target(tree, heads).branching == "always"
 
 
 def test_bad_arguments_are_explained(capsys: pytest.CaptureFixture[str]) -> None:

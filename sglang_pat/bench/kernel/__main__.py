@@ -28,7 +28,7 @@ from sglang_pat.bench.kernel.clock import Clock, capture, device_rates, empty_us
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
 from sglang_pat.bench.kernel.kv import TreeBatch, relative
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
-from sglang_pat.bench.kernel.options import make_parser, remarks_of, settings_of
+from sglang_pat.bench.kernel.options import check, make_parser, remarks_of, settings_of
 from sglang_pat.bench.kernel.peers import PEERS, usable
 from sglang_pat.bench.kernel.report import TreeRow
 from sglang_pat.bench.kernel.show import about, show
@@ -253,7 +253,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    found = parser()
+    options = found.parse_args(arguments)
+    check(found, options)
     if options.plot:
         require()
     if options.source:

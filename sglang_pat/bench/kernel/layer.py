@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,16 +38,21 @@ class PatOptions:
         return torch.float32 if self.partial == "float32" else torch.bfloat16
 
     def target(self, tree: Requests, heads: Heads) -> Target:
-        return Target.h200(
-            num_q_heads=heads.q,
-            num_kv_heads=heads.kv,
-            head_dim=heads.dim,
-            max_queries=tree.num_queries,
-            partial_bytes=self.partial_dtype.itemsize,
-            policy=self.policy,
-            split=self.split,
-            branching=self.branching,
-        )
+        """As a server makes its own: for the GPU at hand, an H200 if there is none."""
+        values: dict[str, Any] = {
+            "num_q_heads": heads.q,
+            "num_kv_heads": heads.kv,
+            "head_dim": heads.dim,
+            "max_queries": tree.num_queries,
+            "partial_bytes": self.partial_dtype.itemsize,
+            "policy": self.policy,
+            "split": self.split,
+        }
+        if self.branching != "cost":  # else as the GPU's target has it
+            values["branching"] = self.branching
+        if torch.cuda.device_count() == 0:
+            return Target.h200(**values)
+        return Target.gpu(torch.cuda.get_device_properties(), **values)
 
 
 # Names of torch for the dtypes of the server's option.

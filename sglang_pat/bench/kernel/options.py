@@ -58,7 +58,7 @@ def _add_rules(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     only = "the others are for experiments"
     how = f"rules to start from, a rule beside it wins (default: default; {only})"
-    add("--preset", default="default", choices=tuple(PRESETS), help=how)
+    add("--preset", choices=tuple(PRESETS), help=how)
     add("--policy", choices=POLICIES, help=f"which packs pay (default: bytes; {only})")
     add("--split", choices=SPLITS, help=f"where items split (default: cost; {only})")
     how = "which parts are one item (default: cost; never with another policy or split)"
@@ -67,6 +67,27 @@ def _add_rules(group: argparse._ArgumentGroup) -> None:
     add("--partial", choices=partials, help="partial outputs (default: float32)")
     how = f"how the forward is launched (default: queue; {only})"
     add("--launch", choices=tuple(LAUNCHES), help=how)
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program with a message if an option would have no effect."""
+    if options.ablation:
+        given = [name for name in ("preset", *RULES) if getattr(options, name) is not None]
+        if given:
+            parser.error(f"--ablation compares fixed rules: leave --{' and --'.join(given)} out")
+    if options.ragged and (options.trees or options.sweep):
+        parser.error(
+            "--ragged has batches of its own: leave --trees and --sweep out, pick by --only"
+        )
+    defaults: dict[str, object] = {
+        "only": [],
+        "trace": None,
+        "budget_s": math.inf,
+        "pool_gb": ragged.POOL_GB,
+    }
+    for name, default in defaults.items():
+        if not options.ragged and getattr(options, name) != default:
+            parser.error(f"--{name.replace('_', '-')} goes with --ragged only")
 
 
 def settings_of(options: argparse.Namespace) -> PatOptions:
@@ -81,6 +102,7 @@ def remarks_of(options: argparse.Namespace) -> tuple[str, ...]:
 
 def _resolved(options: argparse.Namespace) -> tuple[PatOptions, tuple[str, ...]]:
     given = {name: found for name in RULES if (found := getattr(options, name)) is not None}
+    preset = options.preset or "default"
     if not options.tiles:
-        return options_of(options.preset, given)
-    return options_of(options.preset, {"branching": "never", **given, "split": "mean"}, tiles.Whole)
+        return options_of(preset, given)
+    return options_of(preset, {"branching": "never", **given, "split": "mean"}, tiles.Whole)
