@@ -137,7 +137,8 @@ def test_agents_run_on_two_servers_in_turns(bench: Any, capsys: pytest.CaptureFi
         (run, backend) for run, order in enumerate((BACKENDS, BACKENDS[::-1])) for backend in order
     ]
     for row in rows:
-        assert 0 < row.itl_p50_ms <= row.itl_p99_ms and 0 < row.ttft_p50_ms <= row.ttft_p99_ms
+        # On a loaded machine several tokens may arrive at once, so the median may be 0.
+        assert row.itl_p50_ms <= row.itl_p99_ms > 0 and 0 < row.ttft_p50_ms <= row.ttft_p99_ms
         assert 0 < row.window_s <= 4 and row.turns >= 4 and row.tokens_per_s > 0
         # The system prompt and the role, at least, of every turn; later ones also the last turn.
         assert row.cached > 0.3
