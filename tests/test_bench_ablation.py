@@ -64,6 +64,14 @@ def test_variants_have_what_their_names_say() -> None:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
+def test_every_variant_has_room(tree: Tree) -> None:
+    """A plan without splits would be taken for one of the paper's splits."""
+    for each in variants(tree, HEADS):
+        target = each.settings.target(each.batch, HEADS)
+        assert not plan(each.batch.paths, each.batch.seq_lens, target).degraded, each.name
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
 def test_no_rule_is_better_than_the_oracle(tree: Tree) -> None:
     least, counted = counted_bytes(tree, HEADS)
     assert list(counted) == ["greedy", "default", "paper", "compute", "naive"]

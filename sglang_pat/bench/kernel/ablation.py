@@ -33,7 +33,7 @@ from sglang_pat.bench.common.trees import PAPER_TREES, Requests, Tree
 from sglang_pat.bench.kernel.clock import Clock, capture
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of, options_of
-from sglang_pat.bench.kernel.packings import least_bytes, least_padding, plan_bytes
+from sglang_pat.bench.kernel.packings import Packing, least_bytes, least_padding, plan_bytes
 from sglang_pat.bench.kernel.report import MAX_DIFFERENCE, geomean, groups
 
 TREES = tuple(tree for tree in PAPER_TREES if tree.shares)
@@ -112,7 +112,7 @@ def _counted(tree: Requests, heads: Heads, **rules: Any) -> Target:
     return replace(target, row_tiles=COUNTED_TILES, branching="never", **rules)
 
 
-def _oracle(tree: Tree, heads: Heads) -> Any:
+def _oracle(tree: Tree, heads: Heads) -> tuple[Packing, float]:
     return least_bytes(tree, _counted(tree, heads))
 
 

@@ -21,6 +21,8 @@ from sglang_pat.workspace import Workspace
 
 PLAN_REPEATS = 15
 CHECKED_QUERIES = 6
+# Room for the split `mean`, per query. The paper's trees take up to 17 partial results a query.
+MEAN_ITEMS, MEAN_PARTIALS = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class PatOptions:
         return torch.float32 if self.partial == "float32" else torch.bfloat16
 
     def target(self, tree: Requests, heads: Heads) -> Target:
-        """As a server makes its own: for the GPU at hand, an H200 if there is none."""
+        """As a server makes its own: for the GPU at hand, an H200 if there is none. With the split
+        ``mean``, which makes many pieces, there is more room for them, lest plans are made without
+        splits."""
         values: dict[str, Any] = {
             "num_q_heads": heads.q,
             "num_kv_heads": heads.kv,
@@ -48,6 +52,9 @@ class PatOptions:
             "policy": self.policy,
             "split": self.split,
         }
+        if self.split == "mean":
+            values["max_items"] = MEAN_ITEMS * tree.num_queries + 1024
+            values["max_partials"] = MEAN_PARTIALS * tree.num_queries + 2048
         if self.branching != "cost":  # else as the GPU's target has it
             values["branching"] = self.branching
         if torch.cuda.device_count() == 0:
