@@ -155,8 +155,8 @@ def run(
     for (kv_heads, head_dim), members in groupby(todo, lambda case: case.pool):
         fitting = []
         for case in members:
-            done += case.bytes > pool_gb * 1e9
             if case.bytes > pool_gb * 1e9:
+                done += 1
                 _leave_out(
                     document, case, f"K and V of {case.bytes / 1e9:.1f} GB, over {pool_gb:g}"
                 )
