@@ -6,12 +6,11 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import sglang_pat
-from sglang_pat.calibrate import command as calibrate
-from sglang_pat.explain.command import add_arguments, run_explain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +19,19 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status: 0 all well, 1 not, 2 wrong usage."""
     signal.signal(signal.SIGTERM, _exit)  # unwinds, so that a spawned server is stopped too
+    try:
+        import_module("sglang_pat._C")
+    except ImportError as error:
+        print(
+            f"sglang-pat: its native module does not load: {error}; pip install --force-reinstall "
+            "sglang-pat; from a checkout, run it outside the folder",
+            file=sys.stderr,
+        )
+        return 1
+    # Only now, since these import it.
+    from sglang_pat.calibrate import command as calibrate
+    from sglang_pat.explain.command import run_explain
+
     parser = make_parser()
     arguments, flags = parser.parse_known_args(argv)
     if arguments.command == "doctor":
@@ -56,6 +68,9 @@ def _run_doctor(
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line; flags of a server after ``doctor`` are not known to it."""
+    from sglang_pat.calibrate import command as calibrate
+    from sglang_pat.explain.command import add_arguments
+
     parser = argparse.ArgumentParser(
         prog="sglang-pat", description="Prefix-aware decode attention for SGLang."
     )

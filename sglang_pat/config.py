@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 
@@ -28,6 +28,27 @@ _ALLOWED = {
     "partial": ("fp32", "bf16"),
     "launch": tuple(_C.LAUNCHES),
 }
+# What a preset sets; other options keep their defaults. `pat` is the paper: packs (section 5.1),
+# streams and split (section 6), fp32 partials. Its choice of tiles, the smallest that holds a
+# pack, is that of all presets. `naive` is its PAT-naive (section 8.5): every node is a pack.
+PRESETS: dict[str, dict[str, str]] = {
+    "default": {},
+    "pat": {
+        "policy": "paper",
+        "split": "mean",
+        "branching": "never",
+        "partial": "fp32",
+        "launch": "streams",
+    },
+    "naive": {
+        "policy": "naive",
+        "split": "mean",
+        "branching": "never",
+        "partial": "fp32",
+        "launch": "streams",
+    },
+}
+_PRESET = PREFIX + "PRESET"
 DEFAULT_MB = 256  # below the 384 MB that FlashInfer takes in the same place
 # One request has nobody to share with, so SGLang's attention serves it at its own speed.
 DEFAULT_MIN_BATCH = 2
@@ -40,6 +61,7 @@ class PatConfig:
     """Options of one server.
 
     ``check`` (``SGLANG_PAT_CHECK``): every step, compare the slots of a pack's members.
+    ``preset`` (``SGLANG_PAT_PRESET``): the rules to start from, see ``PRESETS`` and ``rules``.
     ``policy`` (``SGLANG_PAT_POLICY``), ``split`` (``SGLANG_PAT_SPLIT``) and ``branching``
     (``SGLANG_PAT_BRANCHING``): see ``Target``; ``cost`` is ``never`` where branches do not pay or
     were not measured: on the CPU, on GPUs other than Hopper, beyond head dim 128.
@@ -49,6 +71,7 @@ class PatConfig:
     workspace; how many requests of a batch fit depends on it, see ``sglang_pat.capacity``.
     ``min_batch`` (``SGLANG_PAT_MIN_BATCH``): requests of the smallest decode batch that pat serves,
     rows of padding included; smaller ones are the base's, in graphs and without.
+    ``remarks``: what ``from_env`` has to say about a preset or a rule, a sentence each.
     """
 
     check: bool = False
@@ -59,6 +82,8 @@ class PatConfig:
     launch: str = "queue"
     workspace_mb: int = DEFAULT_MB
     min_batch: int = DEFAULT_MIN_BATCH
+    preset: str = "default"
+    remarks: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> PatConfig:
@@ -67,8 +92,8 @@ class PatConfig:
         Raises ValueError that names the variable, its value and what is allowed, for a name or a
         value that is not known: a misspelt option must not be served as the default.
         """
-        known = {PREFIX + name.upper(): name for name in (*_ALLOWED, *_NUMBERS)}
-        chosen = {name: allowed[0] for name, allowed in _ALLOWED.items()}
+        known = {PREFIX + name.upper(): name for name in ("preset", *_ALLOWED, *_NUMBERS)}
+        given: dict[str, str] = {}
         numbers = {name: default for name, (default, _) in _NUMBERS.items()}
         for variable, value in environ.items():
             if not variable.startswith(PREFIX):
@@ -82,12 +107,15 @@ class PatConfig:
             if name in _NUMBERS:
                 numbers[name] = _whole_number(variable, value, *_NUMBERS[name])
                 continue
-            if value not in _ALLOWED[name]:
+            allowed = PRESETS if variable == _PRESET else _ALLOWED[name]
+            if value not in allowed:
                 raise ValueError(
                     f"{variable}={value} is not a known value; "
-                    f"use one of {', '.join(_ALLOWED[name])} or unset it"
+                    f"use one of {', '.join(allowed)} or unset it"
                 )
-            chosen[name] = value
+            given[name] = value
+        preset = given.pop("preset", "default")
+        chosen, remarks = rules(preset, given)
         return cls(
             check=chosen["check"] == "1",
             policy=chosen["policy"],
@@ -96,6 +124,8 @@ class PatConfig:
             partial=chosen["partial"],
             launch=chosen["launch"],
             **numbers,
+            preset=preset,
+            remarks=remarks,
         )
 
     @property
@@ -103,7 +133,33 @@ class PatConfig:
         return torch.float32 if self.partial == "fp32" else torch.bfloat16
 
     def __str__(self) -> str:
-        return " ".join(f"{field.name}={asdict(self)[field.name]}" for field in fields(self))
+        values = asdict(self)
+        shown = " ".join(f"{each.name}={values[each.name]}" for each in fields(self)[:-1])
+        return "; ".join([shown, *self.remarks])
+
+
+def rules(preset: str, given: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """All options with a list of values: ``given`` ones by name, else the preset's, else the
+    defaults; and remarks on what that means.
+
+    An option beside a preset wins, and a remark says so. Branches go with the default policy and
+    split alone: with another they are off, and a remark says so, unless ``branching`` is given.
+    Raises KeyError for a preset that is not in ``PRESETS``.
+    """
+    of_preset = PRESETS[preset]
+    defaults = {name: allowed[0] for name, allowed in _ALLOWED.items()}
+    chosen = {**defaults, **of_preset, **given}
+    remarks = [
+        f"{name}={given[name]} was asked for and wins over the {value} of preset {preset}"
+        for name, value in of_preset.items()
+        if given.get(name, value) != value
+    ]
+    others = [name for name in ("policy", "split") if chosen[name] != defaults[name]]
+    if others and "branching" not in {*given, *of_preset}:
+        chosen["branching"] = "never"
+        rule = f"{others[0]}={chosen[others[0]]}"
+        remarks.append(f"no branches, as {rule} is not the default: ask for them with branching")
+    return chosen, tuple(remarks)
 
 
 def _whole_number(variable: str, value: str, default: int, unit: str) -> int:

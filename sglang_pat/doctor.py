@@ -138,17 +138,9 @@ def _guarded(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Fin
 
 def _package() -> Finding:
     import sglang_pat
+    from sglang_pat import _C
 
-    try:
-        native = import_module("sglang_pat._C")
-    except ImportError as error:
-        return Finding(
-            "sglang_pat",
-            f"{sglang_pat.__version__}, but its native module does not load: {error}",
-            "block",
-            "pip install --force-reinstall sglang-pat; from a checkout, run it outside the folder",
-        )
-    return Finding("sglang_pat", f"{sglang_pat.__version__}, {native.__file__}")
+    return Finding("sglang_pat", f"{sglang_pat.__version__}, {_C.__file__}")
 
 
 def _settings() -> Finding:

@@ -36,9 +36,9 @@ class Target:
     the last two in ``Plan.degraded``.
 
     ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``
-    applies its rule (4 x queries against tokens), ``naive`` packs every node. ``split``: ``cost``
-    minimises the modelled makespan, ``mean`` is the rule of PAT section 6 (pieces of at least 128
-    tokens in both). ``branching``: whether a part of the pack tree may become one item, a branch,
+    applies equations 1 and 2 of that section, ``naive`` packs every node. ``split``: ``cost``
+    minimises the modelled makespan, ``mean`` is the rule of PAT section 6: no piece longer than
+    the mean. ``branching``: whether a part of the pack tree may become one item, a branch,
     in which queries do not see each other's tokens: ``cost`` where the modelled time is shorter,
     ``always`` or ``never``. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens
     of a node or tail beyond which it stays an item of its own) are what it chooses from.

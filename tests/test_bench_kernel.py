@@ -10,18 +10,15 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from kit.bench import (
     MEASURED,
     RATES,
-    CpuClock,
-    CpuGraph,
-    CpuLayer,
-    fake_sgl_kernel,
     measured_rows,
+    replace_device,
     row,
 )
 
@@ -29,10 +26,10 @@ from sglang_pat.bench.common import document as documents
 from sglang_pat.bench.common import figures
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
 from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import peers, plot, traffic
+from sglang_pat.bench.kernel import plot, traffic
 from sglang_pat.bench.kernel.floor import Heads, floor_us
-from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 from sglang_pat.bench.kernel.layer import PatOptions
+from sglang_pat.bench.kernel.options import remarks_of, settings_of
 from sglang_pat.bench.kernel.report import (
     PEER_NAMES,
     TreeRow,
@@ -42,6 +39,7 @@ from sglang_pat.bench.kernel.report import (
     summary,
     table,
 )
+from sglang_pat.bench.kernel.tiles import Whole
 
 
 @pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
@@ -153,6 +151,61 @@ def test_what_is_measured() -> None:
     assert {str(heads) for heads, _, _ in cases("--quick")} == {"32/8"}
 
 
+def test_presets_and_rules() -> None:
+    def chosen(*arguments: str) -> PatOptions:
+        options = kernel.parser().parse_args(arguments)
+        remarks[:] = remarks_of(options)
+        return settings_of(options)
+
+    remarks: list[str] = []
+    assert chosen() == PatOptions() and not remarks
+    papers = PatOptions("paper", "mean", "float32", "streams", "never")
+    assert chosen("--preset", "pat") == papers and not remarks
+    assert chosen("--preset", "pat", "--partial", "bfloat16", "--launch", "serial") == replace(
+        papers, partial="bfloat16", launch="serial"
+    )
+    assert "launch=serial was asked for and wins over the streams" in " ".join(remarks)
+    # Branches would hide the rule: on an H200 most of the paper's trees are branches alone.
+    assert chosen("--policy", "naive") == PatOptions("naive", branching="never")
+    assert "no branches, as policy=naive" in " ".join(remarks)
+    assert chosen("--policy", "naive", "--branching", "cost") == PatOptions("naive")
+    assert chosen("--tiles").split == "mean" and isinstance(chosen("--tiles"), Whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ablation", "--policy", "naive"], "compares fixed rules: leave --policy out"),
+        (["--ablation", "--preset", "pat", "--split", "cost"], "leave --preset and --split out"),
+        (["--ragged", "--trees", "1,2_3,4"], "batches of its own: leave --trees and --sweep out"),
+        (["--only", "skew"], "--only goes with --ragged only"),
+        (["--quick", "--budget-s", "9"], "--budget-s goes with --ragged only"),
+        (["--ragged", "--ablation"], "not allowed with"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        kernel.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server's is: rates of an H200 would be wrong on an H100, branches on an A100."""
+    tree, heads = PAPER_TREES[0], Heads(32, 8)
+    assert PatOptions().target(tree, heads).branching == "cost"
+    assert PatOptions().target(tree, Heads(32, 8, 256)).branching == "never"
+    a100 = SimpleNamespace(
+        name="NVIDIA A100-SXM4-80GB", multi_processor_count=108, major=8, minor=0
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: a100)
+    found = PatOptions().target(tree, heads)
+    assert (found.units, found.branching) == (108, "never")
+    assert PatOptions(branching="always").target(tree, heads).branching == "always"
+
+
 def test_bad_arguments_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cases("--trees", "1,4")
@@ -227,30 +280,7 @@ def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark with its GPU replaced: everything but CUDA calls is its own."""
-
-    def batch(tree: Tree, heads: Heads, permuted: bool) -> TreeBatch:
-        shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
-        return make_batch(tree, **shape, dtype=torch.bfloat16, permuted=permuted)
-
-    def wrong(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
-        return lambda: torch.ones_like(batch.q)
-
-    def broken(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
-        raise RuntimeError("workspace too small")
-
-    for name, module in fake_sgl_kernel().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(kernel, "Layer", CpuLayer)
-    monkeypatch.setattr(kernel, "Clock", CpuClock)
-    monkeypatch.setattr(kernel, "capture", CpuGraph)
-    monkeypatch.setattr(kernel, "device_batch", batch)
-    monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
-    monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
-    monkeypatch.setattr(kernel, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})
-    monkeypatch.setattr(kernel, "usable", lambda heads: dict.fromkeys(PEER_NAMES, ""))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    replace_device(monkeypatch)
 
 
 @pytest.mark.usefixtures("no_device")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_pat.bench.serving import __main__ as command
+from sglang_pat.bench.serving.agents import AgentsRow
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.fleet import FleetConfig, Served, serve
 from sglang_pat.bench.serving.model import open_model
@@ -126,6 +127,31 @@ def test_traces_run_on_two_servers(bench: Any, capsys: pytest.CaptureFixture[str
     assert theirs["decode_steps"] is None
     assert ours["base_forwards"]["extend"] <= ours["requests"], "the warm-up was counted, too"
     assert "toolagent" in capsys.readouterr().out
+
+
+def test_agents_run_on_two_servers_in_turns(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--agent-context", "900", "--duration-s", "4", "--runs", "2")
+    written = bench("--agents", "100+2*60x4", *sizes)
+    assert written["kind"] == "agents" and written["left_out"] == []
+    assert written["settings"]["agent_context"] == 900
+    rows = [AgentsRow(**row) for row in written["rows"]]
+    assert [(row.run, row.backend) for row in rows] == [
+        (run, backend) for run, order in enumerate((BACKENDS, BACKENDS[::-1])) for backend in order
+    ]
+    for row in rows:
+        # On a loaded machine several tokens may arrive at once, so the median may be 0.
+        assert row.itl_p50_ms <= row.itl_p99_ms > 0 and 0 < row.ttft_p50_ms <= row.ttft_p99_ms
+        assert 0 < row.window_s <= 4 and row.turns >= 4 and row.tokens_per_s > 0
+        # The system prompt and the role, at least, of every turn; later ones also the last turn.
+        assert row.cached > 0.3
+        if row.backend == "pat":
+            assert (row.packed_steps or 0) > 0.8 * (row.decode_steps or 0) > 0
+            assert 0 < (row.plans_made or 0) < (row.decode_steps or 0)
+        else:
+            assert row.plans_made is row.decode_steps is None
+    shown = capsys.readouterr().out
+    assert "100+2*60x4: inter-token time, pat / torch_native: " in shown
+    assert "at most" not in shown, "the goals are those of another model"
 
 
 def test_a_run_that_cannot_be_measured_is_left_out(

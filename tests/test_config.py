@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_pat.config import PatConfig
+from sglang_pat.config import PRESETS, PatConfig
 
 
 def test_defaults() -> None:
@@ -48,7 +48,7 @@ def test_every_option() -> None:
     assert config.partial_dtype is torch.bfloat16
     assert str(config) == (
         "check=True policy=paper split=mean branching=never partial=bf16 launch=streams "
-        "workspace_mb=1024 min_batch=1"
+        "workspace_mb=1024 min_batch=1 preset=default"
     )
 
 
@@ -56,6 +56,7 @@ def test_every_option() -> None:
     ("variable", "value", "message"),
     [
         ("SGLANG_PAT_CHECK", "yes", "SGLANG_PAT_CHECK=yes .*use one of 0, 1"),
+        ("SGLANG_PAT_PRESET", "paper", "SGLANG_PAT_PRESET=paper .*use one of default, pat, naive"),
         ("SGLANG_PAT_POLICY", "", "SGLANG_PAT_POLICY= .*use one of bytes, paper, naive"),
         ("SGLANG_PAT_SPLIT", "COST", "SGLANG_PAT_SPLIT=COST .*use one of cost, mean"),
         ("SGLANG_PAT_BRANCHING", "1", "SGLANG_PAT_BRANCHING=1 .*use one of cost, always, never"),
@@ -69,10 +70,50 @@ def test_every_option() -> None:
         (
             "SGLANG_PAT_POLCY",
             "paper",
-            "SGLANG_PAT_POLCY=paper is not an option.*_POLICY.*_WORKSPACE_MB.*_MIN_BATCH",
+            "SGLANG_PAT_POLCY=paper is not an option.*_PRESET.*_POLICY.*_WORKSPACE_MB.*_MIN_BATCH",
         ),
     ],
 )
 def test_what_is_not_known_is_refused(variable: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PatConfig.from_env({variable: value})
+
+
+def read(**options: str) -> PatConfig:
+    return PatConfig.from_env({f"SGLANG_PAT_{name}": value for name, value in options.items()})
+
+
+def test_the_papers_preset() -> None:
+    config = read(PRESET="pat")
+    assert (config.policy, config.split, config.branching) == ("paper", "mean", "never")
+    assert (config.partial, config.launch) == ("fp32", "streams")
+    assert config.preset == "pat" and not config.remarks
+    naive = read(PRESET="naive")
+    assert (naive.policy, naive.split, naive.branching) == ("naive", "mean", "never")
+    assert read(PRESET="default") == read() == PatConfig()
+    assert set(PRESETS) == {"default", "pat", "naive"}
+
+
+def test_an_option_beside_a_preset_wins_and_that_is_said() -> None:
+    config = read(PRESET="pat", SPLIT="cost", LAUNCH="streams", PARTIAL="bf16")
+    assert (config.policy, config.split, config.partial) == ("paper", "cost", "bf16")
+    assert config.branching == "never" and config.launch == "streams"
+    assert config.remarks == (
+        "split=cost was asked for and wins over the mean of preset pat",
+        "partial=bf16 was asked for and wins over the fp32 of preset pat",
+    )
+    assert "preset=pat; split=cost was asked for" in str(config)
+    assert read(PRESET="pat", BRANCHING="always").branching == "always"
+
+
+@pytest.mark.parametrize("option", [{"POLICY": "naive"}, {"POLICY": "paper"}, {"SPLIT": "mean"}])
+def test_other_rules_have_no_branches_unless_asked_for(option: dict[str, str]) -> None:
+    """Branches would hide what such a rule does: on a Hopper the plan would be the default's."""
+    config = read(**option)
+    assert config.branching == "never"
+    assert len(config.remarks) == 1 and "no branches, as" in config.remarks[0]
+    assert config.remarks[0] in str(config)
+    for value in ("cost", "always"):
+        asked = read(**option, BRANCHING=value)
+        assert asked.branching == value and not asked.remarks
+    assert read(POLICY="bytes", SPLIT="cost").branching == "cost"

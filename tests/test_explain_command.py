@@ -171,6 +171,23 @@ def test_the_options_of_a_server_count(
     assert "SGLANG_PAT_BRANCHNG" in refused(capsys)
 
 
+def test_a_preset_and_a_rule_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def rules(*arguments: str) -> tuple[list[str], str]:
+        assert cli.main(["explain", "--json", *arguments]) == 0
+        said = capsys.readouterr()
+        target = json.loads(said.out)["target"]
+        return [target[name] for name in ("policy", "split", "branching")], said.err
+
+    assert rules("--preset", "pat") == (["paper", "mean", "never"], "")
+    found, said = rules("--preset", "pat", "--split", "cost")
+    assert found == ["paper", "cost", "never"]
+    assert said == (
+        "sglang-pat explain: split=cost was asked for and wins over the mean of preset pat\n"
+    )
+    found, said = rules("--policy", "naive")
+    assert found == ["naive", "cost", "never"] and "no branches, as policy=naive" in said
+
+
 @pytest.mark.parametrize(
     ("name", "units"),
     [

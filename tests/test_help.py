@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,14 +96,32 @@ def test_an_option_without_help_is_found() -> None:
     assert _without_help(parser) == ["it: --bare", "bare", "it described: file"]
 
 
-def test_version() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "sglang_pat", "--version"],
+def _run_module(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m sglang_pat`` in a folder, which comes first on its path."""
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_pat", *arguments],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def test_version(tmp_path: Path) -> None:
+    run = _run_module(tmp_path, "--version")
     assert (run.returncode, run.stdout) == (0, f"sglang-pat {sglang_pat.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["--version", "doctor", "explain"])
+def test_a_native_module_that_does_not_load_is_one_line(tmp_path: Path, command: str) -> None:
+    """As in a checkout, whose folder has the sources only."""
+    sources = Path(sglang_pat.__file__).parent
+    shutil.copytree(sources, tmp_path / "sglang_pat", ignore=shutil.ignore_patterns("_C.*.so"))
+    run = _run_module(tmp_path, command)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("sglang-pat: its native module does not load: No module")
+    assert run.stderr.count("\n") == 1 and "run it outside the folder" in run.stderr
 
 
 @pytest.mark.parametrize(

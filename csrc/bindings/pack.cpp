@@ -249,7 +249,7 @@ void bind_planner(py::module_& m) {
 
 // What the cost model says of a plan that is made: calibration fits its factors with this.
 void bind_cost_model(py::module_& m) {
-  py::class_<PlanTerms>(m, "PlanTerms", "Counts of one KV head: see csrc/pack/cost_model.h.")
+  py::class_<PlanTerms>(m, "PlanTerms", "What the cost model counts of a plan, for one KV head.")
       .def_readonly("unique_tokens", &PlanTerms::unique_tokens)
       .def_readonly("reread_tokens", &PlanTerms::reread_tokens)
       .def_readonly("wide_tokens", &PlanTerms::wide_tokens)

@@ -79,14 +79,40 @@ void Packer::merge_below(const PackTree& tree, int32_t node, Packs& out) {
   }
 }
 
-// Algorithm 1 of the paper, line 6: split if and only if 4 * size < len.
+// Profits of the two schemes of PAT section 5.1, in elements of K or V over the head dim: what
+// packing saves in K/V reads less what its partials cost. `left`: queries that u, the node, still
+// has; `tokens`: KV length of its pack; `size` and `child_tokens`: of the child. The terms of the
+// other children, which both equations share, are left out.
+struct PaperProfits {
+  int64_t left;
+  int64_t tokens;
+
+  // Equation 1: u and the child are packs of their own.
+  int64_t split(int64_t size, int64_t child_tokens) const {
+    return (left - 1) * tokens - 4 * left + (size - 1) * child_tokens;
+  }
+  // Equation 2: the child's queries leave u and read its tokens along with the child's.
+  int64_t merge(int64_t size, int64_t child_tokens) const {
+    return (left - size - 1) * tokens - 4 * (left - size) + (size - 1) * (tokens + child_tokens);
+  }
+};
+
+// Algorithm 1 of the paper. A tail is a child, a leaf, of one query. The length of u is that of its
+// pack, which counts the tokens that it took over from above (the `blocks` of the algorithm): its
+// CTA reads them. Where both profits are equal the algorithm merges. Equation 2 charges u's read
+// even if no query is left that reads it: evaluated as written.
 void Packer::merge_by_paper(const PackTree& tree, int32_t node, const Packs& packs) {
-  const int32_t tokens = tree.nodes[node].end - tree.nodes[node].start;
+  PaperProfits u{tree.nodes[node].num_queries, packs.packs[node].tokens()};
+  const auto visit = [&](int32_t child, int64_t size) {
+    const int64_t tokens = packs.packs[child].tokens();
+    merged_[child] = u.merge(size, tokens) >= u.split(size, tokens);
+    if (merged_[child]) u.left -= size;
+  };
   for (int32_t i = child_offsets_[node]; i < child_offsets_[node + 1]; ++i) {
-    merged_[children_[i]] = 4 * int64_t{tree.nodes[children_[i]].num_queries} >= tokens;
+    visit(children_[i], tree.nodes[children_[i]].num_queries);
   }
   for (int32_t i = tail_offsets_[node]; i < tail_offsets_[node + 1]; ++i) {
-    merged_[packs.num_nodes + tails_[i]] = tokens <= 4;
+    visit(packs.num_nodes + tails_[i], 1);
   }
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packer: which queries share an item (PAT section 5.1, TreeHeuristic with three profit rules).
+// Packer: which queries share an item (PAT section 5.1: TreeHeuristic, with a choice of
+// three rules for what pays).
 #pragma once
 
 #include <cstdint>

@@ -26,18 +26,24 @@ void cut(const Target& target, Pack& pack, int32_t pieces) {
   pack.pieces = (tokens + pack.chunk - 1) / pack.chunk;
 }
 
+// PAT section 6, to the letter: an item longer than the mean of all items is cut into equal parts
+// no longer than the mean. No part is too short for it; only kMaxPieces limits their number.
 void split_by_mean(const Target& target, Packs& packs) {
-  double tokens = 0.0;
-  double items = 0.0;
+  int64_t tokens = 0;
+  int64_t items = 0;
   for (const Pack& pack : packs.packs) {
     if (pack.queries == 0) continue;
-    const auto tiles = static_cast<double>(target.num_row_tiles(pack.queries));
+    const int64_t tiles = target.num_row_tiles(pack.queries);
     tokens += tiles * pack.tokens();
     items += tiles;
   }
-  const double mean = tokens / std::max(items, 1.0);
+  const auto mean =
+      static_cast<int32_t>(std::max<int64_t>(tokens / std::max<int64_t>(items, 1), 1));
   for (Pack& pack : packs.packs) {
-    if (pack.queries > 0) cut(target, pack, static_cast<int32_t>(std::ceil(pack.tokens() / mean)));
+    if (pack.queries == 0 || pack.tokens() <= mean) continue;
+    const int32_t pieces = std::min((pack.tokens() + mean - 1) / mean, kMaxPieces);
+    pack.chunk = (pack.tokens() + pieces - 1) / pieces;
+    pack.pieces = (pack.tokens() + pack.chunk - 1) / pack.chunk;
   }
 }
 

@@ -10,7 +10,7 @@ namespace pat {
 
 enum class Policy : int {
   kBytes = 0,  // default: compares bytes exactly (GQA ratio, row tiles, partial dtype)
-  kPaper = 1,  // PAT section 5.1: a child merges into its parent iff 4 * queries >= tokens
+  kPaper = 1,  // PAT section 5.1: equations 1 and 2, with the tokens of the whole pack
   kNaive = 2,  // every node of the tree is a pack (the paper's PAT-naive)
 };
 

@@ -41,6 +41,7 @@ _TARGETS = (*_GPUS, "cpu")
 _CPU_THREADS = 8
 # Options of a server that change a plan: SGLANG_PAT_<NAME>, and here --<name>.
 _RULES = {
+    "preset": "rules to start from: default, pat (the paper's) or naive; a rule beside it wins",
     "policy": "when a node becomes a pack: bytes, paper or naive",
     "split": "where a long pack is cut: cost or mean",
     "branching": "whether parts of the tree become one item: cost, always or never",
@@ -168,6 +169,8 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         if (value := getattr(arguments, name)) is not None
     }
     config = PatConfig.from_env({**os.environ, **chosen})
+    for remark in config.remarks:
+        print(f"sglang-pat explain: {remark}", file=sys.stderr)
     name = arguments.target.lower().replace(" ", "").removeprefix("nvidia")
     if name not in _TARGETS:
         raise ValueError(

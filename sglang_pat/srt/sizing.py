@@ -22,6 +22,8 @@ logger = logging.getLogger("sglang_pat")
 def make_executor(runner: Any, config: PatConfig) -> Executor:
     """The executor of a model runner. Its target is sized by the runner's pools and graphs and, on
     a GPU, by the budget of its workspace. After a sleep of the server it is as new."""
+    if config.preset != "default" or config.remarks:
+        logger.info("sglang_pat: %s", config)
     table = runner.req_to_token_pool.req_to_token
     if table.device.type == "cpu":
         executor = Executor(_cpu_target(runner, config), config, table)

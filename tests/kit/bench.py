@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 
 from sglang_pat import decode, plan, reference
 from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel import __main__ as kernel
+from sglang_pat.bench.kernel import ablation, peers, ragged
 from sglang_pat.bench.kernel.floor import Heads, Rates
-from sglang_pat.bench.kernel.kv import TreeBatch
+from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 from sglang_pat.bench.kernel.layer import PatOptions
-from sglang_pat.bench.kernel.report import TreeRow
+from sglang_pat.bench.kernel.report import PEER_NAMES, TreeRow
 
 # Measured on one H200 before this benchmark was written, by other code: floor, FA3, FlashInfer,
 # levels and the published PAT at 32/8 heads, microseconds.
@@ -148,3 +151,33 @@ def fake_sgl_kernel() -> dict[str, ModuleType]:
     package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
     vars(package)["merge_state_v2"], vars(module)["flash_attn_with_kvcache"] = merge, attend
     return {"sgl_kernel": package, "sgl_kernel.flash_attn": module}
+
+
+def replace_device(monkeypatch: Any) -> None:
+    """The kernel benchmark with its GPU replaced: everything but CUDA calls is its own. FlashInfer
+    fails, and the cascade by levels gives a wrong output."""
+
+    def batch(tree: Tree, heads: Heads, permuted: bool) -> TreeBatch:
+        shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
+        return make_batch(tree, **shape, dtype=torch.bfloat16, permuted=permuted)
+
+    def wrong(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
+        return lambda: torch.ones_like(batch.q)
+
+    def broken(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
+        raise RuntimeError("workspace too small")
+
+    for name, module in fake_sgl_kernel().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for module in (kernel, ablation):
+        monkeypatch.setattr(module, "Layer", CpuLayer)
+        monkeypatch.setattr(module, "capture", CpuGraph)
+        monkeypatch.setattr(module, "device_batch", batch)
+    monkeypatch.setattr(kernel, "Clock", CpuClock)
+    monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
+    monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
+    monkeypatch.setattr(kernel, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})
+    monkeypatch.setattr(kernel, "usable", lambda heads, names=PEER_NAMES: dict.fromkeys(names, ""))
+    monkeypatch.setattr(ragged, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")

@@ -5,9 +5,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 # (query heads, KV heads)
 HEADS = ((32, 32), (16, 8), (32, 8), (64, 8))
+
+
+class Requests(Protocol):
+    """A decode batch: a ``Tree``, or a ``Forest`` of ``forests.py``."""
+
+    @property
+    def num_queries(self) -> int: ...
+    @property
+    def unique_tokens(self) -> int: ...
+    @property
+    def seq_lens(self) -> list[int]: ...
+    @property
+    def paths(self) -> list[list[tuple[int, int, int]]]: ...
 
 
 @dataclass(frozen=True, slots=True)

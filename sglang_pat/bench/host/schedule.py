@@ -13,6 +13,7 @@ import statistics
 import time
 
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
+from sglang_pat.config import rules
 from sglang_pat.planner import Planner
 from sglang_pat.target import POLICIES, SPLITS, Target
 
@@ -67,6 +68,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
+    chosen, _ = rules("default", {"policy": options.policy, "split": options.split})
     target = Target.h200(
         num_q_heads=options.heads[0],
         num_kv_heads=options.heads[1],
@@ -74,6 +76,7 @@ def main() -> None:
         max_queries=1024,
         policy=options.policy,
         split=options.split,
+        branching=chosen["branching"],
     )
     if not options.json:
         print(f"{'tree':48} items shared partials  KV/unique   min us  median us")

@@ -12,29 +12,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from sglang_pat.bench.common import document as documents
-from sglang_pat.bench.common.document import Document, value, write
+from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.figures import require
-from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Tree
-from sglang_pat.bench.kernel import plot, tiles, timeline, traffic
+from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Requests, Tree
+from sglang_pat.bench.kernel import ablation, ragged, tiles, timeline, traffic
 from sglang_pat.bench.kernel.clock import Clock, capture, device_rates, empty_us
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
-from sglang_pat.bench.kernel.kv import relative
+from sglang_pat.bench.kernel.kv import TreeBatch, relative
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
+from sglang_pat.bench.kernel.options import check, make_parser, remarks_of, settings_of
 from sglang_pat.bench.kernel.peers import PEERS, usable
-from sglang_pat.bench.kernel.report import TreeRow, complaints, table
-from sglang_pat.bench.kernel.timeline import Timeline
+from sglang_pat.bench.kernel.report import TreeRow
+from sglang_pat.bench.kernel.show import about, show
 from sglang_pat.planner import BRANCH
-from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
-from sglang_pat.workspace import LAUNCHES
 
 QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
 # One shared node of so many tokens, so many queries, each with a private tail.
@@ -47,17 +46,20 @@ VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
 
 
 def measure(
-    tree: Tree,
+    tree: Requests,
     heads: Heads,
     permuted: bool,
     names: list[str],
     timer: Clock,
     rates: Rates,
     settings: PatOptions,
+    batch: TreeBatch | None = None,
 ) -> TreeRow:
-    """Capture, check and time pat and the peers in ``names`` on one tree."""
+    """Capture, check and time pat and the peers in ``names`` on one tree or forest. ``batch``: its
+    inputs; None makes them."""
     torch.cuda.empty_cache()
-    batch = device_batch(tree, heads, permuted)
+    if batch is None:
+        batch = device_batch(tree, heads, permuted)
     scale = heads.dim**-0.5
     layer = Layer(batch, tree, heads, settings, scale)
     graphs = {"pat": capture(layer.attend)}
@@ -109,11 +111,6 @@ def cases(options: argparse.Namespace) -> list[traffic.Case]:
     one = few or options.sweep or options.traffic
     heads = options.heads or ([Heads(32, 8)] if one else [Heads(*pair) for pair in HEADS])
     return [(each, permuted, tree) for each in heads for permuted in layouts for tree in trees]
-
-
-def settings_of(options: argparse.Namespace) -> PatOptions:
-    kind, split = (tiles.Whole, "mean") if options.tiles else (PatOptions, options.split)
-    return kind(options.policy, split, options.partial, options.launch, options.branching)
 
 
 def conditions(kind: str, options: argparse.Namespace) -> Document:
@@ -195,64 +192,73 @@ def run(options: argparse.Namespace) -> Document:
     return document
 
 
+def ragged_rows(options: argparse.Namespace) -> Document:
+    """Measure batches whose requests differ; the document that ``--json`` writes as it grows. The
+    budget of time holds what comes before the first row, too."""
+    began = time.monotonic()
+    if options.trace is None:
+        print("family window is left out: it needs a Mooncake trace, --trace FILE")
+    heads = options.heads or ragged.HEADS
+    try:
+        todo = ragged.cases(heads, options.only, options.trace)
+    except ValueError as error:
+        raise SystemExit(f"sglang_pat.bench.kernel: {error}") from None
+    document, timer, rates = ceilings("ragged", options)
+    absent = usable(heads, ragged.PEERS)
+    document["absent"] = {name: reason for name, reason in absent.items() if reason}
+    print("\n".join(about(document)), flush=True)
+    names = [name for name, reason in absent.items() if not reason]
+    settings = settings_of(options)
+
+    def make_row(case: ragged.RaggedCase, batch: TreeBatch) -> TreeRow:
+        forest = case.forest
+        return measure(forest, case.heads, options.permuted, names, timer, rates, settings, batch)
+
+    ragged.run(
+        todo,
+        make_row,
+        document,
+        permuted=options.permuted,
+        budget_s=options.budget_s - (time.monotonic() - began),
+        pool_gb=options.pool_gb,
+        path=options.json,
+    )
+    return document
+
+
+def ablations(options: argparse.Namespace) -> Document:
+    """Time every variant on every tree; the document that ``--json`` writes as it grows."""
+    document, timer, rates = ceilings("ablation", options)
+    print("\n".join(about(document)), flush=True)
+    for heads in options.heads or ablation.HEADS:
+        for tree in options.trees or ablation.TREES:
+            row = ablation.measure(tree, heads, options.permuted, timer, rates)
+            found = ", ".join(f"{name} {time:.1f}" for name, time in row.times.items())
+            print(f"{row.heads} {row.spec}: {found} us", flush=True)
+            document["rows"].append(asdict(row))
+            write(document, options.json)
+    return document
+
+
 def maker(options: argparse.Namespace) -> Callable[[argparse.Namespace], Document]:
     """What measures what is asked for."""
     if options.traffic:
         return traffics
+    if options.ragged:
+        return ragged_rows
+    if options.ablation:
+        return ablations
     return bandwidths if options.tiles else timelines if options.timeline else run
 
 
-def about(document: Document) -> list[str]:
-    """Where and how a document was measured, as lines."""
-    lines = documents.heading(document)
-    if document["kind"] in ("timelines", "traffic"):
-        return lines
-    lines.append(
-        f"ceilings: {document['bytes_per_s'] / 1e12:.2f} TB/s read, "
-        f"{document['flops_per_s'] / 1e12:.0f} TFLOP/s bf16; an empty captured kernel: "
-        f"{document['empty_us']:.1f} us"
-    )
-    return lines + [f"without {name}: {why}" for name, why in document.get("absent", {}).items()]
-
-
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sglang_pat.bench.kernel", description=__doc__)
-    add = parser.add_argument
-    heads, tree = value(Heads.parse), value(Tree.parse)
-    add("--heads", nargs="+", type=heads, metavar="Q/KV", help="as 32/8 (default: all four)")
-    add("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
-    add("--permuted", action="store_true", help="slots at random places of the pool")
-    add("--sweep", action="store_true", help="shared length and batch, both layouts, 32/8 heads")
-    instead = parser.add_mutually_exclusive_group().add_argument
-    instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
-    instead("--timeline", action="store_true", help="begin, end, SM and item of all that runs")
-    instead("--tiles", action="store_true", help="K/V bandwidth by row tile and length, no trees")
-    only = "the others are for experiments"
-    add(
-        "--policy",
-        default="bytes",
-        choices=POLICIES,
-        help=f"which packs pay (default: bytes; {only})",
-    )
-    add(
-        "--split",
-        default="cost",
-        choices=SPLITS,
-        help="where items split (default: cost; mean is for experiments)",
-    )
-    add("--branching", default="cost", choices=BRANCHINGS, help="which parts are one item")
-    add("--partial", default="float32", choices=("float32", "bfloat16"), help="partial outputs")
-    launches, how = tuple(LAUNCHES), f"how the forward is launched (default: queue; {only})"
-    add("--launch", default="queue", choices=launches, help=how)
-    add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
-    add("--json", type=Path, metavar="FILE", help="write rows and conditions")
-    add("--plot", type=Path, metavar="FILE", help="draw a PNG (needs matplotlib)")
-    add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
-    return parser
+    return make_parser(__doc__)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    found = parser()
+    options = found.parse_args(arguments)
+    check(found, options)
     if options.plot:
         require()
     if options.source:
@@ -266,24 +272,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     else:
+        for remark in remarks_of(options):
+            print(f"note: {remark}", file=sys.stderr)
         document = maker(options)(options)
-    if document["kind"] == "traffic":
-        return traffic.show(document, options.plot)
-    if document["kind"] == "tiles":
-        return tiles.show(document, options.plot)
-    if document["kind"] == "timelines":
-        lines = [Timeline.from_json(row) for row in document["rows"]]
-        print("\n".join(text for line in lines for text in timeline.summary(line)))
-        if options.plot:
-            timeline.draw(lines, options.plot)
-        return 0
-    rows = [TreeRow(**row) for row in document["rows"]]
-    print("\n".join(table(rows)))
-    if options.plot:
-        plot.draw(document["kind"], rows, options.plot)
-    for line in complaints(rows):
-        print(line)
-    return 1 if any(row.wrong for row in rows) else 0
+    return show(document, options.plot)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.common.trees import Requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ def kv_bytes(tokens: int, heads: Heads, itemsize: int = 2) -> int:
     return 2 * tokens * heads.kv * heads.dim * itemsize
 
 
-def least_bytes(tree: Tree, heads: Heads, itemsize: int = 2) -> int:
+def least_bytes(tree: Requests, heads: Heads, itemsize: int = 2) -> int:
     """Every K/V slot of the batch and q read once, the output written once."""
     q_and_out = 2 * tree.num_queries * heads.q * heads.dim * itemsize
     return kv_bytes(tree.unique_tokens, heads, itemsize) + q_and_out
 
 
-def flops(tree: Tree, heads: Heads) -> int:
+def flops(tree: Requests, heads: Heads) -> int:
     """Multiplications and additions of q.k and p.v; no packing saves any of them."""
     return 4 * sum(tree.seq_lens) * heads.q * heads.dim
 
 
-def floor_us(tree: Tree, heads: Heads, rates: Rates, itemsize: int = 2) -> float:
+def floor_us(tree: Requests, heads: Heads, rates: Rates, itemsize: int = 2) -> float:
     """Microseconds, the larger of the time of the bytes and that of the operations."""
     return 1e6 * max(
         least_bytes(tree, heads, itemsize) / rates.bytes_per_s,

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.common.trees import Requests
 
 _T: TypeAlias = torch.Tensor
 Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T]
@@ -31,25 +31,16 @@ class TreeBatch:
         return self.q, self.k_cache, self.v_cache, self.req_to_token, self.rows, self.seq_lens
 
 
-def make_batch(
-    tree: Tree,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    permuted: bool = True,
-    seed: int = 0,
-    device: str = "cpu",
-) -> TreeBatch:
-    """Random normal q, K and V, made on ``device``. Slot 0 and row 0 belong to nobody, as in
-    SGLang; ``permuted`` scatters the slots, else every node's slots are consecutive."""
+def slot_table(
+    tree: Requests, *, permuted: bool = True, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [1 + queries, tokens of the longest] slots of each query from row 1 on, and int64
+    [queries] lengths, on the CPU. Slots are 1 to ``unique_tokens``; slot 0 and row 0 belong to
+    nobody, as in SGLang. ``permuted`` scatters them, else every node's slots are consecutive."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.Generator(device).manual_seed(seed)
-    num_slots = tree.unique_tokens + 1
-    order = torch.arange(1, num_slots, dtype=torch.int32)
+    order = torch.arange(1, tree.unique_tokens + 1, dtype=torch.int32)
     if permuted:
-        order = order[torch.randperm(num_slots - 1, generator=generator)]
+        order = order[torch.randperm(len(order), generator=generator)]
     seq_lens = torch.tensor(tree.seq_lens)
     table = torch.zeros((tree.num_queries + 1, int(seq_lens.max())), dtype=torch.int32)
     taken = 0
@@ -64,6 +55,24 @@ def make_batch(
         tail = int(seq_lens[query]) - shared
         table[query + 1, shared : shared + tail] = order[taken : taken + tail]
         taken += tail
+    return table, seq_lens
+
+
+def make_batch(
+    tree: Requests,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    permuted: bool = True,
+    seed: int = 0,
+    device: str = "cpu",
+) -> TreeBatch:
+    """Random normal q, K and V, made on ``device``, with the slots of ``slot_table``."""
+    values = torch.Generator(device).manual_seed(seed)
+    table, seq_lens = slot_table(tree, permuted=permuted, seed=seed)
+    num_slots = tree.unique_tokens + 1
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=values, dtype=dtype, device=device)

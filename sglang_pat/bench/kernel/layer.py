@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from sglang_pat import Target, decode, reference
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.common.trees import Requests
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, relative
+from sglang_pat.config import rules
 from sglang_pat.planner import Planner
 from sglang_pat.workspace import Workspace
 
 PLAN_REPEATS = 15
 CHECKED_QUERIES = 6
+# Room for the split `mean`, per query. The paper's trees take up to 17 partial results a query.
+MEAN_ITEMS, MEAN_PARTIALS = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +39,46 @@ class PatOptions:
     def partial_dtype(self) -> torch.dtype:
         return torch.float32 if self.partial == "float32" else torch.bfloat16
 
-    def target(self, tree: Tree, heads: Heads) -> Target:
-        return Target.h200(
-            num_q_heads=heads.q,
-            num_kv_heads=heads.kv,
-            head_dim=heads.dim,
-            max_queries=tree.num_queries,
-            partial_bytes=self.partial_dtype.itemsize,
-            policy=self.policy,
-            split=self.split,
-            branching=self.branching,
-        )
+    def target(self, tree: Requests, heads: Heads) -> Target:
+        """As a server makes its own: for the GPU at hand, an H200 if there is none. With the split
+        ``mean``, which makes many pieces, there is more room for them, lest plans are made without
+        splits."""
+        values: dict[str, Any] = {
+            "num_q_heads": heads.q,
+            "num_kv_heads": heads.kv,
+            "head_dim": heads.dim,
+            "max_queries": tree.num_queries,
+            "partial_bytes": self.partial_dtype.itemsize,
+            "policy": self.policy,
+            "split": self.split,
+        }
+        if self.split == "mean":
+            values["max_items"] = MEAN_ITEMS * tree.num_queries + 1024
+            values["max_partials"] = MEAN_PARTIALS * tree.num_queries + 2048
+        if self.branching != "cost":  # else as the GPU's target has it
+            values["branching"] = self.branching
+        if torch.cuda.device_count() == 0:
+            return Target.h200(**values)
+        return Target.gpu(torch.cuda.get_device_properties(), **values)
 
 
-def device_batch(tree: Tree, heads: Heads, permuted: bool = False) -> TreeBatch:
+# Names of torch for the dtypes of the server's option.
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def options_of(
+    preset: str, given: Mapping[str, str], kind: type[PatOptions] = PatOptions
+) -> tuple[PatOptions, tuple[str, ...]]:
+    """The options of a preset with those ``given`` by name, as a server resolves its own, and the
+    remarks on that (``sglang_pat.config.rules``). ``partial`` is named as torch does."""
+    names = {torch_name: name for name, torch_name in _DTYPES.items()}
+    as_server = {name: names.get(value, value) for name, value in given.items()}
+    chosen, remarks = rules(preset, as_server)
+    fields = {name: chosen[name] for name in ("policy", "split", "launch", "branching")}
+    return kind(**fields, partial=_DTYPES[chosen["partial"]]), remarks
+
+
+def device_batch(tree: Requests, heads: Heads, permuted: bool = False) -> TreeBatch:
     """bf16 inputs on the GPU."""
     return make_batch(
         tree,
@@ -64,7 +95,7 @@ class Layer:
     """What pat does for a batch: a plan, the snapshot of its slots, the attention of a layer."""
 
     def __init__(
-        self, batch: TreeBatch, tree: Tree, heads: Heads, settings: PatOptions, scale: float
+        self, batch: TreeBatch, tree: Requests, heads: Heads, settings: PatOptions, scale: float
     ) -> None:
         target = settings.target(tree, heads)
         self.batch, self.tree, self.scale = batch, tree, scale

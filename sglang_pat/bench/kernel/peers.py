@@ -11,22 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.common.trees import Requests, Tree
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import TreeBatch
 from sglang_pat.bench.kernel.layer import device_batch
 
 Run = Callable[[], torch.Tensor]  # returns [B, Hq, D]
-Maker = Callable[[TreeBatch, Tree, float], Run]  # the float is the scale of the logits
+# Takes a batch, its Tree (a Forest will do for all but `levels`) and the scale of the logits.
+Maker = Callable[[TreeBatch, Any, float], Run]
 
 FLASHINFER_WORKSPACE_BYTES = 512 << 20
 TRIAL = Tree((1, 2), (64, 16))
 
 
-def fa3(batch: TreeBatch, tree: Tree, scale: float) -> Run:
+def fa3(batch: TreeBatch, tree: Requests, scale: float) -> Run:
     """``flash_attn_with_kvcache`` of sgl-kernel, every query over its whole sequence."""
     attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
     table = batch.req_to_token[batch.rows].contiguous()
@@ -100,7 +102,7 @@ def uses_tensor_cores(heads: Heads) -> bool:
     return heads.q // heads.kv >= 4
 
 
-def flashinfer(batch: TreeBatch, tree: Tree, scale: float) -> Run:
+def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
     """``BatchDecodeWithPagedKVCacheWrapper``, planned for this very batch."""
     device = batch.q.device
     heads = Heads(batch.q.shape[1], batch.k_cache.shape[1], batch.q.shape[2])

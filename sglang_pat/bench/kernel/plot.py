@@ -13,7 +13,7 @@ from sglang_pat.bench.kernel.report import CONTESTANTS, TreeRow, groups
 
 
 def draw(kind: str, rows: Sequence[TreeRow], path: Path) -> None:
-    """Write a picture of the rows of a document of ``kind``: trees or sweep."""
+    """Write a picture of the rows of a document of ``kind``: trees, sweep or ragged."""
     panels = groups(rows)
     figure = require().Figure(figsize=(12, 3.2 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False)[:, 0]
@@ -81,7 +81,9 @@ def _sweep(axis: Any, rows: Sequence[TreeRow]) -> None:
 
 
 def _label(spec: str) -> str:
-    """The tree on two or more short lines."""
+    """The tree, or the name of a forest, on two or more short lines."""
+    if "_" not in spec:
+        return spec.replace("-", "\n")
     nodes, tokens = spec.split("_")
     return "\n".join(_wrap(nodes) + _wrap(tokens))
 

@@ -116,32 +116,32 @@ def summary(rows: Sequence[TreeRow]) -> list[str]:
             f"more than {MARGIN - 1:.0%} slower than the best peer: {_slower(shared)}",
         ]
     if private:
-        ratios = [
-            f"{row.spec} {_number(row.pat / best if (best := _decode(row)) else None, 3)}"
-            for row in private
-        ]
+        ratios = [f"{row.spec} {_number(decode_ratio(row), 3)}" for row in private]
         lines.append(f"nothing shared, over the better of fa3 and flashinfer: {', '.join(ratios)}")
     return lines
+
+
+def title_line(title: str) -> str:
+    """The heads of the columns of ``line``."""
+    return f"{title:44} floor us    pat     fa3  flashinf  levels  /floor  peer/pat  read  plan us"
+
+
+def line(row: TreeRow) -> str:
+    best = row.best()
+    return (
+        f"{row.spec:44} {row.floor_us:8.1f} {row.pat:6.1f} {_number(row.fa3, 1):>7} "
+        f"{_number(row.flashinfer, 1):>9} {_number(row.levels, 1):>7} "
+        f"{row.over_floor:7.2f} {_number(best / row.pat if best else None, 2):>9} "
+        f"{row.kv_read_over_unique:5.2f} {row.plan_us:8.0f}"
+    )
 
 
 def table(rows: Iterable[TreeRow]) -> list[str]:
     """The rows as text, with their summaries."""
     lines = []
     for title, members in groups(rows):
-        lines += [
-            "",
-            f"{title:44} floor us    pat     fa3  flashinf  levels  /floor  peer/pat  read "
-            " plan us",
-        ]
-        for row in members:
-            best = row.best()
-            lines.append(
-                f"{row.spec:44} {row.floor_us:8.1f} {row.pat:6.1f} {_number(row.fa3, 1):>7} "
-                f"{_number(row.flashinfer, 1):>9} {_number(row.levels, 1):>7} "
-                f"{row.over_floor:7.2f} {_number(best / row.pat if best else None, 2):>9} "
-                f"{row.kv_read_over_unique:5.2f} {row.plan_us:8.0f}"
-            )
-        lines += [f"  {line}" for line in summary(members)]
+        lines += ["", title_line(title), *map(line, members)]
+        lines += [f"  {text}" for text in summary(members)]
     return lines
 
 
@@ -159,8 +159,10 @@ def complaints(rows: Iterable[TreeRow]) -> list[str]:
     return lines
 
 
-def _decode(row: TreeRow) -> float | None:
-    return row.best(("fa3", "flashinfer"))
+def decode_ratio(row: TreeRow) -> float | None:
+    """pat's time over that of the better of FA3 and FlashInfer; None if neither ran."""
+    best = row.best(("fa3", "flashinfer"))
+    return row.pat / best if best else None
 
 
 def _slower(rows: Iterable[TreeRow]) -> str:

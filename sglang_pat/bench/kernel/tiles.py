@@ -22,7 +22,7 @@ import torch
 from sglang_pat import Target
 from sglang_pat.bench.common.document import Document
 from sglang_pat.bench.common.figures import finish, require
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.common.trees import Requests, Tree
 from sglang_pat.bench.kernel.clock import Clock, capture
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, kv_bytes
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
@@ -42,7 +42,7 @@ class Whole(PatOptions):
     With the split ``mean``, items of one length stay whole.
     """
 
-    def target(self, tree: Tree, heads: Heads) -> Target:
+    def target(self, tree: Requests, heads: Heads) -> Target:
         target = PatOptions.target(self, tree, heads)
         return replace(target, max_partials=1, branching="never")
 

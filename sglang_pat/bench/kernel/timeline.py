@@ -23,7 +23,7 @@ from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch
 from sglang_pat.bench.kernel.report import title
 
 WARMUPS = 10
-# Of csrc/cuda/forward.cuh: consumer warps of a half, packed rows that a half takes at a time.
+# Of csrc/cuda/tiles.h: consumer warps of a half, packed rows that a half takes at a time.
 WARPS = 4
 PART_ROWS = 64
 TAIL = 0.1  # of the span, at its end

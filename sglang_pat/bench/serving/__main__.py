@@ -9,8 +9,9 @@ tables show medians and the spread. Inter-token latency (ITL) counts only while 
 (SGLANG_RECORD_STEP_TIME): where ITL is over 10 % more, the client or SGLang's HTTP process is the
 limit. Plan times and K/V bytes saved are pat's counters over the run.
 
-Traces (``--trace``) replay requests that arrive over time; see ``trace.py``. ``--first-runs`` shows
-the first runs after the start one by one; see ``first.py``.
+Traces (``--trace``) replay requests that arrive over time; see ``trace.py``. Agents (``--agents``)
+come and go and wait for their answers; see ``agents.py``. ``--first-runs`` shows the first runs
+after the start one by one; see ``first.py``.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sglang_pat.bench.common.document import Document, value, write
+from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.figures import require
 from sglang_pat.bench.common.server import ServerError
 from sglang_pat.bench.serving import document as documents
 from sglang_pat.bench.serving.client import RequestError
+from sglang_pat.bench.serving.closed_loop import run_agents
 from sglang_pat.bench.serving.first import run_first
-from sglang_pat.bench.serving.fleet import OVERHEAD_GIB, FleetConfig, serve
-from sglang_pat.bench.serving.model import GIB, SHAPES, Model, open_model
+from sglang_pat.bench.serving.fleet import FleetConfig, serve
+from sglang_pat.bench.serving.model import GIB, Model, open_model
+from sglang_pat.bench.serving.options import complete, make_parser
 from sglang_pat.bench.serving.run import (
     Budget,
     Replay,
@@ -42,14 +45,12 @@ from sglang_pat.bench.serving.run import (
     run_traces,
     run_workloads,
 )
-from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, TRACES
-from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, Workload
 
 # Slots beyond the tokens of all requests: overlapping steps hold a few more.
 POOL_MARGIN, POOL_MARGIN_PER_REQUEST = 1024, 16
-FIRST_WORKLOADS = ("8192x128", "4096x64")
 PAGE = 256  # a multiple of every page size
 READY_S = 400.0
+AGENTS_SETTINGS_SHOWN = ("agent_context", "duration_s")
 TRACE_SETTINGS_SHOWN = ("context", "block_tokens", "duration_s")
 SETTINGS_SHOWN = ("new_tokens", "output_tokens", "stream_interval", "runs", "seed", "server_args")
 
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     todo = replays(options.trace, options.rates, settings) if options.trace else []
     device, gpu_gib = _device(options.device, options.tp)
     config = _fleet_config(options, model, dtype, todo, gpu_gib)
-    kind = "traces" if todo else "first" if options.first_runs else "workloads"
+    kind = _kind(options)
     document = documents.new(kind, device, _shown(options, config))
 
     journal = documents.Journal(document, options.json, budget)
@@ -94,6 +95,9 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
         try:
             if todo:
                 run_traces(fleet, todo, settings, budget, journal)
+            elif options.agents:
+                context = options.agent_context
+                run_agents(fleet, options.agents, context, settings, budget, journal)
             elif options.first_runs:
                 spies = options.logs if options.spy else None
                 run_first(fleet, options.workloads, settings, budget, journal, spies=spies)
@@ -107,6 +111,13 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     return document
 
 
+def _kind(options: argparse.Namespace) -> str:
+    """Of the document."""
+    if options.agents:
+        return "agents"
+    return "traces" if options.trace else "first" if options.first_runs else "workloads"
+
+
 def _shown(options: argparse.Namespace, config: FleetConfig) -> dict[str, Any]:
     """The settings that a document names."""
     shown = {"model": options.model, "tp": config.tp, "dtype": config.dtype}
@@ -114,6 +125,8 @@ def _shown(options: argparse.Namespace, config: FleetConfig) -> dict[str, Any]:
     shown |= {name: getattr(options, name) for name in SETTINGS_SHOWN}
     if options.trace:
         shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
+    if options.agents:
+        shown |= {name: getattr(options, name) for name in AGENTS_SETTINGS_SHOWN}
     return shown | {
         name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")
     }
@@ -145,6 +158,12 @@ def _fleet_config(
         if gpu_gib is not None:
             pool = min(pool, config.largest_pool(len(options.backends), gpu_gib) - PAGE)
             pool = max(pool, options.context)  # at least one request, or the check below fails
+    elif options.agents:
+        longest = options.agent_context
+        options.agents.check(longest)
+        config = replace(config, max_requests=options.agents.agents)
+        pool = options.agents.kv_tokens(longest)
+        pool += POOL_MARGIN + POOL_MARGIN_PER_REQUEST * config.max_requests
     else:
         added = options.new_tokens + options.output_tokens
         longest = max(work.cached for work in options.workloads) + added
@@ -180,95 +199,11 @@ def _device(device: str, gpus: int) -> tuple[str, float | None]:
     return found.name, found.total_memory / GIB
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sglang_pat.bench.serving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = parser.add_argument_group("what to run").add_argument
-    what(
-        "--workloads",
-        nargs="+",
-        type=value(Workload.parse),
-        metavar="SPEC",
-        default=None,
-        help="batches of requests, in the notation of workload.py (default: the standard set)",
-    )
-    what("--trace", nargs="+", choices=TRACES, help="replay traces instead")
-    what(
-        "--backends",
-        nargs="+",
-        default=["pat", "fa3", "flashinfer"],
-        metavar="NAME",
-        help="attention backends to compare (default: pat fa3 flashinfer)",
-    )
-    what("--runs", type=_positive, default=5, help="rounds over all of it (default: 5)")
-    what("--new-tokens", type=_positive, default=128, help="of a prompt, beyond the cached ones")
-    what("--output-tokens", type=_positive, default=256, help="of every request")
-    what("--stream-interval", type=_positive, default=1, help="tokens per streamed event")
-    what("--seed", type=int, default=0, help="of the prompts' tokens (default: 0)")
-    what("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
-    first = parser.add_argument_group("first runs").add_argument
-    first("--first-runs", type=_positive, metavar="N", help="N runs after the start, shown singly")
-    first("--spy", action="store_true", help="record the first and the last with py-spy in --logs")
-    traces = parser.add_argument_group("traces").add_argument
-    traces("--rates", nargs="+", type=float, default=[2.0, 4.0, 8.0], help="requests/s")
-    traces("--duration-s", type=float, default=30.0, help="of arrivals at each rate")
-    traces("--trace-file", type=Path, help="JSON lines of a Mooncake trace")
-    traces("--context", type=_positive, default=8192, help="longest prompt and output, in tokens")
-    traces("--block-tokens", type=_positive, default=MOONCAKE_BLOCK, help="tokens of a block")
-    traces("--max-requests", type=_positive, default=256, help="that decode at the same time")
-    server = parser.add_argument_group("servers").add_argument
-    server("--model", default="llama3-8b", help=f"{', '.join(SHAPES)} or a folder")
-    server(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="what servers run on (default: cuda)",
-    )
-    server("--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and K/V")
-    server("--tp", type=_positive, default=1, help="GPUs of every server")
-    server("--mem-fraction-static", type=float, default=0.95, help="of a GPU, for all servers")
-    server("--overhead-gib", type=float, default=OVERHEAD_GIB, help="of a server and GPU")
-    server(
-        "--logs",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "sglang_pat_serving",
-        help="folder for the servers' logs",
-    )
-    server("--server-args", nargs=argparse.REMAINDER, default=[], help="all that follows")
-    output = parser.add_argument_group("output").add_argument
-    output("--json", type=Path, metavar="FILE", help="rewritten after every run")
-    output("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
-    output("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="run nothing")
-    return parser
-
-
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, with the workloads that are meant if none is named."""
-    found = parser()
-    options = found.parse_args(arguments)
-    if options.trace and options.first_runs:
-        found.error("--first-runs is of workloads: leave --trace out")
-    if options.spy and not options.first_runs:
-        found.error("--spy compares the first run with the last: add --first-runs N")
-    if options.workloads is None:
-        specs = FIRST_WORKLOADS if options.first_runs else DEFAULT_WORKLOADS
-        options.workloads = [] if options.trace else list(map(Workload.parse, specs))
-    return options
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all well, 1 a server or a request failed, 2 what was asked for cannot be."""
     started = time.monotonic()
-    options = _options(arguments)
+    parser = make_parser(__doc__)
+    options = complete(parser, parser.parse_args(arguments))
     if options.plot:
         require()
     try:

@@ -14,7 +14,7 @@ import json
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from sglang_pat.bench.serving.workload import Prompt
 
 _EVENT = re.compile(rb'data: (\{[^\n]*"completion_tokens":\s*(\d+)[^\n]*\})\n')
+_TOKEN_IDS = re.compile(rb'"output_ids":\s*\[([\d,\s]*)\]')
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
 
 
@@ -97,6 +98,50 @@ async def _stream(
     return [exchange.answer_times() for exchange in exchanges]
 
 
+def converse(
+    port: int,
+    places: int,
+    next_body: Callable[[int], bytes],
+    answered: Callable[[int, list[int]], None],
+    *,
+    duration_s: float,
+    timeout_s: float,
+) -> tuple[list[list[AnswerTimes]], float]:
+    """``places`` clients of the server at ``port``, each of which sends a request as soon as its
+    last one has been answered, for ``duration_s`` seconds; then the last answers are waited for.
+
+    ``next_body(place)`` makes the request of a client, ``answered(place, token_ids)`` hears of each
+    answer. Returns the answers by client, and when the last request was allowed, by their clock.
+
+    Raises:
+        RequestError: one was refused or broken off, or not all have ended ``timeout_s`` after that.
+    """
+
+    async def one(place: int, until: float) -> list[AnswerTimes]:
+        loop = asyncio.get_running_loop()
+        found: list[AnswerTimes] = []
+        while not found or time.perf_counter() < until:
+            request = next_body(place)
+            made = await loop.create_connection(lambda: _Exchange(loop), "127.0.0.1", port)
+            made[1].send(request)
+            await made[1].ended
+            found.append(made[1].answer_times())
+            answered(place, made[1].token_ids())
+        return found
+
+    async def everyone() -> tuple[list[list[AnswerTimes]], float]:
+        until = time.perf_counter() + duration_s
+        talks = asyncio.gather(*(one(place, until) for place in range(places)))
+        try:
+            return list(await asyncio.wait_for(talks, duration_s + timeout_s)), until
+        except asyncio.TimeoutError:
+            raise RequestError(
+                f"requests have not ended {timeout_s:.0f} s after the last was sent"
+            ) from None
+
+    return asyncio.run(everyone())
+
+
 class _Exchange(asyncio.Protocol):
     """One request and its answer over a connection that the server closes at the end."""
 
@@ -128,6 +173,11 @@ class _Exchange(asyncio.Protocol):
 
     def answer_times(self) -> AnswerTimes:
         return parse(self._sent, self._times, self._parts)
+
+    def token_ids(self) -> list[int]:
+        """Of the answer, if the server streams with ``--incremental-streaming-output``."""
+        events = _TOKEN_IDS.findall(b"".join(self._parts))
+        return [int(token) for event in events for token in event.split(b",") if token.strip()]
 
 
 def parse(sent: float, times: Sequence[float], parts: Sequence[bytes]) -> AnswerTimes:

@@ -9,18 +9,24 @@ from typing import Any
 
 from sglang_pat.bench.common.document import Document, conditions, heading, write
 from sglang_pat.bench.serving import plot
+from sglang_pat.bench.serving.agents import AgentsRow, agents_table
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.first import table as first_table
 from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, table, trace_table
 from sglang_pat.bench.serving.run import Budget
 from sglang_pat.bench.serving.workload import LIMITS, LIMITS_SHAPE
 
-ROWS: dict[str, type[Any]] = {"workloads": WorkloadRow, "traces": TraceRow, "first": FirstRow}
+ROWS: dict[str, type[Any]] = {
+    "workloads": WorkloadRow,
+    "traces": TraceRow,
+    "first": FirstRow,
+    "agents": AgentsRow,
+}
 VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 
 
 def new(kind: str, device: str, settings: dict[str, Any]) -> Document:
-    """A document without rows; ``kind``: workloads, traces or first."""
+    """A document without rows; ``kind``: one of ``ROWS``."""
     found = conditions(kind, "sglang_pat.bench.serving", device, VERSIONS_OF, settings)
     return found | {"rows": [], "left_out": []}
 
@@ -36,19 +42,23 @@ class Journal:
     def record(self, row: dict[str, Any]) -> None:
         self._document["rows"].append(row)
         write(self._document, self._path)
-        where = row.get("workload") or f"{row['trace']} {row['rate']:g}/s"
-        name, ms = (
-            ("TPOT", "tpot_ms") if "tpot_ms" in row else ("all have begun after", "ttft_max_ms")
-        )
-        print(
-            f"{where} {row['backend']}: ITL p50 {row['itl_p50_ms']:.2f} ms, "
-            f"{name} {row[ms]:.2f} ms{self._budget}",
-            flush=True,
-        )
+        print(f"{_line(row)}{self._budget}", flush=True)
 
     def leave_out(self, run: str, reason: str) -> None:
         self._document["left_out"].append(f"{run}: {reason}")
         print(f"{run}: left out, {reason}{self._budget}", flush=True)
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A run on one line."""
+    where = row.get("workload") or row.get("agents") or f"{row['trace']} {row['rate']:g}/s"
+    if "agents" in row:
+        more = f"{row['tokens_per_s']:.0f} tokens/s"
+    elif "tpot_ms" in row:
+        more = f"TPOT {row['tpot_ms']:.2f} ms"
+    else:
+        more = f"all have begun after {row['ttft_max_ms']:.2f} ms"
+    return f"{where} {row['backend']}: ITL p50 {row['itl_p50_ms']:.2f} ms, {more}"
 
 
 def show(documents: Sequence[Document]) -> None:
@@ -63,6 +73,10 @@ def show(documents: Sequence[Document]) -> None:
             print("\n".join(trace_table(rows)))
         elif members[0]["kind"] == "first":
             print("\n".join(first_table(rows)))
+        elif members[0]["kind"] == "agents":
+            settings = members[0]["settings"]
+            has_goals = (settings["model"], settings["tp"]) == (LIMITS_SHAPE[0], 1)
+            print("\n".join(agents_table(rows, limits=has_goals)))
         else:
             print("\n".join(table(rows, _limits(members[0]["settings"]))))
         for document in members:
@@ -75,8 +89,9 @@ def draw(documents: Sequence[Document], path: Path) -> None:
     kinds = {document["kind"] for document in documents}
     if len(kinds) > 1:
         raise ValueError(f"one picture has one kind of rows, but these are {', '.join(kinds)}")
-    if kinds == {"first"}:
-        raise ValueError("there is no picture of first runs: their table shows them one by one")
+    for kind, name in (("first", "first runs"), ("agents", "agents")):
+        if kinds == {kind}:
+            raise ValueError(f"there is no picture of {name}: their table shows all")
     draw_kind = plot.draw_traces if kinds == {"traces"} else plot.draw_workloads
     draw_kind([(_title(found[0]), _rows(found)) for found in _groups(documents).values()], path)
 

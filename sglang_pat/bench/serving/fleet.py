@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 from sglang_pat.bench.common.counters import Counters, parse_counters
 from sglang_pat.bench.common.server import Server, ServerError
-from sglang_pat.bench.serving.client import AnswerTimes, RequestError, stream
+from sglang_pat.bench.serving.client import AnswerTimes, RequestError, converse, stream
 from sglang_pat.bench.serving.model import GIB, Model
 from sglang_pat.bench.serving.workload import Prompt
 from sglang_pat.srt.metrics import FLUSH_SECONDS
@@ -122,6 +122,27 @@ class Served:
         answers = stream(self.server.port, bodies, at_s=at_s, timeout_s=timeout_s)
         self._idle_since = time.monotonic()
         return answers
+
+    def converse(
+        self,
+        places: int,
+        next_body: Callable[[int], bytes],
+        answered: Callable[[int, list[int]], None],
+        *,
+        duration_s: float,
+        timeout_s: float,
+    ) -> tuple[list[list[AnswerTimes]], float]:
+        """``client.converse`` with this server."""
+        found = converse(
+            self.server.port,
+            places,
+            next_body,
+            answered,
+            duration_s=duration_s,
+            timeout_s=timeout_s,
+        )
+        self._idle_since = time.monotonic()
+        return found
 
     def step_notes(self) -> dict[str, list[float]]:
         """The scheduler's own step times so far, by batch size: see ``timing.step_ms``."""

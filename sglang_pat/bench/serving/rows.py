@@ -172,7 +172,7 @@ def table(rows: Sequence[WorkloadRow], limits: Mapping[str, float]) -> list[str]
     return lines + warnings(rows)
 
 
-def _median(rows: Sequence[WorkloadRow] | Sequence[TraceRow], name: str) -> float | None:
+def _median(rows: Sequence[Counted], name: str) -> float | None:
     found = Spread.of(getattr(row, name) for row in rows)
     return found.median if found else None
 
@@ -180,7 +180,7 @@ def _median(rows: Sequence[WorkloadRow] | Sequence[TraceRow], name: str) -> floa
 COUNTED_HEADS = f"{'plan us':>8} {'reuse us':>8} {'packed':>9} {'K/V saved':>10}"
 
 
-def _counted_cells(rows: Sequence[WorkloadRow] | Sequence[TraceRow]) -> str:
+def counted_cells(rows: Sequence[Counted]) -> str:
     """Of pat's counters, under COUNTED_HEADS."""
     names = ("plan_us", "reuse_us", "decode_steps", "packed_steps", "kv_saved_bytes")
     plan, reuse, steps, packed, saved = (_median(rows, name) for name in names)
@@ -198,7 +198,7 @@ def _line(rows: Sequence[WorkloadRow]) -> str:
         f"{Spread.of(row.itl_p50_ms for row in rows)!s:>22} {_number(median('itl_p99_ms'), 2):>7} "
         f"{_number(median('tpot_ms'), 2):>7} {_number(median('ttft_ms'), 1):>9} "
         f"{_number(median('tokens_per_s'), 0):>9} {_number(median('step_ms'), 2):>8} "
-        f"{_number(median('client_over_engine'), 2):>8} {_counted_cells(rows)}"
+        f"{_number(median('client_over_engine'), 2):>8} {counted_cells(rows)}"
     )
 
 
@@ -242,7 +242,7 @@ def trace_table(rows: Sequence[TraceRow]) -> list[str]:
             f"{trace:13} {rate:6g} {backend:12} {done:>9} {median('cached'):6.0%} "
             f"{median('ttft_p50_ms'):9.1f} {median('ttft_p99_ms'):8.1f} {median('tpot_ms'):7.2f} "
             f"{median('tpot_p99_ms'):7.2f} {median('itl_p50_ms'):8.2f} "
-            f"{median('itl_p99_ms'):7.2f} {median('tokens_per_s'):9.0f} {_counted_cells(found)}"
+            f"{median('itl_p99_ms'):7.2f} {median('tokens_per_s'):9.0f} {counted_cells(found)}"
         )
     return lines
 

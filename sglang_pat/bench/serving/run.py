@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from sglang_pat.bench.serving.agents import AgentsRow
 from sglang_pat.bench.serving.client import body
 from sglang_pat.bench.serving.fleet import Served
 from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, counted_fields
@@ -44,10 +45,10 @@ class RunOptions:
     stream_interval: int
     runs: int
     seed: int
+    duration_s: float  # of arrivals, or of agents' turns
     # Of traces:
     context: int
     block_tokens: int
-    duration_s: float
     trace_file: Path | None
 
 
@@ -97,7 +98,7 @@ def run_workloads(
     largest = max(workloads, key=lambda workload: workload.requests)
     batch = make_workload_batch(largest, settings, "warm-up")
     bodies = [body(p, WARM_UP_TOKENS, settings.stream_interval) for p in batch.prompts]
-    _warm_up(fleet, bodies, None, budget, lambda served: prepare(served, batch))
+    warm_up(fleet, bodies, None, budget, lambda served: prepare(served, batch))
     for run in range(settings.runs):
         for workload in workloads:
             kind = str(workload)
@@ -107,10 +108,10 @@ def run_workloads(
                 for prompt in batch.prompts
             ]
             measure = partial(_measure, workload=workload, batch=batch, bodies=bodies, run=run)
-            _turn(rotated(fleet, run), kind, measure, settings, budget, log)
+            turn(rotated(fleet, run), kind, measure, settings, budget, log)
 
 
-def _warm_up(
+def warm_up(
     fleet: Sequence[Served],
     bodies: Sequence[bytes],
     at_s: Sequence[float] | None,
@@ -166,10 +167,10 @@ def _measure(
     )
 
 
-def _turn(
+def turn(
     fleet: Sequence[Served],
     kind: str,
-    measure: Callable[[Served], WorkloadRow | TraceRow],
+    measure: Callable[[Served], WorkloadRow | TraceRow | AgentsRow],
     settings: RunOptions,
     budget: Budget,
     log: Log,
@@ -240,12 +241,12 @@ def run_traces(
     """All backends on each replay, from an empty cache. Raises as ``run_workloads`` does."""
     bodies = _bodies(todo[0], settings, WARM_UP_REQUESTS, WARM_UP_TOKENS)
     at_s = [WARM_UP_EVERY_S * i for i in range(len(bodies))]
-    _warm_up(fleet, bodies, at_s, budget, Served.flush)
+    warm_up(fleet, bodies, at_s, budget, Served.flush)
     for replay in todo:
         kind = f"{replay.trace} {replay.rate}"
         bodies = _bodies(replay, settings, len(replay.prompts), settings.output_tokens)
         measure = partial(_replay, replay=replay, bodies=bodies, settings=settings)
-        _turn(rotated(fleet, replay.run), kind, measure, settings, budget, log)
+        turn(rotated(fleet, replay.run), kind, measure, settings, budget, log)
 
 
 def _bodies(replay: Replay, settings: RunOptions, count: int, output_tokens: int) -> list[bytes]:

@@ -59,6 +59,16 @@ def intervals_ms(
     return found
 
 
+def tokens_between(answers: Sequence[AnswerTimes], begin: float, end: float) -> int:
+    """Output tokens that arrived after ``begin`` and until ``end``, in seconds."""
+    return sum(
+        after - before
+        for answer in answers
+        for at, before, after in zip(answer.times, [0, *answer.tokens], answer.tokens, strict=False)
+        if begin < at <= end
+    )
+
+
 def longest_gap(answers: Sequence[AnswerTimes]) -> tuple[float, int]:
     """The longest time between two events of a request, in milliseconds, and after how many tokens
     of the request it began. Prefills of other requests count, so a stall of the server shows.

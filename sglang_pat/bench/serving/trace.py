@@ -69,7 +69,7 @@ def paths(
     if name == "mooncake":
         if file is None:
             raise ValueError("mooncake is a recorded trace: give its file with --trace-file")
-        found = list(islice(_mooncake(file, context, block), count))
+        found = list(islice(mooncake(file, context, block), count))
         if len(found) < count:
             raise ValueError(
                 f"{len(found)} requests of {file} fit a context of {context} tokens at {block} "
@@ -104,7 +104,8 @@ def _segment(name: str, length: int, vocab: int) -> tuple[int, ...]:
     return tuple(random.Random(name).choices(range(vocab), k=length))
 
 
-def _mooncake(file: Path, context: int, block: int) -> Iterator[Segments]:
+def mooncake(file: Path, context: int, block: int) -> Iterator[Segments]:
+    """Prompts of a Mooncake trace that fit ``context`` tokens, at ``block`` tokens a block."""
     with file.open() as lines:
         for line in lines:
             request = json.loads(line)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the kernel benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from sglang_pat.bench.common.document import value
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel import ragged, tiles
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import PatOptions, options_of
+from sglang_pat.config import PRESETS
+from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
+from sglang_pat.workspace import LAUNCHES
+
+RULES = ("policy", "split", "branching", "partial", "launch")
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sglang_pat.bench.kernel", description=description)
+    add = parser.add_argument
+    heads, tree = value(Heads.parse), value(Tree.parse)
+    add("--heads", nargs="+", type=heads, metavar="Q/KV", help="as 32/8 (default: all four)")
+    add("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
+    add("--permuted", action="store_true", help="slots at random places of the pool")
+    add("--sweep", action="store_true", help="shared length and batch, both layouts, 32/8 heads")
+    instead = parser.add_mutually_exclusive_group().add_argument
+    instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
+    instead("--timeline", action="store_true", help="begin, end, SM and item of all that runs")
+    instead("--tiles", action="store_true", help="K/V bandwidth by row tile and length, no trees")
+    instead("--ragged", action="store_true", help="batches whose requests differ, nine heads")
+    how = "what each idea is worth, on the paper's shared trees; takes no rules"
+    instead("--ablation", action="store_true", help=how)
+    _add_ragged(parser.add_argument_group("with --ragged"))
+    _add_rules(parser.add_argument_group("rules"))
+    add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
+    add("--json", type=Path, metavar="FILE", help="write rows and conditions")
+    add("--plot", type=Path, metavar="FILE", help="draw a PNG (needs matplotlib)")
+    add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
+    return parser
+
+
+def _add_ragged(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--only", nargs="+", default=[], metavar="PATTERN", help="rows by name, as 'skew*' or 8/1")
+    how = "a Mooncake trace for the family window (default: leave that family out)"
+    add("--trace", type=Path, metavar="FILE", help=how)
+    how = "start no row that would end later (default: no limit)"
+    add("--budget-s", type=float, default=math.inf, metavar="S", help=how)
+    how = f"leave out batches with more K and V (default: {ragged.POOL_GB:g})"
+    add("--pool-gb", type=float, default=ragged.POOL_GB, metavar="GB", help=how)
+
+
+def _add_rules(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    only = "the others are for experiments"
+    how = f"rules to start from, a rule beside it wins (default: default; {only})"
+    add("--preset", choices=tuple(PRESETS), help=how)
+    add("--policy", choices=POLICIES, help=f"which packs pay (default: bytes; {only})")
+    add("--split", choices=SPLITS, help=f"where items split (default: cost; {only})")
+    how = "which parts are one item (default: cost; never with another policy or split)"
+    add("--branching", choices=BRANCHINGS, help=how)
+    partials = ("float32", "bfloat16")
+    add("--partial", choices=partials, help="partial outputs (default: float32)")
+    how = f"how the forward is launched (default: queue; {only})"
+    add("--launch", choices=tuple(LAUNCHES), help=how)
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program with a message if an option would have no effect."""
+    if options.ablation:
+        given = [name for name in ("preset", *RULES) if getattr(options, name) is not None]
+        if given:
+            parser.error(f"--ablation compares fixed rules: leave --{' and --'.join(given)} out")
+    if options.ragged and (options.trees or options.sweep):
+        parser.error(
+            "--ragged has batches of its own: leave --trees and --sweep out, pick by --only"
+        )
+    defaults: dict[str, object] = {
+        "only": [],
+        "trace": None,
+        "budget_s": math.inf,
+        "pool_gb": ragged.POOL_GB,
+    }
+    for name, default in defaults.items():
+        if not options.ragged and getattr(options, name) != default:
+            parser.error(f"--{name.replace('_', '-')} goes with --ragged only")
+
+
+def settings_of(options: argparse.Namespace) -> PatOptions:
+    """What is asked for about pat."""
+    return _resolved(options)[0]
+
+
+def remarks_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """What a preset or a rule means beyond its name, a sentence each."""
+    return _resolved(options)[1]
+
+
+def _resolved(options: argparse.Namespace) -> tuple[PatOptions, tuple[str, ...]]:
+    given = {name: found for name in RULES if (found := getattr(options, name)) is not None}
+    preset = options.preset or "default"
+    if not options.tiles:
+        return options_of(preset, given)
+    return options_of(preset, {"branching": "never", **given, "split": "mean"}, tiles.Whole)

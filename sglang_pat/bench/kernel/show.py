@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the documents of the kernel benchmark are printed and drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_pat.bench.common import document as documents
+from sglang_pat.bench.common.document import Document
+from sglang_pat.bench.kernel import ablation, plot, ragged, tiles, timeline, traffic
+from sglang_pat.bench.kernel.report import TreeRow, complaints, table
+from sglang_pat.bench.kernel.timeline import Timeline
+
+
+def about(document: Document) -> list[str]:
+    """Where and how a document was measured, as lines."""
+    lines = documents.heading(document)
+    if document["kind"] in ("timelines", "traffic"):
+        return lines
+    lines.append(
+        f"ceilings: {document['bytes_per_s'] / 1e12:.2f} TB/s read, "
+        f"{document['flops_per_s'] / 1e12:.0f} TFLOP/s bf16; an empty captured kernel: "
+        f"{document['empty_us']:.1f} us"
+    )
+    return lines + [f"without {name}: {why}" for name, why in document.get("absent", {}).items()]
+
+
+def show(document: Document, picture: Path | None) -> int:
+    """Print the rows of a document and draw them; exit status 1 if an output is wrong."""
+    if document["kind"] == "traffic":
+        return traffic.show(document, picture)
+    if document["kind"] == "tiles":
+        return tiles.show(document, picture)
+    if document["kind"] == "timelines":
+        lines = [Timeline.from_json(row) for row in document["rows"]]
+        print("\n".join(text for line in lines for text in timeline.summary(line)))
+        if picture:
+            timeline.draw(lines, picture)
+        return 0
+    if document["kind"] == "ablation":
+        return _show_ablation(document, picture)
+    rows = [TreeRow(**row) for row in document["rows"]]
+    if document["kind"] == "ragged":
+        print("\n".join(ragged.table(rows, document["left_out"])))
+    else:
+        print("\n".join(table(rows)))
+    if picture:
+        plot.draw(document["kind"], rows, picture)
+    for line in complaints(rows):
+        print(line)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _show_ablation(document: Document, picture: Path | None) -> int:
+    rows = [ablation.AblationRow(**row) for row in document["rows"]]
+    print("\n".join(ablation.table(rows)))
+    if picture:
+        ablation.draw(rows, picture)
+    for line in ablation.complaints(rows):
+        print(line)
+    return 1 if any(row.wrong for row in rows) else 0

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the serving benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from sglang_pat.bench.common.document import value
+from sglang_pat.bench.serving.agents import DEFAULT_AGENTS, DEFAULT_CONTEXT, Team
+from sglang_pat.bench.serving.fleet import OVERHEAD_GIB
+from sglang_pat.bench.serving.model import SHAPES
+from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, TRACES
+from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, Workload
+
+FIRST_WORKLOADS = ("8192x128", "4096x64")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang_pat.bench.serving",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to run").add_argument
+    what(
+        "--workloads",
+        nargs="+",
+        type=value(Workload.parse),
+        metavar="SPEC",
+        default=None,
+        help="batches of requests, in the notation of workload.py (default: the standard set)",
+    )
+    what("--trace", nargs="+", choices=TRACES, help="replay traces instead")
+    what(
+        "--agents",
+        nargs="?",
+        type=value(Team.parse),
+        const=Team.parse(DEFAULT_AGENTS),
+        metavar="SPEC",
+        help="agents in a closed loop instead, in the notation of agents.py (default: "
+        f"{DEFAULT_AGENTS})",
+    )
+    what(
+        "--backends",
+        nargs="+",
+        default=["pat", "fa3", "flashinfer"],
+        metavar="NAME",
+        help="attention backends to compare (default: pat fa3 flashinfer)",
+    )
+    what("--runs", type=_positive, default=5, help="rounds over all of it (default: 5)")
+    what("--new-tokens", type=_positive, default=128, help="of a prompt, beyond the cached ones")
+    what("--output-tokens", type=_positive, default=256, help="of every request")
+    what("--stream-interval", type=_positive, default=1, help="tokens per streamed event")
+    what("--seed", type=int, default=0, help="of the prompts' tokens (default: 0)")
+    what("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
+    first = parser.add_argument_group("first runs").add_argument
+    first("--first-runs", type=_positive, metavar="N", help="N runs after the start, shown singly")
+    first("--spy", action="store_true", help="record the first and the last with py-spy in --logs")
+    traces = parser.add_argument_group("traces").add_argument
+    traces("--rates", nargs="+", type=float, default=[2.0, 4.0, 8.0], help="requests/s")
+    traces("--duration-s", type=float, default=30.0, help="of arrivals at each rate, or of agents")
+    traces("--trace-file", type=Path, help="JSON lines of a Mooncake trace")
+    traces("--context", type=_positive, default=8192, help="longest prompt and output, in tokens")
+    traces("--block-tokens", type=_positive, default=MOONCAKE_BLOCK, help="tokens of a block")
+    traces("--max-requests", type=_positive, default=256, help="that decode at the same time")
+    agents = parser.add_argument_group("agents").add_argument
+    agents(
+        "--agent-context",
+        type=_positive,
+        default=DEFAULT_CONTEXT,
+        help=f"tokens with which an agent ends (default: {DEFAULT_CONTEXT})",
+    )
+    _add_servers(parser.add_argument_group("servers"))
+    output = parser.add_argument_group("output").add_argument
+    output("--json", type=Path, metavar="FILE", help="rewritten after every run")
+    output("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
+    output("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="run nothing")
+    return parser
+
+
+def _add_servers(group: argparse._ArgumentGroup) -> None:
+    server = group.add_argument
+    server("--model", default="llama3-8b", help=f"{', '.join(SHAPES)} or a folder")
+    server(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="what servers run on (default: cuda)",
+    )
+    server("--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and K/V")
+    server("--tp", type=_positive, default=1, help="GPUs of every server")
+    server("--mem-fraction-static", type=float, default=0.95, help="of a GPU, for all servers")
+    server("--overhead-gib", type=float, default=OVERHEAD_GIB, help="of a server and GPU")
+    server(
+        "--logs",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "sglang_pat_serving",
+        help="folder for the servers' logs",
+    )
+    server("--server-args", nargs=argparse.REMAINDER, default=[], help="all that follows")
+
+
+def complete(found: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """Options that ``found`` has read, with the workloads that are meant if none is named. Ends the
+    program if some contradict each other."""
+    if options.trace and options.first_runs:
+        found.error("--first-runs is of workloads: leave --trace out")
+    if options.agents and (options.trace or options.first_runs or options.workloads):
+        found.error("--agents runs alone: leave --workloads, --trace and --first-runs out")
+    if options.spy and not options.first_runs:
+        found.error("--spy compares the first run with the last: add --first-runs N")
+    if options.workloads is None:
+        specs = FIRST_WORKLOADS if options.first_runs else DEFAULT_WORKLOADS
+        alone = options.trace or options.agents
+        options.workloads = [] if alone else list(map(Workload.parse, specs))
+    return options

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel benchmark on a GPU: every variant and family gives right outputs and a document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_pat.bench.common.forests import Forest, forest
+from sglang_pat.bench.kernel import __main__ as kernel
+from sglang_pat.bench.kernel.ablation import AblationRow
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import Layer, device_batch, error_of, options_of
+from sglang_pat.bench.kernel.report import TreeRow
+from sglang_pat.config import PRESETS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("heads", ["32/8", "8/1", "5/1", "24/8"])
+def test_presets_give_right_outputs(preset: str, heads: str) -> None:
+    """The split of the paper makes pieces of any length from any token on."""
+    shape = Heads.parse(heads)
+    batches: list[Forest] = [forest(kind, 1) for kind in ("uniform", "bimodal", "zipf")]
+    for batch in batches:
+        inputs = device_batch(batch, shape, permuted=True)
+        settings, _ = options_of(preset, {})
+        layer = Layer(inputs, batch, shape, settings, shape.dim**-0.5)
+        assert error_of(layer.attend(), inputs, shape.dim**-0.5) < 0.01, (batch, layer.plan)
+        torch.cuda.synchronize()
+
+
+def test_ragged_rows(tmp_path: Path) -> None:
+    file = tmp_path / "ragged.json"
+    chosen = ["--only", "bucketed-2", "skew-1", "fork-4k", "--heads", "32/8", "8/1"]
+    assert kernel.main(["--ragged", "--quick", *chosen, "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    rows = [TreeRow(**row) for row in document["rows"]]
+    assert len(rows) == 6 and document["left_out"] == []
+    assert all(row.pat > 0 and not row.wrong for row in rows)
+
+
+def test_every_variant_of_the_ablation(tmp_path: Path) -> None:
+    file = tmp_path / "ablation.json"
+    trees = ["--trees", "1,10_4096,416", "1,4,16,512_1024,256,128,32"]
+    assert kernel.main(["--ablation", "--quick", *trees, "--json", str(file)]) == 0
+    rows = [AblationRow(**row) for row in json.loads(file.read_text())["rows"]]
+    assert len(rows) == 2 and all(time > 0 for row in rows for time in row.times.values())
+    assert not any(row.wrong or row.degraded for row in rows)

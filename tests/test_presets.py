@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server's plans follow its preset, and its log says so."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_pat import Target
+from sglang_pat.config import PatConfig
+from sglang_pat.srt import sizing
+
+HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model runner on a CPU, as far as sizes are asked of it."""
+    monkeypatch.setattr(sizing, "heads_of", lambda runner: SimpleNamespace(_asdict=lambda: HEADS))
+    monkeypatch.setattr(sizing, "_largest_graph", lambda requests: 0)
+    monkeypatch.setattr(sizing.sleep, "reset_on_wake", lambda executor: None)
+    pool = SimpleNamespace(req_to_token=torch.zeros(5, 64, dtype=torch.int32), size=4)
+    return SimpleNamespace(req_to_token_pool=pool, kv_cache_dtype=torch.float32)
+
+
+def planned(runner: Any, **options: str) -> Target:
+    config = PatConfig.from_env({f"SGLANG_PAT_{name}": each for name, each in options.items()})
+    return sizing.make_executor(runner, config).target
+
+
+def test_a_server_has_the_rules_of_its_preset(
+    runner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "sglang_pat")
+    target = planned(runner)
+    assert (target.policy, target.split) == ("bytes", "cost") and not caplog.messages
+    target = planned(runner, PRESET="pat")
+    assert (target.policy, target.split, target.branching) == ("paper", "mean", "never")
+    assert "preset=pat" in caplog.messages[-1]
+    target = planned(runner, PRESET="pat", SPLIT="cost")
+    assert (target.policy, target.split, target.branching) == ("paper", "cost", "never")
+    assert caplog.messages[-1].endswith(
+        "split=cost was asked for and wins over the mean of preset pat"
+    )
+    target = planned(runner, POLICY="naive")
+    assert (target.policy, target.branching) == ("naive", "never")
+    assert "no branches, as policy=naive is not the default" in caplog.messages[-1]
+    assert planned(runner, POLICY="naive", BRANCHING="always").branching == "always"
+    assert len(caplog.messages) == 3
