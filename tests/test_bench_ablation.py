@@ -60,7 +60,7 @@ def test_variants_have_what_their_names_say() -> None:
         tiles = set(made.items["row_tile"].tolist())
         assert not made.degraded
         assert tiles == {64} if name == "pat-fixed" else len(tiles) > 1 or name == "default"
-        assert (made.num_segments > 0) == (name == "default")
+        assert (made.branch_tokens > 0) == (name == "default")
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
