@@ -34,7 +34,7 @@ class Branching(Enum):
     never = 2
 
 class Target:
-    units: int
+    num_sms: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int

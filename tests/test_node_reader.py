@@ -15,7 +15,7 @@ from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
 
 # Every shared node is an item of its own: the plan shows the tree.
-TARGET = target(units=1, policy="naive")
+TARGET = target(num_sms=1, policy="naive")
 
 
 class Key:
@@ -104,7 +104,7 @@ def test_a_tree_that_grows_and_splits_between_batches(seed: int) -> None:
 def test_more_nodes_than_the_table_starts_with() -> None:
     root = Node(None, 0)
     leaves: list[Node | None] = [Node(Node(root, 2), 3) for _ in range(700)]
-    planner, by = Planner(target(units=1)), reader()
+    planner, by = Planner(target(num_sms=1)), reader()
     for _ in range(2):
         check_leaves(planner, leaves, None, by)
 

@@ -108,7 +108,7 @@ def test_the_byte_rule_beats_the_papers(tree: Tree, num_q_heads: int) -> None:
     # tile either: packing goes by half of one.
     common = dict(
         num_q_heads=num_q_heads,
-        units=1,
+        num_sms=1,
         item_overhead_s=1e-12,
         reread_weight=1.0,
         row_tiles=(16, 32, 64),
@@ -158,10 +158,10 @@ def test_the_papers_rule_on_a_hand_made_tree() -> None:
     # from nodes longer than 4 tokens and merge into node 3, which has 4.
     paths = [[(1, 0, 32), (2, 32, 92)]] * 8 + [[(1, 0, 32), (3, 32, 36)]] * 2
     lens = [100] * 8 + [50] * 2
-    made = plan(paths, lens, target(policy="paper", units=1, branching="never"))
+    made = plan(paths, lens, target(policy="paper", num_sms=1, branching="never"))
     assert ranges_of_query(made, 0) == [(0, 92), (92, -1)]
     assert ranges_of_query(made, 9) == [(0, 32), (32, -1)]
-    naive = plan(paths, lens, target(policy="naive", units=1, branching="never"))
+    naive = plan(paths, lens, target(policy="naive", num_sms=1, branching="never"))
     assert ranges_of_query(naive, 0) == [(0, 32), (32, 60), (92, -1)]
     assert ranges_of_query(naive, 9) == [(0, 32), (32, 4), (36, -1)]
 
@@ -173,7 +173,7 @@ def test_the_papers_equations_count_what_a_pack_took_over() -> None:
     paths = [[(1, 0, 32), (2, 32, 52), (3, 52, 152)]] * 10
     paths += [[(1, 0, 32), (2, 32, 52)]] * 2 + [[(1, 0, 32)]] * 5
     lens = [160] * 10 + [60] * 2 + [40] * 5
-    common = dict(units=1, item_overhead_s=1e-12, branching="never")
+    common = dict(num_sms=1, item_overhead_s=1e-12, branching="never")
     made = plan(paths, lens, target(policy="paper", **common))
     assert ranges_of_query(made, 0) == [(0, 52), (52, 100), (152, -1)]
     assert ranges_of_query(made, 10) == [(0, 52), (52, -1)]
@@ -189,7 +189,7 @@ def test_the_papers_tie_goes_to_merging() -> None:
     def first_pack(tokens: int) -> tuple[int, int]:
         paths = [[(1, 0, tokens), (2, tokens, tokens + 60)]] * 8 + [[(1, 0, tokens)]] * 2
         lens = [tokens + 90] * 10
-        made = plan(paths, lens, target(policy="paper", units=1, branching="never"))
+        made = plan(paths, lens, target(policy="paper", num_sms=1, branching="never"))
         return ranges_of_query(made, 0)[0]
 
     assert first_pack(32) == (0, 92)
@@ -201,7 +201,7 @@ def test_the_paper_charges_a_read_that_nobody_makes() -> None:
     # these five nobody would read the 100 tokens by themselves, yet equation 2 as written charges
     # that read: 4 * 5 - 100 < 0, so they keep a pack. The byte rule sees that it goes away.
     paths = [[(1, 0, 100), (2, 100, 400)]] * 30 + [[(1, 0, 100), (3, 100, 400)]] * 5
-    common = dict(units=1, item_overhead_s=1e-12, row_tiles=(16, 32, 64, 128), branching="never")
+    common = dict(num_sms=1, item_overhead_s=1e-12, row_tiles=(16, 32, 64, 128), branching="never")
     made = plan(paths, [440] * 35, target(policy="paper", **common))
     assert ranges_of_query(made, 0) == [(0, 400), (400, -1)]
     assert ranges_of_query(made, 30) == [(0, 100), (100, 300), (400, -1)]
@@ -211,7 +211,7 @@ def test_the_paper_charges_a_read_that_nobody_makes() -> None:
 
 def test_the_byte_rule_counts_group_tiles_and_partials() -> None:
     def splits(shared: int, queries: int, **overrides) -> int:
-        common = dict(units=1, item_overhead_s=1e-12, reread_weight=1.0, branching="never")
+        common = dict(num_sms=1, item_overhead_s=1e-12, reread_weight=1.0, branching="never")
         common |= overrides
         made = plan([[(1, 0, shared)]] * queries, [shared + 40] * queries, target(**common))
         return int(made.queries["num_splits"].max())
@@ -223,7 +223,7 @@ def test_the_byte_rule_counts_group_tiles_and_partials() -> None:
         assert splits(9 * group, 2, num_q_heads=num_q_heads) == 2
         assert splits(5 * group, 2, num_q_heads=num_q_heads, partial_bytes=2) == 2
     # 17 queries of 8 heads need two tiles of 128 rows: the 17th reads the node by itself for free.
-    alone = target(num_q_heads=64, units=1, item_overhead_s=1e-12, branching="never")
+    alone = target(num_q_heads=64, num_sms=1, item_overhead_s=1e-12, branching="never")
     made = plan([[(1, 0, 400)]] * 17, [440] * 17, alone)
     assert sorted(made.queries["num_splits"].tolist()) == [1] + [2] * 16
 
@@ -262,7 +262,7 @@ def test_mean_split_makes_equal_parts_however_short() -> None:
 
 def test_items_run_heaviest_first() -> None:
     tree = Tree((1, 8, 512), (512, 512, 256))
-    made = plan(tree.paths, tree.seq_lens, target(units=1, branching="never"))
+    made = plan(tree.paths, tree.seq_lens, target(num_sms=1, branching="never"))
     lens = first_segments(made)["kv_len"]
     cost = np.maximum(lens, 0) + 256 * (lens < 0)
     shared = made.items["num_queries"] > 1
@@ -333,7 +333,7 @@ def test_elements_of_another_form_are_named(path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"units": 0}, "units is 0"),
+        ({"num_sms": 0}, "num_sms is 0"),
         ({"num_q_heads": 30}, "num_q_heads is 30"),
         ({"row_tiles": (16, 16)}, "row_tiles"),
         ({"row_tiles": ()}, "row_tiles"),
@@ -391,7 +391,7 @@ items, in the order in which they begin:
 
 def test_a_printed_plan_shows_its_tree_and_its_items() -> None:
     paths = [[(1, 0, 600), (2, 600, 900)], [(1, 0, 600)], [(1, 0, 600), (2, 600, 900)]]
-    made_for = target(units=1, num_q_heads=8, num_kv_heads=2, policy="naive", branching="never")
+    made_for = target(num_sms=1, num_q_heads=8, num_kv_heads=2, policy="naive", branching="never")
     made = plan(paths, [950, 640, 910], made_for)
     assert repr(made) == SMALL.splitlines()[0]
     assert str(made).startswith(SMALL)
@@ -452,7 +452,7 @@ def test_a_degraded_plan_says_so() -> None:
 def test_clipped_paths_share_what_both_have() -> None:
     # Query 2 is protected to token 30 of node 1: it shares these and keeps the rest private.
     paths = [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 80)]]
-    made = Planner(target(units=1, policy="naive", branching="never")).plan(
+    made = Planner(target(num_sms=1, policy="naive", branching="never")).plan(
         paths, [90, 90, 90], limits=[80, 80, 30]
     )
     assert ranges_of_query(made, 0) == [(0, 30), (30, 50), (80, -1)]

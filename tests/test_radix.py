@@ -23,7 +23,7 @@ from sglang_pat.srt.radix import NO_NODE, RadixView
 from sglang_pat.srt.step import StepPlanner, plan_paths
 from sglang_pat.stats import Stats
 
-TARGET = target(units=1, policy="naive")
+TARGET = target(num_sms=1, policy="naive")
 ROUNDS = 12
 
 

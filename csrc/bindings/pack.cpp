@@ -135,7 +135,7 @@ void bind_target(py::module_& m) {
       .value("never", Branching::kNever);
   py::class_<Target>(m, "Target")
       .def(py::init<>())
-      .def_readwrite("units", &Target::num_sms)
+      .def_readwrite("num_sms", &Target::num_sms)
       .def_readwrite("num_q_heads", &Target::num_q_heads)
       .def_readwrite("num_kv_heads", &Target::num_kv_heads)
       .def_readwrite("head_dim", &Target::head_dim)

@@ -74,7 +74,7 @@ class PatDecodeMixin:
             self._target.num_kv_heads,
             self._target.head_dim,
             self._target.max_queries,
-            self._target.units,
+            self._target.num_sms,
             "threads" if runner.device == "cpu" else "SMs",
             config,
         )

@@ -66,7 +66,7 @@ def targets() -> st.SearchStrategy[Target]:
         policy=st.sampled_from(["bytes", "paper", "naive"]),
         split=st.sampled_from(["cost", "mean"]),
         partial_bytes=st.sampled_from([2, 4]),
-        units=st.sampled_from([1, 2, 132]),
+        num_sms=st.sampled_from([1, 2, 132]),
         row_tiles=st.sampled_from([(16,), (16, 32, 64, 128)]),
         branching=st.sampled_from(["cost", "always", "never"]),
         branch_rows=st.sampled_from([(64, 32), (64,), (16, 40)]),
