@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.cases import case, execute
-from kit.plans import Piece
+from kit.pieces import Piece
 
 from sglang_pat import _C, planner
 from sglang_pat.arguments import DTYPES

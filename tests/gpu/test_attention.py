@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit.cases import case, grown
 from kit.device import DevicePlan, check, error, execute, on_device, target_of
-from kit.plans import DYNAMIC, Piece, forest, prefix
+from kit.pieces import DYNAMIC, Piece, forest, prefix
 
 from sglang_pat.ops import decode
 from sglang_pat.workspace import Workspace

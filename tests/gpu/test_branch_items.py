@@ -12,7 +12,7 @@ import torch
 from kit import cases as kit_cases
 from kit.cases import Case, by_hand, case, grown
 from kit.device import DevicePlan, check, error, execute, on_device, target_of
-from kit.plans import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
+from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
 
 from sglang_pat.planner import Plan, plan
 from sglang_pat.target import Target

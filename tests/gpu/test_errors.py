@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.cases import Case, by_hand, case
 from kit.device import DevicePlan, case_of_tree, execute, on_device, target_of
-from kit.plans import Piece, prefix
+from kit.pieces import Piece, prefix
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode

@@ -20,7 +20,7 @@ import pytest
 import torch
 from kit.cases import Case, by_hand, case
 from kit.device import DevicePlan, on_device, target_of
-from kit.plans import Piece, forest, prefix
+from kit.pieces import Piece, forest, prefix
 
 from sglang_pat.ops import decode
 from sglang_pat.workspace import Workspace

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit.cases import Case, case
 from kit.device import DevicePlan, execute, on_device, target_of
-from kit.plans import Piece
+from kit.pieces import Piece
 from kit.trees import first_segments
 
 from sglang_pat.bench.common.trees import Tree

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DYNAMIC, PACK, SINGLE
+from kit.pieces import DYNAMIC
+from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, PACK, SINGLE
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
@@ -124,6 +125,15 @@ def ranges_of(plan: Plan, index: int, seq_lens: list[int]) -> list[Range]:
         assert start >= 0 and 0 <= tokens <= room
         ranges.append(Range(query, start, tokens, queries))
     return ranges
+
+
+def ranges_of_query(made: Plan, query: int) -> list[tuple[int, int]]:
+    """(start, length or DYNAMIC) of what the items of a plan without branches read for a query."""
+    found = []
+    for item, segment in zip(made.items, first_segments(made), strict=True):
+        if query in made.members[item["member_offset"] :][: item["num_queries"]]["query"]:
+            found.append((int(segment["kv_start"]), int(segment["kv_len"])))
+    return sorted(found)
 
 
 def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
