@@ -5,6 +5,7 @@ known; and what it says where it cannot measure."""
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(machine: SyntheticMachine, *options: str) -> int:
         monkeypatch.setattr(gpu, "reason_against_a_gpu", lambda: "")
         monkeypatch.setattr(gpu, "CudaMachine", lambda: machine)
+        monkeypatch.setattr(sys, "argv", ["/somewhere/sglang-pat", "calibrate", *options])
         return cli.main(["calibrate", *options])
 
     return run
@@ -75,7 +77,7 @@ def test_what_is_measured_is_what_plans_are_made_with(
     assert 20 <= (found.fit.fitted_plans or 0) <= 40 and 10 <= found.fit.held_out_plans <= 20
     assert set(found.sources.values()) == {"measured", "fitted"}
     assert (found.clocks_mhz, found.versions) == (H200.clocks_mhz, H200.versions)
-    assert found.date and found.command.startswith("sglang-pat ")
+    assert found.date and found.command == f"sglang-pat calibrate --json {tmp_path / 'rows.json'}"
     after = Target.gpu(H200, **HEADS)
     assert after != before and after.bytes_per_s == found.costs.bytes_per_s
     data = json.loads((tmp_path / "rows.json").read_text())
