@@ -6,8 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import sglang_pat
 from kit import api_page
+
+import sglang_pat
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 
