@@ -15,6 +15,7 @@ from kit.bench import replace_device, row
 
 from sglang_pat import Target, plan
 from sglang_pat.bench.common import forests
+from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.forests import GENERATOR, Forest, all_forests
 from sglang_pat.bench.kernel import __main__ as kernel
 from sglang_pat.bench.kernel import ragged
@@ -162,12 +163,13 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_no_row_starts_that_would_not_end() -> None:
-    deadline = ragged.Deadline(100.0)
-    assert deadline.allows() and "s left" in str(deadline)
-    deadline.longest = 101.0
-    assert not deadline.allows()
-    endless = ragged.Deadline(math.inf, longest=time.monotonic())
-    assert endless.allows() and str(endless) == ""
+    budget = Budget(time.monotonic() + 100.0)
+    assert budget.allows("row") and "s left" in str(budget)
+    budget.took("row", 101.0)
+    assert not budget.allows("row")
+    endless = Budget(math.inf)
+    endless.took("row", time.monotonic())
+    assert endless.allows("row") and str(endless) == ""
 
 
 def test_the_summary_names_rows_that_lose() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.serving import __main__ as command
 from sglang_pat.bench.serving import document, spy
@@ -24,7 +25,7 @@ from sglang_pat.bench.serving.rows import (
     table,
     warnings,
 )
-from sglang_pat.bench.serving.run import Budget, rotated
+from sglang_pat.bench.serving.run import rotated
 from sglang_pat.bench.serving.timing import (
     TooShort,
     intervals_ms,

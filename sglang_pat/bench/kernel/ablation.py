@@ -34,7 +34,7 @@ from sglang_pat.bench.kernel.clock import Clock, capture
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of, options_of
 from sglang_pat.bench.kernel.packings import Packing, least_bytes, least_padding, plan_bytes
-from sglang_pat.bench.kernel.report import MAX_DIFFERENCE, geomean, groups
+from sglang_pat.bench.kernel.report import geomean, groups, too_far, wrong_outputs
 
 TREES = tuple(tree for tree in PAPER_TREES if tree.shares)
 HEADS = (Heads(32, 8),)
@@ -78,8 +78,8 @@ class AblationRow:
 
     @property
     def wrong(self) -> dict[str, float]:
-        """Outputs that are too far off; NaN is."""
-        return {name: found for name, found in self.errors.items() if not found <= MAX_DIFFERENCE}
+        """Outputs that are too far off, by variant."""
+        return too_far(self.errors)
 
 
 def variants(tree: Tree, heads: Heads) -> list[Variant]:
@@ -218,10 +218,6 @@ def complaints(rows: Iterable[AblationRow]) -> list[str]:
     """Outputs that are wrong and plans that ran out of room, a line each."""
     lines = []
     for row in rows:
-        lines += [
-            f"{row.heads} {row.spec}: output of {name} is off by {found:.2g} (at most "
-            f"{MAX_DIFFERENCE:g}, relative norm)"
-            for name, found in row.wrong.items()
-        ]
+        lines += wrong_outputs(row)
         lines += [f"{row.heads} {row.spec}: {name}: {why}" for name, why in row.degraded.items()]
     return lines

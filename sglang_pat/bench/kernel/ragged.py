@@ -9,7 +9,6 @@ none.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,11 +18,13 @@ from pathlib import Path
 
 import torch
 
+from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.forests import GENERATOR, Forest, all_forests
+from sglang_pat.bench.kernel import report
 from sglang_pat.bench.kernel.floor import Heads, kv_bytes
 from sglang_pat.bench.kernel.kv import TreeBatch, slot_table
-from sglang_pat.bench.kernel.report import TreeRow, decode_ratio, geomean, groups, line, title_line
+from sglang_pat.bench.kernel.report import TreeRow, decode_ratio, geomean
 
 # Query and KV heads of one GPU, as models have them at tensor-parallel sizes of 1 to 8.
 HEADS = tuple(
@@ -117,27 +118,6 @@ class Pool:
         )
 
 
-@dataclass
-class Deadline:
-    """Seconds for all rows; a row starts only if the longest so far would still fit."""
-
-    budget_s: float
-    longest: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._end = time.monotonic() + self.budget_s
-
-    @property
-    def left_s(self) -> float:
-        return self._end - time.monotonic()
-
-    def allows(self) -> bool:
-        return self.left_s > self.longest
-
-    def __str__(self) -> str:
-        return f"; {self.left_s:.0f} s left" if math.isfinite(self.budget_s) else ""
-
-
 def run(
     todo: Sequence[RaggedCase],
     make_row: MakeRow,
@@ -151,7 +131,7 @@ def run(
     """Adds a row to ``document`` for every case, or a line to its ``left_out``; written as it
     grows."""
     document |= {"generator": GENERATOR, "left_out": []}
-    deadline, done = Deadline(budget_s), 0
+    budget, done = Budget(time.monotonic() + budget_s), 0
     for (kv_heads, head_dim), members in groupby(todo, lambda case: case.pool):
         fitting = []
         for case in members:
@@ -165,7 +145,7 @@ def run(
         pool = None
         for case in fitting:
             done += 1
-            if not deadline.allows():
+            if not budget.allows("row"):
                 _leave_out(document, case, "the time is up")
                 continue
             began = time.monotonic()
@@ -174,12 +154,10 @@ def run(
                 pool = Pool(tokens, kv_heads, head_dim, DEVICE)
             row = make_row(case, pool.batch(case, permuted))
             document["rows"].append(asdict(row))
-            deadline.longest = max(deadline.longest, time.monotonic() - began)
+            budget.took("row", time.monotonic() - began)
             ratio = decode_ratio(row)
             against = f"{ratio:.3f} of the better peer" if ratio else "no peer ran"
-            print(
-                f"{done}/{len(todo)} {case.name} {row.pat:.1f} us, {against}{deadline}", flush=True
-            )
+            print(f"{done}/{len(todo)} {case.name} {row.pat:.1f} us, {against}{budget}", flush=True)
             write(document, path)
         del pool  # before the next one is made
     write(document, path)
@@ -209,8 +187,4 @@ def summary(rows: Sequence[TreeRow]) -> Iterator[str]:
 
 def table(rows: Iterable[TreeRow], left_out: Sequence[str]) -> list[str]:
     """The rows as text, with summaries by heads and what was left out."""
-    lines = []
-    for title, members in groups(rows):
-        lines += ["", title_line(title), *map(line, members)]
-        lines += [f"  {text}" for text in summary(members)]
-    return [*lines, *(f"left out: {each}" for each in left_out)]
+    return [*report.table(rows, summary), *(f"left out: {each}" for each in left_out)]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol, TypeVar
@@ -55,9 +55,13 @@ class TreeRow:
 
     @property
     def wrong(self) -> dict[str, float]:
-        """Outputs that are too far off, by name; NaN is."""
-        found = {"pat": self.error, **self.differences}
-        return {name: value for name, value in found.items() if not value <= MAX_DIFFERENCE}
+        """Outputs that are too far off, by name."""
+        return too_far({"pat": self.error, **self.differences})
+
+
+def too_far(errors: Mapping[str, float]) -> dict[str, float]:
+    """Those beyond MAX_DIFFERENCE; NaN is."""
+    return {name: error for name, error in errors.items() if not error <= MAX_DIFFERENCE}
 
 
 def geomean(values: Sequence[float]) -> float:
@@ -80,6 +84,17 @@ class Measured(Protocol):
     def heads(self) -> str: ...
     @property
     def permuted(self) -> bool: ...
+
+
+class Compared(Protocol):
+    """A row whose outputs were compared with others."""
+
+    @property
+    def heads(self) -> str: ...
+    @property
+    def spec(self) -> str: ...
+    @property
+    def wrong(self) -> dict[str, float]: ...
 
 
 R = TypeVar("R", bound=Measured)
@@ -136,12 +151,14 @@ def line(row: TreeRow) -> str:
     )
 
 
-def table(rows: Iterable[TreeRow]) -> list[str]:
-    """The rows as text, with their summaries."""
+def table(
+    rows: Iterable[TreeRow], summarise: Callable[[Sequence[TreeRow]], Iterable[str]] = summary
+) -> list[str]:
+    """The rows as text, with what ``summarise`` says of those of equal heads and layout."""
     lines = []
     for title, members in groups(rows):
         lines += ["", title_line(title), *map(line, members)]
-        lines += [f"  {text}" for text in summary(members)]
+        lines += [f"  {text}" for text in summarise(members)]
     return lines
 
 
@@ -149,14 +166,19 @@ def complaints(rows: Iterable[TreeRow]) -> list[str]:
     """Outputs that disagree and plans that ran out of room, a line each."""
     lines = []
     for row in rows:
-        lines += [
-            f"{row.heads} {row.spec}: output of {name} is off by {value:.2g} (at most "
-            f"{MAX_DIFFERENCE:g}, relative norm)"
-            for name, value in row.wrong.items()
-        ]
+        lines += wrong_outputs(row)
         if row.degraded:
             lines.append(f"{row.heads} {row.spec}: {row.degraded}")
     return lines
+
+
+def wrong_outputs(row: Compared) -> list[str]:
+    """A line for each."""
+    return [
+        f"{row.heads} {row.spec}: output of {name} is off by {value:.2g} (at most "
+        f"{MAX_DIFFERENCE:g}, relative norm)"
+        for name, value in row.wrong.items()
+    ]
 
 
 def decode_ratio(row: TreeRow) -> float | None:

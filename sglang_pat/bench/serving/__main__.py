@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.figures import require
 from sglang_pat.bench.common.server import ServerError
@@ -38,7 +39,6 @@ from sglang_pat.bench.serving.fleet import FleetConfig, serve
 from sglang_pat.bench.serving.model import GIB, Model, open_model
 from sglang_pat.bench.serving.options import complete, make_parser
 from sglang_pat.bench.serving.run import (
-    Budget,
     Replay,
     RunOptions,
     replays,

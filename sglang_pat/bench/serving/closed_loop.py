@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.serving.agents import AgentsRow, Team, TeamPrompts, make_team, row_of
 from sglang_pat.bench.serving.fleet import Served
 from sglang_pat.bench.serving.run import (
     REQUEST_TIMEOUT_S,
     WARM_UP_TOKENS,
-    Budget,
     Log,
     RunOptions,
     rotated,

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.document import Document, conditions, heading, write
 from sglang_pat.bench.serving import plot
 from sglang_pat.bench.serving.agents import AgentsRow, agents_table
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.first import table as first_table
 from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, table, trace_table
-from sglang_pat.bench.serving.run import Budget
 from sglang_pat.bench.serving.workload import LIMITS, LIMITS_SHAPE
 
 ROWS: dict[str, type[Any]] = {

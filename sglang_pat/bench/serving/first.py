@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.serving import spy
 from sglang_pat.bench.serving.client import AnswerTimes, body
 from sglang_pat.bench.serving.fleet import Served
 from sglang_pat.bench.serving.rows import Counted, counted_fields, unique
 from sglang_pat.bench.serving.run import (
     REQUEST_TIMEOUT_S,
-    Budget,
     Log,
     RunOptions,
     make_workload_batch,
