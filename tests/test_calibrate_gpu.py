@@ -29,23 +29,11 @@ def test_a_device_as_torch_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gpus.vendor_profile(device).sources["bytes_per_s"] == "vendor"
 
 
-def test_the_tensors_of_a_batch_share_the_slots_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tensors_of_a_batch_share_the_slots_of_a_node() -> None:
     """Made on the CPU here: every node's slots once, and no slot twice."""
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
-    generator, randn, arange, tensor = torch.Generator, torch.randn, torch.arange, torch.tensor
-    on_cpu = SimpleNamespace(
-        Generator=lambda _device: generator("cpu"),
-        randn=lambda *a, generator, dtype, device: randn(*a, generator=generator, dtype=dtype),
-        arange=lambda *a, **k: arange(*a, **({} if "device" in k else k)),
-        tensor=lambda values, device: tensor(values),
-        zeros=torch.zeros,
-        int32=torch.int32,
-        bfloat16=torch.bfloat16,
-    )
-    monkeypatch.setattr(gpu, "torch", on_cpu)
     batch = batches.forest(3)
     target = Target.h200(num_q_heads=2, num_kv_heads=1, head_dim=64, max_queries=512)
-    q, k_cache, v_cache, table, rows, seq_lens = gpu._tensors(batch, target)
+    q, k_cache, v_cache, table, rows, seq_lens = gpu._tensors(batch, target, "cpu")
     assert k_cache.shape == v_cache.shape == (batch.unique_tokens + 1, 1, 64)
     assert q.shape == (batch.num_queries, 2, 64) and seq_lens.tolist() == list(batch.seq_lens)
     owners: dict[int, tuple[int, int]] = {}

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from sglang_pat.bench.common.forests import Forest, PrefixPath
 from sglang_pat.bench.common.trees import Tree
-
-Path = tuple[tuple[int, int, int], ...]
 
 # Of a random forest: some have only short nodes, where branches pay, some only short tails.
 QUERIES = (64, 1024)
@@ -22,35 +20,12 @@ MAX_CHILDREN = 6
 MAX_CONTEXT = 12_288
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """One decode step. ``paths``: the shared nodes of each query as (node id, start, end);
-    ``seq_lens``: its tokens; ``unique_tokens``: tokens of all nodes and tails, each once."""
-
-    name: str
-    paths: tuple[Path, ...]
-    seq_lens: tuple[int, ...]
-    unique_tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        nodes = {node: end - start for path in self.paths for node, start, end in path}
-        tails = sum(
-            length - (path[-1][2] if path else 0)
-            for path, length in zip(self.paths, self.seq_lens, strict=True)
-        )
-        object.__setattr__(self, "unique_tokens", sum(nodes.values()) + tails)
-
-    @property
-    def num_queries(self) -> int:
-        return len(self.seq_lens)
-
-
-def regular(tree: Tree) -> Batch:
+def regular(tree: Tree) -> Forest:
     """A tree with equal nodes on each level."""
-    return Batch(str(tree), tuple(map(tuple, tree.paths)), tuple(tree.seq_lens))
+    return Forest(str(tree), tree.paths, tree.seq_lens)
 
 
-def forest(seed: int) -> Batch:
+def forest(seed: int) -> Forest:
     """Random roots, each split further down to a random depth; lengths spread evenly over the
     octaves up to the longest, which is random, too. Equal seeds give equal forests."""
     rng = np.random.default_rng(seed)
@@ -58,20 +33,20 @@ def forest(seed: int) -> Batch:
     depth = int(rng.integers(DEPTHS[0], DEPTHS[1] + 1))
     builder = _Builder(rng)
     for count in _shares(rng, queries, int(rng.integers(1, 4))):
-        builder.grow(count, (), depth)
-    return Batch(f"forest {seed}", tuple(builder.paths), tuple(builder.seq_lens))
+        builder.grow(count, [], depth)
+    return Forest(f"forest {seed}", builder.paths, builder.seq_lens)
 
 
 class _Builder:
     def __init__(self, rng: np.random.Generator) -> None:
-        self.paths: list[Path] = []
+        self.paths: list[PrefixPath] = []
         self.seq_lens: list[int] = []
         self._rng = rng
         self._nodes = 0
         self._node_tokens = LEAST_TOKENS, _log_uniform(rng, LONGEST_NODE)
         self._tail_tokens = LEAST_TOKENS, _log_uniform(rng, LONGEST_TAIL)
 
-    def grow(self, queries: int, path: Path, depth: int) -> None:
+    def grow(self, queries: int, path: PrefixPath, depth: int) -> None:
         """A node that so many queries share, and what is below it."""
         start = path[-1][2] if path else 0
         tokens = _log_uniform(self._rng, self._node_tokens)
@@ -81,7 +56,7 @@ class _Builder:
                 self.seq_lens.append(start + _log_uniform(self._rng, self._tail_tokens))
             return
         self._nodes += 1
-        below = (*path, (self._nodes, start, start + tokens))
+        below = [*path, (self._nodes, start, start + tokens)]
         children = int(self._rng.integers(1, MAX_CHILDREN + 1))
         for count in _shares(self._rng, queries, children):
             self.grow(count, below, depth - 1)

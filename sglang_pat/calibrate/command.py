@@ -142,7 +142,7 @@ class Result:
 
 
 def calibrate(machine: Machine, arguments: argparse.Namespace) -> int:
-    """The same for a machine."""
+    """Measure ``machine``, print what was found and write its profile; the exit status."""
     began = time.monotonic()
 
     def say(line: str) -> None:

@@ -34,8 +34,7 @@ _MAX_ROUNDS = 20
 @dataclass(frozen=True)
 class Measured:
     """One plan with its time. ``terms``: what the model counts of it; ``target``: the machine and
-    the heads that it ran with; ``seconds``: of forward and merge of one layer, the launch among
-    them."""
+    the heads that it ran with; ``seconds``: of one layer, forward, merge and launch."""
 
     label: str
     terms: _C.PlanTerms
@@ -53,7 +52,7 @@ class Fitted:
     absent: tuple[str, ...]
 
     def seconds(self, row: Measured) -> float:
-        """What the model says of a plan, the launch among it."""
+        """What the model says of a plan, and the launch."""
         return self.launch_s + modelled(row, self.costs)
 
     def error(self, rows: Sequence[Measured]) -> float:
@@ -92,7 +91,7 @@ def fit(rows: Sequence[Measured], costs: Costs) -> Fitted:
 
 
 def _solve(rows: Sequence[Measured], costs: Costs) -> Fitted:
-    """The best factors if the model were linear with its slopes at ``costs``."""
+    """The factors that fit best if the model's slopes were everywhere those at ``costs``."""
     from scipy.optimize import nnls  # SGLang depends on it; planning does not need it
 
     slopes = np.array([[_slope(row, costs, name) for name in FACTORS] for row in rows])

@@ -9,8 +9,9 @@ import torch
 
 from sglang_pat import _C, decode
 from sglang_pat.bench.common.document import versions
+from sglang_pat.bench.common.forests import Forest
 from sglang_pat.bench.kernel.clock import Clock, capture
-from sglang_pat.calibrate.batches import Batch
+from sglang_pat.bench.kernel.kv import make_batch
 from sglang_pat.calibrate.machine import CalibrationError, Device
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
@@ -36,10 +37,10 @@ class CudaMachine:
     def __init__(self) -> None:
         self.device = _device()
         self._clock = Clock(BUDGET_MS)
-        self._batch: Batch | None = None
+        self._batch: Forest | None = None
         self._tensors: tuple[torch.Tensor, ...] = ()
 
-    def seconds(self, batch: Batch, plan: Plan, target: Target) -> float:
+    def seconds(self, batch: Forest, plan: Plan, target: Target) -> float:
         """See ``machine.Machine``."""
         try:
             return self._seconds(batch, plan, target)
@@ -50,7 +51,7 @@ class CudaMachine:
                 f"{total / 2**30:.1f} GiB are free. Stop what else runs on it and run this again"
             ) from None
 
-    def _seconds(self, batch: Batch, plan: Plan, target: Target) -> float:
+    def _seconds(self, batch: Forest, plan: Plan, target: Target) -> float:
         q, k_cache, v_cache, table, rows, seq_lens = self._inputs(batch, target)
         workspace = Workspace(target, table.shape[1], q.device, partial_dtype=torch.float32)
         workspace.load(plan)
@@ -73,9 +74,9 @@ class CudaMachine:
 
         return self._clock.median_us(capture(attend).replay) * 1e-6
 
-    def _inputs(self, batch: Batch, target: Target) -> tuple[torch.Tensor, ...]:
-        """Arguments of ``decode``: random bf16 values, consecutive slots for every node and tail.
-        Slot 0 and row 0 belong to nobody, as in SGLang."""
+    def _inputs(self, batch: Forest, target: Target) -> tuple[torch.Tensor, ...]:
+        """Arguments of ``decode``: random bf16 values, consecutive slots for every node and
+        tail."""
         if batch is not self._batch:
             self._batch, self._tensors = None, ()  # the memory of the last ones is free again
             torch.cuda.empty_cache()
@@ -83,34 +84,16 @@ class CudaMachine:
         return self._tensors
 
 
-def _tensors(batch: Batch, target: Target) -> tuple[torch.Tensor, ...]:
-    table = torch.zeros((batch.num_queries + 1, max(batch.seq_lens)), dtype=torch.int32)
-    first_slot: dict[int, int] = {}
-    taken = 1
-    for row, (path, length) in enumerate(zip(batch.paths, batch.seq_lens, strict=True), start=1):
-        for node, start, end in path:
-            if node not in first_slot:
-                first_slot[node] = taken
-                taken += end - start
-            slot = first_slot[node]
-            table[row, start:end] = torch.arange(slot, slot + end - start, dtype=torch.int32)
-        tail = path[-1][2] if path else 0
-        table[row, tail:length] = torch.arange(taken, taken + length - tail, dtype=torch.int32)
-        taken += length - tail
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.bfloat16, device="cuda")
-
-    cache = (taken, target.num_kv_heads, target.head_dim)
-    return (
-        normal(batch.num_queries, target.num_q_heads, target.head_dim),
-        normal(*cache),
-        normal(*cache),
-        table.cuda(),
-        torch.arange(1, batch.num_queries + 1, device="cuda"),
-        torch.tensor(batch.seq_lens, device="cuda"),
-    )
+def _tensors(batch: Forest, target: Target, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+    return make_batch(
+        batch,
+        num_q_heads=target.num_q_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        dtype=torch.bfloat16,
+        permuted=False,
+        device=device,
+    ).inputs
 
 
 def _device() -> Device:

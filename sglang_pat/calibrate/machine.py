@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_pat.calibrate.batches import Batch
+from sglang_pat.bench.common.forests import Forest
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
@@ -35,8 +35,8 @@ class Machine(Protocol):
     @property
     def device(self) -> Device: ...
 
-    def seconds(self, batch: Batch, plan: Plan, target: Target) -> float:
-        """Of forward and merge of one layer, with a cold L2, the launch among them. ``plan`` is of
+    def seconds(self, batch: Forest, plan: Plan, target: Target) -> float:
+        """Of one layer, forward, merge and launch, with a cold L2. ``plan`` is of
         ``batch`` and made for ``target``, bf16 with partials of fp32. Raises CalibrationError where
         it cannot run."""
         ...

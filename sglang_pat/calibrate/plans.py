@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from sglang_pat import _C
-from sglang_pat.calibrate.batches import Batch, forest
+from sglang_pat.bench.common.forests import Forest
+from sglang_pat.calibrate.batches import forest
 from sglang_pat.calibrate.fit import Measured, modelled
 from sglang_pat.calibrate.rates import Bench, Say
 
@@ -44,7 +45,7 @@ def measure(bench: Bench, seeds: range, say: Say) -> list[Measured]:
     return rows
 
 
-def _rows(bench: Bench, batch: Batch) -> list[Measured]:
+def _rows(bench: Bench, batch: Forest) -> list[Measured]:
     rows: list[Measured] = []
     for way, options in ways(bench).items():
         made, target = bench.plan(batch, **options)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sglang_pat.bench.common.forests import Forest
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.calibrate.batches import Batch, regular
+from sglang_pat.calibrate.batches import regular
 from sglang_pat.calibrate.machine import CalibrationError, Machine
 from sglang_pat.planner import Plan, plan
 from sglang_pat.profiles import Costs, Profile
@@ -65,7 +66,7 @@ class Bench:
             **(values | options),
         )
 
-    def plan(self, batch: Batch, shared: bool = True, **options: Any) -> tuple[Plan, Target]:
+    def plan(self, batch: Forest, shared: bool = True, **options: Any) -> tuple[Plan, Target]:
         """Without ``shared``, every query reads its whole sequence itself. Raises CalibrationError
         for a plan that is not what the options ask for."""
         target = self.target(batch.num_queries, **options)
@@ -78,7 +79,7 @@ class Bench:
             )
         return made, target
 
-    def seconds(self, batch: Batch, shared: bool = True, **options: Any) -> float:
+    def seconds(self, batch: Forest, shared: bool = True, **options: Any) -> float:
         return self.machine.seconds(batch, *self.plan(batch, shared, **options))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from sglang_pat import _C
-from sglang_pat.calibrate.batches import Batch
+from sglang_pat.bench.common.forests import Forest
 from sglang_pat.calibrate.machine import Device
 from sglang_pat.planner import Plan
 from sglang_pat.profiles import Costs
@@ -38,7 +38,7 @@ class SyntheticMachine:
         self.measured = 0
         self._rng = np.random.default_rng(7)
 
-    def seconds(self, batch: Batch, plan: Plan, target: Target) -> float:
+    def seconds(self, batch: Forest, plan: Plan, target: Target) -> float:
         self.measured += 1
         assert plan.num_partials <= target.max_partials and not plan.degraded
         true = replace(
