@@ -28,20 +28,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    # Only now, since these import it.
-    from sglang_pat.calibrate import command as calibrate
-    from sglang_pat.explain.command import run_explain
-
     parser = make_parser()
     arguments, flags = parser.parse_known_args(argv)
     if arguments.command == "doctor":
         return _run_doctor(parser, arguments, flags)
     if flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    # What a command needs is imported with it: most of that loads the native module.
     if arguments.command == "explain":
+        from sglang_pat.explain.command import run_explain
+
         return run_explain(arguments)
     if arguments.command == "calibrate":
-        return calibrate.run_calibrate(arguments)
+        from sglang_pat.calibrate.command import run_calibrate
+
+        return run_calibrate(arguments)
     from sglang_pat.bench.common.server import ServerError
     from sglang_pat.demo.run import Options, run_demo
 

@@ -173,8 +173,8 @@ class Target:
         **overrides: Any,
     ) -> Target:
         """The GPU of a profile."""
-        # Branches run with mma.sync but on a Hopper, and on one half beyond head dim 128: neither
-        # was measured.
+        # Elsewhere than on a Hopper branches run with mma.sync, and beyond head dim 128 an SM runs
+        # one at a time: neither was measured.
         branches = profile.capability[0] == 9 and head_dim <= 128
         values: dict[str, Any] = {
             "units": profile.sms,

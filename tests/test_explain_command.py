@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from kit.shell import fresh_shell
 
 import sglang_pat
 from sglang_pat import cli
@@ -32,11 +32,8 @@ from sglang_pat.explain.text import PARTS, pack_line
 
 @pytest.fixture(autouse=True)
 def as_in_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith("SGLANG_PAT_")]:
-        monkeypatch.delenv(name)
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)  # which the command sets
+    with fresh_shell(monkeypatch):
+        yield
 
 
 def explained(spec: str) -> Explanation:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import shlex
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.shell import fresh_shell
 
 from sglang_pat import cli
 
@@ -66,11 +65,8 @@ def page() -> str:
 
 @pytest.fixture(autouse=True)
 def as_in_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith("SGLANG_PAT_")]:
-        monkeypatch.delenv(name)
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)  # which the command sets
+    with fresh_shell(monkeypatch):
+        yield
 
 
 def test_the_stops_are_as_long_as_the_page_says(page: str) -> None:
