@@ -20,7 +20,7 @@ VERSION_TESTS := tests/test_interface.py tests/test_refusals.py tests/test_step.
 	tests/test_backend_base.py tests/test_backend_fallbacks.py tests/test_backend_layers.py \
 	tests/test_backend_plans.py tests/serving/test_tokens.py tests/serving/test_sessions.py
 
-.PHONY: help install demo test test-versions lint format clean distclean
+.PHONY: help install demo test test-versions lint format api clean distclean
 
 help:
 	@echo 'make install    SGLang, the tools and this package into .venv (11 GB, some minutes)'
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-versions   the token tests of the CPU server on $(OLDER_SGLANG) too (11 GB each)'
 	@echo 'make lint       ruff (style, complexity and length of functions), clang-format, mypy'
 	@echo 'make format     let ruff and clang-format rewrite the sources'
+	@echo 'make api        write docs/api.md from the docstrings'
 	@echo 'make clean      remove build products and caches; distclean: also .venv'
 	@echo 'PYTHON=python3.12 chooses the Python, JOBS=8 the number of compilers,'
 	@echo 'PAT_CUDA=OFF leaves out the CUDA kernels'
@@ -93,6 +94,9 @@ format: install
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP_SOURCES)
+
+api: install
+	cd tests && ../$(BIN)/python -m kit.api_page > ../docs/api.md
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache sglang_pat/_C*.so

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The only definition of a plan: what the scheduler writes and what the CPU executor and the CUDA
 // kernels read. A plan is one buffer of plain structs, so that it reaches a GPU with one copy:
-//   PlanHeader | Item[num_items] | Member[num_members] | QuerySplits[num_queries] |
-//   Segment[num_segments]
+//   PlanHeader | Item[num_items] | ItemSegments[num_items] | Member[num_members] |
+//   QuerySplits[num_queries] | Segment[num_segments]
 //
-// A plan holds no slots: an item names a query of the batch and a range of its tokens, and the
-// executor looks up where they lie. Of each query's last tokens, its tail, a plan says where they
-// begin and not how many they are (kDynamic), so that it holds while the sequences grow.
+// A plan holds no slots. Its segments say which tokens of which queries the items read, and where
+// the slots of these tokens stand in the list. On a GPU the snapshot fills the list, and the
+// forward reads nothing but the list; the CPU executor looks the slots up itself. Of each query's
+// last tokens, its tail, a plan says where they begin and not how many they are (kDynamic), so that
+// it holds while the sequences grow.
 //
 // Words:
 //   query       a request's one decode token of this step; its number is its place in the batch
@@ -18,7 +20,7 @@
 //   pack        a node or tail with the queries that read it together, maybe with nodes above it
 //   piece       part of a pack that was split along its tokens
 //   branch      part of the pack tree that one item reads whole, with masks (see Segment)
-//   segment     consecutive tokens of a branch and the queries that attend to them
+//   segment     consecutive tokens that an item reads, and the queries that attend to them
 //   item        what an executor runs at once per KV head: one row tile of a piece, or a branch
 //   member      a query of an item
 //   work_unit   an item for one KV head
@@ -26,8 +28,10 @@
 //   row_mask    which packed rows of a branch attend to a token
 //   row tile    packed rows that an executor holds at once; an item fits one
 //   KV tile     tokens that an executor holds at once
-//   wide, heavy, light   items by packed rows, see kWideRows; lists of the plan, in this order
-//   list        the snapshot's copy of the branches' slots, one branch after the other
+//   wide, heavy, light   items by packed rows, see kWideRows; a plan has them in this order
+//   list        the slots of all tokens that the items read, in the order in which they read them:
+//               the branches' first, then the other items'
+//   room        tokens that a segment has in the list: a tail has more than it needs yet
 //   split       one of the items that a query is spread over: QuerySplits::num_splits
 //   partial     a split's output and log-sum-exp before the merge, in a numbered partial slot
 //   num_sms     SMs of a GPU that run items; on a CPU num_threads
@@ -38,12 +42,11 @@
 namespace pat {
 
 inline constexpr uint32_t kPlanMagic = 0x50415431;  // "PAT1"
-inline constexpr uint32_t kPlanVersion = 4;
+inline constexpr uint32_t kPlanVersion = 5;
 
-// kv_len of a tail: it covers [kv_start, seq_lens[row]), and seq_lens is read at run time.
+// Segment::kv_len of a tail: it covers [kv_start, seq_lens[query]), and seq_lens is read at run
+// time.
 inline constexpr int32_t kDynamic = -1;
-// Item::kv_len of a branch.
-inline constexpr int32_t kBranch = -2;
 // Member::partial of a query with a single split: the item writes the final output itself.
 inline constexpr int32_t kDirect = -1;
 
@@ -53,23 +56,23 @@ struct PlanHeader {
   int32_t num_queries;       // of the batch
   int32_t num_items;         // wide, heavy, then light ones, each by modelled time
   int32_t num_members;       // sum of Item::num_queries
+  int32_t num_segments;      // those of the branches, then those of the other items
   int32_t num_partials;      // partial slots in use; slot p holds [num_q_heads, head_dim] + LSE
   int32_t num_shared_items;  // items with tokens that several queries share
   int32_t items_offset;      // byte offsets from the header
+  int32_t item_segments_offset;
   int32_t members_offset;
   int32_t queries_offset;
+  int32_t segments_offset;
   int32_t total_bytes;
-  int32_t max_queries;  // the target's capacities: nothing reads these three, and they can go
-  int32_t max_items;    // with the next version
-  int32_t max_partials;
   int32_t num_q_heads;  // the target's heads: an executor refuses a plan of other heads
   int32_t num_kv_heads;
   int32_t num_wide_items;   // the first items, all those of row tiles beyond kWideRows
   int32_t num_heavy_items;  // those after them, all those of row tiles beyond kHeavyRows
-  int32_t num_segments;
-  int32_t segments_offset;
-  int32_t branch_tokens;  // length of the list
-  int32_t reserved[3];    // zero; nothing reads it
+  int32_t branch_tokens;    // length of the list's first part, the branches'
+  int32_t list_tokens;      // length of the list
+  int32_t* list;            // null; a GPU's copy has the list's address in device memory
+  int64_t reserved;         // zero; nothing reads it
 };
 static_assert(sizeof(PlanHeader) == 96);
 
@@ -85,42 +88,40 @@ inline constexpr int32_t kBranchSegments = 256;  // of one branch, at most
 // A branch begins in the list at a multiple of so many tokens: a KV tile of its executors.
 inline constexpr int32_t kBranchAlign = 64;
 
-// What an executor runs at once per KV head, with num_queries * (num_q_heads / num_kv_heads) packed
-// rows, which fit `row_tile`. An ordinary item's queries attend to the tokens [kv_start, kv_start +
-// kv_len) of the query `row`. A branch (kv_len == kBranch) uses four fields otherwise: the
-// functions below read both kinds by name.
+enum class ItemKind : int32_t {
+  kSingle = 0,  // one query, which attends to all tokens
+  kPack = 1,    // several queries, which all attend to all tokens
+  kBranch = 2,  // queries that attend to some segments each
+};
+
+// What an executor runs at once per KV head: num_queries * (num_q_heads / num_kv_heads) packed
+// rows, which fit `row_tile`, attend to the tokens that the list has from list_start on. Row tiles
+// of one piece have the same list_start. The kernels load an item as two words of 16 bytes.
 struct Item {
   int32_t member_offset;  // first of its members
-  int32_t num_queries;    // 1 if kv_len == kDynamic
-  int32_t row;            // query whose slots the item reads; branch: first_segment()
-  int32_t kv_start;       // token position; branch: list_start()
-  int32_t kv_len;         // tokens, > 0, or kDynamic, or kBranch
-  int16_t row_tile;       // packed rows
-  int16_t kv_tile;        // tokens, which only tests read; branch: num_unmasked_tiles()
-  int32_t partial;        // branch: num_segments(); item of one query: single_partial(); else 0
-  int32_t tokens;         // 0; the snapshot writes a GPU's copy: tokens of the item in this step
+  int32_t num_queries;
+  int32_t list_start;  // of a branch a multiple of kBranchAlign
+  int32_t tokens;      // 0; the snapshot writes a GPU's copy: tokens of the item in this step
+  int32_t query;       // kSingle: its member, so that a kernel need not look it up; else -1
+  int32_t partial;     // kSingle: likewise, kDirect included; else 0
+  int16_t row_tile;    // packed rows
+  // kBranch: how many KV tiles of kBranchAlign tokens all of its queries attend to, so that no mask
+  // is needed; else 0. They are the first ones or, if negative, the last ones: the branches take
+  // turns, so that they do not all read shared tokens from the cache, and then private ones from
+  // memory, at the same time.
+  int16_t num_unmasked_tiles;
+  ItemKind kind;
 };
 static_assert(sizeof(Item) == 32);
 
-constexpr bool is_branch(const Item& item) { return item.kv_len == kBranch; }
-constexpr bool is_dynamic(const Item& item) { return item.kv_len == kDynamic; }
+constexpr bool is_branch(const Item& item) { return item.kind == ItemKind::kBranch; }
 
-// Of an ordinary item: the query whose slots it reads.
-constexpr int32_t source_query(const Item& item) { return item.row; }
-// Of an ordinary item with one query, which then is source_query(): the Member::partial of that
-// query, so that a kernel need not look the member up.
-constexpr int32_t single_partial(const Item& item) { return item.partial; }
-
-// Of a branch: its segments.
-constexpr int32_t first_segment(const Item& branch) { return branch.row; }
-constexpr int32_t num_segments(const Item& branch) { return branch.partial; }
-// Of a branch: where its tokens begin in the list.
-constexpr int32_t list_start(const Item& branch) { return branch.kv_start; }
-// Of a branch: how many KV tiles of kBranchAlign tokens all of its queries attend to, so that no
-// mask is needed. They are the first ones or, if negative, the last ones: the branches take turns,
-// so that they do not all read shared tokens from the cache, and then private ones from memory, at
-// the same time.
-constexpr int32_t num_unmasked_tiles(const Item& branch) { return branch.kv_tile; }
+// What the item of the same number reads, for the snapshot and the CPU executor.
+struct ItemSegments {
+  int32_t first_segment;
+  int32_t num_segments;  // 1 unless the item is a branch
+};
+static_assert(sizeof(ItemSegments) == 8);
 
 // A query of an item and where the item's result for it goes.
 struct Member {
@@ -138,13 +139,16 @@ struct QuerySplits {
 };
 static_assert(sizeof(QuerySplits) == 8);
 
-// Consecutive tokens of a branch and the consecutive members of the branch that attend to them.
+// Consecutive tokens that an item reads and the consecutive members of the item that attend to
+// them: all members, unless the item is a branch. The list has the segments of an item one behind
+// the other. Behind a tail that is shorter than its room a branch has its next segment at once, so
+// that its tokens stand without gaps.
 struct Segment {
-  int32_t row;       // query whose slots it reads
-  int32_t kv_start;  // token position
-  int32_t kv_len;    // tokens, > 0, or kDynamic: then one member, whose query is `row`
-  int32_t room;      // tokens that it has in the list: kv_len, or what a tail may reach
-  int32_t first;     // member, counted from the branch's first
+  int32_t query;         // whose slots it reads
+  int32_t kv_start;      // token position
+  int32_t kv_len;        // tokens, > 0, or kDynamic: then one member, whose query is `query`
+  int32_t room;          // kv_len, or what a tail may reach
+  int32_t first_member;  // counted from the item's first
   int32_t num_queries;
 };
 static_assert(sizeof(Segment) == 24);
@@ -153,7 +157,8 @@ constexpr bool is_dynamic(const Segment& segment) { return segment.kv_len == kDy
 
 // Bytes of a plan of so many items, members, queries and segments.
 constexpr int64_t plan_bytes(int64_t items, int64_t members, int64_t queries, int64_t segments) {
-  return static_cast<int64_t>(sizeof(PlanHeader)) + items * static_cast<int64_t>(sizeof(Item)) +
+  return static_cast<int64_t>(sizeof(PlanHeader)) +
+         items * static_cast<int64_t>(sizeof(Item) + sizeof(ItemSegments)) +
          members * static_cast<int64_t>(sizeof(Member)) +
          queries * static_cast<int64_t>(sizeof(QuerySplits)) +
          segments * static_cast<int64_t>(sizeof(Segment));

@@ -21,63 +21,74 @@ const T* section(const PlanHeader& header, const char* name, int32_t offset, int
 // Checks that an item of one query repeats its member's fields.
 void check_single(const PlanView& plan, const Item& item, int index) {
   const Member& member = plan.members[item.member_offset];
-  PAT_CHECK(member.query == source_query(item) && member.partial == single_partial(item),
-            "damaged plan: item ", index, " is of query ", source_query(item), " and partial ",
-            single_partial(item), ", its member of ", member.query, " and ", member.partial);
+  PAT_CHECK(item.num_queries == 1 && member.query == item.query && member.partial == item.partial,
+            "damaged plan: item ", index, " of ", item.num_queries, " queries is of query ",
+            item.query, " and partial ", item.partial, ", its member of ", member.query, " and ",
+            member.partial);
 }
 
-void check_segment(const PlanView& plan, const Item& branch, const Segment& s, int index) {
+void check_segment(const PlanView& plan, const Item& item, const Segment& s, int index) {
   const bool tail = is_dynamic(s) && s.num_queries == 1;
-  PAT_CHECK(s.row >= 0 && s.row < plan.header->num_queries && s.kv_start >= 0 &&
+  PAT_CHECK(s.query >= 0 && s.query < plan.header->num_queries && s.kv_start >= 0 &&
                 (s.kv_len > 0 || tail) && s.room > 0 && (tail || s.room == s.kv_len) &&
-                s.first >= 0 && s.num_queries > 0 && s.first <= branch.num_queries - s.num_queries,
-            "damaged plan: branch ", index, " of ", branch.num_queries,
-            " queries has a segment for ", s.first, " + ", s.num_queries, ", tokens ", s.kv_start,
-            " + ", s.kv_len, " of ", s.room, " in row ", s.row, " of ", plan.header->num_queries);
-  const Member& member = plan.members[branch.member_offset + s.first];
-  PAT_CHECK(!tail || member.query == s.row, "damaged plan: branch ", index,
-            " has the tail of query ", s.row, " for query ", member.query);
+                s.first_member >= 0 && s.num_queries > 0 &&
+                s.first_member <= item.num_queries - s.num_queries,
+            "damaged plan: item ", index, " of ", item.num_queries, " queries has a segment for ",
+            s.first_member, " + ", s.num_queries, ", tokens ", s.kv_start, " + ", s.kv_len, " of ",
+            s.room, " of query ", s.query, " of ", plan.header->num_queries);
+  const Member& member = plan.members[item.member_offset + s.first_member];
+  PAT_CHECK(!tail || member.query == s.query, "damaged plan: item ", index,
+            " has the tail of query ", s.query, " for query ", member.query);
 }
 
 // Checks that the KV tiles without a mask hold tokens that all queries attend to.
 void check_unmasked(const PlanView& plan, const Item& branch, int index) {
-  const Segment* segments = plan.segments + first_segment(branch);
   int64_t at_begin = 0;  // tokens that all queries attend to, before the first that some do not
   int64_t at_end = 0;    // and behind the last
   bool all = true;
-  for (int i = 0; i < num_segments(branch); ++i) {
-    const Segment& s = segments[i];
+  plan.for_each_segment(index, [&](const Segment& s) {
     const bool by_all = s.num_queries == branch.num_queries && !is_dynamic(s);
     all &= by_all;
     at_begin += all ? s.kv_len : 0;
     at_end = by_all ? at_end + s.kv_len : 0;
-  }
-  const int64_t unmasked = int64_t{num_unmasked_tiles(branch)} * kBranchAlign;
+  });
+  const int64_t unmasked = int64_t{branch.num_unmasked_tiles} * kBranchAlign;
   PAT_CHECK(unmasked <= at_begin && -unmasked <= at_end, "damaged plan: branch ", index, " has ",
-            num_unmasked_tiles(branch), " blocks of ", kBranchAlign,
+            branch.num_unmasked_tiles, " KV tiles of ", kBranchAlign,
             " tokens for all of its queries, of ", at_begin, " tokens at its beginning and ",
             at_end, " at its end");
 }
 
 void check_branch(const PlanView& plan, const Item& branch, int index) {
   const PlanHeader& header = *plan.header;
-  const int32_t first = first_segment(branch);
-  const int32_t count = num_segments(branch);
   const int64_t rows = int64_t{branch.num_queries} * (header.num_q_heads / header.num_kv_heads);
-  PAT_CHECK(rows <= kBranchRows && count > 0 && count <= kBranchSegments && first >= 0 &&
-                first <= header.num_segments - count,
-            "damaged plan: branch ", index, " of ", rows, " packed rows has segments ", first,
-            " + ", count, " of ", header.num_segments);
-  int64_t room = 0;
-  for (int i = first; i < first + count; ++i) {
-    check_segment(plan, branch, plan.segments[i], index);
-    room += plan.segments[i].room;
-  }
+  PAT_CHECK(rows <= kBranchRows, "damaged plan: branch ", index, " has ", rows,
+            " packed rows, at most ", kBranchRows);
   check_unmasked(plan, branch, index);
-  PAT_CHECK(list_start(branch) >= 0 && list_start(branch) % kBranchAlign == 0 &&
-                list_start(branch) + room <= header.branch_tokens,
-            "damaged plan: branch ", index, " has tokens ", list_start(branch), " + ", room, " of ",
-            header.branch_tokens, " in the list");
+}
+
+// Checks what an item reads and where that stands in the list.
+void check_segments(const PlanView& plan, const Item& item, int index) {
+  const PlanHeader& header = *plan.header;
+  const auto [first, count] = plan.item_segments[index];
+  PAT_CHECK(count > 0 && count <= (is_branch(item) ? kBranchSegments : 1) && first >= 0 &&
+                first <= header.num_segments - count,
+            "damaged plan: item ", index, " has segments ", first, " + ", count, " of ",
+            header.num_segments);
+  int64_t room = 0;
+  plan.for_each_segment(index, [&](const Segment& segment) {
+    check_segment(plan, item, segment, index);
+    PAT_CHECK(is_branch(item) || segment.num_queries == item.num_queries, "damaged plan: item ",
+              index, " has tokens for ", segment.num_queries, " of its ", item.num_queries,
+              " queries and is no branch");
+    room += segment.room;
+  });
+  const int64_t begin = is_branch(item) ? 0 : header.branch_tokens;
+  const int64_t end = is_branch(item) ? header.branch_tokens : header.list_tokens;
+  PAT_CHECK(item.list_start >= begin && item.list_start + room <= end &&
+                (!is_branch(item) || item.list_start % kBranchAlign == 0),
+            "damaged plan: item ", index, " has tokens ", item.list_start, " + ", room,
+            " of the list, must be in ", begin, " to ", end);
 }
 
 }  // namespace
@@ -97,13 +108,16 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
   PAT_CHECK(header.num_partials >= 0 && header.num_partials <= header.num_members,
             "damaged plan: ", header.num_partials, " partials of ", header.num_members, " members");
   const PlanView view{
-      &header, section<Item>(header, "items", header.items_offset, header.num_items),
+      &header,
+      section<Item>(header, "items", header.items_offset, header.num_items),
+      section<ItemSegments>(header, "item segments", header.item_segments_offset, header.num_items),
       section<Member>(header, "members", header.members_offset, header.num_members),
       section<QuerySplits>(header, "queries", header.queries_offset, header.num_queries),
       section<Segment>(header, "segments", header.segments_offset, header.num_segments)};
-  PAT_CHECK(header.branch_tokens >= 0 && header.branch_tokens % kBranchAlign == 0,
-            "damaged plan: a list of ", header.branch_tokens,
-            " tokens of branches, must be a multiple of ", kBranchAlign);
+  PAT_CHECK(header.branch_tokens >= 0 && header.branch_tokens % kBranchAlign == 0 &&
+                header.branch_tokens <= header.list_tokens,
+            "damaged plan: a list of ", header.list_tokens, " tokens, ", header.branch_tokens,
+            " of them of branches, must be a multiple of ", kBranchAlign);
   PAT_CHECK(header.num_wide_items >= 0 && header.num_heavy_items >= 0 &&
                 header.num_wide_items <= header.num_items &&
                 header.num_heavy_items <= header.num_items - header.num_wide_items,
@@ -131,15 +145,11 @@ void check_item_shape(const PlanView& plan, int index) {
                 item.member_offset <= header.num_members - item.num_queries,
             "damaged plan: item ", index, " has members ", item.member_offset, " + ",
             item.num_queries, " of ", header.num_members);
+  PAT_CHECK(item.kind == ItemKind::kSingle || item.kind == ItemKind::kPack || is_branch(item),
+            "damaged plan: item ", index, " is of kind ", static_cast<int>(item.kind));
+  check_segments(plan, item, index);
   if (is_branch(item)) return check_branch(plan, item, index);
-  if (item.num_queries == 1) check_single(plan, item, index);
-  PAT_CHECK(source_query(item) >= 0 && source_query(item) < header.num_queries,
-            "damaged plan: item ", index, " reads row ", source_query(item), " of ",
-            header.num_queries);
-  const bool tail = is_dynamic(item) && item.num_queries == 1;
-  PAT_CHECK(item.kv_start >= 0 && (item.kv_len > 0 || tail), "damaged plan: item ", index, " of ",
-            item.num_queries, " queries begins at token ", item.kv_start, " with length ",
-            item.kv_len);
+  if (item.kind == ItemKind::kSingle) check_single(plan, item, index);
 }
 
 }  // namespace pat

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include "plan.h"
 
@@ -13,20 +12,16 @@ namespace pat {
 struct PlanView {
   const PlanHeader* header;
   const Item* items;
+  const ItemSegments* item_segments;
   const Member* members;
   const QuerySplits* queries;
   const Segment* segments;
 
-  // Calls visit(segment) for all that an item reads. An ordinary item reads one segment: for all of
-  // its queries, with room for any length.
+  // Calls visit(segment) for all that item `index` reads.
   template <typename Visit>
-  void for_each_segment(const Item& item, const Visit& visit) const {
-    if (!is_branch(item)) {
-      const int32_t any = std::numeric_limits<int32_t>::max();
-      return visit(
-          Segment{source_query(item), item.kv_start, item.kv_len, any, 0, item.num_queries});
-    }
-    for (int32_t i = 0; i < num_segments(item); ++i) visit(segments[first_segment(item) + i]);
+  void for_each_segment(int32_t index, const Visit& visit) const {
+    const auto [first, count] = item_segments[index];
+    for (int32_t i = first; i < first + count; ++i) visit(segments[i]);
   }
 };
 

@@ -34,7 +34,7 @@ class Branching(Enum):
     never = 2
 
 class Target:
-    units: int
+    num_sms: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
@@ -79,6 +79,8 @@ class Plan:
     @property
     def branch_tokens(self) -> int: ...
     @property
+    def list_tokens(self) -> int: ...
+    @property
     def num_members(self) -> int: ...
     @property
     def num_partials(self) -> int: ...
@@ -94,6 +96,8 @@ class Plan:
     def degraded(self) -> str: ...
     @property
     def items(self) -> npt.NDArray[Any]: ...
+    @property
+    def item_segments(self) -> npt.NDArray[Any]: ...
     @property
     def members(self) -> npt.NDArray[Any]: ...
     @property
@@ -197,7 +201,7 @@ def cuda_probe(device: int = 0) -> dict[str, Any]: ...
 
 class PlanStaging:
     def __init__(self, bytes: int, count: int) -> None: ...
-    def copy(self, plan: int, bytes: int, device: int, stream: int) -> None: ...
+    def copy(self, plan: int, bytes: int, device: int, list: int, stream: int) -> None: ...
 
 def check_plan_cuda(
     plan: int,
@@ -207,6 +211,7 @@ def check_plan_cuda(
     max_partials: int,
     max_context: int,
     max_branch_tokens: int,
+    max_list_tokens: int,
     num_q_heads: int,
     num_kv_heads: int,
 ) -> None: ...
@@ -225,9 +230,7 @@ class CudaBuffers:
         self,
         *,
         plan: int,
-        slots: tuple[int, int],
-        branch_slots: int,
-        branch_rows: int,
+        row_masks: int,
         partials: int,
         partial_lse: int,
         queue: int,

@@ -28,9 +28,12 @@ from sglang_pat import _C
 from sglang_pat.target import capacities
 
 MB = 1 << 20
-# A query's partials where not even the largest graph fits the budget: those of a path of three
-# nodes and a tail. What is above them makes room for longer sequences to be split.
-_FEWEST_PARTIALS = 4
+# Partials of a workspace, at least: enough to split a few long sequences over all SMs.
+_FEWEST_PARTIALS = 2048
+# Partials of a query in a batch of many, which need not be split: of three nodes and a tail.
+_PARTIALS_OF_A_PATH = 4
+# The list at start, at most: 32 MB. It grows when a plan needs more.
+_MOST_LIST_TOKENS = 8 * MB
 
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -39,7 +42,7 @@ def buffer_shapes(
     *,
     num_q_heads: int,
     head_dim: int,
-    max_context: int,
+    list_tokens: int,
     partial_dtype: torch.dtype,
     max_queries: int,
     max_items: int,
@@ -50,13 +53,13 @@ def buffer_shapes(
     """Shape and dtype of each device tensor of a ``Workspace``, by name; the last five arguments
     are the fields of its ``Target``."""
     max_members = max_partials + max_queries
-    plan_bytes = _C.plan_bytes(max_items, max_members, max_queries, max_segments)
+    # Every item that is no branch has one segment.
+    plan_bytes = _C.plan_bytes(max_items, max_members, max_queries, max_segments + max_items)
     queue_ints = _C.cuda_queue_ints() if hasattr(_C, "cuda_queue_ints") else 0
     return {
         "plan": ((plan_bytes,), torch.uint8),
-        "slots": ((max_queries, max_context), torch.int32),
-        "branch_slots": ((max_branch_tokens,), torch.int32),
-        "branch_rows": ((max_branch_tokens,), torch.int16),
+        "list": ((list_tokens,), torch.int32),
+        "row_masks": ((max_branch_tokens,), torch.int16),
         "partials": ((max_partials, num_q_heads, head_dim), partial_dtype),
         "partial_lse": ((max_partials, num_q_heads), torch.float32),
         "queue": ((queue_ints,), torch.int32),
@@ -67,14 +70,13 @@ def buffer_shapes(
 class Capacity:
     """What a workspace is made for. ``parts``: bytes by buffer; ``budget`` in bytes.
 
-    ``max_queries`` and ``max_partials`` are fields of the ``Target``. ``pool_requests``: requests
-    that the server can run; batches of more than ``max_queries`` are not served by ``pat``.
+    ``max_queries`` and ``max_partials`` are fields of the ``Target``, ``list_tokens`` an argument
+    of the ``Workspace``.
     """
 
     max_queries: int
     max_partials: int
-    max_context: int
-    pool_requests: int
+    list_tokens: int
     budget: int
     parts: dict[str, int]
 
@@ -85,17 +87,23 @@ class Capacity:
 
     @property
     def over_budget(self) -> bool:
-        """Whether even the largest graph needs more than the budget, and so got it."""
+        """Whether what every server needs is more than the budget, and so was taken."""
         return self.total > self.budget
+
+    @property
+    def packed_queries(self) -> int:
+        """Queries of a batch whose partials find room however deep their prefixes branch (three
+        nodes and a tail). Larger batches are packed as far as the partials go."""
+        return min(self.max_queries, self.max_partials // _PARTIALS_OF_A_PATH)
 
     def __str__(self) -> str:
         text = (
             f"workspace: {megabytes(self.total):,} MB on the GPU, for batches of up to "
-            f"{self.max_queries:,} requests of up to {self.max_context:,} tokens"
+            f"{self.max_queries:,} requests"
         )
-        if self.max_queries < self.pool_requests:
+        if self.packed_queries < self.max_queries:
             text += (
-                f"; larger ones, of up to {self.pool_requests:,}, run on SGLang's attention "
+                f"; beyond {self.packed_queries:,} requests some may share less than they could "
                 f"unless SGLANG_PAT_WORKSPACE_MB is raised"
             )
         return text
@@ -104,9 +112,9 @@ class Capacity:
         """Why the budget was exceeded and what to do about it."""
         return (
             f"the workspace takes {megabytes(self.total):,} MB on the GPU, more than "
-            f"SGLANG_PAT_WORKSPACE_MB={self.budget // MB}, because the largest decode graph, of "
-            f"{self.max_queries:,} requests of up to {self.max_context:,} tokens, needs it: lower "
-            f"--cuda-graph-max-bs-decode or --context-length, or raise SGLANG_PAT_WORKSPACE_MB"
+            f"SGLANG_PAT_WORKSPACE_MB={self.budget // MB}, because that is the least for batches "
+            f"of up to {self.max_queries:,} requests: lower --max-running-requests, or raise "
+            f"SGLANG_PAT_WORKSPACE_MB"
         )
 
 
@@ -115,74 +123,63 @@ def megabytes(size: int) -> int:
     return -(-size // MB)
 
 
+def list_tokens_for(pool_tokens: int, max_queries: int) -> int:
+    """Tokens of the list that the plans of a K/V pool of ``pool_tokens`` need as a rule.
+
+    A plan lists each token of the batch once, and tails with the room that they may grow into, a
+    quarter or 128 tokens (csrc/pack/headroom.h). It lists more, and the list then grows, where
+    children are merged into their parent, whose tokens then stand before those of each child, and
+    where requests that hold the same slots are not known to share them.
+    """
+    return max(1, min(_MOST_LIST_TOKENS, pool_tokens * 5 // 4 + 128 * max_queries))
+
+
 def fit_workspace(
     *,
     num_q_heads: int,
     head_dim: int,
-    max_context: int,
     pool_requests: int,
+    pool_tokens: int,
     largest_graph: int,
     partial_dtype: torch.dtype,
     budget: int,
 ) -> Capacity:
-    """Size a workspace: for the largest decode graph at least, and beyond that for as many
-    requests as ``budget`` bytes hold, up to ``pool_requests``.
+    """Size a workspace for every batch that a server runs, within ``budget`` bytes if that can be.
 
-    If the largest graph does not fit, but does with fewer partials, at least four a query, it gets
-    those, and a plan that would need more is made with fewer splits or packs (see ``Target``).
-    Else the budget is exceeded, since a captured graph must always find room: see
-    ``Capacity.over_budget``. ``max_context``: tokens of a row of ``req_to_token``.
-    ``num_q_heads`` of one rank. ``largest_graph`` may be 0, and beyond ``pool_requests``.
+    What the budget leaves beside plan, list and row masks is for partials: at most those that
+    ordinary batches need (``capacities``), at least 2048. A plan that would need more is made with
+    fewer splits or packs (see ``Target``). ``pool_requests``, ``pool_tokens``: requests and tokens
+    that the server's pools hold. ``num_q_heads`` of one rank. ``largest_graph``: queries, padding
+    included; may be 0, and beyond ``pool_requests``.
 
     Raises ValueError unless the other numbers are 1 or more.
     """
     numbers = {
         "num_q_heads": num_q_heads,
         "head_dim": head_dim,
-        "max_context": max_context,
         "pool_requests": pool_requests,
+        "pool_tokens": pool_tokens,
         "budget": budget,
     }
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name} is {number}, must be 1 or more")
+    queries = max(pool_requests, largest_graph)
+    list_tokens = list_tokens_for(pool_tokens, queries)
+    room = capacities(queries)
 
-    def parts(room: dict[str, int], queries: int) -> dict[str, int]:
+    def parts(max_partials: int) -> dict[str, int]:
         shapes = buffer_shapes(
             num_q_heads=num_q_heads,
             head_dim=head_dim,
-            max_context=max_context,
+            list_tokens=list_tokens,
             partial_dtype=partial_dtype,
             max_queries=queries,
-            **room,
+            **(room | {"max_partials": max_partials}),
         )
         return {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
 
-    def total(queries: int) -> int:
-        return sum(parts(capacities(queries), queries).values())
-
-    # Every part grows by the same bytes with every query.
-    fixed = total(0)
-    fitting = (budget - fixed) // (total(1) - fixed)
-    least = max(1, largest_graph)
-    queries = max(least, min(fitting, pool_requests))
-    room = capacities(queries)
-    missing = total(queries) - budget
-    if missing > 0:
-        of_a_partial = num_q_heads * (head_dim * partial_dtype.itemsize + 4) + _member_bytes()
-        partials = room["max_partials"] - -(-missing // of_a_partial)
-        if partials >= capacities(0)["max_partials"] + _FEWEST_PARTIALS * queries:
-            room["max_partials"] = partials
-    return Capacity(
-        max_queries=queries,
-        max_partials=room["max_partials"],
-        max_context=max_context,
-        pool_requests=max(pool_requests, largest_graph),
-        budget=budget,
-        parts=parts(room, queries),
-    )
-
-
-def _member_bytes() -> int:
-    """What one more member takes in a plan."""
-    return _C.plan_bytes(0, 1, 0, 0) - _C.plan_bytes(0, 0, 0, 0)
+    fixed = sum(parts(0).values())
+    fitting = (budget - fixed) // (sum(parts(1).values()) - fixed)
+    partials = min(room["max_partials"], max(_FEWEST_PARTIALS, fitting))
+    return Capacity(queries, partials, list_tokens, budget, parts(partials))

@@ -49,8 +49,11 @@ PRESETS: dict[str, dict[str, str]] = {
     },
 }
 _PRESET = PREFIX + "PRESET"
-_WORKSPACE = PREFIX + "WORKSPACE_MB"
 DEFAULT_MB = 256  # below the 384 MB that FlashInfer takes in the same place
+# One request has nobody to share with, so SGLang's attention serves it at its own speed.
+DEFAULT_MIN_BATCH = 2
+# Options that are whole numbers from 1: the default and what they count.
+_NUMBERS = {"workspace_mb": (DEFAULT_MB, "MB"), "min_batch": (DEFAULT_MIN_BATCH, "requests")}
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class PatConfig:
     ``launch`` (``SGLANG_PAT_LAUNCH``): how a GPU's forward is launched, see ``Workspace``.
     ``workspace_mb`` (``SGLANG_PAT_WORKSPACE_MB``): MB (2**20 bytes) of GPU memory for the
     workspace; how many requests of a batch fit depends on it, see ``sglang_pat.capacity``.
+    ``min_batch`` (``SGLANG_PAT_MIN_BATCH``): requests of the smallest decode batch that pat serves,
+    rows of padding included; smaller ones are the base's, in graphs and without.
     ``remarks``: what ``from_env`` has to say about a preset or a rule, a sentence each.
     """
 
@@ -76,6 +81,7 @@ class PatConfig:
     partial: str = "fp32"
     launch: str = "queue"
     workspace_mb: int = DEFAULT_MB
+    min_batch: int = DEFAULT_MIN_BATCH
     preset: str = "default"
     remarks: tuple[str, ...] = field(default=(), compare=False)
 
@@ -86,21 +92,21 @@ class PatConfig:
         Raises ValueError that names the variable, its value and what is allowed, for a name or a
         value that is not known: a misspelt option must not be served as the default.
         """
-        known = {PREFIX + name.upper(): name for name in ("preset", *_ALLOWED)}
+        known = {PREFIX + name.upper(): name for name in ("preset", *_ALLOWED, *_NUMBERS)}
         given: dict[str, str] = {}
-        workspace_mb = DEFAULT_MB
+        numbers = {name: default for name, (default, _) in _NUMBERS.items()}
         for variable, value in environ.items():
             if not variable.startswith(PREFIX):
-                continue
-            if variable == _WORKSPACE:
-                workspace_mb = _whole_number(variable, value)
                 continue
             if variable not in known:
                 raise ValueError(
                     f"{variable}={value} is not an option of sglang_pat; "
-                    f"the options are {', '.join([*known, _WORKSPACE])}: correct or unset it"
+                    f"the options are {', '.join(known)}: correct or unset it"
                 )
             name = known[variable]
+            if name in _NUMBERS:
+                numbers[name] = _whole_number(variable, value, *_NUMBERS[name])
+                continue
             allowed = PRESETS if variable == _PRESET else _ALLOWED[name]
             if value not in allowed:
                 raise ValueError(
@@ -117,7 +123,7 @@ class PatConfig:
             branching=chosen["branching"],
             partial=chosen["partial"],
             launch=chosen["launch"],
-            workspace_mb=workspace_mb,
+            **numbers,
             preset=preset,
             remarks=remarks,
         )
@@ -156,10 +162,10 @@ def rules(preset: str, given: Mapping[str, str]) -> tuple[dict[str, str], tuple[
     return chosen, tuple(remarks)
 
 
-def _whole_number(variable: str, value: str) -> int:
+def _whole_number(variable: str, value: str, default: int, unit: str) -> int:
     if not (value.isascii() and value.isdecimal() and int(value) > 0):
         raise ValueError(
-            f"{variable}={value} is not a whole number of MB, 1 or more: "
-            f"give one, such as {DEFAULT_MB}, or unset it"
+            f"{variable}={value} is not a whole number of {unit}, 1 or more: "
+            f"give one, such as {default}, or unset it"
         )
     return int(value)

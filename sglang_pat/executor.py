@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,7 +12,7 @@ from sglang_pat import ops
 from sglang_pat.config import PatConfig
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
-from sglang_pat.workspace import Workspace
+from sglang_pat.workspace import LIST_TOKENS, Workspace
 
 
 class Executor:
@@ -19,7 +20,7 @@ class Executor:
 
     On a GPU it owns a ``Workspace``: its addresses are fixed, so that a CUDA graph that captured
     ``snapshot`` and ``decode`` runs whatever plan was loaded before the replay. ``table``:
-    ``req_to_token``. ``region``: the context to allocate the workspace in.
+    ``req_to_token``. ``region``, ``list_tokens``: of the ``Workspace``.
     """
 
     def __init__(
@@ -27,21 +28,23 @@ class Executor:
         target: Target,
         config: PatConfig,
         table: torch.Tensor,
-        region: AbstractContextManager[None] | None = None,
+        region: Callable[[], AbstractContextManager[None]] = nullcontext,
+        list_tokens: int = LIST_TOKENS,
     ) -> None:
         self.target = target
         self._table = table
         self._partial_dtype = config.partial_dtype
         self._workspace: Workspace | None = None
         if table.device.type == "cuda":
-            with torch.cuda.device(table.device), region or nullcontext():
-                self._workspace = Workspace(
-                    target,
-                    table.shape[1],
-                    table.device,
-                    partial_dtype=config.partial_dtype,
-                    launch=config.launch,
-                )
+            self._workspace = Workspace(
+                target,
+                table.shape[1],
+                table.device,
+                list_tokens=list_tokens,
+                partial_dtype=config.partial_dtype,
+                launch=config.launch,
+                region=region,
+            )
         self._plan: Plan | None = None
         self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -175,7 +175,13 @@ def _workspace_for_call(
         max_segments=plan.num_segments,
         max_branch_tokens=plan.branch_tokens,
     )
-    return Workspace(target, max(1, sizes.table[1]), device, partial_dtype=partial_dtype)
+    return Workspace(
+        target,
+        max(1, sizes.table[1]),
+        device,
+        list_tokens=max(1, plan.list_tokens),
+        partial_dtype=partial_dtype,
+    )
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, int, int]:

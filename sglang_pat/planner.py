@@ -15,7 +15,7 @@ from sglang_pat import _C
 from sglang_pat.target import Target
 
 Plan = _C.Plan
-BRANCH = _C.BRANCH  # kv_len of an item that is a branch
+BRANCH = _C.BRANCH  # kind of an item that is a branch
 Lengths = Sequence[int] | npt.NDArray[np.int64] | Any
 
 

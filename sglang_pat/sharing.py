@@ -47,7 +47,8 @@ class SharingWatch:
 
     def __init__(self) -> None:
         self.on = True
-        self._steps_of_one = 0  # decode steps of a single request
+        self._small_steps = 0  # decode steps of one request, or of fewer than pat serves
+        self._most_in_small_steps = 1  # requests
         self._steps_of_several = 0
         self._planned = 0  # requests, in all plans made
 
@@ -63,18 +64,32 @@ class SharingWatch:
         if plan.num_queries > 1:
             self._steps_of_several += 1
             return self._steps_of_several == STEPS_WITHOUT_SHARING
-        self._steps_of_one += 1
-        return self._steps_of_one == STEPS_WITHOUT_SHARING and not self._steps_of_several
+        return self.small_step(plan.num_queries)
+
+    def small_step(self, requests: int) -> bool:
+        """Watch a decode step of one request, or of so few that the base runs it. Whether it is
+        time to say that nothing is shared."""
+        self._small_steps += 1
+        self._most_in_small_steps = max(self._most_in_small_steps, requests)
+        return self._small_steps == STEPS_WITHOUT_SHARING and not self._steps_of_several
 
     def explain(self, private: Mapping[str, int], fallbacks: Mapping[str, int]) -> None:
         """Log that nothing was shared, with the likely reason; the counts are those of ``Stats``.
         A WARNING, unless there were no two requests at a time."""
+        if not self._steps_of_several and self._most_in_small_steps > 1:
+            logger.warning(
+                "sglang_pat: each of %d decode steps had at most %d requests, so few that SGLang's "
+                "attention ran them, unpacked: lower SGLANG_PAT_MIN_BATCH to have them packed",
+                self._small_steps,
+                self._most_in_small_steps,
+            )
+            return
         if not self._steps_of_several:
             logger.info(
                 "sglang_pat: each of %d decode steps had a single request, so there was nothing to "
                 "share; pat saves K/V reads when several requests with a common beginning run at "
                 "the same time",
-                self._steps_of_one,
+                self._small_steps,
             )
             return
         logger.warning(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sglang_pat.arguments import require_tensor
-from sglang_pat.planner import BRANCH, Plan
+from sglang_pat.planner import Plan
 
 
 class SlotMismatch(ValueError):
@@ -75,18 +75,14 @@ class SharedRange(NamedTuple):
 def shared_ranges(plan: Plan) -> Iterator[SharedRange]:
     """What the plan's items read for more than one query."""
     members = plan.members["query"]
-    for item in plan.items[plan.items["num_queries"] > 1]:
-        first = int(item["member_offset"])
-        count = int(item["num_queries"])
-        if item["kv_len"] != BRANCH:
-            ranges = [(item["row"], item["kv_start"], item["kv_len"], 0, count)]
-        else:
-            segments = plan.segments[item["row"] : item["row"] + item["partial"]]
-            names = ["row", "kv_start", "kv_len", "first", "num_queries"]
-            ranges = segments[segments["num_queries"] > 1][names].tolist()
-        for reader, begin, tokens, offset, queries in ranges:
-            of_range = members[first + offset : first + offset + queries]
-            yield SharedRange(int(reader), int(begin), int(tokens), of_range.tolist())
+    segments = plan.segments
+    for index in np.flatnonzero(plan.items["num_queries"] > 1):
+        first_member = int(plan.items["member_offset"][index])
+        first, count = plan.item_segments[index].tolist()
+        for reader, begin, tokens, _, offset, queries in segments[first : first + count].tolist():
+            if queries > 1:
+                at = first_member + offset
+                yield SharedRange(reader, begin, tokens, members[at : at + queries].tolist())
 
 
 def compare_packs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.sharing import SharingWatch
@@ -24,6 +24,7 @@ COUNTERS = {
     "kv_tokens_read": "K/V tokens the items read, of one layer and KV head; re-reads count.",
     "kv_tokens_unpacked": "K/V tokens without packing: the sum of sequence lengths.",
     "plans_made": "Plans made.",
+    "degraded_plans": "Plans with fewer splits or packs than pay, as their buffers were too small.",
     "plans_reused": "Decode steps that reused the last plan of their batch.",
     "plan_seconds": "Host time of the decode steps that made a plan.",
     "host_seconds": "Host time of pat in all decode steps, with a new plan or the last one.",
@@ -40,9 +41,10 @@ LABELLED = {
     "fallbacks": ("reason", "What pat should have served but did not: passes, plans."),
     "private_requests": ("reason", "Requests whose shared prefix was not known to the plan."),
 }
-# Kinds of ``base_forwards``: SGLang's names of the forward modes, in lower case, and WARM_UP.
-INTENDED_MODES = frozenset({"extend", "split_prefill", "draft_extend_v2", "idle", "prebuilt"})
+# Kinds of ``base_forwards``: SGLang's names of the forward modes, in lower case, and these.
 WARM_UP = "warm_up"
+SMALL_BATCH = "small_batch"  # decode steps of fewer requests than ``PatConfig.min_batch``
+INTENDED_MODES = frozenset({"extend", "split_prefill", "draft_extend_v2", "idle", "prebuilt"})
 # Why other modes come about.
 _UNINTENDED_MODES = {
     "mixed": "--enable-mixed-chunk puts decodes into prefill batches; drop it to have them packed",
@@ -54,10 +56,11 @@ class Stats:
     """Counters of one scheduler process.
 
     ``base_forwards`` counts, by kind, the forward passes that are meant for the base backend:
-    prefill, idle ranks, warm-ups. ``base_layers`` counts, by reason, the layers of decode steps
-    that are, such as those with a sliding window. ``fallbacks`` counts, by reason, what is not:
-    forward passes that the base served instead of pat, and plans that had to be made without any
-    sharing. ``private_requests`` counts, by reason, requests that were planned without a path.
+    prefill, decode steps of too few requests to share, idle ranks, warm-ups. ``base_layers``
+    counts, by reason, the layers of other decode steps that are, such as those with a sliding
+    window. ``fallbacks`` counts, by reason, what is not: forward passes that the base served
+    instead of pat, and plans that had to be made without any sharing. ``private_requests`` counts,
+    by reason, requests that were planned without a path.
     """
 
     def __init__(self) -> None:
@@ -67,6 +70,7 @@ class Stats:
         self.kv_tokens_read = 0
         self.kv_tokens_unpacked = 0
         self.plans_made = 0
+        self.degraded_plans = 0
         self.plans_reused = 0
         self.plan_ns = 0
         self.host_ns = 0
@@ -90,18 +94,34 @@ class Stats:
         after many steps why none was packed."""
         self.plans_made += made
         self.plans_reused += not made
+        if made and plan.degraded:
+            self._degrade(plan)
         self.decode_steps += 1
         self.packed_steps += plan.num_shared_items > 0
-        self.branched_steps += plan.num_segments > 0
+        self.branched_steps += plan.branch_tokens > 0
         self.kv_tokens_unpacked += total
         self.kv_tokens_read += plan.kv_tokens_read(total)
-        if self._watch.on:
-            self._tell(plan, total, made=made)
+        self._tell(lambda: self._watch.step(plan, total, made=made))
 
-    def _tell(self, plan: Plan, total: int, *, made: bool) -> None:
-        """Log what there is to say about sharing; what goes wrong here costs the message only."""
+    def _degrade(self, plan: Plan) -> None:
+        """Count a plan that is simpler than the rules ask for; tell of the first one."""
+        if not self.degraded_plans:
+            logger.warning(
+                "sglang_pat: a plan for %d requests was made %s: they run slower than they could; "
+                "raise SGLANG_PAT_WORKSPACE_MB, or decode fewer requests at once "
+                "(--max-running-requests)",
+                plan.num_queries,
+                plan.degraded,
+            )
+        self.degraded_plans += 1
+
+    def _tell(self, is_due: Callable[[], bool]) -> None:
+        """Log what there is to say about sharing; what goes wrong here costs the message only.
+        ``is_due``: watches a step, and whether it is time to explain."""
+        if not self._watch.on:
+            return
         try:
-            if self._watch.step(plan, total, made=made):
+            if is_due():
                 self._watch.explain(self.private_requests, self.fallbacks)
         except Exception as error:  # it must not cost the server
             self._watch.on = False
@@ -116,9 +136,23 @@ class Stats:
         else:
             self.fall_back(kind, _UNINTENDED_MODES.get(kind))
 
+    @property
+    def steps_asked_for(self) -> int:
+        """Decode steps that the scheduler asked for: those on pat and those of few requests."""
+        return self.decode_steps + self.base_forwards[SMALL_BATCH]
+
+    def small_batch(self, requests: int) -> None:
+        """Count a decode step that the base runs because it has too few requests. ``requests``: 0
+        if the scheduler did not ask for it, as in a warm-up or on an idle rank."""
+        if requests:
+            self.base_forwards[SMALL_BATCH] += 1
+            self._tell(lambda: self._watch.small_step(requests))
+        else:
+            self.base_forwards["idle" if self.steps_asked_for else WARM_UP] += 1
+
     def warm_up(self) -> None:
         """Count a decode that the scheduler did not ask for: as intended before it asks for any."""
-        if self.decode_steps:
+        if self.steps_asked_for:
             self.fall_back("no batch from the scheduler")
         else:
             self.base_forwards[WARM_UP] += 1
@@ -151,8 +185,8 @@ class Stats:
         steps, unpacked = max(self.decode_steps, 1), self.kv_tokens_unpacked
         saved = 1 - self.kv_tokens_read / unpacked if unpacked else 0
         line = (
-            f"{self.decode_steps} decode steps, in {self.packed_steps} of which requests shared "
-            f"K/V reads; {self.kv_tokens_read} K/V tokens read instead of {unpacked} "
+            f"{self.decode_steps} decode steps on pat, in {self.packed_steps} of which requests "
+            f"shared K/V reads; {self.kv_tokens_read} K/V tokens read instead of {unpacked} "
             f"({saved:.1%} saved); {self.host_ns / steps / 1e3:.1f} us of host time a step, a new "
             f"plan in {self.plans_made / steps:.1%}"
         )

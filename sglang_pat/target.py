@@ -25,15 +25,15 @@ _ROW_TILES = (16, _C.HEAVY_ROWS, _C.WIDE_ROWS, 2 * _C.WIDE_ROWS)
 class Target:
     """Input of the scheduler beside paths and lengths. Hashable; needs no such machine at hand.
 
-    ``units`` are the SMs or threads that run items. ``row_tiles`` (packed rows, queries x GQA
-    group) and ``kv_tiles`` (tokens) ascend. ``reread_weight`` in (0, 1] is what reading hot K/V
-    again costs relative to the first read. ``reread_factor``, ``wide_factor``, ``merge_factor`` and
-    ``branch_overhead_s`` are fitted: what the model of a plan's time charges for a token read
-    again, for the arithmetic of a wide item's token (both relative to a first read), for a
-    partial's bytes (relative to their time in memory) and for a branch (seconds on its SM). The
-    ``max_*`` are the executor's buffers: a plan that
-    would exceed them is made without branches, then without splits, then without packs, and says of
-    the last two in ``Plan.degraded``.
+    ``num_sms`` are the SMs, or of a CPU the threads, that run items. ``row_tiles`` (packed rows,
+    queries x GQA group) and ``kv_tiles`` (tokens) ascend. ``reread_weight`` in (0, 1] is what
+    reading hot K/V again costs relative to the first read. ``reread_factor``, ``wide_factor``,
+    ``merge_factor`` and ``branch_overhead_s`` are fitted: what the model of a plan's time charges
+    for a token read again, for the arithmetic of a wide item's token (both relative to a first
+    read), for a partial's bytes (relative to their time in memory) and for a branch (seconds on its
+    SM). The ``max_*`` are the executor's buffers: a plan that would exceed them is made without
+    branches, then without splits, then without packs, and says of the last two in
+    ``Plan.degraded``.
 
     ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``
     applies equations 1 and 2 of that section, ``naive`` packs every node. ``split``: ``cost``
@@ -46,7 +46,7 @@ class Target:
     Raises ValueError for a field that makes no sense.
     """
 
-    units: int
+    num_sms: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
@@ -119,7 +119,7 @@ class Target:
         }
         values |= capacities(max_queries) | overrides
         return cls(
-            units=threads,
+            num_sms=threads,
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -177,7 +177,7 @@ class Target:
         # one at a time: neither was measured.
         branches = profile.capability[0] == 9 and head_dim <= 128
         values: dict[str, Any] = {
-            "units": profile.sms,
+            "num_sms": profile.sms,
             **asdict(profile.costs),
             "row_tiles": row_tiles_for(head_dim),
             "kv_tiles": (32, 64),

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from sglang_pat import _C
@@ -12,24 +15,27 @@ from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
 LAUNCHES = _C.LAUNCHES
+LIST_TOKENS = 1 << 20  # of a workspace that is not told otherwise: 4 MB
 _STAGINGS = 3  # pinned buffers through which plans go to the device
 
 
 class Workspace:
-    """Buffers that plans for ``target`` are executed in: plan, slots, lengths, partial results.
+    """Buffers that plans for ``target`` are executed in: plan, list of slots, partial results.
 
     Once a step: ``load`` the plan, then ``snapshot`` the slots; then ``decode`` every layer with
-    ``workspace=``. Addresses never change, so that a captured CUDA graph serves every plan that is
-    loaded later. All calls of one workspace belong on one stream, or on streams that wait for each
-    other. Not thread-safe.
+    ``workspace=``. A captured CUDA graph serves every plan that is loaded later: no address changes
+    but that of the list, which the kernels read from the plan's header. All calls of one workspace
+    belong on one stream, or on streams that wait for each other. Not thread-safe.
 
-    ``max_context``: tokens of the longest sequence. ``partial_dtype``: fp32, or bf16 for partial
+    ``max_context``: tokens of the longest sequence. ``list_tokens``: tokens that the list has room
+    for at first; it grows when a plan needs more. ``region``: gives the context in which device
+    memory is allocated, now and later. ``partial_dtype``: fp32, or bf16 for partial
     outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel),
     ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
 
-    Takes ``nbytes`` on the device (``capacity.buffer_shapes``), most of it 4 * max_queries *
-    max_context for the slots and, with fp32 partials, 4 * max_partials * Hq * D for the partial
-    outputs. Raises ValueError for arguments that make no sense, and torch's OutOfMemoryError.
+    Takes ``nbytes`` on the device (``capacity.buffer_shapes``): 4 * list_tokens for the slots and,
+    with fp32 partials, 4 * max_partials * Hq * D for the partial outputs, which is most of it.
+    Raises ValueError for arguments that make no sense, and torch's OutOfMemoryError.
     """
 
     def __init__(
@@ -38,8 +44,10 @@ class Workspace:
         max_context: int,
         device: torch.device | str | int = "cuda",
         *,
+        list_tokens: int = LIST_TOKENS,
         partial_dtype: torch.dtype = torch.float32,
         launch: str = "queue",
+        region: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         require_kernels()
         self.device = torch.empty(0, device=device).device  # with its index
@@ -49,8 +57,9 @@ class Workspace:
             raise ValueError(f"partial_dtype is {partial_dtype}, must be float32 or bfloat16")
         if launch not in LAUNCHES:
             raise ValueError(f"launch is {launch!r}, must be one of {', '.join(LAUNCHES)}")
-        if max_context < 1:
-            raise ValueError(f"max_context is {max_context}, must be 1 or more")
+        for name, tokens in (("max_context", max_context), ("list_tokens", list_tokens)):
+            if tokens < 1:
+                raise ValueError(f"{name} is {tokens}, must be 1 or more")
         self.target = target
         self.max_context = max_context
         self.partial_dtype = partial_dtype
@@ -58,7 +67,7 @@ class Workspace:
         shapes = buffer_shapes(
             num_q_heads=target.num_q_heads,
             head_dim=target.head_dim,
-            max_context=max_context,
+            list_tokens=list_tokens,
             partial_dtype=partial_dtype,
             max_queries=target.max_queries,
             max_items=target.max_items,
@@ -66,14 +75,13 @@ class Workspace:
             max_segments=target.max_segments,
             max_branch_tokens=target.max_branch_tokens,
         )
-        self._buffers = {
-            name: torch.empty(shape, dtype=dtype, device=self.device)
-            for name, (shape, dtype) in shapes.items()
-        }
+        self._region = region
+        with torch.cuda.device(self.device), region():
+            self._buffers = {
+                name: torch.empty(shape, dtype=dtype, device=self.device)
+                for name, (shape, dtype) in shapes.items()
+            }
         self._plan_buffer = self._buffers["plan"]
-        self.slots = self._buffers["slots"]
-        self._branch_slots = self._buffers["branch_slots"]
-        self._branch_rows = self._buffers["branch_rows"]
         self.partials = self._buffers["partials"]
         self.partial_lse = self._buffers["partial_lse"]
         self.queue = self._buffers["queue"]
@@ -90,9 +98,7 @@ class Workspace:
         target = self.target
         return _C.CudaBuffers(
             plan=self.plan_ptr,
-            slots=(self.slots.data_ptr(), self.slots.stride(0)),
-            branch_slots=self._branch_slots.data_ptr(),
-            branch_rows=self._branch_rows.data_ptr(),
+            row_masks=self._buffers["row_masks"].data_ptr(),
             partials=self.partials.data_ptr(),
             partial_lse=self.partial_lse.data_ptr(),
             queue=self.queue.data_ptr(),
@@ -109,9 +115,9 @@ class Workspace:
         For a workspace whose memory was given back and mapped anew (SGLang's memory saver): the
         addresses are the same, the contents are lost.
         """
-        # Zeros are an empty plan; the kernels expect and leave zeros in the queue; and a branch
-        # may read its list beyond the tokens of a step.
-        for name in ("plan", "queue", "branch_slots", "branch_rows"):
+        # Zeros are an empty plan; the kernels expect and leave zeros in the queue; and of a branch
+        # they may read the row masks of a whole KV tile, beyond the tokens of a step.
+        for name in ("plan", "queue", "row_masks"):
             self._buffers[name].zero_()
         self.plan = None
 
@@ -119,6 +125,11 @@ class Workspace:
     def nbytes(self) -> int:
         """Bytes on the GPU."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @property
+    def list_tokens(self) -> int:
+        """Tokens that the list has room for."""
+        return len(self._buffers["list"])
 
     @property
     def plan_ptr(self) -> int:
@@ -131,7 +142,8 @@ class Workspace:
         it copied. Not while a graph is captured, where the plan of the capture would be replayed.
 
         Raises ValueError, saying what was given and what fits, for a plan that is damaged, for
-        other heads or larger than the buffers.
+        other heads or larger than the buffers; and torch's OutOfMemoryError for a plan whose list
+        is longer than the memory left. The plan before is then still loaded.
         """
         if plan is self.plan:
             return False
@@ -144,14 +156,35 @@ class Workspace:
             max_partials=target.max_partials,
             max_context=self.max_context,
             max_branch_tokens=target.max_branch_tokens,
+            max_list_tokens=max(self.list_tokens, plan.list_tokens),
             num_q_heads=target.num_q_heads,
             num_kv_heads=target.num_kv_heads,
         )
         with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            self._staging.copy(plan.data_ptr, plan.nbytes, self.plan_ptr, stream)
+            stream = torch.cuda.current_stream()
+            outgrown = self._buffers["list"]
+            fitting = outgrown if plan.list_tokens <= len(outgrown) else self._longer_list(plan)
+            self._staging.copy(
+                plan.data_ptr, plan.nbytes, self.plan_ptr, fitting.data_ptr(), stream.cuda_stream
+            )
+            if fitting is not outgrown:
+                # Kernels that were launched before may still read it, those after the copy do not.
+                outgrown.record_stream(stream)
+                self._buffers["list"] = fitting
         self.plan = plan
         return True
+
+    def _longer_list(self, plan: Plan) -> torch.Tensor:
+        """A list for ``plan`` and, if there is memory, a quarter more for the plans after it."""
+
+        def empty(tokens: int) -> torch.Tensor:
+            with self._region():
+                return torch.empty(tokens, dtype=torch.int32, device=self.device)
+
+        try:
+            return empty(plan.list_tokens + plan.list_tokens // 4)
+        except torch.cuda.OutOfMemoryError:
+            return empty(plan.list_tokens)
 
     def snapshot(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
@@ -165,8 +198,9 @@ class Workspace:
             seq_lens: int32 or int64 [B], tokens of query i.
 
         B may exceed the plan's queries (a padded batch): the rows beyond are not read. The values
-        of ``rows`` and ``seq_lens`` are read on the device, unchecked: a row that is not below R
-        and tokens beyond the table's width are read all the same.
+        of ``rows`` and ``seq_lens`` are read on the device, unchecked: a row that is not below R is
+        read all the same, and so are tokens of the plan beyond the table's width. Of a tail that is
+        longer than the plan holds for the list gets the tokens that it has room for.
 
         Raises ValueError for a wrong dtype, shape, stride or device, and for B smaller than the
         plan's queries or larger than the target's.
@@ -175,7 +209,11 @@ class Workspace:
         with torch.cuda.device(self.device):
             _C.snapshot_cuda(
                 self.bound,
-                req_to_token=(req_to_token.data_ptr(), req_to_token.stride(0)),
+                req_to_token=(
+                    req_to_token.data_ptr(),
+                    req_to_token.stride(0),
+                    req_to_token.shape[1],
+                ),
                 rows=(rows.data_ptr(), rows.element_size()),
                 seq_lens=(seq_lens.data_ptr(), seq_lens.element_size()),
                 num_rows=num_rows,

@@ -19,13 +19,10 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> BackendBed:
     return BackendBed(monkeypatch)
 
 
-@pytest.mark.parametrize("pool", [QUERIES, 64])
 def test_an_eager_batch_beyond_the_workspace_is_left_to_the_base(
-    bed: BackendBed, caplog: pytest.LogCaptureFixture, pool: int
+    bed: BackendBed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Either the padding of data parallel attention makes it too large, or the pool has more
-    requests than the workspace's budget; only then a larger budget helps."""
-    bed.runner.req_to_token_pool.size = pool
+    """The padding of data parallel attention makes it too large."""
     bed.step(capture=True)
     bed.layer(0)
     for _ in range(2):
@@ -35,11 +32,30 @@ def test_an_eager_batch_beyond_the_workspace_is_left_to_the_base(
     (record,) = [record for record in caplog.records if "beyond the workspace" in record.message]
     assert record.levelname == "WARNING"
     room, given = TARGET.max_queries, QUERIES + TARGET.max_queries
-    assert f"a batch of {given} requests is beyond the {room} that the" in record.message
-    assert ("raise SGLANG_PAT_WORKSPACE_MB" in record.message) == (pool > room)
+    assert f"a batch of {given} requests, padding included, is beyond the {room}" in record.message
     # A batch that just fits is served.
     assert bed.step(graph=False, padding=room - QUERIES) == []
     assert bed.layer(0) == []
+
+
+def test_an_eager_batch_without_memory_for_its_slots_is_left_to_the_base(
+    bed: BackendBed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed.step(capture=True)
+    bed.layer(0)
+
+    def load(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("of 2 MB 1 MB is free")
+
+    with monkeypatch.context() as short:
+        short.setattr(bed.executor, "load", load)
+        assert bed.step(graph=False) == EAGER
+        assert bed.layer(0) == ["layer"]
+    assert bed.fallbacks == {"no memory for the slots": 1}
+    (record,) = [record for record in caplog.records if "no memory" in record.message]
+    assert f"a plan for {QUERIES} requests lists " in record.message
+    assert "--mem-fraction-static" in record.message and "1 MB is free" in record.message
+    assert bed.step(graph=False) == [] == bed.layer(0)
 
 
 def test_an_eager_batch_that_cannot_be_planned_is_left_to_the_base(

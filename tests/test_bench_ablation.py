@@ -60,7 +60,7 @@ def test_variants_have_what_their_names_say() -> None:
         tiles = set(made.items["row_tile"].tolist())
         assert not made.degraded
         assert tiles == {64} if name == "pat-fixed" else len(tiles) > 1 or name == "default"
-        assert (made.num_segments > 0) == (name == "default")
+        assert (made.branch_tokens > 0) == (name == "default")
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
@@ -78,7 +78,7 @@ def test_no_rule_is_better_than_the_oracle(tree: Tree) -> None:
     assert all(found >= 0.999999 * least for found in counted.values())
     # The oracle's packs, as a plan has them before it splits.
     (oracle,) = (each for each in variants(tree, HEADS) if each.name == "oracle+cost")
-    whole = replace(oracle.settings.target(oracle.batch, HEADS), units=1, row_tiles=(16, 32, 64))
+    whole = replace(oracle.settings.target(oracle.batch, HEADS), num_sms=1, row_tiles=(16, 32, 64))
     made = plan(oracle.batch.paths, oracle.batch.seq_lens, whole)
     tokens = made.kv_tokens_read(sum(tree.seq_lens))
     assert tokens * 512 + made.num_partials * 8 * 516 == pytest.approx(least)

@@ -202,7 +202,7 @@ def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: a100)
     found = PatOptions().target(tree, heads)
-    assert (found.units, found.branching) == (108, "never")
+    assert (found.num_sms, found.branching) == (108, "never")
     assert PatOptions(branching="always").target(tree, heads).branching == "always"
 
 

@@ -122,7 +122,9 @@ def test_traces_run_on_two_servers(bench: Any, capsys: pytest.CaptureFixture[str
     assert ours["repeated"] == theirs["repeated"]
     assert ours["cached"] == pytest.approx(theirs["cached"], abs=0.05)
     assert 0 < ours["ttft_p50_ms"] <= ours["ttft_p99_ms"] and ours["tpot_ms"] > 0
-    assert ours["decode_steps"] > 0 and theirs["decode_steps"] is None
+    # A request that ran alone was not pat's.
+    assert ours["decode_steps"] + ours["base_forwards"].get("small_batch", 0) > 0
+    assert theirs["decode_steps"] is None
     assert ours["base_forwards"]["extend"] <= ours["requests"], "the warm-up was counted, too"
     assert "toolagent" in capsys.readouterr().out
 

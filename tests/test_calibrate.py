@@ -119,7 +119,7 @@ def test_the_plans_of_forests_have_every_term_and_run_on_the_machine_there_is() 
     bench = rates.Bench(machine, Heads(32, 8), gpus.vendor_profile(H200))
     rows = plans.measure(bench, range(30), lambda _line: None)
     assert 2 * 30 < len(rows) == machine.measured < 3 * 30
-    assert {row.target.units for row in rows} == {H200.multi_processor_count}
+    assert {row.target.num_sms for row in rows} == {H200.multi_processor_count}
     assert any(row.terms.branches for row in rows) and any(row.terms.wide_tokens for row in rows)
     assert any(row.terms.reread_tokens for row in rows)
 

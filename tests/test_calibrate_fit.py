@@ -24,7 +24,7 @@ TRUTH = replace(
 WAYS: tuple[dict[str, Any], ...] = (
     {"branching": "never"},
     {"branching": "always"},
-    {"branching": "never", "units": 264},
+    {"branching": "never", "num_sms": 264},
 )
 
 
@@ -113,7 +113,7 @@ def test_too_few_plans_and_impossible_times_are_refused() -> None:
 def test_a_target_of_one_head_fits_as_well() -> None:
     """Units, heads and head dim are the row's, not the H200's."""
     small = Target.h200(
-        num_q_heads=8, num_kv_heads=1, head_dim=64, max_queries=512, units=78, branching="never"
+        num_q_heads=8, num_kv_heads=1, head_dim=64, max_queries=512, num_sms=78, branching="never"
     )
     rows = [
         replace(row, target=small, seconds=LAUNCH_S + modelled(replace(row, target=small), TRUTH))

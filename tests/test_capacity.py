@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from sglang_pat import _C, workspace
-from sglang_pat.capacity import MB, Capacity, fit_workspace
+from sglang_pat.capacity import MB, Capacity, fit_workspace, list_tokens_for, megabytes
 from sglang_pat.config import DEFAULT_MB
 from sglang_pat.planner import plan
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
 
-# Llama 3.1 8B with contexts of 32,768 on an H200: what SGLang makes of the defaults.
+# Llama 3.1 8B on an H200: what SGLang makes of the defaults.
 DEFAULTS: dict[str, Any] = {
     "num_q_heads": 32,
     "head_dim": 128,
-    "max_context": 32768 + 4,
     "pool_requests": 4096,
+    "pool_tokens": 900_000,
     "largest_graph": 256,
     "partial_dtype": torch.float32,
     "budget": DEFAULT_MB * MB,
@@ -46,10 +46,10 @@ def target_of(found: Capacity, **changes: Any) -> Target:
         {"budget": 64 * MB},
         {"partial_dtype": torch.bfloat16},
         {"num_q_heads": 5, "head_dim": 64},
-        {"max_context": 1_048_580},
+        {"pool_tokens": 100_000_000},
         {"num_q_heads": 64, "largest_graph": 512},
     ],
-    ids=["defaults", "small", "bf16", "heads", "long", "fewer partials"],
+    ids=["defaults", "small", "bf16", "heads", "large pool", "heads of 70B"],
 )
 def test_the_bytes_are_those_that_are_allocated(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
@@ -77,74 +77,85 @@ def test_the_bytes_are_those_that_are_allocated(
     )
     held = Workspace(
         target,
-        found.max_context,
+        8192,
         "cuda:0",
+        list_tokens=found.list_tokens,
         partial_dtype=changes.get("partial_dtype", torch.float32),
     )
     assert sum(tensor.nbytes for tensor in made) == found.total == held.nbytes
     assert sorted(tensor.nbytes for tensor in made) == sorted(found.parts.values())
 
 
-def test_as_many_requests_as_the_budget_holds() -> None:
+def test_every_batch_of_the_pool_is_served() -> None:
     found = fit()
-    assert not found.over_budget
-    assert found.budget - found.total < found.total / found.max_queries  # one more does not fit
-    assert 256 < found.max_queries < 4096
-    assert fit(budget=2 * found.budget).max_queries > 2 * found.max_queries
-    longer = fit(max_context=131_072 + 4)
-    assert 256 < longer.max_queries < found.max_queries
-
-
-def test_never_more_than_the_pool_has() -> None:
-    found = fit(pool_requests=300)
-    assert found.max_queries == 300
-    assert found.total < found.budget
+    assert found.max_queries == 4096 and not found.over_budget
+    assert found.budget - found.total < 32 * 128 * 4 + 1024  # one more partial does not fit
+    assert fit(pool_requests=300).max_queries == 300
     assert fit(pool_requests=300, largest_graph=304).max_queries == 304  # padded for its ranks
+    assert fit(pool_requests=1, largest_graph=0).max_queries == 1
 
 
-def test_the_largest_graph_always_fits() -> None:
-    for budget in (1, MB, 64 * MB):
-        assert fit(budget=budget).max_queries == 256
-    long = fit(max_context=1_048_580)
-    assert long.max_queries == 256
-    assert long.over_budget and long.total > 256 * 4 * 1_048_580
-    assert fit(budget=1, largest_graph=0).max_queries == 1
+def test_contexts_of_131072_and_4096_requests_take_less_than_32_mb_of_slots() -> None:
+    """The list is as long as the K/V pool, with room to grow: not as requests times context."""
+    pool = 6_000_000  # tokens, which takes 733 GB with Llama 3.1 8B
+    assert fit(pool_tokens=pool).parts["list"] == 4 * (pool * 5 // 4 + 128 * 4096) <= 32 * MB
+    assert fit(pool_tokens=10**9).parts["list"] == 32 * MB
+    # 128 prompts of 40,000 tokens, each with 32 requests of 200 tokens of their own.
+    paths = [[(i % 128, 0, 40_000)] for i in range(4096)]
+    target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=4096)
+    made = plan(paths, [40_200] * 4096, target)
+    held = 128 * 40_000 + 4096 * 200  # tokens in the pool
+    assert held < made.list_tokens <= list_tokens_for(held, 4096) < 8 * MB
 
 
-def test_fewer_partials_before_the_budget_is_exceeded() -> None:
-    """512 queries of 64 heads: with eight partials each 288 MB, which is beyond 256."""
+def test_a_list_has_a_token_at_most_once_for_each_row_tile_that_reads_it() -> None:
+    """Children that are merged into their parent have its tokens once each."""
+    paths = [[(0, 0, 30_000), (1 + i % 4, 30_000, 60_000)] for i in range(512)]
+    target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=512)
+    made = plan(paths, [60_000] * 512, target)
+    shared = made.item_segments["num_segments"].sum()
+    assert made.kv_tokens_read(512 * 60_000) >= made.list_tokens > 5 * 30_000
+    assert shared == made.num_items  # none of them is a branch
+
+
+def test_partials_take_what_the_budget_leaves() -> None:
+    found = fit(pool_requests=300)
+    assert found.max_partials == 8 * 300 + 2048 and found.total < found.budget
     heads = {"num_q_heads": 64, "num_kv_heads": 8}
-    found = fit(num_q_heads=64, largest_graph=512)
-    assert found.budget - 64 * 1024 < found.total <= found.budget  # no fewer than need be
-    assert 4 * 512 + 2048 <= found.max_partials < 8 * 512 + 2048
-    # Where that would not be enough, the plans need not suffer.
-    assert fit(num_q_heads=64, largest_graph=512, budget=128 * MB).max_partials == 8 * 512 + 2048
-    # Three nodes of 1024 tokens and a tail, four partials a query, are packed with the fewest.
+    cut = fit(num_q_heads=64, pool_requests=1024)
+    assert 4 * 1024 <= cut.max_partials < 8 * 1024 + 2048 and not cut.over_budget
+    # Three nodes of 1024 tokens and a tail, four partials a query, are packed with fewer.
     paths = [
         [(0, 0, 1024), (1 + i // 64, 1024, 2048), (100 + i // 8, 2048, 3072)] for i in range(512)
     ]
-    target = replace(target_of(found, **heads), max_partials=4 * 512 + 2048)
-    made = plan(paths, [3200] * 512, target)
+    made = plan(paths, [3200] * 512, replace(target_of(cut, **heads), max_partials=4 * 512))
     assert made.num_shared_items > 0 and made.degraded == ""
+    for budget in (1, MB, 30 * MB):
+        least = fit(budget=budget)
+        assert least.over_budget and (least.max_queries, least.max_partials) == (4096, 2048)
 
 
 def test_what_is_said_at_start() -> None:
     found = fit()
+    assert found.packed_queries == found.max_partials // 4 < 4096
     assert str(found) == (
-        f"workspace: 256 MB on the GPU, for batches of up to {found.max_queries} requests of up "
-        "to 32,772 tokens; larger ones, of up to 4,096, run on SGLang's attention unless "
+        f"workspace: 256 MB on the GPU, for batches of up to 4,096 requests; beyond "
+        f"{found.packed_queries:,} requests some may share less than they could unless "
         "SGLANG_PAT_WORKSPACE_MB is raised"
     )
-    assert str(fit(pool_requests=300)).endswith("of up to 300 requests of up to 32,772 tokens")
-    warning = fit(max_context=1_048_580).warning()
-    assert "takes 1,091 MB" in warning and "SGLANG_PAT_WORKSPACE_MB=256" in warning
-    assert "256 requests of up to 1,048,580 tokens" in warning
-    for way_out in ("--cuda-graph-max-bs-decode", "--context-length", "raise SGLANG_PAT_WORKSPACE"):
+    assert str(fit(pool_requests=300)).endswith("for batches of up to 300 requests")
+    small = fit(budget=MB)
+    warning = small.warning()
+    assert (
+        f"takes {megabytes(small.total)} MB" in warning and "SGLANG_PAT_WORKSPACE_MB=1," in warning
+    )
+    assert "batches of up to 4,096 requests" in warning
+    for way_out in ("--max-running-requests", "raise SGLANG_PAT_WORKSPACE_MB"):
         assert way_out in warning
 
 
 @pytest.mark.parametrize(
-    "name", ["num_q_heads", "head_dim", "max_context", "pool_requests", "budget"]
+    "name", ["num_q_heads", "head_dim", "pool_requests", "pool_tokens", "budget"]
 )
 def test_numbers_that_make_no_sense(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0, must be 1 or more"):

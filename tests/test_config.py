@@ -18,6 +18,7 @@ def test_defaults() -> None:
         partial="fp32",
         launch="queue",
         workspace_mb=256,
+        min_batch=2,
     )
 
 
@@ -31,6 +32,7 @@ def test_every_option() -> None:
             "SGLANG_PAT_PARTIAL": "bf16",
             "SGLANG_PAT_LAUNCH": "streams",
             "SGLANG_PAT_WORKSPACE_MB": "1024",
+            "SGLANG_PAT_MIN_BATCH": "1",
         }
     )
     assert config == PatConfig(
@@ -41,11 +43,12 @@ def test_every_option() -> None:
         partial="bf16",
         launch="streams",
         workspace_mb=1024,
+        min_batch=1,
     )
     assert config.partial_dtype is torch.bfloat16
     assert str(config) == (
         "check=True policy=paper split=mean branching=never partial=bf16 launch=streams "
-        "workspace_mb=1024 preset=default"
+        "workspace_mb=1024 min_batch=1 preset=default"
     )
 
 
@@ -63,10 +66,11 @@ def test_every_option() -> None:
             ("SGLANG_PAT_WORKSPACE_MB", value, f"MB={value} is not a whole number of MB, 1 or more")
             for value in ("", "0", "-1", "1.5", "1e3", "256MB", "\u0664")
         ),
+        ("SGLANG_PAT_MIN_BATCH", "0", "whole number of requests, 1 or more: give one, such as 2"),
         (
             "SGLANG_PAT_POLCY",
             "paper",
-            "SGLANG_PAT_POLCY=paper is not an option.*_PRESET.*_POLICY.*_WORKSPACE_MB",
+            "SGLANG_PAT_POLCY=paper is not an option.*_PRESET.*_POLICY.*_WORKSPACE_MB.*_MIN_BATCH",
         ),
     ],
 )

@@ -140,7 +140,7 @@ def test_a_broken_file_says_what_is_wrong(
         (["--heads", "99999/1"], "--heads, query heads, is 99999, must be from 1 to 1,024"),
         (["--head-dim", "0"], "--head-dim is 0, must be from 1 to 1,024"),
         (["--head-dim", "3", "--target", "cpu"], "multiples of 8 up to 512"),
-        (["--units", "0"], "--units is 0, must be from 1 to 65,536"),
+        (["--sms", "0"], "--sms is 0, must be from 1 to 65,536"),
         (["--max-queries", "2"], "a batch of 3 queries does not fit the plan's 2 rows"),
         (["--lines", "-1"], "--lines is -1, must be 0 (all) or more"),
         (["--policy", "greedy"], "SGLANG_PAT_POLICY=greedy is not a known value; use one of bytes"),
@@ -186,7 +186,7 @@ def test_a_preset_and_a_rule_beside_it(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "units"),
+    ("name", "sms"),
     [
         ("h200", 132),
         ("h100", 132),
@@ -199,16 +199,16 @@ def test_a_preset_and_a_rule_beside_it(capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_every_machine_is_planned_for(
-    name: str, units: int, capsys: pytest.CaptureFixture[str]
+    name: str, sms: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["explain", "--json", "--target", name, "--heads", "16/4", "--head-dim", "64"]
     assert cli.main([*arguments, "--partial", "bf16", "--policy", "naive"]) == 0
     said = capsys.readouterr()
     target = json.loads(said.out)["target"]
-    assert (target["units"], target["num_q_heads"], target["num_kv_heads"]) == (units, 16, 4)
+    assert (target["num_sms"], target["num_q_heads"], target["num_kv_heads"]) == (sms, 16, 4)
     assert (target["head_dim"], target["partial_bytes"], target["policy"]) == (64, 2, "naive")
-    assert cli.main([*arguments, "--units", "7"]) == 0
-    assert json.loads(capsys.readouterr().out)["target"]["units"] == 7
+    assert cli.main([*arguments, "--sms", "7"]) == 0
+    assert json.loads(capsys.readouterr().out)["target"]["num_sms"] == 7
 
 
 def test_json_holds_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,8 +286,10 @@ def test_the_whole_is_its_parts(spec: str, capsys: pytest.CaptureFixture[str]) -
 def test_the_structs_are_the_plan_s_arrays(capsys: pytest.CaptureFixture[str]) -> None:
     plan = explained(DEFAULT_TREE).plan
     lines = printed(capsys, "--part", "structs").splitlines()[1:]
-    assert len(lines) == plan.num_items + plan.num_members + plan.num_queries
-    assert lines[6].strip().startswith("Item 6: ") and "kv_len -1" in lines[6]
+    counts = (plan.num_items, plan.num_items, plan.num_members, plan.num_queries, plan.num_segments)
+    assert len(lines) == sum(counts)
+    assert lines[6].strip().startswith("Item 6: ") and "query 2" in lines[6]
+    assert "kv_len -1" in next(line for line in lines if "Segment 6: " in line)
     members = [line for line in lines if "Member" in line]
     assert members[1].strip() == "Member 1: query 1, partial 7"
     branch = printed(capsys, "--part", "structs", "--branching", "always")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.cases import case, execute
-from kit.plans import Piece
+from kit.pieces import Piece
 
 from sglang_pat import _C, planner
 from sglang_pat.arguments import DTYPES
@@ -79,15 +79,14 @@ def test_tiles_of_a_target_are_the_kernels() -> None:
 @needs_cuda
 def test_the_buffers_of_a_workspace_are_bound_by_name() -> None:
     """Every argument lands in its own field."""
-    addresses = ["plan", "branch_slots", "branch_rows", "partials", "partial_lse", "queue"]
+    addresses = ["plan", "row_masks", "partials", "partial_lse", "queue"]
     sizes = ["partial_bytes", "num_q_heads", "num_kv_heads", "head_dim"]
     given: dict[str, Any] = {name: 0x1000 + i for i, name in enumerate(addresses)}
     given |= {name: 10 + i for i, name in enumerate(sizes)}
-    bound = _C.CudaBuffers(slots=(0x2000, 77), launch=LAUNCHES["serial"], **given)
-    fields = dict(re.findall(r"(\w+)=(\w+|\(\w+, \w+\))", repr(bound)))
+    bound = _C.CudaBuffers(launch=LAUNCHES["serial"], **given)
+    fields = dict(re.findall(r"(\w+)=(\w+)", repr(bound)))
     assert fields == {
         **{name: f"{given[name]:#x}" for name in addresses},
         **{name: str(given[name]) for name in sizes},
-        "slots": "(0x2000, 77)",
         "launch": str(LAUNCHES["serial"]),
     }

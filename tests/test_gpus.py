@@ -84,7 +84,7 @@ def test_an_unknown_gpu_is_estimated_and_logged(caplog: pytest.LogCaptureFixture
         target = Target.gpu(told, **HEADS)
     assert "RTX 3080, which it does not know" in caplog.text
     assert "0.76 TB/s" in caplog.text
-    assert target.units == 68
+    assert target.num_sms == 68
     untold = Target.gpu(device("NVIDIA X", 66, 11, 0), **HEADS)
     h200 = Target.h200(**HEADS)
     assert untold.bytes_per_s == pytest.approx(h200.bytes_per_s / 2)
@@ -111,8 +111,8 @@ def test_a_laptop_is_not_the_desktop_gpu_of_its_name(caplog: pytest.LogCaptureFi
 
 
 def test_options_count_for_more_than_properties() -> None:
-    target = Target.gpu(device("NVIDIA L4", 58, 8, 9), **HEADS, units=10, policy="paper")
-    assert (target.units, target.policy) == (10, "paper")
+    target = Target.gpu(device("NVIDIA L4", 58, 8, 9), **HEADS, num_sms=10, policy="paper")
+    assert (target.num_sms, target.policy) == (10, "paper")
 
 
 def test_smaller_gpus_split_long_sequences_less() -> None:

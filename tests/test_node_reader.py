@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.trees import Path, target
+from kit.trees import Path, first_segments, target
 
 from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
 
 # Every shared node is an item of its own: the plan shows the tree.
-TARGET = target(units=1, policy="naive")
+TARGET = target(num_sms=1, policy="naive")
 
 
 class Key:
@@ -104,7 +104,7 @@ def test_a_tree_that_grows_and_splits_between_batches(seed: int) -> None:
 def test_more_nodes_than_the_table_starts_with() -> None:
     root = Node(None, 0)
     leaves: list[Node | None] = [Node(Node(root, 2), 3) for _ in range(700)]
-    planner, by = Planner(target(units=1)), reader()
+    planner, by = Planner(target(num_sms=1)), reader()
     for _ in range(2):
         check_leaves(planner, leaves, None, by)
 
@@ -116,9 +116,9 @@ def test_limits_cut_inside_a_node_and_at_its_start() -> None:
     limits = [100, 100, 30, 80, 0]
     made = Planner(TARGET).plan_leaves([low] * 5, lens, limits, by)
     starts = {query: set() for query in range(5)}
-    for item in made.items:
+    for item, segment in zip(made.items, first_segments(made), strict=True):
         for query in made.members["query"][item["member_offset"] :][: item["num_queries"]].tolist():
-            starts[query].add(int(item["kv_start"]))
+            starts[query].add(int(segment["kv_start"]))
     assert starts == {0: {0, 30, 80, 100}, 1: {0, 30, 80, 100}, 2: {0, 30}, 3: {0, 30, 80}, 4: {0}}
 
 

@@ -174,7 +174,7 @@ def test_terms_of_a_plan_by_hand() -> None:
     branches, made = terms_of(tree, target(branching="always", branch_rows=(64,)))
     assert branches.branches == branches.items == 1 and branches.partials == 0
     assert branches.longest_branch_tokens == branches.longest_item_tokens == unique
-    wide, _ = terms_of(Tree((1, 32), (8192, 1)), target(branching="never", units=2))
+    wide, _ = terms_of(Tree((1, 32), (8192, 1)), target(branching="never", num_sms=2))
     assert wide.wide_tokens == 8192 and wide.unique_tokens == 8192 + 32
 
 
@@ -199,7 +199,7 @@ def test_a_factor_charges_for_what_the_plan_has(
         "reread_factor": terms.reread_tokens * token_s,
         "wide_factor": terms.wide_tokens * token_s,
         "merge_factor": terms.partials * partial_s,
-        "branch_overhead_s": terms.branches / made_for.units,
+        "branch_overhead_s": terms.branches / made_for.num_sms,
     }[name]
     assert slope > 0
     seconds = [

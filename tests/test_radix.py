@@ -23,7 +23,7 @@ from sglang_pat.srt.radix import NO_NODE, RadixView
 from sglang_pat.srt.step import StepPlanner, plan_paths
 from sglang_pat.stats import Stats
 
-TARGET = target(units=1, policy="naive")
+TARGET = target(num_sms=1, policy="naive")
 ROUNDS = 12
 
 
@@ -155,7 +155,7 @@ def test_turns_of_streaming_sessions_have_the_path_of_their_session(kind: str) -
         plan = steps.plan(batch, lens)
         assert plan is not None
         check_plan(plan, reqs, steps.view, cache.table.req_to_token, batch.rows)
-        shared = plan.items[plan.items["num_queries"] > 1]
+        shared = plan.segments[plan.segments["num_queries"] > 1]
         assert shared["kv_len"].sum() == len(system) and shared["num_queries"].max() == 3
         assert not steps._stats.private_requests and not steps._stats.fallbacks
         # Beyond the first turn's prompt the row is the session's own.

@@ -28,8 +28,8 @@ def test_the_snippet_runs_and_shares(snippet: str, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert printed.startswith("<Plan: 2 queries, 8 query and 2 KV heads, ")
     assert "  tokens [0, 512) of queries 0-1\n" in printed
-    items = names["plan"].items
-    assert items["kv_len"][items["num_queries"] == 2].sum() == 512  # the prompt, read once
+    segments = names["plan"].segments
+    assert segments["kv_len"][segments["num_queries"] == 2].sum() == 512  # the prompt, read once
     assert names["plan"].num_shared_items > 0
     assert names["out"].shape == (2, 8, 64) and names["out"].isfinite().all()
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,24 @@ def test_the_first_packed_step_is_announced_once(
     assert (stats.decode_steps, stats.packed_steps) == (7 * STEPS - 1, 3 * STEPS)
     assert stats.branched_steps == (3 * STEPS if target is BRANCHING else 0)
     assert (stats.plans_made, stats.plans_reused) == (3, 7 * STEPS - 4)
+
+
+def test_plans_without_room_for_their_partials_are_counted_and_announced_once(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    lens, paths = [1000] * 12, [[(1, 0, 900)]] * 12
+    whole = make(paths, lens)
+    cramped = make(paths, lens, replace(TARGET, max_partials=6))
+    stats = Stats()
+    stats.step(whole, sum(lens), made=True)
+    assert not cramped.num_shared_items and stats.degraded_plans == 0
+    log.clear()
+    for made in (True, False, True):
+        stats.step(cramped, sum(lens), made=made)
+    assert stats.degraded_plans == 2 == stats.snapshot()["degraded_plans"]
+    (message,) = log.messages
+    assert "a plan for 12 requests was made without packs: " in message
+    assert "(of 6)" in message and "raise SGLANG_PAT_WORKSPACE_MB" in message
 
 
 def test_a_message_that_fails_costs_the_message_only(
@@ -141,6 +160,60 @@ def test_requests_that_are_always_alone_are_no_warning(log: pytest.LogCaptureFix
     assert "4 requests share 200 tokens" in log.messages[-1]
 
 
+def test_requests_that_the_base_serves_alone_are_no_warning(log: pytest.LogCaptureFixture) -> None:
+    stats = Stats()
+    for _ in range(3 * STEPS):
+        stats.small_batch(1)
+    (record,) = log.records
+    assert record.levelno == logging.INFO
+    assert f"each of {STEPS} decode steps had a single request" in record.getMessage()
+    assert stats.base_forwards == {"small_batch": 3 * STEPS} and stats.decode_steps == 0
+    assert stats.summary().startswith("0 decode steps on pat, ")
+    assert stats.summary().endswith(
+        f"; on SGLang's attention as intended: {3 * STEPS} x small_batch"
+    )
+    run(stats, *crowd(200, queries=4, own=20))
+    assert "4 requests share 200 tokens" in log.messages[-1]
+    stats.small_batch(1)
+    assert len(log.records) == 2
+
+
+def test_batches_that_an_option_keeps_from_pat_are_said_to_be(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    stats = Stats()
+    for requests in [1, 3, 2] * STEPS:
+        stats.small_batch(requests)
+    (record,) = log.records
+    assert record.levelno == logging.WARNING
+    assert f"each of {STEPS} decode steps had at most 3 requests" in record.getMessage()
+    assert "lower SGLANG_PAT_MIN_BATCH" in record.getMessage()
+
+
+def test_small_steps_do_not_count_as_steps_of_several(log: pytest.LogCaptureFixture) -> None:
+    stats = Stats()
+    made, total = crowd(0, queries=2, own=20)
+    stats.step(made, total, made=True)
+    for _ in range(3 * STEPS):
+        stats.small_batch(1)
+    assert not log.messages  # there was a step of several, so a single request does not explain it
+    run(stats, made, total, steps=STEPS - 1)
+    assert f"{STEPS} decode steps had several requests" in log.messages[0]
+
+
+def test_decodes_that_nobody_asked_for_are_warm_ups_or_idle(log: pytest.LogCaptureFixture) -> None:
+    stats = Stats()
+    stats.small_batch(0)
+    stats.warm_up()
+    assert stats.base_forwards == {"warm_up": 2} and stats.steps_asked_for == 0
+    stats.small_batch(1)
+    stats.small_batch(0)
+    assert stats.base_forwards == {"warm_up": 2, "small_batch": 1, "idle": 1}
+    assert not stats.fallbacks
+    stats.warm_up()  # the scheduler decodes, so this is none
+    assert stats.fallbacks == {"no batch from the scheduler": 1}
+
+
 def test_intended_work_of_the_base_is_no_fallback(log: pytest.LogCaptureFixture) -> None:
     stats = Stats()
     stats.warm_up()
@@ -183,10 +256,10 @@ def test_the_summary_is_for_users() -> None:
     stats.private({"nothing cached yet": 2})
     stats.host_ns = 50_000
     assert stats.summary() == (
-        "2 decode steps, in 2 of which requests shared K/V reads; 800 K/V tokens read instead of "
-        "2000 (60.0% saved); 25.0 us of host time a step, a new plan in 50.0%"
+        "2 decode steps on pat, in 2 of which requests shared K/V reads; 800 K/V tokens read "
+        "instead of 2000 (60.0% saved); 25.0 us of host time a step, a new plan in 50.0%"
     )
-    assert Stats().summary().startswith("0 decode steps")
+    assert Stats().summary().startswith("0 decode steps on pat")
 
 
 def test_every_mode_of_sglangs_is_intended_or_not() -> None:

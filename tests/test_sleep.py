@@ -40,7 +40,7 @@ class FakeWorkspace(Workspace):
     def __init__(self, target: Target, max_context: int = 64, *_: Any, **__: Any) -> None:
         self.device = torch.device("cpu")
         self.target, self.max_context = target, max_context
-        shapes = {"plan": 256, "queue": 64, "branch_slots": 32, "branch_rows": 32, "slots": 64}
+        shapes = {"plan": 256, "queue": 64, "row_masks": 32, "list": 64}
         self._buffers = {
             name: torch.full((size,), LOST, dtype=torch.uint8) for name, size in shapes.items()
         }
@@ -122,8 +122,8 @@ def test_after_a_wake_a_plan_is_copied_again(
     assert workspace.copied == [made]
     workspace.lose()
     resume(tags)
-    zeroed = {"plan", "queue", "branch_slots", "branch_rows"}
-    assert workspace.contents() == {name: {0} for name in zeroed} | {"slots": {LOST}}
+    zeroed = {"plan", "queue", "row_masks"}
+    assert workspace.contents() == {name: {0} for name in zeroed} | {"list": {LOST}}
     q = torch.zeros(2, 4, 64)
     with pytest.raises(RuntimeError, match="before load"):
         held.decode(q, q, q, q, scale=1.0, logit_cap=0.0)
@@ -186,16 +186,22 @@ class Made:
         monkeypatch.setattr(executor, "Workspace", self._workspace)
         self.adapter = Adapter()
         self.tags: list[str] = []
+        self.list_tokens = 0  # of the workspace made last
         self.table = SimpleNamespace(device=torch.device("cuda", 0), shape=(65, 4100))
 
-    def _workspace(self, target: Target, *_: Any, **__: Any) -> FakeWorkspace:
-        self.tags.append(self.adapter.tag)
+    def _workspace(
+        self, target: Target, *_: Any, list_tokens: int, region: Any, **__: Any
+    ) -> FakeWorkspace:
+        with region():
+            self.tags.append(self.adapter.tag)
+        self.list_tokens = list_tokens
         return FakeWorkspace(target)
 
     def executor(self, requests: int, **options: Any) -> Executor:
         runner: Any = SimpleNamespace(
             memory_saver_adapter=self.adapter,
             kv_cache_dtype=torch.bfloat16,
+            max_total_num_tokens=400_000,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table, size=requests),
             model_config=SimpleNamespace(
                 num_attention_heads=32, head_dim=128, get_num_kv_heads=lambda _: 8
@@ -223,22 +229,20 @@ def test_the_server_gives_the_workspace_its_size(
     def said() -> list[logging.LogRecord]:
         return [record for record in caplog.records if "workspace" in record.message]
 
-    assert made.executor(64).target.max_queries == 64
-    assert "for batches of up to 64 requests of up to 4,100 tokens" in said()[-1].message
-    held = made.executor(4096, workspace_mb=64)
-    assert 16 < held.target.max_queries < 4096
-    assert "workspace: 64 MB on the GPU" in said()[-1].message
+    held = made.executor(64)
+    assert held.target.max_queries == 64 and held.target.max_partials == 8 * 64 + 2048
+    assert said()[-1].message.endswith("for batches of up to 64 requests")
+    assert made.list_tokens == 400_000 * 5 // 4 + 128 * 64
+    # Every batch of the pool is served; the budget only bounds the partial results.
+    cut = made.executor(4096, workspace_mb=128).target
+    assert cut.max_queries == 4096
+    assert 2048 < cut.max_partials < 8 * 4096 + 2048
+    assert cut.max_partials * 32 * 128 * 4 < 128 * MB
+    assert "workspace: 128 MB on the GPU" in said()[-1].message
     assert "raise" not in caplog.text.replace("is raised", "")  # within its budget
-    # The graphs' queries always fit, whatever that takes.
-    made.decode.bs = [1, 300]
-    assert made.executor(4096, workspace_mb=1).target.max_queries == 300
+    assert made.executor(4096, workspace_mb=1).target.max_queries == 4096
     assert said()[-2].levelname == "WARNING"
     assert "more than SGLANG_PAT_WORKSPACE_MB=1" in said()[-2].message
-    assert made.executor(200, workspace_mb=1).target.max_queries == 200  # SGLang captures no more
-    made.decode.bs, made.decode.max_bs = None, 200  # as a server has it without a list of sizes
-    assert made.executor(4096, workspace_mb=1).target.max_queries == 200
-    made.decode.backend = "disabled"
-    assert made.executor(4096, workspace_mb=1).target.max_queries == 1
 
 
 def test_the_options_of_the_server_reach_the_target(
@@ -252,17 +256,6 @@ def test_the_options_of_the_server_reach_the_target(
     target = made.executor(64, **options).target
     found = (target.policy, target.split, target.branching, target.partial_bytes)
     assert found == ("naive", "mean", "never", 2)
-
-
-def test_fewer_partials_reach_the_target(monkeypatch: pytest.MonkeyPatch, resume: Any) -> None:
-    made = Made(monkeypatch)
-    made.decode.bs = [256]
-    full = made.executor(256).target
-    budget = 8 * full.max_queries + 2048
-    assert full.max_partials == budget
-    cut = made.executor(256, workspace_mb=64).target
-    assert 4 * 256 + 2048 <= cut.max_partials < budget
-    assert cut.max_queries == 256 and cut.max_partials * 32 * 128 * 4 < MB * 64
 
 
 def test_there_is_no_budget_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

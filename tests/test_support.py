@@ -134,6 +134,14 @@ SPLIT = {"prefill_attention_backend": "pat", "decode_attention_backend": "fa3"}
         ({"disaggregation_mode": "prefill"}, {}, {}, "never decodes", "decode server", False),
         (OFF, {}, {}, "is off", "drop --disable-radix-cache", True),
         ({}, OFF, {}, "is off", "SGLang turned the cache off for this model", True),
+        (
+            {"max_running_requests": 1},
+            {},
+            {},
+            "--max-running-requests 1 lets at most 1 decode at a time, and pat serves batches of 2",
+            "raise it to 2 or more",
+            False,
+        ),
         ({}, {}, {"is_generation": False}, "embedding or reward", "nothing is lost", False),
         ({}, {}, {"attention_arch": AttentionArch.SSM}, "no attention", "drop", False),
         ({}, {}, {"hf_config": QSA}, "(QSA)", "another --attention-backend", False),
@@ -181,6 +189,21 @@ def test_the_known_dtype_of_the_cache_counts_for_more_than_the_options() -> None
     (found,) = support.idle_reasons(server_args(), model_config(), E4M3)
     assert "fp8_e4m3" in found.reason
     assert support.idle_reasons(server_args(kv_cache_dtype="fp8_e4m3"), model_config(), BF16) == []
+
+
+@pytest.mark.parametrize(
+    ("requests", "ranks", "min_batch", "serves"),
+    [(2, 1, 2, True), (1, 1, 1, True), (3, 2, 2, False), (4, 2, 2, True), (3, 1, 4, False)],
+)
+def test_a_server_whose_batches_stay_too_small(
+    requests: int, ranks: int, min_batch: int, serves: bool
+) -> None:
+    """Data parallel attention gives each rank its part of the requests."""
+    args = server_args({"attn_dp_size": ranks}, max_running_requests=requests)
+    found = support.idle_reasons(args, model_config(), min_batch=min_batch)
+    assert (found == []) is serves
+    for reason in found:
+        assert reason.way_out == f"raise it to {min_batch * ranks} or more"
 
 
 def test_minimax_gains_nothing_on_blackwell_where_it_runs_in_nvfp4() -> None:

@@ -18,8 +18,8 @@ namespace py = pybind11;
 namespace pat {
 namespace {
 
-// (address, row stride in elements)
-using Table = std::array<int64_t, 2>;
+// (address, row stride in elements, elements of a row)
+using Table = std::array<int64_t, 3>;
 // (address, bytes of an element)
 using Vector = std::array<int64_t, 2>;
 
@@ -27,10 +27,7 @@ using Vector = std::array<int64_t, 2>;
 // so it is bound once, and a layer's call names only what is the layer's.
 struct Buffers {
   PlanHeader* plan;
-  int32_t* slots;
-  int64_t slots_stride;
-  int32_t* branch_slots;
-  uint16_t* branch_rows;
+  uint16_t* row_masks;
   void* partials;
   float* partial_lse;
   int32_t* queue;
@@ -39,15 +36,12 @@ struct Buffers {
   Launch launch;
 };
 
-Buffers make_buffers(int64_t plan, const Table& slots, int64_t branch_slots, int64_t branch_rows,
-                     int64_t partials, int64_t partial_lse, int64_t queue, int partial_bytes,
-                     int num_q_heads, int num_kv_heads, int head_dim, int launch) {
+Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t partial_lse,
+                     int64_t queue, int partial_bytes, int num_q_heads, int num_kv_heads,
+                     int head_dim, int launch) {
   return {
       .plan = pointer<PlanHeader>(plan),
-      .slots = pointer<int32_t>(slots[0]),
-      .slots_stride = slots[1],
-      .branch_slots = pointer<int32_t>(branch_slots),
-      .branch_rows = pointer<uint16_t>(branch_rows),
+      .row_masks = pointer<uint16_t>(row_masks),
       .partials = pointer<void>(partials),
       .partial_lse = pointer<float>(partial_lse),
       .queue = pointer<int32_t>(queue),
@@ -62,8 +56,7 @@ Buffers make_buffers(int64_t plan, const Table& slots, int64_t branch_slots, int
 // For a log, and for the test that every argument lands in its field.
 std::string describe(const Buffers& b) {
   std::ostringstream text;
-  text << "CudaBuffers(plan=" << b.plan << ", slots=(" << b.slots << ", " << b.slots_stride
-       << "), branch_slots=" << b.branch_slots << ", branch_rows=" << b.branch_rows
+  text << "CudaBuffers(plan=" << b.plan << ", row_masks=" << b.row_masks
        << ", partials=" << b.partials << ", partial_lse=" << b.partial_lse << ", queue=" << b.queue
        << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
        << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
@@ -85,9 +78,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
       .v_cache = pointer<const void>(v_cache[0]),
       .v_stride_slot = v_cache[1],
       .v_stride_head = v_cache[2],
-      .slots = buffers.slots,
-      .slots_stride = buffers.slots_stride,
-      .branches = {buffers.branch_slots, buffers.branch_rows},
+      .row_masks = buffers.row_masks,
       .out = pointer<void>(out[0]),
       .out_stride_query = out[1],
       .out_stride_head = out[2],
@@ -130,25 +121,24 @@ void snapshot(const Buffers& buffers, const Table& req_to_token, const Vector& r
       .plan = buffers.plan,
       .req_to_token = pointer<const int32_t>(req_to_token[0]),
       .req_to_token_stride = req_to_token[1],
+      .req_to_token_width = req_to_token[2],
       .rows = pointer<const void>(rows[0]),
       .rows_bytes = static_cast<int32_t>(rows[1]),
       .num_rows = num_rows,
       .seq_lens = pointer<const void>(seq_lens[0]),
       .seq_lens_bytes = static_cast<int32_t>(seq_lens[1]),
-      .slots = buffers.slots,
-      .slots_stride = buffers.slots_stride,
-      .branches = {buffers.branch_slots, buffers.branch_rows},
+      .row_masks = buffers.row_masks,
   };
   py::gil_scoped_release release;
   snapshot_cuda(args, pointer<void>(stream));
 }
 
 void check_plan(int64_t plan, int64_t plan_bytes, int64_t max_bytes, int max_queries,
-                int max_partials, int max_context, int max_branch_tokens, int num_q_heads,
-                int num_kv_heads) {
+                int max_partials, int max_context, int max_branch_tokens, int max_list_tokens,
+                int num_q_heads, int num_kv_heads) {
   check_plan_fits(pointer<const void>(plan), plan_bytes,
                   {max_bytes, max_queries, max_partials, max_context, max_branch_tokens,
-                   num_q_heads, num_kv_heads});
+                   max_list_tokens, num_q_heads, num_kv_heads});
 }
 
 py::dict probe(int device) {
@@ -181,17 +171,16 @@ void bind_probe(py::module_& m) {
 void bind_buffers(py::module_& m) {
   py::class_<Buffers>(m, "CudaBuffers", R"(The device memory of a workspace and the heads it is for.
 
-plan: address of a plan. slots: (address, row stride) of the snapshot's int32 table.
-branch_slots, branch_rows: addresses of int32 and uint16 [max_branch_tokens]: slots of the branches'
-    tokens, and the packed rows that attend to each.
+plan: address of a plan, whose header has the address of the list of slots.
+row_masks: address of uint16 [max_branch_tokens]: the packed rows that attend to each token of the
+    branches.
 partials: [max_partials, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2 (q's dtype).
 partial_lse: fp32 [max_partials, num_q_heads]. queue: int32 [cuda_queue_ints()], zeros.
 launch: one of LAUNCHES.
 
 Holds addresses only: who made it keeps the memory.)")
-      .def(py::init(&make_buffers), py::kw_only(), py::arg("plan"), py::arg("slots"),
-           py::arg("branch_slots"), py::arg("branch_rows"), py::arg("partials"),
-           py::arg("partial_lse"), py::arg("queue"), py::arg("partial_bytes"),
+      .def(py::init(&make_buffers), py::kw_only(), py::arg("plan"), py::arg("row_masks"),
+           py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("partial_bytes"),
            py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("launch"))
       .def("__repr__", &describe);
 }
@@ -200,31 +189,36 @@ void bind_staging(py::module_& m) {
   m.def(
       "check_plan_cuda", &check_plan, py::arg("plan"), py::arg("plan_bytes"), py::arg("max_bytes"),
       py::arg("max_queries"), py::arg("max_partials"), py::arg("max_context"),
-      py::arg("max_branch_tokens"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
+      py::arg("max_branch_tokens"), py::arg("max_list_tokens"), py::arg("num_q_heads"),
+      py::arg("num_kv_heads"),
       "Raises ValueError, saying what was given and what fits, unless the plan at a host address\n"
       "is sound and fits these capacities. Kernels trust a plan that passed.");
   py::class_<PlanStaging>(m, "PlanStaging", "A ring of pinned buffers on the current device.")
       .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("count"))
       .def(
           "copy",
-          [](PlanStaging& self, int64_t plan, size_t bytes, int64_t device, int64_t stream) {
+          [](PlanStaging& self, int64_t plan, size_t bytes, int64_t device, int64_t list,
+             int64_t stream) {
             self.copy(pointer<const void>(plan), bytes, pointer<void>(device),
-                      pointer<void>(stream));
+                      pointer<int32_t>(list), pointer<void>(stream));
           },
-          py::arg("plan"), py::arg("bytes"), py::arg("device"), py::arg("stream"),
+          py::arg("plan"), py::arg("bytes"), py::arg("device"), py::arg("list"), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>(),
-          "Copies a plan from a host to a device address in stream order. Raises ValueError for\n"
-          "one that is too large and in a capture, RuntimeError with CUDA's error.");
+          "Copies a plan from a host to a device address in stream order; `list`: the device "
+          "address\n"
+          "of its list. Raises ValueError for one that is too large and in a capture, "
+          "RuntimeError\n"
+          "with CUDA's error.");
 }
 
 void bind_launches(py::module_& m) {
   m.def(
       "snapshot_cuda", &snapshot, py::arg("buffers"), py::kw_only(), py::arg("req_to_token"),
       py::arg("rows"), py::arg("seq_lens"), py::arg("num_rows"), py::arg("stream"),
-      R"(Copies the slots of all tokens that a plan's items read, on a stream, and writes into the plan
-how many tokens each item has.
+      R"(Copies the slots of all tokens that a plan's items read into its list, on a stream, and writes
+into the plan how many tokens each item has.
 
-req_to_token: (device address, row stride) of an int32 table.
+req_to_token: (device address, row stride, tokens of a row) of an int32 table.
 rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows].
 Only launches. Raises RuntimeError with CUDA's error.)");
   m.def("check_decode_cuda", &check_decode, py::arg("num_q_heads"), py::arg("num_kv_heads"),

@@ -48,7 +48,7 @@ py::dict dtypes() {
 }  // namespace
 
 void bind_limits(py::module_& m) {
-  m.attr("BRANCH") = kBranch;            // kv_len of an item that is a branch
+  m.attr("BRANCH") = static_cast<int>(ItemKind::kBranch);  // kind of an item that is a branch
   m.attr("WIDE_ROWS") = kWideRows;       // packed rows beyond which both halves of an SM work
   m.attr("HEAVY_ROWS") = kHeavyRows;     // packed rows beyond which a unit is heavy
   m.attr("BRANCH_ROWS") = kBranchRows;   // packed rows of a branch, at most

@@ -135,7 +135,7 @@ void bind_target(py::module_& m) {
       .value("never", Branching::kNever);
   py::class_<Target>(m, "Target")
       .def(py::init<>())
-      .def_readwrite("units", &Target::num_sms)
+      .def_readwrite("num_sms", &Target::num_sms)
       .def_readwrite("num_q_heads", &Target::num_q_heads)
       .def_readwrite("num_kv_heads", &Target::num_kv_heads)
       .def_readwrite("head_dim", &Target::head_dim)
@@ -165,47 +165,90 @@ void bind_target(py::module_& m) {
            "Bytes that a partial of a query costs per KV head, written and read.");
 }
 
-void bind_plan(py::module_& m) {
-  PYBIND11_NUMPY_DTYPE(Item, member_offset, num_queries, row, kv_start, kv_len, row_tile, kv_tile,
-                       partial, tokens);
-  PYBIND11_NUMPY_DTYPE(Member, query, partial);
-  PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
-  PYBIND11_NUMPY_DTYPE(Segment, row, kv_start, kv_len, room, first, num_queries);
-  py::class_<Plan>(m, "Plan", "An immutable plan: see csrc/plan.h.")
-      .def("__repr__", &plan_line)
-      .def("__str__", [](const Plan& p) { return plan_text(p, kPrintedLines); })
-      .def_property_readonly("num_queries", &header_field<&PlanHeader::num_queries>)
-      .def_property_readonly("num_items", &header_field<&PlanHeader::num_items>)
-      .def_property_readonly("num_shared_items", &header_field<&PlanHeader::num_shared_items>)
-      .def_property_readonly("num_wide_items", &header_field<&PlanHeader::num_wide_items>)
-      .def_property_readonly("num_heavy_items", &header_field<&PlanHeader::num_heavy_items>)
-      .def_property_readonly("num_segments", &header_field<&PlanHeader::num_segments>)
-      .def_property_readonly("branch_tokens", &header_field<&PlanHeader::branch_tokens>)
-      .def_property_readonly("num_members", &header_field<&PlanHeader::num_members>)
-      .def_property_readonly("num_partials", &header_field<&PlanHeader::num_partials>)
-      .def_property_readonly("num_q_heads", &header_field<&PlanHeader::num_q_heads>)
-      .def_property_readonly("num_kv_heads", &header_field<&PlanHeader::num_kv_heads>)
-      .def_property_readonly("nbytes", [](const Plan& p) { return p.blob.size(); })
+void bind_plan_counts(py::class_<Plan>& plan) {
+  plan.def_property_readonly("num_queries", &header_field<&PlanHeader::num_queries>,
+                             "Queries of the batch.")
+      .def_property_readonly("num_items", &header_field<&PlanHeader::num_items>, "Items.")
+      .def_property_readonly("num_shared_items", &header_field<&PlanHeader::num_shared_items>,
+                             "Items with tokens that several queries share.")
+      .def_property_readonly("num_wide_items", &header_field<&PlanHeader::num_wide_items>,
+                             "Items of more than 64 packed rows: the first of items.")
+      .def_property_readonly(
+          "num_heavy_items", &header_field<&PlanHeader::num_heavy_items>,
+          "Items of more than 32 packed rows, and branches: those after the wide ones.")
+      .def_property_readonly("num_segments", &header_field<&PlanHeader::num_segments>,
+                             "Segments: those of the branches, then those of the other items.")
+      .def_property_readonly("branch_tokens", &header_field<&PlanHeader::branch_tokens>,
+                             "Tokens that the branches take in the list, which begins with them.")
+      .def_property_readonly("list_tokens", &header_field<&PlanHeader::list_tokens>,
+                             "Tokens of the list: the slots that all items read, with the room "
+                             "that tails may grow into.")
+      .def_property_readonly("num_members", &header_field<&PlanHeader::num_members>,
+                             "Members of all items.")
+      .def_property_readonly("num_partials", &header_field<&PlanHeader::num_partials>,
+                             "Partial results that the merge reads.")
+      .def_property_readonly("num_q_heads", &header_field<&PlanHeader::num_q_heads>,
+                             "Query heads that the plan is for.")
+      .def_property_readonly("num_kv_heads", &header_field<&PlanHeader::num_kv_heads>,
+                             "KV heads that the plan is for.")
+      .def_property_readonly(
+          "nbytes", [](const Plan& p) { return p.blob.size(); }, "Bytes of the plan's buffer.")
       .def_property_readonly(
           "data_ptr", [](const Plan& p) { return reinterpret_cast<uintptr_t>(p.blob.data()); },
           "Address of the plan's buffer in host memory (csrc/plan.h).")
-      .def_readonly("degraded", &Plan::degraded)
-      .def_property_readonly("items",
-                             &plan_view<Item, &PlanHeader::items_offset, &PlanHeader::num_items>)
+      .def_readonly(
+          "degraded", &Plan::degraded,
+          "Why the plan is simpler than the rules ask for, naming the capacity that was too "
+          "small; \"\" if it is not.");
+}
+
+// The fields of the arrays' elements are those of csrc/plan.h.
+void bind_plan_arrays(py::class_<Plan>& plan) {
+  PYBIND11_NUMPY_DTYPE(Item, member_offset, num_queries, list_start, tokens, query, partial,
+                       row_tile, num_unmasked_tiles, kind);
+  PYBIND11_NUMPY_DTYPE(ItemSegments, first_segment, num_segments);
+  PYBIND11_NUMPY_DTYPE(Member, query, partial);
+  PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
+  PYBIND11_NUMPY_DTYPE(Segment, query, kv_start, kv_len, room, first_member, num_queries);
+  plan.def_property_readonly("items",
+                             &plan_view<Item, &PlanHeader::items_offset, &PlanHeader::num_items>,
+                             "[num_items] what an executor runs at once, in this order.")
       .def_property_readonly(
-          "members", &plan_view<Member, &PlanHeader::members_offset, &PlanHeader::num_members>)
+          "item_segments",
+          &plan_view<ItemSegments, &PlanHeader::item_segments_offset, &PlanHeader::num_items>,
+          "[num_items] which segments each item reads.")
       .def_property_readonly(
-          "queries", &plan_view<QuerySplits, &PlanHeader::queries_offset, &PlanHeader::num_queries>)
+          "members", &plan_view<Member, &PlanHeader::members_offset, &PlanHeader::num_members>,
+          "[num_members] the queries of each item and where its results for them go.")
       .def_property_readonly(
-          "segments", &plan_view<Segment, &PlanHeader::segments_offset, &PlanHeader::num_segments>)
-      .def_property_readonly("min_seq_lens",
-                             [](const py::object& self) {
-                               return bounds_view(self, self.cast<const Plan&>().min_seq_lens);
-                             })
-      .def_property_readonly("max_seq_lens",
-                             [](const py::object& self) {
-                               return bounds_view(self, self.cast<const Plan&>().max_seq_lens);
-                             })
+          "queries", &plan_view<QuerySplits, &PlanHeader::queries_offset, &PlanHeader::num_queries>,
+          "[num_queries] the partial results that the merge joins for each query.")
+      .def_property_readonly(
+          "segments", &plan_view<Segment, &PlanHeader::segments_offset, &PlanHeader::num_segments>,
+          "[num_segments] tokens that items read, and the queries that attend to them.");
+}
+
+void bind_plan(py::module_& m) {
+  py::class_<Plan> plan(
+      m, "Plan",
+      "An immutable plan of one decode step, made by plan(). Its arrays are views\n"
+      "of one buffer, whose layout and field names are those of csrc/plan.h.");
+  bind_plan_counts(plan);
+  bind_plan_arrays(plan);
+  plan.def("__repr__", &plan_line)
+      .def("__str__", [](const Plan& p) { return plan_text(p, kPrintedLines); })
+      .def_property_readonly(
+          "min_seq_lens",
+          [](const py::object& self) {
+            return bounds_view(self, self.cast<const Plan&>().min_seq_lens);
+          },
+          "[num_queries] int64: the plan holds for no shorter sequences.")
+      .def_property_readonly(
+          "max_seq_lens",
+          [](const py::object& self) {
+            return bounds_view(self, self.cast<const Plan&>().max_seq_lens);
+          },
+          "[num_queries] int64: the plan holds for no longer sequences.")
       .def(
           "fits",
           [](const Plan& p, uintptr_t lens, size_t count) {

@@ -91,9 +91,15 @@ class Executor {
     std::lock_guard lock(mutex_);
     const CheckedPlan plan = checker_.check(blob, blob_bytes, args);
     const int num_partials = plan.header->num_partials;
-    DecodeJob job{args,         plan.items,    plan.members,
-                  plan.queries, plan.segments, args.num_q_heads / args.num_kv_heads,
-                  nullptr,      nullptr};
+    DecodeJob job{.args = args,
+                  .items = plan.items,
+                  .item_segments = plan.item_segments,
+                  .members = plan.members,
+                  .queries = plan.queries,
+                  .segments = plan.segments,
+                  .group = args.num_q_heads / args.num_kv_heads,
+                  .partials = nullptr,
+                  .partial_lse = nullptr};
     const size_t partial_rows = size_t(num_partials) * args.num_q_heads;
     job.partials = partials_.at_least(partial_rows * args.v_head_dim *
                                       (args.partial_dtype == DType::kF32 ? 4 : 2));

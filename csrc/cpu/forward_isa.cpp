@@ -27,6 +27,7 @@ class ItemRunner {
   ItemRunner(const DecodeJob& job, int index, int kv_head, float* scratch)
       : job_(job),
         item_(job.items[index]),
+        item_segments_(job.item_segments[index]),
         rows_{job, job.members + item_.member_offset, kv_head * job.group,
               item_.num_queries * job.group},
         shape_{job.args.head_dim, job.args.v_head_dim, job.args.logit_cap * kLog2E},
@@ -40,7 +41,7 @@ class ItemRunner {
 
   bool run() {
     if (is_branch(item_)) return run_row_lanes();
-    read_from(source_query(item_), item_.kv_start, item_.kv_len);
+    read_from(job_.segments[item_segments_.first_segment]);
     switch (rows_.count) {
       case 1:
         return run_dim_lanes<1>();
@@ -55,11 +56,11 @@ class ItemRunner {
   }
 
  private:
-  // Makes a range of a query's tokens the tokens at hand.
-  void read_from(int32_t query, int32_t start, int32_t kv_len) {
+  // Makes a segment's tokens the tokens at hand.
+  void read_from(const Segment& s) {
     const DecodeArgs& args = job_.args;
-    slots_ = args.req_to_token + args.rows[query] * args.table_stride + start;
-    tokens_ = kv_len == kDynamic ? args.seq_lens[query] - start : kv_len;
+    slots_ = args.req_to_token + args.rows[s.query] * args.table_stride + s.kv_start;
+    tokens_ = is_dynamic(s) ? args.seq_lens[s.query] - s.kv_start : s.kv_len;
   }
 
   // The addresses of a block of K and V rows; false if a slot lies outside the pool.
@@ -198,17 +199,11 @@ class ItemRunner {
       tile.clear();
       for (int r = 0; r < count; ++r) read_q(row + r, tile.q(r), tile.kRows);
     });
-    if (!is_branch(item_)) {
-      if (!attend_rows(0, rows_.count)) return false;
-    } else {
-      const Segment* segments = job_.segments + first_segment(item_);
-      for (int i = 0; i < num_segments(item_); ++i) {
-        const Segment& s = segments[i];
-        read_from(s.row, s.kv_start, s.kv_len);
-        if (!attend_rows(s.first * job_.group, (s.first + s.num_queries) * job_.group)) {
-          return false;
-        }
-      }
+    for (int i = 0; i < item_segments_.num_segments; ++i) {
+      const Segment& s = job_.segments[item_segments_.first_segment + i];
+      read_from(s);
+      const int begin = s.first_member * job_.group;
+      if (!attend_rows(begin, begin + s.num_queries * job_.group)) return false;
     }
     for_each_tile([this](auto& tile, int row, int count) {
       for (int r = 0; r < count; ++r) write(row + r, tile.o(r), tile.kRows, tile.state(r));
@@ -246,6 +241,7 @@ class ItemRunner {
 
   const DecodeJob& job_;
   const Item& item_;
+  const ItemSegments item_segments_;
   const PackedRows rows_;
   const Shape shape_;
   const float q_scale_;

@@ -14,6 +14,7 @@ namespace pat {
 struct DecodeJob {
   DecodeArgs args;
   const Item* items;
+  const ItemSegments* item_segments;
   const Member* members;
   const QuerySplits* queries;
   const Segment* segments;

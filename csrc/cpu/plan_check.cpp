@@ -64,10 +64,10 @@ void check_header(const PlanHeader& header, const DecodeArgs& args) {
 
 // Tokens that a segment of item `index` has in this call.
 int64_t count_tokens(const DecodeArgs& args, int index, const Segment& s) {
-  const int64_t length = args.seq_lens[s.row];
+  const int64_t length = args.seq_lens[s.query];
   const int64_t tokens = is_dynamic(s) ? length - s.kv_start : s.kv_len;
   PAT_CHECK(tokens >= 0 && s.kv_start + tokens <= length, "item ", index, " reads tokens ",
-            s.kv_start, " + ", s.kv_len, " of query ", s.row, ", whose length is ", length,
+            s.kv_start, " + ", s.kv_len, " of query ", s.query, ", whose length is ", length,
             ": the plan was made for other lengths, make a new one");
   return tokens;
 }
@@ -98,13 +98,13 @@ CheckedPlan PlanChecker::check(const void* plan, int64_t plan_bytes, const Decod
 // Gives each of an item's members its tokens.
 void PlanChecker::check_tokens(CheckedPlan& plan, const DecodeArgs& args, int index) {
   const Item& item = plan.items[index];
-  plan.for_each_segment(item, [&](const Segment& s) {
+  plan.for_each_segment(index, [&](const Segment& s) {
     const int64_t tokens = count_tokens(args, index, s);
-    PAT_CHECK(!is_branch(item) || tokens <= s.room, "item ", index, " has room for ", s.room,
-              " tokens of query ", s.row, ", which has ", tokens, " from ", s.kv_start,
+    PAT_CHECK(tokens <= s.room, "item ", index, " has room for ", s.room, " tokens of query ",
+              s.query, ", which has ", tokens, " from ", s.kv_start,
               " on: the plan was made for other lengths, make a new one");
     plan.query_tokens += tokens * s.num_queries;
-    const Member* members = plan.members + item.member_offset + s.first;
+    const Member* members = plan.members + item.member_offset + s.first_member;
     for (int m = 0; m < s.num_queries; ++m) tokens_seen_[members[m].query] += tokens;
   });
 }

@@ -20,8 +20,9 @@ void check_decode_args(const CudaDecodeArgs& args);
 // Forward of all items, then the merge of queries with several splits.
 void decode_cuda(const CudaDecodeArgs& args, void* stream);
 
-// Copies the slots of every token that the plan's items read, and writes each item's number of
-// tokens into the plan. A tail in a branch gets at most its room. Called once per step.
+// Copies the slots of every token that the plan's items read into the list whose address the plan's
+// header has, and writes each item's number of tokens into the plan. A tail gets at most its room.
+// Called once per step.
 void snapshot_cuda(const SnapshotArgs& args, void* stream);
 
 }  // namespace pat

@@ -53,9 +53,7 @@ ForwardParams forward_params(const CudaDecodeArgs& a) {
   p.v = static_cast<const char*>(a.v_cache);
   p.v_stride_slot = static_cast<uint32_t>(2 * a.v_stride_slot);
   p.v_stride_head = 2 * a.v_stride_head;
-  p.slots = a.slots;
-  p.slots_stride = a.slots_stride;
-  p.branches = a.branches;
+  p.row_masks = a.row_masks;
   p.out = static_cast<char*>(a.out);
   p.out_stride_query = 2 * a.out_stride_query;
   p.out_stride_head = 2 * a.out_stride_head;

@@ -55,41 +55,26 @@ __device__ __forceinline__ float value(const uint32_t* words, int i) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
 }
 
-// A warp takes kHeads heads of a query and loads kAhead splits of each at once, so that it waits
-// for memory as rarely as possible.
-template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead>
-__global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p) {
-  constexpr int kValues = kHeadDim / 32;  // of a lane
-  constexpr int kBytes = kValues * (kFloat ? 4 : 2);
-  const int lane = threadIdx.x & 31;
-  const int task = blockIdx.x * kWarps + threadIdx.x / 32;
-  const int tasks_per_query = (p.num_q_heads + kHeads - 1) / kHeads;
-  const int query = task / tasks_per_query;
-  const int first_head = (task - query * tasks_per_query) * kHeads;
-  if (query >= p.num_queries) return;
+// The QuerySplits of a query; none for a row that the plan does not cover.
+__device__ __forceinline__ int2 splits_of(const MergeParams& p, int query) {
+  if (query >= p.plan->num_queries) return {0, 0};
+  const auto* base = reinterpret_cast<const char*>(p.plan) + p.plan->queries_offset;
+  return __ldg(reinterpret_cast<const int2*>(base) + query);
+}
 
-  const int planned = p.plan->num_queries;
-  int2 splits{0, 0};  // QuerySplits
-  if (query < planned) {
-    const auto* base = reinterpret_cast<const char*>(p.plan) + p.plan->queries_offset;
-    splits = __ldg(reinterpret_cast<const int2*>(base) + query);
-  }
-  const bool too_large = planned > p.num_queries;    // the forward did not run
-  const bool written = splits.y == 1 && !too_large;  // by its item
-  if (written && blockIdx.x > 0) return;
-  // The first block always waits, so that this kernel never ends before the forward does.
-  await_previous_kernel();
-  if (written) return;
-  if (too_large) splits.y = 0;
-
+// What a warp has of kHeads heads of one query: a lane kValues neighbouring values of each output.
+template <typename T, int kHeadDim, bool kFloat, int kHeads>
+struct Joined {
+  static constexpr int kValues = kHeadDim / 32;
+  static constexpr int kBytes = kValues * (kFloat ? 4 : 2);
   float o[kHeads][kValues]{};
   SoftmaxState state[kHeads];
-#pragma unroll
-  for (int h = 0; h < kHeads; ++h) state[h] = empty_state();
-  const int64_t first_part = static_cast<int64_t>(splits.x) * p.num_q_heads + first_head;
-  const float* lses = p.partial_lse + first_part;
-  const char* parts = static_cast<const char*>(p.partials) + (first_part * 32 + lane) * kBytes;
-  for (int first = 0; first < splits.y; first += kAhead) {
+
+  // Joins splits [first, first + kAhead) of `count`, which it loads at once. `lses`, `parts`: of
+  // split 0 and the first head.
+  template <int kAhead>
+  __device__ __forceinline__ void add(const float* lses, const char* parts, int first, int count,
+                                      int num_q_heads, int num_heads) {
     Raw<kBytes> part[kHeads][kAhead];
     SoftmaxState states[kHeads][kAhead];
 #pragma unroll
@@ -97,8 +82,8 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         states[h][i] = empty_state();
-        if (first + i < splits.y && first_head + h < p.num_q_heads) {
-          const int64_t at = static_cast<int64_t>(first + i) * p.num_q_heads + h;
+        if (first + i < count && h < num_heads) {
+          const int64_t at = static_cast<int64_t>(first + i) * num_q_heads + h;
           part[h][i] = load_raw<kBytes>(parts + at * 32 * kBytes);
           states[h][i] = stored_state(__ldcg(lses + at));
         }
@@ -115,7 +100,7 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const float weight = rescale(states[h][i].max, total.max);
-        if (first + i >= splits.y) break;
+        if (first + i >= count) break;
 #pragma unroll
         for (int j = 0; j < kValues; ++j) {
           o[h][j] = fmaf(value<T, kFloat>(part[h][i].words, j), weight, o[h][j]);
@@ -125,12 +110,24 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
     }
   }
 
+  // Joins what another warp has of splits behind these, of one head: `parts` [head_dim].
+  __device__ __forceinline__ void add_warp(const float* parts, SoftmaxState of_parts) {
+    static_assert(kHeads == 1);
+    const SoftmaxState total = join(state[0], of_parts);
+    const float keep = rescale(state[0].max, total.max);
+    const float weight = rescale(of_parts.max, total.max);
 #pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-    const int head = first_head + h;
-    if (head >= p.num_q_heads) break;
-    // If the forward did not run, the output must not look like a result.
-    const float norm = too_large ? NAN : normalizer(state[h]);
+    for (int j = 0; j < kValues; ++j) {
+      o[0][j] = fmaf(parts[(threadIdx.x & 31) + 32 * j], weight, o[0][j] * keep);
+    }
+    state[0] = total;
+  }
+
+  // Writes head `h` as output `head` of a query; NaN if `void_result`.
+  __device__ __forceinline__ void write(const MergeParams& p, int query, int head, int h,
+                                        bool void_result) const {
+    const int lane = threadIdx.x & 31;
+    const float norm = void_result ? NAN : normalizer(state[h]);
     T* out = static_cast<T*>(p.out) + query * p.out_stride_query + head * p.out_stride_head;
     Raw<kValues * 2> result;
 #pragma unroll
@@ -139,15 +136,84 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
     }
     *reinterpret_cast<Raw<kValues * 2>*>(out + lane * kValues) = result;
     if (p.lse && lane == 0) {
-      p.lse[static_cast<int64_t>(query) * p.num_q_heads + head] = too_large ? NAN : lse(state[h]);
+      p.lse[static_cast<int64_t>(query) * p.num_q_heads + head] = void_result ? NAN : lse(state[h]);
     }
+  }
+};
+
+// Joins what the first `sharing` warps of a block have, in their order, in warp 0. Returns whether
+// this is warp 0.
+template <typename Result, int kHeadDim>
+__device__ __forceinline__ bool gather(Result& joined, int warp, int sharing) {
+  __shared__ float parts[kWarps - 1][kHeadDim];
+  __shared__ SoftmaxState states[kWarps - 1];
+  if (sharing <= 1) return true;
+  const int lane = threadIdx.x & 31;
+  if (warp > 0) {
+#pragma unroll
+    for (int j = 0; j < Result::kValues; ++j) parts[warp - 1][lane + 32 * j] = joined.o[0][j];
+    if (lane == 0) states[warp - 1] = joined.state[0];
+  }
+  named_barrier(1, 32 * sharing);
+  if (warp > 0) return false;
+  for (int w = 1; w < sharing; ++w) joined.add_warp(parts[w - 1], states[w - 1]);
+  return true;
+}
+
+// kSharing warps take kHeads heads of a query, and each loads kAhead splits at once, so that it
+// waits for memory as rarely as possible. Of warps that share a head each takes the next kAhead
+// splits in turn.
+template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead, int kSharing>
+__global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p) {
+  static_assert(kSharing == 1 || (kSharing == kWarps && kHeads == 1));
+  using Result = Joined<T, kHeadDim, kFloat, kHeads>;
+  const int lane = threadIdx.x & 31;
+  const int warp = threadIdx.x / 32;
+  const int task = kSharing == 1 ? blockIdx.x * kWarps + warp : blockIdx.x;
+  const int tasks_per_query = (p.num_q_heads + kHeads - 1) / kHeads;
+  const int query = task / tasks_per_query;
+  const int first_head = (task - query * tasks_per_query) * kHeads;
+  if (query >= p.num_queries) return;
+
+  // If the plan has more queries than there is room for, the forward did not run, and the output
+  // must not look like a result.
+  const bool too_large = p.plan->num_queries > p.num_queries;
+  int2 splits = splits_of(p, query);
+  if (too_large) splits.y = 0;
+  const int mine = kSharing == 1 ? 0 : warp * kAhead;  // this warp's first split
+  if (mine > 0 && mine >= splits.y) return;
+  const bool written = splits.y == 1;  // by its item
+  if (written && blockIdx.x > 0) return;
+  // The first block always waits, so that this kernel never ends before the forward does.
+  await_previous_kernel();
+  if (written) return;
+
+  Result joined;
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) joined.state[h] = empty_state();
+  const int64_t first_part = static_cast<int64_t>(splits.x) * p.num_q_heads + first_head;
+  const float* lses = p.partial_lse + first_part;
+  const char* parts =
+      static_cast<const char*>(p.partials) + (first_part * 32 + lane) * Result::kBytes;
+  const int num_heads = p.num_q_heads - first_head;
+  for (int first = mine; first < splits.y; first += kSharing * kAhead) {
+    joined.template add<kAhead>(lses, parts, first, splits.y, p.num_q_heads, num_heads);
+  }
+  if constexpr (kSharing > 1) {
+    const int sharing = min((splits.y + kAhead - 1) / kAhead, kSharing);
+    if (!gather<Result, kHeadDim>(joined, warp, sharing)) return;
+  }
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if (h >= num_heads) break;
+    joined.write(p, query, first_head + h, h, too_large);
   }
 }
 
-template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead>
+template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead, int kSharing>
 void launch_warps(const MergeParams& params, bool overlap, cudaStream_t stream) {
-  const int64_t tasks =
-      static_cast<int64_t>(params.num_queries) * ((params.num_q_heads + kHeads - 1) / kHeads);
+  const int64_t tasks = static_cast<int64_t>(params.num_queries) * kSharing *
+                        ((params.num_q_heads + kHeads - 1) / kHeads);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>((tasks + kWarps - 1) / kWarps));
   config.blockDim = dim3(kWarps * 32);
@@ -157,7 +223,8 @@ void launch_warps(const MergeParams& params, bool overlap, cudaStream_t stream) 
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = overlap && current_device().arch >= 90 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, merge_kernel<T, kHeadDim, kFloat, kHeads, kAhead>, params),
+  check(cudaLaunchKernelEx(&config, merge_kernel<T, kHeadDim, kFloat, kHeads, kAhead, kSharing>,
+                           params),
         "merge kernel: launch");
 }
 
@@ -165,9 +232,9 @@ template <typename T, int kHeadDim, bool kFloat>
 void launch_as(const MergeParams& params, bool overlap, cudaStream_t stream) {
   // Few queries tend to have many splits, and leave room for more registers a warp.
   if (int64_t{params.num_queries} * params.num_q_heads <= kFewWarps * current_device().num_sms) {
-    launch_warps<T, kHeadDim, kFloat, 1, 8>(params, overlap, stream);
+    launch_warps<T, kHeadDim, kFloat, 1, 8, kWarps>(params, overlap, stream);
   } else {
-    launch_warps<T, kHeadDim, kFloat, 2, 2>(params, overlap, stream);
+    launch_warps<T, kHeadDim, kFloat, 2, 2, 1>(params, overlap, stream);
   }
 }
 

@@ -16,13 +16,8 @@ enum class CudaType : int { kBF16 = 1, kF16 = 2 };
 // one after the other (kSerial). The last two are for experiments.
 enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
 
-// The tokens of all branches, one after the other, as the snapshot lists them.
-struct BranchList {
-  int32_t* slots;       // [max_branch_tokens], 16-byte aligned
-  uint16_t* row_masks;  // [max_branch_tokens], 16-byte aligned: see kRowCountShift
-  // The packed rows of the branch that attend to a token: first | count << kRowCountShift.
-  static constexpr int kRowCountShift = 8;
-};
+// A row mask says which packed rows of a branch attend to a token: first | count << kRowCountShift.
+inline constexpr int kRowCountShift = 8;
 
 struct CudaDecodeArgs {
   const PlanHeader* plan;  // device memory, 16-byte aligned
@@ -32,10 +27,8 @@ struct CudaDecodeArgs {
   int64_t k_stride_slot, k_stride_head;
   const void* v_cache;  // [slots, Hkv, D]
   int64_t v_stride_slot, v_stride_head;
-  const int32_t* slots;  // [B, slots_stride] slot of a token position: the snapshot
-  int64_t slots_stride;
-  BranchList branches;
-  void* out;  // [B, Hq, D]
+  const uint16_t* row_masks;  // [max_branch_tokens], 16-byte aligned: see kRowCountShift
+  void* out;                  // [B, Hq, D]
   int64_t out_stride_query, out_stride_head;
   float* lse;          // [B, Hq] base 2, or null
   void* partials;      // [max_partials, Hq, D] of float or, partial_bytes == 2, of q's type
@@ -55,17 +48,16 @@ inline constexpr int kQueueInts = 64;
 inline constexpr int kMaxGroup = 16;  // query heads per KV head
 
 struct SnapshotArgs {
-  PlanHeader* plan;             // device memory; Item::tokens are written
-  const int32_t* req_to_token;  // [R, req_to_token_stride]
+  PlanHeader* plan;             // device memory; Item::tokens and the list are written
+  const int32_t* req_to_token;  // [R, req_to_token_width], rows req_to_token_stride apart
   int64_t req_to_token_stride;
+  int64_t req_to_token_width;
   const void* rows;  // [B] row of req_to_token; int32 or int64
   int32_t rows_bytes;
   int32_t num_rows;      // B
   const void* seq_lens;  // [B] int32 or int64
   int32_t seq_lens_bytes;
-  int32_t* slots;  // [B, slots_stride]
-  int64_t slots_stride;
-  BranchList branches;
+  uint16_t* row_masks;  // [max_branch_tokens], written
 };
 
 // The forward kernel's own parameters, passed by value. Strides are in bytes.
@@ -78,9 +70,7 @@ struct ForwardParams {
   const char* v;
   int64_t v_stride_head;
   uint32_t k_stride_slot, v_stride_slot;
-  const int32_t* slots;
-  int64_t slots_stride;
-  BranchList branches;
+  const uint16_t* row_masks;
   char* out;
   int64_t out_stride_query, out_stride_head;
   float* lse;

@@ -17,12 +17,14 @@ void check_header(const PlanHeader& h, int64_t plan_bytes, const PlanRoom& room)
             ": plan for the workspace's target");
   const bool fits = plan_bytes <= room.bytes && h.num_queries <= room.max_queries &&
                     h.num_partials <= room.max_partials &&
-                    h.branch_tokens <= room.max_branch_tokens;
+                    h.branch_tokens <= room.max_branch_tokens &&
+                    h.list_tokens <= room.max_list_tokens;
   PAT_CHECK(fits, "a plan of ", plan_bytes, " bytes, ", h.num_queries, " queries, ", h.num_partials,
-            " partials and ", h.branch_tokens, " tokens of branches does not fit a workspace for ",
-            room.bytes, " bytes, ", room.max_queries, " queries, ", room.max_partials,
-            " partials and ", room.max_branch_tokens,
-            " tokens of branches: make the workspace for a target of larger max_queries, "
+            " partials and ", h.list_tokens, " tokens, ", h.branch_tokens,
+            " of them of branches, does not fit a workspace for ", room.bytes, " bytes, ",
+            room.max_queries, " queries, ", room.max_partials, " partials and ",
+            room.max_list_tokens, " tokens, ", room.max_branch_tokens,
+            " of them of branches: make the workspace for a target of larger max_queries, "
             "max_items, max_partials, max_segments and max_branch_tokens");
 }
 
@@ -31,10 +33,10 @@ void check_item(const PlanView& plan, int index, const PlanRoom& room) {
   const PlanHeader& h = *plan.header;
   const Item& item = plan.items[index];
   PAT_CHECK(item.row_tile >= 0, "damaged plan: item ", index, " has a row tile of ", item.row_tile);
-  plan.for_each_segment(item, [&](const Segment& s) {
+  plan.for_each_segment(index, [&](const Segment& s) {
     const int64_t end = int64_t{s.kv_start} + (s.kv_len == kDynamic ? 0 : s.kv_len);
     PAT_CHECK(end <= room.max_context, "item ", index, " reads up to token ", end,
-              ", the workspace holds contexts of ", room.max_context,
+              ", the workspace is for contexts of ", room.max_context,
               " tokens: make it for a larger max_context");
   });
   const int64_t rows = static_cast<int64_t>(item.num_queries) * (h.num_q_heads / h.num_kv_heads);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The snapshot kernel: copies the slots that a plan's items read from SGLang's req_to_token into
-// our own buffers, so that SGLang may change the table for the next batch while this one's layers
-// run.
+// the list, so that SGLang may change the table for the next batch while this one's layers run.
 #include "cuda/decode.h"
 #include "cuda/error.h"
 
@@ -35,65 +34,93 @@ __device__ __forceinline__ int2 scan(int value, int* sums) {
 }
 
 template <typename TableRow, typename Length>
-__global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs args) {
-  const auto* table_rows = static_cast<const TableRow*>(args.rows);
-  const auto* seq_lens = static_cast<const Length*>(args.seq_lens);
-  // At most what a row of the buffer holds.
-  const auto length = [&](int query) {
-    const auto given = static_cast<int64_t>(seq_lens[query]);
-    return static_cast<int>(max(int64_t{0}, min(given, args.slots_stride)));
-  };
-  if (args.plan->num_queries > args.num_rows) return;
-  auto* plan = reinterpret_cast<char*>(args.plan);
-  auto* items = reinterpret_cast<Item*>(plan + args.plan->items_offset);
-  const auto* segments = reinterpret_cast<const Segment*>(plan + args.plan->segments_offset);
-  const int group = args.plan->num_q_heads / args.plan->num_kv_heads;
-  __shared__ int sums[kThreads / 32];
-  __shared__ Segment found[kBranchSegments];  // kv_len: tokens in this step; room: where they begin
-  // Lists the tokens of a branch, one segment after the other, and the row mask of each.
-  const auto list_branch = [&](Item& item) {
-    const bool mine = static_cast<int>(threadIdx.x) < item.partial;
+struct Snapshot {
+  const SnapshotArgs& args;
+  const ItemSegments* item_segments;
+  const Segment* segments;
+  int32_t* list;
+  int group;
+
+  // Tokens that a segment has in this step. A query whose length the plan does not hold for gets no
+  // more than the segment's room in the list, and nothing beyond its row of the table.
+  __device__ __forceinline__ int tokens_of(const Segment& s) const {
+    if (s.kv_len != kDynamic) return s.kv_len;
+    const auto given = static_cast<int64_t>(static_cast<const Length*>(args.seq_lens)[s.query]);
+    const auto length = static_cast<int>(max(int64_t{0}, min(given, args.req_to_token_width)));
+    return max(0, min(length - s.kv_start, s.room));
+  }
+
+  __device__ __forceinline__ const int32_t* slots_of(const Segment& s) const {
+    const auto row = static_cast<int64_t>(static_cast<const TableRow*>(args.rows)[s.query]);
+    return args.req_to_token + row * args.req_to_token_stride + s.kv_start;
+  }
+
+  // Lists the tokens of an item that is no branch. `listed`: another item does.
+  __device__ __forceinline__ void list_segment(Item& item, const Segment& s, bool listed) const {
+    const int tokens = tokens_of(s);
+    if (blockIdx.y == 0 && threadIdx.x == 0) item.tokens = tokens;
+    if (listed) return;
+    const int32_t* from = slots_of(s);
+    int32_t* to = list + item.list_start;
+#pragma unroll 4
+    for (int t = blockIdx.y * kThreads + threadIdx.x; t < tokens; t += kParts * kThreads) {
+      to[t] = __ldg(from + t);
+    }
+  }
+
+  // Lists the tokens of a branch, one segment after the other, and the row mask of each. `found`:
+  // [kBranchSegments] in shared memory; kv_len are the tokens in this step and room is where they
+  // begin in the list.
+  __device__ void list_branch(Item& item, const ItemSegments& range, Segment* found,
+                              int* sums) const {
+    const bool mine = static_cast<int>(threadIdx.x) < range.num_segments;
     Segment segment{};
     if (mine) {
-      segment = segments[item.row + threadIdx.x];
-      const bool dynamic = segment.kv_len == kDynamic;
-      const int tokens = dynamic ? length(segment.row) - segment.kv_start : segment.kv_len;
-      segment.kv_len = max(0, min(tokens, segment.room));
+      segment = segments[range.first_segment + threadIdx.x];
+      segment.kv_len = tokens_of(segment);
     }
     const int2 at = scan(segment.kv_len, sums);
-    segment.room = item.kv_start + at.x;
+    segment.room = item.list_start + at.x;
     if (mine) found[threadIdx.x] = segment;
     if (blockIdx.y == 0 && threadIdx.x == 0) item.tokens = at.y;
     __syncthreads();
     const int lane = threadIdx.x & 31;
     const int warps = kParts * kThreads / 32;
-    for (int i = blockIdx.y * (kThreads / 32) + threadIdx.x / 32; i < item.partial; i += warps) {
+    for (int i = blockIdx.y * (kThreads / 32) + threadIdx.x / 32; i < range.num_segments;
+         i += warps) {
       const Segment s = found[i];
-      const int32_t* from =
-          args.req_to_token + table_rows[s.row] * args.req_to_token_stride + s.kv_start;
-      const int row_mask = s.first * group | s.num_queries * group << BranchList::kRowCountShift;
+      const int32_t* from = slots_of(s);
+      const int row_mask = s.first_member * group | s.num_queries * group << kRowCountShift;
 #pragma unroll 4
       for (int t = lane; t < s.kv_len; t += 32) {
-        args.branches.slots[s.room + t] = __ldg(from + t);
-        args.branches.row_masks[s.room + t] = static_cast<uint16_t>(row_mask);
+        list[s.room + t] = __ldg(from + t);
+        args.row_masks[s.room + t] = static_cast<uint16_t>(row_mask);
       }
     }
     __syncthreads();  // before the next branch overwrites `found`
-  };
-  for (int i = blockIdx.x; i < args.plan->num_items; i += gridDim.x) {
-    Item& item = items[i];
-    if (item.kv_len == kBranch) {
-      list_branch(item);
-      continue;
-    }
-    const int end = item.kv_len == kDynamic ? length(item.row) : item.kv_start + item.kv_len;
-    if (blockIdx.y == 0 && threadIdx.x == 0) item.tokens = max(end - item.kv_start, 0);
-    const int32_t* from = args.req_to_token + table_rows[item.row] * args.req_to_token_stride;
-    int32_t* to = args.slots + item.row * args.slots_stride;
-#pragma unroll 4
-    for (int t = item.kv_start + blockIdx.y * kThreads + threadIdx.x; t < end;
-         t += kParts * kThreads) {
-      to[t] = __ldg(from + t);
+  }
+};
+
+template <typename TableRow, typename Length>
+__global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs args) {
+  const PlanHeader header = *args.plan;
+  if (header.num_queries > args.num_rows) return;
+  auto* plan = reinterpret_cast<char*>(args.plan);
+  auto* items = reinterpret_cast<Item*>(plan + header.items_offset);
+  const Snapshot<TableRow, Length> snapshot{
+      args, reinterpret_cast<const ItemSegments*>(plan + header.item_segments_offset),
+      reinterpret_cast<const Segment*>(plan + header.segments_offset), header.list,
+      header.num_q_heads / header.num_kv_heads};
+  __shared__ int sums[kThreads / 32];
+  __shared__ Segment found[kBranchSegments];
+  for (int i = blockIdx.x; i < header.num_items; i += gridDim.x) {
+    const ItemSegments range = snapshot.item_segments[i];
+    if (items[i].kind == ItemKind::kBranch) {
+      snapshot.list_branch(items[i], range, found, sums);
+    } else {
+      // Of the row tiles of a piece, which mostly stand side by side, one lists the tokens.
+      const bool listed = i > 0 && items[i - 1].list_start == items[i].list_start;
+      snapshot.list_segment(items[i], snapshot.segments[range.first_segment], listed);
     }
   }
 }

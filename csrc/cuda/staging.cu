@@ -3,6 +3,7 @@
 
 #include "cuda/error.h"
 #include "cuda/staging.h"
+#include "plan.h"
 
 namespace pat {
 
@@ -32,10 +33,11 @@ void PlanStaging::release() noexcept {
   }
 }
 
-void PlanStaging::copy(const void* plan, size_t bytes, void* device, void* stream) {
+void PlanStaging::copy(const void* plan, size_t bytes, void* device, int32_t* list, void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
-  if (bytes > bytes_) {
-    throw_invalid("a plan of %zu bytes, the staging buffers have %zu", bytes, bytes_);
+  if (bytes < sizeof(PlanHeader) || bytes > bytes_) {
+    throw_invalid("a plan of %zu bytes, must have at least %zu and the staging buffers have %zu",
+                  bytes, sizeof(PlanHeader), bytes_);
   }
   cudaStreamCaptureStatus status{};
   check(cudaStreamIsCapturing(s, &status), "state of the stream that a plan is copied on");
@@ -46,6 +48,7 @@ void PlanStaging::copy(const void* plan, size_t bytes, void* device, void* strea
   next_ = (next_ + 1) % buffers_.size();
   check(cudaEventSynchronize(buffer.copied), "wait for an earlier plan's copy");
   std::memcpy(buffer.host, plan, bytes);
+  static_cast<PlanHeader*>(buffer.host)->list = list;
   check(cudaMemcpyAsync(device, buffer.host, bytes, cudaMemcpyHostToDevice, s), "copy of a plan");
   check(cudaEventRecord(buffer.copied, s), "event of a plan's copy");
 }

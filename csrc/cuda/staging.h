@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 struct CUevent_st;  // what a cudaEvent_t points to
@@ -19,10 +20,11 @@ class PlanStaging {
   PlanStaging(const PlanStaging&) = delete;
   PlanStaging& operator=(const PlanStaging&) = delete;
 
-  // Copies `bytes` of a plan to `device` in stream order; the plan may go when this returns. Waits
-  // only for the copy of `count` calls ago. Throws std::invalid_argument for a plan larger than the
-  // buffers, and while the stream is captured: the graph would replay the plan of the capture.
-  void copy(const void* plan, size_t bytes, void* device, void* stream);
+  // Copies `bytes` of a plan to `device` in stream order, with `list` as the device address of its
+  // list; the plan may go when this returns. Waits only for the copy of `count` calls ago. Throws
+  // std::invalid_argument for a plan shorter than its header or larger than the buffers, and while
+  // the stream is captured: the graph would replay the plan of the capture.
+  void copy(const void* plan, size_t bytes, void* device, int32_t* list, void* stream);
 
  private:
   struct Buffer {

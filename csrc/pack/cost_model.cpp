@@ -6,6 +6,7 @@
 
 #include "../count_of.h"
 #include "../plan.h"
+#include "../plan_view.h"
 #include "emit.h"
 #include "packer.h"
 
@@ -58,27 +59,22 @@ PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad
 }
 
 PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_tokens) {
-  const PlanHeader& header = plan.header();
-  const uint8_t* blob = plan.blob.data();
-  const auto* items = reinterpret_cast<const Item*>(blob + header.items_offset);
-  const auto* segments = reinterpret_cast<const Segment*>(blob + header.segments_offset);
+  const PlanView view = view_plan(plan.blob.data(), static_cast<int64_t>(plan.blob.size()));
   PlanTerms terms;
-  terms.items = header.num_items;
-  terms.partials = header.num_partials;
+  terms.items = view.header->num_items;
+  terms.partials = view.header->num_partials;
   int64_t read = 0;
-  for (int32_t i = 0; i < header.num_items; ++i) {
-    const Item& item = items[i];
+  for (int32_t i = 0; i < view.header->num_items; ++i) {
+    const Item& item = view.items[i];
     int64_t tokens = 0;
+    view.for_each_segment(i, [&](const Segment& s) {
+      tokens += is_dynamic(s) ? seq_lens[s.query] - s.kv_start : s.kv_len;
+    });
     if (is_branch(item)) {
-      for (int32_t s = 0; s < num_segments(item); ++s) {
-        const Segment& segment = segments[first_segment(item) + s];
-        tokens += is_dynamic(segment) ? seq_lens[segment.row] - segment.kv_start : segment.kv_len;
-      }
       ++terms.branches;
       terms.longest_branch_tokens = std::max(terms.longest_branch_tokens, tokens);
-    } else {
-      tokens = is_dynamic(item) ? seq_lens[source_query(item)] - item.kv_start : item.kv_len;
-      if (item.row_tile > kWideRows) terms.wide_tokens += tokens;
+    } else if (item.row_tile > kWideRows) {
+      terms.wide_tokens += tokens;
     }
     read += tokens;
     terms.longest_item_tokens = std::max(terms.longest_item_tokens, tokens);

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
+#include "../check.h"
 #include "../count_of.h"
 #include "cost_model.h"
 #include "headroom.h"
@@ -12,10 +14,10 @@ namespace pat {
 namespace {
 
 // Of items, in the order in which a plan lists them.
-enum Kind : uint32_t { kWide, kHeavy, kLight, kNumKinds };
+enum Weight : uint32_t { kWide, kHeavy, kLight };
 
-Kind kind_of(const Item& item) {
-  return item.row_tile > kWideRows ? kWide : item.row_tile > kHeavyRows ? kHeavy : kLight;
+Weight weight_of(int32_t row_tile) {
+  return row_tile > kWideRows ? kWide : row_tile > kHeavyRows ? kHeavy : kLight;
 }
 
 // Eight buckets per octave, longest first: a linear-time sort that is LPT (longest processing time
@@ -31,11 +33,13 @@ uint32_t lpt_bucket(double seconds) {
 // Where the parts of a plan begin, in bytes.
 struct Layout {
   Layout(size_t num_items, size_t num_members, size_t num_queries)
-      : members(items + num_items * sizeof(Item)),
+      : item_segments(items + num_items * sizeof(Item)),
+        members(item_segments + num_items * sizeof(ItemSegments)),
         queries(members + num_members * sizeof(Member)),
         segments(queries + num_queries * sizeof(QuerySplits)) {}
 
   size_t items = sizeof(PlanHeader);
+  size_t item_segments;
   size_t members;
   size_t queries;
   size_t segments;
@@ -47,58 +51,71 @@ void write_splits(const std::vector<QuerySplits>& splits, QuerySplits* out) {
   }
 }
 
-void write_segments(const std::vector<Segment>& segments, void* out) {
-  if (!segments.empty()) std::memcpy(out, segments.data(), segments.size() * sizeof(Segment));
+// Returns where the next segment goes.
+uint8_t* write_segments(const std::vector<Segment>& segments, uint8_t* out) {
+  const size_t bytes = segments.size() * sizeof(Segment);
+  if (bytes > 0) std::memcpy(out, segments.data(), bytes);
+  return out + bytes;
+}
+
+void check_list(int64_t tokens) {
+  PAT_CHECK(tokens <= INT32_MAX, "the queries of a batch read ", tokens,
+            " tokens of which a plan finds too few shared, at most ", INT32_MAX,
+            " fit a plan: decode fewer requests at once");
 }
 
 }  // namespace
 
 Plan Emitter::emit(const Decisions& from) {
   drafts_.clear();
-  buckets_.assign(kNumKinds * kNumBuckets + 1, 0);
-  num_of_kind_ = {};
+  clear_buckets();
   num_shared_ = 0;
   tile_queries_ = from.target.max_tile_queries();
+  segments_.clear();
+  num_branch_segments_ = count_of(from.brancher.segments());
+  list_tokens_ = from.brancher.list_tokens();
   Plan plan;
   plan.min_seq_lens.resize(from.num_queries);
   plan.max_seq_lens.resize(from.num_queries);
   for (int32_t i = 0; i < count_of(from.packs.packs); ++i) list_pack(from, i, plan);
   for (const Branch& branch : from.brancher.branches()) list_branch(from, branch, plan);
   sort();
+  check_list(list_tokens_);
 
   size_t num_members = 0;
   for (const Draft& draft : drafts_) num_members += draft.item.num_queries;
-  const std::vector<Segment>& segments = from.brancher.segments();
   const Layout at(drafts_.size(), num_members, from.num_queries);
-  plan.blob.resize(at.segments + segments.size() * sizeof(Segment));
+  const int32_t num_segments = num_branch_segments_ + count_of(segments_);
+  plan.blob.resize(at.segments + num_segments * sizeof(Segment));
   uint8_t* const blob = plan.blob.data();
   write_items(from, reinterpret_cast<Item*>(blob + at.items),
+              reinterpret_cast<ItemSegments*>(blob + at.item_segments),
               reinterpret_cast<Member*>(blob + at.members));
   write_splits(from.assigned.splits, reinterpret_cast<QuerySplits*>(blob + at.queries));
-  write_segments(segments, blob + at.segments);
+  write_segments(segments_, write_segments(from.brancher.segments(), blob + at.segments));
   const PlanHeader header{
       .magic = kPlanMagic,
       .version = kPlanVersion,
       .num_queries = from.num_queries,
       .num_items = count_of(drafts_),
       .num_members = static_cast<int32_t>(num_members),
+      .num_segments = num_segments,
       .num_partials = static_cast<int32_t>(from.assigned.num_partials),
       .num_shared_items = num_shared_,
       .items_offset = static_cast<int32_t>(at.items),
+      .item_segments_offset = static_cast<int32_t>(at.item_segments),
       .members_offset = static_cast<int32_t>(at.members),
       .queries_offset = static_cast<int32_t>(at.queries),
+      .segments_offset = static_cast<int32_t>(at.segments),
       .total_bytes = count_of(plan.blob),
-      .max_queries = from.target.max_queries,
-      .max_items = from.target.max_items,
-      .max_partials = from.target.max_partials,
       .num_q_heads = from.target.num_q_heads,
       .num_kv_heads = from.target.num_kv_heads,
-      .num_wide_items = num_of_kind_[kWide],
-      .num_heavy_items = num_of_kind_[kHeavy],
-      .num_segments = count_of(segments),
-      .segments_offset = static_cast<int32_t>(at.segments),
+      .num_wide_items = keys_[kWide].items,
+      .num_heavy_items = keys_[kHeavy].items,
       .branch_tokens = from.brancher.list_tokens(),
-      .reserved = {},
+      .list_tokens = static_cast<int32_t>(list_tokens_),
+      .list = nullptr,
+      .reserved = 0,
   };
   std::memcpy(blob, &header, sizeof(header));
   return plan;
@@ -127,26 +144,43 @@ void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
     } else {
       plan.fixed_tokens += tokens * from.target.num_row_tiles(pack.queries);
     }
-    for (int32_t first = 0; first < pack.queries; first += tile_queries_) {
-      const int32_t queries = std::min(tile_queries_, pack.queries - first);
-      const int32_t row_tile = from.target.row_tile_for(queries);
-      const int32_t offset = from.assigned.member_offsets[index] + first;
-      add({.member_offset = offset,
-           .num_queries = queries,
-           .row = from.assigned.members[offset].query,
-           .kv_start = start,
-           .kv_len = dynamic ? kDynamic : tokens,
-           .row_tile = static_cast<int16_t>(row_tile),
-           .kv_tile = static_cast<int16_t>(from.target.kv_tile_for(tokens)),
-           .partial = 0,
-           .tokens = 0},
-          piece, item_seconds(from.target, row_tile, tokens));
-      num_shared_ += queries > 1;
-    }
+    const int64_t end = dynamic ? plan.max_seq_lens[query] : int64_t{start} + tokens;
+    list_piece(from, index,
+               {.index = piece,
+                .start = start,
+                .tokens = tokens,
+                .room = static_cast<int32_t>(end - start),
+                .dynamic = dynamic});
   }
 }
 
-// Makes a branch an item, whose fields plan.h names first_segment() and so on.
+// Makes a piece one item for each row tile. All of them read the same part of the list.
+void Emitter::list_piece(const Decisions& from, int32_t index, const Piece& piece) {
+  const int32_t num_queries = from.packs.packs[index].queries;
+  for (int32_t first = 0; first < num_queries; first += tile_queries_) {
+    const int32_t queries = std::min(tile_queries_, num_queries - first);
+    const int32_t row_tile = from.target.row_tile_for(queries);
+    const int32_t offset = from.assigned.member_offsets[index] + first;
+    // Both are filled in place: a copy of what was just written stalls the processor.
+    Draft& draft = add(row_tile, item_seconds(from.target, row_tile, piece.tokens));
+    draft.item.member_offset = offset;
+    draft.item.num_queries = queries;
+    draft.item.list_start = static_cast<int32_t>(list_tokens_);
+    draft.item.query = -1;
+    draft.item.kind = queries > 1 ? ItemKind::kPack : ItemKind::kSingle;
+    draft.segments = {num_branch_segments_ + count_of(segments_), 1};
+    draft.piece = piece.index;
+    Segment& segment = segments_.emplace_back();
+    segment.query = from.assigned.members[offset].query;
+    segment.kv_start = piece.start;
+    segment.kv_len = piece.dynamic ? kDynamic : piece.tokens;
+    segment.room = piece.room;
+    segment.num_queries = queries;
+    num_shared_ += queries > 1;
+  }
+  list_tokens_ += piece.room;
+}
+
 void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& plan) {
   if (branch.num_queries == 0) return;
   bool shared = false;
@@ -158,46 +192,66 @@ void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& pla
       continue;
     }
     plan.fixed_tokens -= segment.kv_start;
-    plan.min_seq_lens[segment.row] = segment.kv_start;
-    plan.max_seq_lens[segment.row] =
+    plan.min_seq_lens[segment.query] = segment.kv_start;
+    plan.max_seq_lens[segment.query] =
         std::min<int64_t>(int64_t{segment.kv_start} + segment.room, INT32_MAX);
   }
   num_shared_ += shared;
   const int32_t num_packed = from.assigned.member_offsets[count_of(from.packs.packs)];
   const int32_t unmasked = std::min(branch.unmasked / kBranchAlign, int32_t{INT16_MAX});
-  add({.member_offset = num_packed + branch.first_member,
-       .num_queries = branch.num_queries,
-       .row = branch.first_segment,
-       .kv_start = branch.list_start,
-       .kv_len = kBranch,
-       .row_tile = static_cast<int16_t>(kBranchRows),
-       .kv_tile = static_cast<int16_t>(branch.tails_first ? -unmasked : unmasked),
-       .partial = branch.num_segments,
-       .tokens = 0},
-      0, item_seconds(from.target, kBranchRows, branch.tokens));
+  Draft& draft = add(kBranchRows, item_seconds(from.target, kBranchRows, branch.tokens));
+  draft.item.member_offset = num_packed + branch.first_member;
+  draft.item.num_queries = branch.num_queries;
+  draft.item.list_start = branch.list_start;
+  draft.item.query = -1;
+  draft.item.num_unmasked_tiles = static_cast<int16_t>(branch.tails_first ? -unmasked : unmasked);
+  draft.item.kind = ItemKind::kBranch;
+  draft.segments = {branch.first_segment, branch.num_segments};
 }
 
-void Emitter::add(const Item& item, int32_t piece, double seconds) {
-  const Kind kind = kind_of(item);
-  const uint32_t key = lpt_bucket(seconds) + kind * kNumBuckets;
-  ++num_of_kind_[kind];
-  drafts_.push_back({item, piece, key});
-  ++buckets_[key + 1];
+// Adds an item of zeros with its row tile and says where it sorts. Valid until the next call.
+Emitter::Draft& Emitter::add(int32_t row_tile, double seconds) {
+  const Weight weight = weight_of(row_tile);
+  Draft& draft = drafts_.emplace_back();
+  draft.item.row_tile = static_cast<int16_t>(row_tile);
+  draft.key = lpt_bucket(seconds) + weight * kNumBuckets;
+  ++buckets_[draft.key];
+  Range& keys = keys_[weight];
+  ++keys.items;
+  keys.first = std::min(keys.first, draft.key);
+  keys.end = std::max(keys.end, draft.key + 1);
+  return draft;
+}
+
+// Only those that the plan before has used: most plans use few of them.
+void Emitter::clear_buckets() {
+  buckets_.resize(keys_.size() * kNumBuckets);
+  for (Range& keys : keys_) {
+    for (uint32_t key = keys.first; key < keys.end; ++key) buckets_[key] = 0;
+    keys = {};
+  }
 }
 
 // Wide items, then heavy, then light ones, each by descending cost; among equals shared ones first
 // and the row tiles of one piece side by side, so that the second finds its K/V in the cache.
 void Emitter::sort() {
-  for (uint32_t key = 0; key < kNumKinds * kNumBuckets; ++key) buckets_[key + 1] += buckets_[key];
+  int32_t before = 0;
+  for (const Range& keys : keys_) {
+    for (uint32_t key = keys.first; key < keys.end; ++key) {
+      before += std::exchange(buckets_[key], before);
+    }
+  }
   order_.resize(drafts_.size());
   for (int32_t i = 0; i < count_of(drafts_); ++i) order_[buckets_[drafts_[i].key]++] = i;
 }
 
-void Emitter::write_items(const Decisions& from, Item* items, Member* members) {
+void Emitter::write_items(const Decisions& from, Item* items, ItemSegments* item_segments,
+                          Member* members) {
   int32_t num_members = 0;
   for (const int32_t i : order_) {
     const Draft& draft = drafts_[i];
-    Item item = draft.item;
+    Item& item = *items++;
+    item = draft.item;
     for (int32_t m = 0; m < item.num_queries; ++m) {
       const Member& member = from.assigned.members[item.member_offset + m];
       const QuerySplits& splits = from.assigned.splits[member.query];
@@ -205,9 +259,11 @@ void Emitter::write_items(const Decisions& from, Item* items, Member* members) {
       members[num_members + m] = {member.query, splits.num_splits > 1 ? slot : kDirect};
     }
     item.member_offset = num_members;
-    // An item of one query repeats its member's partial.
-    if (!is_branch(item) && item.num_queries == 1) item.partial = members[num_members].partial;
-    *items++ = item;
+    if (item.kind == ItemKind::kSingle) {
+      item.query = members[num_members].query;
+      item.partial = members[num_members].partial;
+    }
+    *item_segments++ = draft.segments;
     num_members += item.num_queries;
   }
 }

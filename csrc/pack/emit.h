@@ -17,7 +17,7 @@ namespace pat {
 
 // A plan on the host: its bytes, and for how long they hold.
 struct Plan {
-  std::vector<uint8_t> blob;  // PlanHeader, items, members, queries, segments: see plan.h
+  std::vector<uint8_t> blob;  // laid out as plan.h says
   // The plan holds while min_seq_lens[q] <= seq_lens[q] <= max_seq_lens[q] for every query. The
   // room above the scheduled length grows with the tail, so that plans get rarer as sequences get
   // longer.
@@ -61,21 +61,41 @@ class Emitter {
   // An item before it has its place. Until then member_offset counts in Assignment::members.
   struct Draft {
     Item item;
+    ItemSegments segments;
     int32_t piece;  // of its pack
     uint32_t key;   // where it sorts
   };
+  // The keys that items of one weight have.
+  struct Range {
+    uint32_t first = UINT32_MAX;
+    uint32_t end = 0;
+    int32_t items = 0;
+  };
+  struct Piece {
+    int32_t index;   // of its pack's pieces
+    int32_t start;   // token position
+    int32_t tokens;  // scheduled
+    int32_t room;    // in the list
+    bool dynamic;    // it ends where the sequence does
+  };
   void list_pack(const Decisions& from, int32_t index, Plan& plan);
+  void list_piece(const Decisions& from, int32_t index, const Piece& piece);
   void list_branch(const Decisions& from, const Branch& branch, Plan& plan);
-  void add(const Item& item, int32_t piece, double seconds);
+  Draft& add(int32_t row_tile, double seconds);
+  void clear_buckets();
   void sort();
-  void write_items(const Decisions& from, Item* items, Member* members);
+  void write_items(const Decisions& from, Item* items, ItemSegments* item_segments,
+                   Member* members);
 
   std::vector<Draft> drafts_;
-  std::vector<int32_t> order_;  // drafts, as the plan lists them
-  std::vector<int32_t> buckets_;
-  std::array<int32_t, 3> num_of_kind_{};
-  int32_t num_shared_ = 0;    // items that several queries share tokens of
-  int32_t tile_queries_ = 0;  // that the largest row tile holds
+  std::vector<int32_t> order_;       // drafts, as the plan lists them
+  std::vector<int32_t> buckets_;     // by key: items, then where the next one goes in order_
+  std::array<Range, 3> keys_;        // of wide, heavy and light items
+  std::vector<Segment> segments_;    // one for each item that is no branch
+  int32_t num_branch_segments_ = 0;  // which a plan has before them
+  int64_t list_tokens_ = 0;          // of the list, so far
+  int32_t num_shared_ = 0;           // items that several queries share tokens of
+  int32_t tile_queries_ = 0;         // that the largest row tile holds
 };
 
 }  // namespace pat

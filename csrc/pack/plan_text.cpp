@@ -61,7 +61,7 @@ struct Range {
 
 Range range_of(const PlanView& view, const Item& item, const Segment& segment) {
   Range range{{}, segment.kv_start, is_dynamic(segment) ? kEnd : segment.kv_start + segment.kv_len};
-  const Member* members = view.members + item.member_offset + segment.first;
+  const Member* members = view.members + item.member_offset + segment.first_member;
   for (int32_t i = 0; i < segment.num_queries; ++i) range.queries.push_back(members[i].query);
   std::sort(range.queries.begin(), range.queries.end());
   return range;
@@ -71,7 +71,7 @@ Range range_of(const PlanView& view, const Item& item, const Segment& segment) {
 std::vector<Node> nodes_of(const PlanView& view) {
   std::map<std::vector<int32_t>, std::vector<std::pair<int32_t, int32_t>>> ranges;
   for (int32_t i = 0; i < view.header->num_items; ++i) {
-    view.for_each_segment(view.items[i], [&](const Segment& segment) {
+    view.for_each_segment(i, [&](const Segment& segment) {
       const Range range = range_of(view, view.items[i], segment);
       ranges[range.queries].emplace_back(range.start, range.end);
     });
@@ -140,13 +140,14 @@ Cells cells_of(const PlanView& view, int32_t index) {
   }
   std::sort(queries.begin(), queries.end());
   std::sort(partials.begin(), partials.end());
+  const auto [first_segment, num_segments] = view.item_segments[index];
   std::string read;
   if (is_branch(item)) {
-    read = counted(num_segments(item), "segment");
+    read = counted(num_segments, "segment");
   } else {
-    const int32_t end = is_dynamic(item) ? kEnd : item.kv_start + item.kv_len;
-    read =
-        tokens(item.kv_start, end) + " in the row of query " + std::to_string(source_query(item));
+    const Segment& s = view.segments[first_segment];
+    const int32_t end = is_dynamic(s) ? kEnd : s.kv_start + s.kv_len;
+    read = tokens(s.kv_start, end) + " in the row of query " + std::to_string(s.query);
   }
   std::string to = partials.empty() ? "" : numbers("partial", "partials", partials);
   if (partials.size() < queries.size()) to += to.empty() ? "output" : " and output";

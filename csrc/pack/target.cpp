@@ -11,13 +11,6 @@
 
 namespace pat {
 
-int32_t Target::kv_tile_for(int32_t tokens) const {
-  for (const int32_t tile : kv_tiles) {
-    if (tile >= tokens) return tile;
-  }
-  return kv_tiles.back();
-}
-
 Target Target::without_wide() const {
   Target without = *this;
   auto& tiles = without.row_tiles;
@@ -29,7 +22,7 @@ Target Target::without_wide() const {
 }
 
 void Target::validate() const {
-  PAT_CHECK(num_sms > 0, "Target.units is ", num_sms, ", must be positive");
+  PAT_CHECK(num_sms > 0, "Target.num_sms is ", num_sms, ", must be positive");
   PAT_CHECK(num_kv_heads > 0 && num_q_heads > 0 && num_q_heads % num_kv_heads == 0,
             "Target.num_q_heads is ", num_q_heads,
             ", must be a positive multiple of num_kv_heads, ", num_kv_heads);

@@ -26,7 +26,7 @@ enum class Branching : int {
 };
 
 struct Target {
-  int32_t num_sms;  // SMs that run items; of a CPU its threads. In Python, and in messages: units
+  int32_t num_sms;  // SMs that run items; of a CPU its threads
   int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
@@ -76,8 +76,6 @@ struct Target {
     }
     return row_tiles.back();
   }
-  // Tokens of the smallest KV tile that holds `tokens` tokens, else of the largest.
-  int32_t kv_tile_for(int32_t tokens) const;
   // The same target without the row tile of wide items, if it has that and can do without.
   Target without_wide() const;
   // K and V bytes of one token and KV head.

@@ -216,7 +216,7 @@ def report(found: Result) -> list[str]:
     costs, sources = found.profile.costs, found.profile.sources
     target = found.rows[0].target
     partial_us = costs.merge_factor * target.native.partial_cost_bytes() / costs.bytes_per_s * 1e6
-    further_us = costs.item_overhead_s / target.units * 1e6 + partial_us
+    further_us = costs.item_overhead_s / target.num_sms * 1e6 + partial_us
     heads = f"{target.num_q_heads}/{target.num_kv_heads}/{target.head_dim}"
     return [
         f"bandwidth        {costs.bytes_per_s / 1e12:8.3f} TB/s",

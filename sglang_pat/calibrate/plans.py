@@ -27,7 +27,7 @@ def ways(bench: Bench) -> dict[str, dict[str, Any]]:
     more partials; branches are measured where plans may have them."""
     found: dict[str, dict[str, Any]] = {
         "packs": {"branching": "never"},
-        "more pieces": {"branching": "never", "units": 2 * bench.profile.sms},
+        "more pieces": {"branching": "never", "num_sms": 2 * bench.profile.sms},
     }
     if bench.target(1).branching != "never":
         found["branches"] = {"branching": "always"}

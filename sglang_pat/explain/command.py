@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--head-dim", type=int, metavar="D", default=128, help="elements of a head (default: 128)"
     )
     parser.add_argument(
-        "--units",
+        "--sms",
         type=int,
         metavar="N",
         help=f"SMs or threads that run items (default: the GPU's SMs, {_CPU_THREADS} threads)",
@@ -175,14 +175,14 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     if name not in _TARGETS:
         raise ValueError(
             f"--target is {arguments.target!r}, must be one of {', '.join(_TARGETS)}; for another "
-            "GPU take the nearest with --units"
+            "GPU take the nearest with --sms"
         )
     num_q_heads, num_kv_heads = _heads(arguments.heads)
     for option, value, most in (
         ("--heads, query heads,", num_q_heads, 1024),
         ("--heads, KV heads,", num_kv_heads, 1024),
         ("--head-dim", arguments.head_dim, 1024),
-        ("--units", arguments.units, 65_536),
+        ("--sms", arguments.sms, 65_536),
         ("--max-queries", arguments.max_queries, 65_536),
     ):
         if value is not None and not 0 < value <= most:
@@ -201,13 +201,13 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     if config.branching != "cost":  # else as the machine's target has it
         options["branching"] = config.branching
     if name == "cpu":
-        threads = _CPU_THREADS if arguments.units is None else arguments.units
+        threads = _CPU_THREADS if arguments.sms is None else arguments.sms
         target = Target.cpu(threads=threads, **options)
         return target, f"a CPU with {threads} threads"
-    if arguments.units is not None:
-        options["units"] = arguments.units
+    if arguments.sms is not None:
+        options["num_sms"] = arguments.sms
     target = Target.gpu(_GPUS[name], **options)
-    return target, f"{_GPUS[name].name} with {target.units} SMs"
+    return target, f"{_GPUS[name].name} with {target.num_sms} SMs"
 
 
 def _heads(given: str) -> tuple[int, int]:

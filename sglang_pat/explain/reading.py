@@ -11,10 +11,11 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from sglang_pat import Plan, Target
-from sglang_pat.explain.parts import Explanation, Item, Merge, Pack, Queries, Range, TreeNode
+from sglang_pat.explain.parts import Explanation, Item, Merge, Pack, Range, TreeNode
 from sglang_pat.explain.requests import PathNodes, Requests
+from sglang_pat.planner import BRANCH
 
-_DYNAMIC, _BRANCH, _DIRECT = -1, -2, -1  # kDynamic, kBranch and kDirect of csrc/plan.h
+_DYNAMIC, _DIRECT = -1, -1  # kDynamic and kDirect of csrc/plan.h
 
 
 def explain(plan: Plan, requests: Requests, target: Target) -> Explanation:
@@ -105,44 +106,31 @@ def _cut_paths(paths: list[PathNodes]) -> list[PathNodes]:
 
 def _items(plan: Plan, seq_lens: list[int]) -> list[Item]:
     members = [(int(m["query"]), int(m["partial"])) for m in plan.members]
-    segments = plan.segments
+    segments = plan.segments.tolist()
     group = plan.num_q_heads // plan.num_kv_heads
+    wide, heavy = plan.num_wide_items, plan.num_heavy_items
     items = []
-    for index, item in enumerate(plan.items):
-        first = int(item["member_offset"])
-        of_item = members[first : first + int(item["num_queries"])]
-        queries = tuple(query for query, _ in of_item)
-
-        def range_of(row: int, start: int, length: int, readers: Queries) -> Range:
+    for index, (item, of_item) in enumerate(zip(plan.items, plan.item_segments, strict=True)):
+        first_member = int(item["member_offset"])
+        mine = members[first_member : first_member + int(item["num_queries"])]
+        queries = tuple(query for query, _ in mine)
+        ranges = []
+        first, count = of_item.tolist()
+        for query, start, length, _, offset, readers in segments[first : first + count]:
             grows = length == _DYNAMIC
-            end = seq_lens[row] if grows else start + length
-            return Range(row, start, end, tuple(sorted(readers)), grows)
-
-        row, start, length = (int(item[name]) for name in ("row", "kv_start", "kv_len"))
-        is_branch = length == _BRANCH
-        if is_branch:
-            ranges = [
-                range_of(
-                    int(s["row"]),
-                    int(s["kv_start"]),
-                    int(s["kv_len"]),
-                    queries[s["first"] : s["first"] + s["num_queries"]],
-                )
-                for s in segments[row : row + int(item["partial"])]
-            ]
-        else:
-            ranges = [range_of(row, start, length, queries)]
-        wide, heavy = plan.num_wide_items, plan.num_heavy_items
+            end = seq_lens[query] if grows else start + length
+            attend = tuple(sorted(queries[offset : offset + readers]))
+            ranges.append(Range(query, start, end, attend, grows))
         items.append(
             Item(
                 index,
-                "branch" if is_branch else "tail",  # until the packs are known
+                "branch" if item["kind"] == BRANCH else "tail",  # until the packs are known
                 "wide" if index < wide else "heavy" if index < wide + heavy else "light",
                 tuple(sorted(queries)),
                 ranges,
                 len(queries) * group,
                 int(item["row_tile"]),
-                {query: None if slot == _DIRECT else slot for query, slot in sorted(of_item)},
+                {query: None if slot == _DIRECT else slot for query, slot in sorted(mine)},
             )
         )
     return items

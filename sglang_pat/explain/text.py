@@ -136,6 +136,7 @@ def _structs_section(found: Explanation, limit: int) -> list[str]:
     lines = [f"the plan's arrays, {plan.nbytes:,} bytes with the header"]
     for name, array in (
         ("Item", plan.items),
+        ("ItemSegments", plan.item_segments),
         ("Member", plan.members),
         ("QuerySplits", plan.queries),
         ("Segment", plan.segments),

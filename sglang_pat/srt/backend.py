@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from sglang_pat.config import PatConfig
 from sglang_pat.srt import refusals
 from sglang_pat.srt.base import prefill_attention
 from sglang_pat.srt.check import check_plan
+from sglang_pat.srt.forward import Forward, beyond_workspace, no_memory
 from sglang_pat.srt.hook import LiveBatch, Mailbox, host_lens
 from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
@@ -33,20 +33,6 @@ if TYPE_CHECKING:
     from sglang_pat.srt.survey import Survey
 
 logger = logging.getLogger("sglang_pat")
-
-
-@dataclass(slots=True, eq=False)
-class Forward:
-    """How one forward is served, from its preparation to its last layer.
-
-    ``served``: pat has a plan for it, so its layers run on pat. ``unprepared``: the batch that the
-    base has not prepared yet, kept in case a layer turns out to be the base's. ``in_base``: the
-    base prepares it without a graph; some bases call the two methods of graphs from there.
-    """
-
-    served: bool = False
-    unprepared: Any = None
-    in_base: bool = False
 
 
 class PatDecodeMixin:
@@ -88,16 +74,17 @@ class PatDecodeMixin:
             self._target.num_kv_heads,
             self._target.head_dim,
             self._target.max_queries,
-            self._target.units,
+            self._target.num_sms,
             "threads" if runner.device == "cpu" else "SMs",
             config,
         )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a forward without a graph: for a plain decode batch the plan, else the base."""
+        """Prepare a forward without a graph: for a decode batch that pat admits the plan, else the
+        base."""
         self._forward = Forward()
         batch = self._mailbox.take()
-        planned = self._admit(forward_batch) and self._plan_eager(batch, forward_batch)
+        planned = self._admit(forward_batch, batch) and self._plan_eager(batch, forward_batch)
         if planned and self._serves_all_layers:
             self._forward.unprepared = forward_batch
         else:
@@ -108,25 +95,22 @@ class PatDecodeMixin:
         if batch is None:  # warm-up forwards do not come from SGLang's scheduler
             self._stats.warm_up()
             return False
-        if forward_batch.batch_size > self._target.max_queries:
-            self._stats.fall_back("batch beyond the workspace", self._beyond(forward_batch))
+        requests, room = forward_batch.batch_size, self._target.max_queries
+        if requests > room:
+            why = beyond_workspace(requests, room)
+            self._stats.fall_back("batch beyond the workspace", why)
+            self._steps.pass_over()
             return False
         start = time.perf_counter_ns()
         plan = self._steps.plan(batch, host_lens(forward_batch))
         if plan is None:
             return False
-        self._load(plan, batch, forward_batch, start, eager=True)
+        try:
+            self._load(plan, batch, forward_batch, start, eager=True)
+        except torch.cuda.OutOfMemoryError as error:
+            self._stats.fall_back("no memory for the slots", f"{no_memory(plan)}: {error}")
+            return False
         return True
-
-    def _beyond(self, forward_batch: Any) -> str:
-        room = self._target.max_queries
-        text = (
-            f"a batch of {forward_batch.batch_size} requests is beyond the {room} that the "
-            "workspace holds, so SGLang's attention serves it"
-        )
-        # Only the padding of data parallel attention goes beyond the pool's requests.
-        by_budget = room < self.req_to_token_pool.size
-        return f"{text}; raise SGLANG_PAT_WORKSPACE_MB" if by_budget else text
 
     def _prepare_base(self, forward_batch: Any) -> None:
         self._forward.in_base = True
@@ -145,16 +129,17 @@ class PatDecodeMixin:
         """Prepare the capture or a replay of a decode graph: our plan, and the base if one of its
         layers is in the graphs.
 
-        What a graph runs was decided when it was captured, so here there is always a plan: without
-        a batch from the scheduler one that shares nothing. ``forward_batch`` holds the graph's
-        buffers, of which the last ``num_padding`` rows are not requests.
+        What a graph runs was decided when it was captured, by its rows. A graph of fewer than
+        ``min_batch`` rows is the base's alone, another one always gets a plan: without a batch from
+        the scheduler one that shares nothing. ``forward_batch`` holds the graph's buffers, of which
+        the last ``num_padding`` rows are not requests.
         """
         if self._forward.in_base:
             super().init_forward_metadata_out_graph(forward_batch)  # type: ignore[misc]
             return
         self._forward = Forward()
         batch = None if in_capture else self._mailbox.take()
-        admitted = self._admit(forward_batch)
+        admitted = self._admit(forward_batch, batch, in_capture=in_capture)
         if in_capture or not admitted or not self._serves_all_layers:
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
                 forward_batch, in_capture=in_capture
@@ -188,9 +173,11 @@ class PatDecodeMixin:
         for reason in self._base_layers:
             self._stats.base_layer(reason)
 
-    def _admit(self, forward_batch: Any) -> bool:
-        """Admit a plain decode batch, which pat can plan for; count any other by reason. Returns
-        whether it was admitted."""
+    def _admit(
+        self, forward_batch: Any, batch: LiveBatch | None, *, in_capture: bool = False
+    ) -> bool:
+        """Admit a plain decode batch of enough rows, which pat can plan for; count any other by
+        reason. Returns whether it was admitted. ``batch``: None where there is none to plan."""
         mode = forward_batch.forward_mode
         if not mode.is_decode():
             self._stats.other_forward(mode.name)
@@ -200,8 +187,11 @@ class PatDecodeMixin:
             self._stats.fall_back("encoder lengths in the batch")
         elif self._layers and len(self._base_layers) == len(self._layers):
             self._count_base_layers()  # there is nothing to plan for
-        else:
+        elif forward_batch.batch_size >= self._config.min_batch:
             return True
+        elif not in_capture:  # too few requests to gain from sharing
+            self._stats.small_batch(0 if batch is None else len(batch.reqs))
+            self._steps.pass_over()
         return False
 
     def _load(

@@ -34,7 +34,12 @@ def make_pat_backend(runner: Any) -> Any:
             runner.draft_attention_backend = name
         logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", name)
         return stock
-    idle = idle_reasons(runner.server_args, runner.model_config, runner.kv_cache_dtype)
+    idle = idle_reasons(
+        runner.server_args,
+        runner.model_config,
+        runner.kv_cache_dtype,
+        min_batch=config.min_batch,
+    )
     survey = Survey({})
     if all(reason.serves for reason in idle):
         survey = survey_layers(runner)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_pat.config import DEFAULT_MIN_BATCH
 from sglang_pat.srt import checkpoint
 from sglang_pat.srt.plugin import BACKEND
 
@@ -35,12 +36,16 @@ def idle_message(reasons: list[IdleReason]) -> str:
 
 
 def idle_reasons(
-    server_args: Any, model_config: Any, cache_dtype: torch.dtype | None = None
+    server_args: Any,
+    model_config: Any,
+    cache_dtype: torch.dtype | None = None,
+    *,
+    min_batch: int = DEFAULT_MIN_BATCH,
 ) -> list[IdleReason]:
     """Every reason for which ``pat`` would serve nothing, or could never pack.
 
     ``cache_dtype``: that of the K/V cache where it is known; else as the arguments and the
-    checkpoint's configuration say.
+    checkpoint's configuration say. ``min_batch``: as in ``PatConfig``.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -51,6 +56,7 @@ def idle_reasons(
         *_idle_backend(args),
         *_idle_model(model_config),
         *_idle_role(args),
+        *_idle_batches(args, min_batch),
         *_idle_cache(args, cache_dtype),
     ]
 
@@ -124,6 +130,20 @@ def _idle_role(args: Any) -> Iterator[IdleReason]:
             "drop --disable-radix-cache; where it is not set, SGLang turned the cache off for this "
             "model",
             serves=True,
+        )
+
+
+def _idle_batches(args: Any, min_batch: int) -> Iterator[IdleReason]:
+    """Batches never grow to what pat serves."""
+    if args.max_running_requests is None:
+        return
+    # As SGLang shares them out (S mem_cache/kv_cache_configurator.py:3131).
+    most = max(1, args.max_running_requests // max(1, int(args.attn_dp_size)))
+    if most < min_batch:
+        yield IdleReason(
+            f"--max-running-requests {args.max_running_requests} lets at most {most} decode at a "
+            f"time, and pat serves batches of {min_batch} or more",
+            f"raise it to {min_batch * max(1, int(args.attn_dp_size))} or more",
         )
 
 

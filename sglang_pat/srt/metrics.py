@@ -67,8 +67,8 @@ class Reporter:
             time.sleep(FLUSH_SECONDS)
             self.flush()
             now = time.monotonic()
-            if now - summarized >= SUMMARY_SECONDS and self._stats.decode_steps > steps:
-                steps, summarized = self._stats.decode_steps, now
+            if now - summarized >= SUMMARY_SECONDS and self._stats.steps_asked_for > steps:
+                steps, summarized = self._stats.steps_asked_for, now
                 logger.info("sglang_pat since its start: %s", self._stats.summary())
 
 

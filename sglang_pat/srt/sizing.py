@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
     if table.device.type == "cpu":
         executor = Executor(_cpu_target(runner, config), config, table)
     else:
-        target = _gpu_target(runner, config)
-        executor = Executor(target, config, table, sleep.kv_cache_region(runner))
+        capacity = _capacity(runner, config)
+        target = _gpu_target(runner, config, capacity)
+        region = partial(sleep.kv_cache_region, runner)
+        executor = Executor(target, config, table, region, capacity.list_tokens)
     sleep.reset_on_wake(executor)
     return executor
 
@@ -43,25 +46,34 @@ def _cpu_target(runner: Any, config: PatConfig) -> Target:
     )
 
 
-def _gpu_target(runner: Any, config: PatConfig) -> Target:
-    """For as many requests as the workspace's budget holds, which is logged."""
-    table, requests = runner.req_to_token_pool.req_to_token, runner.req_to_token_pool.size
-    options = _options(runner, config)
+def _capacity(runner: Any, config: PatConfig) -> Capacity:
+    """What the workspace is made for: every batch of the server's pools. It is logged.
+
+    SGLang may shrink the K/V pool after the graphs are captured (S model_executor/
+    model_runner_components/kv_pool_runtime.py:149): the list of slots is then longer than needed.
+    """
+    heads = heads_of(runner)
+    requests = runner.req_to_token_pool.size
     capacity = fit_workspace(
-        num_q_heads=options["num_q_heads"],
-        head_dim=options["head_dim"],
-        max_context=table.shape[1],
+        num_q_heads=heads.num_q_heads,
+        head_dim=heads.head_dim,
         pool_requests=requests,
+        pool_tokens=runner.max_total_num_tokens,
         largest_graph=_largest_graph(requests),
         partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,
     )
     _announce(capacity)
+    return capacity
+
+
+def _gpu_target(runner: Any, config: PatConfig, capacity: Capacity) -> Target:
+    device = runner.req_to_token_pool.req_to_token.device
     return Target.gpu(
-        torch.cuda.get_device_properties(table.device),
+        torch.cuda.get_device_properties(device),
         max_queries=capacity.max_queries,
         max_partials=capacity.max_partials,
-        **options,
+        **_options(runner, config),
     )
 
 

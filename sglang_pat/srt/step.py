@@ -18,6 +18,10 @@ The slots are read anew at every step. A row is given to another request only af
 ended, which changes the batch. What a released request shared, the others keep locked.
 
 Under pipeline parallelism micro-batches take turns, and each has a plan of its own.
+
+Decode steps that the base runs, such as those of a single request, do not come by here. A request
+that was retracted in one of them would seem never to have been away, so after such steps a changed
+batch is read in full.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ class MicroBatch:
     others: int = 0
     steps: int = 0  # decode steps of this micro-batch
     age: int = 0  # those since the batch last changed
+    passed_over: int = 0  # steps of the base before the last step
     suspect: bool = False  # whether what is remembered of its requests may be wrong
     handles: Handles | None = None  # what a plan depends on, as last read
     has_paths: bool = False  # whether the planner's last paths are those of the handles
@@ -63,9 +68,10 @@ class MicroBatch:
         """Whether what the plan depends on is as it was, without looking: see above."""
         return self.age > SETTLE_STEPS and not self.suspect
 
-    def advance(self, batch: LiveBatch) -> None:
-        """Note that ``batch`` is decoded next."""
+    def advance(self, batch: LiveBatch, passed_over: int) -> None:
+        """Note that ``batch`` is decoded next, after ``passed_over`` steps of the base in all."""
         self.steps += 1
+        steps_of_base, self.passed_over = passed_over - self.passed_over, passed_over
         if (
             batch.rows is self.rows
             and batch.others == self.others
@@ -76,6 +82,7 @@ class MicroBatch:
                 self.suspect = True
         else:
             self.rows, self.others, self.age = batch.rows, batch.others, 0
+            self.suspect |= steps_of_base > 0
 
 
 class StepPlanner:
@@ -97,6 +104,7 @@ class StepPlanner:
         self._states = [MicroBatch(Planner(target), RadixView(None)) for _ in range(micro_batches)]
         self._current = self._states[-1]
         self.made = False  # whether the last ``plan()`` made its plan
+        self._passed_over = 0  # decode steps of the base
         self._private_planner = Planner(target)
         self._private: Plan | None = None
 
@@ -116,7 +124,7 @@ class StepPlanner:
         state = self._current
         if batch.rows is not state.rows and len(self._states) > 1:
             state = self._switch_to(batch.rows)
-        state.advance(batch)
+        state.advance(batch, self._passed_over)
         plan, handles = state.plan, None
         settled = state.is_settled
         total = _total_tokens(plan, seq_lens) if settled else -1
@@ -136,6 +144,10 @@ class StepPlanner:
             return None
         self._stats.step(plan, total, made=self.made)
         return plan
+
+    def pass_over(self) -> None:
+        """Note a decode step that the base runs, without a plan."""
+        self._passed_over += 1
 
     def private(self, seq_lens: torch.Tensor) -> Plan:
         """A plan that shares nothing, the last such one if that fits; ``seq_lens`` as in ``plan``.

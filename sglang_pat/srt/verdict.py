@@ -24,8 +24,6 @@ _BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
 # SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
 # (S mem_cache/kv_cache_configurator.py:3124); between them it depends on the free memory.
 _MOST_REQUESTS = 4096
-# Tokens of a row of req_to_token beyond the context (S mem_cache/allocation_sizing.py:105).
-_ROW_MARGIN = 4
 
 Status = Literal["served", "served in part", "nothing to gain", "refused"]
 
@@ -82,7 +80,6 @@ class Verdict:
             workspace = {
                 "bytes": self.workspace.total,
                 "max_requests": self.workspace.max_queries,
-                "max_context": self.workspace.max_context,
                 "over_budget": self.workspace.over_budget,
             }
         return {
@@ -191,13 +188,14 @@ def weigh(server_args: Any, model_config: Any, gpu: Gpu | None = None) -> Verdic
             refusals.append(f"no GPU was found for --device cuda: {launch.ON_CPU}, or ask --gpu")
         elif reason := launch.reason_against_capability(gpu.capability, gpu.name):
             refusals.append(reason)
-    idle = idle_reasons(server_args, model_config)
+    config = PatConfig.from_env()
+    idle = idle_reasons(server_args, model_config, min_batch=config.min_batch)
     found: dict[str, list[int]] = {}
     workspace = None
     if not refusals and all(reason.serves for reason in idle):
         found = _layers(args, model_config, gpu)
         if "" in found and args.device == "cuda":
-            workspace = _workspace(args, model_config, PatConfig.from_env())
+            workspace = _workspace(args, model_config, config)
     return Verdict(
         device=gpu.name if gpu is not None and args.device == "cuda" else args.device,
         model=_describe(model_config),
@@ -247,8 +245,8 @@ def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
     return fit_workspace(
         num_q_heads=model_config.get_num_attention_heads(attn_tp_size_of(args)),
         head_dim=model_config.head_dim,
-        max_context=model_config.context_len + _ROW_MARGIN,
         pool_requests=requests,
+        pool_tokens=requests * model_config.context_len,  # the pool's size is not known yet
         largest_graph=min(max(sizes), requests),
         partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,

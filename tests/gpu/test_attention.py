@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit.cases import case
+from kit.cases import case, grown
 from kit.device import DevicePlan, check, error, execute, on_device, target_of
-from kit.plans import DYNAMIC, Piece, forest
+from kit.pieces import DYNAMIC, Piece, forest, prefix
 
 from sglang_pat.ops import decode
 from sglang_pat.workspace import Workspace
@@ -134,13 +134,13 @@ def test_many_empty_tails() -> None:
 
 
 def test_what_no_item_owns_is_not_read() -> None:
-    """Poison in unused slots, plan entries and partials; K and V of other slots are NaN already."""
+    """Poison in the list, in plan entries and partials; K and V of other slots are NaN already."""
     inputs = on_device(case(forest(np.random.default_rng(3), 20), (8, 2), 128), BF16)
     plan = DevicePlan(inputs.plan())
     clean, clean_lse = execute(inputs, plan)
     target = target_of(inputs, max_queries=64)
     workspace = Workspace(target, inputs.table.shape[1] + 64)
-    workspace.slots.fill_(2**31 - 1)
+    workspace._buffers["list"].fill_(2**31 - 1)
     workspace.partials.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
     workspace._plan_buffer.fill_(0x7F)
@@ -180,3 +180,23 @@ def test_a_gpu_that_is_not_the_current_one() -> None:
     arguments = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens, plan)
     here = decode(*arguments, scale=inputs.scale, workspace=workspace)
     assert torch.equal(here, there)
+
+
+def test_a_tail_beyond_its_room_takes_none_of_its_neighbours() -> None:
+    """The snapshot cuts it, in the table's width as well; on the host such lengths do not fit the
+    plan."""
+    inputs = case(prefix(4, 100), (8, 2), 128, tails=(30,))
+    hand = inputs.plan()
+    tails = hand.segments["kv_len"] == DYNAMIC
+    hand.segments["room"][tails] = 30
+    starts = 100 + 30 * np.arange(len(tails))
+    hand.items["list_start"][1:] = starts[: len(tails) - 1]
+    hand.header["list_tokens"] = 100 + 30 * tails.sum()
+    made = DevicePlan(hand.encode())
+    want, _ = execute(on_device(inputs, BF16), made)
+    longer = on_device(grown(inputs, [130, 190, 130, 130]), BF16)
+    out, _ = execute(longer, made)
+    assert torch.equal(out, want)
+    beyond = replace(longer, seq_lens=longer.seq_lens.clamp_max(130) + 10**6)
+    out, _ = execute(replace(beyond, table=longer.table[:, :130]), made)
+    assert torch.equal(out, want)

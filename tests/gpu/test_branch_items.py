@@ -12,7 +12,7 @@ import torch
 from kit import cases as kit_cases
 from kit.cases import Case, by_hand, case, grown
 from kit.device import DevicePlan, check, error, execute, on_device, target_of
-from kit.plans import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
+from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
 
 from sglang_pat.planner import Plan, plan
 from sglang_pat.target import Target
@@ -124,15 +124,14 @@ def test_other_queries_tokens_have_no_weight(tails_first: bool) -> None:
 
 
 def test_what_no_branch_owns_is_not_read() -> None:
-    """Poison in the list of the branches' tokens, in the slots and in partials."""
+    """Poison in the list, in the row masks and in partials."""
     pieces = forest(np.random.default_rng(3), 40)
     inputs = on_device(mixed(case(pieces, (8, 2), 128, tails=TAILS), 16, 60), BF16)
     made = DevicePlan(inputs.plan())
     clean, clean_lse = execute(inputs, made)
     workspace = Workspace(target_of(inputs, max_queries=64), inputs.table.shape[1] + 64)
-    workspace._branch_slots.fill_(2**31 - 1)
-    workspace._branch_rows.fill_(-1)
-    workspace.slots.fill_(2**31 - 1)
+    workspace._buffers["list"].fill_(2**31 - 1)
+    workspace._buffers["row_masks"].fill_(-1)
     workspace.partials.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
     out, lse = execute(inputs, made, workspace=workspace)
@@ -171,7 +170,7 @@ def test_launch_modes_agree_and_repeat(heads: tuple[int, int], head_dim: int) ->
 def planned(inputs: Case, target: Target) -> Plan:
     pieces: Any = inputs.pieces
     made = plan(paths_of(pieces, len(inputs.q)), inputs.seq_lens.tolist(), target)
-    assert len(inputs.q) == 1 or made.num_segments > 0
+    assert len(inputs.q) == 1 or made.branch_tokens > 0
     return made
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.cases import Case, by_hand, case
 from kit.device import DevicePlan, case_of_tree, execute, on_device, target_of
-from kit.plans import Piece, prefix
+from kit.pieces import Piece, prefix
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
@@ -107,12 +107,12 @@ def test_plans_that_do_not_fit(inputs: Case) -> None:
     with pytest.raises(ValueError, match=r"12 partials .*does not fit .* 2 partials"):
         few.load(DevicePlan(hand_plan()))
     narrow = Workspace(target_of(inputs, max_branch_tokens=1599), width)
-    with pytest.raises(ValueError, match=r"1664 tokens of branches does not fit .* 1599 tokens"):
+    with pytest.raises(ValueError, match=r"1664 of them of branches, does not fit .* 1599 of them"):
         narrow.load(DevicePlan(branch_plan()))
     short = Workspace(target_of(inputs), 90)
-    with pytest.raises(ValueError, match=r"reads up to token 100, the workspace holds .* of 90"):
+    with pytest.raises(ValueError, match=r"reads up to token 100, the workspace is for .* of 90"):
         short.load(DevicePlan(branch_plan()))
-    with pytest.raises(ValueError, match=r"reads up to token 100, the workspace holds .* of 90"):
+    with pytest.raises(ValueError, match=r"reads up to token 100, the workspace is for .* of 90"):
         short.load(DevicePlan(hand_plan()))
     with pytest.raises(ValueError, match=r"tokens a row, the workspace holds 90"):
         short.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
@@ -139,10 +139,16 @@ DAMAGE: list[tuple[str, str, int, int]] = [
     ("header", "num_partials", 0, -1),
     ("items", "member_offset", 0, 10**6),
     ("items", "num_queries", 0, 0),
-    ("items", "row", 1, 6),
-    ("items", "kv_start", 1, -1),
-    ("items", "kv_len", 1, 0),
-    ("items", "kv_len", 1, 10**9),
+    ("items", "list_start", 1, -1),
+    ("items", "list_start", 1, 10**6),
+    ("items", "kind", 1, 3),
+    ("item_segments", "first_segment", 1, 10**6),
+    ("item_segments", "num_segments", 1, 2),
+    ("segments", "query", 1, 6),
+    ("segments", "kv_start", 1, -1),
+    ("segments", "kv_len", 1, 0),
+    ("segments", "kv_len", 1, 10**9),
+    ("header", "list_tokens", 0, 3),
     ("members", "query", 3, -1),
     ("members", "partial", 3, 10**6),
     ("queries", "partial_offset", 2, 10**6),
@@ -156,7 +162,7 @@ def test_damaged_plans(inputs: Case, part: str, field: str, index: int, value: i
     hand = hand_plan()
     workspace.load(DevicePlan(hand))
     getattr(hand, part)[field][index] = np.int64(value)
-    with pytest.raises(ValueError, match=r"damaged plan|not a plan|the workspace holds"):
+    with pytest.raises(ValueError, match=r"damaged plan|not a plan|the workspace is for"):
         workspace.load(DevicePlan(hand.encode()))
 
 
@@ -164,19 +170,19 @@ BRANCH_DAMAGE: list[tuple[str, str, int, int]] = [
     ("header", "num_segments", 0, 10**6),
     ("header", "segments_offset", 0, 8),
     ("header", "branch_tokens", 0, 1600),
-    ("items", "row", 0, 1),
-    ("items", "partial", 0, 300),
-    ("items", "kv_start", 0, 8),
-    ("items", "kv_start", 0, 64),
-    ("segments", "row", 2, 6),
-    ("segments", "row", 2, 0),
+    ("item_segments", "first_segment", 0, 1),
+    ("item_segments", "num_segments", 0, 300),
+    ("items", "list_start", 0, 8),
+    ("items", "list_start", 0, 64),
+    ("segments", "query", 2, 6),
+    ("segments", "query", 2, 0),
     ("segments", "kv_start", 0, -1),
     ("segments", "kv_len", 0, -1),
     ("segments", "kv_len", 0, 10**9),
     ("segments", "room", 0, 101),
     ("segments", "room", 1, 0),
-    ("segments", "first", 0, 1),
-    ("segments", "first", 1, -1),
+    ("segments", "first_member", 0, 1),
+    ("segments", "first_member", 1, -1),
     ("segments", "num_queries", 0, 7),
     ("segments", "num_queries", 1, 0),
 ]

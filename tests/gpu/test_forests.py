@@ -9,7 +9,7 @@ import torch
 from kit import cases as kit_cases
 from kit.cases import case
 from kit.device import DevicePlan, error, execute, on_device
-from kit.plans import forest
+from kit.pieces import forest
 
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace

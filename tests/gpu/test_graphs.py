@@ -49,8 +49,9 @@ def fill(static: Case, step: Case) -> None:
 def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) -> None:
     table = torch.zeros((ROWS + 1, 4096), dtype=torch.int32, device="cuda")
     static = replace(case_of_tree(Tree((ROWS,), (3000,)), HEADS), table=table)
-    workspace = Workspace(target_of(static, branching=branching), 4096, launch=launch)
-    planner = Planner(workspace.target)
+    target = target_of(static, branching=branching)
+    workspace = Workspace(target, 4096, launch=launch, list_tokens=64)
+    planner = Planner(target)
     out = torch.empty_like(static.q)
     lse = torch.empty(static.q.shape[:2], device="cuda")
 
@@ -83,7 +84,7 @@ def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) ->
         step = case_of_tree(tree, HEADS, seq_lens=seq_lens, seed=seed)
         fill(static, step)
         plan = planner.plan(tree.paths, seq_lens)
-        branched += plan.num_segments > 0
+        branched += plan.branch_tokens > 0
         assert workspace.load(plan) and not workspace.load(plan)
         out.fill_(POISON)
         lse.fill_(POISON)
@@ -91,11 +92,11 @@ def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) ->
         eager, eager_lse = torch.full_like(out, -POISON), torch.full_like(lse, -POISON)
         run(eager, eager_lse)
         assert torch.equal(out, eager) and torch.equal(lse, eager_lse), seed
-        rows = len(step.q)
-        assert not out[rows:].any()
+        assert not out[len(step.q) :].any()
         if seed % 10 == 0:
-            assert torch.equal(check(step, plan), out[:rows])
+            assert torch.equal(check(step, plan), out[: len(step.q)])
     assert branching == "cost" or branched >= count / 2
+    assert workspace.list_tokens >= 4864  # from 64, under the captured graph
 
 
 @pytest.mark.parametrize("branching", ["never", "always"])
@@ -109,7 +110,7 @@ def test_launch_modes_agree_and_repeat(heads: tuple[int, int], branching: str) -
         target = target_of(inputs, branching=branching, branch_limits=(200,))
         workspace = Workspace(target, inputs.table.shape[1], launch=launch)
         plan = Planner(target).plan(tree.paths, tree.seq_lens)
-        assert (plan.num_segments > 0) == (branching == "always")
+        assert (plan.branch_tokens > 0) == (branching == "always")
         assert branching == "always" or len(set(plan.items["row_tile"].tolist())) > 1
         check(inputs, plan, workspace=workspace)
         results += [execute(inputs, plan, workspace=workspace) for _ in range(5)]

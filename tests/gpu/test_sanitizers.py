@@ -20,7 +20,7 @@ import pytest
 import torch
 from kit.cases import Case, by_hand, case
 from kit.device import DevicePlan, on_device, target_of
-from kit.plans import Piece, forest, prefix
+from kit.pieces import Piece, forest, prefix
 
 from sglang_pat.ops import decode
 from sglang_pat.workspace import Workspace
@@ -36,8 +36,8 @@ def run(
     given = on_device(inputs, dtype)
     plan = DevicePlan(inputs.plan(wide))
     workspace = Workspace(target_of(inputs), given.table.shape[1], launch=launch)
-    for name in ("queue", "_plan_buffer", "_branch_slots", "_branch_rows"):
-        buffer: torch.Tensor = getattr(workspace, name)
+    for name in ("queue", "plan", "row_masks"):
+        buffer = workspace._buffers[name]
         buffer.copy_(torch.zeros(buffer.shape, dtype=buffer.dtype))  # from the host
     workspace.load(plan)  # type: ignore[arg-type]
     out = torch.full(inputs.q.shape, 1e4, dtype=dtype).cuda()

@@ -12,7 +12,8 @@ import pytest
 import torch
 from kit.cases import Case, case
 from kit.device import DevicePlan, execute, on_device, target_of
-from kit.plans import Piece
+from kit.pieces import Piece
+from kit.trees import first_segments
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel.clock import Clock
@@ -96,7 +97,9 @@ def test_items_in_parts(wide: bool) -> None:
     bars = bars_of(entries.cpu().numpy(), items)
     check(bars, items, 1, 2)
     # What one warp did are private tails, of one tile; all of those.
-    tails = {item for item, length in enumerate(items["kv_len"].tolist()) if length <= 64}
+    tails = {
+        item for item, length in enumerate(first_segments(made)["kv_len"].tolist()) if length <= 64
+    }
     assert {bar.item for bar in bars if bar.warp is not None} == tails
     shared_by_halves = wide and torch.cuda.get_device_capability() == (9, 0)
     for item in np.flatnonzero(items["num_queries"] > 64).tolist():

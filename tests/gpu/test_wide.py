@@ -7,7 +7,7 @@ import pytest
 import torch
 from kit.cases import Case, case
 from kit.device import DevicePlan, check, execute, on_device
-from kit.plans import DYNAMIC, Piece
+from kit.pieces import DYNAMIC, Piece
 
 BF16 = torch.bfloat16
 

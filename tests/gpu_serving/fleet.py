@@ -79,7 +79,8 @@ FLEET = {
         _config(
             "ratio4-pat-pages-branches",
             *("--page-size", "16"),
-            env={"SGLANG_PAT_BRANCHING": "always"},
+            # And the one on which pat serves single requests, too.
+            env={"SGLANG_PAT_BRANCHING": "always", "SGLANG_PAT_MIN_BATCH": "1"},
         ),
         _config("ratio4-pat-no-graphs", "--disable-cuda-graph"),
         _config("ratio4-pat-flashinfer-prefill", "--prefill-attention-backend", "flashinfer"),

@@ -50,7 +50,8 @@ step_warm() { timeout "$LIMIT_WARM" python3 -m gpu_serving.warm; }
 # What needs FlashInfer comes late, as its servers compile for minutes; what changes a server, last.
 step_serving() {
   local at=tests/gpu_serving
-  tests serving "$LIMIT_SERVING" $at/test_fallbacks.py $at/test_agreement.py $at/test_life.py
+  tests serving "$LIMIT_SERVING" $at/test_fallbacks.py $at/test_agreement.py $at/test_life.py \
+    $at/test_single_request.py
 }
 step_more() { # by themselves: a cache on the host wants 10 GB free there beside all servers
   local at=tests/gpu_serving

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kit.plans import DYNAMIC, HandPlan, Parts, Piece, branched, encode, pieces_of
+from kit.pieces import DYNAMIC, Parts, Piece, branched, pieces_of
+from kit.plans import HandPlan, encode
 from sglang_pat import _C
 from sglang_pat.reference import attention
 

@@ -26,7 +26,7 @@ class DevicePlan:
     hand: HandPlan
 
     def __getattr__(self, name: str) -> int:
-        if name.startswith(("num_", "total_", "branch_")):
+        if name.startswith(("num_", "total_", "branch_", "list_")):
             return int(self.hand.header[name][0])
         raise AttributeError(name)
 

@@ -43,7 +43,7 @@ class SyntheticMachine:
         assert plan.num_partials <= target.max_partials and not plan.degraded
         true = replace(
             target,
-            units=self.device.multi_processor_count,
+            num_sms=self.device.multi_processor_count,
             bytes_per_s=self.costs.bytes_per_s,
             reread_factor=self.costs.reread_factor,
             wide_factor=self.costs.wide_factor,
@@ -51,10 +51,10 @@ class SyntheticMachine:
             branch_overhead_s=self.costs.branch_overhead_s,
         )
         terms = _C.plan_terms(plan, np.array(batch.seq_lens), batch.unique_tokens)
-        items = plan.items
-        lens = np.where(items["kv_len"] > 0, items["kv_len"], 0)
-        rows = items["num_queries"] * (target.num_q_heads // target.num_kv_heads)
+        # The products of fixed segments: tails are short here.
+        lens = np.maximum(plan.segments["kv_len"], 0)
+        rows = plan.segments["num_queries"] * (target.num_q_heads // target.num_kv_heads)
         operations = 4.0 * target.num_kv_heads * target.head_dim * float(np.sum(lens * rows))
         work = max(_C.plan_seconds(true.native, terms), operations / self.costs.flops_per_s)
-        work += plan.num_items * target.num_kv_heads * self.costs.item_overhead_s / true.units
+        work += plan.num_items * target.num_kv_heads * self.costs.item_overhead_s / true.num_sms
         return (self.launch_s + work) * (1 + self.noise * float(self._rng.standard_normal()))

@@ -62,15 +62,16 @@ class StepBed:
 
 def shared_tokens(plan: Plan) -> int:
     """Tokens of items that several queries share."""
-    return int(plan.items["kv_len"][plan.items["num_queries"] > 1].sum())
+    return int(plan.segments["kv_len"][plan.segments["num_queries"] > 1].sum())
 
 
 def sharing_queries(plan: Plan, start: int | None = None) -> set[int]:
     """The queries of items that several share; ``start``: of those only that begin there."""
+    begins = plan.segments["kv_start"][plan.item_segments["first_segment"]]
     return {
         int(query)
-        for item in plan.items[plan.items["num_queries"] > 1]
-        if start in (None, item["kv_start"])
+        for item, begin in zip(plan.items, begins, strict=True)
+        if item["num_queries"] > 1 and start in (None, begin)
         for query in plan.members["query"][item["member_offset"] :][: item["num_queries"]]
     }
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DYNAMIC
+from kit.pieces import DYNAMIC
+from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, PACK, SINGLE
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
@@ -66,7 +67,7 @@ def targets() -> st.SearchStrategy[Target]:
         policy=st.sampled_from(["bytes", "paper", "naive"]),
         split=st.sampled_from(["cost", "mean"]),
         partial_bytes=st.sampled_from([2, 4]),
-        units=st.sampled_from([1, 2, 132]),
+        num_sms=st.sampled_from([1, 2, 132]),
         row_tiles=st.sampled_from([(16,), (16, 32, 64, 128)]),
         branching=st.sampled_from(["cost", "always", "never"]),
         branch_rows=st.sampled_from([(64, 32), (64,), (16, 40)]),
@@ -92,70 +93,137 @@ class Range:
     queries: list[int]
 
 
-def branches_of(plan: Plan) -> list[tuple[Any, list[Any]]]:
+def segments_of(plan: Plan, index: int) -> Any:
+    """The segments that item ``index`` reads."""
+    first, count = plan.item_segments[index].tolist()
+    assert 0 <= first < first + count <= plan.num_segments
+    return plan.segments[first : first + count]
+
+
+def first_segments(plan: Plan) -> Any:
+    """Of each item the first segment: of an item that is no branch all that it reads."""
+    return plan.segments[plan.item_segments["first_segment"]]
+
+
+def branches_of(plan: Plan) -> list[tuple[Any, Any]]:
     """The items that are branches, and the segments of each."""
-    return [
-        (item, list(plan.segments[item["row"] :][: item["partial"]]))
-        for item in plan.items
-        if item["kv_len"] == BRANCH
-    ]
+    branches = np.flatnonzero(plan.items["kind"] == BRANCH)
+    return [(plan.items[i], segments_of(plan, i)) for i in branches]
 
 
-def ranges_of(plan: Plan, item: Any, seq_lens: list[int]) -> list[Range]:
+def ranges_of(plan: Plan, index: int, seq_lens: list[int]) -> list[Range]:
     """What an item reads: one range, or those of a branch's segments."""
+    item = plan.items[index]
     members = plan.members["query"][item["member_offset"] :][: item["num_queries"]].tolist()
-    parts = [(item["row"], item["kv_start"], item["kv_len"], members)]
-    if item["kv_len"] == BRANCH:
-        parts = [
-            (s["row"], s["kv_start"], s["kv_len"], members[s["first"] :][: s["num_queries"]])
-            for s in plan.segments[item["row"] :][: item["partial"]]
-        ]
     ranges = []
-    for row, start, length, queries in parts:
-        assert length == DYNAMIC or length > 0
+    for query, start, length, room, first, count in segments_of(plan, index).tolist():
+        queries = members[first : first + count]
+        assert length == DYNAMIC or length == room > 0
         if length == DYNAMIC:
-            assert queries == [row]
-        tokens = seq_lens[row] - start if length == DYNAMIC else length
-        assert start >= 0 and tokens >= 0
-        ranges.append(Range(int(row), int(start), int(tokens), queries))
+            assert queries == [query]
+        tokens = seq_lens[query] - start if length == DYNAMIC else length
+        assert start >= 0 and 0 <= tokens <= room
+        ranges.append(Range(query, start, tokens, queries))
     return ranges
 
 
+def ranges_of_query(made: Plan, query: int) -> list[tuple[int, int]]:
+    """(start, length or DYNAMIC) of what the items of a plan without branches read for a query."""
+    found = []
+    for item, segment in zip(made.items, first_segments(made), strict=True):
+        if query in made.members[item["member_offset"] :][: item["num_queries"]]["query"]:
+            found.append((int(segment["kv_start"]), int(segment["kv_len"])))
+    return sorted(found)
+
+
 def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
-    """Shapes of branches and of their segments, which have places of their own in the list."""
+    """Shapes of branches and of their segments."""
     group = made_for.num_q_heads // made_for.num_kv_heads
-    taken: list[tuple[int, int]] = []
-    listed: list[int] = []
     for item, segments in branches_of(plan):
         assert item["row_tile"] == BRANCH_ROWS
         assert item["num_queries"] * group <= max(made_for.branch_rows)
-        assert 0 < len(segments) == item["partial"] <= 256
-        listed += range(item["row"], item["row"] + item["partial"])
+        assert 0 < len(segments) <= 256
         for s in segments:
-            assert 0 <= s["first"] < s["first"] + s["num_queries"] <= item["num_queries"]
+            assert 0 <= s["first_member"] < s["first_member"] + s["num_queries"]
+            assert s["first_member"] + s["num_queries"] <= item["num_queries"]
             if s["kv_len"] == DYNAMIC:
                 assert s["num_queries"] == 1
-                assert seq_lens[s["row"]] - s["kv_start"] <= s["room"]
+                assert seq_lens[s["query"]] - s["kv_start"] <= s["room"]
             else:
                 assert s["room"] == s["kv_len"] <= max(made_for.branch_limits)
-        assert item["kv_start"] % 64 == 0
-        taken.append((int(item["kv_start"]), sum(int(s["room"]) for s in segments)))
-        # Blocks that all see: the leading ones or, if negative, the trailing ones.
-        seen = int(item["kv_tile"])
-        order = segments if seen >= 0 else segments[::-1]
+        # KV tiles that all see: the first ones or, if negative, the last ones.
+        seen = int(item["num_unmasked_tiles"])
         leading = 0
-        for s in order:
+        for s in segments if seen >= 0 else segments[::-1]:
             if s["kv_len"] == DYNAMIC or s["num_queries"] < item["num_queries"]:
                 break
             leading += int(s["kv_len"])
         assert abs(seen) == leading // 64
-    assert sorted(listed) == list(range(plan.num_segments)) == list(range(len(plan.segments)))
-    taken.sort()
-    for (start, room), (following, _) in pairwise([*taken, (plan.branch_tokens, 0)]):
-        assert start + room <= following
-    assert plan.num_segments <= made_for.max_segments
+    assert sum(len(segments) for _, segments in branches_of(plan)) <= made_for.max_segments
     assert plan.branch_tokens <= made_for.max_branch_tokens
     assert plan.branch_tokens % 64 == 0
+
+
+def check_list(plan: Plan) -> None:
+    """Every segment belongs to one item, and every piece has a place of its own in the list: the
+    branches first, each at a multiple of 64 tokens, then the others without gaps. Row tiles of one
+    piece have one place."""
+    read: list[int] = []
+    branches: set[tuple[int, int]] = set()
+    pieces: dict[tuple[int, int], tuple[int, int]] = {}
+    for index, item in enumerate(plan.items):
+        first, count = plan.item_segments[index].tolist()
+        read += range(first, first + count)
+        segments = segments_of(plan, index)
+        place = int(item["list_start"]), int(item["list_start"] + segments["room"].sum())
+        if item["kind"] == BRANCH:
+            assert place[0] % 64 == 0 and place not in branches
+            branches.add(place)
+        else:
+            start, length = int(segments["kv_start"][0]), int(segments["kv_len"][0])
+            assert count == 1 and pieces.setdefault(place, (start, length)) == (start, length)
+            assert segments["num_queries"][0] == item["num_queries"]
+            assert segments["first_member"][0] == 0
+        assert item["tokens"] == 0  # written by the snapshot
+    assert sorted(read) == list(range(plan.num_segments)) == list(range(len(plan.segments)))
+    for (_, end), (start, _) in pairwise([(0, 0), *sorted(branches), (plan.branch_tokens, 0)]):
+        assert end <= start
+    ends = [(0, plan.branch_tokens), *sorted(pieces), (plan.list_tokens, 0)]
+    assert all(end == start for (_, end), (start, _) in pairwise(ends))
+
+
+def check_listed(plan: Plan, token_owner: list[Any], seq_lens: list[int]) -> None:
+    """As the snapshot and the forward do on a GPU: after all segments have been copied to the list,
+    each item finds there what its queries hold, token by token. ``token_owner``: of each query what
+    its tokens belong to, see ``owners``."""
+    held = [owner * 2**32 + np.arange(len(owner)) for owner in token_owner]  # as if slots
+    listed = np.full(plan.list_tokens, -(2**62))
+    for index, item in enumerate(plan.items):
+        at = int(item["list_start"])
+        for part in ranges_of(plan, index, seq_lens):
+            place = slice(at, at + part.length)
+            slots = held[part.row][part.start : part.start + part.length]
+            assert np.all((listed[place] == slots) | (listed[place] == -(2**62)))
+            listed[place] = slots
+            at += part.length
+    for index, item in enumerate(plan.items):
+        at = int(item["list_start"])
+        for part in ranges_of(plan, index, seq_lens):
+            for query in part.queries:
+                slots = held[query][part.start : part.start + part.length]
+                assert np.array_equal(listed[at : at + part.length], slots)
+            at += part.length
+
+
+def check_fields(item: Any, members: Any, made_for: Target) -> None:
+    """An item's tile holds its rows, and its kind is what its members say."""
+    if item["kind"] != BRANCH:
+        group = made_for.num_q_heads // made_for.num_kv_heads
+        assert item["num_queries"] * group <= item["row_tile"]
+        assert item["row_tile"] in made_for.row_tiles
+        assert item["kind"] == (PACK if item["num_queries"] > 1 else SINGLE)
+    single = item["kind"] == SINGLE
+    assert (item["query"], item["partial"]) == (members[0].item() if single else (-1, 0))
 
 
 def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) -> None:
@@ -163,23 +231,20 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
     members all share it; partial slots are consecutive, ordered by position, that of a branch last,
     and used once."""
     items, members = plan.items, plan.members
-    group = made_for.num_q_heads // made_for.num_kv_heads
     token_owner = [owners(batch, query, length) for query, length in enumerate(seq_lens)]
     pieces: list[list[tuple[int, int]]] = [[] for _ in seq_lens]
     splits: list[list[tuple[bool, int, int]]] = [[] for _ in seq_lens]
     read, num_shared = 0, 0
     check_branches(plan, made_for, seq_lens)
-    for item in items:
+    check_list(plan)
+    check_listed(plan, token_owner, seq_lens)
+    for index, item in enumerate(items):
         of_item = members[item["member_offset"] :][: item["num_queries"]]
         assert len(of_item) == item["num_queries"] > 0
         assert len(set(of_item["query"].tolist())) == len(of_item)
-        is_branch = bool(item["kv_len"] == BRANCH)
-        if not is_branch:
-            assert item["num_queries"] * group <= item["row_tile"]
-            assert item["row_tile"] in made_for.row_tiles
-            assert item["kv_tile"] in made_for.kv_tiles
-            assert item["row"] in of_item["query"]
-        ranges = ranges_of(plan, item, seq_lens)
+        is_branch = bool(item["kind"] == BRANCH)
+        check_fields(item, of_item, made_for)
+        ranges = ranges_of(plan, index, seq_lens)
         num_shared += any(len(part.queries) > 1 for part in ranges)
         for part in ranges:
             read += part.length

@@ -8,6 +8,8 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from sglang_pat.bench.common.counters import Counters
+
 from .conftest import Serve
 from .server import Config
 from .workloads import WORKLOADS, random_prompt
@@ -44,12 +46,22 @@ def test_one_request_is_counted_exactly(serve: Serve) -> None:
     before = server.counters()
     server.generate([random_prompt(seed=100, length=50)], 20)
     counted = server.counters() - before
-    assert counted.decode_steps == 19  # the first token comes from the prefill
-    assert counted.packed_steps == 0
-    assert counted.kv_tokens_unpacked == sum(50 + i for i in range(1, 20))
-    assert counted.kv_tokens_read == counted.kv_tokens_unpacked
-    assert counted.plans_made + counted.plans_reused == 19
-    assert counted.base_forwards == {"extend": 1} and not counted.fallbacks
+    # The first token comes from the prefill, the others from steps of SGLang's attention.
+    assert counted == Counters(base_forwards={"extend": 1, "small_batch": 19})
+
+
+def test_steps_of_two_and_of_one_add_up(serve: Serve) -> None:
+    """The second may come a step after the first: then each is alone for a step."""
+    server = serve(EXACT)
+    before = server.counters()
+    server.generate([random_prompt(seed=105 + i, length=50) for i in range(2)], 20)
+    counted = server.counters() - before
+    alone = counted.base_forwards.get("small_batch", 0)
+    assert 2 * counted.decode_steps + alone == 2 * 19 and counted.decode_steps > alone
+    assert counted.kv_tokens_unpacked <= 2 * sum(50 + i for i in range(1, 20))
+    assert counted.kv_tokens_unpacked >= counted.decode_steps * 2 * 51
+    assert counted.plans_made + counted.plans_reused == counted.decode_steps
+    assert not counted.fallbacks
 
 
 def test_identical_requests_read_their_prompt_once(serve: Serve) -> None:

@@ -36,6 +36,109 @@ __device__ __forceinline__ void exchange_columns(const Consumer<kHeadDim, kTrans
   }
 }
 
+// What a lane passes to ldmatrix: where its row of 16 begins, and its swizzled 16-byte chunk in it.
+struct Fragment {
+  uint32_t row, chunk;
+};
+
+// Of Q and of V: 16 rows from row `first` of the tile at `tile` on, the second 8 columns last.
+__device__ __forceinline__ Fragment rows_first(uint32_t tile, int first) {
+  const uint32_t lane = lane_id(), low = lane & 7;
+  return {tile + (first + low + ((lane >> 3) & 1) * 8) * 128, ((lane >> 4) ^ low) << 4};
+}
+
+// Of K: 16 rows as well, the second 8 rows last.
+__device__ __forceinline__ Fragment columns_first(uint32_t tile, int first) {
+  const uint32_t lane = lane_id(), low = lane & 7;
+  return {tile + (first + low + (lane >> 4) * 8) * 128, (((lane >> 3) & 1) ^ low) << 4};
+}
+
+// scores = Q K^T of 16 rows and 8 * kTiles tokens. `q_panel`: bytes from one panel of Q to the
+// next.
+template <typename T, int kTiles, int kHeadDim>
+__device__ __forceinline__ void multiply_keys(float (&scores)[4 * kTiles], const Fragment& q,
+                                              uint32_t q_panel, const Fragment& k) {
+#pragma unroll
+  for (int i = 0; i < 4 * kTiles; ++i) scores[i] = 0.0f;
+#pragma unroll
+  for (int d = 0; d < kHeadDim / 16; ++d) {
+    const uint32_t panel = d >> 2;
+    const uint32_t chunk = (d & 3) << 5;
+    uint32_t a[4];
+    load_matrix(a, q.row + panel * q_panel + (q.chunk ^ chunk));
+#pragma unroll
+    for (int j = 0; j < kTiles / 2; ++j) {
+      uint32_t b[4];
+      load_matrix(b, k.row + panel * Shape<kHeadDim>::kPanelBytes + j * 2048 + (k.chunk ^ chunk));
+      mma16816<T>(scores + 8 * j, a, b[0], b[1]);
+      mma16816<T>(scores + 8 * j + 4, a, b[2], b[3]);
+    }
+  }
+}
+
+// o += P V of 16 rows and the first `tokens` of 8 * kTiles tokens. weights(a, i): gives the weights
+// of tokens 16 i to 16 i + 15 as an operand.
+template <typename T, int kTiles, int kHeadDim, typename Weights>
+__device__ __forceinline__ void add_values(float (&o)[kHeadDim / 2], const Fragment& v, int tokens,
+                                           const Weights& weights) {
+#pragma unroll
+  for (int i = 0; i < kTiles / 2; ++i) {
+    if (kTiles > 2 && 16 * i >= tokens) break;
+    uint32_t a[4];
+    weights(a, i);
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 16; ++j) {
+      uint32_t b[4];
+      load_matrix_transposed(b, v.row + (j >> 2) * Shape<kHeadDim>::kPanelBytes + i * 2048 +
+                                    (v.chunk ^ ((j & 3) << 5)));
+      mma16816<T>(o + 8 * j, a, b[0], b[1]);
+      mma16816<T>(o + 8 * j + 4, a, b[2], b[3]);
+    }
+  }
+}
+
+// Adds up what the 4 / kRowWarps warps of the same rows have: leaves in each the state of its rows
+// over all tokens, and the columns of the output that it writes. `scratch`: memory for a Q tile.
+template <int kRowWarps, int kHeadDim, bool kTransforms>
+__device__ __forceinline__ void join_warps(const Consumer<kHeadDim, kTransforms>& c,
+                                           float (&o)[kHeadDim / 2], SoftmaxState (&state)[2],
+                                           float4* scratch) {
+  constexpr int kTokenWarps = 4 / kRowWarps;
+  constexpr int kOut = kHeadDim / 2;
+  const int lane = lane_id();
+  const int row_warp = c.warp % kRowWarps;
+  const int token_warp = c.warp / kRowWarps;
+  float (*exchange)[16][2] = c.s.control().exchange;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if ((lane & 3) == 0) {
+      exchange[c.warp][(lane >> 2) + 8 * r][0] = state[r].max;
+      exchange[c.warp][(lane >> 2) + 8 * r][1] = state[r].sum;
+    }
+  }
+  c.sync();
+  float factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    SoftmaxState total = empty_state();
+#pragma unroll
+    for (int w = 0; w < kTokenWarps; ++w) {
+      const float* part = exchange[w * kRowWarps + row_warp][(lane >> 2) + 8 * r];
+      total = join(total, {part[0], part[1]});
+    }
+    factor[r] = rescale(state[r].max, total.max);
+    state[r] = total;
+  }
+  rescale_output(o, factor);
+  if constexpr (kTokenWarps == 4) {
+    exchange_columns<kOut / 2>(c, o, scratch, c.warp ^ 2, token_warp & 2);
+    c.sync();
+    exchange_columns<kOut / 4>(c, o, scratch, c.warp ^ 1, token_warp & 1);
+  } else {
+    exchange_columns<kOut / 2>(c, o, scratch, c.warp ^ kRowWarps, token_warp);
+  }
+}
+
 // A unit of up to 16 * kRowWarps packed rows: kRowWarps warps take 16 rows each, and the
 // 4 / kRowWarps warps of the same rows share the tokens of each tile. kBranch: the unit is of a
 // branch, which four warps with rows of their own run.
@@ -47,34 +150,21 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
   static_assert(!kBranch || kTokenWarps == 1);
   constexpr int kTokens = kTileTokens / kTokenWarps;
   constexpr int kTiles = kTokens / 8;
-  constexpr int kOut = kHeadDim / 2;  // output floats of a lane
   const ForwardParams& p = c.p;
-  const int lane = lane_id();
-  const int row_warp = c.warp % kRowWarps;
+  const int first_row = c.warp % kRowWarps * 16;
   const int token_warp = c.warp / kRowWarps;
   const int first_token = token_warp * kTokens;
-
   const uint32_t q_tile = c.s.q(c.q.index);
-  // Offsets that this lane passes to ldmatrix: of its row, and of its swizzled 16-byte chunk in it.
-  const uint32_t low = lane & 7;
-  const uint32_t q_row = (row_warp * 16 + low + ((lane >> 3) & 1) * 8) * 128;
-  const uint32_t q_chunk = ((lane >> 4) ^ low) << 4;
-  const uint32_t k_row = (first_token + low + (lane >> 4) * 8) * 128;
-  const uint32_t k_chunk = (((lane >> 3) & 1) ^ low) << 4;
-  const uint32_t v_row = (first_token + low + ((lane >> 3) & 1) * 8) * 128;
-  const uint32_t v_chunk = q_chunk;
+  const Fragment q = rows_first(q_tile, first_row);
 
-  float o[kOut];
+  float o[kHeadDim / 2];
 #pragma unroll
-  for (int i = 0; i < kOut; ++i) o[i] = 0.0f;
+  for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
 
   const MaskedTiles masked(unit);
-  const Destination to = destination_of(p, c.s.control(), unit, row_warp * 16);
-  // This warp writes so many tiles of 8 columns of its rows' results, from `column` on.
-  constexpr int kMine = kHeadDim / 8 / kTokenWarps;
-  const int column = token_warp * kMine * 8;
+  const Destination to = destination_of(p, c.s.control(), unit, first_row);
   if (unit.num_tokens > 0) c.q.wait_full(c.s.base);
   for (int left = unit.num_tokens; left > 0; left -= kTileTokens) {
     uint32_t weights[kTiles * 2];
@@ -82,30 +172,15 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
     const bool busy = first_token < left;
     c.stage.wait_full(c.s.base);
     if (busy) {
-      const uint32_t tile = c.s.tile(c.stage.index);
       float scores[4 * kTiles];
-#pragma unroll
-      for (int i = 0; i < 4 * kTiles; ++i) scores[i] = 0.0f;
-#pragma unroll
-      for (int k = 0; k < kHeadDim / 16; ++k) {
-        const uint32_t panel = (k >> 2) * S::kPanelBytes;
-        const uint32_t chunk = (k & 3) << 5;
-        uint32_t a[4];
-        load_matrix(a, q_tile + panel + q_row + (q_chunk ^ chunk));
-#pragma unroll
-        for (int j = 0; j < kTiles / 2; ++j) {
-          uint32_t b[4];
-          load_matrix(b, tile + panel + k_row + j * 2048 + (k_chunk ^ chunk));
-          mma16816<T>(scores + 8 * j, a, b[0], b[1]);
-          mma16816<T>(scores + 8 * j + 4, a, b[2], b[3]);
-        }
-      }
+      const Fragment k = columns_first(c.s.tile(c.stage.index), first_token);
+      multiply_keys<T, kTiles, kHeadDim>(scores, q, S::kPanelBytes, k);
       softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, first_token, left,
                                    [&](float (&s)[4 * kTiles]) {
                                      if (!kBranch || !masked.has(left)) return;
                                      uint32_t row_masks[kTiles];
                                      read_row_masks<kTiles>(row_masks, c.row_masks(c.stage.index));
-                                     mask_scores<kTiles>(s, row_masks, row_warp * 16);
+                                     mask_scores<kTiles>(s, row_masks, first_row);
                                    });
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
@@ -115,67 +190,30 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
     c.release_stage();
     c.stage.wait_full(c.s.base);
     if (busy) {
-      const uint32_t tile = c.s.tile(c.stage.index);
       rescale_output(o, factor);
+      const Fragment v = rows_first(c.s.tile(c.stage.index), first_token);
+      add_values<T, kTiles, kHeadDim>(o, v, left - first_token, [&](uint32_t (&a)[4], int i) {
 #pragma unroll
-      for (int k = 0; k < kTiles / 2; ++k) {
-        if (kTiles > 2 && first_token + 16 * k >= left) break;
-        const uint32_t a[4] = {weights[4 * k], weights[4 * k + 1], weights[4 * k + 2],
-                               weights[4 * k + 3]};
-#pragma unroll
-        for (int j = 0; j < kHeadDim / 16; ++j) {
-          uint32_t b[4];
-          load_matrix_transposed(
-              b, tile + (j >> 2) * S::kPanelBytes + v_row + k * 2048 + (v_chunk ^ ((j & 3) << 5)));
-          mma16816<T>(o + 8 * j, a, b[0], b[1]);
-          mma16816<T>(o + 8 * j + 4, a, b[2], b[3]);
-        }
-      }
+        for (int j = 0; j < 4; ++j) a[j] = weights[4 * i + j];
+      });
     }
     c.release_stage();
   }
 
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
-  if constexpr (kTokenWarps > 1) {
-    if (unit.num_tokens > 0) {  // else there is nothing to add up and no Q buffer for scratch
-      float (*exchange)[16][2] = c.s.control().exchange;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if ((lane & 3) == 0) {
-          exchange[c.warp][(lane >> 2) + 8 * r][0] = state[r].max;
-          exchange[c.warp][(lane >> 2) + 8 * r][1] = state[r].sum;
-        }
-      }
-      c.sync();
-      float factor[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        SoftmaxState total = empty_state();
-#pragma unroll
-        for (int w = 0; w < kTokenWarps; ++w) {
-          const float* part = exchange[w * kRowWarps + row_warp][(lane >> 2) + 8 * r];
-          total = join(total, {part[0], part[1]});
-        }
-        factor[r] = rescale(state[r].max, total.max);
-        state[r] = total;
-      }
-      rescale_output(o, factor);
+  if (unit.num_tokens > 0) {  // else there is nothing to add up and no Q buffer
+    if constexpr (kTokenWarps > 1) {
       auto* scratch = reinterpret_cast<float4*>(__cvta_shared_to_generic(q_tile));
-      if constexpr (kTokenWarps == 4) {
-        exchange_columns<kOut / 2>(c, o, scratch, c.warp ^ 2, token_warp & 2);
-        c.sync();
-        exchange_columns<kOut / 4>(c, o, scratch, c.warp ^ 1, token_warp & 1);
-      } else {
-        exchange_columns<kOut / 2>(c, o, scratch, c.warp ^ kRowWarps, token_warp);
-      }
+      join_warps<kRowWarps>(c, o, state, scratch);
     }
-  }
-  if (unit.num_tokens > 0) {
     c.release(c.q.empty(c.s.base));
     c.q.advance(p.q_buffers);
   }
-  write_rows<T, kHeadDim, kMine>(p, unit, to, row_warp * 16, column, o, state, token_warp == 0);
+  // This warp writes so many tiles of 8 columns of its rows' results.
+  constexpr int kMine = kHeadDim / 8 / kTokenWarps;
+  write_rows<T, kHeadDim, kMine>(p, unit, to, first_row, token_warp * kMine * 8, o, state,
+                                 token_warp == 0);
 }
 
 // A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
@@ -183,38 +221,19 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
 template <typename T, int kTokens, int kHeadDim, bool kTransforms>
 __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c,
                                               const WorkUnit& unit) {
-  using S = Shape<kHeadDim>;
   constexpr int kTiles = kTokens / 8;
   constexpr bool kIsShort = kTokens == kShortTokens;
   const ForwardParams& p = c.p;
-  const int lane = lane_id();
-  const uint32_t q_tile = c.s.narrow_q(c.narrow.index);
+  Fragment q = rows_first(0, 0);
+  q.row = c.s.narrow_q(c.narrow.index) + (lane_id() & 7) * 128;
   uint32_t tile = c.s.tile(c.stage.index);
-  const uint32_t low = lane & 7;
-  const uint32_t q_chunk = ((lane >> 4) ^ low) << 4;
-  const uint32_t k_row = (low + (lane >> 4) * 8) * 128;
-  const uint32_t k_chunk = (((lane >> 3) & 1) ^ low) << 4;
-  const uint32_t v_row = ((kIsShort ? kShortTokens : 0) + low + ((lane >> 3) & 1) * 8) * 128;
 
   const Destination to = destination_of(p, c.s.control(), unit, 0);
   float scores[4 * kTiles];
-#pragma unroll
-  for (int i = 0; i < 4 * kTiles; ++i) scores[i] = 0.0f;
   c.narrow.wait_full(c.s.base);
   c.stage.wait_full(c.s.base);
-#pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-    const uint32_t chunk = (k & 3) << 5;
-    uint32_t a[4];
-    load_matrix(a, q_tile + (k >> 2) * (kNarrowRows * 128) + low * 128 + (q_chunk ^ chunk));
-#pragma unroll
-    for (int j = 0; j < kTiles / 2; ++j) {
-      uint32_t b[4];
-      load_matrix(b, tile + (k >> 2) * S::kPanelBytes + k_row + j * 2048 + (k_chunk ^ chunk));
-      mma16816<T>(scores + 8 * j, a, b[0], b[1]);
-      mma16816<T>(scores + 8 * j + 4, a, b[2], b[3]);
-    }
-  }
+  multiply_keys<T, kTiles, kHeadDim>(scores, q, Shape<kHeadDim>::kNarrowPanelBytes,
+                                     columns_first(tile, 0));
   c.release(c.narrow.empty(c.s.base));
   if constexpr (!kIsShort) {
     c.release_stage();
@@ -229,23 +248,11 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c
   float o[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+  const Fragment v = rows_first(tile, kIsShort ? kShortTokens : 0);
+  add_values<T, kTiles, kHeadDim>(o, v, unit.num_tokens, [&](uint32_t (&a)[4], int i) {
 #pragma unroll
-  for (int k = 0; k < kTiles / 2; ++k) {
-    if (16 * k >= unit.num_tokens) break;
-    uint32_t a[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[i] = pack2<T>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
-    }
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 16; ++j) {
-      uint32_t b[4];
-      load_matrix_transposed(
-          b, tile + (j >> 2) * S::kPanelBytes + v_row + k * 2048 + (q_chunk ^ ((j & 3) << 5)));
-      mma16816<T>(o + 8 * j, a, b[0], b[1]);
-      mma16816<T>(o + 8 * j + 4, a, b[2], b[3]);
-    }
-  }
+    for (int j = 0; j < 4; ++j) a[j] = pack2<T>(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]);
+  });
   c.release_stage();
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);

@@ -62,6 +62,19 @@ __device__ __forceinline__ void pack_weights(uint32_t (&weights)[kCount],
   for (int i = 0; i < kCount; ++i) weights[i] = pack2<T>(scores[2 * i], scores[2 * i + 1]);
 }
 
+// o += P V, when no other product is under way.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2], uint32_t (&weights)[16],
+                                                uint32_t v) {
+  fence_async_proxy();
+  warpgroup_fence_operand(weights);
+  warpgroup_fence_operand(o);
+  wgmma_fence();
+  issue_output<T, kHeadDim>(o, weights, v);
+  wgmma_wait<0>();
+  warpgroup_fence_operand(o);
+}
+
 // Up to 64 packed rows. The softmax of a tile runs at the same time as the product of the
 // previous tile's weights and values. Of a wide unit every second tile is in the other half's
 // shared memory.
@@ -80,8 +93,8 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
   const Destination to = destination_of(p, c.s.control(), unit, first_row);
-  int left = __shfl_sync(~0u, unit.num_tokens,
-                         0);  // tokens from the current tile's first on
+  // Tokens from the current tile's first on.
+  int left = __shfl_sync(~0u, unit.num_tokens, 0);
   const bool wide = __shfl_sync(~0u, static_cast<int>(unit.wide), 0);
   const MaskedTiles masked(unit);
   uint32_t row_masks[8];
@@ -132,13 +145,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
       rescale_output(o, factor);
     }
     const auto values = c.take_stage(of_peer);
-    fence_async_proxy();
-    warpgroup_fence_operand(weights);
-    warpgroup_fence_operand(o);
-    wgmma_fence();
-    issue_output<T, kHeadDim>(o, weights, values.tile);
-    wgmma_wait<0>();
-    warpgroup_fence_operand(o);
+    add_last_values<T, kHeadDim>(o, weights, values.tile);
     c.release(values.empty);
   }
 

@@ -96,9 +96,7 @@ struct Fetcher {
       const int tokens = unit.num_tokens;
       if (tokens < 0) break;
       if (tokens > 0) {
-        const int32_t* from =
-            (unit.branch ? p.branches.slots : p.slots + unit.query * p.slots_stride) +
-            unit.kv_start;
+        const int32_t* from = s.control().list + unit.list_start;
         // Of a wide unit each half loads every second tile.
         const int step = unit.wide ? 2 * kTileTokens : kTileTokens;
         int first = unit.wide ? s.sm_half * kTileTokens : 0;

@@ -100,7 +100,7 @@ struct Loader {
   __device__ __forceinline__ void load_tiles(const WorkUnit& unit, const char* k, const char* v) {
     // V must hold no NaN beyond the last token: wgmma multiplies whole tiles, mma.sync 16 tokens.
     const bool whole = unit.wide || (S::kWgmma && (unit.num_rows > kHeavyRows || unit.branch));
-    const uint16_t* row_masks = p.branches.row_masks + unit.kv_start + 8 * lane;
+    const uint16_t* row_masks = p.row_masks + unit.list_start + 8 * lane;
     const int step = unit.wide ? 2 * kTileTokens : kTileTokens;
     for (int left = unit.num_tokens - (unit.wide ? s.sm_half * kTileTokens : 0); left > 0;
          left -= step) {

@@ -18,13 +18,9 @@ struct alignas(16) WorkUnit {
   int32_t member_offset;     // of the item's first member in the plan
   int32_t first_packed_row;  // of the item's
   int32_t num_rows;          // packed rows of this unit
-  union {
-    int32_t query;               // whose slots it reads: row of ForwardParams::slots
-    int32_t num_unmasked_tiles;  // of a branch: see num_unmasked_tiles() in plan.h
-  };
-  int32_t kv_start;  // token position; of a branch index into
-                     // ForwardParams::branches
+  int32_t list_start;        // where its slots begin in the list
   int32_t num_tokens;
+  int32_t num_unmasked_tiles;  // of a branch: see Item
   int32_t kv_head;
   int32_t item;
   int16_t single_query;  // all packed rows belong to one query
@@ -50,7 +46,7 @@ struct alignas(1024) Control {
   RingBarriers<kSlotTiles> slot_barriers;
   RingBarriers<kNarrowBuffers> narrow_barriers;
   alignas(16) uint32_t slots[kSlotTiles][kTileTokens];
-  // BranchList::row_masks of the tokens whose K is in a stage.
+  // Row masks of the tokens whose K is in a stage.
   alignas(16) uint16_t row_masks[kMaxStages][kTileTokens];
   WorkUnit units[kWorkUnits];
   float exchange[4][kWarpRows][2];  // softmax states: [warp][row][max, sum]
@@ -59,6 +55,7 @@ struct alignas(1024) Control {
   int32_t num_queries, num_items, num_wide_items, num_heavy_items;
   const Item* items;
   const Member* members;
+  const int32_t* list;
 };
 static_assert(sizeof(Control) == 4096);
 

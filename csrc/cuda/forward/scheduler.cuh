@@ -20,25 +20,24 @@ __device__ __forceinline__ int item_of(const ForwardParams& p, int index) {
 __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& control, int index,
                                          WorkUnit& unit) {
   const int item = item_of(p, index);
-  // The fields of Item, as two loads: member_offset, num_queries, row, kv_start; kv_len, row_tile
-  // and kv_tile in one word, partial, tokens.
+  // The fields of Item, as two loads: member_offset, num_queries, list_start, tokens; query,
+  // partial, row_tile and num_unmasked_tiles in one word, kind.
   const auto* items = reinterpret_cast<const int4*>(control.items) + 2 * item;
   const int4 a = __ldg(items), b = __ldg(items + 1);
   unit.member_offset = a.x;
   unit.first_packed_row = 0;
   unit.num_rows = a.y * p.group;
-  unit.query = a.z;
-  unit.kv_start = a.w;
-  unit.num_tokens = b.w;
+  unit.list_start = a.z;
+  unit.num_tokens = a.w;
   unit.kv_head = index - item * p.num_kv_heads;
   unit.item = item;
   unit.narrow = kNotNarrow;
   unit.wide = 0;
-  unit.branch = b.x == kBranch;
-  if (unit.branch) unit.num_unmasked_tiles = b.y >> 16;
-  unit.single_query = a.y == 1 && !unit.branch;
-  unit.member = {a.z, b.z};
-  const int row_tile = b.y & 0xFFFF;
+  unit.branch = b.w == static_cast<int>(ItemKind::kBranch);
+  unit.num_unmasked_tiles = b.z >> 16;
+  unit.single_query = b.w == static_cast<int>(ItemKind::kSingle);
+  unit.member = {b.x, b.y};
+  const int row_tile = b.z & 0xFFFF;
   return row_tile >= p.min_row_tile && row_tile <= p.max_row_tile;
 }
 

@@ -40,7 +40,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[4 * kTiles],
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const uint32_t first = (row_masks[i] >> (16 * c)) & 0xFF;
-      const uint32_t count = (row_masks[i] >> (16 * c + BranchList::kRowCountShift)) & 0xFF;
+      const uint32_t count = (row_masks[i] >> (16 * c + kRowCountShift)) & 0xFF;
       if (row - first >= count) scores[4 * i + c] = -INFINITY;
       if (row + 8 - first >= count) scores[4 * i + 2 + c] = -INFINITY;
     }

@@ -33,6 +33,7 @@ class Counters:
     kv_tokens_read: int = 0
     kv_tokens_unpacked: int = 0
     plans_made: int = 0
+    degraded_plans: int = 0
     plans_reused: int = 0
     plan_seconds: float = 0.0
     host_seconds: float = 0.0

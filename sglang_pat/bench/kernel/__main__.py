@@ -96,7 +96,7 @@ def measure(
         degraded=made.degraded,
         error=error_of(ours, batch, scale),
         differences={name: relative(out, ours) for name, out in outs.items()},
-        branches=int(np.count_nonzero(made.items["kv_len"] == BRANCH)),
+        branches=int(np.count_nonzero(made.items["kind"] == BRANCH)),
     )
 
 

@@ -235,8 +235,8 @@ def plan_bytes(batch: Requests, target: Target) -> float:
     takes as many bytes' time as on one of the target's."""
     whole = replace(
         target,
-        units=1,
-        item_overhead_s=target.item_overhead_s / target.units,
+        num_sms=1,
+        item_overhead_s=target.item_overhead_s / target.num_sms,
         branching="never",
         split="cost",
     )

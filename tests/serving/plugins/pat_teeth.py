@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -96,11 +97,12 @@ class Saboteur:
     ) -> torch.Tensor:
         """The first pack of the plan is not computed: its members go without its tokens."""
         out = self.decode(q, k, v, table, rows, seq_lens, plan, scale=scale, **kwargs)
-        shared = plan.items[plan.items["num_queries"] > 1]
+        shared = np.flatnonzero(plan.items["num_queries"] > 1)
         if not len(shared):
             return out
-        item = shared[0]
-        begin, end = int(item["kv_start"]), int(item["kv_start"] + item["kv_len"])
+        item = plan.items[shared[0]]
+        segment = plan.segments[plan.item_segments["first_segment"][shared[0]]]
+        begin, end = int(segment["kv_start"]), int(segment["kv_start"] + segment["kv_len"])
         first = int(item["member_offset"])
         for query in plan.members["query"][first : first + int(item["num_queries"])].tolist():
             slots = table[rows[query], : seq_lens[query]].long()

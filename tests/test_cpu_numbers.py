@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that the CPU executor rounds, joins and caps: extreme scores, halves, uneven parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kit.cases import case, execute
+from kit.cpu import check, error
+from kit.pieces import Piece, forest, shared, single
+
+from sglang_pat import _C
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (14, 2)])
+def test_half_precision(isa: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    """At most twice the error of attention computed in that dtype by torch."""
+    inputs = case(forest(np.random.default_rng(1), 9), heads, 80, 96).to(dtype)
+    truth, _ = inputs.truth()
+    plain, _ = inputs.truth(dtype)
+    check(inputs, 2 * error(plain, truth) + 1e-6, isa=isa)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_half_value_is_read_and_written_as_torch_does(dtype: torch.dtype) -> None:
+    """One token's weight is 1, so that its V comes out unchanged: all 65536 values of a dtype."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(-1, 1, 256)
+    count = len(values)
+    inputs = replace(
+        case([Piece((i,), 0, 1) for i in range(count)], (1, 1), 8, 256).to(dtype), v=values
+    )
+    table = torch.arange(count, dtype=torch.int32).view(-1, 1).contiguous()
+    inputs = replace(
+        inputs,
+        k=torch.zeros(count, 1, 8, dtype=dtype),
+        table=table,
+        rows=torch.arange(count),
+    )
+    for isa in _C.cpu_isas():
+        out, _ = execute(inputs, isa=isa)
+        finite = values.isfinite()
+        assert torch.equal(out[finite], values[finite])
+        assert torch.equal(out.isnan(), values.isnan())
+        assert torch.equal(out.isposinf(), values.isposinf())
+        assert torch.equal(out.isneginf(), values.isneginf())
+
+
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_rounded_as_torch_does(isa: str, dtype: torch.dtype) -> None:
+    """Two equal tokens average their V: exact in fp32, rounded once on the way out."""
+    torch.manual_seed(0)
+    size = torch.tensor([1e-7, 1e-5, 1.0, 300.0, 6e4]).repeat_interleave(200).view(-1, 1, 1)
+    values = (torch.randn(1000, 1, 256).clamp(-1.05, 1.05) * size).to(dtype)
+    inputs = case([Piece((i,), 0, 2) for i in range(500)], (1, 1), 8, 256).to(dtype)
+    inputs = replace(
+        inputs,
+        v=values,
+        k=torch.zeros(1000, 1, 8, dtype=dtype),
+        table=torch.arange(1000, dtype=torch.int32).view(500, 2).contiguous(),
+        rows=torch.arange(500),
+    )
+    out, _ = execute(inputs, isa=isa)
+    mean = values.float().view(500, 2, 256).sum(1) / 2
+    assert torch.equal(out[:, 0], mean.to(dtype))
+
+
+def test_bf16_partials() -> None:
+    """Outputs rounded to bf16 before the merge, everything else in fp32."""
+    inputs = case(shared(6, 120, splits=4), tails=(1, 50))
+    exact, _ = execute(inputs)
+    out = check(inputs, bound=4e-3, partial=torch.bfloat16)
+    assert error(out, exact.double()) > 1e-5
+
+
+@pytest.mark.parametrize("splits", [*range(1, 13), 20, 40])
+def test_splits(splits: int) -> None:
+    check(case(shared(4, 40 * splits, splits), (4, 2), seed=splits))
+
+
+def test_merge_of_uneven_parts() -> None:
+    """A split whose scores are far below another's adds nothing, in either order."""
+    inputs = case(shared(3, 90, splits=3), (4, 1), tails=(30,))
+    for high in range(4):
+        k = inputs.k.clone()
+        at = inputs.table[inputs.rows[0], 30 * high].long()
+        k[at] = 40 * inputs.q[0, 0]
+        check(replace(inputs, k=k))
+
+
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("token", [0, 63, 64, 149])
+def test_one_token_wins(isa: str, group: int, token: int) -> None:
+    inputs = case(single(150), (group, 1))
+    k = inputs.k.clone()
+    slot = inputs.table[inputs.rows[0], token].long()
+    k[slot] = 1e4 * inputs.q[0, 0].sign()
+    v = inputs.v.clone()
+    v[slot] = 1e4
+    out = check(replace(inputs, k=k, v=v), isa=isa)
+    assert torch.all(out[0, 0] == 1e4)
+
+
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_equal_scores(isa: str, group: int) -> None:
+    """All keys alike: the mean of V, and log2 of the number of tokens above the score."""
+    inputs = case(shared(2, 128, splits=2), (group, 1), tails=(7,))
+    k = torch.ones_like(inputs.k)
+    for size in (0.0, 1.0, 1e4):
+        check(replace(inputs, k=k * size), isa=isa)
+
+
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+@pytest.mark.parametrize("group", [4, 8])
+def test_large_values(isa: str, group: int) -> None:
+    """V of 1e4 costs no relative accuracy; scores of 1e4 leave no second token."""
+    inputs = case(shared(3, 100), (group, 1))
+    check(replace(inputs, v=inputs.v * 1e4), isa=isa)
+    sharp = replace(inputs, scale=1e4)
+    check(sharp, isa=isa)
+
+
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+@pytest.mark.parametrize("logit_cap", [0.5, 30.0, 1e3])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (8, 1)])
+@pytest.mark.parametrize("scale", [0.01, 0.125, 5.0])
+def test_soft_cap(isa: str, logit_cap: float, heads: tuple[int, int], scale: float) -> None:
+    inputs = case(shared(3, 100, splits=2), heads, logit_cap=logit_cap)
+    out = check(replace(inputs, scale=scale), isa=isa)
+    uncapped, _ = replace(inputs, scale=scale, logit_cap=0.0).truth()
+    assert logit_cap > 100 or scale < 0.1 or error(out, uncapped) > 1e-3

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is made from: paths, lengths and targets, and what is wrong with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit.trees import (
+    ranges_of_query,
+    target,
+)
+
+from sglang_pat import decode
+from sglang_pat.planner import Planner, plan
+from sglang_pat.target import Target
+
+
+@pytest.mark.parametrize(
+    ("paths", "lens", "message"),
+    [
+        ([[(1, 0, 5), (2, 6, 9)]], [10], r"query 0: node 2 starts at 6 and leaves a gap after 5"),
+        ([[(1, 0, 5), (2, 4, 9)]], [10], r"query 0: node 2 starts at 4 and overlaps .* before 5"),
+        ([[(1, 1, 5)]], [10], r"node 1 starts at 1 and leaves a gap after 0"),
+        ([[(1, 0, 0)]], [10], r"node 1 has the empty or negative span \[0, 0\)"),
+        ([[(1, 0, -3)]], [10], r"node 1 has the empty or negative span \[0, -3\)"),
+        ([[(1, 0, 11)]], [10], r"node 1 ends at 11 beyond its sequence of 10 tokens"),
+        ([[(1, 0, 5), (1, 5, 9)]], [10], r"node 1 stands under node 1, another .* under node -1"),
+        ([[(1, 0, 2), (2, 2, 4)], [(2, 0, 2), (1, 2, 4)]], [9, 9], r"query 1: node 2 stands under"),
+        ([[(1, 0, 2), (3, 2, 4)], [(2, 0, 3), (3, 3, 5)]], [9, 9], r"query 1: node 3 stands under"),
+        ([[]], [-1], r"query 0: sequence length -1 is not in"),
+        ([[]], [2**31], r"query 0: sequence length 2147483648 is not in"),
+        ([[]], [1, 2], r"paths of 1 queries.*2 sequence lengths"),
+        ([[]], [1.5], r"seq_lens is of type float64, must be integers"),
+        ([[]], ["1"], r"seq_lens is of type <U1, must be integers"),
+        ([[]] * 5, [1] * 5, r"a batch of 5 queries does not fit the plan's 4 rows"),
+    ],
+)
+def test_bad_input_is_named(paths, lens, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(paths, lens, target(max_queries=4))
+
+
+@pytest.mark.parametrize("path", [[(1, 0)], [1, 2, 3], [("a", 0, 5)], 7, [(1, 0.5, 5)]])
+def test_elements_of_another_form_are_named(path) -> None:
+    with pytest.raises(TypeError):
+        plan([path], [10], target())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_sms": 0}, "num_sms is 0"),
+        ({"num_q_heads": 30}, "num_q_heads is 30"),
+        ({"row_tiles": (16, 16)}, "row_tiles"),
+        ({"row_tiles": ()}, "row_tiles"),
+        ({"row_tiles": (2,)}, "fewer than the GQA group of 4"),
+        ({"kv_tiles": (0, 32)}, "kv_tiles"),
+        ({"reread_weight": 0.0}, "reread_weight is 0"),
+        ({"partial_bytes": 3}, "partial_bytes is 3"),
+        ({"max_items": 10}, "max_items is 10"),
+        ({"policy": "magic"}, "policy is 'magic'"),
+        ({"split": "never"}, "split is 'never'"),
+        ({"branching": "maybe"}, "branching is 'maybe'"),
+        ({"branch_rows": (65,)}, "branch_rows has 65, must be from 1 to 64"),
+        ({"branch_rows": (0,)}, "branch_rows has 0"),
+        ({"branch_limits": (0,)}, "branch_limits has 0, must be positive"),
+        ({"max_segments": -1}, "max_segments is -1"),
+        ({"max_branch_tokens": -1}, "max_branch_tokens is -1"),
+    ],
+)
+def test_targets_are_checked(overrides, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        target(**overrides)
+
+
+@pytest.mark.parametrize("head_dim", [65, 0, -8, 520])
+def test_head_dims_that_the_cpu_does_not_have(head_dim: int) -> None:
+    message = f"head_dim is {head_dim}, the CPU executor takes multiples of 8 up to 512: pad"
+    with pytest.raises(ValueError, match=message):
+        Target.cpu(threads=2, num_q_heads=8, num_kv_heads=2, head_dim=head_dim, max_queries=4)
+
+
+@pytest.mark.parametrize("head_dim", [8, 80, 512])
+def test_head_dims_that_the_cpu_has(head_dim: int) -> None:
+    """The bounds of the target are the executor's."""
+    heads = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": head_dim}
+    made = plan([[]], [3], Target.cpu(threads=2, max_queries=4, **heads))
+    k_cache = torch.randn(4, 2, head_dim)
+    table, rows = torch.arange(3, dtype=torch.int32)[None], torch.tensor([0])
+    out = decode(
+        torch.randn(1, 8, head_dim), k_cache, k_cache, table, rows, rows + 3, made, scale=1.0
+    )
+    assert out.isfinite().all()
+
+
+def test_clipped_paths_share_what_both_have() -> None:
+    # Query 2 is protected to token 30 of node 1: it shares these and keeps the rest private.
+    paths = [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 80)]]
+    made = Planner(target(num_sms=1, policy="naive", branching="never")).plan(
+        paths, [90, 90, 90], limits=[80, 80, 30]
+    )
+    assert ranges_of_query(made, 0) == [(0, 30), (30, 50), (80, -1)]
+    assert ranges_of_query(made, 2) == [(0, 30), (30, -1)]
+
+
+def test_sglangs_six_field_tuples() -> None:
+    info = [(7, -1, 0, 40, 40, 2), (9, 7, 40, 60, 20, 0)]
+    made = Planner(target(policy="naive", branching="never")).plan(
+        [info, info, None], [70, 70, 10], limits=[60, 60, 0], fields=(0, 2, 3)
+    )
+    assert ranges_of_query(made, 1) == [(0, 60), (60, -1)]
+    assert ranges_of_query(made, 2) == [(0, -1)]
