@@ -86,39 +86,6 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
   }
 }
 
-// What the first warp of a half does before the others begin: sets up the barriers and reads the
-// plan's header. The lanes share the barriers while the header is on its way.
-template <int kHeadDim>
-__device__ __forceinline__ void prepare(const ForwardParams& p, const Shared<kHeadDim>& s) {
-  constexpr int kConsumerArrivals = kConsumers / 32 * kArriving;
-  const int lane = lane_id();
-  const auto* plan = reinterpret_cast<const char*>(p.plan);
-  // Most likely the first item of this half.
-  const uint32_t first = (blockIdx.x + s.sm_half * gridDim.x) / p.num_kv_heads;
-  if (lane == 0) prefetch(plan + sizeof(PlanHeader) + first * sizeof(Item));
-  const PlanHeader header = *p.plan;
-  if (lane < p.stages) {
-    StageRing::init(s.base, lane, kLoaderWarps * 32, kConsumerArrivals);
-    barrier_init(peer_empty_barrier(s.base, lane), kConsumerArrivals);
-  }
-  if (lane < p.q_buffers) QRing::init(s.base, lane, 32, kConsumerArrivals);
-  if (lane < kWorkUnits) {
-    WorkRing::init(s.base, lane, 1, (1 + kLoaderWarps) * kArriving + kConsumerArrivals);
-  }
-  if (lane < kSlotTiles) SlotRing::init(s.base, lane, 32, kLoaderWarps * kArriving);
-  if (lane < kNarrowBuffers) NarrowRing::init(s.base, lane, 32, kArriving);
-  if (lane > 0) return;
-  Control& control = s.control();
-  control.loaded_tiles = 0;
-  control.num_queries = header.num_queries;
-  control.num_items = header.num_items;
-  control.num_wide_items = header.num_wide_items;
-  control.num_heavy_items = header.num_heavy_items;
-  control.items = reinterpret_cast<const Item*>(plan + header.items_offset);
-  control.members = reinterpret_cast<const Member*>(plan + header.members_offset);
-  control.list = header.list;
-}
-
 template <typename T, int kHeadDim, bool kTransforms>
 __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {
@@ -135,7 +102,33 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
                            static_cast<uint32_t>(p.q_buffers),
                            half,
                            num_halves};
-  if (warp % 4 == 0 && warp < 4 * num_halves) prepare(p, s);
+  if (threadIdx.x % 128 == 0 && warp < 4 * num_halves) {
+    constexpr int kConsumerArrivals = kConsumers / 32 * kArriving;
+    for (int i = 0; i < p.stages; ++i) {
+      StageRing::init(s.base, i, kLoaderWarps * 32, kConsumerArrivals);
+      barrier_init(peer_empty_barrier(s.base, i), kConsumerArrivals);
+    }
+    for (int i = 0; i < p.q_buffers; ++i) QRing::init(s.base, i, 32, kConsumerArrivals);
+    for (int i = 0; i < kWorkUnits; ++i) {
+      WorkRing::init(s.base, i, 1, (1 + kLoaderWarps) * kArriving + kConsumerArrivals);
+    }
+    for (int i = 0; i < kSlotTiles; ++i) SlotRing::init(s.base, i, 32, kLoaderWarps * kArriving);
+    for (int i = 0; i < kNarrowBuffers; ++i) NarrowRing::init(s.base, i, 32, kArriving);
+    Control& control = s.control();
+    control.loaded_tiles = 0;
+    const auto* plan = reinterpret_cast<const char*>(p.plan);
+    // Most likely the first item of this half: fetched while the header is on its way.
+    const uint32_t first = (blockIdx.x + half * gridDim.x) / p.num_kv_heads;
+    prefetch(plan + sizeof(PlanHeader) + first * sizeof(Item));
+    const PlanHeader header = *p.plan;
+    control.num_queries = header.num_queries;
+    control.num_items = header.num_items;
+    control.num_wide_items = header.num_wide_items;
+    control.num_heavy_items = header.num_heavy_items;
+    control.items = reinterpret_cast<const Item*>(plan + header.items_offset);
+    control.members = reinterpret_cast<const Member*>(plan + header.members_offset);
+    control.list = header.list;
+  }
   __syncthreads();
   allow_next_kernel();
 
