@@ -3,16 +3,18 @@
 // online softmax. Splits are joined in the plan's order, so that results are bitwise the same from
 // run to run. It also writes zeros for the queries that no item covers: those without tokens and
 // those that pad a batch.
+#include <iterator>
+
 #include "cuda/error.h"
 #include "cuda/launch.h"
 #include "cuda/ptx.cuh"
+#include "merge_rule.h"
 #include "state.h"
 
 namespace pat {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kFewWarps = 16;  // per SM
+constexpr int kWarps = 4;  // of a block whose warps share nothing
 
 struct MergeParams {
   const PlanHeader* plan;
@@ -141,12 +143,14 @@ struct Joined {
   }
 };
 
+constexpr int block_warps(int sharing) { return sharing == 1 ? kWarps : sharing; }
+
 // Joins what the first `sharing` warps of a block have, in their order, in warp 0. Returns whether
 // this is warp 0.
-template <typename Result, int kHeadDim>
+template <typename Result, int kHeadDim, int kSharing>
 __device__ __forceinline__ bool gather(Result& joined, int warp, int sharing) {
-  __shared__ float parts[kWarps - 1][kHeadDim];
-  __shared__ SoftmaxState states[kWarps - 1];
+  __shared__ float parts[kSharing - 1][kHeadDim];
+  __shared__ SoftmaxState states[kSharing - 1];
   if (sharing <= 1) return true;
   const int lane = threadIdx.x & 31;
   if (warp > 0) {
@@ -164,8 +168,8 @@ __device__ __forceinline__ bool gather(Result& joined, int warp, int sharing) {
 // waits for memory as rarely as possible. Of warps that share a head each takes the next kAhead
 // splits in turn.
 template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead, int kSharing>
-__global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p) {
-  static_assert(kSharing == 1 || (kSharing == kWarps && kHeads == 1));
+__global__ void __launch_bounds__(block_warps(kSharing) * 32) merge_kernel(const MergeParams p) {
+  static_assert(kSharing == 1 || kHeads == 1);
   using Result = Joined<T, kHeadDim, kFloat, kHeads>;
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x / 32;
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(kWarps * 32) merge_kernel(const MergeParams p)
   }
   if constexpr (kSharing > 1) {
     const int sharing = min((splits.y + kAhead - 1) / kAhead, kSharing);
-    if (!gather<Result, kHeadDim>(joined, warp, sharing)) return;
+    if (!gather<Result, kHeadDim, kSharing>(joined, warp, sharing)) return;
   }
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
@@ -215,8 +219,9 @@ void launch_warps(const MergeParams& params, bool overlap, cudaStream_t stream) 
   const int64_t tasks = static_cast<int64_t>(params.num_queries) * kSharing *
                         ((params.num_q_heads + kHeads - 1) / kHeads);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((tasks + kWarps - 1) / kWarps));
-  config.blockDim = dim3(kWarps * 32);
+  constexpr int kBlock = block_warps(kSharing);
+  config.gridDim = dim3(static_cast<unsigned>((tasks + kBlock - 1) / kBlock));
+  config.blockDim = dim3(kBlock * 32);
   config.stream = stream;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -228,14 +233,24 @@ void launch_warps(const MergeParams& params, bool overlap, cudaStream_t stream) 
         "merge kernel: launch");
 }
 
+// Launches the kernel of the first rule, from `kRule` on, that is `rule`.
+template <typename T, int kHeadDim, bool kFloat, size_t kRule = 0>
+void launch_rule(const MergeParams& params, MergeRule rule, bool overlap, cudaStream_t stream) {
+  constexpr MergeRule kThis = kMergeRules[kRule];
+  if constexpr (kRule + 1 < std::size(kMergeRules)) {
+    if (rule.heads != kThis.heads || rule.splits_at_once() != kThis.splits_at_once()) {
+      return launch_rule<T, kHeadDim, kFloat, kRule + 1>(params, rule, overlap, stream);
+    }
+  }
+  launch_warps<T, kHeadDim, kFloat, kThis.heads, kThis.ahead, kThis.sharing>(params, overlap,
+                                                                             stream);
+}
+
 template <typename T, int kHeadDim, bool kFloat>
 void launch_as(const MergeParams& params, bool overlap, cudaStream_t stream) {
-  // Few queries tend to have many splits, and leave room for more registers a warp.
-  if (int64_t{params.num_queries} * params.num_q_heads <= kFewWarps * current_device().num_sms) {
-    launch_warps<T, kHeadDim, kFloat, 1, 8, kWarps>(params, overlap, stream);
-  } else {
-    launch_warps<T, kHeadDim, kFloat, 2, 2, 1>(params, overlap, stream);
-  }
+  const int64_t rows = int64_t{params.num_queries} * params.num_q_heads;
+  const MergeRule rule = merge_rule(rows, current_device().num_sms);
+  launch_rule<T, kHeadDim, kFloat>(params, rule, overlap, stream);
 }
 
 template <typename T, int kHeadDim>
