@@ -43,6 +43,9 @@ class Target:
     bytes_per_s: float
     flops_per_s: float
     item_overhead_s: float
+    sm_speedup: float
+    merge_round_s: float
+    items_per_sm: int
     reread_weight: float
     reread_factor: float
     wide_factor: float

@@ -71,6 +71,16 @@ _PER_SM = {
 }
 
 
+# Compute capabilities whose SMs have 99 KiB of shared memory for a block, not 163 or 227.
+_LITTLE_SHARED = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+
+
+def items_per_sm(capability: tuple[int, int], head_dim: int) -> int:
+    """Items that an SM runs side by side: two where its shared memory holds the stages of both
+    (``footprint`` in csrc/cuda/forward/launch.cuh), else one."""
+    return 2 if head_dim <= (64 if capability in _LITTLE_SHARED else 128) else 1
+
+
 def h200() -> Profile:
     """The profile of the H200 that ships, from which other GPUs take what is not known of them."""
     return profiles.shipped("NVIDIA H200", 132)

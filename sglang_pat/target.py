@@ -26,14 +26,17 @@ class Target:
     """Input of the scheduler beside paths and lengths. Hashable; needs no such machine at hand.
 
     ``num_sms`` are the SMs, or of a CPU the threads, that run items. ``row_tiles`` (packed rows,
-    queries x GQA group) and ``kv_tiles`` (tokens) ascend. ``reread_weight`` in (0, 1] is what
+    queries x GQA group) and ``kv_tiles`` (tokens) ascend. An SM runs ``items_per_sm`` items side by
+    side, or one wide one, and reads K/V ``sm_speedup`` times as fast as by its share of
+    ``bytes_per_s`` if it has the memory to itself. ``merge_round_s``: seconds of the splits of a
+    query that the merge joins at once (csrc/merge_rule.h). ``reread_weight`` in (0, 1] is what
     reading hot K/V again costs relative to the first read. ``reread_factor``, ``wide_factor``,
     ``merge_factor`` and ``branch_overhead_s`` are fitted: what the model of a plan's time charges
     for a token read again, for the arithmetic of a wide item's token (both relative to a first
     read), for a partial's bytes (relative to their time in memory) and for a branch (seconds on its
-    SM). The ``max_*`` are the executor's buffers: a plan that would exceed them is made without
-    branches, then without splits, then without packs, and says of the last two in
-    ``Plan.degraded``.
+    SM). The ``max_*`` are the executor's buffers: packs are split no further than fits them, and a
+    plan that would exceed them nevertheless is made without branches, then without splits, then
+    without packs, and says of the last two in ``Plan.degraded``.
 
     ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``
     applies equations 1 and 2 of that section, ``naive`` packs every node. ``split``: ``cost``
@@ -53,6 +56,9 @@ class Target:
     bytes_per_s: float
     flops_per_s: float
     item_overhead_s: float
+    sm_speedup: float
+    merge_round_s: float
+    items_per_sm: int
     reread_weight: float
     reread_factor: float
     wide_factor: float
@@ -108,6 +114,9 @@ class Target:
             "bytes_per_s": 12e9 * threads,
             "flops_per_s": 40e9 * threads,
             "item_overhead_s": 1e-6,
+            "sm_speedup": 1.0,
+            "merge_round_s": 0.0,
+            "items_per_sm": 1,
             "reread_weight": 0.7,
             # Of branches, which are off by default: not fitted.
             "reread_factor": 0.7,
@@ -179,6 +188,7 @@ class Target:
         values: dict[str, Any] = {
             "num_sms": profile.sms,
             **asdict(profile.costs),
+            "items_per_sm": gpus.items_per_sm(profile.capability, head_dim),
             "row_tiles": row_tiles_for(head_dim),
             "kv_tiles": (32, 64),
             "branching": "cost" if branches else "never",

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "../count_of.h"
+#include "../merge_rule.h"
 #include "../plan.h"
 #include "../plan_view.h"
 #include "emit.h"
@@ -20,16 +21,28 @@ double pieces_within(const Target& target, double seconds, double limit) {
   return std::ceil((seconds - overhead) / std::max(limit - overhead, 0.25 * overhead));
 }
 
-double further_piece_seconds(const Target& target, const Pack& pack) {
-  const double partial_s = target.partial_cost_bytes() / (target.bytes_per_s / target.num_sms);
-  const auto tiles = static_cast<double>(target.num_row_tiles(pack.queries));
-  return tiles * target.item_overhead_s + pack.queries * partial_s;
+double pack_slots(const Target& target, const Pack& pack) {
+  const int32_t most = target.max_tile_queries();
+  const int32_t rest = pack.queries % most;
+  const double full = pack.queries / most * target.slots_of(target.row_tiles.back());
+  return rest == 0 ? full : full + target.slots_of(target.row_tile_for(rest));
 }
 
 double makespan_seconds(const Target& target, const ItemLoad& load) {
   const double heads = target.num_kv_heads;
-  const double idle_end = load.items * heads > target.num_sms ? 0.5 * load.longest : 0.0;
-  return std::max(load.longest, load.seconds * heads / target.num_sms + idle_end);
+  const double bytes_s = load.tokens * heads * target.token_bytes() / target.bytes_per_s;
+  const double idle_end = load.slots * heads > target.slots() ? 0.2 * load.longest : 0.0;
+  return std::max({load.longest, bytes_s, load.seconds * heads / target.slots() + idle_end});
+}
+
+double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries) {
+  const double bytes = load.partials * target.num_kv_heads * target.partial_cost_bytes();
+  const double bytes_s = target.merge_factor * bytes / target.bytes_per_s;
+  if (load.most_splits <= 1) return bytes_s;
+  const int32_t at_once =
+      merge_rule(queries * target.num_q_heads, target.num_sms).splits_at_once();
+  const int32_t rounds = (load.most_splits + at_once - 1) / at_once;
+  return bytes_s + rounds * target.merge_round_s;
 }
 
 PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad& branches,
@@ -51,7 +64,7 @@ PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad
     terms.items += tiles * pack.pieces;
     terms.longest_item_tokens = std::max<int64_t>(terms.longest_item_tokens, pack.chunk);
     // A tail that is its query's only item writes the output itself.
-    const bool alone = i >= packs.num_nodes && pack.above == kNoNode && pack.pieces == 1;
+    const bool alone = packs.is_only_pack(i) && pack.pieces == 1;
     if (!alone) terms.partials += int64_t{pack.queries} * pack.pieces;
   }
   terms.set_tokens(read, unique_tokens);

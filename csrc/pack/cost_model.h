@@ -29,16 +29,21 @@ struct BranchLoad {
 
 // Items of a plan for one KV head.
 struct ItemLoad {
-  double seconds;  // sum
-  double longest;  // seconds of the longest item
-  double items;
+  double seconds = 0.0;     // sum; of a wide item times the slots that it takes
+  double longest = 0.0;     // seconds of the longest item
+  double items = 0.0;
+  double slots = 0.0;       // that the items take
+  double tokens = 0.0;      // that they read
+  double partials = 0.0;
+  int32_t most_splits = 1;  // of a query, about: the most pieces of a pack
 };
 
-// Seconds of an item: overhead + max(memory, arithmetic).
+// Seconds of an item that has the memory nearly to itself: overhead, then K/V as fast as its SM can
+// read and multiply. That all SMs together cannot read so fast is in makespan_seconds().
 inline double item_seconds(const Target& target, int32_t row_tile, double tokens) {
-  const double memory_s = target.token_bytes() / target.bytes_per_s;
+  const double memory_s = target.token_bytes() / (target.bytes_per_s * target.sm_speedup);
   const double arithmetic_s = 4.0 * row_tile * target.head_dim / target.flops_per_s;
-  return target.item_overhead_s + tokens * target.num_sms * std::max(memory_s, arithmetic_s);
+  return target.item_overhead_s + tokens * target.num_sms * (memory_s + arithmetic_s);
 }
 // Seconds of one row tile of a pack that is not split.
 double pack_seconds(const Target& target, const Pack& pack);
@@ -49,12 +54,15 @@ inline double piece_seconds(const Target& target, double seconds, int32_t pieces
 // Pieces that an item of `seconds` must be cut into so that none takes longer than `limit`; if
 // `limit` is hardly longer than an item's overhead, so that none takes longer than 1.25 of that.
 double pieces_within(const Target& target, double seconds, double limit);
-// Seconds that each further piece of a pack adds: overhead of its row tiles, partials of its
-// queries.
-double further_piece_seconds(const Target& target, const Pack& pack);
-// Seconds until all SMs are done with items of all KV heads: their mean load plus half of the
-// longest item, which on average ends half over.
+// Slots that the row tiles of a pack take, of each piece if it is split.
+double pack_slots(const Target& target, const Pack& pack);
+// Seconds until all SMs are done with items of all KV heads: of the longest item, of all bytes, or
+// of all items in turn, which ever takes longest. Where items wait for a slot, the last ones leave
+// some SMs idle: a fifth of the longest item.
 double makespan_seconds(const Target& target, const ItemLoad& load);
+// Seconds that the merge adds to a plan for a batch of `queries`: the bytes of all partials, and the
+// rounds of the query with the most splits, which follow one another.
+double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries);
 
 // Bytes saved (> 0) or lost when `merged` of a pack's `queries` leave it and read its `tokens`
 // themselves, which saves `partials` partials. Equations 1 and 2 of the paper compare the same two

@@ -29,6 +29,11 @@ struct Packs {
   int32_t num_nodes = 0;
 
   const Pack& tail(int32_t query) const { return packs[num_nodes + query]; }
+  // Whether pack `index` is a tail and all that its query reads: unless it is split, its item
+  // writes the output itself.
+  bool is_only_pack(int32_t index) const {
+    return index >= num_nodes && packs[index].above == kNoNode;
+  }
 };
 
 // Decides which nodes and tails merge with the packs above them. Keeps its working memory between

@@ -11,8 +11,9 @@ namespace pat {
 namespace {
 
 constexpr int32_t kMaxPieces = 512;
-// A piece shorter than this costs more in partials and start-up than its parallelism gives back.
-constexpr int32_t kMinChunk = 128;
+// Tokens of a piece, at least: a KV tile of the CUDA kernels, below which an item takes no less
+// time.
+constexpr int32_t kMinChunk = 64;
 
 int32_t round_up(int32_t value, int32_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -54,69 +55,84 @@ int32_t pieces_for(const Target& target, const Pack& pack, double seconds, doubl
   return static_cast<int32_t>(std::min(pieces_within(target, seconds, limit), most));
 }
 
-// Seconds of each pack, not split. Splitting asks for them with every limit.
-std::vector<double> seconds_of(const Target& target, const Packs& packs) {
-  std::vector<double> seconds;
-  seconds.reserve(packs.packs.size());
+// What a pack asks for if it is not split. Splitting asks for it with every limit.
+struct WholePack {
+  double seconds;  // of a row tile
+  double items;    // row tiles
+  double slots;    // of all row tiles
+};
+
+std::vector<WholePack> whole_packs(const Target& target, const Packs& packs) {
+  std::vector<WholePack> whole;
+  whole.reserve(packs.packs.size());
   for (const Pack& pack : packs.packs) {
-    seconds.push_back(pack.queries > 0 ? pack_seconds(target, pack) : 0.0);
+    if (pack.queries == 0) {
+      whole.push_back({});
+    } else {
+      whole.push_back({pack_seconds(target, pack),
+                       static_cast<double>(target.num_row_tiles(pack.queries)),
+                       pack_slots(target, pack)});
+    }
   }
-  return seconds;
+  return whole;
 }
 
-// Items of the packs, none of them split, and of the branches. `longest`: of the packs alone.
-ItemLoad load_of(const Target& target, const Packs& packs, const std::vector<double>& seconds,
-                 const BranchLoad& branches) {
-  ItemLoad load{branches.seconds, 0.0, branches.items};
-  for (int32_t i = 0; i < count_of(packs.packs); ++i) {
-    if (packs.packs[i].queries == 0) continue;
-    const auto tiles = static_cast<double>(target.num_row_tiles(packs.packs[i].queries));
-    load.seconds += tiles * seconds[i];
-    load.items += tiles;
-    load.longest = std::max(load.longest, seconds[i]);
-  }
-  return load;
-}
-
-// The same with packs split so that no item takes longer than `limit`, partials included.
-// `whole`: what load_of() gave.
-ItemLoad load_if_split(const Target& target, const Packs& packs, const std::vector<double>& seconds,
-                       const BranchLoad& branches, const ItemLoad& whole, double limit) {
-  ItemLoad load{whole.seconds, branches.longest, whole.items};
+// Items of the branches, and of the packs split so that no item takes longer than `limit`.
+ItemLoad load_if_split(const Target& target, const Packs& packs,
+                       const std::vector<WholePack>& whole, const BranchLoad& branches,
+                       double limit) {
+  ItemLoad load{.seconds = branches.seconds,
+                .longest = branches.longest,
+                .items = branches.items,
+                .slots = branches.items,
+                .tokens = static_cast<double>(branches.tokens),
+                .partials = static_cast<double>(branches.partials)};
   for (int32_t i = 0; i < count_of(packs.packs); ++i) {
     const Pack& pack = packs.packs[i];
     if (pack.queries == 0) continue;
-    const int32_t pieces = pieces_for(target, pack, seconds[i], limit);
-    load.longest = std::max(load.longest, piece_seconds(target, seconds[i], pieces));
-    if (pieces == 1) continue;
-    load.seconds += (pieces - 1) * further_piece_seconds(target, pack);
-    load.items += static_cast<double>((pieces - 1) * target.num_row_tiles(pack.queries));
+    const int32_t pieces = pieces_for(target, pack, whole[i].seconds, limit);
+    const double seconds = piece_seconds(target, whole[i].seconds, pieces);
+    load.seconds += seconds * whole[i].slots * pieces;
+    load.longest = std::max(load.longest, seconds);
+    load.items += whole[i].items * pieces;
+    load.slots += whole[i].slots * pieces;
+    load.tokens += whole[i].items * pack.tokens();
+    if (pieces > 1 || !packs.is_only_pack(i)) load.partials += static_cast<double>(int64_t{pack.queries} * pieces);
+    load.most_splits = std::max(load.most_splits, pieces);
   }
   return load;
 }
 
-// Chooses the longest time an item may take: for a handful of limits, models how long all SMs need
-// with the partials that the splits add, and keeps the best.
+// Chooses the longest time that an item may take: for about a dozen limits, models how long the SMs
+// and the merge need, and keeps the best of those whose items and partials fit the buffers.
 void split_by_cost(const Target& target, Packs& packs, const BranchLoad& branches) {
-  const std::vector<double> seconds = seconds_of(target, packs);
-  const ItemLoad whole = load_of(target, packs, seconds, branches);
-  if (whole.longest == 0.0) return;
-  double best_limit = whole.longest;
-  double best = makespan_seconds(
-      target, {whole.seconds, std::max(whole.longest, branches.longest), whole.items});
-  const double ideal = whole.seconds * target.num_kv_heads / target.num_sms;
-  for (double limit = 2.0 * ideal; limit > ideal / 8.0; limit *= 0.7) {
-    if (limit >= whole.longest) continue;
-    const double modelled =
-        makespan_seconds(target, load_if_split(target, packs, seconds, branches, whole, limit));
-    if (modelled < best) {
-      best = modelled;
+  const std::vector<WholePack> whole = whole_packs(target, packs);
+  const int32_t queries = count_of(packs.packs) - packs.num_nodes;
+  const auto seconds_of = [&](const ItemLoad& load) {
+    return makespan_seconds(target, load) + merge_seconds(target, load, queries);
+  };
+  double longest = 0.0;
+  for (const WholePack& pack : whole) longest = std::max(longest, pack.seconds);
+  if (longest == 0.0) return;
+  double best_limit = longest;
+  const ItemLoad unsplit = load_if_split(target, packs, whole, branches, longest);
+  double best = seconds_of(unsplit);
+  const double work_s = unsplit.seconds - unsplit.slots * target.item_overhead_s;
+  const double share = work_s * target.num_kv_heads / target.slots();  // of a slot
+  for (double part = 6.0 * share; part > share / 3.0; part *= 0.78) {
+    const double limit = target.item_overhead_s + part;
+    if (limit >= longest) continue;
+    const ItemLoad load = load_if_split(target, packs, whole, branches, limit);
+    if (load.items > target.max_items || load.partials > target.max_partials) continue;
+    const double seconds = seconds_of(load);
+    if (seconds < best) {
+      best = seconds;
       best_limit = limit;
     }
   }
   for (int32_t i = 0; i < count_of(packs.packs); ++i) {
     Pack& pack = packs.packs[i];
-    if (pack.queries > 0) cut(target, pack, pieces_for(target, pack, seconds[i], best_limit));
+    if (pack.queries > 0) cut(target, pack, pieces_for(target, pack, whole[i].seconds, best_limit));
   }
 }
 

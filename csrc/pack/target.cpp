@@ -35,7 +35,10 @@ void Target::validate() const {
             flops_per_s, ", item_overhead_s ", item_overhead_s);
   PAT_CHECK(reread_weight > 0 && reread_weight <= 1, "Target.reread_weight is ", reread_weight,
             ", must be in (0, 1]");
+  PAT_CHECK(sm_speedup >= 1, "Target.sm_speedup is ", sm_speedup, ", must be 1 or more");
+  PAT_CHECK(items_per_sm >= 1, "Target.items_per_sm is ", items_per_sm, ", must be 1 or more");
   for (const auto& [name, value] : {std::pair{"reread_factor", reread_factor},
+                                    {"merge_round_s", merge_round_s},
                                     {"wide_factor", wide_factor},
                                     {"merge_factor", merge_factor},
                                     {"branch_overhead_s", branch_overhead_s}}) {

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "../plan.h"
+
 namespace pat {
 
 enum class Policy : int {
@@ -35,6 +37,9 @@ struct Target {
   double bytes_per_s;      // memory bandwidth of all SMs together
   double flops_per_s;      // matrix rate of all SMs together
   double item_overhead_s;  // fixed time of an item
+  double sm_speedup;       // K/V rate of an SM that has the memory to itself, over its share; >= 1
+  double merge_round_s;    // time of the splits that the merge joins at once (MergeRule)
+  int32_t items_per_sm;    // that an SM runs side by side; a wide item takes all of it
   double reread_weight;    // cost of re-reading hot K/V, relative to a first read, in (0, 1]
   // What plan_seconds() charges, as fitted to measured plans. Zero or more.
   double reread_factor;            // a token read again, as a multiple of a first read
@@ -67,6 +72,9 @@ struct Target {
     const int64_t most = max_tile_queries();
     return (queries + most - 1) / most;
   }
+  // Items that all SMs run at once, and how many of these an item of a row tile counts for.
+  double slots() const { return static_cast<double>(num_sms) * items_per_sm; }
+  int32_t slots_of(int32_t row_tile) const { return row_tile > kWideRows ? items_per_sm : 1; }
   // Packed rows of the smallest row tile that holds `queries` queries, else of the largest: a pack
   // of more queries than fit takes several row tiles.
   int32_t row_tile_for(int32_t queries) const {

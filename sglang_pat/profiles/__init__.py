@@ -34,13 +34,17 @@ class Costs:
     """What a plan weighs. The names are those of ``Target``'s fields.
 
     ``bytes_per_s`` and ``flops_per_s`` are of all SMs together, ``item_overhead_s`` and
-    ``branch_overhead_s`` seconds on one SM. ``reread_weight`` is what packing charges for a token
+    ``branch_overhead_s`` seconds on one SM. ``sm_speedup`` is how much faster an SM reads K/V that
+    has the memory to itself than by its share of ``bytes_per_s``, ``merge_round_s`` the seconds of
+    the splits of a query that the merge joins at once. ``reread_weight`` is what packing charges for a token
     read again; the factors are those of the model of a plan's time (csrc/pack/cost_model.h).
     """
 
     bytes_per_s: float
     flops_per_s: float
     item_overhead_s: float
+    sm_speedup: float
+    merge_round_s: float
     reread_weight: float
     reread_factor: float
     wide_factor: float
@@ -57,10 +61,12 @@ class Costs:
                 raise ValueError(f"{name} is {value}, must be a finite number of {least}")
         if self.reread_weight > 1:
             raise ValueError(f"reread_weight is {self.reread_weight}, must be at most 1")
+        if self.sm_speedup < 1:
+            raise ValueError(f"sm_speedup is {self.sm_speedup}, must be at least 1")
 
 
 COSTS = tuple(each.name for each in fields(Costs))
-_POSITIVE = ("bytes_per_s", "flops_per_s", "item_overhead_s", "reread_weight")
+_POSITIVE = ("bytes_per_s", "flops_per_s", "item_overhead_s", "sm_speedup", "reread_weight")
 
 
 @dataclass(frozen=True, slots=True)

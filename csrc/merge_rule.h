@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the merge kernel spreads the splits of a query over warps. The cost model asks, too: the more
+// splits a warp joins one after the other, the longer the merge takes.
+#pragma once
+
+#include <cstdint>
+
+namespace pat {
+
+struct MergeRule {
+  int32_t heads;    // of one query that a warp joins
+  int32_t ahead;    // splits of a head that a warp loads at once
+  int32_t sharing;  // warps that share the splits of a head
+
+  constexpr int32_t splits_at_once() const { return ahead * sharing; }
+};
+
+inline constexpr MergeRule kMergeRules[] = {{1, 8, 8}, {1, 8, 4}, {1, 8, 1}, {2, 2, 1}};
+
+// The rule for `rows` query heads of all queries, on a GPU of `num_sms`. Few rows leave warps idle,
+// so several share one; many rows have enough warps, and a warp that loads little at once needs
+// few registers, so that more of them run.
+constexpr MergeRule merge_rule(int64_t rows, int32_t num_sms) {
+  if (rows <= num_sms) return kMergeRules[0];
+  if (2 * rows <= 5 * int64_t{num_sms}) return kMergeRules[1];
+  if (rows <= 16 * int64_t{num_sms}) return kMergeRules[2];
+  return kMergeRules[3];
+}
+
+}  // namespace pat
