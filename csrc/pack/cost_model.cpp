@@ -30,9 +30,18 @@ double pack_slots(const Target& target, const Pack& pack) {
 
 double makespan_seconds(const Target& target, const ItemLoad& load) {
   const double heads = target.num_kv_heads;
-  const double bytes_s = load.tokens * heads * target.token_bytes() / target.bytes_per_s;
-  const double idle_end = load.slots * heads > target.slots() ? 0.2 * load.longest : 0.0;
-  return std::max({load.longest, bytes_s, load.seconds * heads / target.slots() + idle_end});
+  const double token_s = target.token_bytes() / target.bytes_per_s;
+  double waves_s = 0.0;
+  if (load.long_slots > 0.0) {
+    const double slots = load.long_slots * heads;
+    const double full_waves = std::floor(slots / target.slots());
+    const double rest = slots - full_waves * target.slots();
+    const double slot_bytes_s = load.long_tokens / load.long_slots * token_s;
+    waves_s = full_waves * std::max(load.long_seconds / load.long_slots,
+                                    target.slots() * slot_bytes_s);
+    if (rest > 0.0) waves_s += std::max(load.longest, rest * slot_bytes_s);
+  }
+  return std::max({waves_s, load.tokens * heads * token_s, load.seconds * heads / target.slots()});
 }
 
 double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries) {

@@ -87,16 +87,26 @@ ItemLoad load_if_split(const Target& target, const Packs& packs,
                 .slots = branches.items,
                 .tokens = static_cast<double>(branches.tokens),
                 .partials = static_cast<double>(branches.partials)};
+  const auto add_long = [&](double seconds, double slots, double tokens) {
+    if (seconds <= 0.5 * limit) return;
+    load.long_seconds += seconds * slots;
+    load.long_slots += slots;
+    load.long_tokens += tokens;
+  };
+  if (branches.items > 0.0) add_long(branches.seconds / branches.items, load.slots, load.tokens);
   for (int32_t i = 0; i < count_of(packs.packs); ++i) {
     const Pack& pack = packs.packs[i];
     if (pack.queries == 0) continue;
     const int32_t pieces = pieces_for(target, pack, whole[i].seconds, limit);
     const double seconds = piece_seconds(target, whole[i].seconds, pieces);
-    load.seconds += seconds * whole[i].slots * pieces;
+    const double slots = whole[i].slots * pieces;
+    const double tokens = whole[i].items * pack.tokens();
+    load.seconds += seconds * slots;
     load.longest = std::max(load.longest, seconds);
     load.items += whole[i].items * pieces;
-    load.slots += whole[i].slots * pieces;
-    load.tokens += whole[i].items * pack.tokens();
+    load.slots += slots;
+    load.tokens += tokens;
+    add_long(seconds, slots, tokens);
     if (pieces > 1 || !packs.is_only_pack(i)) load.partials += static_cast<double>(int64_t{pack.queries} * pieces);
     load.most_splits = std::max(load.most_splits, pieces);
   }

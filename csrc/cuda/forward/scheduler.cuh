@@ -135,14 +135,18 @@ struct Scheduler {
   // with light ones; each then continues with what is left of the other kind. A half with no unit
   // of its preferred kind starts with one of the other kind.
   __device__ void run_lists(int begin, int middle, int end) {
-    const int grid = gridDim.x, cta = blockIdx.x;
+    const int grid = gridDim.x;
     const int heavy = middle - begin, light = end - middle;
     const bool two = s.num_halves == 2;
     bool is_light = s.sm_half == 1;
-    int first = is_light ? middle + cta : begin + cta;
+    // The CTAs take the first units of a list in turn, from the CTA on that comes after the last
+    // one that took a unit before: it has the least to do.
+    const int before = is_light ? middle : begin;
+    const int turn = (blockIdx.x + grid - before % grid) % grid;
+    int first = before + turn;
     bool more = first < (is_light ? end : middle);
     if (!more) {
-      first = is_light ? begin + grid + cta - light : middle + (two ? grid : 0) + cta - heavy;
+      first = is_light ? begin + grid + turn - light : middle + (two ? grid : 0) + turn - heavy;
       is_light = !is_light;
     }
 #pragma unroll 1
