@@ -28,20 +28,38 @@ double pack_slots(const Target& target, const Pack& pack) {
   return rest == 0 ? full : full + target.slots_of(target.row_tile_for(rest));
 }
 
+// The larger of two times, and up to a fifth more where they are near each other: memory that is
+// almost busy slows the SMs, and SMs that are almost busy leave the memory gaps.
+static double smooth_max(double a, double b) {
+  const double a2 = a * a, b2 = b * b;
+  return std::sqrt(std::sqrt(a2 * a2 + b2 * b2));
+}
+
+// Seconds of the long items wave by wave. A wave is as many items as there are slots; the last one,
+// which has fewer, takes no less than its longest item.
+static double waves_seconds(const Target& target, const ItemLoad& load, double slot_token_s) {
+  if (load.long_slots == 0.0) return 0.0;
+  const double slots = load.long_slots * target.num_kv_heads;
+  const double full_waves = std::floor(slots / target.slots());
+  const double rest = slots - full_waves * target.slots();
+  const double bytes_s = load.long_tokens / load.long_slots * slot_token_s;
+  const double alone_s = load.long_seconds / load.long_slots;
+  double seconds = full_waves * std::max(alone_s, target.slots() * bytes_s);
+  if (rest > 0.0) seconds += std::max(load.longest, rest * bytes_s);
+  return seconds;
+}
+
 double makespan_seconds(const Target& target, const ItemLoad& load) {
   const double heads = target.num_kv_heads;
   const double token_s = target.token_bytes() / target.bytes_per_s;
-  double waves_s = 0.0;
-  if (load.long_slots > 0.0) {
-    const double slots = load.long_slots * heads;
-    const double full_waves = std::floor(slots / target.slots());
-    const double rest = slots - full_waves * target.slots();
-    const double slot_bytes_s = load.long_tokens / load.long_slots * token_s;
-    waves_s = full_waves * std::max(load.long_seconds / load.long_slots,
-                                    target.slots() * slot_bytes_s);
-    if (rest > 0.0) waves_s += std::max(load.longest, rest * slot_bytes_s);
+  double bytes_s = load.tokens * heads * token_s;
+  // While all slots are busy, each reads at its share of the memory's speed. A long item may still
+  // be at it when the others have ended: how long was fitted.
+  if (load.slots * heads > target.slots()) {
+    bytes_s += 0.2 * load.longest_tokens * token_s * target.slots();
   }
-  return std::max({waves_s, load.tokens * heads * token_s, load.seconds * heads / target.slots()});
+  const double slots_s = load.seconds * heads / target.slots();
+  return smooth_max(bytes_s, std::max(slots_s, waves_seconds(target, load, token_s)));
 }
 
 double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries) {

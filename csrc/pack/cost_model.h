@@ -36,6 +36,7 @@ struct ItemLoad {
   double tokens = 0.0;      // that they read
   double partials = 0.0;
   int32_t most_splits = 1;  // of a query, about: the most pieces of a pack
+  double longest_tokens = 0.0;  // of an item, by the slots that it takes
   // Those of the above that are of long items, which take more than half as long as the longest.
   double long_seconds = 0.0;
   double long_slots = 0.0;
@@ -60,9 +61,8 @@ inline double piece_seconds(const Target& target, double seconds, int32_t pieces
 double pieces_within(const Target& target, double seconds, double limit);
 // Slots that the row tiles of a pack take, of each piece if it is split.
 double pack_slots(const Target& target, const Pack& pack);
-// Seconds until all SMs are done with items of all KV heads: of all bytes, of all items in turn, or
-// of the long items wave by wave, whichever takes longest. A wave is as many items as there are
-// slots. The last wave, which has fewer, takes no less than its longest item.
+// Seconds until all SMs are done with items of all KV heads: of all bytes, or of all items in turn,
+// or of the long items wave by wave, whichever takes longest.
 double makespan_seconds(const Target& target, const ItemLoad& load);
 // Seconds that the merge adds to a plan for a batch of `queries`: the bytes of all partials, and the
 // rounds of the query with the most splits, which follow one another.

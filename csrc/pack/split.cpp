@@ -86,7 +86,8 @@ ItemLoad load_if_split(const Target& target, const Packs& packs,
                 .items = branches.items,
                 .slots = branches.items,
                 .tokens = static_cast<double>(branches.tokens),
-                .partials = static_cast<double>(branches.partials)};
+                .partials = static_cast<double>(branches.partials),
+                .longest_tokens = static_cast<double>(branches.longest_tokens)};
   const auto add_long = [&](double seconds, double slots, double tokens) {
     if (seconds <= 0.5 * limit) return;
     load.long_seconds += seconds * slots;
@@ -109,6 +110,8 @@ ItemLoad load_if_split(const Target& target, const Packs& packs,
     add_long(seconds, slots, tokens);
     if (pieces > 1 || !packs.is_only_pack(i)) load.partials += static_cast<double>(int64_t{pack.queries} * pieces);
     load.most_splits = std::max(load.most_splits, pieces);
+    const double row_tile_slots = whole[i].slots / whole[i].items;
+    load.longest_tokens = std::max(load.longest_tokens, pack.tokens() / (pieces * row_tile_slots));
   }
   return load;
 }
