@@ -34,9 +34,9 @@ class Target:
     ``merge_factor`` and ``branch_overhead_s`` are fitted: what the model of a plan's time charges
     for a token read again, for the arithmetic of a wide item's token (both relative to a first
     read), for a partial's bytes (relative to their time in memory) and for a branch (seconds on its
-    SM). The ``max_*`` are the executor's buffers: packs are split no further than fits them, and a
-    plan that would exceed them nevertheless is made without branches, then without splits, then
-    without packs, and says of the last two in ``Plan.degraded``.
+    SM). The ``max_*`` are the executor's buffers: a plan that would exceed them is made with fewer
+    splits, then without branches, then without any split, then without packs, and says so in
+    ``Plan.degraded``, except of branches, and of splits that were not worth much.
 
     ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``
     applies equations 1 and 2 of that section, ``naive`` packs every node. ``split``: ``cost``

@@ -77,7 +77,9 @@ def test_what_is_measured_is_what_plans_are_made_with(
     assert found.costs.merge_factor > TRUTH.merge_factor  # more partials have more items, too
     assert found.fit is not None and found.fit.error < command.MAX_ERROR
     assert 20 <= (found.fit.fitted_plans or 0) <= 40 and 10 <= found.fit.held_out_plans <= 20
-    assert set(found.sources.values()) == {"measured", "fitted"}
+    taken_over = {name for name, source in found.sources.items() if source == "H200"}
+    assert taken_over == {"sm_speedup", "merge_round_s"}  # what splits are weighed by
+    assert set(found.sources.values()) == {"measured", "fitted", "H200"}
     assert (found.clocks_mhz, found.versions) == (H200.clocks_mhz, H200.versions)
     assert found.date and found.command == f"sglang-pat calibrate --json {tmp_path / 'rows.json'}"
     after = Target.gpu(H200, **HEADS)

@@ -145,15 +145,15 @@ def test_the_batch_of_the_walkthrough() -> None:
         "tail: tokens [512, 602) of query 2 -> pack 2",
     ]
     assert pack_line(0, found.packs[0]) == (
-        "pack 0: tokens [0, 512) of queries 0-2, 4 KV pieces: items 0-3"
+        "pack 0: tokens [0, 512) of queries 0-2, 6 KV pieces: items 0-4, 10"
     )
     kinds = [(item.kind, item.piece, item.pieces) for item in found.items]
-    assert kinds[3] == ("shared", 4, 4) and kinds[6] == ("tail", 1, 1)
+    assert kinds[3] == ("shared", 4, 6) and kinds[7] == ("tail", 1, 1)
     assert found.items[0].rows == 3 * 32 // 8 and found.items[0].row_tile == 16
-    assert merge_line(found.merges[2]) == "query 2: partials 14-18 of items 0, 1, 2, 3, 6"
+    assert merge_line(found.merges[2]) == "query 2: partials 20-26 of items 0, 1, 2, 3, 4, 10, 7"
     assert (found.tokens_read, found.tokens_alone, found.tokens_held) == (923, 2203, 923)
     assert found.token_bytes == 2 * 8 * 128 * 2
-    assert found.partial_bytes == 19 * 32 * (128 * 4 + 4)
+    assert found.partial_bytes == 27 * 32 * (128 * 4 + 4)
 
 
 def test_a_pack_of_several_row_tiles() -> None:

@@ -225,8 +225,8 @@ def test_json_holds_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> No
     assert sum(item["tokens"] for item in data["items"]) == sums["kv_tokens_read"]
     assert data["merges"][1] == {
         "query": 1,
-        "slots": list(range(7, 14)),
-        "items": [0, 1, 2, 3, 4, 5, 8],
+        "slots": list(range(10, 20)),
+        "items": [0, 1, 2, 3, 4, 10, 5, 6, 8, 11],
     }
     bounds = list(zip(data["min_seq_lens"], data["max_seq_lens"], strict=True))
     assert f"query 0 has {bounds[0][0]} to {bounds[0][1]}, query 1 has" in text
@@ -288,9 +288,9 @@ def test_the_structs_are_the_plan_s_arrays(capsys: pytest.CaptureFixture[str]) -
     lines = printed(capsys, "--part", "structs").splitlines()[1:]
     counts = (plan.num_items, plan.num_items, plan.num_members, plan.num_queries, plan.num_segments)
     assert len(lines) == sum(counts)
-    assert lines[6].strip().startswith("Item 6: ") and "query 2" in lines[6]
-    assert "kv_len -1" in next(line for line in lines if "Segment 6: " in line)
+    assert lines[7].strip().startswith("Item 7: ") and "query 2" in lines[7]
+    assert "kv_len -1" in next(line for line in lines if "Segment 9: " in line)
     members = [line for line in lines if "Member" in line]
-    assert members[1].strip() == "Member 1: query 1, partial 7"
+    assert members[1].strip() == "Member 1: query 1, partial 10"
     branch = printed(capsys, "--part", "structs", "--branching", "always")
     assert "Segment 4: " in branch

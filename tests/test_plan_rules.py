@@ -122,7 +122,7 @@ def test_the_byte_rule_counts_group_tiles_and_partials() -> None:
 
 def test_splits_fill_the_machine() -> None:
     one = plan([[]], [131072], target())
-    assert one.num_items * 8 >= 132  # eight KV heads, 132 SMs
+    assert 0.9 * 132 <= one.num_items * 8 <= 132  # eight KV heads, an item for each of 132 SMs
     many = plan([[]] * 1024, [1024] * 1024, target())
     assert many.num_items == 1024
     ragged = plan([[]] * 64, [32768] + [200] * 63, target())

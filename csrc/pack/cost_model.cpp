@@ -12,6 +12,31 @@
 #include "packer.h"
 
 namespace pat {
+namespace {
+
+// The larger of two times, and up to a fifth more where they are near each other: memory that is
+// almost busy slows the SMs, and SMs that are almost busy leave the memory gaps.
+double smooth_max(double a, double b) {
+  const double a2 = a * a, b2 = b * b;
+  return std::sqrt(std::sqrt(a2 * a2 + b2 * b2));
+}
+
+// Seconds of the long items wave by wave. A wave is as many items as there are slots; the last one,
+// which has fewer, takes no less than its longest item.
+double waves_seconds(const Target& target, const ItemLoad& load, double slot_token_s) {
+  if (load.long_slots == 0.0) return 0.0;
+  const double slots = load.long_slots * target.num_kv_heads;
+  const double full_waves = std::floor(slots / target.slots());
+  const double rest = slots - full_waves * target.slots();
+  const double bytes_s = load.long_tokens / load.long_slots * slot_token_s;
+  const double alone_s = load.long_seconds / load.long_slots;
+  double seconds = full_waves * std::max(alone_s, target.slots() * bytes_s);
+  if (rest > 0.0) seconds += std::max(load.longest, rest * bytes_s);
+  return seconds;
+}
+
+}  // namespace
+
 double pack_seconds(const Target& target, const Pack& pack) {
   return item_seconds(target, target.row_tile_for(pack.queries), pack.tokens());
 }
@@ -26,27 +51,6 @@ double pack_slots(const Target& target, const Pack& pack) {
   const int32_t rest = pack.queries % most;
   const double full = pack.queries / most * target.slots_of(target.row_tiles.back());
   return rest == 0 ? full : full + target.slots_of(target.row_tile_for(rest));
-}
-
-// The larger of two times, and up to a fifth more where they are near each other: memory that is
-// almost busy slows the SMs, and SMs that are almost busy leave the memory gaps.
-static double smooth_max(double a, double b) {
-  const double a2 = a * a, b2 = b * b;
-  return std::sqrt(std::sqrt(a2 * a2 + b2 * b2));
-}
-
-// Seconds of the long items wave by wave. A wave is as many items as there are slots; the last one,
-// which has fewer, takes no less than its longest item.
-static double waves_seconds(const Target& target, const ItemLoad& load, double slot_token_s) {
-  if (load.long_slots == 0.0) return 0.0;
-  const double slots = load.long_slots * target.num_kv_heads;
-  const double full_waves = std::floor(slots / target.slots());
-  const double rest = slots - full_waves * target.slots();
-  const double bytes_s = load.long_tokens / load.long_slots * slot_token_s;
-  const double alone_s = load.long_seconds / load.long_slots;
-  double seconds = full_waves * std::max(alone_s, target.slots() * bytes_s);
-  if (rest > 0.0) seconds += std::max(load.longest, rest * bytes_s);
-  return seconds;
 }
 
 double makespan_seconds(const Target& target, const ItemLoad& load) {
@@ -66,8 +70,7 @@ double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries
   const double bytes = load.partials * target.num_kv_heads * target.partial_cost_bytes();
   const double bytes_s = target.merge_factor * bytes / target.bytes_per_s;
   if (load.most_splits <= 1) return bytes_s;
-  const int32_t at_once =
-      merge_rule(queries * target.num_q_heads, target.num_sms).splits_at_once();
+  const int32_t at_once = merge_rule(queries * target.num_q_heads, target.num_sms).splits_at_once();
   const int32_t rounds = (load.most_splits + at_once - 1) / at_once;
   return bytes_s + rounds * target.merge_round_s;
 }

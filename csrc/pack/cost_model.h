@@ -29,13 +29,13 @@ struct BranchLoad {
 
 // Items of a plan for one KV head.
 struct ItemLoad {
-  double seconds = 0.0;     // sum; of a wide item times the slots that it takes
-  double longest = 0.0;     // seconds of the longest item
+  double seconds = 0.0;  // sum; of a wide item times the slots that it takes
+  double longest = 0.0;  // seconds of the longest item
   double items = 0.0;
-  double slots = 0.0;       // that the items take
-  double tokens = 0.0;      // that they read
+  double slots = 0.0;   // that the items take
+  double tokens = 0.0;  // that they read
   double partials = 0.0;
-  int32_t most_splits = 1;  // of a query, about: the most pieces of a pack
+  int32_t most_splits = 1;      // of a query, about: the most pieces of a pack
   double longest_tokens = 0.0;  // of an item, by the slots that it takes
   // Those of the above that are of long items, which take more than half as long as the longest.
   double long_seconds = 0.0;
@@ -64,8 +64,8 @@ double pack_slots(const Target& target, const Pack& pack);
 // Seconds until all SMs are done with items of all KV heads: of all bytes, or of all items in turn,
 // or of the long items wave by wave, whichever takes longest.
 double makespan_seconds(const Target& target, const ItemLoad& load);
-// Seconds that the merge adds to a plan for a batch of `queries`: the bytes of all partials, and the
-// rounds of the query with the most splits, which follow one another.
+// Seconds that the merge adds to a plan for a batch of `queries`: the bytes of all partials, and
+// the rounds of the query with the most splits, which follow one another.
 double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries);
 
 // Bytes saved (> 0) or lost when `merged` of a pack's `queries` leave it and read its `tokens`

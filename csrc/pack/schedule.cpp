@@ -111,18 +111,23 @@ bool Scheduler::drop_branches() {
   return any;
 }
 
-// Cuts the packs so that their items fit the buffers: what is too large is made without branches,
-// then without splits, then without packs. Returns why, or "" if it has all that the tree gives.
+// Cuts the packs so that their items fit the buffers: what is too large is split less, then made
+// without branches, then without splits, then without packs. Returns why, or "" if it has all that
+// the tree gives.
 std::string Scheduler::fit(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   std::ostringstream why;
   for (const auto& [use_tree, split] : {std::pair{true, true}, {true, false}, {false, false}}) {
     if (!use_tree) packer_.choose(tree, seq_lens, num_queries, false, packs_);
-    split_packs(*tiles_, packs_, split, branches_);
+    bool held_back = split_packs(*tiles_, packs_, split, branches_);
     bool fits = assign_partials(num_queries);
     if (!fits && drop_branches()) {
       packer_.choose(tree, seq_lens, num_queries, true, packs_);
-      split_packs(*tiles_, packs_, split);
+      held_back = split_packs(*tiles_, packs_, split);
       fits = assign_partials(num_queries);
+    }
+    if (fits && held_back) {
+      why << "with fewer splits: more than " << target_.max_items << " items or "
+          << target_.max_partials << " partials would be faster";
     }
     if (fits) break;
     why.str("");

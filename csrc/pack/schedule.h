@@ -36,7 +36,7 @@ class Scheduler {
 
   const Target target_;
   // Without the row tile of wide items, which take a whole SM. Packing goes by this one; and so
-  // does all of a plan whose wide work units are fewer than half of the SMs.
+  // does all of a plan whose wide work units are fewer than four fifths of the SMs.
   const Target without_wide_;
   const Target* tiles_ = nullptr;  // of the two, the one whose row tiles the plan at hand has
   Packer packer_;

@@ -14,6 +14,11 @@ constexpr int32_t kMaxPieces = 512;
 // Tokens of a piece, at least: a KV tile of the CUDA kernels, below which an item takes no less
 // time.
 constexpr int32_t kMinChunk = 64;
+// What items are compared by: their seconds, as parts of the time that a slot has work for.
+constexpr double kMostShare = 6.0;
+constexpr double kStep = 0.78;
+// Times as long as another: more than the model is off.
+constexpr double kClearly = 1.1;
 
 int32_t round_up(int32_t value, int32_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -108,7 +113,8 @@ ItemLoad load_if_split(const Target& target, const Packs& packs,
     load.slots += slots;
     load.tokens += tokens;
     add_long(seconds, slots, tokens);
-    if (pieces > 1 || !packs.is_only_pack(i)) load.partials += static_cast<double>(int64_t{pack.queries} * pieces);
+    if (pieces > 1 || !packs.is_only_pack(i))
+      load.partials += static_cast<double>(int64_t{pack.queries} * pieces);
     load.most_splits = std::max(load.most_splits, pieces);
     const double row_tile_slots = whole[i].slots / whole[i].items;
     load.longest_tokens = std::max(load.longest_tokens, pack.tokens() / (pieces * row_tile_slots));
@@ -117,8 +123,9 @@ ItemLoad load_if_split(const Target& target, const Packs& packs,
 }
 
 // Chooses the longest time that an item may take: for about a dozen limits, models how long the SMs
-// and the merge need, and keeps the best of those whose items and partials fit the buffers.
-void split_by_cost(const Target& target, Packs& packs, const BranchLoad& branches) {
+// and the merge need, and keeps the best of those whose items and partials fit the buffers. Returns
+// whether that is clearly slower than the best of all.
+bool split_by_cost(const Target& target, Packs& packs, const BranchLoad& branches) {
   const std::vector<WholePack> whole = whole_packs(target, packs);
   const int32_t queries = count_of(packs.packs) - packs.num_nodes;
   const auto seconds_of = [&](const ItemLoad& load) {
@@ -126,42 +133,50 @@ void split_by_cost(const Target& target, Packs& packs, const BranchLoad& branche
   };
   double longest = 0.0;
   for (const WholePack& pack : whole) longest = std::max(longest, pack.seconds);
-  if (longest == 0.0) return;
+  if (longest == 0.0) return false;
   double best_limit = longest;
   const ItemLoad unsplit = load_if_split(target, packs, whole, branches, longest);
   double best = seconds_of(unsplit);
+  double best_of_all = best;
   const double work_s = unsplit.seconds - unsplit.slots * target.item_overhead_s;
   const double share = work_s * target.num_kv_heads / target.slots();  // of a slot
-  for (double part = 6.0 * share; part > share / 3.0; part *= 0.78) {
+  // Looks at items of `part` seconds beside their overhead. Returns whether they are taken.
+  const auto look_at = [&](double part) {
     const double limit = target.item_overhead_s + part;
-    if (limit >= longest) continue;
+    if (limit >= longest) return false;
     const ItemLoad load = load_if_split(target, packs, whole, branches, limit);
-    if (load.items > target.max_items || load.partials > target.max_partials) continue;
     const double seconds = seconds_of(load);
-    if (seconds < best) {
-      best = seconds;
-      best_limit = limit;
-    }
+    best_of_all = std::min(best_of_all, seconds);
+    const bool fits = load.items <= target.max_items && load.partials <= target.max_partials;
+    if (!fits || seconds >= best) return false;
+    best = seconds;
+    best_limit = limit;
+    return true;
+  };
+  for (double part = kMostShare * share; part > share / 3.0; part *= kStep) look_at(part);
+  // Where none of these fit, the finest that do.
+  for (double part = kMostShare * share; best_limit == longest && best > kClearly * best_of_all;) {
+    part /= kStep;
+    if (look_at(part) || part >= longest) break;
   }
   for (int32_t i = 0; i < count_of(packs.packs); ++i) {
     Pack& pack = packs.packs[i];
     if (pack.queries > 0) cut(target, pack, pieces_for(target, pack, whole[i].seconds, best_limit));
   }
+  return best > kClearly * best_of_all;
 }
 
 }  // namespace
 
-void split_packs(const Target& target, Packs& packs, bool enabled, const BranchLoad& branches) {
+bool split_packs(const Target& target, Packs& packs, bool enabled, const BranchLoad& branches) {
   for (Pack& pack : packs.packs) {
     pack.pieces = 1;
     pack.chunk = std::max(pack.tokens(), 1);
   }
-  if (!enabled) return;
-  if (target.split == Split::kMean) {
-    split_by_mean(target, packs);
-  } else {
-    split_by_cost(target, packs, branches);
-  }
+  if (!enabled) return false;
+  if (target.split == Split::kCost) return split_by_cost(target, packs, branches);
+  split_by_mean(target, packs);
+  return false;
 }
 
 }  // namespace pat

@@ -9,7 +9,8 @@
 namespace pat {
 
 // Sets Pack::pieces and Pack::chunk. `enabled` false leaves every pack whole. `branches` run beside
-// the packs.
-void split_packs(const Target& target, Packs& packs, bool enabled, const BranchLoad& branches = {});
+// the packs. Returns whether the target's room for items and partials keeps packs from being split
+// as they should be.
+bool split_packs(const Target& target, Packs& packs, bool enabled, const BranchLoad& branches = {});
 
 }  // namespace pat

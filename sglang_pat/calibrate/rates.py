@@ -121,7 +121,9 @@ def bandwidth(bench: Bench) -> float:
 def products(bench: Bench) -> float:
     """Operations per second, of items of the largest row tile, whose tokens are in the L2."""
     tile = bench.target(1).row_tiles[-1]
-    queries = PRODUCT_TILES * max(1, tile // (bench.heads.q // bench.heads.kv))
+    # At least one such item for each SM, or the plan has smaller ones.
+    tiles = max(PRODUCT_TILES, math.ceil(bench.profile.sms / bench.heads.kv))
+    queries = tiles * max(1, tile // (bench.heads.q // bench.heads.kv))
     short, long = (regular(Tree((1, queries), (tokens, 1))) for tokens in PRODUCT_TOKENS)
     options: dict[str, Any] = {"branching": "never", "policy": "naive"}
     seconds = bench.seconds(long, **options) - bench.seconds(short, **options)

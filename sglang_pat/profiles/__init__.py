@@ -36,8 +36,9 @@ class Costs:
     ``bytes_per_s`` and ``flops_per_s`` are of all SMs together, ``item_overhead_s`` and
     ``branch_overhead_s`` seconds on one SM. ``sm_speedup`` is how much faster an SM reads K/V that
     has the memory to itself than by its share of ``bytes_per_s``, ``merge_round_s`` the seconds of
-    the splits of a query that the merge joins at once. ``reread_weight`` is what packing charges for a token
-    read again; the factors are those of the model of a plan's time (csrc/pack/cost_model.h).
+    the splits of a query that the merge joins at once. ``reread_weight`` is what packing charges
+    for a token read again; the factors are those of the model of a plan's time
+    (csrc/pack/cost_model.h).
     """
 
     bytes_per_s: float

@@ -25,7 +25,9 @@ class DevicePlan:
 
     hand: HandPlan
 
-    def __getattr__(self, name: str) -> int:
+    def __getattr__(self, name: str) -> Any:
+        if name in ("segments", "item_segments"):
+            return getattr(self.hand, name)
         if name.startswith(("num_", "total_", "branch_", "list_")):
             return int(self.hand.header[name][0])
         raise AttributeError(name)
