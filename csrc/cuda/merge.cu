@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The merge kernel (PAT section 7): the partial results of queries with several splits, joined by
-// online softmax. Splits are joined in the plan's order, so that results are bitwise the same from
-// run to run. It also writes zeros for the queries that no item covers: those without tokens and
-// those that pad a batch.
+// online softmax. The plan, the rows and the SMs fix the order, so that results are bitwise the
+// same from run to run. It also writes zeros for the queries that no item covers: those without
+// tokens and those that pad a batch.
 #include <iterator>
 
 #include "cuda/error.h"

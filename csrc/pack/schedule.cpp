@@ -113,7 +113,7 @@ bool Scheduler::drop_branches() {
 
 // Cuts the packs so that their items fit the buffers: what is too large is split less, then made
 // without branches, then without splits, then without packs. Returns why, or "" if it has all that
-// the tree gives.
+// the tree gives, but for branches or splits that are not worth much.
 std::string Scheduler::fit(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   std::ostringstream why;
   for (const auto& [use_tree, split] : {std::pair{true, true}, {true, false}, {false, false}}) {

@@ -2,7 +2,8 @@
 // The forward kernel: a persistent CTA per SM, of two halves that run the plan's work units
 // (item x KV head) independently. A half has two warpgroups, one of producers, one of consumers:
 //
-//   producers, warp 0     scheduler  claims work units, heaviest first, and puts them into a ring
+//   producers, warp 0     scheduler  claims work units, the longest first, and puts them into a
+//   ring
 //              warp 3     fetcher    copies Q and the slots of the tokens, some tiles ahead
 //              warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers
 //                                    and across units
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     Control& control = s.control();
     control.loaded_tiles = 0;
     const auto* plan = reinterpret_cast<const char*>(p.plan);
-    // Most likely the first item of this half: fetched while the header is on its way.
+    // An item that this CTA may begin with: fetched while the header is on its way.
     const uint32_t first = (blockIdx.x + half * gridDim.x) / p.num_kv_heads;
     prefetch(plan + sizeof(PlanHeader) + first * sizeof(Item));
     const PlanHeader header = *p.plan;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scheduler warp of a half: decides which work units the half runs, heaviest first, and puts
-// them into the ring that fetcher, loaders and consumers read.
+// The scheduler warp of a half: decides which work units the half runs, the longest of a list
+// first, and puts them into the ring that fetcher, loaders and consumers read.
 //
 // Work units are numbered as the plan orders its items: unit i is KV head i % num_kv_heads of item
 // i / num_kv_heads. So wide units come first, then heavy ones, then light ones.
