@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kit.trees import (
     Batch,
@@ -127,6 +129,35 @@ def test_splits_fill_the_machine() -> None:
     assert many.num_items == 1024
     ragged = plan([[]] * 64, [32768] + [200] * 63, target())
     assert ragged.num_items > 64 + 8
+
+
+def most_splits(queries: int, **overrides: Any) -> int:
+    """Of one long query among short ones, with eight query heads a query."""
+    made_for = target(num_q_heads=8, num_kv_heads=1, **overrides)
+    made = plan([[]] * queries, [65536] + [100] * (queries - 1), made_for)
+    return int(made.queries["num_splits"].max())
+
+
+def test_a_query_has_fewer_splits_where_the_merge_joins_fewer_at_once() -> None:
+    """A warp joins the splits of a batch of many heads round by round (csrc/merge_rule.h)."""
+    by_size = [most_splits(queries) for queries in (1, 20, 64, 300)]
+    assert by_size[0] > by_size[1] > by_size[2] > by_size[3] > 1
+    free = [most_splits(queries, merge_round_s=0.0) for queries in (1, 20, 64, 300)]
+    assert free[0] == by_size[0] and free[3] > 2 * by_size[3]
+
+
+def test_items_are_longer_where_an_sm_alone_is_fast() -> None:
+    items = [plan([[]], [65536], target(sm_speedup=speed)).num_items for speed in (1.0, 1.6, 3.0)]
+    assert items[0] > items[1] > items[2] > 1
+
+
+def test_items_fill_the_slots_of_the_sms() -> None:
+    """Twenty long queries of eight KV heads: 160 items leave no slot of 132 SMs with two each
+    without work for long, but of SMs with one each they are a wave and a fifth."""
+    lens = [65536] * 20
+    for slots, expected in ((2, 20), (1, 60)):
+        made = plan([[]] * 20, lens, target(items_per_sm=slots))
+        assert made.num_items == expected
 
 
 def test_mean_split_keeps_items_under_the_mean() -> None:
