@@ -74,11 +74,13 @@ def test_the_plan_of_an_h200_has_whole_items_of_the_tile(heads: Heads, kv_len: i
         assert made.num_wide_items == (made.num_items if row_tile == 128 else 0)
 
 
-def test_the_usual_plan_would_split() -> None:
+def test_the_usual_room_for_partials_would_take_gigabytes() -> None:
+    """Which is why these plans have none, though the usual ones would not be split either."""
     heads = Heads(32, 8)
-    tree = tiles.tree_of(heads, 64, 16384, 132)
-    target = PatOptions(branching="never").target(tree, heads)
-    assert plan(tree.paths, tree.seq_lens, target).num_partials > 0
+    tree = tiles.tree_of(heads, 64, 64, 132)
+    usual, whole = (options.target(tree, heads) for options in (PatOptions(), tiles.Whole()))
+    partial = heads.q * (heads.dim * 4 + 4)
+    assert usual.max_partials * partial > 1 << 30 and whole.max_partials * partial < 1 << 20
 
 
 @pytest.fixture
