@@ -14,13 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from kit.bench import (
-    MEASURED,
-    RATES,
-    measured_rows,
-    replace_device,
-    row,
-)
+from kit.bench import MEASURED, RATES, measured_rows, replace_device, row
 
 from sglang_pat.bench.common import document as documents
 from sglang_pat.bench.common import figures
