@@ -71,14 +71,26 @@ _PER_SM = {
 }
 
 
-# Compute capabilities whose SMs have 99 KiB of shared memory for a block, not 163 or 227.
-_LITTLE_SHARED = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+_KIB = 1024
+# Bytes of shared memory that a block can have, by compute capability: the CUDA C++ programming
+# guide's technical specifications.
+SHARED_PER_BLOCK = {
+    (8, 0): 163 * _KIB,
+    (8, 6): 99 * _KIB,
+    (8, 9): 99 * _KIB,
+    (9, 0): 227 * _KIB,
+    (10, 0): 227 * _KIB,
+    (12, 0): 99 * _KIB,
+    (12, 1): 99 * _KIB,
+}
 
 
 def items_per_sm(capability: tuple[int, int], head_dim: int) -> int:
     """Items that an SM runs side by side: two where its shared memory holds the stages of both
-    (``footprint`` in csrc/cuda/forward/launch.cuh), else one."""
-    return 2 if head_dim <= (64 if capability in _LITTLE_SHARED else 128) else 1
+    (``footprint`` in csrc/cuda/forward/launch.cuh), else one. A GPU that is not known counts as one
+    with much shared memory."""
+    little = SHARED_PER_BLOCK.get(capability, SHARED_PER_BLOCK[9, 0]) < SHARED_PER_BLOCK[8, 0]
+    return 2 if head_dim <= (64 if little else 128) else 1
 
 
 def h200() -> Profile:

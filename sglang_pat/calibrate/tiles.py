@@ -19,6 +19,7 @@ from math import ceil
 from typing import Any
 
 from sglang_pat import _C
+from sglang_pat.gpus import SHARED_PER_BLOCK
 from sglang_pat.target import row_tiles_for
 
 SIZES = (16, 32, 64, 128, 256)
@@ -33,14 +34,10 @@ OTHER_REGISTERS = 40  # addresses, counters, the state of the softmax
 BLOCK_RESERVE = 1024  # bytes of shared memory that CUDA takes for each block
 
 KIB = 1024
-# Shared memory of an SM and of a block at most, and threads of an SM, by compute capability: the
-# CUDA C++ programming guide's technical specifications. All have 64 Ki registers.
-_BY_CAPABILITY = {
-    (8, 0): (164 * KIB, 163 * KIB, 2048),
-    (8, 6): (100 * KIB, 99 * KIB, 1536),
-    (8, 9): (100 * KIB, 99 * KIB, 1536),
-    (9, 0): (228 * KIB, 227 * KIB, 2048),
-}
+# Threads of an SM by compute capability: the CUDA C++ programming guide's technical
+# specifications. An SM has as much shared memory as its largest block and what CUDA takes for it,
+# and 64 Ki registers.
+_THREADS = {(8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048}
 _REGISTERS = 64 * KIB
 
 
@@ -60,7 +57,8 @@ class Hardware:
 
 
 def _of(name: str, sms: int, major: int, minor: int) -> Hardware:
-    shared, of_block, threads = _BY_CAPABILITY[major, minor]
+    of_block, threads = SHARED_PER_BLOCK[major, minor], _THREADS[major, minor]
+    shared = of_block + BLOCK_RESERVE
     return Hardware(name, sms, major, minor, shared, of_block, _REGISTERS, threads)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sglang_pat.gpus import SHARED_PER_BLOCK
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -21,16 +23,6 @@ class Gpu:
     shared_per_block: int
 
 
-_KIB = 1024
-# The CUDA C++ programming guide's technical specifications, by compute capability.
-_SHARED_PER_BLOCK = {
-    (8, 0): 163 * _KIB,
-    (8, 6): 99 * _KIB,
-    (8, 9): 99 * _KIB,
-    (9, 0): 227 * _KIB,
-    (10, 0): 227 * _KIB,
-    (12, 0): 99 * _KIB,
-}
 # Compute capability and MiB of memory as nvidia-smi shows them.
 _KNOWN = {
     "H200": ((9, 0), 143_771),
@@ -55,7 +47,7 @@ def known_gpu(name: str) -> Gpu:
     wanted = name.upper().replace(" ", "").replace("_", "-").removeprefix("RTX")
     for known, (capability, memory_mib) in _KNOWN.items():
         if wanted == known.removeprefix("RTX"):
-            return Gpu(known, capability, memory_mib, _SHARED_PER_BLOCK[capability])
+            return Gpu(known, capability, memory_mib, SHARED_PER_BLOCK[capability])
     raise ValueError(f"{name!r} is not known; the GPUs are {', '.join(KNOWN)}")
 
 
