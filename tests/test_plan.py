@@ -93,7 +93,7 @@ def test_a_plan_always_fits_its_buffers(batch: Batch, max_items: int, max_partia
 def test_a_plan_splits_as_far_as_its_buffers_allow(room: int) -> None:
     """And says so where that is slow."""
     made = plan([[]], [131072], target(max_partials=room))
-    assert made.num_items == max(1, min(room, made.num_items)) and made.num_partials <= room
+    assert made.num_items <= max(1, room) and made.num_partials <= room
     assert (made.num_items > 1) == (room > 0)
     free = plan([[]], [131072], target())
     assert bool(made.degraded) == (made.num_items < free.num_items)

@@ -35,6 +35,12 @@ double waves_seconds(const Target& target, const ItemLoad& load, double slot_tok
   return seconds;
 }
 
+// Seconds of all SMs that partials of one KV head take on all of them, written and read.
+double partial_seconds(const Target& target, double partials) {
+  return target.merge_factor * target.num_kv_heads * partials * target.partial_cost_bytes() /
+         target.bytes_per_s;
+}
+
 }  // namespace
 
 double pack_seconds(const Target& target, const Pack& pack) {
@@ -67,8 +73,7 @@ double makespan_seconds(const Target& target, const ItemLoad& load) {
 }
 
 double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries) {
-  const double bytes = load.partials * target.num_kv_heads * target.partial_cost_bytes();
-  const double bytes_s = target.merge_factor * bytes / target.bytes_per_s;
+  const double bytes_s = partial_seconds(target, load.partials);
   if (load.most_splits <= 1) return bytes_s;
   const int32_t at_once = merge_rule(queries * target.num_q_heads, target.num_sms).splits_at_once();
   const int32_t rounds = (load.most_splits + at_once - 1) / at_once;
@@ -138,9 +143,7 @@ double plan_seconds(const Target& target, const PlanTerms& terms) {
   // A branch may be the last to run.
   const double longest =
       static_cast<double>(terms.longest_branch_tokens) * token_s * target.num_sms;
-  return std::max(all, longest) + target.merge_factor * heads *
-                                      static_cast<double>(terms.partials) *
-                                      target.partial_cost_bytes() / target.bytes_per_s;
+  return std::max(all, longest) + partial_seconds(target, static_cast<double>(terms.partials));
 }
 
 double plan_seconds(const Target& target, const Packs& packs, const BranchLoad& branches,

@@ -125,11 +125,13 @@ std::string Scheduler::fit(const PackTree& tree, const int64_t* seq_lens, int32_
       held_back = split_packs(*tiles_, packs_, split);
       fits = assign_partials(num_queries);
     }
-    if (fits && held_back) {
-      why << "with fewer splits: more than " << target_.max_items << " items or "
-          << target_.max_partials << " partials would be faster";
+    if (fits) {
+      if (held_back) {
+        why << "with fewer splits: more than " << target_.max_items << " items or "
+            << target_.max_partials << " partials would be faster";
+      }
+      break;
     }
-    if (fits) break;
     why.str("");
     why << (split ? "without splits: " : "without packs: ") << assigned_.num_items << " items (of "
         << target_.max_items << ") and " << assigned_.num_partials << " partials (of "

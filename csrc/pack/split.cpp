@@ -14,10 +14,13 @@ constexpr int32_t kMaxPieces = 512;
 // Tokens of a piece, at least: a KV tile of the CUDA kernels, below which an item takes no less
 // time.
 constexpr int32_t kMinChunk = 64;
-// What items are compared by: their seconds, as parts of the time that a slot has work for.
+// The limits that are compared: an item's seconds beside its overhead, as multiples of what a slot
+// has to do if all work is spread evenly, from kMostShare down to kLeastShare in factors of kStep.
 constexpr double kMostShare = 6.0;
+constexpr double kLeastShare = 1.0 / 3.0;
 constexpr double kStep = 0.78;
-// Times as long as another: more than the model is off.
+// A plan that is modelled to take more than so many times as long as another is clearly slower: the
+// model is off by less.
 constexpr double kClearly = 1.1;
 
 int32_t round_up(int32_t value, int32_t multiple) {
@@ -113,8 +116,9 @@ ItemLoad load_if_split(const Target& target, const Packs& packs,
     load.slots += slots;
     load.tokens += tokens;
     add_long(seconds, slots, tokens);
-    if (pieces > 1 || !packs.is_only_pack(i))
+    if (pieces > 1 || !packs.is_only_pack(i)) {
       load.partials += static_cast<double>(int64_t{pack.queries} * pieces);
+    }
     load.most_splits = std::max(load.most_splits, pieces);
     const double row_tile_slots = whole[i].slots / whole[i].items;
     load.longest_tokens = std::max(load.longest_tokens, pack.tokens() / (pieces * row_tile_slots));
@@ -153,11 +157,11 @@ bool split_by_cost(const Target& target, Packs& packs, const BranchLoad& branche
     best_limit = limit;
     return true;
   };
-  for (double part = kMostShare * share; part > share / 3.0; part *= kStep) look_at(part);
-  // Where none of these fit, the finest that do.
-  for (double part = kMostShare * share; best_limit == longest && best > kClearly * best_of_all;) {
-    part /= kStep;
-    if (look_at(part) || part >= longest) break;
+  for (double part = kMostShare * share; part > kLeastShare * share; part *= kStep) look_at(part);
+  // Where none of these fits, the finest that does.
+  if (best_limit == longest && best > kClearly * best_of_all) {
+    double part = kMostShare * share / kStep;
+    while (part < longest && !look_at(part)) part /= kStep;
   }
   for (int32_t i = 0; i < count_of(packs.packs); ++i) {
     Pack& pack = packs.packs[i];

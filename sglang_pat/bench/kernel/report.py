@@ -86,11 +86,9 @@ class Measured(Protocol):
     def permuted(self) -> bool: ...
 
 
-class Compared(Protocol):
+class Compared(Measured, Protocol):
     """A row whose outputs were compared with others."""
 
-    @property
-    def heads(self) -> str: ...
     @property
     def spec(self) -> str: ...
     @property
