@@ -152,8 +152,8 @@ def test_items_are_longer_where_an_sm_alone_is_fast() -> None:
 
 
 def test_items_fill_the_slots_of_the_sms() -> None:
-    """Twenty long queries of eight KV heads: 160 items leave no slot of 132 SMs with two each
-    without work for long, but of SMs with one each they are a wave and a fifth."""
+    """Twenty long queries of eight KV heads are 160 items: less than a wave of 132 SMs with two
+    slots each, but a wave and a fifth of SMs with one, where smaller items end sooner."""
     lens = [65536] * 20
     for slots, expected in ((2, 20), (1, 60)):
         made = plan([[]] * 20, lens, target(items_per_sm=slots))

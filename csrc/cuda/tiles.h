@@ -34,8 +34,7 @@ inline constexpr int kMaxStages = 8;      // ring of K and V tiles
 inline constexpr int kWorkUnits = 8;      // ring of work units
 inline constexpr int kSlotTiles = 6;      // ring of tiles whose slots are known
 inline constexpr int kNarrowBuffers = 4;  // ring of Q buffers of narrow units: one a consumer warp
-inline constexpr int kAheadTiles =
-    4;  // the scheduler claims on when no more tiles are left to load
+inline constexpr int kAheadTiles = 4;     // the scheduler claims on when no more are left to load
 
 // Upper ends of the row tiles that Launch::kStreams and kSerial run in one kernel each.
 inline constexpr std::array<int, 4> kRowTiles = {kWarpRows, kHeavyRows, kWideRows,

@@ -2,8 +2,7 @@
 // The forward kernel: a persistent CTA per SM, of two halves that run the plan's work units
 // (item x KV head) independently. A half has two warpgroups, one of producers, one of consumers:
 //
-//   producers, warp 0     scheduler  claims work units, the longest first, and puts them into a
-//   ring
+//   producers, warp 0     scheduler  claims work units, longest first, and puts them into a ring
 //              warp 3     fetcher    copies Q and the slots of the tokens, some tiles ahead
 //              warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers
 //                                    and across units
