@@ -28,7 +28,7 @@ using Vector = std::array<int64_t, 2>;
 struct Buffers {
   PlanHeader* plan;
   uint16_t* row_masks;
-  void* partials;
+  char* partials;
   float* partial_lse;
   int32_t* queue;
   int32_t partial_bytes;
@@ -42,7 +42,7 @@ Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t 
   return {
       .plan = pointer<PlanHeader>(plan),
       .row_masks = pointer<uint16_t>(row_masks),
-      .partials = pointer<void>(partials),
+      .partials = pointer<char>(partials),
       .partial_lse = pointer<float>(partial_lse),
       .queue = pointer<int32_t>(queue),
       .partial_bytes = partial_bytes,
@@ -57,31 +57,32 @@ Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t 
 std::string describe(const Buffers& b) {
   std::ostringstream text;
   text << "CudaBuffers(plan=" << b.plan << ", row_masks=" << b.row_masks
-       << ", partials=" << b.partials << ", partial_lse=" << b.partial_lse << ", queue=" << b.queue
-       << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
-       << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
-       << ", launch=" << static_cast<int>(b.launch) << ")";
+       << ", partials=" << static_cast<const void*>(b.partials) << ", partial_lse=" << b.partial_lse
+       << ", queue=" << b.queue << ", partial_bytes=" << b.partial_bytes
+       << ", num_q_heads=" << b.num_q_heads << ", num_kv_heads=" << b.num_kv_heads
+       << ", head_dim=" << b.head_dim << ", launch=" << static_cast<int>(b.launch) << ")";
   return text.str();
 }
 
 void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
             const Tensor3& v_cache, const Tensor3& out, int64_t lse, int64_t trace, int num_rows,
             int dtype, float scale, float logit_cap, int64_t stream) {
-  const CudaDecodeArgs args{
+  constexpr int64_t kBytes = 2;  // of an element; Python's strides are in elements
+  const DecodeParams params{
       .plan = buffers.plan,
-      .q = pointer<const void>(q[0]),
-      .q_stride_query = q[1],
-      .q_stride_head = q[2],
-      .k_cache = pointer<const void>(k_cache[0]),
-      .k_stride_slot = k_cache[1],
-      .k_stride_head = k_cache[2],
-      .v_cache = pointer<const void>(v_cache[0]),
-      .v_stride_slot = v_cache[1],
-      .v_stride_head = v_cache[2],
+      .q = pointer<const char>(q[0]),
+      .q_stride_query = kBytes * q[1],
+      .q_stride_head = kBytes * q[2],
+      .k = pointer<const char>(k_cache[0]),
+      .k_stride_slot = kBytes * k_cache[1],
+      .k_stride_head = kBytes * k_cache[2],
+      .v = pointer<const char>(v_cache[0]),
+      .v_stride_slot = kBytes * v_cache[1],
+      .v_stride_head = kBytes * v_cache[2],
       .row_masks = buffers.row_masks,
-      .out = pointer<void>(out[0]),
-      .out_stride_query = out[1],
-      .out_stride_head = out[2],
+      .out = pointer<char>(out[0]),
+      .out_stride_query = kBytes * out[1],
+      .out_stride_head = kBytes * out[2],
       .lse = pointer<float>(lse),
       .partials = buffers.partials,
       .partial_lse = buffers.partial_lse,
@@ -98,21 +99,21 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
       .logit_cap = logit_cap,
   };
   py::gil_scoped_release release;
-  decode_cuda(args, pointer<void>(stream));
+  decode_cuda(params, pointer<void>(stream));
 }
 
-void check_decode(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_stride_slot,
-                  int64_t v_stride_slot, float scale, float logit_cap) {
-  CudaDecodeArgs args{};
-  args.k_stride_slot = k_stride_slot;
-  args.v_stride_slot = v_stride_slot;
+void check_arguments(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_stride_slot,
+                     int64_t v_stride_slot, float scale, float logit_cap) {
+  DecodeParams args{};
+  args.k_stride_slot = 2 * k_stride_slot;  // in bytes
+  args.v_stride_slot = 2 * v_stride_slot;
   args.num_q_heads = num_q_heads;
   args.num_kv_heads = num_kv_heads;
   args.head_dim = head_dim;
   args.partial_bytes = 4;  // as a Workspace has it, or 2
   args.scale = scale;
   args.logit_cap = logit_cap;
-  check_decode_args(args);
+  check_decode(args);
 }
 
 void snapshot(const Buffers& buffers, const Table& req_to_token, const Vector& rows,
@@ -221,7 +222,7 @@ into the plan how many tokens each item has.
 req_to_token: (device address, row stride, tokens of a row) of an int32 table.
 rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows].
 Only launches. Raises RuntimeError with CUDA's error.)");
-  m.def("check_decode_cuda", &check_decode, py::arg("num_q_heads"), py::arg("num_kv_heads"),
+  m.def("check_decode_cuda", &check_arguments, py::arg("num_q_heads"), py::arg("num_kv_heads"),
         py::arg("head_dim"), py::arg("k_stride_slot"), py::arg("v_stride_slot"), py::arg("scale"),
         py::arg("logit_cap"),
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");

@@ -15,10 +15,10 @@ int min_shared_bytes(int head_dim);
 
 // Throws std::invalid_argument for what the kernels do not support. Looks only at sizes, strides
 // and numbers, so it needs no device.
-void check_decode_args(const CudaDecodeArgs& args);
+void check_decode(const DecodeParams& params);
 
 // Forward of all items, then the merge of queries with several splits.
-void decode_cuda(const CudaDecodeArgs& args, void* stream);
+void decode_cuda(const DecodeParams& params, void* stream);
 
 // Copies the slots of every token that the plan's items read into the list whose address the plan's
 // header has, and writes each item's number of tokens into the plan. A tail gets at most its room.

@@ -11,11 +11,11 @@ namespace pat {
 
 struct ForwardParams;
 
-void launch_forward_64(const ForwardParams&, CudaType, cudaStream_t);
-void launch_forward_128(const ForwardParams&, CudaType, cudaStream_t);
-void launch_forward_256(const ForwardParams&, CudaType, cudaStream_t);
+void launch_forward_64(const ForwardParams&, cudaStream_t);
+void launch_forward_128(const ForwardParams&, cudaStream_t);
+void launch_forward_256(const ForwardParams&, cudaStream_t);
 
 // `overlap`: the merge may start while the kernel before it in the stream drains.
-void launch_merge(const CudaDecodeArgs& args, bool overlap, cudaStream_t stream);
+void launch_merge(const DecodeParams& params, bool overlap, cudaStream_t stream);
 
 }  // namespace pat

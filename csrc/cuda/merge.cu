@@ -16,16 +16,6 @@ namespace {
 
 constexpr int kWarps = 4;  // of a block whose warps share nothing
 
-struct MergeParams {
-  const PlanHeader* plan;
-  const void* partials;
-  const float* partial_lse;
-  void* out;
-  int64_t out_stride_query, out_stride_head;  // elements
-  float* lse;
-  int32_t num_queries, num_q_heads;
-};
-
 // A lane's neighbouring values of a partial output, kBytes in all, as they lie in memory.
 template <int kBytes>
 struct alignas(kBytes < 16 ? kBytes : 16) Raw {
@@ -58,7 +48,7 @@ __device__ __forceinline__ float value(const uint32_t* words, int i) {
 }
 
 // The QuerySplits of a query; none for a row that the plan does not cover.
-__device__ __forceinline__ int2 splits_of(const MergeParams& p, int query) {
+__device__ __forceinline__ int2 splits_of(const DecodeParams& p, int query) {
   if (query >= p.plan->num_queries) return {0, 0};
   const auto* base = reinterpret_cast<const char*>(p.plan) + p.plan->queries_offset;
   return __ldg(reinterpret_cast<const int2*>(base) + query);
@@ -126,11 +116,11 @@ struct Joined {
   }
 
   // Writes head `h` as output `head` of a query; NaN if `void_result`.
-  __device__ __forceinline__ void write(const MergeParams& p, int query, int head, int h,
+  __device__ __forceinline__ void write(const DecodeParams& p, int query, int head, int h,
                                         bool void_result) const {
     const int lane = threadIdx.x & 31;
     const float norm = void_result ? NAN : normalizer(state[h]);
-    T* out = static_cast<T*>(p.out) + query * p.out_stride_query + head * p.out_stride_head;
+    auto* out = reinterpret_cast<T*>(p.out + query * p.out_stride_query + head * p.out_stride_head);
     Raw<kValues * 2> result;
 #pragma unroll
     for (int j = 0; j < kValues / 2; ++j) {
@@ -168,7 +158,8 @@ __device__ __forceinline__ bool gather(Result& joined, int warp, int sharing) {
 // waits for memory as rarely as possible. Of warps that share a head each takes the next kAhead
 // splits in turn.
 template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead, int kSharing>
-__global__ void __launch_bounds__(block_warps(kSharing) * 32) merge_kernel(const MergeParams p) {
+__global__ void __launch_bounds__(block_warps(kSharing) * 32)
+    merge_kernel(const __grid_constant__ DecodeParams p) {
   static_assert(kSharing == 1 || kHeads == 1);
   using Result = Joined<T, kHeadDim, kFloat, kHeads>;
   const int lane = threadIdx.x & 31;
@@ -177,11 +168,11 @@ __global__ void __launch_bounds__(block_warps(kSharing) * 32) merge_kernel(const
   const int tasks_per_query = (p.num_q_heads + kHeads - 1) / kHeads;
   const int query = task / tasks_per_query;
   const int first_head = (task - query * tasks_per_query) * kHeads;
-  if (query >= p.num_queries) return;
+  if (query >= p.num_rows) return;
 
   // If the plan has more queries than there is room for, the forward did not run, and the output
   // must not look like a result.
-  const bool too_large = p.plan->num_queries > p.num_queries;
+  const bool too_large = p.plan->num_queries > p.num_rows;
   int2 splits = splits_of(p, query);
   if (too_large) splits.y = 0;
   const int mine = kSharing == 1 ? 0 : warp * kAhead;  // this warp's first split
@@ -197,8 +188,7 @@ __global__ void __launch_bounds__(block_warps(kSharing) * 32) merge_kernel(const
   for (int h = 0; h < kHeads; ++h) joined.state[h] = empty_state();
   const int64_t first_part = static_cast<int64_t>(splits.x) * p.num_q_heads + first_head;
   const float* lses = p.partial_lse + first_part;
-  const char* parts =
-      static_cast<const char*>(p.partials) + (first_part * 32 + lane) * Result::kBytes;
+  const char* parts = p.partials + (first_part * 32 + lane) * Result::kBytes;
   const int num_heads = p.num_q_heads - first_head;
   for (int first = mine; first < splits.y; first += kSharing * kAhead) {
     joined.template add<kAhead>(lses, parts, first, splits.y, p.num_q_heads, num_heads);
@@ -215,8 +205,8 @@ __global__ void __launch_bounds__(block_warps(kSharing) * 32) merge_kernel(const
 }
 
 template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead, int kSharing>
-void launch_warps(const MergeParams& params, bool overlap, cudaStream_t stream) {
-  const int64_t tasks = static_cast<int64_t>(params.num_queries) * kSharing *
+void launch_warps(const DecodeParams& params, bool overlap, cudaStream_t stream) {
+  const int64_t tasks = static_cast<int64_t>(params.num_rows) * kSharing *
                         ((params.num_q_heads + kHeads - 1) / kHeads);
   cudaLaunchConfig_t config{};
   constexpr int kBlock = block_warps(kSharing);
@@ -235,7 +225,7 @@ void launch_warps(const MergeParams& params, bool overlap, cudaStream_t stream) 
 
 // Launches the kernel of the first rule, from `kRule` on, that is `rule`.
 template <typename T, int kHeadDim, bool kFloat, size_t kRule = 0>
-void launch_rule(const MergeParams& params, MergeRule rule, bool overlap, cudaStream_t stream) {
+void launch_rule(const DecodeParams& params, MergeRule rule, bool overlap, cudaStream_t stream) {
   constexpr MergeRule kThis = kMergeRules[kRule];
   if constexpr (kRule + 1 < std::size(kMergeRules)) {
     if (rule.heads != kThis.heads || rule.splits_at_once() != kThis.splits_at_once()) {
@@ -247,16 +237,15 @@ void launch_rule(const MergeParams& params, MergeRule rule, bool overlap, cudaSt
 }
 
 template <typename T, int kHeadDim, bool kFloat>
-void launch_as(const MergeParams& params, bool overlap, cudaStream_t stream) {
-  const int64_t rows = int64_t{params.num_queries} * params.num_q_heads;
+void launch_as(const DecodeParams& params, bool overlap, cudaStream_t stream) {
+  const int64_t rows = int64_t{params.num_rows} * params.num_q_heads;
   const MergeRule rule = merge_rule(rows, current_device().num_sms);
   launch_rule<T, kHeadDim, kFloat>(params, rule, overlap, stream);
 }
 
 template <typename T, int kHeadDim>
-void launch_dim(const CudaDecodeArgs& args, const MergeParams& params, bool overlap,
-                cudaStream_t stream) {
-  if (args.partial_bytes == 4) {
+void launch_dim(const DecodeParams& params, bool overlap, cudaStream_t stream) {
+  if (params.partial_bytes == 4) {
     launch_as<T, kHeadDim, true>(params, overlap, stream);
   } else {
     launch_as<T, kHeadDim, false>(params, overlap, stream);
@@ -264,28 +253,24 @@ void launch_dim(const CudaDecodeArgs& args, const MergeParams& params, bool over
 }
 
 template <typename T>
-void launch_type(const CudaDecodeArgs& args, const MergeParams& params, bool overlap,
-                 cudaStream_t stream) {
-  switch (args.head_dim) {
+void launch_type(const DecodeParams& params, bool overlap, cudaStream_t stream) {
+  switch (params.head_dim) {
     case 64:
-      return launch_dim<T, 64>(args, params, overlap, stream);
+      return launch_dim<T, 64>(params, overlap, stream);
     case 128:
-      return launch_dim<T, 128>(args, params, overlap, stream);
+      return launch_dim<T, 128>(params, overlap, stream);
     default:
-      return launch_dim<T, 256>(args, params, overlap, stream);
+      return launch_dim<T, 256>(params, overlap, stream);
   }
 }
 
 }  // namespace
 
-void launch_merge(const CudaDecodeArgs& args, bool overlap, cudaStream_t stream) {
-  const MergeParams params{args.plan, args.partials,         args.partial_lse,
-                           args.out,  args.out_stride_query, args.out_stride_head,
-                           args.lse,  args.num_rows,         args.num_q_heads};
-  if (args.type == CudaType::kBF16) {
-    launch_type<__nv_bfloat16>(args, params, overlap, stream);
+void launch_merge(const DecodeParams& params, bool overlap, cudaStream_t stream) {
+  if (params.type == CudaType::kBF16) {
+    launch_type<__nv_bfloat16>(params, overlap, stream);
   } else {
-    launch_type<__half>(args, params, overlap, stream);
+    launch_type<__half>(params, overlap, stream);
   }
 }
 

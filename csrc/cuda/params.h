@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parameters of the CUDA executor: what a caller gives to decode_cuda and snapshot_cuda, and
-// what launch.cu makes of it for the forward kernel.
+// The parameters of the CUDA executor: what a caller gives to decode_cuda and snapshot_cuda, which
+// are the kernels' parameters too.
 #pragma once
 
 #include <cstdint>
@@ -19,23 +19,26 @@ enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
 // A row mask says which packed rows of a branch attend to a token: first | count << kRowCountShift.
 inline constexpr int kRowCountShift = 8;
 
-struct CudaDecodeArgs {
+// What a layer's decode works on: filled by the caller, and passed on to the kernels as it is. All
+// strides are in bytes. Tensors are of CudaType, and their last dimension is contiguous.
+struct DecodeParams {
   const PlanHeader* plan;  // device memory, 16-byte aligned
-  const void* q;           // [B, Hq, D], strides in elements, last dimension contiguous
+  const char* q;           // [num_rows, num_q_heads, head_dim]
   int64_t q_stride_query, q_stride_head;
-  const void* k_cache;  // [slots, Hkv, D]
+  const char* k;  // [slots, num_kv_heads, head_dim]
   int64_t k_stride_slot, k_stride_head;
-  const void* v_cache;  // [slots, Hkv, D]
+  const char* v;  // as k
   int64_t v_stride_slot, v_stride_head;
   const uint16_t* row_masks;  // [max_branch_tokens], 16-byte aligned: see kRowCountShift
-  void* out;                  // [B, Hq, D]
+  char* out;                  // as q
   int64_t out_stride_query, out_stride_head;
-  float* lse;          // [B, Hq] base 2, or null
-  void* partials;      // [max_partials, Hq, D] of float or, partial_bytes == 2, of q's type
-  float* partial_lse;  // [max_partials, Hq] base 2
+  float* lse;          // [num_rows, num_q_heads] base 2, or null
+  char* partials;      // [max_partials, num_q_heads, head_dim] of float or, partial_bytes == 2, of
+                       // q's type
+  float* partial_lse;  // [max_partials, num_q_heads] base 2
   int32_t* queue;      // kQueueInts zeros; the kernels leave zeros
   uint64_t* trace;     // null, or zeros: 4 words, and 4 for each consumer warp of each unit
-  int32_t num_rows;    // B; queries that the plan does not cover get zeros
+  int32_t num_rows;    // of the batch, with those that pad it; rows without a query get zeros
   int32_t head_dim, num_q_heads, num_kv_heads;
   int32_t partial_bytes;  // 4 or 2
   CudaType type;
@@ -60,26 +63,9 @@ struct SnapshotArgs {
   uint16_t* row_masks;  // [max_branch_tokens], written
 };
 
-// The forward kernel's own parameters, passed by value. Strides are in bytes.
-struct ForwardParams {
-  const PlanHeader* plan;
-  const char* q;
-  int64_t q_stride_query, q_stride_head;  // strides in bytes
-  const char* k;
-  int64_t k_stride_head;
-  const char* v;
-  int64_t v_stride_head;
-  uint32_t k_stride_slot, v_stride_slot;
-  const uint16_t* row_masks;
-  char* out;
-  int64_t out_stride_query, out_stride_head;
-  float* lse;
-  char* partials;
-  float* partial_lse;
-  int32_t* queue;       // next ticket of heavy units, of light ones; halves that are done
-  uint64_t* trace;      // see trace_unit, or null
-  int32_t num_queries;  // that q and out have room for
-  int32_t num_q_heads, num_kv_heads, group;
+// The forward kernel's parameters: the caller's, and what launch.cu makes of them.
+struct ForwardParams : DecodeParams {
+  int32_t group;                       // query heads per KV head
   uint32_t group_magic;                // r / group == r * group_magic >> 16 for packed rows r
   uint32_t kv_heads_magic;             // the same for units / num_kv_heads, >> 32; 0: one KV head
   int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
@@ -87,11 +73,10 @@ struct ForwardParams {
   int32_t stages;
   int32_t q_buffers;  // 1 or 2: see footprint()
   bool narrow;        // there is room for narrow units
-  bool float_partials;
-  float scale;      // factor of q . k inside exp2, or of the transformed logit
-  float pre_scale;  // kScaled: factor to the base-2 logit; kCapped: factor inside exp2 of tanh
-  float cap;        // kCapped: base-2 logit cap
-  int32_t logits;   // Logits
+  float exp_scale;    // factor of q . k inside exp2, or of the transformed logit
+  float pre_scale;    // kScaled: factor to the base-2 logit; kCapped: factor inside exp2 of tanh
+  float cap;          // kCapped: base-2 logit cap
+  int32_t logits;     // Logits
 };
 
 enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };

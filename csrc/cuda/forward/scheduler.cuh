@@ -165,7 +165,7 @@ struct Scheduler {
   __device__ void run() {
     // A plan of more queries than the buffers have room for is not run: the merge writes NaN.
     const Control& control = s.control();
-    if (control.num_queries <= p.num_queries) {
+    if (control.num_queries <= p.num_rows) {
       const int wide = Shape<kHeadDim>::kWgmma && s.num_halves == 2
                            ? control.num_wide_items * p.num_kv_heads
                            : 0;

@@ -102,8 +102,8 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, float (&scores)[
   float base[2], sum[2][2] = {};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    base[r] = m[r] == -INFINITY ? 0.0f : m[r] * p.scale;
-    factor[r] = exp2_approx(fmaf(row_max[r], p.scale, -base[r]));
+    base[r] = m[r] == -INFINITY ? 0.0f : m[r] * p.exp_scale;
+    factor[r] = exp2_approx(fmaf(row_max[r], p.exp_scale, -base[r]));
     row_max[r] = m[r];
   }
 #pragma unroll
@@ -111,7 +111,7 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, float (&scores)[
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float& x = scores[4 * i + j];
-      x = exp2_approx(fmaf(x, p.scale, -base[j / 2]));
+      x = exp2_approx(fmaf(x, p.exp_scale, -base[j / 2]));
       sum[j / 2][j % 2] += x;
     }
   }
@@ -132,7 +132,7 @@ __device__ __forceinline__ void finish_states(const ForwardParams& p, const floa
   for (int r = 0; r < 2; ++r) {
     row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
     row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
-    state[r] = {row_max[r] == -INFINITY ? -INFINITY : row_max[r] * p.scale, row_sum[r]};
+    state[r] = {row_max[r] == -INFINITY ? -INFINITY : row_max[r] * p.exp_scale, row_sum[r]};
   }
 }
 
