@@ -223,23 +223,23 @@ void launch_warps(const DecodeParams& params, bool overlap, cudaStream_t stream)
         "merge kernel: launch");
 }
 
-// Launches the kernel of the first rule, from `kRule` on, that is `rule`.
+// Launches the kernel of rule `rule`; kRule counts up to it.
 template <typename T, int kHeadDim, bool kFloat, size_t kRule = 0>
-void launch_rule(const DecodeParams& params, MergeRule rule, bool overlap, cudaStream_t stream) {
-  constexpr MergeRule kThis = kMergeRules[kRule];
-  if constexpr (kRule + 1 < std::size(kMergeRules)) {
-    if (rule.heads != kThis.heads || rule.splits_at_once() != kThis.splits_at_once()) {
+void launch_rule(const DecodeParams& params, size_t rule, bool overlap, cudaStream_t stream) {
+  if constexpr (kRule < std::size(kMergeRules)) {
+    constexpr MergeRule kThis = kMergeRules[kRule];
+    if (rule != kRule) {
       return launch_rule<T, kHeadDim, kFloat, kRule + 1>(params, rule, overlap, stream);
     }
+    launch_warps<T, kHeadDim, kFloat, kThis.heads, kThis.ahead, kThis.sharing>(params, overlap,
+                                                                               stream);
   }
-  launch_warps<T, kHeadDim, kFloat, kThis.heads, kThis.ahead, kThis.sharing>(params, overlap,
-                                                                             stream);
 }
 
 template <typename T, int kHeadDim, bool kFloat>
 void launch_as(const DecodeParams& params, bool overlap, cudaStream_t stream) {
   const int64_t rows = int64_t{params.num_rows} * params.num_q_heads;
-  const MergeRule rule = merge_rule(rows, current_device().num_sms);
+  const size_t rule = merge_rule(rows, current_device().num_sms);
   launch_rule<T, kHeadDim, kFloat>(params, rule, overlap, stream);
 }
 
