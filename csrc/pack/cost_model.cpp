@@ -75,7 +75,8 @@ double makespan_seconds(const Target& target, const ItemLoad& load) {
 double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries) {
   const double bytes_s = partial_seconds(target, load.partials);
   if (load.most_splits <= 1) return bytes_s;
-  const int32_t at_once = merge_rule(queries * target.num_q_heads, target.num_sms).splits_at_once();
+  const int32_t at_once =
+      kMergeRules[merge_rule(queries * target.num_q_heads, target.num_sms)].splits_at_once();
   const int32_t rounds = (load.most_splits + at_once - 1) / at_once;
   return bytes_s + rounds * target.merge_round_s;
 }
