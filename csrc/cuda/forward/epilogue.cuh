@@ -60,7 +60,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
       }
     }
     char* base = direct ? p.out + member.query * p.out_stride_query + head * p.out_stride_head
-                        : p.partials + slot * p.partial_bytes * kHeadDim;
+                        : p.partials + slot * (p.partial_bytes == 4 ? 4 * kHeadDim : 2 * kHeadDim);
     const bool exact = p.partial_bytes == 4 && !direct;
     if (__any_sync(~0u, live && exact)) {
       if (live && exact) {
