@@ -42,57 +42,82 @@ Forks& forks_of_device() {  // the caller holds the mutex
 }
 
 ForwardParams forward_params(const DecodeParams& decode) {
-  ForwardParams p{decode};
-  p.group = p.num_q_heads / p.num_kv_heads;
-  p.group_magic = (65536 + p.group - 1) / p.group;
-  const uint64_t heads = static_cast<uint64_t>(p.num_kv_heads);
-  p.kv_heads_magic =
-      heads == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + heads - 1) / heads);
-  p.max_row_tile = std::numeric_limits<int>::max();
+  const int group = decode.num_q_heads / decode.num_kv_heads;
+  const auto heads = static_cast<uint64_t>(decode.num_kv_heads);
+  ForwardParams p{
+      .plan = decode.plan,
+      .q = decode.q,
+      .q_stride_query = decode.q_stride_query,
+      .q_stride_head = decode.q_stride_head,
+      .k = decode.k,
+      .k_stride_head = decode.k_stride_head,
+      .v = decode.v,
+      .v_stride_head = decode.v_stride_head,
+      .k_stride_slot = static_cast<uint32_t>(decode.k_stride_slot),  // check_decode() has looked
+      .v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot),
+      .row_masks = decode.row_masks,
+      .out = decode.out,
+      .out_stride_query = decode.out_stride_query,
+      .out_stride_head = decode.out_stride_head,
+      .lse = decode.lse,
+      .partials = decode.partials,
+      .partial_lse = decode.partial_lse,
+      .queue = decode.queue,
+      .trace = decode.trace,
+      .num_rows = decode.num_rows,
+      .num_q_heads = decode.num_q_heads,
+      .num_kv_heads = decode.num_kv_heads,
+      .group = group,
+      .group_magic = static_cast<uint32_t>((65536 + group - 1) / group),
+      .kv_heads_magic =
+          heads == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + heads - 1) / heads),
+      .max_row_tile = std::numeric_limits<int>::max(),
+      .float_partials = decode.partial_bytes == 4,
+  };
   p.exp_scale = 1.0f;
-  if (p.logit_cap > 0.0f) {
+  if (decode.logit_cap > 0.0f) {
     p.logits = kCapped;
-    p.pre_scale = 2.0f * kLog2E * p.scale / p.logit_cap;
-    p.cap = p.logit_cap * kLog2E;
-  } else if (p.scale > 0.0f) {
+    p.pre_scale = 2.0f * kLog2E * decode.scale / decode.logit_cap;
+    p.cap = decode.logit_cap * kLog2E;
+  } else if (decode.scale > 0.0f) {
     p.logits = kPlain;
-    p.exp_scale = p.scale * kLog2E;
+    p.exp_scale = decode.scale * kLog2E;
   } else {  // no positive scale: the greatest q . k is not the greatest logit
     p.logits = kScaled;
-    p.pre_scale = p.scale * kLog2E;
+    p.pre_scale = decode.scale * kLog2E;
   }
   return p;
 }
 
-void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  switch (params.head_dim) {
+void launch_forward(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
+  switch (decode.head_dim) {
     case 64:
-      return launch_forward_64(params, stream);
+      return launch_forward_64(params, decode.type, stream);
     case 128:
-      return launch_forward_128(params, stream);
+      return launch_forward_128(params, decode.type, stream);
     default:
-      return launch_forward_256(params, stream);
+      return launch_forward_256(params, decode.type, stream);
   }
 }
 
 // One launch per row tile. If forks is null, all are on `stream`.
-void launch_by_tile(ForwardParams params, const Forks* forks, cudaStream_t stream) {
-  int32_t* const queue = params.queue;
+void launch_by_tile(ForwardParams params, const DecodeParams& decode, const Forks* forks,
+                    cudaStream_t stream) {
   for (size_t i = 0; i < kRowTiles.size(); ++i) {
     params.min_row_tile = i == 0 ? 0 : kRowTiles[i - 1] + 1;
     params.max_row_tile = kRowTiles[i];
-    params.queue = queue + i * (kQueueInts / kRowTiles.size());
-    launch_forward(params, forks && i > 0 ? forks->streams[i - 1] : stream);
+    params.queue = decode.queue + i * (kQueueInts / kRowTiles.size());
+    launch_forward(params, decode, forks && i > 0 ? forks->streams[i - 1] : stream);
   }
 }
 
-void launch_streams(const ForwardParams& params, cudaStream_t stream) {
+void launch_streams(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   const Forks& forks = forks_of_device();
   check(cudaEventRecord(forks.forked, stream), "cudaEventRecord");
   for (auto* s : forks.streams) check(cudaStreamWaitEvent(s, forks.forked), "cudaStreamWaitEvent");
-  launch_by_tile(params, &forks, stream);
+  launch_by_tile(params, decode, &forks, stream);
   for (size_t i = 0; i < forks.streams.size(); ++i) {
     check(cudaEventRecord(forks.joined[i], forks.streams[i]), "cudaEventRecord");
     check(cudaStreamWaitEvent(stream, forks.joined[i]), "cudaStreamWaitEvent");
@@ -144,13 +169,13 @@ void decode_cuda(const DecodeParams& decode, void* stream_handle) {
   const ForwardParams params = forward_params(decode);
   switch (decode.launch) {
     case Launch::kQueue:
-      launch_forward(params, stream);
+      launch_forward(params, decode, stream);
       break;
     case Launch::kStreams:
-      launch_streams(params, stream);
+      launch_streams(params, decode, stream);
       break;
     case Launch::kSerial:
-      launch_by_tile(params, nullptr, stream);
+      launch_by_tile(params, decode, nullptr, stream);
       break;
   }
   // With kStreams the merge waits for several kernels, so it cannot start while the last one

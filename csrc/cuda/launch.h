@@ -11,9 +11,9 @@ namespace pat {
 
 struct ForwardParams;
 
-void launch_forward_64(const ForwardParams&, cudaStream_t);
-void launch_forward_128(const ForwardParams&, cudaStream_t);
-void launch_forward_256(const ForwardParams&, cudaStream_t);
+void launch_forward_64(const ForwardParams&, CudaType, cudaStream_t);
+void launch_forward_128(const ForwardParams&, CudaType, cudaStream_t);
+void launch_forward_256(const ForwardParams&, CudaType, cudaStream_t);
 
 // `overlap`: the merge may start while the kernel before it in the stream drains.
 void launch_merge(const DecodeParams& params, bool overlap, cudaStream_t stream);

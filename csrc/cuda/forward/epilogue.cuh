@@ -60,8 +60,8 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
       }
     }
     char* base = direct ? p.out + member.query * p.out_stride_query + head * p.out_stride_head
-                        : p.partials + slot * (p.partial_bytes == 4 ? 4 * kHeadDim : 2 * kHeadDim);
-    const bool exact = p.partial_bytes == 4 && !direct;
+                        : p.partials + slot * (p.float_partials ? 4 * kHeadDim : 2 * kHeadDim);
+    const bool exact = p.float_partials && !direct;
     if (__any_sync(~0u, live && exact)) {
       if (live && exact) {
         float* dst = reinterpret_cast<float*>(base) + column + 2 * quad;

@@ -58,8 +58,8 @@ void launch_forward_as(ForwardParams params, cudaStream_t stream) {
 }
 
 template <int kHeadDim>
-void launch_forward_dim(const ForwardParams& params, cudaStream_t stream) {
-  if (params.type == CudaType::kBF16) {
+void launch_forward_dim(const ForwardParams& params, CudaType type, cudaStream_t stream) {
+  if (type == CudaType::kBF16) {
     launch_forward_as<__nv_bfloat16, kHeadDim>(params, stream);
   } else {
     launch_forward_as<__half, kHeadDim>(params, stream);

@@ -25,11 +25,6 @@ struct Loader {
 
   __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
   __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
-  // check_decode() refuses strides of more than 32 bits, so that an address takes one instruction.
-  __device__ __forceinline__ static uint32_t slot_stride(int64_t stride) {
-    return static_cast<uint32_t>(stride);
-  }
-
   // Copies this warp's share of a tile into the stage, from row `row` on: the tile's tokens from
   // `token` on, of which `left` exist. With kZeros, rows from `left` up to `end` are set to zero.
   template <bool kZeros>
@@ -93,8 +88,8 @@ struct Loader {
   __device__ __forceinline__ void load_short(const WorkUnit& unit, const char* k, const char* v) {
     slots.wait_full(s.base);
     wait_stage();
-    copy_rows<true>(warp == 0 ? k : v, slot_stride(warp == 0 ? p.k_stride_slot : p.v_stride_slot),
-                    0, warp * kTokens, unit.num_tokens, (unit.num_tokens + 15) & ~15);
+    copy_rows<true>(warp == 0 ? k : v, warp == 0 ? p.k_stride_slot : p.v_stride_slot, 0,
+                    warp * kTokens, unit.num_tokens, (unit.num_tokens + 15) & ~15);
     finish_stage();
     finish_slots();
   }
@@ -116,10 +111,10 @@ struct Loader {
         row_masks += kTileTokens;
       }
       const int mine = left - warp * kTokens;
-      copy_rows<false>(k, slot_stride(p.k_stride_slot), warp * kTokens, warp * kTokens, mine, 0);
+      copy_rows<false>(k, p.k_stride_slot, warp * kTokens, warp * kTokens, mine, 0);
       finish_stage();
       wait_stage();
-      copy_rows<true>(v, slot_stride(p.v_stride_slot), warp * kTokens, warp * kTokens, mine,
+      copy_rows<true>(v, p.v_stride_slot, warp * kTokens, warp * kTokens, mine,
                       whole ? kTokens : (mine + 15) & ~15);
       finish_stage();
       finish_slots();

@@ -3,8 +3,8 @@
 
 namespace pat {
 
-void launch_forward_128(const ForwardParams& params, cudaStream_t stream) {
-  launch_forward_dim<128>(params, stream);
+void launch_forward_128(const ForwardParams& params, CudaType type, cudaStream_t stream) {
+  launch_forward_dim<128>(params, type, stream);
 }
 
 }  // namespace pat

@@ -3,8 +3,8 @@
 
 namespace pat {
 
-void launch_forward_256(const ForwardParams& params, cudaStream_t stream) {
-  launch_forward_dim<256>(params, stream);
+void launch_forward_256(const ForwardParams& params, CudaType type, cudaStream_t stream) {
+  launch_forward_dim<256>(params, type, stream);
 }
 
 }  // namespace pat

@@ -3,8 +3,8 @@
 
 namespace pat {
 
-void launch_forward_64(const ForwardParams& params, cudaStream_t stream) {
-  launch_forward_dim<64>(params, stream);
+void launch_forward_64(const ForwardParams& params, CudaType type, cudaStream_t stream) {
+  launch_forward_dim<64>(params, type, stream);
 }
 
 }  // namespace pat
