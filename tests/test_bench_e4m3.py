@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel benchmark with K/V in fp8_e4m3: what the peers are given, which errors and times a row
-has, and what is said of them. No GPU; peers and device are replaced."""
+"""The benchmarks with K/V in fp8_e4m3: what the peers are given, which errors and times a row has,
+what is said of them, and what servers get. No GPU; peers and device are replaced."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from sglang_pat.bench.kernel.floor import Heads, floor_us, kv_bytes, least_bytes
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, quantised, relative
 from sglang_pat.bench.kernel.layer import PatOptions, error_of
 from sglang_pat.bench.kernel.report import TreeRow, complaints
+from sglang_pat.bench.serving.__main__ import _fleet_config, _shown
+from sglang_pat.bench.serving.model import open_model
+from sglang_pat.bench.serving.options import complete, make_parser
 
 TREE = Tree((1, 6), (40, 9))
 
@@ -163,3 +166,18 @@ def test_what_has_no_fp8_refuses_it(option: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         kernel.main([option, "--kv-dtype", "fp8_e4m3"])
     assert f"{option} measures bfloat16 only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "share"), [([], 1.0), (["--kv-cache-dtype", "fp8_e4m3"], 0.5)])
+def test_all_servers_get_the_dtype_and_pools_of_half_the_bytes(
+    flags: list[str], share: float, tmp_path: Path
+) -> None:
+    parser = make_parser(None)
+    options = complete(parser, parser.parse_args(flags))
+    choice = options.kv_cache_dtype
+    model = open_model("llama3-8b", tmp_path, "bfloat16", choice)
+    assert model.kv_bytes_per_token == share * 128 * 1024
+    config = _fleet_config(options, model, "bfloat16", [], None)
+    given = config.arguments()
+    assert given[given.index("--kv-cache-dtype") + 1] == choice == config.kv_cache_dtype
+    assert _shown(options, config).get("kv_cache_dtype") == (choice if flags else None)
