@@ -7,7 +7,6 @@ with what was given and what fits.
 
 from __future__ import annotations
 
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,8 @@ KV_DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): at for name, at in _C.KV_DTYPES.items() if name != "same"
 }
 SAME_KV: int = _C.KV_DTYPES["same"]
+_FLOAT32 = torch.finfo(torch.float32)
+_LEAST_SCALE, _LARGEST_SCALE = _FLOAT32.tiny, _FLOAT32.max  # the executors' scales are float32
 
 
 def require_kernels() -> None:
@@ -138,8 +139,10 @@ def check_kv(
                 f"{name} is of type {type(scale).__name__}, must be a float, one for the whole "
                 f"cache: a tensor would be read back from the device at every call"
             )
-        if not 0 < scale < inf:
-            raise ValueError(f"{name} is {scale}, must be finite and more than 0")
+        if not _LEAST_SCALE <= scale <= _LARGEST_SCALE:
+            raise ValueError(
+                f"{name} is {scale}, must be from {_LEAST_SCALE:.2g} to {_LARGEST_SCALE:.2g}"
+            )
     dtype = k_cache.dtype
     if dtype == v_cache.dtype:
         if dtype in KV_DTYPES:

@@ -139,7 +139,7 @@ WRONG_ON_CUDA: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_dtype": E4M3, "shift": 8},
         "rows must begin at multiples of 16 bytes; make it contiguous",
     ),
-    "k_scale": ({"kv_dtype": E4M3, "kv_scales": (1e-60, 1.0)}, "k_scale"),  # 0 in fp32
+    "k_scale": ({"kv_dtype": E4M3, "kv_scales": (float("inf"), 1.0)}, "k_scale is inf"),
     "head dim": ({"dim": 72, "v_dim": 72}, "head_dim is 72, the CUDA kernels have 64, 128 and 256"),
     "ratio": ({"heads": (34, 2)}, "34 query heads on 2 KV heads: the ratio must be a whole number"),
     "scale": ({"scale": float("inf")}, "scale is inf and logit_cap 0, both must be finite"),
