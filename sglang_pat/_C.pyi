@@ -193,6 +193,9 @@ def decode_cpu(
     scale: float,
     logit_cap: float,
     num_threads: int,
+    kv_dtype: int = 0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     isa: str = "",
 ) -> None: ...
 def plan_bytes(items: int, members: int, queries: int, segments: int) -> int: ...

@@ -115,6 +115,13 @@ def test_head_dim_256_needs_more_shared_memory_than_some_gpus_have(
         assert verdict.workspace is None
 
 
+@pytest.mark.parametrize("gpu", ["", "H100", "A100"])
+def test_kv_in_fp8_are_served(gpu: str, ask: Any) -> None:
+    verdict = ask(kit_models.LLAMA, "--kv-cache-dtype", "fp8_e4m3", gpu=gpu)
+    assert (verdict.status, verdict.refusals, verdict.idle) == ("served", [], [])
+    assert set(verdict.layers) == {""}
+
+
 @pytest.mark.parametrize("gpu", ["", "H100"])
 def test_mla_is_refused(gpu: str, ask: Any) -> None:
     verdict = ask(kit_models.DEEPSEEK, "--dtype", "bfloat16", gpu=gpu)
@@ -137,7 +144,6 @@ def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason", "way_out", "allocates"),
     [
-        (("--kv-cache-dtype", "fp8_e4m3"), "K/V cache is fp8_e4m3", "--kv-cache-dtype", False),
         (
             ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
             "--speculative-algorithm NGRAM",
