@@ -4,7 +4,7 @@
 namespace pat {
 
 void launch_forward_128(const ForwardParams& params, cudaStream_t stream) {
-  launch_forward_dim<128>(params, stream);
+  launch_forward_dim<128, false>(params, stream);
 }
 
 }  // namespace pat

@@ -4,7 +4,7 @@
 namespace pat {
 
 void launch_forward_256(const ForwardParams& params, cudaStream_t stream) {
-  launch_forward_dim<256>(params, stream);
+  launch_forward_dim<256, false>(params, stream);
 }
 
 }  // namespace pat
