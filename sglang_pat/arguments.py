@@ -19,6 +19,13 @@ OUTPUTS = ("out", "lse")
 _TENSORS, _TENSORS_OR_NONE = frozenset({torch.Tensor}), frozenset({torch.Tensor, type(None)})
 # Element types of both executors, with their numbers in the extension.
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): at for name, at in _C.DTYPES.items()}
+# Of K/V that are not of q's dtype, likewise; and the number of those that are.
+KV_DTYPES: dict[torch.dtype, int] = {
+    getattr(torch, name): at for name, at in _C.KV_DTYPES.items() if name != "same"
+}
+SAME_KV: int = _C.KV_DTYPES["same"]
+_FLOAT32 = torch.finfo(torch.float32)
+_LEAST_SCALE, _LARGEST_SCALE = _FLOAT32.tiny, _FLOAT32.max  # the executors' scales are float32
 
 
 def require_kernels() -> None:
@@ -27,6 +34,15 @@ def require_kernels() -> None:
         raise ValueError(
             "this sglang_pat was built without CUDA kernels: install it with PAT_CUDA=ON"
         )
+
+
+class KV(NamedTuple):
+    """How K/V are stored: the extension's number of their dtype, and what their values are
+    multiplied by, 1 where they are of q's dtype."""
+
+    dtype: int
+    k_scale: float
+    v_scale: float
 
 
 class Sizes(NamedTuple):
@@ -92,10 +108,6 @@ def check_inputs(
             raise ValueError(f"{name} is on {tensor.device}, q on {device}: move one of them")
     if dtype not in DTYPES:
         raise ValueError(f"q is {dtype}, must be float32, bfloat16 or float16")
-    if k_cache.dtype != dtype or v_cache.dtype != dtype:
-        raise ValueError(
-            f"k_cache is {k_cache.dtype} and v_cache {v_cache.dtype}, must be {dtype} as q is"
-        )
     if req_to_token.dtype != torch.int32:
         raise ValueError(f"req_to_token is {req_to_token.dtype}, must be int32")
     if partial_dtype not in (torch.float32, torch.bfloat16):
@@ -114,6 +126,37 @@ def check_inputs(
         num_kv_heads,
         v_head_dim,
         table,
+    )
+
+
+def check_kv(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: float, v_scale: float
+) -> KV:
+    """Check the dtypes of K and V and the scales; ``q`` has passed ``check_inputs``."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not isinstance(scale, (float, int)):
+            raise ValueError(
+                f"{name} is of type {type(scale).__name__}, must be a float, one for the whole "
+                f"cache: a tensor would be read back from the device at every call"
+            )
+        if not _LEAST_SCALE <= scale <= _LARGEST_SCALE:
+            raise ValueError(
+                f"{name} is {scale}, must be from {_LEAST_SCALE:.2g} to {_LARGEST_SCALE:.2g}"
+            )
+    dtype = k_cache.dtype
+    if dtype == v_cache.dtype:
+        if dtype in KV_DTYPES:
+            return KV(KV_DTYPES[dtype], k_scale, v_scale)
+        if dtype == q.dtype and k_scale == v_scale == 1:
+            return KV(SAME_KV, 1.0, 1.0)
+        if dtype == q.dtype:
+            raise ValueError(
+                f"k_scale is {k_scale} and v_scale {v_scale}, must be 1 where K and V are {dtype} "
+                f"as q is: only float8_e4m3fn has scales"
+            )
+    raise ValueError(
+        f"k_cache is {dtype} and v_cache {v_cache.dtype}, must both be {q.dtype} as q is or both "
+        f"torch.float8_e4m3fn"
     )
 
 
@@ -151,6 +194,7 @@ def check_cuda(
     out: torch.Tensor,
     scale: float,
     logit_cap: float,
+    kv: KV,
 ) -> None:
     """Check what the CUDA kernels ask for beyond the CPU's executor, before a launch."""
     require_kernels()
@@ -162,7 +206,8 @@ def check_cuda(
             f"v_cache has head dim {v_cache.shape[2]}, q {head_dim}: must be alike on CUDA"
         )
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
-        if tensor.data_ptr() % 16 or tensor.stride(0) % 8 or tensor.stride(1) % 8:
+        whole = 16 // tensor.element_size()  # elements of 16 bytes
+        if tensor.data_ptr() % 16 or tensor.stride(0) % whole or tensor.stride(1) % whole:
             raise ValueError(
                 f"{name} is at address {tensor.data_ptr():#x} with strides {tensor.stride()}: its "
                 f"rows must begin at multiples of 16 bytes; make it contiguous"
@@ -175,6 +220,9 @@ def check_cuda(
         v_cache.stride(0),
         scale,
         logit_cap,
+        kv_dtype=kv.dtype,
+        k_scale=kv.k_scale,
+        v_scale=kv.v_scale,
     )
 
 

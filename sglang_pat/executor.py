@@ -83,6 +83,8 @@ class Executor:
         *,
         scale: float,
         logit_cap: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """Attention of one layer; arguments as of ``ops.decode``."""
         if self._plan is None or self._batch is None:
@@ -96,6 +98,8 @@ class Executor:
             self._plan,
             scale=scale,
             logit_cap=logit_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
             out=out,
             partial_dtype=self._partial_dtype,
             workspace=self._workspace,

@@ -8,9 +8,11 @@ import torch
 from sglang_pat import _C
 from sglang_pat.arguments import (
     DTYPES,
+    KV,
     Sizes,
     check_cuda,
     check_inputs,
+    check_kv,
     check_lengths,
     check_outputs,
     check_types,
@@ -33,6 +35,8 @@ def decode(
     *,
     scale: float,
     logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     partial_dtype: torch.dtype = torch.float32,
@@ -45,12 +49,15 @@ def decode(
         q: [B, Hq, D], fp32, bf16 or fp16; its last dimension is contiguous, as in all tensors here.
             On CUDA bf16 or fp16, D and Dv both 64, 128 or 256, Hq / Hkv up to 16, and rows of q,
             the caches and out begin at multiples of 16 bytes.
-        k_cache: [slots, Hkv, D] and v_cache: [slots, Hkv, Dv], of q's dtype; Hkv divides Hq.
+        k_cache: [slots, Hkv, D] and v_cache: [slots, Hkv, Dv], both of q's dtype or both
+            float8_e4m3fn; Hkv divides Hq.
         req_to_token: int32 [R, max_context], slot of each token of each row.
         rows: int [B], the row of ``req_to_token`` that query i reads.
         seq_lens: int [B], tokens of query i, the one being decoded included.
         plan: made for these B queries and lengths (``Plan.min_seq_lens``, ``max_seq_lens``).
         scale: factor on q.k; ``logit_cap`` c > 0 turns a score s into c * tanh(s / c).
+        k_scale, v_scale: floats more than 0 by which the values of float8_e4m3fn caches are to be
+            multiplied; 1 for others.
         out: [B, Hq, Dv] of q's dtype to write to; made if None.
         lse: fp32 [B, Hq], contiguous; gets the log-sum-exp of the scores, base 2.
         partial_dtype: of the partial outputs that the merge reads, fp32 or bf16; on CUDA bf16
@@ -72,18 +79,19 @@ def decode(
     """
     check_types(plan, (q, k_cache, v_cache, req_to_token, rows, seq_lens), (out, lse))
     sizes = check_inputs(q, k_cache, v_cache, req_to_token, partial_dtype)
+    kv = check_kv(q, k_cache, v_cache, k_scale, v_scale)
     out = check_outputs(q, out, lse, (sizes.num_queries, sizes.num_q_heads, sizes.v_head_dim))
     if check:
         check_slots(plan, req_to_token, rows)
     if q.is_cuda:
-        check_cuda(q, k_cache, v_cache, out, scale, logit_cap)
+        check_cuda(q, k_cache, v_cache, out, scale, logit_cap, kv)
         if workspace is None:
             workspace = _workspace_for_call(plan, sizes, q.device, partial_dtype)
             check_lengths(plan, per_query("seq_lens", seq_lens, sizes.num_queries))
             workspace.load(plan)
             workspace.snapshot(req_to_token, rows, seq_lens)
         _check_workspace(workspace, q.device, plan, sizes)
-        _launch(workspace, q, k_cache, v_cache, out, lse, scale, logit_cap)
+        _launch(workspace, q, k_cache, v_cache, out, lse, scale, logit_cap, kv)
         return out
     if workspace is not None:
         raise ValueError(f"workspace is on {workspace.device}, q on {q.device}: leave it out")
@@ -111,6 +119,9 @@ def decode(
         scale=scale,
         logit_cap=logit_cap,
         num_threads=torch.get_num_threads(),
+        kv_dtype=kv.dtype,
+        k_scale=kv.k_scale,
+        v_scale=kv.v_scale,
     )
     return out
 
@@ -124,6 +135,7 @@ def _launch(
     lse: torch.Tensor | None,
     scale: float,
     logit_cap: float,
+    kv: KV,
 ) -> None:
     """Launch the kernels of one layer for the plan that ``workspace`` holds."""
     with torch.cuda.device(q.device):
@@ -139,6 +151,9 @@ def _launch(
             dtype=DTYPES[q.dtype],
             scale=scale,
             logit_cap=logit_cap,
+            kv_dtype=kv.dtype,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
             stream=torch.cuda.current_stream().cuda_stream,
         )
 

@@ -18,16 +18,20 @@ def attention(
     *,
     scale: float,
     logit_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense attention of each query to all tokens of its sequence, computed in ``dtype``.
 
     Args:
-        q: [B, Hq, D]; k_cache: [slots, Hkv, D]; v_cache: [slots, Hkv, Dv]; Hkv divides Hq.
+        q: [B, Hq, D]; k_cache: [slots, Hkv, D]; v_cache: [slots, Hkv, Dv]; Hkv divides Hq. Of any
+            floating dtypes.
         req_to_token: int [R, max_context], slot of each token of each row.
         rows: int [B], the row of ``req_to_token`` that query i reads.
         seq_lens: int [B], tokens of query i.
         scale: factor on q.k; ``logit_cap`` c > 0 turns a score s into c * tanh(s / c).
+        k_scale, v_scale: factors of what the caches hold.
 
     Returns the output [B, Hq, Dv] and the log-sum-exp of the scores [B, Hq], base 2, both of
     ``dtype``; 0 and -inf for a sequence of no tokens.
@@ -40,8 +44,8 @@ def attention(
         if length == 0:
             continue
         slots = req_to_token[row, :length].long()
-        keys = k_cache[slots].to(dtype).repeat_interleave(group, dim=1)
-        values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1)
+        keys = (k_cache[slots].to(dtype) * k_scale).repeat_interleave(group, dim=1)
+        values = (v_cache[slots].to(dtype) * v_scale).repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,thd->ht", q[i].to(dtype), keys) * scale
         if logit_cap > 0:
             scores = logit_cap * torch.tanh(scores / logit_cap)

@@ -84,10 +84,10 @@ def test_flashinfer_is_given_every_slot_in_order(monkeypatch: pytest.MonkeyPatch
 
 
 def test_tensor_cores_from_four_queries_a_kv_head() -> None:
-    assert [peers.uses_tensor_cores(Heads(q, 8)) for q in (8, 16, 24, 32, 64)] == [
-        *[False] * 3,
-        *[True] * 2,
-    ]
+    few, many = [Heads(q, 8) for q in (8, 16, 24)], [Heads(q, 8) for q in (32, 64)]
+    for heads in few + many:
+        assert peers.uses_tensor_cores(heads, torch.bfloat16) is (heads in many)
+        assert peers.uses_tensor_cores(heads, peers.E4M3), "as SGLang has it for fp8"
 
 
 def test_peers_that_cannot_run_give_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

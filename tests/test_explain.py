@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 import sglang_pat
-from sglang_pat import Target
+from sglang_pat import Target, cli
+from sglang_pat.explain.command import make_target
 from sglang_pat.explain.parts import Explanation
 from sglang_pat.explain.reading import explain, tree_nodes
 from sglang_pat.explain.requests import (
@@ -261,3 +262,14 @@ def test_rectangles_of_the_svg_do_not_overlap() -> None:
 )
 def test_runs_of_numbers(values: list[int], said: str) -> None:
     assert numbers("query", "queries", values) == said
+
+
+@pytest.mark.parametrize(("target", "auto"), [("h200", 2), ("cpu", 4)])
+def test_kv_in_fp8_are_planned_and_counted_by_the_byte(target: str, auto: int) -> None:
+    requests = parse_tree(DEFAULT_TREE)
+    for choice, kv_bytes in (("auto", auto), ("fp8_e4m3", 1)):
+        flags = ["explain", "--target", target, "--kv-cache-dtype", choice]
+        made_for, _ = make_target(cli.make_parser().parse_args(flags), len(requests.seq_lens))
+        plan = sglang_pat.plan(requests.paths, requests.seq_lens, made_for)
+        found = explain(plan, requests, made_for)
+        assert found.token_bytes == 2 * 8 * 128 * kv_bytes

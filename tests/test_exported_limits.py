@@ -12,7 +12,7 @@ from kit.cases import case, execute
 from kit.pieces import Piece
 
 from sglang_pat import _C, planner
-from sglang_pat.arguments import DTYPES
+from sglang_pat.arguments import DTYPES, KV_DTYPES, SAME_KV
 from sglang_pat.config import PatConfig
 from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS, Target
 from sglang_pat.workspace import LAUNCHES
@@ -65,6 +65,7 @@ def test_options_are_the_extensions() -> None:
             config = PatConfig.from_env({f"SGLANG_PAT_{name}": value})
             assert getattr(config, name.lower()) == value
     assert {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2} == DTYPES
+    assert {torch.float8_e4m3fn: 1} == KV_DTYPES and SAME_KV == 0
 
 
 def test_tiles_of_a_target_are_the_kernels() -> None:

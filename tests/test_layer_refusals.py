@@ -18,6 +18,7 @@ from sglang_pat.srt import refusals
 from sglang_pat.srt.survey import Heads
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 KV_HEADS = 2
 
 
@@ -99,7 +100,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         ({"values": (2, 32)}, "a V cache of shape (5, 2, 32)"),
         ({"dtypes": (FP16, BF16)}, "a torch.float16 cache under torch.bfloat16 queries"),
         ({"dtypes": (BF16, FP16)}, "a torch.float16 cache under torch.bfloat16 queries"),
-        ({"dtypes": (E4M3, E4M3)}, "a torch.float8_e4m3fn cache under torch.bfloat16 queries"),
+        ({"dtypes": (E4M3, E4M3)}, ""),
+        ({"dtypes": (E4M3, BF16)}, "a torch.float8_e4m3fn cache under torch.bfloat16 queries"),
+        ({"dtypes": (BF16, E4M3)}, "a torch.float8_e4m3fn cache under torch.bfloat16 queries"),
+        ({"dtypes": (E5M2, E5M2)}, "a torch.float8_e5m2 cache under torch.bfloat16 queries"),
     ],
 )
 def test_layers(arguments: dict[str, Any], reason: str) -> None:
@@ -116,11 +120,43 @@ def test_layers(arguments: dict[str, Any], reason: str) -> None:
         ({"dims": (96, 96)}, "head dims 96 and 96, not both one of (64, 128, 256)"),
         ({"dims": (128, 64)}, "head dims 128 and 64, not both one of (64, 128, 256)"),
         ({"group": 17}, "17 query heads per KV head, more than 16"),
-        ({"dtypes": (E4M3, E4M3)}, "a torch.float8_e4m3fn cache under torch.bfloat16 queries"),
+        ({"dtypes": (E4M3, E4M3)}, ""),
     ],
 )
 def test_layers_on_cuda(device: str, arguments: dict[str, Any], reason: str) -> None:
     assert _against(device, **arguments) == reason
+
+
+def _scaled(k: Any, v: Any, k_float: Any, v_float: Any) -> dict[str, Any]:
+    return {"k_scale": k, "v_scale": v, "k_scale_float": k_float, "v_scale_float": v_float}
+
+
+APART = "K/V scales that are not both on the device and on the host"
+HALF, ONE = torch.tensor(0.5), torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("scales", "on_gpu", "on_cpu"),
+    [
+        (_scaled(ONE, ONE, 1.0, 1.0), "", ""),
+        (_scaled(HALF, ONE, 0.5, 1.0), "", "K/V scales, which SGLang's attention on a CPU"),
+        (_scaled(ONE, HALF, 1.0, 0.5), "", "K/V scales, which SGLang's attention on a CPU"),
+        (_scaled(ONE, None, 1.0, None), "", ""),
+        (_scaled(0.5, 0.5, None, None), APART, APART),  # as --quantization-param-path does it
+        (_scaled(None, None, 0.5, 0.5), APART, APART),
+        (_scaled(ONE, HALF, 1.0, None), APART, APART),
+        (_scaled(torch.ones(2), ONE, torch.ones(2), 1.0), APART, APART),
+        (_scaled(torch.ones(2), ONE, 1.0, 1.0), "2 K/V scales", "2 K/V scales"),
+        (_scaled(ONE, HALF, 1.0, -1.0), "a K/V scale of -1.0", "a K/V scale of -1.0"),
+        (_scaled(ONE, HALF, 1.0, float("inf")), "a K/V scale of inf", "a K/V scale of inf"),
+    ],
+)
+def test_kv_scales(scales: dict[str, Any], on_gpu: str, on_cpu: str) -> None:
+    """They count where K/V are in fp8_e4m3 only."""
+    for device, reason in (("cuda", on_gpu), ("cpu", on_cpu)):
+        found = _against(device, dtypes=(E4M3, E4M3), **scales)
+        assert found.startswith(reason) and bool(found) == bool(reason), found
+        assert _against(device, **scales) == ""
 
 
 @pytest.mark.parametrize("limit", [101_376, 102_399])

@@ -12,7 +12,16 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.runner import E4M3, QSA, make_layer, make_runner, set_ranks, warnings_of
+from kit.runner import (
+    E4M3,
+    QSA,
+    make_layer,
+    make_pool,
+    make_runner,
+    set_ranks,
+    set_scales,
+    warnings_of,
+)
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
 from sglang_pat.srt import factory
@@ -71,7 +80,7 @@ def test_a_model_with_a_served_layer_extends_the_base(
     assert made.survey.reasons == {0: "", 1: "a sliding window"}
     assert made.arguments == {"packs": True}
     assert caplog.messages == [
-        "sglang_pat: serves 1 of 2 attention layers (1 with a sliding window)"
+        "sglang_pat: serves 1 of 2 attention layers (1 with a sliding window), K/V in bfloat16"
     ]
     assert not warnings_of(caplog) and not bed.reported
 
@@ -112,16 +121,18 @@ def test_where_pat_serves_nothing_the_backend_is_sglangs(
     assert bed.reported == [False] and bed.extended is None
 
 
-def test_an_fp8_pool_is_sglangs_whatever_the_options_say(
-    bed: FactoryBed, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("known", [None, 1.0])
+def test_layers_of_an_fp8_pool_are_served(
+    known: float | None, bed: FactoryBed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = make_runner(
-        [make_layer(0)],
-        args={"device": "cuda", "prefill_attention_backend": "triton"},
-        kv_cache_dtype=E4M3,
-    )
-    assert bed.make(runner) == "stock triton"
-    assert "fp8_e4m3, as the checkpoint asks for" in warnings_of(caplog)[0]
+    caplog.set_level(logging.INFO, logger="sglang_pat")
+    layer = make_layer(0)
+    if known is not None:
+        set_scales(layer, known, known)
+    runner = make_runner([layer], kv_cache_dtype=E4M3, token_to_kv_pool=make_pool(1, dtype=E4M3))
+    bed.make(runner)
+    assert bed.extended is not None and not warnings_of(caplog)
+    assert caplog.messages[-1] == "sglang_pat: serves all 1 attention layers, K/V in float8_e4m3fn"
 
 
 def test_a_draft_model_gets_sglangs_backend_without_a_warning(

@@ -13,10 +13,11 @@ from kit.arguments import Changes, meta
 from kit.trees import target
 
 from sglang_pat import _C
-from sglang_pat.arguments import check_cuda
+from sglang_pat.arguments import KV, KV_DTYPES, SAME_KV, check_cuda
 from sglang_pat.workspace import Workspace
 
 HEADS = (8, 2)
+E4M3 = torch.float8_e4m3fn
 
 
 def test_no_workspace_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +135,11 @@ WRONG_ON_CUDA: dict[str, tuple[dict[str, Any], str]] = {
     "fp32": ({"dtype": torch.float32}, "q is float32, the CUDA kernels take bfloat16 and float16"),
     "v head dim": ({"v_dim": 128}, "v_cache has head dim 128, q 64: must be alike on CUDA"),
     "alignment": ({"shift": 1}, "rows must begin at multiples of 16 bytes; make it contiguous"),
+    "alignment of 1 byte": (
+        {"kv_dtype": E4M3, "shift": 8},
+        "rows must begin at multiples of 16 bytes; make it contiguous",
+    ),
+    "k_scale": ({"kv_dtype": E4M3, "kv_scales": (float("inf"), 1.0)}, "k_scale is inf"),
     "head dim": ({"dim": 72, "v_dim": 72}, "head_dim is 72, the CUDA kernels have 64, 128 and 256"),
     "ratio": ({"heads": (34, 2)}, "34 query heads on 2 KV heads: the ratio must be a whole number"),
     "scale": ({"scale": float("inf")}, "scale is inf and logit_cap 0, both must be finite"),
@@ -142,7 +148,7 @@ WRONG_ON_CUDA: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.skipif(not hasattr(_C, "check_decode_cuda"), reason="built with PAT_CUDA=OFF")
-@pytest.mark.parametrize("what", [*WRONG_ON_CUDA, ""])
+@pytest.mark.parametrize("what", [*WRONG_ON_CUDA, "", "e4m3"])
 def test_what_cuda_kernels_do_not_have(what: str) -> None:
     """Told before anything is launched, so without a device."""
 
@@ -154,14 +160,19 @@ def test_what_cuda_kernels_do_not_have(what: str) -> None:
         shift: int = 0,
         scale: float = 0.125,
         logit_cap: float = 0.0,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
+        kv_dtype = kv_dtype or dtype
         q = torch.zeros(3, heads[0], dim, dtype=dtype)
-        k = torch.zeros(10 * heads[1] * dim + shift, dtype=dtype)[shift:].view(10, heads[1], dim)
-        v = torch.zeros(10, heads[1], v_dim, dtype=dtype)
-        check_cuda(q, k, v, torch.zeros_like(q), scale, logit_cap)
+        k = torch.zeros(10 * heads[1] * dim + shift, dtype=kv_dtype)[shift:]
+        k = k.view(10, heads[1], dim)
+        v = torch.zeros(10, heads[1], v_dim, dtype=kv_dtype)
+        number = KV_DTYPES.get(kv_dtype, SAME_KV)
+        check_cuda(q, k, v, torch.zeros_like(q), scale, logit_cap, KV(number, *kv_scales))
 
-    if not what:
-        check()
+    if what not in WRONG_ON_CUDA:
+        check(kv_dtype=E4M3 if what else None, kv_scales=(0.5, 2.0) if what else (1.0, 1.0))
         return
     changes, message = WRONG_ON_CUDA[what]
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -44,6 +44,7 @@ def _runner(**changes: Any) -> SimpleNamespace:
         "model_config": SimpleNamespace(is_encoder_decoder=False),
         "dtype": BF16,
         "kv_cache_dtype": BF16,
+        "kv_cache_dtype_str": "auto",
         "token_to_kv_pool": _pool(),
         "kv_index_translator": SimpleNamespace(is_translating=False),
     }
@@ -85,7 +86,7 @@ def published(defaults: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 AUTO = "set --kv-cache-dtype auto"
-READ = f"bfloat16, float16: {AUTO} and one of these --dtype$"
+READ = f"bfloat16, float16 and float8_e4m3fn: {AUTO} and a --dtype of these, or .* fp8_e4m3$"
 CHOOSE = "choose another --attention-backend$"
 UNIFIED = "slot ids .* drop --enable-unified-memory and --enable-page-major-kv-layout$"
 HND = "layout 'hnd', not 'nhd': unset SGLANG_USE_HND_KVCACHE or the option that chose it$"
@@ -116,8 +117,13 @@ def _with(pool: Any) -> dict[str, Any]:
         ("_model", _cache(FP32, FP32), ""),
         ("_model", _cache(BF16, BF16), ""),
         ("_model", _cache(FP16, FP16, "cuda"), ""),
-        ("_model", _cache(E4M3, BF16, "cuda"), ""),  # its layers are the base's, one by one
-        ("_model", _cache(E4M3, BF16), f"is torch.float8_e4m3fn, on cpu pat reads float32, {READ}"),
+        ("_model", _cache(E4M3, BF16, "cuda"), ""),
+        ("_model", _cache(E4M3, FP32), ""),
+        (
+            "_model",
+            _cache(E4M3, FP32, "cuda"),
+            "the model is torch.float32, on cuda pat takes bfloat16, float16: set one as --dtype$",
+        ),
         ("_model", _cache(E5M2, BF16, "cuda"), f"is torch.float8_e5m2, on cuda pat reads {READ}"),
         ("_model", _cache(FP32, FP32, "cuda"), f"is torch.float32, on cuda pat reads {READ}"),
         ("_model", _cache(FP16, BF16), f"torch.float16 but the model torch.bfloat16: {AUTO}$"),
@@ -135,6 +141,8 @@ def _with(pool: Any) -> dict[str, Any]:
         ("_pool", _with(_pool(kv_cache_layout="hnd")), HND),
         ("_pool", _with(_pool(full_kv_pool=_pool(kv_cache_layout="hnd"))), HND),
         ("_pool", _with(_pool("fp4")), f"is quantized by fp4: {AUTO}$"),
+        ("_pool", {"kv_cache_dtype_str": "fp8_e4m3"}, ""),
+        ("_pool", {"kv_cache_dtype_str": "mxfp8"}, f"is quantized by mxfp8: {AUTO}$"),
     ],
 )
 def test_what_a_runner_has(

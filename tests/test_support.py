@@ -8,16 +8,19 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.runner import BF16, E4M3, FP16, QSA, model_config, server_args
+from kit.runner import E4M3, FP16, QSA, model_config, server_args
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache import kv_cache_dtype
 from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.runtime_context import override_platform
 
-from sglang_pat.srt import support
+from sglang_pat.srt import checkpoint, support
+
+FP32 = torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -114,22 +117,6 @@ SPLIT = {"prefill_attention_backend": "pat", "decode_attention_backend": "fa3"}
             "drop that option",
             False,
         ),
-        (
-            {"kv_cache_dtype": "fp8_e4m3"},
-            {},
-            {},
-            "fp8_e4m3 (--kv-cache-dtype fp8_e4m3)",
-            "set --kv-cache-dtype auto",
-            False,
-        ),
-        (
-            {},
-            {},
-            _quantized(kv_cache_quant_algo="FP8"),
-            "fp8_e4m3, as the checkpoint asks for",
-            "set --kv-cache-dtype bfloat16",
-            False,
-        ),
         (PD, OFF, {}, "decode server", "--disaggregation-decode-enable-radix-cache", True),
         ({"disaggregation_mode": "prefill"}, {}, {}, "never decodes", "decode server", False),
         (OFF, {}, {}, "is off", "drop --disable-radix-cache", True),
@@ -185,10 +172,20 @@ def test_a_decode_server_with_its_radix_cache_packs() -> None:
     assert support.idle_reasons(args, model_config()) == []
 
 
-def test_the_known_dtype_of_the_cache_counts_for_more_than_the_options() -> None:
-    (found,) = support.idle_reasons(server_args(), model_config(), E4M3)
-    assert "fp8_e4m3" in found.reason
-    assert support.idle_reasons(server_args(kv_cache_dtype="fp8_e4m3"), model_config(), BF16) == []
+@pytest.mark.parametrize(
+    ("choice", "model"),
+    [("fp8_e4m3", {}), ("auto", _quantized(kv_cache_quant_algo="FP8"))],
+    ids=["the option", "the checkpoint"],
+)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_kv_in_fp8_e4m3_are_served(choice: str, model: dict[str, Any], device: str) -> None:
+    args, config = server_args(kv_cache_dtype=choice, device=device), model_config(**model)
+    assert checkpoint.kv_cache_dtype(choice, config) == E4M3
+    assert support.config_refusals(args, config) == support.idle_reasons(args, config) == []
+    (reason,) = support.config_refusals(
+        server_args(kv_cache_dtype=choice), model_config(dtype=FP32, **model)
+    )
+    assert reason.startswith("the model is torch.float32, on cuda pat takes bfloat16, float16:")
 
 
 @pytest.mark.parametrize(

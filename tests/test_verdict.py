@@ -137,7 +137,6 @@ def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason", "way_out", "allocates"),
     [
-        (("--kv-cache-dtype", "fp8_e4m3"), "K/V cache is fp8_e4m3", "--kv-cache-dtype", False),
         (
             ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
             "--speculative-algorithm NGRAM",

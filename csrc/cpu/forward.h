@@ -8,6 +8,9 @@
 namespace pat {
 
 enum class DType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
+// Elements of the K/V cache: of q's type, or float8_e4m3fn, whose values k_scale and v_scale
+// multiply.
+enum class KVDType : int { kSame = 0, kE4M3 = 1 };
 
 // One decode step of one layer. Strides count elements; the last dimension is contiguous.
 struct DecodeArgs {
@@ -26,7 +29,9 @@ struct DecodeArgs {
   int64_t out_stride_query, out_stride_head;
   float* lse;  // [num_queries, num_q_heads], base 2, or null
   int num_queries, num_q_heads, num_kv_heads, head_dim, v_head_dim;
-  DType dtype;  // of q, k_cache, v_cache and out
+  DType dtype;             // of q and out
+  KVDType kv_dtype;        // of k_cache and v_cache
+  float k_scale, v_scale;  // 1 unless kE4M3
   float scale;
   float logit_cap;      // 0 = off; else logit = cap * tanh(scale * (q . k) / cap)
   DType partial_dtype;  // kF32 or kBF16

@@ -21,7 +21,8 @@ struct PackedRows {
   int head(int row) const { return first_head + row % job.group; }
 };
 
-template <typename T>
+// T: of q and out. KV: of the cache, which k_scale and v_scale multiply.
+template <typename T, typename KV>
 class ItemRunner {
  public:
   ItemRunner(const DecodeJob& job, int index, int kv_head, float* scratch)
@@ -31,10 +32,11 @@ class ItemRunner {
         rows_{job, job.members + item_.member_offset, kv_head * job.group,
               item_.num_queries * job.group},
         shape_{job.args.head_dim, job.args.v_head_dim, job.args.logit_cap * kLog2E},
-        q_scale_(job.args.logit_cap == 0.0f ? job.args.scale * kLog2E
-                                            : job.args.scale / job.args.logit_cap),
-        k_(static_cast<const T*>(job.args.k_cache) + kv_head * job.args.k_stride_head),
-        v_(static_cast<const T*>(job.args.v_cache) + kv_head * job.args.v_stride_head),
+        q_scale_(job.args.k_scale * (job.args.logit_cap == 0.0f
+                                         ? job.args.scale * kLog2E
+                                         : job.args.scale / job.args.logit_cap)),
+        k_(static_cast<const KV*>(job.args.k_cache) + kv_head * job.args.k_stride_head),
+        v_(static_cast<const KV*>(job.args.v_cache) + kv_head * job.args.v_stride_head),
         converted_(scratch),
         scores_(converted_ + kBlockTokens * (job.args.head_dim + job.args.v_head_dim)),
         tiles_(scores_ + kBlockTokens * kMaxChunkRows) {}
@@ -64,7 +66,7 @@ class ItemRunner {
   }
 
   // The addresses of a block of K and V rows; false if a slot lies outside the pool.
-  bool find_rows(int64_t first, TokenRows<T>& rows) const {
+  bool find_rows(int64_t first, TokenRows<KV>& rows) const {
     const DecodeArgs& args = job_.args;
     const int64_t left = tokens_ - first;
     rows.count = static_cast<int>(left < kBlockTokens ? left : kBlockTokens);
@@ -84,10 +86,10 @@ class ItemRunner {
   template <typename Visit>
   [[gnu::always_inline]] bool for_each_block(const Visit& visit) const {
     if (tokens_ == 0) return true;
-    TokenRows<T> blocks[2];
+    TokenRows<KV> blocks[2];
     if (!find_rows(0, blocks[0])) return false;
     Prefetcher first_keys;
-    first_keys.add(blocks[0].k, blocks[0].count, shape_.head_dim * sizeof(T));
+    first_keys.add(blocks[0].k, blocks[0].count, shape_.head_dim * sizeof(KV));
     first_keys.step(blocks[0].count);
     for (int64_t first = 0, i = 0; first < tokens_; first += kBlockTokens, ++i) {
       const bool last = first + kBlockTokens >= tokens_;
@@ -99,9 +101,10 @@ class ItemRunner {
 
   // What to prefetch during the work on a block: its V rows, unless they were copied before, and
   // the rows that the next block begins with.
-  Prefetcher fetch_during(const TokenRows<T>& block, const TokenRows<T>* next, bool copied) const {
+  Prefetcher fetch_during(const TokenRows<KV>& block, const TokenRows<KV>* next,
+                          bool copied) const {
     Prefetcher ahead;
-    const int k_bytes = shape_.head_dim * sizeof(T), v_bytes = shape_.v_head_dim * sizeof(T);
+    const int k_bytes = shape_.head_dim * sizeof(KV), v_bytes = shape_.v_head_dim * sizeof(KV);
     if (!copied) ahead.add(block.v, block.count, v_bytes);
     if (next) ahead.add(next->k, next->count, k_bytes);
     if (next && copied) ahead.add(next->v, next->count, v_bytes);
@@ -109,8 +112,8 @@ class ItemRunner {
   }
 
   // Copies a block to fp32; fp32 itself stays where it is.
-  const TokenRows<float>& as_floats(const TokenRows<T>& from, TokenRows<float>& to) const {
-    if constexpr (sizeof(T) == sizeof(float)) {
+  const TokenRows<float>& as_floats(const TokenRows<KV>& from, TokenRows<float>& to) const {
+    if constexpr (sizeof(KV) == sizeof(float)) {
       return from;
     } else {
       float* at = converted_;
@@ -124,7 +127,7 @@ class ItemRunner {
     }
   }
 
-  static const float* copy_row(const T* from, int dim, float*& at) {
+  static const float* copy_row(const KV* from, int dim, float*& at) {
     constexpr int kWidth = kLanes < 8 ? kLanes : 8;
     float* const row = at;
     for (int j = 0; j < dim; j += kWidth) store<kWidth>(row + j, load<kWidth>(from + j));
@@ -141,10 +144,10 @@ class ItemRunner {
 
   template <int Rows>
   bool run_dim_lanes() {
-    DimLanesTile<Rows, T> tile(shape_, tiles_, scores_);
+    DimLanesTile<Rows, KV> tile(shape_, tiles_, scores_);
     for (int64_t i = 0; i < tile.size(shape_); ++i) tiles_[i] = 0.0f;
     for (int r = 0; r < rows_.count; ++r) read_q(r, tile.q(r), 1);
-    const bool done = for_each_block([&](const TokenRows<T>& block, const TokenRows<T>* next) {
+    const bool done = for_each_block([&](const TokenRows<KV>& block, const TokenRows<KV>* next) {
       Prefetcher ahead = fetch_during(block, next, false);
       tile.attend(block, ahead);
     });
@@ -183,8 +186,8 @@ class ItemRunner {
   // Packed rows [begin, end) attend to the tokens at hand.
   bool attend_rows(int begin, int end) {
     TokenRows<float> converted;
-    return for_each_block([&](const TokenRows<T>& block, const TokenRows<T>* next) {
-      Prefetcher ahead = fetch_during(block, next, sizeof(T) != sizeof(float));
+    return for_each_block([&](const TokenRows<KV>& block, const TokenRows<KV>* next) {
+      Prefetcher ahead = fetch_during(block, next, sizeof(KV) != sizeof(float));
       const TokenRows<float>& rows = as_floats(block, converted);
       for_each_tile([&](auto& tile, int row, int count) {
         if (row < end && row + count > begin) {
@@ -216,7 +219,7 @@ class ItemRunner {
     const DecodeArgs& args = job_.args;
     const Member& member = rows_.member(row);
     const int head = rows_.head(row);
-    const float factor = normalizer(state);
+    const float factor = normalizer(state) * args.v_scale;
     if (member.partial == kDirect) {
       T* out = static_cast<T*>(args.out) + member.query * args.out_stride_query +
                head * args.out_stride_head;
@@ -245,8 +248,8 @@ class ItemRunner {
   const PackedRows rows_;
   const Shape shape_;
   const float q_scale_;
-  const T* const k_;
-  const T* const v_;
+  const KV* const k_;
+  const KV* const v_;
   const int32_t* slots_ = nullptr;
   int64_t tokens_ = 0;
   float* const converted_;
@@ -254,14 +257,22 @@ class ItemRunner {
   float* const tiles_;
 };
 
+template <typename T>
+bool run_item_of(const DecodeJob& job, int item, int kv_head, float* scratch) {
+  if (job.args.kv_dtype == KVDType::kE4M3) {
+    return ItemRunner<T, E4M3>(job, item, kv_head, scratch).run();
+  }
+  return ItemRunner<T, T>(job, item, kv_head, scratch).run();
+}
+
 bool run_item(const DecodeJob& job, int item, int kv_head, float* scratch) {
   switch (job.args.dtype) {
     case DType::kBF16:
-      return ItemRunner<BF16>(job, item, kv_head, scratch).run();
+      return run_item_of<BF16>(job, item, kv_head, scratch);
     case DType::kF16:
-      return ItemRunner<F16>(job, item, kv_head, scratch).run();
+      return run_item_of<F16>(job, item, kv_head, scratch);
     default:
-      return ItemRunner<float>(job, item, kv_head, scratch).run();
+      return run_item_of<float>(job, item, kv_head, scratch);
   }
 }
 

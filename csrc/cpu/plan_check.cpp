@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "check.h"
 
@@ -18,6 +19,18 @@ void check_head_dim(const char* name, int dim) {
             ", must be a multiple of 8 up to ", kMaxHeadDim);
 }
 
+void check_kv(const DecodeArgs& args) {
+  PAT_CHECK(args.kv_dtype == KVDType::kSame || args.kv_dtype == KVDType::kE4M3, "kv_dtype is ",
+            static_cast<int>(args.kv_dtype), ", must be 0 (as q) or 1 (float8_e4m3fn)");
+  for (const auto& [name, scale] :
+       {std::pair{"k_scale", args.k_scale}, {"v_scale", args.v_scale}}) {
+    PAT_CHECK(std::isfinite(scale) && scale > 0.0f, name, " is ", scale,
+              ", must be finite and more than 0");
+    PAT_CHECK(args.kv_dtype == KVDType::kE4M3 || scale == 1.0f, name, " is ", scale,
+              ", must be 1 where K and V are of q's dtype");
+  }
+}
+
 void check_args(const DecodeArgs& args) {
   PAT_CHECK(args.num_queries >= 0, "num_queries is ", args.num_queries);
   PAT_CHECK(
@@ -28,6 +41,7 @@ void check_args(const DecodeArgs& args) {
   check_head_dim("v_head_dim", args.v_head_dim);
   PAT_CHECK(args.dtype == DType::kF32 || args.dtype == DType::kBF16 || args.dtype == DType::kF16,
             "dtype is ", static_cast<int>(args.dtype), ", must be 0 (fp32), 1 (bf16) or 2 (fp16)");
+  check_kv(args);
   PAT_CHECK(args.partial_dtype == DType::kF32 || args.partial_dtype == DType::kBF16,
             "partial_dtype is ", static_cast<int>(args.partial_dtype),
             ", must be 0 (fp32) or 1 (bf16)");

@@ -24,6 +24,7 @@ struct Lanes {
   typedef int32_t I __attribute__((vector_size(N * sizeof(float))));
   typedef uint32_t U __attribute__((vector_size(N * sizeof(float))));
   typedef uint16_t H __attribute__((vector_size(N * sizeof(uint16_t))));
+  typedef uint8_t B __attribute__((vector_size(N)));
 };
 template <int N>
 using Vec = typename Lanes<N>::F;
@@ -33,6 +34,9 @@ struct BF16 {
 };
 struct F16 {
   uint16_t bits;
+};
+struct E4M3 {  // float8_e4m3fn: no infinity, 0x7f and 0xff are NaN
+  uint8_t bits;
 };
 
 template <typename To, typename From>
@@ -71,6 +75,24 @@ template <int N>
   const U finite = bit_cast<U>(bit_cast<Vec<N>>(magnitude) * 0x1p112f);
   const U special = magnitude | 0x7f800000u;  // infinity or NaN
   return bit_cast<Vec<N>>(((bits & 0x7c00) == 0x7c00 ? special : finite) | (bits & 0x8000) << 16);
+}
+
+// Exact. No fp32 subnormal occurs on the way, so that a thread that flushes them reads the same.
+template <int N>
+[[gnu::always_inline]] inline Vec<N> load(const E4M3* from) {
+  using U = typename Lanes<N>::U;
+  typename Lanes<N>::B bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  const U bits = __builtin_convertvector(bytes, U);
+  const U magnitude = (bits & 0x7f) << 20;
+  // The exponent biases differ by 120. A subnormal is read as the normal number of the least
+  // exponent that has its mantissa, and 2^-6, the implicit bit, is taken off again.
+  const U implicit = (magnitude < 1u << 23 ? U{} + 1u : U{}) << 23;
+  const Vec<N> normal = bit_cast<Vec<N>>(magnitude + implicit + (120u << 23));
+  const Vec<N> taken_off = implicit != 0 ? Vec<N>{} + 0x1p-6f : Vec<N>{};
+  const U finite = bit_cast<U>(normal - taken_off);
+  return bit_cast<Vec<N>>(((bits & 0x7f) == 0x7f ? U{} + 0x7fc00000u : finite) | (bits & 0x80)
+                                                                                     << 24);
 }
 
 template <int N>

@@ -85,6 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--head-dim", type=int, metavar="D", default=128, help="elements of a head (default: 128)"
     )
     parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8_e4m3"),
+        default="auto",
+        help="of K and V, as of a server; auto is 16 bits on a GPU and 32 on a CPU (default: auto)",
+    )
+    parser.add_argument(
         "--sms",
         type=int,
         metavar="N",
@@ -196,6 +202,8 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         "policy": config.policy,
         "split": config.split,
     }
+    if arguments.kv_cache_dtype == "fp8_e4m3":
+        options["kv_bytes"] = 1
     if arguments.max_queries is not None:
         options["max_queries"] = arguments.max_queries
     if config.branching != "cost":  # else as the machine's target has it

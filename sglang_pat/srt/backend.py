@@ -23,6 +23,7 @@ from sglang_pat.srt.forward import Forward, beyond_workspace, no_memory
 from sglang_pat.srt.hook import LiveBatch, Mailbox, host_lens
 from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
+from sglang_pat.srt.scales import E4M3, ONES, CapturedScales, scales_of
 from sglang_pat.srt.sizing import make_executor
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.srt.support import CHOOSE_ANOTHER
@@ -61,6 +62,7 @@ class PatDecodeMixin:
         self._stats = Stats()
         self._steps = StepPlanner(self._target, self._stats, micro_batches())
         self._forward = Forward()
+        self._scales = CapturedScales()
         # Why a layer is the base's, or "", by layer id; the reasons of those that are.
         self._layers = dict(survey.reasons) if survey else {}
         self._surveyed = bool(self._layers)
@@ -149,8 +151,10 @@ class PatDecodeMixin:
         start = time.perf_counter_ns()
         lens = host_lens(forward_batch)
         if in_capture:
+            self._forward.captured = True
             self._load(self._steps.private(lens), None, forward_batch, start)
             return
+        self._scales.check()
         count = forward_batch.batch_size - forward_batch.num_padding
         if forward_batch.num_padding:
             lens = lens[:count]
@@ -246,13 +250,19 @@ class PatDecodeMixin:
             pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         heads = layer.tp_q_head_num
         out = q.new_empty((q.shape[0], heads * layer.v_head_dim))
+        keys = pool.get_key_buffer(layer.layer_id)
+        scales = scales_of(layer) if keys.dtype == E4M3 else ONES
+        if self._forward.captured and keys.dtype == E4M3:
+            self._scales.add(layer, scales)
         self._executor.decode(
             q.reshape(-1, heads, layer.qk_head_dim),
-            pool.get_key_buffer(layer.layer_id),
+            keys,
             pool.get_value_buffer(layer.layer_id),
             out.view(-1, heads, layer.v_head_dim),
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
+            k_scale=scales.k,
+            v_scale=scales.v,
         )
         return out
 

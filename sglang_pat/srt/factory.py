@@ -34,12 +34,7 @@ def make_pat_backend(runner: Any) -> Any:
             runner.draft_attention_backend = name
         logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", name)
         return stock
-    idle = idle_reasons(
-        runner.server_args,
-        runner.model_config,
-        runner.kv_cache_dtype,
-        min_batch=config.min_batch,
-    )
+    idle = idle_reasons(runner.server_args, runner.model_config, min_batch=config.min_batch)
     survey = Survey({})
     if all(reason.serves for reason in idle):
         survey = survey_layers(runner)
@@ -54,5 +49,6 @@ def make_pat_backend(runner: Any) -> Any:
         return stock
     base = base_of(runner)
     backend = extend(base.cls)(runner, config, survey, packs=not idle, **base.arguments)
-    logger.info("sglang_pat: serves %s", survey)
+    dtype = str(runner.kv_cache_dtype).removeprefix("torch.")
+    logger.info("sglang_pat: serves %s, K/V in %s", survey, dtype)
     return backend

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from sglang_pat.config import DEFAULT_MIN_BATCH
-from sglang_pat.srt import checkpoint
 from sglang_pat.srt.plugin import BACKEND
 
 CHOOSE_ANOTHER = "choose another --attention-backend"
@@ -36,28 +33,18 @@ def idle_message(reasons: list[IdleReason]) -> str:
 
 
 def idle_reasons(
-    server_args: Any,
-    model_config: Any,
-    cache_dtype: torch.dtype | None = None,
-    *,
-    min_batch: int = DEFAULT_MIN_BATCH,
+    server_args: Any, model_config: Any, *, min_batch: int = DEFAULT_MIN_BATCH
 ) -> list[IdleReason]:
-    """Every reason for which ``pat`` would serve nothing, or could never pack.
-
-    ``cache_dtype``: that of the K/V cache where it is known; else as the arguments and the
-    checkpoint's configuration say. ``min_batch``: as in ``PatConfig``.
-    """
+    """Every reason for which ``pat`` would serve nothing, or could never pack. ``min_batch``: as in
+    ``PatConfig``."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     args = resolving_view(server_args)
-    if cache_dtype is None and args.kv_cache_dtype not in checkpoint.SCALED_KV:
-        cache_dtype = checkpoint.kv_cache_dtype(args.kv_cache_dtype, model_config)
     return [
         *_idle_backend(args),
         *_idle_model(model_config),
         *_idle_role(args),
         *_idle_batches(args, min_batch),
-        *_idle_cache(args, cache_dtype),
     ]
 
 
@@ -144,20 +131,4 @@ def _idle_batches(args: Any, min_batch: int) -> Iterator[IdleReason]:
             f"--max-running-requests {args.max_running_requests} lets at most {most} decode at a "
             f"time, and pat serves batches of {min_batch} or more",
             f"raise it to {min_batch * max(1, int(args.attn_dp_size))} or more",
-        )
-
-
-def _idle_cache(args: Any, cache_dtype: torch.dtype | None) -> Iterator[IdleReason]:
-    if cache_dtype != torch.float8_e4m3fn or args.device != "cuda":
-        return
-    choice = args.kv_cache_dtype
-    if choice == "auto":
-        yield IdleReason(
-            "the K/V cache is fp8_e4m3, as the checkpoint asks for, which pat does not read",
-            "set --kv-cache-dtype bfloat16",
-        )
-    else:
-        yield IdleReason(
-            f"the K/V cache is fp8_e4m3 (--kv-cache-dtype {choice}), which pat does not read",
-            "set --kv-cache-dtype auto",
         )

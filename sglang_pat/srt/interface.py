@@ -49,7 +49,7 @@ ATTRIBUTES = {
     ),
     "model_executor.model_runner.ModelRunner": (
         *("device", "dtype", "kv_cache_dtype", "is_draft_worker", "init_new_workspace"),
-        "draft_attention_backend",
+        *("draft_attention_backend", "kv_cache_dtype_str"),
         *("kv_index_translator", "model_config", "req_to_token_pool", "token_to_kv_pool"),
         *("use_mla_backend", "memory_saver_adapter", "model", "prefill_aware_swa", "server_args"),
     ),
@@ -65,6 +65,7 @@ ATTRIBUTES = {
     "layers.radix_attention.RadixAttention": (
         *("layer_id", "tp_q_head_num", "tp_k_head_num", "tp_v_head_num", "qk_head_dim"),
         *("v_head_dim", "scaling", "logit_cap", "logit_capping_method", "k_scale", "v_scale"),
+        *("k_scale_float", "v_scale_float"),
         *("is_cross_attention", "attn_type", "sliding_window_size", "xai_temperature_len"),
     ),
     "mem_cache.memory_pool.ReqToTokenPool": ("req_to_token", "size"),

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_pat import _C
-from sglang_pat.srt import support
+from sglang_pat.srt import checkpoint, support
 from sglang_pat.srt.interface import interface_mismatches
+from sglang_pat.srt.scales import E4M3, reason_against_scales
 from sglang_pat.target import HEAD_DIM_STEP, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -71,8 +72,16 @@ def _pool(runner: Any) -> Iterator[str]:
             runner.kv_index_translator.is_translating or pool.requires_physical_write_loc
         ),
         layouts=tuple(getattr(part, "kv_cache_layout", "nhd") for part in parts),
-        quant_name="" if quant is None or quant.name == "unquantized" else quant.name,
+        quant_name=_quantized_by(runner.kv_cache_dtype_str, quant),
     )
+
+
+def _quantized_by(choice: str, quant: Any) -> str:
+    """The name of the pool's quantization beside its dtype, "" for none: mxfp8 is stored as
+    fp8_e4m3, with scales that only ``--kv-cache-dtype`` tells of."""
+    if choice in checkpoint.SCALED_KV:
+        return choice
+    return "" if quant is None or quant.name == "unquantized" else str(quant.name)
 
 
 def _modes() -> Iterator[str]:
@@ -136,6 +145,8 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Tar
         return f"a K cache of shape {tuple(keys.shape)}"
     if values.shape[1:] != (layer.tp_v_head_num, layer.v_head_dim):
         return f"a V cache of shape {tuple(values.shape)}"
+    if keys.dtype == values.dtype == E4M3:
+        return reason_against_scales(layer, pool.device)
     for cache in (keys, values):
         if cache.dtype != dtype:
             return f"a {cache.dtype} cache under {dtype} queries"

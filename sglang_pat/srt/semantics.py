@@ -47,12 +47,13 @@ _LAYER = {
     **_all("base", "bidirectional layers", "layer.attn_type"),
     **_all(
         "handled",
-        "the pool applies them as it stores K/V; as dtypes are equal they scale nothing",
+        "the pool divides K/V in fp8_e4m3 by them; K/V of the queries' dtype have none",
         *("layer.k_scale", "layer.v_scale"),
     ),
     **_all(
-        "irrelevant",
-        "the same on the host, read where K/V are quantized",
+        "handled",
+        "the same on the host, given to ops.decode; a layer that has one without the other is the "
+        "base's",
         *("layer.k_scale_float", "layer.v_scale_float"),
     ),
 }
@@ -64,13 +65,13 @@ _RUNNER = {
     **_all("base", "its layers carry their windows", "runner.sliding_window_size"),
     **_all("base", "layers whose K/V are in the sliding-window pool", "runner.token_to_kv_pool"),
     **_all("refused", "virtual slot ids", "runner.kv_index_translator"),
-    **_all("refused", "other than the model's; fp8_e4m3 goes to the base", "runner.kv_cache_dtype"),
+    **_all("refused", "other than the model's or fp8_e4m3", "runner.kv_cache_dtype"),
     **_all("refused", "quantized K/V, see pool_refusals(quant_name)", "runner.kv_cache_dtype_str"),
     **_all("handled", "the rows that a step's queries read", "runner.req_to_token_pool"),
     **_all("base", "verification of drafts (spec_info in the batch)", "runner.spec_algorithm"),
     **_all("base", "drafts run on SGLang's own backend", "runner.is_draft_worker"),
     **_all("refused", "a device without an executor", "runner.device"),
-    **_all("handled", "dtype of the queries, compared with the cache's", "runner.dtype"),
+    **_all("handled", "dtype of the queries and, but for fp8_e4m3, the cache", "runner.dtype"),
     **_all("irrelevant", "slots are read one by one, in pages or not", "runner.page_size"),
     **_all(
         "irrelevant",

@@ -31,7 +31,7 @@ __all__ = [
     "stock_backend",
 ]
 
-# What the executors read, by device.
+# Dtypes of a model that the executors take, by device. K/V are of the same, or in float8_e4m3fn.
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16, torch.float16),
@@ -116,16 +116,16 @@ def model_refusals(
 def kv_dtype_refusals(
     device: str, cache_dtype: torch.dtype, model_dtype: torch.dtype
 ) -> Iterator[str]:
-    """Reasons against the dtype of the K/V cache. fp8_e4m3 on a GPU is none: its layers are the
-    base's, and ``idle_reasons`` says so."""
+    """Reasons against the dtype of the K/V cache, or of the queries, which are the model's."""
     dtypes = DTYPES[device]
-    if device == "cuda" and cache_dtype == torch.float8_e4m3fn:
-        return
-    if cache_dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if cache_dtype == torch.float8_e4m3fn:
+        if model_dtype not in dtypes:
+            yield f"the model is {model_dtype}, on {device} pat takes {names}: set one as --dtype"
+    elif cache_dtype not in dtypes:
         yield (
-            f"the K/V cache is {cache_dtype}, on {device} pat reads {names}: set "
-            "--kv-cache-dtype auto and one of these --dtype"
+            f"the K/V cache is {cache_dtype}, on {device} pat reads {names} and float8_e4m3fn: set "
+            "--kv-cache-dtype auto and a --dtype of these, or --kv-cache-dtype fp8_e4m3"
         )
     elif cache_dtype != model_dtype:
         yield (

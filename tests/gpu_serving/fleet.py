@@ -14,7 +14,7 @@ from pathlib import Path
 from serving.adapters import RANK, TARGETS, make_adapter
 from serving.server import Config, ServingServer
 
-from .models import make_gemma2, make_llama
+from .models import make_gemma2, make_llama, with_kv_scales
 
 # Logits in fp32 leave the attention as the main thing that rounds.
 COMPARED = ("--enable-fp32-lm-head", "--enable-custom-logit-processor")
@@ -27,6 +27,7 @@ SMALL_POOL = 4096
 MODELS: dict[str, Callable[[Path], Path]] = {
     "ratio4": lambda path: make_llama(path, q_heads=8, kv_heads=2),
     "ratio4b": lambda path: make_llama(path, q_heads=8, kv_heads=2, seed=1),  # other weights
+    "scaled4": lambda path: with_kv_scales(make_llama(path, q_heads=8, kv_heads=2)),
     "ratio5": lambda path: make_llama(path, q_heads=10, kv_heads=2),
     "ratio7": lambda path: make_llama(path, q_heads=14, kv_heads=2, head_dim=64),
     "gemma2": lambda path: make_gemma2(path, window=WINDOW),
@@ -85,6 +86,11 @@ FLEET = {
         _config("ratio4-pat-no-graphs", "--disable-cuda-graph"),
         _config("ratio4-pat-flashinfer-prefill", "--prefill-attention-backend", "flashinfer"),
         _config("ratio4b-fa3"),
+        *(
+            _config(f"ratio4-{name}-fp8_e4m3", "--kv-cache-dtype", "fp8_e4m3")
+            for name in ("fa3", "flashinfer", "pat")
+        ),
+        *(_config(f"scaled4-{name}") for name in ("fa3", "flashinfer", "pat")),
         _config("ratio5-fa3"),
         _config("ratio5-pat"),
         _config("ratio7-fa3"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from serving.workloads import VOCAB
 
 from sglang_pat.demo.model import QK_SCALE, make_model
@@ -32,6 +32,27 @@ def make_llama(
         dtype="bfloat16",
         seed=seed,
     )
+
+
+def with_kv_scales(path: Path) -> Path:
+    """The model at ``path`` with K/V in fp8 as a checkpoint of ModelOpt has them: scales of each
+    layer, the weights as they were."""
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "ignore": ["*"],  # of the weights
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    weights = load_file(path / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}.self_attn"
+        # Apart by layer, and K's from V's: one that is taken for another would be seen.
+        weights[f"{at}.k_proj.k_scale"] = torch.tensor(0.02 * (layer + 1))
+        weights[f"{at}.v_proj.v_scale"] = torch.tensor(0.05 / (layer + 1))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def make_gemma2(path: Path, *, window: int, q_heads: int = 8, kv_heads: int = 2) -> Path:

@@ -4,8 +4,8 @@
 #     tests/gpu_serving/on_host.sh KIT [STEP...]
 # KIT holds default.00, .01, ... of gpu-kit/make_default.sh (made with the project's wheel for Python
 # 3.12), default_host.sh beside them and, for the step more, nixl.tar.xz (tests/gpu_serving/README.md).
-# Steps, in this order unless named: unpack gpu serving more demo. Others: warm sleep ranks soak
-# first keep. Each has a limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit
+# Steps, in this order unless named: unpack gpu serving more demo. Others: warm fp8 sleep ranks
+# soak first keep. Each has a limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit
 # status is the number of steps that failed. $OUT (default: ./out) gets host.log, STEP.xml of pytest,
 # JSON of demo, soak and first, and in servers.tar.gz the ends of the servers' logs. keep adds what
 # the servers compiled, jit.tar.xz: beside the kit it saves the next machine one to three minutes.
@@ -16,7 +16,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd); cd "$root" || exit 1
 out=${OUT:-$root/out}; mkdir -p "$out"
 site=${SITE:-/tmp/site}; work=${WORK:-/tmp/pat_work}; mkdir -p "$work"
 : "${LIMIT_WARM:=280}" "${LIMIT_GPU:=150}" "${LIMIT_SERVING:=520}" "${LIMIT_MORE:=400}" "${LIMIT_DEMO:=330}"
-: "${LIMIT_SLEEP:=240}" "${LIMIT_RANKS:=300}" "${LIMIT_SOAK:=450}" "${LIMIT_FIRST:=260}"
+: "${LIMIT_FP8:=400}" "${LIMIT_SLEEP:=240}" "${LIMIT_RANKS:=300}" "${LIMIT_SOAK:=450}" "${LIMIT_FIRST:=260}"
 export PYTHONPATH=$site:$root/tests PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 MAX_JOBS=16
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1
 
@@ -57,6 +57,7 @@ step_more() { # by themselves: a cache on the host wants 10 GB free there beside
   local at=tests/gpu_serving
   tests more "$LIMIT_MORE" $at/test_adapters.py $at/test_two_levels.py $at/test_disaggregation.py
 }
+step_fp8() { tests fp8 "$LIMIT_FP8" tests/gpu_serving/test_e4m3.py; }
 step_sleep() { tests sleep "$LIMIT_SLEEP" tests/gpu_serving/test_sleep.py; }
 step_ranks() { tests ranks "$LIMIT_RANKS" tests/gpu_serving/test_ranks.py; } # two GPUs
 step_demo() {

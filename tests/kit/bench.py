@@ -89,8 +89,8 @@ class CpuLayer:
 
     def attend(self) -> torch.Tensor:
         b = self.batch
-        inputs = (b.q, b.k_cache, b.v_cache, b.req_to_token, b.rows, b.seq_lens)
-        return decode(*inputs, self.plan, scale=self.scale)
+        scales = {"k_scale": b.k_scale, "v_scale": b.v_scale}
+        return decode(*b.inputs, self.plan, scale=self.scale, **scales)
 
     def snapshot(self) -> None:
         pass
@@ -126,7 +126,9 @@ def fake_sgl_kernel() -> dict[str, ModuleType]:
     """Modules with FA3's interface over attention by definition, its LSE a natural logarithm."""
 
     def attend(q: Any, k: Any, v: Any, **call: Any) -> Any:
-        out = torch.empty_like(q)  # [queries, Hq, D]
+        descales = [call.get(f"{name}_descale", torch.ones(())).flatten()[0] for name in "kv"]
+        assert q.dtype == k.dtype == v.dtype
+        out = torch.empty_like(q, dtype=torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
         lse = torch.empty(q.shape[1], q.shape[0])
         bounds = call["cu_seqlens_q"].tolist()
         assert call["max_seqlen_q"] == max(b - a for a, b in pairwise(bounds))
@@ -139,6 +141,8 @@ def fake_sgl_kernel() -> dict[str, ModuleType]:
                 torch.full((end - first,), node),
                 call["cache_seqlens"][node].expand(end - first),
                 scale=call["softmax_scale"],
+                k_scale=float(descales[0]),
+                v_scale=float(descales[1]),
             )
             lse[:, first:end] = base2.T * math.log(2)
         return (out, lse) if call.get("return_softmax_lse") else out
@@ -177,7 +181,9 @@ def replace_device(monkeypatch: Any) -> None:
     monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
     monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
     monkeypatch.setattr(kernel, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})
-    monkeypatch.setattr(kernel, "usable", lambda heads, names=PEER_NAMES: dict.fromkeys(names, ""))
+    monkeypatch.setattr(
+        kernel, "usable", lambda heads, names=PEER_NAMES, *, e4m3=False: dict.fromkeys(names, "")
+    )
     monkeypatch.setattr(ragged, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")

@@ -15,6 +15,7 @@ from sglang_pat import _C
 from sglang_pat.reference import attention
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Case:
     pieces: Parts
     scale: float
     logit_cap: float = 0.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -40,6 +43,16 @@ class Case:
 
     def to(self, dtype: torch.dtype) -> Case:
         return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
+
+    def to_e4m3(self, k_scale: float = 1.0, v_scale: float = 1.0) -> Case:
+        """With K and V divided by their scales and stored in float8_e4m3fn."""
+        return replace(
+            self,
+            k=(self.k.float() / k_scale).to(E4M3),
+            v=(self.v.float() / v_scale).to(E4M3),
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
 
     def truth(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE by definition, computed in ``dtype``."""
@@ -52,6 +65,8 @@ class Case:
             self.seq_lens,
             scale=self.scale,
             logit_cap=self.logit_cap,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
             dtype=dtype,
         )
 
@@ -185,6 +200,9 @@ def execute(
         "scale": inputs.scale,
         "logit_cap": inputs.logit_cap,
         "num_threads": threads,
+        "kv_dtype": int(inputs.k.dtype == E4M3),
+        "k_scale": inputs.k_scale,
+        "v_scale": inputs.v_scale,
         "isa": isa,
     }
     _C.decode_cpu(**(arguments | changes))

@@ -27,6 +27,7 @@ def check(inputs: Case, bound: float = FP32_ERROR, **options: object) -> torch.T
     """Execute and compare. Scores are sums of |q| |k| at most, rounded in fp32; an error of a score
     is a relative error of its token's weight."""
     rounding = 2**-23 * inputs.scale * float(inputs.q.norm(dim=-1).max() * _norm(inputs.k))
+    rounding *= inputs.k_scale
     truth, truth_lse = inputs.truth()
     out, lse = execute(inputs, **options)  # type: ignore[arg-type]
     assert error(out, truth) < bound + rounding

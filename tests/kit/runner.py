@@ -70,9 +70,18 @@ def make_layer(layer_id: int, **arguments: Any) -> RadixAttention:
     return RadixAttention(HEADS, DIM, 1.0, KV_HEADS, layer_id=layer_id, **arguments)
 
 
-def make_pool(layers: int, sliding: tuple[int, ...] = ()) -> SimpleNamespace:
+def set_scales(layer: RadixAttention, k_scale: float, v_scale: float) -> None:
+    """Give a layer K/V scales as SGLang has them once it has loaded a checkpoint's."""
+    layer.k_scale = torch.nn.Parameter(torch.tensor(k_scale), requires_grad=False)
+    layer.v_scale = torch.nn.Parameter(torch.tensor(v_scale), requires_grad=False)
+    layer.k_scale_float, layer.v_scale_float = k_scale, v_scale
+
+
+def make_pool(
+    layers: int, sliding: tuple[int, ...] = (), dtype: torch.dtype = BF16
+) -> SimpleNamespace:
     """A pool of one slot a layer; ``sliding``: layers whose K/V are in its window's part."""
-    cache = {layer: torch.zeros(1, KV_HEADS, DIM, dtype=BF16) for layer in range(layers)}
+    cache = {layer: torch.zeros(1, KV_HEADS, DIM, dtype=dtype) for layer in range(layers)}
     pool = SimpleNamespace(
         device="cpu", get_key_buffer=cache.__getitem__, get_value_buffer=cache.__getitem__
     )

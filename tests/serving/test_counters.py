@@ -92,7 +92,7 @@ def test_steady_steps_reuse_plans(serve: Serve) -> None:
 # All that pat has to say on a server where all is well, but for its summaries.
 HEALTHY = (
     r"decode runs on pat, prefill on SGLang's own attention \(TorchNativeAttnBackend\)",
-    r"serves all 2 attention layers$",
+    r"serves all 2 attention layers, K/V in float32$",
     r"looks for shared prefixes in SGLang's radix cache \(rust tree core\)$",
     r"\d+ requests share \d+( to \d+)? tokens( each)?: \d+\.\d x fewer K/V reads",
 )

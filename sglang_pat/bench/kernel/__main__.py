@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Requests, Tree
 from sglang_pat.bench.kernel import ablation, ragged, tiles, timeline, traffic
 from sglang_pat.bench.kernel.clock import Clock, capture, device_rates, empty_us
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
-from sglang_pat.bench.kernel.kv import TreeBatch, relative
+from sglang_pat.bench.kernel.kv import TreeBatch, quantised, relative
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
 from sglang_pat.bench.kernel.options import check, make_parser, remarks_of, settings_of
 from sglang_pat.bench.kernel.peers import PEERS, usable
@@ -61,8 +61,13 @@ def measure(
     if batch is None:
         batch = device_batch(tree, heads, permuted)
     scale = heads.dim**-0.5
+    graphs = {}
+    if settings.e4m3:
+        wide = Layer(batch, tree, heads, replace(settings, kv_dtype="bfloat16"), scale)
+        graphs["bf16"] = capture(wide.attend)
+        batch = quantised(batch)
     layer = Layer(batch, tree, heads, settings, scale)
-    graphs = {"pat": capture(layer.attend)}
+    graphs["pat"] = capture(layer.attend)
     for name in names:
         try:
             graphs[name] = capture(PEERS[name](batch, tree, scale))
@@ -74,13 +79,14 @@ def measure(
         graphs[name].replay()
     times, noise = timer.compare({name: graph.replay for name, graph in graphs.items()})
     ours = outs.pop("pat")
+    outs.pop("bf16", None)  # of other K and V
     made = layer.plan
-    bytes_s = least_bytes(tree, heads) / rates.bytes_per_s
+    bytes_s = least_bytes(tree, heads, settings.kv_bytes) / rates.bytes_per_s
     return TreeRow(
         heads=str(heads),
         spec=str(tree),
         permuted=permuted,
-        floor_us=floor_us(tree, heads, rates),
+        floor_us=floor_us(tree, heads, rates, settings.kv_bytes),
         bound="memory" if bytes_s > flops(tree, heads) / rates.flops_per_s else "compute",
         pat=times["pat"],
         fa3=times.get("fa3"),
@@ -97,6 +103,11 @@ def measure(
         error=error_of(ours, batch, scale),
         differences={name: relative(out, ours) for name, out in outs.items()},
         branches=int(np.count_nonzero(made.items["kind"] == BRANCH)),
+        kv_dtype=settings.kv_dtype,
+        errors={name: error_of(out, batch, scale) for name, out in outs.items()}
+        if settings.e4m3
+        else {},
+        bf16=times.get("bf16"),
     )
 
 
@@ -178,7 +189,7 @@ def run(options: argparse.Namespace) -> Document:
     """Measure everything asked for; the document that ``--json`` writes, written as it grows."""
     todo = cases(options)
     document, timer, rates = ceilings("sweep" if options.sweep else "trees", options)
-    absent = usable([heads for heads, _, _ in todo])
+    absent = usable([heads for heads, _, _ in todo], e4m3=settings_of(options).e4m3)
     document["absent"] = {name: reason for name, reason in absent.items() if reason}
     print("\n".join(about(document)), flush=True)
     names = [name for name, reason in absent.items() if not reason]
@@ -204,7 +215,7 @@ def ragged_rows(options: argparse.Namespace) -> Document:
     except ValueError as error:
         raise SystemExit(f"sglang_pat.bench.kernel: {error}") from None
     document, timer, rates = ceilings("ragged", options)
-    absent = usable(heads, ragged.PEERS)
+    absent = usable(heads, ragged.PEERS, e4m3=settings_of(options).e4m3)
     document["absent"] = {name: reason for name, reason in absent.items() if reason}
     print("\n".join(about(document)), flush=True)
     names = [name for name, reason in absent.items() if not reason]

@@ -45,10 +45,11 @@ def kv_bytes(tokens: int, heads: Heads, itemsize: int = 2) -> int:
     return 2 * tokens * heads.kv * heads.dim * itemsize
 
 
-def least_bytes(tree: Requests, heads: Heads, itemsize: int = 2) -> int:
-    """Every K/V slot of the batch and q read once, the output written once."""
-    q_and_out = 2 * tree.num_queries * heads.q * heads.dim * itemsize
-    return kv_bytes(tree.unique_tokens, heads, itemsize) + q_and_out
+def least_bytes(tree: Requests, heads: Heads, kv_itemsize: int = 2) -> int:
+    """Every K/V slot of the batch and q read once, the output written once; q and the output of
+    two bytes an element."""
+    q_and_out = 2 * tree.num_queries * heads.q * heads.dim * 2
+    return kv_bytes(tree.unique_tokens, heads, kv_itemsize) + q_and_out
 
 
 def flops(tree: Requests, heads: Heads) -> int:
@@ -56,9 +57,9 @@ def flops(tree: Requests, heads: Heads) -> int:
     return 4 * sum(tree.seq_lens) * heads.q * heads.dim
 
 
-def floor_us(tree: Requests, heads: Heads, rates: Rates, itemsize: int = 2) -> float:
+def floor_us(tree: Requests, heads: Heads, rates: Rates, kv_itemsize: int = 2) -> float:
     """Microseconds, the larger of the time of the bytes and that of the operations."""
     return 1e6 * max(
-        least_bytes(tree, heads, itemsize) / rates.bytes_per_s,
+        least_bytes(tree, heads, kv_itemsize) / rates.bytes_per_s,
         flops(tree, heads) / rates.flops_per_s,
     )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -24,6 +24,8 @@ class TreeBatch:
     req_to_token: torch.Tensor
     rows: torch.Tensor
     seq_lens: torch.Tensor
+    k_scale: float = 1.0  # 1 unless K and V are in float8_e4m3fn
+    v_scale: float = 1.0
 
     @property
     def inputs(self) -> Inputs:
@@ -84,6 +86,22 @@ def make_batch(
         req_to_token=table.to(device),
         rows=torch.arange(1, tree.num_queries + 1, device=device),
         seq_lens=seq_lens.to(device),
+    )
+
+
+def quantised(batch: TreeBatch) -> TreeBatch:
+    """The batch with K and V in float8_e4m3fn, each by one scale that makes its largest value the
+    largest of the dtype, as a calibrated checkpoint has it."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    k_scale, v_scale = (
+        float(cache.abs().max()) / largest for cache in (batch.k_cache, batch.v_cache)
+    )
+    return replace(
+        batch,
+        k_cache=(batch.k_cache / k_scale).to(torch.float8_e4m3fn),
+        v_cache=(batch.v_cache / v_scale).to(torch.float8_e4m3fn),
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 

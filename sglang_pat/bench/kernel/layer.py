@@ -24,16 +24,31 @@ CHECKED_QUERIES = 6
 # Room for the split `mean`, per query. The paper's trees take up to 17 partial results a query.
 MEAN_ITEMS, MEAN_PARTIALS = 16, 32
 
+# Dtypes of K and V, as ``--kv-cache-dtype`` of a server names them, with the bytes of an element.
+KV_DTYPES = {"bfloat16": 2, "fp8_e4m3": 1}
+
 
 @dataclass(frozen=True, slots=True)
 class PatOptions:
-    """What can be chosen about pat: see ``Target`` and ``Workspace``."""
+    """What can be chosen about pat: see ``Target`` and ``Workspace``. ``kv_dtype``: of K and V, of
+    ``KV_DTYPES``."""
 
     policy: str = "bytes"
     split: str = "cost"
     partial: str = "float32"
     launch: str = "queue"
     branching: str = "cost"
+    kv_dtype: str = "bfloat16"
+
+    @property
+    def e4m3(self) -> bool:
+        """Whether K and V are in float8_e4m3fn, with scales."""
+        return self.kv_dtype == "fp8_e4m3"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of an element of K or V."""
+        return KV_DTYPES[self.kv_dtype]
 
     @property
     def partial_dtype(self) -> torch.dtype:
@@ -48,6 +63,7 @@ class PatOptions:
             "num_kv_heads": heads.kv,
             "head_dim": heads.dim,
             "max_queries": tree.num_queries,
+            "kv_bytes": self.kv_bytes,
             "partial_bytes": self.partial_dtype.itemsize,
             "policy": self.policy,
             "split": self.split,
@@ -122,6 +138,8 @@ class Layer:
             *self.batch.inputs,
             self.plan,
             scale=self.scale,
+            k_scale=self.batch.k_scale,
+            v_scale=self.batch.v_scale,
             out=self._out,
             workspace=self.workspace,
         )
@@ -138,7 +156,8 @@ class Layer:
 
 
 def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
-    """Of ``out`` against fp32 attention, over a few queries from the first to the last."""
+    """Of ``out`` against fp32 attention of K and V as they are stored, over a few queries from the
+    first to the last."""
     count = min(CHECKED_QUERIES, len(out))
     some = torch.linspace(0, len(out) - 1, count, device=out.device).round().long()
     expected, _ = reference.attention(
@@ -149,5 +168,7 @@ def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
         batch.rows[some],
         batch.seq_lens[some],
         scale=scale,
+        k_scale=batch.k_scale,
+        v_scale=batch.v_scale,
     )
     return relative(out[some], expected)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_pat.bench.common.document import value
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import ragged, tiles
 from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.layer import PatOptions, options_of
+from sglang_pat.bench.kernel.layer import KV_DTYPES, PatOptions, options_of
 from sglang_pat.config import PRESETS
 from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
 from sglang_pat.workspace import LAUNCHES
@@ -26,6 +27,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--heads", nargs="+", type=heads, metavar="Q/KV", help="as 32/8 (default: all four)")
     add("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
     add("--permuted", action="store_true", help="slots at random places of the pool")
+    how = "of K and V; beside fp8_e4m3, pat is timed with bfloat16 too (default: bfloat16)"
+    add("--kv-dtype", choices=tuple(KV_DTYPES), default="bfloat16", help=how)
     add("--sweep", action="store_true", help="shared length and batch, both layouts, 32/8 heads")
     instead = parser.add_mutually_exclusive_group().add_argument
     instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
@@ -75,6 +78,9 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         given = [name for name in ("preset", *RULES) if getattr(options, name) is not None]
         if given:
             parser.error(f"--ablation compares fixed rules: leave --{' and --'.join(given)} out")
+    elsewhere = [name for name in ("traffic", "tiles", "ablation") if getattr(options, name)]
+    if options.kv_dtype != "bfloat16" and elsewhere:
+        parser.error(f"--{elsewhere[0]} measures bfloat16 only: leave --kv-dtype out")
     if options.ragged and (options.trees or options.sweep):
         parser.error(
             "--ragged has batches of its own: leave --trees and --sweep out, pick by --only"
@@ -92,7 +98,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 def settings_of(options: argparse.Namespace) -> PatOptions:
     """What is asked for about pat."""
-    return _resolved(options)[0]
+    return replace(_resolved(options)[0], kv_dtype=options.kv_dtype)
 
 
 def remarks_of(options: argparse.Namespace) -> tuple[str, ...]:

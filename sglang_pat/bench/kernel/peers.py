@@ -17,7 +17,7 @@ import torch
 
 from sglang_pat.bench.common.trees import Requests, Tree
 from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.kv import TreeBatch
+from sglang_pat.bench.kernel.kv import TreeBatch, quantised
 from sglang_pat.bench.kernel.layer import device_batch
 
 Run = Callable[[], torch.Tensor]  # returns [B, Hq, D]
@@ -26,6 +26,26 @@ Maker = Callable[[TreeBatch, Any, float], Run]
 
 FLASHINFER_WORKSPACE_BYTES = 512 << 20
 TRIAL = Tree((1, 2), (64, 16))
+E4M3 = torch.float8_e4m3fn
+
+
+def _descales(batch: TreeBatch, queries: int) -> dict[str, torch.Tensor]:
+    """What FA3 is given beside K and V in fp8, as SGLang gives it: a scale for each of ``queries``
+    sequences and KV head, of one number in memory."""
+    if batch.k_cache.dtype != E4M3:
+        return {}
+    shape = (queries, batch.k_cache.shape[1])
+    scales = {"k_descale": batch.k_scale, "v_descale": batch.v_scale}
+    device = batch.q.device
+    return {
+        name: torch.tensor(scale, device=device).expand(shape) for name, scale in scales.items()
+    }
+
+
+def _cast(q: torch.Tensor, batch: TreeBatch) -> torch.Tensor:
+    """The queries as FA3 takes them, which has K, V and q of one dtype: in every layer, as SGLang
+    does it."""
+    return q.to(E4M3) if batch.k_cache.dtype == E4M3 else q
 
 
 def fa3(batch: TreeBatch, tree: Requests, scale: float) -> Run:
@@ -35,10 +55,11 @@ def fa3(batch: TreeBatch, tree: Requests, scale: float) -> Run:
     lens = batch.seq_lens.int()
     offsets = torch.arange(tree.num_queries + 1, dtype=torch.int32, device=lens.device)
     k_pages, v_pages = batch.k_cache.unsqueeze(1), batch.v_cache.unsqueeze(1)
+    descales = _descales(batch, tree.num_queries)
 
     def run() -> torch.Tensor:
         out: torch.Tensor = attend(
-            batch.q,
+            _cast(batch.q, batch),
             k_pages,
             v_pages,
             page_table=table,
@@ -47,6 +68,7 @@ def fa3(batch: TreeBatch, tree: Requests, scale: float) -> Run:
             max_seqlen_q=1,
             softmax_scale=scale,
             causal=True,
+            **descales,
         )
         return out
 
@@ -69,13 +91,13 @@ def levels(batch: TreeBatch, tree: Tree, scale: float) -> Run:
         slots = table[offsets[:-1].long(), start : start + tokens].contiguous()
         lens = torch.full((nodes,), tokens, dtype=torch.int32, device=table.device)
         widest = max(end - first for first, end in pairwise(firsts))
-        calls.append((slots, lens, offsets, widest))
+        calls.append((slots, lens, offsets, widest, _descales(batch, nodes)))
         start += tokens
 
-    def level(call: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]) -> list[torch.Tensor]:
-        slots, lens, offsets, widest = call
+    def level(q: torch.Tensor, call: tuple[Any, ...]) -> list[torch.Tensor]:
+        slots, lens, offsets, widest, descales = call
         out, lse, *_ = attend(
-            batch.q,
+            q,
             k_pages,
             v_pages,
             page_table=slots,
@@ -85,21 +107,23 @@ def levels(batch: TreeBatch, tree: Tree, scale: float) -> Run:
             softmax_scale=scale,
             causal=False,
             return_softmax_lse=True,
+            **descales,
         )
         return [out, lse.T.contiguous()]  # [B, Hq, D] and [B, Hq]
 
     def run() -> torch.Tensor:
-        state = level(calls[0])
+        q = _cast(batch.q, batch)
+        state = level(q, calls[0])
         for call in calls[1:]:
-            state = list(merge(*state, *level(call)))
+            state = list(merge(*state, *level(q, call)))
         return state[0]
 
     return run
 
 
-def uses_tensor_cores(heads: Heads) -> bool:
+def uses_tensor_cores(heads: Heads, kv_dtype: torch.dtype) -> bool:
     """SGLang's rule for FlashInfer's decode."""
-    return heads.q // heads.kv >= 4
+    return kv_dtype == E4M3 or heads.q // heads.kv >= 4
 
 
 def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
@@ -110,7 +134,7 @@ def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
         torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device),
         "NHD",
         backend="fa2",
-        use_tensor_cores=uses_tensor_cores(heads),
+        use_tensor_cores=uses_tensor_cores(heads, batch.k_cache.dtype),
     )
     lens = batch.seq_lens
     positions = torch.arange(batch.req_to_token.shape[1], device=device)
@@ -130,9 +154,12 @@ def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
     )
     pages = (batch.k_cache.unsqueeze(1), batch.v_cache.unsqueeze(1))
     out = torch.empty_like(batch.q)
+    scales = {}
+    if batch.k_cache.dtype == E4M3:
+        scales = {"k_scale": batch.k_scale, "v_scale": batch.v_scale}
 
     def run() -> torch.Tensor:
-        wrapper.run(batch.q, pages, out=out)
+        wrapper.run(batch.q, pages, out=out, **scales)
         return out
 
     return run
@@ -141,17 +168,22 @@ def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
 PEERS: dict[str, Maker] = {"fa3": fa3, "flashinfer": flashinfer, "levels": levels}
 
 
-def usable(heads: Iterable[Heads], names: Iterable[str] = tuple(PEERS)) -> dict[str, str]:
-    """Tries each peer on two queries. Returns by name '' or the reason why it cannot run.
-    FlashInfer may compile its kernels here, those with and those without tensor cores."""
-    kinds = list({uses_tensor_cores(each): each for each in heads}.values())
-    return {name: _problem(name, kinds) for name in names}
+def usable(
+    heads: Iterable[Heads], names: Iterable[str] = tuple(PEERS), *, e4m3: bool = False
+) -> dict[str, str]:
+    """Tries each peer on two queries, ``e4m3``: with K and V in float8_e4m3fn. Returns by name ''
+    or the reason why it cannot run. FlashInfer may compile its kernels here, those with and those
+    without tensor cores."""
+    dtype = E4M3 if e4m3 else torch.bfloat16
+    kinds = list({uses_tensor_cores(each, dtype): each for each in heads}.values())
+    return {name: _problem(name, kinds, e4m3) for name in names}
 
 
-def _problem(name: str, kinds: Iterable[Heads]) -> str:
+def _problem(name: str, kinds: Iterable[Heads], e4m3: bool) -> str:
     try:
         for kind in kinds:
-            PEERS[name](device_batch(TRIAL, kind), TRIAL, 1.0)()
+            batch = device_batch(TRIAL, kind)
+            PEERS[name](quantised(batch) if e4m3 else batch, TRIAL, 1.0)()
         torch.cuda.synchronize()
     except Exception as error:  # whatever it is, the caller prints it
         lines = str(error).strip().splitlines() or [""]

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from sglang_pat.bench.common.trees import Tree
@@ -15,6 +16,10 @@ PEER_NAMES = ("fa3", "flashinfer", "levels")
 CONTESTANTS = ("pat", *PEER_NAMES)
 # Relative norm of a difference of bf16 outputs beyond which one of them is wrong.
 MAX_DIFFERENCE = 0.01
+# The same of FA3's with K/V in fp8_e4m3: it casts q and the softmax's weights to fp8, too.
+FP8_LIMITS = {"fa3": 0.15, "levels": 0.15}
+# pat's error with K/V in fp8_e4m3 may be so many times FA3's.
+MAX_OF_FA3 = 2.0
 # pat may be this much slower than a peer before a summary names it.
 MARGIN = 1.03
 
@@ -43,6 +48,10 @@ class TreeRow:
     error: float  # of pat against fp32, relative norm over a few queries
     differences: dict[str, float]  # of each peer's output against pat's, relative norm
     branches: int = 0  # of the items
+    kv_dtype: str = "bfloat16"
+    # Of rows in fp8_e4m3: of each peer as ``error``, and pat's time with the same K/V in bf16.
+    errors: dict[str, float] = field(default_factory=dict)
+    bf16: float | None = None
 
     @property
     def over_floor(self) -> float:
@@ -55,13 +64,36 @@ class TreeRow:
 
     @property
     def wrong(self) -> dict[str, float]:
-        """Outputs that are too far off, by name."""
-        return too_far({"pat": self.error, **self.differences})
+        """Outputs that are too far off, by name: from fp32 attention pat's and, with K/V in
+        fp8_e4m3, the peers', else the peers' from pat's."""
+        return too_far({"pat": self.error, **(self.errors or self.differences)}, self.limits)
+
+    @property
+    def limits(self) -> Mapping[str, float]:
+        """By name, of outputs that may be off by more than MAX_DIFFERENCE."""
+        return FP8_LIMITS if self.errors else {}
+
+    @property
+    def of_fa3(self) -> float | None:
+        """pat's error over FA3's, with K/V in fp8_e4m3."""
+        theirs = self.errors.get("fa3")
+        return None if theirs is None else self.error / theirs
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong, and pat is no less exact than it may be."""
+        return not self.wrong and (self.of_fa3 is None or self.of_fa3 <= MAX_OF_FA3)
 
 
-def too_far(errors: Mapping[str, float]) -> dict[str, float]:
-    """Those beyond MAX_DIFFERENCE; NaN is."""
-    return {name: error for name, error in errors.items() if not error <= MAX_DIFFERENCE}
+def too_far(
+    errors: Mapping[str, float], limits: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, float]:
+    """Those beyond their limit, which is MAX_DIFFERENCE if they have none; NaN is."""
+    return {
+        name: error
+        for name, error in errors.items()
+        if not error <= limits.get(name, MAX_DIFFERENCE)
+    }
 
 
 def geomean(values: Sequence[float]) -> float:
@@ -164,17 +196,22 @@ def complaints(rows: Iterable[TreeRow]) -> list[str]:
     """Outputs that disagree and plans that ran out of room, a line each."""
     lines = []
     for row in rows:
-        lines += wrong_outputs(row)
+        lines += wrong_outputs(row, row.limits)
+        if row.of_fa3 is not None and not row.of_fa3 <= MAX_OF_FA3:
+            lines.append(
+                f"{row.heads} {row.spec}: pat's error is {row.of_fa3:.2f} times fa3's (at most "
+                f"{MAX_OF_FA3:g})"
+            )
         if row.degraded:
             lines.append(f"{row.heads} {row.spec}: {row.degraded}")
     return lines
 
 
-def wrong_outputs(row: Compared) -> list[str]:
-    """A line for each."""
+def wrong_outputs(row: Compared, limits: Mapping[str, float] = MappingProxyType({})) -> list[str]:
+    """A line for each; ``limits`` as of ``too_far``."""
     return [
         f"{row.heads} {row.spec}: output of {name} is off by {value:.2g} (at most "
-        f"{MAX_DIFFERENCE:g}, relative norm)"
+        f"{limits.get(name, MAX_DIFFERENCE):g}, relative norm)"
         for name, value in row.wrong.items()
     ]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sglang_pat.bench.common import document as documents
 from sglang_pat.bench.common.document import Document
-from sglang_pat.bench.kernel import ablation, plot, ragged, tiles, timeline, traffic
+from sglang_pat.bench.kernel import ablation, e4m3, plot, ragged, tiles, timeline, traffic
 from sglang_pat.bench.kernel.report import TreeRow, complaints, table
 from sglang_pat.bench.kernel.timeline import Timeline
 
@@ -44,11 +44,13 @@ def show(document: Document, picture: Path | None) -> int:
         print("\n".join(ragged.table(rows, document["left_out"])))
     else:
         print("\n".join(table(rows)))
+    for line in e4m3.summary(rows):
+        print(line)
     if picture:
         plot.draw(document["kind"], rows, picture)
     for line in complaints(rows):
         print(line)
-    return 1 if any(row.wrong for row in rows) else 0
+    return 0 if all(row.is_sound for row in rows) else 1
 
 
 def _show_ablation(document: Document, picture: Path | None) -> int:

@@ -19,6 +19,7 @@ from sglang_pat.bench.common.figures import finish, require
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel.clock import Clock
 from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.kv import quantised
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch
 from sglang_pat.bench.kernel.report import title
 
@@ -163,7 +164,10 @@ def record(
     tree: Tree, heads: Heads, permuted: bool, settings: PatOptions, timer: Clock
 ) -> Timeline:
     """Run the attention of one layer and see what was where."""
-    layer = Layer(device_batch(tree, heads, permuted), tree, heads, settings, heads.dim**-0.5)
+    batch = device_batch(tree, heads, permuted)
+    if settings.e4m3:
+        batch = quantised(batch)
+    layer = Layer(batch, tree, heads, settings, heads.dim**-0.5)
     words, call_us = trace(layer, timer)
     properties: Any = torch.cuda.get_device_properties(layer.workspace.device)
     return Timeline(

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
         RequestError: a request failed.
     """
     dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
-    model = open_model(options.model, scratch, dtype)
+    model = open_model(options.model, scratch, dtype, options.kv_cache_dtype)
     if options.first_runs:
         options.runs = options.first_runs
     settings = RunOptions(
@@ -122,6 +122,8 @@ def _shown(options: argparse.Namespace, config: FleetConfig) -> dict[str, Any]:
     """The settings that a document names."""
     shown = {"model": options.model, "tp": config.tp, "dtype": config.dtype}
     shown |= {"pool_tokens": config.pool_tokens, "max_requests": config.max_requests}
+    if config.kv_cache_dtype != "auto":
+        shown["kv_cache_dtype"] = config.kv_cache_dtype
     shown |= {name: getattr(options, name) for name in SETTINGS_SHOWN}
     if options.trace:
         shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
@@ -150,6 +152,7 @@ def _fleet_config(
         mem_fraction_static=options.mem_fraction_static,
         overhead_gib=options.overhead_gib,
         args=tuple(options.server_args),
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     if todo:
         longest = options.context

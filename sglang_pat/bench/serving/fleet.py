@@ -41,6 +41,7 @@ class FleetConfig:
     mem_fraction_static: float
     overhead_gib: float
     args: tuple[str, ...]  # any others
+    kv_cache_dtype: str = "auto"
 
     @property
     def server_gib(self) -> float:
@@ -79,6 +80,7 @@ class FleetConfig:
         """Of ``sglang.launch_server``."""
         found = [
             *("--dtype", self.dtype, "--skip-tokenizer-init"),
+            *("--kv-cache-dtype", self.kv_cache_dtype),
             *("--max-total-tokens", str(self.pool_tokens)),
             *("--max-running-requests", str(self.max_requests)),
             *("--decode-log-interval", str(LOG_INTERVAL)),

@@ -63,8 +63,9 @@ class Model:
     has_weights: bool  # else random ones, ``--load-format dummy``
 
 
-def open_model(name: str, scratch: Path, dtype: str) -> Model:
-    """A built-in shape, written to ``scratch``, or the folder ``name``; in ``dtype``.
+def open_model(name: str, scratch: Path, dtype: str, kv_cache_dtype: str = "auto") -> Model:
+    """A built-in shape, written to ``scratch``, or the folder ``name``; in ``dtype``, K/V in
+    ``kv_cache_dtype``, "auto" being the same.
 
     Raises:
         ValueError: neither a shape nor a folder with a ``config.json``.
@@ -88,7 +89,7 @@ def open_model(name: str, scratch: Path, dtype: str) -> Model:
         * config["num_hidden_layers"]
         * config["num_key_value_heads"]
         * _head_dim(config)
-        * _itemsize(dtype),
+        * (1 if kv_cache_dtype == "fp8_e4m3" else _itemsize(dtype)),
         has_weights=any(folder.glob("*.safetensors")),
     )
 

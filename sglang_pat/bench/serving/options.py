@@ -96,6 +96,8 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
         help="what servers run on (default: cuda)",
     )
     server("--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and K/V")
+    how = "of K/V alone, of every server (default: auto, that of --dtype)"
+    server("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help=how)
     server("--tp", type=_positive, default=1, help="GPUs of every server")
     server("--mem-fraction-static", type=float, default=0.95, help="of a GPU, for all servers")
     server("--overhead-gib", type=float, default=OVERHEAD_GIB, help="of a server and GPU")
