@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import e, log2
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kit.cases import E4M3, Case, by_hand, case
-from kit.device import POISON, DevicePlan, case_of_tree, error, execute, on_device, target_of
+from kit.cases import Case, by_hand, case
+from kit.device import POISON, DevicePlan, case_of_tree, execute, on_device, target_of
+from kit.e4m3 import K_SCALE, V_SCALE, check_e4m3, stored, wide
 from kit.pieces import DYNAMIC, Piece, forest, prefix
 
 from sglang_pat.bench.common.trees import Tree
@@ -22,32 +21,6 @@ from sglang_pat.workspace import LAUNCHES, Workspace
 BF16, FP16 = torch.bfloat16, torch.float16
 GROUPS = [1, 2, 4, 5, 7, 8, 16]
 TAILS = (0, 1, 15, 31, 32, 33, 64, 65)
-K_SCALE, V_SCALE = 0.37, 2.3
-# Half of the distance between neighbouring numbers, relative: how far rounding goes.
-ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11}
-
-
-def stored(inputs: Case, dtype: torch.dtype) -> Case:
-    """The case on the GPU with e4m3 K and V, slots that no query owns NaN."""
-    scaled = inputs.to(dtype).to_e4m3(K_SCALE, V_SCALE)
-    assert all(cache.float().isnan().any() for cache in (scaled.k, scaled.v))
-    return on_device(scaled, dtype)
-
-
-def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
-    """Execute and compare with fp64 attention over the dequantised K and V. They are exact in fp16,
-    and so is q, but for bf16 values below 6e-5; weights are rounded to fp16 once, and the output to
-    its dtype, once more if partials have two bytes. The LSE has the errors of sums in fp32."""
-    truth, truth_lse = inputs.truth(torch.float64)
-    out, lse = execute(inputs, plan, **options)
-    roundings = 1 + (options.get("partial_dtype", torch.float32) != torch.float32)
-    bound = ROUNDING[FP16] + roundings * ROUNDING[inputs.q.dtype]
-    assert error(out, truth) <= bound
-    empty = truth_lse.isneginf()
-    assert torch.equal(lse.isneginf(), empty) and not out[empty].any()
-    difference = (lse - truth_lse).abs()[~empty]
-    assert torch.all(difference <= 1e-5 + 4e-6 * truth_lse[~empty].abs())
-    return out
 
 
 def shared(num_queries: int, length: int, splits: int = 1) -> list[Piece]:
@@ -58,26 +31,20 @@ def shared(num_queries: int, length: int, splits: int = 1) -> list[Piece]:
     ]
 
 
-def wide(inputs: Case) -> DevicePlan:
-    hand = inputs.plan(wide=True)
-    assert hand.header["num_wide_items"][0] > 0
-    return DevicePlan(hand)
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("group", GROUPS)
 def test_head_dims_and_ratios(dtype: torch.dtype, head_dim: int, group: int) -> None:
     for num_queries in (2, 9):
         inputs = case(shared(num_queries, 150), (2 * group, 2), head_dim, seed=group)
-        check(stored(inputs, dtype))
+        check_e4m3(stored(inputs, dtype))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("num_queries", [1, 8, 9, 16, 17, 32, 33, 63, 64, 65, 100, 128, 129])
 def test_numbers_of_packed_rows(head_dim: int, num_queries: int) -> None:
-    check(stored(case(shared(num_queries, 130), (1, 1), head_dim, seed=num_queries), BF16))
-    check(stored(case(shared(num_queries, 30), (4, 2), head_dim, seed=num_queries), BF16))
+    check_e4m3(stored(case(shared(num_queries, 130), (1, 1), head_dim, seed=num_queries), BF16))
+    check_e4m3(stored(case(shared(num_queries, 30), (4, 2), head_dim, seed=num_queries), BF16))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -87,9 +54,9 @@ def test_lengths(num_queries: int, length: int, head_dim: int) -> None:
     """Around the tiles; short, narrow, light, heavy units and, beyond 64 rows, wide ones."""
     everyone = tuple(range(num_queries))
     inputs = stored(case([Piece(everyone, 0, length)], (1, 1), head_dim, seed=length), BF16)
-    check(inputs)
+    check_e4m3(inputs)
     if num_queries > 64:
-        check(inputs, wide(inputs))
+        check_e4m3(inputs, wide(inputs))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -97,14 +64,14 @@ def test_random_forests(seed: int) -> None:
     heads = [(8, 2), (4, 4), (5, 1), (14, 2), (16, 1), (6, 3), (32, 8), (64, 8)][seed]
     pieces = forest(np.random.default_rng(seed), 1 + 9 * seed)
     for dtype in (BF16, FP16):
-        check(stored(case(pieces, heads, (64, 128, 256)[seed % 3], seed=seed), dtype))
+        check_e4m3(stored(case(pieces, heads, (64, 128, 256)[seed % 3], seed=seed), dtype))
 
 
 @pytest.mark.parametrize("partial", [torch.float32, BF16])
 @pytest.mark.parametrize("splits", [2, 5, 33])
 def test_partials(splits: int, partial: torch.dtype) -> None:
     inputs = case(shared(4, 20 * splits, splits), (8, 2), 128, seed=splits)
-    check(stored(inputs, BF16), partial_dtype=partial)
+    check_e4m3(stored(inputs, BF16), partial_dtype=partial)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -114,7 +81,7 @@ def test_branches(group: int, head_dim: int, dtype: torch.dtype) -> None:
     for most in (64 // group, 3):
         pieces = forest(np.random.default_rng(group), 40)
         inputs = by_hand(pieces, (2 * group, 2), head_dim=head_dim, most=most, tails=TAILS)
-        check(stored(inputs, dtype))
+        check_e4m3(stored(inputs, dtype))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -128,10 +95,10 @@ def test_units_of_all_kinds_one_after_the_other(lengths: list[int], head_dim: in
         pieces += [Piece((query,), length, DYNAMIC) for query in members]
         first = members[-1] + 1
     inputs = stored(case(pieces, (32, 8), head_dim, tails=(*TAILS, 200)), BF16)
-    out = check(inputs, wide(inputs))
+    out = check_e4m3(inputs, wide(inputs))
     for _ in range(5):
         assert torch.equal(execute(inputs, wide(inputs))[0], out)
-    check(inputs)
+    check_e4m3(inputs)
 
 
 def paged(inputs: Case, page: int, seed: int = 0) -> Case:
@@ -167,7 +134,7 @@ def test_pages(page: int, head_dim: int) -> None:
         inputs = case(prefix(queries, 160), (8, 2), head_dim, tails=(1, 16, 47, 70))
         inputs = replace(inputs, k=inputs.k.contiguous(), v=inputs.v.contiguous())
         inputs = paged(inputs.to(BF16).to_e4m3(K_SCALE, V_SCALE), page)
-        check(on_device(inputs, BF16))
+        check_e4m3(on_device(inputs, BF16))
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.0, 30.0])
@@ -176,92 +143,10 @@ def test_pages(page: int, head_dim: int) -> None:
 def test_transformed_logits(cap: float, scale: float, head_dim: int) -> None:
     for queries in (2, 8, 20, 50):
         inputs = case(shared(queries, 150), (4, 2), head_dim, logit_cap=cap)
-        check(replace(stored(inputs, BF16), scale=scale))
+        check_e4m3(replace(stored(inputs, BF16), scale=scale))
     pieces = forest(np.random.default_rng(2), 30)
     inputs = by_hand(pieces, (8, 2), head_dim=head_dim, tails=TAILS, logit_cap=cap)
-    check(replace(stored(inputs, BF16), scale=scale))
-
-
-ROWS = [1, 8, 12, 16, 32, 64, 128]  # packed rows: every kind of unit
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_every_value_of_v_arrives_in_its_column(
-    head_dim: int, rows: int, dtype: torch.dtype
-) -> None:
-    """One token has all the weight, so the output is its V, bit for bit; NaN stays NaN."""
-    values = torch.arange(256, dtype=torch.uint8).view(E4M3).float().cuda()
-    inputs = on_device(case([Piece(tuple(range(rows)), 0, 1)], (1, 1), head_dim), dtype)
-    plans = [DevicePlan(inputs.plan())] + [wide(inputs)] * (rows > 64)
-    slot = inputs.table[inputs.rows[0], 0].long()
-    k = torch.zeros_like(inputs.k).to(E4M3)
-    for first in range(0, 256, 64):
-        row = values.roll(-first)[:head_dim]
-        v = torch.full_like(inputs.v, float("nan"))
-        v[slot] = row.to(dtype)
-        for plan in plans:
-            out, lse = execute(replace(inputs, k=k, v=v.to(E4M3)), plan)
-            want = row.to(dtype).expand_as(out)
-            torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
-            assert not lse.any()
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_every_value_of_k_meets_its_column_of_q(
-    head_dim: int, rows: int, dtype: torch.dtype
-) -> None:
-    """q picks one column, so with one token the LSE is that value of K."""
-    values = torch.arange(256, dtype=torch.uint8).view(E4M3).float().cuda()
-    values = values[~values.isnan()]
-    inputs = on_device(case([Piece(tuple(range(rows)), 0, 1)], (1, 1), head_dim), dtype)
-    plans = [DevicePlan(inputs.plan())] + [wide(inputs)] * (rows > 64)
-    slot = inputs.table[inputs.rows[0], 0].long()
-    v = torch.zeros_like(inputs.v).to(E4M3)
-    k = torch.full_like(inputs.k, float("nan"))
-    for first in range(0, 256, max(rows, 7)):
-        columns = torch.arange(first, first + rows, device="cuda") % head_dim
-        k[slot] = row = values.roll(-first).repeat(2)[:head_dim].to(dtype)
-        q = torch.nn.functional.one_hot(columns, head_dim).to(dtype)[:, None]
-        for plan in plans:
-            _, lse = execute(replace(inputs, q=q, k=k.to(E4M3), v=v, scale=1.0), plan)
-            want = row.float()[columns][:, None] * log2(e)
-            torch.testing.assert_close(lse, want, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("cap", [0.0, 2.0])
-def test_scales(rows: int, cap: float) -> None:
-    """A power of two in k_scale is the same as in scale, in v_scale the same as in the output; and
-    neither is ignored."""
-    pieces = shared(rows, 150)
-    inputs = on_device(case(pieces, (1, 1), 128, logit_cap=cap).to(FP16).to_e4m3(), FP16)
-    out, lse = execute(inputs)
-    other, other_lse = execute(replace(inputs, k_scale=4.0, scale=inputs.scale / 4))
-    assert torch.equal(out, other) and torch.equal(lse, other_lse)
-    double, double_lse = execute(replace(inputs, v_scale=2.0))
-    torch.testing.assert_close(double, 2 * out, rtol=0, atol=2.0**-23)  # of numbers near zero
-    assert torch.equal(lse, double_lse) and out.any()
-    sharper, sharper_lse = execute(replace(inputs, k_scale=4.0))
-    assert error(sharper, out.double()) > 0.01 and not torch.equal(sharper_lse, lse)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_queries_beyond_fp16(rows: int) -> None:
-    """They become the greatest number that fp16 has."""
-    inputs = on_device(case([Piece(tuple(range(rows)), 0, 1)], (1, 1), 128).to(BF16), BF16)
-    v = torch.zeros_like(inputs.v).to(E4M3)
-    q = torch.zeros_like(inputs.q)
-    q[..., 5], q[..., 70] = 1e30, -3e38
-    k = torch.ones_like(inputs.k)
-    k[..., 70] = -0.5
-    for plan in [DevicePlan(inputs.plan())] + [wide(inputs)] * (rows > 64):
-        _, lse = execute(replace(inputs, q=q, k=k.to(E4M3), v=v, scale=1.0), plan)
-        want = torch.full_like(lse, 1.5 * 65504 * log2(e))
-        torch.testing.assert_close(lse, want, rtol=1e-6, atol=0)
+    check_e4m3(replace(stored(inputs, BF16), scale=scale))
 
 
 def test_what_no_item_owns_is_not_read() -> None:
@@ -287,7 +172,7 @@ def test_launch_modes_agree_and_repeat(heads: tuple[int, int], branching: str) -
         target = target_of(inputs, branching=branching, branch_limits=(200,))
         workspace = Workspace(target, inputs.table.shape[1], launch=launch)
         plan = Planner(target).plan(tree.paths, tree.seq_lens)
-        check(inputs, plan, workspace=workspace)
+        check_e4m3(inputs, plan, workspace=workspace)
         results += [execute(inputs, plan, workspace=workspace) for _ in range(5)]
         assert not workspace.queue.any()
     for out, lse in results[1:]:
@@ -331,4 +216,4 @@ def test_one_graph_serves_many_plans(head_dim: int, branching: str) -> None:
         out.fill_(POISON)
         lse.fill_(POISON)
         graph.replay()
-        assert torch.equal(check(inputs, plan), out) and not torch.any(lse == POISON)
+        assert torch.equal(check_e4m3(inputs, plan), out) and not torch.any(lse == POISON)
