@@ -11,7 +11,9 @@
 //
 // They synchronise through mbarriers only. K and V tiles of 64 tokens share one ring of stages. A
 // tile is kept as panels of 64 elements: [head_dim / 64][64 rows][128 bytes], 16-byte chunks XORed
-// with row % 8, which both ldmatrix (free of bank conflicts) and wgmma read.
+// with row % 8, which both ldmatrix (free of bank conflicts) and wgmma read. Where K and V are fp8
+// the loaders make such tiles of fp16 for wgmma, and copy raw ones for mma.sync: see
+// loader_fp8.cuh.
 //
 // Wide units come first, and both halves work on them: each loads every second tile, and multiplies
 // all tiles with 64 packed rows of its own. Then one half starts with the heavy units, the other

@@ -140,31 +140,30 @@ struct Fp8Loader : Loader<kHeadDim> {
   }
   __device__ __forceinline__ void widen_all() {
     if constexpr (S::kWgmma) {
+#pragma unroll 1
       while (pending > 0) widen_oldest();
     }
   }
 
-  // Waits for a phase of a barrier. It widens what there is before it waits for anybody: consumers
-  // may be waiting for that.
-  __device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
+  // Called before a wait for what `ready` tells. Widens what there is if it would be long:
+  // consumers may be waiting for that.
+  template <typename Ready>
+  __device__ __forceinline__ void before_wait(const Ready& ready) {
     if constexpr (S::kWgmma) {
-      while (pending > 0 && !__all_sync(~0u, barrier_ready(barrier, parity))) widen_oldest();
+#pragma unroll 1
+      while (pending > kPending || (pending > 0 && !__all_sync(~0u, ready()))) widen_oldest();
     }
-    barrier_wait(barrier, parity);
   }
-  __device__ __forceinline__ void await_stage() {
-    await(stage.empty(s.base), stage.phase ^ 1);
-    if (shared_fills > 0) {
-      await(peer_empty_barrier(s.base, stage.index), stage.phase ^ 1);
-      --shared_fills;
-    }
+  __device__ __forceinline__ bool stage_ready() const {
+    const uint32_t parity = stage.phase ^ 1;
+    return barrier_ready(stage.empty(s.base), parity) &&
+           (shared_fills == 0 || barrier_ready(peer_empty_barrier(s.base, stage.index), parity));
   }
   // Ends the copies of a fill that is to be widened.
   __device__ __forceinline__ void finish_copies() {
     copies_commit();
-    if (pending == 0) oldest = stage.index;
+    if (pending++ == 0) oldest = stage.index;
     stage.advance(p.stages);
-    if (++pending > kPending) widen_oldest();
   }
 
   // Copies the row masks of a branch's tile; gives the next tile's.
@@ -177,7 +176,6 @@ struct Fp8Loader : Loader<kHeadDim> {
 
   // Loads every tile of a unit into a stage of its own, K and V.
   __device__ __forceinline__ void load_raw(const WorkUnit& unit, const char* k, const char* v) {
-    widen_all();
     const uint16_t* row_masks = p.row_masks + unit.list_start + 8 * lane;
     const uint32_t k_stride = Base::slot_stride(p.k_stride_slot);
     const uint32_t v_stride = Base::slot_stride(p.v_stride_slot);
@@ -208,14 +206,16 @@ struct Fp8Loader : Loader<kHeadDim> {
     const int row = warp * kTokens;
     for (int left = unit.num_tokens - (unit.wide ? s.sm_half * kTileTokens : 0); left > 0;
          left -= step) {
-      await(slots.full(s.base), slots.phase);
       if (unit.wide) shared_fills = p.stages + 2;
-      await_stage();
+      before_wait([&] { return barrier_ready(slots.full(s.base), slots.phase) && stage_ready(); });
+      slots.wait_full(s.base);
+      Base::wait_stage();
       if (unit.branch) row_masks = copy_row_masks(row_masks);
       copy_chunks<true, false>(k, Base::slot_stride(p.k_stride_slot), s.tile(stage.index), row,
                                left - row, 0);
       finish_copies();
-      await_stage();
+      before_wait([&] { return stage_ready(); });
+      Base::wait_stage();
       copy_chunks<true, true>(v, Base::slot_stride(p.v_stride_slot), s.tile(stage.index), row,
                               left - row, kTokens);
       finish_copies();
@@ -226,12 +226,17 @@ struct Fp8Loader : Loader<kHeadDim> {
 
   __device__ void run() {
     for (;; work.advance()) {
-      await(work.full(s.base), work.phase);
+      before_wait([&] { return barrier_ready(work.full(s.base), work.phase); });
+      work.wait_full(s.base);
       const WorkUnit unit = s.control().units[work.index];
-      if (unit.num_tokens < 0) break;
+      const bool last = unit.num_tokens < 0;
+      const bool for_wgmma =
+          S::kWgmma && (unit.wide || unit.num_rows > kHeavyRows || unit.branch) && !last;
+      if (!for_wgmma) widen_all();
+      if (last) break;
       const char* k = p.k + unit.kv_head * p.k_stride_head;
       const char* v = p.v + unit.kv_head * p.v_stride_head;
-      if (S::kWgmma && (unit.wide || unit.num_rows > kHeavyRows || unit.branch)) {
+      if (for_wgmma) {
         load_widened(unit, k, v);
       } else {
         load_raw(unit, k, v);
@@ -239,7 +244,6 @@ struct Fp8Loader : Loader<kHeadDim> {
       Base::count_tile();
       barrier_release(work.empty(s.base), lane);
     }
-    widen_all();
   }
 };
 
