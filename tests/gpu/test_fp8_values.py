@@ -9,8 +9,8 @@ from math import e, log2
 import pytest
 import torch
 from kit.cases import E4M3, case
-from kit.device import DevicePlan, error, execute, on_device
-from kit.e4m3 import wide
+from kit.device import error, execute, on_device
+from kit.e4m3 import plans_of
 from kit.pieces import DYNAMIC, Piece
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -26,7 +26,7 @@ def test_every_value_of_v_arrives_in_its_column(
     """One token has all the weight, so the output is its V, bit for bit; NaN stays NaN."""
     values = torch.arange(256, dtype=torch.uint8).view(E4M3).float().cuda()
     inputs = on_device(case([Piece(tuple(range(rows)), 0, 1)], (1, 1), head_dim), dtype)
-    plans = [DevicePlan(inputs.plan())] + [wide(inputs)] * (rows > 64)
+    plans = plans_of(inputs)
     slot = inputs.table[inputs.rows[0], 0].long()
     k = torch.zeros_like(inputs.k).to(E4M3)
     for first in range(0, 256, 64):
@@ -50,7 +50,7 @@ def test_every_value_of_k_meets_its_column_of_q(
     values = torch.arange(256, dtype=torch.uint8).view(E4M3).float().cuda()
     values = values[~values.isnan()]
     inputs = on_device(case([Piece(tuple(range(rows)), 0, 1)], (1, 1), head_dim), dtype)
-    plans = [DevicePlan(inputs.plan())] + [wide(inputs)] * (rows > 64)
+    plans = plans_of(inputs)
     slot = inputs.table[inputs.rows[0], 0].long()
     v = torch.zeros_like(inputs.v).to(E4M3)
     k = torch.full_like(inputs.k, float("nan"))
@@ -91,7 +91,7 @@ def test_queries_beyond_fp16(rows: int) -> None:
     q[..., 5], q[..., 70] = 1e30, -3e38
     k = torch.ones_like(inputs.k)
     k[..., 70] = -0.5
-    for plan in [DevicePlan(inputs.plan())] + [wide(inputs)] * (rows > 64):
+    for plan in plans_of(inputs):
         _, lse = execute(replace(inputs, q=q, k=k.to(E4M3), v=v, scale=1.0), plan)
         want = torch.full_like(lse, 1.5 * 65504 * log2(e))
         torch.testing.assert_close(lse, want, rtol=1e-6, atol=0)

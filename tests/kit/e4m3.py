@@ -43,3 +43,9 @@ def wide(inputs: Case) -> DevicePlan:
     hand = inputs.plan(wide=True)
     assert hand.header["num_wide_items"][0] > 0
     return DevicePlan(hand)
+
+
+def plans_of(inputs: Case) -> list[DevicePlan]:
+    """The case's plan; and one with wide items, if any can be."""
+    rows = max(len(piece.queries) for piece in inputs.pieces) * inputs.heads[0] // inputs.heads[1]
+    return [DevicePlan(inputs.plan())] + ([wide(inputs)] if rows > 64 else [])
