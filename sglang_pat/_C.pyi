@@ -18,6 +18,7 @@ CPU_HEAD_DIM_STEP: int
 CPU_MAX_HEAD_DIM: int
 LAUNCHES: dict[str, int]
 DTYPES: dict[str, int]
+KV_DTYPES: dict[str, int]
 
 class Policy(Enum):
     bytes = 0
@@ -229,6 +230,9 @@ def check_decode_cuda(
     v_stride_slot: int,
     scale: float,
     logit_cap: float,
+    kv_dtype: int = 0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None: ...
 
 class CudaBuffers:
@@ -270,4 +274,7 @@ def decode_cuda(
     scale: float,
     logit_cap: float,
     stream: int,
+    kv_dtype: int = 0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None: ...

@@ -66,19 +66,22 @@ std::string describe(const Buffers& b) {
 
 void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
             const Tensor3& v_cache, const Tensor3& out, int64_t lse, int64_t trace, int num_rows,
-            int dtype, float scale, float logit_cap, int64_t stream) {
+            int dtype, float scale, float logit_cap, int64_t stream, int kv_dtype, float k_scale,
+            float v_scale) {
   constexpr int64_t kBytes = 2;  // of an element; Python's strides are in elements
+  const auto kv_type = static_cast<KVType>(kv_dtype);
+  const int64_t kv = kv_bytes(kv_type);
   const DecodeParams params{
       .plan = buffers.plan,
       .q = pointer<const char>(q[0]),
       .q_stride_query = kBytes * q[1],
       .q_stride_head = kBytes * q[2],
       .k = pointer<const char>(k_cache[0]),
-      .k_stride_slot = kBytes * k_cache[1],
-      .k_stride_head = kBytes * k_cache[2],
+      .k_stride_slot = kv * k_cache[1],
+      .k_stride_head = kv * k_cache[2],
       .v = pointer<const char>(v_cache[0]),
-      .v_stride_slot = kBytes * v_cache[1],
-      .v_stride_head = kBytes * v_cache[2],
+      .v_stride_slot = kv * v_cache[1],
+      .v_stride_head = kv * v_cache[2],
       .row_masks = buffers.row_masks,
       .out = pointer<char>(out[0]),
       .out_stride_query = kBytes * out[1],
@@ -97,16 +100,23 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
       .launch = buffers.launch,
       .scale = scale,
       .logit_cap = logit_cap,
+      .kv_type = kv_type,
+      .k_scale = k_scale,
+      .v_scale = v_scale,
   };
   py::gil_scoped_release release;
   decode_cuda(params, pointer<void>(stream));
 }
 
 void check_arguments(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_stride_slot,
-                     int64_t v_stride_slot, float scale, float logit_cap) {
+                     int64_t v_stride_slot, float scale, float logit_cap, int kv_dtype,
+                     float k_scale, float v_scale) {
   DecodeParams args{};
-  args.k_stride_slot = 2 * k_stride_slot;  // in bytes
-  args.v_stride_slot = 2 * v_stride_slot;
+  args.kv_type = static_cast<KVType>(kv_dtype);
+  args.k_scale = k_scale;
+  args.v_scale = v_scale;
+  args.k_stride_slot = kv_bytes(args.kv_type) * k_stride_slot;
+  args.v_stride_slot = kv_bytes(args.kv_type) * v_stride_slot;
   args.num_q_heads = num_q_heads;
   args.num_kv_heads = num_kv_heads;
   args.head_dim = head_dim;
@@ -224,20 +234,24 @@ rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows].
 Only launches. Raises RuntimeError with CUDA's error.)");
   m.def("check_decode_cuda", &check_arguments, py::arg("num_q_heads"), py::arg("num_kv_heads"),
         py::arg("head_dim"), py::arg("k_stride_slot"), py::arg("v_stride_slot"), py::arg("scale"),
-        py::arg("logit_cap"),
+        py::arg("logit_cap"), py::arg("kv_dtype") = 0, py::arg("k_scale") = 1.0f,
+        py::arg("v_scale") = 1.0f,
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");
   m.def(
       "decode_cuda", &decode, py::arg("buffers"), py::kw_only(), py::arg("q"), py::arg("k_cache"),
       py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("trace"), py::arg("num_rows"),
       py::arg("dtype"), py::arg("scale"), py::arg("logit_cap"), py::arg("stream"),
+      py::arg("kv_dtype") = 0, py::arg("k_scale") = 1.0f, py::arg("v_scale") = 1.0f,
       R"(Executes the plan of a workspace on a stream: forward of all items, merge of the partials.
 
 All addresses are of device memory; it only launches, so that a CUDA graph can capture it.
 buffers: they hold a plan that check_plan_cuda accepted.
 q, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements, of
     [num_rows, num_q_heads, head_dim], [slots, num_kv_heads, head_dim] twice and
-    [num_rows, num_q_heads, head_dim]; last dimension contiguous, rows aligned to 16 bytes; all of
-    ``dtype`` 1 (bf16) or 2 (fp16).
+    [num_rows, num_q_heads, head_dim]; last dimension contiguous, rows aligned to 16 bytes; q
+    and out of ``dtype`` 1 (bf16) or 2 (fp16).
+kv_dtype: of k_cache and v_cache, one of KV_DTYPES: q's, or float8_e4m3fn, of which k_scale and
+    v_scale are the factors; for q's both are 1.
 lse: fp32 [num_rows, num_q_heads], base 2, or 0.
 trace: 0, or uint64 zeros [1 + warps that run units, 4]; gets the number of entries and from row 1 on
     (item, KV head), (SM, half, warp, rows) as halves and bytes, begin and end in nanoseconds.

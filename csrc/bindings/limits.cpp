@@ -45,6 +45,14 @@ py::dict dtypes() {
   return values;
 }
 
+// Names as torch has them, and "same" for q's dtype.
+py::dict kv_dtypes() {
+  py::dict values;
+  values["same"] = static_cast<int>(KVType::kSame);
+  values["float8_e4m3fn"] = static_cast<int>(KVType::kE4M3);
+  return values;
+}
+
 }  // namespace
 
 void bind_limits(py::module_& m) {
@@ -58,6 +66,7 @@ void bind_limits(py::module_& m) {
   m.attr("CPU_MAX_HEAD_DIM") = kCpuMaxHeadDim;
   m.attr("LAUNCHES") = launches();
   m.attr("DTYPES") = dtypes();
+  m.attr("KV_DTYPES") = kv_dtypes();
 }
 
 }  // namespace pat

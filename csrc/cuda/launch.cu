@@ -73,30 +73,36 @@ ForwardParams forward_params(const DecodeParams& decode) {
           heads == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + heads - 1) / heads),
       .max_row_tile = std::numeric_limits<int>::max(),
       .float_partials = decode.partial_bytes == 4,
+      .v_scale = decode.v_scale,
   };
   p.exp_scale = 1.0f;
+  const float scale = decode.scale * decode.k_scale;
   if (decode.logit_cap > 0.0f) {
     p.logits = kCapped;
-    p.pre_scale = 2.0f * kLog2E * decode.scale / decode.logit_cap;
+    p.pre_scale = 2.0f * kLog2E * scale / decode.logit_cap;
     p.cap = decode.logit_cap * kLog2E;
-  } else if (decode.scale > 0.0f) {
+  } else if (scale > 0.0f) {
     p.logits = kPlain;
-    p.exp_scale = decode.scale * kLog2E;
+    p.exp_scale = scale * kLog2E;
   } else {  // no positive scale: the greatest q . k is not the greatest logit
     p.logits = kScaled;
-    p.pre_scale = decode.scale * kLog2E;
+    p.pre_scale = scale * kLog2E;
   }
   return p;
 }
 
 void launch_forward(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
+  const bool fp8 = decode.kv_type == KVType::kE4M3;
   switch (decode.head_dim) {
     case 64:
-      return launch_forward_64(params, decode.type, stream);
+      return fp8 ? launch_forward_fp8_64(params, decode.type, stream)
+                 : launch_forward_64(params, decode.type, stream);
     case 128:
-      return launch_forward_128(params, decode.type, stream);
+      return fp8 ? launch_forward_fp8_128(params, decode.type, stream)
+                 : launch_forward_128(params, decode.type, stream);
     default:
-      return launch_forward_256(params, decode.type, stream);
+      return fp8 ? launch_forward_fp8_256(params, decode.type, stream)
+                 : launch_forward_256(params, decode.type, stream);
   }
 }
 
@@ -121,6 +127,23 @@ void launch_streams(const ForwardParams& params, const DecodeParams& decode, cud
   for (size_t i = 0; i < forks.streams.size(); ++i) {
     check(cudaEventRecord(forks.joined[i], forks.streams[i]), "cudaEventRecord");
     check(cudaStreamWaitEvent(stream, forks.joined[i]), "cudaStreamWaitEvent");
+  }
+}
+
+void check_kv_type(const DecodeParams& a) {
+  if (a.kv_type != KVType::kSame && a.kv_type != KVType::kE4M3) {
+    throw_invalid("kv_dtype is %d, must be 0 (q's) or 1 (float8_e4m3fn)",
+                  static_cast<int>(a.kv_type));
+  }
+  const bool scaled = a.k_scale != 1.0f || a.v_scale != 1.0f;
+  if (scaled && a.kv_type == KVType::kSame) {
+    throw_invalid("k_scale is %g and v_scale %g, must be 1 where K and V are of q's dtype",
+                  a.k_scale, a.v_scale);
+  }
+  const auto usable = [](float scale) { return scale > 0.0f && std::isfinite(scale); };
+  if (!usable(a.k_scale) || !usable(a.v_scale)) {
+    throw_invalid("k_scale is %g and v_scale %g, both must be finite and more than 0", a.k_scale,
+                  a.v_scale);
   }
 }
 
@@ -153,12 +176,14 @@ void check_decode(const DecodeParams& a) {
     throw_invalid("scale is %g and logit_cap %g, both must be finite and the cap 0 (off) or more",
                   a.scale, a.logit_cap);
   }
+  check_kv_type(a);
   const int64_t max_stride = std::numeric_limits<uint32_t>::max();
+  const int bytes = kv_bytes(a.kv_type);
   if (a.k_stride_slot > max_stride || a.v_stride_slot > max_stride) {
     throw_invalid("slots of k_cache and v_cache are %lld and %lld elements apart, at most %lld fit",
-                  static_cast<long long>(a.k_stride_slot / 2),
-                  static_cast<long long>(a.v_stride_slot / 2),
-                  static_cast<long long>(max_stride / 2));
+                  static_cast<long long>(a.k_stride_slot / bytes),
+                  static_cast<long long>(a.v_stride_slot / bytes),
+                  static_cast<long long>(max_stride / bytes));
   }
 }
 

@@ -11,6 +11,12 @@ namespace pat {
 
 enum class CudaType : int { kBF16 = 1, kF16 = 2 };
 
+// Elements of the K/V cache: of q's type, or float8_e4m3fn, whose values k_scale and v_scale
+// multiply.
+enum class KVType : int { kSame = 0, kE4M3 = 1 };
+
+inline constexpr int kv_bytes(KVType type) { return type == KVType::kE4M3 ? 1 : 2; }
+
 // How the forward is launched: one persistent kernel for all row tiles (kQueue, the default); one
 // kernel per row tile, each on a stream of its own, as in the paper (kStreams); or these kernels
 // one after the other (kSerial). The last two are for experiments.
@@ -20,7 +26,8 @@ enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
 inline constexpr int kRowCountShift = 8;
 
 // What a layer's decode works on: filled by the caller, and passed on to the kernels as it is. All
-// strides are in bytes. Tensors are of CudaType, and their last dimension is contiguous.
+// strides are in bytes. Tensors are of CudaType, K and V of KVType, and their last dimension is
+// contiguous.
 struct DecodeParams {
   const PlanHeader* plan;  // device memory, 16-byte aligned
   const char* q;           // [num_rows, num_q_heads, head_dim]
@@ -45,6 +52,8 @@ struct DecodeParams {
   Launch launch;
   float scale;
   float logit_cap;  // 0: none; else logits are cap * tanh(logit / cap)
+  KVType kv_type;
+  float k_scale, v_scale;  // 1 unless kE4M3
 };
 
 inline constexpr int kQueueInts = 64;
@@ -93,10 +102,12 @@ struct ForwardParams {
   int32_t q_buffers;  // 1 or 2: see footprint()
   bool narrow;        // there is room for narrow units
   bool float_partials;
+  // The factors of q . k include k_scale.
   float exp_scale;  // factor of q . k inside exp2, or of the transformed logit
   float pre_scale;  // kScaled: factor to the base-2 logit; kCapped: factor inside exp2 of tanh
   float cap;        // kCapped: base-2 logit cap
   int32_t logits;   // Logits
+  float v_scale;    // factor of the output
 };
 
 enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };

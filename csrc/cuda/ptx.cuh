@@ -80,6 +80,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
   }
 }
 
+// Is a phase complete? Never waits, as barrier_test() may.
+__device__ __forceinline__ bool barrier_ready(uint32_t bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Named barrier among `threads` threads of the CTA.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -140,10 +151,39 @@ __device__ __forceinline__ void copy16_or_zero(uint32_t dst, const void* src, bo
                : "memory");
 }
 
+// Makes a group of this thread's asynchronous copies since the last group.
+__device__ __forceinline__ void copies_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until all but the last kPending groups of this thread are done.
+template <int kPending>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 __device__ __forceinline__ uint32_t load_shared(uint32_t from) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
   return value;
+}
+
+__device__ __forceinline__ uint2 load_shared2(uint32_t from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_shared4(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared4(uint32_t to, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 
 __device__ __forceinline__ void load_matrix(uint32_t (&r)[4], uint32_t address) {
@@ -189,6 +229,41 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
   } else {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   }
+  return r;
+}
+
+// Four e4m3 values as fp16, which holds all of them exactly: those of the lower bytes in `low`.
+__device__ __forceinline__ void widen_e4m3(uint32_t bytes, uint32_t& low, uint32_t& high) {
+#if __CUDA_ARCH__ >= 890
+  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2;"
+      "cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
+#else
+  // Exponent and mantissa of a byte, moved to where fp16 has them, are 2^-8 of the value. A NaN,
+  // the one byte whose seven lower bits are all set, gets the greatest exponent.
+  const uint32_t magnitude = bytes & 0x7F7F7F7F;
+  const uint32_t marked = magnitude | ((magnitude + 0x01010101) & 0x80808080);
+  const auto widen = [&](uint32_t selector) {
+    const uint32_t bits =
+        (__byte_perm(marked, 0, selector) >> 1) | (__byte_perm(bytes, 0, selector) & 0x80008000);
+    uint32_t value;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(value) : "r"(bits), "r"(0x5C005C00));  // 256
+    return value;
+  };
+  low = widen(0x1404);
+  high = widen(0x3424);
+#endif
+}
+
+// Two values of T as fp16; those beyond its range become the greatest that it has.
+template <typename T>
+__device__ __forceinline__ uint32_t to_half2(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) return pair;
+  uint32_t r;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;"
+      : "=r"(r)
+      : "f"(__uint_as_float(pair & 0xFFFF0000)), "f"(__uint_as_float(pair << 16)));
   return r;
 }
 

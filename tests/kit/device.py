@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kit.cases import Case
+from kit.cases import E4M3, Case
 from kit.plans import HandPlan
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
@@ -45,16 +45,21 @@ class DevicePlan:
 
 
 def on_device(inputs: Case, dtype: torch.dtype) -> Case:
-    """The case on the GPU, with strides wider than the tensors and NaN in between."""
+    """The case on the GPU, with strides wider than the tensors and NaN in between; K and V in
+    e4m3 stay so."""
     moved = {name: getattr(inputs, name).cuda() for name in ("table", "rows", "seq_lens")}
-    wide = {name: widened(getattr(inputs, name).to(dtype)) for name in ("q", "k", "v")}
+    dtypes = {"q": dtype} | {
+        name: getattr(inputs, name).dtype if inputs.k.dtype == E4M3 else dtype for name in "kv"
+    }
+    wide = {name: widened(getattr(inputs, name).to(to)) for name, to in dtypes.items()}
     return replace(inputs, **moved, **wide)
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """On the GPU, made where the tensor is: of one on the host a copy is all that the GPU does."""
     rows, heads, dim = tensor.shape
-    wide = tensor.new_full((rows, heads + 1, dim + 8), float("nan"))
+    beside = 16 // tensor.element_size()  # rows begin at multiples of 16 bytes
+    wide = tensor.new_full((rows, heads + 1, dim + beside), float("nan"))
     wide[:, 1:, :dim] = tensor
     return wide.cuda()[:, 1:, :dim]
 
@@ -91,6 +96,8 @@ def execute(
         plan,
         scale=inputs.scale,
         logit_cap=inputs.logit_cap,
+        k_scale=inputs.k_scale,
+        v_scale=inputs.v_scale,
         out=out,
         lse=lse,
         workspace=workspace,

@@ -5,6 +5,7 @@
 
 #include "cuda/forward/consumer.cuh"
 #include "cuda/forward/epilogue.cuh"
+#include "cuda/forward/raw_tile.cuh"
 #include "cuda/forward/softmax.cuh"
 
 namespace pat {
@@ -35,11 +36,6 @@ __device__ __forceinline__ void exchange_columns(const Consumer<kHeadDim, kTrans
     o[4 * i + 3] = (upper ? o[kKeep + 4 * i + 3] : o[4 * i + 3]) + x.w;
   }
 }
-
-// What a lane passes to ldmatrix: where its row of 16 begins, and its swizzled 16-byte chunk in it.
-struct Fragment {
-  uint32_t row, chunk;
-};
 
 // Of Q and of V: 16 rows from row `first` of the tile at `tile` on, the second 8 columns last.
 __device__ __forceinline__ Fragment rows_first(uint32_t tile, int first) {
@@ -142,10 +138,11 @@ __device__ __forceinline__ void join_warps(const Consumer<kHeadDim, kTransforms>
 // A unit of up to 16 * kRowWarps packed rows: kRowWarps warps take 16 rows each, and the
 // 4 / kRowWarps warps of the same rows share the tokens of each tile. kBranch: the unit is of a
 // branch, which four warps with rows of their own run.
-template <typename T, int kRowWarps, bool kBranch, int kHeadDim, bool kTransforms>
+template <typename T, bool kFp8, int kRowWarps, bool kBranch, int kHeadDim, bool kTransforms>
 __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
                                            const WorkUnit& unit) {
   using S = Shape<kHeadDim>;
+  using M = Operand<T, kFp8>;
   constexpr int kTokenWarps = 4 / kRowWarps;
   static_assert(!kBranch || kTokenWarps == 1);
   constexpr int kTokens = kTileTokens / kTokenWarps;
@@ -165,7 +162,13 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
 
   const MaskedTiles masked(unit);
   const Destination to = destination_of(p, c.s.control(), unit, first_row);
-  if (unit.num_tokens > 0) c.q.wait_full(c.s.base);
+  if (unit.num_tokens > 0) {
+    c.q.wait_full(c.s.base);
+    if constexpr (kFp8) {
+      widen_queries<T, 16 * kRowWarps, kHeadDim>(q_tile, 32 * c.warp + lane_id());
+      c.sync();
+    }
+  }
   for (int left = unit.num_tokens; left > 0; left -= kTileTokens) {
     uint32_t weights[kTiles * 2];
     float factor[2];
@@ -173,8 +176,16 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
     c.stage.wait_full(c.s.base);
     if (busy) {
       float scores[4 * kTiles];
-      const Fragment k = columns_first(c.s.tile(c.stage.index), first_token);
-      multiply_keys<T, kTiles, kHeadDim>(scores, q, S::kPanelBytes, k);
+      const uint32_t keys = c.s.tile(c.stage.index);
+      if constexpr (kFp8) {
+        multiply_raw_keys<kTiles, kHeadDim>(
+            scores, RawTile<kHeadDim>::keys(keys, first_token), [&](uint32_t (&a)[4], int i) {
+              load_matrix(a, q.row + (i >> 2) * S::kPanelBytes + (q.chunk ^ ((i & 3) << 5)));
+            });
+      } else {
+        const Fragment k = columns_first(keys, first_token);
+        multiply_keys<T, kTiles, kHeadDim>(scores, q, S::kPanelBytes, k);
+      }
       softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, first_token, left,
                                    [&](float (&s)[4 * kTiles]) {
                                      if (!kBranch || !masked.has(left)) return;
@@ -184,18 +195,27 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
                                    });
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
-        weights[i] = pack2<T>(scores[2 * i], scores[2 * i + 1]);
+        weights[i] = pack2<M>(scores[2 * i], scores[2 * i + 1]);
       }
     }
-    c.release_stage();
-    c.stage.wait_full(c.s.base);
+    if constexpr (!kFp8) {  // else V is in the same stage
+      c.release_stage();
+      c.stage.wait_full(c.s.base);
+    }
     if (busy) {
       rescale_output(o, factor);
-      const Fragment v = rows_first(c.s.tile(c.stage.index), first_token);
-      add_values<T, kTiles, kHeadDim>(o, v, left - first_token, [&](uint32_t (&a)[4], int i) {
+      const uint32_t values = c.s.tile(c.stage.index);
+      const auto operand = [&](uint32_t (&a)[4], int i) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) a[j] = weights[4 * i + j];
-      });
+      };
+      if constexpr (kFp8) {
+        const Fragment v = RawTile<kHeadDim>::values(values, first_token);
+        add_raw_values<kTiles, kHeadDim>(o, v, left - first_token, operand);
+      } else {
+        const Fragment v = rows_first(values, first_token);
+        add_values<T, kTiles, kHeadDim>(o, v, left - first_token, operand);
+      }
     }
     c.release_stage();
   }
@@ -212,17 +232,18 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
   }
   // This warp writes so many tiles of 8 columns of its rows' results.
   constexpr int kMine = kHeadDim / 8 / kTokenWarps;
-  write_rows<T, kHeadDim, kMine>(p, unit, to, first_row, token_warp * kMine * 8, o, state,
-                                 token_warp == 0);
+  write_rows<T, kHeadDim, kMine, kFp8, 2, kFp8>(p, unit, to, first_row, token_warp * kMine * 8, o,
+                                                state, token_warp == 0);
 }
 
 // A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
 // are copies of rows 0 to 7, which are not used.
-template <typename T, int kTokens, int kHeadDim, bool kTransforms>
+template <typename T, bool kFp8, int kTokens, int kHeadDim, bool kTransforms>
 __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c,
                                               const WorkUnit& unit) {
   constexpr int kTiles = kTokens / 8;
-  constexpr bool kIsShort = kTokens == kShortTokens;
+  using M = Operand<T, kFp8>;
+  constexpr bool kOneStage = kFp8 || kTokens == kShortTokens;  // of K and V
   const ForwardParams& p = c.p;
   Fragment q = rows_first(0, 0);
   q.row = c.s.narrow_q(c.narrow.index) + (lane_id() & 7) * 128;
@@ -232,10 +253,17 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c
   float scores[4 * kTiles];
   c.narrow.wait_full(c.s.base);
   c.stage.wait_full(c.s.base);
-  multiply_keys<T, kTiles, kHeadDim>(scores, q, Shape<kHeadDim>::kNarrowPanelBytes,
-                                     columns_first(tile, 0));
+  if constexpr (kFp8) {
+    const uint32_t buffer = c.s.narrow_q(c.narrow.index);
+    multiply_raw_keys<kTiles, kHeadDim>(
+        scores, RawTile<kHeadDim>::keys(tile, 0),
+        [&](uint32_t (&a)[4], int i) { load_narrow_queries<T, kHeadDim>(a, buffer, i); });
+  } else {
+    multiply_keys<T, kTiles, kHeadDim>(scores, q, Shape<kHeadDim>::kNarrowPanelBytes,
+                                       columns_first(tile, 0));
+  }
   c.release(c.narrow.empty(c.s.base));
-  if constexpr (!kIsShort) {
+  if constexpr (!kOneStage) {
     c.release_stage();
     tile = c.s.tile(c.stage.index);
   }
@@ -244,19 +272,25 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c
   float factor[2];
   softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, 0, unit.num_tokens,
                                [](float (&)[4 * kTiles]) {});
-  if constexpr (!kIsShort) c.stage.wait_full(c.s.base);
+  if constexpr (!kOneStage) c.stage.wait_full(c.s.base);
   float o[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
-  const Fragment v = rows_first(tile, kIsShort ? kShortTokens : 0);
-  add_values<T, kTiles, kHeadDim>(o, v, unit.num_tokens, [&](uint32_t (&a)[4], int i) {
+  const auto weights = [&](uint32_t (&a)[4], int i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = pack2<T>(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]);
-  });
+    for (int j = 0; j < 4; ++j) a[j] = pack2<M>(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]);
+  };
+  if constexpr (kFp8) {
+    const Fragment v = RawTile<kHeadDim>::values(tile, 0);
+    add_raw_values<kTiles, kHeadDim>(o, v, unit.num_tokens, weights);
+  } else {
+    const Fragment v = rows_first(tile, kOneStage ? kShortTokens : 0);
+    add_values<T, kTiles, kHeadDim>(o, v, unit.num_tokens, weights);
+  }
   c.release_stage();
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
-  write_rows<T, kHeadDim, kHeadDim / 8, 1>(p, unit, to, 0, 0, o, state, true);
+  write_rows<T, kHeadDim, kHeadDim / 8, kFp8, 1, kFp8>(p, unit, to, 0, 0, o, state, true);
 }
 
 }  // namespace pat

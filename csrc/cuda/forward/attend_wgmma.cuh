@@ -5,6 +5,7 @@
 
 #include "cuda/forward/consumer.cuh"
 #include "cuda/forward/epilogue.cuh"
+#include "cuda/forward/raw_tile.cuh"
 #include "cuda/forward/softmax.cuh"
 
 namespace pat {
@@ -78,9 +79,10 @@ __device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2], uint32
 // Up to 64 packed rows. The softmax of a tile runs at the same time as the product of the
 // previous tile's weights and values. Of a wide unit every second tile is in the other half's
 // shared memory.
-template <typename T, int kHeadDim, bool kTransforms>
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
                                              const WorkUnit& unit) {
+  using M = Operand<T, kFp8>;
   const ForwardParams& p = c.p;
   const int first_row = c.warp * kWarpRows;
   uint32_t q[kHeadDim / 4];
@@ -106,19 +108,23 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
   if (left > 0) {  // else it is a branch whose tails are all empty so far
     c.q.wait_full(c.s.base);
     load_queries<kHeadDim>(q, c.s.q(c.q.index), c.warp);
+    if constexpr (kFp8) {
+#pragma unroll
+      for (uint32_t& pair : q) pair = to_half2<T>(pair);
+    }
     c.release(c.q.empty(c.s.base));
     c.q.advance(p.q_buffers);
     auto keys = c.take_stage(of_peer);
     fence_async_proxy();
     warpgroup_fence_operand(scores);
     wgmma_fence();
-    issue_scores<T, kHeadDim>(scores, q, keys.tile);
+    issue_scores<M, kHeadDim>(scores, q, keys.tile);
     wgmma_wait<0>();
     warpgroup_fence_operand(scores);
     if (masked.has(left)) read_row_masks<8>(row_masks, keys.row_masks);
     c.release(keys.empty);
     softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left, mask);
-    pack_weights<T>(weights, scores);
+    pack_weights<M>(weights, scores);
 
     while (left > kTileTokens) {
       left -= kTileTokens;
@@ -130,8 +136,8 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
       warpgroup_fence_operand(weights);
       warpgroup_fence_operand(o);
       wgmma_fence();
-      issue_scores<T, kHeadDim>(scores, q, keys.tile);
-      issue_output<T, kHeadDim>(o, weights, values.tile);
+      issue_scores<M, kHeadDim>(scores, q, keys.tile);
+      issue_output<M, kHeadDim>(o, weights, values.tile);
       wgmma_wait<1>();
       warpgroup_fence_operand(scores);
       if (masked.has(left)) read_row_masks<8>(row_masks, keys.row_masks);
@@ -141,17 +147,17 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
       warpgroup_fence_operand(o);
       warpgroup_fence_operand(weights);
       c.release(values.empty);
-      pack_weights<T>(weights, scores);
+      pack_weights<M>(weights, scores);
       rescale_output(o, factor);
     }
     const auto values = c.take_stage(of_peer);
-    add_last_values<T, kHeadDim>(o, weights, values.tile);
+    add_last_values<M, kHeadDim>(o, weights, values.tile);
     c.release(values.empty);
   }
 
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
-  write_rows<T, kHeadDim, kHeadDim / 8>(p, unit, to, first_row, 0, o, state, true);
+  write_rows<T, kHeadDim, kHeadDim / 8, kFp8>(p, unit, to, first_row, 0, o, state, true);
 }
 
 #endif  // PAT_WGMMA

@@ -31,10 +31,33 @@ __device__ __forceinline__ Destination destination_of(const ForwardParams& p,
   return to;
 }
 
+// Writes 8 * kTiles columns of a row, of which the lane holds columns 4 quad to 4 quad + 3 of each
+// 16, the even ones first, as add_raw_values() leaves them. `o`: from the row's first value on.
+// `exact`: as floats to `base`.
+template <typename T, int kTiles>
+__device__ __forceinline__ void write_quads(char* base, int column, const float* o, float norm,
+                                            bool exact) {
+  const int quad = lane_id() & 3;
+#pragma unroll
+  for (int i = 0; i < kTiles; i += 2) {
+    const float* even = o + 4 * i;
+    const float* odd = even + 4;
+    const int at = column + 8 * i + 4 * quad;
+    if (exact) {
+      *reinterpret_cast<float4*>(reinterpret_cast<float*>(base) + at) =
+          make_float4(even[0] * norm, odd[0] * norm, even[1] * norm, odd[1] * norm);
+    } else {
+      *reinterpret_cast<uint2*>(reinterpret_cast<T*>(base) + at) = make_uint2(
+          pack2<T>(even[0] * norm, odd[0] * norm), pack2<T>(even[1] * norm, odd[1] * norm));
+    }
+  }
+}
+
 // Writes the results of row lane / 4 and, if kRows is 2, of row lane / 4 + 8 of 16 packed rows,
 // which begin at row `first_row` of the unit: 8 * kTiles columns from `column` on. A query with one
-// split gets its output, others a partial result.
-template <typename T, int kHeadDim, int kTiles, int kRows = 2, int kCount>
+// split gets its output, others a partial result. kQuads: see write_quads().
+template <typename T, int kHeadDim, int kTiles, bool kFp8 = false, int kRows = 2,
+          bool kQuads = false, int kCount>
 __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUnit& unit,
                                            const Destination& to, int first_row, int column,
                                            float (&o)[kCount], const SoftmaxState (&state)[2],
@@ -49,7 +72,8 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
     const bool live = row < unit.num_rows;
     const Member member = to.member[r];
     const int head = to.head[r];
-    const float norm = normalizer(state[r]);
+    float norm = normalizer(state[r]);
+    if constexpr (kFp8) norm *= p.v_scale;
     const bool direct = member.partial == kDirect;
     const int64_t slot = static_cast<int64_t>(member.partial) * p.num_q_heads + head;
     if (write_lse && live && quad == 0) {
@@ -62,6 +86,10 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
     char* base = direct ? p.out + member.query * p.out_stride_query + head * p.out_stride_head
                         : p.partials + slot * (p.float_partials ? 4 * kHeadDim : 2 * kHeadDim);
     const bool exact = p.float_partials && !direct;
+    if constexpr (kQuads) {
+      if (live) write_quads<T, kTiles>(base, column, o + 2 * r, norm, exact);
+      continue;
+    }
     if (__any_sync(~0u, live && exact)) {
       if (live && exact) {
         float* dst = reinterpret_cast<float*>(base) + column + 2 * quad;

@@ -11,7 +11,9 @@
 //
 // They synchronise through mbarriers only. K and V tiles of 64 tokens share one ring of stages. A
 // tile is kept as panels of 64 elements: [head_dim / 64][64 rows][128 bytes], 16-byte chunks XORed
-// with row % 8, which both ldmatrix (free of bank conflicts) and wgmma read.
+// with row % 8, which both ldmatrix (free of bank conflicts) and wgmma read. Where K and V are fp8
+// the loaders make such tiles of fp16 for wgmma, and copy raw ones for mma.sync: see
+// loader_fp8.cuh.
 //
 // Wide units come first, and both halves work on them: each loads every second tile, and multiplies
 // all tiles with 64 packed rows of its own. Then one half starts with the heavy units, the other
@@ -21,7 +23,7 @@
 #include "cuda/forward/attend_mma.cuh"
 #include "cuda/forward/attend_wgmma.cuh"
 #include "cuda/forward/fetcher.cuh"
-#include "cuda/forward/loader.cuh"
+#include "cuda/forward/loader_fp8.cuh"
 #include "cuda/forward/scheduler.cuh"
 
 namespace pat {
@@ -42,7 +44,7 @@ __device__ __forceinline__ void trace_unit(const ForwardParams& p, const WorkUni
 }
 
 // What a consumer warp does: runs every unit of its half, with the products that suit its rows.
-template <typename T, int kHeadDim, bool kTransforms>
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms>
 __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHeadDim>& s,
                                         int warp) {
   using S = Shape<kHeadDim>;
@@ -59,26 +61,27 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
       const bool is_short = unit.narrow == kShort;
       if (c.narrow.index != c.warp) {
         c.pass_stage();
-        if (!is_short) c.pass_stage();
+        if (!kFp8 && !is_short) c.pass_stage();
         busy = false;
       } else if (is_short) {
-        attend_narrow<T, kShortTokens>(c, unit);
+        attend_narrow<T, kFp8, kShortTokens>(c, unit);
       } else {
-        attend_narrow<T, kTileTokens>(c, unit);
+        attend_narrow<T, kFp8, kTileTokens>(c, unit);
       }
       c.narrow.advance();
     } else if (rows <= kWarpRows && !unit.wide && !unit.branch) {
-      attend_mma<T, 1, false>(c, unit);
+      attend_mma<T, kFp8, 1, false>(c, unit);
     } else if (rows <= 2 * kWarpRows && !unit.wide && !unit.branch) {
-      attend_mma<T, 2, false>(c, unit);
+      attend_mma<T, kFp8, 2, false>(c, unit);
     } else {
 #if PAT_WGMMA
       if constexpr (S::kWgmma) {
-        attend_wgmma<T>(c, unit);
+        attend_wgmma<T, kFp8>(c, unit);
       } else
 #endif
       {
-        unit.branch ? attend_mma<T, 4, true>(c, unit) : attend_mma<T, 4, false>(c, unit);
+        unit.branch ? attend_mma<T, kFp8, 4, true>(c, unit)
+                    : attend_mma<T, kFp8, 4, false>(c, unit);
       }
     }
     if (p.trace && busy) trace_unit(p, unit, s.sm_half, c.warp, begin);
@@ -86,7 +89,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
   }
 }
 
-template <typename T, int kHeadDim, bool kTransforms>
+// T: of q and out. kFp8: K and V are float8_e4m3fn.
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms>
 __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {
   using S = Shape<kHeadDim>;
@@ -145,8 +149,13 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
       Scheduler<kHeadDim> scheduler{p, s, lane};
       scheduler.run();
     } else if (job <= kLoaderWarps) {
-      Loader<kHeadDim> loader{p, s, job - 1, lane};
-      loader.run();
+      if constexpr (kFp8) {
+        Fp8Loader<kHeadDim> loader{{p, s, job - 1, lane}};
+        loader.run();
+      } else {
+        Loader<kHeadDim> loader{p, s, job - 1, lane};
+        loader.run();
+      }
     } else {
       Fetcher<kHeadDim> fetcher{p, s, lane};
       fetcher.run();
@@ -155,7 +164,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
 #if PAT_WGMMA
     if constexpr (S::kWgmma) warpgroup_reg_alloc<192>();
 #endif
-    consume<T, kHeadDim, kTransforms>(p, s, role);
+    consume<T, kFp8, kHeadDim, kTransforms>(p, s, role);
   }
 }
 

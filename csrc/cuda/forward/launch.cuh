@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the forward kernel: one template per head dimension, instantiated in instantiations/.
+// Launches of the forward kernel: one template per head dimension and type of K and V,
+// instantiated in instantiations/.
 #pragma once
 
 #include <algorithm>
@@ -40,10 +41,10 @@ Footprint footprint(const Device& device) {
                 kHeadDim, kMinSharedBytes<kHeadDim>, device.shared_per_block);
 }
 
-template <typename T, int kHeadDim>
+template <typename T, bool kFp8, int kHeadDim>
 void launch_forward_as(ForwardParams params, cudaStream_t stream) {
-  auto* kernel = params.logits == kPlain ? forward_kernel<T, kHeadDim, false>
-                                         : forward_kernel<T, kHeadDim, true>;
+  auto* kernel = params.logits == kPlain ? forward_kernel<T, kFp8, kHeadDim, false>
+                                         : forward_kernel<T, kFp8, kHeadDim, true>;
   const Device& device = current_device();
   const Footprint use = footprint<kHeadDim>(device);
   params.stages = use.stages;
@@ -57,12 +58,12 @@ void launch_forward_as(ForwardParams params, cudaStream_t stream) {
   check(cudaGetLastError(), "forward kernel: launch");
 }
 
-template <int kHeadDim>
+template <int kHeadDim, bool kFp8>
 void launch_forward_dim(const ForwardParams& params, CudaType type, cudaStream_t stream) {
   if (type == CudaType::kBF16) {
-    launch_forward_as<__nv_bfloat16, kHeadDim>(params, stream);
+    launch_forward_as<__nv_bfloat16, kFp8, kHeadDim>(params, stream);
   } else {
-    launch_forward_as<__half, kHeadDim>(params, stream);
+    launch_forward_as<__half, kFp8, kHeadDim>(params, stream);
   }
 }
 

@@ -4,7 +4,7 @@
 namespace pat {
 
 void launch_forward_128(const ForwardParams& params, CudaType type, cudaStream_t stream) {
-  launch_forward_dim<128>(params, type, stream);
+  launch_forward_dim<128, false>(params, type, stream);
 }
 
 }  // namespace pat

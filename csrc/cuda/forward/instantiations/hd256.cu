@@ -4,7 +4,7 @@
 namespace pat {
 
 void launch_forward_256(const ForwardParams& params, CudaType type, cudaStream_t stream) {
-  launch_forward_dim<256>(params, type, stream);
+  launch_forward_dim<256, false>(params, type, stream);
 }
 
 }  // namespace pat

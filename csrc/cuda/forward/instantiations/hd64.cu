@@ -4,7 +4,7 @@
 namespace pat {
 
 void launch_forward_64(const ForwardParams& params, CudaType type, cudaStream_t stream) {
-  launch_forward_dim<64>(params, type, stream);
+  launch_forward_dim<64, false>(params, type, stream);
 }
 
 }  // namespace pat

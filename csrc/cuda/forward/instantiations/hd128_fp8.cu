@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/forward/launch.cuh"
+
+namespace pat {
+
+void launch_forward_fp8_128(const ForwardParams& params, CudaType type, cudaStream_t stream) {
+  launch_forward_dim<128, true>(params, type, stream);
+}
+
+}  // namespace pat

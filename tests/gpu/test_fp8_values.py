@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of float8_e4m3fn and their scales, one by one, in every kind of work unit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import e, log2
+
+import pytest
+import torch
+from kit.cases import E4M3, case
+from kit.device import error, execute, on_device
+from kit.e4m3 import plans_of
+from kit.pieces import DYNAMIC, Piece
+
+BF16, FP16 = torch.bfloat16, torch.float16
+ROWS = [1, 8, 12, 16, 32, 64, 128]  # packed rows: every kind of unit
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_value_of_v_arrives_in_its_column(
+    head_dim: int, rows: int, dtype: torch.dtype
+) -> None:
+    """One token has all the weight, so the output is its V, bit for bit; NaN stays NaN."""
+    values = torch.arange(256, dtype=torch.uint8).view(E4M3).float().cuda()
+    inputs = on_device(case([Piece(tuple(range(rows)), 0, 1)], (1, 1), head_dim), dtype)
+    plans = plans_of(inputs)
+    slot = inputs.table[inputs.rows[0], 0].long()
+    k = torch.zeros_like(inputs.k).to(E4M3)
+    for first in range(0, 256, 64):
+        row = values.roll(-first)[:head_dim]
+        v = torch.full_like(inputs.v, float("nan"))
+        v[slot] = row.to(dtype)
+        for plan in plans:
+            out, lse = execute(replace(inputs, k=k, v=v.to(E4M3)), plan)
+            want = row.to(dtype).expand_as(out)
+            torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
+            assert not lse.any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_value_of_k_meets_its_column_of_q(
+    head_dim: int, rows: int, dtype: torch.dtype
+) -> None:
+    """q picks one column, so with one token the LSE is that value of K."""
+    values = torch.arange(256, dtype=torch.uint8).view(E4M3).float().cuda()
+    values = values[~values.isnan()]
+    inputs = on_device(case([Piece(tuple(range(rows)), 0, 1)], (1, 1), head_dim), dtype)
+    plans = plans_of(inputs)
+    slot = inputs.table[inputs.rows[0], 0].long()
+    v = torch.zeros_like(inputs.v).to(E4M3)
+    k = torch.full_like(inputs.k, float("nan"))
+    for first in range(0, 256, max(rows, 7)):
+        columns = torch.arange(first, first + rows, device="cuda") % head_dim
+        k[slot] = row = values.roll(-first).repeat(2)[:head_dim].to(dtype)
+        q = torch.nn.functional.one_hot(columns, head_dim).to(dtype)[:, None]
+        for plan in plans:
+            _, lse = execute(replace(inputs, q=q, k=k.to(E4M3), v=v, scale=1.0), plan)
+            want = row.float()[columns][:, None] * log2(e)
+            torch.testing.assert_close(lse, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_scales(rows: int, cap: float) -> None:
+    """A power of two in k_scale is the same as in scale, in v_scale the same as in the output; and
+    neither is ignored."""
+    everyone = tuple(range(rows))
+    pieces = [Piece(everyone, 0, 150), *(Piece((i,), 150, DYNAMIC) for i in everyone)]
+    inputs = on_device(case(pieces, (1, 1), 128, logit_cap=cap).to(FP16).to_e4m3(), FP16)
+    out, lse = execute(inputs)
+    other, other_lse = execute(replace(inputs, k_scale=4.0, scale=inputs.scale / 4))
+    assert torch.equal(out, other) and torch.equal(lse, other_lse)
+    double, double_lse = execute(replace(inputs, v_scale=2.0))
+    torch.testing.assert_close(double, 2 * out, rtol=0, atol=2.0**-23)  # of numbers near zero
+    assert torch.equal(lse, double_lse) and out.any()
+    sharper, sharper_lse = execute(replace(inputs, k_scale=4.0))
+    assert error(sharper, out.double()) > 0.01 and not torch.equal(sharper_lse, lse)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_queries_beyond_fp16(rows: int) -> None:
+    """They become the greatest number that fp16 has."""
+    inputs = on_device(case([Piece(tuple(range(rows)), 0, 1)], (1, 1), 128).to(BF16), BF16)
+    v = torch.zeros_like(inputs.v).to(E4M3)
+    q = torch.zeros_like(inputs.q)
+    q[..., 5], q[..., 70] = 1e30, -3e38
+    k = torch.ones_like(inputs.k)
+    k[..., 70] = -0.5
+    for plan in plans_of(inputs):
+        _, lse = execute(replace(inputs, q=q, k=k.to(E4M3), v=v, scale=1.0), plan)
+        want = torch.full_like(lse, 1.5 * 65504 * log2(e))
+        torch.testing.assert_close(lse, want, rtol=1e-6, atol=0)
