@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit.cases import Case, by_hand, case
+from kit.cases import E4M3, Case, by_hand, case
 from kit.device import DevicePlan, on_device, target_of
 from kit.pieces import Piece, forest, prefix
 
@@ -31,8 +31,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 def run(
     inputs: Case, dtype: torch.dtype = BF16, *, wide: bool = False, launch: str = "queue"
 ) -> None:
-    """Two steps of the case's plan."""
-    inputs = inputs.to(dtype)
+    """Two steps of the case's plan; K and V in e4m3 stay so."""
+    inputs = replace(inputs, q=inputs.q.to(dtype)) if inputs.k.dtype == E4M3 else inputs.to(dtype)
     given = on_device(inputs, dtype)
     plan = DevicePlan(inputs.plan(wide))
     workspace = Workspace(target_of(inputs), given.table.shape[1], launch=launch)
@@ -45,6 +45,8 @@ def run(
     options = {
         "scale": inputs.scale,
         "logit_cap": inputs.logit_cap,
+        "k_scale": inputs.k_scale,
+        "v_scale": inputs.v_scale,
         "out": out,
         "lse": lse,
         "workspace": workspace,
@@ -96,3 +98,11 @@ def test_a_kernel_a_row_tile(launch: str) -> None:
 
 def test_capped_logits() -> None:
     run(replace(case(pieces(10, 16), (8, 2), 128), logit_cap=5.0))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fp8(head_dim: int) -> None:
+    """All kinds of items, widened by loaders and by consumers."""
+    run(case(pieces(11, 20), (8, 2), head_dim).to_e4m3(0.5, 2.0))
+    run(case(prefix(40, 300), (8, 2), head_dim).to_e4m3(0.5, 2.0), wide=True)
+    run(by_hand(pieces(12, 16), (8, 2), head_dim=head_dim).to_e4m3(0.5, 2.0), FP16)

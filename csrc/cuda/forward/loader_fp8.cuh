@@ -27,7 +27,9 @@ struct Fp8Loader : Loader<kHeadDim> {
   static constexpr int kChunks = kHeadDim / 16;                 // 16-byte chunks of a raw row
   static constexpr int kLaneRows = kTokens / (32 / kChunks);    // rows of a tile, per lane
   static constexpr int kBatch = kLaneRows < 8 ? kLaneRows : 8;  // rows whose slots are read at once
-  static constexpr int kPending = 3;  // fills that may be under way while the next one starts
+  // Fills that may be under way while the next one starts: with the two that consumers read, about
+  // as many as there are stages.
+  static constexpr int kPending = kHeadDim == 64 ? 5 : 3;
 
   int pending = 0;  // fills to be widened
   int oldest = 0;   // stage of the first of them
@@ -98,21 +100,18 @@ struct Fp8Loader : Loader<kHeadDim> {
     }
   }
 
+  // Waits until all but this lane's last `fills` are done.
+  template <int kFills>
+  static __device__ __forceinline__ void wait_all_but(int fills) {
+    if constexpr (kFills > 0) {
+      if (fills < kFills) return wait_all_but<kFills - 1>(fills);
+    }
+    copies_wait<kFills>();
+  }
+
   // Widens the fill that has waited longest, when its copies are done, and hands it over.
   __device__ __forceinline__ void widen_oldest() {
-    switch (pending) {
-      case 1:
-        copies_wait<0>();
-        break;
-      case 2:
-        copies_wait<1>();
-        break;
-      case 3:
-        copies_wait<2>();
-        break;
-      default:
-        copies_wait<kPending>();
-    }
+    wait_all_but<kPending>(pending - 1);
     const uint32_t at = place<true>(s.tile(oldest), warp * kTokens);
     const bool second = (lane >> 2) & 1;
 #pragma unroll
