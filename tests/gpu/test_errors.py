@@ -20,7 +20,7 @@ from sglang_pat.workspace import Workspace
 
 TREE = Tree((1, 6), (100, 20))
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"q": lambda t: t.float()}, r"must be torch\.float32 as q is"),
+    ({"q": lambda t: t.float()}, r"must both be torch\.float32 as q is"),
     ({"q": lambda t: t[0]}, r"q has shape \(8, 128\), must have 3 dimensions"),
     (
         {"q": lambda t: t[:, :7]},
