@@ -180,8 +180,7 @@ __device__ __forceinline__ bool gather(Result& joined, int warp, int sharing) {
 // waits for memory as rarely as possible. Of warps that share a head each takes the next kAhead
 // splits in turn.
 template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead, int kSharing>
-__global__ void __launch_bounds__(block_warps(kSharing) * 32)
-    merge_kernel(const MergeParams p) {
+__global__ void __launch_bounds__(block_warps(kSharing) * 32) merge_kernel(const MergeParams p) {
   static_assert(kSharing == 1 || kHeads == 1);
   using Result = Joined<T, kHeadDim, kFloat, kHeads>;
   const int lane = threadIdx.x & 31;
