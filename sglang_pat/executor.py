@@ -18,9 +18,10 @@ from sglang_pat.workspace import LIST_TOKENS, Workspace
 class Executor:
     """``ops.decode`` with what stays the same over the layers of a step.
 
-    On a GPU it owns a ``Workspace``: its addresses are fixed, so that a CUDA graph that captured
-    ``snapshot`` and ``decode`` runs whatever plan was loaded before the replay. ``table``:
-    ``req_to_token``. ``region``, ``list_tokens``: of the ``Workspace``.
+    On a GPU it owns a ``Workspace``: its addresses are fixed, but for the list's, which the
+    kernels read in the plan, so that a CUDA graph that captured ``snapshot`` and ``decode`` runs
+    whatever plan was loaded before the replay. ``table``: ``req_to_token``. ``region``,
+    ``list_tokens``: of the ``Workspace``.
     """
 
     def __init__(

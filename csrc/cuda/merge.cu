@@ -124,7 +124,7 @@ struct Joined {
     }
   }
 
-  // Joins what another warp has of splits behind these, of one head: `parts` [head_dim].
+  // Joins what another warp has of the same head: `parts` [head_dim].
   __device__ __forceinline__ void add_warp(const float* parts, SoftmaxState of_parts) {
     static_assert(kHeads == 1);
     const SoftmaxState total = join(state[0], of_parts);

@@ -7,9 +7,8 @@
 //   heavy   33 to 64, and all branches: four consumer warps, limited by the matrix units
 //   light   up to 32: four consumer warps, limited by memory
 //   narrow  up to 8 rows and 64 tokens: one consumer warp, so that four of them run at a time
-//   short   a narrow unit of up to 32 tokens: its K and its V share one stage (in fp8 those of
-//   every
-//           unit that mma.sync runs do)
+//   short   a narrow unit of up to 32 tokens: its K and its V share one stage
+// K and V in fp8 share a stage in every unit that mma.sync runs.
 #pragma once
 
 #include <array>

@@ -39,8 +39,8 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
 }
 
 // Whether there are wide work units for four fifths of the SMs, or none. Each takes all of an SM,
-// which otherwise runs two smaller ones side by side. (Half of the SMs: one of the paper's trees
-// 9 % slower, the others within 2 %. All SMs: the same mean.)
+// which otherwise runs two smaller ones side by side. (Measured: with half of the SMs one
+// of the paper's trees is 9 % slower, the others within 2 %; with all SMs the mean is the same.)
 bool Scheduler::wide_items_fill() const {
   if (without_wide_.row_tiles.size() == target_.row_tiles.size()) return true;
   const int64_t tile = target_.max_tile_queries();
@@ -85,7 +85,7 @@ BranchCut Scheduler::fastest_cut(int64_t unique_tokens, int64_t longest) {
   BranchCut best;
   for (const int32_t rows : target_.branch_rows) {
     if (rows < target_.group()) continue;
-    bool whole = false;  // a limit was looked at that leaves no item out
+    bool whole = false;  // whether a limit was tried that keeps no item out
     for (const int32_t limit : target_.branch_limits) {
       if (whole && limit >= longest) continue;
       whole |= limit >= longest;
@@ -112,8 +112,8 @@ bool Scheduler::drop_branches() {
 }
 
 // Cuts the packs so that their items fit the buffers: what is too large is split less, then made
-// without branches, then without splits, then without packs. Returns why, or "" if it has all that
-// the tree gives, but for branches or splits that are not worth much.
+// without branches, then without splits, then without packs. Returns why, or "" if nothing was
+// given up but branches, or splits that are not worth much. Also numbers the partials.
 std::string Scheduler::fit(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   std::ostringstream why;
   for (const auto& [use_tree, split] : {std::pair{true, true}, {true, false}, {false, false}}) {

@@ -35,8 +35,8 @@ class Scheduler {
   bool drop_branches();
 
   const Target target_;
-  // Without the row tile of wide items, which take a whole SM. Packing goes by this one; and so
-  // does all of a plan whose wide work units are fewer than four fifths of the SMs.
+  // The target without the row tile of wide items, which take a whole SM. Packs are always chosen
+  // with it. So is all of a plan whose wide work units are fewer than four fifths of the SMs.
   const Target without_wide_;
   const Target* tiles_ = nullptr;  // of the two, the one whose row tiles the plan at hand has
   Packer packer_;

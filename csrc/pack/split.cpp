@@ -27,7 +27,7 @@ int32_t round_up(int32_t value, int32_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Cuts a pack into at most `pieces` equal chunks of whole KV tiles.
+// Cuts a pack into at most `pieces` equal chunks, in multiples of the shortest KV tile.
 void cut(const Target& target, Pack& pack, int32_t pieces) {
   const int32_t tokens = pack.tokens();
   pieces = std::clamp(pieces, 1, std::max(1, std::min(kMaxPieces, tokens / kMinChunk)));

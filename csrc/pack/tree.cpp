@@ -151,8 +151,8 @@ void TreeBuilder::reduce() {
   sort_nodes();
 }
 
-// Orders the kept nodes by queries, tokens and id, and tells each query which of them it ends with.
-// A child has strictly fewer queries than its parent, so parents come first.
+// Orders the kept nodes by queries, tokens, start and id, and tells each query which of them it
+// ends with. A child has strictly fewer queries than its parent, so parents come first.
 void TreeBuilder::sort_nodes() {
   std::vector<PackNode>& nodes = tree_.nodes;
   const int32_t num_nodes = count_of(nodes);

@@ -29,12 +29,12 @@ struct PackNode {
 };
 
 struct PackTree {
-  std::vector<PackNode> nodes;        // parents before children; siblings by queries, tokens, id
+  std::vector<PackNode> nodes;        // parents before children
   std::vector<int32_t> query_node;    // [num_queries] deepest shared node of a query, or kNoNode
   std::vector<int32_t> query_prefix;  // [num_queries] tokens up to the end of that node
 };
 
-// Builds the tree in time linear in the number of path elements.
+// Builds the tree in time linear in the number of path elements, but for sorting the shared nodes.
 //
 // Paths that name the same node agree on its parent and start; they may end inside it (a clipped
 // path), which splits the node. Throws std::invalid_argument naming query, node and positions for a

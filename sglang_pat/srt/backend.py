@@ -63,7 +63,7 @@ class PatDecodeMixin:
         self._steps = StepPlanner(self._target, self._stats, micro_batches())
         self._forward = Forward()
         self._scales = CapturedScales()
-        # Why a layer is the base's, or "", by layer id; the reasons of those that are.
+        # By layer id: why the layer is the base's, or "". Then the reasons of those that are.
         self._layers = dict(survey.reasons) if survey else {}
         self._surveyed = bool(self._layers)
         self._base_layers = [reason for reason in self._layers.values() if reason]
@@ -82,8 +82,8 @@ class PatDecodeMixin:
         )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a forward without a graph: for a decode batch that pat admits the plan, else the
-        base."""
+        """Prepare a forward without a graph: the plan for a decode batch that pat admits, and the
+        base unless pat serves every layer of it."""
         self._forward = Forward()
         batch = self._mailbox.take()
         planned = self._admit(forward_batch, batch) and self._plan_eager(batch, forward_batch)
@@ -128,13 +128,13 @@ class PatDecodeMixin:
         return bool(self._layers) and not self._base_layers
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare the capture or a replay of a decode graph: our plan, and the base if one of its
-        layers is in the graphs.
+        """Prepare the capture or a replay of a decode graph: our plan, and the base in a capture,
+        for a batch that is not admitted, or if one of its layers is in the graphs.
 
         What a graph runs was decided when it was captured, by its rows. A graph of fewer than
-        ``min_batch`` rows is the base's alone, another one always gets a plan: without a batch from
-        the scheduler one that shares nothing. ``forward_batch`` holds the graph's buffers, of which
-        the last ``num_padding`` rows are not requests.
+        ``min_batch`` rows is the base's alone. Another one of which pat serves a layer always gets
+        a plan: without a batch from the scheduler one that shares nothing. ``forward_batch`` holds
+        the graph's buffers, of which the last ``num_padding`` rows are not requests.
         """
         if self._forward.in_base:
             super().init_forward_metadata_out_graph(forward_batch)  # type: ignore[misc]
@@ -154,7 +154,7 @@ class PatDecodeMixin:
             self._forward.captured = True
             self._load(self._steps.private(lens), None, forward_batch, start)
             return
-        self._scales.check()
+        self._scales.check()  # graphs hold scales: raises if a weight update has changed one
         count = forward_batch.batch_size - forward_batch.num_padding
         if forward_batch.num_padding:
             lens = lens[:count]
@@ -167,8 +167,8 @@ class PatDecodeMixin:
         self._load(plan, batch, forward_batch, start)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Captured, and so replayed, between the above and the layers: the snapshot, with which all
-        reads of what the scheduler may change end (the base class's ``IN_REPLAY``)."""
+        """Captured, and so replayed, between the above and the layers: the snapshot, after
+        which nothing is read that the scheduler may change (the base class's ``IN_REPLAY``)."""
         super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
         if self._forward.served and not self._forward.in_base:
             self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)

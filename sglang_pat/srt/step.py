@@ -7,13 +7,13 @@ not even after a flush, and splitting a node only refines paths, so equal number
 sharing. Lengths grow every step; ``Plan.total_tokens`` says whether a plan still holds, and one
 that is outgrown is made anew from the paths that were read for it.
 
-Reading the numbers costs a cache miss or six per request, so what has settled is not read: a batch
-of the same requests, and no forward but decodes, as for the last ``SETTLE_STEPS``, and in another
-batch those of its requests that were there as long (``csrc/srt/handle_memory.h``). SGLang makes a
+Reading the numbers costs a cache miss or six per request. So nothing is read of a batch that has
+been the same, with decodes only, for more than ``SETTLE_STEPS``; and in a changed batch nothing of
+the requests that have been in it that long (``csrc/srt/handle_memory.h``). SGLang makes a
 new tensor of rows whenever a batch changes, and gives a running request another node only when it
 has processed its prefill, which under overlap is a step or two after it ran.
 
-A node that changed all the same would cost sharing, not results, and for ``RECHECK_STEPS`` at most.
+If a node changed all the same, sharing would be lost for at most ``RECHECK_STEPS``, never a result.
 The slots are read anew at every step. A row is given to another request only after its own has
 ended, which changes the batch. What a released request shared, the others keep locked.
 

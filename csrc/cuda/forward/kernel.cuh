@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // The forward kernel: a persistent CTA per SM, of two halves that run the plan's work units
-// (item x KV head) independently. A half has two warpgroups, one of producers, one of consumers:
+// (item x KV head) independently; of one half at head dim 256 or with little shared memory. A half
+// has two warpgroups, one of producers, one of consumers:
 //
-//   producers, warp 0     scheduler  claims work units, longest first, and puts them into a ring
+//   producers, warp 0     scheduler  claims work units, long ones first, and puts them into a ring
 //              warp 3     fetcher    copies Q and the slots of the tokens, some tiles ahead
 //              warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers
 //                                    and across units
 //              in half 1: scheduler 1, fetcher 2, loaders 0 and 3 (see forward_kernel)
 //   consumers, warps 0-3  attention of a unit, and its output or partial result
 //
-// They synchronise through mbarriers only. K and V tiles of 64 tokens share one ring of stages. A
-// tile is kept as panels of 64 elements: [head_dim / 64][64 rows][128 bytes], 16-byte chunks XORed
-// with row % 8, which both ldmatrix (free of bank conflicts) and wgmma read. Where K and V are fp8
-// the loaders make such tiles of fp16 for wgmma, and copy raw ones for mma.sync: see
-// loader_fp8.cuh.
+// Warps of different roles hand over through mbarriers; the consumers of a half also meet at a
+// named barrier, and the scheduler polls how many tiles are loaded. K and V tiles of 64 tokens
+// share one ring of stages. A tile is kept as panels of 64 elements: [head_dim / 64][64 rows][128
+// bytes], 16-byte chunks XORed with row % 8, which both ldmatrix (free of bank conflicts) and wgmma
+// read. Where K and V are fp8 the loaders make such tiles of fp16 for wgmma, and copy raw ones for
+// mma.sync: see loader_fp8.cuh.
 //
 // Wide units come first, and both halves work on them: each loads every second tile, and multiplies
 // all tiles with 64 packed rows of its own. Then one half starts with the heavy units, the other
-// with the light ones. tiles.h defines these sizes.
+// with the light ones. Without wgmma or a second half, wide units run as heavy ones do, 64 rows at
+// a time. tiles.h defines these sizes.
 #pragma once
 
 #include "cuda/forward/attend_mma.cuh"
@@ -61,7 +64,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
       const bool is_short = unit.narrow == kShort;
       if (c.narrow.index != c.warp) {
         c.pass_stage();
-        if (!kFp8 && !is_short) c.pass_stage();
+        if (!kFp8 && !is_short) c.pass_stage();  // K and V have a stage each
         busy = false;
       } else if (is_short) {
         attend_narrow<T, kFp8, kShortTokens>(c, unit);
