@@ -10,11 +10,17 @@
 // last tokens, its tail, a plan says where they begin and not how many they are (kDynamic), so that
 // it holds while the sequences grow.
 //
+// In a step of speculative decoding that verifies draft tokens, a query has several tokens: the
+// last draft_tokens of its sequence. They are the last tokens of its tail, all in one item. A draft
+// token attends to the tokens before the draft ones, and of these to itself and those before it.
+//
 // Words:
-//   query       a request's one decode token of this step; its number is its place in the batch
+//   query       a request of this step; its number is its place in the batch
+//   draft_token one of a query's tokens that attend in this step: a decode step has one a query
 //   table_row   row of SGLang's req_to_token: the slots of one request
 //   slot        where the K and V of one token lie in the pool
-//   group       query heads that share a KV head: num_q_heads / num_kv_heads
+//   group       packed rows of a query: the query heads that share a KV head, num_q_heads /
+//               num_kv_heads, for each of its draft tokens
 //   node        tokens of the radix tree that the same queries share
 //   tail        the tokens of a query behind its last shared node: they grow at every step
 //   pack        a node or tail with the queries that read it together, maybe with nodes above it
@@ -24,7 +30,8 @@
 //   item        what an executor runs at once per KV head: one row tile of a piece, or a branch
 //   member      a query of an item
 //   work_unit   an item for one KV head
-//   packed_row  one query head of one member: the rows of Q that an item multiplies with K
+//   packed_row  one query head of one draft token of one member: the rows of Q that an item
+//               multiplies with K, by member, draft token, head
 //   row_mask    which packed rows of a branch attend to a token
 //   row tile    packed rows that an executor holds at once; an item fits one
 //   KV tile     tokens that an executor holds at once
@@ -42,7 +49,7 @@
 namespace pat {
 
 inline constexpr uint32_t kPlanMagic = 0x50415431;  // "PAT1"
-inline constexpr uint32_t kPlanVersion = 5;
+inline constexpr uint32_t kPlanVersion = 6;
 
 // Segment::kv_len of a tail: it covers [kv_start, seq_lens[query]), and seq_lens is read at run
 // time.
@@ -57,7 +64,8 @@ struct PlanHeader {
   int32_t num_items;         // wide, heavy, then light ones, each by modelled time
   int32_t num_members;       // sum of Item::num_queries
   int32_t num_segments;      // those of the branches, then those of the other items
-  int32_t num_partials;      // partial slots in use; slot p holds [num_q_heads, head_dim] + LSE
+  int32_t num_partials;      // partial slots in use; slot p holds [draft_tokens, num_q_heads,
+                             // head_dim] + LSE
   int32_t num_shared_items;  // items with tokens that several queries share
   int32_t items_offset;      // byte offsets from the header
   int32_t item_segments_offset;
@@ -72,7 +80,8 @@ struct PlanHeader {
   int32_t branch_tokens;    // length of the list's first part, the branches'
   int32_t list_tokens;      // length of the list
   int32_t* list;            // null; a GPU's copy has the list's address in device memory
-  int64_t reserved;         // zero; nothing reads it
+  int32_t draft_tokens;     // of a query, 1 in a decode step
+  int32_t reserved;         // zero; nothing reads it
 };
 static_assert(sizeof(PlanHeader) == 96);
 
@@ -92,11 +101,13 @@ enum class ItemKind : int32_t {
   kSingle = 0,  // one query, which attends to all tokens
   kPack = 1,    // several queries, which all attend to all tokens
   kBranch = 2,  // queries that attend to some segments each
+  kDrafts = 3,  // the end of one query's tail, with its draft tokens, each of which attends to the
+                // tokens up to itself; with one draft token it is a kSingle
 };
 
-// What an executor runs at once per KV head: num_queries * (num_q_heads / num_kv_heads) packed
-// rows, which fit `row_tile`, attend to the tokens that the list has from list_start on. Row tiles
-// of one piece have the same list_start. The kernels load an item as two words of 16 bytes.
+// What an executor runs at once per KV head: num_queries * group packed rows, which fit `row_tile`,
+// attend to the tokens that the list has from list_start on. Row tiles of one piece have the same
+// list_start. The kernels load an item as two words of 16 bytes.
 struct Item {
   int32_t member_offset;  // first of its members
   int32_t num_queries;
@@ -154,6 +165,15 @@ struct Segment {
 static_assert(sizeof(Segment) == 24);
 
 constexpr bool is_dynamic(const Segment& segment) { return segment.kv_len == kDynamic; }
+
+// Packed rows of a query and KV head.
+constexpr int32_t group_of(const PlanHeader& header) {
+  return header.draft_tokens * (header.num_q_heads / header.num_kv_heads);
+}
+
+// The last tokens of a tail to which only some of the query's draft tokens attend: all draft tokens
+// but the first. A dynamic segment never holds fewer tokens.
+constexpr int32_t masked_tokens(const PlanHeader& header) { return header.draft_tokens - 1; }
 
 // Bytes of a plan of so many items, members, queries and segments.
 constexpr int64_t plan_bytes(int64_t items, int64_t members, int64_t queries, int64_t segments) {

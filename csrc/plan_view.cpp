@@ -61,7 +61,7 @@ void check_unmasked(const PlanView& plan, const Item& branch, int index) {
 
 void check_branch(const PlanView& plan, const Item& branch, int index) {
   const PlanHeader& header = *plan.header;
-  const int64_t rows = int64_t{branch.num_queries} * (header.num_q_heads / header.num_kv_heads);
+  const int64_t rows = int64_t{branch.num_queries} * group_of(header);
   PAT_CHECK(rows <= kBranchRows, "damaged plan: branch ", index, " has ", rows,
             " packed rows, at most ", kBranchRows);
   check_unmasked(plan, branch, index);
@@ -103,6 +103,8 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
             kPlanMagic);
   PAT_CHECK(header.version == kPlanVersion, "plan version ", header.version,
             ", this executor is of ", kPlanVersion);
+  PAT_CHECK(header.draft_tokens > 0 && header.draft_tokens <= INT16_MAX,
+            "damaged plan: ", header.draft_tokens, " draft tokens a query");
   PAT_CHECK(header.total_bytes <= plan_bytes, "truncated plan: ", plan_bytes, " of ",
             header.total_bytes, " bytes");
   PAT_CHECK(header.num_partials >= 0 && header.num_partials <= header.num_members,
@@ -145,11 +147,16 @@ void check_item_shape(const PlanView& plan, int index) {
                 item.member_offset <= header.num_members - item.num_queries,
             "damaged plan: item ", index, " has members ", item.member_offset, " + ",
             item.num_queries, " of ", header.num_members);
-  PAT_CHECK(item.kind == ItemKind::kSingle || item.kind == ItemKind::kPack || is_branch(item),
-            "damaged plan: item ", index, " is of kind ", static_cast<int>(item.kind));
+  const bool is_single = item.kind == ItemKind::kSingle || item.kind == ItemKind::kDrafts;
+  PAT_CHECK(is_single || item.kind == ItemKind::kPack || is_branch(item), "damaged plan: item ",
+            index, " is of kind ", static_cast<int>(item.kind));
   check_segments(plan, item, index);
   if (is_branch(item)) return check_branch(plan, item, index);
-  if (item.kind == ItemKind::kSingle) check_single(plan, item, index);
+  if (is_single) check_single(plan, item, index);
+  const bool is_tail = is_dynamic(plan.segments[plan.item_segments[index].first_segment]);
+  PAT_CHECK((item.kind == ItemKind::kDrafts) == (is_tail && header.draft_tokens > 1),
+            "damaged plan: item ", index, " is of kind ", static_cast<int>(item.kind), " with ",
+            header.draft_tokens, " draft tokens");
 }
 
 }  // namespace pat

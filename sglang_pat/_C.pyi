@@ -14,6 +14,7 @@ BRANCH_ROWS: int
 CUDA_MAX_GROUP: int
 CUDA_TILE_TOKENS: int
 CUDA_HEAD_DIMS: tuple[int, ...]
+CUDA_CODE: tuple[str, ...]
 CPU_HEAD_DIM_STEP: int
 CPU_MAX_HEAD_DIM: int
 LAUNCHES: dict[str, int]
@@ -38,6 +39,7 @@ class Target:
     num_sms: int
     num_q_heads: int
     num_kv_heads: int
+    draft_tokens: int
     head_dim: int
     kv_bytes: int
     partial_bytes: int
@@ -92,6 +94,8 @@ class Plan:
     def num_q_heads(self) -> int: ...
     @property
     def num_kv_heads(self) -> int: ...
+    @property
+    def draft_tokens(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
     @property
@@ -194,6 +198,7 @@ def decode_cpu(
     scale: float,
     logit_cap: float,
     num_threads: int,
+    draft_tokens: int = 1,
     kv_dtype: int = 0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -221,6 +226,7 @@ def check_plan_cuda(
     max_list_tokens: int,
     num_q_heads: int,
     num_kv_heads: int,
+    draft_tokens: int = 1,
 ) -> None: ...
 def check_decode_cuda(
     num_q_heads: int,
@@ -233,6 +239,7 @@ def check_decode_cuda(
     kv_dtype: int = 0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    draft_tokens: int = 1,
 ) -> None: ...
 
 class CudaBuffers:
@@ -249,6 +256,7 @@ class CudaBuffers:
         num_kv_heads: int,
         head_dim: int,
         launch: int,
+        draft_tokens: int = 1,
     ) -> None: ...
 
 def snapshot_cuda(

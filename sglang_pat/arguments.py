@@ -46,8 +46,10 @@ class KV(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a call of ``decode``. ``table``: the shape of ``req_to_token``, [R, max_context]."""
+    """Of a call of ``decode``. ``num_rows``: of q, num_queries x draft tokens. ``table``: the shape
+    of ``req_to_token``, [R, max_context]."""
 
+    num_rows: int
     num_queries: int
     num_q_heads: int
     head_dim: int
@@ -90,9 +92,11 @@ def check_inputs(
     v_cache: torch.Tensor,
     req_to_token: torch.Tensor,
     partial_dtype: torch.dtype,
+    draft_tokens: int,
 ) -> Sizes:
-    """Check devices, dtypes, strides and shapes of what ``decode`` reads."""
-    num_queries, num_q_heads, head_dim = _shape("q", q, 3)
+    """Check devices, dtypes, strides and shapes of what ``decode`` reads. q has ``draft_tokens``
+    rows a query."""
+    num_rows, num_q_heads, head_dim = _shape("q", q, 3)
     num_slots, num_kv_heads, k_head_dim = _shape("k_cache", k_cache, 3)
     v_slots, v_heads, v_head_dim = _shape("v_cache", v_cache, 3)
     table = _shape("req_to_token", req_to_token, 2)
@@ -112,6 +116,11 @@ def check_inputs(
         raise ValueError(f"req_to_token is {req_to_token.dtype}, must be int32")
     if partial_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"partial_dtype is {partial_dtype}, must be float32 or bfloat16")
+    if num_rows % draft_tokens:
+        raise ValueError(
+            f"q has {num_rows} rows, must be a multiple of the plan's {draft_tokens} draft tokens "
+            f"a query"
+        )
     if k_head_dim != head_dim:
         raise ValueError(f"k_cache has head dim {k_head_dim}, q has {head_dim}")
     if v_slots != num_slots or v_heads != num_kv_heads:
@@ -119,7 +128,8 @@ def check_inputs(
             f"v_cache has {v_slots} slots of {v_heads} heads, k_cache {num_slots} of {num_kv_heads}"
         )
     return Sizes(
-        num_queries,
+        num_rows,
+        num_rows // draft_tokens,
         num_q_heads,
         head_dim,
         num_slots,
@@ -195,6 +205,7 @@ def check_cuda(
     scale: float,
     logit_cap: float,
     kv: KV,
+    draft_tokens: int = 1,
 ) -> None:
     """Check what the CUDA kernels ask for beyond the CPU's executor, before a launch."""
     require_kernels()
@@ -223,6 +234,7 @@ def check_cuda(
         kv_dtype=kv.dtype,
         k_scale=kv.k_scale,
         v_scale=kv.v_scale,
+        draft_tokens=draft_tokens,
     )
 
 

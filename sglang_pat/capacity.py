@@ -28,7 +28,8 @@ from sglang_pat import _C
 from sglang_pat.target import capacities
 
 MB = 1 << 20
-# Partials of a workspace, at least: enough to split a few long sequences over all SMs.
+# Partials of a workspace, at least, each of one draft token: enough to split a few long sequences
+# over all SMs.
 _FEWEST_PARTIALS = 2048
 # Partials of a query in a batch of many, which need not be split: of three nodes and a tail.
 _PARTIALS_OF_A_PATH = 4
@@ -49,8 +50,9 @@ def buffer_shapes(
     max_partials: int,
     max_segments: int,
     max_branch_tokens: int,
+    draft_tokens: int = 1,
 ) -> Buffers:
-    """Shape and dtype of each device tensor of a ``Workspace``, by name; the last five arguments
+    """Shape and dtype of each device tensor of a ``Workspace``, by name; the last six arguments
     are the fields of its ``Target``."""
     max_members = max_partials + max_queries
     # Every item that is no branch has one segment.
@@ -60,8 +62,8 @@ def buffer_shapes(
         "plan": ((plan_bytes,), torch.uint8),
         "list": ((list_tokens,), torch.int32),
         "row_masks": ((max_branch_tokens,), torch.int16),
-        "partials": ((max_partials, num_q_heads, head_dim), partial_dtype),
-        "partial_lse": ((max_partials, num_q_heads), torch.float32),
+        "partials": ((max_partials, draft_tokens * num_q_heads, head_dim), partial_dtype),
+        "partial_lse": ((max_partials, draft_tokens * num_q_heads), torch.float32),
         "queue": ((queue_ints,), torch.int32),
     }
 
@@ -143,14 +145,15 @@ def fit_workspace(
     largest_graph: int,
     partial_dtype: torch.dtype,
     budget: int,
+    draft_tokens: int = 1,
 ) -> Capacity:
     """Size a workspace for every batch that a server runs, within ``budget`` bytes if that can be.
 
     What the budget leaves beside plan, list and row masks is for partials: at most those that
-    ordinary batches need (``capacities``), at least 2048. A plan that would need more is made with
-    fewer splits or packs (see ``Target``). ``pool_requests``, ``pool_tokens``: requests and tokens
-    that the server's pools hold. ``num_q_heads`` of one rank. ``largest_graph``: queries, padding
-    included; may be 0, and beyond ``pool_requests``.
+    ordinary batches need (``capacities``), at least 2048 / ``draft_tokens`` (``Target``). A plan
+    that would need more is made with fewer splits or packs. ``pool_requests``, ``pool_tokens``:
+    requests and tokens that the server's pools hold. ``num_q_heads`` of one rank.
+    ``largest_graph``: queries, padding included; may be 0, and beyond ``pool_requests``.
 
     Raises ValueError unless the other numbers are 1 or more.
     """
@@ -175,11 +178,12 @@ def fit_workspace(
             list_tokens=list_tokens,
             partial_dtype=partial_dtype,
             max_queries=queries,
+            draft_tokens=draft_tokens,
             **(room | {"max_partials": max_partials}),
         )
         return {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
 
     fixed = sum(parts(0).values())
     fitting = (budget - fixed) // (sum(parts(1).values()) - fixed)
-    partials = min(room["max_partials"], max(_FEWEST_PARTIALS, fitting))
+    partials = min(room["max_partials"], max(_FEWEST_PARTIALS // draft_tokens, fitting))
     return Capacity(queries, partials, list_tokens, budget, parts(partials))

@@ -46,20 +46,24 @@ def decode(
     """Decode attention of one layer: each of B queries over the tokens of its sequence.
 
     Args:
-        q: [B, Hq, D], fp32, bf16 or fp16; its last dimension is contiguous, as in all tensors here.
-            On CUDA bf16 or fp16, D and Dv both 64, 128 or 256, Hq / Hkv up to 16, and rows of q,
-            the caches and out begin at multiples of 16 bytes.
+        q: [B, Hq, D], fp32, bf16 or fp16, or [B * T, Hq, D] with a plan for T draft tokens a
+            query (``Target.draft_tokens``): those of a query are neighbouring rows, the last T
+            tokens of its sequence, each of which attends to all tokens up to itself; its last
+            dimension is contiguous, as in all tensors here.
+            On CUDA bf16 or fp16, D and Dv both 64, 128 or 256, Hq / Hkv up to 16, T * Hq / Hkv up
+            to 128, and rows of q, the caches and out begin at multiples of 16 bytes.
         k_cache: [slots, Hkv, D] and v_cache: [slots, Hkv, Dv], both of q's dtype or both
             float8_e4m3fn; Hkv divides Hq.
         req_to_token: int32 [R, max_context], slot of each token of each row.
         rows: int [B], the row of ``req_to_token`` that query i reads.
-        seq_lens: int [B], tokens of query i, the one being decoded included.
+        seq_lens: int [B], tokens of query i, the one being decoded, or all draft tokens, included.
         plan: made for these B queries and lengths (``Plan.min_seq_lens``, ``max_seq_lens``).
         scale: factor on q.k; ``logit_cap`` c > 0 turns a score s into c * tanh(s / c).
         k_scale, v_scale: floats more than 0 by which the values of float8_e4m3fn caches are to be
             multiplied; 1 for others.
-        out: [B, Hq, Dv] of q's dtype to write to; made if None.
-        lse: fp32 [B, Hq], contiguous; gets the log-sum-exp of the scores, base 2.
+        out: [B, Hq, Dv] of q's dtype, with q's rows, to write to; made if None. On CUDA it is
+            contiguous where T is more than 1.
+        lse: fp32 [B, Hq], with q's rows, contiguous; gets the log-sum-exp of the scores, base 2.
         partial_dtype: of the partial outputs that the merge reads, fp32 or bf16; on CUDA bf16
             means 2 bytes, of q's dtype. A workspace has its own.
         workspace: on CUDA the buffers that hold the plan and the slots, see ``Workspace``. With
@@ -78,20 +82,21 @@ def decode(
     launch fails.
     """
     check_types(plan, (q, k_cache, v_cache, req_to_token, rows, seq_lens), (out, lse))
-    sizes = check_inputs(q, k_cache, v_cache, req_to_token, partial_dtype)
+    draft_tokens = plan.draft_tokens
+    sizes = check_inputs(q, k_cache, v_cache, req_to_token, partial_dtype, draft_tokens)
     kv = check_kv(q, k_cache, v_cache, k_scale, v_scale)
-    out = check_outputs(q, out, lse, (sizes.num_queries, sizes.num_q_heads, sizes.v_head_dim))
+    out = check_outputs(q, out, lse, (sizes.num_rows, sizes.num_q_heads, sizes.v_head_dim))
     if check:
         check_slots(plan, req_to_token, rows)
     if q.is_cuda:
-        check_cuda(q, k_cache, v_cache, out, scale, logit_cap, kv)
+        check_cuda(q, k_cache, v_cache, out, scale, logit_cap, kv, draft_tokens)
         if workspace is None:
             workspace = _workspace_for_call(plan, sizes, q.device, partial_dtype)
             check_lengths(plan, per_query("seq_lens", seq_lens, sizes.num_queries))
             workspace.load(plan)
             workspace.snapshot(req_to_token, rows, seq_lens)
         _check_workspace(workspace, q.device, plan, sizes)
-        _launch(workspace, q, k_cache, v_cache, out, lse, scale, logit_cap, kv)
+        _launch(workspace, sizes, q, k_cache, v_cache, out, lse, scale, logit_cap, kv)
         return out
     if workspace is not None:
         raise ValueError(f"workspace is on {workspace.device}, q on {q.device}: leave it out")
@@ -119,6 +124,7 @@ def decode(
         scale=scale,
         logit_cap=logit_cap,
         num_threads=torch.get_num_threads(),
+        draft_tokens=draft_tokens,
         kv_dtype=kv.dtype,
         k_scale=kv.k_scale,
         v_scale=kv.v_scale,
@@ -128,6 +134,7 @@ def decode(
 
 def _launch(
     workspace: Workspace,
+    sizes: Sizes,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -147,7 +154,7 @@ def _launch(
             out=_address(out),
             lse=0 if lse is None else lse.data_ptr(),
             trace=0 if workspace.trace is None else workspace.trace.data_ptr(),
-            num_rows=len(q),
+            num_rows=sizes.num_queries,
             dtype=DTYPES[q.dtype],
             scale=scale,
             logit_cap=logit_cap,
@@ -184,6 +191,7 @@ def _workspace_for_call(
         num_q_heads=sizes.num_q_heads,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
+        draft_tokens=plan.draft_tokens,
         max_queries=max(1, plan.num_queries),
         max_items=max(1, plan.num_items, plan.num_queries),
         max_partials=max(1, plan.num_partials),

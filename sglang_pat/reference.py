@@ -20,27 +20,34 @@ def attention(
     logit_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    draft_tokens: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense attention of each query to all tokens of its sequence, computed in ``dtype``.
+    """Dense attention of each query to all tokens of its sequence, computed in ``dtype``; with T
+    ``draft_tokens`` a query, of each of its last T tokens to those up to itself.
 
     Args:
-        q: [B, Hq, D]; k_cache: [slots, Hkv, D]; v_cache: [slots, Hkv, Dv]; Hkv divides Hq. Of any
-            floating dtypes.
+        q: [B * T, Hq, D], the draft tokens of a query side by side; k_cache: [slots, Hkv, D];
+            v_cache: [slots, Hkv, Dv]; Hkv divides Hq. Of any floating dtypes.
         req_to_token: int [R, max_context], slot of each token of each row.
         rows: int [B], the row of ``req_to_token`` that query i reads.
-        seq_lens: int [B], tokens of query i.
+        seq_lens: int [B], tokens of query i, the draft tokens included.
         scale: factor on q.k; ``logit_cap`` c > 0 turns a score s into c * tanh(s / c).
         k_scale, v_scale: factors of what the caches hold.
 
-    Returns the output [B, Hq, Dv] and the log-sum-exp of the scores [B, Hq], base 2, both of
-    ``dtype``; 0 and -inf for a sequence of no tokens.
+    Returns the output [B * T, Hq, Dv] and the log-sum-exp of the scores [B * T, Hq], base 2, both
+    of ``dtype``; 0 and -inf for a sequence of no tokens.
     """
-    num_queries, num_q_heads, _ = q.shape
+    num_rows, num_q_heads, _ = q.shape
     group = num_q_heads // k_cache.shape[1]
-    out = q.new_zeros((num_queries, num_q_heads, v_cache.shape[2]), dtype=dtype)
-    lse = q.new_full((num_queries, num_q_heads), -math.inf, dtype=dtype)
-    for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+    out = q.new_zeros((num_rows, num_q_heads, v_cache.shape[2]), dtype=dtype)
+    lse = q.new_full((num_rows, num_q_heads), -math.inf, dtype=dtype)
+    lengths = [  # of each row of q
+        (row, max(0, length - draft_tokens + 1 + i))
+        for row, length in zip(rows.tolist(), seq_lens.tolist(), strict=True)
+        for i in range(draft_tokens)
+    ]
+    for i, (row, length) in enumerate(lengths):
         if length == 0:
             continue
         slots = req_to_token[row, :length].long()

@@ -26,25 +26,32 @@ class Target:
     """Input of the scheduler beside paths and lengths. Hashable; needs no such machine at hand.
 
     ``num_sms`` are the SMs, or of a CPU the threads, that run items. ``row_tiles`` (packed rows,
-    queries x GQA group) and ``kv_tiles`` (tokens) ascend. An SM runs ``items_per_sm`` items side by
-    side, or one wide one, and reads K/V ``sm_speedup`` times as fast as by its share of
-    ``bytes_per_s`` if it has the memory to itself. ``merge_round_s``: seconds of the splits of a
-    query that the merge joins at once (csrc/merge_rule.h). ``reread_weight`` in (0, 1] is what
-    reading hot K/V again costs relative to the first read. ``reread_factor``, ``wide_factor``,
-    ``merge_factor`` and ``branch_overhead_s`` are fitted: what the model of a plan's time charges
-    for a token read again, for the arithmetic of a wide item's token (both relative to a first
-    read), for a partial's bytes (relative to their time in memory) and for a branch (seconds on its
-    SM). The ``max_*`` are the executor's buffers: a plan that would exceed them is made with fewer
-    splits, then without branches, then without any split, then without packs, and says so in
-    ``Plan.degraded``, except of branches, and of splits that were not worth much.
+    queries x GQA group x draft tokens) and ``kv_tiles`` (tokens) ascend. An SM runs
+    ``items_per_sm`` items side by side, or one wide one, and reads K/V ``sm_speedup`` times as fast
+    as by its share of ``bytes_per_s`` if it has the memory to itself. ``merge_round_s``: seconds of
+    the splits of a query that the merge joins at once (csrc/merge_rule.h). ``reread_weight`` in (0,
+    1] is what reading hot K/V again costs relative to the first read. ``reread_factor``,
+    ``wide_factor``, ``merge_factor`` and ``branch_overhead_s`` are fitted: what the model of a
+    plan's time charges for a token read again, for the arithmetic of a wide item's token (both
+    relative to a first read), for a partial's bytes (relative to their time in memory) and for a
+    branch (seconds on its SM). The ``max_*`` are the executor's buffers: a plan that would exceed
+    them is made with fewer splits, then without branches, then without any split, then without
+    packs, and says so in ``Plan.degraded``, except of branches, and of splits that were not worth
+    much.
+
+    ``draft_tokens``: tokens of a query that attend in one step, 1 in a decode step; more where
+    speculative decoding verifies a chain of draft tokens. A query then has a GQA group of packed
+    rows for each, and lengths of sequences count them.
 
     ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``
     applies equations 1 and 2 of that section, ``naive`` packs every node. ``split``: ``cost``
     minimises the modelled makespan, ``mean`` is the rule of PAT section 6: no piece longer than
     the mean. ``branching``: whether a part of the pack tree may become one item, a branch,
     in which queries do not see each other's tokens: ``cost`` where the modelled time is shorter,
-    ``always`` or ``never``. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens
-    of a node or tail beyond which it stays an item of its own) are what it chooses from.
+    ``always`` or ``never``. With ``cost``, ``bytes`` and the split ``cost``, each query of a small
+    batch may also get items of its own, where that is modelled to be clearly faster.
+    ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a node or tail beyond
+    which it stays an item of its own) are what it chooses from.
 
     Raises ValueError for a field that makes no sense.
     """
@@ -71,6 +78,7 @@ class Target:
     max_partials: int
     max_segments: int
     max_branch_tokens: int
+    draft_tokens: int = 1
     kv_bytes: int = 2
     partial_bytes: int = 4
     policy: str = "bytes"

@@ -34,7 +34,8 @@ class Workspace:
     ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
 
     Takes ``nbytes`` on the device (``capacity.buffer_shapes``): 4 * list_tokens for the slots and,
-    with fp32 partials, 4 * max_partials * Hq * D for the partial outputs, which is most of it.
+    with fp32 partials, 4 * max_partials * draft_tokens * Hq * D for the partial outputs, which is
+    most of it.
     Raises ValueError for arguments that make no sense, and torch's OutOfMemoryError.
     """
 
@@ -74,6 +75,7 @@ class Workspace:
             max_partials=target.max_partials,
             max_segments=target.max_segments,
             max_branch_tokens=target.max_branch_tokens,
+            draft_tokens=target.draft_tokens,
         )
         self._region = region
         with torch.cuda.device(self.device), region():
@@ -107,6 +109,7 @@ class Workspace:
             num_kv_heads=target.num_kv_heads,
             head_dim=target.head_dim,
             launch=LAUNCHES[self.launch],
+            draft_tokens=target.draft_tokens,
         )
 
     def reset(self) -> None:
@@ -159,6 +162,7 @@ class Workspace:
             max_list_tokens=max(self.list_tokens, plan.list_tokens),
             num_q_heads=target.num_q_heads,
             num_kv_heads=target.num_kv_heads,
+            draft_tokens=target.draft_tokens,
         )
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()

@@ -202,7 +202,8 @@ def test_never_gives_none(batch: Batch) -> None:
     made = plan(batch.paths, batch.seq_lens, target(branching="never"))
     assert not branches_of(made) and made.branch_tokens == 0
     other = plan(batch.paths, batch.seq_lens, target(branching="cost"))
-    assert branches_of(other) or content(other) == content(made)
+    nothing_shared = other.num_shared_items == 0 and made.num_shared_items > 0
+    assert branches_of(other) or nothing_shared or content(other) == content(made)
 
 
 @settings(max_examples=100, deadline=None)

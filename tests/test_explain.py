@@ -157,6 +157,25 @@ def test_the_batch_of_the_walkthrough() -> None:
     assert found.partial_bytes == 27 * 32 * (128 * 4 + 4)
 
 
+def test_queries_that_share_nothing_have_a_pack_each() -> None:
+    """The planner gives both queries items of their own. Pieces of one query then lead over the
+    end of the shared node; queries that end with the same node are no row tiles of one pack."""
+    few = Target.h200(**(HEADS | {"num_q_heads": 8, "num_kv_heads": 1}))
+    found = explained("512(512,512)", few)
+    assert [(pack.start, pack.end, pack.queries) for pack in found.packs] == [
+        (0, 1024, (0,)),
+        (0, 1024, (1,)),
+    ]
+    assert [pack.pieces for pack in found.packs] == [len(pack.items) for pack in found.packs]
+    assert {item.kind for item in found.items} == {"tail"}
+    assert node_line(found.nodes[0]) == "node 1: tokens [0, 512) of queries 0-1 -> packs 0-1"
+    assert found.tokens_read == found.tokens_alone == 2048
+    alike = explained(Requests([[(1, 0, 1024)]] * 2, [1024] * 2), few)
+    assert [pack.queries for pack in alike.packs] == [(0,), (1,)]
+    one_row = Target.h200(**HEADS, row_tiles=(4,), branching="never", policy="naive")
+    assert explained("512(512,512)", one_row).packs[0].queries == (0, 1)
+
+
 def test_a_pack_of_several_row_tiles() -> None:
     found = explained("512(16x64(4x20))", TARGETS["small tiles"])
     first = found.packs[0]

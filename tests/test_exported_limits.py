@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +35,21 @@ def test_head_dims_of_the_cuda_kernels() -> None:
             continue
         served.append(head_dim)
     assert tuple(served) == _C.CUDA_HEAD_DIMS
+
+
+@needs_cuda
+def test_the_extension_holds_the_code_that_it_names() -> None:
+    """Every kernel file has every cubin and the PTX, and kernels of every head dim are in each."""
+    tool = Path(str(find_spec("triton").origin)).parent / "backends/nvidia/bin/cuobjdump"
+    named = Counter(
+        f"{kind}_{name}"
+        for flag, kind in (("-lelf", "sm"), ("-lptx", "compute"))
+        for name in re.findall(
+            r"\.sm_(\w+)\.", subprocess.check_output([tool, flag, _C.__file__], text=True)
+        )
+    )
+    assert tuple(sorted(named, key=list(_C.CUDA_CODE).index)) == _C.CUDA_CODE
+    assert len(set(named.values())) == 1
 
 
 @needs_cuda
@@ -81,7 +100,7 @@ def test_tiles_of_a_target_are_the_kernels() -> None:
 def test_the_buffers_of_a_workspace_are_bound_by_name() -> None:
     """Every argument lands in its own field."""
     addresses = ["plan", "row_masks", "partials", "partial_lse", "queue"]
-    sizes = ["partial_bytes", "num_q_heads", "num_kv_heads", "head_dim"]
+    sizes = ["partial_bytes", "num_q_heads", "num_kv_heads", "head_dim", "draft_tokens"]
     given: dict[str, Any] = {name: 0x1000 + i for i, name in enumerate(addresses)}
     given |= {name: 10 + i for i, name in enumerate(sizes)}
     bound = _C.CudaBuffers(launch=LAUNCHES["serial"], **given)

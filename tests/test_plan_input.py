@@ -53,7 +53,7 @@ def test_elements_of_another_form_are_named(path) -> None:
         ({"num_q_heads": 30}, "num_q_heads is 30"),
         ({"row_tiles": (16, 16)}, "row_tiles"),
         ({"row_tiles": ()}, "row_tiles"),
-        ({"row_tiles": (2,)}, "fewer than the GQA group of 4"),
+        ({"row_tiles": (2,)}, "fewer than the 4 of one query"),
         ({"kv_tiles": (0, 32)}, "kv_tiles"),
         ({"reread_weight": 0.0}, "reread_weight is 0"),
         ({"partial_bytes": 3}, "partial_bytes is 3"),

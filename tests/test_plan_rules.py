@@ -181,3 +181,50 @@ def test_mean_split_makes_equal_parts_however_short() -> None:
     made = plan([[(1, 0, 400)]] * 20, [440] * 20, shared)
     parts = [length for start, length in ranges_of_query(made, 0) if start < 400]
     assert parts == [67] * 5 + [65]
+
+
+ONE_KV_HEAD = {"num_q_heads": 8, "num_kv_heads": 1, "branching": "cost"}
+
+
+def shares(tree: Tree, **options: Any) -> bool:
+    made_for = target(**(ONE_KV_HEAD | options))
+    return plan(tree.paths, tree.seq_lens, made_for).num_shared_items > 0
+
+
+def test_few_queries_that_share_little_get_items_of_their_own() -> None:
+    """Two queries on half of their tokens: packed, they are no narrow units and start later."""
+    few = Tree((1, 2), (512, 512))
+    made = plan(few.paths, few.seq_lens, target(**ONE_KV_HEAD))
+    assert made.num_shared_items == 0 and not made.degraded
+    assert made.kv_tokens_read(sum(few.seq_lens)) == 2048
+    assert all(ranges_of_query(made, query)[0][0] == 0 for query in range(2))
+    assert shares(Tree((1, 2), (512, 512)), num_q_heads=4)  # narrow units though shared
+
+
+@pytest.mark.parametrize("other", [{"branching": "never"}, {"policy": "naive"}, {"split": "mean"}])
+def test_only_the_default_rules_share_nothing(other: dict[str, Any]) -> None:
+    assert not shares(Tree((1, 2), (512, 512)))
+    assert shares(Tree((1, 2), (512, 512)), **other)
+
+
+def test_what_is_read_often_or_by_many_is_shared() -> None:
+    short = Tree((1, 4), (96, 96))
+    assert not shares(short)
+    assert shares(Tree((1, 12), (4096, 416)))  # 5.9 reads of a token in the mean
+    many = Tree((1, 65), (64, 480))
+    sixty_four = Tree((1, 64), (64, 480))
+    assert shares(many) and not shares(sixty_four)
+
+
+@pytest.mark.parametrize(
+    ("tree", "of_8_bits"),
+    [("1,8,512_32,512,256", False), ("1,16,32,64,128,1024_256,128,64,32,32,32", True)],
+)
+def test_branches_of_k_and_v_of_8_bits(tree: str, of_8_bits: bool) -> None:
+    """They pay for widening, so fewer trees have them than with 16 bits."""
+    batch = Tree.parse(tree)
+    options: dict[str, Any] = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    for kv_bytes, expected in ((2, True), (1, of_8_bits)):
+        made_for = Target.h200(max_queries=batch.num_queries, kv_bytes=kv_bytes, **options)
+        made = plan(batch.paths, batch.seq_lens, made_for)
+        assert (made.branch_tokens > 0) == expected

@@ -27,11 +27,11 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
             const std::array<int64_t, 4>& req_to_token, int64_t rows, int64_t seq_lens,
             int64_t num_slots, int64_t num_queries, int64_t num_q_heads, int64_t num_kv_heads,
             int64_t head_dim, int64_t v_head_dim, int dtype, int partial_dtype, float scale,
-            float logit_cap, int num_threads, int kv_dtype, float k_scale, float v_scale,
-            const std::string& isa) {
+            float logit_cap, int num_threads, int64_t draft_tokens, int kv_dtype, float k_scale,
+            float v_scale, const std::string& isa) {
   const DecodeArgs args{
       .q = pointer<const void>(q[0]),
-      .q_stride_query = q[1],
+      .q_stride_row = q[1],
       .q_stride_head = q[2],
       .k_cache = pointer<const void>(k_cache[0]),
       .k_stride_slot = k_cache[1],
@@ -47,10 +47,11 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
       .rows = pointer<const int64_t>(rows),
       .seq_lens = pointer<const int64_t>(seq_lens),
       .out = pointer<void>(out[0]),
-      .out_stride_query = out[1],
+      .out_stride_row = out[1],
       .out_stride_head = out[2],
       .lse = pointer<float>(lse),
       .num_queries = to_int("num_queries", num_queries),
+      .draft_tokens = to_int("draft_tokens", draft_tokens),
       .num_q_heads = to_int("num_q_heads", num_q_heads),
       .num_kv_heads = to_int("num_kv_heads", num_kv_heads),
       .head_dim = to_int("head_dim", head_dim),
@@ -79,18 +80,21 @@ void bind_cpu(py::module_& m) {
         py::arg("req_to_token"), py::arg("rows"), py::arg("seq_lens"), py::arg("num_slots"),
         py::arg("num_queries"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
         py::arg("head_dim"), py::arg("v_head_dim"), py::arg("dtype"), py::arg("partial_dtype"),
-        py::arg("scale"), py::arg("logit_cap"), py::arg("num_threads"), py::arg("kv_dtype") = 0,
-        py::arg("k_scale") = 1.0f, py::arg("v_scale") = 1.0f, py::arg("isa") = "",
+        py::arg("scale"), py::arg("logit_cap"), py::arg("num_threads"), py::arg("draft_tokens") = 1,
+        py::arg("kv_dtype") = 0, py::arg("k_scale") = 1.0f, py::arg("v_scale") = 1.0f,
+        py::arg("isa") = "",
         R"(Executes a plan on CPU memory: forward of all items, merge of the partials.
 
 plan, plan_bytes: address and size of the plan, ``Plan.data_ptr`` and ``Plan.nbytes``.
 q, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements, of
-    [num_queries, num_q_heads, head_dim], [num_slots, num_kv_heads, head_dim],
-    [num_slots, num_kv_heads, v_head_dim] and [num_queries, num_q_heads, v_head_dim]; the last
-    dimension contiguous; q and out of ``dtype`` 0 (fp32), 1 (bf16) or 2 (fp16).
-lse: address of fp32 [num_queries, num_q_heads], base 2, or 0.
+    [num_queries * draft_tokens, num_q_heads, head_dim], [num_slots, num_kv_heads, head_dim],
+    [num_slots, num_kv_heads, v_head_dim] and [num_queries * draft_tokens, num_q_heads,
+    v_head_dim]; the last dimension contiguous; q and out of ``dtype`` 0 (fp32), 1 (bf16) or 2
+    (fp16).
+lse: address of fp32 [num_queries * draft_tokens, num_q_heads], base 2, or 0.
 req_to_token: (address, row stride, rows, columns) of int32 slot ids.
 rows, seq_lens: addresses of int64 [num_queries], rows of req_to_token and lengths in tokens.
+draft_tokens: of each query, the last tokens of its sequence (csrc/plan.h); 1 in a decode step.
 partial_dtype: 0 (fp32) or 1 (bf16).
 kv_dtype: of k_cache and v_cache, one of KV_DTYPES: q's, or float8_e4m3fn, of which k_scale and
     v_scale are the factors; for q's both are 1.

@@ -32,13 +32,13 @@ struct Buffers {
   float* partial_lse;
   int32_t* queue;
   int32_t partial_bytes;
-  int32_t num_q_heads, num_kv_heads, head_dim;
+  int32_t num_q_heads, num_kv_heads, head_dim, draft_tokens;
   Launch launch;
 };
 
 Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t partial_lse,
                      int64_t queue, int partial_bytes, int num_q_heads, int num_kv_heads,
-                     int head_dim, int launch) {
+                     int head_dim, int launch, int draft_tokens) {
   return {
       .plan = pointer<PlanHeader>(plan),
       .row_masks = pointer<uint16_t>(row_masks),
@@ -49,6 +49,7 @@ Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t 
       .num_q_heads = num_q_heads,
       .num_kv_heads = num_kv_heads,
       .head_dim = head_dim,
+      .draft_tokens = draft_tokens,
       .launch = static_cast<Launch>(launch),
   };
 }
@@ -60,7 +61,8 @@ std::string describe(const Buffers& b) {
        << ", partials=" << static_cast<const void*>(b.partials) << ", partial_lse=" << b.partial_lse
        << ", queue=" << b.queue << ", partial_bytes=" << b.partial_bytes
        << ", num_q_heads=" << b.num_q_heads << ", num_kv_heads=" << b.num_kv_heads
-       << ", head_dim=" << b.head_dim << ", launch=" << static_cast<int>(b.launch) << ")";
+       << ", head_dim=" << b.head_dim << ", draft_tokens=" << b.draft_tokens
+       << ", launch=" << static_cast<int>(b.launch) << ")";
   return text.str();
 }
 
@@ -92,6 +94,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
       .queue = buffers.queue,
       .trace = pointer<uint64_t>(trace),
       .num_rows = num_rows,
+      .draft_tokens = buffers.draft_tokens,
       .head_dim = buffers.head_dim,
       .num_q_heads = buffers.num_q_heads,
       .num_kv_heads = buffers.num_kv_heads,
@@ -110,8 +113,11 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
 
 void check_arguments(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_stride_slot,
                      int64_t v_stride_slot, float scale, float logit_cap, int kv_dtype,
-                     float k_scale, float v_scale) {
+                     float k_scale, float v_scale, int draft_tokens) {
   DecodeParams args{};
+  args.draft_tokens = draft_tokens;
+  args.out_stride_query = num_q_heads;  // of a contiguous out of one column
+  args.out_stride_head = 1;
   args.kv_type = static_cast<KVType>(kv_dtype);
   args.k_scale = k_scale;
   args.v_scale = v_scale;
@@ -139,6 +145,7 @@ void snapshot(const Buffers& buffers, const Table& req_to_token, const Vector& r
       .seq_lens = pointer<const void>(seq_lens[0]),
       .seq_lens_bytes = static_cast<int32_t>(seq_lens[1]),
       .row_masks = buffers.row_masks,
+      .draft_tokens = buffers.draft_tokens,
   };
   py::gil_scoped_release release;
   snapshot_cuda(args, pointer<void>(stream));
@@ -146,10 +153,10 @@ void snapshot(const Buffers& buffers, const Table& req_to_token, const Vector& r
 
 void check_plan(int64_t plan, int64_t plan_bytes, int64_t max_bytes, int max_queries,
                 int max_partials, int max_context, int max_branch_tokens, int max_list_tokens,
-                int num_q_heads, int num_kv_heads) {
+                int num_q_heads, int num_kv_heads, int draft_tokens) {
   check_plan_fits(pointer<const void>(plan), plan_bytes,
                   {max_bytes, max_queries, max_partials, max_context, max_branch_tokens,
-                   max_list_tokens, num_q_heads, num_kv_heads});
+                   max_list_tokens, num_q_heads, num_kv_heads, draft_tokens});
 }
 
 py::dict probe(int device) {
@@ -185,14 +192,17 @@ void bind_buffers(py::module_& m) {
 plan: address of a plan, whose header has the address of the list of slots.
 row_masks: address of uint16 [max_branch_tokens]: the packed rows that attend to each token of the
     branches.
-partials: [max_partials, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2 (q's dtype).
-partial_lse: fp32 [max_partials, num_q_heads]. queue: int32 [cuda_queue_ints()], zeros.
-launch: one of LAUNCHES.
+partials: [max_partials, draft_tokens, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2
+    (q's dtype).
+partial_lse: fp32 [max_partials, draft_tokens, num_q_heads]. queue: int32 [cuda_queue_ints()],
+    zeros.
+launch: one of LAUNCHES. draft_tokens: of a query, 1 in a decode step.
 
 Holds addresses only: who made it keeps the memory.)")
       .def(py::init(&make_buffers), py::kw_only(), py::arg("plan"), py::arg("row_masks"),
            py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("partial_bytes"),
-           py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("launch"))
+           py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("launch"),
+           py::arg("draft_tokens") = 1)
       .def("__repr__", &describe);
 }
 
@@ -201,7 +211,7 @@ void bind_staging(py::module_& m) {
       "check_plan_cuda", &check_plan, py::arg("plan"), py::arg("plan_bytes"), py::arg("max_bytes"),
       py::arg("max_queries"), py::arg("max_partials"), py::arg("max_context"),
       py::arg("max_branch_tokens"), py::arg("max_list_tokens"), py::arg("num_q_heads"),
-      py::arg("num_kv_heads"),
+      py::arg("num_kv_heads"), py::arg("draft_tokens") = 1,
       "Raises ValueError, saying what was given and what fits, unless the plan at a host address\n"
       "is sound and fits these capacities. Kernels trust a plan that passed.");
   py::class_<PlanStaging>(m, "PlanStaging", "A ring of pinned buffers on the current device.")
@@ -235,7 +245,7 @@ Only launches. Raises RuntimeError with CUDA's error.)");
   m.def("check_decode_cuda", &check_arguments, py::arg("num_q_heads"), py::arg("num_kv_heads"),
         py::arg("head_dim"), py::arg("k_stride_slot"), py::arg("v_stride_slot"), py::arg("scale"),
         py::arg("logit_cap"), py::arg("kv_dtype") = 0, py::arg("k_scale") = 1.0f,
-        py::arg("v_scale") = 1.0f,
+        py::arg("v_scale") = 1.0f, py::arg("draft_tokens") = 1,
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");
   m.def(
       "decode_cuda", &decode, py::arg("buffers"), py::kw_only(), py::arg("q"), py::arg("k_cache"),
@@ -247,12 +257,14 @@ Only launches. Raises RuntimeError with CUDA's error.)");
 All addresses are of device memory; it only launches, so that a CUDA graph can capture it.
 buffers: they hold a plan that check_plan_cuda accepted.
 q, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements, of
-    [num_rows, num_q_heads, head_dim], [slots, num_kv_heads, head_dim] twice and
-    [num_rows, num_q_heads, head_dim]; last dimension contiguous, rows aligned to 16 bytes; q
+    [num_rows * draft_tokens, num_q_heads, head_dim], [slots, num_kv_heads, head_dim] twice and
+    [num_rows * draft_tokens, num_q_heads, head_dim]; last dimension contiguous, rows aligned to 16 bytes; q
     and out of ``dtype`` 1 (bf16) or 2 (fp16).
 kv_dtype: of k_cache and v_cache, one of KV_DTYPES: q's, or float8_e4m3fn, of which k_scale and
     v_scale are the factors; for q's both are 1.
-lse: fp32 [num_rows, num_q_heads], base 2, or 0.
+    With several draft tokens out is contiguous.
+lse: fp32 [num_rows * draft_tokens, num_q_heads], base 2, or 0.
+num_rows: queries, with the rows that pad the batch.
 trace: 0, or uint64 zeros [1 + warps that run units, 4]; gets the number of entries and from row 1 on
     (item, KV head), (SM, half, warp, rows) as halves and bytes, begin and end in nanoseconds.
 logit_cap: 0 = off.

@@ -3,12 +3,19 @@
 // sources that define them. Present in builds without CUDA too.
 #include <pybind11/pybind11.h>
 
+#include <sstream>
+#include <string>
+
 #include "bindings/bindings.h"
 #include "cpu/forward.h"
 #include "cuda/decode.h"
 #include "plan.h"
 
 namespace py = pybind11;
+
+#ifndef PAT_CUDA_CODE  // set by CMakeLists.txt in a build with the CUDA kernels
+#define PAT_CUDA_CODE ""
+#endif
 
 namespace pat {
 namespace {
@@ -45,12 +52,22 @@ py::dict dtypes() {
   return values;
 }
 
-// Names as torch has them, and "same" for q's dtype.
+// Names as torch has them, and "same" for q's dtype. Both executors use one numbering.
 py::dict kv_dtypes() {
+  static_assert(static_cast<int>(KVType::kSame) == static_cast<int>(KVDType::kSame));
+  static_assert(static_cast<int>(KVType::kE4M3) == static_cast<int>(KVDType::kE4M3));
   py::dict values;
   values["same"] = static_cast<int>(KVType::kSame);
   values["float8_e4m3fn"] = static_cast<int>(KVType::kE4M3);
   return values;
+}
+
+// What the kernels were compiled to, as nvcc names it: cubins (sm_80) and PTX (compute_100).
+py::tuple cuda_code() {
+  py::list names;
+  std::istringstream words{PAT_CUDA_CODE};
+  for (std::string name; words >> name;) names.append(name);
+  return py::tuple(names);
 }
 
 }  // namespace
@@ -62,6 +79,7 @@ void bind_limits(py::module_& m) {
   m.attr("BRANCH_ROWS") = kBranchRows;   // packed rows of a branch, at most
   m.attr("CUDA_MAX_GROUP") = kMaxGroup;  // query heads a KV head
   m.attr("CUDA_HEAD_DIMS") = head_dims();
+  m.attr("CUDA_CODE") = cuda_code();  // () in a build without CUDA
   m.attr("CPU_HEAD_DIM_STEP") = kCpuHeadDimStep;
   m.attr("CPU_MAX_HEAD_DIM") = kCpuMaxHeadDim;
   m.attr("LAUNCHES") = launches();

@@ -47,7 +47,7 @@ py::array bounds_view(const py::object& self, const std::vector<int64_t>& bounds
 // Tree builder and scheduler of one target, with their working memory.
 class Planner {
  public:
-  explicit Planner(const Target& target) : scheduler_(target) {}
+  explicit Planner(const Target& target) : draft_tokens_(target.draft_tokens), scheduler_(target) {}
 
   Plan plan(const Int64Array& offsets, const Int64Array& node_ids, const Int64Array& starts,
             const Int64Array& ends, const Int64Array& seq_lens) {
@@ -101,10 +101,11 @@ class Planner {
   }
 
   Plan make(const PathView& paths, const Int64Array& seq_lens) {
-    const PackTree& tree = builder_.build(paths, seq_lens.data());
+    const PackTree& tree = builder_.build(paths, seq_lens.data(), draft_tokens_);
     return scheduler_.schedule(tree, seq_lens.data(), static_cast<int32_t>(paths.num_queries));
   }
 
+  const int32_t draft_tokens_;
   TreeBuilder builder_;
   Scheduler scheduler_;
   PathTable paths_;
@@ -138,6 +139,7 @@ void bind_target(py::module_& m) {
       .def_readwrite("num_sms", &Target::num_sms)
       .def_readwrite("num_q_heads", &Target::num_q_heads)
       .def_readwrite("num_kv_heads", &Target::num_kv_heads)
+      .def_readwrite("draft_tokens", &Target::draft_tokens)
       .def_readwrite("head_dim", &Target::head_dim)
       .def_readwrite("kv_bytes", &Target::kv_bytes)
       .def_readwrite("partial_bytes", &Target::partial_bytes)
@@ -194,6 +196,8 @@ void bind_plan_counts(py::class_<Plan>& plan) {
                              "Query heads that the plan is for.")
       .def_property_readonly("num_kv_heads", &header_field<&PlanHeader::num_kv_heads>,
                              "KV heads that the plan is for.")
+      .def_property_readonly("draft_tokens", &header_field<&PlanHeader::draft_tokens>,
+                             "Draft tokens of a query: 1 in a plan for a decode step.")
       .def_property_readonly(
           "nbytes", [](const Plan& p) { return p.blob.size(); }, "Bytes of the plan's buffer.")
       .def_property_readonly(

@@ -76,8 +76,7 @@ class Buffer {
 
 // What one thread needs: converted K and V, scores, and the tiles of the largest item, which end
 // with up to one tile of padding.
-int64_t scratch_floats(const DecodeArgs& args, int max_item_queries) {
-  const int64_t rows = int64_t{max_item_queries} * (args.num_q_heads / args.num_kv_heads);
+int64_t scratch_floats(const DecodeArgs& args, int64_t rows) {
   const int64_t dims = args.head_dim + args.v_head_dim;
   const int64_t floats =
       kBlockTokens * (dims + kMaxChunkRows) + (rows + kMaxChunkRows) * (dims + 2);
@@ -97,10 +96,11 @@ class Executor {
                   .members = plan.members,
                   .queries = plan.queries,
                   .segments = plan.segments,
-                  .group = args.num_q_heads / args.num_kv_heads,
+                  .head_group = args.num_q_heads / args.num_kv_heads,
+                  .group = group_of(*plan.header),
                   .partials = nullptr,
                   .partial_lse = nullptr};
-    const size_t partial_rows = size_t(num_partials) * args.num_q_heads;
+    const size_t partial_rows = size_t(num_partials) * args.draft_tokens * args.num_q_heads;
     job.partials = partials_.at_least(partial_rows * args.v_head_dim *
                                       (args.partial_dtype == DType::kF32 ? 4 : 2));
     job.partial_lse = static_cast<float*>(partial_lse_.at_least(partial_rows * sizeof(float)));
@@ -109,7 +109,7 @@ class Executor {
 
     const int64_t work_units = int64_t{plan.header->num_items} * args.num_kv_heads;
     const int threads = num_threads(args, plan, work_units);
-    const int64_t floats = scratch_floats(args, plan.max_item_queries);
+    const int64_t floats = scratch_floats(args, int64_t{plan.max_item_queries} * job.group);
     auto* scratch = static_cast<float*>(scratch_.at_least(threads * floats * sizeof(float)));
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{-1};
@@ -136,7 +136,8 @@ class Executor {
   // Waking a thread costs some microseconds, so each gets arithmetic that takes at least as long.
   static int num_threads(const DecodeArgs& args, const CheckedPlan& plan, int64_t work_units) {
     constexpr int64_t kMultiplyAddsPerThread = 250'000;
-    const int64_t work = plan.query_tokens * args.num_q_heads * (args.head_dim + args.v_head_dim);
+    const int64_t work = plan.query_tokens * args.draft_tokens * args.num_q_heads *
+                         (args.head_dim + args.v_head_dim);
     const int64_t useful = std::min<int64_t>(work_units, 1 + work / kMultiplyAddsPerThread);
     return static_cast<int>(std::clamp<int64_t>(useful, 1, args.num_threads));
   }
@@ -173,13 +174,13 @@ class Executor {
     constexpr float kEmptyLse = -std::numeric_limits<float>::infinity();
     const DecodeArgs& args = job.args;
     const int bytes = args.dtype == DType::kF32 ? 4 : 2;
-    for (int query = 0; query < args.num_queries; ++query) {
-      if (job.queries[query].num_splits > 0) continue;
+    for (int64_t row = 0; row < int64_t{args.num_queries} * args.draft_tokens; ++row) {
+      if (job.queries[row / args.draft_tokens].num_splits > 0) continue;
       for (int head = 0; head < args.num_q_heads; ++head) {
         char* out = static_cast<char*>(args.out) +
-                    (query * args.out_stride_query + head * args.out_stride_head) * bytes;
+                    (row * args.out_stride_row + head * args.out_stride_head) * bytes;
         std::memset(out, 0, size_t(args.v_head_dim) * bytes);
-        if (args.lse) args.lse[int64_t{query} * args.num_q_heads + head] = kEmptyLse;
+        if (args.lse) args.lse[row * args.num_q_heads + head] = kEmptyLse;
       }
     }
   }

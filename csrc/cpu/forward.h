@@ -12,10 +12,11 @@ enum class DType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
 // multiply.
 enum class KVDType : int { kSame = 0, kE4M3 = 1 };
 
-// One decode step of one layer. Strides count elements; the last dimension is contiguous.
+// One step of one layer. Strides count elements; the last dimension is contiguous. The draft tokens
+// of a query (plan.h) are neighbouring rows of q, out and lse.
 struct DecodeArgs {
-  const void* q;  // [num_queries, num_q_heads, head_dim]
-  int64_t q_stride_query, q_stride_head;
+  const void* q;  // [num_queries * draft_tokens, num_q_heads, head_dim]
+  int64_t q_stride_row, q_stride_head;
   const void* k_cache;  // [num_slots, num_kv_heads, head_dim]
   int64_t k_stride_slot, k_stride_head;
   const void* v_cache;  // [num_slots, num_kv_heads, v_head_dim]
@@ -24,11 +25,11 @@ struct DecodeArgs {
   const int32_t* req_to_token;  // [table_rows, table_width] slot ids
   int64_t table_stride, table_rows, table_width;
   const int64_t* rows;      // [num_queries] row of req_to_token
-  const int64_t* seq_lens;  // [num_queries] tokens
-  void* out;                // [num_queries, num_q_heads, v_head_dim]
-  int64_t out_stride_query, out_stride_head;
-  float* lse;  // [num_queries, num_q_heads], base 2, or null
-  int num_queries, num_q_heads, num_kv_heads, head_dim, v_head_dim;
+  const int64_t* seq_lens;  // [num_queries] tokens, the draft tokens included
+  void* out;                // [num_queries * draft_tokens, num_q_heads, v_head_dim]
+  int64_t out_stride_row, out_stride_head;
+  float* lse;  // [num_queries * draft_tokens, num_q_heads], base 2, or null
+  int num_queries, draft_tokens, num_q_heads, num_kv_heads, head_dim, v_head_dim;
   DType dtype;             // of q and out
   KVDType kv_dtype;        // of k_cache and v_cache
   float k_scale, v_scale;  // 1 unless kE4M3

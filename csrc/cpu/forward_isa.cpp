@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of the CPU executor: forward of one item for one KV head, merge of one query.
-// Compiled once per instruction set, PAT_ISA being its name; see job.h and CMakeLists.txt.
+// Compiled once per instruction set, PAT_ISA being its name; see job.h and core.cmake.
 // Everything here has internal linkage, and nothing of the standard library is called, so that no
 // AVX code leaks into functions that other sources share.
 #include "cpu/dim_lanes.h"
@@ -10,7 +10,7 @@
 namespace pat::PAT_ISA {
 namespace {
 
-// The packed rows of an item and KV head: all heads of a group for the first query, then the next.
+// The packed rows of an item and KV head: by member, draft token, head.
 struct PackedRows {
   const DecodeJob& job;
   const Member* members;
@@ -18,7 +18,12 @@ struct PackedRows {
   int count;
 
   const Member& member(int row) const { return members[row / job.group]; }
-  int head(int row) const { return first_head + row % job.group; }
+  int draft_token(int row) const { return row % job.group / job.head_group; }
+  int head(int row) const { return first_head + row % job.head_group; }
+  // Of q, out and lse.
+  int64_t tensor_row(int row) const {
+    return static_cast<int64_t>(member(row).query) * job.args.draft_tokens + draft_token(row);
+  }
 };
 
 // T: of q and out. KV: of the cache, which k_scale and v_scale multiply.
@@ -29,7 +34,7 @@ class ItemRunner {
       : job_(job),
         item_(job.items[index]),
         item_segments_(job.item_segments[index]),
-        rows_{job, job.members + item_.member_offset, kv_head * job.group,
+        rows_{job, job.members + item_.member_offset, kv_head * job.head_group,
               item_.num_queries * job.group},
         shape_{job.args.head_dim, job.args.v_head_dim, job.args.logit_cap * kLog2E},
         q_scale_(job.args.k_scale * (job.args.logit_cap == 0.0f
@@ -42,8 +47,9 @@ class ItemRunner {
         tiles_(scores_ + kBlockTokens * kMaxChunkRows) {}
 
   bool run() {
-    if (is_branch(item_)) return run_row_lanes();
-    read_from(job_.segments[item_segments_.first_segment]);
+    const Segment& first = job_.segments[item_segments_.first_segment];
+    if (is_branch(item_) || masked_tokens(first) > 0) return run_row_lanes();
+    read_from(first);
     switch (rows_.count) {
       case 1:
         return run_dim_lanes<1>();
@@ -63,6 +69,11 @@ class ItemRunner {
     const DecodeArgs& args = job_.args;
     slots_ = args.req_to_token + args.rows[s.query] * args.table_stride + s.kv_start;
     tokens_ = is_dynamic(s) ? args.seq_lens[s.query] - s.kv_start : s.kv_len;
+  }
+
+  // Of a segment's last tokens, those that only some of the query's draft tokens attend to.
+  int masked_tokens(const Segment& s) const {
+    return is_dynamic(s) ? job_.args.draft_tokens - 1 : 0;
   }
 
   // The addresses of a block of K and V rows; false if a slot lies outside the pool.
@@ -137,7 +148,7 @@ class ItemRunner {
 
   void read_q(int row, float* to, int stride) const {
     const DecodeArgs& args = job_.args;
-    const T* q = static_cast<const T*>(args.q) + rows_.member(row).query * args.q_stride_query +
+    const T* q = static_cast<const T*>(args.q) + rows_.tensor_row(row) * args.q_stride_row +
                  rows_.head(row) * args.q_stride_head;
     for (int j = 0; j < shape_.head_dim; ++j) to[j * stride] = to_float(q[j]) * q_scale_;
   }
@@ -197,6 +208,21 @@ class ItemRunner {
     });
   }
 
+  // Packed rows [begin, end) attend to a segment, to its masked tokens from their own draft token
+  // on.
+  bool attend_segment(const Segment& s, int begin, int end) {
+    const int masked = masked_tokens(s);
+    read_from(s);
+    tokens_ -= masked;
+    if (!attend_rows(begin, end)) return false;
+    for (int draft_token = 1; draft_token <= masked; ++draft_token) {
+      slots_ += tokens_;
+      tokens_ = 1;
+      if (!attend_rows(begin + draft_token * job_.head_group, end)) return false;
+    }
+    return true;
+  }
+
   bool run_row_lanes() {
     for_each_tile([this](auto& tile, int row, int count) {
       tile.clear();
@@ -204,9 +230,8 @@ class ItemRunner {
     });
     for (int i = 0; i < item_segments_.num_segments; ++i) {
       const Segment& s = job_.segments[item_segments_.first_segment + i];
-      read_from(s);
       const int begin = s.first_member * job_.group;
-      if (!attend_rows(begin, begin + s.num_queries * job_.group)) return false;
+      if (!attend_segment(s, begin, begin + s.num_queries * job_.group)) return false;
     }
     for_each_tile([this](auto& tile, int row, int count) {
       for (int r = 0; r < count; ++r) write(row + r, tile.o(r), tile.kRows, tile.state(r));
@@ -221,14 +246,15 @@ class ItemRunner {
     const int head = rows_.head(row);
     const float factor = normalizer(state) * args.v_scale;
     if (member.partial == kDirect) {
-      T* out = static_cast<T*>(args.out) + member.query * args.out_stride_query +
-               head * args.out_stride_head;
-      write_row(o, stride, factor, out);
-      if (args.lse)
-        args.lse[static_cast<int64_t>(member.query) * args.num_q_heads + head] = lse(state);
+      const int64_t to = rows_.tensor_row(row);
+      write_row(o, stride, factor,
+                static_cast<T*>(args.out) + to * args.out_stride_row + head * args.out_stride_head);
+      if (args.lse) args.lse[to * args.num_q_heads + head] = lse(state);
       return;
     }
-    const int64_t at = static_cast<int64_t>(member.partial) * args.num_q_heads + head;
+    const int64_t partial_row =
+        static_cast<int64_t>(member.partial) * args.draft_tokens + rows_.draft_token(row);
+    const int64_t at = partial_row * args.num_q_heads + head;
     job_.partial_lse[at] = lse(state);
     if (args.partial_dtype == DType::kF32) {
       write_row(o, stride, factor, static_cast<float*>(job_.partials) + at * args.v_head_dim);
@@ -286,17 +312,19 @@ void add_row(const T* from, float weight, int dim, float* sum) {
 }
 
 template <typename T>
-void merge_to(const DecodeJob& job, int query, int head, float* sum, T* out) {
+void merge_to(const DecodeJob& job, int query, int draft_token, int head, float* sum, T* out) {
   const DecodeArgs& args = job.args;
   const QuerySplits splits = job.queries[query];
-  const int64_t first = static_cast<int64_t>(splits.partial_offset) * args.num_q_heads + head;
+  const int64_t slot = static_cast<int64_t>(args.draft_tokens) * args.num_q_heads;
+  const int64_t first =
+      splits.partial_offset * slot + static_cast<int64_t>(draft_token) * args.num_q_heads + head;
   SoftmaxState total = empty_state();
   for (int i = 0; i < splits.num_splits; ++i) {
-    total = join(total, stored_state(job.partial_lse[first + i * int64_t{args.num_q_heads}]));
+    total = join(total, stored_state(job.partial_lse[first + i * slot]));
   }
   for (int j = 0; j < args.v_head_dim; ++j) sum[j] = 0.0f;
   for (int i = 0; i < splits.num_splits; ++i) {
-    const int64_t at = first + i * int64_t{args.num_q_heads};
+    const int64_t at = first + i * slot;
     const float weight = share(job.partial_lse[at], total);
     if (weight == 0.0f) continue;
     const int64_t element = at * args.v_head_dim;
@@ -306,22 +334,25 @@ void merge_to(const DecodeJob& job, int query, int head, float* sum, T* out) {
       add_row(static_cast<const BF16*>(job.partials) + element, weight, args.v_head_dim, sum);
     }
   }
-  out += query * args.out_stride_query + head * args.out_stride_head;
+  const int64_t row = static_cast<int64_t>(query) * args.draft_tokens + draft_token;
+  out += row * args.out_stride_row + head * args.out_stride_head;
   for (int j = 0; j < args.v_head_dim; ++j) assign(out + j, sum[j]);
-  if (args.lse) args.lse[static_cast<int64_t>(query) * args.num_q_heads + head] = lse(total);
+  if (args.lse) args.lse[row * args.num_q_heads + head] = lse(total);
 }
 
 void merge(const DecodeJob& job, int query, int kv_head, float* scratch) {
-  for (int head = kv_head * job.group; head < (kv_head + 1) * job.group; ++head) {
+  for (int row = 0; row < job.group; ++row) {
+    const int draft_token = row / job.head_group;
+    const int head = kv_head * job.head_group + row % job.head_group;
     switch (job.args.dtype) {
       case DType::kBF16:
-        merge_to(job, query, head, scratch, static_cast<BF16*>(job.args.out));
+        merge_to(job, query, draft_token, head, scratch, static_cast<BF16*>(job.args.out));
         break;
       case DType::kF16:
-        merge_to(job, query, head, scratch, static_cast<F16*>(job.args.out));
+        merge_to(job, query, draft_token, head, scratch, static_cast<F16*>(job.args.out));
         break;
       default:
-        merge_to(job, query, head, scratch, static_cast<float*>(job.args.out));
+        merge_to(job, query, draft_token, head, scratch, static_cast<float*>(job.args.out));
     }
   }
 }

@@ -18,9 +18,10 @@ struct DecodeJob {
   const Member* members;
   const QuerySplits* queries;
   const Segment* segments;
-  int group;           // query heads per KV head
-  void* partials;      // [num_partials, num_q_heads, v_head_dim] of args.partial_dtype
-  float* partial_lse;  // [num_partials, num_q_heads], base 2
+  int head_group;  // query heads per KV head
+  int group;       // packed rows of a query and KV head: head_group for each draft token
+  void* partials;  // [num_partials, draft_tokens, num_q_heads, v_head_dim] of args.partial_dtype
+  float* partial_lse;  // [num_partials, draft_tokens, num_q_heads], base 2
 };
 
 // Largest number of tokens that a kernel holds at once.
@@ -32,7 +33,7 @@ struct CpuKernels {
   // Attends the packed rows of one item and KV head to the item's tokens and writes outputs or
   // partials. Returns false, having read no K/V there, if the item names a slot outside the pool.
   bool (*run_item)(const DecodeJob& job, int item, int kv_head, float* scratch);
-  // Joins the partials of the query's heads in this KV head's group, in order of position.
+  // Joins the partials of the query's packed rows for this KV head, in order of position.
   void (*merge)(const DecodeJob& job, int query, int kv_head, float* scratch);
 };
 

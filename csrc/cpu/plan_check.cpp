@@ -33,6 +33,7 @@ void check_kv(const DecodeArgs& args) {
 
 void check_args(const DecodeArgs& args) {
   PAT_CHECK(args.num_queries >= 0, "num_queries is ", args.num_queries);
+  PAT_CHECK(args.draft_tokens > 0, "draft_tokens is ", args.draft_tokens, ", must be 1 or more");
   PAT_CHECK(
       args.num_kv_heads > 0 && args.num_q_heads > 0 && args.num_q_heads % args.num_kv_heads == 0,
       args.num_q_heads, " query heads do not divide into ", args.num_kv_heads, " KV heads");
@@ -74,15 +75,19 @@ void check_header(const PlanHeader& header, const DecodeArgs& args) {
             " KV heads, the arguments have ", args.num_q_heads, " and ", args.num_kv_heads);
   PAT_CHECK(header.num_queries == args.num_queries, "the plan is for ", header.num_queries,
             " queries, the arguments have ", args.num_queries);
+  PAT_CHECK(header.draft_tokens == args.draft_tokens, "the plan is for ", header.draft_tokens,
+            " draft tokens a query, the arguments have ", args.draft_tokens);
 }
 
-// Tokens that a segment of item `index` has in this call.
+// Tokens that a segment of item `index` has in this call. Of draft tokens only the first may stand
+// before a dynamic segment: all of the query's attend to it.
 int64_t count_tokens(const DecodeArgs& args, int index, const Segment& s) {
   const int64_t length = args.seq_lens[s.query];
+  const int64_t masked = args.draft_tokens - 1;
   const int64_t tokens = is_dynamic(s) ? length - s.kv_start : s.kv_len;
-  PAT_CHECK(tokens >= 0 && s.kv_start + tokens <= length, "item ", index, " reads tokens ",
-            s.kv_start, " + ", s.kv_len, " of query ", s.query, ", whose length is ", length,
-            ": the plan was made for other lengths, make a new one");
+  PAT_CHECK(is_dynamic(s) ? tokens >= masked : s.kv_start + tokens <= length - masked, "item ",
+            index, " reads tokens ", s.kv_start, " + ", s.kv_len, " of query ", s.query,
+            ", whose length is ", length, ": the plan was made for other lengths, make a new one");
   return tokens;
 }
 

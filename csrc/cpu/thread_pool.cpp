@@ -1,9 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/thread_pool.h"
 
+#include <pthread.h>
+
 #include <thread>
 
 namespace pat {
+namespace {
+
+// What std::condition_variable::wait() does. That one is in libstdc++ under a version of GCC 12,
+// and wheels are to run beside the libstdc++ of GCC 11 too (docs/release.md).
+template <typename Condition>
+void wait_until(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                const Condition& holds) {
+  while (!holds()) pthread_cond_wait(changed.native_handle(), lock.mutex()->native_handle());
+}
+
+}  // namespace
 
 void ThreadPool::run(int threads, Call call, void* context) {
   if (threads > 1) {
@@ -18,14 +31,14 @@ void ThreadPool::run(int threads, Call call, void* context) {
   if (threads > 1) {
     std::unique_lock lock(mutex_);
     vacancies_ = 0;
-    done_.wait(lock, [this] { return active_ == 0; });
+    wait_until(done_, lock, [this] { return active_ == 0; });
   }
 }
 
 void ThreadPool::work_forever() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return vacancies_ > 0; });
+    wait_until(wake_, lock, [this] { return vacancies_ > 0; });
     const int thread = vacancies_--;
     ++active_;
     lock.unlock();

@@ -42,12 +42,16 @@ Forks& forks_of_device() {  // the caller holds the mutex
 }
 
 ForwardParams forward_params(const DecodeParams& decode) {
-  const int group = decode.num_q_heads / decode.num_kv_heads;
+  const int head_group = decode.num_q_heads / decode.num_kv_heads;
+  const int group = decode.draft_tokens * head_group;
+  const auto magic = [](int divisor) {
+    return static_cast<uint32_t>((65536 + divisor - 1) / divisor);
+  };
   const auto heads = static_cast<uint64_t>(decode.num_kv_heads);
   ForwardParams p{
       .plan = decode.plan,
       .q = decode.q,
-      .q_stride_query = decode.q_stride_query,
+      .q_stride_query = decode.draft_tokens * decode.q_stride_query,
       .q_stride_head = decode.q_stride_head,
       .k = decode.k,
       .k_stride_head = decode.k_stride_head,
@@ -57,7 +61,7 @@ ForwardParams forward_params(const DecodeParams& decode) {
       .v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot),
       .row_masks = decode.row_masks,
       .out = decode.out,
-      .out_stride_query = decode.out_stride_query,
+      .out_stride_query = decode.draft_tokens * decode.out_stride_query,
       .out_stride_head = decode.out_stride_head,
       .lse = decode.lse,
       .partials = decode.partials,
@@ -65,16 +69,23 @@ ForwardParams forward_params(const DecodeParams& decode) {
       .queue = decode.queue,
       .trace = decode.trace,
       .num_rows = decode.num_rows,
-      .num_q_heads = decode.num_q_heads,
+      .num_q_heads = decode.draft_tokens * decode.num_q_heads,
       .num_kv_heads = decode.num_kv_heads,
       .group = group,
-      .group_magic = static_cast<uint32_t>((65536 + group - 1) / group),
+      .group_magic = magic(group),
       .kv_heads_magic =
           heads == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + heads - 1) / heads),
       .max_row_tile = std::numeric_limits<int>::max(),
       .float_partials = decode.partial_bytes == 4,
       .v_scale = decode.v_scale,
   };
+  if (decode.draft_tokens > 1) {
+    p.masked_tokens = decode.draft_tokens - 1;
+    p.head_group = head_group;
+    p.head_group_magic = magic(head_group);
+    p.heads_between = decode.num_q_heads - head_group;
+    p.bytes_between = decode.q_stride_query - head_group * decode.q_stride_head;
+  }
   p.exp_scale = 1.0f;
   const float scale = decode.scale * decode.k_scale;
   if (decode.logit_cap > 0.0f) {
@@ -147,6 +158,27 @@ void check_kv_type(const DecodeParams& a) {
   }
 }
 
+void check_drafts(const DecodeParams& a) {
+  const int most = kMaxQueryRows / (a.num_q_heads / a.num_kv_heads);
+  if (a.draft_tokens < 1 || a.draft_tokens > most) {
+    throw_invalid("draft_tokens is %d: with %d query heads on %d KV heads it must be from 1 to %d",
+                  a.draft_tokens, a.num_q_heads, a.num_kv_heads, most);
+  }
+  if (a.draft_tokens > 1 && (a.logit_cap > 0.0f || a.scale <= 0.0f)) {
+    throw_invalid(
+        "scale is %g and logit_cap %g: with draft tokens the scale must be more than 0 "
+        "and the cap 0 (off)",
+        a.scale, a.logit_cap);
+  }
+  if (a.draft_tokens > 1 && a.out_stride_query != a.num_q_heads * a.out_stride_head) {
+    throw_invalid(
+        "out has rows %lld bytes apart for %d heads %lld bytes apart: with draft tokens "
+        "it must be contiguous",
+        static_cast<long long>(a.out_stride_query), a.num_q_heads,
+        static_cast<long long>(a.out_stride_head));
+  }
+}
+
 }  // namespace
 
 int min_shared_bytes(int head_dim) {
@@ -169,6 +201,7 @@ void check_decode(const DecodeParams& a) {
     throw_invalid("%d query heads on %d KV heads: the ratio must be a whole number from 1 to %d",
                   a.num_q_heads, a.num_kv_heads, kMaxGroup);
   }
+  check_drafts(a);
   if (a.partial_bytes != 2 && a.partial_bytes != 4) {
     throw_invalid("partial_bytes is %d, must be 2 or 4", a.partial_bytes);
   }
@@ -205,7 +238,10 @@ void decode_cuda(const DecodeParams& decode, void* stream_handle) {
   }
   // With kStreams the merge waits for several kernels, so it cannot start while the last one
   // drains.
-  launch_merge(decode, decode.launch != Launch::kStreams, stream);
+  DecodeParams queries = decode;  // whose draft tokens' heads are heads of the query
+  queries.num_q_heads *= decode.draft_tokens;
+  queries.out_stride_query *= decode.draft_tokens;
+  launch_merge(queries, decode.launch != Launch::kStreams, stream);
 }
 
 }  // namespace pat

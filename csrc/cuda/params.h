@@ -25,27 +25,28 @@ enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
 // A row mask says which packed rows of a branch attend to a token: first | count << kRowCountShift.
 inline constexpr int kRowCountShift = 8;
 
-// What a layer's decode works on: filled by the caller, and passed on to the kernels as it is. All
+// What a layer's decode works on: filled by the caller. Each kernel gets what it reads of it. All
 // strides are in bytes. Tensors are of CudaType, K and V of KVType, and their last dimension is
 // contiguous.
 struct DecodeParams {
-  const PlanHeader* plan;  // device memory, 16-byte aligned
-  const char* q;           // [num_rows, num_q_heads, head_dim]
-  int64_t q_stride_query, q_stride_head;
-  const char* k;  // [slots, num_kv_heads, head_dim]
+  const PlanHeader* plan;                 // device memory, 16-byte aligned
+  const char* q;                          // [num_rows * draft_tokens, num_q_heads, head_dim]
+  int64_t q_stride_query, q_stride_head;  // q_stride_query: from one row to the next
+  const char* k;                          // [slots, num_kv_heads, head_dim]
   int64_t k_stride_slot, k_stride_head;
   const char* v;  // as k
   int64_t v_stride_slot, v_stride_head;
   const uint16_t* row_masks;  // [max_branch_tokens], 16-byte aligned: see kRowCountShift
   char* out;                  // as q
   int64_t out_stride_query, out_stride_head;
-  float* lse;          // [num_rows, num_q_heads] base 2, or null
-  char* partials;      // [max_partials, num_q_heads, head_dim] of float or, partial_bytes == 2, of
-                       // q's type
-  float* partial_lse;  // [max_partials, num_q_heads] base 2
-  int32_t* queue;      // kQueueInts zeros; the kernels leave zeros
-  uint64_t* trace;     // null, or zeros: 4 words, and 4 for each consumer warp of each unit
-  int32_t num_rows;    // of the batch, with those that pad it; rows without a query get zeros
+  float* lse;            // [num_rows * draft_tokens, num_q_heads] base 2, or null
+  char* partials;        // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
+                         // partial_bytes == 2, of q's type
+  float* partial_lse;    // [max_partials, draft_tokens, num_q_heads] base 2
+  int32_t* queue;        // kQueueInts zeros; the kernels leave zeros
+  uint64_t* trace;       // null, or zeros: 4 words, and 4 for each consumer warp of each unit
+  int32_t num_rows;      // of the batch, with those that pad it; rows without a query get zeros
+  int32_t draft_tokens;  // of a row (plan.h), 1 in a decode step
   int32_t head_dim, num_q_heads, num_kv_heads;
   int32_t partial_bytes;  // 4 or 2
   CudaType type;
@@ -58,6 +59,8 @@ struct DecodeParams {
 
 inline constexpr int kQueueInts = 64;
 inline constexpr int kMaxGroup = 16;  // query heads per KV head
+// Packed rows of a query and KV head, at most: they fit a wide unit.
+inline constexpr int kMaxQueryRows = 128;
 
 struct SnapshotArgs {
   PlanHeader* plan;             // device memory; Item::tokens and the list are written
@@ -69,11 +72,13 @@ struct SnapshotArgs {
   int32_t num_rows;      // B
   const void* seq_lens;  // [B] int32 or int64
   int32_t seq_lens_bytes;
-  uint16_t* row_masks;  // [max_branch_tokens], written
+  uint16_t* row_masks;   // [max_branch_tokens], written
+  int32_t draft_tokens;  // of a query, as the plan has it
 };
 
 // The forward kernel's parameters: what it needs of the caller's, and what launch.cu makes of them.
-// They are few because a launch takes 0.3 us longer with 40 bytes more.
+// It gets no others, because small batches take 0.2 us longer with all of DecodeParams
+// (docs/experiments/host.md).
 struct ForwardParams {
   const PlanHeader* plan;
   const char* q;
@@ -89,11 +94,13 @@ struct ForwardParams {
   float* lse;
   char* partials;
   float* partial_lse;
-  int32_t* queue;
-  uint64_t* trace;
+  int32_t* queue;   // next ticket of heavy units, of light ones; halves that are done
+  uint64_t* trace;  // see trace_unit, or null
   int32_t num_rows;
+  // To the kernel the query heads of a query's draft tokens are heads of the query, one draft token
+  // after the other; so are they in `partials`, `lse` and `out`.
   int32_t num_q_heads, num_kv_heads;
-  int32_t group;                       // query heads per KV head
+  int32_t group;                       // packed rows of a query (plan.h)
   uint32_t group_magic;                // r / group == r * group_magic >> 16 for packed rows r
   uint32_t kv_heads_magic;             // the same for units / num_kv_heads, >> 32; 0: one KV head
   int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
@@ -108,6 +115,14 @@ struct ForwardParams {
   float cap;        // kCapped: base-2 logit cap
   int32_t logits;   // Logits
   float v_scale;    // factor of the output
+  // Of several draft tokens, else zeros; kernels for one do not read them.
+  int32_t masked_tokens;      // see masked_tokens()
+  int32_t head_group;         // packed rows of a draft token: query heads per KV head
+  uint32_t head_group_magic;  // r / head_group == r * head_group_magic >> 16 for r below group
+  // From the head behind the last one of a draft token and KV head to the first one of the next
+  // draft token: in heads, and in bytes of q.
+  int32_t heads_between;
+  int64_t bytes_between;
 };
 
 enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };

@@ -7,13 +7,16 @@
 namespace pat {
 namespace {
 
-// Beyond this many packed rows the kernels' division by the GQA ratio is not exact.
-constexpr int64_t kMaxItemRows = 4096;
+// Beyond this many packed rows the kernels' division by the rows of a query is not exact.
+constexpr int64_t max_item_rows(int64_t group) { return 65536 / group; }
 
 void check_header(const PlanHeader& h, int64_t plan_bytes, const PlanRoom& room) {
   PAT_CHECK(h.num_q_heads == room.num_q_heads && h.num_kv_heads == room.num_kv_heads,
             "the plan is for ", h.num_q_heads, " query and ", h.num_kv_heads,
             " KV heads, the workspace for ", room.num_q_heads, " and ", room.num_kv_heads,
+            ": plan for the workspace's target");
+  PAT_CHECK(h.draft_tokens == room.draft_tokens, "the plan is for ", h.draft_tokens,
+            " draft tokens a query, the workspace for ", room.draft_tokens,
             ": plan for the workspace's target");
   const bool fits = plan_bytes <= room.bytes && h.num_queries <= room.max_queries &&
                     h.num_partials <= room.max_partials &&
@@ -39,9 +42,10 @@ void check_item(const PlanView& plan, int index, const PlanRoom& room) {
               ", the workspace is for contexts of ", room.max_context,
               " tokens: make it for a larger max_context");
   });
-  const int64_t rows = static_cast<int64_t>(item.num_queries) * (h.num_q_heads / h.num_kv_heads);
-  PAT_CHECK(rows <= kMaxItemRows, "item ", index, " has ", rows, " packed rows, at most ",
-            kMaxItemRows, " fit: give the target smaller row_tiles");
+  const int64_t rows = static_cast<int64_t>(item.num_queries) * group_of(h);
+  const int64_t most = max_item_rows(group_of(h));
+  PAT_CHECK(rows <= most, "item ", index, " has ", rows, " packed rows, at most ", most,
+            " fit: give the target smaller row_tiles");
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ namespace pat {
 struct PlanRoom {
   int64_t bytes;
   int32_t max_queries, max_partials, max_context, max_branch_tokens, max_list_tokens;
-  int32_t num_q_heads, num_kv_heads;
+  int32_t num_q_heads, num_kv_heads, draft_tokens;
 };
 
 // Throws std::invalid_argument that names what was given and what fits. Host memory only.

@@ -33,13 +33,14 @@ __device__ __forceinline__ int2 scan(int value, int* sums) {
   return {before, total};
 }
 
-template <typename TableRow, typename Length>
+// kDrafts: a query has several draft tokens.
+template <typename TableRow, typename Length, bool kDrafts>
 struct Snapshot {
   const SnapshotArgs& args;
   const ItemSegments* item_segments;
   const Segment* segments;
   int32_t* list;
-  int group;
+  int group;  // packed rows of a query
 
   // Tokens that a segment has in this step. A query whose length the plan does not hold for gets no
   // more than the segment's room in the list, and nothing beyond its row of the table.
@@ -65,6 +66,19 @@ struct Snapshot {
 #pragma unroll 4
     for (int t = blockIdx.y * kThreads + threadIdx.x; t < tokens; t += kParts * kThreads) {
       to[t] = __ldg(from + t);
+    }
+  }
+
+  // Narrows the row masks of the last tokens of a tail of a branch to the draft tokens that attend
+  // to them. All lanes of a warp call it, which wrote the masks before.
+  __device__ __forceinline__ void mask_drafts(const Segment& s, int lane) const {
+    const int head_group = group / args.draft_tokens;
+    __syncwarp();
+    for (int draft = 1 + lane; draft < args.draft_tokens; draft += 32) {
+      const int first = s.first_member * group + draft * head_group;
+      const int count = group - draft * head_group;
+      args.row_masks[s.room + s.kv_len - args.draft_tokens + draft] =
+          static_cast<uint16_t>(first | count << kRowCountShift);
     }
   }
 
@@ -96,21 +110,27 @@ struct Snapshot {
         list[s.room + t] = __ldg(from + t);
         args.row_masks[s.room + t] = static_cast<uint16_t>(row_mask);
       }
+      if constexpr (kDrafts) {
+        // A tail that is too short for them is of a sequence that the plan is not for.
+        if (s.kv_len >= args.draft_tokens && segments[range.first_segment + i].kv_len == kDynamic) {
+          mask_drafts(s, lane);
+        }
+      }
     }
     __syncthreads();  // before the next branch overwrites `found`
   }
 };
 
-template <typename TableRow, typename Length>
+template <typename TableRow, typename Length, bool kDrafts>
 __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs args) {
   const PlanHeader header = *args.plan;
   if (header.num_queries > args.num_rows) return;
   auto* plan = reinterpret_cast<char*>(args.plan);
   auto* items = reinterpret_cast<Item*>(plan + header.items_offset);
-  const Snapshot<TableRow, Length> snapshot{
+  const Snapshot<TableRow, Length, kDrafts> snapshot{
       args, reinterpret_cast<const ItemSegments*>(plan + header.item_segments_offset),
       reinterpret_cast<const Segment*>(plan + header.segments_offset), header.list,
-      header.num_q_heads / header.num_kv_heads};
+      (kDrafts ? header.draft_tokens : 1) * (header.num_q_heads / header.num_kv_heads)};
   __shared__ int sums[kThreads / 32];
   __shared__ Segment found[kBranchSegments];
   for (int i = blockIdx.x; i < header.num_items; i += gridDim.x) {
@@ -128,7 +148,11 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
 template <typename TableRow, typename Length>
 void launch_as(const SnapshotArgs& args, cudaStream_t stream) {
   const dim3 grid(2 * current_device().num_sms, kParts);
-  snapshot_kernel<TableRow, Length><<<grid, kThreads, 0, stream>>>(args);
+  if (args.draft_tokens > 1) {
+    snapshot_kernel<TableRow, Length, true><<<grid, kThreads, 0, stream>>>(args);
+  } else {
+    snapshot_kernel<TableRow, Length, false><<<grid, kThreads, 0, stream>>>(args);
+  }
   check(cudaGetLastError(), "snapshot kernel: launch");
 }
 

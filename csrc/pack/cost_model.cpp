@@ -76,7 +76,8 @@ double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries
   const double bytes_s = partial_seconds(target, load.partials);
   if (load.most_splits <= 1) return bytes_s;
   const int32_t at_once =
-      kMergeRules[merge_rule(queries * target.num_q_heads, target.num_sms)].splits_at_once();
+      kMergeRules[merge_rule(queries * target.draft_tokens * target.num_q_heads, target.num_sms)]
+          .splits_at_once();
   const int32_t rounds = (load.most_splits + at_once - 1) / at_once;
   return bytes_s + rounds * target.merge_round_s;
 }
@@ -85,6 +86,7 @@ PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad
                       int64_t unique_tokens) {
   PlanTerms terms;
   terms.branches = static_cast<int64_t>(branches.items);
+  terms.branch_tokens = branches.tokens;
   terms.longest_branch_tokens = branches.longest_tokens;
   terms.partials = branches.partials;
   terms.items = terms.branches;
@@ -121,6 +123,7 @@ PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_t
     });
     if (is_branch(item)) {
       ++terms.branches;
+      terms.branch_tokens += tokens;
       terms.longest_branch_tokens = std::max(terms.longest_branch_tokens, tokens);
     } else if (item.row_tile > kWideRows) {
       terms.wide_tokens += tokens;
@@ -132,18 +135,25 @@ PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_t
   return terms;
 }
 
+// What a token of a branch takes longer if K/V have 8 bits, in times that its bytes take: branches
+// run on wgmma, which has K/V widened for it. Fitted to 60 paper trees with branches and without
+// (docs/experiments/memory.md).
+constexpr double kWidening = 0.5;
+
 double plan_seconds(const Target& target, const PlanTerms& terms) {
   const double heads = target.num_kv_heads;
+  const double widening = target.kv_bytes == 1 ? kWidening : 0.0;
   const double token_s = target.token_bytes() / target.bytes_per_s;
   const auto unique = static_cast<double>(terms.unique_tokens);
   const double all =
       heads * ((unique + target.reread_factor * static_cast<double>(terms.reread_tokens) +
-                target.wide_factor * static_cast<double>(terms.wide_tokens)) *
+                target.wide_factor * static_cast<double>(terms.wide_tokens) +
+                widening * static_cast<double>(terms.branch_tokens)) *
                    token_s +
                static_cast<double>(terms.branches) * target.branch_overhead_s / target.num_sms);
   // A branch may be the last to run.
-  const double longest =
-      static_cast<double>(terms.longest_branch_tokens) * token_s * target.num_sms;
+  const double longest = (1.0 + widening) * static_cast<double>(terms.longest_branch_tokens) *
+                         token_s * target.num_sms;
   return std::max(all, longest) + partial_seconds(target, static_cast<double>(terms.partials));
 }
 

@@ -115,6 +115,7 @@ Plan Emitter::emit(const Decisions& from) {
       .branch_tokens = from.brancher.list_tokens(),
       .list_tokens = static_cast<int32_t>(list_tokens_),
       .list = nullptr,
+      .draft_tokens = from.target.draft_tokens,
       .reserved = 0,
   };
   std::memcpy(blob, &header, sizeof(header));
@@ -125,7 +126,8 @@ Plan Emitter::emit(const Decisions& from) {
 // sequence at run time.
 void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
   const Pack& pack = from.packs.packs[index];
-  const int32_t query = index - from.packs.num_nodes;  // < 0: the pack is no tail
+  const int32_t query = index - from.packs.num_nodes;   // < 0: the pack is no tail
+  const int32_t masked = from.target.draft_tokens - 1;  // see masked_tokens()
   if (query >= 0 && pack.queries == 0 && pack.tokens() == 0) {
     // The sequence ends with a shared node: no room to grow.
     plan.min_seq_lens[query] = plan.max_seq_lens[query] = from.seq_lens[query];
@@ -139,7 +141,7 @@ void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
     const bool dynamic = query >= 0 && last;
     if (dynamic) {
       plan.fixed_tokens -= start;
-      plan.min_seq_lens[query] = start;
+      plan.min_seq_lens[query] = start + masked;
       plan.max_seq_lens[query] = std::min<int64_t>(int64_t{pack.end} + headroom(pack), INT32_MAX);
     } else {
       plan.fixed_tokens += tokens * from.target.num_row_tiles(pack.queries);
@@ -167,7 +169,9 @@ void Emitter::list_piece(const Decisions& from, int32_t index, const Piece& piec
     draft.item.num_queries = queries;
     draft.item.list_start = static_cast<int32_t>(list_tokens_);
     draft.item.query = -1;
-    draft.item.kind = queries > 1 ? ItemKind::kPack : ItemKind::kSingle;
+    draft.item.kind = queries > 1                                     ? ItemKind::kPack
+                      : piece.dynamic && from.target.draft_tokens > 1 ? ItemKind::kDrafts
+                                                                      : ItemKind::kSingle;
     draft.segments = {num_branch_segments_ + count_of(segments_), 1};
     draft.piece = piece.index;
     Segment& segment = segments_.emplace_back();
@@ -192,7 +196,7 @@ void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& pla
       continue;
     }
     plan.fixed_tokens -= segment.kv_start;
-    plan.min_seq_lens[segment.query] = segment.kv_start;
+    plan.min_seq_lens[segment.query] = segment.kv_start + from.target.draft_tokens - 1;
     plan.max_seq_lens[segment.query] =
         std::min<int64_t>(int64_t{segment.kv_start} + segment.room, INT32_MAX);
   }
@@ -259,7 +263,7 @@ void Emitter::write_items(const Decisions& from, Item* items, ItemSegments* item
       members[num_members + m] = {member.query, splits.num_splits > 1 ? slot : kDirect};
     }
     item.member_offset = num_members;
-    if (item.kind == ItemKind::kSingle) {
+    if (item.kind == ItemKind::kSingle || item.kind == ItemKind::kDrafts) {
       item.query = members[num_members].query;
       item.partial = members[num_members].partial;
     }

@@ -188,7 +188,9 @@ std::string plan_line(const Plan& plan) {
   std::ostringstream text;
   text << "<Plan: "
        << (header.num_queries == 1 ? "1 query" : std::to_string(header.num_queries) + " queries")
-       << ", " << header.num_q_heads << " query and " << header.num_kv_heads << " KV heads, "
+       << ", ";
+  if (header.draft_tokens > 1) text << header.draft_tokens << " draft tokens each, ";
+  text << header.num_q_heads << " query and " << header.num_kv_heads << " KV heads, "
        << counted(header.num_items, "item") << " (" << header.num_shared_items << " shared), "
        << counted(header.num_partials, "partial result");
   if (!plan.degraded.empty()) text << ", degraded: " << plan.degraded;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pack tree -> plan. Runs the stages in their order: packer (which queries share an item), branch
-// (which parts of the tree become one item), split (where long items are cut), then assigns the
-// partials and emits the plan.
+// (which parts of the tree become one item), split (where long items are cut), separate (whether a
+// small batch shares nothing), then assigns the partials and emits the plan.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "branch.h"
@@ -31,8 +32,10 @@ class Scheduler {
   void number_partials(int32_t query);
   bool wide_items_fill() const;
   void choose_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
-  BranchCut fastest_cut(int64_t unique_tokens, int64_t longest);
+  BranchCut fastest_cut();
+  void separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   bool drop_branches();
+  void count_tokens(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
 
   const Target target_;
   // The target without the row tile of wide items, which take a whole SM. Packs are always chosen
@@ -42,8 +45,11 @@ class Scheduler {
   Packer packer_;
   Brancher brancher_;
   Packs packs_;
-  Packs cut_packs_;      // of a way to branch that is looked at
-  BranchLoad branches_;  // of the plan at hand; zero if it has none
+  Packs cut_packs_;            // of another way that is looked at
+  BranchLoad branches_;        // of the plan at hand; zero if it has none
+  std::optional<bool> split_;  // what split_packs() said, if packs_ are split for target_ already
+  int64_t unique_tokens_ = 0;  // of the batch at hand, those of each node once
+  int64_t longest_ = 0;        // tokens of its longest node or tail
   Assignment assigned_;
   Emitter emitter_;
 };

@@ -27,12 +27,20 @@ int32_t round_up(int32_t value, int32_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// Sets how many pieces chunks of so many tokens make. A tail's last piece holds all of the query's
+// draft tokens, so a shorter one is joined to the piece before it.
+void set_pieces(const Target& target, Pack& pack, int32_t chunk) {
+  const int32_t tokens = pack.tokens();
+  pack.chunk = chunk;
+  pack.pieces = (tokens + chunk - 1) / chunk;
+  while (pack.pieces > 1 && tokens - (pack.pieces - 1) * chunk < target.draft_tokens) --pack.pieces;
+}
+
 // Cuts a pack into at most `pieces` equal chunks, in multiples of the shortest KV tile.
 void cut(const Target& target, Pack& pack, int32_t pieces) {
   const int32_t tokens = pack.tokens();
   pieces = std::clamp(pieces, 1, std::max(1, std::min(kMaxPieces, tokens / kMinChunk)));
-  pack.chunk = round_up((tokens + pieces - 1) / pieces, target.kv_tiles.front());
-  pack.pieces = (tokens + pack.chunk - 1) / pack.chunk;
+  set_pieces(target, pack, round_up((tokens + pieces - 1) / pieces, target.kv_tiles.front()));
 }
 
 // PAT section 6, to the letter: an item longer than the mean of all items is cut into equal parts
@@ -51,8 +59,7 @@ void split_by_mean(const Target& target, Packs& packs) {
   for (Pack& pack : packs.packs) {
     if (pack.queries == 0 || pack.tokens() <= mean) continue;
     const int32_t pieces = std::min((pack.tokens() + mean - 1) / mean, kMaxPieces);
-    pack.chunk = (pack.tokens() + pieces - 1) / pieces;
-    pack.pieces = (pack.tokens() + pack.chunk - 1) / pack.chunk;
+    set_pieces(target, pack, (pack.tokens() + pieces - 1) / pieces);
   }
 }
 

@@ -26,6 +26,8 @@ void Target::validate() const {
   PAT_CHECK(num_kv_heads > 0 && num_q_heads > 0 && num_q_heads % num_kv_heads == 0,
             "Target.num_q_heads is ", num_q_heads,
             ", must be a positive multiple of num_kv_heads, ", num_kv_heads);
+  PAT_CHECK(draft_tokens > 0 && draft_tokens <= INT16_MAX, "Target.draft_tokens is ", draft_tokens,
+            ", must be from 1 to ", INT16_MAX);
   PAT_CHECK(head_dim > 0, "Target.head_dim is ", head_dim, ", must be positive");
   PAT_CHECK(kv_bytes > 0, "Target.kv_bytes is ", kv_bytes, ", must be positive");
   PAT_CHECK(partial_bytes == 2 || partial_bytes == 4, "Target.partial_bytes is ", partial_bytes,
@@ -53,7 +55,8 @@ void Target::validate() const {
               "Target.", name, " must be a strictly ascending list of 1..32767");
   }
   PAT_CHECK(row_tiles.back() >= group(), "Target.row_tiles end at ", row_tiles.back(),
-            " rows, fewer than the GQA group of ", group(), " that one query needs");
+            " rows, fewer than the ", group(), " of one query: a GQA group of ",
+            num_q_heads / num_kv_heads, " for each of its draft tokens, ", draft_tokens);
   PAT_CHECK(max_queries > 0, "Target.max_queries is ", max_queries, ", must be positive");
   PAT_CHECK(max_items >= max_queries, "Target.max_items is ", max_items,
             ", must hold one item per query, at least ", max_queries);

@@ -31,6 +31,7 @@ struct Target {
   int32_t num_sms;  // SMs that run items; of a CPU its threads
   int32_t num_q_heads;
   int32_t num_kv_heads;
+  int32_t draft_tokens;  // of a query (plan.h): 1 in a decode step
   int32_t head_dim;
   int32_t kv_bytes;        // bytes of a K or V element
   int32_t partial_bytes;   // bytes of an element of a partial output: 4 or 2
@@ -61,7 +62,8 @@ struct Target {
   std::vector<int32_t> branch_rows;
   std::vector<int32_t> branch_limits;
 
-  int32_t group() const { return num_q_heads / num_kv_heads; }
+  // Packed rows of a query and KV head.
+  int32_t group() const { return draft_tokens * (num_q_heads / num_kv_heads); }
   // Queries of one KV head that fit the largest row tile.
   int32_t max_tile_queries() const {
     const int32_t queries = row_tiles.back() / group();

@@ -13,11 +13,15 @@ constexpr int32_t kRoot = 0;  // raw node 0: virtual root of the forest, no toke
 
 }  // namespace
 
-const PackTree& TreeBuilder::build(const PathView& paths, const int64_t* seq_lens) {
+const PackTree& TreeBuilder::build(const PathView& paths, const int64_t* seq_lens,
+                                   int32_t draft_tokens) {
   reset(paths.num_queries);
   for (int64_t query = 0; query < paths.num_queries; ++query) {
     PAT_CHECK(seq_lens[query] >= 0 && seq_lens[query] <= INT32_MAX, "query ", query,
               ": sequence length ", seq_lens[query], " is not in [0, 2^31)");
+    PAT_CHECK(seq_lens[query] == 0 || seq_lens[query] >= draft_tokens, "query ", query,
+              ": a sequence of ", seq_lens[query], " tokens does not hold the ", draft_tokens,
+              " draft tokens: lengths count them");
     int32_t node = kRoot;
     int64_t position = 0;
     const int64_t first = paths.offsets[query];
@@ -34,6 +38,10 @@ const PackTree& TreeBuilder::build(const PathView& paths, const int64_t* seq_len
                 start, ", ", end, ")");
       PAT_CHECK(end <= seq_lens[query], "query ", query, ": node ", id, " ends at ", end,
                 " beyond its sequence of ", seq_lens[query], " tokens");
+      PAT_CHECK(draft_tokens == 1 || end <= seq_lens[query] - draft_tokens, "query ", query,
+                ": node ", id, " ends at ", end, ", among the ", draft_tokens,
+                " draft tokens at the end of its sequence of ", seq_lens[query],
+                ", which no other query has");
       // Neighbours in a batch mostly share their first nodes: skip the hash table for those.
       const int32_t guess = level < count_of(last_path_) ? last_path_[level] : kNoNode;
       if (guess != kNoNode && raw_[guess].id == id && raw_[guess].parent == node &&

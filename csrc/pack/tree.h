@@ -37,12 +37,13 @@ struct PackTree {
 // Builds the tree in time linear in the number of path elements, but for sorting the shared nodes.
 //
 // Paths that name the same node agree on its parent and start; they may end inside it (a clipped
-// path), which splits the node. Throws std::invalid_argument naming query, node and positions for a
+// path), which splits the node. Lengths of sequences count the draft tokens (plan.h), which no path
+// holds. Throws std::invalid_argument naming query, node and positions for a
 // gap, an overlap, an empty or negative span, a path longer than its sequence, or a node with two
 // parents or two starts (which is what a cycle comes down to).
 class TreeBuilder {
  public:
-  const PackTree& build(const PathView& paths, const int64_t* seq_lens);
+  const PackTree& build(const PathView& paths, const int64_t* seq_lens, int32_t draft_tokens);
 
  private:
   struct RawNode {

@@ -22,7 +22,7 @@ def explain(plan: Plan, requests: Requests, target: Target) -> Explanation:
     """Reads ``plan``, which was made of ``requests`` for ``target``."""
     nodes = tree_nodes(requests)
     items = _items(plan, requests.seq_lens)
-    packs = _packs(items, nodes)
+    packs = _packs(items, nodes, _nothing_shared(items, target))
     _link(nodes, packs, items)
     return Explanation(
         target,
@@ -107,7 +107,7 @@ def _cut_paths(paths: list[PathNodes]) -> list[PathNodes]:
 def _items(plan: Plan, seq_lens: list[int]) -> list[Item]:
     members = [(int(m["query"]), int(m["partial"])) for m in plan.members]
     segments = plan.segments.tolist()
-    group = plan.num_q_heads // plan.num_kv_heads
+    group = plan.num_q_heads // plan.num_kv_heads * plan.draft_tokens
     wide, heavy = plan.num_wide_items, plan.num_heavy_items
     items = []
     for index, (item, of_item) in enumerate(zip(plan.items, plan.item_segments, strict=True)):
@@ -136,22 +136,31 @@ def _items(plan: Plan, seq_lens: list[int]) -> list[Item]:
     return items
 
 
-def _packs(items: list[Item], nodes: list[TreeNode]) -> list[Pack]:
+def _nothing_shared(items: list[Item], target: Target) -> bool:
+    """Whether every query has items of its own: no item has several, though a row tile would hold
+    them."""
+    group = target.num_q_heads // target.num_kv_heads * target.draft_tokens
+    return target.row_tiles[-1] >= 2 * group and all(len(item.queries) == 1 for item in items)
+
+
+def _packs(items: list[Item], nodes: list[TreeNode], nothing_shared: bool) -> list[Pack]:
     """Groups items to packs and sets their kind and piece: runs of pieces that end with the same
-    node at the same tokens are row tiles of one pack."""
+    node at the same tokens are row tiles of one pack. With ``nothing_shared`` a pack is what one
+    query reads."""
     borders: defaultdict[int, set[int]] = defaultdict(set)  # of a query: where its sharers change
     last: dict[tuple[int, int], int] = {}  # by query and end: the node
     for number, node in enumerate(nodes):
         for query in node.queries:
             above = last.get((query, node.start))
-            if above is not None and nodes[above].queries != node.queries:
+            if above is not None and nodes[above].queries != node.queries and not nothing_shared:
                 borders[query].add(node.start)
             last[query, node.end] = number
 
     tiles: defaultdict[tuple[int, int, int], list[list[Item]]] = defaultdict(list)
     for run in _runs_of_pieces(items, borders):
-        end = run[-1].ranges[0].end
-        tiles[run[0].ranges[0].start, end, last[run[0].queries[0], end]].append(run)
+        end, query = run[-1].ranges[0].end, run[0].queries[0]
+        owner = query if nothing_shared else last[query, end]
+        tiles[run[0].ranges[0].start, end, owner].append(run)
 
     packs = []
     order = sorted(tiles.items(), key=lambda entry: (entry[0][0], entry[1][0][0].queries))

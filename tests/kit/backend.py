@@ -15,6 +15,7 @@ from sglang_pat.bench.host.live import LiveCache
 from sglang_pat.config import PatConfig
 from sglang_pat.planner import Plan
 from sglang_pat.srt import backend
+from sglang_pat.srt.backend import PatDecodeMixin
 from sglang_pat.srt.hook import after_init_new
 from sglang_pat.srt.survey import Survey
 from sglang_pat.target import Target
@@ -57,16 +58,19 @@ class RecordingBase:
         self.calls.append("layer")
         return q
 
+    def forward_extend(self, q: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        self.calls.append("extend layer")
+        return q
+
 
 class RecordingExecutor:
     """In place of an executor: notes the plans that it is given, counts the snapshots, and gives
     the queries back as a layer's output."""
 
-    target = TARGET
-
-    def __init__(self) -> None:
+    def __init__(self, target: Target = TARGET) -> None:
+        self.target = target
         self.plans: list[Plan] = []
-        self.snapshots = 0
+        self.lengths: list[list[int]] = []  # of each snapshot
 
     def load(self, plan: Plan, num_rows: int) -> None:
         assert plan.num_queries <= num_rows
@@ -74,7 +78,11 @@ class RecordingExecutor:
 
     def snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         assert self.plans[-1].num_queries <= len(rows) == len(seq_lens)
-        self.snapshots += 1
+        self.lengths.append(seq_lens.tolist())
+
+    @property
+    def snapshots(self) -> int:
+        return len(self.lengths)
 
     def decode(self, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, **_: Any) -> None:
         out.copy_(q)
@@ -87,6 +95,8 @@ class BackendBed:
     Args:
         survey: what is known of the model's layers before the first forward.
         check: whether each step compares the slots of requests that share.
+        mixin: what is put before the base.
+        target: what plans are made for.
     """
 
     def __init__(
@@ -95,16 +105,19 @@ class BackendBed:
         survey: Survey | None = None,
         *,
         check: bool = True,
+        mixin: type = PatDecodeMixin,
+        target: Target = TARGET,
     ) -> None:
         self.cache = LiveCache("python", slots=4000, rows=QUERIES, context=512)
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
-        self.executor = RecordingExecutor()
+        self.executor = RecordingExecutor(target)
         monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
         self.serving: list[bool] = []  # what the reporter was told later
         reporter = SimpleNamespace(set_serving=self.serving.append)
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: reporter)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
-        self.backend = backend.extend(RecordingBase)(self.runner, PatConfig(check=check), survey)
+        extended = backend.extend(RecordingBase, mixin)
+        self.backend = extended(self.runner, PatConfig(check=check), survey)
         rng = random.Random(0)
         system = [rng.randrange(1000) for _ in range(200)]
         self.reqs = [self.cache.admit([*system, 1000 + i]) for i in range(QUERIES)]
@@ -130,6 +143,7 @@ class BackendBed:
         announced: bool = True,
         spec_info: Any = None,
         encoder_lens: torch.Tensor | None = None,
+        on_host: bool = True,
     ) -> list[str]:
         """Announce a batch and prepare its forward; what the base was asked.
 
@@ -138,6 +152,7 @@ class BackendBed:
             padding: rows of the forward that are not requests.
             idle: the batch is that of a rank without requests.
             announced: False for a forward that does not come from the scheduler.
+            on_host: False for a forward whose lengths are on the device only.
         """
         if announced and not capture:
             self.announce(ForwardMode.IDLE if idle else mode)
@@ -151,7 +166,7 @@ class BackendBed:
             batch_size=len(lens),
             num_padding=padding,
             seq_lens=lens,
-            seq_lens_cpu=lens,
+            seq_lens_cpu=lens if on_host else None,
             req_pool_indices=torch.cat([rows, torch.zeros(padding, dtype=torch.int64)]),
         )
         self.backend.calls.clear()

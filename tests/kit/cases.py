@@ -20,7 +20,8 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one decode step; every slot that no query owns holds NaN."""
+    """Inputs of one step; every slot that no query owns holds NaN. ``draft_tokens``: rows of q of
+    each query."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -33,13 +34,14 @@ class Case:
     logit_cap: float = 0.0
     k_scale: float = 1.0
     v_scale: float = 1.0
+    draft_tokens: int = 1
 
     @property
     def heads(self) -> tuple[int, int]:
         return self.q.shape[1], self.k.shape[1]
 
     def plan(self, wide: bool = False) -> HandPlan:
-        return encode(self.pieces, len(self.q), self.heads, wide)
+        return encode(self.pieces, len(self.rows), self.heads, wide, self.draft_tokens)
 
     def to(self, dtype: torch.dtype) -> Case:
         return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
@@ -67,6 +69,7 @@ class Case:
             logit_cap=self.logit_cap,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
+            draft_tokens=self.draft_tokens,
             dtype=dtype,
         )
 
@@ -80,6 +83,7 @@ def case(
     seed: int = 0,
     tails: tuple[int, ...] = (0, 1, 7, 63, 64, 65, 130),
     logit_cap: float = 0.0,
+    draft_tokens: int = 1,
 ) -> Case:
     """Random inputs for pieces of queries 0...n - 1: dynamic pieces get a length of ``tails``, rows
     and slots are shuffled, and strides are wider than the tensors."""
@@ -113,7 +117,7 @@ def case(
     v = torch.randn(num_slots, num_kv_heads + 2, v_dim)
     k[unowned] = v[unowned] = float("nan")
     return Case(
-        q=torch.randn(num_queries, num_q_heads, head_dim + 3)[..., :head_dim],
+        q=torch.randn(num_queries * draft_tokens, num_q_heads, head_dim + 3)[..., :head_dim],
         k=k[:, :num_kv_heads, :head_dim],
         v=v[:, 2:],
         table=torch.from_numpy(table),
@@ -122,12 +126,14 @@ def case(
         pieces=parts,
         scale=head_dim**-0.5,
         logit_cap=logit_cap,
+        draft_tokens=draft_tokens,
     )
 
 
 def by_hand(pieces: list[Piece], heads: tuple[int, int], **options: Any) -> Case:
     """A case with all pieces in branches, of 64 packed rows or so many queries."""
-    most = options.pop("most", 64 // (heads[0] // heads[1]))
+    rows = heads[0] // heads[1] * options.get("draft_tokens", 1)
+    most = options.pop("most", 64 // rows)
     inputs = case(pieces, heads, **options)
     return replace(inputs, pieces=branched(pieces, most))
 
@@ -166,14 +172,14 @@ def execute(
     **changes: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the CPU executor on a plan of hand, by default the case's; ``changes`` replace arguments
-    of ``_C.decode_cpu``. Returns the output [B, Hq, Dv], a view of a wider tensor that held NaN
-    before, and the LSE [B, Hq]."""
+    of ``_C.decode_cpu``. Returns the output [B * T, Hq, Dv], a view of a wider tensor that held NaN
+    before, and the LSE [B * T, Hq]."""
     plan = hand or inputs.plan()
-    num_queries, num_q_heads, head_dim = inputs.q.shape
+    num_rows, num_q_heads, head_dim = inputs.q.shape
     num_slots, num_kv_heads, v_head_dim = inputs.v.shape
-    wide = torch.full((num_queries, num_q_heads + 1, v_head_dim + 5), float("nan"))
+    wide = torch.full((num_rows, num_q_heads + 1, v_head_dim + 5), float("nan"))
     out = wide.to(inputs.q.dtype)[:, 1:, :v_head_dim]
-    lse = torch.full((num_queries, num_q_heads), float("nan"))
+    lse = torch.full((num_rows, num_q_heads), float("nan"))
 
     def address(tensor: torch.Tensor) -> tuple[int, int, int]:
         return (tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
@@ -190,7 +196,7 @@ def execute(
         "rows": inputs.rows.data_ptr(),
         "seq_lens": inputs.seq_lens.data_ptr(),
         "num_slots": num_slots,
-        "num_queries": num_queries,
+        "num_queries": len(inputs.rows),
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -200,6 +206,7 @@ def execute(
         "scale": inputs.scale,
         "logit_cap": inputs.logit_cap,
         "num_threads": threads,
+        "draft_tokens": inputs.draft_tokens,
         "kv_dtype": int(inputs.k.dtype == E4M3),
         "k_scale": inputs.k_scale,
         "v_scale": inputs.v_scale,

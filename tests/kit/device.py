@@ -28,7 +28,7 @@ class DevicePlan:
     def __getattr__(self, name: str) -> Any:
         if name in ("segments", "item_segments"):
             return getattr(self.hand, name)
-        if name.startswith(("num_", "total_", "branch_", "list_")):
+        if name.startswith(("num_", "total_", "branch_", "list_", "draft_")):
             return int(self.hand.header[name][0])
         raise AttributeError(name)
 
@@ -66,7 +66,10 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def target_of(inputs: Case, **overrides: Any) -> Target:
     num_q_heads, num_kv_heads = inputs.heads
-    values: dict[str, Any] = {"max_queries": max(1, len(inputs.q))}
+    values: dict[str, Any] = {
+        "max_queries": max(1, len(inputs.rows)),
+        "draft_tokens": inputs.draft_tokens,
+    }
     return Target.h200(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
@@ -79,9 +82,10 @@ def execute(
     inputs: Case, plan: Any = None, *, workspace: Workspace | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``decode`` on the case's plan or another: the output, a view of a wider tensor that held
-    poison before, and the LSE."""
+    poison before, and the LSE. With several draft tokens the output must be contiguous."""
     plan = plan or DevicePlan(inputs.plan())
-    out = torch.full_like(widened(inputs.q), POISON)
+    memory_like = widened(inputs.q) if inputs.draft_tokens == 1 else inputs.q.contiguous()
+    out = torch.full_like(memory_like, POISON)
     lse = torch.full(inputs.q.shape[:2], POISON, device="cuda")
     if workspace is not None:
         workspace.load(plan)
@@ -134,9 +138,10 @@ def case_of_tree(
     *,
     seq_lens: list[int] | None = None,
     seed: int = 0,
+    draft_tokens: int = 1,
 ) -> Case:
-    """Inputs of a batch by levels; ``seq_lens`` may cut or lengthen the private tails. Slots are
-    shuffled, those that no token owns hold NaN."""
+    """Inputs of a batch by levels; ``seq_lens`` may cut or lengthen the private tails, which hold
+    the draft tokens. Slots are shuffled, those that no token owns hold NaN."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     rng = np.random.default_rng(seed)
     lens = seq_lens or tree.seq_lens
@@ -167,7 +172,7 @@ def case_of_tree(
     unowned = torch.from_numpy(slots[total:].astype(np.int64)).cuda()
     k[unowned] = v[unowned] = float("nan")
     return Case(
-        q=random(len(lens), heads[0], head_dim),
+        q=random(len(lens) * draft_tokens, heads[0], head_dim),
         k=k,
         v=v,
         table=torch.from_numpy(table).cuda(),
@@ -175,4 +180,5 @@ def case_of_tree(
         seq_lens=torch.tensor(lens, device="cuda"),
         pieces=[],
         scale=head_dim**-0.5,
+        draft_tokens=draft_tokens,
     )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kit.pieces import DYNAMIC, LONG_TAIL_ROOM, Branch, Parts, Piece, pieces_of
 
 DIRECT = -1
-SINGLE, PACK, BRANCH = 0, 1, 2
+SINGLE, PACK, BRANCH, DRAFTS = 0, 1, 2, 3
 BRANCH_ROWS = 64
 
 PARTS = ("items", "item_segments", "members", "queries", "segments")  # as a plan has them
@@ -29,7 +29,8 @@ HEADER = np.dtype(
         *((name, "<i4") for name in ("num_wide_items", "num_heavy_items")),
         *((name, "<i4") for name in ("branch_tokens", "list_tokens")),
         ("list", "<u8"),
-        ("reserved", "<i8"),
+        ("draft_tokens", "<i4"),
+        ("reserved", "<i4"),
     ]
 )
 ITEM = np.dtype(
@@ -78,6 +79,10 @@ class HandPlan:
         return self._bytes.nbytes
 
     @property
+    def draft_tokens(self) -> int:
+        return int(self.header["draft_tokens"][0])
+
+    @property
     def list_tokens(self) -> int:
         return int(self.header["list_tokens"][0])
 
@@ -94,11 +99,17 @@ def set_to(part: str, index: int, name: str, value: int) -> Damage:
     return apply
 
 
-def encode(parts: Parts, num_queries: int, heads: tuple[int, int], wide: bool = False) -> HandPlan:
+def encode(
+    parts: Parts,
+    num_queries: int,
+    heads: tuple[int, int],
+    wide: bool = False,
+    draft_tokens: int = 1,
+) -> HandPlan:
     """The plan whose items are ``parts``: first, with ``wide``, those of more than 64 packed rows
     as wide items, then the heavy ones, of more than 32 or branches, then the others, each in that
     order."""
-    group = heads[0] // heads[1]
+    group = heads[0] // heads[1] * draft_tokens
 
     def tile(part: Piece | Branch) -> int:
         rows = len(part.queries) * group
@@ -121,7 +132,7 @@ def encode(parts: Parts, num_queries: int, heads: tuple[int, int], wide: bool = 
             # By position; a branch is the last.
             for part in sorted(mine, key=lambda p: 2**31 if isinstance(p, Branch) else p.start):
                 partial[query, part] = len(partial)
-    items, members, segments = _items_of(parts, tiles, partial)
+    items, members, segments = _items_of(parts, tiles, partial, draft_tokens)
     arrays = {
         "items": items,
         "item_segments": _item_segments(parts),
@@ -130,7 +141,7 @@ def encode(parts: Parts, num_queries: int, heads: tuple[int, int], wide: bool = 
         "segments": np.array(segments, SEGMENT),
     }
     header = _header_of(arrays, heads)
-    header["num_partials"] = len(partial)
+    header["num_partials"], header["draft_tokens"] = len(partial), draft_tokens
     header["num_shared_items"] = sum(
         any(len(piece.queries) > 1 for piece in pieces_of([part])) for part in parts
     )
@@ -141,7 +152,10 @@ def encode(parts: Parts, num_queries: int, heads: tuple[int, int], wide: bool = 
 
 
 def _items_of(
-    parts: Parts, tiles: list[int], partial: dict[tuple[int, Piece | Branch], int]
+    parts: Parts,
+    tiles: list[int],
+    partial: dict[tuple[int, Piece | Branch], int],
+    draft_tokens: int,
 ) -> tuple[npt.NDArray[Any], list[tuple[int, int]], list[tuple[int, ...]]]:
     """Items, members and segments; ``partial``: the slots of queries that several parts serve."""
     items = np.zeros(len(parts), ITEM)
@@ -157,7 +171,8 @@ def _items_of(
             item["num_unmasked_tiles"], item["kind"] = part.seen_by_all, BRANCH
         elif len(part.queries) == 1:
             (query,) = part.queries
-            item["query"], item["kind"] = query, SINGLE
+            drafts = draft_tokens > 1 and part.length == DYNAMIC
+            item["query"], item["kind"] = query, DRAFTS if drafts else SINGLE
             item["partial"] = partial.get((query, part), DIRECT)
         members += [(query, partial.get((query, part), DIRECT)) for query in part.queries]
         segments += _segments(part)
@@ -182,7 +197,7 @@ def _list_starts(parts: Parts) -> dict[Piece | Branch, int]:
 def _header_of(parts: dict[str, npt.NDArray[Any]], heads: tuple[int, int]) -> npt.NDArray[Any]:
     """A header with the sizes of ``parts``, and with where they lie, one behind the other."""
     header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 5
+    header["magic"], header["version"] = 0x50415431, 6
     header["num_q_heads"], header["num_kv_heads"] = heads
     offset = HEADER.itemsize
     for name in PARTS:

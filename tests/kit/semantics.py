@@ -14,6 +14,7 @@ BACKENDS = {
     "flashattention_backend": "FlashAttentionBackend",
     "flashinfer_backend": "FlashInferAttnBackend",
     "triton_backend": "TritonAttnBackend",
+    "trtllm_mha_backend": "TRTLLMHAAttnBackend",
 }
 # The constructor and what a decode step calls.
 ENTRY_POINTS = (

@@ -11,6 +11,7 @@ import pytest
 from sglang_pat.bench.host.live import LiveCache
 from sglang_pat.planner import Plan
 from sglang_pat.srt.check import check_plan
+from sglang_pat.srt.lengths import known
 from sglang_pat.srt.radix import SETTLE_STEPS, RadixView
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
@@ -44,7 +45,7 @@ class StepBed:
 
     def plan(self) -> Plan:
         """The plan of the next step."""
-        plan = self.steps.plan(self.batch, self.lens)
+        plan = self.steps.plan(self.batch, known(self.lens))
         assert plan is not None
         return plan
 

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kit.pieces import DYNAMIC
-from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, PACK, SINGLE
+from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DRAFTS, PACK, SINGLE
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
@@ -28,10 +28,19 @@ class Batch:
     def permuted(self, order: list[int]) -> Batch:
         return Batch([self.paths[i] for i in order], [self.seq_lens[i] for i in order])
 
+    def drafted(self, draft_tokens: int) -> Batch:
+        """With so many draft tokens behind every query's own."""
+        return Batch(self.paths, [length + draft_tokens for length in self.seq_lens])
+
 
 def target(**overrides: Any) -> Target:
     values = dict(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=1024)
     return Target.h200(**(values | overrides))
+
+
+def packed_rows(of: Target) -> int:
+    """Of a query and KV head."""
+    return of.num_q_heads // of.num_kv_heads * of.draft_tokens
 
 
 def batch_of(tree: Tree) -> Batch:
@@ -138,7 +147,7 @@ def ranges_of_query(made: Plan, query: int) -> list[tuple[int, int]]:
 
 def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
     """Shapes of branches and of their segments."""
-    group = made_for.num_q_heads // made_for.num_kv_heads
+    group = packed_rows(made_for)
     for item, segments in branches_of(plan):
         assert item["row_tile"] == BRANCH_ROWS
         assert item["num_queries"] * group <= max(made_for.branch_rows)
@@ -215,14 +224,16 @@ def check_listed(plan: Plan, token_owner: list[Any], seq_lens: list[int]) -> Non
             at += part.length
 
 
-def check_fields(item: Any, members: Any, made_for: Target) -> None:
-    """An item's tile holds its rows, and its kind is what its members say."""
+def check_fields(item: Any, members: Any, is_tail: bool, made_for: Target) -> None:
+    """An item's tile holds its rows, and its kind is what its members say, and that of a piece with
+    draft tokens."""
     if item["kind"] != BRANCH:
-        group = made_for.num_q_heads // made_for.num_kv_heads
+        group = packed_rows(made_for)
         assert item["num_queries"] * group <= item["row_tile"]
         assert item["row_tile"] in made_for.row_tiles
-        assert item["kind"] == (PACK if item["num_queries"] > 1 else SINGLE)
-    single = item["kind"] == SINGLE
+        drafts = is_tail and made_for.draft_tokens > 1
+        assert item["kind"] == (PACK if item["num_queries"] > 1 else DRAFTS if drafts else SINGLE)
+    single = item["kind"] in (SINGLE, DRAFTS)
     assert (item["query"], item["partial"]) == (members[0].item() if single else (-1, 0))
 
 
@@ -243,7 +254,8 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
         assert len(of_item) == item["num_queries"] > 0
         assert len(set(of_item["query"].tolist())) == len(of_item)
         is_branch = bool(item["kind"] == BRANCH)
-        check_fields(item, of_item, made_for)
+        is_tail = segments_of(plan, index)[0]["kv_len"] == DYNAMIC
+        check_fields(item, of_item, bool(is_tail), made_for)
         ranges = ranges_of(plan, index, seq_lens)
         num_shared += any(len(part.queries) > 1 for part in ranges)
         for part in ranges:

@@ -12,8 +12,8 @@ namespace pat {
 
 // One step of the sum over warps: keeps kKeep of this warp's columns, the upper or the lower ones,
 // gives the others to the partner and adds what the partner gives.
-template <int kKeep, int kHeadDim, bool kTransforms, int kCount>
-__device__ __forceinline__ void exchange_columns(const Consumer<kHeadDim, kTransforms>& c,
+template <int kKeep, int kHeadDim, bool kTransforms, bool kDrafts, int kCount>
+__device__ __forceinline__ void exchange_columns(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                                  float (&o)[kCount], float4* scratch, int partner,
                                                  bool upper) {
   const int lane = lane_id();
@@ -95,8 +95,8 @@ __device__ __forceinline__ void add_values(float (&o)[kHeadDim / 2], const Fragm
 
 // Adds up what the 4 / kRowWarps warps of the same rows have: leaves in each the state of its rows
 // over all tokens, and the columns of the output that it writes. `scratch`: memory for a Q tile.
-template <int kRowWarps, int kHeadDim, bool kTransforms>
-__device__ __forceinline__ void join_warps(const Consumer<kHeadDim, kTransforms>& c,
+template <int kRowWarps, int kHeadDim, bool kTransforms, bool kDrafts>
+__device__ __forceinline__ void join_warps(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                            float (&o)[kHeadDim / 2], SoftmaxState (&state)[2],
                                            float4* scratch) {
   constexpr int kTokenWarps = 4 / kRowWarps;
@@ -138,8 +138,9 @@ __device__ __forceinline__ void join_warps(const Consumer<kHeadDim, kTransforms>
 // A unit of up to 16 * kRowWarps packed rows: kRowWarps warps take 16 rows each, and the
 // 4 / kRowWarps warps of the same rows share the tokens of each tile. kBranch: the unit is of a
 // branch, which four warps with rows of their own run.
-template <typename T, bool kFp8, int kRowWarps, bool kBranch, int kHeadDim, bool kTransforms>
-__device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
+template <typename T, bool kFp8, int kRowWarps, bool kBranch, int kHeadDim, bool kTransforms,
+          bool kDrafts>
+__device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                            const WorkUnit& unit) {
   using S = Shape<kHeadDim>;
   using M = Operand<T, kFp8>;
@@ -161,7 +162,8 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
   float row_sum[2] = {0.0f, 0.0f};
 
   const MaskedTiles masked(unit);
-  const Destination to = destination_of(p, c.s.control(), unit, first_row);
+  [[maybe_unused]] const int drafts = kDrafts && !kBranch ? drafts_below(p, unit) : 0;
+  const Destination to = destination_of<kDrafts>(p, c.s.control(), unit, first_row);
   if (unit.num_tokens > 0) {
     c.q.wait_full(c.s.base);
     if constexpr (kFp8) {
@@ -186,13 +188,17 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
         const Fragment k = columns_first(keys, first_token);
         multiply_keys<T, kTiles, kHeadDim>(scores, q, S::kPanelBytes, k);
       }
-      softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, first_token, left,
-                                   [&](float (&s)[4 * kTiles]) {
-                                     if (!kBranch || !masked.has(left)) return;
-                                     uint32_t row_masks[kTiles];
-                                     read_row_masks<kTiles>(row_masks, c.row_masks(c.stage.index));
-                                     mask_scores<kTiles>(s, row_masks, first_row);
-                                   });
+      softmax<kTiles, kTransforms>(
+          p, scores, row_max, row_sum, factor, first_token, left, [&](float (&s)[4 * kTiles]) {
+            if constexpr (kDrafts && !kBranch) {
+              if (left >= drafts) return;
+              mask_drafts<kTiles>(p, s, unit.first_packed_row + first_row, first_token, left);
+            }
+            if (!kBranch || !masked.has(left)) return;
+            uint32_t row_masks[kTiles];
+            read_row_masks<kTiles>(row_masks, c.row_masks(c.stage.index));
+            mask_scores<kTiles>(s, row_masks, first_row);
+          });
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         weights[i] = pack2<M>(scores[2 * i], scores[2 * i + 1]);
@@ -238,8 +244,8 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms>& c,
 
 // A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
 // are copies of rows 0 to 7, which are not used.
-template <typename T, bool kFp8, int kTokens, int kHeadDim, bool kTransforms>
-__device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c,
+template <typename T, bool kFp8, int kTokens, int kHeadDim, bool kTransforms, bool kDrafts>
+__device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                               const WorkUnit& unit) {
   constexpr int kTiles = kTokens / 8;
   using M = Operand<T, kFp8>;
@@ -249,7 +255,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c
   q.row = c.s.narrow_q(c.narrow.index) + (lane_id() & 7) * 128;
   uint32_t tile = c.s.tile(c.stage.index);
 
-  const Destination to = destination_of(p, c.s.control(), unit, 0);
+  const Destination to = destination_of<kDrafts>(p, c.s.control(), unit, 0);
   float scores[4 * kTiles];
   c.narrow.wait_full(c.s.base);
   c.stage.wait_full(c.s.base);
@@ -271,7 +277,13 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms>& c
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
   softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, 0, unit.num_tokens,
-                               [](float (&)[4 * kTiles]) {});
+                               [&](float (&s)[4 * kTiles]) {
+                                 if constexpr (kDrafts) {
+                                   if (unit.num_unmasked_tiles) {
+                                     mask_drafts<kTiles>(p, s, 0, 0, unit.num_tokens);
+                                   }
+                                 }
+                               });
   if constexpr (!kOneStage) c.stage.wait_full(c.s.base);
   float o[kHeadDim / 2];
 #pragma unroll

@@ -79,8 +79,8 @@ __device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2], uint32
 // Up to 64 packed rows. The softmax of a tile runs at the same time as the product of the
 // previous tile's weights and values. Of a wide unit every second tile is in the other half's
 // shared memory.
-template <typename T, bool kFp8, int kHeadDim, bool kTransforms>
-__device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, bool kDrafts>
+__device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit) {
   using M = Operand<T, kFp8>;
   const ForwardParams& p = c.p;
@@ -94,14 +94,18 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms>& c,
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
-  const Destination to = destination_of(p, c.s.control(), unit, first_row);
+  const Destination to = destination_of<kDrafts>(p, c.s.control(), unit, first_row);
   // Tokens from the current tile's first on.
   int left = __shfl_sync(~0u, unit.num_tokens, 0);
   const bool wide = __shfl_sync(~0u, static_cast<int>(unit.wide), 0);
   const MaskedTiles masked(unit);
+  [[maybe_unused]] const int drafts = kDrafts ? drafts_below(p, unit) : 0;
   uint32_t row_masks[8];
   const auto mask = [&](float (&scores)[32]) {
     if (masked.has(left)) mask_scores<8>(scores, row_masks, first_row);
+    if constexpr (kDrafts) {
+      if (left < drafts) mask_drafts<8>(p, scores, unit.first_packed_row + first_row, 0, left);
+    }
   };
   bool of_peer = wide && c.s.sm_half == 1;  // the current tile is in the other half's memory
 

@@ -6,8 +6,8 @@
 
 namespace pat {
 
-// kTransforms: the logits are not kPlain.
-template <int kHeadDim, bool kTransforms>
+// kTransforms: the logits are not kPlain. kDrafts: a query has several draft tokens.
+template <int kHeadDim, bool kTransforms, bool kDrafts>
 struct Consumer {
   const ForwardParams& p;
   const Shared<kHeadDim>& s;

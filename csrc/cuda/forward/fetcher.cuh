@@ -8,7 +8,8 @@
 
 namespace pat {
 
-template <int kHeadDim>
+// kDrafts: a query has several draft tokens.
+template <int kHeadDim, bool kDrafts>
 struct Fetcher {
   using S = Shape<kHeadDim>;
 
@@ -30,13 +31,23 @@ struct Fetcher {
     slots.advance();
   }
 
+  // Offset of a packed row of a query with several draft tokens in its Q, in bytes.
+  __device__ __forceinline__ int64_t offset_in_query(const WorkUnit& unit, int row) const {
+    const int draft_token = (row * p.head_group_magic) >> 16;
+    return (unit.kv_head * p.head_group + row) * p.q_stride_head + draft_token * p.bytes_between;
+  }
+
   // Offset in Q of row `row` of the unit, in units of 16 bytes.
   __device__ __forceinline__ uint32_t q_offset(const WorkUnit& unit, int row) const {
     const int packed_row = unit.first_packed_row + row;
     const int member = (packed_row * p.group_magic) >> 16;
-    const int head = unit.kv_head * p.group + packed_row - member * p.group;
+    [[maybe_unused]] const int head = unit.kv_head * p.group + packed_row - member * p.group;
     const int query =
         row < unit.num_rows ? load_member(s.control(), unit.member_offset + member).query : 0;
+    if constexpr (kDrafts) {
+      const int64_t in_query = offset_in_query(unit, packed_row - member * p.group);
+      return static_cast<uint32_t>((query * p.q_stride_query + in_query) >> 4);
+    }
     return static_cast<uint32_t>((query * p.q_stride_query + head * p.q_stride_head) >> 4);
   }
 
@@ -80,10 +91,26 @@ struct Fetcher {
     }
   }
 
+  // And for one whose query has several draft tokens, with neighbouring heads each.
+  __device__ __forceinline__ void copy_drafts(const WorkUnit& unit, uint32_t to, uint32_t panel) {
+    const int chunk = lane % S::kChunks;
+    const char* from = p.q + unit.member.query * p.q_stride_query + chunk * 16;
+    to += (chunk >> 3) * panel;
+#pragma unroll 1
+    for (int row = lane / S::kChunks; row < unit.num_rows; row += S::kRowsPerCopy) {
+      copy16(to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4),
+             from + offset_in_query(unit, unit.first_packed_row + row));
+    }
+  }
+
   __device__ __forceinline__ void copy_q(const WorkUnit& unit, const uint32_t (&offsets)[2],
                                          uint32_t to, uint32_t panel) {
     if (unit.single_query) {
-      copy_query(unit, to, panel);
+      if constexpr (kDrafts) {
+        copy_drafts(unit, to, panel);
+      } else {
+        copy_query(unit, to, panel);
+      }
     } else {
       copy_rows(unit, offsets, to, panel);
     }

@@ -47,11 +47,11 @@ __device__ __forceinline__ void trace_unit(const ForwardParams& p, const WorkUni
 }
 
 // What a consumer warp does: runs every unit of its half, with the products that suit its rows.
-template <typename T, bool kFp8, int kHeadDim, bool kTransforms>
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, bool kDrafts>
 __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHeadDim>& s,
                                         int warp) {
   using S = Shape<kHeadDim>;
-  Consumer<kHeadDim, kTransforms> c{p, s, warp};
+  Consumer<kHeadDim, kTransforms, kDrafts> c{p, s, warp};
   for (WorkRing work;; work.advance()) {
     work.wait_full(s.base);
     const WorkUnit unit = s.control().units[work.index];
@@ -92,8 +92,9 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
   }
 }
 
-// T: of q and out. kFp8: K and V are float8_e4m3fn.
-template <typename T, bool kFp8, int kHeadDim, bool kTransforms>
+// T: of q and out. kFp8: K and V are float8_e4m3fn. kTransforms: the logits are not kPlain.
+// kDrafts: a query has several draft tokens.
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, bool kDrafts>
 __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {
   using S = Shape<kHeadDim>;
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
 #endif
     const int lane = static_cast<int>(threadIdx.x & 31);
     if (job == 0) {
-      Scheduler<kHeadDim> scheduler{p, s, lane};
+      Scheduler<kHeadDim, kDrafts> scheduler{p, s, lane};
       scheduler.run();
     } else if (job <= kLoaderWarps) {
       if constexpr (kFp8) {
@@ -160,14 +161,14 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
         loader.run();
       }
     } else {
-      Fetcher<kHeadDim> fetcher{p, s, lane};
+      Fetcher<kHeadDim, kDrafts> fetcher{p, s, lane};
       fetcher.run();
     }
   } else {
 #if PAT_WGMMA
     if constexpr (S::kWgmma) warpgroup_reg_alloc<192>();
 #endif
-    consume<T, kFp8, kHeadDim, kTransforms>(p, s, role);
+    consume<T, kFp8, kHeadDim, kTransforms, kDrafts>(p, s, role);
   }
 }
 

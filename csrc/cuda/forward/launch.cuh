@@ -43,8 +43,10 @@ Footprint footprint(const Device& device) {
 
 template <typename T, bool kFp8, int kHeadDim>
 void launch_forward_as(ForwardParams params, cudaStream_t stream) {
-  auto* kernel = params.logits == kPlain ? forward_kernel<T, kFp8, kHeadDim, false>
-                                         : forward_kernel<T, kFp8, kHeadDim, true>;
+  // check_decode() has refused draft tokens with other logits.
+  auto* kernel = params.masked_tokens > 0  ? forward_kernel<T, kFp8, kHeadDim, false, true>
+                 : params.logits == kPlain ? forward_kernel<T, kFp8, kHeadDim, false, false>
+                                           : forward_kernel<T, kFp8, kHeadDim, true, false>;
   const Device& device = current_device();
   const Footprint use = footprint<kHeadDim>(device);
   params.stages = use.stages;

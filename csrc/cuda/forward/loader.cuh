@@ -25,6 +25,7 @@ struct Loader {
 
   __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
   __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
+
   // Copies this warp's share of a tile into the stage, from row `row` on: the tile's tokens from
   // `token` on, of which `left` exist. With kZeros, rows from `left` up to `end` are set to zero.
   template <bool kZeros>
@@ -64,6 +65,19 @@ struct Loader {
         }
       }
     }
+  }
+
+  // Whether wgmma runs the unit; else mma.sync does.
+  static __device__ __forceinline__ bool by_wgmma(const WorkUnit& unit) {
+    return S::kWgmma && (unit.wide || unit.num_rows > kHeavyRows || unit.branch);
+  }
+
+  // Copies the row masks of a branch's tile into the stage; gives the next tile's.
+  __device__ __forceinline__ const uint16_t* copy_row_masks(const uint16_t* from) {
+    if (warp == 0 && lane < kTileTokens / 8) {
+      copy16(shared_address(&s.control().row_masks[stage.index][8 * lane]), from);
+    }
+    return from + kTileTokens;
   }
 
   // Waits until a stage may be filled. Wide units come before all others, so the two barriers of a
@@ -106,10 +120,7 @@ struct Loader {
       slots.wait_full(s.base);
       if (unit.wide) shared_fills = p.stages + 2;
       wait_stage();
-      if (unit.branch && warp == 0 && lane < kTileTokens / 8) {
-        copy16(shared_address(&s.control().row_masks[stage.index][8 * lane]), row_masks);
-        row_masks += kTileTokens;
-      }
+      if (unit.branch) row_masks = copy_row_masks(row_masks);
       const int mine = left - warp * kTokens;
       copy_rows<false>(k, p.k_stride_slot, warp * kTokens, warp * kTokens, mine, 0);
       finish_stage();

@@ -165,31 +165,21 @@ struct Fp8Loader : Loader<kHeadDim> {
     stage.advance(p.stages);
   }
 
-  // Copies the row masks of a branch's tile; gives the next tile's.
-  __device__ __forceinline__ const uint16_t* copy_row_masks(const uint16_t* from) {
-    if (warp == 0 && lane < kTileTokens / 8) {
-      copy16(shared_address(&s.control().row_masks[stage.index][8 * lane]), from);
-    }
-    return from + kTileTokens;
-  }
-
   // Loads every tile of a unit into a stage of its own, K and V.
   __device__ __forceinline__ void load_raw(const WorkUnit& unit, const char* k, const char* v) {
     const uint16_t* row_masks = p.row_masks + unit.list_start + 8 * lane;
-    const uint32_t k_stride = p.k_stride_slot;
-    const uint32_t v_stride = p.v_stride_slot;
     for (int left = unit.num_tokens; left > 0; left -= kTileTokens) {
       slots.wait_full(s.base);
       Base::wait_stage();
-      if (unit.branch) row_masks = copy_row_masks(row_masks);
+      if (unit.branch) row_masks = Base::copy_row_masks(row_masks);
       const uint32_t keys = s.tile(stage.index), values = keys + Raw::kValues;
       // Of a tile that one warp could load alone, warp 0 copies K and warp 1 V.
       const bool apart = left <= kTokens;
       const int row = apart ? 0 : warp * kTokens;
       const int mine = left - row;
-      if (!apart || warp == 0) copy_chunks<false, false>(k, k_stride, keys, row, mine, 0);
+      if (!apart || warp == 0) copy_chunks<false, false>(k, p.k_stride_slot, keys, row, mine, 0);
       if (!apart || warp == 1) {
-        copy_chunks<false, true>(v, v_stride, values, row, mine, (mine + 15) & ~15);
+        copy_chunks<false, true>(v, p.v_stride_slot, values, row, mine, (mine + 15) & ~15);
       }
       Base::finish_stage();
       Base::finish_slots();
@@ -209,7 +199,7 @@ struct Fp8Loader : Loader<kHeadDim> {
       before_wait([&] { return barrier_ready(slots.full(s.base), slots.phase) && stage_ready(); });
       slots.wait_full(s.base);
       Base::wait_stage();
-      if (unit.branch) row_masks = copy_row_masks(row_masks);
+      if (unit.branch) row_masks = Base::copy_row_masks(row_masks);
       copy_chunks<true, false>(k, p.k_stride_slot, s.tile(stage.index), row, left - row, 0);
       finish_copies();
       before_wait([&] { return stage_ready(); });
@@ -227,8 +217,7 @@ struct Fp8Loader : Loader<kHeadDim> {
       work.wait_full(s.base);
       const WorkUnit unit = s.control().units[work.index];
       const bool last = unit.num_tokens < 0;
-      const bool for_wgmma =
-          S::kWgmma && (unit.wide || unit.num_rows > kHeavyRows || unit.branch) && !last;
+      const bool for_wgmma = !last && Base::by_wgmma(unit);
       if (!for_wgmma) widen_all();
       if (last) break;
       const char* k = p.k + unit.kv_head * p.k_stride_head;

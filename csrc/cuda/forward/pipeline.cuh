@@ -20,7 +20,8 @@ struct alignas(16) WorkUnit {
   int32_t num_rows;          // packed rows of this unit
   int32_t list_start;        // where its slots begin in the list
   int32_t num_tokens;
-  int32_t num_unmasked_tiles;  // of a branch: see Item
+  int32_t num_unmasked_tiles;  // of a branch: see Item; else whether it is a kDrafts, so that its
+                               // last tokens are masked
   int32_t kv_head;
   int32_t item;
   int16_t single_query;  // all packed rows belong to one query

@@ -15,8 +15,9 @@ __device__ __forceinline__ int item_of(const ForwardParams& p, int index) {
   return p.kv_heads_magic == 0 ? index : static_cast<int>(__umulhi(index, p.kv_heads_magic));
 }
 
-// Reads work unit `index` from the plan. Returns false if another launch runs it (Launch::kStreams
-// and kSerial).
+// Reads work unit `index` from the plan. kDrafts: the plan may have several draft tokens. Returns
+// false if another launch runs it (Launch::kStreams and kSerial).
+template <bool kDrafts>
 __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& control, int index,
                                          WorkUnit& unit) {
   const int item = item_of(p, index);
@@ -36,6 +37,11 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   unit.branch = b.w == static_cast<int>(ItemKind::kBranch);
   unit.num_unmasked_tiles = b.z >> 16;
   unit.single_query = b.w == static_cast<int>(ItemKind::kSingle);
+  if constexpr (kDrafts) {
+    const bool drafts = b.w == static_cast<int>(ItemKind::kDrafts);
+    unit.single_query |= drafts;
+    unit.num_unmasked_tiles |= drafts;
+  }
   unit.member = {b.x, b.y};
   const int row_tile = b.z & 0xFFFF;
   return row_tile >= p.min_row_tile && row_tile <= p.max_row_tile;
@@ -45,7 +51,7 @@ __device__ __forceinline__ int tiles_of(int tokens) {
   return (tokens + kTileTokens - 1) / kTileTokens;
 }
 
-template <int kHeadDim>
+template <int kHeadDim, bool kDrafts>
 struct Scheduler {
   const ForwardParams& p;
   const Shared<kHeadDim>& s;
@@ -68,7 +74,7 @@ struct Scheduler {
   __device__ void run_wide(int total) {
     for (int index = blockIdx.x; index < total; index += gridDim.x) {
       WorkUnit unit;
-      if (!describe(p, s.control(), index, unit)) continue;
+      if (!describe<kDrafts>(p, s.control(), index, unit)) continue;
       const int tiles = max((tiles_of(unit.num_tokens) + 1 - s.sm_half) / 2, 1);
       const int rows = unit.num_rows;
       unit.wide = unit.num_tokens > 0;
@@ -92,7 +98,7 @@ struct Scheduler {
   // unit to run.
   __device__ __forceinline__ bool describe_batch(int first, int count, WorkUnit& unit) const {
     if (lane >= count) return false;
-    const bool mine = describe(p, s.control(), first + lane, unit);
+    const bool mine = describe<kDrafts>(p, s.control(), first + lane, unit);
     if (p.narrow && unit.num_rows <= kNarrowRows && unit.num_tokens > 0 &&
         unit.num_tokens <= kTileTokens && !unit.branch) {
       unit.narrow = unit.num_tokens <= kShortTokens ? kShort : kNarrow;

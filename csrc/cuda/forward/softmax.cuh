@@ -22,6 +22,29 @@ struct MaskedTiles {
   __device__ __forceinline__ bool has(int left) const { return left > above && left < below; }
 };
 
+// Tiles of a unit with fewer tokens left than this one gives hold draft tokens that only some of
+// its rows attend to.
+__device__ __forceinline__ int drafts_below(const ForwardParams& p, const WorkUnit& unit) {
+  const bool drafts = __shfl_sync(~0u, !unit.branch && unit.num_unmasked_tiles, 0);
+  return drafts ? p.masked_tokens + kTileTokens : 0;
+}
+
+// Sets the scores of draft tokens that come after a row's own to -inf. `first_row`: packed row of
+// the query that is row 0 of the 16; `left`: tokens from the tile's first on, of which the scores
+// begin at token `first_token`.
+template <int kTiles>
+__device__ __forceinline__ void mask_drafts(const ForwardParams& p, float (&scores)[4 * kTiles],
+                                            int first_row, int first_token, int left) {
+  const int row = first_row + (lane_id() >> 2);
+  // Column c is draft token c + first_draft; before the first draft token that is negative.
+  const int first_draft = first_token + 2 * (lane_id() & 3) - (left - 1 - p.masked_tokens);
+#pragma unroll
+  for (int i = 0; i < 4 * kTiles; ++i) {
+    const int first_attending = (first_draft + (i >> 2) * 8 + (i & 1)) * p.head_group;
+    if (row + (i & 2) * 4 < first_attending) scores[i] = -INFINITY;
+  }
+}
+
 // Reads the row masks of a tile's tokens: of each 8 tokens the lane's two, in one word.
 template <int kTiles>
 __device__ __forceinline__ void read_row_masks(uint32_t (&row_masks)[kTiles], uint32_t from) {

@@ -13,11 +13,8 @@ import math
 from collections.abc import Sequence
 
 from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel.report import MAX_OF_FA3, TreeRow, decode_ratio, geomean
-
-E4M3 = "fp8_e4m3"
-# pat may be this much slower than the better of FA3 and FlashInfer before a row is named.
-MARGIN = 1.02
+from sglang_pat.bench.kernel.layer import E4M3
+from sglang_pat.bench.kernel.report import DECODE_MARGIN, MAX_OF_FA3, TreeRow, decode_ratio, geomean
 
 
 def summary(rows: Sequence[TreeRow]) -> list[str]:
@@ -49,11 +46,10 @@ def summary(rows: Sequence[TreeRow]) -> list[str]:
     slower = [
         f"{row.heads} {row.spec} {ratio:.3f}"
         for row in rows
-        if (ratio := decode_ratio(row)) is not None and ratio > MARGIN
+        if (ratio := decode_ratio(row)) is not None and ratio > DECODE_MARGIN
     ]
-    lines.append(
-        f"slower than {MARGIN:g} x the better of fa3 and flashinfer: {', '.join(slower) or 'none'}"
-    )
+    limit = f"{DECODE_MARGIN:g} x the better of fa3 and flashinfer"
+    lines.append(f"slower than {limit}: {', '.join(slower) or 'none'}")
     return lines
 
 

@@ -25,7 +25,8 @@ CHECKED_QUERIES = 6
 MEAN_ITEMS, MEAN_PARTIALS = 16, 32
 
 # Dtypes of K and V, as ``--kv-cache-dtype`` of a server names them, with the bytes of an element.
-KV_DTYPES = {"bfloat16": 2, "fp8_e4m3": 1}
+E4M3 = "fp8_e4m3"
+KV_DTYPES = {"bfloat16": 2, E4M3: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class PatOptions:
     @property
     def e4m3(self) -> bool:
         """Whether K and V are in float8_e4m3fn, with scales."""
-        return self.kv_dtype == "fp8_e4m3"
+        return self.kv_dtype == E4M3
 
     @property
     def kv_bytes(self) -> int:

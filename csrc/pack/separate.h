@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Separate: whether a small batch is faster if no item has several queries. Such items start later
+// than those of one query, and few queries have little to share.
+#pragma once
+
+#include <cstdint>
+
+#include "packer.h"
+#include "target.h"
+
+namespace pat {
+
+// A plan with shared items is weighed against one without only for so many queries at most, and if
+// these read no token of the batch more than so many times in the mean: others were not faster.
+inline constexpr int32_t kMostSeparate = 64;
+inline constexpr double kMostReads = 5.0;
+
+// Whether packs may be weighed by clearly_faster(): some are shared, and none has wide items.
+bool may_separate(const Target& target, const Packs& packs);
+// Whether `alone`, packs of one query each, are modelled to be clearly faster than `packs` of the
+// same batch, both split. By how much: the model's error on the plans that it was fitted to.
+bool clearly_faster(const Target& target, const Packs& alone, const Packs& packs,
+                    int64_t unique_tokens);
+
+}  // namespace pat
