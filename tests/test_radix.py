@@ -19,6 +19,7 @@ from sglang.srt.session.session_controller import Session
 from sglang_pat.bench.host.live import CACHES, LiveCache
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.check import SlotMismatch, check_plan
+from sglang_pat.srt.lengths import known
 from sglang_pat.srt.radix import NO_NODE, RadixView
 from sglang_pat.srt.step import StepPlanner, plan_paths
 from sglang_pat.stats import Stats
@@ -152,7 +153,7 @@ def test_turns_of_streaming_sessions_have_the_path_of_their_session(kind: str) -
         reqs = [first.turn(added[0]), cache.admit(system + user), second.turn(added[1])]
         assert reqs[0].lock is None and reqs[1].lock is not None
         batch, lens = cache.batch(reqs)
-        plan = steps.plan(batch, lens)
+        plan = steps.plan(batch, known(lens))
         assert plan is not None
         check_plan(plan, reqs, steps.view, cache.table.req_to_token, batch.rows)
         shared = plan.segments[plan.segments["num_queries"] > 1]
@@ -175,7 +176,7 @@ def test_check_mode_compares_a_turns_row_with_the_tree(kind: str) -> None:
     req = talk.turn([51, 52])
     batch, lens = cache.batch([req])
     steps = StepPlanner(TARGET, Stats())
-    plan = steps.plan(batch, lens)
+    plan = steps.plan(batch, known(lens))
     assert plan is not None
     check_plan(plan, [req], steps.view, cache.table.req_to_token, batch.rows)
     cache.table.req_to_token[int(batch.rows[0]), 7] += 1

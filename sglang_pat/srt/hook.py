@@ -20,20 +20,23 @@ _ATTRIBUTE = "_sglang_pat_mailbox"
 
 @dataclass(frozen=True, slots=True)
 class LiveBatch:
-    """The requests of a decode step, in row order, and the cache that holds their prefixes.
+    """The requests of a decode or verify step, in row order, and the cache of their prefixes.
 
     ``rows`` [>= len(reqs)] int64, CPU: the row of ``req_to_token`` of each query of the batch.
-    ``others``: forwards other than plain decodes that came before, of the same model runner.
+    ``others``: forwards of other kinds that came before, of the same model runner.
+    ``exact``: ``others`` is a counter of SGLang's instead, and while it and ``rows`` stay the same,
+    so does where each request stands in the cache.
     """
 
     reqs: list[Any]
     tree_cache: Any
     rows: torch.Tensor
     others: int = 0
+    exact: bool = False
 
 
 class Mailbox:
-    """Holds the batch of the forward that comes next, if it is a plain decode."""
+    """Holds the batch of the forward that comes next, if that is a decode or verify step."""
 
     def __init__(self) -> None:
         self._batch: LiveBatch | None = None
@@ -53,7 +56,7 @@ class Mailbox:
         self._batch = batch
         self.others += batch is None
 
-    def take(self) -> LiveBatch | None:
+    def take(self, _forward_batch: Any = None) -> LiveBatch | None:
         batch, self._batch = self._batch, None
         return batch
 
@@ -65,21 +68,11 @@ def after_init_new(
     mailbox = getattr(model_runner, _ATTRIBUTE, None)
     if mailbox is not None:
         live = None
-        if forward_batch.forward_mode.is_decode():
+        mode = forward_batch.forward_mode
+        if mode.is_decode() or mode.is_target_verify():
             rows = batch.req_pool_indices_cpu
             live = LiveBatch(batch.reqs, batch.tree_cache, rows, mailbox.others)
         mailbox.put(live)
-
-
-def host_lens(forward_batch: Any) -> torch.Tensor:
-    """Sequence lengths [B] as contiguous int64 on the CPU. Waits for the device only where SGLang
-    keeps no copy of them on the host."""
-    lens: torch.Tensor | None = forward_batch.seq_lens_cpu
-    if lens is None:
-        lens = forward_batch.seq_lens.cpu()
-    if lens.dtype != torch.int64 or not lens.is_contiguous():
-        lens = lens.to(torch.int64).contiguous()
-    return lens
 
 
 def is_installed(function: Any, wanted: Any = after_init_new) -> bool:

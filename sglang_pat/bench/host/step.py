@@ -16,6 +16,7 @@ import statistics
 import time
 
 from sglang_pat.bench.host.live import CACHES, LiveCache
+from sglang_pat.srt.lengths import known
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
@@ -43,7 +44,7 @@ def measure(kind: str, queries: int) -> dict[str, float | int | str]:
         batch, lens = batches[index % len(batches)]
         live = dataclasses.replace(batch, others=others)
         start = time.perf_counter_ns()
-        steps.plan(live, lens)
+        steps.plan(live, known(lens))
         return (time.perf_counter_ns() - start) / 1e3
 
     settled = [step(0, 0) for _ in range(REPEATS)]

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang offers once ``patches/0.5.23-pat.patch``, or a part of it, is in it.
+
+Every part is looked for by its name and used where it is there; none is needed. This module is the
+only one that looks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol
+
+from sglang_pat.srt.hook import LiveBatch, Mailbox
+from sglang_pat.srt.interface import names_of
+from sglang_pat.srt.plugin import BACKEND
+
+logger = logging.getLogger("sglang_pat")
+
+_FORWARD = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+_REPLAY = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
+_HANDLES = "request_handles"
+
+
+class Batches(Protocol):
+    """Where a backend finds the requests of the forward that it prepares."""
+
+    def take(self, forward_batch: Any) -> LiveBatch | None:
+        """Those of a decode or verify step, once; None for any other forward and for a warm-up."""
+
+
+@cache
+def carries_requests() -> bool:
+    """Whether a ``ForwardBatch`` and the view that a graph replay makes of it name the requests:
+    then there is no hook after ``ForwardBatch.init_new``."""
+    return all(_HANDLES in names_of(path) for path in (_FORWARD, _REPLAY))
+
+
+def batches_of(runner: Any) -> Batches:
+    """Where the backend of this model runner finds the requests of its forwards."""
+    if not carries_requests():
+        return Mailbox.on(runner)
+    logger.debug("sglang_pat: takes the requests of a step from SGLang's forward batch, no hook")
+    return CarriedRequests()
+
+
+class CarriedRequests:
+    """Takes the requests from the forward itself.
+
+    With ``anchor_version``, a counter of the prefix cache, equal rows and counters mean that every
+    request stands where it stood; without one, as with the hook, other forwards are counted.
+    """
+
+    def __init__(self) -> None:
+        self._others = 0
+
+    def take(self, forward_batch: Any) -> LiveBatch | None:
+        # A replay's view has the mode of the capture, and beside it that of the forward.
+        mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode)
+        # SGLang also makes views of a forward that leave the requests out, such as a draft's.
+        handles = getattr(forward_batch, _HANDLES, None)
+        if handles is None or not (mode.is_decode() or mode.is_target_verify()):
+            self._others += 1
+            return None
+        cache, rows = handles.tree_cache, handles.req_pool_indices_cpu
+        version = getattr(cache, "anchor_version", None)
+        if version is None:
+            return LiveBatch(handles.reqs, cache, rows, self._others)
+        return LiveBatch(handles.reqs, cache, rows, version, exact=True)
+
+
+def path_query(tree_cache: Any) -> Callable[[Sequence[int]], Iterable[Any]] | None:
+    """The call that gives the paths to nodes as plain tuples with the fields of SGLang's
+    ``TreePathNodeInfo``: the public one, else that of the compiled tree core.
+
+    None for a cache of Python nodes: ``NodeReader`` climbs those several times as fast.
+    """
+    core = getattr(tree_cache, "tree_core", None)
+    if core is None or hasattr(core, "_node_arena"):
+        return None
+    query: Callable[[Sequence[int]], Iterable[Any]] | None
+    query = getattr(tree_cache, "collect_paths", None)
+    if query is None:
+        query = getattr(getattr(core, "_binding", None), "collect_path_info", None)
+    return query
+
+
+def draft_with(name: str) -> bool:
+    """Let the drafts of a server with ``pat`` run on SGLang's own backend ``name``. Whether SGLang
+    has a registry to say so in."""
+    drafts = import_module("sglang.srt.speculative.draft_utils")
+    register = getattr(drafts, "register_draft_attention_backend", None)
+    if register is None:
+        return False
+
+    def built_in(_factory: Any, factories: dict[str, Callable[[], Any]]) -> Any:
+        return factories[name]()
+
+    register(BACKEND, decode=built_in, extend=built_in)
+    return True

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang with ``patches/0.5.23-pat.patch`` in it does, and that the plugin takes to it.
+
+Not collected by itself: ``tests/test_upstream.py`` runs it on a patched copy.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from kit.steps import StepBed, count_calls
+from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, RequestHandles
+from sglang.srt.plugins import load_plugins
+
+from sglang_pat import doctor
+from sglang_pat.bench.host import upstream as benchmark
+from sglang_pat.bench.host.live import CACHES, LiveCache
+from sglang_pat.srt import hook, plugin, upstream
+from sglang_pat.srt.interface import interface_mismatches
+from sglang_pat.srt.lengths import known
+from sglang_pat.srt.radix import RECHECK_STEPS, RadixView
+
+PATCH = Path(__file__).parents[2] / "patches" / "0.5.23-pat.patch"
+FILES = sorted(set(re.findall(r"^\+\+\+ b/(\S+)\.py$", PATCH.read_text(), re.MULTILINE)))
+TOOLS = ("one_batch", "offline_throughput", "one_batch_server")
+
+
+class Stop(Exception):
+    """Ends a program where its plugins would be loaded."""
+
+
+def stop() -> None:
+    raise Stop
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much of Ray as SGLang's actor is defined with, whether Ray is installed or not."""
+    for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, MagicMock(remote=lambda cls: cls))
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_patched_modules_import(path: str, ray: None) -> None:
+    module = import_module(path.replace("/", "."))
+    assert not Path(str(module.__file__)).is_symlink()
+
+
+# 1. The requests of a batch
+
+
+def test_the_plugin_needs_no_hook_on_the_forward_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_plugins()
+    assert upstream.carries_requests()
+    assert ATTENTION_BACKENDS["pat"] is plugin._make_backend
+    assert not hook.is_installed(ForwardBatch.init_new)
+    assert list(interface_mismatches()) == []
+    assert isinstance(upstream.batches_of(SimpleNamespace()), upstream.CarriedRequests)
+    monkeypatch.setattr(upstream, "carries_requests", lambda: False)
+    assert any("is not installed" in reason for reason in interface_mismatches())
+
+
+def test_the_doctor_says_that_batches_carry_their_requests() -> None:
+    load_plugins()
+    (finding,) = doctor._interface()
+    assert finding.status == "ok" and finding.found == "as expected; batches carry their requests"
+
+
+def test_a_replays_view_names_the_requests_of_its_forward() -> None:
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
+
+    forward = MagicMock(seq_lens_sum=10, lora_ids=None)
+    names = ("bs", "raw_bs", "num_tokens", "seq_len_fill_value")
+    view = build_replay_fb_view(
+        forward_batch=forward,
+        buffers=MagicMock(),
+        capture_forward_mode=ForwardMode.DECODE,
+        is_encoder_decoder=False,
+        global_num_tokens_cpu=None,
+        **dict.fromkeys(names, 1),
+    )
+    assert view.request_handles is forward.request_handles
+
+
+def forward_of(cache: Any, mode: ForwardMode = ForwardMode.DECODE, **more: Any) -> Any:
+    handles = RequestHandles([], cache, torch.arange(2))
+    return SimpleNamespace(forward_mode=mode, request_handles=handles, **more)
+
+
+def test_only_plain_decodes_have_requests_to_plan_for() -> None:
+    batches = upstream.CarriedRequests()
+    cache = SimpleNamespace(anchor_version=None)
+    warm_up = SimpleNamespace(forward_mode=ForwardMode.DECODE, request_handles=None)
+    view = SimpleNamespace(forward_mode=ForwardMode.DECODE)
+    idle = forward_of(cache, actual_forward_mode=ForwardMode.IDLE)
+    for other in (warm_up, view, idle, forward_of(cache, ForwardMode.EXTEND)):
+        assert batches.take(other) is None
+    forward = forward_of(cache)
+    live = batches.take(forward)
+    assert live is not None
+    assert live.reqs is forward.request_handles.reqs and live.tree_cache is cache
+    assert live.rows is forward.request_handles.req_pool_indices_cpu
+    assert live.others == 4 and not live.exact
+
+
+def test_a_cache_that_counts_is_believed() -> None:
+    batches = upstream.CarriedRequests()
+    cache = SimpleNamespace(anchor_version=7)
+    assert batches.take(forward_of(cache, ForwardMode.EXTEND)) is None
+    live = batches.take(forward_of(cache))
+    assert live is not None and live.others == 7 and live.exact
+
+
+# 2. A version of the requests' anchors
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_the_version_grows_when_an_anchor_moves(kind: str) -> None:
+    cache = LiveCache(kind, slots=1000, rows=4, context=64)
+    versions = [cache.tree.anchor_version]
+    first = cache.admit([1, 2, 3, 4])
+    versions.append(cache.tree.anchor_version)
+    node, length = first.lock.node, first.kv.cache_protected_len
+    key = RadixKey(first.full_untruncated_fill_ids[:2], None)
+    cache.tree.match_prefix(MatchPrefixParams(key=key))  # splits the first request's node
+    assert (first.lock.node, first.kv.cache_protected_len) == (node, length)
+    assert cache.tree.anchor_version == versions[-1]
+    cache.admit([1, 2, 9])
+    versions.append(cache.tree.anchor_version)
+    cache.tree.reset()
+    versions.append(cache.tree.anchor_version)
+    assert versions == sorted(set(versions))
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_with_a_version_a_batch_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bed = StepBed(kind)
+    batches = upstream.CarriedRequests()
+    reads = count_calls(monkeypatch, "read_handles")
+
+    def step() -> Any:
+        handles = RequestHandles(bed.reqs, bed.cache.tree, bed.batch.rows)
+        forward = SimpleNamespace(forward_mode=ForwardMode.DECODE, request_handles=handles)
+        live = batches.take(forward)
+        assert live is not None
+        return bed.steps.plan(live, known(bed.lens))
+
+    plan = step()
+    for _ in range(2 * RECHECK_STEPS):
+        assert step() is plan
+    assert len(reads) == 1
+    bed.check(plan)
+    bed.admit(0)  # the prefill of a request that is not in the batch yet
+    assert step() is plan  # read, and found as it was
+    assert len(reads) == 2
+    assert step() is plan
+    assert len(reads) == 2
+
+
+def test_the_benchmark_times_plans_that_are_kept_and_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asserts itself which plans are which."""
+    monkeypatch.setattr(benchmark, "REPEATS", 3)
+    monkeypatch.setattr(benchmark.Forward, "handles", RequestHandles)
+    medians = benchmark.measure(4)
+    assert tuple(medians) == benchmark.STEPS and all(medians.values())
+
+
+# 3. A public path query
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_paths_are_plain_tuples_from_the_root_on(kind: str) -> None:
+    cache = LiveCache(kind, slots=1000, rows=4, context=64)
+    reqs = [cache.admit([1, 2, 3, own, 5]) for own in (7, 8)]
+    paths = cache.tree.collect_paths([req.lock.node for req in reqs])
+    assert all(type(node) is tuple for path in paths for node in path)
+    infos = [[TreePathNodeInfo(*node) for node in path] for path in paths]
+    spans = [[(node.path_start, node.path_end) for node in path] for path in infos]
+    assert spans == [[(0, 3), (3, 5)]] * 2
+    (shared, own), (also_shared, other) = infos
+    assert shared == also_shared and shared.num_children == 2 and shared.full_value_len == 3
+    assert own.parent_id == other.parent_id == shared.node_id
+    if kind != "classic":
+        nodes = [req.lock.node for req in reqs]
+        assert [list(path) for path in cache.tree.tree_core.collect_path_info(nodes)] == infos
+        assert list(cache.tree.collect_paths([cache.tree.root_node_handle()])[0]) == []
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_the_compiled_tree_core_is_asked_by_its_public_name(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = LiveCache(kind, slots=1000, rows=4, context=64)
+    reqs = [cache.admit([1, 2, 3, own]) for own in (7, 8)]
+    calls: list[Any] = []
+    public = cache.tree.collect_paths
+    monkeypatch.setattr(cache.tree, "collect_paths", lambda ids: calls.append(ids) or public(ids))
+    view = RadixView(cache.tree)
+    batch, _ = cache.batch(reqs)
+    view.look_up(reqs, view.read_handles(reqs, batch.rows, 2, 0, anew=True))
+    assert len(calls) == (kind == "rust")
+
+
+# 4. Plugins in Ray's actor and in the benchmarks
+
+
+def test_rays_actor_loads_plugins_before_anything_else(
+    ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.ray.scheduler_actor import SchedulerActor
+
+    monkeypatch.setattr("sglang.srt.plugins.load_plugins", stop)
+    with pytest.raises(Stop):
+        SchedulerActor(*[None] * 6)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_benchmarks_load_plugins_before_they_parse(
+    tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module(f"sglang.benchmark.{tool}")
+    monkeypatch.setattr(module, "load_plugins", stop)
+    monkeypatch.setattr(sys, "argv", [tool, "--attention-backend", "no-such-backend"])
+    with pytest.raises(Stop):
+        module.cli_main()
+
+
+def test_the_ranks_of_a_benchmark_load_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.benchmark import one_batch
+
+    called: list[Any] = []
+    monkeypatch.setattr(one_batch, "load_plugins", lambda: called.append("plugins"))
+    one_batch._run_with_plugins(lambda *args: called.append(args), 1, 2)
+    assert called == ["plugins", (1, 2)]
+
+
+# 5. Draft backends by registry
+
+
+@pytest.mark.parametrize("method", ["create_decode_backend", "create_draft_extend_backend"])
+def test_drafts_of_pat_run_on_the_backend_that_it_names(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.layers.attention import attention_registry as registry
+    from sglang.srt.speculative import draft_utils
+
+    for wrapper in ("draft_decode", "draft_extend"):
+        name = f"attn_backend_wrapper_for_{wrapper}"
+        monkeypatch.setattr(registry, name, lambda _runner, backend: backend)
+    for registered in (draft_utils.DRAFT_DECODE_BACKENDS, draft_utils.DRAFT_EXTEND_BACKENDS):
+        monkeypatch.delitem(registered, "pat", raising=False)
+    monkeypatch.setattr(draft_utils, "attention_backends", lambda: ("pat", "pat"))
+    monkeypatch.setattr(draft_utils, "get_spec", MagicMock())
+    made = SimpleNamespace(attn_backends=[SimpleNamespace()])
+    phase = "decode" if "decode" in method else "prefill"
+    monkeypatch.setattr(
+        draft_utils.DraftBackendFactory,
+        f"_create_triton_{phase}_backend",
+        lambda _self: ("triton", made),
+    )
+    runner = MagicMock(draft_attention_backend=None)
+    factory = draft_utils.DraftBackendFactory(runner, topk=1, speculative_num_steps=3)
+    with pytest.raises(ValueError, match=r"EAGLE is not supported in .*attention backend pat"):
+        getattr(factory, method)()
+    assert upstream.draft_with("triton")
+    assert getattr(factory, method)() is made
+    assert made.decode_attention_backend_str == "triton"
+
+
+# 6. The registry entry and the choice
+
+
+def test_pat_is_a_choice_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.attention.attention_registry import create_pat_backend
+
+    assert ATTENTION_BACKEND_CHOICES.count("pat") == 1
+    factory = import_module("sglang_pat.srt.factory")
+    monkeypatch.setattr(factory, "make_pat_backend", lambda runner: ("made", runner))
+    assert create_pat_backend(3) == ("made", 3)
+    monkeypatch.setitem(sys.modules, "sglang_pat.srt.factory", None)
+    with pytest.raises(ImportError, match="needs the package sglang-pat: pip install sglang-pat"):
+        create_pat_backend(3)
