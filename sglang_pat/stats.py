@@ -19,6 +19,7 @@ NAMESPACE = "sglang_pat"  # of the exported counters
 # Counters without a label, in the order they are shown, and what they mean.
 COUNTERS = {
     "decode_steps": "Decode steps that ran through a pack-forward-merge plan.",
+    "verify_steps": "Of those, steps that verified draft tokens of speculative decoding.",
     "packed_steps": "Decode steps whose plan had an item that several requests share.",
     "branched_steps": "Decode steps whose plan ran parts of the tree as one item each.",
     "kv_tokens_read": "K/V tokens the items read, of one layer and KV head; re-reads count.",
@@ -65,6 +66,7 @@ class Stats:
 
     def __init__(self) -> None:
         self.decode_steps = 0
+        self.verify_steps = 0
         self.packed_steps = 0
         self.branched_steps = 0
         self.kv_tokens_read = 0
@@ -97,6 +99,7 @@ class Stats:
         if made and plan.degraded:
             self._degrade(plan)
         self.decode_steps += 1
+        self.verify_steps += plan.draft_tokens > 1
         self.packed_steps += plan.num_shared_items > 0
         self.branched_steps += plan.branch_tokens > 0
         self.kv_tokens_unpacked += total

@@ -13,11 +13,13 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.runner import HOPPER, OLDER, make_runner, warnings_of
 from kit.semantics import HOME, definitions
+from sglang.srt.layers.attention import attention_registry
 from sglang.srt.runtime_context import override_platform
 
 from sglang_pat.srt import base
 
 GPU = {"device": "cuda"}
+B200 = {"is_hopper_with_cuda_12_3": False, "is_sm90": False, "is_sm100": True}
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def test_gpu_and_options_decide_the_base(
 
 
 @pytest.mark.usefixtures("gpu_modules")
-@pytest.mark.parametrize("named", ["trtllm_mha", "torch_native"])
+@pytest.mark.parametrize("named", ["torch_native", "flex_attention"])
 def test_a_named_backend_that_cannot_be_extended_gives_way_to_the_default(
     named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,12 +88,47 @@ def test_a_named_backend_that_cannot_be_extended_gives_way_to_the_default(
     assert f"cannot extend '{named}'" in warning and warning.endswith("run on fa3")
 
 
-def test_a_default_that_cannot_be_extended_is_an_error() -> None:
-    facts = {"is_hopper_with_cuda_12_3": False, "is_sm100": True}
-    with override_platform(**facts), pytest.raises(RuntimeError) as refused:
+def test_a_default_that_cannot_be_extended_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(base._CUDA, "fa3")
+    with override_platform(**HOPPER), pytest.raises(RuntimeError) as refused:
         base.base_of(make_runner([], args=GPU))
-    assert "cannot extend 'trtllm_mha'" in str(refused.value)
+    assert "cannot extend 'fa3'" in str(refused.value)
     assert "--decode-attention-backend pat" in str(refused.value)
+
+
+@pytest.mark.usefixtures("gpu_modules")
+@pytest.mark.parametrize("pages", [16, 32, 64, 128])
+def test_the_base_on_a_b200_is_trtllm_mha_with_its_page_sizes(
+    pages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with override_platform(**B200):
+        found = base.base_of(make_runner([], args=GPU | {"page_size": pages}))
+    assert (found.name, found.cls.__name__) == ("trtllm_mha", "TRTLLMHAAttnBackend")
+    assert not found.arguments and not warnings_of(caplog)
+
+
+@pytest.mark.usefixtures("gpu_modules")
+@pytest.mark.parametrize(
+    ("facts", "config", "name"),
+    [
+        ({"has_flashinfer": True}, {}, "flashinfer"),
+        ({"has_flashinfer": False}, {}, "triton"),
+        ({"has_flashinfer": True}, {"has_attention_sinks": True}, "triton"),
+    ],
+)
+def test_the_base_on_a_b200_with_pages_of_one_token(
+    facts: dict[str, bool], config: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = make_runner([], args=GPU, config=config)
+    with override_platform(**B200 | facts):
+        assert base.base_of(runner).name == name
+        stock = {name: lambda runner: "made"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention_registry, "ATTENTION_BACKENDS", stock)
+            assert base.build_stock(runner) == (name, "made")
+    warning, again = warnings_of(caplog)
+    assert warning == again
+    assert f"run on {name}" in warning and "--page-size 64 lets it run them" in warning
 
 
 @pytest.mark.usefixtures("gpu_modules")

@@ -47,6 +47,7 @@ class FactoryBed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.checked: list[Any] = []
         self.extended: type | None = None
+        self.mixin: type | None = None
         self.reported: list[bool] = []
         monkeypatch.setattr(factory.refusals, "refuse_unsafe", self.checked.append)
         monkeypatch.setattr(factory, "extend", self._extend)
@@ -56,8 +57,8 @@ class FactoryBed:
         for name in ("torch_native", "fa3", "triton"):
             monkeypatch.setitem(ATTENTION_BACKENDS, name, lambda _, name=name: f"stock {name}")
 
-    def _extend(self, cls: type) -> Callable[..., FakeBackend]:
-        self.extended = cls
+    def _extend(self, cls: type, mixin: type) -> Callable[..., FakeBackend]:
+        self.extended, self.mixin = cls, mixin
         return FakeBackend
 
     def make(self, runner: Any) -> Any:

@@ -17,6 +17,7 @@ from sglang_pat.bench.host.live import CACHES
 from sglang_pat.planner import Plan
 from sglang_pat.srt.check import check_plan
 from sglang_pat.srt.hook import LiveBatch
+from sglang_pat.srt.lengths import known
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
@@ -25,6 +26,11 @@ from sglang_pat.stats import Stats
 @pytest.fixture(params=CACHES)
 def bed(request: pytest.FixtureRequest) -> StepBed:
     return StepBed(request.param)
+
+
+def plan_of(bed: StepBed, turn: tuple[LiveBatch, torch.Tensor]) -> Plan | None:
+    batch, lens = turn
+    return bed.steps.plan(batch, known(lens))
 
 
 def take_turns(bed: StepBed, micro_batches: int) -> list[tuple[LiveBatch, torch.Tensor]]:
@@ -42,7 +48,7 @@ def test_micro_batches_that_take_turns_keep_their_plans(
     plans: list[Plan | None] = [None] * micro_batches
     for step in range(RECHECK_STEPS):
         for i, (batch, lens) in enumerate(turns):
-            plan = bed.steps.plan(batch, lens)
+            plan = bed.steps.plan(batch, known(lens))
             assert plan is not None and bed.steps.made == (step == 0)
             assert plans[i] is None or plan is plans[i]
             plans[i] = plan
@@ -59,12 +65,12 @@ def test_micro_batches_that_take_turns_keep_their_plans(
 def test_a_micro_batch_that_changes_leaves_the_others_their_plans(bed: StepBed) -> None:
     turns = take_turns(bed, 2)
     for _ in range(SETTLE_STEPS + 2):
-        first, second = (bed.steps.plan(batch, lens) for batch, lens in turns)
+        first, second = (bed.steps.plan(batch, known(lens)) for batch, lens in turns)
     turns[0] = bed.cache.batch(bed.reqs[2::2])  # one of its requests is done
-    changed = bed.steps.plan(*turns[0])
+    changed = plan_of(bed, turns[0])
     assert bed.steps.made and changed is not first
-    assert bed.steps.plan(*turns[1]) is second
-    assert bed.steps.plan(*turns[0]) is changed
+    assert plan_of(bed, turns[1]) is second
+    assert plan_of(bed, turns[0]) is changed
     assert bed.stats.plans_made == 3
 
 
@@ -72,15 +78,15 @@ def test_an_outgrown_plan_is_made_from_the_paths_of_its_own_micro_batch(bed: Ste
     turns = take_turns(bed, 2)
     for _ in range(SETTLE_STEPS + 2):
         for batch, lens in turns:
-            plan = bed.steps.plan(batch, lens)
+            plan = bed.steps.plan(batch, known(lens))
     assert plan is not None
     batch, lens = turns[0]
     lens += 600  # beyond what its plan holds for
-    again = bed.steps.plan(batch, lens)
+    again = bed.steps.plan(batch, known(lens))
     assert bed.steps.made and again is not None and again.num_queries == len(batch.reqs)
     assert again.fits(lens.data_ptr(), len(lens))
     check_plan(again, batch.reqs, bed.steps.view, bed.cache.table.req_to_token, batch.rows)
-    assert bed.steps.plan(*turns[1]) is plan
+    assert plan_of(bed, turns[1]) is plan
 
 
 def test_micro_batches_may_have_caches_of_their_own(bed: StepBed) -> None:
@@ -89,7 +95,7 @@ def test_micro_batches_may_have_caches_of_their_own(bed: StepBed) -> None:
     turns = take_turns(bed, 2)
     turns[1] = (other.batch, other.lens)
     for batch, lens in turns * 2:
-        plan = bed.steps.plan(batch, lens)
+        plan = bed.steps.plan(batch, known(lens))
         assert plan is not None and bed.steps.view.tree_cache is batch.tree_cache
     assert bed.stats.plans_made == 2
 

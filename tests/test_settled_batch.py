@@ -19,6 +19,7 @@ from kit.steps import OWN, QUERIES, SYSTEM, TOOL, StepBed, count_calls, shared_t
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_pat.bench.host.live import CACHES
+from sglang_pat.srt.lengths import known
 from sglang_pat.srt.radix import RECHECK_STEPS
 
 
@@ -99,7 +100,7 @@ def test_paths_are_read_again_only_after_a_failure(
 ) -> None:
     look_ups = count_calls(monkeypatch, "look_up")
     first = bed.settle()
-    bed.steps.private(bed.lens)  # has a working memory of its own
+    bed.steps.private(known(bed.lens))  # has a working memory of its own
     bed.lens = torch.from_numpy(first.max_seq_lens + 1)
     assert shared_tokens(bed.plan()) == shared_tokens(first)
     assert len(look_ups) == 1

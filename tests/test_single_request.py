@@ -19,6 +19,7 @@ from sglang_pat.config import DEFAULT_MIN_BATCH, PatConfig
 from sglang_pat.planner import Plan
 from sglang_pat.srt import backend
 from sglang_pat.srt.hook import after_init_new
+from sglang_pat.srt.lengths import known
 from sglang_pat.srt.radix import SETTLE_STEPS
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.srt.survey import Survey
@@ -177,7 +178,7 @@ def test_one_request_costs_nothing_of_ours(
 
     monkeypatch.setattr(StepPlanner, "plan", fail)
     monkeypatch.setattr(StepPlanner, "private", fail)
-    monkeypatch.setattr(backend, "host_lens", fail)
+    monkeypatch.setattr(backend, "lengths_of", fail)
     assert bed.prepare(how, 1) == HOW[how]
     assert bed.layers() == ["layer", "layer"]
     assert not bed.executor.plans and not bed.executor.snapshots and not bed.executor.layers
@@ -254,12 +255,12 @@ def test_steps_of_the_base_do_not_disturb_a_settled_batch(
     """Under pipeline parallelism a micro-batch of one runs beside one of many."""
     steps, (live, lens) = bed.backend._steps, bed.cache.batch(bed.reqs)
     for _ in range(SETTLE_STEPS + 2):
-        steps.plan(live, lens)
+        steps.plan(live, known(lens))
     reads: list[None] = []
     monkeypatch.setattr(steps.view, "read_handles", lambda *_, **__: reads.append(None))
     for _ in range(5):
         steps.pass_over()
-        steps.plan(live, lens)
+        steps.plan(live, known(lens))
     assert not reads and bed.stats.plans_made == 1
 
 

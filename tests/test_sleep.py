@@ -201,6 +201,7 @@ class Made:
         runner: Any = SimpleNamespace(
             memory_saver_adapter=self.adapter,
             kv_cache_dtype=torch.bfloat16,
+            server_args=SimpleNamespace(speculative_algorithm=None),
             max_total_num_tokens=400_000,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table, size=requests),
             model_config=SimpleNamespace(

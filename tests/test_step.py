@@ -18,6 +18,7 @@ from kit.steps import OWN, QUERIES, SYSTEM, TARGET, TOOL, StepBed, shared_tokens
 from sglang_pat.bench.host.live import CACHES
 from sglang_pat.srt.check import SlotMismatch
 from sglang_pat.srt.hook import LiveBatch
+from sglang_pat.srt.lengths import known
 
 
 @pytest.fixture(params=CACHES)
@@ -120,20 +121,20 @@ def test_requests_that_cannot_be_read_cost_the_sharing_only(bed: StepBed) -> Non
 def test_a_batch_beyond_the_target_is_left_to_the_base(bed: StepBed) -> None:
     many = TARGET.max_queries + 1
     lens = torch.ones(many, dtype=torch.int64)
-    assert bed.steps.plan(bed.batch, lens) is None
+    assert bed.steps.plan(bed.batch, known(lens)) is None
     assert bed.stats.fallbacks["batch not plannable"] == 1
     assert bed.stats.decode_steps == 0
 
 
 def test_a_private_plan_is_kept_while_it_fits(bed: StepBed) -> None:
     lens = bed.lens.clone()
-    first = bed.steps.private(lens)
+    first = bed.steps.private(known(lens))
     assert first.num_shared_items == 0
-    assert bed.steps.private(lens + 1) is first
+    assert bed.steps.private(known(lens + 1)) is first
     longer = lens + 10_000
-    second = bed.steps.private(longer)
+    second = bed.steps.private(known(longer))
     assert second is not first and second.fits(longer.data_ptr(), len(longer))
-    assert bed.steps.private(longer[:3]).num_queries == 3
+    assert bed.steps.private(known(longer[:3])).num_queries == 3
     assert bed.stats.decode_steps == 0
 
 

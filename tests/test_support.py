@@ -110,10 +110,10 @@ SPLIT = {"prefill_attention_backend": "pat", "decode_attention_backend": "fa3"}
     ("args", "declared", "model", "reason", "way_out", "serves"),
     [
         (
-            {"speculative_algorithm": "EAGLE"},
+            {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
             {},
             {},
-            "--speculative-algorithm EAGLE the model verifies drafts",
+            "--speculative-algorithm EAGLE drafts trees here (top k 4)",
             "drop that option",
             False,
         ),

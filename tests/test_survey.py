@@ -62,4 +62,4 @@ def test_of_two_modules_with_one_layer_id_the_one_with_a_reason_counts() -> None
 
 def test_a_rank_has_its_share_of_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     set_ranks(monkeypatch, 2)
-    assert heads_of(make_runner([])) == (HEADS // 2, KV_HEADS // 2, DIM)
+    assert heads_of(make_runner([])) == (HEADS // 2, KV_HEADS // 2, DIM, 1)

@@ -16,17 +16,18 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_pat.config import PatConfig
-from sglang_pat.srt import refusals
+from sglang_pat.srt import upstream
 from sglang_pat.srt.base import prefill_attention
 from sglang_pat.srt.check import check_plan
 from sglang_pat.srt.forward import Forward, beyond_workspace, no_memory
-from sglang_pat.srt.hook import LiveBatch, Mailbox, host_lens
+from sglang_pat.srt.hook import LiveBatch
+from sglang_pat.srt.lengths import Lengths, lengths_of
 from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
+from sglang_pat.srt.routes import LayerRoutes
 from sglang_pat.srt.scales import E4M3, ONES, CapturedScales, scales_of
 from sglang_pat.srt.sizing import make_executor
 from sglang_pat.srt.step import StepPlanner
-from sglang_pat.srt.support import CHOOSE_ANOTHER
 from sglang_pat.stats import Stats
 
 if TYPE_CHECKING:
@@ -56,22 +57,20 @@ class PatDecodeMixin:
         ``packs``: whether a step may share anything on this server."""
         super().__init__(runner, **base_arguments)  # type: ignore[call-arg]
         self._config = config
-        self._mailbox = Mailbox.on(runner)
+        self._batches = upstream.batches_of(runner)
         self._executor = make_executor(runner, config)
         self._target = self._executor.target
         self._stats = Stats()
         self._steps = StepPlanner(self._target, self._stats, micro_batches())
         self._forward = Forward()
         self._scales = CapturedScales()
-        # By layer id: why the layer is the base's, or "". Then the reasons of those that are.
-        self._layers = dict(survey.reasons) if survey else {}
-        self._surveyed = bool(self._layers)
-        self._base_layers = [reason for reason in self._layers.values() if reason]
-        self._reporter = start_reporter(self._stats, serving=packs)
+        reporter = start_reporter(self._stats, serving=packs)
+        self._layers = LayerRoutes(survey, self._target, reporter)
         logger.info(
-            "sglang_pat: decode runs on pat, prefill on SGLang's own attention (%s), as intended; "
+            "sglang_pat: %s on pat, prefill on SGLang's own attention (%s), as intended; "
             "%d query heads, %d KV heads, head dim %d, up to %d requests on %d %s; %s",
-            prefill_attention(runner, type(self).__mro__[2]),
+            "decode runs" if self._target.draft_tokens == 1 else "verification of drafts runs",
+            prefill_attention(runner, type(self).__bases__[1]),
             self._target.num_q_heads,
             self._target.num_kv_heads,
             self._target.head_dim,
@@ -85,9 +84,10 @@ class PatDecodeMixin:
         """Prepare a forward without a graph: the plan for a decode batch that pat admits, and the
         base unless pat serves every layer of it."""
         self._forward = Forward()
-        batch = self._mailbox.take()
+        batch = self._batches.take(forward_batch)
         planned = self._admit(forward_batch, batch) and self._plan_eager(batch, forward_batch)
-        if planned and self._serves_all_layers:
+        # The base's metadata take host and device time.
+        if planned and self._layers.all_are_ours:
             self._forward.unprepared = forward_batch
         else:
             self._prepare_base(forward_batch)
@@ -104,7 +104,7 @@ class PatDecodeMixin:
             self._steps.pass_over()
             return False
         start = time.perf_counter_ns()
-        plan = self._steps.plan(batch, host_lens(forward_batch))
+        plan = self._steps.plan(batch, self._lengths(forward_batch, batch))
         if plan is None:
             return False
         try:
@@ -121,12 +121,6 @@ class PatDecodeMixin:
         finally:
             self._forward.in_base = False
 
-    @property
-    def _serves_all_layers(self) -> bool:
-        """Whether a decode step needs nothing of the base's metadata, which take host and device
-        time: known once the layers have come by, in a capture at the latest."""
-        return bool(self._layers) and not self._base_layers
-
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare the capture or a replay of a decode graph: our plan, and the base in a capture,
         for a batch that is not admitted, or if one of its layers is in the graphs.
@@ -140,24 +134,23 @@ class PatDecodeMixin:
             super().init_forward_metadata_out_graph(forward_batch)  # type: ignore[misc]
             return
         self._forward = Forward()
-        batch = None if in_capture else self._mailbox.take()
+        batch = None if in_capture else self._batches.take(forward_batch)
         admitted = self._admit(forward_batch, batch, in_capture=in_capture)
-        if in_capture or not admitted or not self._serves_all_layers:
+        if in_capture or not admitted or not self._layers.all_are_ours:
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
                 forward_batch, in_capture=in_capture
             )
         if not admitted:
             return
         start = time.perf_counter_ns()
-        lens = host_lens(forward_batch)
+        lens = self._lengths(forward_batch, batch)
         if in_capture:
             self._forward.captured = True
             self._load(self._steps.private(lens), None, forward_batch, start)
             return
         self._scales.check()  # graphs hold scales: raises if a weight update has changed one
         count = forward_batch.batch_size - forward_batch.num_padding
-        if forward_batch.num_padding:
-            lens = lens[:count]
+        lens = lens.first(count)
         plan = None if batch is None else self._steps.plan(batch, lens)
         if plan is None:
             if count:  # an idle rank of data parallel attention has nothing to plan
@@ -171,10 +164,17 @@ class PatDecodeMixin:
         which nothing is read that the scheduler may change (the base class's ``IN_REPLAY``)."""
         super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
         if self._forward.served and not self._forward.in_base:
-            self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
+            self._snapshot(forward_batch)
+
+    def _snapshot(self, forward_batch: Any) -> None:
+        self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
+
+    def _lengths(self, forward_batch: Any, batch: LiveBatch | None) -> Lengths:
+        """The lengths that the step is planned with; ``batch``: None if the scheduler gave none."""
+        return lengths_of(forward_batch)
 
     def _count_base_layers(self) -> None:
-        for reason in self._base_layers:
+        for reason in self._layers.of_base:
             self._stats.base_layer(reason)
 
     def _admit(
@@ -189,7 +189,13 @@ class PatDecodeMixin:
             self._stats.fall_back("speculative decoding")
         elif forward_batch.encoder_lens is not None:
             self._stats.fall_back("encoder lengths in the batch")
-        elif self._layers and len(self._base_layers) == len(self._layers):
+        else:
+            return self._admit_rows(forward_batch, batch, in_capture=in_capture)
+        return False
+
+    def _admit_rows(self, forward_batch: Any, batch: LiveBatch | None, *, in_capture: bool) -> bool:
+        """Admit a batch of the right kind if it has enough rows and pat serves a layer."""
+        if self._layers.none_is_ours:
             self._count_base_layers()  # there is nothing to plan for
         elif forward_batch.batch_size >= self._config.min_batch:
             return True
@@ -210,7 +216,7 @@ class PatDecodeMixin:
         """Make ``plan`` the one that the layers run; ``start_ns``: when its step's work began."""
         self._executor.load(plan, forward_batch.batch_size)
         if eager:
-            self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
+            self._snapshot(forward_batch)
         self._forward.served = True
         if batch is None:
             return
@@ -233,27 +239,46 @@ class PatDecodeMixin:
         **kwargs: Any,
     ) -> torch.Tensor:
         """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv]."""
+        out = self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        if out is not None:
+            return out
+        return super().forward_decode(  # type: ignore[misc, no-any-return]
+            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+        )
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """One layer of the forward that ``_forward`` says, or None if it is the base's, which is
+        prepared then."""
         served = self._forward.served
-        if served and (reason := self._decide(layer, q, kwargs)):
+        pool = self.token_to_kv_pool
+        if served and (reason := self._layers.reason_against(layer, q.dtype, pool, kwargs)):
             self._stats.base_layer(reason)
             served = False
         if not served:
             if self._forward.unprepared is not None:  # a layer that had not come by before
                 self._prepare_base(self._forward.unprepared)
                 self._forward.unprepared = None
-            return super().forward_decode(  # type: ignore[misc, no-any-return]
-                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-            )
-        pool = self.token_to_kv_pool
+            return None
         if save_kv_cache and k is not None and v is not None:
             loc = KVWriteLoc.for_layer(forward_batch, layer)
             pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         heads = layer.tp_q_head_num
         out = q.new_empty((q.shape[0], heads * layer.v_head_dim))
         keys = pool.get_key_buffer(layer.layer_id)
-        scales = scales_of(layer) if keys.dtype == E4M3 else ONES
-        if self._forward.captured and keys.dtype == E4M3:
-            self._scales.add(layer, scales)
+        scales = ONES
+        if keys.dtype == E4M3:
+            scales = scales_of(layer)
+            if self._forward.captured:
+                self._scales.add(layer, scales)
         self._executor.decode(
             q.reshape(-1, heads, layer.qk_head_dim),
             keys,
@@ -266,32 +291,9 @@ class PatDecodeMixin:
         )
         return out
 
-    def _decide(self, layer: Any, q: torch.Tensor, kwargs: dict[str, Any]) -> str:
-        """Why a layer is the base's, or "" if it is ours. Decided once and kept, but for arguments
-        that come later."""
-        reason = self._layers.get(layer.layer_id)
-        if reason is None or (kwargs and not reason):
-            reason = (
-                f"arguments {', '.join(sorted(kwargs))}"
-                if kwargs
-                else refusals.reason_against_layer(
-                    layer, q.dtype, self.token_to_kv_pool, self._target
-                )
-            )
-            self._layers[layer.layer_id] = reason
-            self._base_layers = [reason for reason in self._layers.values() if reason]
-            if self._surveyed and len(self._base_layers) == len(self._layers):
-                self._reporter.set_serving(False)
-                logger.warning(
-                    "sglang_pat: serves nothing on this server: the last layer has %s; %s",
-                    reason,
-                    CHOOSE_ANOTHER,
-                )
-        return reason
-
 
 @lru_cache
-def extend(base: type) -> type:
-    """The class of a backend of SGLang with plain decode replaced; ``PatDecodeMixin`` says what its
-    constructor takes beside the base's arguments."""
-    return type(f"Pat{base.__name__}", (PatDecodeMixin, base), {})
+def extend(base: type, mixin: type = PatDecodeMixin) -> type:
+    """The class of a backend of SGLang with what ``mixin`` serves replaced; ``PatDecodeMixin`` says
+    what its constructor takes beside the base's arguments."""
+    return type(f"Pat{base.__name__}", (mixin, base), {})

@@ -23,6 +23,7 @@ _CUDA: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fa4": ("flashattention_backend", "FlashAttentionBackend", {"fa_impl_ver": 4}),
     "flashinfer": ("flashinfer_backend", "FlashInferAttnBackend", {}),
     "triton": ("triton_backend", "TritonAttnBackend", {}),
+    "trtllm_mha": ("trtllm_mha_backend", "TRTLLMHAAttnBackend", {}),
 }
 _CPU: dict[str, tuple[str, str, dict[str, Any]]] = {
     "torch_native": ("torch_native_backend", "TorchNativeAttnBackend", {})
@@ -42,8 +43,8 @@ class Base:
 def base_of(runner: Any) -> Base:
     """The base for a model runner.
 
-    Where the options name a backend that cannot be extended (``trtllm_mha`` for one), it is what
-    SGLang would choose without them, and that is logged.
+    Where the options name a backend that cannot be extended, it is what SGLang would choose without
+    them, and where the choice does not take the server's page size, another one; both is logged.
 
     Raises RuntimeError if that cannot be extended either, or its package has another version than
     SGLang asks for.
@@ -65,6 +66,7 @@ def base_of(runner: Any) -> Base:
                 named,
                 name,
             )
+    name = _fit_pages(name, runner)
     module, cls, arguments = known[name]
     if name == "flashinfer":
         _check_flashinfer()
@@ -72,11 +74,20 @@ def base_of(runner: Any) -> Base:
     return Base(name, getattr(import_module(f"{_HOME}.{module}"), cls), dict(arguments))
 
 
+def _fit_pages(name: str, runner: Any) -> str:
+    fitting, why = stock.fit_pages(name, runner.server_args, runner.model_config)
+    if why:
+        logger.warning("sglang_pat: %s", why)
+    return fitting
+
+
 def build_stock(runner: Any) -> tuple[str, Any]:
-    """The backend that stock SGLang would run, made by its registry, and its name."""
+    """The backend that stock SGLang would run with this page size, made by its registry, and its
+    name."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     name = stock.stock_backend(runner.server_args, runner.model_config)
+    name = _fit_pages(name, runner)
     return name, ATTENTION_BACKENDS[name](runner)
 
 

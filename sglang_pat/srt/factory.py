@@ -7,12 +7,13 @@ import logging
 from typing import Any
 
 from sglang_pat.config import PatConfig
-from sglang_pat.srt import refusals
-from sglang_pat.srt.backend import extend
+from sglang_pat.srt import refusals, upstream
+from sglang_pat.srt.backend import PatDecodeMixin, extend
 from sglang_pat.srt.base import base_of, build_stock
 from sglang_pat.srt.reporting import start_reporter
 from sglang_pat.srt.support import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
 from sglang_pat.srt.survey import Survey, survey_layers
+from sglang_pat.srt.verify import PatVerifyMixin
 from sglang_pat.stats import Stats
 
 logger = logging.getLogger("sglang_pat")
@@ -28,7 +29,7 @@ def make_pat_backend(runner: Any) -> Any:
     refusals.refuse_unsafe(runner)
     if runner.is_draft_worker:  # drafts do not go through the scheduler's batches
         name, stock = build_stock(runner)
-        if runner.draft_attention_backend is None:
+        if runner.draft_attention_backend is None and not upstream.draft_with(name):
             # By this name, else by the server's, "pat", SGLang makes the draft's other backends
             # (speculative/draft_utils.py), and knows only its own there.
             runner.draft_attention_backend = name
@@ -48,7 +49,10 @@ def make_pat_backend(runner: Any) -> Any:
         logger.info("sglang_pat: attention is SGLang's own, %s", name)
         return stock
     base = base_of(runner)
-    backend = extend(base.cls)(runner, config, survey, packs=not idle, **base.arguments)
+    # Without a reason against it, a server that speculates has its verify steps served.
+    speculates = runner.server_args.speculative_algorithm is not None
+    mixin = PatVerifyMixin if speculates else PatDecodeMixin
+    backend = extend(base.cls, mixin)(runner, config, survey, packs=not idle, **base.arguments)
     dtype = str(runner.kv_cache_dtype).removeprefix("torch.")
     logger.info("sglang_pat: serves %s, K/V in %s", survey, dtype)
     return backend

@@ -14,9 +14,9 @@ class Forward:
     """How one forward is served, from its preparation to its last layer.
 
     ``served``: pat has a plan for it, so its layers run on pat. ``captured``: it is a capture of a
-    decode graph. ``unprepared``: the batch that the
-    base has not prepared yet, kept in case a layer turns out to be the base's. ``in_base``: the
-    base prepares it without a graph; some bases call the two methods of graphs from there.
+    decode graph. ``unprepared``: the batch that the base has not prepared yet, kept in case a
+    layer turns out to be the base's. ``in_base``: the base prepares it without a graph; some bases
+    call the two methods of graphs from there.
     """
 
     served: bool = False

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_pat.config import DEFAULT_MIN_BATCH
 from sglang_pat.srt.plugin import BACKEND
+from sglang_pat.srt.speculation import reason_against
 
 CHOOSE_ANOTHER = "choose another --attention-backend"
 
@@ -63,12 +64,8 @@ def _idle_backend(args: Any) -> Iterator[IdleReason]:
             f"decode runs on {decode}, which SGLang's configuration chose",
             "set --attention-backend pat; where it is set, SGLang replaces it for this model",
         )
-    if args.speculative_algorithm is not None:
-        yield IdleReason(
-            f"under --speculative-algorithm {args.speculative_algorithm} the model verifies drafts "
-            "instead of decoding, and that is SGLang's attention",
-            "drop that option, or pat",
-        )
+    if args.speculative_algorithm is not None and (reason := reason_against(args)):
+        yield IdleReason(reason, "drop that option, or pat")
 
 
 def _idle_model(model_config: Any) -> Iterator[IdleReason]:

@@ -42,7 +42,7 @@ ATTRIBUTES = {
     ),
     "session.streaming_session.StreamingSession": ("slots", "borrowed_slot"),
     "session.streaming_session.SessionSlot": ("lock",),
-    "model_executor.forward_batch_info.ForwardMode": ("is_decode",),
+    "model_executor.forward_batch_info.ForwardMode": ("is_decode", "is_target_verify"),
     "model_executor.forward_batch_info.ForwardBatch": (*_FORWARD, *_LENGTHS, "out_cache_loc"),
     "model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view": (
         *(*_FORWARD, *_LENGTHS, "num_padding"),
@@ -84,6 +84,7 @@ ATTRIBUTES = {
     "layers.attention.flashattention_backend.FlashAttentionBackend": _BASE,
     "layers.attention.flashinfer_backend.FlashInferAttnBackend": _BASE,
     "layers.attention.triton_backend.TritonAttnBackend": _BASE,
+    "layers.attention.trtllm_mha_backend.TRTLLMHAAttnBackend": _BASE,
 }
 
 
@@ -92,9 +93,11 @@ def interface_mismatches() -> Iterator[str]:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.version import __version__
 
+    from sglang_pat.srt.upstream import carries_requests
+
     tested = " and ".join(TESTED_SGLANG)
     other = f"sglang_pat is made for SGLang {tested} as released, this is {__version__}"
-    if not hook.is_installed(ForwardBatch.init_new):
+    if not carries_requests() and not hook.is_installed(ForwardBatch.init_new):
         yield (
             f"the hook after {hook.TARGET} is not installed: look for 'Failed to apply hooks' or "
             "'Failed to execute general plugin: pat' in the log above, and list pat in "

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from sglang_pat import gpus
 from sglang_pat.config import CPU_PLATFORM, PatConfig
 
 TARGET = "sglang.srt.server_args.ServerArgs.resolve_once"
@@ -97,6 +98,21 @@ def launch_refusals(server_args: Any) -> Iterator[str]:
     if mismatches or str(arguments.model_path).lower() in ("none", "dummy"):
         return
     yield from config_refusals(server_args, model_config_of(server_args))
+    if arguments.device == "cuda":
+        yield from blackwell_refusals(model_config_of(server_args))
+
+
+def blackwell_refusals(model_config: Any) -> Iterator[str]:
+    """Why SGLang would not start on a Blackwell GPU: for models of gated delta nets it takes only
+    its own backends there (``attention_registry.attn_backend_wrapper``)."""
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+    from sglang.srt.runtime_context import get_platform
+
+    if get_platform().is_blackwell and hybrid_gdn_config(model_config) is not None:
+        yield (
+            "on Blackwell GPUs SGLang takes only backends of its own for models with gated delta "
+            "nets (Qwen3-Next, Qwen3.5): choose another --attention-backend"
+        )
 
 
 def _reason_against_options() -> str:
@@ -128,11 +144,11 @@ def reason_against_capability(capability: tuple[int, int], name: str) -> str:
             "this sglang_pat was built without CUDA kernels: install it with PAT_CUDA=ON, or "
             "choose another --attention-backend"
         )
-    major, minor = capability
-    if major == 8 or capability == (9, 0):
+    if gpus.code_for(capability):
         return ""
+    major, minor = capability
     return (
-        f"our kernels, built for compute capability 8.x and 9.0, do not run on {name} of "
+        f"our kernels, built for compute capability {gpus.built_for()}, do not run on {name} of "
         f"{major}.{minor}: choose another --attention-backend"
     )
 

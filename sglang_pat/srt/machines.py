@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from sglang_pat.gpus import SHARED_PER_BLOCK
@@ -34,7 +35,9 @@ _KNOWN = {
     "RTX4090": ((8, 9), 24_564),
     "RTX3090": ((8, 6), 24_576),
     "B200": ((10, 0), 183_359),
+    "B300": ((10, 3), 275_040),
     "RTX5090": ((12, 0), 32_607),
+    "RTXPRO6000": ((12, 0), 97_887),
 }
 KNOWN = tuple(_KNOWN)
 
@@ -70,7 +73,8 @@ def gpu_here(index: int = 0) -> Gpu | None:
 def as_if_here(gpu: Gpu) -> Iterator[None]:
     """Let SGLang resolve arguments as it would on a machine with that GPU.
 
-    Covers what the resolution asks about the machine: kind, compute capability and memory.
+    Covers what the resolution asks about the machine: kind, compute capability and memory, and
+    whether FlashInfer is there, which SGLang denies without a GPU.
     """
     from sglang.srt.arg_groups import memory_hook
     from sglang.srt.platforms import current_platform
@@ -88,6 +92,7 @@ def as_if_here(gpu: Gpu) -> Iterator[None]:
         "is_blackwell": major >= 10,
         "device_sm": 10 * major + minor,
         "device_capability": gpu.capability,
+        "has_flashinfer": find_spec("flashinfer") is not None,
     }
     with ExitStack() as stack:
         stack.enter_context(override_platform(**facts))

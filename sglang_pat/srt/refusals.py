@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_pat import _C
+from sglang_pat import _C, gpus
 from sglang_pat.srt import checkpoint, support
 from sglang_pat.srt.interface import interface_mismatches
 from sglang_pat.srt.scales import E4M3, reason_against_scales
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from sglang_pat.srt.survey import Heads
     from sglang_pat.target import Target
 
+# With more packed rows a request, those of its draft tokens, FA3 took 0.8 to 1.05 of pat's time on
+# an H200 (docs/speculation.md): each request alone keeps the tensor cores busy.
+MOST_DRAFT_ROWS = 63
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = _C.CUDA_HEAD_DIMS, _C.CUDA_MAX_GROUP
 
 
@@ -43,7 +46,7 @@ def reason_against_gpu() -> str:
     if found["ok"]:
         return ""
     return (
-        f"our kernels, built for compute capability 8.x and 9.0, do not run on GPU "
+        f"our kernels, built for compute capability {gpus.built_for()}, do not run on GPU "
         f"{found['device']} of {found['arch'] / 10:.1f} ({found['error']})"
     )
 
@@ -132,12 +135,14 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Tar
         return "a temperature by position"
     if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
         return f"logit capping by {layer.logit_capping_method}"
+    if layer.logit_cap > 0 and planned.draft_tokens > 1 and pool.device != "cpu":
+        return "logit capping, under speculative decoding"
     heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
     if heads != (planned.num_q_heads, planned.num_kv_heads, planned.num_kv_heads):
         return f"{heads} query, K and V heads, planned for others"
     if layer.qk_head_dim != planned.head_dim:
         return f"head dim {layer.qk_head_dim}, planned for {planned.head_dim}"
-    reason = reason_against_heads(layer, pool.device)
+    reason = reason_against_heads(layer, pool.device, draft_tokens=planned.draft_tokens)
     if reason:
         return reason
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
@@ -153,8 +158,11 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Tar
     return ""
 
 
-def reason_against_heads(layer: Any, device: str, shared: int | None = None) -> str:
-    """Why the executor of a device has no room for a layer's heads, or "".
+def reason_against_heads(
+    layer: Any, device: str, shared: int | None = None, draft_tokens: int = 1
+) -> str:
+    """Why the executor of a device has no room for a layer's heads, or "". ``draft_tokens``: of a
+    query (``Target``).
 
     ``shared``: bytes of shared memory that one block of the GPU can have, of a GPU that is not
     here; None asks ``device``.
@@ -170,6 +178,12 @@ def reason_against_heads(layer: Any, device: str, shared: int | None = None) -> 
     group = layer.tp_q_head_num // layer.tp_k_head_num
     if group > CUDA_MAX_GROUP:
         return f"{group} query heads per KV head, more than {CUDA_MAX_GROUP}"
+    rows = group * draft_tokens
+    if draft_tokens > 1 and rows > MOST_DRAFT_ROWS:
+        return (
+            f"{draft_tokens} draft tokens of {group} query heads per KV head: from "
+            f"{MOST_DRAFT_ROWS + 1} packed rows a request on, SGLang's attention is as fast"
+        )
     if not hasattr(_C, "cuda_min_shared_bytes"):
         return "no CUDA kernel: this sglang_pat was built without (PAT_CUDA=OFF)"
     needed = _C.cuda_min_shared_bytes(dims[0])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What decode attention in SGLang depends on, and what ``pat`` does about each.
 
-The keys are the attributes that the decode of SGLang's FlashAttention, FlashInfer and Triton
-backends reads, from the constructor on. ``tests/test_attention_semantics.py`` extracts them from
-SGLang's source: one that is missing here, or no longer there, fails it by name. Before a new one is
-entered as handled or irrelevant, read what the backends do with it.
+The keys are the attributes that the decode of SGLang's FlashAttention, FlashInfer, Triton and
+TRT-LLM backends reads, from the constructor on. ``tests/test_attention_semantics.py`` extracts them
+from SGLang's source: one that is missing here, or no longer there, fails it by name. Before a new
+one is entered as handled or irrelevant, read what the backends do with it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _RUNNER = {
     **_all("refused", "other than the model's or fp8_e4m3", "runner.kv_cache_dtype"),
     **_all("refused", "quantized K/V, see pool_refusals(quant_name)", "runner.kv_cache_dtype_str"),
     **_all("handled", "the rows that a step's queries read", "runner.req_to_token_pool"),
-    **_all("base", "verification of drafts (spec_info in the batch)", "runner.spec_algorithm"),
+    **_all("handled", "speculative_algorithm says who verifies drafts", "runner.spec_algorithm"),
     **_all("base", "drafts run on SGLang's own backend", "runner.is_draft_worker"),
     **_all("refused", "a device without an executor", "runner.device"),
     **_all("handled", "dtype of the queries and, but for fp8_e4m3, the cache", "runner.dtype"),
@@ -78,8 +78,9 @@ _RUNNER = {
         "sizes buffers of the base or names it",
         *("runner.decode_num_tokens_per_req", "runner.gpu_id"),
         *("runner.decode_attention_backend_str", "runner.prefill_attention_backend_str"),
-        "runner.token_to_kv_pool_allocator",
+        *("runner.token_to_kv_pool_allocator", "runner.max_running_requests"),
     ),
+    **_all("base", "layers that only encode, of which each has its attn_type", "runner.model"),
 }
 _MODEL = {
     **_all("refused", "latents instead of K and V (MLA)", "model_config.attention_arch"),
@@ -110,7 +111,7 @@ _BATCH = {
         *("batch.out_cache_loc", "batch.kv_loc_plan"),
     ),
     **_all("refused", "only pools with virtual slot ids ask", "batch.out_cache_loc_is_physical"),
-    **_all("base", "verification of drafts", "batch.spec_info"),
+    **_all("handled", "a verify step of chains, else the base's", "batch.spec_info"),
     **_all("base", "such batches are the base's", "batch.encoder_lens"),
     **_all("refused", "encoder-decoder models only", "batch.cross_attention_custom_mask"),
     **_all("refused", "a rank that holds part of each sequence", "batch.dcp_kv_mask"),
@@ -139,8 +140,8 @@ _CONFIGURATION = {
         "exec.deterministic.enable_deterministic_inference",
     ),
     **_all(
-        "base",
-        "verification of drafts is no plain decode",
+        "handled",
+        "chains of draft tokens; trees and the rest are the base's (srt/speculation.py)",
         *("spec.speculative_algorithm", "spec.speculative_eagle_topk"),
         *("spec.speculative_num_draft_tokens", "spec.speculative_num_steps"),
     ),
@@ -158,7 +159,14 @@ _CONFIGURATION = {
         *("exec.kernel.enable_lean_attention", "exec.kernel.triton_attention_num_kv_splits"),
         *("exec.kernel.triton_attention_split_tile_size", "envs.SGLANG_DISABLE_LEAN_ATTENTION"),
         *("envs.SGLANG_ENABLE_SPLITKV_VERIFY", "envs.SGLANG_FLASHINFER_WORKSPACE_SIZE"),
-        *("envs.SGLANG_OPT_FLASHINFER_VERIFY_HOST_PLAN", "platform.is_sm100"),
+        *("envs.SGLANG_OPT_FLASHINFER_VERIFY_HOST_PLAN", "platform.is_sm100", "platform.is_sm120"),
+        *("platform.is_sm90", "envs.SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS"),
+        *("exec.graph.cuda_graph_config.decode.max_bs", "schedule.max_prefill_tokens"),
+    ),
+    **_all(
+        "irrelevant",
+        "leaves out blocks of small weight; pat's decode computes all of them",
+        "envs.SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR",
     ),
 }
 SEMANTICS: dict[str, Entry] = _LAYER | _RUNNER | _MODEL | _BATCH | _CONFIGURATION

@@ -57,6 +57,7 @@ def _capacity(runner: Any, config: PatConfig) -> Capacity:
     capacity = fit_workspace(
         num_q_heads=heads.num_q_heads,
         head_dim=heads.head_dim,
+        draft_tokens=heads.draft_tokens,
         pool_requests=requests,
         pool_tokens=runner.max_total_num_tokens,
         largest_graph=_largest_graph(requests),

@@ -36,6 +36,7 @@ import torch
 
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.hook import LiveBatch
+from sglang_pat.srt.lengths import Lengths
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, Paths, RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
@@ -56,6 +57,7 @@ class MicroBatch:
     others: int = 0
     steps: int = 0  # decode steps of this micro-batch
     age: int = 0  # those since the batch last changed
+    exact: bool = False  # whether the same rows and others mean that nothing has changed
     passed_over: int = 0  # steps of the base before the last step
     suspect: bool = False  # whether what is remembered of its requests may be wrong
     handles: Handles | None = None  # what a plan depends on, as last read
@@ -66,11 +68,12 @@ class MicroBatch:
     @property
     def is_settled(self) -> bool:
         """Whether what the plan depends on is as it was, without looking: see above."""
-        return self.age > SETTLE_STEPS and not self.suspect
+        return self.age > (0 if self.exact else SETTLE_STEPS) and not self.suspect
 
     def advance(self, batch: LiveBatch, passed_over: int) -> None:
         """Note that ``batch`` is decoded next, after ``passed_over`` steps of the base in all."""
         self.steps += 1
+        self.exact = batch.exact
         steps_of_base, self.passed_over = passed_over - self.passed_over, passed_over
         if (
             batch.rows is self.rows
@@ -78,7 +81,7 @@ class MicroBatch:
             and batch.tree_cache is self.view.tree_cache
         ):
             self.age += 1
-            if self.age % RECHECK_STEPS == 0:
+            if self.age % RECHECK_STEPS == 0 and not self.exact:
                 self.suspect = True
         else:
             self.rows, self.others, self.age = batch.rows, batch.others, 0
@@ -113,13 +116,12 @@ class StepPlanner:
         """The prefix cache of the last step's batch."""
         return self._current.view
 
-    def plan(self, batch: LiveBatch, seq_lens: torch.Tensor) -> Plan | None:
+    def plan(self, batch: LiveBatch, lengths: Lengths) -> Plan | None:
         """The plan of a decode step, or None if there can be none (counted; the base must serve).
 
-        ``seq_lens`` [B] int64, CPU, contiguous: tokens, the one being decoded included. Queries
-        beyond ``batch.reqs`` (padding, beams) share nothing. Counts the step. What goes wrong
-        in reading SGLang's tree or in planning raises nothing: it costs the sharing, not the
-        server.
+        The plan is made for the least lengths, and it holds for the most as well. Queries beyond
+        ``batch.reqs`` (padding, beams) share nothing. Counts the step. What goes wrong in reading
+        SGLang's tree or in planning raises nothing: it costs the sharing, not the server.
         """
         state = self._current
         if batch.rows is not state.rows and len(self._states) > 1:
@@ -127,19 +129,19 @@ class StepPlanner:
         state.advance(batch, self._passed_over)
         plan, handles = state.plan, None
         settled = state.is_settled
-        total = _total_tokens(plan, seq_lens) if settled else -1
+        total = _total_tokens(plan, lengths) if settled else -1
         # A settled batch that has outgrown its plan is planned from the paths it has.
         if total < 0 and not (settled and state.has_paths):
-            handles = self._read(state, batch, seq_lens.numel())
+            handles = self._read(state, batch, lengths.least.numel())
             if handles is not None and handles == state.handles:
-                total = _total_tokens(plan, seq_lens)
+                total = _total_tokens(plan, lengths)
             else:
                 state.has_paths = False
             state.handles = handles
         self.made = total < 0
         if self.made:
-            plan = state.plan = self._make(state, batch, seq_lens, handles)
-            total = _total_tokens(plan, seq_lens)
+            plan = state.plan = self._make(state, batch, lengths, handles)
+            total = _total_tokens(plan, lengths)
         if plan is None:
             return None
         self._stats.step(plan, total, made=self.made)
@@ -149,15 +151,15 @@ class StepPlanner:
         """Note a decode step that the base runs, without a plan."""
         self._passed_over += 1
 
-    def private(self, seq_lens: torch.Tensor) -> Plan:
-        """A plan that shares nothing, the last such one if that fits; ``seq_lens`` as in ``plan``.
-        Not counted.
+    def private(self, lengths: Lengths) -> Plan:
+        """A plan that shares nothing, the last such one if that fits. Not counted.
 
         Raises ValueError for more queries than the target holds.
         """
         plan = self._private
-        if plan is None or not plan.fits(seq_lens.data_ptr(), len(seq_lens)):
-            plan = self._private_planner.plan([None] * len(seq_lens), seq_lens.numpy())
+        if plan is None or _total_tokens(plan, lengths) < 0:
+            least = lengths.least
+            plan = self._private_planner.plan([None] * len(least), least.numpy())
             self._private = plan
         return plan
 
@@ -194,16 +196,16 @@ class StepPlanner:
             logger.info("sglang_pat: looks for shared prefixes %s", where)
 
     def _make(
-        self, state: MicroBatch, batch: LiveBatch, seq_lens: torch.Tensor, handles: Handles | None
+        self, state: MicroBatch, batch: LiveBatch, lengths: Lengths, handles: Handles | None
     ) -> Plan | None:
         try:
             if state.has_paths or handles is not None:
-                return self._pack(state, batch, seq_lens, handles)
+                return self._pack(state, batch, lengths.least, handles)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back("sharing not usable", repr(error))
             state.suspect = True
         try:
-            return self.private(seq_lens)
+            return self.private(lengths)
         except ValueError as error:
             self._stats.fall_back("batch not plannable", error)
             return None
@@ -235,6 +237,14 @@ def plan_paths(planner: Planner, paths: Paths, seq_lens: npt.NDArray[np.int64]) 
     return planner.plan(paths.queries, seq_lens, paths.limits, paths.fields)
 
 
-def _total_tokens(plan: Plan | None, seq_lens: torch.Tensor) -> int:
-    """Sum of the lengths, -1 if there is no plan or it does not hold for them."""
-    return -1 if plan is None else plan.total_tokens(seq_lens.data_ptr(), seq_lens.numel())
+def _total_tokens(plan: Plan | None, lengths: Lengths) -> int:
+    """Sum of the least lengths, -1 if there is no plan or it does not hold for all that they may
+    be."""
+    if plan is None:
+        return -1
+    if not lengths.are_known:
+        most = lengths.most
+        if plan.total_tokens(most.data_ptr(), most.numel()) < 0:
+            return -1
+    least = lengths.least
+    return plan.total_tokens(least.data_ptr(), least.numel())

@@ -10,6 +10,8 @@ from typing import Any
 
 from sglang_pat.srt.plugin import BACKEND
 
+# Tokens of a page that trtllm_mha takes. Where SGLang chooses that backend it sets 64, for pat 1.
+_TRTLLM_PAGES = (16, 32, 64, 128)
 _FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
@@ -36,6 +38,26 @@ def default_backend(server_args: Any, model_config: Any) -> str:
     if resolving_view(server_args).device == "cpu":
         return "torch_native"
     return _default(server_args, model_config)
+
+
+def fit_pages(name: str, server_args: Any, model_config: Any) -> tuple[str, str]:
+    """The backend ``name``, or where it does not take the server's page size another one and why.
+
+    That is the backend which SGLang would choose for this GPU if it had no ``trtllm_mha``.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.runtime_context import get_platform
+
+    pages = resolving_view(server_args).page_size or 1
+    if name != "trtllm_mha" or pages in _TRTLLM_PAGES:
+        return name, ""
+    flashinfer = get_platform().has_flashinfer and not model_config.has_attention_sinks
+    other = "flashinfer" if flashinfer else "triton"
+    return other, (
+        f"prefill, and decode that is not pat's, run on {other}: stock SGLang's choice for this "
+        f"GPU, {name}, takes pages of {', '.join(map(str, _TRTLLM_PAGES))} tokens, not of {pages}; "
+        "--page-size 64 lets it run them"
+    )
 
 
 def _default(server_args: Any, model_config: Any) -> str:

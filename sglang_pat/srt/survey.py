@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sglang_pat.srt import refusals
+from sglang_pat.srt.speculation import draft_tokens_of
 
 logger = logging.getLogger("sglang_pat")
 
 
 class Heads(NamedTuple):
-    """What plans are made for: this rank's query and KV heads, and the head dim."""
+    """What plans are made for: this rank's query and KV heads, the head dim, and the draft tokens
+    of a request (``Target``)."""
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
+    draft_tokens: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,17 @@ def survey_layers(runner: Any) -> Survey:
 
 def heads_of(runner: Any) -> Heads:
     """This rank's heads of the model, by SGLang's configuration of it."""
+    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel
 
     ranks = get_parallel().attn_tp_size
     model = runner.model_config
-    return Heads(model.num_attention_heads // ranks, model.get_num_kv_heads(ranks), model.head_dim)
+    return Heads(
+        model.num_attention_heads // ranks,
+        model.get_num_kv_heads(ranks),
+        model.head_dim,
+        draft_tokens_of(resolving_view(runner.server_args)),
+    )
 
 
 def _attention_layers(model: Any) -> Iterator[Any]:

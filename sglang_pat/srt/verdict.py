@@ -8,7 +8,7 @@ Server flags are parsed and resolved by SGLang itself, and config.json is read b
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import CPU_PLATFORM, PatConfig
+from sglang_pat.gpus import untried
 from sglang_pat.srt import launch, layers
 from sglang_pat.srt.machines import Gpu, as_if_here, gpu_here, known_gpu
+from sglang_pat.srt.speculation import draft_tokens_of
 
 _BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
 # SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
@@ -49,7 +51,7 @@ class Verdict:
     """What ``pat`` would do.
 
     ``layers``: layer ids by the reason why SGLang's own code runs them, "" for those of ``pat``.
-    ``workspace``: on a GPU, where a layer is served.
+    ``workspace``: on a GPU, where a layer is served. ``notes``: what else to know of the GPU.
     """
 
     device: str
@@ -58,6 +60,7 @@ class Verdict:
     idle: list[Advice] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)
     workspace: Capacity | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def status(self) -> Status:
@@ -91,6 +94,7 @@ class Verdict:
             "layers_served": self.layers.get("", []),
             "layers_of_sglang": {why: ids for why, ids in self.layers.items() if why},
             "workspace": workspace,
+            "notes": self.notes,
         }
 
     def lines(self) -> list[tuple[str, str, str]]:
@@ -113,7 +117,7 @@ class Verdict:
             found.append(("workspace", "none: on a CPU nothing is allocated", ""))
         elif not self.refusals:
             found.append(("workspace", "none, as pat serves nothing", ""))
-        return found
+        return found + [("note", *_split(note)) for note in self.notes]
 
 
 def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
@@ -136,7 +140,8 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
             model=_model_of(arguments),
             refusals=[f"SGLang itself refuses: {refused}"],
         )
-    return weigh(server_args, model_config, asked)
+    with as_if_here(asked) if asked is not None else nullcontext():
+        return weigh(server_args, model_config, asked)
 
 
 def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]:
@@ -175,19 +180,16 @@ def _completed(arguments: Sequence[str], gpu: Gpu | None) -> list[str]:
 
 
 def weigh(server_args: Any, model_config: Any, gpu: Gpu | None = None) -> Verdict:
-    """The verdict on resolved arguments. ``gpu``: where not this machine's."""
+    """The verdict on resolved arguments. ``gpu``: where not this machine's, ``as_if_here``."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sglang_pat.srt.support import config_refusals, idle_reasons
 
     args = resolving_view(server_args)
     refusals = list(config_refusals(server_args, model_config))
+    gpu = (gpu or gpu_here(args.base_gpu_id)) if args.device == "cuda" else None
     if args.device == "cuda":
-        gpu = gpu or gpu_here(args.base_gpu_id)
-        if gpu is None:
-            refusals.append(f"no GPU was found for --device cuda: {launch.ON_CPU}, or ask --gpu")
-        elif reason := launch.reason_against_capability(gpu.capability, gpu.name):
-            refusals.append(reason)
+        refusals += _gpu_refusals(gpu, model_config)
     config = PatConfig.from_env()
     idle = idle_reasons(server_args, model_config, min_batch=config.min_batch)
     found: dict[str, list[int]] = {}
@@ -197,13 +199,33 @@ def weigh(server_args: Any, model_config: Any, gpu: Gpu | None = None) -> Verdic
         if "" in found and args.device == "cuda":
             workspace = _workspace(args, model_config, config)
     return Verdict(
-        device=gpu.name if gpu is not None and args.device == "cuda" else args.device,
+        device=args.device if gpu is None else gpu.name,
         model=_describe(model_config),
         refusals=refusals,
         idle=[Advice(reason.reason, reason.way_out) for reason in idle],
         layers=found,
         workspace=workspace,
+        notes=[] if gpu is None or refusals else list(_notes(gpu, server_args, model_config)),
     )
+
+
+def _gpu_refusals(gpu: Gpu | None, model_config: Any) -> Iterator[str]:
+    if gpu is None:
+        yield f"no GPU was found for --device cuda: {launch.ON_CPU}, or ask --gpu"
+        return
+    if reason := launch.reason_against_capability(gpu.capability, gpu.name):
+        yield reason
+    yield from launch.blackwell_refusals(model_config)
+
+
+def _notes(gpu: Gpu, server_args: Any, model_config: Any) -> Iterator[str]:
+    from sglang_pat.srt.stock import fit_pages, stock_backend
+
+    if words := untried(gpu.capability):
+        yield words
+    name = stock_backend(server_args, model_config)
+    if why := fit_pages(name, server_args, model_config)[1]:
+        yield why
 
 
 def _describe(model_config: Any) -> str:
@@ -228,7 +250,10 @@ def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int
         tp_k_head_num=model_config.get_num_kv_heads(ranks),
     )
     against_heads = reason_against_heads(
-        heads, args.device, None if gpu is None else gpu.shared_per_block
+        heads,
+        args.device,
+        None if gpu is None else gpu.shared_per_block,
+        draft_tokens=draft_tokens_of(args),
     )
     return layers.grouped([reason or against_heads for reason in reasons])
 
@@ -250,6 +275,7 @@ def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
         largest_graph=min(max(sizes), requests),
         partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,
+        draft_tokens=draft_tokens_of(args),
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from serving.adapters import RANK, TARGETS, make_adapter
 from serving.server import Config, ServingServer
 
-from .models import make_gemma2, make_llama, with_kv_scales
+from .models import make_eagle, make_gemma2, make_llama, with_kv_scales
 
 # Logits in fp32 leave the attention as the main thing that rounds.
 COMPARED = ("--enable-fp32-lm-head", "--enable-custom-logit-processor")
@@ -27,11 +27,13 @@ SMALL_POOL = 4096
 MODELS: dict[str, Callable[[Path], Path]] = {
     "ratio4": lambda path: make_llama(path, q_heads=8, kv_heads=2),
     "ratio4b": lambda path: make_llama(path, q_heads=8, kv_heads=2, seed=1),  # other weights
+    "eagle4": lambda path: make_eagle(path, q_heads=8, kv_heads=2),
     "scaled4": lambda path: with_kv_scales(make_llama(path, q_heads=8, kv_heads=2)),
     "ratio5": lambda path: make_llama(path, q_heads=10, kv_heads=2),
     "ratio7": lambda path: make_llama(path, q_heads=14, kv_heads=2, head_dim=64),
     "gemma2": lambda path: make_gemma2(path, window=WINDOW),
 }
+DRAFT_TOKENS = 4
 # In an argument: the folder of all models and adapters.
 FOLDER = "{models}"
 _ADAPTED = (
@@ -42,6 +44,22 @@ _ADAPTED = (
 _TWO_LEVELS = (
     *("--enable-hierarchical-cache", "--hicache-write-policy", "write_back"),
     *("--hicache-ratio", "4", "--max-total-tokens", str(SMALL_POOL)),
+)
+
+
+def _drafted(algorithm: str, draft_model: str) -> tuple[str, ...]:
+    """Options with which a model of ``MODELS`` drafts a chain of tokens."""
+    return (
+        *("--speculative-algorithm", algorithm),
+        *("--speculative-draft-model-path", f"{FOLDER}/{draft_model}"),
+        *("--speculative-num-steps", str(DRAFT_TOKENS - 1), "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
+    )
+
+
+_NGRAM = (
+    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
 )
 _SLEEPER = (
     *("--enable-memory-saver", "--enable-weights-cpu-backup"),
@@ -101,6 +119,21 @@ FLEET = {
         _config("ratio4-pat-adapters", *_ADAPTED),
         _config("ratio4-pat-two-levels", *_TWO_LEVELS),
         _config("ratio4-pat-sleeper", *_SLEEPER),
+        # The model drafts for itself, so that some drafts are right; those of other weights are
+        # nearly all wrong.
+        *(
+            _config(f"ratio4-{name}-drafts-right", *_drafted("STANDALONE", "ratio4"))
+            for name in ("fa3", "pat")
+        ),
+        _config(
+            "ratio4-pat-drafts-no-overlap",
+            *_drafted("STANDALONE", "ratio4"),
+            "--disable-overlap-schedule",
+        ),
+        _config("ratio4-pat-drafts-wrong", *_drafted("STANDALONE", "ratio4b")),
+        _config("ratio4-pat-eagle", *_drafted("EAGLE", "eagle4")),
+        _config("ratio4-fa3-ngram", *_NGRAM),
+        _config("ratio4-pat-ngram", *_NGRAM),
     )
 }
 
@@ -123,7 +156,10 @@ class Fleet:
 
     def _make(self, config: Config) -> ServingServer:
         args = tuple(arg.replace(FOLDER, str(self.models)) for arg in config.args)
-        if args != config.args:
+        for arg in config.args:
+            if arg.startswith(FOLDER):
+                self.model(arg.removeprefix(f"{FOLDER}/"))
+        if "--enable-lora" in config.args:
             for seed, name in enumerate(ADAPTERS):
                 if not (self.models / name).exists():
                     make_adapter(self.models / name, self.model("ratio4"), seed=seed)

@@ -55,6 +55,31 @@ def with_kv_scales(path: Path) -> Path:
     return path
 
 
+def make_eagle(path: Path, *, q_heads: int, kv_heads: int) -> Path:
+    """A draft model of EAGLE for ``make_llama`` of the same heads: one layer of random weights,
+    which guesses nearly nothing right."""
+    make_llama(path, q_heads=q_heads, kv_heads=kv_heads, seed=2)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    weights = load_file(path / "model.safetensors")
+    # The embedding and the output matrix are the target's; the layer has no norm before it.
+    layer = {
+        name.removeprefix("model."): value
+        for name, value in weights.items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    hidden = config["hidden_size"]
+    generator = torch.Generator().manual_seed(3)
+    fc = torch.randn(hidden, 2 * hidden, generator=generator) / math.sqrt(2 * hidden)
+    layer |= {
+        "fc.weight": fc.to(torch.bfloat16),
+        "fc.bias": torch.zeros(hidden, dtype=torch.bfloat16),
+    }
+    save_file(layer, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 def make_gemma2(path: Path, *, window: int, q_heads: int = 8, kv_heads: int = 2) -> Path:
     """A Gemma 2: every other layer has a sliding window of ``window``, all cap their logits."""
     config: dict[str, Any] = {

@@ -72,3 +72,9 @@ def stock_other(
         answers = server.generate(work.prompts, work.new_tokens)
     assert disagreements(answers, stock["multi_level"]) != []
     return answers
+
+
+@pytest.fixture(scope="session")
+def mask(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that holds the mistake to make in the mask of a verify step."""
+    return tmp_path_factory.mktemp("mask") / "mistake"

@@ -25,12 +25,14 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server generated for one prompt."""
+    """What a server generated for one prompt. ``verify_steps``: where it speculates, the steps
+    that verified drafts."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     cached_tokens: int
     finish_reason: str
+    verify_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,4 +126,5 @@ def answer_of(entry: dict[str, Any]) -> Answer:
         logprobs=tuple(item[0] for item in meta["output_token_logprobs"]),
         cached_tokens=meta["cached_tokens"],
         finish_reason=meta["finish_reason"]["type"],
+        verify_steps=meta.get("spec_verify_ct", 0),
     )

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import re
-import time
 import urllib.error
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from .compare import disagreements
 from .conftest import Serve
+from .patient import PATIENT, start_patient
 from .quitters import quit_after
 from .server import Answer, Config, ServingServer
 from .workloads import WORKLOADS
@@ -21,21 +21,7 @@ DEFAULT = Config("page1-overlap-rust")
 LITTLE_MEMORY = Config(
     "little-memory", args=("--max-total-tokens", "1100", "--schedule-conservativeness", "0.05")
 )
-PATIENT = WORKLOADS["patient"]
 LEAVERS_TOKENS = 4000  # a minute of decoding, if the server did not notice
-
-
-def _start_patient(
-    pool: ThreadPoolExecutor, server: ServingServer, rids: list[str]
-) -> Future[list[Answer]]:
-    """Send the long answers' prompts and return once they are being generated."""
-    before = len(server.text())
-    future = pool.submit(server.generate, PATIENT.prompts, PATIENT.new_tokens, rids=rids)
-    deadline = time.monotonic() + 60
-    while "Decode batch, #running-req: 8" not in (log := server.text()[before:]):
-        assert not future.done() and time.monotonic() < deadline, log
-        time.sleep(0.02)
-    return future
 
 
 def test_several_samples_of_a_prompt(serve: Serve, stock: dict[str, list[Answer]]) -> None:
@@ -50,7 +36,7 @@ def test_requests_aborted_in_mid_batch(serve: Serve, stock: dict[str, list[Answe
     aborted = {1, 4, 5}
     rids = [f"abort-{i}" for i in range(8)]
     with ThreadPoolExecutor() as pool:
-        future = _start_patient(pool, server, rids)
+        future = start_patient(pool, server, rids)
         for index in sorted(aborted):
             server.post("/abort_request", {"rid": rids[index]})
         answers = future.result()
@@ -91,7 +77,7 @@ def test_flush_is_refused_while_running_and_forgets_when_idle(
 ) -> None:
     server = serve(DEFAULT)
     with ThreadPoolExecutor() as pool:
-        future = _start_patient(pool, server, [f"flush-{i}" for i in range(8)])
+        future = start_patient(pool, server, [f"flush-{i}" for i in range(8)])
         with pytest.raises(urllib.error.HTTPError, match="400"):
             server.post("/flush_cache")
         assert not future.done()

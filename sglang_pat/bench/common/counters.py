@@ -28,6 +28,7 @@ class Counters:
     """
 
     decode_steps: int = 0
+    verify_steps: int = 0
     packed_steps: int = 0
     branched_steps: int = 0
     kv_tokens_read: int = 0

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which speculative decoding of SGLang pat can verify: chains of draft tokens.
+
+In a verify step each request brings the same number of draft tokens, of which the first is known to
+be right. In a chain, each follows the one before it; in a tree, one may have several successors
+(top k above 1), of which some attention would have to be masked. ``S``: SGLang 0.5.23's ``srt/``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_pat.srt.plugin import BACKEND
+
+# Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
+ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+
+
+def reason_against(args: Any) -> str:
+    """Why SGLang's own attention verifies on a server that speculates, or "". ``args``: resolved
+    server arguments with a ``speculative_algorithm``."""
+    algorithm = args.speculative_algorithm
+    name = f"--speculative-algorithm {algorithm}"
+    if algorithm not in ALGORITHMS:
+        return (
+            f"under {name} the model verifies drafts instead of decoding, and that is SGLang's "
+            f"attention: pat verifies those of {', '.join(ALGORITHMS)}"
+        )
+    # SGLang sets it for NGRAM too, to --speculative-ngram-max-bfs-breadth.
+    if args.speculative_eagle_topk != 1:
+        return (
+            f"{name} drafts trees here (top k {args.speculative_eagle_topk}), and pat verifies "
+            f"chains only (top k 1)"
+        )
+    if args.speculative_adaptive:
+        return (
+            "under --speculative-adaptive the number of draft tokens changes, and pat verifies a "
+            "fixed one"
+        )
+    prefill = args.prefill_attention_backend
+    if prefill not in (None, BACKEND) and args.speculative_attention_mode != "decode":
+        return (
+            f"drafts are verified on --prefill-attention-backend {prefill}, as "
+            f"--speculative-attention-mode is {args.speculative_attention_mode}"
+        )
+    return _reason_against_stream()
+
+
+def _reason_against_stream() -> str:
+    """On its plan stream SGLang has the base fill in what it prepared (S
+    layers/attention/base_attn_backend.py:309), which pat has nothing of."""
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
+        return "under SGLANG_ENABLE_OVERLAP_PLAN_STREAM drafts are verified on SGLang's attention"
+    return ""
+
+
+def draft_tokens_of(args: Any) -> int:
+    """Draft tokens of a request in the verify steps that pat serves; 1 on a server whose decode
+    steps it serves."""
+    if args.speculative_algorithm is None or reason_against(args):
+        return 1
+    tokens: int = args.speculative_num_draft_tokens
+    return tokens

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long answers, beside which something else happens to the server."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from .server import Answer, ServingServer
+from .workloads import WORKLOADS
+
+PATIENT = WORKLOADS["patient"]
+
+
+def start_patient(
+    pool: ThreadPoolExecutor, server: ServingServer, rids: list[str]
+) -> Future[list[Answer]]:
+    """Send the long answers' prompts and return once they are being generated."""
+    before = len(server.text())
+    future = pool.submit(server.generate, PATIENT.prompts, PATIENT.new_tokens, rids=rids)
+    deadline = time.monotonic() + 60
+    while "Decode batch, #running-req: 8" not in (log := server.text()[before:]):
+        assert not future.done() and time.monotonic() < deadline, log
+        time.sleep(0.02)
+    return future
