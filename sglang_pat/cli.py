@@ -129,7 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="",
         metavar="NAME",
         help="ask about a GPU that is not here: H200, H100, A100, A100-40GB, L40S, L4, RTX4090, "
-        "RTX3090, B200 or RTX5090 (default: what is here)",
+        "RTX3090, B200, B300, RTX5090 or RTXPRO6000 (default: what is here)",
     )
     explain = commands.add_parser(
         "explain",

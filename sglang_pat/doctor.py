@@ -16,6 +16,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_pat.config import CPU_PLATFORM, PREFIX, SUPPORTED_SGLANG, TESTED_SGLANG, PatConfig
+from sglang_pat.gpus import untried
 from sglang_pat.srt.launch import ON_CPU
 
 if TYPE_CHECKING:
@@ -230,6 +231,8 @@ def _platform(*, any_gpu: bool = False) -> Finding:
         return Finding("platform", "no GPU, SGLANG_PLATFORM is not set", "note", ON_CPU)
     if reason := reason_against_gpu():
         return Finding("platform", reason, "note" if any_gpu else "block", ON_CPU)
+    if words := untried(torch.cuda.get_device_capability()):
+        return Finding("platform", f"a GPU, SGLang's own choice; {words}", "note")
     return Finding("platform", "a GPU, SGLang's own choice")
 
 
@@ -253,12 +256,15 @@ def _registration() -> Iterator[Finding]:
 def _interface() -> Iterator[Finding]:
     from sglang_pat.srt import hook
     from sglang_pat.srt.interface import interface_mismatches
+    from sglang_pat.srt.upstream import carries_requests
 
     mismatches = list(interface_mismatches())
     for mismatch in mismatches:
         yield Finding("interface", mismatch, "block", f"use SGLang {SUPPORTED_SGLANG}")
     if not mismatches:
-        yield Finding("interface", f"as expected; hooked after {hook.TARGET.rsplit('.srt.', 1)[1]}")
+        hooked = f"hooked after {hook.TARGET.rsplit('.srt.', 1)[1]}"
+        way = "batches carry their requests" if carries_requests() else hooked
+        yield Finding("interface", f"as expected; {way}")
 
 
 def _tree_core() -> Iterator[Finding]:

@@ -14,7 +14,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from sglang_pat import profiles
+from sglang_pat import _C, profiles
 from sglang_pat.profiles import COSTS, Profile
 
 logger = logging.getLogger("sglang_pat")
@@ -80,9 +80,66 @@ SHARED_PER_BLOCK = {
     (8, 9): 99 * _KIB,
     (9, 0): 227 * _KIB,
     (10, 0): 227 * _KIB,
+    (10, 3): 227 * _KIB,
+    (11, 0): 227 * _KIB,
     (12, 0): 99 * _KIB,
     (12, 1): 99 * _KIB,
 }
+
+
+# Of the GPUs on which our kernels ran (docs/support.md).
+_RAN_ON = ((9, 0),)
+
+
+def code_for(capability: tuple[int, int]) -> str:
+    """What a GPU of this compute capability runs of the extension: the name of a cubin (``sm_80``),
+    else of PTX that the driver compiles for it (``compute_100``), else "", as in a build without
+    CUDA.
+
+    A cubin runs on GPUs of its major number whose minor number is not smaller, or on one compute
+    capability alone if its name ends with a letter.
+    """
+    best = ""
+    for name in _C.CUDA_CODE:  # in ascending order, PTX last
+        kind, version, exact = _named(name)
+        if kind == "compute":
+            runs = not best and version <= capability
+        elif exact:
+            runs = version == capability
+        else:
+            runs = version[0] == capability[0] and version <= capability
+        if runs:
+            best = name
+    return best
+
+
+def built_for() -> str:
+    """The compute capabilities that have code, in words; "" in a build without CUDA."""
+    words = []
+    for kind, (major, minor), exact in map(_named, _C.CUDA_CODE):
+        if kind == "compute":
+            words.append(f"{major}.{minor} and later as PTX")
+        else:
+            words.append(f"{major}.{minor}" if exact or minor else f"{major}.x")
+    return ", ".join(words)
+
+
+def untried(capability: tuple[int, int]) -> str:
+    """What to know of a GPU on which our kernels never ran, or ""."""
+    name = code_for(capability)
+    if capability in _RAN_ON or not name:
+        return ""
+    found = f"our kernels for compute capability {capability[0]}.{capability[1]}"
+    if _named(name)[0] == "compute":
+        return f"{found}, which the driver compiles from PTX ({name}), were not run on such a GPU"
+    return f"{found} ({name}) are built, but were not run on such a GPU"
+
+
+def _named(name: str) -> tuple[str, tuple[int, int], bool]:
+    """Kind, compute capability and whether it is for that one alone, of "sm_90a" for one."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)
+    assert found is not None, name
+    return found[1], (int(found[2]), int(found[3])), bool(found[4])
 
 
 def items_per_sm(capability: tuple[int, int], head_dim: int) -> int:
@@ -133,6 +190,12 @@ def vendor_profile(properties: Any) -> Profile:
             *stated,
         )
     terabytes, teraflops = stated
+    sources = dict.fromkeys(COSTS, "H200") | {"bytes_per_s": source, "flops_per_s": source}
+    most = _PER_SM[9, 0] * properties.multi_processor_count
+    if properties.major in (10, 11) and teraflops > most:
+        # The vendor's rate is that of tcgen05, and our kernels use mma.sync there. How fast that is
+        # was not measured; an SM is taken to reach what one of the H200 does with wgmma.
+        teraflops, sources["flops_per_s"] = most, "estimated"
     vendors_terabytes, vendors_teraflops = KNOWN["H200"]
     base = h200()
     costs = replace(
@@ -140,7 +203,6 @@ def vendor_profile(properties: Any) -> Profile:
         bytes_per_s=base.costs.bytes_per_s * terabytes / vendors_terabytes,
         flops_per_s=base.costs.flops_per_s * teraflops / vendors_teraflops,
     )
-    sources = dict.fromkeys(COSTS, "H200") | {"bytes_per_s": source, "flops_per_s": source}
     return Profile(
         gpu=properties.name,
         sms=properties.multi_processor_count,

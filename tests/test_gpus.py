@@ -16,6 +16,7 @@ from sglang_pat.bench.common.server import default_device
 from sglang_pat.srt import refusals
 from sglang_pat.target import Target
 
+needs_cuda = pytest.mark.skipif(not _C.CUDA_CODE, reason="built with PAT_CUDA=OFF")
 HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_queries": 64}
 
 
@@ -124,6 +125,59 @@ def test_smaller_gpus_split_long_sequences_less() -> None:
     assert large.num_items > small.num_items > 1
 
 
+@pytest.mark.parametrize(
+    ("capability", "code"),
+    [
+        ((7, 5), ""),
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_80"),
+        ((8, 9), "sm_80"),
+        ((9, 0), "sm_90a"),
+        ((9, 1), ""),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((11, 0), "compute_100"),
+        ((12, 0), "sm_120"),
+        ((12, 1), "sm_120"),
+        ((13, 0), "compute_100"),
+    ],
+)
+def test_what_a_gpu_runs(
+    capability: tuple[int, int], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_100"))
+    assert gpus.code_for(capability) == code
+    words = gpus.untried(capability)
+    assert (words == "") == (code in ("", "sm_90a"))
+    assert ("from PTX" in words) == code.startswith("compute")
+    monkeypatch.setattr(_C, "CUDA_CODE", ())
+    assert gpus.code_for(capability) == gpus.untried(capability) == gpus.built_for() == ""
+
+
+@needs_cuda
+def test_plans_for_blackwell_have_no_branches_and_what_shared_memory_allows() -> None:
+    """Its kernels are those without wgmma; an SM of 12.0 has as little shared memory as an L40S."""
+    b200, b300, rtx5090 = (
+        Target.gpu(device(name, sms, major, minor), **HEADS)
+        for name, sms, major, minor in (
+            ("NVIDIA B200", 148, 10, 0),
+            ("NVIDIA B300 SXM6 AC", 148, 10, 3),
+            ("NVIDIA GeForce RTX 5090", 170, 12, 0),
+        )
+    )
+    assert {b200.branching, b300.branching, rtx5090.branching} == {"never"}
+    assert (b200.items_per_sm, b300.items_per_sm, rtx5090.items_per_sm) == (2, 2, 1)
+
+
+def test_a_b200_is_not_planned_for_at_the_rate_of_instructions_that_our_kernels_lack() -> None:
+    b200, h200 = gpus.profile_of(device("NVIDIA B200", 148, 10, 0)), gpus.h200()
+    assert b200.costs.flops_per_s == pytest.approx(h200.costs.flops_per_s * 148 / 132)
+    assert b200.sources["flops_per_s"] == "estimated"
+    assert b200.sources["bytes_per_s"] == "vendor"
+    rtx5090 = gpus.profile_of(device("NVIDIA GeForce RTX 5090", 170, 12, 0))
+    assert rtx5090.sources["flops_per_s"] == "vendor"  # mma.sync is its only one
+
+
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes torch see a GPU; sets what the probe of our kernels says of it."""
@@ -133,6 +187,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def probed(ok: bool, arch: int, error: str = "") -> None:
         found = {"ok": ok, "arch": arch, "error": error}
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: divmod(arch, 10))
         monkeypatch.setattr(
             _C, "cuda_probe", lambda device: found | {"device": device}, raising=False
         )
@@ -148,14 +203,23 @@ def test_a_gpu_that_runs_our_kernels_is_taken(a_gpu: Any) -> None:
     assert doctor._platform().status == "ok"
 
 
+@needs_cuda
+def test_the_doctor_says_on_which_gpus_nobody_ran_the_kernels(a_gpu: Any) -> None:
+    a_gpu(True, 120)
+    finding = doctor._platform()
+    assert finding.status == "note"
+    assert "12.0 (sm_120) are built, but were not run on such a GPU" in finding.found
+
+
 def test_a_gpu_without_a_kernel_is_named_and_passed_over(a_gpu: Any) -> None:
-    a_gpu(False, 100, "no kernel image is available for execution on the device")
+    a_gpu(False, 75, "no kernel image is available for execution on the device")
     (reason,) = refusals._device(SimpleNamespace(device="cuda"))
-    assert "GPU 3 of 10.0 (no kernel image" in reason and "8.x and 9.0" in reason
+    assert "GPU 3 of 7.5 (no kernel image" in reason
+    assert f"compute capability {gpus.built_for()}, do not run" in reason
     assert reason.endswith("choose another --attention-backend")
     assert default_device() == "cpu"
     finding = doctor._platform()
-    assert finding.status == "block" and "GPU 3 of 10.0" in finding.found
+    assert finding.status == "block" and "GPU 3 of 7.5" in finding.found
 
 
 def test_a_build_without_kernels_is_named(a_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,10 +133,12 @@ def test_a_foreign_interface_is_named_alone(
 
 def test_gpus_by_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "cuda_probe", None, raising=False)
-    for capability in ((8, 0), (8, 6), (8, 9), (9, 0)):
+    monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_100"))
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (13, 0)):
         assert launch.reason_against_capability(capability, "it") == ""
-    for capability in ((7, 5), (9, 1), (10, 0), (12, 0)):
+    for capability in ((7, 5), (9, 1)):
         reason = launch.reason_against_capability(capability, "it")
         assert f"do not run on it of {capability[0]}.{capability[1]}: choose another" in reason
+        assert "8.x, 9.0, 10.x, 12.x, 10.0 and later as PTX" in reason
     monkeypatch.delattr(_C, "cuda_probe")
     assert "PAT_CUDA=ON" in launch.reason_against_capability((9, 0), "it")

@@ -136,7 +136,8 @@ def test_cuda_probe_answers_on_every_machine() -> None:
     probe = _C.cuda_probe()
     if probe["ok"]:
         assert probe["error"] == ""
-        assert probe["arch"] // 10 == probe["kernel_arch"] // 10
+        # From 10.0 on all code is made from one PTX.
+        assert min(probe["arch"] // 10, 10) == probe["kernel_arch"] // 10
         assert probe["driver_version"] >= 13000
     else:
         assert probe["kernel_arch"] == 0

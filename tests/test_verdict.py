@@ -20,9 +20,12 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from sglang.srt.arg_groups import memory_hook
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
+from sglang_pat import _C
 from sglang_pat.capacity import MB, fit_workspace
 from sglang_pat.srt import layers, machines
 from sglang_pat.srt.verdict import QuestionError, Verdict, judge
+
+needs_cuda = pytest.mark.skipif(not _C.CUDA_CODE, reason="built with PAT_CUDA=OFF")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,9 +133,50 @@ def test_mla_is_refused(gpu: str, ask: Any) -> None:
     assert "uses MLA" in reason and reason.endswith("choose another --attention-backend")
 
 
-def test_a_gpu_without_kernels_is_refused(ask: Any) -> None:
+def test_a_gpu_without_kernels_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a"))
     (reason,) = ask(kit_models.LLAMA, gpu="B200").refusals
-    assert "compute capability 8.x and 9.0" in reason and "B200 of 10.0" in reason
+    assert "compute capability 8.x, 9.0," in reason and "B200 of 10.0" in reason
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("gpu", "code"),
+    [("B200", "10.0 (sm_100)"), ("B300", "10.3 (sm_100)"), ("5090", "12.0 (sm_120)"),
+     ("RTX PRO 6000", "12.0 (sm_120)"), ("A100", "8.0 (sm_80)"), ("L4", "8.9 (sm_80)")],
+)  # fmt: skip
+def test_a_gpu_on_which_nobody_ran_the_kernels(gpu: str, code: str, ask: Any) -> None:
+    verdict = ask(kit_models.LLAMA, gpu=gpu)
+    assert verdict.status == "served"
+    note = verdict.notes[0]
+    assert note == (
+        f"our kernels for compute capability {code} are built, but were not run on such a GPU"
+    )
+    assert ("note", note, "") in verdict.lines()
+    assert verdict.as_json()["notes"] == verdict.notes
+
+
+def test_what_a_hopper_needs_not_be_told(ask: Any) -> None:
+    for gpu in ("H100", "H200"):
+        assert not ask(kit_models.LLAMA, gpu=gpu).notes
+
+
+@needs_cuda
+def test_a_b200_runs_prefill_on_trtllm_mha_if_pages_allow_it(ask: Any) -> None:
+    _, note = ask(kit_models.LLAMA, gpu="B200").notes
+    assert "trtllm_mha, takes pages of 16, 32, 64, 128 tokens, not of 1; --page-size 64" in note
+    assert note.startswith("prefill, and decode that is not pat's, run on flashinfer: ")
+    assert len(ask(kit_models.LLAMA, "--page-size", "64", gpu="B200").notes) == 1
+    assert len(ask(kit_models.LLAMA, gpu="RTX5090").notes) == 1  # its default is flashinfer
+
+
+@needs_cuda
+@pytest.mark.parametrize("gpu", ["B200", "RTX5090"])
+def test_models_of_gated_delta_nets_are_refused_on_blackwell(gpu: str, ask: Any) -> None:
+    verdict = ask(kit_models.QWEN3_NEXT, gpu=gpu)
+    assert verdict.status == "refused" and not verdict.notes
+    (reason,) = verdict.refusals
+    assert "Qwen3-Next" in reason and reason.endswith("choose another --attention-backend")
 
 
 def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_ARCHITECTURES 80-real)  # of CMake's own compiler checks
 enable_language(CUDA)
+find_library(cuda_runtime cudart_static REQUIRED
+  HINTS ${cuda_root}/lib ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES})
 message(STATUS "CUDA compiler: ${CMAKE_CUDA_COMPILER} (from ${nvcc_origin})")
 # Without build isolation the wheel may be another: SGLang itself brings a newer one.
 if(NOT CMAKE_CUDA_COMPILER_VERSION VERSION_EQUAL 13.0.88)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# Builds pat_core: planning, the CPU executor and the CUDA kernels, all that knows no Python. Sets
+# PAT_CUDA_CODE: what the kernels were compiled to.
+
+# Every source but forward_isa.cpp is compiled once, for the baseline of the machine's architecture.
+file(GLOB core_sources CONFIGURE_DEPENDS pack/*.cpp cpu/*.cpp)
+list(FILTER core_sources EXCLUDE REGEX "/cpu/forward_isa\\.cpp$")
+add_library(pat_core STATIC ${core_sources})
+target_link_libraries(pat_core PRIVATE pat_options PUBLIC Threads::Threads)
+# The stages of pack/ are one unit for the compiler, so that small functions of one stage are inlined
+# into another: a plan is made in 3 to 5 % less time.
+file(GLOB pack_sources CONFIGURE_DEPENDS pack/*.cpp)
+set_source_files_properties(${pack_sources} PROPERTIES UNITY_GROUP pack)
+set_target_properties(pat_core PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+
+# forward_isa.cpp is compiled once per instruction set, with PAT_ISA naming the copy; cpu/forward.cpp
+# picks one at run time. Order matters: of an inline function that several copies emit, the linker
+# keeps the first, which must be the one that every machine can run.
+set(isas base)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
+  list(APPEND isas v3 v4)
+  target_compile_definitions(pat_core PRIVATE PAT_ISA_X86)
+endif()
+foreach(isa IN LISTS isas)
+  add_library(forward_${isa} OBJECT cpu/forward_isa.cpp)
+  target_link_libraries(forward_${isa} PRIVATE pat_options)
+  target_compile_definitions(forward_${isa} PRIVATE PAT_ISA=${isa})
+  # Wide vectors pass only between functions of one copy, so their ABI without AVX does not matter.
+  target_compile_options(forward_${isa} PRIVATE -Wno-psabi)
+  if(NOT isa STREQUAL "base")
+    target_compile_options(forward_${isa} PRIVATE -march=x86-64-${isa})
+  endif()
+  target_sources(pat_core PRIVATE $<TARGET_OBJECTS:forward_${isa}>)
+endforeach()
+
+if(PAT_CUDA)
+  include(cuda/toolkit.cmake)
+  file(GLOB cuda_host_sources CONFIGURE_DEPENDS cuda/*.cpp)
+  file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS cuda/*.cu)
+  target_sources(pat_core PRIVATE ${cuda_host_sources} ${cuda_sources})
+  target_compile_definitions(pat_core PRIVATE $<$<BOOL:${PAT_RACECHECK}>:PAT_RACECHECK>)
+  target_compile_options(pat_core PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v,-warn-spills -Xcompiler=-Wall,-Wextra>
+    # nvcc has no option like -ffile-prefix-map, so that line tables hold this build's paths.
+    $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${PAT_LINEINFO}>>:-lineinfo>
+    "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${repository_map}>")
+  # sm_80 runs on GPUs of 8.x, sm_90a on 9.0 alone, sm_100 on 10.x and sm_120 on 12.x. The driver
+  # compiles compute_100, which is PTX, for others of 10.0 and later. All that is made from one PTX
+  # costs one run of nvcc's front end.
+  set(PAT_CUDA_CODE "sm_80 sm_90a sm_100 sm_120 compute_100")
+  target_compile_options(pat_core PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_80,code=sm_80>
+    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_90a,code=sm_90a>
+    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_100,code=sm_100>
+    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_100,code=sm_120>
+    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_100,code=compute_100>)
+  set_target_properties(pat_core PROPERTIES
+    CUDA_ARCHITECTURES OFF  # it has no word for sm_120 from PTX of compute_100
+    CUDA_VISIBILITY_PRESET hidden
+    CUDA_RUNTIME_LIBRARY None)
+  # Linked in, so that importing _C needs neither libcudart nor a driver.
+  target_link_libraries(pat_core PUBLIC ${cuda_runtime} ${CMAKE_DL_LIBS} rt)
+endif()
+
+# For builds of _C for other Pythons: what they have to know of this library.
+file(GENERATE OUTPUT ${CMAKE_BINARY_DIR}/pat_core.cmake CONTENT "\
+add_library(pat_core STATIC IMPORTED)
+set_target_properties(pat_core PROPERTIES
+  IMPORTED_LOCATION \"$<TARGET_FILE:pat_core>\"
+  INTERFACE_LINK_LIBRARIES \"$<TARGET_PROPERTY:pat_core,INTERFACE_LINK_LIBRARIES>\")
+set(PAT_CUDA ${PAT_CUDA})
+set(PAT_CUDA_CODE \"${PAT_CUDA_CODE}\")
+")

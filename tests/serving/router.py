@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's router in front of several servers, and where it sends each request."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from sglang_pat.bench.common.counters import Counters
+from sglang_pat.bench.common.server import free_port
+
+from .server import Prompt, ServingServer
+
+READY_S = 300.0
+ARRIVED_S = 60.0
+# With these a server logs a line when a request arrives, without the prompt.
+LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
+_ARRIVED = "Receive: obj=GenerateReqInput"
+
+
+class Router:
+    """``python -m sglang_router.launch_router`` before ``servers``, which log their requests; it
+    starts at once.
+
+    Args:
+        policy: ``--policy``.
+        servers: what it routes to; they may still be starting.
+        log: file that gets the router's output.
+    """
+
+    def __init__(self, policy: str, servers: Sequence[ServingServer], log: Path) -> None:
+        self.servers, self.log = tuple(servers), log
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [
+            *(sys.executable, "-m", "sglang_router.launch_router", "--policy", policy),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+            *("--worker-urls", *(server.url for server in servers)),
+            *("--worker-startup-check-interval", "1"),  # seconds; the default is 30
+        ]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,  # a checkout as cwd would shadow the installed package
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Return when the router knows that all servers are healthy.
+
+        Raises:
+            RuntimeError: it ended, or was not ready after ``READY_S`` seconds.
+        """
+        deadline = time.monotonic() + READY_S
+        while self._healthy_servers() < len(self.servers):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                end = self.log.read_text(errors="replace")[-3000:]
+                raise RuntimeError(
+                    f"the router ended or was not ready after {READY_S:.0f} s:\n{end}"
+                )
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """End the router; requests that it has not answered fail."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def generate_in_turn(self, prompts: Sequence[Prompt], new_tokens: int) -> list[int]:
+        """Decode all prompts at the same time, and return for each the index of its server.
+
+        Each prompt is sent when the one before it has arrived at a server, so the order in which
+        the router chooses is that of ``prompts``. The servers are paused until all have arrived:
+        how many requests decode together does not depend on how fast they were sent.
+        """
+        self._post_to_servers("/pause_generation", {"mode": "in_place"})
+        with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
+            try:
+                answers, chosen = [], []
+                for prompt in prompts:
+                    before = self._arrived()
+                    answers.append(pool.submit(self._generate, prompt, new_tokens))
+                    chosen.append(self._wait_for_arrival(before))
+            finally:
+                self._post_to_servers("/continue_generation", {})
+            for answer in answers:
+                answer.result()
+        return chosen
+
+    def counters(self) -> list[Counters]:
+        """What pat counted on each server since its start; call it when no request runs."""
+        with ThreadPoolExecutor(max_workers=len(self.servers)) as pool:  # each takes seconds
+            return list(pool.map(ServingServer.counters, self.servers))
+
+    def _generate(self, prompt: Prompt, new_tokens: int) -> None:
+        parameters = {"temperature": 0, "ignore_eos": True, "max_new_tokens": new_tokens}
+        request = urllib.request.Request(
+            f"{self.url}/generate",
+            data=json.dumps({"input_ids": prompt, "sampling_params": parameters}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            assert len(json.load(answer)["output_ids"]) == new_tokens
+
+    def _arrived(self) -> list[int]:
+        """How many requests have arrived at each server since its start."""
+        return [server.text().count(_ARRIVED) for server in self.servers]
+
+    def _wait_for_arrival(self, before: Sequence[int]) -> int:
+        """The index of the server that gets a request more than ``before``."""
+        deadline = time.monotonic() + ARRIVED_S
+        while (now := self._arrived()) == list(before):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no server got the request in {ARRIVED_S:.0f} s")
+            time.sleep(0.01)
+        (chosen,) = [i for i, count in enumerate(now) if count > before[i]]
+        return chosen
+
+    def _post_to_servers(self, path: str, body: dict[str, str]) -> None:
+        for server in self.servers:
+            server.post(path, body)
+
+    def _healthy_servers(self) -> int:
+        try:
+            with urllib.request.urlopen(f"{self.url}/readiness", timeout=5) as answer:
+                return int(json.load(answer)["healthy_workers"])
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return 0  # not listening yet, or 503: knows no healthy server
