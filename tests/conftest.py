@@ -4,9 +4,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePath
 
 import pytest
 import torch
+
+# Files that take minutes each, the longest first. With the others that start servers they come
+# before the rest, so that two processes (``make test``) end at about the same time.
+LONGEST = (
+    "test_tokens.py",
+    "test_verify_pat.py",
+    "test_verify.py",
+    "test_router.py",
+    "test_patched.py",
+)
+SERVER_TESTS = ("serving", "test_demo.py", "test_examples.py", "test_bench_serving_run.py")
+
+
+def place(path: PurePath) -> int:
+    """Of a file of tests in the order of all."""
+    if path.name in LONGEST:
+        return LONGEST.index(path.name)
+    return len(LONGEST) + set(SERVER_TESTS).isdisjoint(path.parts)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: place(item.path))
 
 
 @pytest.fixture(scope="module")
