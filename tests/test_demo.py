@@ -147,7 +147,8 @@ def test_bf16_demo_agrees_on_forced_tokens(
     assert 0 < fields["mean_logprob_diff"] <= MEAN_LOGPROB_DIFF_BF16
     itself = fields["stock_itself_mean_logprob_diff"]
     assert 0 <= itself < fields["mean_logprob_diff"]  # torch_native runs request by request
-    assert 0 < fields["token_match_rate"] < 1  # of the timed pass, which nothing forced
+    # Of the timed pass, which nothing forced: in so few tokens of bf16 there may be no difference.
+    assert 0 < fields["token_match_rate"] <= 1
     # The warm-up is not counted: two turns of 4 tokens, the first of each from the prefill.
     assert 6 <= fields["decode_steps"] < 24
     assert fields["packed_steps"] > 0

@@ -12,6 +12,7 @@ from typing import Any
 from sglang_pat.bench.common.server import Server, ServerError
 
 PLUGINS = Path(__file__).parent / "plugins"
+STARTUP = Path(__file__).parent / "startup"  # what a CPU server's processes run before all else
 DEVICE_ARGS = {
     # SGLang serves fp32 weights in bf16 unless told otherwise.
     "cpu": ("--dtype", "float32", "--max-total-tokens", "20000"),
@@ -59,9 +60,9 @@ class ServingServer(Server):
         env = {"OMP_WAIT_POLICY": "PASSIVE"} if config.device == "cpu" else {}
         if config.backend == "pat":
             env["SGLANG_PAT_CHECK"] = "1"
-        if config.plugins:
-            inherited = os.environ.get("PYTHONPATH")
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGINS), inherited]))
+        first = [STARTUP] * (config.device == "cpu") + [PLUGINS] * config.plugins
+        inherited = os.environ.get("PYTHONPATH")
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, first), inherited]))
         super().__init__(
             model,
             backend=config.backend,
