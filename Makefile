@@ -42,7 +42,9 @@ help:
 	@echo 'PYTHON=python3.12 chooses the Python, JOBS=8 the number of compilers,'
 	@echo 'PAT_CUDA=OFF leaves out the CUDA kernels'
 
-install: .venv/installed
+# Compiling and installing SGLang side by side.
+install:
+	@$(MAKE) --no-print-directory -j2 .venv/installed
 
 .venv/bin/python:
 	@$(PYTHON) -m venv .venv
@@ -62,9 +64,13 @@ build/wheel/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
 	@build/venv/bin/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	@touch $@
 
-.venv/ready: pyproject.toml | build/wheel/ready
+# All that stands in quotes from `dependencies` and each of three extras to the next `]`.
+.venv/ready: pyproject.toml | .venv/bin/python
 	@echo 'installing SGLang and the tools into .venv'
-	@$(BIN)/pip install -q "$$(echo build/wheel/*.whl)[sglang,test,lint]"
+	@mkdir -p build
+	@sed -n '/^dependencies = \[/,/\]/p; /^sglang = \[/,/\]/p; /^test = \[/,/\]/p; /^lint = \[/,/\]/p' \
+		pyproject.toml | grep -o '"[^"]*"' | tr -d '"' | sort -u > build/dependencies.txt
+	@$(BIN)/pip install -q -r build/dependencies.txt
 	@touch $@
 
 .venv/installed: .venv/ready build/wheel/ready
