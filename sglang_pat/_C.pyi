@@ -25,10 +25,15 @@ class Policy(Enum):
     bytes = 0
     paper = 1
     naive = 2
+    root = 3
+    queries = 4
 
 class Split(Enum):
     cost = 0
     mean = 1
+    fixed = 2
+    chunks = 3
+    none = 4
 
 class Branching(Enum):
     cost = 0
@@ -63,6 +68,7 @@ class Target:
     max_branch_tokens: int
     policy: Policy
     split: Split
+    split_tokens: int
     branching: Branching
     branch_rows: list[int]
     branch_limits: list[int]

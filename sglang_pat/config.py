@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 import torch
 
 from sglang_pat import _C
-from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
+from sglang_pat.target import BRANCHINGS, DEFAULT_SPLIT_TOKENS, POLICIES, SPLITS
 
 PREFIX = "SGLANG_PAT_"
 # What `make test-versions` runs on; the last is the one to install.
@@ -28,6 +28,13 @@ _ALLOWED = {
     "partial": ("fp32", "bf16"),
     "launch": tuple(_C.LAUNCHES),
 }
+
+
+def _of(policy: str, split: str, **others: str) -> dict[str, str]:
+    """Another paper's rule for packs and splits, run as ours are: branches off, one launch."""
+    return {"policy": policy, "split": split, "branching": "never", **others}
+
+
 # What a preset sets; other options keep their defaults. `pat` is the paper: packs (section 5.1),
 # streams and split (section 6), fp32 partials. Its choice of tiles, the smallest that holds a
 # pack, is that of all presets. `naive` is its PAT-naive (section 8.5): every node is a pack.
@@ -47,13 +54,25 @@ PRESETS: dict[str, dict[str, str]] = {
         "partial": "fp32",
         "launch": "streams",
     },
+    # ChunkAttention: every shared chunk of 64 tokens is an item of all queries that share it
+    # (chunk-first), what a query has for itself is one item (sequence-first).
+    "chunk": _of("naive", "chunks", split_tokens="64"),
+    # PagedAttention: queries alone, in partitions of 512 tokens (V2) or whole (V1).
+    "paged": _of("queries", "fixed", split_tokens="512"),
+    "paged-v1": _of("queries", "none"),
+    # RelayAttention, and Hydragen with one level: the system prompt once, the rest by queries.
+    "relay": _of("root", "cost"),
 }
 _PRESET = PREFIX + "PRESET"
 DEFAULT_MB = 256  # below the 384 MB that FlashInfer takes in the same place
 # One request has nobody to share with, so SGLang's attention serves it at its own speed.
 DEFAULT_MIN_BATCH = 2
 # Options that are whole numbers from 1: the default and what they count.
-_NUMBERS = {"workspace_mb": (DEFAULT_MB, "MB"), "min_batch": (DEFAULT_MIN_BATCH, "requests")}
+_NUMBERS = {
+    "workspace_mb": (DEFAULT_MB, "MB"),
+    "min_batch": (DEFAULT_MIN_BATCH, "requests"),
+    "split_tokens": (DEFAULT_SPLIT_TOKENS, "tokens"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,8 @@ class PatConfig:
     ``policy`` (``SGLANG_PAT_POLICY``), ``split`` (``SGLANG_PAT_SPLIT``) and ``branching``
     (``SGLANG_PAT_BRANCHING``): see ``Target``; ``cost`` is ``never`` where branches do not pay or
     were not measured: on the CPU, on GPUs other than Hopper, beyond head dim 128.
+    ``split_tokens`` (``SGLANG_PAT_SPLIT_TOKENS``): of a piece, with the splits ``fixed`` and
+    ``chunks``.
     ``partial`` (``SGLANG_PAT_PARTIAL``): dtype of the partial outputs that the merge reads.
     ``launch`` (``SGLANG_PAT_LAUNCH``): how a GPU's forward is launched, see ``Workspace``.
     ``workspace_mb`` (``SGLANG_PAT_WORKSPACE_MB``): MB (2**20 bytes) of GPU memory for the
@@ -77,6 +98,7 @@ class PatConfig:
     check: bool = False
     policy: str = "bytes"
     split: str = "cost"
+    split_tokens: int = DEFAULT_SPLIT_TOKENS
     branching: str = "cost"
     partial: str = "fp32"
     launch: str = "queue"
@@ -94,7 +116,6 @@ class PatConfig:
         """
         known = {PREFIX + name.upper(): name for name in ("preset", *_ALLOWED, *_NUMBERS)}
         given: dict[str, str] = {}
-        numbers = {name: default for name, (default, _) in _NUMBERS.items()}
         for variable, value in environ.items():
             if not variable.startswith(PREFIX):
                 continue
@@ -105,7 +126,8 @@ class PatConfig:
                 )
             name = known[variable]
             if name in _NUMBERS:
-                numbers[name] = _whole_number(variable, value, *_NUMBERS[name])
+                _check_whole(variable, value, *_NUMBERS[name])
+                given[name] = value
                 continue
             allowed = PRESETS if variable == _PRESET else _ALLOWED[name]
             if value not in allowed:
@@ -123,7 +145,7 @@ class PatConfig:
             branching=chosen["branching"],
             partial=chosen["partial"],
             launch=chosen["launch"],
-            **numbers,
+            **{name: int(chosen[name]) for name in _NUMBERS},
             preset=preset,
             remarks=remarks,
         )
@@ -139,8 +161,8 @@ class PatConfig:
 
 
 def rules(preset: str, given: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """All options with a list of values: ``given`` ones by name, else the preset's, else the
-    defaults; and remarks on what that means.
+    """All options, as text: ``given`` ones by name, else the preset's, else the defaults; and
+    remarks on what that means.
 
     An option beside a preset wins, and a remark says so. Branches go with the default policy and
     split alone: with another they are off, and a remark says so, unless ``branching`` is given.
@@ -148,6 +170,7 @@ def rules(preset: str, given: Mapping[str, str]) -> tuple[dict[str, str], tuple[
     """
     of_preset = PRESETS[preset]
     defaults = {name: allowed[0] for name, allowed in _ALLOWED.items()}
+    defaults |= {name: str(default) for name, (default, _) in _NUMBERS.items()}
     chosen = {**defaults, **of_preset, **given}
     remarks = [
         f"{name}={given[name]} was asked for and wins over the {value} of preset {preset}"
@@ -162,10 +185,9 @@ def rules(preset: str, given: Mapping[str, str]) -> tuple[dict[str, str], tuple[
     return chosen, tuple(remarks)
 
 
-def _whole_number(variable: str, value: str, default: int, unit: str) -> int:
+def _check_whole(variable: str, value: str, default: int, unit: str) -> None:
     if not (value.isascii() and value.isdecimal() and int(value) > 0):
         raise ValueError(
             f"{variable}={value} is not a whole number of {unit}, 1 or more: "
             f"give one, such as {default}, or unset it"
         )
-    return int(value)

@@ -14,6 +14,8 @@ from sglang_pat.profiles import Profile
 POLICIES = tuple(_C.Policy.__members__)
 SPLITS = tuple(_C.Split.__members__)
 BRANCHINGS = tuple(_C.Branching.__members__)
+# Tokens of a piece in PagedAttention V2.
+DEFAULT_SPLIT_TOKENS = 512
 # The CPU executor's head dims are multiples of the one up to the other.
 HEAD_DIM_STEP, MAX_HEAD_DIM = _C.CPU_HEAD_DIM_STEP, _C.CPU_MAX_HEAD_DIM
 # Row tiles of the CUDA kernels in packed rows. The last is of wide items, which both halves of an
@@ -44,14 +46,17 @@ class Target:
     rows for each, and lengths of sequences count them.
 
     ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``
-    applies equations 1 and 2 of that section, ``naive`` packs every node. ``split``: ``cost``
-    minimises the modelled makespan, ``mean`` is the rule of PAT section 6: no piece longer than
-    the mean. ``branching``: whether a part of the pack tree may become one item, a branch,
-    in which queries do not see each other's tokens: ``cost`` where the modelled time is shorter,
-    ``always`` or ``never``. With ``cost``, ``bytes`` and the split ``cost``, each query of a small
-    batch may also get items of its own, where that is modelled to be clearly faster.
-    ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a node or tail beyond
-    which it stays an item of its own) are what it chooses from.
+    applies equations 1 and 2 of that section, ``naive`` packs every node, ``root`` the first node
+    of each path alone (RelayAttention), ``queries`` none (PagedAttention). ``split``: ``cost``
+    minimises the modelled makespan, ``mean`` is the rule of PAT section 6: no piece longer than the
+    mean. ``fixed`` cuts pieces of ``split_tokens`` tokens (PagedAttention V2), ``chunks`` does so
+    where several queries read and leaves the rest whole (ChunkAttention), ``none`` cuts nothing. Of
+    one pack there are at most 512 pieces. ``branching``: whether a part of the pack tree may become
+    one item, a branch, in which queries do not see each other's tokens: ``cost`` where the modelled
+    time is shorter, ``always`` or ``never``. With ``cost``, ``bytes`` and the split ``cost``, each
+    query of a small batch may also get items of its own, where that is modelled to be clearly
+    faster. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a node or
+    tail beyond which it stays an item of its own) are what it chooses from.
 
     Raises ValueError for a field that makes no sense.
     """
@@ -83,6 +88,7 @@ class Target:
     partial_bytes: int = 4
     policy: str = "bytes"
     split: str = "cost"
+    split_tokens: int = DEFAULT_SPLIT_TOKENS
     branching: str = "never"
     branch_rows: tuple[int, ...] = (_C.BRANCH_ROWS, _C.BRANCH_ROWS // 2)
     branch_limits: tuple[int, ...] = (2**31 - 1,)  # whole paths: branches of tails alone lose

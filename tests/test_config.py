@@ -33,12 +33,14 @@ def test_every_option() -> None:
             "SGLANG_PAT_LAUNCH": "streams",
             "SGLANG_PAT_WORKSPACE_MB": "1024",
             "SGLANG_PAT_MIN_BATCH": "1",
+            "SGLANG_PAT_SPLIT_TOKENS": "256",
         }
     )
     assert config == PatConfig(
         check=True,
         policy="paper",
         split="mean",
+        split_tokens=256,
         branching="never",
         partial="bf16",
         launch="streams",
@@ -47,8 +49,8 @@ def test_every_option() -> None:
     )
     assert config.partial_dtype is torch.bfloat16
     assert str(config) == (
-        "check=True policy=paper split=mean branching=never partial=bf16 launch=streams "
-        "workspace_mb=1024 min_batch=1 preset=default"
+        "check=True policy=paper split=mean split_tokens=256 branching=never partial=bf16 "
+        "launch=streams workspace_mb=1024 min_batch=1 preset=default"
     )
 
 
@@ -91,7 +93,27 @@ def test_the_papers_preset() -> None:
     naive = read(PRESET="naive")
     assert (naive.policy, naive.split, naive.branching) == ("naive", "mean", "never")
     assert read(PRESET="default") == read() == PatConfig()
-    assert set(PRESETS) == {"default", "pat", "naive"}
+    assert set(PRESETS) == {"default", "pat", "naive", "chunk", "paged", "paged-v1", "relay"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "rules"),
+    [
+        ("chunk", ("naive", "chunks", 64)),
+        ("paged", ("queries", "fixed", 512)),
+        ("paged-v1", ("queries", "none", 512)),
+        ("relay", ("root", "cost", 512)),
+    ],
+)
+def test_the_presets_of_other_papers(preset: str, rules: tuple[str, str, int]) -> None:
+    config = read(PRESET=preset)
+    assert (config.policy, config.split, config.split_tokens) == rules
+    assert config.branching == "never" and config.launch == "queue" and not config.remarks
+    if preset == "chunk":
+        config = read(PRESET=preset, SPLIT_TOKENS="128")
+        assert config.split_tokens == 128
+        said = "split_tokens=128 was asked for and wins over the 64 of preset chunk"
+        assert config.remarks == (said,)
 
 
 def test_an_option_beside_a_preset_wins_and_that_is_said() -> None:

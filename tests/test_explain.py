@@ -28,6 +28,11 @@ TARGETS = {
     "branches": Target.h200(**HEADS, branching="always"),
     "naive": Target.h200(**HEADS, policy="naive", branching="never"),
     "paper": Target.h200(**HEADS, policy="paper", split="mean", branching="never"),
+    "chunk": Target.h200(
+        **HEADS, policy="naive", split="chunks", split_tokens=64, branching="never"
+    ),
+    "paged": Target.h200(**HEADS, policy="queries", split="fixed", branching="never"),
+    "relay": Target.h200(**HEADS, policy="root", branching="never"),
     "small tiles": Target.h200(**HEADS, row_tiles=(16,), policy="naive", branching="never"),
     "cpu": Target.cpu(threads=4, **HEADS),
 }

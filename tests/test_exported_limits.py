@@ -75,8 +75,11 @@ def test_head_dims_of_the_cpu_executor() -> None:
 
 def test_options_are_the_extensions() -> None:
     """Their values, and the default first."""
-    assert POLICIES == ("bytes", "paper", "naive") == tuple(_C.Policy.__members__)
-    assert SPLITS == ("cost", "mean") == tuple(_C.Split.__members__)
+    assert (
+        POLICIES == ("bytes", "paper", "naive", "root", "queries") == tuple(_C.Policy.__members__)
+    )
+    splits = ("cost", "mean", "fixed", "chunks", "none")
+    assert splits == SPLITS == tuple(_C.Split.__members__)
     assert BRANCHINGS == ("cost", "always", "never") == tuple(_C.Branching.__members__)
     assert list(LAUNCHES) == ["queue", "streams", "serial"]
     for name, values in (("POLICY", POLICIES), ("SPLIT", SPLITS), ("LAUNCH", LAUNCHES)):

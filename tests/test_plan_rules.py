@@ -183,6 +183,67 @@ def test_mean_split_makes_equal_parts_however_short() -> None:
     assert parts == [67] * 5 + [65]
 
 
+# Node 1 (1,000 tokens, 6 queries) over node 2 (300 tokens, 4 queries), which is over node 3 (200
+# tokens, 2 queries). Each query has 100 tokens of its own but the last, which ends with node 1.
+DEEP = [[(1, 0, 1000), (2, 1000, 1300), (3, 1300, 1500)]] * 2
+DEEP += [[(1, 0, 1000), (2, 1000, 1300)]] * 2 + [[(1, 0, 1000)]] * 2
+DEEP_LENS = [1600] * 2 + [1400] * 2 + [1100, 1000]
+
+
+def deep(**rules: Any) -> list[list[tuple[int, int]]]:
+    """Start and length of what each query's items read, by the rules."""
+    made = plan(DEEP, DEEP_LENS, target(branching="never", **rules))
+    assert not made.degraded
+    return [ranges_of_query(made, query) for query in range(len(DEEP))]
+
+
+def test_the_root_alone_is_packed() -> None:
+    found = deep(policy="root", split="none")
+    assert found[0] == found[1] == found[2] == found[3] == found[4] == [(0, 1000), (1000, -1)]
+    assert found[5] == [(0, 1000)]
+    made = plan(DEEP, DEEP_LENS, target(branching="never", policy="root", split="none"))
+    assert made.kv_tokens_read(sum(DEEP_LENS)) == 1000 + 2 * 600 + 2 * 400 + 100
+
+
+def test_queries_alone_are_whole_or_in_partitions() -> None:
+    whole = deep(policy="queries", split="none")
+    assert whole == [[(0, -1)]] * 6
+    parts = deep(policy="queries", split="fixed", split_tokens=512)
+    assert parts[0] == [(0, 512), (512, 512), (1024, 512), (1536, -1)]
+    assert parts[5] == [(0, 512), (512, -1)]
+    made = plan(DEEP, DEEP_LENS, target(branching="never", policy="queries", split="none"))
+    assert made.num_shared_items == 0 and made.num_partials == 0
+    assert made.kv_tokens_read(sum(DEEP_LENS)) == sum(DEEP_LENS)
+
+
+def test_chunks_cut_only_what_several_queries_read() -> None:
+    found = deep(policy="naive", split="chunks", split_tokens=256)
+    node_1 = [(0, 256), (256, 256), (512, 256), (768, 232)]
+    node_2, node_3 = [(1000, 256), (1256, 44)], [(1300, 200)]
+    assert found[0] == [*node_1, *node_2, *node_3, (1500, -1)]
+    assert found[2] == [*node_1, *node_2, (1300, -1)]
+    assert found[5] == node_1
+    # What one query reads stays whole, however long.
+    made = plan([[]] * 2, [5000, 300], target(policy="naive", split="chunks", split_tokens=64))
+    assert [ranges_of_query(made, query) for query in range(2)] == [[(0, -1)]] * 2
+
+
+def test_fixed_pieces_cut_everything() -> None:
+    found = deep(policy="naive", split="fixed", split_tokens=64)
+    assert [length for start, length in found[0] if start < 1000] == [64] * 15 + [40]
+    assert [start for start, _ in found[0] if start >= 1500] == [1500, 1564]
+    # Of one pack there are at most 512 pieces.
+    made = plan([[]], [100_000], target(policy="queries", split="fixed", split_tokens=64))
+    pieces = ranges_of_query(made, 0)
+    assert len(pieces) <= 512 and {length for _, length in pieces[:-1]} == {196}
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_pieces_have_tokens(tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"split_tokens is {tokens}, must be positive"):
+        target(split_tokens=tokens)
+
+
 ONE_KV_HEAD = {"num_q_heads": 8, "num_kv_heads": 1, "branching": "cost"}
 
 

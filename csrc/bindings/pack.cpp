@@ -128,8 +128,15 @@ void bind_target(py::module_& m) {
   py::enum_<Policy>(m, "Policy")
       .value("bytes", Policy::kBytes)
       .value("paper", Policy::kPaper)
-      .value("naive", Policy::kNaive);
-  py::enum_<Split>(m, "Split").value("cost", Split::kCost).value("mean", Split::kMean);
+      .value("naive", Policy::kNaive)
+      .value("root", Policy::kRoot)
+      .value("queries", Policy::kQueries);
+  py::enum_<Split>(m, "Split")
+      .value("cost", Split::kCost)
+      .value("mean", Split::kMean)
+      .value("fixed", Split::kFixed)
+      .value("chunks", Split::kChunks)
+      .value("none", Split::kNone);
   py::enum_<Branching>(m, "Branching")
       .value("cost", Branching::kCost)
       .value("always", Branching::kAlways)
@@ -163,6 +170,7 @@ void bind_target(py::module_& m) {
       .def_readwrite("max_branch_tokens", &Target::max_branch_tokens)
       .def_readwrite("policy", &Target::policy)
       .def_readwrite("split", &Target::split)
+      .def_readwrite("split_tokens", &Target::split_tokens)
       .def_readwrite("branching", &Target::branching)
       .def_readwrite("branch_rows", &Target::branch_rows)
       .def_readwrite("branch_limits", &Target::branch_limits)

@@ -11,6 +11,7 @@ namespace pat {
 
 void Packer::choose(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
                     bool use_tree, Packs& out) {
+  use_tree &= target_.policy != Policy::kQueries;
   const int32_t num_nodes = use_tree ? count_of(tree.nodes) : 0;
   out.num_nodes = num_nodes;
   out.packs.resize(num_nodes + num_queries);
@@ -57,6 +58,10 @@ void Packer::list_children(const PackTree& tree, int32_t num_queries, const Pack
 void Packer::merge_below(const PackTree& tree, int32_t node, Packs& out) {
   switch (target_.policy) {
     case Policy::kNaive:
+    case Policy::kQueries:
+      break;
+    case Policy::kRoot:
+      if (tree.nodes[node].parent != kNoNode) merge_all(node, out);
       break;
     case Policy::kPaper:
       merge_by_paper(tree, node, out);
@@ -76,6 +81,16 @@ void Packer::merge_below(const PackTree& tree, int32_t node, Packs& out) {
   for (int32_t i = child_offsets_[node]; i < child_offsets_[node + 1]; ++i) attach(children_[i]);
   for (int32_t i = tail_offsets_[node]; i < tail_offsets_[node + 1]; ++i) {
     attach(out.num_nodes + tails_[i]);
+  }
+}
+
+// Everything below takes the node's tokens over.
+void Packer::merge_all(int32_t node, const Packs& packs) {
+  for (int32_t i = child_offsets_[node]; i < child_offsets_[node + 1]; ++i) {
+    merged_[children_[i]] = 1;
+  }
+  for (int32_t i = tail_offsets_[node]; i < tail_offsets_[node + 1]; ++i) {
+    merged_[packs.num_nodes + tails_[i]] = 1;
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packer: which queries share an item (PAT section 5.1: TreeHeuristic, with a choice of
-// three rules for what pays).
+// five rules for what pays).
 #pragma once
 
 #include <cstdint>
@@ -48,6 +48,7 @@ class Packer {
  private:
   void list_children(const PackTree& tree, int32_t num_queries, const Packs& packs);
   void merge_below(const PackTree& tree, int32_t node, Packs& out);
+  void merge_all(int32_t node, const Packs& packs);
   void merge_by_paper(const PackTree& tree, int32_t node, const Packs& packs);
   void merge_by_bytes(const PackTree& tree, int32_t node, const Packs& packs);
   void merge_longest_tails(int32_t node, int32_t count, const Packs& packs);

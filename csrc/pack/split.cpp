@@ -63,6 +63,16 @@ void split_by_mean(const Target& target, Packs& packs) {
   }
 }
 
+// Cuts into pieces of `split_tokens` tokens, at most kMaxPieces of a pack. `shared_only`: packs of
+// one query stay whole.
+void split_evenly(const Target& target, Packs& packs, bool shared_only) {
+  for (Pack& pack : packs.packs) {
+    if (pack.queries == 0 || (shared_only && pack.queries == 1)) continue;
+    const int32_t least = (pack.tokens() + kMaxPieces - 1) / kMaxPieces;
+    set_pieces(target, pack, std::max({target.split_tokens, least, 1}));
+  }
+}
+
 // Pieces of a pack that takes `seconds`, so that none takes longer than `limit`.
 int32_t pieces_for(const Target& target, const Pack& pack, double seconds, double limit) {
   if (seconds <= limit) return 1;
@@ -185,8 +195,19 @@ bool split_packs(const Target& target, Packs& packs, bool enabled, const BranchL
     pack.chunk = std::max(pack.tokens(), 1);
   }
   if (!enabled) return false;
-  if (target.split == Split::kCost) return split_by_cost(target, packs, branches);
-  split_by_mean(target, packs);
+  switch (target.split) {
+    case Split::kCost:
+      return split_by_cost(target, packs, branches);
+    case Split::kMean:
+      split_by_mean(target, packs);
+      break;
+    case Split::kFixed:
+    case Split::kChunks:
+      split_evenly(target, packs, target.split == Split::kChunks);
+      break;
+    case Split::kNone:
+      break;
+  }
   return false;
 }
 

@@ -57,6 +57,7 @@ void Target::validate() const {
   PAT_CHECK(row_tiles.back() >= group(), "Target.row_tiles end at ", row_tiles.back(),
             " rows, fewer than the ", group(), " of one query: a GQA group of ",
             num_q_heads / num_kv_heads, " for each of its draft tokens, ", draft_tokens);
+  PAT_CHECK(split_tokens > 0, "Target.split_tokens is ", split_tokens, ", must be positive");
   PAT_CHECK(max_queries > 0, "Target.max_queries is ", max_queries, ", must be positive");
   PAT_CHECK(max_items >= max_queries, "Target.max_items is ", max_items,
             ", must hold one item per query, at least ", max_queries);

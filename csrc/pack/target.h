@@ -14,11 +14,17 @@ enum class Policy : int {
   kBytes = 0,  // default: compares bytes exactly (GQA ratio, row tiles, partial dtype)
   kPaper = 1,  // PAT section 5.1: equations 1 and 2, with the tokens of the whole pack
   kNaive = 2,  // every node of the tree is a pack (the paper's PAT-naive)
+  kRoot = 3,   // the first node of a path is a pack, all below is each query's own (RelayAttention)
+  kQueries = 4,  // no packs: each query reads its whole sequence (PagedAttention)
 };
 
 enum class Split : int {
-  kCost = 0,  // default: minimises the modelled makespan
-  kMean = 1,  // PAT section 6: no item longer than the mean
+  kCost = 0,    // default: minimises the modelled makespan
+  kMean = 1,    // PAT section 6: no item longer than the mean
+  kFixed = 2,   // pieces of split_tokens tokens (PagedAttention V2)
+  kChunks = 3,  // packs of several queries in pieces of split_tokens, what one query reads whole
+                // (ChunkAttention's two phases)
+  kNone = 4,    // no pack is cut (PagedAttention V1)
 };
 
 enum class Branching : int {
@@ -57,6 +63,7 @@ struct Target {
   Policy policy = Policy::kBytes;
   Split split = Split::kCost;
   Branching branching = Branching::kCost;
+  int32_t split_tokens = 512;  // of a piece, with Split::kFixed and Split::kChunks
   // The cuts into branches that are compared: packed rows of a branch, and tokens of a node or tail
   // beyond which it stays an item of its own.
   std::vector<int32_t> branch_rows;

@@ -41,9 +41,11 @@ _TARGETS = (*_GPUS, "cpu")
 _CPU_THREADS = 8
 # Options of a server that change a plan: SGLANG_PAT_<NAME>, and here --<name>.
 _RULES = {
-    "preset": "rules to start from: default, pat (the paper's) or naive; a rule beside it wins",
-    "policy": "when a node becomes a pack: bytes, paper or naive",
-    "split": "where a long pack is cut: cost or mean",
+    "preset": "rules to start from: default, pat (the paper's), naive, or another paper's: chunk, "
+    "paged, paged-v1 or relay; a rule beside it wins",
+    "policy": "when a node becomes a pack: bytes, paper, naive, root or queries",
+    "split": "where a long pack is cut: cost, mean, fixed, chunks or none",
+    "split_tokens": "tokens of a piece, with --split fixed or chunks",
     "branching": "whether parts of the tree become one item: cost, always or never",
     "partial": "dtype of partial results: fp32 or bf16",
 }
@@ -201,6 +203,7 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
         "split": config.split,
+        "split_tokens": config.split_tokens,
     }
     if arguments.kv_cache_dtype == "fp8_e4m3":
         options["kv_bytes"] = 1

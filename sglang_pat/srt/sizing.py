@@ -86,6 +86,7 @@ def _options(runner: Any, config: PatConfig) -> dict[str, Any]:
         "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
         "split": config.split,
+        "split_tokens": config.split_tokens,
     }
     if config.branching != "cost":  # else as the device's target has it
         options["branching"] = config.branching

@@ -15,7 +15,7 @@ from kit.pieces import DYNAMIC
 from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DRAFTS, PACK, SINGLE
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.planner import Plan
-from sglang_pat.target import Target
+from sglang_pat.target import POLICIES, SPLITS, Target
 
 Path = list[tuple[int, int, int]]
 
@@ -73,8 +73,9 @@ def targets() -> st.SearchStrategy[Target]:
     return st.builds(
         target,
         num_q_heads=st.sampled_from([8, 16, 40, 64]),
-        policy=st.sampled_from(["bytes", "paper", "naive"]),
-        split=st.sampled_from(["cost", "mean"]),
+        policy=st.sampled_from(POLICIES),
+        split=st.sampled_from(SPLITS),
+        split_tokens=st.sampled_from([1, 64, 512]),
         partial_bytes=st.sampled_from([2, 4]),
         num_sms=st.sampled_from([1, 2, 132]),
         row_tiles=st.sampled_from([(16,), (16, 32, 64, 128)]),

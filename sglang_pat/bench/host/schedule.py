@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of pack tree + schedule: ``python -m sglang_pat.bench.host.schedule [--json]``.
+"""Host time of pack tree + schedule, and what plans hold: ``python -m
+sglang_pat.bench.host.schedule [--preset NAME] [--json]``, for the GPU at hand or an H200.
 
 The published scheduler of PAT takes 55-110 us for 256 requests and 450-580 us for 1024 in deep
 trees (measured by us on an EPYC core, hot, minimum of 20), without reading Python objects.
@@ -13,7 +14,9 @@ import statistics
 import time
 
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
-from sglang_pat.config import rules
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import options_of
+from sglang_pat.config import PRESETS
 from sglang_pat.planner import Planner
 from sglang_pat.target import POLICIES, SPLITS, Target
 
@@ -52,36 +55,26 @@ def main() -> None:
         help="query and KV heads (default: 32 8)",
     )
     parser.add_argument(
-        "--policy",
-        default="bytes",
-        choices=POLICIES,
-        help="which packs pay (default: bytes; the others are for experiments)",
+        "--preset",
+        default="default",
+        choices=tuple(PRESETS),
+        help="rules to start from (default: default; the others are for experiments)",
     )
     parser.add_argument(
-        "--split",
-        default="cost",
-        choices=SPLITS,
-        help="where items split (default: cost; the other is for experiments)",
+        "--policy", choices=POLICIES, help="which packs pay (default: the preset's)"
     )
+    parser.add_argument("--split", choices=SPLITS, help="where items split (default: the preset's)")
     parser.add_argument(
         "--repeats", type=int, default=50, help="plans timed of each tree (default: 50)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
-    chosen, _ = rules("default", {"policy": options.policy, "split": options.split})
-    target = Target.h200(
-        num_q_heads=options.heads[0],
-        num_kv_heads=options.heads[1],
-        head_dim=128,
-        max_queries=1024,
-        policy=options.policy,
-        split=options.split,
-        branching=chosen["branching"],
-    )
+    given = {name: getattr(options, name) for name in ("policy", "split")}
+    chosen, _ = options_of(options.preset, {name: rule for name, rule in given.items() if rule})
     if not options.json:
         print(f"{'tree':48} items shared partials  KV/unique   min us  median us")
     for tree in PAPER_TREES:
-        row = measure(tree, target, options.repeats)
+        row = measure(tree, chosen.target(tree, Heads(*options.heads)), options.repeats)
         if options.json:
             print(json.dumps(row))
         else:

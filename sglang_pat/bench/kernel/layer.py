@@ -17,6 +17,7 @@ from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, relative
 from sglang_pat.config import rules
 from sglang_pat.planner import Planner
+from sglang_pat.target import DEFAULT_SPLIT_TOKENS
 from sglang_pat.workspace import Workspace
 
 PLAN_REPEATS = 15
@@ -40,6 +41,7 @@ class PatOptions:
     launch: str = "queue"
     branching: str = "cost"
     kv_dtype: str = "bfloat16"
+    split_tokens: int = DEFAULT_SPLIT_TOKENS
 
     @property
     def e4m3(self) -> bool:
@@ -56,9 +58,8 @@ class PatOptions:
         return torch.float32 if self.partial == "float32" else torch.bfloat16
 
     def target(self, tree: Requests, heads: Heads) -> Target:
-        """As a server makes its own: for the GPU at hand, an H200 if there is none. With the split
-        ``mean``, which makes many pieces, there is more room for them, lest plans are made without
-        splits."""
+        """As a server makes its own: for the GPU at hand, an H200 if there is none. With splits
+        that make many pieces there is more room for them, lest plans are made without splits."""
         values: dict[str, Any] = {
             "num_q_heads": heads.q,
             "num_kv_heads": heads.kv,
@@ -68,10 +69,16 @@ class PatOptions:
             "partial_bytes": self.partial_dtype.itemsize,
             "policy": self.policy,
             "split": self.split,
+            "split_tokens": self.split_tokens,
         }
         if self.split == "mean":
             values["max_items"] = MEAN_ITEMS * tree.num_queries + 1024
             values["max_partials"] = MEAN_PARTIALS * tree.num_queries + 2048
+        elif self.split in ("fixed", "chunks"):
+            # A piece that is not full for every node of a path, or its tail.
+            pieces = sum(length // self.split_tokens for length in tree.seq_lens)
+            pieces += sum(len(path) + 1 for path in tree.paths)
+            values["max_items"] = values["max_partials"] = pieces
         if self.branching != "cost":  # else as the GPU's target has it
             values["branching"] = self.branching
         if torch.cuda.device_count() == 0:
@@ -92,7 +99,8 @@ def options_of(
     as_server = {name: names.get(value, value) for name, value in given.items()}
     chosen, remarks = rules(preset, as_server)
     fields = {name: chosen[name] for name in ("policy", "split", "launch", "branching")}
-    return kind(**fields, partial=_DTYPES[chosen["partial"]]), remarks
+    tokens = int(chosen["split_tokens"])
+    return kind(**fields, split_tokens=tokens, partial=_DTYPES[chosen["partial"]]), remarks
 
 
 def device_batch(tree: Requests, heads: Heads, permuted: bool = False) -> TreeBatch:
