@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sglang_pat.explain.command import run_explain
 
         return run_explain(arguments)
+    if arguments.command == "estimate":
+        from sglang_pat.estimate.command import run_estimate
+
+        return run_estimate(arguments)
     if arguments.command == "calibrate":
         from sglang_pat.calibrate.command import run_calibrate
 
@@ -70,6 +74,7 @@ def _run_doctor(
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line; flags of a server after ``doctor`` are not known to it."""
     from sglang_pat.calibrate import command as calibrate
+    from sglang_pat.estimate import command as estimate
     from sglang_pat.explain.command import add_arguments
 
     parser = argparse.ArgumentParser(
@@ -140,6 +145,16 @@ def make_parser() -> argparse.ArgumentParser:
         "batch or an option makes no sense, 2 wrong usage.",
     )
     add_arguments(explain)
+    gain = commands.add_parser(
+        "estimate",
+        help="say what pat would gain on your prompts, a trace or a running server",
+        description="Say what pat would gain: on prompts or a trace, without a GPU and without "
+        "SGLang, or on a running server. Prints the K/V reads that are saved, the modelled time "
+        "per token, a verdict, the prefix tree of a typical step, and prompts that a timestamp or "
+        "an id near their start keeps from sharing (docs/estimate.md). Exit status: 0 estimated, 1 "
+        "the input or an option makes no sense, 2 wrong usage.",
+    )
+    estimate.add_arguments(gain)
     measure = commands.add_parser(
         "calibrate",
         help="measure the GPU at hand, so that plans are made for it",
