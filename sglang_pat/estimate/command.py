@@ -168,6 +168,7 @@ def _of_prompts(arguments: argparse.Namespace) -> str:
     from sglang_pat.estimate.verdict import judge
     from sglang_pat.explain.reading import explain
     from sglang_pat.explain.requests import Requests as Batch
+    from sglang_pat.srt.machines import known_gpu
 
     requests, tokenizer = _read(arguments)
     batches = closed_loop(requests.queue(), arguments.concurrency, arguments.steps)
@@ -187,9 +188,10 @@ def _of_prompts(arguments: argparse.Namespace) -> str:
         arguments.kv_dtype,
         model,
         found,
-        judge(found, model),
+        judge(found, model, moved),
         named,
         moved,
+        known_gpu(arguments.gpu or DEFAULT_GPU).memory_mib * 2**20,
     )
     typical = found.typical
     explained = explain(typical.plan, Batch(typical.paths, typical.seq_lens), model.target)

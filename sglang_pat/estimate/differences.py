@@ -26,7 +26,9 @@ MOST_DIFFERENT = 48  # tokens of a difference
 LEAST_COMMON = 64  # tokens that follow it and are the same
 # The tokens that follow are so many times those of the difference, and of those before it.
 TIMES_DIFFERENT, TIMES_BEFORE = 4, 0.25
-MAX_PROMPTS = 1024  # that are compared; of more, so many evenly spaced
+# Prompts that are compared with each other; of more, so many evenly spaced, and the others with the
+# first of each of so many groups.
+MAX_PROMPTS, _GROUPS = 1024, 4
 _LOOKED_AT = 4096  # tokens of each prompt
 _WINDOW, _NEIGHBOURS = 16, 32  # tokens of a hash, hashes of which the smallest is kept
 _CONTEXT = 24  # tokens on each side that help to tell what a difference is
@@ -87,10 +89,29 @@ def find(requests: Sequence[Request], decode: Decode | None) -> list[Difference]
             if decode is None or _kind(requests, first, other, found, decode):
                 groups[first][other] = found
                 taken.update((first, other))
+    _add_others(requests, set(range(len(requests))) - {*looked_at} - taken, groups, decode)
     differences = [
         _difference(requests, first, members, decode) for first, members in groups.items()
     ]
     return sorted(differences, key=lambda one: -one.common * len(one.cuts))
+
+
+def _add_others(
+    requests: Sequence[Request],
+    others: set[int],
+    groups: dict[int, dict[int, Found]],
+    decode: Decode | None,
+) -> None:
+    """Adds prompts that were not looked at to the largest groups."""
+    largest = sorted(groups, key=lambda first: (-len(groups[first]), first))[:_GROUPS]
+    for other in sorted(others):
+        for first in largest:
+            found = compare(requests[first].symbols, requests[other].symbols)
+            if found is None:
+                continue
+            if decode is None or _kind(requests, first, other, found, decode):
+                groups[first][other] = found
+                break
 
 
 def moved(requests: Sequence[Request], differences: Sequence[Difference]) -> list[Request]:

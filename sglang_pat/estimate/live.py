@@ -107,7 +107,8 @@ def _of_stock(seen: Observed) -> list[str]:
     if seen.read is not None and seen.unpacked is not None:
         lines.append(
             f"  the decoding requests have {seen.unpacked:,.0f} K/V tokens and hold "
-            f"{seen.read:,.0f} slots: at most {seen.saved:.0%} of the reads can be saved ({seen.period})"
+            f"{seen.read:,.0f} slots: at most {seen.saved:.0%} of the reads can be saved "
+            f"({seen.period})"
         )
     else:
         lines.append(f"  no decoding was seen ({seen.period}): read it while requests run")

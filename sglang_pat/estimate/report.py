@@ -22,7 +22,8 @@ _PIECE_LETTERS = 40
 @dataclass(frozen=True, slots=True)
 class Result:
     """``machine``: the GPU in words. ``differences``: None where prompts have no tokens to compare;
-    ``moved``: the estimate with what differs at the end of the prompts, if anything does."""
+    ``moved``: the estimate with what differs at the end of the prompts, if anything does;
+    ``memory_bytes``: of the GPU."""
 
     requests: Requests
     concurrency: int
@@ -33,6 +34,7 @@ class Result:
     verdict: Verdict
     differences: list[Difference] | None
     moved: Estimate | None
+    memory_bytes: int
 
 
 def text(result: Result, picture: Sequence[str]) -> str:
@@ -42,6 +44,7 @@ def text(result: Result, picture: Sequence[str]) -> str:
         *_head(result),
         "",
         *_numbers(result),
+        *_memory(result),
         "",
         *textwrap.wrap(f"verdict: {result.verdict}", 100, subsequent_indent="  "),
         "",
@@ -115,6 +118,18 @@ def _numbers(result: Result) -> list[str]:
     ]
 
 
+def _memory(result: Result) -> list[str]:
+    """A warning where so many requests would not fit the GPU."""
+    most = max(step.held for step in result.found.steps)
+    needed = result.model.bytes_needed(most)
+    if needed <= result.memory_bytes:
+        return []
+    return [
+        f"note: {most:,} K/V tokens and the weights take {needed / 1e9:.0f} GB of a GPU that has "
+        f"{result.memory_bytes / 1e9:.0f}: a server would run fewer at a time; lower --concurrency"
+    ]
+
+
 def _differences(result: Result) -> list[str]:
     if not result.differences:
         return ["no prompts were found that a timestamp or an id keeps from sharing"]
@@ -124,7 +139,7 @@ def _differences(result: Result) -> list[str]:
         kind = difference.kind or "tokens"
         lines.append(
             f"  {numbers('line', 'lines', places)}: {kind} at token {difference.start:,}, and "
-            f"{counted(difference.common, 'equal token')} behind"
+            f"at least {counted(difference.common, 'equal token')} behind"
         )
         shown = list(dict.fromkeys(difference.pieces.values()))
         words = ", ".join(_piece(piece, difference.kind) for piece in shown[:_PIECES])

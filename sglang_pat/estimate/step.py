@@ -20,6 +20,7 @@ from sglang_pat.estimate.model import Model
 # Seconds of a layer beside its attention, weights and products: small kernels and what lies between
 # kernels. Fitted to the serving rows of one H200 (docs/estimate.md), and taken for every GPU.
 LAYER_S = 45e-6
+_ALL = 10**6  # queries that choose every expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,13 @@ class StepModel:
         if self.base_s is not None:
             return self.base_s + both_s - self._weights_s(1)
         return both_s + self.model.layers * LAYER_S
+
+    def bytes_needed(self, held: int) -> float:
+        """Of one GPU: K/V of so many tokens and all weights."""
+        target = self.target
+        token = 2 * target.num_kv_heads * target.head_dim * target.kv_bytes
+        weights = self.model.bytes_read(_ALL) / self.tp
+        return held * token * self.model.attention_layers + weights
 
     def _weights_s(self, queries: int) -> float:
         return self.model.bytes_read(queries) / self.tp / self.target.bytes_per_s

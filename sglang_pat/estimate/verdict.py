@@ -23,8 +23,17 @@ class Verdict:
         return f"{self.word}: {self.reason}"
 
 
-def judge(found: Estimate, model: StepModel) -> Verdict:
-    """What the modelled times come to."""
+def judge(found: Estimate, model: StepModel, moved: Estimate | None = None) -> Verdict:
+    """What the modelled times come to. ``moved``: the estimate with what keeps prompts from
+    sharing at their end."""
+    verdict = _judge(found, model)
+    if moved is None or moved.ratio > found.ratio - (1 - LITTLE):
+        return verdict
+    hint = f"with what differs at the end of the prompts it would be {moved.ratio:.2f} (see below)"
+    return Verdict(verdict.word, f"{verdict.reason}; {hint}")
+
+
+def _judge(found: Estimate, model: StepModel) -> Verdict:
     ratio, attention_s = found.ratio, found.mean("unpacked_s")
     part = attention_s / found.unpacked_step_s
     if found.queries < 2:
@@ -34,7 +43,7 @@ def judge(found: Estimate, model: StepModel) -> Verdict:
             "none",
             "requests that run at the same time share no tokens, or too few to read them together",
         )
-    times = f"{ratio:.2f} of the time per token" if ratio < 1 else "no less time per token"
+    times = f"{ratio:.2f} of the time per token" if ratio <= LITTLE else "no less time per token"
     why = f"{found.saved:.0%} of the K/V reads go away, and attention takes {part:.0%} of a step"
     if ratio <= GAIN:
         return Verdict("gain", f"{times}: {why} without pat")
