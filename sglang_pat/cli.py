@@ -112,30 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--json", type=Path, metavar="FILE", help="write the results to FILE, too (default: no)"
     )
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what was found, and what would keep pat off; with --model, what pat would do "
-        "for a model and server flags",
-        description="Say what was found, and what would keep pat off. With --model also what pat "
-        "would do on a server, without loading its weights: any flags of sglang.launch_server may "
-        "follow. Exit status: 0 pat serves at least a part, 1 it does not, 2 wrong usage.",
-        usage="sglang-pat doctor [-h] [--json] [--model MODEL [--gpu NAME] [server flags ...]]",
-        allow_abbrev=False,  # --model is not short for SGLang's --model-loader-extra-config
-    )
-    doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    doctor.add_argument(
-        "--model",
-        "--model-path",
-        metavar="MODEL",
-        help="folder or Hugging Face name of the model; of it only config.json is read",
-    )
-    doctor.add_argument(
-        "--gpu",
-        default="",
-        metavar="NAME",
-        help="ask about a GPU that is not here: H200, H100, A100, A100-40GB, L40S, L4, RTX4090, "
-        "RTX3090, B200, B300, RTX5090 or RTXPRO6000 (default: what is here)",
-    )
+    _add_doctor(commands)
     explain = commands.add_parser(
         "explain",
         help="draw the plan of a batch: the pack tree, the items, who merges what",
@@ -165,6 +142,33 @@ def make_parser() -> argparse.ArgumentParser:
     )
     calibrate.add_arguments(measure)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what was found, and what would keep pat off; with --model, what pat would do "
+        "for a model and server flags",
+        description="Say what was found, and what would keep pat off. With --model also what pat "
+        "would do on a server, without loading its weights: any flags of sglang.launch_server may "
+        "follow. Exit status: 0 pat serves at least a part, 1 it does not, 2 wrong usage.",
+        usage="sglang-pat doctor [-h] [--json] [--model MODEL [--gpu NAME] [server flags ...]]",
+        allow_abbrev=False,  # --model is not short for SGLang's --model-loader-extra-config
+    )
+    doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    doctor.add_argument(
+        "--model",
+        "--model-path",
+        metavar="MODEL",
+        help="folder or Hugging Face name of the model; of it only config.json is read",
+    )
+    doctor.add_argument(
+        "--gpu",
+        default="",
+        metavar="NAME",
+        help="ask about a GPU that is not here: H200, H100, A100, A100-40GB, L40S, L4, RTX4090, "
+        "RTX3090, B200, B300, RTX5090 or RTXPRO6000 (default: what is here)",
+    )
 
 
 def _exit(signum: int, _frame: object) -> NoReturn:

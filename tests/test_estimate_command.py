@@ -97,7 +97,7 @@ def test_a_timestamp_is_named_with_what_it_costs(
         capsys, "--prompts", file, "--tokenizer", tokenizer, "--json", out, "--gpu", "L40S"
     )
     assert "lines 1-32: date or time at token" in said and '"2026-11-23 10:00:00"' in said
-    assert "with what differs at the end of the prompts it would be" in " ".join(said.split())
+    assert "at the end of the prompts a token would take 0." in " ".join(said.split())
     found = json.loads(out.read_text())
     assert found["moved"]["kv_reads_saved"] > 0.8 > found["kv_reads_saved"]
     (difference,) = found["differences"]

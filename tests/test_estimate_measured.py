@@ -17,7 +17,7 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 
-from sglang_pat import Target
+from sglang_pat import Target, gpus
 from sglang_pat.bench.serving.workload import Workload, make_prompts
 from sglang_pat.estimate.batches import closed_loop
 from sglang_pat.estimate.model import open_model
@@ -25,6 +25,7 @@ from sglang_pat.estimate.planning import estimate
 from sglang_pat.estimate.requests import Request, Requests
 from sglang_pat.estimate.shape import heads_of_rank
 from sglang_pat.estimate.step import StepModel
+from sglang_pat.explain.machines import machine_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -36,6 +37,7 @@ FILES = (
     "h200-2026-11-21-serving-qwen3.json",
     "h200-2026-11-21-serving-tp2.json",
     "h200-2026-11-23-serving-e4m3.json",
+    "h100-2026-11-22-first-runs.json",
 )
 
 
@@ -76,12 +78,14 @@ def rows(file: str) -> Iterator[Row]:
     for name, backends in measured.items():
         times = {backend: median(values) for backend, values in backends.items()}
         kv_bytes = 1 if "e4m3" in file else 2
-        modelled = _modelled(name, settings, kv_bytes)
+        modelled = _modelled(name, settings, kv_bytes, document["device"])
         pat = times.pop("pat")
         yield Row(file, name, settings["tp"], pat, times, *modelled)
 
 
-def _modelled(name: str, settings: dict[str, int], kv_bytes: int) -> tuple[float, float]:
+def _modelled(
+    name: str, settings: dict[str, int], kv_bytes: int, device: str
+) -> tuple[float, float]:
     prompts = make_prompts(
         Workload.parse(name), new=settings["new_tokens"], vocab=100_000, seed="0"
     ).prompts
@@ -93,7 +97,10 @@ def _modelled(name: str, settings: dict[str, int], kv_bytes: int) -> tuple[float
     )
     tp = settings["tp"]
     model, q_heads, kv_heads = heads_of_rank(open_model(str(settings["model"])), None, tp)
-    target = Target.h200(
+    # Not what a user has calibrated here.
+    profile = gpus.h200() if "H200" in device else gpus.vendor_profile(machine_of("h100"))
+    target = Target.of_profile(
+        profile,
         num_q_heads=q_heads,
         num_kv_heads=kv_heads,
         head_dim=model.head_dim,
@@ -111,7 +118,7 @@ def measured() -> list[Row]:
 
 
 def spread(errors: list[float]) -> str:
-    return f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"
+    return f"{round(100 * min(errors)):+d} to {round(100 * max(errors)):+d} %"
 
 
 def table(measured: list[Row]) -> list[str]:
@@ -123,10 +130,10 @@ def table(measured: list[Row]) -> list[str]:
     ]
     for row in measured:
         better = min(row.stock, key=lambda backend: row.stock[backend])
-        gpus = f", {row.tp} GPUs" if row.tp > 1 else ""
+        ranks = f", {row.tp} GPUs" if row.tp > 1 else ""
         stock = f"{better} {row.stock[better]:.2f}, {row.modelled_stock:.2f} ms"
         lines.append(
-            f"| [{row.file[5:-5]}](results/{row.file}) | {row.workload}{gpus} | {row.pat:.2f}, "
+            f"| [{row.file[:-5]}](results/{row.file}) | {row.workload}{ranks} | {row.pat:.2f}, "
             f"{row.modelled:.2f} ms | {stock} | {row.pat / row.stock[better]:.2f}, "
             f"{row.modelled / row.modelled_stock:.2f} |"
         )
@@ -137,10 +144,11 @@ def summary(measured: list[Row]) -> list[str]:
     """How far off the modelled times are, as docs/estimate.md has it."""
     bf16 = one_gpu(measured)
     kinds = {
-        "one GPU, bf16, beside fa3 and flashinfer": [r for r in bf16 if "flashinfer" in r.stock],
-        "one GPU, bf16, beside fa3 alone": [r for r in bf16 if "flashinfer" not in r.stock],
-        "two GPUs": [r for r in measured if r.tp > 1],
-        "fp8_e4m3, beside fa3 alone": [r for r in measured if "e4m3" in r.file],
+        "one H200, bf16, beside fa3 and flashinfer": [r for r in bf16 if "flashinfer" in r.stock],
+        "one H200, bf16, beside fa3 alone": [r for r in bf16 if "flashinfer" not in r.stock],
+        "two H200s, bf16": [r for r in measured if r.tp > 1],
+        "one H200, fp8_e4m3, beside fa3 alone": [r for r in measured if "e4m3" in r.file],
+        "one H100, bf16, beside fa3 alone": [r for r in measured if "h100" in r.file],
     }
     lines = ["| rows | time with pat | time without | ratio |", "|---|--:|--:|--:|"]
     for name, of in kinds.items():
@@ -154,8 +162,10 @@ def summary(measured: list[Row]) -> list[str]:
 
 
 def one_gpu(measured: list[Row]) -> list[Row]:
-    """Rows with K/V in bf16 on one GPU, which the constant of a layer was fitted to."""
-    return [row for row in measured if row.tp == 1 and "e4m3" not in row.file]
+    """Rows with K/V in bf16 on one H200, which the constant of a layer was fitted to."""
+    return [
+        row for row in measured if row.tp == 1 and "h200" in row.file and "e4m3" not in row.file
+    ]
 
 
 def test_the_time_with_pat_is_near_what_was_measured(measured: list[Row]) -> None:

@@ -148,7 +148,8 @@ def _differences(result: Result) -> list[str]:
     if result.moved is not None:
         lines.append(
             f"  at the end of the prompt instead: {max(0.0, result.moved.saved):.0%} of the K/V "
-            f"reads saved, {_ms(result.moved.packed_step_s)} ms a token with pat"
+            f"reads saved, {_ms(result.moved.packed_step_s)} ms a token with pat instead of "
+            f"{_ms(result.found.packed_step_s)}"
         )
     return lines
 

@@ -27,9 +27,12 @@ def judge(found: Estimate, model: StepModel, moved: Estimate | None = None) -> V
     """What the modelled times come to. ``moved``: the estimate with what keeps prompts from
     sharing at their end."""
     verdict = _judge(found, model)
-    if moved is None or moved.ratio > found.ratio - (1 - LITTLE):
+    if moved is None or moved.packed_step_s > LITTLE * found.packed_step_s:
         return verdict
-    hint = f"with what differs at the end of the prompts it would be {moved.ratio:.2f} (see below)"
+    hint = (
+        "with what differs at the end of the prompts a token would take "
+        f"{moved.packed_step_s / found.packed_step_s:.2f} of this time (see below)"
+    )
     return Verdict(verdict.word, f"{verdict.reason}; {hint}")
 
 
