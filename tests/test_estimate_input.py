@@ -37,7 +37,7 @@ def test_prompts_of_all_kinds(tmp_path: Path, tokenizer: Tokenizer) -> None:
         {"prompt": "Where is my parcel?", "output_tokens": 9},
         "",
         {"messages": [{"role": "user", "content": "Where is my parcel?"}], "n": 3},
-        {"input_ids": [5, 6, 7], "model": "not looked at"},
+        {"custom_id": "a", "body": {"input_ids": [5, 6, 7], "model": "not looked at"}},
     )
     requests = read_prompts(file, tokenizer, 256).requests
     assert [request.line for request in requests] == [1, 3, 4]
