@@ -19,6 +19,7 @@ from sglang_pat.estimate.differences import (
     anchors,
     compare,
     find,
+    find_all,
     moved,
 )
 from sglang_pat.estimate.kinds import kind_of
@@ -109,6 +110,23 @@ def test_what_differs_at_the_end_is_shared_again() -> None:
     assert [sorted(request.symbols) for request in behind] == [sorted(r.symbols) for r in requests]
     for request in behind[1:]:
         assert common_prefix(behind[0].symbols, request.symbols) > len(INSTRUCTIONS)
+
+
+def test_differences_behind_each_other_are_named() -> None:
+    tools = "lookup(order): the state of an order, as the warehouse has it. " * 30
+    texts = [
+        f"Time: 10:{n:02d}. {INSTRUCTIONS} Ticket {7000 + 13 * n}. {tools} Question {n}"
+        for n in range(10, 20)
+    ]
+    requests = requests_of(texts)
+    found, behind = find_all(requests, decode)
+    assert [difference.kind for difference in found] == ["number", "date or time"]
+    for difference, what in zip(found, ("Ticket ", "Time: "), strict=True):
+        for number, cut in difference.cuts.items():
+            before = texts[number][: cut.start]
+            assert before.rpartition(what)[2] in ("", "7", "70", "71", "10:1")
+    for request in behind[1:]:
+        assert common_prefix(behind[0].symbols, request.symbols) > len(INSTRUCTIONS + tools)
 
 
 def test_ids_of_different_lengths_are_named() -> None:

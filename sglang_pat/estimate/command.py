@@ -177,10 +177,9 @@ def _of_prompts(arguments: argparse.Namespace) -> str:
     named = moved = None
     if requests.unit == 1:
         decode = tokenizer.decode if tokenizer is not None else None
-        named = differences.find(requests.requests, decode)
-    if named:
-        behind = replace(requests, requests=differences.moved(requests.requests, named))
-        moved = estimate(behind, batches, model)
+        named, behind = differences.find_all(requests.requests, decode)
+        if named:
+            moved = estimate(replace(requests, requests=behind), batches, model)
     result = report.Result(
         requests,
         arguments.concurrency,

@@ -10,7 +10,7 @@ prompt it stands.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,6 +29,7 @@ TIMES_DIFFERENT, TIMES_BEFORE = 4, 0.25
 # Prompts that are compared with each other; of more, so many evenly spaced, and the others with the
 # first of each of so many groups.
 MAX_PROMPTS, _GROUPS = 1024, 4
+_ROUNDS = 3  # differences of a prompt that are found, one behind the other
 _LOOKED_AT = 4096  # tokens of each prompt
 _WINDOW, _NEIGHBOURS = 16, 32  # tokens of a hash, hashes of which the smallest is kept
 _CONTEXT = 24  # tokens on each side that help to tell what a difference is
@@ -55,7 +56,7 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Prompts that a few tokens keep from sharing. ``cuts``: those tokens, by the prompt's number;
-    ``start``: the tokens that all of them have in common before the difference; ``common``: those
+    ``start``: where the first of them stand; ``common``: those
     that all have in common behind it; ``kind``: what the tokens are, "" where no text is known;
     ``pieces``: their texts in whole words, or their token ids, by the prompt's number."""
 
@@ -66,11 +67,47 @@ class Difference:
     pieces: dict[int, str]
 
 
+def find_all(
+    requests: Sequence[Request], decode: Decode | None
+) -> tuple[list[Difference], list[Request]]:
+    """The differences, also those that show only once others are out of the way, the one that costs
+    the most first; and the requests with all of them at the end of the prompt. ``decode`` as in
+    ``find``."""
+    found: list[Difference] = []
+    current = list(requests)
+    removed: defaultdict[int, list[Cut]] = defaultdict(list)
+    for _ in range(_ROUNDS):
+        differences = find(current, decode)
+        if not differences:
+            break
+        found += [_placed(difference, removed) for difference in differences]
+        current = moved(current, differences)
+        for difference in differences:
+            for number, cut in difference.cuts.items():
+                removed[number].append(cut)
+    return sorted(found, key=_cost), current
+
+
+def _placed(difference: Difference, removed: Mapping[int, Sequence[Cut]]) -> Difference:
+    """The same where it stands in prompts of which nothing was ``removed``, first cuts first."""
+    cuts = {}
+    for number, cut in difference.cuts.items():
+        start = cut.start
+        for earlier in reversed(removed.get(number, ())):
+            start += earlier.end - earlier.start if start >= earlier.start else 0
+        cuts[number] = Cut(start, start + cut.end - cut.start)
+    return replace(difference, cuts=cuts, start=min(cut.start for cut in cuts.values()))
+
+
+def _cost(difference: Difference) -> int:
+    return -difference.common * len(difference.cuts)
+
+
 def find(requests: Sequence[Request], decode: Decode | None) -> list[Difference]:
     """The differences, the one that costs the most first. With ``decode``, the text of token ids,
     only those that are a date or time, a UUID, an id or a number; without, all.
 
-    A prompt is named in one difference only, and equal prompts count as one each.
+    A prompt is named in one difference only, its first, and equal prompts count as one each.
     """
     looked_at = _sample(len(requests))
     groups: defaultdict[int, dict[int, Found]] = defaultdict(dict)
@@ -93,7 +130,7 @@ def find(requests: Sequence[Request], decode: Decode | None) -> list[Difference]
     differences = [
         _difference(requests, first, members, decode) for first, members in groups.items()
     ]
-    return sorted(differences, key=lambda one: -one.common * len(one.cuts))
+    return sorted(differences, key=_cost)
 
 
 def _add_others(

@@ -30,8 +30,8 @@ _LARGEST_ID = 2**31 - 1
 def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) -> Requests:
     """One request a line: ``prompt`` (text), ``messages`` (a conversation, and ``tools`` beside it)
     or ``input_ids`` (token ids). ``output_tokens`` of the answer is as given here where a line does
-    not say; ``n`` answers are asked for at once, 1 by default. All of it may stand in a ``body``, as
-    in the batch files of OpenAI's interface. Other keys are not looked at.
+    not say; ``n`` answers are asked for at once, 1 by default. All of it may stand in a ``body``,
+    as in the batch files of OpenAI's interface. Other keys are not looked at.
 
     Raises OSError for a file that cannot be read, InputError for another form or for text without a
     tokenizer.

@@ -89,7 +89,6 @@ def test_estimate_reports_the_counters(serve: Serve) -> None:
     assert seen.by_pat and seen.serving and seen.backend == "pat"
     assert (seen.steps, seen.packed) == (counted.decode_steps, counted.packed_steps)
     assert seen.saved == approx(1 - counted.kv_tokens_read / counted.kv_tokens_unpacked)
-    assert seen.token_s is not None and seen.token_s > 0
 
 
 def test_steady_steps_reuse_plans(serve: Serve) -> None:
