@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sglang_pat.explain.command import run_explain
 
         return run_explain(arguments)
+    if arguments.command == "estimate":
+        from sglang_pat.estimate.command import run_estimate
+
+        return run_estimate(arguments)
     if arguments.command == "calibrate":
         from sglang_pat.calibrate.command import run_calibrate
 
@@ -70,6 +74,7 @@ def _run_doctor(
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line; flags of a server after ``doctor`` are not known to it."""
     from sglang_pat.calibrate import command as calibrate
+    from sglang_pat.estimate import command as estimate
     from sglang_pat.explain.command import add_arguments
 
     parser = argparse.ArgumentParser(
@@ -107,6 +112,39 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--json", type=Path, metavar="FILE", help="write the results to FILE, too (default: no)"
     )
+    _add_doctor(commands)
+    explain = commands.add_parser(
+        "explain",
+        help="draw the plan of a batch: the pack tree, the items, who merges what",
+        description="Make the plan of a batch of requests, without a GPU and without SGLang, and "
+        "draw it as text: the pack tree, the packs and items made of it, where each partial result "
+        "goes, and how many K/V tokens are read instead of how many. Exit status: 0 drawn, 1 the "
+        "batch or an option makes no sense, 2 wrong usage.",
+    )
+    add_arguments(explain)
+    gain = commands.add_parser(
+        "estimate",
+        help="say what pat would gain on your prompts, a trace or a running server",
+        description="Say what pat would gain: on prompts or a trace, without a GPU and without "
+        "SGLang, or on a running server. Prints the K/V reads that are saved, the modelled time "
+        "per token, a verdict, the prefix tree of a typical step, and prompts that a timestamp or "
+        "an id near their start keeps from sharing (docs/estimate.md). Exit status: 0 estimated, 1 "
+        "the input or an option makes no sense, 2 wrong usage.",
+    )
+    estimate.add_arguments(gain)
+    measure = commands.add_parser(
+        "calibrate",
+        help="measure the GPU at hand, so that plans are made for it",
+        description="Measure what the plans of pat cost on the GPU at hand, in under two minutes, "
+        "and write the GPU's profile into the user's cache, where servers look for it "
+        "(docs/calibrate.md). Nothing else should run on the GPU. Exit status: 0 written, 1 not, 2 "
+        "wrong usage.",
+    )
+    calibrate.add_arguments(measure)
+    return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="say what was found, and what would keep pat off; with --model, what pat would do "
@@ -131,25 +169,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="ask about a GPU that is not here: H200, H100, A100, A100-40GB, L40S, L4, RTX4090, "
         "RTX3090, B200, B300, RTX5090 or RTXPRO6000 (default: what is here)",
     )
-    explain = commands.add_parser(
-        "explain",
-        help="draw the plan of a batch: the pack tree, the items, who merges what",
-        description="Make the plan of a batch of requests, without a GPU and without SGLang, and "
-        "draw it as text: the pack tree, the packs and items made of it, where each partial result "
-        "goes, and how many K/V tokens are read instead of how many. Exit status: 0 drawn, 1 the "
-        "batch or an option makes no sense, 2 wrong usage.",
-    )
-    add_arguments(explain)
-    measure = commands.add_parser(
-        "calibrate",
-        help="measure the GPU at hand, so that plans are made for it",
-        description="Measure what the plans of pat cost on the GPU at hand, in under two minutes, "
-        "and write the GPU's profile into the user's cache, where servers look for it "
-        "(docs/calibrate.md). Nothing else should run on the GPU. Exit status: 0 written, 1 not, 2 "
-        "wrong usage.",
-    )
-    calibrate.add_arguments(measure)
-    return parser
 
 
 def _exit(signum: int, _frame: object) -> NoReturn:

@@ -34,7 +34,8 @@ _REMEDIES = {
 _UNREADABLE = ("sharing not usable", "requests not readable")
 _DIFFERENT_PROMPTS = (
     "the prompts differ in their first tokens (a date, an id, another order of parts), or share "
-    "too few tokens to gain from: put what they share first"
+    "too few tokens to gain from: put what they share first (sglang-pat estimate names "
+    "such prompts)"
 )
 
 

@@ -7,10 +7,10 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_pat.explain.machines import GPUS
 from sglang_pat.explain.requests import DEFAULT_TREE
 from sglang_pat.explain.text import PARTS
 
@@ -18,26 +18,7 @@ if TYPE_CHECKING:
     from sglang_pat import Target
 
 
-@dataclass(frozen=True, slots=True)
-class _Machine:
-    """What ``torch.cuda.get_device_properties`` would say of a GPU, as far as a plan asks."""
-
-    name: str
-    multi_processor_count: int
-    major: int
-    minor: int
-
-
-_GPUS = {
-    "h200": _Machine("NVIDIA H200", 132, 9, 0),
-    "h100": _Machine("NVIDIA H100 80GB HBM3", 132, 9, 0),
-    "a100": _Machine("NVIDIA A100-SXM4-80GB", 108, 8, 0),
-    "l40s": _Machine("NVIDIA L40S", 142, 8, 9),
-    "l4": _Machine("NVIDIA L4", 58, 8, 9),
-    "rtx4090": _Machine("NVIDIA GeForce RTX 4090", 128, 8, 9),
-    "rtx3090": _Machine("NVIDIA GeForce RTX 3090", 82, 8, 6),
-}
-_TARGETS = (*_GPUS, "cpu")
+_TARGETS = (*GPUS, "cpu")
 _CPU_THREADS = 8
 # Options of a server that change a plan: SGLANG_PAT_<NAME>, and here --<name>.
 _RULES = {
@@ -217,8 +198,8 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         return target, f"a CPU with {threads} threads"
     if arguments.sms is not None:
         options["num_sms"] = arguments.sms
-    target = Target.gpu(_GPUS[name], **options)
-    return target, f"{_GPUS[name].name} with {target.num_sms} SMs"
+    target = Target.gpu(GPUS[name], **options)
+    return target, f"{GPUS[name].name} with {target.num_sms} SMs"
 
 
 def _heads(given: str) -> tuple[int, int]:

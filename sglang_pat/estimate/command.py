@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommand ``sglang-pat estimate``: its options, and what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_pat.explain.machines import GPUS
+
+if TYPE_CHECKING:
+    from sglang_pat.estimate.requests import Requests
+    from sglang_pat.estimate.step import StepModel
+    from sglang_pat.estimate.tokenizing import Tokenizer
+
+DEFAULT_GPU, DEFAULT_MODEL = "h200", "llama3-8b"
+_KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives ``parser`` the options of the subcommand."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='one request a line: {"prompt": TEXT}, {"messages": [...]} or {"input_ids": [...]}, '
+        'each with "output_tokens" and "n" (answers asked for at once) if they are known',
+    )
+    source.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="requests of a trace in Mooncake's format: input_length, output_length and hash_ids",
+    )
+    source.add_argument(
+        "--url",
+        metavar="URL",
+        help="a running server, as http://localhost:30000: with pat its counters, without what "
+        "SGLang's metrics say (--enable-metrics)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="of the model: a folder or a name on Hugging Face; prompts as text need it, of token "
+        "ids it shows the text (default: no)",
+    )
+    for name, default, what in (
+        ("concurrency", 64, "requests that decode at a time"),
+        ("output-tokens", 256, "tokens of an answer where a prompt does not say"),
+        ("steps", 16, "decode steps that are planned, evenly spaced over the run"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
+    _add_machine(parser)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="with --url: how long to read its metrics (default: 10)",
+    )
+    parser.add_argument(
+        "--lines",
+        type=int,
+        default=12,
+        metavar="N",
+        help="nodes of the tree that are drawn, those that save the most; 0 for all (default: 12)",
+    )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="draw the plan of a typical step to FILE, as explain does (default: no)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the numbers to FILE, too (default: no)"
+    )
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help=f"what to plan for: {', '.join(GPUS)} (default: {DEFAULT_GPU}; with --url no times)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="folder of a model, of which config.json is read, or llama3-8b or qwen3-8b, shapes of "
+        f"the benchmarks (default: {DEFAULT_MODEL}; with --url the server's)",
+    )
+    parser.add_argument(
+        "--heads", metavar="Q/KV", help="query and KV heads of the model (default: the model's)"
+    )
+    parser.add_argument(
+        "--head-dim", type=int, metavar="D", help="elements of a head (default: the model's)"
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="layers with attention (default: the model's)"
+    )
+    parser.add_argument(
+        "--tp", type=int, metavar="N", help="GPUs of tensor parallelism (default: 1)"
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=tuple(_KV_BYTES),
+        default="bf16",
+        help="dtype of K and V (default: bf16)",
+    )
+    parser.add_argument(
+        "--base-ms",
+        type=float,
+        metavar="MS",
+        help="time per token of one short request, if you measured it: in place of the modelled "
+        "weights and layers (default: modelled)",
+    )
+
+
+def run_estimate(arguments: argparse.Namespace) -> int:
+    """Estimates for the options; exit status 0, or 1 with a line that says what is wrong, which
+    value it has and what would do."""
+    try:
+        _check(arguments)
+        print(_of_server(arguments) if arguments.url is not None else _of_prompts(arguments))
+    except (ValueError, OSError) as error:
+        print(f"sglang-pat estimate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises InputError that names the option, its value and what is allowed."""
+    from sglang_pat.estimate.requests import MAX_TOKENS, InputError
+
+    for name, least, most in (
+        ("concurrency", 1, 16_384),
+        ("output_tokens", 1, MAX_TOKENS),
+        ("steps", 1, 1_000),
+        ("lines", 0, 1_000_000),
+        ("head_dim", 1, 1_024),
+        ("layers", 1, 10_000),
+        ("tp", 1, 1_024),
+        ("seconds", 0, 3_600),
+        ("base_ms", 0.001, 1e6),
+    ):
+        value = getattr(arguments, name)
+        if value is not None and not least <= value <= most:
+            option = name.replace("_", "-")
+            raise InputError(f"--{option} is {value}, must be from {least} to {most:,}")
+    given = "--prompts" if arguments.prompts else "--trace" if arguments.trace else "--url"
+    if arguments.tokenizer is not None and given != "--prompts":
+        raise InputError(f"--tokenizer is for --prompts: {given} has no text; drop it")
+    if arguments.url is not None and (arguments.svg or arguments.base_ms):
+        raise InputError("--svg and --base-ms are for --prompts and --trace; drop them with --url")
+
+
+def _of_prompts(arguments: argparse.Namespace) -> str:
+    from sglang_pat.estimate import differences, report
+    from sglang_pat.estimate.batches import closed_loop
+    from sglang_pat.estimate.picture import tree_lines
+    from sglang_pat.estimate.planning import estimate
+    from sglang_pat.estimate.verdict import judge
+    from sglang_pat.explain.reading import explain
+    from sglang_pat.explain.requests import Requests as Batch
+    from sglang_pat.srt.machines import known_gpu
+
+    requests, tokenizer = _read(arguments)
+    batches = closed_loop(requests.queue(), arguments.concurrency, arguments.steps)
+    model, machine = make_model(arguments, max(len(batch.requests) for batch in batches))
+    found = estimate(requests, batches, model)
+    named = moved = None
+    if requests.unit == 1:
+        decode = tokenizer.decode if tokenizer is not None else None
+        named, behind = differences.find_all(requests.requests, decode)
+        if named:
+            moved = estimate(replace(requests, requests=behind), batches, model)
+    result = report.Result(
+        requests,
+        arguments.concurrency,
+        machine,
+        arguments.kv_dtype,
+        model,
+        found,
+        judge(found, model, moved),
+        named,
+        moved,
+        known_gpu(arguments.gpu or DEFAULT_GPU).memory_mib * 2**20,
+    )
+    typical = found.typical
+    explained = explain(typical.plan, Batch(typical.paths, typical.seq_lens), model.target)
+    if arguments.svg is not None:
+        from sglang_pat.explain.svg import write_svg
+
+        arguments.svg.write_text(write_svg(explained, machine), encoding="utf-8")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report.data(result)) + "\n", encoding="utf-8")
+
+    def words(query: int, start: int, end: int) -> str:
+        symbols = requests.requests[typical.numbers[query]].symbols
+        return (
+            ""
+            if tokenizer is None
+            else tokenizer.decode(symbols[start : min(end, start + 24)].tolist())
+        )
+
+    return report.text(result, tree_lines(explained.nodes, arguments.lines, words))
+
+
+def _read(arguments: argparse.Namespace) -> tuple[Requests, Tokenizer | None]:
+    if arguments.trace is not None:
+        from sglang_pat.estimate.trace import read_trace
+
+        return read_trace(arguments.trace), None
+    from sglang_pat.estimate.prompts import read_prompts
+    from sglang_pat.estimate.tokenizing import Tokenizer
+
+    tokenizer = None if arguments.tokenizer is None else Tokenizer(arguments.tokenizer)
+    return read_prompts(arguments.prompts, tokenizer, arguments.output_tokens), tokenizer
+
+
+def _of_server(arguments: argparse.Namespace) -> str:
+    from sglang_pat.estimate import live
+    from sglang_pat.estimate.server import observe
+
+    seen = observe(arguments.url, arguments.seconds)
+    model = None
+    if arguments.gpu is not None:
+        if arguments.model is None:
+            arguments.model = seen.model
+        arguments.tp = arguments.tp or seen.tp
+        model, _ = make_model(arguments, max(1, round(seen.running or 1)))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(live.data(seen, model)) + "\n", encoding="utf-8")
+    return live.text(seen, model)
+
+
+def make_model(arguments: argparse.Namespace, queries: int) -> tuple[StepModel, str]:
+    """The model of a step for batches of up to so many requests, and the machine in words.
+
+    Raises InputError, or ValueError of ``Target``, that name the option, its value and the limit.
+    """
+    from sglang_pat import Target
+    from sglang_pat.estimate.model import open_model
+    from sglang_pat.estimate.requests import InputError
+    from sglang_pat.estimate.shape import heads_of_rank
+    from sglang_pat.estimate.step import StepModel
+    from sglang_pat.explain.machines import machine_of
+
+    try:
+        machine = machine_of(arguments.gpu or DEFAULT_GPU)
+    except ValueError as error:
+        raise InputError(f"--gpu {error}") from None
+    model = open_model(arguments.model or DEFAULT_MODEL)
+    if arguments.layers is not None:
+        model = replace(model, attention_layers=arguments.layers)
+    if arguments.head_dim is not None:
+        model = replace(model, head_dim=arguments.head_dim)
+    tp = arguments.tp or 1
+    model, q_heads, kv_heads = heads_of_rank(model, arguments.heads, tp)
+    target = Target.gpu(
+        machine,
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=model.head_dim,
+        max_queries=max(queries, 256),
+        kv_bytes=_KV_BYTES[arguments.kv_dtype],
+    )
+    base_s = None if arguments.base_ms is None else arguments.base_ms / 1e3
+    return StepModel(model, target, tp, base_s), f"{machine.name} with {target.num_sms} SMs"

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_pat.estimate.requests import (
+    MAX_SAMPLES,
+    MAX_TOKENS,
+    Request,
+    Requests,
+    fail,
+    whole,
+)
+from sglang_pat.estimate.tokenizing import Tokenizer
+
+FORM = (
+    '{"prompt": "..."}, {"messages": [{"role": "user", "content": "..."}]} or '
+    '{"input_ids": [1, 2, 3]}, each with "output_tokens" and "n" if they are known'
+)
+_KINDS = ("prompt", "messages", "input_ids")
+_LARGEST_ID = 2**31 - 1
+
+
+def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) -> Requests:
+    """One request a line: ``prompt`` (text), ``messages`` (a conversation, and ``tools`` beside it)
+    or ``input_ids`` (token ids). ``output_tokens`` of the answer is as given here where a line does
+    not say; ``n`` answers are asked for at once, 1 by default. All of it may stand in a ``body``,
+    as in the batch files of OpenAI's interface. Other keys are not looked at.
+
+    Raises OSError for a file that cannot be read, InputError for another form or for text without a
+    tokenizer.
+    """
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            found.append(_request(line, number, f"{file}, line {number}", tokenizer, output_tokens))
+    if not found:
+        fail(f"{file}", f"holds no prompts; write one a line, as {FORM}")
+    return Requests(found)
+
+
+def _request(
+    line: str, number: int, where: str, tokenizer: Tokenizer | None, output_tokens: int
+) -> Request:
+    try:
+        given: Any = json.loads(line)
+    except ValueError as error:
+        fail(where, f"is not JSON ({error}); write it as {FORM}")
+    if isinstance(given, dict) and isinstance(given.get("body"), dict):
+        given = given["body"]  # a line of a batch file of OpenAI's
+    if not isinstance(given, dict) or sum(kind in given for kind in _KINDS) != 1:
+        fail(where, f"must be an object with one of {', '.join(_KINDS)}, as {FORM}")
+    tokens = _tokens(given, where, tokenizer)
+    if not 0 < len(tokens) <= MAX_TOKENS:
+        fail(where, f"the prompt has {len(tokens):,} tokens, must have 1 to {MAX_TOKENS:,}")
+    output = whole(given.get("output_tokens", output_tokens), f"{where}, output_tokens", MAX_TOKENS)
+    samples = whole(given.get("n", 1), f"{where}, n", MAX_SAMPLES)
+    return Request(number, np.array(tokens, dtype=np.int64), len(tokens), output, samples)
+
+
+def _tokens(given: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> list[int]:
+    if "input_ids" in given:
+        ids = given["input_ids"]
+        good = isinstance(ids, list) and all(
+            type(token) is int and 0 <= token <= _LARGEST_ID for token in ids
+        )
+        if not good:
+            fail(where, f"input_ids must be a list of whole numbers from 0 to {_LARGEST_ID:,}")
+        return list(ids)
+    if tokenizer is None:
+        fail(
+            where,
+            "is text, which needs the model's tokenizer: give it with --tokenizer FOLDER_OR_NAME, "
+            'or the prompts as token ids, {"input_ids": [...]}',
+        )
+    if "prompt" in given:
+        if not isinstance(given["prompt"], str):
+            fail(where, f"prompt is {type(given['prompt']).__name__}, must be text")
+        return tokenizer.encode(given["prompt"])
+    messages = given["messages"]
+    good = isinstance(messages, list) and all(
+        isinstance(message, dict) and "role" in message for message in messages
+    )
+    if not good or not messages:
+        fail(where, 'messages must be a list of {"role": ..., "content": ...}')
+    return tokenizer.chat(messages, given.get("tools"))
