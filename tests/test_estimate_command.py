@@ -200,6 +200,7 @@ def test_neither_sglang_nor_a_gpu_is_touched(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, prompts(tmp_path, 400, 20, 8)],
+        cwd=tmp_path,  # a checkout would shadow the installed package
         env={name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")},
         capture_output=True,
         text=True,
