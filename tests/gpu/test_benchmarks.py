@@ -42,6 +42,20 @@ def test_ragged_rows(tmp_path: Path) -> None:
     assert all(row.pat > 0 and not row.wrong for row in rows)
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
+def test_verify_steps(kv_dtype: str, tmp_path: Path) -> None:
+    """All peers give pat's outputs, the causal mask of the draft tokens included."""
+    file = tmp_path / "drafts.json"
+    chosen = ["--draft-tokens", "1,2,4,8", "--heads", "32/8", "8/1", "--kv-dtype", kv_dtype]
+    trees = ["--trees", "1,16_4096,300", "1,4,16_300,60,8", "16_500"]
+    assert kernel.main([*chosen, *trees, "--permuted", "--quick", "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    rows = [TreeRow(**row) for row in document["rows"]]
+    assert len(rows) == 4 * 2 * 3 and document["left_out"] == [] and document["absent"] == {}
+    for row in rows:
+        assert not row.wrong and row.differences.keys() == {"fa3", "flashinfer", "levels"}, row
+
+
 def test_every_variant_of_the_ablation(tmp_path: Path) -> None:
     file = tmp_path / "ablation.json"
     trees = ["--trees", "1,10_4096,416", "1,4,16,512_1024,256,128,32"]

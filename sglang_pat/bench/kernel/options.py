@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_pat.bench.common.document import value
 from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel import ragged, tiles
+from sglang_pat.bench.kernel import drafts, ragged, tiles
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import KV_DTYPES, PatOptions, options_of
 from sglang_pat.config import PRESETS
@@ -29,6 +29,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--permuted", action="store_true", help="slots at random places of the pool")
     how = "of K and V; beside fp8_e4m3, pat is timed with bfloat16 too (default: bfloat16)"
     add("--kv-dtype", choices=tuple(KV_DTYPES), default="bfloat16", help=how)
+    how = "time verify steps, of so many draft tokens a request, as 4,8 (default: decode steps)"
+    add("--draft-tokens", type=value(drafts.parse), metavar="T[,T...]", help=how)
     add("--sweep", action="store_true", help="shared length and batch, both layouts, 32/8 heads")
     instead = parser.add_mutually_exclusive_group().add_argument
     instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
@@ -81,6 +83,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     elsewhere = [name for name in ("traffic", "tiles", "ablation") if getattr(options, name)]
     if options.kv_dtype != "bfloat16" and elsewhere:
         parser.error(f"--{elsewhere[0]} measures bfloat16 only: leave --kv-dtype out")
+    _check_drafts(parser, options)
     if options.ragged and (options.trees or options.sweep):
         parser.error(
             "--ragged has batches of its own: leave --trees and --sweep out, pick by --only"
@@ -96,9 +99,29 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"--{name.replace('_', '-')} goes with --ragged only")
 
 
+def _check_drafts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if not options.draft_tokens:
+        return
+    others = [
+        name
+        for name in ("sweep", "timeline", "tiles", "ragged", "ablation")
+        if getattr(options, name)
+    ]
+    if others:
+        parser.error(f"--{others[0]} measures decode steps only: leave --draft-tokens out")
+    if options.traffic and len(options.draft_tokens) > 1:
+        parser.error("--traffic takes one number of --draft-tokens at a time")
+    try:
+        drafts.trees(options)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def settings_of(options: argparse.Namespace) -> PatOptions:
-    """What is asked for about pat."""
-    return replace(_resolved(options)[0], kv_dtype=options.kv_dtype)
+    """What is asked for about pat; with several numbers of draft tokens, for the first."""
+    draft_tokens = options.draft_tokens[0] if options.draft_tokens else 1
+    resolved = _resolved(options)[0]
+    return replace(resolved, kv_dtype=options.kv_dtype, draft_tokens=draft_tokens)
 
 
 def remarks_of(options: argparse.Namespace) -> tuple[str, ...]:

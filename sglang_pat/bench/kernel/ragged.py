@@ -10,7 +10,7 @@ none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -21,7 +21,6 @@ import torch
 from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.forests import GENERATOR, Forest, all_forests
-from sglang_pat.bench.kernel import report
 from sglang_pat.bench.kernel.floor import Heads, kv_bytes
 from sglang_pat.bench.kernel.kv import TreeBatch, slot_table
 from sglang_pat.bench.kernel.report import DECODE_MARGIN, TreeRow, decode_ratio, geomean
@@ -181,8 +180,3 @@ def summary(rows: Sequence[TreeRow]) -> Iterator[str]:
     slow = [f"{row.spec} {ratio:.3f}" for row, ratio in ratios if ratio > DECODE_MARGIN]
     named = ", ".join(slow) or "none"
     yield f"more than {DECODE_MARGIN - 1:.0%} slower, {len(slow)} of {len(ratios)}: {named}"
-
-
-def table(rows: Iterable[TreeRow], left_out: Sequence[str]) -> list[str]:
-    """The rows as text, with summaries by heads and what was left out."""
-    return [*report.table(rows, summary), *(f"left out: {each}" for each in left_out)]

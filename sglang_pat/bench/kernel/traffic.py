@@ -56,15 +56,17 @@ class Traffic:
     unpacked: int  # every query its whole sequence, q and the output once
     fa3_l2: float | None
     fa3_dram: float | None
+    draft_tokens: int = 1  # of a query: more than 1 in a verify step
 
 
 def plan_bytes(tree: Tree, heads: Heads, settings: PatOptions) -> tuple[int, int]:
     """What a plan moves if no cache helps, and what attention without packing does."""
     made = plan(tree.paths, tree.seq_lens, settings.target(tree, heads))
     tokens = sum(tree.seq_lens)
-    once = least_bytes(tree, heads) - kv_bytes(tree.unique_tokens, heads)
+    drafts = settings.draft_tokens
+    once = least_bytes(tree, heads, draft_tokens=drafts) - kv_bytes(tree.unique_tokens, heads)
     state = settings.partial_dtype.itemsize * heads.dim + 4
-    partials = 2 * made.num_partials * heads.q * state
+    partials = 2 * made.num_partials * drafts * heads.q * state
     packed = kv_bytes(made.kv_tokens_read(tokens), heads) + once + partials
     return packed, kv_bytes(tokens, heads) + once
 
@@ -127,13 +129,14 @@ def measure(cases: Sequence[Case], settings: PatOptions) -> list[Traffic]:
                 heads=str(heads),
                 spec=str(tree),
                 permuted=permuted,
-                least=least_bytes(tree, heads),
+                least=least_bytes(tree, heads, draft_tokens=settings.draft_tokens),
                 plan=packed,
                 pat_l2=bytes_of(pat, L2_METRICS),
                 pat_dram=bytes_of(pat, DRAM_METRICS),
                 unpacked=unpacked,
                 fa3_l2=bytes_of(fa3, L2_METRICS),
                 fa3_dram=bytes_of(fa3, DRAM_METRICS),
+                draft_tokens=settings.draft_tokens,
             )
         )
     return rows
@@ -185,11 +188,12 @@ def show(document: Document, picture: Path | None) -> int:
 def profiled(cases: Sequence[Case], settings: PatOptions) -> None:
     """Launch each contestant of each case once inside an NVTX range, after a run outside."""
     cuda: Any = torch.cuda
-    absent = usable([heads for heads, _, _ in cases], ["fa3"])
+    drafts = settings.draft_tokens
+    absent = usable([heads for heads, _, _ in cases], ["fa3"], draft_tokens=drafts)
     flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     for index, (heads, permuted, tree) in enumerate(cases):
         cuda.empty_cache()
-        batch = device_batch(tree, heads, permuted)
+        batch = device_batch(tree, heads, permuted, drafts)
         scale = heads.dim**-0.5
         runs = {"pat": Layer(batch, tree, heads, settings, scale).attend}
         if not absent["fa3"]:
