@@ -43,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sglang_pat.calibrate.command import run_calibrate
 
         return run_calibrate(arguments)
+    if arguments.command == "dump":
+        from sglang_pat.dump.command import run_dump
+
+        return run_dump(arguments)
     from sglang_pat.bench.common.server import ServerError
     from sglang_pat.demo.run import Options, run_demo
 
@@ -70,6 +74,7 @@ def _run_doctor(
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line; flags of a server after ``doctor`` are not known to it."""
     from sglang_pat.calibrate import command as calibrate
+    from sglang_pat.dump import command as dump
     from sglang_pat.explain.command import add_arguments
 
     parser = argparse.ArgumentParser(
@@ -149,6 +154,15 @@ def make_parser() -> argparse.ArgumentParser:
         "wrong usage.",
     )
     calibrate.add_arguments(measure)
+    collect = commands.add_parser(
+        "dump",
+        help="dump the decode batches of a running server, as paths and lengths",
+        description="Ask a running server for its next decode batches, and write them to a file: "
+        "radix nodes and lengths of each request, no tokens (docs/operating.md). The server must "
+        "have been started with SGLANG_PAT_DUMP=FOLDER. Exit status: 0 written, 1 not, 2 wrong "
+        "usage.",
+    )
+    dump.add_arguments(collect)
     return parser
 
 

@@ -54,6 +54,7 @@ DEFAULT_MB = 256  # below the 384 MB that FlashInfer takes in the same place
 DEFAULT_MIN_BATCH = 2
 # Options that are whole numbers from 1: the default and what they count.
 _NUMBERS = {"workspace_mb": (DEFAULT_MB, "MB"), "min_batch": (DEFAULT_MIN_BATCH, "requests")}
+_FOLDERS = ("dump",)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class PatConfig:
     workspace; how many requests of a batch fit depends on it, see ``sglang_pat.capacity``.
     ``min_batch`` (``SGLANG_PAT_MIN_BATCH``): requests of the smallest decode batch that pat serves,
     rows of padding included; smaller ones are the base's, in graphs and without.
+    ``dump`` (``SGLANG_PAT_DUMP``): folder in which the server looks for requests of
+    ``sglang-pat dump`` and answers them, an absolute path; "" for none.
     ``remarks``: what ``from_env`` has to say about a preset or a rule, a sentence each.
     """
 
@@ -83,6 +86,7 @@ class PatConfig:
     workspace_mb: int = DEFAULT_MB
     min_batch: int = DEFAULT_MIN_BATCH
     preset: str = "default"
+    dump: str = ""
     remarks: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -92,9 +96,11 @@ class PatConfig:
         Raises ValueError that names the variable, its value and what is allowed, for a name or a
         value that is not known: a misspelt option must not be served as the default.
         """
-        known = {PREFIX + name.upper(): name for name in ("preset", *_ALLOWED, *_NUMBERS)}
+        names = ("preset", *_ALLOWED, *_NUMBERS, *_FOLDERS)
+        known = {PREFIX + name.upper(): name for name in names}
         given: dict[str, str] = {}
         numbers = {name: default for name, (default, _) in _NUMBERS.items()}
+        folders = dict.fromkeys(_FOLDERS, "")
         for variable, value in environ.items():
             if not variable.startswith(PREFIX):
                 continue
@@ -106,6 +112,9 @@ class PatConfig:
             name = known[variable]
             if name in _NUMBERS:
                 numbers[name] = _whole_number(variable, value, *_NUMBERS[name])
+                continue
+            if name in _FOLDERS:
+                folders[name] = _folder(variable, value)
                 continue
             allowed = PRESETS if variable == _PRESET else _ALLOWED[name]
             if value not in allowed:
@@ -123,8 +132,10 @@ class PatConfig:
             branching=chosen["branching"],
             partial=chosen["partial"],
             launch=chosen["launch"],
-            **numbers,
+            workspace_mb=numbers["workspace_mb"],
+            min_batch=numbers["min_batch"],
             preset=preset,
+            dump=folders["dump"],
             remarks=remarks,
         )
 
@@ -134,7 +145,8 @@ class PatConfig:
 
     def __str__(self) -> str:
         values = asdict(self)
-        shown = " ".join(f"{each.name}={values[each.name]}" for each in fields(self)[:-1])
+        names = [each.name for each in fields(self)[:-1] if values[each.name] != ""]
+        shown = " ".join(f"{name}={values[name]}" for name in names)
         return "; ".join([shown, *self.remarks])
 
 
@@ -160,6 +172,15 @@ def rules(preset: str, given: Mapping[str, str]) -> tuple[dict[str, str], tuple[
         rule = f"{others[0]}={chosen[others[0]]}"
         remarks.append(f"no branches, as {rule} is not the default: ask for them with branching")
     return chosen, tuple(remarks)
+
+
+def _folder(variable: str, value: str) -> str:
+    if not os.path.isabs(value):
+        raise ValueError(
+            f"{variable}={value} is not an absolute path of a folder: give one, such as "
+            "/tmp/pat-dump, or unset it"
+        )
+    return value
 
 
 def _whole_number(variable: str, value: str, default: int, unit: str) -> int:
