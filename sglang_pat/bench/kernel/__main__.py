@@ -4,7 +4,8 @@ the floor: ``python -m sglang_pat.bench.kernel``. Needs a GPU, but not SGLang.
 
 By default the 20 trees and 4 head configurations of the PAT paper (section 8.2). Timed is forward
 and merge in a captured graph over a cold L2, the median of many; plan and snapshot stand apart.
-With ``--draft-tokens`` verify steps of speculative decoding (``drafts``). A peer that cannot run is
+With ``--draft-tokens`` verify steps of speculative decoding (``drafts``), with ``--batches`` those
+of a running server (``batches``). A peer that cannot run is
 left out, with the reason.
 """
 
@@ -14,7 +15,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,8 +24,9 @@ import torch
 from sglang_pat.bench.common import document as documents
 from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.figures import require
+from sglang_pat.bench.common.forests import GENERATOR
 from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Tree
-from sglang_pat.bench.kernel import ablation, drafts, ragged, tiles, timeline, traffic
+from sglang_pat.bench.kernel import ablation, batches, drafts, ragged, tiles, timeline, traffic
 from sglang_pat.bench.kernel.clock import Clock, device_rates, empty_us
 from sglang_pat.bench.kernel.floor import Heads, Rates
 from sglang_pat.bench.kernel.kv import TreeBatch
@@ -47,6 +49,9 @@ VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
 def cases(options: argparse.Namespace) -> list[traffic.Case]:
     """What to run: heads, permuted or not, tree."""
     few = options.quick or options.timeline
+    if options.batches:
+        found = batches.replay(options).cases
+        return [(case.heads, options.permuted, case.forest) for case in found]
     if options.draft_tokens:
         todo = [(each, tree) for each in drafts.heads(options) for tree in drafts.trees(options)]
         return [(each, options.permuted, tree) for each, tree in todo]
@@ -183,11 +188,37 @@ def ragged_rows(options: argparse.Namespace) -> Document:
     except ValueError as error:
         raise SystemExit(f"sglang_pat.bench.kernel: {error}") from None
     document, timer, rates = ceilings("ragged", options)
-    absent = usable(heads, ragged.PEERS, e4m3=settings_of(options).e4m3)
+    document["generator"] = GENERATOR
+    _forests(todo, document, timer, rates, options, began)
+    return document
+
+
+def replays(options: argparse.Namespace) -> Document:
+    """Measure batches of a running server; the document that ``--json`` writes as it grows."""
+    began = time.monotonic()
+    found = batches.replay(options)
+    document, timer, rates = ceilings("batches", options)
+    document["server"] = found.server
+    _forests(found.cases, document, timer, rates, options, began)
+    return document
+
+
+def _forests(
+    todo: Sequence[ragged.RaggedCase],
+    document: Document,
+    timer: Clock,
+    rates: Rates,
+    options: argparse.Namespace,
+    began: float,
+) -> None:
+    """Add the rows of ``todo`` to the document. ``began``: when the run did."""
+    settings = settings_of(options)
+    heads = list(dict.fromkeys(case.heads for case in todo))
+    drafted = settings.draft_tokens
+    absent = usable(heads, ragged.PEERS, e4m3=settings.e4m3, draft_tokens=drafted)
     document["absent"] = {name: reason for name, reason in absent.items() if reason}
     print("\n".join(about(document)), flush=True)
     names = [name for name, reason in absent.items() if not reason]
-    settings = settings_of(options)
 
     def make_row(case: ragged.RaggedCase, batch: TreeBatch) -> TreeRow:
         forest = case.forest
@@ -202,7 +233,6 @@ def ragged_rows(options: argparse.Namespace) -> Document:
         pool_gb=options.pool_gb,
         path=options.json,
     )
-    return document
 
 
 def ablations(options: argparse.Namespace) -> Document:
@@ -227,6 +257,8 @@ def maker(options: argparse.Namespace) -> Callable[[argparse.Namespace], Documen
         return ragged_rows
     if options.ablation:
         return ablations
+    if options.batches:
+        return replays
     if options.draft_tokens:
         return verify_rows
     return bandwidths if options.tiles else timelines if options.timeline else run

@@ -12,12 +12,19 @@ from sglang_pat.bench.kernel.report import TreeRow, complaints, summary, table
 from sglang_pat.bench.kernel.timeline import Timeline
 
 # What is said of rows of equal heads, by the kind of their document; of others ``report.summary``.
-SUMMARIES = {"ragged": ragged.summary, "drafts": drafts.summary}
+SUMMARIES = {
+    "ragged": ragged.summary,
+    "batches": ragged.summary,
+    "drafts": drafts.summary,
+}
 
 
 def about(document: Document) -> list[str]:
     """Where and how a document was measured, as lines."""
     lines = documents.heading(document)
+    if server := document.get("server"):
+        versions = ", ".join(f"{name} {found}" for name, found in server["versions"].items())
+        lines.append(f"batches of {server['date']}, {server['device']}, {versions}")
     if document["kind"] in ("timelines", "traffic"):
         return lines
     lines.append(
