@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="FILE", help="where the dump is to go")
     how = "decode batches for which a new plan is made (default: 100)"
     add("--batches", type=int, default=100, metavar="N", help=how)
-    how = "and every so many steps one that keeps its plan, 0 for none (default: 100)"
+    how = "and of the steps that keep their plan the first and every N-th, 0: none (default: 100)"
     add("--kept-every", type=int, default=100, metavar="N", help=how)
     how = "end after S seconds with what there is (default: 60)"
     add("--seconds", type=float, default=60.0, metavar="S", help=how)

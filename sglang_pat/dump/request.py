@@ -25,9 +25,12 @@ _ID = re.compile(r"[0-9a-f]{8,32}")  # it becomes the name of a file
 
 @dataclass(frozen=True, slots=True)
 class DumpRequest:
-    """Asks for the next ``batches`` decode batches for which a plan is made, and beside them for
-    every ``kept_every``-th of the steps that keep their plan; 0 for none of those. It ends after
-    ``seconds`` with what there is. Raises ValueError for values out of range."""
+    """Asks for the next ``batches`` decode batches for which a plan is made.
+
+    Beside them it gets of the steps that keep their plan the first and every ``kept_every``-th, 0
+    for none of those. It ends after ``seconds`` with what there is. Raises ValueError for values
+    out of range.
+    """
 
     id: str
     batches: int

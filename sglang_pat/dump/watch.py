@@ -48,9 +48,9 @@ class Collection:
         self._steps += 1
         if made:
             return not self.is_complete
+        every, before = self.request.kept_every, self._keeps
         self._keeps += 1
-        every = self.request.kept_every
-        return bool(every) and self._keeps % every == 0 and self.kept < self.request.batches
+        return bool(every) and before % every == 0 and self.kept < self.request.batches
 
     def add(
         self,
