@@ -1,174 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel benchmark on verify steps: what the peers are given, what rows say and what is named.
-No GPU; peers and device are replaced."""
+"""The kernel benchmark on verify steps: what is run, what rows say and what is named. No GPU; peers
+and device are replaced."""
 
 from __future__ import annotations
 
 import json
-import sys
-from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from kit.bench import RATES, fake_sgl_kernel, replace_device, row
+from kit.bench import RATES, chain_batch, replace_device, row
 
-from sglang_pat import reference
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
 from sglang_pat.bench.kernel import __main__ as kernel
 from sglang_pat.bench.kernel import drafts, peers, rows, traffic
 from sglang_pat.bench.kernel.floor import Heads, floor_us, flops, least_bytes
-from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, quantised, relative
 from sglang_pat.bench.kernel.layer import PatOptions, error_of
 from sglang_pat.bench.kernel.options import settings_of
 from sglang_pat.bench.kernel.report import TreeRow
 from sglang_pat.bench.kernel.show import tree_lines
 
-SPECS = ["1,3_9,5", "2,4,12_6,3,5", "5_7", "1,1_4,4"]
-
-
-def small_batch(tree: Tree, draft_tokens: int, permuted: bool) -> tuple[TreeBatch, torch.Tensor]:
-    """A batch on the CPU and what attention over it gives."""
-    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    options = {"permuted": permuted, "draft_tokens": draft_tokens}
-    batch = make_batch(tree, **shape, dtype=torch.float32, **options)
-    return batch, reference.attention(*batch.inputs, scale=0.25, draft_tokens=draft_tokens)[0]
-
-
-class PagedPrefill:
-    """FlashInfer's paged prefill wrapper over attention by definition. ``calls`` has what each was
-    made, planned and run with."""
-
-    calls: list[dict[str, Any]]
-
-    def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
-        assert workspace.dtype == torch.uint8
-        self.given = {"layout": layout, **options}
-        self.calls.append(self.given)
-
-    def plan(
-        self, rows: Any, begins: Any, slots: Any, last: Any, *shape: int, **options: Any
-    ) -> None:
-        self.given.update(options, shape=shape)
-        assert {each.dtype for each in (rows, begins, slots, last)} == {torch.int32}
-        assert last.tolist() == [1] * (len(rows) - 1) and len(slots) == begins[-1]
-        self.sequences = list(zip(pairwise(rows.tolist()), pairwise(begins.tolist()), strict=True))
-        self.slots = slots
-
-    def run(self, q: torch.Tensor, pages: Any, *, out: torch.Tensor, **scales: float) -> None:
-        self.given.update(scales)
-        assert self.given["causal"] and q.shape == out.shape == (self.sequences[-1][0][1], 4, 16)
-        k, v = (cache.squeeze(1) for cache in pages)
-        for (first, end), (begin, stop) in self.sequences:
-            out[first:end] = reference.attention(
-                q[first:end],
-                k,
-                v,
-                self.slots[None, begin:stop],
-                torch.zeros(1, dtype=torch.int64),
-                torch.tensor([stop - begin]),
-                scale=self.given["sm_scale"],
-                k_scale=scales.get("k_scale", 1.0),
-                v_scale=scales.get("v_scale", 1.0),
-                draft_tokens=end - first,
-            )[0]
-
-
-@pytest.fixture
-def paged_prefill(monkeypatch: pytest.MonkeyPatch) -> type[PagedPrefill]:
-    module = ModuleType("flashinfer.prefill")
-    vars(module)["BatchPrefillWithPagedKVCacheWrapper"] = PagedPrefill
-    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
-    monkeypatch.setitem(sys.modules, "flashinfer.prefill", module)
-    monkeypatch.setattr(peers, "FLASHINFER_WORKSPACE_BYTES", 16)
-    monkeypatch.setattr(PagedPrefill, "calls", [], raising=False)
-    return PagedPrefill
-
-
-@pytest.mark.parametrize("permuted", [False, True])
-@pytest.mark.parametrize("draft_tokens", [2, 4])
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("peer", ["fa3", "levels", "flashinfer"])
-def test_peers_attend_as_a_chain_does(
-    peer: str,
-    spec: str,
-    draft_tokens: int,
-    permuted: bool,
-    paged_prefill: type[PagedPrefill],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, module in fake_sgl_kernel().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    tree = Tree.parse(spec)
-    batch, expected = small_batch(tree, draft_tokens, permuted)
-    out = peers.PEERS[peer](batch, tree, 0.25)()
-    assert out.shape == (tree.num_queries * draft_tokens, 4, 16)
-    torch.testing.assert_close(out, expected)
-
-
-def test_what_fa3_is_given_is_what_sglang_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-
-    def attend(q: Any, k: Any, v: Any, **call: Any) -> Any:
-        given.update(call, q=q, k=k)
-        return q
-
-    package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
-    vars(module)["flash_attn_with_kvcache"] = attend
-    monkeypatch.setitem(sys.modules, "sgl_kernel", package)
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
-    tree = Tree((1, 3), (9, 5))
-    batch, _ = small_batch(tree, 4, permuted=True)
-    peers.fa3(batch, tree, 0.25)()
-    assert given["q"].shape == (12, 4, 16) and given["k"].shape[1] == 1  # pages of one token
-    assert given["cu_seqlens_q"].tolist() == [0, 4, 8, 12] and given["max_seqlen_q"] == 4
-    assert given["cache_seqlens"].tolist() == [14, 14, 14], "draft tokens included"
-    assert given["cu_seqlens_k_new"].tolist() == [0, 14, 28, 42]
-    assert given["page_table"].tolist() == batch.req_to_token[1:].tolist()
-    assert given["causal"] is True and given["softmax_scale"] == 0.25
-    for name in ("cu_seqlens_q", "cu_seqlens_k_new", "cache_seqlens", "page_table"):
-        assert given[name].dtype == torch.int32 and given[name].is_contiguous()
-    given.clear()
-    decode, _ = small_batch(tree, 1, permuted=True)
-    peers.fa3(decode, tree, 0.25)()
-    assert given["cu_seqlens_q"].tolist() == [0, 1, 2, 3] and "cu_seqlens_k_new" not in given
-
-
-def test_what_flashinfer_is_given(paged_prefill: type[PagedPrefill]) -> None:
-    tree = Tree((1, 3), (9, 5))
-    batch, _ = small_batch(tree, 4, permuted=True)
-    peers.flashinfer(batch, tree, 0.25)()
-    (given,) = paged_prefill.calls
-    assert (given["layout"], given["backend"], given["shape"]) == ("NHD", "fa2", (4, 2, 16, 1))
-    assert given["causal"] is True and given["sm_scale"] == 0.25 and "k_scale" not in given
-    assert (given["q_data_type"], given["kv_data_type"]) == (torch.float32, torch.float32)
-
-
-@pytest.mark.parametrize("peer", ["fa3", "levels", "flashinfer"])
-def test_peers_take_kv_of_8_bits(
-    peer: str, paged_prefill: type[PagedPrefill], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, module in fake_sgl_kernel().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    tree = Tree((1, 6), (40, 9))
-    batch = quantised(small_batch(tree, 4, permuted=True)[0])
-    scales = {"k_scale": batch.k_scale, "v_scale": batch.v_scale}
-    expected = reference.attention(*batch.inputs, scale=0.25, draft_tokens=4, **scales)[0]
-    out = peers.PEERS[peer](batch, tree, 0.25)()
-    assert relative(out, expected) < (1e-6 if peer == "flashinfer" else 0.1)
-
 
 def test_errors_are_of_all_draft_tokens_of_a_query() -> None:
-    batch, expected = small_batch(Tree((1, 3), (9, 5)), 4, permuted=True)
+    batch, expected = chain_batch(Tree((1, 3), (9, 5)), 4, permuted=True)
     assert error_of(expected, batch, 0.25) < 1e-6
     for draft_token in range(4):
         wrong = expected.clone()
         wrong[draft_token] *= 2
         assert error_of(wrong, batch, 0.25) > 0.1
     # Of a batch with more queries than are looked at, those from the first to the last.
-    many, right = small_batch(Tree((1, 20), (9, 5)), 2, permuted=False)
+    many, right = chain_batch(Tree((1, 20), (9, 5)), 2, permuted=False)
     for query, is_seen in ((0, True), (1, False), (19, True)):
         wrong = right.clone()
         wrong[2 * query + 1] *= 2

@@ -78,6 +78,14 @@ def measured_rows() -> list[TreeRow]:
     ]
 
 
+def chain_batch(tree: Tree, draft_tokens: int, permuted: bool) -> tuple[TreeBatch, torch.Tensor]:
+    """A verify step on the CPU and what attention over it gives, with a scale of 0.25."""
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    options = {"permuted": permuted, "draft_tokens": draft_tokens}
+    batch = make_batch(tree, **shape, dtype=torch.float32, **options)
+    return batch, reference.attention(*batch.inputs, scale=0.25, draft_tokens=draft_tokens)[0]
+
+
 class CpuLayer:
     """``Layer`` on the CPU executor."""
 

@@ -71,7 +71,9 @@ def conditions(kind: str, options: argparse.Namespace) -> Document:
     settings = asdict(settings_of(options))
     if options.draft_tokens:
         settings["draft_tokens"] = list(options.draft_tokens)
-    return documents.conditions(kind, "sglang_pat.bench.kernel", device, VERSIONS_OF, settings)
+    server = {"server": batches.replay(options).server} if options.batches else {}
+    made_by = "sglang_pat.bench.kernel"
+    return documents.conditions(kind, made_by, device, VERSIONS_OF, settings) | server
 
 
 def timelines(options: argparse.Namespace) -> Document:
@@ -152,7 +154,8 @@ def verify_rows(options: argparse.Namespace) -> Document:
             if (each, count) in left_out:
                 continue
             row = measure(tree, each, permuted, names, timer, rates, chosen)
-            print(f"{row.heads} {row.spec} x {count} {row.pat:.1f} us, best peer {row.best()}")
+            said = f"{row.heads} {row.spec} x {count} {row.pat:.1f} us, best peer {row.best()}"
+            print(said, flush=True)
             document["rows"].append(asdict(row))
             write(document, options.json)
     return document
@@ -196,10 +199,9 @@ def ragged_rows(options: argparse.Namespace) -> Document:
 def replays(options: argparse.Namespace) -> Document:
     """Measure batches of a running server; the document that ``--json`` writes as it grows."""
     began = time.monotonic()
-    found = batches.replay(options)
+    todo = batches.replay(options).cases
     document, timer, rates = ceilings("batches", options)
-    document["server"] = found.server
-    _forests(found.cases, document, timer, rates, options, began)
+    _forests(todo, document, timer, rates, options, began)
     return document
 
 
