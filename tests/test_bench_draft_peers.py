@@ -4,8 +4,11 @@ of draft tokens does. No GPU; the peers are replaced by attention by definition.
 
 from __future__ import annotations
 
+import ast
 import sys
+from importlib.machinery import PathFinder
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -142,3 +145,52 @@ def test_peers_take_kv_of_8_bits(
     expected = reference.attention(*batch.inputs, scale=0.25, draft_tokens=4, **scales)[0]
     out = peers.PEERS[peer](batch, tree, 0.25)()
     assert relative(out, expected) < (1e-6 if peer == "flashinfer" else 0.1)
+
+
+def parameters_of(package: str, file: str, *path: str) -> list[str]:
+    """Names of the parameters of a function of an installed package, which is not imported: on a
+    machine without a GPU that may fail."""
+    spec = PathFinder.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"needs {package}")
+    tree: Any = ast.parse(Path(spec.submodule_search_locations[0], file).read_text())
+    for name in path:
+        found = [each for each in tree.body if getattr(each, "name", "") == name]
+        tree = found[-1]  # after overloads
+    return [each.arg for each in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
+
+
+def test_calls_fit_the_installed_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = parameters_of("sgl_kernel", "flash_attn.py", "flash_attn_with_kvcache")
+    assert known[:3] == ["q", "k_cache", "v_cache"]
+    given: set[str] = set()
+    modules = fake_sgl_kernel()
+    attend = vars(modules["sgl_kernel.flash_attn"])["flash_attn_with_kvcache"]
+
+    def noting(*tensors: torch.Tensor, **call: Any) -> Any:
+        given.update(call)
+        return attend(*tensors, **call)
+
+    vars(modules["sgl_kernel.flash_attn"])["flash_attn_with_kvcache"] = noting
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    tree = Tree((1, 3), (9, 5))
+    batch = quantised(chain_batch(tree, 4, permuted=True)[0])
+    peers.fa3(batch, tree, 0.25)()
+    peers.levels(batch, tree, 0.25)()
+    assert {"cu_seqlens_k_new", "k_descale", "return_softmax_lse"} <= given <= set(known)
+
+
+def test_calls_fit_the_installed_flashinfer(paged_prefill: type[PagedPrefill]) -> None:
+    wrapper = ("flashinfer", "prefill.py", "BatchPrefillWithPagedKVCacheWrapper")
+    made, planned, run = (parameters_of(*wrapper, name) for name in ("__init__", "plan", "run"))
+    assert made[1:3] == ["float_workspace_buffer", "kv_layout"] and "backend" in made
+    assert planned[1:9] == [
+        *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+        *("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size"),
+    ]
+    assert run[1:3] == ["q", "paged_kv_cache"] and {"out", "k_scale", "v_scale"} <= set(run)
+    tree = Tree((1, 3), (9, 5))
+    peers.flashinfer(chain_batch(tree, 4, permuted=True)[0], tree, 0.25)()
+    (given,) = paged_prefill.calls
+    assert set(given) - {"layout", "backend", "shape"} <= set(planned)

@@ -165,6 +165,19 @@ def test_a_server_outlives_what_goes_wrong(
     assert server.open is None and "No space left" in mail.error(second.id).read_text()
 
 
+def test_one_of_two_servers_in_a_folder_answers(mail: Mail, server: Watch) -> None:
+    other = Watch(mail.folder, {})
+    mail.ask(request(batches=1))
+    for each in (server, other, server, other):
+        each.look()
+    assert server.open is not None and other.open is None
+    add(server.open)
+    for each in (other, server, other):
+        each.look()
+    assert read_dump(mail.answer(ID)).header["device"] == "cpu"
+    assert not mail.error(ID).exists() and not mail.partial(ID).exists()
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

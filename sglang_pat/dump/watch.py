@@ -128,6 +128,9 @@ class Watch:
         self._last = request.id
         try:
             self._writing = Writing(self._mail, Collection(request), self._header)
+        except FileExistsError:
+            logger.info("sglang_pat: %s is answered by another server", self._mail.request)
+            return
         except Exception as error:  # said by look()
             self._mail.error(request.id).write_text(f"{error!r}\n", encoding="utf-8")
             raise
