@@ -154,15 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
         "wrong usage.",
     )
     calibrate.add_arguments(measure)
-    collect = commands.add_parser(
-        "dump",
-        help="dump the decode batches of a running server, as paths and lengths",
-        description="Ask a running server for its next decode batches, and write them to a file: "
-        "radix nodes and lengths of each request, no tokens (docs/operating.md). The server must "
-        "have been started with SGLANG_PAT_DUMP=FOLDER. Exit status: 0 written, 1 not, 2 wrong "
-        "usage.",
-    )
-    dump.add_arguments(collect)
+    dump.add_command(commands)
     return parser
 
 

@@ -19,9 +19,16 @@ ENDED_S = 15.0  # until it has written what it has, once the time is up
 LOOK_S = 0.1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives ``parser`` the options of the subcommand."""
-    add = parser.add_argument
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the subcommand with its options."""
+    add = commands.add_parser(
+        "dump",
+        help="dump the decode batches of a running server, as paths and lengths",
+        description="Ask a running server for its next decode batches, and write them to a file: "
+        "radix nodes and lengths of each request, no tokens (docs/operating.md). The server must "
+        "have been started with SGLANG_PAT_DUMP=FOLDER. Exit status: 0 written, 1 not, 2 wrong "
+        "usage.",
+    ).add_argument
     add("folder", type=Path, metavar="FOLDER", help="the server's SGLANG_PAT_DUMP")
     add("--out", type=Path, required=True, metavar="FILE", help="where the dump is to go")
     how = "decode batches for which a new plan is made (default: 100)"

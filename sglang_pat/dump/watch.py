@@ -44,13 +44,19 @@ class Collection:
         return self.made >= self.request.batches
 
     def wants(self, *, made: bool) -> bool:
-        """Whether this step is to be added; to be called once for each step."""
+        """Whether this step is to be added; to be called once for each step. Counts it as left out
+        if it were, but the queue is full."""
         self._steps += 1
         if made:
-            return not self.is_complete
-        every, before = self.request.kept_every, self._keeps
-        self._keeps += 1
-        return bool(every) and before % every == 0 and self.kept < self.request.batches
+            wanted = not self.is_complete
+        else:
+            every, before = self.request.kept_every, self._keeps
+            self._keeps += 1
+            wanted = bool(every) and before % every == 0 and self.kept < self.request.batches
+        if wanted and len(self.waiting) >= MAX_QUEUED:
+            self.left_out += 1
+            return False
+        return wanted
 
     def add(
         self,
@@ -61,9 +67,6 @@ class Collection:
         plan: dict[str, int],
     ) -> None:
         """Add the step that was wanted; see ``Batch``."""
-        if len(self.waiting) >= MAX_QUEUED:
-            self.left_out += 1
-            return
         self.made += made
         self.kept += not made
         number = self.made + self.kept

@@ -82,6 +82,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="which batch of a dump, from 1 on (default: 1)",
     )
+    _add_target(parser)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw to FILE, too (default: no)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument(
+        "--part",
+        choices=("all", *PARTS),
+        default="all",
+        help="print one part only; structs are the plan's arrays as in csrc/plan.h, which all "
+        "leaves out (default: all)",
+    )
+    parser.add_argument(
+        "--lines",
+        type=int,
+        metavar="N",
+        default=40,
+        help="lines of each list that are printed, 0 for all (default: 40)",
+    )
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is planned for."""
     parser.add_argument(
         "--target",
         metavar="NAME",
@@ -131,22 +152,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="RULE",
             help=f"{meaning} (default: SGLANG_PAT_{name.upper()}, else what a server does)",
         )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw to FILE, too (default: no)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument(
-        "--part",
-        choices=("all", *PARTS),
-        default="all",
-        help="print one part only; structs are the plan's arrays as in csrc/plan.h, which all "
-        "leaves out (default: all)",
-    )
-    parser.add_argument(
-        "--lines",
-        type=int,
-        metavar="N",
-        default=40,
-        help="lines of each list that are printed, 0 for all (default: 40)",
-    )
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
