@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sglang_pat.calibrate.command import run_calibrate
 
         return run_calibrate(arguments)
+    if arguments.command == "dump":
+        from sglang_pat.dump.command import run_dump
+
+        return run_dump(arguments)
     from sglang_pat.bench.common.server import ServerError
     from sglang_pat.demo.run import Options, run_demo
 
@@ -74,6 +78,7 @@ def _run_doctor(
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line; flags of a server after ``doctor`` are not known to it."""
     from sglang_pat.calibrate import command as calibrate
+    from sglang_pat.dump import command as dump
     from sglang_pat.estimate import command as estimate
     from sglang_pat.explain.command import add_arguments
 
@@ -141,6 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
         "wrong usage.",
     )
     calibrate.add_arguments(measure)
+    dump.add_command(commands)
     return parser
 
 

@@ -73,6 +73,7 @@ _NUMBERS = {
     "min_batch": (DEFAULT_MIN_BATCH, "requests"),
     "split_tokens": (DEFAULT_SPLIT_TOKENS, "tokens"),
 }
+_FOLDERS = ("dump",)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class PatConfig:
     workspace; how many requests of a batch fit depends on it, see ``sglang_pat.capacity``.
     ``min_batch`` (``SGLANG_PAT_MIN_BATCH``): requests of the smallest decode batch that pat serves,
     rows of padding included; smaller ones are the base's, in graphs and without.
+    ``dump`` (``SGLANG_PAT_DUMP``): folder in which the server looks for requests of
+    ``sglang-pat dump`` and answers them, an absolute path; "" for none.
     ``remarks``: what ``from_env`` has to say about a preset or a rule, a sentence each.
     """
 
@@ -105,6 +108,7 @@ class PatConfig:
     workspace_mb: int = DEFAULT_MB
     min_batch: int = DEFAULT_MIN_BATCH
     preset: str = "default"
+    dump: str = ""
     remarks: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -114,8 +118,10 @@ class PatConfig:
         Raises ValueError that names the variable, its value and what is allowed, for a name or a
         value that is not known: a misspelt option must not be served as the default.
         """
-        known = {PREFIX + name.upper(): name for name in ("preset", *_ALLOWED, *_NUMBERS)}
+        names = ("preset", *_ALLOWED, *_NUMBERS, *_FOLDERS)
+        known = {PREFIX + name.upper(): name for name in names}
         given: dict[str, str] = {}
+        folders = dict.fromkeys(_FOLDERS, "")
         for variable, value in environ.items():
             if not variable.startswith(PREFIX):
                 continue
@@ -128,6 +134,9 @@ class PatConfig:
             if name in _NUMBERS:
                 _check_whole(variable, value, *_NUMBERS[name])
                 given[name] = value
+                continue
+            if name in _FOLDERS:
+                folders[name] = _folder(variable, value)
                 continue
             allowed = PRESETS if variable == _PRESET else _ALLOWED[name]
             if value not in allowed:
@@ -147,6 +156,7 @@ class PatConfig:
             launch=chosen["launch"],
             **{name: int(chosen[name]) for name in _NUMBERS},
             preset=preset,
+            dump=folders["dump"],
             remarks=remarks,
         )
 
@@ -156,7 +166,8 @@ class PatConfig:
 
     def __str__(self) -> str:
         values = asdict(self)
-        shown = " ".join(f"{each.name}={values[each.name]}" for each in fields(self)[:-1])
+        names = [each.name for each in fields(self)[:-1] if values[each.name] != ""]
+        shown = " ".join(f"{name}={values[name]}" for name in names)
         return "; ".join([shown, *self.remarks])
 
 
@@ -183,6 +194,15 @@ def rules(preset: str, given: Mapping[str, str]) -> tuple[dict[str, str], tuple[
         rule = f"{others[0]}={chosen[others[0]]}"
         remarks.append(f"no branches, as {rule} is not the default: ask for them with branching")
     return chosen, tuple(remarks)
+
+
+def _folder(variable: str, value: str) -> str:
+    if not os.path.isabs(value):
+        raise ValueError(
+            f"{variable}={value} is not an absolute path of a folder: give one, such as "
+            "/tmp/pat-dump, or unset it"
+        )
+    return value
 
 
 def _check_whole(variable: str, value: str, default: int, unit: str) -> None:

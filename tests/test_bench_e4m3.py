@@ -18,7 +18,7 @@ from kit.bench import RATES, fake_sgl_kernel, replace_device, row
 from sglang_pat import reference
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
 from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import e4m3, peers
+from sglang_pat.bench.kernel import e4m3, peers, rows
 from sglang_pat.bench.kernel.floor import Heads, floor_us, kv_bytes, least_bytes
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, quantised, relative
 from sglang_pat.bench.kernel.layer import PatOptions, error_of
@@ -112,14 +112,13 @@ def test_a_run_compares_with_fa3_and_with_bf16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replace_device(monkeypatch)
-    monkeypatch.setattr(kernel, "PEERS", {"fa3": peers.fa3})
+    monkeypatch.setattr(rows, "PEERS", {"fa3": peers.fa3})
     monkeypatch.setattr(kernel, "usable", lambda *_, e4m3: {"fa3": ""} if e4m3 else {})
     file = tmp_path / "run.json"
     arguments = ["--heads", heads, "--trees", "1,6_40,9", "5_20", "--kv-dtype", "fp8_e4m3"]
     assert kernel.main([*arguments, "--json", str(file)]) == 0
     printed = capsys.readouterr().out
-    rows = [TreeRow(**each) for each in json.loads(file.read_text())["rows"]]
-    for each in rows:
+    for each in (TreeRow(**found) for found in json.loads(file.read_text())["rows"]):
         assert each.kv_dtype == "fp8_e4m3" and each.is_sound
         assert each.error < 0.01 < each.errors["fa3"] and set(each.errors) == {"fa3"}
         assert each.of_fa3 == each.error / each.errors["fa3"]

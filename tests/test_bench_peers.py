@@ -94,7 +94,7 @@ def test_peers_that_cannot_run_give_a_reason(monkeypatch: pytest.MonkeyPatch) ->
     def missing(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
         raise ImportError("No module named 'nothing'\nand more\nthe last")
 
-    monkeypatch.setattr(peers, "device_batch", lambda *_: None)
+    monkeypatch.setattr(peers, "device_batch", lambda *_, draft_tokens: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     works: peers.Maker = lambda batch, tree, scale: lambda: torch.zeros(1)  # noqa: E731
     monkeypatch.setattr(peers, "PEERS", {"a": works, "b": missing})

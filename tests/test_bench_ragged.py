@@ -22,6 +22,7 @@ from sglang_pat.bench.kernel import ragged
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import slot_table
 from sglang_pat.bench.kernel.report import TreeRow
+from sglang_pat.bench.kernel.show import tree_lines
 
 ALL = all_forests(None)
 
@@ -179,7 +180,8 @@ def test_the_summary_names_rows_that_lose() -> None:
         row("single-8k", pat=15.0, fa3=30.0, flashinfer=None),
     ]
     rows = [replace(each, levels=None) for each in rows]
-    text = "\n".join(ragged.table(rows, ["pair-1k-32/8: the time is up"]))
+    document = {"kind": "ragged", "left_out": ["pair-1k-32/8: the time is up"]}
+    text = "\n".join(tree_lines(document, rows))
     assert "more than 2% slower, 1 of 3: skew-1 1.033" in text
     assert "skew 1.025, single 0.500" in text
     assert text.endswith("left out: pair-1k-32/8: the time is up")

@@ -16,6 +16,7 @@ from sglang_pat.explain.text import PARTS
 
 if TYPE_CHECKING:
     from sglang_pat import Target
+    from sglang_pat.explain.requests import Requests
 
 
 _TARGETS = (*GPUS, "cpu")
@@ -31,6 +32,11 @@ _RULES = {
     "partial": "dtype of partial results: fp32 or bf16",
 }
 _LEAST_QUERIES = 256
+# Options that say what is planned for.
+_OF_TARGET = (
+    *("target", "heads", "head_dim", "draft_tokens", "kv_cache_dtype", "sms", "max_queries"),
+    *_RULES,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,28 +56,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help='the batch as JSON: {"paths": [[[id, start, end], ...], ...], "seq_lens": [...]}, '
-        "the radix nodes of each request and its tokens (default: --tree)",
+        "the radix nodes of each request and its tokens; or a file of `sglang-pat dump` (default: "
+        "--tree)",
     )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="which batch of a dump, from 1 on (default: 1)",
+    )
+    _add_target(parser)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw to FILE, too (default: no)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument(
+        "--part",
+        choices=("all", *PARTS),
+        default="all",
+        help="print one part only; structs are the plan's arrays as in csrc/plan.h, which all "
+        "leaves out (default: all)",
+    )
+    parser.add_argument(
+        "--lines",
+        type=int,
+        metavar="N",
+        default=40,
+        help="lines of each list that are printed, 0 for all (default: 40)",
+    )
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is planned for."""
     parser.add_argument(
         "--target",
         metavar="NAME",
-        default="h200",
-        help=f"what to plan for: {', '.join(_TARGETS)} (default: h200)",
+        help=f"what to plan for: {', '.join(_TARGETS)} (default: h200; of a dump, with no option "
+        "from here to --partial, what its server planned for)",
     )
     parser.add_argument(
         "--heads",
         metavar="Q/KV",
-        default="32/8",
-        help="query and KV heads of one rank (default: 32/8)",
+        help="query and KV heads of one rank (default: 32/8, or the dump's)",
     )
     parser.add_argument(
-        "--head-dim", type=int, metavar="D", default=128, help="elements of a head (default: 128)"
+        "--head-dim",
+        type=int,
+        metavar="D",
+        help="elements of a head (default: 128, or the dump's)",
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=int,
+        metavar="T",
+        help="tokens of a request that attend at once, the last of its sequence: more than 1 where "
+        "speculative decoding verifies them (default: 1, or the dump's)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         choices=("auto", "fp8_e4m3"),
-        default="auto",
-        help="of K and V, as of a server; auto is 16 bits on a GPU and 32 on a CPU (default: auto)",
+        help="of K and V, as of a server; auto is 16 bits on a GPU and 32 on a CPU (default: auto, "
+        "or the dump's)",
     )
     parser.add_argument(
         "--sms",
@@ -92,22 +135,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="RULE",
             help=f"{meaning} (default: SGLANG_PAT_{name.upper()}, else what a server does)",
         )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw to FILE, too (default: no)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument(
-        "--part",
-        choices=("all", *PARTS),
-        default="all",
-        help="print one part only; structs are the plan's arrays as in csrc/plan.h, which all "
-        "leaves out (default: all)",
-    )
-    parser.add_argument(
-        "--lines",
-        type=int,
-        metavar="N",
-        default=40,
-        help="lines of each list that are printed, 0 for all (default: 40)",
-    )
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
@@ -124,17 +151,12 @@ def run_explain(arguments: argparse.Namespace) -> int:
 def _explained(arguments: argparse.Namespace) -> str:
     import sglang_pat
     from sglang_pat.explain.reading import explain
-    from sglang_pat.explain.requests import parse_tree, read_requests
     from sglang_pat.explain.svg import write_svg
     from sglang_pat.explain.text import as_data, write_text
 
     if arguments.lines < 0:
         raise ValueError(f"--lines is {arguments.lines}, must be 0 (all) or more")
-    if arguments.paths is not None:
-        requests = read_requests(arguments.paths)
-    else:
-        requests = parse_tree(arguments.tree)
-    target, machine = make_target(arguments, len(requests.seq_lens))
+    requests, target, machine = _batch(arguments)
     plan = sglang_pat.plan(requests.paths, requests.seq_lens, target)
     found = explain(plan, requests, target)
     if arguments.svg is not None:
@@ -142,6 +164,41 @@ def _explained(arguments: argparse.Namespace) -> str:
     if arguments.json:
         return json.dumps(as_data(found))
     return write_text(found, machine, arguments.lines, arguments.part)
+
+
+def _batch(arguments: argparse.Namespace) -> tuple[Requests, Target, str]:
+    """The batch of the options, and the target and machine that ``make_target`` says; of a dump
+    without an option about these, what its server planned for."""
+    from sglang_pat.dump.records import is_dump, read_dump
+    from sglang_pat.explain.requests import parse_tree, read_requests
+
+    file: Path | None = arguments.paths
+    if file is None or not is_dump(file):
+        if arguments.batch is not None:
+            raise ValueError("--batch goes with a dump only: name one as --paths FILE")
+        requests = parse_tree(arguments.tree) if file is None else read_requests(file)
+        return requests, *make_target(arguments, len(requests.seq_lens))
+    dump = read_dump(file)
+    number = 1 if arguments.batch is None else arguments.batch
+    if not 0 < number <= len(dump.batches):
+        raise ValueError(f"--batch is {number}, {file} has batches 1 to {len(dump.batches)}")
+    requests = dump.batches[number - 1].requests
+    if all(getattr(arguments, name) is None for name in _OF_TARGET):
+        target, device = dump.target, dump.header.get("device", "unknown")
+        return requests, target, f"{device} with {target.num_sms} SMs or threads, as the server"
+    return requests, *make_target(_completed(arguments, dump.target), len(requests.seq_lens))
+
+
+def _completed(arguments: argparse.Namespace, server: Target) -> argparse.Namespace:
+    """Options with the heads, K/V and draft tokens of a server where they name no others."""
+    defaults = {
+        "heads": f"{server.num_q_heads}/{server.num_kv_heads}",
+        "head_dim": server.head_dim,
+        "kv_cache_dtype": "fp8_e4m3" if server.kv_bytes == 1 else "auto",
+        "draft_tokens": server.draft_tokens,
+    }
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    return argparse.Namespace(**{**vars(arguments), **defaults, **given})
 
 
 def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target, str]:
@@ -160,17 +217,20 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     config = PatConfig.from_env({**os.environ, **chosen})
     for remark in config.remarks:
         print(f"sglang-pat explain: {remark}", file=sys.stderr)
-    name = arguments.target.lower().replace(" ", "").removeprefix("nvidia")
+    name = (arguments.target or "h200").lower().replace(" ", "").removeprefix("nvidia")
     if name not in _TARGETS:
         raise ValueError(
             f"--target is {arguments.target!r}, must be one of {', '.join(_TARGETS)}; for another "
             "GPU take the nearest with --sms"
         )
-    num_q_heads, num_kv_heads = _heads(arguments.heads)
+    num_q_heads, num_kv_heads = _heads("32/8" if arguments.heads is None else arguments.heads)
+    head_dim = 128 if arguments.head_dim is None else arguments.head_dim
+    draft_tokens = 1 if arguments.draft_tokens is None else arguments.draft_tokens
     for option, value, most in (
         ("--heads, query heads,", num_q_heads, 1024),
         ("--heads, KV heads,", num_kv_heads, 1024),
-        ("--head-dim", arguments.head_dim, 1024),
+        ("--head-dim", head_dim, 1024),
+        ("--draft-tokens", draft_tokens, 1024),
         ("--sms", arguments.sms, 65_536),
         ("--max-queries", arguments.max_queries, 65_536),
     ):
@@ -179,7 +239,8 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     options: dict[str, Any] = {
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": arguments.head_dim,
+        "head_dim": head_dim,
+        "draft_tokens": draft_tokens,
         "max_queries": max(num_queries, _LEAST_QUERIES),
         "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,

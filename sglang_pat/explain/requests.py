@@ -13,6 +13,8 @@ DEFAULT_TREE = "512(256(40,25),90)"
 MAX_REQUESTS = 16_384
 MAX_DEPTH = 64
 MAX_TOKENS = 2**31 - 1
+MAX_ID = 2**63 - 1
+_FORM = '{"paths": [[[1, 0, 512]], []], "seq_lens": [600, 90]}'
 
 PathNodes = list[tuple[int, int, int]]
 
@@ -133,32 +135,39 @@ def read_requests(file: Path) -> Requests:
     Raises OSError for a file that cannot be read, ValueError for another form. Whether the paths
     are one tree is left to ``sglang_pat.plan``.
     """
-    form = '{"paths": [[[1, 0, 512]], []], "seq_lens": [600, 90]}'
     try:
         given: Any = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}; write it as in {form}") from None
+        raise ValueError(f"{file} is not JSON: {error}; write it as in {_FORM}") from None
     if not isinstance(given, dict) or set(given) != {"paths", "seq_lens"}:
-        raise ValueError(f"{file} must hold paths and seq_lens, and nothing else, as in {form}")
-    paths, seq_lens = given["paths"], given["seq_lens"]
+        raise ValueError(f"{file} must hold paths and seq_lens, and nothing else, as in {_FORM}")
+    return checked(given["paths"], given["seq_lens"], str(file))
+
+
+def checked(paths: object, seq_lens: object, where: str) -> Requests:
+    """The requests of two values out of JSON, which stand at ``where``; raises ValueError for
+    another form."""
     if not (isinstance(paths, list) and isinstance(seq_lens, list)) or len(paths) != len(seq_lens):
-        raise ValueError(f"{file}: paths and seq_lens must be lists of one length, as in {form}")
+        raise ValueError(f"{where}: paths and seq_lens must be lists of one length, as in {_FORM}")
     if not 0 < len(paths) <= MAX_REQUESTS:
-        raise ValueError(f"{file} has {len(paths):,} requests, must have 1 to {MAX_REQUESTS:,}")
+        raise ValueError(f"{where} has {len(paths):,} requests, must have 1 to {MAX_REQUESTS:,}")
     for query, (path, length) in enumerate(zip(paths, seq_lens, strict=True)):
-        if not _is_token_count(length):
-            raise ValueError(f"{file}: seq_lens[{query}] is {length!r}, must be 0 to {MAX_TOKENS}")
+        if not _is_count(length, MAX_TOKENS):
+            raise ValueError(f"{where}: seq_lens[{query}] is {length!r}, must be 0 to {MAX_TOKENS}")
         if not isinstance(path, list) or not all(_is_node(node) for node in path):
             raise ValueError(
-                f"{file}: paths[{query}] is {path!r}, must be a list of [id, start, end], each a "
-                f"whole number from 0 to {MAX_TOKENS}"
+                f"{where}: paths[{query}] is {path!r}, must be a list of [id, start, end], whole "
+                f"numbers from 0 on, id below 2**63, start and end up to {MAX_TOKENS}"
             )
     return Requests([[(i, s, e) for i, s, e in path] for path in paths], seq_lens)
 
 
-def _is_token_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_TOKENS
+def _is_count(value: object, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most
 
 
 def _is_node(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(map(_is_token_count, value))
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    node, *span = value
+    return _is_count(node, MAX_ID) and all(_is_count(token, MAX_TOKENS) for token in span)

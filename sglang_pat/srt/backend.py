@@ -19,6 +19,7 @@ from sglang_pat.config import PatConfig
 from sglang_pat.srt import upstream
 from sglang_pat.srt.base import prefill_attention
 from sglang_pat.srt.check import check_plan
+from sglang_pat.srt.dump import make_tap
 from sglang_pat.srt.forward import Forward, beyond_workspace, no_memory
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.lengths import Lengths, lengths_of
@@ -62,6 +63,7 @@ class PatDecodeMixin:
         self._target = self._executor.target
         self._stats = Stats()
         self._steps = StepPlanner(self._target, self._stats, micro_batches())
+        self._steps.tap = make_tap(runner, config, self._target)
         self._forward = Forward()
         self._scales = CapturedScales()
         reporter = start_reporter(self._stats, serving=packs)
@@ -222,8 +224,7 @@ class PatDecodeMixin:
             return
         elapsed = time.perf_counter_ns() - start_ns
         self._stats.host_ns += elapsed
-        if self._steps.made:
-            self._stats.plan_ns += elapsed
+        self._stats.plan_ns += elapsed * self._steps.made
         if self._config.check:
             table = self.req_to_token_pool.req_to_token
             check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)

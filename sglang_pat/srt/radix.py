@@ -75,6 +75,35 @@ class Paths(NamedTuple):
     reader: _C.NodeReader | None
     private: dict[str, int]
 
+    def as_tuples(self) -> list[list[tuple[int, int, int]]]:
+        """Each query's path as (node id, start, end), from the root on and as far as it is safe to
+        share. Slower than the planner's own reading: for dumps."""
+        found = []
+        known: dict[int, list[tuple[int, int, int]]] = {}
+        node_id, start, end = self.fields
+        for query, limit in zip(self.queries, self.limits.tolist(), strict=True):
+            if query is None:
+                path = []
+            elif self.reader is not None:
+                path = _climb(query, known)
+            else:
+                path = [(node[node_id], node[start], node[end]) for node in query]
+            found.append([(n, s, min(e, limit)) for n, s, e in path if s < limit])
+        return found
+
+
+def _climb(node: Any, known: dict[int, list[tuple[int, int, int]]]) -> list[tuple[int, int, int]]:
+    """The path to a Python node. ``known``: those found before, by the address of their node."""
+    above, climbed = node, []
+    while id(above) not in known and above.parent is not None:
+        climbed.append(above)
+        above = above.parent
+    path = known.get(id(above), [])
+    for each in reversed(climbed):
+        begin = path[-1][2] if path else 0
+        path = known[id(each)] = [*path, (each.id, begin, begin + len(each.key))]
+    return path
+
 
 class RadixView:
     """Reads where requests stand in one prefix cache.

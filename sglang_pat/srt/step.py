@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,9 @@ from sglang_pat.srt.lengths import Lengths
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, Paths, RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
+
+if TYPE_CHECKING:
+    from sglang_pat.srt.dump import Tap
 
 logger = logging.getLogger("sglang_pat")
 
@@ -107,6 +110,7 @@ class StepPlanner:
         self._states = [MicroBatch(Planner(target), RadixView(None)) for _ in range(micro_batches)]
         self._current = self._states[-1]
         self.made = False  # whether the last ``plan()`` made its plan
+        self.tap: Tap | None = None  # where steps are dumped to, if anywhere
         self._passed_over = 0  # decode steps of the base
         self._private_planner = Planner(target)
         self._private: Plan | None = None
@@ -145,6 +149,8 @@ class StepPlanner:
         if plan is None:
             return None
         self._stats.step(plan, total, made=self.made)
+        if self.tap is not None:
+            self.tap.step(state, batch.reqs, lengths.least, plan, made=self.made)
         return plan
 
     def pass_over(self) -> None:

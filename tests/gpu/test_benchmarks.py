@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from sglang_pat.bench.common.forests import Forest, forest
+from sglang_pat.bench.common.forests import Forest, forest, samples, skew
 from sglang_pat.bench.kernel import __main__ as kernel
 from sglang_pat.bench.kernel.ablation import AblationRow
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import Layer, device_batch, error_of, options_of
 from sglang_pat.bench.kernel.report import TreeRow
 from sglang_pat.config import PRESETS
+from sglang_pat.dump.records import Batch, first_line
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -40,6 +43,48 @@ def test_ragged_rows(tmp_path: Path) -> None:
     rows = [TreeRow(**row) for row in document["rows"]]
     assert len(rows) == 6 and document["left_out"] == []
     assert all(row.pat > 0 and not row.wrong for row in rows)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
+def test_verify_steps(kv_dtype: str, tmp_path: Path) -> None:
+    """All peers give pat's outputs, the causal mask of the draft tokens included."""
+    file = tmp_path / "drafts.json"
+    chosen = ["--draft-tokens", "1,2,4,8", "--heads", "32/8", "8/1", "--kv-dtype", kv_dtype]
+    trees = ["--trees", "1,16_4096,300", "1,4,16_300,60,8", "16_500"]
+    assert kernel.main([*chosen, *trees, "--permuted", "--quick", "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    rows = [TreeRow(**row) for row in document["rows"]]
+    assert len(rows) == 4 * 2 * 3 and document["left_out"] == [] and document["absent"] == {}
+    for row in rows:
+        assert not row.wrong and row.differences.keys() == {"fa3", "flashinfer", "levels"}, row
+
+
+@pytest.mark.parametrize(("draft_tokens", "kv_dtype"), [(1, "bfloat16"), (4, "float8_e4m3fn")])
+def test_batches_of_a_server(draft_tokens: int, kv_dtype: str, tmp_path: Path) -> None:
+    header = {
+        "date": "today",
+        "device": "none",
+        "versions": {},
+        "num_q_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "draft_tokens": draft_tokens,
+        "kv_dtype": kv_dtype,
+    }
+    lines: list[dict[str, Any]] = [first_line(header)]
+    for number, kind in enumerate(("bimodal", "skew", "samples"), 1):
+        found = {"skew": skew, "samples": samples}.get(kind, partial(forest, kind))(1)
+        lens = [length + draft_tokens for length in found.seq_lens]
+        lines.append(Batch(number, found.paths, lens, number, True, {}).to_json())
+    source, file = tmp_path / "dump.jsonl", tmp_path / "rows.json"
+    source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"end": "complete"}]))
+    assert kernel.main(["--batches", str(source), "--quick", "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    rows = [TreeRow(**row) for row in document["rows"]]
+    assert len(rows) == 3 and document["left_out"] == [] and document["absent"] == {}
+    for row in rows:
+        assert not row.wrong and row.differences.keys() == {"fa3", "flashinfer"}, row
+        assert row.draft_tokens == draft_tokens
 
 
 def test_every_variant_of_the_ablation(tmp_path: Path) -> None:

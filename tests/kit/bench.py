@@ -14,7 +14,7 @@ import torch
 from sglang_pat import decode, plan, reference
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import ablation, peers, ragged
+from sglang_pat.bench.kernel import ablation, peers, ragged, rows
 from sglang_pat.bench.kernel.floor import Heads, Rates
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 from sglang_pat.bench.kernel.layer import PatOptions
@@ -78,6 +78,14 @@ def measured_rows() -> list[TreeRow]:
     ]
 
 
+def chain_batch(tree: Tree, draft_tokens: int, permuted: bool) -> tuple[TreeBatch, torch.Tensor]:
+    """A verify step on the CPU and what attention over it gives, with a scale of 0.25."""
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    options = {"permuted": permuted, "draft_tokens": draft_tokens}
+    batch = make_batch(tree, **shape, dtype=torch.float32, **options)
+    return batch, reference.attention(*batch.inputs, scale=0.25, draft_tokens=draft_tokens)[0]
+
+
 class CpuLayer:
     """``Layer`` on the CPU executor."""
 
@@ -123,7 +131,8 @@ class CpuClock:
 
 
 def fake_sgl_kernel() -> dict[str, ModuleType]:
-    """Modules with FA3's interface over attention by definition, its LSE a natural logarithm."""
+    """Modules with FA3's interface over attention by definition, its LSE a natural logarithm. The
+    causal mask ends with the last row of a sequence."""
 
     def attend(q: Any, k: Any, v: Any, **call: Any) -> Any:
         descales = [call.get(f"{name}_descale", torch.ones(())).flatten()[0] for name in "kv"]
@@ -133,13 +142,14 @@ def fake_sgl_kernel() -> dict[str, ModuleType]:
         bounds = call["cu_seqlens_q"].tolist()
         assert call["max_seqlen_q"] == max(b - a for a, b in pairwise(bounds))
         for node, (first, end) in enumerate(pairwise(bounds)):
+            before = torch.arange(first + 1 - end, 1) * call["causal"]  # tokens that a row sees not
             out[first:end], base2 = reference.attention(
                 q[first:end],
                 k.squeeze(1),
                 v.squeeze(1),
                 call["page_table"],
                 torch.full((end - first,), node),
-                call["cache_seqlens"][node].expand(end - first),
+                call["cache_seqlens"][node] + before,
                 scale=call["softmax_scale"],
                 k_scale=float(descales[0]),
                 v_scale=float(descales[1]),
@@ -161,9 +171,10 @@ def replace_device(monkeypatch: Any) -> None:
     """The kernel benchmark with its GPU replaced: everything but CUDA calls is its own. FlashInfer
     fails, and the cascade by levels gives a wrong output."""
 
-    def batch(tree: Tree, heads: Heads, permuted: bool) -> TreeBatch:
+    def batch(tree: Tree, heads: Heads, permuted: bool, draft_tokens: int = 1) -> TreeBatch:
         shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
-        return make_batch(tree, **shape, dtype=torch.bfloat16, permuted=permuted)
+        given = {"permuted": permuted, "draft_tokens": draft_tokens}
+        return make_batch(tree, **shape, dtype=torch.bfloat16, **given)
 
     def wrong(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
         return lambda: torch.ones_like(batch.q)
@@ -173,16 +184,16 @@ def replace_device(monkeypatch: Any) -> None:
 
     for name, module in fake_sgl_kernel().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for module in (kernel, ablation):
+    for module in (rows, ablation):
         monkeypatch.setattr(module, "Layer", CpuLayer)
         monkeypatch.setattr(module, "capture", CpuGraph)
         monkeypatch.setattr(module, "device_batch", batch)
     monkeypatch.setattr(kernel, "Clock", CpuClock)
     monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
     monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
-    monkeypatch.setattr(kernel, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})
+    monkeypatch.setattr(rows, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})
     monkeypatch.setattr(
-        kernel, "usable", lambda heads, names=PEER_NAMES, *, e4m3=False: dict.fromkeys(names, "")
+        kernel, "usable", lambda heads, names=PEER_NAMES, **options: dict.fromkeys(names, "")
     )
     monkeypatch.setattr(ragged, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

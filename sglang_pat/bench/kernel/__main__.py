@@ -4,7 +4,9 @@ the floor: ``python -m sglang_pat.bench.kernel``. Needs a GPU, but not SGLang.
 
 By default the 20 trees and 4 head configurations of the PAT paper (section 8.2). Timed is forward
 and merge in a captured graph over a cold L2, the median of many; plan and snapshot stand apart.
-A peer that cannot run is left out, with the reason.
+With ``--draft-tokens`` verify steps of speculative decoding (``drafts``), with ``--batches`` those
+of a running server (``batches``). A peer that cannot run is
+left out, with the reason.
 """
 
 from __future__ import annotations
@@ -13,27 +15,26 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_pat.bench.common import document as documents
 from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.figures import require
-from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Requests, Tree
-from sglang_pat.bench.kernel import ablation, ragged, tiles, timeline, traffic
-from sglang_pat.bench.kernel.clock import Clock, capture, device_rates, empty_us
-from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
-from sglang_pat.bench.kernel.kv import TreeBatch, quantised, relative
-from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
+from sglang_pat.bench.common.forests import GENERATOR
+from sglang_pat.bench.common.trees import HEADS, PAPER_TREES, Tree
+from sglang_pat.bench.kernel import ablation, batches, drafts, ragged, tiles, timeline, traffic
+from sglang_pat.bench.kernel.clock import Clock, device_rates, empty_us
+from sglang_pat.bench.kernel.floor import Heads, Rates
+from sglang_pat.bench.kernel.kv import TreeBatch
 from sglang_pat.bench.kernel.options import check, make_parser, remarks_of, settings_of
-from sglang_pat.bench.kernel.peers import PEERS, usable
+from sglang_pat.bench.kernel.peers import usable
 from sglang_pat.bench.kernel.report import TreeRow
+from sglang_pat.bench.kernel.rows import measure
 from sglang_pat.bench.kernel.show import about, show
-from sglang_pat.planner import BRANCH
 
 QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
 # One shared node of so many tokens, so many queries, each with a private tail.
@@ -45,75 +46,15 @@ BUDGET_MS, QUICK_BUDGET_MS = 50.0, 15.0
 VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
 
 
-def measure(
-    tree: Requests,
-    heads: Heads,
-    permuted: bool,
-    names: list[str],
-    timer: Clock,
-    rates: Rates,
-    settings: PatOptions,
-    batch: TreeBatch | None = None,
-) -> TreeRow:
-    """Capture, check and time pat and the peers in ``names`` on one tree or forest. ``batch``: its
-    inputs; None makes them."""
-    torch.cuda.empty_cache()
-    if batch is None:
-        batch = device_batch(tree, heads, permuted)
-    scale = heads.dim**-0.5
-    graphs = {}
-    if settings.e4m3:
-        wide = Layer(batch, tree, heads, replace(settings, kv_dtype="bfloat16"), scale)
-        graphs["bf16"] = capture(wide.attend)
-        batch = quantised(batch)
-    layer = Layer(batch, tree, heads, settings, scale)
-    graphs["pat"] = capture(layer.attend)
-    for name in names:
-        try:
-            graphs[name] = capture(PEERS[name](batch, tree, scale))
-        except Exception as error:  # the run goes on without it
-            print(f"{heads} {tree}: {name} did not run: {type(error).__name__}: {error}")
-    outs = {name: graph.out for name, graph in graphs.items() if graph.out is not None}
-    for name, out in outs.items():
-        out.fill_(float("nan"))
-        graphs[name].replay()
-    times, noise = timer.compare({name: graph.replay for name, graph in graphs.items()})
-    ours = outs.pop("pat")
-    outs.pop("bf16", None)  # of other K and V
-    made = layer.plan
-    bytes_s = least_bytes(tree, heads, settings.kv_bytes) / rates.bytes_per_s
-    return TreeRow(
-        heads=str(heads),
-        spec=str(tree),
-        permuted=permuted,
-        floor_us=floor_us(tree, heads, rates, settings.kv_bytes),
-        bound="memory" if bytes_s > flops(tree, heads) / rates.flops_per_s else "compute",
-        pat=times["pat"],
-        fa3=times.get("fa3"),
-        flashinfer=times.get("flashinfer"),
-        levels=times.get("levels"),
-        noise=noise,
-        snapshot_us=timer.median_us(capture(layer.snapshot).replay),
-        plan_us=layer.plan_us(),
-        items=made.num_items,
-        shared_items=made.num_shared_items,
-        partials=made.num_partials,
-        kv_read_over_unique=made.kv_tokens_read(sum(tree.seq_lens)) / tree.unique_tokens,
-        degraded=made.degraded,
-        error=error_of(ours, batch, scale),
-        differences={name: relative(out, ours) for name, out in outs.items()},
-        branches=int(np.count_nonzero(made.items["kind"] == BRANCH)),
-        kv_dtype=settings.kv_dtype,
-        errors={name: error_of(out, batch, scale) for name, out in outs.items()}
-        if settings.e4m3
-        else {},
-        bf16=times.get("bf16"),
-    )
-
-
 def cases(options: argparse.Namespace) -> list[traffic.Case]:
     """What to run: heads, permuted or not, tree."""
     few = options.quick or options.timeline
+    if options.batches:
+        found = batches.replay(options).cases
+        return [(case.heads, options.permuted, case.forest) for case in found]
+    if options.draft_tokens:
+        todo = [(each, tree) for each in drafts.heads(options) for tree in drafts.trees(options)]
+        return [(each, options.permuted, tree) for each, tree in todo]
     trees = options.trees or (QUICK_TREES if few else PAPER_TREES)
     layouts = [options.permuted]
     if options.sweep:
@@ -127,9 +68,12 @@ def cases(options: argparse.Namespace) -> list[traffic.Case]:
 def conditions(kind: str, options: argparse.Namespace) -> Document:
     """A document of ``kind``, without rows: what measured it."""
     device = torch.cuda.get_device_name()
-    return documents.conditions(
-        kind, "sglang_pat.bench.kernel", device, VERSIONS_OF, asdict(settings_of(options))
-    )
+    settings = asdict(settings_of(options))
+    if options.draft_tokens:
+        settings["draft_tokens"] = list(options.draft_tokens)
+    server = {"server": batches.replay(options).server} if options.batches else {}
+    made_by = "sglang_pat.bench.kernel"
+    return documents.conditions(kind, made_by, device, VERSIONS_OF, settings) | server
 
 
 def timelines(options: argparse.Namespace) -> Document:
@@ -185,6 +129,38 @@ def bandwidths(options: argparse.Namespace) -> Document:
     return document
 
 
+def verify_rows(options: argparse.Namespace) -> Document:
+    """Measure the verify steps asked for; the document that ``--json`` writes as it grows."""
+    todo, counts = cases(options), options.draft_tokens
+    document, timer, rates = ceilings("drafts", options)
+    settings = settings_of(options)
+    heads = list(dict.fromkeys(each for each, _, _ in todo))
+    left_out = {
+        (each, count): why
+        for each in heads
+        for count in counts
+        if (why := drafts.reason_against(each, count))
+    }
+    most = max(counts)
+    absent = usable(heads, e4m3=settings.e4m3, draft_tokens=most)
+    document["absent"] = {name: reason for name, reason in absent.items() if reason}
+    document["left_out"] = [f"{h} x {count}: {why}" for (h, count), why in left_out.items()]
+    print("\n".join(about(document)), flush=True)
+    names = [name for name, reason in absent.items() if not reason]
+    write(document, options.json)
+    for count in counts:
+        chosen = replace(settings, draft_tokens=count)
+        for each, permuted, tree in todo:
+            if (each, count) in left_out:
+                continue
+            row = measure(tree, each, permuted, names, timer, rates, chosen)
+            said = f"{row.heads} {row.spec} x {count} {row.pat:.1f} us, best peer {row.best()}"
+            print(said, flush=True)
+            document["rows"].append(asdict(row))
+            write(document, options.json)
+    return document
+
+
 def run(options: argparse.Namespace) -> Document:
     """Measure everything asked for; the document that ``--json`` writes, written as it grows."""
     todo = cases(options)
@@ -215,11 +191,36 @@ def ragged_rows(options: argparse.Namespace) -> Document:
     except ValueError as error:
         raise SystemExit(f"sglang_pat.bench.kernel: {error}") from None
     document, timer, rates = ceilings("ragged", options)
-    absent = usable(heads, ragged.PEERS, e4m3=settings_of(options).e4m3)
+    document["generator"] = GENERATOR
+    _forests(todo, document, timer, rates, options, began)
+    return document
+
+
+def replays(options: argparse.Namespace) -> Document:
+    """Measure batches of a running server; the document that ``--json`` writes as it grows."""
+    began = time.monotonic()
+    todo = batches.replay(options).cases
+    document, timer, rates = ceilings("batches", options)
+    _forests(todo, document, timer, rates, options, began)
+    return document
+
+
+def _forests(
+    todo: Sequence[ragged.RaggedCase],
+    document: Document,
+    timer: Clock,
+    rates: Rates,
+    options: argparse.Namespace,
+    began: float,
+) -> None:
+    """Add the rows of ``todo`` to the document. ``began``: when the run did."""
+    settings = settings_of(options)
+    heads = list(dict.fromkeys(case.heads for case in todo))
+    drafted = settings.draft_tokens
+    absent = usable(heads, ragged.PEERS, e4m3=settings.e4m3, draft_tokens=drafted)
     document["absent"] = {name: reason for name, reason in absent.items() if reason}
     print("\n".join(about(document)), flush=True)
     names = [name for name, reason in absent.items() if not reason]
-    settings = settings_of(options)
 
     def make_row(case: ragged.RaggedCase, batch: TreeBatch) -> TreeRow:
         forest = case.forest
@@ -234,7 +235,6 @@ def ragged_rows(options: argparse.Namespace) -> Document:
         pool_gb=options.pool_gb,
         path=options.json,
     )
-    return document
 
 
 def ablations(options: argparse.Namespace) -> Document:
@@ -259,6 +259,10 @@ def maker(options: argparse.Namespace) -> Callable[[argparse.Namespace], Documen
         return ragged_rows
     if options.ablation:
         return ablations
+    if options.batches:
+        return replays
+    if options.draft_tokens:
+        return verify_rows
     return bandwidths if options.tiles else timelines if options.timeline else run
 
 

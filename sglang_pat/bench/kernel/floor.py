@@ -45,21 +45,26 @@ def kv_bytes(tokens: int, heads: Heads, itemsize: int = 2) -> int:
     return 2 * tokens * heads.kv * heads.dim * itemsize
 
 
-def least_bytes(tree: Requests, heads: Heads, kv_itemsize: int = 2) -> int:
+def least_bytes(tree: Requests, heads: Heads, kv_itemsize: int = 2, draft_tokens: int = 1) -> int:
     """Every K/V slot of the batch and q read once, the output written once; q and the output of
-    two bytes an element."""
-    q_and_out = 2 * tree.num_queries * heads.q * heads.dim * 2
+    two bytes an element, with ``draft_tokens`` rows a query."""
+    q_and_out = 2 * tree.num_queries * draft_tokens * heads.q * heads.dim * 2
     return kv_bytes(tree.unique_tokens, heads, kv_itemsize) + q_and_out
 
 
-def flops(tree: Requests, heads: Heads) -> int:
-    """Multiplications and additions of q.k and p.v; no packing saves any of them."""
-    return 4 * sum(tree.seq_lens) * heads.q * heads.dim
+def flops(tree: Requests, heads: Heads, draft_tokens: int = 1) -> int:
+    """Multiplications and additions of q.k and p.v; no packing saves any of them. A draft token
+    attends to no later one."""
+    masked = draft_tokens * (draft_tokens - 1) // 2
+    pairs = draft_tokens * sum(tree.seq_lens) - masked * tree.num_queries
+    return 4 * pairs * heads.q * heads.dim
 
 
-def floor_us(tree: Requests, heads: Heads, rates: Rates, kv_itemsize: int = 2) -> float:
+def floor_us(
+    tree: Requests, heads: Heads, rates: Rates, kv_itemsize: int = 2, draft_tokens: int = 1
+) -> float:
     """Microseconds, the larger of the time of the bytes and that of the operations."""
     return 1e6 * max(
-        least_bytes(tree, heads, kv_itemsize) / rates.bytes_per_s,
-        flops(tree, heads) / rates.flops_per_s,
+        least_bytes(tree, heads, kv_itemsize, draft_tokens) / rates.bytes_per_s,
+        flops(tree, heads, draft_tokens) / rates.flops_per_s,
     )

@@ -16,7 +16,7 @@ Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T]
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Inputs of ``sglang_pat.decode`` for a tree; shapes as there."""
+    """Inputs of ``sglang_pat.decode`` for a tree; shapes as there, T being ``draft_tokens``."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -26,6 +26,7 @@ class TreeBatch:
     seq_lens: torch.Tensor
     k_scale: float = 1.0  # 1 unless K and V are in float8_e4m3fn
     v_scale: float = 1.0
+    draft_tokens: int = 1
 
     @property
     def inputs(self) -> Inputs:
@@ -70,8 +71,10 @@ def make_batch(
     permuted: bool = True,
     seed: int = 0,
     device: str = "cpu",
+    draft_tokens: int = 1,
 ) -> TreeBatch:
-    """Random normal q, K and V, made on ``device``, with the slots of ``slot_table``."""
+    """Random normal q, K and V, made on ``device``, with the slots of ``slot_table``.
+    ``draft_tokens``: rows of q for each query, the last tokens of its sequence."""
     values = torch.Generator(device).manual_seed(seed)
     table, seq_lens = slot_table(tree, permuted=permuted, seed=seed)
     num_slots = tree.unique_tokens + 1
@@ -80,12 +83,13 @@ def make_batch(
         return torch.randn(shape, generator=values, dtype=dtype, device=device)
 
     return TreeBatch(
-        q=normal(tree.num_queries, num_q_heads, head_dim),
+        q=normal(tree.num_queries * draft_tokens, num_q_heads, head_dim),
         k_cache=normal(num_slots, num_kv_heads, head_dim),
         v_cache=normal(num_slots, num_kv_heads, head_dim),
         req_to_token=table.to(device),
         rows=torch.arange(1, tree.num_queries + 1, device=device),
         seq_lens=seq_lens.to(device),
+        draft_tokens=draft_tokens,
     )
 
 

@@ -33,7 +33,7 @@ KV_DTYPES = {"bfloat16": 2, E4M3: 1}
 @dataclass(frozen=True, slots=True)
 class PatOptions:
     """What can be chosen about pat: see ``Target`` and ``Workspace``. ``kv_dtype``: of K and V, of
-    ``KV_DTYPES``."""
+    ``KV_DTYPES``. ``draft_tokens``: of a query, 1 in a decode step."""
 
     policy: str = "bytes"
     split: str = "cost"
@@ -41,6 +41,7 @@ class PatOptions:
     launch: str = "queue"
     branching: str = "cost"
     kv_dtype: str = "bfloat16"
+    draft_tokens: int = 1
     split_tokens: int = DEFAULT_SPLIT_TOKENS
 
     @property
@@ -65,6 +66,7 @@ class PatOptions:
             "num_kv_heads": heads.kv,
             "head_dim": heads.dim,
             "max_queries": tree.num_queries,
+            "draft_tokens": self.draft_tokens,
             "kv_bytes": self.kv_bytes,
             "partial_bytes": self.partial_dtype.itemsize,
             "policy": self.policy,
@@ -98,12 +100,16 @@ def options_of(
     names = {torch_name: name for name, torch_name in _DTYPES.items()}
     as_server = {name: names.get(value, value) for name, value in given.items()}
     chosen, remarks = rules(preset, as_server)
-    fields = {name: chosen[name] for name in ("policy", "split", "launch", "branching")}
-    tokens = int(chosen["split_tokens"])
-    return kind(**fields, split_tokens=tokens, partial=_DTYPES[chosen["partial"]]), remarks
+    fields: dict[str, Any] = {
+        name: chosen[name] for name in ("policy", "split", "launch", "branching")
+    }
+    fields["split_tokens"] = int(chosen["split_tokens"])
+    return kind(**fields, partial=_DTYPES[chosen["partial"]]), remarks
 
 
-def device_batch(tree: Requests, heads: Heads, permuted: bool = False) -> TreeBatch:
+def device_batch(
+    tree: Requests, heads: Heads, permuted: bool = False, draft_tokens: int = 1
+) -> TreeBatch:
     """bf16 inputs on the GPU."""
     return make_batch(
         tree,
@@ -113,6 +119,7 @@ def device_batch(tree: Requests, heads: Heads, permuted: bool = False) -> TreeBa
         dtype=torch.bfloat16,
         permuted=permuted,
         device="cuda",
+        draft_tokens=draft_tokens,
     )
 
 
@@ -142,7 +149,7 @@ class Layer:
         self.workspace.snapshot(batch.req_to_token, batch.rows, batch.seq_lens)
 
     def attend(self) -> torch.Tensor:
-        """Forward and merge, [B, Hq, D]."""
+        """Forward and merge, [B * T, Hq, D] with T draft tokens a query."""
         return decode(
             *self.batch.inputs,
             self.plan,
@@ -166,11 +173,14 @@ class Layer:
 
 def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
     """Of ``out`` against fp32 attention of K and V as they are stored, over a few queries from the
-    first to the last."""
-    count = min(CHECKED_QUERIES, len(out))
-    some = torch.linspace(0, len(out) - 1, count, device=out.device).round().long()
+    first to the last, with all of their draft tokens."""
+    queries, draft_tokens = len(batch.rows), batch.draft_tokens
+    count = min(CHECKED_QUERIES, queries)
+    some = torch.linspace(0, queries - 1, count, device=out.device).round().long()
+    of_query = torch.arange(draft_tokens, device=out.device)
+    rows = (some[:, None] * draft_tokens + of_query).flatten()
     expected, _ = reference.attention(
-        batch.q[some],
+        batch.q[rows],
         batch.k_cache,
         batch.v_cache,
         batch.req_to_token,
@@ -179,5 +189,6 @@ def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
         scale=scale,
         k_scale=batch.k_scale,
         v_scale=batch.v_scale,
+        draft_tokens=draft_tokens,
     )
-    return relative(out[some], expected)
+    return relative(out[rows], expected)

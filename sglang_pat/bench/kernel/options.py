@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_pat.bench.common.document import value
 from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel import ragged, tiles
+from sglang_pat.bench.kernel import batches, drafts, ragged, tiles
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import KV_DTYPES, PatOptions, options_of
 from sglang_pat.config import PRESETS
@@ -27,8 +27,14 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--heads", nargs="+", type=heads, metavar="Q/KV", help="as 32/8 (default: all four)")
     add("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
     add("--permuted", action="store_true", help="slots at random places of the pool")
-    how = "of K and V; beside fp8_e4m3, pat is timed with bfloat16 too (default: bfloat16)"
-    add("--kv-dtype", choices=tuple(KV_DTYPES), default="bfloat16", help=how)
+    how = "of K and V; beside fp8_e4m3, pat is timed with bfloat16 too (default: bfloat16, or as "
+    add("--kv-dtype", choices=tuple(KV_DTYPES), help=f"{how}the server of --batches had it)")
+    how = "time verify steps, of so many draft tokens a request, as 4,8 (default: decode steps)"
+    add("--draft-tokens", type=value(drafts.parse), metavar="T[,T...]", help=how)
+    how = "replay the batches of a server, out of a file of `sglang-pat dump`"
+    add("--batches", type=Path, metavar="FILE", help=how)
+    how = "with --batches: N of them, from the first to the last (default: all)"
+    add("--sample", type=value(_positive), metavar="N", help=how)
     add("--sweep", action="store_true", help="shared length and batch, both layouts, 32/8 heads")
     instead = parser.add_mutually_exclusive_group().add_argument
     instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
@@ -37,13 +43,19 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     instead("--ragged", action="store_true", help="batches whose requests differ, nine heads")
     how = "what each idea is worth, on the paper's shared trees; takes no rules"
     instead("--ablation", action="store_true", help=how)
-    _add_ragged(parser.add_argument_group("with --ragged"))
+    _add_ragged(parser.add_argument_group("with --ragged, the last two with --batches, too"))
     _add_rules(parser.add_argument_group("rules"))
     add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
     add("--plot", type=Path, metavar="FILE", help="draw a PNG (needs matplotlib)")
     add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
     return parser
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise ValueError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
 
 
 def _add_ragged(group: argparse._ArgumentGroup) -> None:
@@ -79,8 +91,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if given:
             parser.error(f"--ablation compares fixed rules: leave --{' and --'.join(given)} out")
     elsewhere = [name for name in ("traffic", "tiles", "ablation") if getattr(options, name)]
-    if options.kv_dtype != "bfloat16" and elsewhere:
+    if options.kv_dtype not in (None, "bfloat16") and elsewhere:
         parser.error(f"--{elsewhere[0]} measures bfloat16 only: leave --kv-dtype out")
+    _check_drafts(parser, options)
+    _check_batches(parser, options)
     if options.ragged and (options.trees or options.sweep):
         parser.error(
             "--ragged has batches of its own: leave --trees and --sweep out, pick by --only"
@@ -91,19 +105,61 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         "budget_s": math.inf,
         "pool_gb": ragged.POOL_GB,
     }
+    if options.batches:  # they are bounded in the same way
+        del defaults["budget_s"], defaults["pool_gb"]
     for name, default in defaults.items():
         if not options.ragged and getattr(options, name) != default:
             parser.error(f"--{name.replace('_', '-')} goes with --ragged only")
 
 
+def _check_drafts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if not options.draft_tokens:
+        return
+    others = [
+        name
+        for name in ("sweep", "timeline", "tiles", "ragged", "ablation")
+        if getattr(options, name)
+    ]
+    if others:
+        parser.error(f"--{others[0]} measures decode steps only: leave --draft-tokens out")
+    if options.traffic and len(options.draft_tokens) > 1:
+        parser.error("--traffic takes one number of --draft-tokens at a time")
+    try:
+        drafts.trees(options)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _check_batches(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if not options.batches:
+        if options.sample:
+            parser.error("--sample goes with --batches only")
+        return
+    names = ("trees", "draft_tokens", "sweep", "timeline", "tiles", "ragged", "ablation")
+    others = [name for name in names if getattr(options, name)]
+    if others:
+        parser.error(f"--batches has batches of its own: leave --{others[0].replace('_', '-')} out")
+    try:
+        batches.replay(options)
+    except (OSError, ValueError) as error:
+        parser.error(f"--batches: {error}")
+
+
 def settings_of(options: argparse.Namespace) -> PatOptions:
-    """What is asked for about pat."""
-    return replace(_resolved(options)[0], kv_dtype=options.kv_dtype)
+    """What is asked for about pat; with several numbers of draft tokens, for the first."""
+    resolved = _resolved(options)[0]
+    if options.batches:
+        found = batches.replay(options)
+        return replace(resolved, kv_dtype=found.kv_dtype, draft_tokens=found.draft_tokens)
+    draft_tokens = options.draft_tokens[0] if options.draft_tokens else 1
+    kv_dtype = options.kv_dtype or "bfloat16"
+    return replace(resolved, kv_dtype=kv_dtype, draft_tokens=draft_tokens)
 
 
 def remarks_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """What a preset or a rule means beyond its name, a sentence each."""
-    return _resolved(options)[1]
+    """What a preset, a rule or a dump means beyond its name, a sentence each."""
+    of_dump = batches.replay(options).remarks if options.batches else ()
+    return _resolved(options)[1] + of_dump
 
 
 def _resolved(options: argparse.Namespace) -> tuple[PatOptions, tuple[str, ...]]:

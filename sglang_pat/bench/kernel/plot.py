@@ -13,7 +13,8 @@ from sglang_pat.bench.kernel.report import CONTESTANTS, TreeRow, groups
 
 
 def draw(kind: str, rows: Sequence[TreeRow], path: Path) -> None:
-    """Write a picture of the rows of a document of ``kind``: trees, sweep or ragged."""
+    """Write a picture of the rows of a document of ``kind``: trees, sweep, ragged,
+    drafts or batches."""
     panels = groups(rows)
     figure = require().Figure(figsize=(12, 3.2 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False)[:, 0]

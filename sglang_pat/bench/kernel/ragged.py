@@ -10,7 +10,7 @@ none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -20,8 +20,7 @@ import torch
 
 from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.document import Document, write
-from sglang_pat.bench.common.forests import GENERATOR, Forest, all_forests
-from sglang_pat.bench.kernel import report
+from sglang_pat.bench.common.forests import Forest, all_forests
 from sglang_pat.bench.kernel.floor import Heads, kv_bytes
 from sglang_pat.bench.kernel.kv import TreeBatch, slot_table
 from sglang_pat.bench.kernel.report import DECODE_MARGIN, TreeRow, decode_ratio, geomean
@@ -40,6 +39,7 @@ PEERS = ("fa3", "flashinfer")
 class RaggedCase:
     heads: Heads
     forest: Forest
+    draft_tokens: int = 1
 
     @property
     def name(self) -> str:
@@ -101,7 +101,7 @@ class Pool:
         table, seq_lens = slot_table(case.forest, permuted=permuted)
         count = case.forest.num_queries
         q = torch.randn(
-            (count, case.heads.q, case.heads.dim),
+            (count * case.draft_tokens, case.heads.q, case.heads.dim),
             generator=self._values,
             dtype=torch.bfloat16,
             device=self._device,
@@ -113,6 +113,7 @@ class Pool:
             req_to_token=table.to(self._device),
             rows=torch.arange(1, count + 1, device=self._device),
             seq_lens=seq_lens.to(self._device),
+            draft_tokens=case.draft_tokens,
         )
 
 
@@ -128,7 +129,7 @@ def run(
 ) -> None:
     """Adds a row to ``document`` for every case, or a line to its ``left_out``; written as it
     grows."""
-    document |= {"generator": GENERATOR, "left_out": []}
+    document["left_out"] = []
     budget, done = Budget(time.monotonic() + budget_s), 0
     for (kv_heads, head_dim), members in groupby(todo, lambda case: case.pool):
         fitting = []
@@ -181,8 +182,3 @@ def summary(rows: Sequence[TreeRow]) -> Iterator[str]:
     slow = [f"{row.spec} {ratio:.3f}" for row, ratio in ratios if ratio > DECODE_MARGIN]
     named = ", ".join(slow) or "none"
     yield f"more than {DECODE_MARGIN - 1:.0%} slower, {len(slow)} of {len(ratios)}: {named}"
-
-
-def table(rows: Iterable[TreeRow], left_out: Sequence[str]) -> list[str]:
-    """The rows as text, with summaries by heads and what was left out."""
-    return [*report.table(rows, summary), *(f"left out: {each}" for each in left_out)]

@@ -54,6 +54,7 @@ class TreeRow:
     # Of rows in fp8_e4m3: of each peer as ``error``, and pat's time with the same K/V in bf16.
     errors: dict[str, float] = field(default_factory=dict)
     bf16: float | None = None
+    draft_tokens: int = 1  # of a query: more than 1 in a verify step
 
     @property
     def over_floor(self) -> float:
@@ -133,8 +134,10 @@ R = TypeVar("R", bound=Measured)
 
 
 def title(row: Measured) -> str:
-    """Heads and layout."""
-    return f"{row.heads} heads, slots {'permuted' if row.permuted else 'contiguous'}"
+    """Heads and layout, and the draft tokens of a verify step."""
+    drafts = getattr(row, "draft_tokens", 1)
+    layout = f"{row.heads} heads, slots {'permuted' if row.permuted else 'contiguous'}"
+    return f"{layout}, {drafts} draft tokens" if drafts > 1 else layout
 
 
 def groups(rows: Iterable[R]) -> list[tuple[str, list[R]]]:

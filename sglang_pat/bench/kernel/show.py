@@ -7,14 +7,24 @@ from pathlib import Path
 
 from sglang_pat.bench.common import document as documents
 from sglang_pat.bench.common.document import Document
-from sglang_pat.bench.kernel import ablation, e4m3, plot, ragged, tiles, timeline, traffic
-from sglang_pat.bench.kernel.report import TreeRow, complaints, table
+from sglang_pat.bench.kernel import ablation, drafts, e4m3, plot, ragged, tiles, timeline, traffic
+from sglang_pat.bench.kernel.report import TreeRow, complaints, summary, table
 from sglang_pat.bench.kernel.timeline import Timeline
+
+# What is said of rows of equal heads, by the kind of their document; of others ``report.summary``.
+SUMMARIES = {
+    "ragged": ragged.summary,
+    "batches": ragged.summary,
+    "drafts": drafts.summary,
+}
 
 
 def about(document: Document) -> list[str]:
     """Where and how a document was measured, as lines."""
     lines = documents.heading(document)
+    if server := document.get("server"):
+        versions = ", ".join(f"{name} {found}" for name, found in server["versions"].items())
+        lines.append(f"batches of {server['date']}, {server['device']}, {versions}")
     if document["kind"] in ("timelines", "traffic"):
         return lines
     lines.append(
@@ -40,10 +50,7 @@ def show(document: Document, picture: Path | None) -> int:
     if document["kind"] == "ablation":
         return _show_ablation(document, picture)
     rows = [TreeRow(**row) for row in document["rows"]]
-    if document["kind"] == "ragged":
-        print("\n".join(ragged.table(rows, document["left_out"])))
-    else:
-        print("\n".join(table(rows)))
+    print("\n".join(tree_lines(document, rows)))
     for line in e4m3.summary(rows):
         print(line)
     if picture:
@@ -51,6 +58,12 @@ def show(document: Document, picture: Path | None) -> int:
     for line in complaints(rows):
         print(line)
     return 0 if all(row.is_sound for row in rows) else 1
+
+
+def tree_lines(document: Document, rows: list[TreeRow]) -> list[str]:
+    """The rows of trees or forests as text, with summaries by heads and what was left out."""
+    lines = table(rows, SUMMARIES.get(document["kind"], summary))
+    return lines + [f"left out: {each}" for each in document.get("left_out", [])]
 
 
 def _show_ablation(document: Document, picture: Path | None) -> int:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_pat.bench.common.figures import finish, require
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.common.trees import Requests
 from sglang_pat.bench.kernel.clock import Clock
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import quantised
@@ -161,7 +161,7 @@ def trace(layer: Layer, timer: Clock) -> tuple[npt.NDArray[np.int64], float]:
 
 
 def record(
-    tree: Tree, heads: Heads, permuted: bool, settings: PatOptions, timer: Clock
+    tree: Requests, heads: Heads, permuted: bool, settings: PatOptions, timer: Clock
 ) -> Timeline:
     """Run the attention of one layer and see what was where."""
     batch = device_batch(tree, heads, permuted)

@@ -26,7 +26,8 @@ import torch
 
 from sglang_pat.bench.common.document import Document
 from sglang_pat.bench.common.figures import finish, require
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.common.forests import Forest
+from sglang_pat.bench.common.trees import Requests, Tree
 from sglang_pat.bench.kernel.clock import FLUSH_BYTES
 from sglang_pat.bench.kernel.floor import Heads, kv_bytes, least_bytes
 from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch
@@ -35,7 +36,7 @@ from sglang_pat.bench.kernel.plot import bars
 from sglang_pat.bench.kernel.report import groups
 from sglang_pat.planner import plan
 
-Case = tuple[Heads, bool, Tree]  # heads, slots permuted or not, tree
+Case = tuple[Heads, bool, Requests]  # heads, slots permuted or not, tree or forest
 # What ncu counts and the bytes that one is: DRAM in both directions, sectors read from the L2.
 DRAM_METRICS = {"dram__bytes_read.sum": 1, "dram__bytes_write.sum": 1}
 L2_METRICS = {"lts__t_sectors_op_read.sum": 32}
@@ -56,17 +57,32 @@ class Traffic:
     unpacked: int  # every query its whole sequence, q and the output once
     fa3_l2: float | None
     fa3_dram: float | None
+    draft_tokens: int = 1  # of a query: more than 1 in a verify step
 
 
-def plan_bytes(tree: Tree, heads: Heads, settings: PatOptions) -> tuple[int, int]:
+def plan_bytes(tree: Requests, heads: Heads, settings: PatOptions) -> tuple[int, int]:
     """What a plan moves if no cache helps, and what attention without packing does."""
     made = plan(tree.paths, tree.seq_lens, settings.target(tree, heads))
     tokens = sum(tree.seq_lens)
-    once = least_bytes(tree, heads) - kv_bytes(tree.unique_tokens, heads)
+    drafts = settings.draft_tokens
+    once = least_bytes(tree, heads, draft_tokens=drafts) - kv_bytes(tree.unique_tokens, heads)
     state = settings.partial_dtype.itemsize * heads.dim + 4
-    partials = 2 * made.num_partials * heads.q * state
+    partials = 2 * made.num_partials * drafts * heads.q * state
     packed = kv_bytes(made.kv_tokens_read(tokens), heads) + once + partials
     return packed, kv_bytes(tokens, heads) + once
+
+
+def to_json(case: Case) -> dict[str, Any]:
+    """A case as ``from_json`` takes it: a tree by its notation, a forest whole."""
+    heads, permuted, tree = case
+    batch = tree.to_json() if isinstance(tree, Forest) else str(tree)
+    return {"heads": str(heads), "permuted": permuted, "batch": batch}
+
+
+def from_json(found: dict[str, Any]) -> Case:
+    batch = found["batch"]
+    tree = Tree.parse(batch) if isinstance(batch, str) else Forest.from_json(batch)
+    return Heads.parse(found["heads"]), found["permuted"], tree
 
 
 def tag(index: int, name: str) -> str:
@@ -106,13 +122,14 @@ def measure(cases: Sequence[Case], settings: PatOptions) -> list[Traffic]:
         raise RuntimeError("ncu (NVIDIA Nsight Compute) is not on the PATH: --traffic needs it")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "ncu.csv")
-        asked = [(str(heads), permuted, str(tree)) for heads, permuted, tree in cases]
+        asked = Path(folder, "asked.json")
+        asked.write_text(json.dumps([to_json(case) for case in cases]))
         command = [ncu, "--nvtx", "--csv", "--page", "raw", "--print-units", "base"]
         command += ["--clock-control", "none", "--cache-control", "none"]
         command += ["--profile-from-start", "off"]
         command += ["--metrics", ",".join(METRICS), "--log-file", str(log)]
         command += [sys.executable, "-m", "sglang_pat.bench.kernel.traffic"]
-        command += [json.dumps(asked), json.dumps(asdict(settings))]
+        command += [str(asked), json.dumps(asdict(settings))]
         done = subprocess.run(command)
         text = log.read_text() if log.exists() else ""
         if done.returncode:
@@ -127,13 +144,14 @@ def measure(cases: Sequence[Case], settings: PatOptions) -> list[Traffic]:
                 heads=str(heads),
                 spec=str(tree),
                 permuted=permuted,
-                least=least_bytes(tree, heads),
+                least=least_bytes(tree, heads, draft_tokens=settings.draft_tokens),
                 plan=packed,
                 pat_l2=bytes_of(pat, L2_METRICS),
                 pat_dram=bytes_of(pat, DRAM_METRICS),
                 unpacked=unpacked,
                 fa3_l2=bytes_of(fa3, L2_METRICS),
                 fa3_dram=bytes_of(fa3, DRAM_METRICS),
+                draft_tokens=settings.draft_tokens,
             )
         )
     return rows
@@ -185,11 +203,12 @@ def show(document: Document, picture: Path | None) -> int:
 def profiled(cases: Sequence[Case], settings: PatOptions) -> None:
     """Launch each contestant of each case once inside an NVTX range, after a run outside."""
     cuda: Any = torch.cuda
-    absent = usable([heads for heads, _, _ in cases], ["fa3"])
+    drafts = settings.draft_tokens
+    absent = usable([heads for heads, _, _ in cases], ["fa3"], draft_tokens=drafts)
     flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     for index, (heads, permuted, tree) in enumerate(cases):
         cuda.empty_cache()
-        batch = device_batch(tree, heads, permuted)
+        batch = device_batch(tree, heads, permuted, drafts)
         scale = heads.dim**-0.5
         runs = {"pat": Layer(batch, tree, heads, settings, scale).attend}
         if not absent["fa3"]:
@@ -207,6 +226,5 @@ def profiled(cases: Sequence[Case], settings: PatOptions) -> None:
 
 
 if __name__ == "__main__":
-    asked, chosen = map(json.loads, sys.argv[1:])
-    cases = [(Heads.parse(heads), permuted, Tree.parse(tree)) for heads, permuted, tree in asked]
-    profiled(cases, PatOptions(**chosen))
+    asked, chosen = Path(sys.argv[1]), json.loads(sys.argv[2])
+    profiled([from_json(found) for found in json.loads(asked.read_text())], PatOptions(**chosen))

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel benchmark on verify steps: what is run, what rows say and what is named. No GPU; peers
+and device are replaced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.bench import RATES, chain_batch, replace_device, row
+
+from sglang_pat.bench.common.trees import PAPER_TREES, Tree
+from sglang_pat.bench.kernel import __main__ as kernel
+from sglang_pat.bench.kernel import drafts, peers, rows, traffic
+from sglang_pat.bench.kernel.floor import Heads, floor_us, flops, least_bytes
+from sglang_pat.bench.kernel.layer import PatOptions, error_of
+from sglang_pat.bench.kernel.options import settings_of
+from sglang_pat.bench.kernel.report import TreeRow
+from sglang_pat.bench.kernel.show import tree_lines
+
+
+def test_errors_are_of_all_draft_tokens_of_a_query() -> None:
+    batch, expected = chain_batch(Tree((1, 3), (9, 5)), 4, permuted=True)
+    assert error_of(expected, batch, 0.25) < 1e-6
+    for draft_token in range(4):
+        wrong = expected.clone()
+        wrong[draft_token] *= 2
+        assert error_of(wrong, batch, 0.25) > 0.1
+    # Of a batch with more queries than are looked at, those from the first to the last.
+    many, right = chain_batch(Tree((1, 20), (9, 5)), 2, permuted=False)
+    for query, is_seen in ((0, True), (1, False), (19, True)):
+        wrong = right.clone()
+        wrong[2 * query + 1] *= 2
+        assert (error_of(wrong, many, 0.25) > 0.01) is is_seen
+
+
+def test_the_floor_counts_draft_tokens() -> None:
+    heads, tree = Heads(32, 8), Tree((1, 64), (8192, 128))
+    q_and_out = 2 * 64 * 32 * 128 * 2
+    assert least_bytes(tree, heads, 2, 4) == least_bytes(tree, heads) + 3 * q_and_out
+    # The first of two draft tokens does not attend to the second.
+    assert flops(tree, heads, 2) == 2 * flops(tree, heads) - 4 * 64 * 32 * 128
+    assert flops(tree, heads, 4) == 4 * flops(tree, heads) - 6 * 4 * 64 * 32 * 128
+    # 64 query heads over one prefix of 8192 are bound by arithmetic, with four times the queries.
+    assert floor_us(tree, heads, RATES, 2, 4) > 3.9 * flops(tree, heads) / RATES.flops_per_s * 1e6
+
+
+def test_traffic_counts_partial_results_of_all_draft_tokens() -> None:
+    heads, tree = Heads(32, 8), Tree((1, 64), (2048, 128))
+    one, four = (PatOptions(branching="never", draft_tokens=count) for count in (1, 4))
+    assert traffic.plan_bytes(tree, heads, four)[1] == (
+        traffic.plan_bytes(tree, heads, one)[1] + 3 * 2 * 64 * 32 * 128 * 2
+    )
+    packed = least_bytes(tree, heads, draft_tokens=4) + 2 * 2 * 64 * 4 * 32 * 4 * 129
+    assert traffic.plan_bytes(tree, heads, four)[0] >= packed
+
+
+def cases(*arguments: str) -> list[traffic.Case]:
+    return kernel.cases(kernel.parser().parse_args(arguments))
+
+
+def test_what_is_measured() -> None:
+    todo = cases("--draft-tokens", "4,8")
+    assert len(todo) == 3 * (4 + len(PAPER_TREES)) == len(set(todo))
+    assert {str(heads) for heads, _, _ in todo} == {"32/8", "64/8", "8/1"}
+    specs = [str(tree) for _, _, tree in todo[:4]]
+    assert specs == ["1,64_8192,128", "64_1024", "1,16_4096,300", "16_2048"]
+    quick = cases("--draft-tokens", "4", "--quick")
+    assert [(str(heads), str(tree)) for heads, _, tree in quick] == [("32/8", s) for s in specs]
+    chosen = cases("--draft-tokens", "2", "--heads", "28/4", "--trees", "5_64", "--permuted")
+    assert chosen == [(Heads(28, 4), True, Tree((5,), (64,)))]
+    options = kernel.parser().parse_args(["--draft-tokens", "8,4,8"])
+    assert options.draft_tokens == (8, 4) and settings_of(options).draft_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--draft-tokens", "0"], "'0' are not whole numbers from 1 to 128, as in 4,8"),
+        (["--draft-tokens", "4,"], "'4,' are not whole numbers"),
+        (["--draft-tokens", "4", "--ragged"], "--ragged measures decode steps only"),
+        (["--draft-tokens", "4", "--sweep"], "--sweep measures decode steps only"),
+        (["--draft-tokens", "4", "--tiles"], "--tiles measures decode steps only"),
+        (["--draft-tokens", "4,8", "--traffic"], "takes one number of --draft-tokens at a time"),
+        (
+            ["--draft-tokens", "4,40"],
+            "--draft-tokens 40: the tails of tree 1,256_256,32 have 32 tokens, which must hold",
+        ),
+        (["--draft-tokens", "6", "--trees", "5_64", "1,4_64,5"], "tails of tree 1,4_64,5 have 5"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        kernel.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    assert drafts.reason_against(Heads(32, 8), 32) == ""
+    assert "draft_tokens is 33" in drafts.reason_against(Heads(32, 8), 33)
+    assert drafts.reason_against(Heads(64, 8), 16) == ""
+    assert drafts.reason_against(Heads(32, 8, 256), 32)
+
+
+def verify_row(spec: str, pat: float, draft_tokens: int = 4, heads: str = "32/8") -> TreeRow:
+    """Beside peers of which the better takes 100 us."""
+    times = {"pat": pat, "fa3": 100.0, "flashinfer": 120.0, "levels": 50.0}
+    return row(spec, heads=heads, draft_tokens=draft_tokens, **times)
+
+
+def test_rows_over_their_limit_are_named() -> None:
+    at_limit = [
+        verify_row("1,64_8192,128", 55.0),
+        verify_row("1,16_4096,300", 102.0),
+        verify_row("64_1024", 103.0),
+    ]
+    (*_, named) = drafts.summary(at_limit)
+    assert named == "over the limit, 0 of 3: none"
+    over = [
+        verify_row("1,64_8192,128", 55.1),
+        verify_row("1,16_4096,300", 102.1),
+        verify_row("64_1024", 103.1),
+    ]
+    lines = list(drafts.summary(over))
+    assert lines[0] == (
+        "over the better of fa3 and flashinfer, 2 trees with sharing: 0.750 in the geometric mean"
+    )
+    assert lines[1].endswith("64_1024 1.031")
+    assert lines[2] == (
+        "over the limit, 3 of 3: 1,64_8192,128 0.551 (at most 0.55), 1,16_4096,300 1.021 (at most "
+        "1.02), 64_1024 1.031 (at most 1.03)"
+    )
+    # Other numbers of draft tokens, and decode steps, have the limit of decode steps.
+    eight = list(drafts.summary([verify_row("1,64_8192,128", 90.0, 8)]))
+    assert eight[-1] == "over the limit, 0 of 1: none"
+    (*_, decode) = drafts.summary([verify_row("64_1024", 102.5, 1)])
+    assert "1 of 1: 64_1024 1.025 (at most 1.02)" in decode
+
+
+def test_rows_that_a_server_leaves_to_the_base_have_no_limit() -> None:
+    left = verify_row("1,16_4096,300", 130.0, 8, "64/8")
+    assert drafts.is_the_bases(left)
+    assert not drafts.is_the_bases(verify_row("1,16_4096,300", 130.0, 7, "64/8"))
+    lines = list(drafts.summary([left]))
+    assert "a server leaves these to SGLang's attention (64 packed rows" in lines[-1]
+    assert not any("over the limit" in line for line in lines)
+    alone = row("64_1024", draft_tokens=4, fa3=None, flashinfer=None, levels=None)
+    assert list(drafts.summary([alone])) == ["no peer ran"]
+
+
+def test_rows_are_grouped_by_draft_tokens() -> None:
+    found = [verify_row("64_1024", 90.0, count) for count in (1, 4, 4, 8)]
+    lines = tree_lines({"kind": "drafts", "left_out": ["64/8 x 40: too many"]}, found)
+    titles = [line for line in lines if "heads, slots" in line]
+    assert [title.split("contiguous")[1].split(" floor")[0].strip() for title in titles] == [
+        "",
+        ", 4 draft tokens",
+        ", 8 draft tokens",
+    ]
+    assert lines[-1] == "left out: 64/8 x 40: too many"
+
+
+def test_a_run_from_arguments_to_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pat's plans run on the CPU's executor, beside FA3 by definition."""
+    replace_device(monkeypatch)
+    monkeypatch.setattr(rows, "PEERS", {name: peers.PEERS[name] for name in ("fa3", "levels")})
+    asked: dict[str, Any] = {}
+
+    def usable(heads: Any, **options: Any) -> dict[str, str]:
+        asked.update(options)
+        return {"fa3": "", "levels": "", "flashinfer": "ImportError: none"}
+
+    monkeypatch.setattr(kernel, "usable", usable)
+    file = tmp_path / "run.json"
+    arguments = ["--draft-tokens", "1,3,9", "--heads", "4/2/64", "32/2/64"]
+    arguments += ["--trees", "1,6_40,9", "5_20", "--permuted", "--json", str(file)]
+    assert kernel.main(arguments) == 0
+    assert asked["draft_tokens"] == 9
+    printed = capsys.readouterr().out
+    document = json.loads(file.read_text())
+    assert document["kind"] == "drafts" and document["settings"]["draft_tokens"] == [1, 3, 9]
+    assert len(document["left_out"]) == 1 and document["left_out"][0].startswith("32/2/64 x 9: ")
+    found = [TreeRow(**each) for each in document["rows"]]
+    assert len(found) == 2 * 5
+    for each in found:
+        assert each.differences.keys() == {"fa3", "levels"} and not each.wrong
+        assert (each.pat, each.fa3, each.levels) == (10.0, 11.0, 12.0)
+        assert each.permuted and each.error < 0.01
+    assert [each.draft_tokens for each in found] == [1] * 4 + [3] * 4 + [9] * 2
+    assert "4/2/64 5_20 x 9 10.0 us" in printed and "over the limit, 0 of 2: none" in printed
+    assert kernel.main(["--from", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.partition("\n\n")[2] in printed and "left out: 32/2/64 x 9" in shown
