@@ -51,7 +51,7 @@ def test_a_layer_without_kv_in_the_pool_is_not_decided(caplog: pytest.LogCapture
     caplog.set_level(logging.INFO, "sglang_pat")
     runner = make_runner([make_layer(0), make_layer(1)], token_to_kv_pool=make_pool(1))
     assert survey_layers(runner).reasons == {0: ""}
-    assert "attention layer 1 has no K/V in the pool" in caplog.text
+    assert "attention layers 1 have no K/V in the pool" in caplog.text
 
 
 def test_of_two_modules_with_one_layer_id_the_one_with_a_reason_counts() -> None:
