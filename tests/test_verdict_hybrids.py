@@ -95,15 +95,26 @@ MIMO = _PLAIN | {  # K of 192, V of 128; windows in two of four layers
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-KIMI = _PLAIN | {
-    "architectures": ["KimiLinearForCausalLM"],
-    "model_type": "kimi_linear",
+_LATENTS = {
     "kv_lora_rank": 64,
     "q_lora_rank": None,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
     "pad_token_id": 0,
+}
+BAILING = (
+    _PLAIN
+    | _LATENTS
+    | {
+        "architectures": ["BailingMoeV2_5ForCausalLM"],
+        "model_type": "bailing_hybrid",
+        "layer_group_size": 4,
+    }
+)
+KIMI = (_PLAIN | _LATENTS) | {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
     "linear_attn_config": {
         "full_attn_layers": [4],
         "kda_layers": [1, 2, 3],
@@ -192,8 +203,9 @@ def test_unequal_dims_of_k_and_v_are_sglangs(ask: Any) -> None:
     }
 
 
-def test_latents_beside_linear_attention_are_refused(ask: Any) -> None:
-    (reason,) = ask(KIMI).refusals
+@pytest.mark.parametrize("config", [KIMI, BAILING], ids=["kimi_linear", "bailing"])
+def test_latents_beside_linear_attention_are_refused(config: dict[str, Any], ask: Any) -> None:
+    (reason,) = ask(config).refusals
     assert reason.startswith("the model uses MLA")
 
 

@@ -124,7 +124,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_hidden_act": "silu",
         "mamba_proj_bias": False,
         "ssm_state_size": 128,
-        "n_groups": 1,
+        "n_groups": 8,  # SGLang reads no other
         "conv_kernel": 4,
         "chunk_size": 128,
         "expand": 2,

@@ -23,8 +23,9 @@ def load() -> None:
 
     from sglang_pat.srt import support
 
-    mamba.causal_conv1d_fn = convolve_prompts
-    mamba.causal_conv1d_update = convolve_tokens
+    # A model names one or the other.
+    mamba.causal_conv1d_fn = mamba.causal_conv1d_fn_triton = convolve_prompts
+    mamba.causal_conv1d_update = mamba.causal_conv1d_update_triton = convolve_tokens
     mamba.mamba_chunk_scan_combined = scan_prompts
     mamba.selective_state_update = scan_tokens
     support.state_refusals = lambda *_: ()  # these layers do run here
