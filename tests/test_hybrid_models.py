@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 pytest.importorskip("transformers", reason="comes with SGLang")
 
 import transformers
-
 from kit.hybrid_models import FAMILIES, make_hybrid, published_shapes
 from serving.workloads import VOCAB, random_prompt
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin of the tests: Mamba 2 layers on a CPU, in plain torch.
+"""An SGLang plugin of the tests: Mamba 2 layers and gated delta nets on a CPU, in plain torch.
 
-``PAT_STATES=1`` switches it on. SGLang's kernels of state spaces are Triton and CUDA; the four that
-its Mamba 2 layer calls are replaced by name, token by token. All around them is SGLang's: the
-hybrid backend, the pools of states, the prefix cache with its Mamba component. Only what a prefill
-without the extra buffer and a decode step need is here.
+``PAT_STATES=1`` switches it on. SGLang's kernels of these layers are Triton and CUDA; those that a
+model calls are replaced by name, token by token (of delta nets in pat_delta.py). All around them is
+SGLang's: the hybrid backend, the pools of states, the prefix cache with its Mamba component. Only
+what a prefill without the extra buffer and a decode step need is here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pat_delta
 import torch
 from torch.nn import functional as F
 
@@ -28,6 +29,7 @@ def load() -> None:
     mamba.causal_conv1d_update = mamba.causal_conv1d_update_triton = convolve_tokens
     mamba.mamba_chunk_scan_combined = scan_prompts
     mamba.selective_state_update = scan_tokens
+    pat_delta.replace(convolve_prompts, convolve_tokens)
     support.state_refusals = lambda *_: ()  # these layers do run here
 
 
