@@ -8,6 +8,7 @@ from typing import Any
 
 SLIDING = "a sliding window"
 CHUNKED = "chunked attention (use_irope)"
+SPARSE = "sparse attention, which SGLang runs on a backend of its own"
 NO_ATTENTION = "no attention: linear attention, a state space or an MLP alone"
 _BY_KIND = {
     "sliding_attention": SLIDING,
@@ -34,11 +35,25 @@ def reasons_by_layer(model_config: Any) -> list[str]:
             reasons[layer] = _BY_KIND.get(kind, "")
     for layer in listed or ():
         reasons[layer] = CHUNKED if _attends_in_chunks(model_config) else SLIDING
+    for layer in sparse_layers(model_config):
+        reasons[layer] = SPARSE
     attends = _with_attention(model_config)
     if attends is not None:
         for layer in set(range(len(reasons))) - attends:
             reasons[layer] = NO_ATTENTION
     return reasons
+
+
+def sparse_layers(model_config: Any) -> list[int]:
+    """Layers that SGLang's wrapper keeps from us, of models with attention of two kinds (MiniMax
+    M3): to look at, they are attention like any other."""
+    from sglang.srt.configs import model_config as configs
+
+    config = model_config.hf_config
+    if not configs.is_minimax_sparse(config):
+        return []
+    sparse = configs.get_minimax_sparse_attention_config(config)
+    return list(configs.get_minimax_sparse_layer_ids(sparse)[1])
 
 
 def _attends_in_chunks(model_config: Any) -> bool:

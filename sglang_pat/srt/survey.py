@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sglang_pat.srt import refusals
-from sglang_pat.srt.layers import ranges
+from sglang_pat.srt.layers import SPARSE, ranges, sparse_layers
 from sglang_pat.srt.speculation import draft_tokens_of
 
 logger = logging.getLogger("sglang_pat")
@@ -56,10 +56,12 @@ def survey_layers(runner: Any) -> Survey:
     pool, heads = runner.token_to_kv_pool, heads_of(runner)
     reasons: dict[int, str] = {}
     without: list[int] = []
+    sparse = sparse_layers(runner.model_config)
     for layer in _attention_layers(runner.model):
         try:
             pool.get_key_buffer(layer.layer_id)
             reason = refusals.reason_against_layer(layer, runner.dtype, pool, heads)
+            reason = SPARSE if layer.layer_id in sparse else reason
         except (IndexError, KeyError, ValueError):  # as SGLang's pools raise it
             without.append(layer.layer_id)
             continue
