@@ -5,6 +5,7 @@ cache are the real ones; the linear layers' backend is a stand-in. No server, no
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,8 @@ from sglang_pat.executor import Executor
 from sglang_pat.reference import attention
 from sglang_pat.srt import refusals
 from sglang_pat.srt.survey import Survey, survey_layers
+from sglang_pat.srt.verify import PatVerifyMixin
+from sglang_pat.target import Target
 
 ATTENDS = (1, 3)  # of four layers
 SLOTS = 4000
@@ -62,6 +65,8 @@ class LinearBackend:
         self.calls.append(layer.layer_id)
         return "linear"
 
+    forward_extend = forward_decode
+
 
 def hybrid_pool(dtype: torch.dtype = torch.float32) -> HybridLinearKVPool:
     """SGLang's pool of a model of four layers, of which two have K/V; random ones."""
@@ -86,8 +91,11 @@ def hybrid_pool(dtype: torch.dtype = torch.float32) -> HybridLinearKVPool:
 class HybridBed(BackendBed):
     """A test bed: the backend in SGLang's wrapper, over the CPU's executor."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, survey: Survey | None) -> None:
-        super().__init__(monkeypatch, survey)
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, target: Target = TARGET, **options: Any
+    ) -> None:
+        survey = Survey(dict.fromkeys(ATTENDS, ""))
+        super().__init__(monkeypatch, survey, target=target, **options)
         monkeypatch.setattr(
             "sglang.srt.layers.attention.hybrid_linear_attn_backend.check_cuda_graph_backend",
             lambda *_: False,
@@ -101,7 +109,7 @@ class HybridBed(BackendBed):
         monkeypatch.setattr(base, "kv_index_translator", None, raising=False)
         self.pool = self.backend.token_to_kv_pool = hybrid_pool()
         self.table = self.cache.table.req_to_token
-        self.backend._executor = Executor(TARGET, PatConfig(), self.table)
+        self.backend._executor = Executor(target, PatConfig(), self.table)
         self.linear = LinearBackend()
         self.inner = self.backend
         self.hybrid = HybridLinearAttnBackend(self.inner, self.linear, list(ATTENDS))
@@ -115,11 +123,18 @@ class HybridBed(BackendBed):
         finally:
             self.backend = self.inner
 
-    def forward(self, layer_id: int, *, layer: Any = None, **arguments: Any) -> Any:
+    def forward(
+        self,
+        layer_id: int,
+        *,
+        layer: Any = None,
+        mode: ForwardMode = ForwardMode.DECODE,
+        **arguments: Any,
+    ) -> Any:
         self.inner.calls.clear()
         batch = SimpleNamespace(
-            forward_mode=ForwardMode.DECODE,
-            logical_forward_mode=ForwardMode.DECODE,
+            forward_mode=mode,
+            logical_forward_mode=mode,
             out_cache_loc=self.slots,
             out_cache_loc_is_physical=True,
         )
@@ -137,7 +152,7 @@ class HybridBed(BackendBed):
 
 @pytest.fixture
 def bed(monkeypatch: pytest.MonkeyPatch) -> HybridBed:
-    return HybridBed(monkeypatch, Survey(dict.fromkeys(ATTENDS, "")))
+    return HybridBed(monkeypatch)
 
 
 @pytest.mark.parametrize("layer_id", ATTENDS)
@@ -186,6 +201,23 @@ def test_graphs_hold_our_plan_beside_the_linear_layers_metadata(bed: HybridBed) 
     assert bed.inner._stats.packed_steps == 2 and not bed.fallbacks
     # All layers that come by are ours, so the base's metadata are not made.
     assert bed.inner.calls == []
+
+
+def test_verify_steps_are_packed_where_layers_attend(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts, mode = 3, ForwardMode.TARGET_VERIFY
+    target = replace(TARGET, draft_tokens=drafts)
+    bed = HybridBed(monkeypatch, target, mixin=PatVerifyMixin)
+    for offset in range(drafts):  # the drafts' rows
+        bed.table[bed.live.rows, bed.lens + offset] = bed.slots.int()
+    bed.prepare(graph=False, mode=mode, spec_info=SimpleNamespace(draft_token_num=drafts))
+    q = torch.randn(QUERIES * drafts, HEADS * HEAD_DIM)
+    out = bed.forward(1, mode=mode, q=q)
+    assert out.shape == q.shape and bool(out.any())
+    assert bed.inner.calls == []
+    stats = bed.inner._stats
+    assert (stats.verify_steps, stats.packed_steps) == (1, 1) and not bed.fallbacks
+    layer = SimpleNamespace(layer_id=0)
+    assert bed.forward(0, layer=layer, mode=mode, mixed_qkv=q, a=q, b=q) == "linear"
 
 
 def test_a_single_request_is_the_bases(bed: HybridBed) -> None:
