@@ -13,6 +13,7 @@ import torch
 # before the rest, so that two processes (``make test``) end at about the same time.
 LONGEST = (
     "test_tokens.py",
+    "test_state_spaces.py",
     "test_verify_pat.py",
     "test_verify.py",
     "test_router.py",

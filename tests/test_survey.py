@@ -12,6 +12,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.runner import DIM, HEADS, KV_HEADS, make_layer, make_pool, make_runner, set_ranks
 
+from sglang_pat.srt.layers import SPARSE
 from sglang_pat.srt.survey import heads_of, survey_layers
 
 
@@ -51,13 +52,24 @@ def test_a_layer_without_kv_in_the_pool_is_not_decided(caplog: pytest.LogCapture
     caplog.set_level(logging.INFO, "sglang_pat")
     runner = make_runner([make_layer(0), make_layer(1)], token_to_kv_pool=make_pool(1))
     assert survey_layers(runner).reasons == {0: ""}
-    assert "attention layer 1 has no K/V in the pool" in caplog.text
+    assert "attention layers 1 have no K/V in the pool" in caplog.text
 
 
 def test_of_two_modules_with_one_layer_id_the_one_with_a_reason_counts() -> None:
     windowed = make_layer(0, sliding_window_size=128)
     for layers in ([windowed, make_layer(0)], [make_layer(0), windowed]):
         assert survey_layers(make_runner(layers)).reasons == {0: "a sliding window"}
+
+
+def test_layers_of_sparse_attention_are_sglangs_though_they_look_like_others() -> None:
+    """MiniMax M3: SGLang's wrapper sends them to a backend of its own."""
+    config = {
+        "architecture": "MiniMaxM3SparseForCausalLM",
+        "hf_config": {"sparse_attention_config": {"sparse_attention_freq": [0, 1, 1]}},
+    }
+    found = survey_layers(make_runner([make_layer(layer) for layer in range(3)], config=config))
+    assert found.reasons == {0: "", 1: SPARSE, 2: SPARSE}
+    assert str(found).startswith("1 of 3 attention layers (2 with sparse attention")
 
 
 def test_a_rank_has_its_share_of_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:

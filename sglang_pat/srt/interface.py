@@ -73,6 +73,9 @@ ATTRIBUTES = {
         *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer"),
         *("requires_physical_write_loc", "get_kv_cache_quant_method"),
     ),
+    "mem_cache.memory_pool.HybridLinearKVPool": (
+        *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer", "full_kv_pool"),
+    ),
     "mem_cache.swa_memory_pool.SWAKVPool": ("layers_mapping", "full_kv_pool"),
     "mem_cache.kv_index_translator.KVIndexTranslator": ("is_translating",),
     "arg_groups.fields.parallel.Parallel": (

@@ -8,10 +8,12 @@ from typing import Any
 
 SLIDING = "a sliding window"
 CHUNKED = "chunked attention (use_irope)"
+SPARSE = "sparse attention, which SGLang runs on a backend of its own"
 NO_ATTENTION = "no attention: linear attention, a state space or an MLP alone"
 _BY_KIND = {
     "sliding_attention": SLIDING,
     "sliding_window": SLIDING,
+    "swa": SLIDING,
     "chunked_attention": CHUNKED,
     "linear_attention": NO_ATTENTION,
     "mamba": NO_ATTENTION,
@@ -27,16 +29,37 @@ def reasons_by_layer(model_config: Any) -> list[str]:
     """
     text = model_config.hf_text_config
     reasons = [""] * model_config.num_hidden_layers
-    for layer, kind in enumerate((getattr(text, "layer_types", None) or ())[: len(reasons)]):
-        reasons[layer] = _BY_KIND.get(kind, "")
-    chunked = model_config.attention_chunk_size is not None
-    for layer in model_config.swa_attention_layer_ids or ():
-        reasons[layer] = CHUNKED if chunked else SLIDING
+    listed = model_config.swa_attention_layer_ids
+    if listed is None:
+        for layer, kind in enumerate((getattr(text, "layer_types", None) or ())[: len(reasons)]):
+            reasons[layer] = _BY_KIND.get(kind, "")
+    for layer in listed or ():
+        reasons[layer] = CHUNKED if _attends_in_chunks(model_config) else SLIDING
+    for layer in sparse_layers(model_config):
+        reasons[layer] = SPARSE
     attends = _with_attention(model_config)
     if attends is not None:
         for layer in set(range(len(reasons))) - attends:
             reasons[layer] = NO_ATTENTION
     return reasons
+
+
+def sparse_layers(model_config: Any) -> list[int]:
+    """Layers that SGLang's wrapper keeps from us, of models with attention of two kinds (MiniMax
+    M3): to look at, they are attention like any other."""
+    from sglang.srt.configs import model_config as configs
+
+    config = model_config.hf_config
+    if not configs.is_minimax_sparse(config):
+        return []
+    sparse = configs.get_minimax_sparse_attention_config(config)
+    return list(configs.get_minimax_sparse_layer_ids(sparse)[1])
+
+
+def _attends_in_chunks(model_config: Any) -> bool:
+    """Whether the layers that SGLang counts as windowed are Llama 4's: MiMo has a chunk size in its
+    config.json, too, and windows in its layers."""
+    return any("Llama4" in name for name in model_config.hf_config.architectures or ())
 
 
 def _with_attention(model_config: Any) -> set[int] | None:

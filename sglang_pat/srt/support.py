@@ -73,6 +73,7 @@ def config_refusals(server_args: Any, model_config: Any) -> list[str]:
         is_encoder_decoder=model_config.is_encoder_decoder,
         prefill_aware_swa=_has_architecture(model_config, PREFILL_AWARE_SWA),
     )
+    reasons += state_refusals(device, model_config)
     if device in DEVICES and args.kv_cache_dtype not in checkpoint.SCALED_KV:
         cache = checkpoint.kv_cache_dtype(args.kv_cache_dtype, model_config)
         reasons += kv_dtype_refusals(device, cache, model_config.dtype)
@@ -110,6 +111,18 @@ def model_refusals(
         yield (
             "the model attends to its prompt and a window of its last tokens "
             f"({', '.join(PREFILL_AWARE_SWA)}), which pat does not know: {CHOOSE_ANOTHER}"
+        )
+
+
+def state_refusals(device: str, model_config: Any) -> Iterator[str]:
+    """Reasons against layers without attention: on a CPU the server would die in its first prefill,
+    for want of kernels."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if device == "cpu" and mambaish_config(model_config) is not None:
+        yield (
+            "SGLang's kernels of linear attention and state spaces need a GPU: start the server on "
+            "one"
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sglang_pat.srt import refusals
+from sglang_pat.srt.layers import SPARSE, ranges, sparse_layers
 from sglang_pat.srt.speculation import draft_tokens_of
 
 logger = logging.getLogger("sglang_pat")
@@ -48,23 +49,29 @@ class Survey:
 def survey_layers(runner: Any) -> Survey:
     """Decide of each ``RadixAttention`` of the runner's model whether it is ours.
 
-    A layer that the pool has no K/V of is left out: it is decided when it comes by, as are
-    layers that hand over arguments which are not known before.
+    A layer that the pool has no K/V of is left out: linear attention that is built like attention
+    and never comes by, or one that is decided when it does, as are layers that hand over arguments
+    which are not known before.
     """
     pool, heads = runner.token_to_kv_pool, heads_of(runner)
     reasons: dict[int, str] = {}
+    without: list[int] = []
+    sparse = sparse_layers(runner.model_config)
     for layer in _attention_layers(runner.model):
         try:
+            pool.get_key_buffer(layer.layer_id)
             reason = refusals.reason_against_layer(layer, runner.dtype, pool, heads)
-        except (IndexError, KeyError, ValueError) as error:  # as SGLang's pools raise it
-            logger.info(
-                "sglang_pat: attention layer %d has no K/V in the pool yet (%r)",
-                layer.layer_id,
-                error,
-            )
+            reason = SPARSE if layer.layer_id in sparse else reason
+        except (IndexError, KeyError, ValueError):  # as SGLang's pools raise it
+            without.append(layer.layer_id)
             continue
         # Where two modules have one id, both are the base's if one is.
         reasons[layer.layer_id] = reasons.get(layer.layer_id) or reason
+    if without:
+        logger.info(
+            "sglang_pat: attention layers %s have no K/V in the pool: decided if they come by",
+            ranges(sorted(set(without))),
+        )
     return Survey(reasons)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from kit.hybrid_models import FAMILIES, make_hybrid
 from serving.adapters import RANK, TARGETS, make_adapter
 from serving.server import Config, ServingServer
 
@@ -32,6 +33,10 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "ratio5": lambda path: make_llama(path, q_heads=10, kv_heads=2),
     "ratio7": lambda path: make_llama(path, q_heads=14, kv_heads=2, head_dim=64),
     "gemma2": lambda path: make_gemma2(path, window=WINDOW),
+    **{
+        family: lambda path, family=family: make_hybrid(path, family)  # type: ignore[misc]
+        for family in FAMILIES
+    },
 }
 DRAFT_TOKENS = 4
 # In an argument: the folder of all models and adapters.
@@ -61,6 +66,8 @@ _NGRAM = (
     *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
     *("--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
 )
+# SGLang would fill most of the memory with states.
+_STATES = ("--max-mamba-cache-size", "512")
 _SLEEPER = (
     *("--enable-memory-saver", "--enable-weights-cpu-backup"),
     # So many that the workspace is seen beside the rest of the server's memory.
@@ -115,6 +122,11 @@ FLEET = {
         _config("ratio7-pat"),
         _config("gemma2-fa3"),
         _config("gemma2-pat"),
+        *(
+            _config(f"{family}-{name}", *(() if family == "gemma3" else _STATES))
+            for family in FAMILIES
+            for name in ("fa3", "flashinfer", "pat")
+        ),
         _config("ratio4-fa3-adapters", *_ADAPTED),
         _config("ratio4-pat-adapters", *_ADAPTED),
         _config("ratio4-pat-two-levels", *_TWO_LEVELS),

@@ -52,6 +52,8 @@ def model_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> Simp
         "attention_arch": AttentionArch.MHA,
         "is_encoder_decoder": False,
         "is_generation": True,
+        "is_draft_model": False,
+        "linear_attn_registry_result": None,
         "has_asymmetric_kv": False,
         "has_attention_sinks": False,
         "dtype": BF16,

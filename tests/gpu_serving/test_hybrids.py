@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention or state spaces beside attention, and Gemma 3's windows and large heads: pat is
+as near to fa3 and to flashinfer as these are to each other, and packs the layers that attend.
+
+Three servers for each of the families: this module is best run by itself.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from kit.hybrid_models import FAMILIES
+from serving.workloads import random_prompt
+
+from .agreement import LOADS, NEW_TOKENS, Distance, Load, answers, forced_logprobs
+from .fleet import Fleet
+from .test_agreement import FACTOR, LARGEST_MORE, MEAN_MORE
+
+PEERS = ("fa3", "flashinfer")
+SERVERS = tuple(f"{family}-{name}" for family in FAMILIES for name in (*PEERS, "pat"))
+WINDOWED = ("gemma3",)
+HYBRIDS = tuple(family for family in FAMILIES if family not in WINDOWED)
+SERVED = {
+    "qwen3_next": "serves all 1 attention layers",
+    "qwen3_5": "serves all 1 attention layers",
+    "falcon_h1": "serves all 3 attention layers",
+    "nemotron_h": "serves all 3 attention layers",
+    "granite_hybrid": "serves all 3 attention layers",
+    "gemma3": "serves 2 of 4 attention layers (2 with a sliding window)",
+}
+# More than the tokens between two states that the tree can hold, 64 to 256 by family.
+SYSTEM = random_prompt(seed=81, length=700)
+FIRST_TURN = Load(tuple(SYSTEM + random_prompt(seed=82 + i, length=30 + i) for i in range(8)))
+
+
+def _check_distances(family: str, what: str, load: Load, server: Fleet) -> None:
+    """Compare what all three think of fa3's tokens."""
+    texts = answers(server(f"{family}-fa3"), load)
+    found = {
+        name: forced_logprobs(server(f"{family}-{name}"), load, texts) for name in (*PEERS, "pat")
+    }
+    assert not any(math.isnan(value) for value in found["pat"])
+    apart = Distance.between(*(found[name] for name in PEERS))
+    for name in PEERS:
+        ours = Distance.between(found["pat"], found[name])
+        print(f"{family} {what}: pat to {name} {ours}; peers {apart}")
+        assert ours.mean <= FACTOR * apart.mean + MEAN_MORE
+        assert ours.largest <= FACTOR * apart.largest + LARGEST_MORE
+
+
+@pytest.mark.parametrize("load_name", ["shared", "multi_level", "disjoint"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_a_continuation(family: str, load_name: str, server: Fleet) -> None:
+    _check_distances(family, load_name, LOADS[load_name], server)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_are_packed(family: str, server: Fleet) -> None:
+    """In decode graphs; only windows are left to the base."""
+    one = server(f"{family}-pat")
+    answers(one, FIRST_TURN)
+    before = one.counters()
+    answers(one, FIRST_TURN)
+    counted = one.counters() - before
+    print(f"{family}: {counted}")
+    assert counted.packed_steps >= NEW_TOKENS - 8  # requests do not all begin at once
+    assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
+    assert not counted.fallbacks
+    assert set(counted.base_layers) == ({"a sliding window"} if family in WINDOWED else set())
+    text = one.text()
+    assert SERVED[family] in text and "cuda graph: True" in text
+    assert "looks for shared prefixes in SGLang's radix cache (rust tree core)" in text
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_second_turn_starts_from_the_state_of_the_first(family: str, server: Fleet) -> None:
+    """The system prompt and its state stay in the tree, and are where fa3's server has them."""
+    ours, theirs = server(f"{family}-pat"), server(f"{family}-fa3")
+    for one in (ours, theirs):
+        one.post("/flush_cache")
+    texts = answers(theirs, FIRST_TURN)
+    answers(ours, FIRST_TURN)
+    prompts = tuple(
+        prompt + text.tokens + random_prompt(seed=95 + i, length=12)
+        for i, (prompt, text) in enumerate(zip(FIRST_TURN.prompts, texts, strict=True))
+    )
+    turn = Load(prompts)
+    wanted = answers(theirs, turn)
+    before = ours.counters()
+    found = answers(ours, turn)
+    counted = ours.counters() - before
+    for name, given in (("pat", found), ("fa3", wanted)):
+        cached = [answer.cached_tokens for answer in given]
+        print(f"{family}-{name}: cached {cached}")
+        assert min(cached) >= len(SYSTEM) // 256 * 256
+    assert counted.packed_steps >= NEW_TOKENS - 8 and not counted.fallbacks
+    _check_distances(family, "second turn", turn, server)
