@@ -9,9 +9,10 @@ from statistics import fmean
 
 from sglang_pat import Plan
 from sglang_pat.estimate.batches import Batch
-from sglang_pat.estimate.radix import Path, shared_paths
+from sglang_pat.estimate.radix import shared_paths
 from sglang_pat.estimate.requests import Requests
 from sglang_pat.estimate.step import StepModel
+from sglang_pat.explain.requests import PathNodes
 from sglang_pat.planner import Planner
 
 
@@ -24,7 +25,7 @@ class Step:
     the L2; ``slowest_s`` as if every read came from memory; ``rest_s`` of everything else."""
 
     numbers: list[int]
-    paths: list[Path]
+    paths: list[PathNodes]
     seq_lens: list[int]
     plan: Plan
     read: int
@@ -87,7 +88,7 @@ def estimate(requests: Requests, batches: Sequence[Batch], model: StepModel) -> 
 
 
 def _step(
-    requests: Requests, paths: Sequence[Path], batch: Batch, model: StepModel, planner: Planner
+    requests: Requests, paths: Sequence[PathNodes], batch: Batch, model: StepModel, planner: Planner
 ) -> Step:
     shared = shared_paths([paths[number] for number in batch.requests])
     # The token that is being decoded is in the K/V cache, too.
@@ -116,7 +117,7 @@ def _step(
     )
 
 
-def tokens_held(paths: Sequence[Path], seq_lens: Sequence[int]) -> int:
+def tokens_held(paths: Sequence[PathNodes], seq_lens: Sequence[int]) -> int:
     """K/V tokens of a batch, each node's once. ``seq_lens`` [B], ``paths`` [B]."""
     nodes = {node: end - start for path in paths for node, start, end in path}
     ends = [path[-1][2] if path else 0 for path in paths]

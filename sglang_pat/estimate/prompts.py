@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from sglang_pat.estimate.requests import (
     Request,
     Requests,
     fail,
+    read_lines,
     whole,
 )
 from sglang_pat.estimate.tokenizing import Tokenizer
@@ -36,22 +36,16 @@ def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) ->
     Raises OSError for a file that cannot be read, InputError for another form or for text without a
     tokenizer.
     """
-    found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            found.append(_request(line, number, f"{file}, line {number}", tokenizer, output_tokens))
-    if not found:
-        fail(f"{file}", f"holds no prompts; write one a line, as {FORM}")
-    return Requests(found)
+
+    def read(given: Any, number: int, where: str) -> Request:
+        return _request(given, number, where, tokenizer, output_tokens)
+
+    return Requests(read_lines(file, "prompts", FORM, read))
 
 
 def _request(
-    line: str, number: int, where: str, tokenizer: Tokenizer | None, output_tokens: int
+    given: Any, number: int, where: str, tokenizer: Tokenizer | None, output_tokens: int
 ) -> Request:
-    try:
-        given: Any = json.loads(line)
-    except ValueError as error:
-        fail(where, f"is not JSON ({error}); write it as {FORM}")
     if isinstance(given, dict) and isinstance(given.get("body"), dict):
         given = given["body"]  # a line of a batch file of OpenAI's
     if not isinstance(given, dict) or sum(kind in given for kind in _KINDS) != 1:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from sglang_pat.explain.requests import PathNodes
+
 Symbols = npt.NDArray[np.int64]  # [n] token ids of a prompt, or names of its blocks
-Path = list[tuple[int, int, int]]  # nodes from the root on as (id, start, end), in symbols
 
 ROOT = 0
 
@@ -49,9 +50,10 @@ class RadixTree:
             node, at = child, at + shared
         return node
 
-    def path(self, node: int) -> Path:
-        """The nodes of the sequence that ends with ``node``."""
-        found: Path = []
+    def path(self, node: int) -> PathNodes:
+        """The nodes of the sequence that ends with ``node``, from the root on: (id, start, end) in
+        symbols."""
+        found: PathNodes = []
         while node != ROOT:
             end = self._ends[node]
             found.append((node, end - len(self._symbols[node]), end))
@@ -78,13 +80,13 @@ class RadixTree:
         return upper
 
 
-def shared_paths(paths: Sequence[Path]) -> list[Path]:
+def shared_paths(paths: Sequence[PathNodes]) -> list[PathNodes]:
     """The same paths with the nodes that several of them have, where those that the same paths have
     are one node: its number is that of the first."""
     readers = Counter(node for path in paths for node, _, _ in path)
     found = []
     for path in paths:
-        joined: Path = []
+        joined: PathNodes = []
         count = 0  # of the last node: below it are a part of its readers
         for node, start, end in path:
             if readers[node] == 1:

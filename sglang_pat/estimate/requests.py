@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-from sglang_pat.estimate.radix import Path, RadixTree, Symbols
+from sglang_pat.estimate.radix import RadixTree, Symbols
+from sglang_pat.explain.requests import PathNodes
 
 MAX_TOKENS = 2**24  # of a prompt or an answer
 MAX_SAMPLES = 1024
@@ -34,7 +37,7 @@ class Requests:
     requests: Sequence[Request]
     unit: int = 1
 
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[PathNodes]:
         """The radix nodes of each prompt as (id, start, end) in tokens. Every prompt is taken to be
         in the cache as a whole."""
         tree = RadixTree()
@@ -62,6 +65,31 @@ class InputError(ValueError):
 
 def fail(where: str, what: str) -> NoReturn:
     raise InputError(f"{where}: {what}")
+
+
+def read_lines(
+    file: Path, what: str, form: str, read: Callable[[Any, int, str], Request]
+) -> list[Request]:
+    """The requests of a file of JSON lines: what ``read`` makes of each line's value, its number
+    and its place in words. Blank lines are passed over. ``what`` and ``form`` say in errors what
+    the lines are and how to write one.
+
+    Raises OSError for a file that cannot be read, InputError for a line that is not JSON and for a
+    file without lines, and what ``read`` raises.
+    """
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            given = json.loads(line)
+        except ValueError as error:
+            fail(where, f"is not JSON ({error}); write it as {form}")
+        found.append(read(given, number, where))
+    if not found:
+        fail(f"{file}", f"holds no {what}; write one a line, as {form}")
+    return found
 
 
 def whole(value: object, where: str, most: int) -> int:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK
-from sglang_pat.estimate.requests import MAX_TOKENS, Request, Requests, fail, whole
+from sglang_pat.estimate.requests import MAX_TOKENS, Request, Requests, fail, read_lines, whole
 
 FORM = '{"timestamp": 0, "input_length": 700, "output_length": 90, "hash_ids": [1, 2]}'
 
@@ -22,20 +21,10 @@ def read_trace(file: Path) -> Requests:
 
     Raises OSError for a file that cannot be read, InputError for another form.
     """
-    found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            found.append(_request(line, number, f"{file}, line {number}"))
-    if not found:
-        fail(f"{file}", f"holds no requests; write one a line, as {FORM}")
-    return Requests(found, unit=MOONCAKE_BLOCK)
+    return Requests(read_lines(file, "requests", FORM, _request), unit=MOONCAKE_BLOCK)
 
 
-def _request(line: str, number: int, where: str) -> Request:
-    try:
-        given: Any = json.loads(line)
-    except ValueError as error:
-        fail(where, f"is not JSON ({error}); write it as {FORM}")
+def _request(given: Any, number: int, where: str) -> Request:
     keys = ("input_length", "output_length", "hash_ids")
     if not isinstance(given, dict) or any(key not in given for key in keys):
         fail(where, f"must be an object with {', '.join(keys)}, as {FORM}")
