@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from serving.server import Answer
 
-from .agreement import LOADS, Distance, answers, equal_share, forced_logprobs
+from .agreement import LOADS, Distance, Load, answers, equal_share, forced_logprobs
 from .fleet import Fleet
 
 OURS = (
@@ -26,6 +26,23 @@ SERVERS = (
 MARGIN = 0.05
 # A distance may be half as large again, for the one draw that each is, and these more.
 FACTOR, MEAN_MORE, LARGEST_MORE = 1.5, 0.005, 0.1
+PEERS = ("fa3", "flashinfer")
+
+
+def check_beside_peers(kind: str, what: str, load: Load, server: Fleet) -> None:
+    """Compare pat's log-probabilities of fa3's tokens with those of both peers: they may be about
+    as far apart as the peers are. ``kind`` names the servers, with ``{}`` for the backend."""
+    texts = answers(server(kind.format("fa3")), load)
+    found = {
+        name: forced_logprobs(server(kind.format(name)), load, texts) for name in (*PEERS, "pat")
+    }
+    assert not any(math.isnan(value) for value in found["pat"])
+    apart = Distance.between(*(found[name] for name in PEERS))
+    for name in PEERS:
+        ours = Distance.between(found["pat"], found[name])
+        print(f"{kind} {what}: pat to {name} {ours}; peers {apart}")
+        assert ours.mean <= FACTOR * apart.mean + MEAN_MORE
+        assert ours.largest <= FACTOR * apart.largest + LARGEST_MORE
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,12 @@ as near to fa3 and to flashinfer as these are to each other."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from .agreement import LOADS, Distance, answers, forced_logprobs
+from .agreement import LOADS, answers
 from .fleet import Fleet
-from .test_agreement import FACTOR, LARGEST_MORE, MEAN_MORE
+from .test_agreement import PEERS, check_beside_peers
 
-PEERS = ("fa3", "flashinfer")
 KINDS = ("ratio4-{}-fp8_e4m3", "scaled4-{}")  # the option alone; the checkpoint's own
 SERVERS = tuple(kind.format(name) for kind in KINDS for name in (*PEERS, "pat"))
 
@@ -20,18 +17,7 @@ SERVERS = tuple(kind.format(name) for kind in KINDS for name in (*PEERS, "pat"))
 @pytest.mark.parametrize("load_name", ["shared", "multi_level", "disjoint"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_of_a_continuation(kind: str, load_name: str, server: Fleet) -> None:
-    load = LOADS[load_name]
-    texts = answers(server(kind.format("fa3")), load)
-    found = {
-        name: forced_logprobs(server(kind.format(name)), load, texts) for name in (*PEERS, "pat")
-    }
-    assert not any(math.isnan(value) for value in found["pat"])
-    apart = Distance.between(*(found[name] for name in PEERS))
-    for name in PEERS:
-        ours = Distance.between(found["pat"], found[name])
-        print(f"{kind} {load_name}: pat to {name} {ours}; peers {apart}")
-        assert ours.mean <= FACTOR * apart.mean + MEAN_MORE
-        assert ours.largest <= FACTOR * apart.largest + LARGEST_MORE
+    check_beside_peers(kind, load_name, LOADS[load_name], server)
 
 
 @pytest.mark.parametrize("kind", KINDS)

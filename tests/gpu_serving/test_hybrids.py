@@ -7,17 +7,14 @@ Three servers for each of the families: this module is best run by itself.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from kit.hybrid_models import FAMILIES
 from serving.workloads import random_prompt
 
-from .agreement import LOADS, NEW_TOKENS, Distance, Load, answers, forced_logprobs
+from .agreement import LOADS, NEW_TOKENS, Load, answers
 from .fleet import Fleet
-from .test_agreement import FACTOR, LARGEST_MORE, MEAN_MORE
+from .test_agreement import PEERS, check_beside_peers
 
-PEERS = ("fa3", "flashinfer")
 SERVERS = tuple(f"{family}-{name}" for family in FAMILIES for name in (*PEERS, "pat"))
 WINDOWED = ("gemma3",)
 HYBRIDS = tuple(family for family in FAMILIES if family not in WINDOWED)
@@ -34,25 +31,10 @@ SYSTEM = random_prompt(seed=81, length=700)
 FIRST_TURN = Load(tuple(SYSTEM + random_prompt(seed=82 + i, length=30 + i) for i in range(8)))
 
 
-def _check_distances(family: str, what: str, load: Load, server: Fleet) -> None:
-    """Compare what all three think of fa3's tokens."""
-    texts = answers(server(f"{family}-fa3"), load)
-    found = {
-        name: forced_logprobs(server(f"{family}-{name}"), load, texts) for name in (*PEERS, "pat")
-    }
-    assert not any(math.isnan(value) for value in found["pat"])
-    apart = Distance.between(*(found[name] for name in PEERS))
-    for name in PEERS:
-        ours = Distance.between(found["pat"], found[name])
-        print(f"{family} {what}: pat to {name} {ours}; peers {apart}")
-        assert ours.mean <= FACTOR * apart.mean + MEAN_MORE
-        assert ours.largest <= FACTOR * apart.largest + LARGEST_MORE
-
-
 @pytest.mark.parametrize("load_name", ["shared", "multi_level", "disjoint"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_of_a_continuation(family: str, load_name: str, server: Fleet) -> None:
-    _check_distances(family, load_name, LOADS[load_name], server)
+    check_beside_peers(f"{family}-{{}}", load_name, LOADS[load_name], server)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,4 +77,4 @@ def test_a_second_turn_starts_from_the_state_of_the_first(family: str, server: F
         print(f"{family}-{name}: cached {cached}")
         assert min(cached) >= len(SYSTEM) // 256 * 256
     assert counted.packed_steps >= NEW_TOKENS - 8 and not counted.fallbacks
-    _check_distances(family, "second turn", turn, server)
+    check_beside_peers(f"{family}-{{}}", "second turn", turn, server)
