@@ -10,6 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from sglang_pat.explain.machines import GPUS
 from sglang_pat.gpus import SHARED_PER_BLOCK
 
 
@@ -24,22 +25,22 @@ class Gpu:
     shared_per_block: int
 
 
-# Compute capability and MiB of memory as nvidia-smi shows them.
-_KNOWN = {
-    "H200": ((9, 0), 143_771),
-    "H100": ((9, 0), 81_559),
-    "A100": ((8, 0), 81_920),
-    "A100-40GB": ((8, 0), 40_960),
-    "L40S": ((8, 9), 46_068),
-    "L4": ((8, 9), 23_034),
-    "RTX4090": ((8, 9), 24_564),
-    "RTX3090": ((8, 6), 24_576),
-    "B200": ((10, 0), 183_359),
-    "B300": ((10, 3), 275_040),
-    "RTX5090": ((12, 0), 32_607),
-    "RTXPRO6000": ((12, 0), 97_887),
+# MiB of memory as nvidia-smi shows them.
+_MEMORY_MIB = {
+    "H200": 143_771,
+    "H100": 81_559,
+    "A100": 81_920,
+    "A100-40GB": 40_960,
+    "L40S": 46_068,
+    "L4": 23_034,
+    "RTX4090": 24_564,
+    "RTX3090": 24_576,
+    "B200": 183_359,
+    "B300": 275_040,
+    "RTX5090": 32_607,
+    "RTXPRO6000": 97_887,
 }
-KNOWN = tuple(_KNOWN)
+KNOWN = tuple(_MEMORY_MIB)
 
 
 def known_gpu(name: str) -> Gpu:
@@ -48,8 +49,10 @@ def known_gpu(name: str) -> Gpu:
     Raises ValueError, listing the names, for one that is not known.
     """
     wanted = name.upper().replace(" ", "").replace("_", "-").removeprefix("RTX")
-    for known, (capability, memory_mib) in _KNOWN.items():
+    for known, memory_mib in _MEMORY_MIB.items():
         if wanted == known.removeprefix("RTX"):
+            machine = GPUS[known.lower()]
+            capability = (machine.major, machine.minor)
             return Gpu(known, capability, memory_mib, SHARED_PER_BLOCK[capability])
     raise ValueError(f"{name!r} is not known; the GPUs are {', '.join(KNOWN)}")
 
