@@ -131,7 +131,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     )
     for name, meaning in _RULES.items():
         parser.add_argument(
-            f"--{name}",
+            f"--{name.replace('_', '-')}",
             metavar="RULE",
             help=f"{meaning} (default: SGLANG_PAT_{name.upper()}, else what a server does)",
         )
