@@ -42,7 +42,7 @@ help:
 	@echo 'PYTHON=python3.12 chooses the Python, JOBS=8 the number of compilers,'
 	@echo 'PAT_CUDA=OFF leaves out the CUDA kernels'
 
-# Compiling and installing SGLang side by side.
+# Compiles the extension while pip installs SGLang.
 install:
 	@$(MAKE) --no-print-directory -j2 .venv/installed
 
@@ -64,7 +64,7 @@ build/wheel/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
 	@build/venv/bin/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	@touch $@
 
-# All that stands in quotes from `dependencies` and each of three extras to the next `]`.
+# The requirements are what pyproject.toml has in quotes in `dependencies` and in three extras.
 .venv/ready: pyproject.toml | .venv/bin/python
 	@echo 'installing SGLang and the tools into .venv'
 	@mkdir -p build

@@ -106,6 +106,12 @@ class Stats:
         self.kv_tokens_read += plan.kv_tokens_read(total)
         self._tell(lambda: self._watch.step(plan, total, made=made))
 
+    def host_time(self, elapsed_ns: int, *, made: bool) -> None:
+        """Count what a step took the host; ``made``: whether a plan was made for it."""
+        self.host_ns += elapsed_ns
+        if made:
+            self.plan_ns += elapsed_ns
+
     def _degrade(self, plan: Plan) -> None:
         """Count a plan that is simpler than the rules ask for; tell of the first one."""
         if not self.degraded_plans:

@@ -222,9 +222,7 @@ class PatDecodeMixin:
         self._forward.served = True
         if batch is None:
             return
-        elapsed = time.perf_counter_ns() - start_ns
-        self._stats.host_ns += elapsed
-        self._stats.plan_ns += elapsed * self._steps.made
+        self._stats.host_time(time.perf_counter_ns() - start_ns, made=self._steps.made)
         if self._config.check:
             table = self.req_to_token_pool.req_to_token
             check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)

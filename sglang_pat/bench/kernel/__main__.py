@@ -4,9 +4,9 @@ the floor: ``python -m sglang_pat.bench.kernel``. Needs a GPU, but not SGLang.
 
 By default the 20 trees and 4 head configurations of the PAT paper (section 8.2). Timed is forward
 and merge in a captured graph over a cold L2, the median of many; plan and snapshot stand apart.
-With ``--draft-tokens`` verify steps of speculative decoding (``drafts``), with ``--batches`` those
-of a running server (``batches``). A peer that cannot run is
-left out, with the reason.
+With ``--draft-tokens`` it times verify steps of speculative decoding (``drafts``), with
+``--batches`` the batches of a running server (``batches``). A peer that cannot run is left out,
+with the reason.
 """
 
 from __future__ import annotations
