@@ -6,8 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
+import hypothesis
 import pytest
 import torch
+
+# A run of the tests takes the same examples every time, so that it fails for a change and not by
+# chance. ``pytest --hypothesis-profile default`` draws new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 # Files that take minutes each, the longest first. With the others that start servers they come
 # before the rest, so that two processes (``make test``) end at about the same time.

@@ -70,8 +70,12 @@ def batches(draw: st.DrawFn, max_nodes: int = 14, max_queries: int = 24) -> Batc
 
 
 def targets() -> st.SearchStrategy[Target]:
+    """Targets with room for every plan of ``batches()``: up to 512 items for each of a node's 24
+    row tiles, where a fixed split cuts after every token."""
     return st.builds(
         target,
+        max_items=st.just(1 << 18),
+        max_partials=st.just(1 << 18),
         num_q_heads=st.sampled_from([8, 16, 40, 64]),
         policy=st.sampled_from(POLICIES),
         split=st.sampled_from(SPLITS),
