@@ -312,6 +312,14 @@ __device__ __forceinline__ void fence_async_proxy() {
   "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,"    \
   "%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
 
+#define PAT_D128                                                                                \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
+  "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,"    \
+  "%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,"    \
+  "%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,"    \
+  "%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110," \
+  "%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}"
+
 #define PAT_WGMMA_RS_SCORES(TYPE)                                             \
   asm volatile(                                                               \
       "{ .reg .pred p; setp.ne.b32 p, %37, 0;"                                \
@@ -331,6 +339,25 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], const uint32_t* a, 
   }
 }
 
+#define PAT_WGMMA_SS_SCORES(TYPE)                                             \
+  asm volatile(                                                               \
+      "{ .reg .pred p; setp.ne.b32 p, %34, 0;"                                \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " PAT_D32 \
+      ", %32, %33, p, 1, 1, 0, 0; }"                                          \
+      : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)              \
+      : "l"(a), "l"(b), "r"(accumulate))
+
+// The same with A in shared memory, too.
+template <typename T>
+__device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64_t a, uint64_t b,
+                                             int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    PAT_WGMMA_SS_SCORES("bf16");
+  } else {
+    PAT_WGMMA_SS_SCORES("f16");
+  }
+}
+
 #define PAT_WGMMA_RS32(TYPE)                                                  \
   asm volatile(                                                               \
       "{ .reg .pred p; setp.eq.b32 p, 0, 0;"                                  \
@@ -345,6 +372,16 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], const uint32_t* a, 
       ", {%64,%65,%66,%67}, %68, p, 1, 1, 1; }"                                                 \
       : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24), PAT_F8(d, 32), PAT_F8(d, 40), \
         PAT_F8(d, 48), PAT_F8(d, 56)                                                            \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+#define PAT_WGMMA_RS128(TYPE)                                                                     \
+  asm volatile(                                                                                   \
+      "{ .reg .pred p; setp.eq.b32 p, 0, 0;"                                                      \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " " PAT_D128                   \
+      ", {%128,%129,%130,%131}, %132, p, 1, 1, 1; }"                                              \
+      : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24), PAT_F8(d, 32), PAT_F8(d, 40),   \
+        PAT_F8(d, 48), PAT_F8(d, 56), PAT_F8(d, 64), PAT_F8(d, 72), PAT_F8(d, 80), PAT_F8(d, 88), \
+        PAT_F8(d, 96), PAT_F8(d, 104), PAT_F8(d, 112), PAT_F8(d, 120)                             \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 // d[64 x N] += A[64 x 16] B[16 x N], A in registers, B in shared memory with N contiguous.
@@ -362,6 +399,14 @@ __device__ __forceinline__ void wgmma_output(float (&d)[64], const uint32_t* a, 
     PAT_WGMMA_RS64("bf16");
   } else {
     PAT_WGMMA_RS64("f16");
+  }
+}
+template <typename T>
+__device__ __forceinline__ void wgmma_output(float (&d)[128], const uint32_t* a, uint64_t b) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    PAT_WGMMA_RS128("bf16");
+  } else {
+    PAT_WGMMA_RS128("f16");
   }
 }
 

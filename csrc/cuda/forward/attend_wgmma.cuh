@@ -12,16 +12,30 @@ namespace pat {
 
 #if PAT_WGMMA
 
-// Issues scores = Q K^T of 64 rows and 64 tokens as one group. Q is in registers: reading it from
-// shared memory for every tile as well would take half of the bandwidth that the products need.
+// A unit's Q where the products take it from. In registers: reading it from shared memory for every
+// tile as well takes half of the bandwidth that the products need.
+template <int kHeadDim, bool kInRegisters = Shape<kHeadDim>::kQInRegisters>
+struct Queries {
+  uint32_t parts[kHeadDim / 4];
+  __device__ __forceinline__ const uint32_t* step(int i) const { return parts + 4 * i; }
+};
+template <int kHeadDim>
+struct Queries<kHeadDim, false> {
+  uint64_t operand;
+  __device__ __forceinline__ uint64_t step(int i) const {
+    return operand + (((i >> 2) * Shape<kHeadDim>::kPanelBytes + (i & 3) * 32) >> 4);
+  }
+};
+
+// Issues scores = Q K^T of 64 rows and 64 tokens as one group.
 template <typename T, int kHeadDim>
-__device__ __forceinline__ void issue_scores(float (&scores)[32], const uint32_t (&q)[kHeadDim / 4],
+__device__ __forceinline__ void issue_scores(float (&scores)[32], const Queries<kHeadDim>& q,
                                              uint32_t k) {
   const uint64_t b = wgmma_operand(k, 0, 1024);
 #pragma unroll
   for (int i = 0; i < kHeadDim / 16; ++i) {
     const uint32_t step = ((i >> 2) * Shape<kHeadDim>::kPanelBytes + (i & 3) * 32) >> 4;
-    wgmma_scores<T>(scores, q + 4 * i, b + step, i > 0);
+    wgmma_scores<T>(scores, q.step(i), b + step, i > 0);
   }
   wgmma_commit();
 }
@@ -41,6 +55,53 @@ __device__ __forceinline__ void load_queries(uint32_t (&q)[kHeadDim / 4], uint32
                 buffer + (i >> 2) * Shape<kHeadDim>::kPanelBytes + row + (chunk ^ ((i & 3) << 5)));
 #pragma unroll
     for (int j = 0; j < 4; ++j) q[4 * i + j] = part[j];
+  }
+}
+
+// Makes a Q buffer the operand of products of fp16. All threads of the half do, each with the
+// chunks of 16 bytes from its own on.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void narrow_queries(uint32_t buffer, int thread) {
+#pragma unroll 4
+  for (int i = thread; i < kTileRows * kHeadDim / 8; i += kConsumers) {
+    uint4 x = load_shared4(buffer + 16 * i);
+    x = {to_half2<T>(x.x), to_half2<T>(x.y), to_half2<T>(x.z), to_half2<T>(x.w)};
+    store_shared4(buffer + 16 * i, x);
+  }
+}
+
+// Takes the next unit's Q: into registers, whose buffer is released then, or as an operand in its
+// buffer, which done_with_queries() releases.
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, bool kDrafts>
+__device__ __forceinline__ Queries<kHeadDim> take_queries(
+    Consumer<kHeadDim, kTransforms, kDrafts>& c) {
+  c.q.wait_full(c.s.base);
+  const uint32_t buffer = c.s.q(c.q.index);
+  Queries<kHeadDim> q;
+  if constexpr (Shape<kHeadDim>::kQInRegisters) {
+    load_queries<kHeadDim>(q.parts, buffer, c.warp);
+    if constexpr (kFp8) {
+#pragma unroll
+      for (uint32_t& pair : q.parts) pair = to_half2<T>(pair);
+    }
+    c.release(c.q.empty(c.s.base));
+    c.q.advance(c.p.q_buffers);
+  } else {
+    if constexpr (kFp8 && !std::is_same_v<T, __half>) {
+      narrow_queries<T, kHeadDim>(buffer, 32 * c.warp + lane_id());
+      fence_async_proxy();
+      c.sync();
+    }
+    q.operand = wgmma_operand(buffer, 0, 1024);
+  }
+  return q;
+}
+
+template <int kHeadDim, bool kTransforms, bool kDrafts>
+__device__ __forceinline__ void done_with_queries(Consumer<kHeadDim, kTransforms, kDrafts>& c) {
+  if constexpr (!Shape<kHeadDim>::kQInRegisters) {
+    c.release(c.q.empty(c.s.base));
+    c.q.advance(c.p.q_buffers);
   }
 }
 
@@ -85,7 +146,6 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   using M = Operand<T, kFp8>;
   const ForwardParams& p = c.p;
   const int first_row = c.warp * kWarpRows;
-  uint32_t q[kHeadDim / 4];
   float o[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
@@ -110,14 +170,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   bool of_peer = wide && c.s.sm_half == 1;  // the current tile is in the other half's memory
 
   if (left > 0) {  // else it is a branch whose tails are all empty so far
-    c.q.wait_full(c.s.base);
-    load_queries<kHeadDim>(q, c.s.q(c.q.index), c.warp);
-    if constexpr (kFp8) {
-#pragma unroll
-      for (uint32_t& pair : q) pair = to_half2<T>(pair);
-    }
-    c.release(c.q.empty(c.s.base));
-    c.q.advance(p.q_buffers);
+    const Queries<kHeadDim> q = take_queries<T, kFp8>(c);
     auto keys = c.take_stage(of_peer);
     fence_async_proxy();
     warpgroup_fence_operand(scores);
@@ -154,6 +207,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
       pack_weights<M>(weights, scores);
       rescale_output(o, factor);
     }
+    done_with_queries(c);
     const auto values = c.take_stage(of_peer);
     add_last_values<M, kHeadDim>(o, weights, values.tile);
     c.release(values.empty);

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     // an SM 17, and an SM can take 35. So no two of the four loaders share a partition.
     const int job = half == 0 ? role : role ^ 1;
 #if PAT_WGMMA
-    if constexpr (S::kWgmma) warpgroup_reg_dealloc<64>();
+    if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_dealloc<64>();
 #endif
     const int lane = static_cast<int>(threadIdx.x & 31);
     if (job == 0) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     }
   } else {
 #if PAT_WGMMA
-    if constexpr (S::kWgmma) warpgroup_reg_alloc<192>();
+    if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_alloc<192>();
 #endif
     consume<T, kFp8, kHeadDim, kTransforms, kDrafts>(p, s, role);
   }

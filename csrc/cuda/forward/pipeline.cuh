@@ -119,7 +119,9 @@ struct Shape {
   static constexpr int kNarrowPanelBytes = kNarrowRows * 128;      // panel of a narrow unit's Q
   static constexpr int kNarrowBytes = kNarrowRows * kHeadDim * 2;  // Q of a narrow unit
   static constexpr int kMaxHalves = kHeadDim > 128 ? 1 : 2;
-  static constexpr bool kWgmma = PAT_WGMMA && kHeadDim <= 128;
+  static constexpr bool kWgmma = PAT_WGMMA;
+  // Where wgmma takes Q from. Registers are faster, but with a head dim of 256 the output needs them.
+  static constexpr bool kQInRegisters = kHeadDim <= 128;
 };
 
 // The least shared memory that a block runs with: one half, two stages and one Q buffer.
