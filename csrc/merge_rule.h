@@ -16,7 +16,7 @@ struct MergeRule {
   constexpr int32_t splits_at_once() const { return ahead * sharing; }
 };
 
-inline constexpr MergeRule kMergeRules[] = {{1, 8, 8}, {1, 8, 4}, {1, 16, 1}, {2, 2, 1}};
+inline constexpr MergeRule kMergeRules[] = {{1, 8, 8}, {1, 8, 4}, {1, 8, 2}, {1, 8, 1}, {2, 2, 1}};
 
 // Which of kMergeRules holds for `rows` query heads of all queries, on a GPU of `num_sms`. The
 // kernel also counts the rows that pad a batch, the cost model does not: it may take a batch for
@@ -24,9 +24,10 @@ inline constexpr MergeRule kMergeRules[] = {{1, 8, 8}, {1, 8, 4}, {1, 16, 1}, {2
 // and a warp that loads little at once needs few registers, so that more warps run.
 constexpr size_t merge_rule(int64_t rows, int32_t num_sms) {
   if (rows <= num_sms) return 0;
-  if (rows <= 4 * int64_t{num_sms}) return 1;
-  if (rows <= 16 * int64_t{num_sms}) return 2;
-  return 3;
+  if (rows <= 5 * int64_t{num_sms}) return 1;
+  if (rows <= 8 * int64_t{num_sms}) return 2;
+  if (rows <= 16 * int64_t{num_sms}) return 3;
+  return 4;
 }
 
 }  // namespace pat

@@ -158,12 +158,6 @@ struct Joined {
 
 constexpr int block_warps(int sharing) { return sharing == 1 ? kWarps : sharing; }
 
-// Warps that an SM has registers for, at least. kMergeRules gives an SM no more than 16 of those
-// that load many splits at once, so all of them run at the same time.
-constexpr int sm_warps(int head_dim, int ahead) {
-  return (ahead < 8 ? 32 : 16) / (head_dim > 128 ? 2 : 1);
-}
-
 // Joins what the first `sharing` warps of a block have, in their order, in warp 0. Returns whether
 // this is warp 0.
 template <typename Result, int kHeadDim, int kSharing>
@@ -187,9 +181,7 @@ __device__ __forceinline__ bool gather(Result& joined, int warp, int sharing) {
 // waits for memory as rarely as possible. Of warps that share a head each takes the next kAhead
 // splits in turn.
 template <typename T, int kHeadDim, bool kFloat, int kHeads, int kAhead, int kSharing>
-__global__ void __launch_bounds__(block_warps(kSharing) * 32,
-                                  sm_warps(kHeadDim, kAhead) / block_warps(kSharing))
-    merge_kernel(const MergeParams p) {
+__global__ void __launch_bounds__(block_warps(kSharing) * 32) merge_kernel(const MergeParams p) {
   static_assert(kSharing == 1 || kHeads == 1);
   using Result = Joined<T, kHeadDim, kFloat, kHeads>;
   const int lane = threadIdx.x & 31;
