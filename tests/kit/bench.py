@@ -14,7 +14,7 @@ import torch
 from sglang_pat import decode, plan, reference
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import ablation, peers, ragged, rows
+from sglang_pat.bench.kernel import peers, ragged, rows, variants
 from sglang_pat.bench.kernel.floor import Heads, Rates
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 from sglang_pat.bench.kernel.layer import PatOptions
@@ -184,7 +184,7 @@ def replace_device(monkeypatch: Any) -> None:
 
     for name, module in fake_sgl_kernel().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for module in (rows, ablation):
+    for module in (rows, variants):
         monkeypatch.setattr(module, "Layer", CpuLayer)
         monkeypatch.setattr(module, "capture", CpuGraph)
         monkeypatch.setattr(module, "device_batch", batch)

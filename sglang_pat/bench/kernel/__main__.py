@@ -241,13 +241,8 @@ def ablations(options: argparse.Namespace) -> Document:
     """Time every variant on every tree; the document that ``--json`` writes as it grows."""
     document, timer, rates = ceilings("ablation", options)
     print("\n".join(about(document)), flush=True)
-    for heads in options.heads or ablation.HEADS:
-        for tree in options.trees or ablation.TREES:
-            row = ablation.measure(tree, heads, options.permuted, timer, rates)
-            found = ", ".join(f"{name} {time:.1f}" for name, time in row.times.items())
-            print(f"{row.heads} {row.spec}: {found} us", flush=True)
-            document["rows"].append(asdict(row))
-            write(document, options.json)
+    heads, trees = options.heads or ablation.HEADS, options.trees or ablation.TREES
+    ablation.run(heads, trees, options.permuted, document, timer, rates, options.json)
     return document
 
 
