@@ -86,7 +86,7 @@ def measure(
             failed[peer.name] = _first_line(error)
     errors = _errors(graphs, inputs, scale)
     runs: dict[str, Callable[[], Any]] = {name: graph.replay for name, graph in graphs.items()}
-    times, noise = timer.compare(runs)
+    times, noise = timer.compare(runs) if runs else ({}, 0.0)
     return Timed(times, noise, errors, plans, failed)
 
 
