@@ -13,8 +13,7 @@ import torch
 from sglang_pat.bench.common.trees import Requests
 from sglang_pat.bench.kernel.clock import Captured, Clock, capture
 from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.kv import TreeBatch
-from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of
+from sglang_pat.bench.kernel.layer import Expected, Layer, PatOptions, device_batch, expected_of
 from sglang_pat.bench.kernel.peers import Maker
 from sglang_pat.planner import Plan
 
@@ -67,31 +66,33 @@ def measure(
     everyone: list[Variant | Peer] = [*variants, *peers]
     layouts = dict.fromkeys(each.permuted for each in everyone)
     batches = {permuted: device_batch(tree, heads, permuted) for permuted in layouts}
-    inputs = {each.name: batches[each.permuted] for each in everyone}
     graphs: dict[str, Captured] = {}
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     for variant in variants:
         try:
-            batch, settings = inputs[variant.name], variant.settings
-            layer = Layer(batch, variant.batch, heads, settings, scale)
+            batch = batches[variant.permuted]
+            layer = Layer(batch, variant.batch, heads, variant.settings, scale)
             graphs[variant.name] = capture(layer.attend)
             plans[variant.name] = layer.plan
         except (ValueError, torch.cuda.OutOfMemoryError) as error:
             failed[variant.name] = _first_line(error)
     for peer in peers:
         try:
-            graphs[peer.name] = capture(peer.make(inputs[peer.name], tree, scale))
+            graphs[peer.name] = capture(peer.make(batches[peer.permuted], tree, scale))
         except Exception as error:  # whatever it is, the run goes on without this peer
             failed[peer.name] = _first_line(error)
-    errors = _errors(graphs, inputs, scale)
+    expected = {layout: expected_of(batch, scale) for layout, batch in batches.items()}
+    errors = _errors(graphs, {each.name: each.permuted for each in everyone}, expected)
     runs: dict[str, Callable[[], Any]] = {name: graph.replay for name, graph in graphs.items()}
     times, noise = timer.compare(runs) if runs else ({}, 0.0)
     return Timed(times, noise, errors, plans, failed)
 
 
 def _errors(
-    graphs: Mapping[str, Captured], inputs: Mapping[str, TreeBatch], scale: float
+    graphs: Mapping[str, Captured],
+    permuted: Mapping[str, bool],
+    expected: Mapping[bool, Expected],
 ) -> dict[str, float]:
     """Of each graph's output, written anew by a replay."""
     errors = {}
@@ -99,7 +100,7 @@ def _errors(
         assert graph.out is not None
         graph.out.fill_(float("nan"))
         graph.replay()
-        errors[name] = error_of(graph.out, inputs[name], scale)
+        errors[name] = expected[permuted[name]].error(graph.out)
     return errors
 
 

@@ -6,15 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from sglang_pat.bench.common.document import Document
-from sglang_pat.bench.common.figures import COLOURS, head, require
+from sglang_pat.bench.common.figures import head, require
 from sglang_pat.bench.kernel.report import wrong_outputs
 from sglang_pat.bench.kernel.studies.catalogue import STUDIES
-from sglang_pat.bench.kernel.studies.engine import BASE, StudyRow
+from sglang_pat.bench.kernel.studies.engine import BASE, PERMUTED, StudyRow
 from sglang_pat.bench.kernel.studies.ratios import by_family, means
 
 COLUMNS = 3  # panels side by side in a picture
+COLOURS = 10  # of lines, before matplotlib begins again
+# Where the axis of times may have a number: a logarithmic one has too few by itself.
+TICKS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 def show(document: Document, picture: Path | None) -> int:
@@ -48,7 +52,8 @@ def table(heads: str, rows: Sequence[StudyRow]) -> list[str]:
     """The time of BASE, and the others' as multiples of it, by family with geometric means."""
     names = [name for name in _names(rows) if name != BASE]
     title = f"{heads} heads: {BASE} in us, the others' times over it"
-    lines = [title, f"{'':44}{BASE:>10}" + "".join(f"{name:>14}" for name in names)]
+    columns = [f"{name:>{_width(name)}}" for name in names]
+    lines = [title, f"{'':44}{BASE:>10}" + "".join(columns)]
     for family, members in by_family(rows).items():
         for row in members:
             base = row.times.get(BASE)
@@ -61,8 +66,13 @@ def table(heads: str, rows: Sequence[StudyRow]) -> list[str]:
 
 
 def _cells(found: dict[str, float], names: Iterable[str]) -> str:
-    shown = [f"{found[name]:.3f}" if name in found else "-" for name in names]
-    return "".join(f"{text:>14}" for text in shown)
+    shown = {name: f"{found[name]:.3f}" if name in found else "-" for name in names}
+    return "".join(f"{text:>{_width(name)}}" for name, text in shown.items())
+
+
+def _width(name: str) -> int:
+    """Of a column."""
+    return max(9, len(name) + 2)
 
 
 def complaints(rows: Sequence[StudyRow]) -> list[str]:
@@ -95,20 +105,29 @@ def draw(title: str, rows: Sequence[StudyRow], path: Path) -> None:
     axes = figure.subplots(lines_of_panels, COLUMNS, squeeze=False).flatten()
     names = [name for name in _names(rows) if name != BASE]
     for axis, (what, members) in zip(axes, panels, strict=False):
-        places = range(len(members))
-        for name in names:
-            values = [row.over_base.get(name, float("nan")) for row in members]
-            axis.plot(places, values, marker="o", markersize=3, linewidth=1, label=name)
-        axis.axhline(1, color=COLOURS["pat"], linewidth=1.5, label=BASE)
-        axis.set_yscale("log", base=2)
-        axis.yaxis.set_major_formatter("{x:g}")
-        labels = [row.spec for row in members]
-        axis.set_xticks(places, labels, fontsize=6, rotation=30, ha="right")
-        axis.set_ylabel(f"time / {BASE}", fontsize=8)
+        _panel(axis, names, members)
         head(axis, what)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=8, frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    where = {"loc": "outside upper center", "ncols": 8, "frameon": False}
+    figure.legend(handles, labels, title=title, fontsize=8, **where)
     figure.savefig(path, dpi=150)
+
+
+def _panel(axis: Any, names: Sequence[str], rows: Sequence[StudyRow]) -> None:
+    places = range(len(rows))
+    axis.axhline(1, color="black", linewidth=1.2, label=BASE)
+    for place, name in enumerate(names):
+        values = [row.over_base.get(name, float("nan")) for row in rows]
+        again = ":" if place >= COLOURS else "-"  # a colour that another line has as well
+        style = "--" if name.endswith(PERMUTED) else again
+        axis.plot(places, values, style, marker="o", markersize=3, linewidth=1, label=name)
+    axis.set_yscale("log", base=2)
+    low, high = axis.get_ylim()
+    axis.set_yticks([tick for tick in TICKS if low <= tick <= high])
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.tick_params(axis="y", labelsize=7)
+    specs = [row.spec for row in rows]
+    axis.set_xticks(places, specs, fontsize=6, rotation=30, ha="right")
+    axis.set_ylabel(f"time / {BASE}", fontsize=8)
