@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from sglang_pat.bench.common.forests import Forest, forest, samples, skew
+from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import __main__ as kernel
 from sglang_pat.bench.kernel.ablation import AblationRow
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import Layer, device_batch, error_of, options_of
 from sglang_pat.bench.kernel.report import TreeRow
+from sglang_pat.bench.kernel.studies.catalogue import STUDIES
+from sglang_pat.bench.kernel.studies.engine import StudyRow
 from sglang_pat.config import PRESETS
 from sglang_pat.dump.records import Batch, first_line
 
@@ -94,3 +98,19 @@ def test_every_variant_of_the_ablation(tmp_path: Path) -> None:
     rows = [AblationRow(**row) for row in json.loads(file.read_text())["rows"]]
     assert len(rows) == 2 and all(time > 0 for row in rows for time in row.times.values())
     assert not any(row.wrong or row.degraded for row in rows)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_studies(name: str, tmp_path: Path) -> None:
+    """Every rule and peer runs and gives right outputs, the picture included."""
+    file, picture = tmp_path / "study.json", tmp_path / "study.png"
+    plot = ["--plot", str(picture)] if find_spec("matplotlib") else []
+    assert kernel.main(["--quick", "--study", name, "--json", str(file), *plot]) == 0
+    document = json.loads(file.read_text())
+    study, rows = STUDIES[name], [StudyRow(**row) for row in document["rows"]]
+    assert len(rows) == len(study.cases((), True, ())) and document["left_out"] == []
+    names = [each.name for each in (*study.variants(Tree((1,), (1,))), *study.rivals({}))]
+    for row in rows:
+        assert list(row.times) == names and not (row.failed or row.degraded or row.wrong), row
+        assert all(time > 0 for time in row.times.values())
+    assert picture.exists() == bool(plot)

@@ -14,11 +14,12 @@ import torch
 from sglang_pat import decode, plan, reference
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import ablation, peers, ragged, rows
+from sglang_pat.bench.kernel import peers, ragged, rows, variants
 from sglang_pat.bench.kernel.floor import Heads, Rates
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 from sglang_pat.bench.kernel.layer import PatOptions
 from sglang_pat.bench.kernel.report import PEER_NAMES, TreeRow
+from sglang_pat.bench.kernel.studies import engine
 
 # Measured on one H200 before this benchmark was written, by other code: floor, FA3, FlashInfer,
 # levels and the published PAT at 32/8 heads, microseconds.
@@ -137,6 +138,11 @@ def fake_sgl_kernel() -> dict[str, ModuleType]:
     def attend(q: Any, k: Any, v: Any, **call: Any) -> Any:
         descales = [call.get(f"{name}_descale", torch.ones(())).flatten()[0] for name in "kv"]
         assert q.dtype == k.dtype == v.dtype
+        if "page_table" not in call:  # q [B, 1, Hq, D], K and V [B, L, Hkv, D]
+            shape = {"scale": call["softmax_scale"], "enable_gqa": True}
+            rows = [each.transpose(1, 2) for each in (q, k, v)]
+            assert call["cache_seqlens"].tolist() == [k.shape[1]] * len(q)
+            return torch.nn.functional.scaled_dot_product_attention(*rows, **shape).transpose(1, 2)
         out = torch.empty_like(q, dtype=torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
         lse = torch.empty(q.shape[1], q.shape[0])
         bounds = call["cu_seqlens_q"].tolist()
@@ -184,14 +190,16 @@ def replace_device(monkeypatch: Any) -> None:
 
     for name, module in fake_sgl_kernel().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for module in (rows, ablation):
+    for module in (rows, variants):
         monkeypatch.setattr(module, "Layer", CpuLayer)
         monkeypatch.setattr(module, "capture", CpuGraph)
         monkeypatch.setattr(module, "device_batch", batch)
     monkeypatch.setattr(kernel, "Clock", CpuClock)
     monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
     monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
-    monkeypatch.setattr(rows, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})
+    for module in (rows, engine):
+        found = peers.PEERS | {"flashinfer": broken, "levels": wrong}
+        monkeypatch.setattr(module, "PEERS", found)
     monkeypatch.setattr(
         kernel, "usable", lambda heads, names=PEER_NAMES, **options: dict.fromkeys(names, "")
     )

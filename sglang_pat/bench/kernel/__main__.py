@@ -5,8 +5,8 @@ the floor: ``python -m sglang_pat.bench.kernel``. Needs a GPU, but not SGLang.
 By default the 20 trees and 4 head configurations of the PAT paper (section 8.2). Timed is forward
 and merge in a captured graph over a cold L2, the median of many; plan and snapshot stand apart.
 With ``--draft-tokens`` it times verify steps of speculative decoding (``drafts``), with
-``--batches`` the batches of a running server (``batches``). A peer that cannot run is left out,
-with the reason.
+``--batches`` the batches of a running server (``batches``), with ``--study`` other papers' rules on
+our kernels (``studies``). A peer that cannot run is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from sglang_pat.bench.kernel.peers import usable
 from sglang_pat.bench.kernel.report import TreeRow
 from sglang_pat.bench.kernel.rows import measure
 from sglang_pat.bench.kernel.show import about, show
+from sglang_pat.bench.kernel.studies import engine
+from sglang_pat.bench.kernel.studies.catalogue import STUDIES, cases_of
 
 QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
 # One shared node of so many tokens, so many queries, each with a private tail.
@@ -241,13 +243,23 @@ def ablations(options: argparse.Namespace) -> Document:
     """Time every variant on every tree; the document that ``--json`` writes as it grows."""
     document, timer, rates = ceilings("ablation", options)
     print("\n".join(about(document)), flush=True)
-    for heads in options.heads or ablation.HEADS:
-        for tree in options.trees or ablation.TREES:
-            row = ablation.measure(tree, heads, options.permuted, timer, rates)
-            found = ", ".join(f"{name} {time:.1f}" for name, time in row.times.items())
-            print(f"{row.heads} {row.spec}: {found} us", flush=True)
-            document["rows"].append(asdict(row))
-            write(document, options.json)
+    heads, trees = options.heads or ablation.HEADS, options.trees or ablation.TREES
+    ablation.run(heads, trees, options.permuted, document, timer, rates, options.json)
+    return document
+
+
+def studied(options: argparse.Namespace) -> Document:
+    """Measure a study; the document that ``--json`` writes as it grows. The budget of time holds
+    what comes before the first row, too."""
+    began = time.monotonic()
+    study, todo = STUDIES[options.study], cases_of(options)
+    document, timer, rates = ceilings("study", options)
+    absent = usable([case.heads for case in todo], study.peers)
+    document["study"] = options.study
+    document["absent"] = {name: reason for name, reason in absent.items() if reason}
+    print("\n".join(about(document)), flush=True)
+    budget_s = options.budget_s - (time.monotonic() - began)
+    engine.run(study, todo, document, timer, rates, budget_s=budget_s, path=options.json)
     return document
 
 
@@ -259,6 +271,8 @@ def maker(options: argparse.Namespace) -> Callable[[argparse.Namespace], Documen
         return ragged_rows
     if options.ablation:
         return ablations
+    if options.study:
+        return studied
     if options.batches:
         return replays
     if options.draft_tokens:

@@ -23,18 +23,21 @@ an item has no overhead, so that bytes are all it weighs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sglang_pat import Target
+from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.figures import COLOURS, head, require
 from sglang_pat.bench.common.trees import PAPER_TREES, Requests, Tree
-from sglang_pat.bench.kernel.clock import Clock, capture
+from sglang_pat.bench.kernel.clock import Clock
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us
-from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch, error_of, options_of
+from sglang_pat.bench.kernel.layer import PatOptions, options_of
 from sglang_pat.bench.kernel.packings import Packing, least_bytes, least_padding, plan_bytes
 from sglang_pat.bench.kernel.report import geomean, groups, too_far, wrong_outputs
+from sglang_pat.bench.kernel.variants import Variant
+from sglang_pat.bench.kernel.variants import measure as measure_all
 
 TREES = tuple(tree for tree in PAPER_TREES if tree.shares)
 HEADS = (Heads(32, 8),)
@@ -48,15 +51,6 @@ class Fixed(PatOptions):
 
     def target(self, tree: Requests, heads: Heads) -> Target:
         return replace(PatOptions.target(self, tree, heads), row_tiles=(FIXED_TILE,))
-
-
-@dataclass(frozen=True)
-class Variant:
-    """``batch``: the tree, or the same requests with a radix node for each pack."""
-
-    name: str
-    batch: Requests
-    settings: PatOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +76,11 @@ class AblationRow:
         return too_far(self.errors)
 
 
-def variants(tree: Tree, heads: Heads) -> list[Variant]:
+def variants(tree: Tree, heads: Heads, permuted: bool = False) -> list[Variant]:
     """All of them, in the order of the docstring above."""
 
     def of(name: str, preset: str, batch: Requests = tree, **given: str) -> Variant:
-        return Variant(name, batch, options_of(preset, given)[0])
+        return Variant(name, batch, options_of(preset, given)[0], permuted)
 
     pat = options_of("pat", {})[0]
     fields = {name: getattr(pat, name) for name in PatOptions.__slots__}
@@ -98,10 +92,10 @@ def variants(tree: Tree, heads: Heads) -> list[Variant]:
         of("paper+cost", "default", policy="paper"),
         of("naive+cost", "default", policy="naive"),
         of("paper+mean", "default", policy="paper", split="mean"),
-        Variant("pat", tree, pat),
+        Variant("pat", tree, pat, permuted),
         of("pat-naive", "naive"),
         of("pat-serial", "pat", launch="serial"),
-        Variant("pat-fixed", tree, Fixed(**fields)),
+        Variant("pat-fixed", tree, Fixed(**fields), permuted),
         of("pat-compute", "naive", compute),
         of("oracle+cost", "default", oracle, policy="naive"),
     ]
@@ -132,36 +126,45 @@ def counted_bytes(tree: Tree, heads: Heads) -> tuple[float, dict[str, float]]:
 
 def measure(tree: Tree, heads: Heads, permuted: bool, timer: Clock, rates: Rates) -> AblationRow:
     """Capture, check and time every variant on one tree."""
-    batch = device_batch(tree, heads, permuted)
-    scale = heads.dim**-0.5
-    layers = {
-        each.name: Layer(batch, each.batch, heads, each.settings, scale)
-        for each in variants(tree, heads)
-    }
-    graphs = {name: capture(layer.attend) for name, layer in layers.items()}
-    errors = {}
-    for name, graph in graphs.items():
-        assert graph.out is not None
-        graph.out.fill_(float("nan"))
-        graph.replay()
-        errors[name] = error_of(graph.out, batch, scale)
-    times, noise = timer.compare({name: graph.replay for name, graph in graphs.items()})
-    plans = {name: layer.plan for name, layer in layers.items()}
+    timed = measure_all(tree, heads, variants(tree, heads, permuted), timer)
+    if timed.failed:
+        named = "; ".join(f"{name}: {why}" for name, why in timed.failed.items())
+        raise RuntimeError(f"{heads} {tree}: {named}; leave the tree out by --trees")
+    plans = timed.plans
     least, counted = counted_bytes(tree, heads)
     return AblationRow(
         heads=str(heads),
         spec=str(tree),
         permuted=permuted,
         floor_us=floor_us(tree, heads, rates),
-        noise=noise,
-        times=times,
+        noise=timed.noise,
+        times=timed.times,
         items={name: plan.num_items for name, plan in plans.items()},
         partials={name: plan.num_partials for name, plan in plans.items()},
-        errors=errors,
+        errors=timed.errors,
         degraded={name: plan.degraded for name, plan in plans.items() if plan.degraded},
         least_bytes=least,
         bytes=counted,
     )
+
+
+def run(
+    heads: Sequence[Heads],
+    trees: Sequence[Tree],
+    permuted: bool,
+    document: Document,
+    timer: Clock,
+    rates: Rates,
+    path: Path | None,
+) -> None:
+    """Add the rows of all trees to ``document``, written to ``path`` as it grows."""
+    for each in heads:
+        for tree in trees:
+            row = measure(tree, each, permuted, timer, rates)
+            found = ", ".join(f"{name} {time:.1f}" for name, time in row.times.items())
+            print(f"{row.heads} {row.spec}: {found} us", flush=True)
+            document["rows"].append(asdict(row))
+            write(document, path)
 
 
 def table(rows: Iterable[AblationRow]) -> list[str]:

@@ -171,15 +171,27 @@ class Layer:
         return statistics.median(times)
 
 
-def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
-    """Of ``out`` against fp32 attention of K and V as they are stored, over a few queries from the
-    first to the last, with all of their draft tokens."""
+@dataclass(frozen=True)
+class Expected:
+    """What attention gives for some rows of q: ``rows`` int64 [N], ``out`` fp32 [N, Hq, D]."""
+
+    rows: torch.Tensor
+    out: torch.Tensor
+
+    def error(self, out: torch.Tensor) -> float:
+        """Relative norm of the difference of ``out`` [B * T, Hq, D] in these rows."""
+        return relative(out[self.rows], self.out)
+
+
+def expected_of(batch: TreeBatch, scale: float) -> Expected:
+    """fp32 attention of K and V as they are stored, over a few queries from the first to the last,
+    with all of their draft tokens."""
     queries, draft_tokens = len(batch.rows), batch.draft_tokens
     count = min(CHECKED_QUERIES, queries)
-    some = torch.linspace(0, queries - 1, count, device=out.device).round().long()
-    of_query = torch.arange(draft_tokens, device=out.device)
+    some = torch.linspace(0, queries - 1, count, device=batch.q.device).round().long()
+    of_query = torch.arange(draft_tokens, device=batch.q.device)
     rows = (some[:, None] * draft_tokens + of_query).flatten()
-    expected, _ = reference.attention(
+    out, _ = reference.attention(
         batch.q[rows],
         batch.k_cache,
         batch.v_cache,
@@ -191,4 +203,9 @@ def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
         v_scale=batch.v_scale,
         draft_tokens=draft_tokens,
     )
-    return relative(out[rows], expected)
+    return Expected(rows, out)
+
+
+def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
+    """Of ``out`` against ``expected_of`` the batch."""
+    return expected_of(batch, scale).error(out)

@@ -13,6 +13,7 @@ from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import batches, drafts, ragged, tiles
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import KV_DTYPES, PatOptions, options_of
+from sglang_pat.bench.kernel.studies.catalogue import STUDIES, cases_of
 from sglang_pat.config import PRESETS
 from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
 from sglang_pat.workspace import LAUNCHES
@@ -43,7 +44,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     instead("--ragged", action="store_true", help="batches whose requests differ, nine heads")
     how = "what each idea is worth, on the paper's shared trees; takes no rules"
     instead("--ablation", action="store_true", help=how)
-    _add_ragged(parser.add_argument_group("with --ragged, the last two with --batches, too"))
+    how = "what other papers' rules take on our kernels, and ours beside them; takes no rules"
+    instead("--study", choices=tuple(STUDIES), help=how)
+    held = (
+        "with --ragged; --budget-s and --pool-gb with --batches, --only and --budget-s with --study"
+    )
+    _add_ragged(parser.add_argument_group(held))
     _add_rules(parser.add_argument_group("rules"))
     add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
@@ -86,15 +92,18 @@ def _add_rules(group: argparse._ArgumentGroup) -> None:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End the program with a message if an option would have no effect."""
-    if options.ablation:
-        given = [name for name in ("preset", *RULES) if getattr(options, name) is not None]
-        if given:
-            parser.error(f"--ablation compares fixed rules: leave --{' and --'.join(given)} out")
-    elsewhere = [name for name in ("traffic", "tiles", "ablation") if getattr(options, name)]
+    given = [name for name in ("preset", *RULES) if getattr(options, name) is not None]
+    if given and (options.ablation or options.study):
+        mode = "--ablation" if options.ablation else "--study"
+        parser.error(f"{mode} compares fixed rules: leave --{' and --'.join(given)} out")
+    elsewhere = [
+        name for name in ("traffic", "tiles", "ablation", "study") if getattr(options, name)
+    ]
     if options.kv_dtype not in (None, "bfloat16") and elsewhere:
         parser.error(f"--{elsewhere[0]} measures bfloat16 only: leave --kv-dtype out")
     _check_drafts(parser, options)
     _check_batches(parser, options)
+    _check_study(parser, options)
     if options.ragged and (options.trees or options.sweep):
         parser.error(
             "--ragged has batches of its own: leave --trees and --sweep out, pick by --only"
@@ -107,6 +116,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     }
     if options.batches:  # they are bounded in the same way
         del defaults["budget_s"], defaults["pool_gb"]
+    if options.study:
+        del defaults["only"], defaults["budget_s"]
     for name, default in defaults.items():
         if not options.ragged and getattr(options, name) != default:
             parser.error(f"--{name.replace('_', '-')} goes with --ragged only")
@@ -117,7 +128,7 @@ def _check_drafts(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         return
     others = [
         name
-        for name in ("sweep", "timeline", "tiles", "ragged", "ablation")
+        for name in ("sweep", "timeline", "tiles", "ragged", "ablation", "study")
         if getattr(options, name)
     ]
     if others:
@@ -135,7 +146,7 @@ def _check_batches(parser: argparse.ArgumentParser, options: argparse.Namespace)
         if options.sample:
             parser.error("--sample goes with --batches only")
         return
-    names = ("trees", "draft_tokens", "sweep", "timeline", "tiles", "ragged", "ablation")
+    names = ("trees", "draft_tokens", "sweep", "timeline", "tiles", "ragged", "ablation", "study")
     others = [name for name in names if getattr(options, name)]
     if others:
         parser.error(f"--batches has batches of its own: leave --{others[0].replace('_', '-')} out")
@@ -143,6 +154,20 @@ def _check_batches(parser: argparse.ArgumentParser, options: argparse.Namespace)
         batches.replay(options)
     except (OSError, ValueError) as error:
         parser.error(f"--batches: {error}")
+
+
+def _check_study(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if not options.study:
+        return
+    others = [name for name in ("trees", "sweep", "permuted") if getattr(options, name)]
+    if others:
+        parser.error(
+            f"--study has batches and layouts of its own: leave --{others[0]} out, pick by --only"
+        )
+    try:
+        cases_of(options)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def settings_of(options: argparse.Namespace) -> PatOptions:

@@ -121,9 +121,11 @@ class Measured(Protocol):
     def permuted(self) -> bool: ...
 
 
-class Compared(Measured, Protocol):
+class Compared(Protocol):
     """A row whose outputs were compared with others."""
 
+    @property
+    def heads(self) -> str: ...
     @property
     def spec(self) -> str: ...
     @property

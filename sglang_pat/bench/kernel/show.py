@@ -9,6 +9,7 @@ from sglang_pat.bench.common import document as documents
 from sglang_pat.bench.common.document import Document
 from sglang_pat.bench.kernel import ablation, drafts, e4m3, plot, ragged, tiles, timeline, traffic
 from sglang_pat.bench.kernel.report import TreeRow, complaints, summary, table
+from sglang_pat.bench.kernel.studies import report as studies
 from sglang_pat.bench.kernel.timeline import Timeline
 
 # What is said of rows of equal heads, by the kind of their document; of others ``report.summary``.
@@ -47,6 +48,8 @@ def show(document: Document, picture: Path | None) -> int:
         if picture:
             timeline.draw(lines, picture)
         return 0
+    if document["kind"] == "study":
+        return studies.show(document, picture)
     if document["kind"] == "ablation":
         return _show_ablation(document, picture)
     rows = [TreeRow(**row) for row in document["rows"]]

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PackInfer: how full the tiles of a plan are where short requests of many lengths meet, what that
+takes, and what uneven lengths cost, by batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sglang_pat.bench.common.trees import Requests
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import options_of
+from sglang_pat.bench.kernel.report import geomean
+from sglang_pat.bench.kernel.studies.engine import Study, StudyRow
+from sglang_pat.bench.kernel.studies.lengths import MIXES, even
+from sglang_pat.bench.kernel.studies.ratios import by_family, listed, means
+
+BATCHES = (8, 16, 32, 64, 128, 256)
+
+
+def batches(heads: Heads, quick: bool) -> list[tuple[str, Requests]]:
+    """Each mix by batch size; then the even batches."""
+    sizes = BATCHES[1::3] if quick else BATCHES
+    found = [(mix, draw(size)) for mix, draw in MIXES.items() for size in sizes]
+    return [*found, *((f"{mix} even", even(forest)) for mix, forest in found)]
+
+
+def summary(rows: Sequence[StudyRow]) -> Iterator[str]:
+    """By mix: times over the default's and utilisation; then what uneven lengths cost."""
+    families = by_family(rows)
+    for family, members in families.items():
+        filled = {
+            name: geomean([row.utilisation[name] for row in members])
+            for name in RULES
+            if all(name in row.utilisation for row in members)
+        }
+        yield f"{family}: times {listed(means(members))}; utilisation {listed(filled)}"
+    for mix in MIXES:
+        of_size = {row.queries: row for row in families.get(f"{mix} even", [])}
+        pairs = [
+            (row, of_size[row.queries]) for row in families.get(mix, []) if row.queries in of_size
+        ]
+        names = dict.fromkeys(name for row, _ in pairs for name in row.times)
+        costs = {
+            name: geomean([row.times[name] / flat.times[name] for row, flat in pairs])
+            for name in names
+            if all(name in row.times and name in flat.times for row, flat in pairs)
+        }
+        if costs:
+            yield f"{mix} over as many tokens in even lengths, unshared: {listed(costs)}"
+
+
+RULES = {
+    "default": options_of("default", {})[0],
+    "paged": options_of("paged", {})[0],
+    "no split": options_of("default", {"split": "none"})[0],
+}
+
+STUDY = Study(
+    title="PackInfer: mixes of short requests by batch size, with the utilisation of each plan",
+    heads=(Heads(32, 8), Heads(32, 4)),
+    batches=batches,
+    rules=RULES,
+    summary=summary,
+    peers=("fa3", "flashinfer"),
+)

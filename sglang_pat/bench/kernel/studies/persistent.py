@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PersistentKV: how well the cost model chooses, by the regret of the default over the best of a
+list of fixed rules, on batches that it was not fitted to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from sglang_pat.bench.common.forests import LENGTHS, forest
+from sglang_pat.bench.common.trees import Requests
+from sglang_pat.bench.kernel.floor import Heads
+from sglang_pat.bench.kernel.layer import options_of
+from sglang_pat.bench.kernel.report import geomean
+from sglang_pat.bench.kernel.studies.engine import Study, StudyRow
+from sglang_pat.bench.kernel.studies.lengths import long_contexts
+from sglang_pat.bench.kernel.studies.ratios import MARGIN, by_family, listed, mean
+
+# Prefix forests of seeds 0 to 4 were looked at while kernels and cost model were made.
+HELD_OUT = range(5, 10)
+FOREST_SEEDS = HELD_OUT[:3]
+MAIN_HEADS = Heads(32, 8)  # with all batches; other GQA ratios have the first seed's, no forests
+# The paper's workloads by requests and kind of lengths, its boundary among them; two more of few.
+WORKLOADS = ((8, "bimodal"), (8, "uniform"), (8, "zipf"), (1, "bucketed"), (4, "uniform"))
+FEW = ((2, "uniform"), (3, "bimodal"))
+SPLIT_TOKENS = (128, 256, 512, 1024, 2048)
+
+
+def batches(heads: Heads, quick: bool) -> list[tuple[str, Requests]]:
+    """A seed of all workloads before the next."""
+    found: list[tuple[str, Requests]] = []
+    first = HELD_OUT[0]
+    for seed in HELD_OUT if heads == MAIN_HEADS and not quick else (first,):
+        for count, kind in WORKLOADS + (FEW if seed == first else ()):
+            found.append((f"{kind}-b{count}", long_contexts(kind, count, seed)))
+        if heads == MAIN_HEADS and seed in FOREST_SEEDS:
+            found += [(f"{kind}-forest", forest(kind, seed)) for kind in LENGTHS]
+    return found
+
+
+def regret(row: StudyRow) -> tuple[float, str] | None:
+    """The default's time over that of the best alternative, and that one's name; None if one of
+    both has no time."""
+    times = {name: row.times[name] for name in ALTERNATIVES if name in row.times}
+    if "default" not in row.times or not times:
+        return None
+    best = min(times, key=times.__getitem__)
+    return row.times["default"] / times[best], best
+
+
+def summary(rows: Sequence[StudyRow]) -> Iterator[str]:
+    """Regret by family, how often it is a regression, and which alternatives were best."""
+    best: Counter[str] = Counter()
+    lost = []
+    every = []
+    for family, members in by_family(rows).items():
+        found = [(row, each) for row in members if (each := regret(row))]
+        if not found:
+            continue
+        values = [value for _, (value, _) in found]
+        every += values
+        best.update(name for _, (_, name) in found)
+        lost += [
+            f"{row.spec} {value:.3f} of {name} (noise {row.noise:.1%})"
+            for row, (value, name) in found
+            if value > MARGIN
+        ]
+        yield f"{family}: default over the best alternative {geomean(values):.3f}, at worst " + (
+            f"{max(values):.3f}"
+        )
+    if not every:
+        yield "no row has the default and an alternative"
+        return
+    yield f"all {len(every)} rows: {geomean(every):.3f}, at worst {max(every):.3f}"
+    yield f"more than {MARGIN - 1:.0%} over the best, {len(lost)}: {'; '.join(lost) or 'none'}"
+    yield "best alternative of so many rows: " + ", ".join(
+        f"{name} {count}" for name, count in best.most_common()
+    )
+    fixed = {name: value for name in ALTERNATIVES if (value := mean(rows, name))}
+    yield f"each alternative, always taken, over default: {listed(fixed)}"
+
+
+ALTERNATIVES = {
+    "no branches": options_of("default", {"branching": "never"})[0],
+    "queries": options_of("default", {"policy": "queries"})[0],
+    **{
+        f"fixed-{tokens}": options_of("default", {"split": "fixed", "split_tokens": str(tokens)})[0]
+        for tokens in SPLIT_TOKENS
+    },
+    "naive+cost": options_of("default", {"policy": "naive"})[0],
+}
+
+STUDY = Study(
+    title="PersistentKV: the cost model's choice beside fixed rules, on held-out batches",
+    heads=(Heads(32, 8), Heads(64, 8), Heads(32, 32)),
+    batches=batches,
+    rules={"default": options_of("default", {})[0], **ALTERNATIVES},
+    summary=summary,
+    peers=("fa3", "flashinfer"),
+)
