@@ -82,7 +82,7 @@ def _panel(arguments: argparse.Namespace, gpu: str, private: int) -> Any:
 
 def _conditions(private: int, kv_dtype: str, panels: list[Any]) -> dict[str, Any]:
     """How and when the numbers were made: no GPU is in it, so what counts is our version."""
-    import sglang_pat
+    from sglang_pat.bench.common.document import versions
     from sglang_pat.estimate.break_even.surface import RESOLUTION
 
     model = panels[0].surface.model
@@ -90,7 +90,7 @@ def _conditions(private: int, kv_dtype: str, panels: list[Any]) -> dict[str, Any
         "kind": "break-even, modelled",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["sglang-pat", *sys.argv[1:]]),
-        "versions": {"sglang-pat": sglang_pat.__version__},
+        "versions": versions(["sglang-pat"]),
         "private": private,
         "kv_dtype": kv_dtype,
         "tp": model.tp,
