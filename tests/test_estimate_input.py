@@ -54,6 +54,42 @@ def test_prompts_of_all_kinds(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert [request.length for request in requests] == [len(r.symbols) for r in requests]
 
 
+def test_tool_calls_as_the_openai_sdk_writes_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The text of such an answer is None and its arguments are JSON, which templates do not take:
+    SGLang turns both before it renders them."""
+    call = {"id": "a", "type": "function", "function": {"name": "order", "arguments": '{"n": 1}'}}
+    broken = {**call, "function": {"name": "order", "arguments": '{"n": '}}
+    told = {"role": "assistant", "content": None, "tool_calls": [call, broken]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "on its way"}
+    file = written(
+        tmp_path,
+        {"messages": [{"role": "user", "content": "Where?"}, told, result, result]},
+        {"messages": [{"role": "user", "content": "Where?"}, {**told, "content": ""}]},
+    )
+    first, second = read_prompts(file, tokenizer, 256).requests
+    text = tokenizer.decode(first.symbols.tolist())
+    assert text.startswith("<|user|>\nWhere?<|end|>\n<|assistant|>\n<|end|>\n<|tool|>\non its way")
+    assert tokenizer.decode(second.symbols.tolist()) == text.partition("<|tool|>")[0] + (
+        "<|assistant|>\n"
+    )
+    seen: list[Any] = []
+
+    class Template:
+        def apply_chat_template(self, messages: list[Any], **_: object) -> str:
+            seen.extend(messages)
+            return ""
+
+        def encode(self, text: str, **_: object) -> list[int]:
+            return [1]
+
+    spied = Tokenizer(tokenizer.name)
+    spied._chat = Template()
+    read_prompts(file, spied, 256)
+    calls = seen[1]["tool_calls"]
+    assert [type(call["function"]["arguments"]) for call in calls] == [dict, str]
+    assert calls[0]["function"]["arguments"] == {"n": 1}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

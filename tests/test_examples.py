@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.shell import fresh_shell
 
+from sglang_pat import cli
 from sglang_pat.bench.common.server import Server
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.scale import MODEL, VOCAB
@@ -147,6 +150,36 @@ def test_agent_team_hears_every_helper(pat: Server, tmp_path: Path) -> None:
     joined, _, result = output.partition("result of the review:\n")
     assert re.findall(r"^  (\w+)  ", joined, re.M) == list(specialists)
     assert result.partition("\nWhat was saved")[0].strip()
+
+
+def test_support_desk_shares_until_the_time_stands_first(
+    pat: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {}
+    for options in ((), ("--timestamp-first",)):
+        file = tmp_path / f"asked{len(options)}.jsonl"
+        output = _run_and_save(
+            "support_desk", pat, tmp_path, 2.0, "--save", str(file), *options
+        )  # 10.3 and 3.2 measured: the demo's template has the tools before the time
+        assert len(re.findall(r"^customer +\d+  \S", output, re.M)) == 12
+        assert "0 of 12 conversations had tool calls of the model's own" in output
+        factor = re.search(r"([\d.]+) x as many", output)
+        assert factor is not None
+        saved[len(options)] = float(factor[1])
+        requests = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        assert [len(request["messages"]) for request in requests].count(6) == 12
+    assert saved[0] > 2 * saved[1]
+    with fresh_shell(monkeypatch):
+        assert _differences(tmp_path / "asked0.jsonl", tmp_path) == []
+        assert "date or time" in _differences(tmp_path / "asked1.jsonl", tmp_path)
+
+
+def _differences(file: Path, folder: Path) -> list[str]:
+    """Kinds of what ``sglang-pat estimate`` says keeps these requests from sharing."""
+    tokenizer, out = make_tokenizer(folder / "tokenizer", vocab=VOCAB), folder / "estimate.json"
+    command = ["estimate", "--prompts", str(file), "--tokenizer", str(tokenizer)]
+    assert cli.main([*command, "--json", str(out)]) == 0
+    return [difference["kind"] for difference in json.loads(out.read_text())["differences"]]
 
 
 def test_against_a_stock_server_the_savings_are_unknown(tmp_path: Path) -> None:

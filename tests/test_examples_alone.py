@@ -9,7 +9,9 @@ import hashlib
 import os
 import re
 import subprocess
+import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -156,3 +158,88 @@ def test_an_agent_calls_tools_until_it_answers(programs: None) -> None:
     endless = asyncio.run(team.work([{"role": "system", "content": "stubborn"}], "task"))
     assert len(asked) == ROUNDS
     assert endless[-1] == {"role": "assistant", "content": "I came to no result."}
+
+
+def _delta(text: str = "", calls: list[tuple[int, str, str, str]] | None = None) -> Any:
+    pieces = [
+        SimpleNamespace(
+            index=index, id=name, function=SimpleNamespace(name=tool or None, arguments=arguments)
+        )
+        for index, name, tool, arguments in calls or []
+    ]
+    return SimpleNamespace(content=text or None, tool_calls=pieces or None)
+
+
+def test_pieces_of_streamed_parallel_calls_are_joined(programs: None) -> None:
+    from support_desk import joined
+
+    text, calls = joined(
+        [
+            _delta("I look "),
+            _delta("it up."),
+            _delta(calls=[(1, "b", "stock", "")]),
+            _delta(calls=[(0, "a", "order", '{"num'), (1, "", "", '{"article": "lamp"}')]),
+            _delta(calls=[(0, "", "", 'ber": "7"}'), (2, "c", "policy", '{"subj')]),
+        ]
+    )
+    assert text == "I look it up."
+    assert [(call["id"], call["function"]["name"]) for call in calls] == [
+        ("a", "order"),
+        ("b", "stock"),
+    ]  # the third was cut off
+    assert calls[0]["function"]["arguments"] == '{"number": "7"}'
+
+
+def test_a_support_conversation_sends_all_results_in_one_turn(programs: None) -> None:
+    from support_desk import RULES, TOOLS, Desk
+
+    asked: list[dict[str, Any]] = []
+    streamed: list[Any] = []
+
+    async def chunks() -> Any:
+        for delta in streamed:
+            yield SimpleNamespace(choices=[SimpleNamespace(delta=delta)])
+        yield SimpleNamespace(choices=[])  # the usage comes without a choice
+
+    async def create(**request: Any) -> Any:
+        asked.append(request)
+        if request.get("stream"):
+            return chunks()
+        texts = ["a longer draft", " ", "short", None][: request["n"]]
+        return SimpleNamespace(
+            choices=[SimpleNamespace(message=SimpleNamespace(content=text)) for text in texts]
+        )
+
+    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    desk = Desk(client, "m", 8, 4, timestamp_first=False)
+    assert asyncio.run(desk.serve(1)) == "short"
+    streamed += [
+        _delta(calls=[(0, "a", "order", "{}"), (1, "b", "sell", "{}"), (2, "c", "stock", "{}")])
+    ]
+    assert asyncio.run(desk.serve(2)) == "short"
+    assert desk.called == 1
+
+    assert [request.get("n", 1) for request in asked] == [1, 4, 1, 4]
+    assert all(request["tools"] == TOOLS for request in asked)
+    assert not any("tool_choice" in request for request in asked), "none would hide the tools"
+    for before, after in (asked[0:2], asked[2:4]):
+        assert before["messages"] == after["messages"][:2]
+        said, *results = after["messages"][2:]
+        assert said["role"] == "assistant" and said["content"] is None
+        assert [call["id"] for call in said["tool_calls"]] == [r["tool_call_id"] for r in results]
+        assert len(results) == 3 and all(result["role"] == "tool" for result in results)
+    assert [r["content"] for r in asked[3]["messages"][3:]] == [
+        "on its way since Thursday",
+        "error: there is no tool sell",
+        "4 in the warehouse",
+    ]
+    assert all(request["messages"][0]["content"] == RULES for request in asked)
+    late = Desk(client, "m", 8, 4, timestamp_first=True).begin("Where?")
+    assert late[0]["content"].startswith("Current time: 2") and late[1]["content"] == "Where?"
+
+
+def test_a_missing_sdk_is_named(programs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    monkeypatch.delitem(sys.modules, "support_desk", raising=False)
+    with pytest.raises(SystemExit, match=r"needs the OpenAI SDK .*: pip install openai"):
+        import_module("support_desk")

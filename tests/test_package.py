@@ -55,6 +55,19 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     return report
 
 
+def test_the_changelog_begins_with_the_version_and_its_date() -> None:
+    """As docs/release.md asks, or with what is not released yet."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^version = "(.+)"$', project, re.M)
+    heads = re.findall(
+        r"^## \[(.+?)\](.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
+    )
+    released = [head for head in heads if head[0] != "Unreleased"]
+    assert heads[0] in (("Unreleased", ""), released[0])
+    assert released[0][0] == version
+    assert re.fullmatch(r" - \d{4}-\d{2}-\d{2}", released[0][1])
+
+
 def test_one_distribution_holds_both_entry_points() -> None:
     ours = metadata.distribution("sglang-pat").entry_points
     assert {(ep.group, ep.name, ep.value) for ep in ours} == {

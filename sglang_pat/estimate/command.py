@@ -10,15 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_pat.explain.machines import GPUS
+from sglang_pat.estimate.break_even.command import add_options, run_break_even
+from sglang_pat.estimate.options import DEFAULT_GPU, add_machine, make_model
 
 if TYPE_CHECKING:
     from sglang_pat.estimate.requests import Requests
-    from sglang_pat.estimate.step import StepModel
     from sglang_pat.estimate.tokenizing import Tokenizer
-
-DEFAULT_GPU, DEFAULT_MODEL = "h200", "llama3-8b"
-_KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a running server, as http://localhost:30000: with pat its counters, without what "
         "SGLang's metrics say (--enable-metrics)",
     )
+    source.add_argument(
+        "--break-even",
+        action="store_true",
+        help="no requests: from how many shared tokens on pat pays, for 1 to 256 requests on one "
+        "prefix",
+    )
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
@@ -57,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})"
         )
-    _add_machine(parser)
+    add_machine(parser)
+    add_options(parser)
     parser.add_argument(
         "--seconds",
         type=float,
@@ -83,55 +87,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help=f"what to plan for: {', '.join(GPUS)} (default: {DEFAULT_GPU}; with --url no times)",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="FOLDER",
-        help="folder of a model, of which config.json is read, or llama3-8b or qwen3-8b, shapes of "
-        f"the benchmarks (default: {DEFAULT_MODEL}; with --url the server's)",
-    )
-    parser.add_argument(
-        "--heads", metavar="Q/KV", help="query and KV heads of the model (default: the model's)"
-    )
-    parser.add_argument(
-        "--head-dim", type=int, metavar="D", help="elements of a head (default: the model's)"
-    )
-    parser.add_argument(
-        "--layers", type=int, metavar="N", help="layers with attention (default: the model's)"
-    )
-    parser.add_argument(
-        "--tp", type=int, metavar="N", help="GPUs of tensor parallelism (default: 1)"
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        choices=tuple(_KV_BYTES),
-        default="bf16",
-        help="dtype of K and V (default: bf16)",
-    )
-    parser.add_argument(
-        "--base-ms",
-        type=float,
-        metavar="MS",
-        help="time per token of one short request, if you measured it: in place of the modelled "
-        "weights and layers (default: modelled)",
-    )
-
-
 def run_estimate(arguments: argparse.Namespace) -> int:
     """Estimates for the options; exit status 0, or 1 with a line that says what is wrong, which
     value it has and what would do."""
     try:
         _check(arguments)
-        print(_of_server(arguments) if arguments.url is not None else _of_prompts(arguments))
+        print(_estimated(arguments))
     except (ValueError, OSError) as error:
         print(f"sglang-pat estimate: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _estimated(arguments: argparse.Namespace) -> str:
+    if arguments.break_even:
+        return run_break_even(arguments)
+    return _of_server(arguments) if arguments.url is not None else _of_prompts(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -153,11 +124,19 @@ def _check(arguments: argparse.Namespace) -> None:
         if value is not None and not least <= value <= most:
             option = name.replace("_", "-")
             raise InputError(f"--{option} is {value}, must be from {least} to {most:,}")
-    given = "--prompts" if arguments.prompts else "--trace" if arguments.trace else "--url"
+    given = next(
+        f"--{name.replace('_', '-')}"
+        for name in ("prompts", "trace", "url", "break_even")
+        if getattr(arguments, name)
+    )
     if arguments.tokenizer is not None and given != "--prompts":
         raise InputError(f"--tokenizer is for --prompts: {given} has no text; drop it")
     if arguments.url is not None and (arguments.svg or arguments.base_ms):
         raise InputError("--svg and --base-ms are for --prompts and --trace; drop them with --url")
+    if arguments.break_even and arguments.svg:
+        raise InputError("--svg draws the plan of a step of requests: with --break-even use --plot")
+    if not arguments.break_even and (arguments.plot or arguments.private is not None):
+        raise InputError(f"--plot and --private are for --break-even; drop them with {given}")
 
 
 def _of_prompts(arguments: argparse.Namespace) -> str:
@@ -238,38 +217,3 @@ def _of_server(arguments: argparse.Namespace) -> str:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(live.data(seen, model)) + "\n", encoding="utf-8")
     return live.text(seen, model)
-
-
-def make_model(arguments: argparse.Namespace, queries: int) -> tuple[StepModel, str]:
-    """The model of a step for batches of up to so many requests, and the machine in words.
-
-    Raises InputError, or ValueError of ``Target``, that name the option, its value and the limit.
-    """
-    from sglang_pat import Target
-    from sglang_pat.estimate.model import open_model
-    from sglang_pat.estimate.requests import InputError
-    from sglang_pat.estimate.shape import heads_of_rank
-    from sglang_pat.estimate.step import StepModel
-    from sglang_pat.explain.machines import machine_of
-
-    try:
-        machine = machine_of(arguments.gpu or DEFAULT_GPU)
-    except ValueError as error:
-        raise InputError(f"--gpu {error}") from None
-    model = open_model(arguments.model or DEFAULT_MODEL)
-    if arguments.layers is not None:
-        model = replace(model, attention_layers=arguments.layers)
-    if arguments.head_dim is not None:
-        model = replace(model, head_dim=arguments.head_dim)
-    tp = arguments.tp or 1
-    model, q_heads, kv_heads = heads_of_rank(model, arguments.heads, tp)
-    target = Target.gpu(
-        machine,
-        num_q_heads=q_heads,
-        num_kv_heads=kv_heads,
-        head_dim=model.head_dim,
-        max_queries=max(queries, 256),
-        kv_bytes=_KV_BYTES[arguments.kv_dtype],
-    )
-    base_s = None if arguments.base_ms is None else arguments.base_ms / 1e3
-    return StepModel(model, target, tp, base_s), f"{machine.name} with {target.num_sms} SMs"

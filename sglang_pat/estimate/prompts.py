@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -83,4 +84,33 @@ def _tokens(given: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> l
     )
     if not good or not messages:
         fail(where, 'messages must be a list of {"role": ..., "content": ...}')
-    return tokenizer.chat(messages, given.get("tools"))
+    return tokenizer.chat([*map(_as_sglang_has_it, messages)], given.get("tools"))
+
+
+def _as_sglang_has_it(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as SGLang gives it to the chat template: a conversation that was written down from
+    the OpenAI SDK has None as the text of an answer that only calls tools, and the arguments of
+    calls as JSON in a text.
+
+    Source: ``_process_messages`` and ``normalize_assistant_tool_call_arguments`` in SGLang 0.5.23,
+    entrypoints/openai/serving_chat.py.
+    """
+    found = {**message}
+    if found.get("content", "") is None:
+        found["content"] = ""
+    if found["role"] == "assistant" and isinstance(found.get("tool_calls"), list):
+        found["tool_calls"] = [*map(_with_parsed_arguments, found["tool_calls"])]
+    return found
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:  # a model's mistake, which SGLang leaves as it is
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

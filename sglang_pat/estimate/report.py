@@ -63,18 +63,25 @@ def _head(result: Result) -> list[str]:
     least, most = min(lengths), max(lengths)
     tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
     several = f", {answers:,} answers" if answers > len(lengths) else ""
-    model, target = result.model.model, result.model.target
-    ranks = f" on each of {result.model.tp}" if result.model.tp > 1 else ""
     fewer = ""
     if answers < result.concurrency:
         fewer = f" (no more are there; --concurrency is {result.concurrency})"
     return [
         f"{counted(len(lengths), 'prompt')} of {tokens} tokens{several}, "
         f"{min(result.concurrency, answers)} at a time{fewer}",
-        f"{model.name}: {model.attention_layers} layers with attention, {target.num_q_heads}/"
-        f"{target.num_kv_heads} heads of {target.head_dim}{ranks}, K/V in {result.kv_dtype}; "
-        f"planned for {result.machine}",
+        head_of_model(result.model, result.kv_dtype, result.machine),
     ]
+
+
+def head_of_model(model: StepModel, kv_dtype: str, machine: str) -> str:
+    """The line that says for which model and machine was planned."""
+    target = model.target
+    ranks = f" on each of {model.tp}" if model.tp > 1 else ""
+    return (
+        f"{model.model.name}: {model.model.attention_layers} layers with attention, "
+        f"{target.num_q_heads}/{target.num_kv_heads} heads of {target.head_dim}{ranks}, K/V in "
+        f"{kv_dtype}; planned for {machine}"
+    )
 
 
 def _numbers(result: Result) -> list[str]:

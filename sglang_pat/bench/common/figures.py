@@ -10,14 +10,17 @@ from typing import Any
 COLOURS = {"pat": "#c03030", "fa3": "#8aa0b8", "flashinfer": "#5d7896", "levels": "#c9b27c"}
 
 
-def require() -> Any:
-    """``matplotlib.figure``. Raises SystemExit that says how to get it."""
+_ELSEWHERE = "keep --json FILE and draw it elsewhere with --from FILE --plot PNG"
+
+
+def require(instead: str = _ELSEWHERE) -> Any:
+    """``matplotlib.figure``. Raises SystemExit that says how to get it, and what to do ``instead``
+    of drawing here."""
     try:
         return import_module("matplotlib.figure")
     except ImportError as error:
         raise SystemExit(
-            f"--plot needs matplotlib ({error}): pip install matplotlib, or keep --json FILE and "
-            "draw it elsewhere with --from FILE --plot PNG"
+            f"--plot needs matplotlib ({error}): pip install matplotlib, or {instead}"
         ) from None
 
 
