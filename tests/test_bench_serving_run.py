@@ -147,6 +147,7 @@ def test_traces_run_on_two_servers(bench: Any, capsys: pytest.CaptureFixture[str
     assert ours["repeated"] == theirs["repeated"]
     assert ours["cached"] == pytest.approx(theirs["cached"], abs=0.05)
     assert 0 < ours["ttft_p50_ms"] <= ours["ttft_p99_ms"] and ours["tpot_ms"] > 0
+    assert ours["ttft_mean_ms"] < ours["e2e_mean_ms"] <= ours["e2e_p99_ms"]
     # A request that ran alone was not pat's.
     assert ours["decode_steps"] + ours["base_forwards"].get("small_batch", 0) > 0
     assert theirs["decode_steps"] is None
@@ -165,6 +166,7 @@ def test_agents_run_on_two_servers_in_turns(bench: Any, capsys: pytest.CaptureFi
     ]
     for row in rows:
         assert row.itl_p50_ms <= row.itl_p99_ms > 0 and 0 < row.ttft_p50_ms <= row.ttft_p99_ms
+        assert 0 < (row.tpot_ms or 0) <= (row.tpot_p99_ms or 0) and (row.e2e_p99_ms or 0) > 0
         assert 0 < row.window_s <= duration_s and row.turns >= 4 and row.tokens_per_s > 0
         # The system prompt and the role, at least, of every turn; later ones also the last turn.
         assert row.cached > 0.3

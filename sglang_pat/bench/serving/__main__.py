@@ -23,7 +23,6 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,19 +35,11 @@ from sglang_pat.bench.serving.client import RequestError
 from sglang_pat.bench.serving.closed_loop import run_agents
 from sglang_pat.bench.serving.first import run_first
 from sglang_pat.bench.serving.fleet import FleetConfig, serve
-from sglang_pat.bench.serving.model import GIB, Model, open_model
+from sglang_pat.bench.serving.model import open_model
 from sglang_pat.bench.serving.options import complete, make_parser
-from sglang_pat.bench.serving.run import (
-    Replay,
-    RunOptions,
-    replays,
-    run_traces,
-    run_workloads,
-)
+from sglang_pat.bench.serving.run import RunOptions, replays, run_traces, run_workloads
+from sglang_pat.bench.serving.sizing import device_of, fleet_config
 
-# Slots beyond the tokens of all requests: overlapping steps hold a few more.
-POOL_MARGIN, POOL_MARGIN_PER_REQUEST = 1024, 16
-PAGE = 256  # a multiple of every page size
 READY_S = 400.0
 AGENTS_SETTINGS_SHOWN = ("agent_context", "duration_s")
 TRACE_SETTINGS_SHOWN = ("context", "block_tokens", "duration_s")
@@ -77,8 +68,8 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
         },
     )
     todo = replays(options.trace, options.rates, settings) if options.trace else []
-    device, gpu_gib = _device(options.device, options.tp)
-    config = _fleet_config(options, model, dtype, todo, gpu_gib)
+    device, gpu_gib = device_of(options.device, options.tp)
+    config = fleet_config(options, model, dtype, todo, gpu_gib)
     kind = _kind(options)
     document = documents.new(kind, device, _shown(options, config))
 
@@ -132,74 +123,6 @@ def _shown(options: argparse.Namespace, config: FleetConfig) -> dict[str, Any]:
     return shown | {
         name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")
     }
-
-
-def _fleet_config(
-    options: argparse.Namespace,
-    model: Model,
-    dtype: str,
-    todo: list[Replay],
-    gpu_gib: float | None,
-) -> FleetConfig:
-    """Servers that hold the largest workload; of traces, as much as memory allows."""
-    config = FleetConfig(
-        model=model,
-        device=options.device,
-        dtype=dtype,
-        tp=options.tp,
-        pool_tokens=0,
-        max_requests=max((work.requests for work in options.workloads), default=0),
-        mem_fraction_static=options.mem_fraction_static,
-        overhead_gib=options.overhead_gib,
-        args=tuple(options.server_args),
-        kv_cache_dtype=options.kv_cache_dtype,
-    )
-    if todo:
-        longest = options.context
-        config = replace(config, max_requests=options.max_requests)
-        pool = max(one.kv_tokens + len(one.prompts) * options.output_tokens for one in todo)
-        if gpu_gib is not None:
-            pool = min(pool, config.largest_pool(len(options.backends), gpu_gib) - PAGE)
-            pool = max(pool, options.context)  # at least one request, or the check below fails
-    elif options.agents:
-        longest = options.agent_context
-        options.agents.check(longest)
-        config = replace(config, max_requests=options.agents.agents)
-        pool = options.agents.kv_tokens(longest)
-        pool += POOL_MARGIN + POOL_MARGIN_PER_REQUEST * config.max_requests
-    else:
-        added = options.new_tokens + options.output_tokens
-        longest = max(work.cached for work in options.workloads) + added
-        pool = max(
-            work.kv_tokens(new=options.new_tokens, output=options.output_tokens)
-            for work in options.workloads
-        )
-        pool += POOL_MARGIN + POOL_MARGIN_PER_REQUEST * config.max_requests
-    pool += -pool % PAGE  # else SGLang rounds it down
-    if longest > model.positions:
-        raise ValueError(
-            f"a request of {longest} tokens is longer than the {model.positions} positions of "
-            f"{options.model}"
-        )
-    config = replace(config, pool_tokens=pool)
-    if gpu_gib is not None:
-        config.check_memory(options.backends, gpu_gib)
-    return config
-
-
-def _device(device: str, gpus: int) -> tuple[str, float | None]:
-    """Name and memory of a GPU, in GiB; the memory of a CPU is not looked at."""
-    import torch
-
-    if device == "cpu":
-        return f"CPU, {torch.get_num_threads()} threads", None
-    if torch.cuda.device_count() < gpus:
-        raise ValueError(
-            f"torch {torch.__version__} can use {torch.cuda.device_count()} GPUs here, but "
-            f"{gpus} are needed: use another machine, or --device cpu with a small --model"
-        )
-    found = torch.cuda.get_device_properties(0)
-    return found.name, found.total_memory / GIB
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -34,12 +34,13 @@ class RequestError(RuntimeError):
 class AnswerTimes:
     """What arrived for one request: tokens so far after each event, and when, in seconds of one
     clock. ``sent`` is when the request was written, ``cached`` how many prompt tokens the server
-    had in its cache."""
+    had in its cache. Not ``whole``: it was cut off, maybe before its first event."""
 
     sent: float
     times: list[float]
     tokens: list[int]
     cached: int
+    whole: bool = True
 
 
 def body(prompt: Prompt, output_tokens: int, stream_interval: int) -> bytes:

@@ -11,6 +11,7 @@ from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.document import Document, conditions, heading, write
 from sglang_pat.bench.serving import plot
 from sglang_pat.bench.serving.agents import AgentsRow, agents_table
+from sglang_pat.bench.serving.curves import curve_tables, draw_curves
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.first import table as first_table
 from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, table, trace_table
@@ -70,13 +71,13 @@ def show(documents: Sequence[Document]) -> None:
         if not rows:
             print("no runs")
         elif members[0]["kind"] == "traces":
-            print("\n".join(trace_table(rows)))
+            print("\n".join(trace_table(rows) + curve_tables(rows)))
         elif members[0]["kind"] == "first":
             print("\n".join(first_table(rows)))
         elif members[0]["kind"] == "agents":
             settings = members[0]["settings"]
             has_goals = (settings["model"], settings["tp"]) == (LIMITS_SHAPE[0], 1)
-            print("\n".join(agents_table(rows, limits=has_goals)))
+            print("\n".join(agents_table(rows, limits=has_goals) + curve_tables(rows)))
         else:
             print("\n".join(table(rows, _limits(members[0]["settings"]))))
         for document in members:
@@ -89,11 +90,13 @@ def draw(documents: Sequence[Document], path: Path) -> None:
     kinds = {document["kind"] for document in documents}
     if len(kinds) > 1:
         raise ValueError(f"one picture has one kind of rows, but these are {', '.join(kinds)}")
-    for kind, name in (("first", "first runs"), ("agents", "agents")):
-        if kinds == {kind}:
-            raise ValueError(f"there is no picture of {name}: their table shows all")
-    draw_kind = plot.draw_traces if kinds == {"traces"} else plot.draw_workloads
-    draw_kind([(_title(found[0]), _rows(found)) for found in _groups(documents).values()], path)
+    if kinds == {"first"}:
+        raise ValueError("there is no picture of first runs: their table shows all")
+    groups = [(_title(found[0]), _rows(found)) for found in _groups(documents).values()]
+    if not all(rows for _, rows in groups):
+        raise ValueError("there is no run to draw: --budget-s may have been too short for one")
+    draw_kind = plot.draw_workloads if kinds == {"workloads"} else draw_curves
+    draw_kind(groups, path)
 
 
 def _groups(documents: Sequence[Document]) -> dict[tuple[str, str, int], list[Document]]:

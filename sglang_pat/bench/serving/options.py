@@ -41,12 +41,16 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     what("--trace", nargs="+", choices=TRACES, help="replay traces instead")
     what(
         "--agents",
-        nargs="?",
+        nargs="*",
         type=value(Team.parse),
-        const=Team.parse(DEFAULT_AGENTS),
         metavar="SPEC",
-        help="agents in a closed loop instead, in the notation of agents.py (default: "
+        help="teams of agents in a closed loop instead, in the notation of agents.py (default: "
         f"{DEFAULT_AGENTS})",
+    )
+    what(
+        "--capacity",
+        action="store_true",
+        help="the most agents at once, or requests/s of a trace, with p99 TPOT under --limits-ms",
     )
     what(
         "--backends",
@@ -113,6 +117,8 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
 def complete(found: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
     """Options that ``found`` has read, with the workloads that are meant if none is named. Ends the
     program if some contradict each other."""
+    if options.agents == []:
+        options.agents = [Team.parse(DEFAULT_AGENTS)]
     if options.trace and options.first_runs:
         found.error("--first-runs is of workloads: leave --trace out")
     if options.agents and (options.trace or options.first_runs or options.workloads):

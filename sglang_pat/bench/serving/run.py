@@ -15,7 +15,7 @@ from sglang_pat.bench.serving.agents import AgentsRow
 from sglang_pat.bench.serving.client import body
 from sglang_pat.bench.serving.fleet import Served
 from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, counted_fields
-from sglang_pat.bench.serving.timing import TooShort, latencies, step_ms
+from sglang_pat.bench.serving.timing import TooShort, latencies, request_times, step_ms
 from sglang_pat.bench.serving.trace import Segments, arrivals, paths, repeated, tokens
 from sglang_pat.bench.serving.workload import RunPrompts, Workload, make_prompts
 
@@ -240,6 +240,7 @@ def _replay(
     timeout_s = settings.duration_s + REQUEST_TIMEOUT_S
     answers = served.stream(bodies, at_s=replay.at_s, timeout_s=timeout_s)
     found = latencies(answers, together=False)
+    of_requests = request_times(answers)
     return TraceRow(
         backend=served.backend,
         trace=replay.trace,
@@ -253,6 +254,9 @@ def _replay(
         ttft_p99_ms=found.ttft_p99_ms,
         tpot_ms=found.tpot_ms,
         tpot_p99_ms=found.tpot_p99_ms,
+        ttft_mean_ms=of_requests.ttft_ms,
+        e2e_mean_ms=of_requests.e2e_ms,
+        e2e_p99_ms=of_requests.e2e_p99_ms,
         itl_p50_ms=found.itl_p50_ms,
         itl_p99_ms=found.itl_p99_ms,
         tokens_per_s=found.tokens_per_s,
