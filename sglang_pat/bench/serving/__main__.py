@@ -10,8 +10,10 @@ tables show medians and the spread. Inter-token latency (ITL) counts only while 
 limit. Plan times and K/V bytes saved are pat's counters over the run.
 
 Traces (``--trace``) replay requests that arrive over time; see ``trace.py``. Agents (``--agents``)
-come and go and wait for their answers; see ``agents.py``. ``--first-runs`` shows the first runs
-after the start one by one; see ``first.py``.
+come and go and wait for their answers; see ``agents.py``. Both give curves over the load: latencies
+and tokens/s with the spread over runs. ``--capacity`` with either searches the most agents at once,
+or requests/s, with p99 TPOT under each of ``--limits-ms``; see ``capacity.py`` and ``probe.py``.
+``--first-runs`` shows the first runs after the start one by one; see ``first.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,18 +34,22 @@ from sglang_pat.bench.common.document import Document, write
 from sglang_pat.bench.common.figures import require
 from sglang_pat.bench.common.server import ServerError
 from sglang_pat.bench.serving import document as documents
+from sglang_pat.bench.serving.capacity import Subject, run_capacity, subjects_of
 from sglang_pat.bench.serving.client import RequestError
 from sglang_pat.bench.serving.closed_loop import run_agents
 from sglang_pat.bench.serving.first import run_first
-from sglang_pat.bench.serving.fleet import FleetConfig, serve
+from sglang_pat.bench.serving.fleet import FleetConfig, Served, serve
 from sglang_pat.bench.serving.model import open_model
 from sglang_pat.bench.serving.options import complete, make_parser
-from sglang_pat.bench.serving.run import RunOptions, replays, run_traces, run_workloads
+from sglang_pat.bench.serving.run import Replay, RunOptions, replays, run_traces, run_workloads
 from sglang_pat.bench.serving.sizing import device_of, fleet_config
 
 READY_S = 400.0
 AGENTS_SETTINGS_SHOWN = ("agent_context", "duration_s")
 TRACE_SETTINGS_SHOWN = ("context", "block_tokens", "duration_s")
+CAPACITY_SETTINGS_SHOWN = (
+    *("limits_ms", "resolution", "output_tokens", "stream_interval", "seed", "server_args"),
+)
 SETTINGS_SHOWN = ("new_tokens", "output_tokens", "stream_interval", "runs", "seed", "server_args")
 
 
@@ -67,11 +74,12 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
             if name not in ("vocab", "kv_bytes_per_token")
         },
     )
-    todo = replays(options.trace, options.rates, settings) if options.trace else []
+    searched = options.capacity
+    todo = [] if searched else replays(options.trace or (), options.rates, settings)
     device, gpu_gib = device_of(options.device, options.tp)
     config = fleet_config(options, model, dtype, todo, gpu_gib)
-    kind = _kind(options)
-    document = documents.new(kind, device, _shown(options, config))
+    subjects = subjects_of(options, settings, config) if searched else []
+    document = documents.new(_kind(options), device, _shown(options, config))
 
     journal = documents.Journal(document, options.json, budget)
     memory = f", {config.server_gib:.1f} GiB a GPU each" if gpu_gib is not None else ""
@@ -84,16 +92,7 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     with serve(config, options.backends, logs=options.logs, ready_s=ready_s) as fleet:
         print(f"servers are ready{budget}", flush=True)
         try:
-            if todo:
-                run_traces(fleet, todo, settings, budget, journal)
-            elif options.agents:
-                context = options.agent_context
-                run_agents(fleet, options.agents, context, settings, budget, journal)
-            elif options.first_runs:
-                spies = options.logs if options.spy else None
-                run_first(fleet, options.workloads, settings, budget, journal, spies=spies)
-            else:
-                run_workloads(fleet, options.workloads, settings, budget, journal)
+            _measure(fleet, options, subjects, todo, settings, budget, journal)
         finally:
             write(document, options.json)  # with the counters of the last runs
             if budget.spent_out:
@@ -102,8 +101,33 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     return document
 
 
+def _measure(
+    fleet: Sequence[Served],
+    options: argparse.Namespace,
+    subjects: Sequence[Subject],
+    todo: Sequence[Replay],
+    settings: RunOptions,
+    budget: Budget,
+    journal: documents.Journal,
+) -> None:
+    """Run what the command line asks for."""
+    if subjects:
+        run_capacity(fleet, subjects, options.limits_ms, settings, budget, journal)
+    elif todo:
+        run_traces(fleet, todo, settings, budget, journal)
+    elif options.agents:
+        run_agents(fleet, options.agents, options.agent_context, settings, budget, journal)
+    elif options.first_runs:
+        spies = options.logs if options.spy else None
+        run_first(fleet, options.workloads, settings, budget, journal, spies=spies)
+    else:
+        run_workloads(fleet, options.workloads, settings, budget, journal)
+
+
 def _kind(options: argparse.Namespace) -> str:
     """Of the document."""
+    if options.capacity:
+        return "capacity"
     if options.agents:
         return "agents"
     return "traces" if options.trace else "first" if options.first_runs else "workloads"
@@ -115,7 +139,8 @@ def _shown(options: argparse.Namespace, config: FleetConfig) -> dict[str, Any]:
     shown |= {"pool_tokens": config.pool_tokens, "max_requests": config.max_requests}
     if config.kv_cache_dtype != "auto":
         shown["kv_cache_dtype"] = config.kv_cache_dtype
-    shown |= {name: getattr(options, name) for name in SETTINGS_SHOWN}
+    names = CAPACITY_SETTINGS_SHOWN if options.capacity else SETTINGS_SHOWN
+    shown |= {name: getattr(options, name) for name in names}
     if options.trace:
         shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
     if options.agents:

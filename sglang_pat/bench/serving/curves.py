@@ -84,10 +84,17 @@ def _table(rows: Sequence[Point], figure: Figure) -> list[str]:
     for load in sorted({row.load for row in rows}):
         found = {name: figure_at(rows, name, load, figure.name) for name in backends}
         known = known or any(found.values())
-        cells = "".join(f"{found[name] or '-'!s:>28}" for name in backends)
+        cells = "".join(f"{_cell(found[name]):>28}" for name in backends)
         ratio = _ratio(found, figure.least_is_best)
         lines.append(f"{load:10g}{cells}  {'-' if ratio is None else f'{ratio:.3f}':>10}")
     return lines if known else []
+
+
+def _cell(found: Spread | None) -> str:
+    """A median and its spread; of a single run its value."""
+    if found is None:
+        return "-"
+    return f"{found}" if found.least < found.most else f"{found.median:.2f}"
 
 
 def _ratio(found: dict[str, Spread | None], least_is_best: bool) -> float | None:

@@ -15,12 +15,24 @@ from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, TRACES
 from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, Workload
 
 FIRST_WORKLOADS = ("8192x128", "4096x64")
+RATES, DURATION_S = (2.0, 4.0, 8.0), 30.0
+FIRST_RATE, PROBE_S, LIMITS_MS = (8.0,), 15.0, (25.0, 50.0)  # of --capacity
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def _above_zero(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return found
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -69,18 +81,41 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     first("--first-runs", type=_positive, metavar="N", help="N runs after the start, shown singly")
     first("--spy", action="store_true", help="record the first and the last with py-spy in --logs")
     traces = parser.add_argument_group("traces").add_argument
-    traces("--rates", nargs="+", type=float, default=[2.0, 4.0, 8.0], help="requests/s")
-    traces("--duration-s", type=float, default=30.0, help="of arrivals at each rate, or of agents")
+    traces("--rates", nargs="+", type=float, help="requests/s (default: 2 4 8; --capacity: 8)")
+    traces(
+        "--duration-s",
+        type=float,
+        help="of arrivals at each rate, or of agents (default: 30; --capacity: 15)",
+    )
     traces("--trace-file", type=Path, help="JSON lines of a Mooncake trace")
     traces("--context", type=_positive, default=8192, help="longest prompt and output, in tokens")
     traces("--block-tokens", type=_positive, default=MOONCAKE_BLOCK, help="tokens of a block")
-    traces("--max-requests", type=_positive, default=256, help="that decode at the same time")
+    traces(
+        "--max-requests",
+        type=_positive,
+        default=256,
+        help="that decode at the same time, and the most agents of --capacity (default: 256)",
+    )
     agents = parser.add_argument_group("agents").add_argument
     agents(
         "--agent-context",
         type=_positive,
         default=DEFAULT_CONTEXT,
         help=f"tokens with which an agent ends (default: {DEFAULT_CONTEXT})",
+    )
+    capacity = parser.add_argument_group("capacity").add_argument
+    capacity(
+        "--limits-ms",
+        nargs="+",
+        type=_above_zero,
+        metavar="MS",
+        help="of the 99th percentile of TPOT over requests (default: 25 50)",
+    )
+    capacity(
+        "--resolution",
+        type=_above_zero,
+        default=0.12,
+        help="how far a load that holds and one that does not may stay apart (default: 0.12)",
     )
     _add_servers(parser.add_argument_group("servers"))
     output = parser.add_argument_group("output").add_argument
@@ -115,18 +150,44 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
 
 
 def complete(found: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
-    """Options that ``found`` has read, with the workloads that are meant if none is named. Ends the
-    program if some contradict each other."""
+    """Options that ``found`` has read, with what is meant where nothing is named. Ends the program
+    if some contradict each other."""
     if options.agents == []:
         options.agents = [Team.parse(DEFAULT_AGENTS)]
-    if options.trace and options.first_runs:
-        found.error("--first-runs is of workloads: leave --trace out")
-    if options.agents and (options.trace or options.first_runs or options.workloads):
-        found.error("--agents runs alone: leave --workloads, --trace and --first-runs out")
-    if options.spy and not options.first_runs:
-        found.error("--spy compares the first run with the last: add --first-runs N")
+    alone = options.trace or options.agents
+    for wrong, message in (
+        (
+            options.trace and options.first_runs,
+            "--first-runs is of workloads: leave --trace out",
+        ),
+        (
+            options.agents and (options.trace or options.first_runs or options.workloads),
+            "--agents runs alone: leave --workloads, --trace and --first-runs out",
+        ),
+        (
+            options.capacity and not alone,
+            "--capacity needs what is served: add --agents [SPEC] or --trace NAME",
+        ),
+        (
+            options.capacity and len(options.rates or ()) > 1,
+            "--capacity finds the rates itself: give --rates the one to begin with",
+        ),
+        (
+            options.limits_ms and not options.capacity,
+            "--limits-ms are those of --capacity: add it",
+        ),
+        (
+            options.spy and not options.first_runs,
+            "--spy compares the first run with the last: add --first-runs N",
+        ),
+    ):
+        if wrong:
+            found.error(message)
+    options.limits_ms = sorted(options.limits_ms or LIMITS_MS)
+    options.rates = options.rates or list(FIRST_RATE if options.capacity else RATES)
+    if options.duration_s is None:
+        options.duration_s = PROBE_S if options.capacity else DURATION_S
     if options.workloads is None:
         specs = FIRST_WORKLOADS if options.first_runs else DEFAULT_WORKLOADS
-        alone = options.trace or options.agents
         options.workloads = [] if alone else list(map(Workload.parse, specs))
     return options

@@ -42,7 +42,7 @@ class Ladder:
 
     def between(self, held: float, broke: float) -> float | None:
         """The load to probe between two others; None if they are close enough."""
-        if broke <= held * (1 + self.resolution) or (self.whole and broke - held <= 1):
+        if close_enough(held, broke, self.resolution, self.whole):
             return None
         middle = math.sqrt(held * broke)
         return min(max(round(middle), held + 1), broke - 1) if self.whole else middle
@@ -53,6 +53,11 @@ class Ladder:
             return None
         half = load // 2 if self.whole else load / 2
         return max(half, self.least)
+
+
+def close_enough(held: float, broke: float, resolution: float, whole: bool) -> bool:
+    """Whether nothing is left to probe between two loads; ``whole``: they are whole numbers."""
+    return broke <= held * (1 + resolution) or (whole and broke - held <= 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,17 +133,19 @@ def request_times(
     close: float = np.inf,
     *,
     grace_s: float = 0.0,
-    unended: bool = False,
+    cut_tokens: int | None = None,
 ) -> RequestTimes:
     """Of the requests sent within [begin, close] seconds. TPOT and end-to-end time are of those
     that ended ``grace_s`` after ``close`` or before, TTFT of those that began at all.
 
-    ``unended``: TPOT also counts, as far as it is known, requests that began and did not end in
-    time: they are the slowest, and without them a 99th percentile would look better than it is.
+    ``cut_tokens``: TPOT also counts, as far as they came, requests that were cut off with so many
+    tokens or more. Long and slow requests are the first to be cut off, so a 99th percentile
+    without them would be one of the short and fast.
     """
     sent = [answer for answer in answers if begin <= answer.sent <= close]
     ended = [a for a in sent if a.whole and a.times[-1] <= close + grace_s]
-    decoded = [a for a in sent if a.times] if unended else ended
+    cut = [a for a in sent if not a.whole and a.times] if cut_tokens is not None else []
+    decoded = ended + [a for a in cut if a.tokens[-1] >= (cut_tokens or 0)]
     ttfts = [1e3 * (a.times[0] - a.sent) for a in sent if a.times]
     e2es = [1e3 * (a.times[-1] - a.sent) for a in ended]
     tpots = _tpots_ms(decoded)
