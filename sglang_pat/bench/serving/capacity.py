@@ -248,6 +248,8 @@ def _search(
     numbers = count()
 
     def measure(load: float, names: Sequence[str]) -> Mapping[str, Verdict]:
+        if not budget.allows(kind):  # before the requests are made, which takes time, too
+            return {}
         probe = next(numbers)
         measure_one = subject.at(load, probe)
         rows: list[CapacityRow] = []

@@ -71,7 +71,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="NAME",
         help="attention backends to compare (default: pat fa3 flashinfer)",
     )
-    what("--runs", type=_positive, default=5, help="rounds over all of it (default: 5)")
+    how = "rounds over all of it (default: 5); a probe of --capacity is one run"
+    what("--runs", type=_positive, default=5, help=how)
     what("--new-tokens", type=_positive, default=128, help="of a prompt, beyond the cached ones")
     what("--output-tokens", type=_positive, default=256, help="of every request")
     what("--stream-interval", type=_positive, default=1, help="tokens per streamed event")
