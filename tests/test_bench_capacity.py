@@ -59,6 +59,9 @@ def test_a_probe_breaks_a_limit_by_tpot_or_by_its_queue() -> None:
     row = row_of([*answers, *late], 0.0, 10.0, grace_s=1.0, **ABOUT)
     assert row.tpot_p99_ms == pytest.approx(20) and row.ended == 1.0
     assert broken(row, 50.0) == "only 80% had begun"
+    # Who was sent in the last half second may wait.
+    early = [*answers, answer(9.4, 9.5, 9.7), answer(9.6, 10.5, 10.7)]
+    assert broken(row_of(early, 0.0, 10.0, grace_s=1.0, **ABOUT), 50.0) is None
     # They had begun, but two never ended; as far as they came they were no slower.
     stuck = [replace(answer(9.0, 9.1, 9.5, tokens), whole=False) for tokens in (21, 19)]
     row = row_of([*answers, *stuck], 0.0, 10.0, grace_s=1.0, **ABOUT)

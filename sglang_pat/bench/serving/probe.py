@@ -9,8 +9,9 @@ counts as far as it came if that is ``CUT_TOKENS`` or more: without it the slowe
 would be judged by its short answers alone.
 
 A probe also breaks a limit if fewer than ``KEPT_UP`` of the requests had begun when the time was
-up, or, of a trace, had ended after the grace: while a queue grows, TPOT may stay short. Times to
-the first token are of the requests that began, so they are too short where few did.
+up, but for those of the last ``DUE_S`` seconds, or, of a trace, had ended after the grace: while a
+queue grows, TPOT may stay short. Times to the first token are of the requests that began, so they
+are too short where few did.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sglang_pat.bench.serving.timing import request_times, tokens_between
 
 AGENTS, REQUESTS_PER_S = "agents", "requests/s"  # units of loads
 CUT_TOKENS = OUTPUT_TOKENS[0]  # of the shortest turn of an agent
+DUE_S = 0.5  # that a request may wait when the time is up without being late
 KEPT_UP = 0.9  # the least fraction of requests that begin, and end, in time
 LEAST_REQUESTS = 100  # with fewer a 99th percentile is one of the two slowest requests
 
@@ -40,7 +42,7 @@ class CapacityRow(Counted):
     probe: int
     window_s: float  # in which requests were sent
     requests: int  # that the TPOTs are of
-    begun: float  # fraction of those sent that had begun when the window closed
+    begun: float  # fraction that had begun when the window closed, of those sent DUE_S before
     ended: float | None  # fraction that ended after the grace or before; None: it was not waited
     tpot_ms: float | None  # mean
     tpot_p99_ms: float | None
@@ -78,7 +80,9 @@ def row_of(
 ) -> CapacityRow:
     """A row from the answers to the requests sent within [begin, close] seconds of their clock.
     ``grace_s``: for which answers were waited for after that; None if they were cut off."""
-    found = request_times(answers, begin, close, grace_s=grace_s or 0.0, cut_tokens=CUT_TOKENS)
+    found = request_times(
+        answers, begin, close, grace_s=grace_s or 0.0, due_s=DUE_S, cut_tokens=CUT_TOKENS
+    )
     return CapacityRow(
         backend=backend,
         subject=subject,

@@ -116,7 +116,7 @@ class RequestTimes:
     sending to the last event. None: no request has that time."""
 
     sent: int
-    begun: float  # fraction of them that had a token when the window closed
+    begun: float  # fraction of those sent ``due_s`` before it closed that had a token then
     ended: float  # fraction that ended until the grace behind it was over
     tpots: int  # requests that the TPOTs are of
     tpot_ms: float | None
@@ -133,10 +133,12 @@ def request_times(
     close: float = np.inf,
     *,
     grace_s: float = 0.0,
+    due_s: float = 0.0,
     cut_tokens: int | None = None,
 ) -> RequestTimes:
     """Of the requests sent within [begin, close] seconds. TPOT and end-to-end time are of those
-    that ended ``grace_s`` after ``close`` or before, TTFT of those that began at all.
+    that ended ``grace_s`` after ``close`` or before, TTFT of those that began at all. Whoever was
+    sent less than ``due_s`` before ``close`` need not have begun.
 
     ``cut_tokens``: TPOT also counts, as far as they came, requests that were cut off with so many
     tokens or more. Long and slow requests are the first to be cut off, so a 99th percentile
@@ -144,6 +146,7 @@ def request_times(
     """
     sent = [answer for answer in answers if begin <= answer.sent <= close]
     ended = [a for a in sent if a.whole and a.times[-1] <= close + grace_s]
+    due = [a for a in sent if a.sent <= close - due_s]
     cut = [a for a in sent if not a.whole and a.times] if cut_tokens is not None else []
     decoded = ended + [a for a in cut if a.tokens[-1] >= (cut_tokens or 0)]
     ttfts = [1e3 * (a.times[0] - a.sent) for a in sent if a.times]
@@ -151,7 +154,7 @@ def request_times(
     tpots = _tpots_ms(decoded)
     return RequestTimes(
         sent=len(sent),
-        begun=sum(bool(a.times) and a.times[0] <= close for a in sent) / max(len(sent), 1),
+        begun=sum(bool(a.times) and a.times[0] <= close for a in due) / max(len(due), 1),
         ended=len(ended) / max(len(sent), 1),
         tpots=len(tpots),
         tpot_ms=float(np.mean(tpots)) if tpots else None,
