@@ -31,7 +31,6 @@ from sglang_pat.bench.serving.timing import (
     intervals_ms,
     latencies,
     longest_gap,
-    request_times,
     step_ms,
     window,
 )
@@ -100,29 +99,6 @@ def test_inter_token_time_counts_only_while_all_decode() -> None:
     assert found.ttft_ms == pytest.approx((1000 + 2500) / 2)
     assert found.tokens_per_s == pytest.approx(14 / 9.5)
     assert latencies(TIMELINES, together=False).itl_p99_ms == pytest.approx(1475)
-
-
-def test_times_of_requests_are_of_those_sent_and_ended_in_the_window() -> None:
-    # Sent at 0.5, 2 and 4; the last has not begun when the window closes, and is cut off later.
-    answers = [
-        AnswerTimes(sent=0.5, times=[1.0, 3.0], tokens=[1, 5], cached=0),
-        AnswerTimes(sent=2.0, times=[3.0, 9.0], tokens=[1, 3], cached=0),
-        AnswerTimes(sent=4.0, times=[6.0, 8.0], tokens=[1, 2], cached=0, whole=False),
-        AnswerTimes(sent=4.5, times=[], tokens=[], cached=0, whole=False),
-    ]
-    found = request_times(answers, 1.0, 5.0)
-    assert (found.sent, found.begun, found.ended, found.tpots) == (3, 1 / 3, 0.0, 0)
-    assert found.tpot_ms is found.tpot_p99_ms is found.e2e_ms is None
-    assert found.ttft_ms == 1500 and found.ttft_p99_ms == pytest.approx(1990)
-    found = request_times(answers, 0.0, 5.0, grace_s=4.0)
-    assert (found.sent, found.begun, found.ended, found.tpots) == (4, 0.5, 0.5, 2)
-    assert found.tpot_ms == (500 + 3000) / 2 and found.tpot_p99_ms == pytest.approx(2975)
-    assert found.e2e_ms == (2500 + 7000) / 2
-    # What was cut off counts as far as it came, if that is far enough.
-    found = request_times(answers, 0.0, 5.0, grace_s=3.5, cut_tokens=2)
-    assert found.ended == 0.25 and found.tpots == 2 and found.tpot_ms == (500 + 2000) / 2
-    assert request_times(answers, 0.0, 5.0, grace_s=3.5, cut_tokens=3).tpots == 1
-    assert request_times(answers, 20.0, 30.0).begun == 0.0
 
 
 def test_requests_that_never_decode_together_are_an_error() -> None:
