@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.bench.serving import document, plot, trace
+from sglang_pat.bench.serving import curves, document, trace
 from sglang_pat.bench.serving.rows import TraceRow
 
 
@@ -79,27 +79,58 @@ def test_traces_of_two_models_are_drawn_apart(
         ]
         found.append(written)
     drawn: list[Any] = []
-    figure = plot._figure
+    figure = curves.panels
 
     def kept(rows: int, columns: int) -> Any:
         drawn.append(figure(rows, columns))
         return drawn[-1]
 
-    monkeypatch.setattr(plot, "_figure", kept)
+    monkeypatch.setattr(curves, "panels", kept)
     document.draw(found, tmp_path / "a.png")
     ((_, axes),) = drawn
-    assert axes.shape == (1, 4)
-    for axis, factor in ((axes[0, 0], 5.0), (axes[0, 2], 7.0)):
-        assert [list(line.get_xdata()) for line in axis.lines] == [[4, 8]] * 2
-        ours, theirs = (list(line.get_ydata()) for line in axis.lines)
+    assert axes.shape == (2, 4)
+    for axis, factor in ((axes[0, 0], 5.0), (axes[1, 0], 7.0)):
+        lines = [drawn_line.lines[0] for drawn_line in axis.containers]
+        # Means of two backends, then their 99th percentiles.
+        assert [list(line.get_xdata()) for line in lines] == [[4, 8]] * 4
+        ours, theirs = (list(line.get_ydata()) for line in lines[:2])
         assert ours == [4 * factor, 8 * factor] and theirs == [8 * factor, 16 * factor]
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
-def _trace_row(backend: str, rate: float, run: int, tpot_ms: float) -> Any:
+def test_curves_have_a_table_a_figure_with_the_spread_over_runs() -> None:
+    rows = [
+        TraceRow(**_trace_row(backend, rate, run, tpot + run, rate_of_tokens))
+        for rate in (8.0, 4.0)
+        for backend, tpot, rate_of_tokens in (
+            *(("pat", 6.0, 900.0), ("fa3", 12.0, 600.0)),
+            ("flashinfer", 10.0, 500.0),
+        )
+        for run in (0, 1, 2)
+    ]
+    lines = curves.curve_tables(rows)
+    titles = [line for line in lines if line.startswith("toolagent: ")]
+    # Nothing is known of TTFT's mean and of end-to-end times, as in older documents.
+    assert [line.removeprefix("toolagent: ") for line in titles] == [
+        *("TPOT mean, ms", "TPOT p99, ms", "TTFT p99, ms", "output tokens/s")
+    ]
+    at = lines.index("toolagent: TPOT mean, ms")
+    assert lines[at + 1].split()[:4] == ["requests/s", "pat", "fa3", "flashinfer"]
+    assert lines[at + 2].split() == [
+        *("4", "7.00", "(6.00..8.00)", "13.00", "(12.00..14.00)", "11.00", "(10.00..12.00)"),
+        f"{7 / 11:.3f}",
+    ]
+    assert lines[at + 3].split()[0] == "8"
+    # Most tokens/s are the best, unlike times.
+    assert lines[-1].split()[-1] == "1.500"
+    assert curves.curve_tables(rows[:3])[-1].split()[-1] == "-", "nothing to compare with"
+
+
+def _trace_row(
+    backend: str, rate: float, run: int, tpot_ms: float, tokens_per_s: float = 1.0
+) -> Any:
     numbers = dict.fromkeys(
-        ("ttft_p50_ms", "ttft_p99_ms", "tpot_p99_ms", "itl_p50_ms", "itl_p99_ms", "tokens_per_s"),
-        1.0,
+        ("ttft_p50_ms", "ttft_p99_ms", "tpot_p99_ms", "itl_p50_ms", "itl_p99_ms"), 1.0
     )
     return asdict(
         TraceRow(
@@ -112,6 +143,7 @@ def _trace_row(backend: str, rate: float, run: int, tpot_ms: float) -> Any:
             repeated=0.5,
             cached=0.5,
             tpot_ms=tpot_ms,
+            tokens_per_s=tokens_per_s,
             **numbers,
         )
     )

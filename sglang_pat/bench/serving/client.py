@@ -34,12 +34,13 @@ class RequestError(RuntimeError):
 class AnswerTimes:
     """What arrived for one request: tokens so far after each event, and when, in seconds of one
     clock. ``sent`` is when the request was written, ``cached`` how many prompt tokens the server
-    had in its cache."""
+    had in its cache. Not ``whole``: it was cut off, maybe before its first event."""
 
     sent: float
     times: list[float]
     tokens: list[int]
     cached: int
+    whole: bool = True
 
 
 def body(prompt: Prompt, output_tokens: int, stream_interval: int) -> bytes:
@@ -55,18 +56,28 @@ def body(prompt: Prompt, output_tokens: int, stream_interval: int) -> bytes:
 
 
 def stream(
-    port: int, bodies: Sequence[bytes], *, at_s: Sequence[float] | None = None, timeout_s: float
+    port: int,
+    bodies: Sequence[bytes],
+    *,
+    at_s: Sequence[float] | None = None,
+    cut_s: float | None = None,
+    timeout_s: float,
 ) -> list[AnswerTimes]:
-    """Send requests to the server at ``port``, all at once or each at its time from now.
+    """Send requests to the server at ``port``, all at once or each at its time from now; with
+    ``at_s``, cut off what has not ended ``cut_s`` seconds from now.
 
     Raises:
         RequestError: one was refused or broken off, or not all have ended after ``timeout_s``.
     """
-    return asyncio.run(_stream(port, bodies, at_s, timeout_s))
+    return asyncio.run(_stream(port, bodies, at_s, cut_s, timeout_s))
 
 
 async def _stream(
-    port: int, bodies: Sequence[bytes], at_s: Sequence[float] | None, timeout_s: float
+    port: int,
+    bodies: Sequence[bytes],
+    at_s: Sequence[float] | None,
+    cut_s: float | None,
+    timeout_s: float,
 ) -> list[AnswerTimes]:
     loop = asyncio.get_running_loop()
 
@@ -78,7 +89,7 @@ async def _stream(
         await asyncio.sleep(at - (time.perf_counter() - started))
         exchange = await connect()
         exchange.send(body)
-        await exchange.ended
+        await exchange.end(None if cut_s is None else started + cut_s)
         return exchange
 
     async def all_of_them() -> list[_Exchange]:
@@ -106,9 +117,11 @@ def converse(
     *,
     duration_s: float,
     timeout_s: float,
+    cut: bool = False,
 ) -> tuple[list[list[AnswerTimes]], float]:
     """``places`` clients of the server at ``port``, each of which sends a request as soon as its
-    last one has been answered, for ``duration_s`` seconds; then the last answers are waited for.
+    last one has been answered, for ``duration_s`` seconds; then the last answers are waited for, or
+    ``cut`` off.
 
     ``next_body(place)`` makes the request of a client, ``answered(place, token_ids)`` hears of each
     answer. Returns the answers by client, and when the last request was allowed, by their clock.
@@ -124,7 +137,7 @@ def converse(
             request = next_body(place)
             made = await loop.create_connection(lambda: _Exchange(loop), "127.0.0.1", port)
             made[1].send(request)
-            await made[1].ended
+            await made[1].end(until if cut else None)
             found.append(made[1].answer_times())
             answered(place, made[1].token_ids())
         return found
@@ -151,6 +164,7 @@ class _Exchange(asyncio.Protocol):
         self._times: list[float] = []
         self._parts: list[bytes] = []
         self._transport: Any = None
+        self._whole = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -171,8 +185,21 @@ class _Exchange(asyncio.Protocol):
         if not self.ended.done():
             self.ended.set_result(None)
 
+    async def end(self, cut_at: float | None) -> None:
+        """Wait for the end of the answer; at ``cut_at``, by ``time.perf_counter``, close the
+        connection if it has not come."""
+        if cut_at is None:
+            await self.ended
+            return
+        left_s = max(0.0, cut_at - time.perf_counter())
+        await asyncio.wait([self.ended], timeout=left_s)
+        if not self.ended.done():
+            self._whole = False
+            self._transport.abort()
+            await self.ended
+
     def answer_times(self) -> AnswerTimes:
-        return parse(self._sent, self._times, self._parts)
+        return parse(self._sent, self._times, self._parts, whole=self._whole)
 
     def token_ids(self) -> list[int]:
         """Of the answer, if the server streams with ``--incremental-streaming-output``."""
@@ -180,21 +207,26 @@ class _Exchange(asyncio.Protocol):
         return [int(token) for event in events for token in event.split(b",") if token.strip()]
 
 
-def parse(sent: float, times: Sequence[float], parts: Sequence[bytes]) -> AnswerTimes:
+def parse(
+    sent: float, times: Sequence[float], parts: Sequence[bytes], *, whole: bool = True
+) -> AnswerTimes:
     """The events in an answer of which ``parts`` arrived at ``times``. An event has arrived when
-    its last byte has. Raises RequestError if the answer is not a finished stream."""
+    its last byte has. Not ``whole``: the client cut it off. Raises RequestError if the answer is
+    not a finished stream, or one that may have been cut off."""
     answer = b"".join(parts)
     events = list(_EVENT.finditer(answer))
     status = answer.split(b"\r\n", 1)[0]
-    whole = b" 200 " in status and b"data: [DONE]" in answer and events
-    if not whole or b'"type":"abort"' in answer:
+    ended = b"data: [DONE]" in answer and events
+    refused = answer and b" 200 " not in status
+    if refused or b'"type":"abort"' in answer or (whole and not ended):
         shown = (answer[:300] + b" ... " + answer[-300:]).decode(errors="replace")
         raise RequestError(f"the server did not answer a request with a whole stream: {shown!r}")
     ends = list(accumulate(map(len, parts)))
-    cached = _CACHED.search(events[-1][1])
+    cached = _CACHED.search(events[-1][1]) if events else None
     return AnswerTimes(
         sent=sent,
         times=[times[bisect_left(ends, event.end())] for event in events],
         tokens=[int(event[2]) for event in events],
         cached=int(cached[1]) if cached else 0,
+        whole=whole,
     )

@@ -22,26 +22,36 @@ from sglang_pat.bench.serving.run import (
 
 def run_agents(
     fleet: Sequence[Served],
-    team: Team,
+    teams: Sequence[Team],
     context: int,
     settings: RunOptions,
     budget: Budget,
     log: Log,
 ) -> None:
-    """All backends in turns, in another order every run, each from an empty cache.
+    """All backends in turns on a team, in another order every run, each from an empty cache; then
+    the next team, then all again.
 
     Raises:
         RequestError: a request failed.
     """
-    first = _prompts(team, context, settings, "warm-up")
-    bodies = [first.next_body(place, WARM_UP_TOKENS) for place in range(team.agents)]
-    warm_up(fleet, bodies, None, budget, partial(_prepare, prompts=first))
+    largest = max(teams, key=lambda team: team.agents)
+    warm_up_agents(fleet, largest, context, settings, budget)
     for run in range(settings.runs):
-        measure = partial(_measure, team=team, context=context, settings=settings, run=run)
-        turn(rotated(fleet, run), str(team), measure, settings, budget, log)
+        for team in teams:
+            measure = partial(_measure, team=team, context=context, settings=settings, run=run)
+            turn(rotated(fleet, run), str(team), measure, settings, budget, log)
 
 
-def _prompts(team: Team, context: int, settings: RunOptions, name: str) -> TeamPrompts:
+def warm_up_agents(
+    fleet: Sequence[Served], team: Team, context: int, settings: RunOptions, budget: Budget
+) -> None:
+    """The beginnings of the first turns of all agents of ``team``, on every server."""
+    prompts = team_prompts(team, context, settings, "warm-up")
+    bodies = [prompts.next_body(place, WARM_UP_TOKENS) for place in range(team.agents)]
+    warm_up(fleet, bodies, None, budget, partial(prepare_team, prompts=prompts))
+
+
+def team_prompts(team: Team, context: int, settings: RunOptions, name: str) -> TeamPrompts:
     """The agents of the run ``name``, the same for every backend."""
     return make_team(
         team,
@@ -52,15 +62,15 @@ def _prompts(team: Team, context: int, settings: RunOptions, name: str) -> TeamP
     )
 
 
-def _prepare(served: Served, prompts: TeamPrompts) -> None:
+def prepare_team(served: Served, prompts: TeamPrompts) -> None:
     served.flush()
     for level in prompts.prime:
         served.prime(level)
 
 
 def _measure(served: Served, team: Team, context: int, settings: RunOptions, run: int) -> AgentsRow:
-    prompts = _prompts(team, context, settings, str(run))
-    _prepare(served, prompts)
+    prompts = team_prompts(team, context, settings, str(run))
+    prepare_team(served, prompts)
     answers, stopped = served.converse(
         team.agents,
         prompts.next_body,

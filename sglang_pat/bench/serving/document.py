@@ -11,8 +11,11 @@ from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.document import Document, conditions, heading, write
 from sglang_pat.bench.serving import plot
 from sglang_pat.bench.serving.agents import AgentsRow, agents_table
+from sglang_pat.bench.serving.capacity_report import capacity_table, draw_capacity
+from sglang_pat.bench.serving.curves import curve_tables, draw_curves
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.first import table as first_table
+from sglang_pat.bench.serving.probe import CapacityRow
 from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, table, trace_table
 from sglang_pat.bench.serving.workload import LIMITS, LIMITS_SHAPE
 
@@ -21,6 +24,7 @@ ROWS: dict[str, type[Any]] = {
     "traces": TraceRow,
     "first": FirstRow,
     "agents": AgentsRow,
+    "capacity": CapacityRow,
 }
 VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 
@@ -51,6 +55,13 @@ class Journal:
 
 def _line(row: dict[str, Any]) -> str:
     """A run on one line."""
+    if "subject" in row:
+        p99 = "-" if row["tpot_p99_ms"] is None else f"{row['tpot_p99_ms']:.2f}"
+        return (
+            f"{row['subject']}, {row['load']:.4g} {row['unit']}, {row['backend']}: TPOT p99 {p99} "
+            f"ms of {row['requests']} requests, {row['begun']:.0%} had begun, "
+            f"{row['tokens_per_s']:.0f} tokens/s"
+        )
     where = row.get("workload") or row.get("agents") or f"{row['trace']} {row['rate']:g}/s"
     if "agents" in row:
         more = f"{row['tokens_per_s']:.0f} tokens/s"
@@ -70,13 +81,17 @@ def show(documents: Sequence[Document]) -> None:
         if not rows:
             print("no runs")
         elif members[0]["kind"] == "traces":
-            print("\n".join(trace_table(rows)))
+            print("\n".join(trace_table(rows) + curve_tables(rows)))
         elif members[0]["kind"] == "first":
             print("\n".join(first_table(rows)))
+        elif members[0]["kind"] == "capacity":
+            settings = members[0]["settings"]
+            limits, resolution = settings["limits_ms"], settings["resolution"]
+            print("\n".join(curve_tables(rows) + capacity_table(rows, limits, resolution)))
         elif members[0]["kind"] == "agents":
             settings = members[0]["settings"]
             has_goals = (settings["model"], settings["tp"]) == (LIMITS_SHAPE[0], 1)
-            print("\n".join(agents_table(rows, limits=has_goals)))
+            print("\n".join(agents_table(rows, limits=has_goals) + curve_tables(rows)))
         else:
             print("\n".join(table(rows, _limits(members[0]["settings"]))))
         for document in members:
@@ -89,11 +104,15 @@ def draw(documents: Sequence[Document], path: Path) -> None:
     kinds = {document["kind"] for document in documents}
     if len(kinds) > 1:
         raise ValueError(f"one picture has one kind of rows, but these are {', '.join(kinds)}")
-    for kind, name in (("first", "first runs"), ("agents", "agents")):
-        if kinds == {kind}:
-            raise ValueError(f"there is no picture of {name}: their table shows all")
-    draw_kind = plot.draw_traces if kinds == {"traces"} else plot.draw_workloads
-    draw_kind([(_title(found[0]), _rows(found)) for found in _groups(documents).values()], path)
+    if kinds == {"first"}:
+        raise ValueError("there is no picture of first runs: their table shows all")
+    groups = [(_title(found[0]), _rows(found)) for found in _groups(documents).values()]
+    if not all(rows for _, rows in groups):
+        raise ValueError("there is no run to draw: --budget-s may have been too short for one")
+    if kinds == {"capacity"}:
+        return draw_capacity(groups, documents[0]["settings"]["limits_ms"], path)
+    draw_kind = plot.draw_workloads if kinds == {"workloads"} else draw_curves
+    draw_kind(groups, path)
 
 
 def _groups(documents: Sequence[Document]) -> dict[tuple[str, str, int], list[Document]]:

@@ -118,11 +118,16 @@ class Served:
         self._idle_since = time.monotonic()
 
     def stream(
-        self, bodies: Sequence[bytes], *, at_s: Sequence[float] | None = None, timeout_s: float
+        self,
+        bodies: Sequence[bytes],
+        *,
+        at_s: Sequence[float] | None = None,
+        cut_s: float | None = None,
+        timeout_s: float,
     ) -> list[AnswerTimes]:
         """``client.stream`` to this server."""
-        answers = stream(self.server.port, bodies, at_s=at_s, timeout_s=timeout_s)
-        self._idle_since = time.monotonic()
+        answers = stream(self.server.port, bodies, at_s=at_s, cut_s=cut_s, timeout_s=timeout_s)
+        self._rest(cut_s is not None)
         return answers
 
     def converse(
@@ -133,6 +138,7 @@ class Served:
         *,
         duration_s: float,
         timeout_s: float,
+        cut: bool = False,
     ) -> tuple[list[list[AnswerTimes]], float]:
         """``client.converse`` with this server."""
         found = converse(
@@ -142,9 +148,16 @@ class Served:
             answered,
             duration_s=duration_s,
             timeout_s=timeout_s,
+            cut=cut,
         )
-        self._idle_since = time.monotonic()
+        self._rest(cut)
         return found
+
+    def _rest(self, cut: bool) -> None:
+        """``cut``: some requests may be left, which the server need not finish."""
+        if cut:
+            self.server.post("/abort_request", {"abort_all": True})
+        self._idle_since = time.monotonic()
 
     def step_notes(self) -> dict[str, list[float]]:
         """The scheduler's own step times so far, by batch size: see ``timing.step_ms``."""

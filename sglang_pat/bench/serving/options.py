@@ -15,12 +15,24 @@ from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, TRACES
 from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, Workload
 
 FIRST_WORKLOADS = ("8192x128", "4096x64")
+RATES, DURATION_S = (2.0, 4.0, 8.0), 30.0
+FIRST_RATE, PROBE_S, LIMITS_MS = (8.0,), 15.0, (25.0, 50.0)  # of --capacity
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def _above_zero(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return found
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -41,12 +53,16 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     what("--trace", nargs="+", choices=TRACES, help="replay traces instead")
     what(
         "--agents",
-        nargs="?",
+        nargs="*",
         type=value(Team.parse),
-        const=Team.parse(DEFAULT_AGENTS),
         metavar="SPEC",
-        help="agents in a closed loop instead, in the notation of agents.py (default: "
+        help="teams of agents in a closed loop instead, in the notation of agents.py (default: "
         f"{DEFAULT_AGENTS})",
+    )
+    what(
+        "--capacity",
+        action="store_true",
+        help="the most agents at once, or requests/s of a trace, with p99 TPOT under --limits-ms",
     )
     what(
         "--backends",
@@ -55,7 +71,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="NAME",
         help="attention backends to compare (default: pat fa3 flashinfer)",
     )
-    what("--runs", type=_positive, default=5, help="rounds over all of it (default: 5)")
+    how = "rounds over all of it (default: 5); a probe of --capacity is one run"
+    what("--runs", type=_positive, default=5, help=how)
     what("--new-tokens", type=_positive, default=128, help="of a prompt, beyond the cached ones")
     what("--output-tokens", type=_positive, default=256, help="of every request")
     what("--stream-interval", type=_positive, default=1, help="tokens per streamed event")
@@ -65,18 +82,41 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     first("--first-runs", type=_positive, metavar="N", help="N runs after the start, shown singly")
     first("--spy", action="store_true", help="record the first and the last with py-spy in --logs")
     traces = parser.add_argument_group("traces").add_argument
-    traces("--rates", nargs="+", type=float, default=[2.0, 4.0, 8.0], help="requests/s")
-    traces("--duration-s", type=float, default=30.0, help="of arrivals at each rate, or of agents")
+    traces("--rates", nargs="+", type=float, help="requests/s (default: 2 4 8; --capacity: 8)")
+    traces(
+        "--duration-s",
+        type=float,
+        help="of arrivals at each rate, or of agents (default: 30; --capacity: 15)",
+    )
     traces("--trace-file", type=Path, help="JSON lines of a Mooncake trace")
     traces("--context", type=_positive, default=8192, help="longest prompt and output, in tokens")
     traces("--block-tokens", type=_positive, default=MOONCAKE_BLOCK, help="tokens of a block")
-    traces("--max-requests", type=_positive, default=256, help="that decode at the same time")
+    traces(
+        "--max-requests",
+        type=_positive,
+        default=256,
+        help="that decode at the same time, and the most agents of --capacity (default: 256)",
+    )
     agents = parser.add_argument_group("agents").add_argument
     agents(
         "--agent-context",
         type=_positive,
         default=DEFAULT_CONTEXT,
         help=f"tokens with which an agent ends (default: {DEFAULT_CONTEXT})",
+    )
+    capacity = parser.add_argument_group("capacity").add_argument
+    capacity(
+        "--limits-ms",
+        nargs="+",
+        type=_above_zero,
+        metavar="MS",
+        help="of the 99th percentile of TPOT over requests (default: 25 50)",
+    )
+    capacity(
+        "--resolution",
+        type=_above_zero,
+        default=0.12,
+        help="how far a load that holds and one that does not may stay apart (default: 0.12)",
     )
     _add_servers(parser.add_argument_group("servers"))
     output = parser.add_argument_group("output").add_argument
@@ -111,16 +151,44 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
 
 
 def complete(found: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
-    """Options that ``found`` has read, with the workloads that are meant if none is named. Ends the
-    program if some contradict each other."""
-    if options.trace and options.first_runs:
-        found.error("--first-runs is of workloads: leave --trace out")
-    if options.agents and (options.trace or options.first_runs or options.workloads):
-        found.error("--agents runs alone: leave --workloads, --trace and --first-runs out")
-    if options.spy and not options.first_runs:
-        found.error("--spy compares the first run with the last: add --first-runs N")
+    """Options that ``found`` has read, with what is meant where nothing is named. Ends the program
+    if some contradict each other."""
+    if options.agents == []:
+        options.agents = [Team.parse(DEFAULT_AGENTS)]
+    alone = options.trace or options.agents
+    for wrong, message in (
+        (
+            options.trace and options.first_runs,
+            "--first-runs is of workloads: leave --trace out",
+        ),
+        (
+            options.agents and (options.trace or options.first_runs or options.workloads),
+            "--agents runs alone: leave --workloads, --trace and --first-runs out",
+        ),
+        (
+            options.capacity and not alone,
+            "--capacity needs what is served: add --agents [SPEC] or --trace NAME",
+        ),
+        (
+            options.capacity and len(options.rates or ()) > 1,
+            "--capacity finds the rates itself: give --rates the one to begin with",
+        ),
+        (
+            options.limits_ms and not options.capacity,
+            "--limits-ms are those of --capacity: add it",
+        ),
+        (
+            options.spy and not options.first_runs,
+            "--spy compares the first run with the last: add --first-runs N",
+        ),
+    ):
+        if wrong:
+            found.error(message)
+    options.limits_ms = sorted(options.limits_ms or LIMITS_MS)
+    options.rates = options.rates or list(FIRST_RATE if options.capacity else RATES)
+    if options.duration_s is None:
+        options.duration_s = PROBE_S if options.capacity else DURATION_S
     if options.workloads is None:
         specs = FIRST_WORKLOADS if options.first_runs else DEFAULT_WORKLOADS
-        alone = options.trace or options.agents
         options.workloads = [] if alone else list(map(Workload.parse, specs))
     return options

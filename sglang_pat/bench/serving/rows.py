@@ -68,11 +68,27 @@ class TraceRow(Counted):
     cached: float  # fraction of the prompt tokens that the cache had
     ttft_p50_ms: float
     ttft_p99_ms: float
-    tpot_ms: float
+    tpot_ms: float  # mean over requests
     tpot_p99_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
     tokens_per_s: float
+    # None in documents from before these were measured.
+    ttft_mean_ms: float | None = None
+    e2e_mean_ms: float | None = None  # from sending a request to its last token
+    e2e_p99_ms: float | None = None
+
+    @property
+    def subject(self) -> str:
+        return self.trace
+
+    @property
+    def load(self) -> float:
+        return self.rate
+
+    @property
+    def unit(self) -> str:
+        return "requests/s"
 
 
 def counted_fields(counted: Counters, kv_bytes_per_token: int) -> dict[str, Any]:

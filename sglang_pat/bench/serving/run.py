@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sglang_pat.bench.common.budget import Budget
-from sglang_pat.bench.serving.agents import AgentsRow
 from sglang_pat.bench.serving.client import body
 from sglang_pat.bench.serving.fleet import Served
-from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, counted_fields
-from sglang_pat.bench.serving.timing import TooShort, latencies, step_ms
+from sglang_pat.bench.serving.rows import Counted, TraceRow, WorkloadRow, counted_fields
+from sglang_pat.bench.serving.timing import TooShort, latencies, request_times, step_ms
 from sglang_pat.bench.serving.trace import Segments, arrivals, paths, repeated, tokens
 from sglang_pat.bench.serving.workload import RunPrompts, Workload, make_prompts
 
@@ -145,7 +144,7 @@ def _measure(
 def turn(
     fleet: Sequence[Served],
     kind: str,
-    measure: Callable[[Served], WorkloadRow | TraceRow | AgentsRow],
+    measure: Callable[[Served], Counted],
     settings: RunOptions,
     budget: Budget,
     log: Log,
@@ -188,22 +187,28 @@ class Replay:
 
 def replays(traces: Sequence[str], rates: Sequence[float], settings: RunOptions) -> list[Replay]:
     """All replays in order. Raises ValueError as ``trace.paths`` does."""
-    found = []
-    for run in range(settings.runs):
-        seed = f"{settings.seed} {run}"
-        for name in traces:
-            for rate in rates:
-                at_s = arrivals(rate, settings.duration_s, f"{seed} {name} {rate}")
-                prompts = paths(
-                    name,
-                    len(at_s),
-                    context=settings.context - settings.output_tokens,
-                    block=settings.block_tokens,
-                    file=settings.trace_file,
-                    seed=seed,
-                )
-                found.append(Replay(name, rate, run, at_s, prompts))
-    return found
+    return [
+        make_replay(name, rate, run, settings)
+        for run in range(settings.runs)
+        for name in traces
+        for rate in rates
+    ]
+
+
+def make_replay(name: str, rate: float, run: int, settings: RunOptions) -> Replay:
+    """Of ``duration_s`` seconds of arrivals, the same for every backend; every run has tokens of
+    its own. Raises ValueError as ``trace.paths`` does."""
+    seed = f"{settings.seed} {run}"
+    at_s = arrivals(rate, settings.duration_s, f"{seed} {name} {rate}")
+    prompts = paths(
+        name,
+        len(at_s),
+        context=settings.context - settings.output_tokens,
+        block=settings.block_tokens,
+        file=settings.trace_file,
+        seed=seed,
+    )
+    return Replay(name, rate, run, at_s, prompts)
 
 
 def run_traces(
@@ -214,14 +219,26 @@ def run_traces(
     log: Log,
 ) -> None:
     """All backends on each replay, from an empty cache. Raises as ``run_workloads`` does."""
-    bodies = _bodies(todo[0], settings, WARM_UP_REQUESTS, WARM_UP_TOKENS)
-    at_s = [WARM_UP_EVERY_S * i for i in range(len(bodies))]
-    warm_up(fleet, bodies, at_s, budget, Served.flush)
+    warm_up_replay(fleet, todo[0], settings, budget)
     for replay in todo:
         kind = f"{replay.trace} {replay.rate}"
-        bodies = _bodies(replay, settings, len(replay.prompts), settings.output_tokens)
+        bodies = replay_bodies(replay, settings)
         measure = partial(_replay, replay=replay, bodies=bodies, settings=settings)
         turn(rotated(fleet, replay.run), kind, measure, settings, budget, log)
+
+
+def warm_up_replay(
+    fleet: Sequence[Served], replay: Replay, settings: RunOptions, budget: Budget
+) -> None:
+    """Some short requests of a replay, one after the other, on every server."""
+    bodies = _bodies(replay, settings, WARM_UP_REQUESTS, WARM_UP_TOKENS)
+    at_s = [WARM_UP_EVERY_S * i for i in range(len(bodies))]
+    warm_up(fleet, bodies, at_s, budget, Served.flush)
+
+
+def replay_bodies(replay: Replay, settings: RunOptions) -> list[bytes]:
+    """All requests of a replay."""
+    return _bodies(replay, settings, len(replay.prompts), settings.output_tokens)
 
 
 def _bodies(replay: Replay, settings: RunOptions, count: int, output_tokens: int) -> list[bytes]:
@@ -240,6 +257,7 @@ def _replay(
     timeout_s = settings.duration_s + REQUEST_TIMEOUT_S
     answers = served.stream(bodies, at_s=replay.at_s, timeout_s=timeout_s)
     found = latencies(answers, together=False)
+    of_requests = request_times(answers)
     return TraceRow(
         backend=served.backend,
         trace=replay.trace,
@@ -253,6 +271,9 @@ def _replay(
         ttft_p99_ms=found.ttft_p99_ms,
         tpot_ms=found.tpot_ms,
         tpot_p99_ms=found.tpot_p99_ms,
+        ttft_mean_ms=of_requests.ttft_ms,
+        e2e_mean_ms=of_requests.e2e_ms,
+        e2e_p99_ms=of_requests.e2e_p99_ms,
         itl_p50_ms=found.itl_p50_ms,
         itl_p99_ms=found.itl_p99_ms,
         tokens_per_s=found.tokens_per_s,

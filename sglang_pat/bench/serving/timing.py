@@ -95,11 +95,7 @@ def latencies(answers: Sequence[AnswerTimes], *, together: bool) -> Latencies:
     intervals = intervals_ms(answers, *(window(answers) if together else ()))
     if not intervals:
         raise TooShort("no interval between tokens was seen; ask for more output tokens")
-    tpots = [
-        1e3 * (answer.times[-1] - answer.times[0]) / (answer.tokens[-1] - answer.tokens[0])
-        for answer in answers
-        if answer.tokens[-1] > answer.tokens[0]
-    ]
+    tpots = _tpots_ms(answers)
     ttfts = [1e3 * (answer.times[0] - answer.sent) for answer in answers]
     seconds = max(answer.times[-1] for answer in answers) - min(answer.sent for answer in answers)
     return Latencies(
@@ -111,6 +107,72 @@ def latencies(answers: Sequence[AnswerTimes], *, together: bool) -> Latencies:
         ttft_p99_ms=_percentile(ttfts, 99),
         tokens_per_s=sum(answer.tokens[-1] for answer in answers) / seconds,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Of the requests that were sent in a window: means and 99th percentiles over requests. TPOT:
+    from a request's first event to its last over the tokens behind the first; end to end: from
+    sending to the last event. None: no request has that time."""
+
+    sent: int
+    begun: float  # fraction of those sent ``due_s`` before it closed that had a token then
+    ended: float  # fraction that ended until the grace behind it was over
+    tpots: int  # requests that the TPOTs are of
+    tpot_ms: float | None
+    tpot_p99_ms: float | None
+    ttft_ms: float | None
+    ttft_p99_ms: float | None
+    e2e_ms: float | None
+    e2e_p99_ms: float | None
+
+
+def request_times(
+    answers: Sequence[AnswerTimes],
+    begin: float = -np.inf,
+    close: float = np.inf,
+    *,
+    grace_s: float = 0.0,
+    due_s: float = 0.0,
+    cut_tokens: int | None = None,
+) -> RequestTimes:
+    """Of the requests sent within [begin, close] seconds. TPOT and end-to-end time are of those
+    that ended ``grace_s`` after ``close`` or before, TTFT of those that began at all. Whoever was
+    sent less than ``due_s`` before ``close`` need not have begun.
+
+    ``cut_tokens``: TPOT also counts, as far as they came, requests that were cut off with so many
+    tokens or more. Long and slow requests are the first to be cut off, so a 99th percentile
+    without them would be one of the short and fast.
+    """
+    sent = [answer for answer in answers if begin <= answer.sent <= close]
+    ended = [a for a in sent if a.whole and a.times[-1] <= close + grace_s]
+    due = [a for a in sent if a.sent <= close - due_s]
+    cut = [a for a in sent if not a.whole and a.times] if cut_tokens is not None else []
+    decoded = ended + [a for a in cut if a.tokens[-1] >= (cut_tokens or 0)]
+    ttfts = [1e3 * (a.times[0] - a.sent) for a in sent if a.times]
+    e2es = [1e3 * (a.times[-1] - a.sent) for a in ended]
+    tpots = _tpots_ms(decoded)
+    return RequestTimes(
+        sent=len(sent),
+        begun=sum(bool(a.times) and a.times[0] <= close for a in due) / max(len(due), 1),
+        ended=len(ended) / max(len(sent), 1),
+        tpots=len(tpots),
+        tpot_ms=float(np.mean(tpots)) if tpots else None,
+        tpot_p99_ms=_percentile(tpots, 99) if tpots else None,
+        ttft_ms=float(np.mean(ttfts)) if ttfts else None,
+        ttft_p99_ms=_percentile(ttfts, 99) if ttfts else None,
+        e2e_ms=float(np.mean(e2es)) if e2es else None,
+        e2e_p99_ms=_percentile(e2es, 99) if e2es else None,
+    )
+
+
+def _tpots_ms(answers: Sequence[AnswerTimes]) -> list[float]:
+    """Of the answers with more than one event."""
+    return [
+        1e3 * (answer.times[-1] - answer.times[0]) / (answer.tokens[-1] - answer.tokens[0])
+        for answer in answers
+        if answer.tokens[-1] > answer.tokens[0]
+    ]
 
 
 def step_ms(

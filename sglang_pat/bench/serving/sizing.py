@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large the servers must be for what they are asked."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sglang_pat.bench.serving.agents import Team
+from sglang_pat.bench.serving.fleet import FleetConfig
+from sglang_pat.bench.serving.model import GIB, Model
+from sglang_pat.bench.serving.run import Replay
+
+# Slots beyond the tokens of all requests: overlapping steps hold a few more.
+POOL_MARGIN, POOL_MARGIN_PER_REQUEST = 1024, 16
+PAGE = 256  # a multiple of every page size
+
+
+def fleet_config(
+    options: argparse.Namespace,
+    model: Model,
+    dtype: str,
+    todo: Sequence[Replay],
+    gpu_gib: float | None,
+) -> FleetConfig:
+    """Servers that hold the largest workload or team; of traces, and where a capacity is looked
+    for, as much as memory allows.
+
+    Args:
+        options: of the command line.
+        model: what every server loads.
+        dtype: of weights and K/V.
+        todo: replays of traces.
+        gpu_gib: memory of a GPU; None on a CPU, whose memory is not looked at.
+
+    Raises:
+        ValueError: a request is longer than the model's positions, a context has no room for a
+            turn, or the servers do not fit a GPU.
+    """
+    config = FleetConfig(
+        model=model,
+        device=options.device,
+        dtype=dtype,
+        tp=options.tp,
+        pool_tokens=0,
+        max_requests=_max_requests(options),
+        mem_fraction_static=options.mem_fraction_static,
+        overhead_gib=options.overhead_gib,
+        args=tuple(options.server_args),
+        kv_cache_dtype=options.kv_cache_dtype,
+    )
+    longest = _longest(options)
+    if longest > model.positions:
+        raise ValueError(
+            f"a request of {longest} tokens is longer than the {model.positions} positions of "
+            f"{options.model}"
+        )
+    pool = _pool_tokens(options, todo, config.max_requests)
+    if gpu_gib is not None and (todo or options.capacity):
+        pool = min(pool, config.largest_pool(len(options.backends), gpu_gib) - PAGE)
+        pool = max(pool, longest)  # at least one request, or the check below fails
+    pool += -pool % PAGE  # else SGLang rounds it down
+    config = replace(config, pool_tokens=pool)
+    if gpu_gib is not None:
+        config.check_memory(options.backends, gpu_gib)
+    return config
+
+
+def most_agents(config: FleetConfig, team: Team, context: int) -> int:
+    """How many agents of a team run at once whatever their contexts: as many as the server's
+    requests, and as fit its K/V pool when all contexts are full. More would wait for each other.
+
+    Raises:
+        ValueError: that is fewer than the team has to begin with.
+    """
+    none = replace(team, agents=0).kv_tokens(context) + POOL_MARGIN
+    one = team.private_tokens(context) + POOL_MARGIN_PER_REQUEST
+    most = min(config.max_requests, max(0, config.pool_tokens - none) // one)
+    if most < team.agents:
+        raise ValueError(
+            f"the search begins with {team.agents} agents, but servers of {config.max_requests} "
+            f"requests and {config.pool_tokens} K/V tokens run {most} at once: begin with fewer, "
+            "raise --max-requests, lower --agent-context, or name fewer --backends"
+        )
+    return most
+
+
+def _max_requests(options: argparse.Namespace) -> int:
+    if options.trace or options.capacity:
+        return int(options.max_requests)
+    return max((one.agents for one in options.agents or ()), default=0) or max(
+        work.requests for work in options.workloads
+    )
+
+
+def _longest(options: argparse.Namespace) -> int:
+    """Tokens of the longest request."""
+    if options.trace:
+        return int(options.context)
+    if options.agents:
+        for team in options.agents:
+            team.check(options.agent_context)
+        return int(options.agent_context)
+    added = options.new_tokens + options.output_tokens
+    return int(max(work.cached for work in options.workloads) + added)
+
+
+def _pool_tokens(options: argparse.Namespace, todo: Sequence[Replay], max_requests: int) -> int:
+    """K/V tokens with which no request waits for another one's."""
+    if todo:
+        return max(one.kv_tokens + len(one.prompts) * int(options.output_tokens) for one in todo)
+    if options.trace:
+        return int(max_requests * options.context)
+    if options.agents:
+        context = options.agent_context
+        teams = [replace(t, agents=max_requests) if options.capacity else t for t in options.agents]
+        pool = max(team.kv_tokens(context) for team in teams)
+    else:
+        pool = max(
+            work.kv_tokens(new=options.new_tokens, output=options.output_tokens)
+            for work in options.workloads
+        )
+    return int(pool + POOL_MARGIN + POOL_MARGIN_PER_REQUEST * max_requests)
+
+
+def device_of(device: str, gpus: int) -> tuple[str, float | None]:
+    """Name and memory of a GPU, in GiB; the memory of a CPU is not looked at.
+
+    Raises:
+        ValueError: there are fewer than ``gpus``.
+    """
+    import torch
+
+    if device == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads", None
+    if torch.cuda.device_count() < gpus:
+        raise ValueError(
+            f"torch {torch.__version__} can use {torch.cuda.device_count()} GPUs here, but "
+            f"{gpus} are needed: use another machine, or --device cpu with a small --model"
+        )
+    found = torch.cuda.get_device_properties(0)
+    return found.name, found.total_memory / GIB
