@@ -2,19 +2,23 @@
 """Linear attention or state spaces beside attention, and Gemma 3's windows and large heads: pat is
 as near to fa3 and to flashinfer as these are to each other, and packs the layers that attend.
 
-Three servers for each of the families: this module is best run by itself.
+Three servers for each of the families: this module is best run by itself. ``PAT_HYBRIDS`` chooses
+some of them, as ``qwen3_next,gemma3``.
 """
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from kit.hybrid_models import FAMILIES
+from kit.hybrid_models import FAMILIES as ALL_FAMILIES
 from serving.workloads import random_prompt
 
 from .agreement import LOADS, NEW_TOKENS, Load, answers
 from .fleet import Fleet
 from .test_agreement import PEERS, check_beside_peers
 
+FAMILIES = tuple(os.environ.get("PAT_HYBRIDS", ",".join(ALL_FAMILIES)).split(","))
 SERVERS = tuple(f"{family}-{name}" for family in FAMILIES for name in (*PEERS, "pat"))
 WINDOWED = ("gemma3",)
 HYBRIDS = tuple(family for family in FAMILIES if family not in WINDOWED)
