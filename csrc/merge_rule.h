@@ -20,12 +20,14 @@ inline constexpr MergeRule kMergeRules[] = {{1, 8, 8}, {1, 8, 4}, {1, 8, 2}, {1,
 
 // Which of kMergeRules holds for `rows` query heads of all queries, on a GPU of `num_sms`. The
 // kernel also counts the rows that pad a batch, the cost model does not: it may take a batch for
-// smaller. Few rows leave warps idle, so several warps share a head. Many rows have enough warps,
-// and a warp that loads little at once needs few registers, so that more warps run.
+// smaller. Few rows leave warps idle, so several warps share a head. But a warp that loads eight
+// splits at once needs up to 168 registers a thread: an SM runs three blocks of four such warps, or
+// six of two. Blocks that find no room run after the others, which costs 1 to 2 us. So the more
+// rows, the fewer warps share a head.
 constexpr size_t merge_rule(int64_t rows, int32_t num_sms) {
   if (rows <= num_sms) return 0;
-  if (rows <= 5 * int64_t{num_sms}) return 1;
-  if (rows <= 8 * int64_t{num_sms}) return 2;
+  if (rows <= 3 * int64_t{num_sms}) return 1;
+  if (rows <= 6 * int64_t{num_sms}) return 2;
   if (rows <= 16 * int64_t{num_sms}) return 3;
   return 4;
 }

@@ -84,7 +84,7 @@ class PatConfig:
     ``preset`` (``SGLANG_PAT_PRESET``): the rules to start from, see ``PRESETS`` and ``rules``.
     ``policy`` (``SGLANG_PAT_POLICY``), ``split`` (``SGLANG_PAT_SPLIT``) and ``branching``
     (``SGLANG_PAT_BRANCHING``): see ``Target``; ``cost`` is ``never`` where branches do not pay or
-    were not measured: on the CPU, on GPUs other than Hopper, beyond head dim 128.
+    were not measured: on the CPU and on GPUs other than Hopper.
     ``split_tokens`` (``SGLANG_PAT_SPLIT_TOKENS``): of a piece, with the splits ``fixed`` and
     ``chunks``.
     ``partial`` (``SGLANG_PAT_PARTIAL``): dtype of the partial outputs that the merge reads.

@@ -23,9 +23,10 @@ from sglang_pat.bench.kernel.floor import Heads, floor_us, kv_bytes, least_bytes
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, quantised, relative
 from sglang_pat.bench.kernel.layer import PatOptions, error_of
 from sglang_pat.bench.kernel.report import TreeRow, complaints
-from sglang_pat.bench.serving.__main__ import _fleet_config, _shown
+from sglang_pat.bench.serving.__main__ import _shown
 from sglang_pat.bench.serving.model import open_model
 from sglang_pat.bench.serving.options import complete, make_parser
+from sglang_pat.bench.serving.sizing import fleet_config
 
 TREE = Tree((1, 6), (40, 9))
 
@@ -176,7 +177,7 @@ def test_all_servers_get_the_dtype_and_pools_of_half_the_bytes(
     choice = options.kv_cache_dtype
     model = open_model("llama3-8b", tmp_path, "bfloat16", choice)
     assert model.kv_bytes_per_token == share * 128 * 1024
-    config = _fleet_config(options, model, "bfloat16", [], None)
+    config = fleet_config(options, model, "bfloat16", [], None)
     given = config.arguments()
     assert given[given.index("--kv-cache-dtype") + 1] == choice == config.kv_cache_dtype
     assert _shown(options, config).get("kv_cache_dtype") == (choice if flags else None)

@@ -189,7 +189,7 @@ def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) 
     """As a server's is: rates of an H200 would be wrong on an H100, branches on an A100."""
     tree, heads = PAPER_TREES[0], Heads(32, 8)
     assert PatOptions().target(tree, heads).branching == "cost"
-    assert PatOptions().target(tree, Heads(32, 8, 256)).branching == "never"
+    assert PatOptions().target(tree, Heads(32, 8, 256)).branching == "cost"
     a100 = SimpleNamespace(
         name="NVIDIA A100-SXM4-80GB", multi_processor_count=108, major=8, minor=0
     )

@@ -18,6 +18,7 @@ from kit.plans import ITEM
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import __main__ as kernel
 from sglang_pat.bench.kernel import timeline
+from sglang_pat.bench.kernel.cases import QUICK_TREES
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import PatOptions
 from sglang_pat.bench.kernel.timeline import Bar, Kind, Timeline
@@ -206,7 +207,7 @@ def test_from_arguments_to_json_and_back(
 
 def test_what_is_recorded_unless_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     found = kernel.cases(kernel.parser().parse_args(["--timeline"]))
-    assert [tree for _, _, tree in found] == list(kernel.QUICK_TREES)
+    assert [tree for _, _, tree in found] == list(QUICK_TREES)
     assert {(str(heads), permuted) for heads, permuted, _ in found} == {("32/8", False)}
     with pytest.raises(SystemExit):
         kernel.parser().parse_args(["--timeline", "--traffic"])

@@ -120,7 +120,7 @@ struct Shape {
   static constexpr int kNarrowBytes = kNarrowRows * kHeadDim * 2;  // Q of a narrow unit
   static constexpr int kMaxHalves = kHeadDim > 128 ? 1 : 2;
   static constexpr bool kWgmma = PAT_WGMMA;
-  // Where wgmma takes Q from. Registers are faster, but with a head dim of 256 the output needs them.
+  // Where wgmma takes Q from. Registers are faster, but at head dim 256 the output needs them.
   static constexpr bool kQInRegisters = kHeadDim <= 128;
 };
 
