@@ -40,6 +40,7 @@ FEW = {
     "paged": ["batch-1/1_512", "batch-8/8_512"],
     "persistent": ["bucketed-b1-5", "uniform-b2-5"],
     "packinfer": ["alpaca/alpaca-b8", "alpaca even/alpaca-b8"],
+    "drift": ["single/single-4k", "pair/pair-4k"],
 }
 
 
@@ -200,10 +201,12 @@ def test_options_that_a_study_has_no_use_for(
 def test_a_rule_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     made = variants.Layer
 
-    def layer(batch: Any, tree: Any, heads: Any, settings: PatOptions, scale: float) -> Any:
+    def layer(
+        batch: Any, tree: Any, heads: Any, settings: PatOptions, scale: float, age: int
+    ) -> Any:
         if settings.policy == "queries" and settings.split == "none":
             raise ValueError("a plan of 9 bytes: the buffer has 8; make it larger")
-        return made(batch, tree, heads, settings, scale)
+        return made(batch, tree, heads, settings, scale, age)
 
     monkeypatch.setattr(variants, "Layer", layer)
     study = STUDIES["neighbours"]

@@ -20,7 +20,7 @@ struct Plan {
   std::vector<uint8_t> blob;  // laid out as plan.h says
   // The plan holds while min_seq_lens[q] <= seq_lens[q] <= max_seq_lens[q] for every query. The
   // room above the scheduled length grows with the tail, so that plans get rarer as sequences get
-  // longer.
+  // longer. Where a branch would come to hold up the other items, there is less (drift.h).
   std::vector<int64_t> min_seq_lens;
   std::vector<int64_t> max_seq_lens;
   // Tokens that the items read for one layer and KV head, re-reads counted, are fixed_tokens plus

@@ -10,6 +10,7 @@
 #include "../check.h"
 #include "../count_of.h"
 #include "cost_model.h"
+#include "drift.h"
 #include "separate.h"
 #include "split.h"
 
@@ -40,6 +41,7 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
   if (degraded.empty()) separate(tree, seq_lens, num_queries);
   Plan plan = emitter_.emit({*tiles_, packs_, brancher_, assigned_, seq_lens, num_queries});
   plan.degraded = std::move(degraded);
+  limit_drift(*tiles_, seq_lens, unique_tokens_, plan);
   return plan;
 }
 

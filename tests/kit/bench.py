@@ -91,10 +91,17 @@ class CpuLayer:
     """``Layer`` on the CPU executor."""
 
     def __init__(
-        self, batch: TreeBatch, tree: Tree, heads: Heads, settings: PatOptions, scale: float
+        self,
+        batch: TreeBatch,
+        tree: Tree,
+        heads: Heads,
+        settings: PatOptions,
+        scale: float,
+        age: int = 0,
     ) -> None:
         self.batch, self.scale = batch, scale
-        self.plan = plan(tree.paths, tree.seq_lens, settings.target(tree, heads))
+        lengths = [length - age for length in tree.seq_lens]
+        self.plan = plan(tree.paths, lengths, settings.target(tree, heads))
 
     def attend(self) -> torch.Tensor:
         b = self.batch

@@ -124,15 +124,26 @@ def device_batch(
 
 
 class Layer:
-    """What pat does for a batch: a plan, the snapshot of its slots, the attention of a layer."""
+    """What pat does for a batch: a plan, the snapshot of its slots, the attention of a layer.
+
+    ``age``: decode steps since the plan was made. A workspace does not check whether a plan still
+    holds, so one that a server would have replaced can be timed, as long as its list has the room:
+    up to 128 steps, if every sequence had a token of its own when the plan was made.
+    """
 
     def __init__(
-        self, batch: TreeBatch, tree: Requests, heads: Heads, settings: PatOptions, scale: float
+        self,
+        batch: TreeBatch,
+        tree: Requests,
+        heads: Heads,
+        settings: PatOptions,
+        scale: float,
+        age: int = 0,
     ) -> None:
         target = settings.target(tree, heads)
         self.batch, self.tree, self.scale = batch, tree, scale
         self._planner = Planner(target)
-        self.plan = self._planner.plan(tree.paths, tree.seq_lens)
+        self.plan = self._planner.plan(tree.paths, [length - age for length in tree.seq_lens])
         self.workspace = Workspace(
             target,
             batch.req_to_token.shape[1],

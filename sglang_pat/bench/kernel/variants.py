@@ -21,12 +21,14 @@ from sglang_pat.planner import Plan
 @dataclass(frozen=True)
 class Variant:
     """``batch``: the tree, or the same requests with a radix node for each pack. ``permuted``:
-    slots at random places, else those of a node consecutive."""
+    slots at random places, else those of a node consecutive. ``age``: decode steps since the plan
+    was made, so tokens that every sequence has grown since."""
 
     name: str
     batch: Requests
     settings: PatOptions
     permuted: bool = False
+    age: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def measure(
     for variant in variants:
         try:
             batch = batches[variant.permuted]
-            layer = Layer(batch, variant.batch, heads, variant.settings, scale)
+            layer = Layer(batch, variant.batch, heads, variant.settings, scale, variant.age)
             graphs[variant.name] = capture(layer.attend)
             plans[variant.name] = layer.plan
         except (ValueError, torch.cuda.OutOfMemoryError) as error:

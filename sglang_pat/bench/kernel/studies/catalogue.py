@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from sglang_pat.bench.kernel.studies import chunk, neighbours, packinfer, paged, persistent
+from sglang_pat.bench.kernel.studies import chunk, drift, neighbours, packinfer, paged, persistent
 from sglang_pat.bench.kernel.studies.engine import Case, Study
 
 STUDIES: dict[str, Study] = {
@@ -14,6 +14,7 @@ STUDIES: dict[str, Study] = {
     "paged": paged.STUDY,
     "persistent": persistent.STUDY,
     "packinfer": packinfer.STUDY,
+    "drift": drift.STUDY,
 }
 
 

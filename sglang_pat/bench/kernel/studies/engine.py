@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import numpy as np
+
 from sglang_pat.bench.common import forests
 from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.document import Document, write
@@ -47,6 +49,7 @@ class StudyRow:
     degraded: dict[str, str]  # rules whose plans ran out of room, and why
     failed: dict[str, str]  # without a time, and why
     rules: list[str]  # the names among these that are pat's
+    outgrown: list[str] = field(default_factory=list)  # rules whose old plans no longer hold
 
     @property
     def wrong(self) -> dict[str, float]:
@@ -82,7 +85,7 @@ class Study:
     """``batches``: of a head configuration, fewer if told so, as (family, batch), the most telling
     first. ``summary``: what rows of one head configuration say. ``peers``: names of ``PEERS``.
     ``contiguous``: peers that take K and V without slots. ``layouts``: permuted or not, of all but
-    those."""
+    those. ``ages``: of older plans of BASE that stand beside it, in decode steps."""
 
     title: str
     heads: tuple[Heads, ...]
@@ -92,6 +95,7 @@ class Study:
     peers: tuple[str, ...] = ()
     contiguous: Mapping[str, Maker] = field(default_factory=dict)
     layouts: tuple[bool, ...] = (False,)
+    ages: tuple[int, ...] = ()
 
     def cases(self, heads: Sequence[Heads], quick: bool, only: Sequence[str]) -> list[Case]:
         """What to run, those whose names hold what a pattern in ``only`` matches; all without.
@@ -117,11 +121,13 @@ class Study:
         return found
 
     def variants(self, batch: Requests) -> list[Variant]:
-        return [
+        found = [
             Variant(_named(name, permuted), batch, settings, permuted)
             for permuted in self.layouts
             for name, settings in self.rules.items()
         ]
+        aged = self.rules[BASE]
+        return found + [Variant(aged_name(age), batch, aged, age=age) for age in self.ages]
 
     def rivals(self, absent: Mapping[str, str]) -> list[Peer]:
         """The peers but those that are ``absent``."""
@@ -132,6 +138,10 @@ class Study:
             if name not in absent
         ]
         return found + [Peer(name, make) for name, make in self.contiguous.items()]
+
+
+def aged_name(age: int) -> str:
+    return f"{age} old"
 
 
 def _named(name: str, permuted: bool) -> str:
@@ -146,6 +156,7 @@ def row_of(
     variants, peers = study.variants(batch), study.rivals(absent)
     timed = measure(batch, heads, variants, timer, peers)
     plans, total, unique = timed.plans, sum(batch.seq_lens), batch.unique_tokens
+    lengths = np.asarray(batch.seq_lens, dtype=np.int64)
     return StudyRow(
         heads=str(heads),
         family=case.family,
@@ -164,6 +175,9 @@ def row_of(
         degraded={name: plan.degraded for name, plan in plans.items() if plan.degraded},
         failed=timed.failed,
         rules=[variant.name for variant in variants],
+        outgrown=[
+            name for name, plan in plans.items() if not plan.fits(lengths.ctypes.data, len(lengths))
+        ],
     )
 
 
