@@ -244,6 +244,22 @@ def test_the_picture(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_numbers_of_an_axis_have_room() -> None:
+    assert report.ticks(0.94, 1.12) == [0.95, 1, 1.05, 1.1]
+    wide = report.ticks(0.9, 9.0)
+    assert 1 in wide and {2, 3, 4, 6, 8} <= set(wide) and not {0.95, 1.05} & set(wide)
+    assert report.ticks(1.2, 1.6) == [1.25, 1.5]  # an axis without 1
+
+
+def test_families_of_one_batch_share_a_panel() -> None:
+    rows = [row("a"), row("b"), row("c", "zipf"), row("d", "skew"), row("e", heads="8/1")]
+    assert [(what, len(members)) for what, members in report.panels(rows)] == [
+        ("shared, 32/8 heads", 2),
+        ("one batch of each kind, 32/8 heads", 2),
+        ("shared, 8/1 heads", 1),
+    ]
+
+
 def test_a_table_has_holes_where_nothing_ran() -> None:
     rows = [row("a"), row("b", times={"default": 8.0}), row("c", times={"pat": 8.0})]
     cells = [line.split() for line in report.table("32/8", rows)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +17,7 @@ from sglang_pat.bench.kernel.studies.engine import BASE, PERMUTED, StudyRow
 from sglang_pat.bench.kernel.studies.ratios import by_family, means
 
 COLUMNS = 3  # panels side by side in a picture
+LABELS = 16  # that an axis of times has room for, one above the other
 COLOURS = 10  # of lines, before matplotlib begins again
 # Where the axis of times may have a number: a logarithmic one has too few by itself.
 TICKS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -95,24 +97,37 @@ def complaints(rows: Sequence[StudyRow]) -> list[str]:
 def draw(title: str, rows: Sequence[StudyRow], path: Path) -> None:
     """Write a picture: a panel for each family and heads, with a line a rule or peer through its
     times over that of BASE, batch by batch."""
-    panels = [
-        (f"{family}, {heads} heads", members)
-        for heads, of_heads in _by_heads(rows)
-        for family, members in by_family(of_heads).items()
-    ]
-    lines_of_panels = -(-len(panels) // COLUMNS)
+    found = panels(rows)
+    lines_of_panels = -(-len(found) // COLUMNS)
     figure = require().Figure(figsize=(16, 0.8 + 3.4 * lines_of_panels), layout="constrained")
     axes = figure.subplots(lines_of_panels, COLUMNS, squeeze=False).flatten()
     names = [name for name in _names(rows) if name != BASE]
-    for axis, (what, members) in zip(axes, panels, strict=False):
+    for axis, (what, members) in zip(axes, found, strict=False):
         _panel(axis, names, members)
         head(axis, what)
-    for axis in axes[len(panels) :]:
+    for axis in axes[len(found) :]:
         axis.set_axis_off()
     handles, labels = axes[0].get_legend_handles_labels()
     where = {"loc": "outside upper center", "ncols": 8, "frameon": False}
     figure.legend(handles, labels, title=title, fontsize=8, **where)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
+
+
+def panels(rows: Sequence[StudyRow]) -> list[tuple[str, list[StudyRow]]]:
+    """By heads and family, as title and rows; families of one batch share a panel."""
+    found = []
+    for heads, of_heads in _by_heads(rows):
+        families = by_family(of_heads)
+        found += [
+            (f"{family}, {heads} heads", members)
+            for family, members in families.items()
+            if len(members) > 1
+        ]
+        alone = [row for members in families.values() if len(members) == 1 for row in members]
+        if alone:
+            what = alone[0].family if len(alone) == 1 else "one batch of each kind"
+            found.append((f"{what}, {heads} heads", alone))
+    return found
 
 
 def _panel(axis: Any, names: Sequence[str], rows: Sequence[StudyRow]) -> None:
@@ -124,10 +139,20 @@ def _panel(axis: Any, names: Sequence[str], rows: Sequence[StudyRow]) -> None:
         style = "--" if name.endswith(PERMUTED) else again
         axis.plot(places, values, style, marker="o", markersize=3, linewidth=1, label=name)
     axis.set_yscale("log", base=2)
-    low, high = axis.get_ylim()
-    axis.set_yticks([tick for tick in TICKS if low <= tick <= high])
+    axis.set_yticks(ticks(*axis.get_ylim()))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.tick_params(axis="y", labelsize=7)
     specs = [row.spec for row in rows]
     axis.set_xticks(places, specs, fontsize=6, rotation=30, ha="right")
     axis.set_ylabel(f"time / {BASE}", fontsize=8)
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Those of TICKS from ``low`` to ``high`` whose numbers have room beside one another; 1 goes
+    before the others, which go upwards."""
+    apart = math.log(high / low) / LABELS
+    shown: list[float] = []
+    for tick in sorted(TICKS, key=lambda tick: (tick != 1, tick)):
+        if low <= tick <= high and all(abs(math.log(tick / other)) >= apart for other in shown):
+            shown.append(tick)
+    return sorted(shown)
