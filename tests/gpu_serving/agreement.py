@@ -7,7 +7,9 @@ continuation differ, when each server decodes it token by token (``sglang_pat.de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from serving.server import Answer, Prompt, ServingServer
@@ -16,6 +18,7 @@ from serving.workloads import WORKLOADS, random_prompt
 from sglang_pat.demo import forcing
 
 NEW_TOKENS = 48
+PEERS = ("fa3", "flashinfer")
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,10 @@ def forced_logprobs(server: ServingServer, load: Load, texts: Sequence[Answer]) 
     return [value for values in found for value in values]
 
 
+# A distance may be half as large again as another, for the one draw that each is, and these more.
+FACTOR, MEAN_MORE, LARGEST_MORE = 1.5, 0.005, 0.1
 # How far a backend may be from fa3 on average and at most, where flashinfer is not measured beside
-# it. Another prompt's K/V differ by 2.2 on average (sglang_pat.demo.compare).
+# it, or has NaN. Another prompt's K/V differ by 2.2 on average (sglang_pat.demo.compare).
 MEAN_LIMIT, LARGEST_LIMIT = 0.05, 0.5
 
 
@@ -93,3 +98,42 @@ class Distance:
     def small(self) -> bool:
         """Within the limits; not if a log-probability is NaN."""
         return self.mean <= MEAN_LIMIT and self.largest <= LARGEST_LIMIT
+
+    def about_as_small_as(self, other: Distance) -> bool:
+        """Not if one of the two is NaN."""
+        return (
+            self.mean <= FACTOR * other.mean + MEAN_MORE
+            and self.largest <= FACTOR * other.largest + LARGEST_MORE
+        )
+
+
+def check_forced(what: str, found: Mapping[str, Sequence[float]]) -> None:
+    """Log-probabilities of fa3's tokens by pat and both peers: pat is about as near to each peer as
+    the peers are to each other.
+
+    Where flashinfer has a NaN nothing is known of the peers' distance. Then pat is compared with
+    fa3 alone, by MEAN_LIMIT and LARGEST_LIMIT, and a warning names flashinfer. A NaN of pat's or of
+    fa3's fails.
+    """
+    for name in ("pat", "fa3"):
+        assert not _nans(found[name]), f"{what}: {_nans(found[name])} NaN of {name}"
+    if nans := _nans(found["flashinfer"]):
+        ours = Distance.between(found["pat"], found["fa3"])
+        limits = f"{MEAN_LIMIT:g} in the mean and {LARGEST_LIMIT:g} at most"
+        warnings.warn(
+            f"{what}: {nans} of {len(found['flashinfer'])} log-probabilities of flashinfer are "
+            f"NaN; pat is compared with fa3 alone, by fixed limits ({limits})",
+            stacklevel=2,
+        )
+        print(f"{what}: pat to fa3 {ours}; flashinfer has NaN")
+        assert ours.small, f"{what}: pat to fa3 {ours}, over {limits}"
+        return
+    apart = Distance.between(*(found[name] for name in PEERS))
+    for name in PEERS:
+        ours = Distance.between(found["pat"], found[name])
+        print(f"{what}: pat to {name} {ours}; peers {apart}")
+        assert ours.about_as_small_as(apart), f"{what}: pat to {name} {ours}; peers {apart}"
+
+
+def _nans(values: Sequence[float]) -> int:
+    return sum(map(math.isnan, values))

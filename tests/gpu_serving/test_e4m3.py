@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from .agreement import LOADS, answers
+from .agreement import LOADS, PEERS, answers
 from .fleet import Fleet
-from .test_agreement import PEERS, check_beside_peers
+from .test_agreement import check_beside_peers
 
 KINDS = ("ratio4-{}-fp8_e4m3", "scaled4-{}")  # the option alone; the checkpoint's own
 SERVERS = tuple(kind.format(name) for kind in KINDS for name in (*PEERS, "pat"))

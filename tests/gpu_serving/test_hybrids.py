@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention or state spaces beside attention, and Gemma 3's windows and large heads: pat is
-as near to fa3 and to flashinfer as these are to each other, and packs the layers that attend.
+as near to fa3 and to flashinfer as these are to each other, and packs the layers that attend. Where
+flashinfer's log-probabilities are NaN, as a Gemma 3 gave on an H200, pat is compared with fa3 alone
+(``agreement.check_forced``).
 
 Three servers for each of the families: this module is best run by itself. ``PAT_HYBRIDS`` chooses
 some of them, as ``qwen3_next,gemma3``.
@@ -14,9 +16,9 @@ import pytest
 from kit.hybrid_models import FAMILIES as ALL_FAMILIES
 from serving.workloads import random_prompt
 
-from .agreement import LOADS, NEW_TOKENS, Load, answers
+from .agreement import LOADS, NEW_TOKENS, PEERS, Load, answers
 from .fleet import Fleet
-from .test_agreement import PEERS, check_beside_peers
+from .test_agreement import check_beside_peers
 
 FAMILIES = tuple(os.environ.get("PAT_HYBRIDS", ",".join(ALL_FAMILIES)).split(","))
 SERVERS = tuple(f"{family}-{name}" for family in FAMILIES for name in (*PEERS, "pat"))
