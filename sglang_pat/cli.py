@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return run_demo(Options(arguments.device, arguments.dtype, arguments.cache, arguments.json))
-    except ServerError as error:
+    except (ServerError, OSError) as error:
         print(f"sglang-pat demo: {error}", file=sys.stderr)
         return 1
 
@@ -93,7 +93,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, title="commands")
     demo = commands.add_parser(
-        "demo", help="run an agent workload on the stock backend and on pat, side by side"
+        "demo",
+        help="run an agent workload on the stock backend and on pat, side by side",
+        description="Run the conversations of a team of agents on two servers, one with SGLang's "
+        "own backend and one with pat, and print the times, the K/V reads and whether the answers "
+        "agree. Nothing is downloaded: a small model with random weights is made. It takes a few "
+        "minutes. Exit status: 0 they agree and pat packed, 1 not, 2 wrong usage.",
     )
     demo.add_argument(
         "--device",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
 import sglang_pat
 from sglang_pat import cli
@@ -74,6 +75,7 @@ def test_every_option_of_a_program_has_a_help_text(
         runpy.run_path(str(program), run_name="__main__")
     assert _without_help(caught.value.parser) == []
     assert caught.value.parser.description
+    assert caught.value.parser.format_help()
 
 
 def test_all_programs_are_found() -> None:
@@ -84,6 +86,21 @@ def test_all_programs_are_found() -> None:
 
 def test_every_option_of_the_command_has_a_help_text() -> None:
     assert _without_help(cli.make_parser()) == []
+
+
+def _commands() -> Iterator[argparse.ArgumentParser]:
+    parser = cli.make_parser()
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
+
+
+@pytest.mark.parametrize("command", list(_commands()), ids=lambda parser: parser.prog)
+def test_help_of_a_command_can_be_printed(command: argparse.ArgumentParser) -> None:
+    """A help text with a single % ends --help with a traceback."""
+    assert command.format_help().startswith(f"usage: {command.prog}")
+    assert command.description
 
 
 def test_an_option_without_help_is_found() -> None:
@@ -142,3 +159,13 @@ def test_wrong_usage_is_named(
     assert usage.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("usage: sglang-pat") and message in said
+
+
+def test_a_demo_without_its_gpu_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["demo", "--device", "cuda"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("sglang-pat demo: --device cuda: there is no CUDA device")
+    assert said.count("\n") == 1 and "give cpu" in said

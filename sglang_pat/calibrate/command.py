@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help=f"write the profile even if its error is more than {MAX_ERROR:.0%}",
+        help=f"write the profile even if its error is more than {MAX_ERROR:.0%}%",
     )
 
 

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.common.server import Server, default_device
+from sglang_pat.bench.common.server import Server, ServerError, default_device
 from sglang_pat.demo import compare as agreement
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.report import Run, summary, table, to_line
@@ -105,10 +105,11 @@ def run_demo(options: Options) -> int:
     """Run the demo; the last line on standard output is a JSON object. 0 if the backends agree.
 
     Raises:
-        ServerError: a server did not start; the message has the end of its log.
+        ServerError: a server did not start; the message has the end of its log. Or there is no GPU
+            for ``cuda``.
         OSError: the file for the results cannot be written; asked before anything runs.
     """
-    device = default_device() if options.device == "auto" else options.device
+    device = _device(options.device)
     dtype = DTYPES[device] if options.dtype == "auto" else options.dtype
     trial = _Trial(SCALES[device], device, dtype, options.cache or _default_cache())
     if options.json:
@@ -131,6 +132,19 @@ def run_demo(options: Options) -> int:
             json.dumps({**fields, "table": shown.splitlines()}, indent=2) + "\n"
         )
     return 0 if passed else 1
+
+
+def _device(asked: str) -> str:
+    if asked == "auto":
+        return default_device()
+    import torch
+
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ServerError(
+            f"--device cuda: there is no CUDA device that torch {torch.__version__} can use; leave "
+            "the option out or give cpu"
+        )
+    return asked
 
 
 def _run_both(model: Path, trial: _Trial) -> _Found:
