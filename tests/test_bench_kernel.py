@@ -240,6 +240,32 @@ def test_stored_results_are_printed_without_a_gpu(
     assert kernel.main(["--from", str(file)]) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}\n{}\n", "is not JSON (Extra data"),
+        ('{"device": "NVIDIA H200", "rows": []}', "is JSON, but not of a benchmark"),
+        (
+            '{"kind": "traces", "command": "python -m sglang_pat.bench.serving --runs 3", '
+            '"settings": {}, "rows": []}',
+            "rows of kind 'traces', which this program does not print: use python -m "
+            "sglang_pat.bench.serving --from",
+        ),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_in_one_line(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    if text is not None:
+        file.write_text(text)
+    assert kernel.main(["--from", str(file)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("sglang_pat.bench.kernel: ")
+    assert message in said.err and said.err.count("\n") == 1
+
+
 def test_versions_of_what_pip_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU host to which packages were carried as files."""
 

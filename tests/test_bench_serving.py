@@ -292,6 +292,17 @@ def test_results_are_shown_again_and_together(
     assert picture.stat().st_size > 10_000
 
 
+def test_results_of_the_kernels_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    made_by = "python -m sglang_pat.bench.kernel --json FILE"
+    file.write_text(json.dumps({"kind": "trees", "command": made_by, "settings": {}, "rows": []}))
+    assert command.main(["--from", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "rows of kind 'trees'" in said and f"bench.kernel --from {file}" in said
+
+
 def test_the_default_workloads_are_those_of_the_goals() -> None:
     assert [str(Workload.parse(spec)) for spec in DEFAULT_WORKLOADS] == [
         *("8192x128", "4096x64", "8*2048x16", "1024+512x256", "0x64", "0x256")

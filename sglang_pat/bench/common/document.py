@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -58,6 +58,28 @@ def heading(document: Document) -> list[str]:
     settings = ", ".join(f"{name} {value}" for name, value in document["settings"].items())
     found = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     return [f"{document['date']}  {document['device']}  {settings}", found]
+
+
+def read(path: Path, kinds: Collection[str]) -> Document:
+    """A document of one of ``kinds`` that ``--json`` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no such document; the message says what to do.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): name a file that --json wrote") from None
+    if not isinstance(document, dict) or not document.keys() >= {"kind", "settings", "rows"}:
+        raise ValueError(f"{path} is JSON, but not of a benchmark: name a file that --json wrote")
+    if document["kind"] not in kinds:
+        program = " ".join(shlex.split(document["command"])[:3])
+        raise ValueError(
+            f"{path} has rows of kind {document['kind']!r}, which this program does not print: use "
+            f"{program} --from {path}"
+        )
+    return document
 
 
 def write(found: Any, path: Path | None, indent: int | None = 1) -> None:

@@ -12,7 +12,6 @@ our kernels (``studies``). A peer that cannot run is left out, with the reason.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from sglang_pat.bench.kernel.options import check, make_parser, remarks_of, sett
 from sglang_pat.bench.kernel.peers import usable
 from sglang_pat.bench.kernel.report import TreeRow
 from sglang_pat.bench.kernel.rows import measure
-from sglang_pat.bench.kernel.show import about, show
+from sglang_pat.bench.kernel.show import KINDS, about, show
 from sglang_pat.bench.kernel.studies import engine
 from sglang_pat.bench.kernel.studies.catalogue import STUDIES, cases_of
 
@@ -267,7 +266,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.plot:
         require()
     if options.source:
-        document = json.loads(options.source.read_text())
+        try:
+            document = documents.read(options.source, KINDS)
+        except (OSError, ValueError) as error:
+            print(f"sglang_pat.bench.kernel: {error}", file=sys.stderr)
+            return 2
         print("\n".join(about(document)))
     elif not torch.cuda.is_available():
         print(

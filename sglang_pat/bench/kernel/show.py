@@ -12,6 +12,20 @@ from sglang_pat.bench.kernel.report import TreeRow, complaints, summary, table
 from sglang_pat.bench.kernel.studies import report as studies
 from sglang_pat.bench.kernel.timeline import Timeline
 
+# The kinds of documents that this benchmark writes.
+KINDS = (
+    "trees",
+    "sweep",
+    "drafts",
+    "ragged",
+    "batches",
+    "ablation",
+    "study",
+    "tiles",
+    "timelines",
+    "traffic",
+)
+
 # What is said of rows of equal heads, by the kind of their document; of others ``report.summary``.
 SUMMARIES = {
     "ragged": ragged.summary,

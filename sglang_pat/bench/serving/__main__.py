@@ -19,7 +19,6 @@ or requests/s, with p99 TPOT under each of ``--limits-ms``; see ``capacity.py`` 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_pat.bench.common.budget import Budget
-from sglang_pat.bench.common.document import Document, write
+from sglang_pat.bench.common.document import Document, read, write
 from sglang_pat.bench.common.figures import require
 from sglang_pat.bench.common.server import ServerError
 from sglang_pat.bench.serving import document as documents
@@ -159,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
         require()
     try:
         if options.sources:
-            found = [json.loads(path.read_text()) for path in options.sources]
+            found = [read(path, documents.ROWS) for path in options.sources]
             documents.show(found)
         else:
             with tempfile.TemporaryDirectory(prefix="sglang_pat_bench_") as scratch:
