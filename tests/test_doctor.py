@@ -101,6 +101,8 @@ def test_a_question_that_makes_no_sense_is_wrong_usage(tmp_path: Path) -> None:
         run = _run(tmp_path, "--model", str(model), *flags)
         assert run.returncode == 2, run.stdout + run.stderr
         assert message in run.stderr
+        assert run.stderr.splitlines()[-1].startswith("sglang-pat doctor: ")
+        assert "usage:" not in run.stderr
 
 
 def test_everything_wrong_at_once_is_all_named(tmp_path: Path) -> None:

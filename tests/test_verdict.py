@@ -253,9 +253,11 @@ def test_questions_that_make_no_sense(ask: Any, capsys: pytest.CaptureFixture[st
         ask(kit_models.LLAMA, gpu="H900")
     with pytest.raises(QuestionError, match="--gpu and --device"):
         ask(kit_models.LLAMA, "--device", "cpu")
-    with pytest.raises(SystemExit):
+    with pytest.raises(QuestionError, match="unrecognized arguments: --no-such-flag; python -m"):
         ask(kit_models.LLAMA, "--no-such-flag")
-    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
+    with pytest.raises(QuestionError, match=r"--tp-size.*invalid int value: 'two'"):
+        ask(kit_models.LLAMA, "--tp", "two")
+    assert capsys.readouterr().err == ""
 
 
 def test_names_of_gpus() -> None:

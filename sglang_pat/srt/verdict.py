@@ -7,9 +7,11 @@ Server flags are parsed and resolved by SGLang itself, and config.json is read b
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
@@ -126,7 +128,7 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
     ``gpu``: the name of a GPU to ask about instead of this machine. Without ``pat`` among the
     flags, ``--attention-backend pat`` is added.
 
-    Raises QuestionError, and SystemExit of argparse for flags that SGLang does not know.
+    Raises QuestionError, also for flags that SGLang does not know.
     """
     try:
         asked = known_gpu(gpu) if gpu else None
@@ -152,7 +154,8 @@ def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.server_args import prepare_server_args
 
-    server_args = prepare_server_args(_completed(arguments, gpu))
+    with _usage_left_out():
+        server_args = prepare_server_args(_completed(arguments, gpu))
     launch.mark_checked(server_args)  # the same reasons, not as an exception
     try:
         with as_if_here(gpu) if gpu is not None else nullcontext():
@@ -160,6 +163,25 @@ def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]
             return server_args, model_config_of(server_args)
     except Exception as error:  # SGLang's own refusal, whatever it is made of
         raise SGLangRefused(" ".join(f"{error}".split()) or type(error).__name__) from error
+
+
+@contextmanager
+def _usage_left_out() -> Iterator[None]:
+    """Makes a QuestionError of what argparse ends with: SGLang's usage has 400 lines before it."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        _, found, message = said.getvalue().rpartition(": error: ")
+        if not found:
+            print(said.getvalue(), end="", file=sys.stderr)
+            raise
+        raise QuestionError(
+            f"SGLang refuses the flags: {message.strip()}; python -m sglang.launch_server --help "
+            "lists them"
+        ) from end
+    print(said.getvalue(), end="", file=sys.stderr)
 
 
 def _completed(arguments: Sequence[str], gpu: Gpu | None) -> list[str]:
