@@ -129,6 +129,18 @@ def test_differences_behind_each_other_are_named() -> None:
         assert common_prefix(behind[0].symbols, request.symbols) > len(INSTRUCTIONS + tools)
 
 
+def test_later_turns_under_the_time_of_the_first_are_named_with_it() -> None:
+    """Also those of the conversation with which all others are compared."""
+    times = [f"Time: 2026-11-23 10:15:{second:02d}" for second in (1, 2, 3)]
+    firsts = [f"{time}\n{INSTRUCTIONS}\nuser: Hello, I am {time[-2:]}." for time in times]
+    laters = [f"{first}\nassistant: Yes?\nuser: Where is my order?" for first in firsts]
+    differences, _ = find_all(requests_of(firsts + laters), decode)
+    assert [difference.kind for difference in differences] == ["date or time"]
+    (found,) = differences
+    assert sorted(found.cuts) == list(range(6))
+    assert found.pieces[0] == found.pieces[3] == "2026-11-23 10:15:01"
+
+
 def test_ids_of_different_lengths_are_named() -> None:
     texts = [f"[req-{'7' * (3 + n)}{n}x] {INSTRUCTIONS} Question {n}" for n in range(6)]
     (difference,) = find(requests_of(texts), decode)

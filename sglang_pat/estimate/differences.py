@@ -127,10 +127,40 @@ def find(requests: Sequence[Request], decode: Decode | None) -> list[Difference]
                 groups[first][other] = found
                 taken.update((first, other))
     _add_others(requests, set(range(len(requests))) - {*looked_at} - taken, groups, decode)
-    differences = [
-        _difference(requests, first, members, decode) for first, members in groups.items()
-    ]
-    return sorted(differences, key=_cost)
+    differences = {
+        first: _difference(requests, first, members, decode) for first, members in groups.items()
+    }
+    return sorted(_with_likes(requests, looked_at, differences), key=_cost)
+
+
+def _with_likes(
+    requests: Sequence[Request], looked_at: Sequence[int], differences: Mapping[int, Difference]
+) -> Iterator[Difference]:
+    """The differences, each also with the prompts that begin as its first one does until behind the
+    cut, such as later turns of that conversation: beside it they do not differ there."""
+    named = {number for difference in differences.values() for number in difference.cuts}
+    sample = set(looked_at)
+    largest = {
+        first: rank
+        for rank, first in enumerate(sorted(differences, key=lambda n: _cost(differences[n])))
+    }
+    for first, difference in differences.items():
+        cut = difference.cuts[first]
+        cuts, pieces = dict(difference.cuts), dict(difference.pieces)
+        for number in range(len(requests)):
+            if number in named or (number not in sample and largest[first] >= _GROUPS):
+                continue
+            equal = common_prefix(requests[first].symbols, requests[number].symbols)
+            if equal - cut.end >= LEAST_COMMON:
+                named.add(number)
+                cuts[number] = cut
+                if first in pieces:
+                    pieces[number] = pieces[first]
+        yield replace(
+            difference,
+            cuts={number: cuts[number] for number in sorted(cuts)},
+            pieces={number: pieces[number] for number in sorted(pieces)},
+        )
 
 
 def _add_others(
