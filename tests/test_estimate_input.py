@@ -54,6 +54,18 @@ def test_prompts_of_all_kinds(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert [request.length for request in requests] == [len(r.symbols) for r in requests]
 
 
+def test_an_answer_is_no_longer_than_a_request_allows(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        {"input_ids": [1], "max_tokens": 40},
+        {"input_ids": [1], "max_tokens": 4096},
+        {"body": {"input_ids": [1], "max_completion_tokens": 30, "max_tokens": None}},
+        {"input_ids": [1], "max_tokens": 40, "output_tokens": 50},
+    )
+    requests = read_prompts(file, None, 256).requests
+    assert [request.output for request in requests] == [40, 256, 30, 50]
+
+
 def test_tool_calls_as_the_openai_sdk_writes_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """The text of such an answer is None and its arguments are JSON, which templates do not take:
     SGLang turns both before it renders them."""

@@ -54,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, default, what in (
         ("concurrency", 64, "requests that decode at a time"),
-        ("output-tokens", 256, "tokens of an answer where a prompt does not say"),
+        (
+            "output-tokens",
+            256,
+            "tokens of an answer where a prompt does not say, or its max_tokens if less",
+        ),
         ("steps", 16, "decode steps that are planned, evenly spaced over the run"),
     ):
         parser.add_argument(

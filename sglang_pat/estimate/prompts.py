@@ -31,8 +31,9 @@ _LARGEST_ID = 2**31 - 1
 def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) -> Requests:
     """One request a line: ``prompt`` (text), ``messages`` (a conversation, and ``tools`` beside it)
     or ``input_ids`` (token ids). ``output_tokens`` of the answer is as given here where a line does
-    not say; ``n`` answers are asked for at once, 1 by default. All of it may stand in a ``body``,
-    as in the batch files of OpenAI's interface. Other keys are not looked at.
+    not say, or its ``max_completion_tokens`` or ``max_tokens`` if that is less; ``n`` answers are
+    asked for at once, 1 by default. All of it may stand in a ``body``, as in the batch files of
+    OpenAI's interface. Other keys are not looked at.
 
     Raises OSError for a file that cannot be read, InputError for another form or for text without a
     tokenizer.
@@ -54,6 +55,9 @@ def _request(
     tokens = _tokens(given, where, tokenizer)
     if not 0 < len(tokens) <= MAX_TOKENS:
         fail(where, f"the prompt has {len(tokens):,} tokens, must have 1 to {MAX_TOKENS:,}")
+    for name in ("max_completion_tokens", "max_tokens"):
+        if type(given.get(name)) is int and given[name] > 0:
+            output_tokens = min(output_tokens, given[name])
     output = whole(given.get("output_tokens", output_tokens), f"{where}, output_tokens", MAX_TOKENS)
     samples = whole(given.get("n", 1), f"{where}, n", MAX_SAMPLES)
     return Request(number, np.array(tokens, dtype=np.int64), len(tokens), output, samples)
