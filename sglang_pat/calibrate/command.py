@@ -85,6 +85,12 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure the GPU at hand and write its profile; the exit status."""
     if arguments.tiles:
         return print_tiles(arguments)
+    if arguments.gpu:
+        print(
+            "sglang-pat calibrate: --gpu goes with --tiles; a profile is of the GPU at hand",
+            file=sys.stderr,
+        )
+        return 2
     from sglang_pat.calibrate.gpu import CudaMachine, reason_against_a_gpu
 
     reason = reason_against_a_gpu()
