@@ -39,6 +39,7 @@ class Branching(Enum):
     cost = 0
     always = 1
     never = 2
+    groups = 3
 
 class Target:
     num_sms: int

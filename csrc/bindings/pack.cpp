@@ -140,7 +140,8 @@ void bind_target(py::module_& m) {
   py::enum_<Branching>(m, "Branching")
       .value("cost", Branching::kCost)
       .value("always", Branching::kAlways)
-      .value("never", Branching::kNever);
+      .value("never", Branching::kNever)
+      .value("groups", Branching::kGroups);
   py::class_<Target>(m, "Target")
       .def(py::init<>())
       .def_readwrite("num_sms", &Target::num_sms)

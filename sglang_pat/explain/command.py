@@ -24,11 +24,12 @@ _CPU_THREADS = 8
 # Options of a server that change a plan: SGLANG_PAT_<NAME>, and here --<name>.
 _RULES = {
     "preset": "rules to start from: default, pat (the paper's), naive, or another paper's: chunk, "
-    "paged, paged-v1 or relay; a rule beside it wins",
+    "paged, paged-v1, relay or packinfer; a rule beside it wins",
     "policy": "when a node becomes a pack: bytes, paper, naive, root or queries",
     "split": "where a long pack is cut: cost, mean, fixed, chunks or none",
-    "split_tokens": "tokens of a piece, with --split fixed or chunks",
-    "branching": "whether parts of the tree become one item: cost, always or never",
+    "split_tokens": "tokens of a piece, with --split fixed or chunks; of a branch, with --branching "
+    "groups",
+    "branching": "whether parts of the tree become one item: cost, always, never or groups",
     "partial": "dtype of partial results: fp32 or bf16",
 }
 _LEAST_QUERIES = 256

@@ -53,6 +53,7 @@ RULES = {
     "default": options_of("default", {})[0],
     "paged": options_of("paged", {})[0],
     "no split": options_of("default", {"split": "none"})[0],
+    "packinfer": options_of("packinfer", {})[0],
 }
 
 STUDY = Study(
