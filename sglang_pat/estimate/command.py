@@ -127,7 +127,7 @@ def _check(arguments: argparse.Namespace) -> None:
     given = next(
         f"--{name.replace('_', '-')}"
         for name in ("prompts", "trace", "url", "break_even")
-        if getattr(arguments, name)
+        if getattr(arguments, name) not in (None, False)
     )
     if arguments.tokenizer is not None and given != "--prompts":
         raise InputError(f"--tokenizer is for --prompts: {given} has no text; drop it")

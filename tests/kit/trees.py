@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kit.pieces import DYNAMIC
+from kit.pieces import DYNAMIC, check_pieces
 from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DRAFTS, PACK, SINGLE
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.planner import Plan
@@ -283,16 +283,6 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
     check_splits(plan, splits)
     assert plan.num_items == len(items) and plan.num_members == items["num_queries"].sum()
     assert plan.num_shared_items == num_shared
-
-
-def check_pieces(pieces: list[list[tuple[int, int]]], seq_lens: list[int]) -> None:
-    """The (start, length) that items read of each query make up its sequence, without overlaps."""
-    for query_pieces, seq_len in zip(pieces, seq_lens, strict=True):
-        position = 0
-        for start, length in sorted(query_pieces):
-            assert start == position
-            position += length
-        assert position == seq_len
 
 
 def check_splits(plan: Plan, splits: list[list[tuple[bool, int, int]]]) -> None:

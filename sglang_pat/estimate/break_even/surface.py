@@ -63,7 +63,7 @@ class Surface:
         """Shared tokens from which on pat takes at most ``level`` of the time, to ``RESOLUTION``
         tokens; None if that needs more than the longest of ``SHARED``.
 
-        From there on every point of the grid is below ``level``. Between the two points of the
+        From there on no point of the grid is above ``level``. Between the two points of the
         grid where that begins it is taken to begin once, and halving finds it.
         """
         above = [i for i, shared in enumerate(SHARED) if self.at(requests, shared).ratio > level]
