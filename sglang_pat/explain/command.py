@@ -27,8 +27,8 @@ _RULES = {
     "paged, paged-v1, relay or packinfer; a rule beside it wins",
     "policy": "when a node becomes a pack: bytes, paper, naive, root or queries",
     "split": "where a long pack is cut: cost, mean, fixed, chunks or none",
-    "split_tokens": "tokens of a piece, with --split fixed or chunks; of a branch, with --branching "
-    "groups",
+    "split_tokens": "tokens of a piece, with --split fixed or chunks; of a branch, with "
+    "--branching groups",
     "branching": "whether parts of the tree become one item: cost, always, never or groups",
     "partial": "dtype of partial results: fp32 or bf16",
 }
