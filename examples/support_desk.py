@@ -81,24 +81,19 @@ async def run_tool(call: Message) -> Message:
 def planned(number: int) -> list[Message]:
     """The calls that a conversation needs, for a model that made none: the demo's, or one whose
     server runs without --tool-call-parser. So its conversations have the same form."""
-    given = {"order": f"2026-{1000 + number}", "stock": "lamp", "policy": "returns"}
+    given = {
+        "order": {"number": f"2026-{1000 + number}"},
+        "stock": {"article": "lamp"},
+        "policy": {"subject": "returns"},
+    }
     return [
         {
-            "id": f"call_{number}_{tool['function']['name']}",
+            "id": f"call_{number}_{name}",
             "type": "function",
-            "function": {
-                "name": tool["function"]["name"],
-                "arguments": json.dumps(
-                    {key: given[tool["function"]["name"]] for key in _parameters(tool)}
-                ),
-            },
+            "function": {"name": name, "arguments": json.dumps(arguments)},
         }
-        for tool in TOOLS
+        for name, arguments in given.items()
     ]
-
-
-def _parameters(tool: dict[str, Any]) -> list[str]:
-    return list(tool["function"]["parameters"]["properties"])
 
 
 def joined(deltas: Sequence[Any]) -> tuple[str, list[Message]]:

@@ -13,6 +13,8 @@ HEAVY_ROWS: int
 BRANCH_ROWS: int
 CUDA_MAX_GROUP: int
 CUDA_TILE_TOKENS: int
+MOST_DRIFT: float
+LEAST_GROWTH: int
 CUDA_HEAD_DIMS: tuple[int, ...]
 CUDA_CODE: tuple[str, ...]
 CPU_HEAD_DIM_STEP: int
@@ -39,6 +41,7 @@ class Branching(Enum):
     cost = 0
     always = 1
     never = 2
+    groups = 3
 
 class Target:
     num_sms: int

@@ -53,10 +53,11 @@ class Target:
     where several queries read and leaves the rest whole (ChunkAttention), ``none`` cuts nothing. Of
     one pack there are at most 512 pieces. ``branching``: whether a part of the pack tree may become
     one item, a branch, in which queries do not see each other's tokens: ``cost`` where the modelled
-    time is shorter, ``always`` or ``never``. With ``cost``, ``bytes`` and the split ``cost``, each
-    query of a small batch may also get items of its own, where that is modelled to be clearly
-    faster. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a node or
-    tail beyond which it stays an item of its own) are what it chooses from.
+    time is shorter, ``always`` or ``never``; ``groups`` makes branches of any queries, of about
+    ``split_tokens`` tokens each (PackInfer, section 3.1). With ``cost``, ``bytes`` and the split
+    ``cost``, each query of a small batch may also get items of its own, where that is modelled to
+    be clearly faster. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a
+    node or tail beyond which it stays an item of its own) are what it chooses from.
 
     Raises ValueError for a field that makes no sense.
     """

@@ -10,9 +10,10 @@ import hypothesis
 import pytest
 import torch
 
-# A run of the tests takes the same examples every time, so that it fails for a change and not by
-# chance. ``pytest --hypothesis-profile default`` draws new ones.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
+# A run of the tests takes the same examples every time, and none has a time limit of its own, so
+# that it fails for a change and not by chance or on a busy machine.
+# ``pytest --hypothesis-profile default`` draws new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
 # Files that take minutes each, the longest first. With the others that start servers they come

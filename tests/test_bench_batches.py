@@ -147,7 +147,7 @@ def test_queries_without_tokens_are_left_out() -> None:
         (["--ragged"], "leave --ragged out"),
         (["--timeline"], "leave --timeline out"),
         (["--sample", "0"], "'0' is not a whole number, 1 or more"),
-        (["--only", "made-1"], "--only goes with --ragged only"),
+        (["--only", "made-1"], "--only goes with --ragged or --study only"),
         (["--heads", "64/2"], "on 64/2 heads: "),
         (["--traffic", "--kv-dtype", "fp8_e4m3"], "--traffic measures bfloat16 only"),
     ],

@@ -225,7 +225,9 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--capacity"], "add --agents [SPEC] or --trace NAME"),
         (["--capacity", "--trace", "toolagent", "--rates", "1", "2"], "the one to begin with"),
-        (["--agents", "--limits-ms", "25"], "--limits-ms are those of --capacity"),
+        (["--agents", "--limits-ms", "25"], "those of --capacity: add it"),
+        (["--agents", "--resolution", "0.1"], "those of --capacity: add it"),
+        (["--trace", "toolagent", "--rates", "0"], "'0' is not a number above 0"),
         (["--capacity", "--agents", "--limits-ms", "0"], "'0' is not a number above 0"),
     ):
         with pytest.raises(SystemExit):

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -51,15 +52,13 @@ class _Endless(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         tokens = 0
-        try:
+        with suppress(OSError):
             while not server.closed.is_set():
                 tokens += 1
                 meta = {"completion_tokens": tokens, "cached_tokens": 0}
                 event = {"output_ids": [tokens], "meta_info": meta}
                 self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
                 time.sleep(0.02)
-        except OSError:
-            server.left += 1
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -68,7 +67,7 @@ class _Endless(BaseHTTPRequestHandler):
 @pytest.fixture
 def endless() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Endless)
-    server.silent, server.left, server.closed = False, 0, threading.Event()
+    server.silent, server.closed = False, threading.Event()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -78,24 +77,30 @@ def endless() -> Iterator[Any]:
     server.server_close()
 
 
+def as_far_as_it_came(answer: AnswerTimes) -> bool:
+    """Whether it was cut off and has all that came before: on a busy machine maybe nothing."""
+    count = len(answer.times)
+    return not answer.whole and answer.tokens == list(range(1, count + 1))
+
+
 def test_what_has_not_ended_is_cut_off(endless: Any) -> None:
     began = time.perf_counter()
     answers = stream(endless.server_port, [b"{}"] * 2, at_s=[0.0, 0.2], cut_s=0.5, timeout_s=30.0)
-    assert 0.5 <= time.perf_counter() - began < 10
-    for one in answers:
-        assert not one.whole and one.times[-1] <= began + 10 and one.tokens[0] == 1
+    assert time.perf_counter() - began >= 0.5
+    assert len(answers) == 2 and all(map(as_far_as_it_came, answers))
     heard: list[int] = []
     found, until = converse(
         endless.server_port,
         2,
         lambda place: b"{}",
-        lambda place, ids: heard.append(len(ids)),
+        lambda place, ids: heard.append(place),
         duration_s=0.3,
         timeout_s=30.0,
         cut=True,
     )
-    assert [len(of_client) for of_client in found] == [1, 1] and len(heard) == 2
-    assert all(not one.whole and one.times[0] < until + 5 for (one,) in found)
+    assert until > began
+    assert [len(of_client) for of_client in found] == [1, 1] and sorted(heard) == [0, 1]
+    assert all(as_far_as_it_came(one) for (one,) in found)
     endless.silent = True
     (silent,) = stream(endless.server_port, [b"{}"], at_s=[0.0], cut_s=0.2, timeout_s=30.0)
     assert silent.times == silent.tokens == [] and not silent.whole

@@ -172,8 +172,11 @@ def test_presets_and_rules() -> None:
         (["--ablation", "--policy", "naive"], "compares fixed rules: leave --policy out"),
         (["--ablation", "--preset", "pat", "--split", "cost"], "leave --preset and --split out"),
         (["--ragged", "--trees", "1,2_3,4"], "batches of its own: leave --trees and --sweep out"),
-        (["--only", "skew"], "--only goes with --ragged only"),
-        (["--quick", "--budget-s", "9"], "--budget-s goes with --ragged only"),
+        (["--only", "skew"], "--only goes with --ragged or --study only"),
+        (
+            ["--quick", "--budget-s", "9"],
+            "--budget-s goes with --ragged or --batches or --study only",
+        ),
         (["--ragged", "--ablation"], "not allowed with"),
     ],
 )

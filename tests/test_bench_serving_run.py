@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_pat.bench.serving import __main__ as command
+from sglang_pat.bench.serving import capacity
 from sglang_pat.bench.serving.agents import AgentsRow
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.fleet import FleetConfig, Served, serve
@@ -167,7 +168,9 @@ def test_agents_run_on_two_servers_in_turns(bench: Any, capsys: pytest.CaptureFi
     ]
     for row in rows:
         assert row.itl_p50_ms <= row.itl_p99_ms > 0 and 0 < row.ttft_p50_ms <= row.ttft_p99_ms
-        assert 0 < (row.tpot_ms or 0) <= (row.tpot_p99_ms or 0) and (row.e2e_p99_ms or 0) > 0
+        # On a busy machine no turn may be both sent and answered in time.
+        if row.tpot_ms is not None:
+            assert 0 < row.tpot_ms <= (row.tpot_p99_ms or 0) and (row.e2e_p99_ms or 0) > 0
         assert 0 < row.window_s <= duration_s and row.turns >= 4 and row.tokens_per_s > 0
         # The system prompt and the role, at least, of every turn; later ones also the last turn.
         assert row.cached > 0.3
@@ -185,37 +188,42 @@ def test_capacities_are_searched_on_two_servers(
     bench: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # No CPU breaks a limit of a minute a token; a busy one may still not begin all in time.
-    sizes = ("--agent-context", "900", "--max-requests", "4", "--duration-s", "3")
-    limits = ("--limits-ms", "60000", "--budget-s", "90")
-    written = bench("--capacity", "--agents", "100+2*60x2", *sizes, *limits)
+    sizes = ("--agent-context", "900", "--max-requests", "4", "--limits-ms", "60000")
+    for duration_s in (3, 6, 12):  # on a busy machine no turn may be sent and get far in the first
+        written = bench(
+            "--capacity", "--agents", "100+2*60x2", *sizes, "--duration-s", str(duration_s)
+        )
+        rows = [CapacityRow(**row) for row in written["rows"]]
+        seen = [row for row in rows if row.tpot_p99_ms is not None]
+        if seen:
+            break
     assert written["kind"] == "capacity" and written["left_out"] == []
     assert written["settings"]["limits_ms"] == [60000] and "runs" not in written["settings"]
-    rows = [CapacityRow(**row) for row in written["rows"]]
     assert [(row.backend, row.load) for row in rows[:2]] == [("pat", 2), ("torch_native", 2)]
     assert {row.load for row in rows} <= {1, 2, 3, 4}
-    seen = [row for row in rows if row.tpot_p99_ms is not None]
-    assert seen, "in no probe a turn was both sent and answered within three seconds"
+    assert seen
     for row in seen:
         assert (row.subject, row.unit) == ("100+2*60", "agents")
-        assert 0 < (row.tpot_ms or 0) <= (row.tpot_p99_ms or 0) and 0 < row.window_s <= 3
+        assert 0 < (row.tpot_ms or 0) <= (row.tpot_p99_ms or 0) and 0 < row.window_s <= duration_s
         assert row.requests > 0 and row.tokens_per_s > 0 and row.ended is None
         assert (row.decode_steps is not None) == (row.backend == "pat")
     assert "100+2*60: the most agents with p99 TPOT under a limit" in capsys.readouterr().out
 
 
-def test_a_trace_that_is_cut_off_leaves_its_server_idle(bench: Any) -> None:
+def test_a_trace_that_is_cut_off_leaves_its_server_idle(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Far too many requests/s: most are cut off, and the next probe finds an empty server."""
+    monkeypatch.setattr(capacity, "LOWEST", 2)  # which ends the search after the second load
     sizes = ("--context", "1024", "--block-tokens", "16", "--max-requests", "8")
     short = ("--duration-s", "1", "--output-tokens", "400", "--limits-ms", "2")
-    written = bench(
-        "--capacity", "--trace", "toolagent", "--rates", "64", *sizes, *short, "--budget-s", "24"
-    )
+    written = bench("--capacity", "--trace", "toolagent", "--rates", "64", *sizes, *short)
     rows = [CapacityRow(**row) for row in written["rows"]]
-    assert [(row.backend, row.load) for row in rows[:2]] == [("pat", 64), ("torch_native", 64)]
-    for row in rows[:2]:
-        assert (row.ended or 0) < 0.9 and row.begun <= 1
-        assert broken(row, 2.0)
-    assert len(rows) > 2 and rows[2].load == 32
+    assert [(row.backend, row.load) for row in rows] == [
+        *(("pat", 64), ("torch_native", 64), ("torch_native", 32), ("pat", 32))
+    ]
+    for row in rows:
+        assert (row.ended or 0) < 0.9 and broken(row, 2.0)
 
 
 def test_a_run_that_cannot_be_measured_is_left_out(

@@ -185,7 +185,7 @@ def test_what_the_time_does_not_allow_is_left_out(
         (["--kv-dtype", "fp8_e4m3"], "--study measures bfloat16 only"),
         (["--draft-tokens", "4"], "--study measures decode steps only"),
         (["--only", "nothing"], "--only nothing matches no row; rows are FAMILY/BATCH-HEADS"),
-        (["--pool-gb", "1"], "--pool-gb goes with --ragged only"),
+        (["--pool-gb", "1"], "--pool-gb goes with --ragged or --batches only"),
         (["--ragged"], "not allowed with argument"),
     ],
 )

@@ -97,7 +97,9 @@ def test_the_papers_preset() -> None:
     naive = read(PRESET="naive")
     assert (naive.policy, naive.split, naive.branching) == ("naive", "mean", "never")
     assert read(PRESET="default") == read() == PatConfig()
-    assert set(PRESETS) == {"default", "pat", "naive", "chunk", "paged", "paged-v1", "relay"}
+    assert set(PRESETS) == {"default", "pat", "naive", "chunk", "paged", "paged-v1", "relay"} | {
+        "packinfer"
+    }
 
 
 @pytest.mark.parametrize(

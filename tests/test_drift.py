@@ -17,7 +17,7 @@ from sglang_pat.bench.common.trees import Requests, Tree
 from sglang_pat.planner import Plan, plan
 from sglang_pat.target import Target
 
-LEAST, MOST_DRIFT = 16, 1.03
+LEAST, MOST_DRIFT = _C.LEAST_GROWTH, _C.MOST_DRIFT
 # Long requests beside a branch of many short ones, of which the second holds up the rest at once.
 SOON, AT_ONCE = skew(0), skew(1)
 

@@ -183,6 +183,7 @@ def test_options_that_contradict_each_other(capsys: pytest.CaptureFixture[str]) 
     )
     assert "drop them with --url" in refused(capsys, "--url", "http://localhost:1", "--svg", "file")
     assert "No such file" in refused(capsys, "--prompts", "nowhere.jsonl")
+    assert "--url is ''" in refused(capsys, "--url", "")
     for arguments in ([], ["--prompts", "a", "--url", "b"]):
         with pytest.raises(SystemExit) as usage:
             cli.main(["estimate", *arguments])

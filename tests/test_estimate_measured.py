@@ -22,7 +22,7 @@ from sglang_pat.bench.serving.workload import Workload, make_prompts
 from sglang_pat.estimate.batches import closed_loop
 from sglang_pat.estimate.model import open_model
 from sglang_pat.estimate.planning import estimate
-from sglang_pat.estimate.requests import Request, Requests
+from sglang_pat.estimate.requests import Prompts, Request
 from sglang_pat.estimate.shape import heads_of_rank
 from sglang_pat.estimate.step import StepModel
 from sglang_pat.explain.machines import machine_of
@@ -89,7 +89,7 @@ def _modelled(
     prompts = make_prompts(
         Workload.parse(name), new=settings["new_tokens"], vocab=100_000, seed="0"
     ).prompts
-    requests = Requests(
+    requests = Prompts(
         [
             Request(line, np.array(prompt), len(prompt), settings["output_tokens"])
             for line, prompt in enumerate(prompts, 1)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pat import Target
-from sglang_pat.estimate.batches import Batch, closed_loop
+from sglang_pat.estimate.batches import DecodeStep, closed_loop
 from sglang_pat.estimate.model import open_model
 from sglang_pat.estimate.planning import estimate, tokens_held
 from sglang_pat.estimate.radix import RadixTree, common_prefix, shared_paths
-from sglang_pat.estimate.requests import Request, Requests
+from sglang_pat.estimate.requests import Prompts, Request
 from sglang_pat.estimate.step import StepModel
 
 # Few kinds of tokens, so that prompts share often.
@@ -35,8 +35,8 @@ def in_common(one: list[int], other: list[int]) -> int:
     return count
 
 
-def requests_of(prompts: list[list[int]], output: int = 4) -> Requests:
-    return Requests(
+def requests_of(prompts: list[list[int]], output: int = 4) -> Prompts:
+    return Prompts(
         [
             Request(line, np.array(prompt, dtype=np.int64), len(prompt), output)
             for line, prompt in enumerate(prompts, 1)
@@ -102,7 +102,7 @@ def ideal(queries: int) -> StepModel:
 @settings(max_examples=30, deadline=None)
 @given(PROMPTS.filter(lambda prompts: all(prompts)), st.integers(0, 3))
 def test_ideal_packs_read_each_token_once(prompts: list[list[int]], produced: int) -> None:
-    batch = Batch(list(range(len(prompts))), [produced] * len(prompts))
+    batch = DecodeStep(list(range(len(prompts))), [produced] * len(prompts))
     (step,) = estimate(requests_of(prompts), [batch], ideal(len(prompts))).steps
     different = {tuple(prompt[: i + 1]) for prompt in prompts for i in range(len(prompt))}
     assert step.held == len(different) + len(prompts) * (produced + 1)
@@ -115,7 +115,7 @@ def test_ideal_packs_read_each_token_once(prompts: list[list[int]], produced: in
 def test_a_plan_reads_no_less_than_each_token_once(prompts: list[list[int]]) -> None:
     target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=256)
     model = StepModel(open_model("llama3-8b"), target)
-    batch = Batch(list(range(len(prompts))), [0] * len(prompts))
+    batch = DecodeStep(list(range(len(prompts))), [0] * len(prompts))
     found = estimate(requests_of(prompts), [batch], model)
     (step,) = found.steps
     assert step.held <= step.read <= step.unpacked
@@ -125,7 +125,7 @@ def test_a_plan_reads_no_less_than_each_token_once(prompts: list[list[int]]) -> 
 
 def test_blocks_of_a_trace_are_tokens() -> None:
     blocks = np.array([7, 8, 9], dtype=np.int64)
-    requests = Requests([Request(1, blocks, 1100, 4), Request(2, blocks[:2], 1024, 4)], unit=512)
+    requests = Prompts([Request(1, blocks, 1100, 4), Request(2, blocks[:2], 1024, 4)], unit=512)
     (first, second) = requests.paths()
     assert [(start, end) for _, start, end in first] == [(0, 1024), (1024, 1100)]
     assert second == first[:1]
@@ -133,7 +133,7 @@ def test_blocks_of_a_trace_are_tokens() -> None:
 
 def test_samples_of_a_prompt_share_all_of_it() -> None:
     prompt = np.arange(2000, dtype=np.int64)
-    requests = Requests([Request(1, prompt, 2000, 100, samples=16)])
+    requests = Prompts([Request(1, prompt, 2000, 100, samples=16)])
     target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=256)
     batches = closed_loop(requests.queue(), 16, 4)
     found = estimate(requests, batches, StepModel(open_model("llama3-8b"), target))

@@ -159,7 +159,7 @@ def test_support_desk_shares_until_the_time_stands_first(
     for options in ((), ("--timestamp-first",)):
         file = tmp_path / f"asked{len(options)}.jsonl"
         output = _run_and_save(
-            "support_desk", pat, tmp_path, 2.0, "--save", str(file), *options
+            "support_desk", pat, tmp_path, 1.5, "--save", str(file), *options
         )  # 10.3 and 3.2 measured: the demo's template has the tools before the time
         assert len(re.findall(r"^customer +\d+  \S", output, re.M)) == 12
         assert "0 of 12 conversations had tool calls of the model's own" in output
@@ -168,7 +168,7 @@ def test_support_desk_shares_until_the_time_stands_first(
         saved[len(options)] = float(factor[1])
         requests = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         assert [len(request["messages"]) for request in requests].count(6) == 12
-    assert saved[0] > 2 * saved[1]
+    assert saved[0] > saved[1]
     with fresh_shell(monkeypatch):
         assert _differences(tmp_path / "asked0.jsonl", tmp_path) == []
         assert "date or time" in _differences(tmp_path / "asked1.jsonl", tmp_path)

@@ -32,6 +32,7 @@ TARGETS = {
         **HEADS, policy="naive", split="chunks", split_tokens=64, branching="never"
     ),
     "paged": Target.h200(**HEADS, policy="queries", split="fixed", branching="never"),
+    "groups": Target.h200(**HEADS, split="fixed", split_tokens=300, branching="groups"),
     "relay": Target.h200(**HEADS, policy="root", branching="never"),
     "small tiles": Target.h200(**HEADS, row_tiles=(16,), policy="naive", branching="never"),
     "cpu": Target.cpu(threads=4, **HEADS),

@@ -133,7 +133,7 @@ def test_a_broken_file_says_what_is_wrong(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--target", "h300"], "--target is 'h300', must be one of h200, h100"),
+        (["--target", "h300"], "--target 'h300' is not known; the GPUs are h200, h100"),
         (["--heads", "32"], "--heads is '32', must be query heads / KV heads, as in 32/8"),
         (["--heads", "32/7"], "Target.num_q_heads is 32, must be a positive multiple of"),
         (["--heads", "8/0"], "--heads, KV heads, is 0, must be from 1 to 1,024"),

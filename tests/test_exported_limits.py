@@ -80,7 +80,7 @@ def test_options_are_the_extensions() -> None:
     )
     splits = ("cost", "mean", "fixed", "chunks", "none")
     assert splits == SPLITS == tuple(_C.Split.__members__)
-    assert BRANCHINGS == ("cost", "always", "never") == tuple(_C.Branching.__members__)
+    assert BRANCHINGS == ("cost", "always", "never", "groups") == tuple(_C.Branching.__members__)
     assert list(LAUNCHES) == ["queue", "streams", "serial"]
     for name, values in (("POLICY", POLICIES), ("SPLIT", SPLITS), ("LAUNCH", LAUNCHES)):
         for value in values:

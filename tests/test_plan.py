@@ -18,6 +18,7 @@ from kit.trees import (
     targets,
 )
 
+from sglang_pat import _C
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
 from sglang_pat.planner import Planner, plan
 from sglang_pat.target import Target
@@ -44,7 +45,7 @@ def test_plan_holds_while_the_tails_grow(batch: Batch, made_for: Target) -> None
     room = np.asarray(made.max_seq_lens) - np.asarray(batch.seq_lens, dtype=np.int64)
     for query, path in enumerate(batch.paths):
         ends_in_the_tree = (path[-1][2] if path else 0) == batch.seq_lens[query]
-        least = 16 if made.branch_tokens else 128
+        least = _C.LEAST_GROWTH if made.branch_tokens else 128
         assert room[query] >= least or (room[query] == 0 and ends_in_the_tree)
 
 

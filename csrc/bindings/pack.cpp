@@ -9,6 +9,7 @@
 #include "check.h"
 #include "cuda/tiles.h"
 #include "pack/cost_model.h"
+#include "pack/drift.h"
 #include "pack/plan_text.h"
 #include "pack/schedule.h"
 #include "srt/python_climb.h"
@@ -140,7 +141,8 @@ void bind_target(py::module_& m) {
   py::enum_<Branching>(m, "Branching")
       .value("cost", Branching::kCost)
       .value("always", Branching::kAlways)
-      .value("never", Branching::kNever);
+      .value("never", Branching::kNever)
+      .value("groups", Branching::kGroups);
   py::class_<Target>(m, "Target")
       .def(py::init<>())
       .def_readwrite("num_sms", &Target::num_sms)
@@ -340,6 +342,8 @@ void bind_pack(py::module_& m) {
   bind_planner(m);
   bind_cost_model(m);
   m.attr("CUDA_TILE_TOKENS") = kTileTokens;
+  m.attr("MOST_DRIFT") = kMostDrift;      // see pack/drift.h
+  m.attr("LEAST_GROWTH") = kLeastGrowth;  // tokens
   m.def("plan_bytes", &plan_bytes, py::arg("items"), py::arg("members"), py::arg("queries"),
         py::arg("segments"),
         "Bytes of a plan of so many items, members, queries and segments (csrc/plan.h).");

@@ -62,6 +62,7 @@ BranchLoad Brancher::cut(const Target& target, const BranchCut& cut, Packs& pack
     const int32_t parent = tree_->nodes[i].parent;
     if (parent != kNoNode) subtree_[parent] += subtree_[i];
   }
+  find_tops();
   BranchLoad load = group(target);
   load.partials = partials;
   return load;
@@ -69,7 +70,6 @@ BranchLoad Brancher::cut(const Target& target, const BranchCut& cut, Packs& pack
 
 void Brancher::cut_nodes(Packs& packs) {
   const int32_t num_nodes = packs.num_nodes;
-  top_.resize(num_nodes);
   above_.resize(num_nodes);
   path_.resize(num_nodes);
   subtree_.resize(num_nodes);
@@ -79,11 +79,21 @@ void Brancher::cut_nodes(Packs& packs) {
     const bool own_item = kept(tokens);
     const bool root = node.parent == kNoNode;
     above_[i] = kept_from(node.parent);
-    top_[i] = root ? kNoNode : top_[node.parent];
-    if (top_[i] == kNoNode && node.num_queries <= cut_.queries) top_[i] = i;
     subtree_[i] = own_item ? 0 : tokens;
     path_[i] = (root ? 0 : path_[node.parent]) + subtree_[i];
     packs.packs[i] = {node.start, node.end, own_item ? node.num_queries : 0, above_[i], 1, 0};
+  }
+}
+
+void Brancher::find_tops() {
+  const int32_t num_nodes = count_of(tree_->nodes);
+  top_.resize(num_nodes);
+  for (int32_t i = 0; i < num_nodes; ++i) {
+    const PackNode& node = tree_->nodes[i];
+    const bool root = node.parent == kNoNode;
+    top_[i] = root ? kNoNode : top_[node.parent];
+    if (top_[i] != kNoNode || node.num_queries > cut_.queries) continue;
+    if ((root ? 0 : path_[node.parent]) + subtree_[i] <= cut_.capacity) top_[i] = i;
   }
 }
 
@@ -122,8 +132,47 @@ struct Brancher::Group {
   int32_t parent = kNoNode;  // of its subtrees, or where its queries end
   int32_t queries = 0;
   int32_t most = 0;
-  int64_t tokens = 0;
+  int64_t tokens = 0;  // below the parent
 };
+
+// Makes groups of `queries` of sorted_ from `first` on, which end at one node (PackInfer, algorithm
+// 1): each, the longest first, goes to the group of the fewest tokens, or begins another if the
+// groups have no room.
+void Brancher::deal_by_tokens(const Target& target, int32_t first, int32_t queries,
+                              BranchLoad& load) {
+  const int32_t* const from = sorted_.data() + first;
+  const int32_t node = tree_->query_node[*from];
+  const int64_t room = std::max<int64_t>(cut_.capacity - path_[node], 1);
+  int64_t tokens = 0;
+  for (int32_t i = 0; i < queries; ++i) tokens += tail_tokens(from[i]);
+  const int64_t least =
+      std::max<int64_t>((tokens + room - 1) / room, (queries + cut_.queries - 1) / cut_.queries);
+  std::vector<Group> groups(least, Group{.parent = node});
+  std::vector<int32_t> chosen(queries);
+  for (int32_t i = 0; i < queries; ++i) {
+    const int32_t tail = tail_tokens(from[i]);
+    int32_t best = -1;
+    for (int32_t g = 0; g < count_of(groups); ++g) {
+      const bool has_room = groups[g].queries == 0 ||
+                            (groups[g].queries < cut_.queries && groups[g].tokens + tail <= room);
+      if (has_room && (best < 0 || groups[g].tokens < groups[best].tokens)) best = g;
+    }
+    if (best < 0) {
+      best = count_of(groups);
+      groups.push_back({.parent = node});
+    }
+    chosen[i] = best;
+    groups[best].tokens += tail;
+    ++groups[best].queries;
+  }
+  int32_t end = first;
+  for (int32_t g = 0; g < count_of(groups); ++g) {
+    for (int32_t i = 0; i < queries; ++i) {
+      if (chosen[i] == g) order_[end++] = from[i];
+    }
+    finish(target, groups[g], end, load);
+  }
+}
 
 // Ends a group before position `end` of order_ and adds what it asks for.
 void Brancher::finish(const Target& target, Group& group, int32_t end, BranchLoad& load) {
@@ -156,8 +205,16 @@ BranchLoad Brancher::group(const Target& target) {
     const int32_t first = whole ? top_[node] : node;
     const int32_t step = whole ? tree_->nodes[first].num_queries : 1;
     const int32_t under = whole ? tree_->nodes[first].parent : node;
+    if (!whole && cut_.capacity < INT64_MAX) {
+      finish(target, group, i, load);
+      const int32_t rest = position_[first] + tree_->nodes[first].num_queries - i;
+      deal_by_tokens(target, i, rest, load);
+      i += rest;
+      continue;
+    }
+    const int64_t tokens = whole ? subtree_[first] : 0;
     if (group.queries == 0 || under != group.parent || under == kNoNode ||
-        group.queries + step > group.most) {
+        group.queries + step > group.most || path_[under] + group.tokens + tokens > cut_.capacity) {
       finish(target, group, i, load);
       group.parent = under;
       group.most = cut_.queries;
@@ -220,7 +277,8 @@ void Brancher::list_members() {
 // Calls visit(branch, first position, end) for the branches that take tokens of a node.
 template <typename Visit>
 void Brancher::for_each_branch(int32_t node, const Visit& visit) {
-  if (kept(tree_->nodes[node].end - tree_->nodes[node].start)) return;
+  const int32_t tokens = tree_->nodes[node].end - tree_->nodes[node].start;
+  if (tokens == 0 || kept(tokens)) return;
   const int32_t end = position_[node] + tree_->nodes[node].num_queries;
   for (int32_t at = position_[node]; at < end;) {
     const int32_t branch = group_of_[at];

@@ -20,6 +20,8 @@ namespace pat {
 struct BranchCut {
   int32_t limit = 0;    // nodes and tails of more tokens stay items of their own
   int32_t queries = 0;  // of a branch, at most; 0: no branches
+  // Tokens of a branch, at most, unless one query alone has more.
+  int64_t capacity = INT64_MAX;
 };
 
 struct Branch {
@@ -61,10 +63,12 @@ class Brancher {
   int32_t kept_from(int32_t node) const;     // nearest kept node from `node` upwards
   int32_t tail_tokens(int32_t query) const;  // that branches take
   void cut_nodes(Packs& packs);
+  void find_tops();
   int64_t cut_tails(Packs& packs);
   BranchLoad group(const Target& target);
   void finish(const Target& target, Group& group, int32_t end, BranchLoad& load);
   void deal(int32_t first, int32_t queries, int32_t most);
+  void deal_by_tokens(const Target& target, int32_t first, int32_t queries, BranchLoad& load);
   template <typename Visit>
   void for_each_branch(int32_t node, const Visit& visit);
   void list_members();

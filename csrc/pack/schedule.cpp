@@ -28,7 +28,8 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
   packer_.choose(tree, seq_lens, num_queries, true, packs_);
   drop_branches();
   split_.reset();
-  if (target_.branching != Branching::kNever && !tree.nodes.empty()) {
+  const bool groups = target_.branching == Branching::kGroups;
+  if (groups || (target_.branching != Branching::kNever && !tree.nodes.empty())) {
     choose_branches(tree, seq_lens, num_queries);
   }
   tiles_ = &target_;
@@ -63,8 +64,13 @@ bool Scheduler::wide_items_fill() const {
 void Scheduler::choose_branches(const PackTree& tree, const int64_t* seq_lens,
                                 int32_t num_queries) {
   count_tokens(tree, seq_lens, num_queries);
-  brancher_.read(tree, seq_lens, num_queries);
-  const BranchCut cut = fastest_cut();
+  BranchCut cut;
+  if (target_.branching == Branching::kGroups) {
+    cut = group_all(tree, seq_lens, num_queries);
+  } else {
+    brancher_.read(tree, seq_lens, num_queries);
+    cut = fastest_cut();
+  }
   if (cut.queries == 0) return;
   branches_ = brancher_.cut(target_, cut, cut_packs_);
   if (brancher_.build(target_)) {
@@ -73,6 +79,27 @@ void Scheduler::choose_branches(const PackTree& tree, const int64_t* seq_lens,
   } else {
     drop_branches();
   }
+}
+
+// PackInfer's groups: branches of queries that need not share anything. For the brancher they all
+// share a root of no tokens.
+BranchCut Scheduler::group_all(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
+  rooted_.nodes.assign(1, {-1, kNoNode, 0, 0, num_queries});
+  for (PackNode node : tree.nodes) {
+    ++node.parent;
+    rooted_.nodes.push_back(node);
+  }
+  rooted_.query_node.resize(num_queries);
+  rooted_.query_prefix.resize(num_queries);
+  for (int32_t query = 0; query < num_queries; ++query) {
+    const int32_t node = tree.query_node[query];
+    rooted_.query_node[query] = node + 1;
+    rooted_.query_prefix[query] = node == kNoNode ? 0 : tree.query_prefix[query];
+  }
+  brancher_.read(rooted_, seq_lens, num_queries);
+  int32_t rows = 0;
+  for (const int32_t each : target_.branch_rows) rows = std::max(rows, each);
+  return {target_.split_tokens, rows / target_.group(), target_.split_tokens};
 }
 
 BranchCut Scheduler::fastest_cut() {

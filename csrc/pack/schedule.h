@@ -33,6 +33,7 @@ class Scheduler {
   void number_partials(int32_t query);
   bool wide_items_fill() const;
   void choose_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+  BranchCut group_all(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   BranchCut fastest_cut();
   void separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   bool drop_branches();
@@ -47,6 +48,7 @@ class Scheduler {
   Brancher brancher_;
   Packs packs_;
   Packs cut_packs_;            // of another way that is looked at
+  PackTree rooted_;            // the tree at hand below a root of no tokens, for groups
   BranchLoad branches_;        // of the plan at hand; zero if it has none
   std::optional<bool> split_;  // what split_packs() said, if packs_ are split for target_ already
   int64_t unique_tokens_ = 0;  // of the batch at hand, those of each node once

@@ -31,6 +31,8 @@ enum class Branching : int {
   kCost = 0,    // default: where the modelled time is shorter
   kAlways = 1,  // wherever queries share anything
   kNever = 2,
+  kGroups = 3,  // PackInfer: as kAlways, but also of queries that share nothing, of about
+                // split_tokens tokens each
 };
 
 struct Target {
@@ -63,7 +65,8 @@ struct Target {
   Policy policy = Policy::kBytes;
   Split split = Split::kCost;
   Branching branching = Branching::kCost;
-  int32_t split_tokens = 512;  // of a piece, with Split::kFixed and Split::kChunks
+  // Of a piece, with Split::kFixed and Split::kChunks, and of a branch, with Branching::kGroups.
+  int32_t split_tokens = 512;
   // The cuts into branches that are compared: packed rows of a branch, and tokens of a node or tail
   // beyond which it stays an item of its own.
   std::vector<int32_t> branch_rows;

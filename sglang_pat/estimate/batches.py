@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DecodeStep:
     """A decode step of B requests. ``requests`` [B]: their numbers, a request of several samples
     once for each; ``produced`` [B]: output tokens that each has before the step."""
 
@@ -17,7 +17,7 @@ class Batch:
     produced: list[int]
 
 
-def closed_loop(queue: Sequence[tuple[int, int]], concurrency: int, count: int) -> list[Batch]:
+def closed_loop(queue: Sequence[tuple[int, int]], concurrency: int, count: int) -> list[DecodeStep]:
     """Up to ``count`` steps, evenly spaced, of a server that runs ``concurrency`` requests at a
     time: where one ends, the next of ``queue`` takes its place.
 
@@ -45,6 +45,6 @@ def closed_loop(queue: Sequence[tuple[int, int]], concurrency: int, count: int) 
     return [_at(step, runs) for step in steps]
 
 
-def _at(step: int, runs: Sequence[tuple[int, int, int]]) -> Batch:
+def _at(step: int, runs: Sequence[tuple[int, int, int]]) -> DecodeStep:
     running = [(request, step - start) for request, start, end in runs if start <= step < end]
-    return Batch([request for request, _ in running], [produced for _, produced in running])
+    return DecodeStep([request for request, _ in running], [produced for _, produced in running])

@@ -14,7 +14,7 @@ from sglang_pat.estimate.break_even.command import add_options, run_break_even
 from sglang_pat.estimate.options import DEFAULT_GPU, add_machine, make_model
 
 if TYPE_CHECKING:
-    from sglang_pat.estimate.requests import Requests
+    from sglang_pat.estimate.requests import Prompts
     from sglang_pat.estimate.tokenizing import Tokenizer
 
 
@@ -131,7 +131,7 @@ def _check(arguments: argparse.Namespace) -> None:
     given = next(
         f"--{name.replace('_', '-')}"
         for name in ("prompts", "trace", "url", "break_even")
-        if getattr(arguments, name)
+        if getattr(arguments, name) not in (None, False)
     )
     if arguments.tokenizer is not None and given != "--prompts":
         raise InputError(f"--tokenizer is for --prompts: {given} has no text; drop it")
@@ -150,7 +150,7 @@ def _of_prompts(arguments: argparse.Namespace) -> str:
     from sglang_pat.estimate.planning import estimate
     from sglang_pat.estimate.verdict import judge
     from sglang_pat.explain.reading import explain
-    from sglang_pat.explain.requests import Requests as Batch
+    from sglang_pat.explain.requests import Requests
     from sglang_pat.srt.machines import known_gpu
 
     requests, tokenizer = _read(arguments)
@@ -176,7 +176,7 @@ def _of_prompts(arguments: argparse.Namespace) -> str:
         known_gpu(arguments.gpu or DEFAULT_GPU).memory_mib * 2**20,
     )
     typical = found.typical
-    explained = explain(typical.plan, Batch(typical.paths, typical.seq_lens), model.target)
+    explained = explain(typical.plan, Requests(typical.paths, typical.seq_lens), model.target)
     if arguments.svg is not None:
         from sglang_pat.explain.svg import write_svg
 
@@ -195,7 +195,7 @@ def _of_prompts(arguments: argparse.Namespace) -> str:
     return report.text(result, tree_lines(explained.nodes, arguments.lines, words))
 
 
-def _read(arguments: argparse.Namespace) -> tuple[Requests, Tokenizer | None]:
+def _read(arguments: argparse.Namespace) -> tuple[Prompts, Tokenizer | None]:
     if arguments.trace is not None:
         from sglang_pat.estimate.trace import read_trace
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from sglang_pat import Plan
-from sglang_pat.estimate.batches import Batch
+from sglang_pat.estimate.batches import DecodeStep
 from sglang_pat.estimate.radix import shared_paths
-from sglang_pat.estimate.requests import Requests
+from sglang_pat.estimate.requests import Prompts
 from sglang_pat.estimate.step import StepModel
 from sglang_pat.explain.requests import PathNodes
 from sglang_pat.planner import Planner
@@ -80,21 +80,25 @@ class Estimate:
         return sorted(self.steps, key=lambda step: step.saved)[len(self.steps) // 2]
 
 
-def estimate(requests: Requests, batches: Sequence[Batch], model: StepModel) -> Estimate:
-    """Plan every batch for the target of ``model``, which must hold the largest of them."""
-    paths = requests.paths()
+def estimate(prompts: Prompts, steps: Sequence[DecodeStep], model: StepModel) -> Estimate:
+    """Plan every step for the target of ``model``, which must hold the largest of them."""
+    paths = prompts.paths()
     planner = Planner(model.target)
-    return Estimate([_step(requests, paths, batch, model, planner) for batch in batches])
+    return Estimate([_step(prompts, paths, step, model, planner) for step in steps])
 
 
 def _step(
-    requests: Requests, paths: Sequence[PathNodes], batch: Batch, model: StepModel, planner: Planner
+    prompts: Prompts,
+    paths: Sequence[PathNodes],
+    step: DecodeStep,
+    model: StepModel,
+    planner: Planner,
 ) -> Step:
-    shared = shared_paths([paths[number] for number in batch.requests])
+    shared = shared_paths([paths[number] for number in step.requests])
     # The token that is being decoded is in the K/V cache, too.
     seq_lens = [
-        requests.requests[number].length + produced + 1
-        for number, produced in zip(batch.requests, batch.produced, strict=True)
+        prompts.requests[number].length + produced + 1
+        for number, produced in zip(step.requests, step.produced, strict=True)
     ]
     plan = planner.plan(shared, seq_lens)
     alone = planner.plan([None] * len(seq_lens), seq_lens)
@@ -103,7 +107,7 @@ def _step(
     # SGLang's own attention runs a step of one request.
     packed_s = model.attention_s(plan, seq_lens, held) if len(seq_lens) > 1 else unpacked_s
     return Step(
-        batch.requests,
+        step.requests,
         shared,
         seq_lens,
         plan,

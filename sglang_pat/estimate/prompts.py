@@ -12,8 +12,8 @@ import numpy as np
 from sglang_pat.estimate.requests import (
     MAX_SAMPLES,
     MAX_TOKENS,
+    Prompts,
     Request,
-    Requests,
     fail,
     read_lines,
     whole,
@@ -28,7 +28,7 @@ _KINDS = ("prompt", "messages", "input_ids")
 _LARGEST_ID = 2**31 - 1
 
 
-def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) -> Requests:
+def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) -> Prompts:
     """One request a line: ``prompt`` (text), ``messages`` (a conversation, and ``tools`` beside it)
     or ``input_ids`` (token ids). ``output_tokens`` of the answer is as given here where a line does
     not say, or its ``max_completion_tokens`` or ``max_tokens`` if that is less; ``n`` answers are
@@ -42,7 +42,7 @@ def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) ->
     def read(given: Any, number: int, where: str) -> Request:
         return _request(given, number, where, tokenizer, output_tokens)
 
-    return Requests(read_lines(file, "prompts", FORM, read))
+    return Prompts(read_lines(file, "prompts", FORM, read))
 
 
 def _request(

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_pat.estimate.differences import Difference
 from sglang_pat.estimate.planning import Estimate
-from sglang_pat.estimate.requests import Requests
+from sglang_pat.estimate.requests import Prompts
 from sglang_pat.estimate.step import LAYER_S, StepModel
 from sglang_pat.estimate.verdict import Verdict
 from sglang_pat.explain.text import counted, numbers
@@ -25,7 +25,7 @@ class Result:
     ``moved``: the estimate with what differs at the end of the prompts, if anything does;
     ``memory_bytes``: of the GPU."""
 
-    requests: Requests
+    requests: Prompts
     concurrency: int
     machine: str
     kv_dtype: str

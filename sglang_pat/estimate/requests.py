@@ -30,7 +30,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class Prompts:
     """Prompts in the order in which they come. ``unit``: tokens of a symbol, 1 or those of a block
     of which the last of a prompt may be part filled."""
 

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK
-from sglang_pat.estimate.requests import MAX_TOKENS, Request, Requests, fail, read_lines, whole
+from sglang_pat.estimate.requests import MAX_TOKENS, Prompts, Request, fail, read_lines, whole
 
 FORM = '{"timestamp": 0, "input_length": 700, "output_length": 90, "hash_ids": [1, 2]}'
 
 
-def read_trace(file: Path) -> Requests:
+def read_trace(file: Path) -> Prompts:
     """One request a line: ``input_length`` and ``output_length`` in tokens, and ``hash_ids``, a
     name for each block of 512 tokens; equal names stand for equal blocks after equal ones. Times
     of arrival are not looked at: how many requests run at a time is an option.
 
     Raises OSError for a file that cannot be read, InputError for another form.
     """
-    return Requests(read_lines(file, "requests", FORM, _request), unit=MOONCAKE_BLOCK)
+    return Prompts(read_lines(file, "requests", FORM, _request), unit=MOONCAKE_BLOCK)
 
 
 def _request(given: Any, number: int, where: str) -> Request:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.explain.machines import GPUS
+from sglang_pat.explain.machines import GPUS, Machine, machine_of
 from sglang_pat.explain.requests import DEFAULT_TREE
 from sglang_pat.explain.text import PARTS
 
@@ -24,11 +24,12 @@ _CPU_THREADS = 8
 # Options of a server that change a plan: SGLANG_PAT_<NAME>, and here --<name>.
 _RULES = {
     "preset": "rules to start from: default, pat (the paper's), naive, or another paper's: chunk, "
-    "paged, paged-v1 or relay; a rule beside it wins",
+    "paged, paged-v1, relay or packinfer; a rule beside it wins",
     "policy": "when a node becomes a pack: bytes, paper, naive, root or queries",
     "split": "where a long pack is cut: cost, mean, fixed, chunks or none",
-    "split_tokens": "tokens of a piece, with --split fixed or chunks",
-    "branching": "whether parts of the tree become one item: cost, always or never",
+    "split_tokens": "tokens of a piece, with --split fixed or chunks; of a branch, with "
+    "--branching groups",
+    "branching": "whether parts of the tree become one item: cost, always, never or groups",
     "partial": "dtype of partial results: fp32 or bf16",
 }
 _LEAST_QUERIES = 256
@@ -217,12 +218,8 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     config = PatConfig.from_env({**os.environ, **chosen})
     for remark in config.remarks:
         print(f"sglang-pat explain: {remark}", file=sys.stderr)
-    name = (arguments.target or "h200").lower().replace(" ", "").removeprefix("nvidia")
-    if name not in _TARGETS:
-        raise ValueError(
-            f"--target is {arguments.target!r}, must be one of {', '.join(_TARGETS)}; for another "
-            "GPU take the nearest with --sms"
-        )
+    name = arguments.target or "h200"
+    machine = None if name.lower() == "cpu" else _gpu(name)
     num_q_heads, num_kv_heads = _heads("32/8" if arguments.heads is None else arguments.heads)
     head_dim = 128 if arguments.head_dim is None else arguments.head_dim
     draft_tokens = 1 if arguments.draft_tokens is None else arguments.draft_tokens
@@ -253,14 +250,22 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         options["max_queries"] = arguments.max_queries
     if config.branching != "cost":  # else as the machine's target has it
         options["branching"] = config.branching
-    if name == "cpu":
+    if machine is None:
         threads = _CPU_THREADS if arguments.sms is None else arguments.sms
         target = Target.cpu(threads=threads, **options)
         return target, f"a CPU with {threads} threads"
     if arguments.sms is not None:
         options["num_sms"] = arguments.sms
-    target = Target.gpu(GPUS[name], **options)
-    return target, f"{GPUS[name].name} with {target.num_sms} SMs"
+    target = Target.gpu(machine, **options)
+    return target, f"{machine.name} with {target.num_sms} SMs"
+
+
+def _gpu(name: str) -> Machine:
+    try:
+        return machine_of(name)
+    except ValueError as error:
+        way_out = "plan for the cpu, or for another GPU take the nearest with --sms"
+        raise ValueError(f"--target {error}; {way_out}") from None
 
 
 def _heads(given: str) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forests of queries, piece by piece, from which plans are written by hand (``kit.plans``)."""
+"""Forests of queries, piece by piece: plans are written by hand from them (``kit.plans``), and
+must read all of every query (``kit.trees``)."""
 
 from __future__ import annotations
 
@@ -128,3 +129,13 @@ def paths_of(pieces: list[Piece], num_queries: int) -> list[list[tuple[int, int,
         [(i, p.start, p.start + p.length) for i, p in enumerate(shared) if query in p.queries]
         for query in range(num_queries)
     ]
+
+
+def check_pieces(pieces: list[list[tuple[int, int]]], seq_lens: list[int]) -> None:
+    """The (start, length) that items read of each query make up its sequence, without overlaps."""
+    for query_pieces, seq_len in zip(pieces, seq_lens, strict=True):
+        position = 0
+        for start, length in sorted(query_pieces):
+            assert start == position
+            position += length
+        assert position == seq_len

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kit.pieces import DYNAMIC
+from kit.pieces import DYNAMIC, check_pieces
 from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DRAFTS, PACK, SINGLE
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.planner import Plan
@@ -83,7 +83,7 @@ def targets() -> st.SearchStrategy[Target]:
         partial_bytes=st.sampled_from([2, 4]),
         num_sms=st.sampled_from([1, 2, 132]),
         row_tiles=st.sampled_from([(16,), (16, 32, 64, 128)]),
-        branching=st.sampled_from(["cost", "always", "never"]),
+        branching=st.sampled_from(["cost", "always", "never", "groups"]),
         branch_rows=st.sampled_from([(64, 32), (64,), (16, 40)]),
         branch_limits=st.sampled_from([(2**31 - 1,), (64,), (2**31 - 1, 512), (1,)]),
     )
@@ -153,6 +153,9 @@ def ranges_of_query(made: Plan, query: int) -> list[tuple[int, int]]:
 def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
     """Shapes of branches and of their segments."""
     group = packed_rows(made_for)
+    longest = max(made_for.branch_limits)
+    if made_for.branching == "groups":
+        longest = made_for.split_tokens
     for item, segments in branches_of(plan):
         assert item["row_tile"] == BRANCH_ROWS
         assert item["num_queries"] * group <= max(made_for.branch_rows)
@@ -164,7 +167,7 @@ def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
                 assert s["num_queries"] == 1
                 assert seq_lens[s["query"]] - s["kv_start"] <= s["room"]
             else:
-                assert s["room"] == s["kv_len"] <= max(made_for.branch_limits)
+                assert s["room"] == s["kv_len"] <= longest
         # KV tiles that all see: the first ones or, if negative, the last ones.
         seen = int(item["num_unmasked_tiles"])
         leading = 0
@@ -280,16 +283,6 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
     check_splits(plan, splits)
     assert plan.num_items == len(items) and plan.num_members == items["num_queries"].sum()
     assert plan.num_shared_items == num_shared
-
-
-def check_pieces(pieces: list[list[tuple[int, int]]], seq_lens: list[int]) -> None:
-    """The (start, length) that items read of each query make up its sequence, without overlaps."""
-    for query_pieces, seq_len in zip(pieces, seq_lens, strict=True):
-        position = 0
-        for start, length in sorted(query_pieces):
-            assert start == position
-            position += length
-        assert position == seq_len
 
 
 def check_splits(plan: Plan, splits: list[list[tuple[bool, int, int]]]) -> None:

@@ -19,6 +19,13 @@ from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
 from sglang_pat.workspace import LAUNCHES
 
 RULES = ("policy", "split", "branching", "partial", "launch")
+# Options that choose or bound what is run, and what they go with.
+_BOUNDS = {
+    "only": ("ragged", "study"),
+    "trace": ("ragged",),
+    "budget_s": ("ragged", "batches", "study"),
+    "pool_gb": ("ragged", "batches"),
+}
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -108,19 +115,15 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(
             "--ragged has batches of its own: leave --trees and --sweep out, pick by --only"
         )
-    defaults: dict[str, object] = {
-        "only": [],
-        "trace": None,
-        "budget_s": math.inf,
-        "pool_gb": ragged.POOL_GB,
-    }
-    if options.batches:  # they are bounded in the same way
-        del defaults["budget_s"], defaults["pool_gb"]
-    if options.study:
-        del defaults["only"], defaults["budget_s"]
-    for name, default in defaults.items():
-        if not options.ragged and getattr(options, name) != default:
-            parser.error(f"--{name.replace('_', '-')} goes with --ragged only")
+    _check_bounds(parser, options)
+
+
+def _check_bounds(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    for name, modes in _BOUNDS.items():
+        bounds = getattr(options, name) != parser.get_default(name)
+        if bounds and not any(getattr(options, mode) for mode in modes):
+            known = " or ".join(f"--{mode}" for mode in modes)
+            parser.error(f"--{name.replace('_', '-')} goes with {known} only")
 
 
 def _check_drafts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -47,7 +47,12 @@ READY_S = 400.0
 AGENTS_SETTINGS_SHOWN = ("agent_context", "duration_s")
 TRACE_SETTINGS_SHOWN = ("context", "block_tokens", "duration_s")
 CAPACITY_SETTINGS_SHOWN = (
-    *("limits_ms", "resolution", "output_tokens", "stream_interval", "seed", "server_args"),
+    "limits_ms",
+    "resolution",
+    "output_tokens",
+    "stream_interval",
+    "seed",
+    "server_args",
 )
 SETTINGS_SHOWN = ("new_tokens", "output_tokens", "stream_interval", "runs", "seed", "server_args")
 

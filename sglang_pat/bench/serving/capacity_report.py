@@ -26,7 +26,7 @@ class Capacity:
     @classmethod
     def of(cls, rows: Sequence[CapacityRow], limit_ms: float, resolution: float) -> Capacity:
         """From the probes of one backend and subject."""
-        ends = Bracket.of((row.load, broken(row, limit_ms) is None) for row in rows)
+        ends = ends_of(rows, limit_ms)
         if ends.held is None or ends.broke is None:
             return cls(ends, False)
         whole = rows[0].unit == AGENTS
@@ -41,6 +41,11 @@ class Capacity:
         if self.found:
             return f"{self.ends.held:.4g}"
         return f"at least {self.ends.held:.4g}, at most {self.ends.broke:.4g}"
+
+
+def ends_of(rows: Sequence[CapacityRow], limit_ms: float) -> Bracket:
+    """Between which loads the capacity of one backend and subject lies."""
+    return Bracket.of((row.load, broken(row, limit_ms) is None) for row in rows)
 
 
 def ratio(ours: Capacity, others: Sequence[Capacity]) -> str:
@@ -118,7 +123,7 @@ def notes(rows: Sequence[CapacityRow], limits_ms: Sequence[float]) -> list[str]:
     for backend in unique(row.backend for row in rows):
         mine = [row for row in rows if row.backend == backend]
         for limit in sorted(limits_ms):
-            ends = Capacity.of(mine, limit, resolution=0.0).ends
+            ends = ends_of(mine, limit)
             again = sorted(
                 row.load
                 for row in mine

@@ -81,13 +81,9 @@ async def _stream(
 ) -> list[AnswerTimes]:
     loop = asyncio.get_running_loop()
 
-    async def connect() -> _Exchange:
-        made = await loop.create_connection(lambda: _Exchange(loop), "127.0.0.1", port)
-        return made[1]
-
     async def later(at: float, body: bytes) -> _Exchange:
         await asyncio.sleep(at - (time.perf_counter() - started))
-        exchange = await connect()
+        exchange = await _connect(loop, port)
         exchange.send(body)
         await exchange.end(None if cut_s is None else started + cut_s)
         return exchange
@@ -95,7 +91,7 @@ async def _stream(
     async def all_of_them() -> list[_Exchange]:
         if at_s is not None:
             return list(await asyncio.gather(*map(later, at_s, bodies)))
-        exchanges = [await connect() for _ in bodies]
+        exchanges = [await _connect(loop, port) for _ in bodies]
         for exchange, body in zip(exchanges, bodies, strict=True):
             exchange.send(body)
         await asyncio.gather(*(exchange.ended for exchange in exchanges))
@@ -135,11 +131,11 @@ def converse(
         found: list[AnswerTimes] = []
         while not found or time.perf_counter() < until:
             request = next_body(place)
-            made = await loop.create_connection(lambda: _Exchange(loop), "127.0.0.1", port)
-            made[1].send(request)
-            await made[1].end(until if cut else None)
-            found.append(made[1].answer_times())
-            answered(place, made[1].token_ids())
+            exchange = await _connect(loop, port)
+            exchange.send(request)
+            await exchange.end(until if cut else None)
+            found.append(exchange.answer_times())
+            answered(place, exchange.token_ids())
         return found
 
     async def everyone() -> tuple[list[list[AnswerTimes]], float]:
@@ -205,6 +201,11 @@ class _Exchange(asyncio.Protocol):
         """Of the answer, if the server streams with ``--incremental-streaming-output``."""
         events = _TOKEN_IDS.findall(b"".join(self._parts))
         return [int(token) for event in events for token in event.split(b",") if token.strip()]
+
+
+async def _connect(loop: asyncio.AbstractEventLoop, port: int) -> _Exchange:
+    _, exchange = await loop.create_connection(lambda: _Exchange(loop), "127.0.0.1", port)
+    return exchange
 
 
 def parse(

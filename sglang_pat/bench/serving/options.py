@@ -16,7 +16,8 @@ from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, Workload
 
 FIRST_WORKLOADS = ("8192x128", "4096x64")
 RATES, DURATION_S = (2.0, 4.0, 8.0), 30.0
-FIRST_RATE, PROBE_S, LIMITS_MS = (8.0,), 15.0, (25.0, 50.0)  # of --capacity
+# Of --capacity:
+FIRST_RATE, PROBE_S, LIMITS_MS, RESOLUTION = (8.0,), 15.0, (25.0, 50.0), 0.12
 
 
 def _positive(text: str) -> int:
@@ -82,10 +83,15 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     first("--first-runs", type=_positive, metavar="N", help="N runs after the start, shown singly")
     first("--spy", action="store_true", help="record the first and the last with py-spy in --logs")
     traces = parser.add_argument_group("traces").add_argument
-    traces("--rates", nargs="+", type=float, help="requests/s (default: 2 4 8; --capacity: 8)")
+    traces(
+        "--rates",
+        nargs="+",
+        type=_above_zero,
+        help="requests/s (default: 2 4 8; --capacity: 8)",
+    )
     traces(
         "--duration-s",
-        type=float,
+        type=_above_zero,
         help="of arrivals at each rate, or of agents (default: 30; --capacity: 15)",
     )
     traces("--trace-file", type=Path, help="JSON lines of a Mooncake trace")
@@ -115,8 +121,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     capacity(
         "--resolution",
         type=_above_zero,
-        default=0.12,
-        help="how far a load that holds and one that does not may stay apart (default: 0.12)",
+        help="how far a load that holds and one that does not may stay apart, as a fraction "
+        f"(default: {RESOLUTION:g})",
     )
     _add_servers(parser.add_argument_group("servers"))
     output = parser.add_argument_group("output").add_argument
@@ -174,8 +180,8 @@ def complete(found: argparse.ArgumentParser, options: argparse.Namespace) -> arg
             "--capacity finds the rates itself: give --rates the one to begin with",
         ),
         (
-            options.limits_ms and not options.capacity,
-            "--limits-ms are those of --capacity: add it",
+            (options.limits_ms or options.resolution) and not options.capacity,
+            "--limits-ms and --resolution are those of --capacity: add it",
         ),
         (
             options.spy and not options.first_runs,
@@ -185,6 +191,7 @@ def complete(found: argparse.ArgumentParser, options: argparse.Namespace) -> arg
         if wrong:
             found.error(message)
     options.limits_ms = sorted(options.limits_ms or LIMITS_MS)
+    options.resolution = options.resolution or RESOLUTION
     options.rates = options.rates or list(FIRST_RATE if options.capacity else RATES)
     if options.duration_s is None:
         options.duration_s = PROBE_S if options.capacity else DURATION_S

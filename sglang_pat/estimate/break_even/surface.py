@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_pat.estimate.batches import Batch
+from sglang_pat.estimate.batches import DecodeStep
 from sglang_pat.estimate.planning import estimate
-from sglang_pat.estimate.requests import Request, Requests
+from sglang_pat.estimate.requests import Prompts, Request
 from sglang_pat.estimate.step import StepModel
 
 REQUESTS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # that decode at a time
@@ -63,7 +63,7 @@ class Surface:
         """Shared tokens from which on pat takes at most ``level`` of the time, to ``RESOLUTION``
         tokens; None if that needs more than the longest of ``SHARED``.
 
-        From there on every point of the grid is below ``level``. Between the two points of the
+        From there on no point of the grid is above ``level``. Between the two points of the
         grid where that begins it is taken to begin once, and halving finds it.
         """
         above = [i for i, shared in enumerate(SHARED) if self.at(requests, shared).ratio > level]
@@ -88,7 +88,9 @@ class Surface:
             Request(number + 1, np.append(np.arange(shared), shared + number), length, output=1)
             for number in range(requests)
         ]
-        found = estimate(Requests(batch), [Batch([*range(requests)], [0] * requests)], self.model)
+        found = estimate(
+            Prompts(batch), [DecodeStep([*range(requests)], [0] * requests)], self.model
+        )
         held = round(found.mean("held"))
         return Point(
             requests,

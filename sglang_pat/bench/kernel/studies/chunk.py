@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from sglang_pat.bench.common.trees import Requests, Tree
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import options_of
-from sglang_pat.bench.kernel.studies.engine import Study, StudyRow
+from sglang_pat.bench.kernel.studies.engine import BASE, Study, StudyRow
 from sglang_pat.bench.kernel.studies.ratios import MARGIN, by_family, faster, listed, mean
 
 # The paper's: a prompt of so many shared tokens, then 64 of each sequence, then its completion.
@@ -72,7 +72,7 @@ def summary(rows: Sequence[StudyRow]) -> Iterator[str]:
 
 # The paper runs its two phases one after the other: `serial` comes closest, a kernel a row tile.
 RULES = {
-    "default": options_of("default", {})[0],
+    BASE: options_of("default", {})[0],
     "chunk": options_of("chunk", {})[0],
     "chunk-streams": options_of("chunk", {"launch": "streams"})[0],
     "chunk-serial": options_of("chunk", {"launch": "serial"})[0],

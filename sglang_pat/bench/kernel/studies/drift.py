@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from sglang_pat import _C
 from sglang_pat.bench.common.forests import all_forests
 from sglang_pat.bench.common.trees import PAPER_TREES, Requests, Tree
 from sglang_pat.bench.kernel.floor import Heads
@@ -16,7 +17,6 @@ from sglang_pat.bench.kernel.studies.ratios import listed, means
 
 AGES = (16, 32, 64, 128)
 GROWN = max(AGES)  # tokens that every sequence has more than those of the trees and forests
-MOST_DRIFT = 1.03
 SEEDS = ("0", "1")  # of forests
 FEW = ("4k", "32k")  # thousands of tokens of one or two requests
 QUICK_SEEDS, QUICK_FEW = SEEDS[:1], FEW[:1]
@@ -46,14 +46,14 @@ def summary(rows: Sequence[StudyRow]) -> Iterator[str]:
     yield f"an old plan over a new one: {listed(means(rows))}"
     for age in AGES:
         name = aged_name(age)
-        slow = [row for row in rows if row.over_base.get(name, 0.0) > MOST_DRIFT]
+        slow = [row for row in rows if row.over_base.get(name, 0.0) > _C.MOST_DRIFT]
         kept = [row for row in slow if name not in row.outgrown]
         said = "; ".join(f"{row.spec} {row.over_base[name]:.3f}" for row in kept) or "none"
         replaced = sum(name in row.outgrown for row in rows)
         yield (
-            f"{age} tokens later {len(slow)} of {len(rows)} plans take more than {MOST_DRIFT:g} of "
-            f"a new one's time, of which a server would have kept {len(kept)}: {said}; it would "
-            f"have replaced {replaced}"
+            f"{age} tokens later {len(slow)} of {len(rows)} plans take more than "
+            f"{_C.MOST_DRIFT:g} of a new one's time, of which a server would have kept "
+            f"{len(kept)}: {said}; it would have replaced {replaced}"
         )
 
 

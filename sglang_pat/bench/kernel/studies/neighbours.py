@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from sglang_pat.bench.common.forests import SEEDS, all_forests
 from sglang_pat.bench.common.trees import PAPER_TREES, Requests
+from sglang_pat.bench.kernel.cases import QUICK_TREES
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import options_of
 from sglang_pat.bench.kernel.studies.engine import BASE, Study, StudyRow
 from sglang_pat.bench.kernel.studies.ratios import MARGIN, faster, listed, means
 from sglang_pat.config import PRESETS
 
-QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
 QUICK_FORESTS = tuple(
     f"{family}-0" for family in ("uniform", "bimodal", "zipf", "bucketed", "skew", "samples")
 )

@@ -10,7 +10,7 @@ from sglang_pat.bench.common.trees import Requests
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import options_of
 from sglang_pat.bench.kernel.report import geomean
-from sglang_pat.bench.kernel.studies.engine import Study, StudyRow
+from sglang_pat.bench.kernel.studies.engine import BASE, Study, StudyRow
 from sglang_pat.bench.kernel.studies.lengths import MIXES, even
 from sglang_pat.bench.kernel.studies.ratios import by_family, listed, means
 
@@ -50,9 +50,10 @@ def summary(rows: Sequence[StudyRow]) -> Iterator[str]:
 
 
 RULES = {
-    "default": options_of("default", {})[0],
+    BASE: options_of("default", {})[0],
     "paged": options_of("paged", {})[0],
     "no split": options_of("default", {"split": "none"})[0],
+    "packinfer": options_of("packinfer", {})[0],
 }
 
 STUDY = Study(

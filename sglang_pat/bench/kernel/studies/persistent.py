@@ -12,7 +12,7 @@ from sglang_pat.bench.common.trees import Requests
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import options_of
 from sglang_pat.bench.kernel.report import geomean
-from sglang_pat.bench.kernel.studies.engine import Study, StudyRow
+from sglang_pat.bench.kernel.studies.engine import BASE, Study, StudyRow
 from sglang_pat.bench.kernel.studies.lengths import long_contexts
 from sglang_pat.bench.kernel.studies.ratios import MARGIN, by_family, listed, mean
 
@@ -42,10 +42,10 @@ def regret(row: StudyRow) -> tuple[float, str] | None:
     """The default's time over that of the best alternative, and that one's name; None if one of
     both has no time."""
     times = {name: row.times[name] for name in ALTERNATIVES if name in row.times}
-    if "default" not in row.times or not times:
+    if BASE not in row.times or not times:
         return None
     best = min(times, key=times.__getitem__)
-    return row.times["default"] / times[best], best
+    return row.times[BASE] / times[best], best
 
 
 def summary(rows: Sequence[StudyRow]) -> Iterator[str]:
@@ -94,7 +94,7 @@ STUDY = Study(
     title="PersistentKV: the cost model's choice beside fixed rules, on held-out batches",
     heads=(Heads(32, 8), Heads(64, 8), Heads(32, 32)),
     batches=batches,
-    rules={"default": options_of("default", {})[0], **ALTERNATIVES},
+    rules={BASE: options_of("default", {})[0], **ALTERNATIVES},
     summary=summary,
     peers=("fa3", "flashinfer"),
 )

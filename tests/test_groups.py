@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PackInfer's groups: branches of requests that need not share anything (branching "groups")."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from kit.cases import case
+from kit.cpu import check_any as check
+from kit.pieces import forest, paths_of
+from kit.trees import Batch, batches, branches_of, check_plan, target
+
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.bench.kernel.studies.lengths import alpaca, text2sql
+from sglang_pat.planner import Plan, plan
+from sglang_pat.target import Target
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+def groups(capacity: int, **changes: Any) -> Target:
+    return target(branching="groups", split="fixed", split_tokens=capacity, **changes)
+
+
+def tokens_of(made: Plan, seq_lens: list[int]) -> list[int]:
+    """Of each branch."""
+    found = []
+    for _, segments in branches_of(made):
+        tails = segments["kv_len"] < 0
+        lengths = np.asarray(seq_lens)[segments["query"]] - segments["kv_start"]
+        found.append(int(np.where(tails, lengths, segments["kv_len"]).sum()))
+    return found
+
+
+@pytest.mark.parametrize("capacity", [512, 1024, 4096])
+def test_requests_that_share_nothing_make_even_groups(capacity: int) -> None:
+    batch = alpaca(64)
+    made = plan(batch.paths, batch.seq_lens, groups(capacity))
+    tokens, total = tokens_of(made, batch.seq_lens), sum(batch.seq_lens)
+    assert made.num_partials == 0 and made.num_items == len(tokens)  # each request in one group
+    assert sum(tokens) == total and max(tokens) <= capacity
+    # 16 requests of 4 packed rows fit a branch, so there may be more groups than tokens ask for.
+    asked = max(-(-total // capacity), 64 // 16)
+    assert asked <= len(tokens) <= asked + 3
+    assert max(tokens) <= 1.35 * total / len(tokens)
+
+
+def test_what_a_group_shares_is_read_once() -> None:
+    batch = text2sql(64)
+    made = plan(batch.paths, batch.seq_lens, groups(4096))
+    assert made.num_partials == 0
+    alone = plan([[]] * 64, batch.seq_lens, groups(4096))
+    assert sum(tokens_of(made, batch.seq_lens)) < 0.4 * sum(tokens_of(alone, batch.seq_lens))
+
+
+def test_what_exceeds_the_capacity_is_cut() -> None:
+    """A request of 900 tokens beside short ones: pieces of 256 tokens, the rest in groups."""
+    lengths = [900, 40, 50, 60]
+    made = plan([[]] * 4, lengths, groups(256))
+    assert tokens_of(made, lengths) == [150]
+    (long,) = np.flatnonzero(made.queries["num_splits"] > 1)
+    assert long == 0 and made.queries["num_splits"][0] == 4
+
+
+def test_a_node_longer_than_the_capacity_is_an_item_of_all_that_share_it() -> None:
+    tree = Tree.parse("1,8_2048,32")
+    made = plan(tree.paths, tree.seq_lens, groups(512))
+    assert [int(n) for n in made.queries["num_splits"]] == [5] * 8  # 4 pieces and a group
+    assert len(branches_of(made)) == 1
+
+
+@pytest.mark.parametrize("capacity", [64, 300, 5000])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_attention_is_that_of_each_request(group: int, capacity: int) -> None:
+    """On the CPU, of forests whose requests share much, little or nothing."""
+    for seed in range(4):
+        rng = np.random.default_rng(1000 * group + seed)
+        pieces = forest(rng, int(rng.integers(2, 30)))
+        inputs = case(pieces, (2 * group, 2), 64, seed=seed)
+        heads = {"num_q_heads": 2 * group, "num_kv_heads": 2, "head_dim": 64}
+        rule = {"branching": "groups", "split": "fixed", "split_tokens": capacity}
+        made_for = Target.cpu(threads=4, max_queries=64, **heads, **rule)
+        made = plan(paths_of(pieces, len(inputs.q)), inputs.seq_lens.tolist(), made_for)
+        assert made.branch_tokens > 0
+        check(inputs, made)
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches())
+def test_any_batch(batch: Batch) -> None:
+    made_for = groups(200, branch_rows=(32,))
+    made = plan(batch.paths, batch.seq_lens, made_for)
+    assert made.degraded == ""
+    check_plan(made, batch, made_for, batch.seq_lens)
+    check_plan(made, batch, made_for, made.max_seq_lens.tolist())
+    busy = sum(length > 0 for length in batch.seq_lens)
+    short = sum(0 < length <= 200 for length in batch.seq_lens)
+    members = sum(int(item["num_queries"]) for item, _ in branches_of(made))
+    assert short <= members <= busy
