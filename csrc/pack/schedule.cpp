@@ -11,6 +11,7 @@
 #include "../count_of.h"
 #include "cost_model.h"
 #include "drift.h"
+#include "groups.h"
 #include "separate.h"
 #include "split.h"
 
@@ -66,7 +67,9 @@ void Scheduler::choose_branches(const PackTree& tree, const int64_t* seq_lens,
   count_tokens(tree, seq_lens, num_queries);
   BranchCut cut;
   if (target_.branching == Branching::kGroups) {
-    cut = group_all(tree, seq_lens, num_queries);
+    put_below_root(tree, num_queries, rooted_);
+    brancher_.read(rooted_, seq_lens, num_queries);
+    cut = cut_of_groups(target_);
   } else {
     brancher_.read(tree, seq_lens, num_queries);
     cut = fastest_cut();
@@ -79,27 +82,6 @@ void Scheduler::choose_branches(const PackTree& tree, const int64_t* seq_lens,
   } else {
     drop_branches();
   }
-}
-
-// PackInfer's groups: branches of queries that need not share anything. For the brancher they all
-// share a root of no tokens.
-BranchCut Scheduler::group_all(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
-  rooted_.nodes.assign(1, {-1, kNoNode, 0, 0, num_queries});
-  for (PackNode node : tree.nodes) {
-    ++node.parent;
-    rooted_.nodes.push_back(node);
-  }
-  rooted_.query_node.resize(num_queries);
-  rooted_.query_prefix.resize(num_queries);
-  for (int32_t query = 0; query < num_queries; ++query) {
-    const int32_t node = tree.query_node[query];
-    rooted_.query_node[query] = node + 1;
-    rooted_.query_prefix[query] = node == kNoNode ? 0 : tree.query_prefix[query];
-  }
-  brancher_.read(rooted_, seq_lens, num_queries);
-  int32_t rows = 0;
-  for (const int32_t each : target_.branch_rows) rows = std::max(rows, each);
-  return {target_.split_tokens, rows / target_.group(), target_.split_tokens};
 }
 
 BranchCut Scheduler::fastest_cut() {

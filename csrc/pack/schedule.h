@@ -33,7 +33,6 @@ class Scheduler {
   void number_partials(int32_t query);
   bool wide_items_fill() const;
   void choose_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
-  BranchCut group_all(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   BranchCut fastest_cut();
   void separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   bool drop_branches();
