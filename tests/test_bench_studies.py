@@ -142,7 +142,7 @@ def test_a_run_from_arguments_to_json(
     rows = [StudyRow(**each) for each in document["rows"]]
     assert len(rows) == 2
     ours = [each.name for each in study.variants(Tree((1,), (1,)))]
-    theirs = [each.name for each in study.rivals({})]
+    theirs = [each.name for each in study.usable_peers({})]
     for each in rows:
         failed = [found for found in theirs if found.startswith("flashinfer")]
         assert list(each.failed) == failed

@@ -183,6 +183,24 @@ def test_options_that_contradict_each_other(capsys: pytest.CaptureFixture[str]) 
     )
     assert "drop them with --url" in refused(capsys, "--url", "http://localhost:1", "--svg", "file")
     assert "No such file" in refused(capsys, "--prompts", "nowhere.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--break-even", "--concurrency", "64"],
+            "--concurrency is for --prompts and --trace; drop",
+        ),
+        (["--break-even", "--seconds", "3"], "--seconds is for --url; drop it with --break-even"),
+        (["--trace", "file", "--output-tokens", "9"], "--output-tokens is for --prompts; drop it"),
+        (["--url", "http://localhost:1", "--lines", "9"], "drop it with --url"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *arguments)
     assert "--url is ''" in refused(capsys, "--url", "")
     for arguments in ([], ["--prompts", "a", "--url", "b"]):
         with pytest.raises(SystemExit) as usage:

@@ -100,7 +100,7 @@ def test_quick_runs_some_batches_of_the_first_heads() -> None:
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_page_says_what_a_study_runs(name: str) -> None:
     study, cases = STUDIES[name], STUDIES[name].cases((), False, ())
-    names = len(study.variants(Tree((1,), (1,)))) + len(study.rivals({}))
+    names = len(study.variants(Tree((1,), (1,)))) + len(study.usable_peers({}))
     heads = ", ".join(map(str, study.heads))
     (line,) = (each for each in PAGE.read_text().splitlines() if each.startswith(f"| `{name}` |"))
     assert line.endswith(f" | {heads} | {len(cases)} | {len(cases) * names} |")

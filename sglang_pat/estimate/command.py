@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from sglang_pat.estimate.requests import Prompts
     from sglang_pat.estimate.tokenizing import Tokenizer
 
+_DEFAULTS = {"concurrency": 64, "output_tokens": 256, "steps": 16, "lines": 12, "seconds": 10}
+# Where the requests must come from for an option to mean anything.
+_ONLY_WITH = {
+    "concurrency": ("prompts", "trace"),
+    "output_tokens": ("prompts",),
+    "steps": ("prompts", "trace"),
+    "lines": ("prompts", "trace"),
+    "seconds": ("url",),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Gives ``parser`` the options of the subcommand."""
@@ -52,33 +62,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the model: a folder or a name on Hugging Face; prompts as text need it, of token "
         "ids it shows the text (default: no)",
     )
-    for name, default, what in (
-        ("concurrency", 64, "requests that decode at a time"),
+    for name, what in (
+        ("concurrency", "requests that decode at a time"),
         (
-            "output-tokens",
-            256,
+            "output_tokens",
             "tokens of an answer where a prompt does not say, or its max_tokens if less",
         ),
-        ("steps", 16, "decode steps that are planned, evenly spaced over the run"),
+        ("steps", "decode steps that are planned, evenly spaced over the run"),
     ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})"
-        )
+        option = "--" + name.replace("_", "-")
+        help_of = f"{what} (default: {_DEFAULTS[name]})"
+        parser.add_argument(option, type=int, metavar="N", help=help_of)
     add_machine(parser)
     add_options(parser)
     parser.add_argument(
         "--seconds",
         type=float,
-        default=10.0,
         metavar="S",
-        help="with --url: how long to read its metrics (default: 10)",
+        help=f"with --url: how long to read its metrics (default: {_DEFAULTS['seconds']})",
     )
     parser.add_argument(
         "--lines",
         type=int,
-        default=12,
         metavar="N",
-        help="nodes of the tree that are drawn, those that save the most; 0 for all (default: 12)",
+        help="nodes of the tree that are drawn, those that save the most; 0 for all (default: "
+        f"{_DEFAULTS['lines']})",
     )
     parser.add_argument(
         "--svg",
@@ -110,7 +118,8 @@ def _estimated(arguments: argparse.Namespace) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises InputError that names the option, its value and what is allowed."""
+    """Gives options their defaults. Raises InputError that names the option, its value and what is
+    allowed."""
     from sglang_pat.estimate.requests import MAX_TOKENS, InputError
 
     for name, least, most in (
@@ -128,11 +137,18 @@ def _check(arguments: argparse.Namespace) -> None:
         if value is not None and not least <= value <= most:
             option = name.replace("_", "-")
             raise InputError(f"--{option} is {value}, must be from {least} to {most:,}")
-    given = next(
-        f"--{name.replace('_', '-')}"
+    source = next(
+        name
         for name in ("prompts", "trace", "url", "break_even")
         if getattr(arguments, name) not in (None, False)
     )
+    given = "--" + source.replace("_", "-")
+    for name, sources in _ONLY_WITH.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, _DEFAULTS[name])
+        elif source not in sources:
+            option, allowed = name.replace("_", "-"), " and ".join(f"--{each}" for each in sources)
+            raise InputError(f"--{option} is for {allowed}; drop it with {given}")
     if arguments.tokenizer is not None and given != "--prompts":
         raise InputError(f"--tokenizer is for --prompts: {given} has no text; drop it")
     if arguments.url is not None and (arguments.svg or arguments.base_ms):

@@ -109,7 +109,7 @@ def test_studies(name: str, tmp_path: Path) -> None:
     document = json.loads(file.read_text())
     study, rows = STUDIES[name], [StudyRow(**row) for row in document["rows"]]
     assert len(rows) == len(study.cases((), True, ())) and document["left_out"] == []
-    names = [each.name for each in (*study.variants(Tree((1,), (1,))), *study.rivals({}))]
+    names = [each.name for each in (*study.variants(Tree((1,), (1,))), *study.usable_peers({}))]
     for row in rows:
         assert list(row.times) == names and not (row.failed or row.degraded or row.wrong), row
         assert all(time > 0 for time in row.times.values())

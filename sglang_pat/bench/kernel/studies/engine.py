@@ -129,7 +129,7 @@ class Study:
         aged = self.rules[BASE]
         return found + [Variant(aged_name(age), batch, aged, age=age) for age in self.ages]
 
-    def rivals(self, absent: Mapping[str, str]) -> list[Peer]:
+    def usable_peers(self, absent: Mapping[str, str]) -> list[Peer]:
         """The peers but those that are ``absent``."""
         found = [
             Peer(_named(name, permuted), PEERS[name], permuted)
@@ -153,7 +153,7 @@ def row_of(
 ) -> StudyRow:
     """Capture, check and time all of a study on one batch."""
     batch, heads = case.batch, case.heads
-    variants, peers = study.variants(batch), study.rivals(absent)
+    variants, peers = study.variants(batch), study.usable_peers(absent)
     timed = measure(batch, heads, variants, timer, peers)
     plans, total, unique = timed.plans, sum(batch.seq_lens), batch.unique_tokens
     lengths = np.asarray(batch.seq_lens, dtype=np.int64)
