@@ -117,10 +117,7 @@ PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_t
   int64_t read = 0;
   for (int32_t i = 0; i < view.header->num_items; ++i) {
     const Item& item = view.items[i];
-    int64_t tokens = 0;
-    view.for_each_segment(i, [&](const Segment& s) {
-      tokens += is_dynamic(s) ? seq_lens[s.query] - s.kv_start : s.kv_len;
-    });
+    const int64_t tokens = view.item_tokens(i, seq_lens);
     if (is_branch(item)) {
       ++terms.branches;
       terms.branch_tokens += tokens;

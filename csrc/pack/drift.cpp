@@ -26,12 +26,10 @@ class Growth {
     const PlanView view = view_plan(plan.blob.data(), static_cast<int64_t>(plan.blob.size()));
     for (int32_t i = 0; i < view.header->num_items; ++i) {
       if (!is_branch(view.items[i])) continue;
-      Growing& branch = branches_.emplace_back();
-      view.for_each_segment(i, [&](const Segment& s) {
-        branch.tokens += is_dynamic(s) ? seq_lens[s.query] - s.kv_start : s.kv_len;
-        branch.tails += is_dynamic(s);
-      });
+      Growing branch{.tokens = view.item_tokens(i, seq_lens), .tails = 0};
+      view.for_each_segment(i, [&](const Segment& s) { branch.tails += is_dynamic(s); });
       tails_ += branch.tails;
+      branches_.push_back(branch);
     }
     seconds_ = plan_seconds(target_, made_);
     even_ = even_seconds(made_);
