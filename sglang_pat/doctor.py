@@ -55,7 +55,8 @@ def run_doctor(
     blocked = sum(finding.status == "block" for finding in findings)
     verdict = None
     if question is not None and not blocked:
-        from sglang_pat.srt.verdict import QuestionError, judge
+        from sglang_pat.srt.flags import QuestionError
+        from sglang_pat.srt.verdict import judge
 
         try:
             verdict = judge(question, gpu=gpu)

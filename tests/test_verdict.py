@@ -23,7 +23,8 @@ from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 from sglang_pat import _C
 from sglang_pat.capacity import MB, fit_workspace
 from sglang_pat.srt import layers, machines
-from sglang_pat.srt.verdict import QuestionError, Verdict, judge
+from sglang_pat.srt.flags import QuestionError
+from sglang_pat.srt.verdict import Verdict, judge
 
 needs_cuda = pytest.mark.skipif(not _C.CUDA_CODE, reason="built with PAT_CUDA=OFF")
 

@@ -1,43 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sglang-pat doctor --model``: what ``pat`` would do on a server, told without its weights.
 
-Server flags are parsed and resolved by SGLang itself, and config.json is read by its
+Server flags are parsed and resolved by SGLang itself (``flags``), and config.json is read by its
 ``ModelConfig``. The reasons are those that the launcher and the backend give.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from sglang_pat.capacity import MB, Capacity, fit_workspace
-from sglang_pat.config import CPU_PLATFORM, PatConfig
+from sglang_pat.config import PatConfig
 from sglang_pat.gpus import untried
 from sglang_pat.srt import launch, layers
+from sglang_pat.srt.flags import QuestionError, SGLangRefused, model_of, resolve
 from sglang_pat.srt.machines import Gpu, as_if_here, gpu_here, known_gpu
 from sglang_pat.srt.speculation import draft_tokens_of
 
-_BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
 # SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
 # (S mem_cache/kv_cache_configurator.py:3124); between them it depends on the free memory.
 _MOST_REQUESTS = 4096
 
 Status = Literal["served", "served in part", "nothing to gain", "refused"]
-
-
-class QuestionError(ValueError):
-    """The question makes no sense, and why."""
-
-
-class SGLangRefused(Exception):
-    """SGLang itself refuses the flags for the model, or cannot read the model; what it says."""
 
 
 @dataclass(frozen=True)
@@ -139,66 +127,11 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
     except SGLangRefused as refused:
         return Verdict(
             device=asked.name if asked is not None else "this machine",
-            model=_model_of(arguments),
+            model=model_of(arguments),
             refusals=[f"SGLang itself refuses: {refused}"],
         )
     with as_if_here(asked) if asked is not None else nullcontext():
         return weigh(server_args, model_config, asked)
-
-
-def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]:
-    """SGLang's resolved ``ServerArgs`` and its ``ModelConfig``; ``gpu``: as if it were here.
-
-    Raises SGLangRefused, or QuestionError for flags that contradict ``gpu``.
-    """
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.server_args import prepare_server_args
-
-    with _usage_left_out():
-        server_args = prepare_server_args(_completed(arguments, gpu))
-    launch.mark_checked(server_args)  # the same reasons, not as an exception
-    try:
-        with as_if_here(gpu) if gpu is not None else nullcontext():
-            server_args.resolve_once()
-            return server_args, model_config_of(server_args)
-    except Exception as error:  # SGLang's own refusal, whatever it is made of
-        raise SGLangRefused(" ".join(f"{error}".split()) or type(error).__name__) from error
-
-
-@contextmanager
-def _usage_left_out() -> Iterator[None]:
-    """Makes a QuestionError of what argparse ends with: SGLang's usage has 400 lines before it."""
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            yield
-    except SystemExit as end:
-        _, found, message = said.getvalue().rpartition(": error: ")
-        if not found:
-            print(said.getvalue(), end="", file=sys.stderr)
-            raise
-        raise QuestionError(
-            f"SGLang refuses the flags: {message.strip()}; python -m sglang.launch_server --help "
-            "lists them"
-        ) from end
-    print(said.getvalue(), end="", file=sys.stderr)
-
-
-def _completed(arguments: Sequence[str], gpu: Gpu | None) -> list[str]:
-    """The flags, with what the question leaves out."""
-    completed = list(arguments)
-    names = {argument.split("=")[0] for argument in arguments}
-    if not names.intersection(_BACKEND_FLAGS):
-        completed += ["--attention-backend", launch.BACKEND]
-    if "--log-level" not in names:
-        completed += ["--log-level", "error"]
-    if gpu is not None:
-        if "--device" in names:
-            raise QuestionError("--gpu and --device ask about different machines: drop one")
-        completed += ["--device", "cuda"]
-    elif "--device" not in names and os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
-        completed += ["--device", "cpu"]
-    return completed
 
 
 def weigh(server_args: Any, model_config: Any, gpu: Gpu | None = None) -> Verdict:
@@ -298,12 +231,6 @@ def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
         partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,
         draft_tokens=draft_tokens_of(args),
-    )
-
-
-def _model_of(arguments: Sequence[str]) -> str:
-    return next(
-        (value for flag, value in pairwise(arguments) if flag == "--model-path"), "an unnamed model"
     )
 
 
