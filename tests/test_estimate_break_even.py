@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.estimates import estimated, refused
 from kit.shell import fresh_shell
 
 from sglang_pat import cli
@@ -34,21 +35,6 @@ def arguments_of(*given: str) -> Any:
 
 def surface_of(*given: str, private: int = 256) -> Surface:
     return Surface(make_model(arguments_of(*given), REQUESTS[-1])[0], private)
-
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert cli.main(["estimate", "--break-even", *map(str, arguments)]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    return said.out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert cli.main(["estimate", *map(str, arguments)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("sglang-pat estimate: ") and said.err.count("\n") == 1
-    return said.err
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -100,7 +86,7 @@ def test_the_model_is_that_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_two_gpus_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    said = printed(capsys, "--json", out)
+    said = estimated(capsys, "--break-even", "--json", out)
     assert said.count("time per token with pat over that without") == 2
     assert "planned for NVIDIA H100" in said and "planned for NVIDIA H200" in said
     assert said.count("every time is modelled, none is measured") == 2
@@ -127,8 +113,8 @@ def test_what_was_never_compared_says_so(capsys: pytest.CaptureFixture[str]) -> 
         ("--gpu", "H200", "--layers", "16"),
         ("--gpu", "H200", "--tp", "4"),
     ):
-        assert never in printed(capsys, *given), given
-    assert never not in printed(capsys, "--gpu", "H200", "--kv-dtype", "fp8_e4m3")
+        assert never in estimated(capsys, "--break-even", *given), given
+    assert never not in estimated(capsys, "--break-even", "--gpu", "H200", "--kv-dtype", "fp8_e4m3")
 
 
 def test_what_was_compared_is_what_was_measured() -> None:
@@ -146,7 +132,7 @@ def test_what_was_compared_is_what_was_measured() -> None:
 
 def test_what_a_gpu_cannot_hold_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    said = printed(capsys, "--gpu", "L4", "--private", 2000, "--json", out)
+    said = estimated(capsys, "--break-even", "--gpu", "L4", "--private", 2000, "--json", out)
     assert "note: 256 requests on 32,768 shared tokens take" in said
     assert "and each has 2,000 of its own" in said
     (panel,) = json.loads(out.read_text())["gpus"]
@@ -164,9 +150,11 @@ def test_the_plot(
     assert not file.exists() and capsys.readouterr().out == ""
     monkeypatch.delitem(sys.modules, "matplotlib.figure")
     pytest.importorskip("matplotlib")
-    printed(capsys, "--plot", file)
+    estimated(capsys, "--break-even", "--plot", file)
     assert file.read_bytes().startswith(b"\x89PNG")
-    printed(capsys, "--plot", file, "--gpu", "l4", "--tp", "8")  # hardly a line in it
+    estimated(
+        capsys, "--break-even", "--plot", file, "--gpu", "l4", "--tp", "8"
+    )  # hardly a line in it
 
 
 def test_options_that_make_no_sense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

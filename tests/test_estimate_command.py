@@ -13,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from kit.estimates import estimated, refused
 from kit.shell import fresh_shell
 
 from sglang_pat import cli
@@ -35,21 +36,6 @@ def prompts(folder: Path, shared: int, private: int, count: int = 64, **keys: in
     ]
     file.write_text("\n".join(lines))
     return file
-
-
-def estimated(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert cli.main(["estimate", *map(str, arguments)]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    return said.out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert cli.main(["estimate", *map(str, arguments)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("sglang-pat estimate: ") and said.err.count("\n") == 1
-    return said.err
 
 
 def test_a_long_common_prompt_is_a_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
