@@ -18,13 +18,9 @@ from pathlib import Path
 from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.common.server import free_port
 
-from .server import Prompt, ServingServer
+from .server import ARRIVED_S, Prompt, ServingServer
 
 READY_S = 300.0
-ARRIVED_S = 60.0
-# With these a server logs a line when a request arrives, without the prompt.
-LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
-_ARRIVED = "Receive: obj=GenerateReqInput"
 
 
 class Router:
@@ -116,7 +112,7 @@ class Router:
 
     def _arrived(self) -> list[int]:
         """How many requests have arrived at each server since its start."""
-        return [server.text().count(_ARRIVED) for server in self.servers]
+        return [server.arrived() for server in self.servers]
 
     def _wait_for_arrival(self, before: Sequence[int]) -> int:
         """The index of the server that gets a request more than ``before``."""

@@ -17,8 +17,8 @@ pytest.importorskip(
 
 from sglang_pat.bench.common.counters import Counters
 
-from .router import LOG_REQUESTS, Router
-from .server import Config, ServingServer
+from .router import Router
+from .server import LOG_REQUESTS, Config, ServingServer
 from .workloads import random_prompt
 
 SERVER = Config("behind-router", args=LOG_REQUESTS)
