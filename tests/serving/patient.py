@@ -18,8 +18,16 @@ def start_patient(
     """Send the long answers' prompts and return once they are being generated."""
     before = len(server.text())
     future = pool.submit(server.generate, PATIENT.prompts, PATIENT.new_tokens, rids=rids)
+    wait_until_decoded(server, before, len(PATIENT.prompts), future)
+    return future
+
+
+def wait_until_decoded(
+    server: ServingServer, before: int, requests: int, future: Future[list[Answer]]
+) -> None:
+    """Return once the log behind its first ``before`` characters has a step of ``requests``, whose
+    answers ``future`` will have. SGLang logs every 40th step."""
     deadline = time.monotonic() + 60
-    while "Decode batch, #running-req: 8" not in (log := server.text()[before:]):
+    while f"Decode batch, #running-req: {requests}," not in (log := server.text()[before:]):
         assert not future.done() and time.monotonic() < deadline, log
         time.sleep(0.02)
-    return future

@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from .compare import disagreements
 from .conftest import Serve
+from .patient import wait_until_decoded
 from .server import Answer, Config
 from .workloads import WORKLOADS
 
 DEFAULT = Config("single-requests")  # overlap scheduling, the Rust tree core
 SERVED = Config("single-requests-served", env=(("SGLANG_PAT_MIN_BATCH", "1"),))
 # So many tokens that three other requests come and go meanwhile.
-LONG = 2000
+LONG = 3000
 DISJOINT, RAGGED, PATIENT = (WORKLOADS[name] for name in ("disjoint", "ragged", "patient"))
 
 
@@ -53,10 +53,11 @@ def test_one_then_two_then_one(serve: Serve, stock: dict[str, list[Answer]]) -> 
     """Another request joins and leaves, three times, while one runs on."""
     server = serve(DEFAULT)
     before = server.counters()
+    logged = len(server.text())
     with ThreadPoolExecutor() as pool:
         runs_on = pool.submit(server.generate, PATIENT.prompts[:1], LONG)
+        wait_until_decoded(server, logged, 1, runs_on)
         for prompt, expected in zip(PATIENT.prompts[1:4], stock["patient"][1:4], strict=True):
-            time.sleep(0.1)
             (joined,) = server.generate([prompt], 20)
             assert disagreements([joined], [_begin(expected, 20)]) == []
         assert not runs_on.done()
