@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from importlib import import_module
@@ -17,7 +18,29 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status: 0 all well, 1 not, 2 wrong usage."""
+    """Run a subcommand and return its exit status: 0 all well, 1 not, 2 wrong usage; 141 if who
+    read the output, as ``head``, has left, which is what a shell gives for SIGPIPE."""
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if _stdout_works():
+            raise
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _stdout_works() -> bool:
+    """If not, Python's own flush at the end is kept from failing, too."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
+def _run(argv: Sequence[str] | None) -> int:
     signal.signal(signal.SIGTERM, _exit)  # unwinds, so that a spawned server is stopped too
     try:
         import_module("sglang_pat._C")

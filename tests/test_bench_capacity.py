@@ -64,6 +64,9 @@ def test_a_probe_breaks_a_limit_by_tpot_or_by_its_queue() -> None:
     assert broken(row, 50.0) == "only 80% ended in time"
     # Agents' last answers are cut off in any case.
     assert broken(row_of([*answers, *stuck], 0.0, 10.0, grace_s=None, **ABOUT), 50.0) is None
+    # All were there so late that of nobody it is known whether it would have waited.
+    row = row_of(answers, 7.9, 8.3, grace_s=None, **ABOUT)
+    assert broken(row, 50.0) == "the load was there for the last 0.40 s only"
     # Nothing was both sent and answered within the window: the load was never there.
     row = row_of(answers, 10.0, 10.0, grace_s=None, **ABOUT)
     assert row.tpot_p99_ms is None and row.tokens_per_s == 0

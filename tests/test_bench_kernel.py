@@ -163,6 +163,9 @@ def test_presets_and_rules() -> None:
     assert chosen("--policy", "naive") == PatOptions("naive", branching="never")
     assert "no branches, as policy=naive" in " ".join(remarks)
     assert chosen("--policy", "naive", "--branching", "cost") == PatOptions("naive")
+    pieces = chosen("--split", "fixed", "--split-tokens", "1024")
+    assert pieces == PatOptions(split="fixed", branching="never", split_tokens=1024)
+    assert chosen("--preset", "chunk", "--split-tokens", "128").split_tokens == 128
     assert chosen("--tiles").split == "mean" and isinstance(chosen("--tiles"), Whole)
 
 
@@ -178,6 +181,9 @@ def test_presets_and_rules() -> None:
             "--budget-s goes with --ragged or --batches or --study only",
         ),
         (["--ragged", "--ablation"], "not allowed with"),
+        (["--split-tokens", "64"], "--split-tokens goes with --split fixed or chunks or"),
+        (["--study", "chunk", "--split-tokens", "64"], "leave --split-tokens out"),
+        (["--split", "fixed", "--split-tokens", "0"], "'0' is not a whole number, 1 or more"),
     ],
 )
 def test_options_without_effect_are_refused(

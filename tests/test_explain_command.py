@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -270,6 +271,17 @@ def test_wrong_usage_and_help() -> None:
     said = run("--help").stdout
     assert "--tree SPEC" in said and DEFAULT_TREE in said
     assert run(env={"SGLANG_PAT_SPLIT": "mean"}).returncode == 0
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """As in ``sglang-pat explain | head -1``; here it leaves before the first line."""
+    command = [Path(sys.executable).with_name("sglang-pat"), "explain"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=120) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("spec", [DEFAULT_TREE, "4096(8x32(8x24))", "1,8,512_32,512,256"])

@@ -42,11 +42,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run_dump(arguments: argparse.Namespace) -> int:
     """Dumps; exit status 0, or 1 with a line that says what is wrong and what would do."""
     try:
-        print(_dumped(arguments))
+        said = _dumped(arguments)
     except (ValueError, OSError, KeyboardInterrupt) as error:
-        said = "interrupted" if isinstance(error, KeyboardInterrupt) else error
-        print(f"sglang-pat dump: {said}", file=sys.stderr)
+        wrong = "interrupted" if isinstance(error, KeyboardInterrupt) else error
+        print(f"sglang-pat dump: {wrong}", file=sys.stderr)
         return 1
+    print(said)
     return 0
 
 

@@ -104,10 +104,11 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     value it has and what would do."""
     try:
         _check(arguments)
-        print(_estimated(arguments))
+        said = _estimated(arguments)
     except (ValueError, OSError) as error:
         print(f"sglang-pat estimate: {error}", file=sys.stderr)
         return 1
+    print(said)
     return 0
 
 

@@ -142,10 +142,11 @@ def run_explain(arguments: argparse.Namespace) -> int:
     """Explains the batch of the options; exit status 0, or 1 with a line that says what is wrong,
     which value it has and what would do."""
     try:
-        print(_explained(arguments))
+        said = _explained(arguments)
     except (ValueError, OSError) as error:
         print(f"sglang-pat explain: {error}", file=sys.stderr)
         return 1
+    print(said)
     return 0
 
 

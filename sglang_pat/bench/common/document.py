@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks share: a document of how and where they measured, and a type of argument."""
+"""What benchmarks share: a document of how and where they measured, and types of arguments."""
 
 from __future__ import annotations
 
@@ -100,3 +100,14 @@ def value(parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
+
+
+def whole_number(text: str) -> int:
+    """1 or more.
+
+    Raises:
+        ValueError: ``text`` is none.
+    """
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise ValueError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)

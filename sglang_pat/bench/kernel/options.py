@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_pat.bench.common.document import value
+from sglang_pat.bench.common.document import value, whole_number
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import batches, drafts, ragged, tiles
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import KV_DTYPES, PatOptions, options_of
 from sglang_pat.bench.kernel.studies.catalogue import STUDIES, cases_of
 from sglang_pat.config import PRESETS
-from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS
+from sglang_pat.target import BRANCHINGS, DEFAULT_SPLIT_TOKENS, POLICIES, SPLITS
 from sglang_pat.workspace import LAUNCHES
 
-RULES = ("policy", "split", "branching", "partial", "launch")
+RULES = ("policy", "split", "split_tokens", "branching", "partial", "launch")
 # Options that choose or bound what is run, and what they go with.
 _BOUNDS = {
     "only": ("ragged", "study"),
@@ -42,7 +43,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     how = "replay the batches of a server, out of a file of `sglang-pat dump`"
     add("--batches", type=Path, metavar="FILE", help=how)
     how = "with --batches: N of them, from the first to the last (default: all)"
-    add("--sample", type=value(_positive), metavar="N", help=how)
+    add("--sample", type=value(whole_number), metavar="N", help=how)
     add("--sweep", action="store_true", help="shared length and batch, both layouts, 32/8 heads")
     instead = parser.add_mutually_exclusive_group().add_argument
     instead("--traffic", action="store_true", help="L2 and DRAM bytes by ncu beside the plan's")
@@ -65,12 +66,6 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise ValueError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
-
-
 def _add_ragged(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--only", nargs="+", default=[], metavar="PATTERN", help="rows by name, as 'skew*' or 8/1")
@@ -89,6 +84,9 @@ def _add_rules(group: argparse._ArgumentGroup) -> None:
     add("--preset", choices=tuple(PRESETS), help=how)
     add("--policy", choices=POLICIES, help=f"which packs pay (default: bytes; {only})")
     add("--split", choices=SPLITS, help=f"where items split (default: cost; {only})")
+    how = "of a piece, with --split fixed or chunks; of a branch, with --branching groups; "
+    how += f"or with a preset of theirs (default: the preset's, or {DEFAULT_SPLIT_TOKENS}; {only})"
+    add("--split-tokens", type=value(whole_number), metavar="N", help=how)
     how = "which parts are one item (default: cost; never with another policy or split)"
     add("--branching", choices=BRANCHINGS, help=how)
     partials = ("float32", "bfloat16")
@@ -102,7 +100,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     given = [name for name in ("preset", *RULES) if getattr(options, name) is not None]
     if given and (options.ablation or options.study):
         mode = "--ablation" if options.ablation else "--study"
-        parser.error(f"{mode} compares fixed rules: leave --{' and --'.join(given)} out")
+        parser.error(f"{mode} compares fixed rules: leave {_flags(given)} out")
     elsewhere = [
         name for name in ("traffic", "tiles", "ablation", "study") if getattr(options, name)
     ]
@@ -116,6 +114,15 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             "--ragged has batches of its own: leave --trees and --sweep out, pick by --only"
         )
     _check_bounds(parser, options)
+    found = _resolved(options)[0]
+    if options.split_tokens and not (
+        found.split in ("fixed", "chunks") or found.branching == "groups"
+    ):
+        parser.error("--split-tokens goes with --split fixed or chunks or --branching groups only")
+
+
+def _flags(names: Sequence[str]) -> str:
+    return " and ".join("--" + name.replace("_", "-") for name in names)
 
 
 def _check_bounds(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -123,7 +130,7 @@ def _check_bounds(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         bounds = getattr(options, name) != parser.get_default(name)
         if bounds and not any(getattr(options, mode) for mode in modes):
             known = " or ".join(f"--{mode}" for mode in modes)
-            parser.error(f"--{name.replace('_', '-')} goes with {known} only")
+            parser.error(f"{_flags([name])} goes with {known} only")
 
 
 def _check_drafts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -152,7 +159,7 @@ def _check_batches(parser: argparse.ArgumentParser, options: argparse.Namespace)
     names = ("trees", "draft_tokens", "sweep", "timeline", "tiles", "ragged", "ablation", "study")
     others = [name for name in names if getattr(options, name)]
     if others:
-        parser.error(f"--batches has batches of its own: leave --{others[0].replace('_', '-')} out")
+        parser.error(f"--batches has batches of its own: leave {_flags(others[:1])} out")
     try:
         batches.replay(options)
     except (OSError, ValueError) as error:
@@ -191,7 +198,7 @@ def remarks_of(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _resolved(options: argparse.Namespace) -> tuple[PatOptions, tuple[str, ...]]:
-    given = {name: found for name in RULES if (found := getattr(options, name)) is not None}
+    given = {name: str(found) for name in RULES if (found := getattr(options, name)) is not None}
     preset = options.preset or "default"
     if not options.tiles:
         return options_of(preset, given)

@@ -7,7 +7,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from sglang_pat.bench.common.document import value
+from sglang_pat.bench.common.document import value, whole_number
 from sglang_pat.bench.serving.agents import DEFAULT_AGENTS, DEFAULT_CONTEXT, Team
 from sglang_pat.bench.serving.fleet import OVERHEAD_GIB
 from sglang_pat.bench.serving.model import SHAPES
@@ -18,12 +18,6 @@ FIRST_WORKLOADS = ("8192x128", "4096x64")
 RATES, DURATION_S = (2.0, 4.0, 8.0), 30.0
 # Of --capacity:
 FIRST_RATE, PROBE_S, LIMITS_MS, RESOLUTION = (8.0,), 15.0, (25.0, 50.0), 0.12
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
 
 
 def _above_zero(text: str) -> float:
@@ -73,14 +67,24 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         help="attention backends to compare (default: pat fa3 flashinfer)",
     )
     how = "rounds over all of it (default: 5); a probe of --capacity is one run"
-    what("--runs", type=_positive, default=5, help=how)
-    what("--new-tokens", type=_positive, default=128, help="of a prompt, beyond the cached ones")
-    what("--output-tokens", type=_positive, default=256, help="of every request")
-    what("--stream-interval", type=_positive, default=1, help="tokens per streamed event")
+    what("--runs", type=value(whole_number), default=5, help=how)
+    what(
+        "--new-tokens",
+        type=value(whole_number),
+        default=128,
+        help="of a prompt, beyond the cached ones",
+    )
+    what("--output-tokens", type=value(whole_number), default=256, help="of every request")
+    what("--stream-interval", type=value(whole_number), default=1, help="tokens per streamed event")
     what("--seed", type=int, default=0, help="of the prompts' tokens (default: 0)")
     what("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
     first = parser.add_argument_group("first runs").add_argument
-    first("--first-runs", type=_positive, metavar="N", help="N runs after the start, shown singly")
+    first(
+        "--first-runs",
+        type=value(whole_number),
+        metavar="N",
+        help="N runs after the start, shown singly",
+    )
     first("--spy", action="store_true", help="record the first and the last with py-spy in --logs")
     traces = parser.add_argument_group("traces").add_argument
     traces(
@@ -95,18 +99,25 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         help="of arrivals at each rate, or of agents (default: 30; --capacity: 15)",
     )
     traces("--trace-file", type=Path, help="JSON lines of a Mooncake trace")
-    traces("--context", type=_positive, default=8192, help="longest prompt and output, in tokens")
-    traces("--block-tokens", type=_positive, default=MOONCAKE_BLOCK, help="tokens of a block")
+    traces(
+        "--context",
+        type=value(whole_number),
+        default=8192,
+        help="longest prompt and output, in tokens",
+    )
+    traces(
+        "--block-tokens", type=value(whole_number), default=MOONCAKE_BLOCK, help="tokens of a block"
+    )
     traces(
         "--max-requests",
-        type=_positive,
+        type=value(whole_number),
         default=256,
         help="that decode at the same time, and the most agents of --capacity (default: 256)",
     )
     agents = parser.add_argument_group("agents").add_argument
     agents(
         "--agent-context",
-        type=_positive,
+        type=value(whole_number),
         default=DEFAULT_CONTEXT,
         help=f"tokens with which an agent ends (default: {DEFAULT_CONTEXT})",
     )
@@ -144,7 +155,7 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
     server("--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and K/V")
     how = "of K/V alone, of every server (default: auto, that of --dtype)"
     server("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help=how)
-    server("--tp", type=_positive, default=1, help="GPUs of every server")
+    server("--tp", type=value(whole_number), default=1, help="GPUs of every server")
     server("--mem-fraction-static", type=float, default=0.95, help="of a GPU, for all servers")
     server("--overhead-gib", type=float, default=OVERHEAD_GIB, help="of a server and GPU")
     server(

@@ -59,6 +59,8 @@ def broken(row: CapacityRow, limit_ms: float) -> str | None:
         return "no request was sent, began and came far enough in time"
     if row.tpot_p99_ms >= limit_ms:
         return f"p99 TPOT {row.tpot_p99_ms:.1f} ms"
+    if row.window_s <= DUE_S:  # so that ``begun`` is of no request
+        return f"the load was there for the last {row.window_s:.2f} s only"
     if row.begun < KEPT_UP:
         return f"only {row.begun:.0%} had begun"
     if row.ended is not None and row.ended < KEPT_UP:
