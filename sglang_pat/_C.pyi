@@ -29,6 +29,7 @@ class Policy(Enum):
     naive = 2
     root = 3
     queries = 4
+    padding = 5
 
 class Split(Enum):
     cost = 0
@@ -36,6 +37,7 @@ class Split(Enum):
     fixed = 2
     chunks = 3
     none = 4
+    phases = 5
 
 class Branching(Enum):
     cost = 0

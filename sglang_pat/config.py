@@ -62,6 +62,9 @@ PRESETS: dict[str, dict[str, str]] = {
     "paged-v1": _of("queries", "none"),
     # RelayAttention, and Hydragen with one level: the system prompt once, the rest by queries.
     "relay": _of("root", "cost"),
+    # FastTree: packs by what tiles that are not full compute in vain, in pieces of 1,024 tokens, or
+    # of 128 where these are few.
+    "fasttree": _of("padding", "phases", split_tokens="1024"),
     # PackInfer: groups of requests with about so many tokens, whatever they share, each one item.
     # Its capacity comes from a profile of the GPU; the best of fixed pieces on an H200 stands in.
     "packinfer": _of("bytes", "fixed", branching="groups", split_tokens="1024"),
@@ -88,8 +91,8 @@ class PatConfig:
     ``policy`` (``SGLANG_PAT_POLICY``), ``split`` (``SGLANG_PAT_SPLIT``) and ``branching``
     (``SGLANG_PAT_BRANCHING``): see ``Target``; ``cost`` is ``never`` where branches do not pay or
     were not measured: on the CPU and on GPUs other than Hopper.
-    ``split_tokens`` (``SGLANG_PAT_SPLIT_TOKENS``): of a piece, with the splits ``fixed`` and
-    ``chunks``, and of a branch, with the branching ``groups``.
+    ``split_tokens`` (``SGLANG_PAT_SPLIT_TOKENS``): of a piece, with the splits ``fixed``,
+    ``chunks`` and ``phases``, and of a branch, with the branching ``groups``.
     ``partial`` (``SGLANG_PAT_PARTIAL``): dtype of the partial outputs that the merge reads.
     ``launch`` (``SGLANG_PAT_LAUNCH``): how a GPU's forward is launched, see ``Workspace``.
     ``workspace_mb`` (``SGLANG_PAT_WORKSPACE_MB``): MB (2**20 bytes) of GPU memory for the

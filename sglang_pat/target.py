@@ -47,13 +47,15 @@ class Target:
 
     ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``
     applies equations 1 and 2 of that section, ``naive`` packs every node, ``root`` the first node
-    of each path alone (RelayAttention), ``queries`` none (PagedAttention). ``split``: ``cost``
-    minimises the modelled makespan, ``mean`` is the rule of PAT section 6: no piece longer than the
-    mean. ``fixed`` cuts pieces of ``split_tokens`` tokens (PagedAttention V2), ``chunks`` does so
-    where several queries read and leaves the rest whole (ChunkAttention), ``none`` cuts nothing. Of
-    one pack there are at most 512 pieces. ``branching``: whether a part of the pack tree may become
-    one item, a branch, in which queries do not see each other's tokens: ``cost`` where the modelled
-    time is shorter, ``always`` or ``never``; ``groups`` makes branches of any queries, of about
+    of each path alone (RelayAttention), ``queries`` none (PagedAttention), ``padding`` compares
+    what tiles that are not full compute in vain (FastTree). ``split``: ``cost`` minimises the
+    modelled makespan, ``mean`` is the rule of PAT section 6: no piece longer than the mean.
+    ``fixed`` cuts pieces of ``split_tokens`` tokens (PagedAttention V2), ``chunks`` does so where
+    several queries read and leaves the rest whole (ChunkAttention), ``phases`` cuts pieces of an
+    eighth of that where these make few items (FastTree), ``none`` cuts nothing. Of one pack there
+    are at most 512 pieces. ``branching``: whether a part of the pack tree may become one item, a
+    branch, in which queries do not see each other's tokens: ``cost`` where the modelled time is
+    shorter, ``always`` or ``never``; ``groups`` makes branches of any queries, of about
     ``split_tokens`` tokens each (PackInfer, section 3.1). With ``cost``, ``bytes`` and the split
     ``cost``, each query of a small batch may also get items of its own, where that is modelled to
     be clearly faster. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a

@@ -51,7 +51,7 @@ def test_variants_have_what_their_names_say() -> None:
         "pat-naive": ("naive", "mean", "never", "streams"),
         "pat-serial": ("paper", "mean", "never", "serial"),
         "pat-fixed": ("paper", "mean", "never", "streams"),
-        "pat-compute": ("naive", "mean", "never", "streams"),
+        "pat-compute": ("padding", "mean", "never", "streams"),
         "oracle+cost": ("naive", "cost", "never", "queue"),
     }
     for name, each in found.items():

@@ -181,7 +181,7 @@ def test_presets_and_rules() -> None:
             "--budget-s goes with --ragged or --batches or --study only",
         ),
         (["--ragged", "--ablation"], "not allowed with"),
-        (["--split-tokens", "64"], "--split-tokens goes with --split fixed or chunks or"),
+        (["--split-tokens", "64"], "--split-tokens goes with --split fixed, chunks, phases or"),
         (["--study", "chunk", "--split-tokens", "64"], "leave --split-tokens out"),
         (["--split", "fixed", "--split-tokens", "0"], "'0' is not a whole number, 1 or more"),
     ],

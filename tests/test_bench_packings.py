@@ -15,8 +15,6 @@ from sglang_pat.bench.kernel.packings import (
     Node,
     Packing,
     least_bytes,
-    least_padding,
-    padding_cost,
     plan_bytes,
     prefix_tree,
 )
@@ -121,7 +119,7 @@ def test_no_rule_moves_fewer_bytes(tree: Tree) -> None:
     naive = target(tree.num_queries, 32, policy="naive")
     assert as_batch.seq_lens == tree.seq_lens
     assert plan_bytes(as_batch, naive) == pytest.approx(least)
-    for policy in ("bytes", "paper", "naive"):
+    for policy in ("bytes", "paper", "naive", "padding"):
         ruled = target(tree.num_queries, 32, item_overhead_s=1e-12, policy=policy)
         assert plan_bytes(tree, ruled) >= 0.999999 * least
 
@@ -153,31 +151,3 @@ def test_random_forests_can_be_packed_in_another_way(seed: int) -> None:
     naive = target(batch.num_queries, 32, policy="naive", item_overhead_s=1e-12)
     assert plan_bytes(again, naive) <= 1.000001 * least
     assert plan_bytes(batch, made_for) >= 0.999999 * least
-
-
-def test_padding_by_hand() -> None:
-    # 20 queries are 44 short of 64, 100 tokens fill a tile of 32; 10 are 6 short of 16, and 100
-    # tokens 28 short of 128.
-    assert padding_cost(20, 100, 4) == pytest.approx(4 * 0.66 * 44 * 100)
-    assert padding_cost(10, 100, 4) == pytest.approx(4 * (0.66 * 6 * 100 + 0.33 * 28 * 10))
-    assert padding_cost(64, 32, 4) == padding_cost(16, 128, 4) == padding_cost(0, 50, 4) == 0
-
-
-def test_padding_decides_who_merges() -> None:
-    # 32 queries on 64 tokens, 16 below each of two nodes of 64. Apart: 32 idle queries on 64 tokens
-    # are 1,351.7, the 64 idle tokens of each 16 queries 337.9, their partials 1.6. The first to
-    # merge fills tiles of 16 and 128, and leaves 16 queries that lack 64 tokens: 337.9. It merges,
-    # and so does the second. A tail of 128 tokens has 15 idle queries, on twice the tokens if it
-    # merges, and leaves another idle one: the tails stay.
-    paths = [[(1, 0, 64), (2 + query // 16, 64, 128)] for query in range(32)]
-    batch = Forest("even", paths, [256] * 32)
-    found = least_padding(batch, 1)
-    assert len(found.nodes) == 2 and not found.tails
-    merged = found.forest("merged", batch.seq_lens)
-    assert {tuple(end for _, _, end in path) for path in merged.paths} == {(128,)}
-    # 17 and 15: the first would have 47 idle queries on twice the tokens, 3,970.6, and the second
-    # would leave 17, with 47 idle ones on 64 tokens where 32 were. Neither merges.
-    uneven = Forest("uneven", [*paths[:16], paths[0], *paths[17:]], [256] * 32)
-    (root,) = prefix_tree(uneven).children.values()
-    assert [child.queries for child in root.children.values()] == [17, 15]
-    assert not least_padding(uneven, 1).nodes

@@ -98,7 +98,8 @@ def test_the_papers_preset() -> None:
     assert (naive.policy, naive.split, naive.branching) == ("naive", "mean", "never")
     assert read(PRESET="default") == read() == PatConfig()
     assert set(PRESETS) == {"default", "pat", "naive", "chunk", "paged", "paged-v1", "relay"} | {
-        "packinfer"
+        "fasttree",
+        "packinfer",
     }
 
 
@@ -109,6 +110,7 @@ def test_the_papers_preset() -> None:
         ("paged", ("queries", "fixed", 512)),
         ("paged-v1", ("queries", "none", 512)),
         ("relay", ("root", "cost", 512)),
+        ("fasttree", ("padding", "phases", 1024)),
     ],
 )
 def test_the_presets_of_other_papers(preset: str, rules: tuple[str, str, int]) -> None:

@@ -34,6 +34,7 @@ TARGETS = {
     "paged": Target.h200(**HEADS, policy="queries", split="fixed", branching="never"),
     "groups": Target.h200(**HEADS, split="fixed", split_tokens=300, branching="groups"),
     "relay": Target.h200(**HEADS, policy="root", branching="never"),
+    "fasttree": Target.h200(**HEADS, policy="padding", split="phases", branching="never"),
     "small tiles": Target.h200(**HEADS, row_tiles=(16,), policy="naive", branching="never"),
     "cpu": Target.cpu(threads=4, **HEADS),
 }

@@ -75,10 +75,9 @@ def test_head_dims_of_the_cpu_executor() -> None:
 
 def test_options_are_the_extensions() -> None:
     """Their values, and the default first."""
-    assert (
-        POLICIES == ("bytes", "paper", "naive", "root", "queries") == tuple(_C.Policy.__members__)
-    )
-    splits = ("cost", "mean", "fixed", "chunks", "none")
+    policies = ("bytes", "paper", "naive", "root", "queries", "padding")
+    assert policies == POLICIES == tuple(_C.Policy.__members__)
+    splits = ("cost", "mean", "fixed", "chunks", "none", "phases")
     assert splits == SPLITS == tuple(_C.Split.__members__)
     assert BRANCHINGS == ("cost", "always", "never", "groups") == tuple(_C.Branching.__members__)
     assert list(LAUNCHES) == ["queue", "streams", "serial"]

@@ -24,7 +24,7 @@ from sglang_pat.config import PRESETS
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 PAGES = ROOT / "docs" / "experiments"
-PRESET_NAMES = [name for name in PRESETS if name not in ("default", "packinfer")]
+PRESET_NAMES = [name for name in PRESETS if name not in ("default", "packinfer", "fasttree")]
 TREES = ("shared", "private")
 FEW_LONG = ("single", "pair", "fork")
 NOT_RUN = ("drift",)

@@ -131,13 +131,15 @@ void bind_target(py::module_& m) {
       .value("paper", Policy::kPaper)
       .value("naive", Policy::kNaive)
       .value("root", Policy::kRoot)
-      .value("queries", Policy::kQueries);
+      .value("queries", Policy::kQueries)
+      .value("padding", Policy::kPadding);
   py::enum_<Split>(m, "Split")
       .value("cost", Split::kCost)
       .value("mean", Split::kMean)
       .value("fixed", Split::kFixed)
       .value("chunks", Split::kChunks)
-      .value("none", Split::kNone);
+      .value("none", Split::kNone)
+      .value("phases", Split::kPhases);
   py::enum_<Branching>(m, "Branching")
       .value("cost", Branching::kCost)
       .value("always", Branching::kAlways)

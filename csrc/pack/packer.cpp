@@ -66,6 +66,9 @@ void Packer::merge_below(const PackTree& tree, int32_t node, Packs& out) {
     case Policy::kPaper:
       merge_by_paper(tree, node, out);
       break;
+    case Policy::kPadding:
+      merge_by_padding(tree, node, out);
+      break;
     case Policy::kBytes:
       merge_by_bytes(tree, node, out);
       break;
@@ -112,16 +115,30 @@ struct PaperProfits {
   }
 };
 
-// Algorithm 1 of the paper. A tail is a child, a leaf, of one query. The length of u is that of its
-// pack, which counts the tokens that it took over from above (the `blocks` of the algorithm): its
-// CTA reads them. Where both profits are equal the algorithm merges. Equation 2 charges u's read
-// even if no query is left that reads it: evaluated as written.
-void Packer::merge_by_paper(const PackTree& tree, int32_t node, const Packs& packs) {
-  PaperProfits u{tree.nodes[node].num_queries, packs.packs[node].tokens()};
+// What FastTree's model charges an item of `queries` queries over `tokens` tokens for: what its
+// tiles compute in vain. An item of up to 16 queries has tiles of 16 queries and 128 tokens, a
+// larger one of 64 and 32. Tiles and weights are those that its authors published
+// (FastTree-Artifact, kernel_bench/fasttree.py), where a padded query costs 0.66 a token and query
+// head, a padded token 0.33 a query and query head, and a partial result 0.1.
+double padding_cost(int64_t queries, int64_t tokens, int32_t group) {
+  if (queries == 0) return 0.0;
+  const bool small = queries <= 16;
+  const int64_t tile = small ? 16 : 64;
+  const auto idle_queries = static_cast<double>((tile - queries % tile) % tile);
+  const auto idle_tokens = static_cast<double>(std::max<int64_t>(0, (small ? 128 : 32) - tokens));
+  return group * (0.66 * idle_queries * static_cast<double>(tokens) +
+                  0.33 * idle_tokens * static_cast<double>(queries));
+}
+
+// Asks for every child of `node`, a tail being one of one query, whether it merges:
+// merges(queries that the node's pack still has, those of the child, its tokens).
+template <typename Merges>
+void Packer::merge_one_by_one(const PackTree& tree, int32_t node, const Packs& packs,
+                              Merges merges) {
+  int64_t left = tree.nodes[node].num_queries;
   const auto visit = [&](int32_t child, int64_t size) {
-    const int64_t tokens = packs.packs[child].tokens();
-    merged_[child] = u.merge(size, tokens) >= u.split(size, tokens);
-    if (merged_[child]) u.left -= size;
+    merged_[child] = merges(left, size, int64_t{packs.packs[child].tokens()});
+    if (merged_[child]) left -= size;
   };
   for (int32_t i = child_offsets_[node]; i < child_offsets_[node + 1]; ++i) {
     visit(children_[i], tree.nodes[children_[i]].num_queries);
@@ -129,6 +146,32 @@ void Packer::merge_by_paper(const PackTree& tree, int32_t node, const Packs& pac
   for (int32_t i = tail_offsets_[node]; i < tail_offsets_[node + 1]; ++i) {
     visit(packs.num_nodes + tails_[i], 1);
   }
+}
+
+// Algorithm 1 of the paper. The length of u is that of its pack, which counts the tokens that it
+// took over from above (the `blocks` of the algorithm): its CTA reads them. Where both profits are
+// equal the algorithm merges. Equation 2 charges u's read even if no query is left that reads it:
+// evaluated as written.
+void Packer::merge_by_paper(const PackTree& tree, int32_t node, const Packs& packs) {
+  const int64_t tokens = packs.packs[node].tokens();
+  merge_one_by_one(tree, node, packs, [&](int64_t left, int64_t size, int64_t child_tokens) {
+    const PaperProfits u{left, tokens};
+    return u.merge(size, child_tokens) >= u.split(size, child_tokens);
+  });
+}
+
+// FastTree's rule: the child merges if both packs then have the smaller cost, its partials
+// included.
+void Packer::merge_by_padding(const PackTree& tree, int32_t node, const Packs& packs) {
+  const int64_t tokens = packs.packs[node].tokens();
+  const auto cost = [&](int64_t queries, int64_t length) {
+    return padding_cost(queries, length, target_.group());
+  };
+  merge_one_by_one(tree, node, packs, [&](int64_t left, int64_t size, int64_t child_tokens) {
+    const double apart =
+        cost(left, tokens) + cost(size, child_tokens) + 0.1 * static_cast<double>(size);
+    return apart > cost(left - size, tokens) + cost(size, tokens + child_tokens);
+  });
 }
 
 // Greedy, largest child first, then all at once if that is better still: what one child alone does

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packer: which queries share an item (PAT section 5.1: TreeHeuristic, with a choice of
-// five rules for what pays).
+// six rules for what pays).
 #pragma once
 
 #include <cstdint>
@@ -50,6 +50,9 @@ class Packer {
   void merge_below(const PackTree& tree, int32_t node, Packs& out);
   void merge_all(int32_t node, const Packs& packs);
   void merge_by_paper(const PackTree& tree, int32_t node, const Packs& packs);
+  void merge_by_padding(const PackTree& tree, int32_t node, const Packs& packs);
+  template <typename Merges>
+  void merge_one_by_one(const PackTree& tree, int32_t node, const Packs& packs, Merges merges);
   void merge_by_bytes(const PackTree& tree, int32_t node, const Packs& packs);
   void merge_longest_tails(int32_t node, int32_t count, const Packs& packs);
   int32_t tails_of(int32_t node) const { return tail_offsets_[node + 1] - tail_offsets_[node]; }

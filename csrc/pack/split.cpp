@@ -63,13 +63,38 @@ void split_by_mean(const Target& target, Packs& packs) {
   }
 }
 
-// Cuts into pieces of `split_tokens` tokens, at most kMaxPieces of a pack. `shared_only`: packs of
-// one query stay whole.
+// Cuts a pack into pieces of `tokens` tokens, or longer ones if these were more than kMaxPieces.
+void cut_evenly(const Target& target, Pack& pack, int32_t tokens) {
+  const int32_t least = (pack.tokens() + kMaxPieces - 1) / kMaxPieces;
+  set_pieces(target, pack, std::max({tokens, least, 1}));
+}
+
+// Cuts into pieces of `split_tokens` tokens. `shared_only`: packs of one query stay whole.
 void split_evenly(const Target& target, Packs& packs, bool shared_only) {
   for (Pack& pack : packs.packs) {
     if (pack.queries == 0 || (shared_only && pack.queries == 1)) continue;
-    const int32_t least = (pack.tokens() + kMaxPieces - 1) / kMaxPieces;
-    set_pieces(target, pack, std::max({target.split_tokens, least, 1}));
+    cut_evenly(target, pack, target.split_tokens);
+  }
+}
+
+// FastTree's rule: pieces of `split_tokens` tokens, and of an eighth of that in a phase whose items
+// would leave the GPU idle. Its phases are packs of more than 16 queries and the others, which it
+// launches one after the other. It asks for 132 items of the first and 528 of the second on 132
+// SMs (FastTree-Artifact, kernel_bench).
+void split_by_phases(const Target& target, Packs& packs) {
+  const auto is_large = [](const Pack& pack) { return pack.queries > 16; };
+  for (const bool large : {true, false}) {
+    int64_t items = 0;
+    for (const Pack& pack : packs.packs) {
+      if (pack.queries == 0 || is_large(pack) != large) continue;
+      items += target.num_row_tiles(pack.queries) * target.num_kv_heads *
+               ((pack.tokens() + target.split_tokens - 1) / target.split_tokens);
+    }
+    const bool few = items < int64_t{target.num_sms} * (large ? 1 : 4);
+    for (Pack& pack : packs.packs) {
+      if (pack.queries == 0 || is_large(pack) != large) continue;
+      cut_evenly(target, pack, few ? target.split_tokens / 8 : target.split_tokens);
+    }
   }
 }
 
@@ -204,6 +229,9 @@ bool split_packs(const Target& target, Packs& packs, bool enabled, const BranchL
     case Split::kFixed:
     case Split::kChunks:
       split_evenly(target, packs, target.split == Split::kChunks);
+      break;
+    case Split::kPhases:
+      split_by_phases(target, packs);
       break;
     case Split::kNone:
       break;

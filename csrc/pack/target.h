@@ -16,6 +16,7 @@ enum class Policy : int {
   kNaive = 2,  // every node of the tree is a pack (the paper's PAT-naive)
   kRoot = 3,   // the first node of a path is a pack, all below is each query's own (RelayAttention)
   kQueries = 4,  // no packs: each query reads its whole sequence (PagedAttention)
+  kPadding = 5,  // by what tiles that are not full compute in vain (FastTree)
 };
 
 enum class Split : int {
@@ -25,6 +26,7 @@ enum class Split : int {
   kChunks = 3,  // packs of several queries in pieces of split_tokens, what one query reads whole
                 // (ChunkAttention's two phases)
   kNone = 4,    // no pack is cut (PagedAttention V1)
+  kPhases = 5,  // pieces of split_tokens, or an eighth where these make few items (FastTree)
 };
 
 enum class Branching : int {
@@ -65,7 +67,7 @@ struct Target {
   Policy policy = Policy::kBytes;
   Split split = Split::kCost;
   Branching branching = Branching::kCost;
-  // Of a piece, with Split::kFixed and Split::kChunks, and of a branch, with Branching::kGroups.
+  // Of a piece, with Split::kFixed, kChunks and kPhases, and of a branch, with Branching::kGroups.
   int32_t split_tokens = 512;
   // The cuts into branches that are compared: packed rows of a branch, and tokens of a node or tail
   // beyond which it stays an item of its own.

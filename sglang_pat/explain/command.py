@@ -24,10 +24,10 @@ _CPU_THREADS = 8
 # Options of a server that change a plan: SGLANG_PAT_<NAME>, and here --<name>.
 _RULES = {
     "preset": "rules to start from: default, pat (the paper's), naive, or another paper's: chunk, "
-    "paged, paged-v1, relay or packinfer; a rule beside it wins",
-    "policy": "when a node becomes a pack: bytes, paper, naive, root or queries",
-    "split": "where a long pack is cut: cost, mean, fixed, chunks or none",
-    "split_tokens": "tokens of a piece, with --split fixed or chunks; of a branch, with "
+    "paged, paged-v1, relay, fasttree or packinfer; a rule beside it wins",
+    "policy": "when a node becomes a pack: bytes, paper, naive, root, queries or padding",
+    "split": "where a long pack is cut: cost, mean, fixed, chunks, none or phases",
+    "split_tokens": "tokens of a piece, with --split fixed, chunks or phases; of a branch, with "
     "--branching groups",
     "branching": "whether parts of the tree become one item: cost, always, never or groups",
     "partial": "dtype of partial results: fp32 or bf16",

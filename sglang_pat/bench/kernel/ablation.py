@@ -11,7 +11,7 @@ Variants, each timed on the same batch: forward and merge in a graph over a cold
 - ``pat-serial``: ``pat`` with its kernels one after the other.
 - ``pat-fixed``: ``pat`` with one row tile, 64, in the plan. The kernel is ours: an item of up to 8
   packed rows still runs on one warp, where the paper's baseline computes 64 rows for it.
-- ``pat-compute``: ``pat`` with the packs of FastTree's cost model (``packings.least_padding``).
+- ``pat-compute``: ``pat`` with the packs of FastTree's cost model (policy ``padding``).
 - ``oracle+cost``: the packs that move the fewest bytes (``packings.least_bytes``), our splits.
 
 The second table has the bytes that each rule's packs move for one KV head, as multiples of the
@@ -34,7 +34,7 @@ from sglang_pat.bench.common.trees import PAPER_TREES, Requests, Tree
 from sglang_pat.bench.kernel.clock import Clock
 from sglang_pat.bench.kernel.floor import Heads, Rates, floor_us
 from sglang_pat.bench.kernel.layer import PatOptions, options_of
-from sglang_pat.bench.kernel.packings import Packing, least_bytes, least_padding, plan_bytes
+from sglang_pat.bench.kernel.packings import Packing, least_bytes, plan_bytes
 from sglang_pat.bench.kernel.report import geomean, groups, too_far, wrong_outputs
 from sglang_pat.bench.kernel.variants import Variant
 from sglang_pat.bench.kernel.variants import measure as measure_all
@@ -84,7 +84,6 @@ def variants(tree: Tree, heads: Heads, permuted: bool = False) -> list[Variant]:
 
     pat = options_of("pat", {})[0]
     fields = {name: getattr(pat, name) for name in PatOptions.__slots__}
-    compute = least_padding(tree, heads.q // heads.kv).forest(f"compute {tree}", tree.seq_lens)
     oracle = _oracle(tree, heads)[0].forest(f"oracle {tree}", tree.seq_lens)
     return [
         of("default", "default"),
@@ -96,7 +95,7 @@ def variants(tree: Tree, heads: Heads, permuted: bool = False) -> list[Variant]:
         of("pat-naive", "naive"),
         of("pat-serial", "pat", launch="serial"),
         Variant("pat-fixed", tree, Fixed(**fields), permuted),
-        of("pat-compute", "naive", compute),
+        of("pat-compute", "pat", policy="padding"),
         of("oracle+cost", "default", oracle, policy="naive"),
     ]
 
@@ -113,14 +112,12 @@ def _oracle(tree: Tree, heads: Heads) -> tuple[Packing, float]:
 def counted_bytes(tree: Tree, heads: Heads) -> tuple[float, dict[str, float]]:
     """The least bytes, and those of each rule's packs."""
     _, least = _oracle(tree, heads)
-    naive = _counted(tree, heads, policy="naive")
-    compute = least_padding(tree, heads.q // heads.kv).forest("compute", tree.seq_lens)
     return least, {
         "greedy": plan_bytes(tree, _counted(tree, heads, item_overhead_s=NO_OVERHEAD_S)),
         "default": plan_bytes(tree, _counted(tree, heads)),
         "paper": plan_bytes(tree, _counted(tree, heads, policy="paper")),
-        "compute": plan_bytes(compute, naive),
-        "naive": plan_bytes(tree, naive),
+        "compute": plan_bytes(tree, _counted(tree, heads, policy="padding")),
+        "naive": plan_bytes(tree, _counted(tree, heads, policy="naive")),
     }
 
 

@@ -30,6 +30,10 @@ E4M3 = "fp8_e4m3"
 KV_DTYPES = {"bfloat16": 2, E4M3: 1}
 
 
+# Splits into pieces of ``split_tokens``.
+PIECES = ("fixed", "chunks", "phases")
+
+
 @dataclass(frozen=True, slots=True)
 class PatOptions:
     """What can be chosen about pat: see ``Target`` and ``Workspace``. ``kv_dtype``: of K and V, of
@@ -76,9 +80,10 @@ class PatOptions:
         if self.split == "mean":
             values["max_items"] = MEAN_ITEMS * tree.num_queries + 1024
             values["max_partials"] = MEAN_PARTIALS * tree.num_queries + 2048
-        elif self.split in ("fixed", "chunks"):
+        elif self.split in PIECES:
             # A piece that is not full for every node of a path, or its tail.
-            pieces = sum(length // self.split_tokens for length in tree.seq_lens)
+            least = self.split_tokens // (8 if self.split == "phases" else 1)
+            pieces = sum(length // max(least, 1) for length in tree.seq_lens)
             pieces += sum(len(path) + 1 for path in tree.paths)
             values["max_items"] = values["max_partials"] = pieces
         if self.branching != "cost":  # else as the GPU's target has it

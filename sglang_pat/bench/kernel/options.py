@@ -13,7 +13,7 @@ from sglang_pat.bench.common.document import value, whole_number
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import batches, drafts, ragged, tiles
 from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.layer import KV_DTYPES, PatOptions, options_of
+from sglang_pat.bench.kernel.layer import KV_DTYPES, PIECES, PatOptions, options_of
 from sglang_pat.bench.kernel.studies.catalogue import STUDIES, cases_of
 from sglang_pat.config import PRESETS
 from sglang_pat.target import BRANCHINGS, DEFAULT_SPLIT_TOKENS, POLICIES, SPLITS
@@ -84,7 +84,7 @@ def _add_rules(group: argparse._ArgumentGroup) -> None:
     add("--preset", choices=tuple(PRESETS), help=how)
     add("--policy", choices=POLICIES, help=f"which packs pay (default: bytes; {only})")
     add("--split", choices=SPLITS, help=f"where items split (default: cost; {only})")
-    how = "of a piece, with --split fixed or chunks; of a branch, with --branching groups; "
+    how = "of a piece, with --split fixed, chunks or phases; of a branch, with --branching groups; "
     how += f"or with a preset of theirs (default: the preset's, or {DEFAULT_SPLIT_TOKENS}; {only})"
     add("--split-tokens", type=value(whole_number), metavar="N", help=how)
     how = "which parts are one item (default: cost; never with another policy or split)"
@@ -115,10 +115,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         )
     _check_bounds(parser, options)
     found = _resolved(options)[0]
-    if options.split_tokens and not (
-        found.split in ("fixed", "chunks") or found.branching == "groups"
-    ):
-        parser.error("--split-tokens goes with --split fixed or chunks or --branching groups only")
+    in_pieces = found.split in PIECES or found.branching == "groups"
+    if options.split_tokens and not in_pieces:
+        known = ", ".join(PIECES)
+        parser.error(f"--split-tokens goes with --split {known} or --branching groups only")
 
 
 def _flags(names: Sequence[str]) -> str:

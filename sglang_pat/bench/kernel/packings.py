@@ -3,9 +3,9 @@
 
 A packing says of every node and tail of the prefix tree whether its queries *merge* with the pack
 above: they leave that pack and read its tokens along with their own, which saves each a partial
-result. These are the packings among which PAT's TreeHeuristic chooses (section 5.1).
-``least_bytes`` finds the best of them, ``least_padding`` that of PAT-compute (section 8.5). As a
-``Forest`` a packing is a batch that policy ``naive``, every node a pack, packs in that way.
+result. These are the packings among which PAT's TreeHeuristic chooses (section 5.1), and
+``least_bytes`` finds the best of them. As a ``Forest`` a packing is a batch that policy ``naive``,
+every node a pack, packs in that way.
 """
 
 from __future__ import annotations
@@ -21,13 +21,6 @@ from sglang_pat import Target
 from sglang_pat.bench.common.forests import Forest, PrefixPath
 from sglang_pat.bench.common.trees import Requests
 from sglang_pat.planner import plan
-
-# FastTree's model of what is computed in vain, with the constants that its authors published. An
-# item of up to 16 queries has tiles of 16 queries and 128 tokens, a larger one of 64 and 32. A
-# padded query costs 0.66 a token and query head, a padded token 0.33 a query and query head, and a
-# partial result 0.1.
-SMALL_TILES, LARGE_TILES = (16, 128), (64, 32)
-QUERY_PADDING, TOKEN_PADDING, REDUCTION = 0.66, 0.33, 0.1
 
 
 @dataclass(eq=False)
@@ -81,49 +74,6 @@ class Packing:
 
         walk(self.top, 0, [])
         return Forest(name, paths, seq_lens)
-
-
-def padding_cost(queries: int, tokens: int, group: int) -> float:
-    """FastTree's cost of an item of ``queries`` queries over ``tokens`` tokens: none if its tiles
-    are full."""
-    if queries == 0:
-        return 0.0
-    tile, kv_tile = SMALL_TILES if queries <= SMALL_TILES[0] else LARGE_TILES
-    idle_queries = -queries % tile
-    idle_tokens = max(0, kv_tile - tokens)
-    return group * (QUERY_PADDING * idle_queries * tokens + TOKEN_PADDING * idle_tokens * queries)
-
-
-def least_padding(batch: Requests, group: int) -> Packing:
-    """PAT-compute: TreeHeuristic with FastTree's cost model. A child of c queries merges with the
-    pack above, which has u, if that has the smaller ``padding_cost``: of u - c queries in the pack
-    and c over both lengths, against u, c over its own length, and c partial results. A tail is a
-    child of one query. Children come in the order of the batch."""
-    found = Packing(prefix_tree(batch))
-
-    def walk(node: Node, start: int) -> None:
-        left, tokens = node.queries, node.end - start
-
-        def merges(size: int, own: int) -> bool:
-            apart = padding_cost(left, tokens, group) + padding_cost(size, own, group)
-            merged = padding_cost(left - size, tokens, group)
-            merged += padding_cost(size, tokens + own, group)
-            return apart + REDUCTION * size > merged
-
-        for child in node.children.values():
-            joins = node is not found.top and merges(child.queries, child.end - child.start)
-            if joins:
-                found.nodes.add(child)
-                left -= child.queries
-            walk(child, start if joins else child.start)
-        for query in node.tails if node is not found.top else ():
-            own = batch.seq_lens[query] - node.end
-            if own > 0 and merges(1, own):
-                found.tails.add(query)
-                left -= 1
-
-    walk(found.top, 0)
-    return found
 
 
 def least_bytes(batch: Requests, target: Target) -> tuple[Packing, float]:
