@@ -19,9 +19,10 @@ from sglang_pat.bench.kernel import __main__ as kernel
 from sglang_pat.bench.kernel import peers, variants
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import make_batch
-from sglang_pat.bench.kernel.layer import PatOptions
+from sglang_pat.bench.kernel.layer import PatOptions, expected_of
 from sglang_pat.bench.kernel.studies import (
     chunk,
+    consolidated,
     dense,
     engine,
     neighbours,
@@ -120,6 +121,14 @@ def test_the_summaries_of_slots_and_mixes() -> None:
     said = list(packinfer.summary(mixed))
     assert said[0].endswith("utilisation default 0.500, paged 0.250, no split 0.125")
     assert said[-1].startswith("alpaca over") and said[-1].endswith("default 1.200")
+    # 0.5 us a step gained, 3 lost in the first.
+    moved = {"default": 10.0, "in place": 10.5, "copied": 13.5}
+    assert list(packinfer.summary([row("b4", "lmsys", times=moved)]))[-1] == (
+        "slots at random places take 1.050 of consecutive ones' time, and a step that copies them "
+        "together first 1.350: a copy pays after 7 steps"
+    )
+    no_gain = [row("b4", "lmsys", times=moved | {"in place": 9.9})]
+    assert list(packinfer.summary(no_gain))[-1].endswith("a copy never pays")
 
 
 @pytest.fixture
@@ -235,6 +244,23 @@ def test_peers_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Tree((1, 3), (20, 20))
     with pytest.raises(ValueError, match="tokens are shared"):
         dense.fa3(make_batch(shared, **shape, dtype=torch.float32), shared, 0.25)
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize("tree", [Tree((3,), (40,)), Tree((1, 2, 4), (90, 20, 30))], ids=str)
+def test_consolidated_keys_and_values(tree: Tree) -> None:
+    """Every run makes the copy, from wherever the pool has K and V, and its output is right."""
+    shape: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    batch = make_batch(tree, **shape, dtype=torch.float32, permuted=True)
+    expected = expected_of(batch, 0.125)
+    runs = {name: make(batch, tree, 0.125) for name, make in consolidated.PEERS.items()}
+    for run in runs.values():
+        assert expected.error(run()) < 1e-5
+    batch.k_cache.neg_()
+    batch.v_cache.mul_(3.0)
+    expected = expected_of(batch, 0.125)
+    for run in runs.values():
+        assert expected.error(run()) < 1e-5
 
 
 def test_the_picture(tmp_path: Path) -> None:

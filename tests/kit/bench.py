@@ -19,7 +19,7 @@ from sglang_pat.bench.kernel.floor import Heads, Rates
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
 from sglang_pat.bench.kernel.layer import PatOptions
 from sglang_pat.bench.kernel.report import PEER_NAMES, TreeRow
-from sglang_pat.bench.kernel.studies import engine
+from sglang_pat.bench.kernel.studies import consolidated, engine
 
 # Measured on one H200 before this benchmark was written, by other code: floor, FA3, FlashInfer,
 # levels and the published PAT at 32/8 heads, microseconds.
@@ -201,6 +201,7 @@ def replace_device(monkeypatch: Any) -> None:
         monkeypatch.setattr(module, "Layer", CpuLayer)
         monkeypatch.setattr(module, "capture", CpuGraph)
         monkeypatch.setattr(module, "device_batch", batch)
+    monkeypatch.setattr(consolidated, "Layer", CpuLayer)
     monkeypatch.setattr(kernel, "Clock", CpuClock)
     monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
     monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)

@@ -84,8 +84,9 @@ class Case:
 class Study:
     """``batches``: of a head configuration, fewer if told so, as (family, batch), the most telling
     first. ``summary``: what rows of one head configuration say. ``peers``: names of ``PEERS``.
-    ``contiguous``: peers that take K and V without slots. ``layouts``: permuted or not, of all but
-    those. ``ages``: of older plans of BASE that stand beside it, in decode steps."""
+    ``contiguous``: peers that take K and V without slots. ``scattered``: peers that take slots at
+    random places alone. ``layouts``: permuted or not, of all but those. ``ages``: of older plans of
+    BASE that stand beside it, in decode steps."""
 
     title: str
     heads: tuple[Heads, ...]
@@ -94,6 +95,7 @@ class Study:
     summary: Callable[[Sequence[StudyRow]], Iterable[str]]
     peers: tuple[str, ...] = ()
     contiguous: Mapping[str, Maker] = field(default_factory=dict)
+    scattered: Mapping[str, Maker] = field(default_factory=dict)
     layouts: tuple[bool, ...] = (False,)
     ages: tuple[int, ...] = ()
 
@@ -137,7 +139,8 @@ class Study:
             for name in self.peers
             if name not in absent
         ]
-        return found + [Peer(name, make) for name, make in self.contiguous.items()]
+        found += [Peer(name, make) for name, make in self.contiguous.items()]
+        return found + [Peer(name, make, permuted=True) for name, make in self.scattered.items()]
 
 
 def aged_name(age: int) -> str:

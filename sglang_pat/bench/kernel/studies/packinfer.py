@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """PackInfer: how full the tiles of a plan are where short requests of many lengths meet, what that
-takes, and what uneven lengths cost, by batch size."""
+takes, what uneven lengths cost, by batch size, and whether copying K and V together would pay."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from sglang_pat.bench.common.trees import Requests
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import options_of
 from sglang_pat.bench.kernel.report import geomean
+from sglang_pat.bench.kernel.studies import consolidated
 from sglang_pat.bench.kernel.studies.engine import BASE, Study, StudyRow
 from sglang_pat.bench.kernel.studies.lengths import MIXES, even
-from sglang_pat.bench.kernel.studies.ratios import by_family, listed, means
+from sglang_pat.bench.kernel.studies.ratios import by_family, listed, mean, means
 
 BATCHES = (8, 16, 32, 64, 128, 256)
 
@@ -25,7 +26,8 @@ def batches(heads: Heads, quick: bool) -> list[tuple[str, Requests]]:
 
 
 def summary(rows: Sequence[StudyRow]) -> Iterator[str]:
-    """By mix: times over the default's and utilisation; then what uneven lengths cost."""
+    """By mix: times over the default's and utilisation; then what uneven lengths cost, and when a
+    copy of K and V has paid."""
     families = by_family(rows)
     for family, members in families.items():
         filled = {
@@ -47,6 +49,20 @@ def summary(rows: Sequence[StudyRow]) -> Iterator[str]:
         }
         if costs:
             yield f"{mix} over as many tokens in even lengths, unshared: {listed(costs)}"
+    scattered, copied = mean(rows, "in place", BASE), mean(rows, "copied", BASE)
+    if scattered is not None and copied is not None:
+        yield (
+            f"slots at random places take {scattered:.3f} of consecutive ones' time, and a step "
+            f"that copies them together first {copied:.3f}: {_paid_after(scattered, copied)}"
+        )
+
+
+def _paid_after(scattered: float, copied: float) -> str:
+    """``scattered``, ``copied``: times over that of consecutive slots. Each step but the first
+    gains ``scattered - 1``; the first loses ``copied - scattered``."""
+    if scattered <= 1.0:
+        return "a copy never pays"
+    return f"a copy pays after {1 + (copied - scattered) / (scattered - 1):.0f} steps"
 
 
 RULES = {
@@ -63,4 +79,5 @@ STUDY = Study(
     rules=RULES,
     summary=summary,
     peers=("fa3", "flashinfer"),
+    scattered=consolidated.PEERS,
 )
