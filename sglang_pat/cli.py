@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import sys
 from importlib import import_module
@@ -24,20 +25,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        if _stdout_works():
+        if not _reader_left():  # another pipe or socket broke
             raise
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status
 
 
-def _stdout_works() -> bool:
-    """If not, Python's own flush at the end is kept from failing, too."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
+def _reader_left() -> bool:
+    """Whether nobody reads the standard output any more."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # no event is asked for: errors are always told
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _run(argv: Sequence[str] | None) -> int:
