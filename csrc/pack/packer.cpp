@@ -8,6 +8,47 @@
 #include "cost_model.h"
 
 namespace pat {
+namespace {
+
+// Profits of the two schemes of PAT section 5.1, in elements of K or V over the head dim: what
+// packing saves in K/V reads less what its partials cost. `left`: queries that u, the node, still
+// has; `tokens`: KV length of its pack; `size` and `child_tokens`: of the child. The terms of the
+// other children, which both equations share, are left out.
+struct PaperProfits {
+  int64_t left;
+  int64_t tokens;
+
+  // Equation 1: u and the child are packs of their own.
+  int64_t split(int64_t size, int64_t child_tokens) const {
+    return (left - 1) * tokens - 4 * left + (size - 1) * child_tokens;
+  }
+  // Equation 2: the child's queries leave u and read its tokens along with the child's.
+  int64_t merge(int64_t size, int64_t child_tokens) const {
+    return (left - size - 1) * tokens - 4 * (left - size) + (size - 1) * (tokens + child_tokens);
+  }
+};
+
+// Weights of FastTree's model as its authors published them (FastTree-Artifact,
+// kernel_bench/fasttree.py): of a padded query, for each token and query head; of a padded token,
+// for each query and query head; of a partial result.
+constexpr double kPaddedQuery = 0.66;
+constexpr double kPaddedToken = 0.33;
+constexpr double kPartialResult = 0.1;
+
+// What that model charges an item of `queries` queries over `tokens` tokens: what its tiles compute
+// in vain. An item of up to 16 queries has tiles of 16 queries and 128 tokens, a larger one of 64
+// and 32.
+double padding_cost(int64_t queries, int64_t tokens, int32_t group) {
+  if (queries == 0) return 0.0;
+  const bool small = queries <= 16;
+  const int64_t tile = small ? 16 : 64;
+  const auto padded_queries = static_cast<double>((tile - queries % tile) % tile);
+  const auto padded_tokens = static_cast<double>(std::max<int64_t>(0, (small ? 128 : 32) - tokens));
+  return group * (kPaddedQuery * padded_queries * static_cast<double>(tokens) +
+                  kPaddedToken * padded_tokens * static_cast<double>(queries));
+}
+
+}  // namespace
 
 void Packer::choose(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
                     bool use_tree, Packs& out) {
@@ -97,39 +138,6 @@ void Packer::merge_all(int32_t node, const Packs& packs) {
   }
 }
 
-// Profits of the two schemes of PAT section 5.1, in elements of K or V over the head dim: what
-// packing saves in K/V reads less what its partials cost. `left`: queries that u, the node, still
-// has; `tokens`: KV length of its pack; `size` and `child_tokens`: of the child. The terms of the
-// other children, which both equations share, are left out.
-struct PaperProfits {
-  int64_t left;
-  int64_t tokens;
-
-  // Equation 1: u and the child are packs of their own.
-  int64_t split(int64_t size, int64_t child_tokens) const {
-    return (left - 1) * tokens - 4 * left + (size - 1) * child_tokens;
-  }
-  // Equation 2: the child's queries leave u and read its tokens along with the child's.
-  int64_t merge(int64_t size, int64_t child_tokens) const {
-    return (left - size - 1) * tokens - 4 * (left - size) + (size - 1) * (tokens + child_tokens);
-  }
-};
-
-// What FastTree's model charges an item of `queries` queries over `tokens` tokens for: what its
-// tiles compute in vain. An item of up to 16 queries has tiles of 16 queries and 128 tokens, a
-// larger one of 64 and 32. Tiles and weights are those that its authors published
-// (FastTree-Artifact, kernel_bench/fasttree.py), where a padded query costs 0.66 a token and query
-// head, a padded token 0.33 a query and query head, and a partial result 0.1.
-double padding_cost(int64_t queries, int64_t tokens, int32_t group) {
-  if (queries == 0) return 0.0;
-  const bool small = queries <= 16;
-  const int64_t tile = small ? 16 : 64;
-  const auto idle_queries = static_cast<double>((tile - queries % tile) % tile);
-  const auto idle_tokens = static_cast<double>(std::max<int64_t>(0, (small ? 128 : 32) - tokens));
-  return group * (0.66 * idle_queries * static_cast<double>(tokens) +
-                  0.33 * idle_tokens * static_cast<double>(queries));
-}
-
 // Asks for every child of `node`, a tail being one of one query, whether it merges:
 // merges(queries that the node's pack still has, those of the child, its tokens).
 template <typename Merges>
@@ -169,7 +177,7 @@ void Packer::merge_by_padding(const PackTree& tree, int32_t node, const Packs& p
   };
   merge_one_by_one(tree, node, packs, [&](int64_t left, int64_t size, int64_t child_tokens) {
     const double apart =
-        cost(left, tokens) + cost(size, child_tokens) + 0.1 * static_cast<double>(size);
+        cost(left, tokens) + cost(size, child_tokens) + kPartialResult * static_cast<double>(size);
     return apart > cost(left - size, tokens) + cost(size, tokens + child_tokens);
   });
 }
