@@ -20,6 +20,7 @@ DEFAULT_SPLIT_TOKENS = 512
 HEAD_DIM_STEP, MAX_HEAD_DIM = _C.CPU_HEAD_DIM_STEP, _C.CPU_MAX_HEAD_DIM
 # Row tiles of the CUDA kernels in packed rows. The last is of wide items, which both halves of an
 # SM share; beyond head dim 128 an SM has one half.
+LARGEST = 2**31 - 1  # what the extension's integers hold
 _ROW_TILES = (16, _C.HEAVY_ROWS, _C.WIDE_ROWS, 2 * _C.WIDE_ROWS)
 
 
@@ -232,6 +233,8 @@ class Target:
                 value = getattr(_C.Branching, value)
             elif isinstance(value, tuple):
                 value = list(value)
+            elif field.type == "int" and value > LARGEST:
+                raise ValueError(f"Target.{field.name} is {value}, must be at most {LARGEST}")
             setattr(native, field.name, value)
         return native
 

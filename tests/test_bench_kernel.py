@@ -184,6 +184,7 @@ def test_presets_and_rules() -> None:
         (["--split-tokens", "64"], "--split-tokens goes with --split fixed, chunks, phases or"),
         (["--study", "chunk", "--split-tokens", "64"], "leave --split-tokens out"),
         (["--split", "fixed", "--split-tokens", "0"], "'0' is not a whole number, 1 or more"),
+        (["--split", "fixed", "--split-tokens", "9" * 10], "9999999999 is too large, must be at"),
     ],
 )
 def test_options_without_effect_are_refused(

@@ -244,6 +244,26 @@ def test_pieces_have_tokens(tokens: int) -> None:
         target(split_tokens=tokens)
 
 
+@pytest.mark.parametrize("split", ["fixed", "chunks", "phases"])
+def test_pieces_of_any_size_lose_no_token(split: str) -> None:
+    for tokens in (2**31 - 1, 2**31 - 1000):
+        found = deep(policy="naive", split=split, split_tokens=tokens)
+        assert found[0] == [(0, 1000), (1000, 300), (1300, 200), (1500, -1)]
+    with pytest.raises(ValueError, match="split_tokens is 2147483648, must be at most 2147483647"):
+        target(split=split, split_tokens=2**31)
+
+
+def test_sequences_of_any_length_lose_no_token() -> None:
+    longest = 2**31 - 1
+    for split in ("cost", "mean", "fixed", "phases"):
+        rules = {"split": split, "max_items": 4096, "max_partials": 8192}
+        made = plan([[]], [longest], target(policy="naive", branching="never", **rules))
+        pieces = ranges_of_query(made, 0)
+        starts = [start for start, _ in pieces]
+        ends = [start + length for start, length in pieces[:-1]]
+        assert starts == [0, *ends] and pieces[-1][1] == -1 and starts[-1] < longest
+
+
 ONE_KV_HEAD = {"num_q_heads": 8, "num_kv_heads": 1, "branching": "cost"}
 
 

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sglang_pat.target import LARGEST
+
 Document = dict[str, Any]
 
 T = TypeVar("T")
@@ -103,11 +105,13 @@ def value(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def whole_number(text: str) -> int:
-    """1 or more.
+    """From 1 to what the extension's integers hold.
 
     Raises:
         ValueError: ``text`` is none.
     """
     if not (text.isascii() and text.isdecimal() and int(text)):
         raise ValueError(f"{text!r} is not a whole number, 1 or more")
+    if int(text) > LARGEST:
+        raise ValueError(f"{text} is too large, must be at most {LARGEST}")
     return int(text)
