@@ -29,6 +29,8 @@ from sglang_pat.target import Target
         ([[(1, 0, 2), (3, 2, 4)], [(2, 0, 3), (3, 3, 5)]], [9, 9], r"query 1: node 3 stands under"),
         ([[]], [-1], r"query 0: sequence length -1 is not in"),
         ([[]], [2**31], r"query 0: sequence length 2147483648 is not in"),
+        ([[]], [2**30 + 1], r"reads 1073741825 different tokens, a plan can have 1073741824"),
+        ([[]] * 2, [2**29 + 1] * 2, r"reads 1073741826 different tokens"),
         ([[]], [1, 2], r"paths of 1 queries.*2 sequence lengths"),
         ([[]], [1.5], r"seq_lens is of type float64, must be integers"),
         ([[]], ["1"], r"seq_lens is of type <U1, must be integers"),

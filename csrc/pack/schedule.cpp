@@ -16,6 +16,13 @@
 #include "split.h"
 
 namespace pat {
+namespace {
+
+// Different tokens of a batch: more than any GPU holds, and so few that their sums with what is
+// added to them, such as headroom, fit 32 bits.
+constexpr int64_t kMostTokens = int64_t{1} << 30;
+
+}  // namespace
 
 Scheduler::Scheduler(const Target& target)
     : target_(target), without_wide_(target.without_wide()), packer_(without_wide_) {
@@ -26,6 +33,9 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
   PAT_CHECK(num_queries <= target_.max_queries, "a batch of ", num_queries,
             " queries does not fit the plan's ", target_.max_queries,
             " rows (Target.max_queries): raise it or decode fewer requests at once");
+  count_tokens(tree, seq_lens, num_queries);
+  PAT_CHECK(unique_tokens_ <= kMostTokens, "a batch reads ", unique_tokens_,
+            " different tokens, a plan can have ", kMostTokens, ": decode fewer requests at once");
   packer_.choose(tree, seq_lens, num_queries, true, packs_);
   drop_branches();
   split_.reset();
@@ -64,7 +74,6 @@ bool Scheduler::wide_items_fill() const {
 // Takes the way to branch that is modelled to be the fastest, if it is faster than none.
 void Scheduler::choose_branches(const PackTree& tree, const int64_t* seq_lens,
                                 int32_t num_queries) {
-  count_tokens(tree, seq_lens, num_queries);
   BranchCut cut;
   if (target_.branching == Branching::kGroups) {
     put_below_root(tree, num_queries, rooted_);

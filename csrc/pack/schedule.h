@@ -24,7 +24,7 @@ class Scheduler {
   explicit Scheduler(const Target& target);
   // Time linear in queries x tree depth (but for sorting the shared nodes). Deterministic: equal
   // input gives an equal plan. `seq_lens`: [num_queries] tokens. Throws std::invalid_argument for a
-  // batch beyond max_queries.
+  // batch beyond max_queries or of more than 2**30 different tokens.
   Plan schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
 
  private:
