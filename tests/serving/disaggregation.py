@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.common.server import free_port
+from sglang_pat.bench.common.server import reserve_port
 from sglang_pat.demo import forcing
 
 from .server import Config, Prompt, ServingServer
@@ -88,7 +88,7 @@ def serve_pair(
     Raises:
         ServerError: one did not start.
     """
-    port = free_port()
+    port = reserve_port()
     common = ("--disaggregation-transfer-backend", "nixl")
     common += ("--disaggregation-bootstrap-port", str(port))
     env = (*config.env, ("SGLANG_HOST_IP", "127.0.0.1"))  # else it looks for a network

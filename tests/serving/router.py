@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sglang_pat.bench.common.counters import Counters
-from sglang_pat.bench.common.server import free_port
+from sglang_pat.bench.common.server import reserve_port
 
 from .server import ARRIVED_S, Prompt, ServingServer
 
@@ -35,12 +35,12 @@ class Router:
 
     def __init__(self, policy: str, servers: Sequence[ServingServer], log: Path) -> None:
         self.servers, self.log = tuple(servers), log
-        port = free_port()
+        port = reserve_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [
             *(sys.executable, "-m", "sglang_router.launch_router", "--policy", policy),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(reserve_port())),
             *("--worker-urls", *(server.url for server in servers)),
             *("--worker-startup-check-interval", "1"),  # seconds; the default is 30
         ]

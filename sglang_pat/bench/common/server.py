@@ -71,7 +71,7 @@ class Server:
         ready_s: float = 300.0,
     ) -> None:
         self.log = Path(log).resolve()
-        self.port = free_port()
+        self.port = reserve_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._ready_s = ready_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,7 +80,7 @@ class Server:
             *("--model-path", str(Path(model).resolve()), "--device", device),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             # SGLang's own choice may be that of another server that starts right now.
-            *("--nccl-port", str(free_port())),
+            *("--nccl-port", str(reserve_port())),
             *(("--attention-backend", backend) if backend else ()),
             "--enable-metrics",
             "--sleep-on-idle",  # a scheduler without work would keep a core busy
@@ -205,15 +205,31 @@ class Server:
             time.sleep(0.2)
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on.
+# A port belongs to this process until it ends: two servers that start side by side bind theirs a
+# minute after they were chosen.
+_reserved: list[socket.socket] = []
+
+
+def reserve_port() -> int:
+    """A TCP port of this machine on which nobody listens, and which no process is given again by
+    this function as long as the caller's lives.
 
     Below the range from which Linux, as it is set up by default, gives ports to whoever asks for
-    any: a server binds its own a minute after it was chosen, when another process's connection
-    could have it.
+    any.
+
+    Raises:
+        OSError: 100 ports, drawn at random, are all in use or reserved.
     """
     for port in random.sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("100 ports between 20000 and 32000 are all in use")
+        holder = socket.socket()
+        try:
+            holder.bind(("127.0.0.1", port))
+        except OSError:
+            holder.close()
+            continue
+        # Bound, the port is refused to whoever asks as above. With this option from now on, a
+        # server that sets it too, as all of SGLang's do, may bind the port and listen.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _reserved.append(holder)
+        return port
+    raise OSError("100 ports between 20000 and 32000 are all in use: end servers, and try again")
