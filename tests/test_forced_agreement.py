@@ -48,26 +48,30 @@ def test_far_from_a_peer(pat: list[float], flashinfer: list[float]) -> None:
         check(pat, flashinfer)
 
 
-@pytest.mark.parametrize("flashinfer", [[NAN] * 40, last_moved(NAN)])
-def test_nan_of_flashinfer_is_named_and_fa3_alone_compared(flashinfer: list[float]) -> None:
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+@pytest.mark.parametrize("values", [[NAN] * 40, last_moved(NAN)])
+def test_nan_of_a_peer_is_named_and_the_other_alone_compared(
+    name: str, values: list[float]
+) -> None:
     """A single one, too: that of a token that could not be forced."""
-    count = sum(map(math.isnan, flashinfer))
-    with pytest.warns(UserWarning, match=f"{count} of 40 log-probabilities of flashinfer are NaN"):
-        check(moved(MEAN_LIMIT - 0.001), flashinfer)
-
-
-@pytest.mark.parametrize("pat", [moved(MEAN_LIMIT + 0.001), last_moved(LARGEST_LIMIT + 0.001)])
-def test_beside_nan_of_flashinfer_the_fixed_limits_hold(pat: list[float]) -> None:
-    with pytest.warns(UserWarning, match="flashinfer"), pytest.raises(AssertionError, match="over"):
-        check(pat, [NAN] * 40)
+    count = sum(map(math.isnan, values))
+    near, far = moved(MEAN_LIMIT - 0.001), moved(MEAN_LIMIT + 0.001)
+    worst = last_moved(LARGEST_LIMIT + 0.001)
+    message = f"{count} of 40 log-probabilities of {name} are NaN"
+    found = {"fa3": FA3, "flashinfer": FA3, name: values}
+    with pytest.warns(UserWarning, match=message):
+        check_forced("a load", {**found, "pat": near})
+    for pat in (far, worst):
+        with pytest.warns(UserWarning, match=message), pytest.raises(AssertionError, match="over"):
+            check_forced("a load", {**found, "pat": pat})
 
 
 @pytest.mark.parametrize("flashinfer", [list(FA3), [NAN] * 40])
-def test_nan_of_pat_or_of_fa3_fails(flashinfer: list[float]) -> None:
+def test_nan_of_pat_or_of_both_peers_fails(flashinfer: list[float]) -> None:
     with pytest.raises(AssertionError, match="1 NaN of pat"):
         check(last_moved(NAN), flashinfer)
-    with pytest.raises(AssertionError, match="1 NaN of fa3"):
-        check(list(FA3), flashinfer, tuple(last_moved(NAN)))
+    with pytest.raises(AssertionError, match="NaN of both peers"):
+        check(list(FA3), [NAN] * 40, tuple(last_moved(NAN)))
 
 
 def test_a_distance_of_nan_is_beside_no_other() -> None:

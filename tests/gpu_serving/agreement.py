@@ -75,8 +75,8 @@ def forced_logprobs(server: ServingServer, load: Load, texts: Sequence[Answer]) 
 
 # A distance may be half as large again as another, for the one draw that each is, and these more.
 FACTOR, MEAN_MORE, LARGEST_MORE = 1.5, 0.005, 0.1
-# How far a backend may be from fa3 on average and at most, where flashinfer is not measured beside
-# it, or has NaN. Another prompt's K/V differ by 2.2 on average (sglang_pat.demo.compare).
+# How far a backend may be from a peer on average and at most, where the other peer is not measured
+# beside it, or has NaN. Another prompt's K/V differ by 2.2 on average (sglang_pat.demo.compare).
 MEAN_LIMIT, LARGEST_LIMIT = 0.05, 0.5
 
 
@@ -111,29 +111,29 @@ def check_forced(what: str, found: Mapping[str, Sequence[float]]) -> None:
     """Log-probabilities of fa3's tokens by pat and both peers: pat is about as near to each peer as
     the peers are to each other.
 
-    Where flashinfer has a NaN nothing is known of the peers' distance. Then pat is compared with
-    fa3 alone, by MEAN_LIMIT and LARGEST_LIMIT, and a warning names flashinfer. A NaN of pat's or of
-    fa3's fails.
+    Where one peer has a NaN nothing is known of the peers' distance. Then pat is compared with the
+    other alone, by MEAN_LIMIT and LARGEST_LIMIT, and a warning names the peer that has it. A NaN of
+    pat's fails, and one of each peer's.
     """
-    for name in ("pat", "fa3"):
-        assert not _nans(found[name]), f"{what}: {_nans(found[name])} NaN of {name}"
-    if nans := _nans(found["flashinfer"]):
-        ours = Distance.between(found["pat"], found["fa3"])
+    nans = {name: sum(map(math.isnan, values)) for name, values in found.items()}
+    sound = [name for name in PEERS if not nans[name]]
+    assert not nans["pat"], f"{what}: {nans['pat']} NaN of pat"
+    assert sound, f"{what}: NaN of both peers, {nans}"
+    if len(sound) == 1:
+        (peer,) = sound
+        (other,) = set(PEERS) - {peer}
+        ours = Distance.between(found["pat"], found[peer])
         limits = f"{MEAN_LIMIT:g} in the mean and {LARGEST_LIMIT:g} at most"
         warnings.warn(
-            f"{what}: {nans} of {len(found['flashinfer'])} log-probabilities of flashinfer are "
-            f"NaN; pat is compared with fa3 alone, by fixed limits ({limits})",
+            f"{what}: {nans[other]} of {len(found[other])} log-probabilities of {other} are NaN; "
+            f"pat is compared with {peer} alone, by fixed limits ({limits})",
             stacklevel=2,
         )
-        print(f"{what}: pat to fa3 {ours}; flashinfer has NaN")
-        assert ours.small, f"{what}: pat to fa3 {ours}, over {limits}"
+        print(f"{what}: pat to {peer} {ours}; {other} has NaN")
+        assert ours.small, f"{what}: pat to {peer} {ours}, over {limits}"
         return
     apart = Distance.between(*(found[name] for name in PEERS))
     for name in PEERS:
         ours = Distance.between(found["pat"], found[name])
         print(f"{what}: pat to {name} {ours}; peers {apart}")
         assert ours.about_as_small_as(apart), f"{what}: pat to {name} {ours}; peers {apart}"
-
-
-def _nans(values: Sequence[float]) -> int:
-    return sum(map(math.isnan, values))
