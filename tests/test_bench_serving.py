@@ -179,6 +179,19 @@ def test_an_event_has_arrived_with_its_last_byte() -> None:
         parse(0.0, [1.0, 2.0, 3.0], [head, aborted, done])
 
 
+def test_a_router_may_divide_the_stream_anywhere() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    meta = b'{"completion_tokens":%d,"cached_tokens":7,"weight_version":"1"}'
+    text = b"".join(b'data: {"meta_info":%s}\n\n' % (meta % tokens) for tokens in (1, 3))
+    text += b"data: [DONE]\n\n"
+    first_ends = text.index(b"\n")
+    for cut in range(1, len(text)):
+        chunks = [b"%x\r\n%s\r\n" % (len(part), part) for part in (text[:cut], text[cut:])]
+        found = parse(0.25, [1.0, 2.0, 3.0], [head + chunks[0], chunks[1], b"0\r\n\r\n"])
+        assert found.tokens == [1, 3] and (found.cached, found.server) == (7, "1")
+        assert found.times[0] == (1.0 if cut > first_ends else 2.0)
+
+
 def _row(
     backend: str, run: int, itl: float, workload: str = "8192x128", **more: Any
 ) -> WorkloadRow:

@@ -24,6 +24,9 @@ from sglang_pat.bench.serving.workload import Prompt
 _EVENT = re.compile(rb'data: (\{[^\n]*"completion_tokens":\s*(\d+)[^\n]*\})\n')
 _TOKEN_IDS = re.compile(rb'"output_ids":\s*\[([\d,\s]*)\]')
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
+_SERVER = re.compile(rb'"weight_version":\s*"([^"]*)"')
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding:\s*chunked\r\n", re.IGNORECASE)
+_CHUNK_HEAD = re.compile(rb"(?:\r\n)?([0-9a-fA-F]+)[^\r\n]*\r\n")
 
 
 class RequestError(RuntimeError):
@@ -34,13 +37,15 @@ class RequestError(RuntimeError):
 class AnswerTimes:
     """What arrived for one request: tokens so far after each event, and when, in seconds of one
     clock. ``sent`` is when the request was written, ``cached`` how many prompt tokens the server
-    had in its cache. Not ``whole``: it was cut off, maybe before its first event."""
+    had in its cache, ``server`` its ``--weight-version``, which tells servers behind a router
+    apart. Not ``whole``: it was cut off, maybe before its first event."""
 
     sent: float
     times: list[float]
     tokens: list[int]
     cached: int
     whole: bool = True
+    server: str = ""
 
 
 def body(prompt: Prompt, output_tokens: int, stream_interval: int) -> bytes:
@@ -214,7 +219,8 @@ def parse(
     """The events in an answer of which ``parts`` arrived at ``times``. An event has arrived when
     its last byte has. Not ``whole``: the client cut it off. Raises RequestError if the answer is
     not a finished stream, or one that may have been cut off."""
-    answer = b"".join(parts)
+    arrived = b"".join(parts)
+    answer, place = _without_chunks(arrived)
     events = list(_EVENT.finditer(answer))
     status = answer.split(b"\r\n", 1)[0]
     ended = b"data: [DONE]" in answer and events
@@ -224,10 +230,30 @@ def parse(
         raise RequestError(f"the server did not answer a request with a whole stream: {shown!r}")
     ends = list(accumulate(map(len, parts)))
     cached = _CACHED.search(events[-1][1]) if events else None
+    server = _SERVER.search(events[-1][1]) if events else None
     return AnswerTimes(
         sent=sent,
-        times=[times[bisect_left(ends, event.end())] for event in events],
+        times=[times[bisect_left(ends, place(event.end()))] for event in events],
         tokens=[int(event[2]) for event in events],
         cached=int(cached[1]) if cached else 0,
         whole=whole,
+        server=server[1].decode() if server else "",
     )
+
+
+def _without_chunks(arrived: bytes) -> tuple[bytes, Callable[[int], int]]:
+    """An answer without the frames of HTTP's chunks, and where an end in it was before.
+
+    A server sends each event as a chunk; a router may divide the stream anywhere.
+    """
+    head = arrived.find(b"\r\n\r\n") + 4
+    if head < 4 or not _CHUNKED.search(arrived, 0, head):
+        return arrived, lambda end: end
+    pieces, ends, removed = [arrived[:head]], [head], [0]  # bytes of frames before each piece
+    at = head
+    while (frame := _CHUNK_HEAD.match(arrived, at)) and (size := int(frame[1], 16)):
+        at = frame.end() + size
+        pieces.append(arrived[frame.end() : at])
+        removed.append(frame.end() - ends[-1])
+        ends.append(ends[-1] + len(pieces[-1]))
+    return b"".join(pieces), lambda end: end + removed[bisect_left(ends, end)]
