@@ -1,78 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's router in front of several servers, and where it sends each request."""
+"""SGLang's router in front of the tests' servers, and where it sends each request."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sglang_pat.bench.common.counters import Counters
-from sglang_pat.bench.common.server import reserve_port
+from sglang_pat.bench.common.router import Router
 
 from .server import ARRIVED_S, Prompt, ServingServer
 
-READY_S = 300.0
 
-
-class Router:
-    """``python -m sglang_router.launch_router`` before ``servers``, which log their requests; it
-    starts at once.
-
-    Args:
-        policy: ``--policy``.
-        servers: what it routes to; they may still be starting.
-        log: file that gets the router's output.
-    """
+class WatchedRouter(Router):
+    """A router before ``servers``, which log their requests, so that it is known who got which."""
 
     def __init__(self, policy: str, servers: Sequence[ServingServer], log: Path) -> None:
-        self.servers, self.log = tuple(servers), log
-        port = reserve_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [
-            *(sys.executable, "-m", "sglang_router.launch_router", "--policy", policy),
-            *("--host", "127.0.0.1", "--port", str(port)),
-            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(reserve_port())),
-            *("--worker-urls", *(server.url for server in servers)),
-            *("--worker-startup-check-interval", "1"),  # seconds; the default is 30
-        ]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=log.parent,  # a checkout as cwd would shadow the installed package
-                start_new_session=True,
-            )
-
-    def wait_until_ready(self) -> None:
-        """Return when the router knows that all servers are healthy.
-
-        Raises:
-            RuntimeError: it ended, or was not ready after ``READY_S`` seconds.
-        """
-        deadline = time.monotonic() + READY_S
-        while self._healthy_servers() < len(self.servers):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                end = self.log.read_text(errors="replace")[-3000:]
-                raise RuntimeError(
-                    f"the router ended or was not ready after {READY_S:.0f} s:\n{end}"
-                )
-            time.sleep(0.2)
-
-    def stop(self) -> None:
-        """End the router; requests that it has not answered fail."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self.servers = tuple(servers)
+        super().__init__(policy, [server.url for server in servers], log)
 
     def generate_in_turn(self, prompts: Sequence[Prompt], new_tokens: int) -> list[int]:
         """Decode all prompts at the same time, and return for each the index of its server.
@@ -127,10 +76,3 @@ class Router:
     def _post_to_servers(self, path: str, body: dict[str, str]) -> None:
         for server in self.servers:
             server.post(path, body)
-
-    def _healthy_servers(self) -> int:
-        try:
-            with urllib.request.urlopen(f"{self.url}/readiness", timeout=5) as answer:
-                return int(json.load(answer)["healthy_workers"])
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return 0  # not listening yet, or 503: knows no healthy server

@@ -17,7 +17,7 @@ pytest.importorskip(
 
 from sglang_pat.bench.common.counters import Counters
 
-from .router import Router
+from .router import WatchedRouter
 from .server import LOG_REQUESTS, Config, ServingServer
 from .workloads import random_prompt
 
@@ -31,7 +31,9 @@ NEW_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def routers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Router]]:
+def routers(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, WatchedRouter]]:
     """A router of each policy, all before the same two servers."""
     folder = tmp_path_factory.mktemp("router")
     with ExitStack() as stack:
@@ -41,14 +43,14 @@ def routers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             server.start()
         found = {}
         for policy in POLICIES:
-            found[policy] = Router(policy, servers, folder / f"{policy}.log")
+            found[policy] = WatchedRouter(policy, servers, folder / f"{policy}.log")
             stack.callback(found[policy].stop)
         for process in (*servers, *found.values()):
             process.wait_until_ready()
         yield found
 
 
-def _serve(router: Router, seed: int) -> tuple[list[list[int]], list[Counters]]:
+def _serve(router: WatchedRouter, seed: int) -> tuple[list[list[int]], list[Counters]]:
     """The servers that the users of each system prompt came to, and what each server counted."""
     prompts = []
     for i in range(SYSTEM_PROMPTS):
@@ -69,7 +71,7 @@ def _read_share(counted: list[Counters]) -> float:
     )
 
 
-def test_requests_that_share_land_together_and_pack(routers: dict[str, Router]) -> None:
+def test_requests_that_share_land_together_and_pack(routers: dict[str, WatchedRouter]) -> None:
     together, counted = _serve(routers["cache_aware"], seed=1000)
     for servers in together:
         assert len(set(servers)) == 1, together
