@@ -240,6 +240,7 @@ def test_the_command_line() -> None:
     assert [team.agents for team in read("--agents", "1+1*5x2", "1+1*5x4").agents] == [2, 4]
     assert read("--agents", "10+1*5x2").workloads == []
     assert read().agents is None and len(read().workloads) == 6
-    for other in (["--trace", "toolagent"], ["--workloads", "0x4"], ["--first-runs", "3"]):
+    assert len(read("--agents", "10+1*5x2", "--workloads", "0x4").workloads) == 1
+    for other in (["--trace", "toolagent"], ["--first-runs", "3"]):
         with pytest.raises(SystemExit):
             read("--agents", "10+1*5x2", *other)

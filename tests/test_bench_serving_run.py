@@ -190,6 +190,18 @@ def test_agents_run_on_two_servers_in_turns(bench: Any, capsys: pytest.CaptureFi
     assert "at most" not in shown, "the goals are those of another model"
 
 
+def test_agents_run_behind_workloads(bench: Any, tmp_path: Path) -> None:
+    """Each kind has a document of its own. On a busy machine a run may be too short for it."""
+    sizes = ("--runs", "1", "--output-tokens", "60", "--agent-context", "900", "--duration-s", "2")
+    written = bench("--workloads", "0x4", "--agents", "100+2*60x4", *sizes)
+    assert written["kind"] == "workloads" and "duration_s" not in written["settings"]
+    agents = json.loads((tmp_path / "rows-agents.json").read_text())
+    assert agents["kind"] == "agents" and agents["settings"]["duration_s"] == 2
+    for document in (written, agents):
+        assert len(document["rows"]) + len(document["left_out"]) == len(BACKENDS)
+    assert all(row["agents"] == "100+2*60x4" for row in agents["rows"])
+
+
 def test_capacities_are_searched_on_two_servers(
     bench: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

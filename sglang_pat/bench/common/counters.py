@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,18 @@ class Counters:
     base_forwards: dict[str, int] = field(default_factory=dict)
     base_layers: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: Counters) -> Counters:
+        """Of two servers together."""
+        numbers: dict[str, Any] = {
+            name: getattr(self, name) + getattr(other, name) for name in COUNTERS
+        }
+        return Counters(
+            **numbers,
+            base_forwards=dict(Counter(self.base_forwards) + Counter(other.base_forwards)),
+            base_layers=dict(Counter(self.base_layers) + Counter(other.base_layers)),
+            fallbacks=dict(Counter(self.fallbacks) + Counter(other.fallbacks)),
+        )
 
     def __sub__(self, earlier: Counters) -> Counters:
         numbers: dict[str, Any] = {

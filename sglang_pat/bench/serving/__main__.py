@@ -13,6 +13,7 @@ Traces (``--trace``) replay requests that arrive over time; see ``trace.py``. Ag
 come and go and wait for their answers; see ``agents.py``. Both give curves over the load: latencies
 and tokens/s with the spread over runs. ``--capacity`` with either searches the most agents at once,
 or requests/s, with p99 TPOT under each of ``--limits-ms``; see ``capacity.py`` and ``probe.py``.
+``--router`` has two servers of each backend behind SGLang's router; see ``routed.py``.
 ``--first-runs`` shows the first runs after the start one by one; see ``first.py``.
 """
 
@@ -31,15 +32,17 @@ from typing import Any, NoReturn
 from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.document import Document, read, write
 from sglang_pat.bench.common.figures import require
+from sglang_pat.bench.common.router import require as require_router
 from sglang_pat.bench.common.server import ServerError
 from sglang_pat.bench.serving import document as documents
 from sglang_pat.bench.serving.capacity import Subject, run_capacity, subjects_of
 from sglang_pat.bench.serving.client import RequestError
 from sglang_pat.bench.serving.closed_loop import run_agents
 from sglang_pat.bench.serving.first import run_first
-from sglang_pat.bench.serving.fleet import FleetConfig, Served, serve
+from sglang_pat.bench.serving.fleet import FleetConfig, serve
 from sglang_pat.bench.serving.model import open_model
 from sglang_pat.bench.serving.options import complete, make_parser
+from sglang_pat.bench.serving.routed import SERVERS, run_router, serve_routed
 from sglang_pat.bench.serving.run import Replay, RunOptions, replays, run_traces, run_workloads
 from sglang_pat.bench.serving.sizing import device_of, fleet_config
 
@@ -57,11 +60,13 @@ CAPACITY_SETTINGS_SHOWN = (
 SETTINGS_SHOWN = ("new_tokens", "output_tokens", "stream_interval", "runs", "seed", "server_args")
 
 
-def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
-    """Start the servers, measure and print; ``--json`` has every run as soon as it has ended.
+def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> list[Document]:
+    """Start the servers, measure and print; ``--json`` has every run as soon as it has ended. A
+    document for each kind of runs.
 
     Raises:
-        ValueError: what is asked for does not fit the model, the memory or a trace.
+        ValueError: what is asked for does not fit the model, the memory or a trace, or needs a
+            package that is not installed.
         ServerError: a server did not start or ended.
         RequestError: a request failed.
     """
@@ -80,12 +85,14 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
     )
     searched = options.capacity
     todo = [] if searched else replays(options.trace or (), options.rates, settings)
-    device, gpu_gib = device_of(options.device, options.tp)
+    if options.router:
+        require_router()
+    device, gpu_gib = device_of(options.device, options.tp * (SERVERS if options.router else 1))
     config = fleet_config(options, model, dtype, todo, gpu_gib)
     subjects = subjects_of(options, settings, config) if searched else []
-    document = documents.new(_kind(options), device, _shown(options, config))
-
-    journal = documents.Journal(document, options.json, budget)
+    kinds = _kinds(options)
+    found = {kind: documents.new(kind, device, _shown(options, config, kind)) for kind in kinds}
+    paths = {kind: _path(options.json, kind if kind != kinds[0] else "") for kind in kinds}
     memory = f", {config.server_gib:.1f} GiB a GPU each" if gpu_gib is not None else ""
     print(
         f"starting {', '.join(options.backends)} with pools of {config.pool_tokens} tokens"
@@ -93,20 +100,26 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> Document:
         flush=True,
     )
     ready_s = min(READY_S, budget.left_s())
-    with serve(config, options.backends, logs=options.logs, ready_s=ready_s) as fleet:
+    start: Any = serve_routed if options.router else serve
+    with start(config, options.backends, logs=options.logs, ready_s=ready_s) as fleet:
         print(f"servers are ready{budget}", flush=True)
         try:
-            _measure(fleet, options, subjects, todo, settings, budget, journal)
+            for kind, document in found.items():
+                journal = documents.Journal(document, paths[kind], budget)
+                _measure(kind, fleet, options, subjects, todo, settings, budget, journal)
         finally:
-            write(document, options.json)  # with the counters of the last runs
+            for kind, document in found.items():
+                write(document, paths[kind])  # with the counters of the last runs
             if budget.spent_out:
                 print("the time is up: what follows is of the runs that ended")
-            documents.show([document])
-    return document
+            for document in found.values():
+                documents.show([document])
+    return list(found.values())
 
 
 def _measure(
-    fleet: Sequence[Served],
+    kind: str,
+    fleet: Any,
     options: argparse.Namespace,
     subjects: Sequence[Subject],
     todo: Sequence[Replay],
@@ -114,31 +127,42 @@ def _measure(
     budget: Budget,
     journal: documents.Journal,
 ) -> None:
-    """Run what the command line asks for."""
-    if subjects:
+    """The runs of a kind, on what ``serve`` or, behind a router, ``serve_routed`` gave."""
+    if kind == "capacity":
         run_capacity(fleet, subjects, options.limits_ms, settings, budget, journal)
-    elif todo:
+    elif kind == "router":
+        run_router(fleet, options.router, settings, budget, journal)
+    elif kind == "traces":
         run_traces(fleet, todo, settings, budget, journal)
-    elif options.agents:
+    elif kind == "agents":
         run_agents(fleet, options.agents, options.agent_context, settings, budget, journal)
-    elif options.first_runs:
+    elif kind == "first":
         spies = options.logs if options.spy else None
         run_first(fleet, options.workloads, settings, budget, journal, spies=spies)
     else:
         run_workloads(fleet, options.workloads, settings, budget, journal)
 
 
-def _kind(options: argparse.Namespace) -> str:
-    """Of the document."""
-    if options.capacity:
-        return "capacity"
-    if options.agents:
-        return "agents"
-    return "traces" if options.trace else "first" if options.first_runs else "workloads"
+def _kinds(options: argparse.Namespace) -> list[str]:
+    """Of runs, one after the other; each has a document."""
+    for kind, asked in (
+        ("capacity", options.capacity),
+        ("router", options.router),
+        ("traces", options.trace),
+        ("first", options.first_runs),
+    ):
+        if asked:
+            return [kind]
+    return ["workloads"] * bool(options.workloads) + ["agents"] * bool(options.agents)
 
 
-def _shown(options: argparse.Namespace, config: FleetConfig) -> dict[str, Any]:
-    """The settings that a document names."""
+def _path(path: Path | None, kind: str) -> Path | None:
+    """Of a document; ``kind``: not the first one's."""
+    return path.with_stem(f"{path.stem}-{kind}") if path and kind else path
+
+
+def _shown(options: argparse.Namespace, config: FleetConfig, kind: str) -> dict[str, Any]:
+    """The settings that a document of a kind names."""
     shown = {"model": options.model, "tp": config.tp, "dtype": config.dtype}
     shown |= {"pool_tokens": config.pool_tokens, "max_requests": config.max_requests}
     if config.kv_cache_dtype != "auto":
@@ -147,7 +171,7 @@ def _shown(options: argparse.Namespace, config: FleetConfig) -> dict[str, Any]:
     shown |= {name: getattr(options, name) for name in names}
     if options.trace:
         shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
-    if options.agents:
+    if options.agents and kind != "workloads":
         shown |= {name: getattr(options, name) for name in AGENTS_SETTINGS_SHOWN}
     return shown | {
         name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")
@@ -167,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
             documents.show(found)
         else:
             with tempfile.TemporaryDirectory(prefix="sglang_pat_bench_") as scratch:
-                found = [run(options, Budget(started + options.budget_s), Path(scratch))]
+                found = run(options, Budget(started + options.budget_s), Path(scratch))
         if options.plot:
             documents.draw(found, options.plot)
     except ValueError as error:

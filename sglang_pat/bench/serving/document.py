@@ -16,6 +16,7 @@ from sglang_pat.bench.serving.curves import curve_tables, draw_curves
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.first import table as first_table
 from sglang_pat.bench.serving.probe import CapacityRow
+from sglang_pat.bench.serving.router_rows import RouterRow, router_table
 from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, table, trace_table
 from sglang_pat.bench.serving.workload import LIMITS, LIMITS_SHAPE
 
@@ -25,13 +26,17 @@ ROWS: dict[str, type[Any]] = {
     "first": FirstRow,
     "agents": AgentsRow,
     "capacity": CapacityRow,
+    "router": RouterRow,
 }
 VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
+# Kinds whose table shows all, so that there is no picture of them.
+TABLES_ONLY = {"first": "first runs", "router": "runs behind a router"}
 
 
 def new(kind: str, device: str, settings: dict[str, Any]) -> Document:
     """A document without rows; ``kind``: one of ``ROWS``."""
-    found = conditions(kind, "sglang_pat.bench.serving", device, VERSIONS_OF, settings)
+    packages = (*VERSIONS_OF, *(("sglang-router",) if kind == "router" else ()))
+    found = conditions(kind, "sglang_pat.bench.serving", device, packages, settings)
     return found | {"rows": [], "left_out": []}
 
 
@@ -63,6 +68,8 @@ def _line(row: dict[str, Any]) -> str:
             f"{row['tokens_per_s']:.0f} tokens/s"
         )
     where = row.get("workload") or row.get("agents") or f"{row['trace']} {row['rate']:g}/s"
+    if "policy" in row:
+        where += f" {row['policy']}"
     if "agents" in row:
         more = f"{row['tokens_per_s']:.0f} tokens/s"
     elif "tpot_ms" in row:
@@ -78,25 +85,28 @@ def show(documents: Sequence[Document]) -> None:
         rows = _rows(members)
         for document in members:
             print("\n".join(heading(document)))
-        if not rows:
-            print("no runs")
-        elif members[0]["kind"] == "traces":
-            print("\n".join(trace_table(rows) + curve_tables(rows)))
-        elif members[0]["kind"] == "first":
-            print("\n".join(first_table(rows)))
-        elif members[0]["kind"] == "capacity":
-            settings = members[0]["settings"]
-            limits, resolution = settings["limits_ms"], settings["resolution"]
-            print("\n".join(curve_tables(rows) + capacity_table(rows, limits, resolution)))
-        elif members[0]["kind"] == "agents":
-            settings = members[0]["settings"]
-            has_goals = (settings["model"], settings["tp"]) == (LIMITS_SHAPE[0], 1)
-            print("\n".join(agents_table(rows, limits=has_goals) + curve_tables(rows)))
-        else:
-            print("\n".join(table(rows, _limits(members[0]["settings"]))))
+        print("\n".join(_tables(members[0], rows) if rows else ["no runs"]))
         for document in members:
             for run in document["left_out"]:
                 print(f"left out: {run}")
+
+
+def _tables(document: Document, rows: list[Any]) -> list[str]:
+    """Lines; ``rows``: of ``document`` and all that go into one table with it."""
+    kind, settings = document["kind"], document["settings"]
+    if kind == "traces":
+        return trace_table(rows) + curve_tables(rows)
+    if kind == "first":
+        return first_table(rows)
+    if kind == "router":
+        return router_table(rows)
+    if kind == "capacity":
+        found = capacity_table(rows, settings["limits_ms"], settings["resolution"])
+        return curve_tables(rows) + found
+    if kind == "agents":
+        has_goals = (settings["model"], settings["tp"]) == (LIMITS_SHAPE[0], 1)
+        return agents_table(rows, limits=has_goals) + curve_tables(rows)
+    return table(rows, _limits(settings))
 
 
 def draw(documents: Sequence[Document], path: Path) -> None:
@@ -104,8 +114,8 @@ def draw(documents: Sequence[Document], path: Path) -> None:
     kinds = {document["kind"] for document in documents}
     if len(kinds) > 1:
         raise ValueError(f"one picture has one kind of rows, but these are {', '.join(kinds)}")
-    if kinds == {"first"}:
-        raise ValueError("there is no picture of first runs: their table shows all")
+    for kind in kinds & TABLES_ONLY.keys():
+        raise ValueError(f"there is no picture of {TABLES_ONLY[kind]}: their table shows all")
     groups = [(_title(found[0]), _rows(found)) for found in _groups(documents).values()]
     if not all(rows for _, rows in groups):
         raise ValueError("there is no run to draw: --budget-s may have been too short for one")

@@ -98,6 +98,15 @@ class FleetConfig:
         return [*found, *self.args]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server of a backend runs. ``name`` is that of its log."""
+
+    backend: str
+    name: str
+    args: tuple[str, ...] = ()  # in addition to those of all servers
+
+
 class Served:
     """A running server and what the benchmark asks of it."""
 
@@ -127,7 +136,7 @@ class Served:
     ) -> list[AnswerTimes]:
         """``client.stream`` to this server."""
         answers = stream(self.server.port, bodies, at_s=at_s, cut_s=cut_s, timeout_s=timeout_s)
-        self._rest(cut_s is not None)
+        self.rest(cut_s is not None)
         return answers
 
     def converse(
@@ -150,11 +159,11 @@ class Served:
             timeout_s=timeout_s,
             cut=cut,
         )
-        self._rest(cut)
+        self.rest(cut)
         return found
 
-    def _rest(self, cut: bool) -> None:
-        """``cut``: some requests may be left, which the server need not finish."""
+    def rest(self, cut: bool = False) -> None:
+        """Requests have ended. ``cut``: some may be left, which the server need not finish."""
         if cut:
             self.server.post("/abort_request", {"abort_all": True})
         self._idle_since = time.monotonic()
@@ -183,7 +192,17 @@ class Served:
 def serve(
     config: FleetConfig, backends: Sequence[str], *, logs: Path, ready_s: float
 ) -> Iterator[list[Served]]:
-    """Servers for all backends, started at the same time.
+    """A server for each backend, started at the same time. Raises as ``serve_places`` does."""
+    places = [Place(backend, backend) for backend in backends]
+    with serve_places(config, places, logs=logs, ready_s=ready_s) as found:
+        yield found
+
+
+@contextmanager
+def serve_places(
+    config: FleetConfig, places: Sequence[Place], *, logs: Path, ready_s: float
+) -> Iterator[list[Served]]:
+    """Servers at all places, started at the same time.
 
     Raises:
         ServerError: one did not start, its K/V pool is smaller than planned, or it ended while a
@@ -198,28 +217,29 @@ def serve(
     servers = [
         Server(
             config.model.folder,
-            backend=backend,
+            backend=place.backend,
             device=config.device,
-            log=logs / f"server-{backend}.log",
-            args=config.arguments(),
+            log=logs / f"server-{place.name}.log",
+            args=[*place.args, *config.arguments()],
             env=env,
             ready_s=ready_s,
         )
-        for backend in backends
+        for place in places
     ]
     try:
         for server in servers:
             server.start()
         for server in servers:
             server.wait_until_ready()
-        for backend, server in zip(backends, servers, strict=True):
+        for place, server in zip(places, servers, strict=True):
             pool = server.get("/server_info")["max_total_num_tokens"]
             if pool < config.pool_tokens:
                 raise ServerError(
-                    f"{backend} has a K/V pool of {pool} tokens instead of {config.pool_tokens}: "
-                    "something else uses the GPU, or --overhead-gib is too small"
+                    f"{place.name} has a K/V pool of {pool} tokens instead of "
+                    f"{config.pool_tokens}: something else uses the GPU, or --overhead-gib is too "
+                    "small"
                 )
-        yield [Served(*pair) for pair in zip(backends, servers, strict=True)]
+        yield [Served(place.backend, server) for place, server in zip(places, servers, strict=True)]
     except (RequestError, OSError):
         time.sleep(DYING_S)
         for server in servers:

@@ -12,8 +12,9 @@ from sglang_pat.bench.serving.agents import DEFAULT_AGENTS, DEFAULT_CONTEXT, Tea
 from sglang_pat.bench.serving.fleet import OVERHEAD_GIB
 from sglang_pat.bench.serving.model import SHAPES
 from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, TRACES
-from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, Workload
+from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, ROUTER_WORKLOAD, Workload
 
+BACKENDS, ROUTER_BACKENDS = ("pat", "fa3", "flashinfer"), ("pat", "flashinfer")
 FIRST_WORKLOADS = ("8192x128", "4096x64")
 RATES, DURATION_S = (2.0, 4.0, 8.0), 30.0
 # Of --capacity:
@@ -51,8 +52,16 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         nargs="*",
         type=value(Team.parse),
         metavar="SPEC",
-        help="teams of agents in a closed loop instead, in the notation of agents.py (default: "
-        f"{DEFAULT_AGENTS})",
+        help="teams of agents in a closed loop instead, or behind the --workloads if these are "
+        f"named, too; in the notation of agents.py (default: {DEFAULT_AGENTS})",
+    )
+    what(
+        "--router",
+        nargs="*",
+        type=value(Workload.parse),
+        metavar="SPEC",
+        help="workloads through SGLang's router before two servers of each backend, a GPU each "
+        f"(default: {ROUTER_WORKLOAD})",
     )
     what(
         "--capacity",
@@ -62,9 +71,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     what(
         "--backends",
         nargs="+",
-        default=["pat", "fa3", "flashinfer"],
         metavar="NAME",
-        help="attention backends to compare (default: pat fa3 flashinfer)",
+        help=f"attention backends to compare (default: {' '.join(BACKENDS)}; --router: "
+        f"{' '.join(ROUTER_BACKENDS)})",
     )
     how = "rounds over all of it (default: 5); a probe of --capacity is one run"
     what("--runs", type=value(whole_number), default=5, help=how)
@@ -136,11 +145,16 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         f"(default: {RESOLUTION:g})",
     )
     _add_servers(parser.add_argument_group("servers"))
-    output = parser.add_argument_group("output").add_argument
-    output("--json", type=Path, metavar="FILE", help="rewritten after every run")
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    output = group.add_argument
+    how = "rewritten after every run; of --agents behind --workloads: FILE-agents"
+    output("--json", type=Path, metavar="FILE", help=how)
     output("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
     output("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="run nothing")
-    return parser
 
 
 def _add_servers(group: argparse._ArgumentGroup) -> None:
@@ -172,18 +186,50 @@ def complete(found: argparse.ArgumentParser, options: argparse.Namespace) -> arg
     if some contradict each other."""
     if options.agents == []:
         options.agents = [Team.parse(DEFAULT_AGENTS)]
-    alone = options.trace or options.agents
+    if options.router == []:
+        options.router = [Workload.parse(ROUTER_WORKLOAD)]
+    _refuse_contradictions(found, options)
+    options.backends = options.backends or list(ROUTER_BACKENDS if options.router else BACKENDS)
+    options.limits_ms = sorted(options.limits_ms or LIMITS_MS)
+    options.resolution = options.resolution or RESOLUTION
+    options.rates = options.rates or list(FIRST_RATE if options.capacity else RATES)
+    if options.duration_s is None:
+        options.duration_s = PROBE_S if options.capacity else DURATION_S
+    if options.router:
+        options.workloads = options.router
+    elif options.workloads is None:
+        specs = FIRST_WORKLOADS if options.first_runs else DEFAULT_WORKLOADS
+        alone = options.trace or options.agents
+        options.workloads = [] if alone else list(map(Workload.parse, specs))
+    return options
+
+
+def _refuse_contradictions(found: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    others = (options.trace, options.agents, options.first_runs, options.workloads)
     for wrong, message in (
+        (
+            options.router and (any(others) or options.capacity),
+            "--router runs alone: leave --workloads, --trace, --agents, --first-runs and "
+            "--capacity out",
+        ),
         (
             options.trace and options.first_runs,
             "--first-runs is of workloads: leave --trace out",
         ),
         (
-            options.agents and (options.trace or options.first_runs or options.workloads),
-            "--agents runs alone: leave --workloads, --trace and --first-runs out",
+            options.agents and (options.trace or options.first_runs),
+            "--agents runs alone or behind --workloads: leave --trace and --first-runs out",
         ),
         (
-            options.capacity and not alone,
+            options.agents and options.workloads and options.plot,
+            "--plot draws runs of one kind: draw each --json FILE with --from FILE",
+        ),
+        (
+            options.capacity and options.workloads,
+            "--capacity is of agents or of traces: leave --workloads out",
+        ),
+        (
+            options.capacity and not (options.trace or options.agents),
             "--capacity needs what is served: add --agents [SPEC] or --trace NAME",
         ),
         (
@@ -201,12 +247,3 @@ def complete(found: argparse.ArgumentParser, options: argparse.Namespace) -> arg
     ):
         if wrong:
             found.error(message)
-    options.limits_ms = sorted(options.limits_ms or LIMITS_MS)
-    options.resolution = options.resolution or RESOLUTION
-    options.rates = options.rates or list(FIRST_RATE if options.capacity else RATES)
-    if options.duration_s is None:
-        options.duration_s = PROBE_S if options.capacity else DURATION_S
-    if options.workloads is None:
-        specs = FIRST_WORKLOADS if options.first_runs else DEFAULT_WORKLOADS
-        options.workloads = [] if alone else list(map(Workload.parse, specs))
-    return options

@@ -26,6 +26,9 @@ class Counted:
     plan_us: float | None = None  # host time of pat in a decode step that made a plan
     reuse_us: float | None = None  # and in one that kept the last
     kv_saved_bytes: int | None = None  # K/V that packing did not read, over all layers and heads
+    # Of a layer and head: what was read, and what would have been if nothing were packed.
+    kv_tokens_read: int | None = None
+    kv_tokens_unpacked: int | None = None
     base_forwards: dict[str, int] | None = None  # what is the base backend's to run, by kind
     fallbacks: dict[str, int] | None = None  # what pat should have served but did not, by reason
 
@@ -105,6 +108,8 @@ def counted_fields(counted: Counters, kv_bytes_per_token: int) -> dict[str, Any]
         "plan_us": 1e6 * counted.plan_seconds / max(counted.plans_made, 1),
         "reuse_us": 1e6 * reused / max(counted.decode_steps - counted.plans_made, 1),
         "kv_saved_bytes": saved * kv_bytes_per_token,
+        "kv_tokens_read": counted.kv_tokens_read,
+        "kv_tokens_unpacked": counted.kv_tokens_unpacked,
         "base_forwards": counted.base_forwards,
         "fallbacks": counted.fallbacks,
     }

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sglang_pat.bench.common.budget import Budget
+from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.serving.client import body
 from sglang_pat.bench.serving.fleet import Served
 from sglang_pat.bench.serving.rows import Counted, TraceRow, WorkloadRow, counted_fields
@@ -51,7 +52,20 @@ class RunOptions:
     trace_file: Path | None
 
 
-def rotated(fleet: Sequence[Served], by: int) -> list[Served]:
+class Measured(Protocol):
+    """What runs are measured on: a server, or several of one backend."""
+
+    @property
+    def backend(self) -> str: ...
+
+    def counted(self) -> Counters | None: ...
+
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Measured)
+
+
+def rotated(fleet: Sequence[T], by: int) -> list[T]:
     """The servers in another order for every run, so that none is always first."""
     by %= len(fleet)
     return [*fleet[by:], *fleet[:by]]
@@ -142,15 +156,15 @@ def _measure(
 
 
 def turn(
-    fleet: Sequence[Served],
+    fleet: Sequence[M],
     kind: str,
-    measure: Callable[[Served], Counted],
+    measure: Callable[[M], Counted],
     settings: RunOptions,
     budget: Budget,
     log: Log,
 ) -> None:
     """One run on each server. pat's counters appear late, so they complete the rows at the end."""
-    rows: list[tuple[Served, dict[str, Any]]] = []
+    rows: list[tuple[M, dict[str, Any]]] = []
     for served in fleet:
         if not budget.allows(kind):
             break

@@ -24,7 +24,7 @@ def fleet_config(
     todo: Sequence[Replay],
     gpu_gib: float | None,
 ) -> FleetConfig:
-    """Servers that hold the largest workload or team; of traces, and where a capacity is looked
+    """Servers that hold the largest workload and team; of traces, and where a capacity is looked
     for, as much as memory allows.
 
     Args:
@@ -89,21 +89,19 @@ def most_agents(config: FleetConfig, team: Team, context: int) -> int:
 def _max_requests(options: argparse.Namespace) -> int:
     if options.trace or options.capacity:
         return int(options.max_requests)
-    return max((one.agents for one in options.agents or ()), default=0) or max(
-        work.requests for work in options.workloads
-    )
+    agents = [team.agents for team in options.agents or ()]
+    return int(max(agents + [work.requests for work in options.workloads]))
 
 
 def _longest(options: argparse.Namespace) -> int:
     """Tokens of the longest request."""
     if options.trace:
         return int(options.context)
-    if options.agents:
-        for team in options.agents:
-            team.check(options.agent_context)
-        return int(options.agent_context)
+    for team in options.agents or ():
+        team.check(options.agent_context)
     added = options.new_tokens + options.output_tokens
-    return int(max(work.cached for work in options.workloads) + added)
+    contexts = [options.agent_context] if options.agents else []
+    return int(max(contexts + [work.cached + added for work in options.workloads]))
 
 
 def _pool_tokens(options: argparse.Namespace, todo: Sequence[Replay], max_requests: int) -> int:
@@ -112,16 +110,15 @@ def _pool_tokens(options: argparse.Namespace, todo: Sequence[Replay], max_reques
         return max(one.kv_tokens + len(one.prompts) * int(options.output_tokens) for one in todo)
     if options.trace:
         return int(max_requests * options.context)
-    if options.agents:
-        context = options.agent_context
-        teams = [replace(t, agents=max_requests) if options.capacity else t for t in options.agents]
-        pool = max(team.kv_tokens(context) for team in teams)
-    else:
-        pool = max(
-            work.kv_tokens(new=options.new_tokens, output=options.output_tokens)
-            for work in options.workloads
-        )
-    return int(pool + POOL_MARGIN + POOL_MARGIN_PER_REQUEST * max_requests)
+    teams = options.agents or ()
+    if options.capacity:
+        teams = [replace(team, agents=max_requests) for team in teams]
+    pools = [team.kv_tokens(options.agent_context) for team in teams]
+    pools += [
+        work.kv_tokens(new=options.new_tokens, output=options.output_tokens)
+        for work in options.workloads
+    ]
+    return int(max(pools) + POOL_MARGIN + POOL_MARGIN_PER_REQUEST * max_requests)
 
 
 def device_of(device: str, gpus: int) -> tuple[str, float | None]:
