@@ -4,10 +4,10 @@
 #     tests/gpu_serving/on_host.sh KIT [STEP...]
 # KIT holds default.00, .01, ... of gpu-kit/make_default.sh (made with the project's wheel for Python
 # 3.12), default_host.sh beside them and, for the step more, nixl.tar.xz (tests/gpu_serving/README.md).
-# Steps, in this order unless named: unpack gpu serving more demo. Others: warm fp8 sleep ranks
-# soak first keep. Each has a limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit
+# Steps, in this order unless named: unpack gpu serving more demo. Others: warm fp8 sleep soak first
+# keep, and with two GPUs: ranks tp2 tp2agents tp2fp8 router. Each has a limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit
 # status is the number of steps that failed. $OUT (default: ./out) gets host.log, STEP.xml of pytest,
-# JSON of demo, soak and first, and in servers.tar.gz the ends of the servers' logs. keep adds what
+# JSON of demo, soak, first and those of two GPUs, and in servers.tar.gz the ends of the servers' logs. keep adds what
 # the servers compiled, jit.tar.xz: beside the kit it saves the next machine one to three minutes.
 set -uo pipefail
 kit=$(cd "${1:?usage: on_host.sh KIT [STEP...]}" && pwd); shift
@@ -17,8 +17,11 @@ out=${OUT:-$root/out}; mkdir -p "$out"
 site=${SITE:-/tmp/site}; work=${WORK:-/tmp/pat_work}; mkdir -p "$work"
 : "${LIMIT_WARM:=280}" "${LIMIT_GPU:=150}" "${LIMIT_SERVING:=520}" "${LIMIT_MORE:=400}" "${LIMIT_DEMO:=330}"
 : "${LIMIT_FP8:=400}" "${LIMIT_SLEEP:=240}" "${LIMIT_RANKS:=300}" "${LIMIT_SOAK:=450}" "${LIMIT_FIRST:=260}"
+: "${LIMIT_TP2:=560}" "${LIMIT_TP2AGENTS:=500}" "${LIMIT_TP2FP8:=440}" "${LIMIT_ROUTER:=540}"
 export PYTHONPATH=$site:$root/tests PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 MAX_JOBS=16
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1
+# No NVLink multicast between GPUs: on a shared host it can put them out of service.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 
 limited() { # SECONDS COMMAND...: SIGINT first, so that pytest stops its servers and writes its report
   timeout --signal=INT --kill-after=25 "$@"
@@ -38,6 +41,7 @@ CHECK
 step_unpack() {
   bash "$kit/default_host.sh" "$site" "$kit"
   if [ -e "$kit/nixl.tar.xz" ]; then tar xJf "$kit/nixl.tar.xz" -C "$site"; fi
+  if [ -e "$kit/router.tar.xz" ]; then tar xJf "$kit/router.tar.xz" -C "$site"; fi
   if [ -e "$kit/jit.tar.xz" ]; then tar xJf "$kit/jit.tar.xz" -C "$HOME"; fi
   python3 -m sglang_pat doctor
 }
@@ -60,6 +64,27 @@ step_more() { # by themselves: a cache on the host wants 10 GB free there beside
 step_fp8() { tests fp8 "$LIMIT_FP8" tests/gpu_serving/test_e4m3.py; }
 step_sleep() { tests sleep "$LIMIT_SLEEP" tests/gpu_serving/test_sleep.py; }
 step_ranks() { tests ranks "$LIMIT_RANKS" tests/gpu_serving/test_ranks.py; } # two GPUs
+bench() { # STEP SECONDS ARGUMENT...: the serving benchmark, which ends in time by itself
+  local step=$1 seconds=$2
+  shift 2
+  limited "$seconds" python3 -m sglang_pat.bench.serving --stream-interval 8 --runs 3 "$@" \
+    --logs "$work/$step" --json "$out/$step.json" --budget-s $((seconds - 25))
+}
+# Two GPUs. Workloads, then agents on the same servers: tp2.json and tp2-agents.json.
+step_tp2() {
+  bench tp2 "$LIMIT_TP2" --tp 2 --backends pat fa3 flashinfer --duration-s 10 \
+    --workloads 8192x1 8192x128 0x64 0x256 --agents
+}
+step_tp2agents() { # alone, where tp2 had no time for them
+  bench tp2agents "$LIMIT_TP2AGENTS" --tp 2 --backends pat fa3 flashinfer --duration-s 10 --agents
+}
+step_tp2fp8() {
+  bench tp2fp8 "$LIMIT_TP2FP8" --tp 2 --backends ${FP8_BACKENDS:-pat fa3 flashinfer} \
+    --kv-cache-dtype fp8_e4m3 --workloads 8192x128
+}
+step_router() { # a server a GPU
+  bench router "$LIMIT_ROUTER" --router '8*2048x16' '8*8192x16'
+}
 step_demo() {
   limited "$LIMIT_DEMO" python3 -m sglang_pat demo --device cuda --cache "$work/demo" --json "$out/demo.json"
 }
