@@ -36,6 +36,8 @@
 //   row tile    packed rows that an executor holds at once; an item fits one
 //   KV tile     tokens that an executor holds at once
 //   wide, heavy, light   items by packed rows, see kWideRows; a plan has them in this order
+//   half        what runs work units on an SM of a GPU: an SM has two, each with memory of its own
+//   joint       a plan of which every work unit is run by both halves of an SM, see PlanHeader
 //   list        the slots of all tokens that the items read, in the order in which they read them:
 //               the branches' first, then the other items'
 //   room        tokens that a segment has in the list: a tail has more than it needs yet
@@ -49,7 +51,7 @@
 namespace pat {
 
 inline constexpr uint32_t kPlanMagic = 0x50415431;  // "PAT1"
-inline constexpr uint32_t kPlanVersion = 6;
+inline constexpr uint32_t kPlanVersion = 7;
 
 // Segment::kv_len of a tail: it covers [kv_start, seq_lens[query]), and seq_lens is read at run
 // time.
@@ -81,7 +83,8 @@ struct PlanHeader {
   int32_t list_tokens;      // length of the list
   int32_t* list;            // null; a GPU's copy has the list's address in device memory
   int32_t draft_tokens;     // of a query, 1 in a decode step
-  int32_t reserved;         // zero; nothing reads it
+  int32_t joint;            // 0 or 1: all items are heavy and so few that each work unit has an SM
+                            // for itself, whose halves take every second KV tile each
 };
 static_assert(sizeof(PlanHeader) == 96);
 

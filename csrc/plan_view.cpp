@@ -125,6 +125,14 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
                 header.num_heavy_items <= header.num_items - header.num_wide_items,
             "damaged plan: ", header.num_wide_items, " wide and ", header.num_heavy_items,
             " heavy items of ", header.num_items);
+  PAT_CHECK(header.joint == 0 || (header.joint == 1 && header.num_heavy_items == header.num_items),
+            "damaged plan: joint is ", header.joint, " beside ", header.num_heavy_items,
+            " heavy items of ", header.num_items, ", must be 0, or 1 if all are heavy");
+  for (int i = 0; header.joint == 1 && i < header.num_items; ++i) {
+    const int64_t rows = int64_t{view.items[i].num_queries} * group_of(header);
+    PAT_CHECK(rows <= kWideRows, "damaged plan: item ", i, " of a joint plan has ", rows,
+              " packed rows, at most ", kWideRows, " are allowed");
+  }
   return view;
 }
 

@@ -116,7 +116,7 @@ Plan Emitter::emit(const Decisions& from) {
       .list_tokens = static_cast<int32_t>(list_tokens_),
       .list = nullptr,
       .draft_tokens = from.target.draft_tokens,
-      .reserved = 0,
+      .joint = from.target.runs_jointly(count_of(drafts_), keys_[kHeavy].items),
   };
   std::memcpy(blob, &header, sizeof(header));
   return plan;

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kit.cases import E4M3, Case
-from kit.plans import HandPlan
+from kit.plans import HandPlan, joint
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
 from sglang_pat.target import Target
@@ -118,7 +118,15 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
 
 def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
     """Execute and compare with fp64 attention: at most twice the error of attention computed by
-    torch in the inputs' dtype. That of the LSE is the rounding of sums in fp32."""
+    torch in the inputs' dtype. That of the LSE is the rounding of sums in fp32. A case's own plan
+    is executed a second time as a joint one if all items are heavy."""
+    if plan is None:
+        plan = inputs.plan()
+        header = plan.header[0]
+        rows = inputs.heads[0] // inputs.heads[1] * inputs.draft_tokens * plan.items["num_queries"]
+        if header["num_heavy_items"] == header["num_items"] > 0 and max(rows) <= 64:
+            check(inputs, DevicePlan(joint(plan)), **options)
+        plan = DevicePlan(plan)
     truth, truth_lse = inputs.truth(torch.float64)
     plain, _ = inputs.truth(inputs.q.dtype)
     out, lse = execute(inputs, plan, **options)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ HEADER = np.dtype(
         *((name, "<i4") for name in ("branch_tokens", "list_tokens")),
         ("list", "<u8"),
         ("draft_tokens", "<i4"),
-        ("reserved", "<i4"),
+        ("joint", "<i4"),
     ]
 )
 ITEM = np.dtype(
@@ -85,6 +85,13 @@ class HandPlan:
     @property
     def list_tokens(self) -> int:
         return int(self.header["list_tokens"][0])
+
+
+def joint(plan: HandPlan) -> HandPlan:
+    """The same plan of heavy items, each for both halves of an SM."""
+    header = plan.header.copy()
+    header["joint"] = 1
+    return replace(plan, header=header).encode()
 
 
 Damage = Callable[[HandPlan], object]
@@ -197,7 +204,7 @@ def _list_starts(parts: Parts) -> dict[Piece | Branch, int]:
 def _header_of(parts: dict[str, npt.NDArray[Any]], heads: tuple[int, int]) -> npt.NDArray[Any]:
     """A header with the sizes of ``parts``, and with where they lie, one behind the other."""
     header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 6
+    header["magic"], header["version"] = 0x50415431, 7
     header["num_q_heads"], header["num_kv_heads"] = heads
     offset = HEADER.itemsize
     for name in PARTS:

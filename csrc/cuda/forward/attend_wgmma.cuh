@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a work unit with wgmma, on Hopper: heavy units and branches, and wide units, which
-// both halves run with 64 rows each.
+// Attention of a work unit with wgmma, on Hopper: heavy units and branches, which one half runs or,
+// as joint units, both halves with every second tile each; and wide units, which both halves run
+// with 64 rows each.
 #pragma once
 
 #include "cuda/forward/consumer.cuh"
 #include "cuda/forward/epilogue.cuh"
+#include "cuda/forward/join_halves.cuh"
 #include "cuda/forward/raw_tile.cuh"
 #include "cuda/forward/softmax.cuh"
 
@@ -70,11 +72,17 @@ __device__ __forceinline__ void narrow_queries(uint32_t buffer, int thread) {
   }
 }
 
-// Takes the next unit's Q: into registers, whose buffer is released then, or as an operand in its
-// buffer, which done_with_queries() releases.
+template <int kHeadDim, bool kTransforms, bool kDrafts>
+__device__ __forceinline__ void release_queries(Consumer<kHeadDim, kTransforms, kDrafts>& c) {
+  c.release(c.q.empty(c.s.base));
+  c.q.advance(c.p.q_buffers);
+}
+
+// Takes the next unit's Q: into registers, whose buffer is released then unless `keep`, or as an
+// operand in its buffer. release_queries() releases what is not released here.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, bool kDrafts>
 __device__ __forceinline__ Queries<kHeadDim> take_queries(
-    Consumer<kHeadDim, kTransforms, kDrafts>& c) {
+    Consumer<kHeadDim, kTransforms, kDrafts>& c, bool keep) {
   c.q.wait_full(c.s.base);
   const uint32_t buffer = c.s.q(c.q.index);
   Queries<kHeadDim> q;
@@ -84,8 +92,7 @@ __device__ __forceinline__ Queries<kHeadDim> take_queries(
 #pragma unroll
       for (uint32_t& pair : q.parts) pair = to_half2<T>(pair);
     }
-    c.release(c.q.empty(c.s.base));
-    c.q.advance(c.p.q_buffers);
+    if (!keep) release_queries(c);
   } else {
     if constexpr (kFp8 && !std::is_same_v<T, __half>) {
       narrow_queries<T, kHeadDim>(buffer, 32 * c.warp + lane_id());
@@ -95,14 +102,6 @@ __device__ __forceinline__ Queries<kHeadDim> take_queries(
     q.operand = wgmma_operand(buffer, 0, 1024);
   }
   return q;
-}
-
-template <int kHeadDim, bool kTransforms, bool kDrafts>
-__device__ __forceinline__ void done_with_queries(Consumer<kHeadDim, kTransforms, kDrafts>& c) {
-  if constexpr (!Shape<kHeadDim>::kQInRegisters) {
-    c.release(c.q.empty(c.s.base));
-    c.q.advance(c.p.q_buffers);
-  }
 }
 
 // Issues o += P V as one group.
@@ -139,11 +138,12 @@ __device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2], uint32
 
 // Up to 64 packed rows. The softmax of a tile runs at the same time as the product of the
 // previous tile's weights and values. Of a wide unit every second tile is in the other half's
-// shared memory.
+// shared memory; of a joint one the other half attends to it.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, bool kDrafts>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit) {
   using M = Operand<T, kFp8>;
+  using S = Shape<kHeadDim>;
   const ForwardParams& p = c.p;
   const int first_row = c.warp * kWarpRows;
   float o[kHeadDim / 2];
@@ -155,9 +155,11 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
   const Destination to = destination_of<kDrafts>(p, c.s.control(), unit, first_row);
-  // Tokens from the current tile's first on.
-  int left = __shfl_sync(~0u, unit.num_tokens, 0);
   const bool wide = __shfl_sync(~0u, static_cast<int>(unit.wide), 0);
+  const bool joint = S::kJoint && __shfl_sync(~0u, static_cast<int>(unit.joint), 0);
+  const int step = joint ? 2 * kTileTokens : kTileTokens;
+  // Tokens from the current tile's first on.
+  int left = __shfl_sync(~0u, unit.num_tokens, 0) - (joint ? c.s.sm_half * kTileTokens : 0);
   const MaskedTiles masked(unit);
   [[maybe_unused]] const int drafts = kDrafts ? drafts_below(p, unit) : 0;
   uint32_t row_masks[8];
@@ -170,7 +172,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   bool of_peer = wide && c.s.sm_half == 1;  // the current tile is in the other half's memory
 
   if (left > 0) {  // else it is a branch whose tails are all empty so far
-    const Queries<kHeadDim> q = take_queries<T, kFp8>(c);
+    const Queries<kHeadDim> q = take_queries<T, kFp8>(c, joint);
     auto keys = c.take_stage(of_peer);
     fence_async_proxy();
     warpgroup_fence_operand(scores);
@@ -183,8 +185,8 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
     softmax<8, kTransforms>(p, scores, row_max, row_sum, factor, 0, left, mask);
     pack_weights<M>(weights, scores);
 
-    while (left > kTileTokens) {
-      left -= kTileTokens;
+    while (left > step) {
+      left -= step;
       const auto values = c.take_stage(of_peer);
       of_peer ^= wide;
       keys = c.take_stage(of_peer);
@@ -207,7 +209,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
       pack_weights<M>(weights, scores);
       rescale_output(o, factor);
     }
-    done_with_queries(c);
+    if constexpr (!S::kQInRegisters) release_queries(c);
     const auto values = c.take_stage(of_peer);
     add_last_values<M, kHeadDim>(o, weights, values.tile);
     c.release(values.empty);
@@ -215,6 +217,16 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
 
   SoftmaxState state[2];
   finish_states(p, row_max, row_sum, state);
+  if constexpr (S::kJoint) {
+    if (joint) {
+      join_halves(c, o, state);
+      release_queries(c);
+      const bool upper = c.s.sm_half == 1;
+      write_rows<T, kHeadDim, kHeadDim / 16, kFp8>(p, unit, to, first_row, upper ? kHeadDim / 2 : 0,
+                                                   o, state, !upper);
+      return;
+    }
+  }
   write_rows<T, kHeadDim, kHeadDim / 8, kFp8>(p, unit, to, first_row, 0, o, state, true);
 }
 

@@ -52,8 +52,9 @@ struct Consumer {
   __device__ __forceinline__ uint32_t row_masks(int index) const {
     return s.base + static_cast<uint32_t>(offsetof(Control, row_masks)) + 2 * kTileTokens * index;
   }
-  // Synchronises all consumer warps of this half.
+  // Synchronises all consumer warps of this half, or of both.
   __device__ __forceinline__ void sync() const { named_barrier(1 + s.sm_half, kConsumers); }
+  __device__ __forceinline__ void sync_halves() const { named_barrier(3, 2 * kConsumers); }
 };
 
 }  // namespace pat

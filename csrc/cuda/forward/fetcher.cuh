@@ -124,9 +124,8 @@ struct Fetcher {
       if (tokens < 0) break;
       if (tokens > 0) {
         const int32_t* from = s.control().list + unit.list_start;
-        // Of a wide unit each half loads every second tile.
-        const int step = unit.wide ? 2 * kTileTokens : kTileTokens;
-        int first = unit.wide ? s.sm_half * kTileTokens : 0;
+        const int step = unit.halved() ? 2 * kTileTokens : kTileTokens;
+        int first = unit.halved() ? s.sm_half * kTileTokens : 0;
         if (first < tokens) fetch_slots(from, first, tokens);
         uint32_t offsets[2];
         if (!unit.single_query) {

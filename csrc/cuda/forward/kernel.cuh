@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     control.num_items = header.num_items;
     control.num_wide_items = header.num_wide_items;
     control.num_heavy_items = header.num_heavy_items;
+    control.joint = header.joint;
     control.items = reinterpret_cast<const Item*>(plan + header.items_offset);
     control.members = reinterpret_cast<const Member*>(plan + header.members_offset);
     control.list = header.list;

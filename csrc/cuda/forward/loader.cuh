@@ -72,12 +72,11 @@ struct Loader {
     return S::kWgmma && (unit.wide || unit.num_rows > kHeavyRows || unit.branch);
   }
 
-  // Copies the row masks of a branch's tile into the stage; gives the next tile's.
-  __device__ __forceinline__ const uint16_t* copy_row_masks(const uint16_t* from) {
+  // Copies the row masks of a branch's tile into the stage.
+  __device__ __forceinline__ void copy_row_masks(const uint16_t* from) {
     if (warp == 0 && lane < kTileTokens / 8) {
       copy16(shared_address(&s.control().row_masks[stage.index][8 * lane]), from);
     }
-    return from + kTileTokens;
   }
 
   // Waits until a stage may be filled. Wide units come before all others, so the two barriers of a
@@ -108,19 +107,19 @@ struct Loader {
     finish_slots();
   }
 
-  // Loads every tile of a unit, or every second one of a wide unit: K into one stage, V into the
-  // next.
+  // Loads every tile of a unit, or every second one if the other half loads the others: K into one
+  // stage, V into the next.
   __device__ __forceinline__ void load_tiles(const WorkUnit& unit, const char* k, const char* v) {
     // V must hold no NaN beyond the last token: wgmma multiplies whole tiles, mma.sync 16 tokens.
     const bool whole = unit.wide || (S::kWgmma && (unit.num_rows > kHeavyRows || unit.branch));
-    const uint16_t* row_masks = p.row_masks + unit.list_start + 8 * lane;
-    const int step = unit.wide ? 2 * kTileTokens : kTileTokens;
-    for (int left = unit.num_tokens - (unit.wide ? s.sm_half * kTileTokens : 0); left > 0;
-         left -= step) {
+    const int step = unit.halved() ? 2 * kTileTokens : kTileTokens;
+    const int first = unit.halved() ? s.sm_half * kTileTokens : 0;
+    const uint16_t* row_masks = p.row_masks + unit.list_start + first + 8 * lane;
+    for (int left = unit.num_tokens - first; left > 0; left -= step, row_masks += step) {
       slots.wait_full(s.base);
       if (unit.wide) shared_fills = p.stages + 2;
       wait_stage();
-      if (unit.branch) row_masks = copy_row_masks(row_masks);
+      if (unit.branch) copy_row_masks(row_masks);
       const int mine = left - warp * kTokens;
       copy_rows<false>(k, p.k_stride_slot, warp * kTokens, warp * kTokens, mine, 0);
       finish_stage();

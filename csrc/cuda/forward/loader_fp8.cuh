@@ -168,10 +168,10 @@ struct Fp8Loader : Loader<kHeadDim> {
   // Loads every tile of a unit into a stage of its own, K and V.
   __device__ __forceinline__ void load_raw(const WorkUnit& unit, const char* k, const char* v) {
     const uint16_t* row_masks = p.row_masks + unit.list_start + 8 * lane;
-    for (int left = unit.num_tokens; left > 0; left -= kTileTokens) {
+    for (int left = unit.num_tokens; left > 0; left -= kTileTokens, row_masks += kTileTokens) {
       slots.wait_full(s.base);
       Base::wait_stage();
-      if (unit.branch) row_masks = Base::copy_row_masks(row_masks);
+      if (unit.branch) Base::copy_row_masks(row_masks);
       const uint32_t keys = s.tile(stage.index), values = keys + Raw::kValues;
       // Of a tile that one warp could load alone, warp 0 copies K and warp 1 V.
       const bool apart = left <= kTokens;
@@ -187,19 +187,19 @@ struct Fp8Loader : Loader<kHeadDim> {
     }
   }
 
-  // Loads every tile of a unit, or every second one of a wide unit, as fp16: K into one stage, V
-  // into the next.
+  // Loads every tile of a unit, or every second one if the other half loads the others, as fp16: K
+  // into one stage, V into the next.
   __device__ __forceinline__ void load_widened(const WorkUnit& unit, const char* k, const char* v) {
-    const uint16_t* row_masks = p.row_masks + unit.list_start + 8 * lane;
-    const int step = unit.wide ? 2 * kTileTokens : kTileTokens;
+    const int step = unit.halved() ? 2 * kTileTokens : kTileTokens;
+    const int first = unit.halved() ? s.sm_half * kTileTokens : 0;
+    const uint16_t* row_masks = p.row_masks + unit.list_start + first + 8 * lane;
     const int row = warp * kTokens;
-    for (int left = unit.num_tokens - (unit.wide ? s.sm_half * kTileTokens : 0); left > 0;
-         left -= step) {
+    for (int left = unit.num_tokens - first; left > 0; left -= step, row_masks += step) {
       if (unit.wide) shared_fills = p.stages + 2;
       before_wait([&] { return barrier_ready(slots.full(s.base), slots.phase) && stage_ready(); });
       slots.wait_full(s.base);
       Base::wait_stage();
-      if (unit.branch) row_masks = Base::copy_row_masks(row_masks);
+      if (unit.branch) Base::copy_row_masks(row_masks);
       copy_chunks<true, false>(k, p.k_stride_slot, s.tile(stage.index), row, left - row, 0);
       finish_copies();
       before_wait([&] { return stage_ready(); });

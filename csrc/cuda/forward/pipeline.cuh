@@ -26,9 +26,13 @@ struct alignas(16) WorkUnit {
   int32_t item;
   int16_t single_query;  // all packed rows belong to one query
   int8_t narrow;         // Narrow
-  int8_t wide;           // both halves work on it
+  int8_t wide;           // both halves work on it, each on rows of its own and on all tiles
   Member member;         // valid only if single_query; otherwise members are looked up
-  int32_t branch;        // it is a branch
+  int16_t branch;        // it is a branch
+  int16_t joint;         // both halves work on it, each on all rows and on every second tile
+
+  // Whether each half loads every second tile.
+  __device__ __forceinline__ bool halved() const { return wide || joint; }
 };
 
 // The mbarriers of a ring of buffers.
@@ -53,7 +57,7 @@ struct alignas(1024) Control {
   float exchange[4][kWarpRows][2];  // softmax states: [warp][row][max, sum]
   int32_t loaded_tiles;
   // The plan's header and arrays, looked up once.
-  int32_t num_queries, num_items, num_wide_items, num_heavy_items;
+  int32_t num_queries, num_items, num_wide_items, num_heavy_items, joint;
   const Item* items;
   const Member* members;
   const int32_t* list;
@@ -120,6 +124,8 @@ struct Shape {
   static constexpr int kNarrowBytes = kNarrowRows * kHeadDim * 2;  // Q of a narrow unit
   static constexpr int kMaxHalves = kHeadDim > 128 ? 1 : 2;
   static constexpr bool kWgmma = PAT_WGMMA;
+  // Whether both halves of an SM can work on a heavy unit, each on every second tile.
+  static constexpr bool kJoint = kWgmma && kMaxHalves == 2;
   // Where wgmma takes Q from. Registers are faster, but at head dim 256 the output needs them.
   static constexpr bool kQInRegisters = kHeadDim <= 128;
 };

@@ -34,6 +34,7 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   unit.item = item;
   unit.narrow = kNotNarrow;
   unit.wide = 0;
+  unit.joint = 0;
   unit.branch = b.w == static_cast<int>(ItemKind::kBranch);
   unit.num_unmasked_tiles = b.z >> 16;
   unit.single_query = b.w == static_cast<int>(ItemKind::kSingle);
@@ -84,6 +85,19 @@ struct Scheduler {
         unit.num_rows = min(max(rows - unit.first_packed_row, 0), kTileRows);
         if (unit.wide || unit.num_rows > 0) push(unit, 0, tiles);
       }
+    }
+  }
+
+  // Pushes the unit of this CTA where all units are joint: there are at most as many as CTAs. Half
+  // 1 has no part in one of a single tile.
+  __device__ __forceinline__ void run_joint(int total) {
+    const int index = blockIdx.x;
+    WorkUnit unit;
+    if (index >= total || !describe<kDrafts>(p, s.control(), index, unit)) return;
+    const int tiles = tiles_of(unit.num_tokens);
+    unit.joint = tiles > 1;
+    if (unit.joint || s.sm_half == 0) {
+      push(unit, 0, unit.joint ? (tiles + 1 - s.sm_half) / 2 : max(tiles, 1));
     }
   }
 
@@ -168,17 +182,23 @@ struct Scheduler {
     }
   }
 
+  __device__ __forceinline__ void run_plan() {
+    using S = Shape<kHeadDim>;
+    const Control& control = s.control();
+    const int total = control.num_items * p.num_kv_heads;
+    const bool two = S::kWgmma && s.num_halves == 2;
+    if (S::kJoint && two && control.joint && total <= static_cast<int>(gridDim.x)) {
+      run_joint(total);
+      return;
+    }
+    const int wide = two ? control.num_wide_items * p.num_kv_heads : 0;
+    run_wide(wide);
+    run_lists(wide, (control.num_wide_items + control.num_heavy_items) * p.num_kv_heads, total);
+  }
+
   __device__ void run() {
     // A plan of more queries than the buffers have room for is not run: the merge writes NaN.
-    const Control& control = s.control();
-    if (control.num_queries <= p.num_rows) {
-      const int wide = Shape<kHeadDim>::kWgmma && s.num_halves == 2
-                           ? control.num_wide_items * p.num_kv_heads
-                           : 0;
-      run_wide(wide);
-      run_lists(wide, (control.num_wide_items + control.num_heavy_items) * p.num_kv_heads,
-                control.num_items * p.num_kv_heads);
-    }
+    if (s.control().num_queries <= p.num_rows) run_plan();
     WorkUnit last{};
     last.num_tokens = -1;
     push(last, 0, 0);
