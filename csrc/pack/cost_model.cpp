@@ -21,6 +21,13 @@ double smooth_max(double a, double b) {
   return std::sqrt(std::sqrt(a2 * a2 + b2 * b2));
 }
 
+// How much longer an item takes if another one runs on the same SM, as a share of its time beyond
+// kStart overheads: the two share what an SM can read, but each begins as fast as alone. Fitted to
+// 403 batches on an H200 (docs/experiments/splits.md, series 11). Where queries share items it does
+// not hold: an SM's second item then often reads what the L2 has.
+constexpr double kBesideAnother = 0.8;
+constexpr double kStart = 1.25;
+
 // Seconds of the long items wave by wave. A wave is as many items as there are slots; the last one,
 // which has fewer, takes no less than its longest item.
 double waves_seconds(const Target& target, const ItemLoad& load, double slot_token_s) {
@@ -31,7 +38,11 @@ double waves_seconds(const Target& target, const ItemLoad& load, double slot_tok
   const double bytes_s = load.long_tokens / load.long_slots * slot_token_s;
   const double alone_s = load.long_seconds / load.long_slots;
   double seconds = full_waves * std::max(alone_s, target.slots() * bytes_s);
-  if (rest > 0.0) seconds += std::max(load.longest, rest * bytes_s);
+  double longest = load.longest;
+  if (rest > target.num_sms && !load.shared) {
+    longest += kBesideAnother * std::max(0.0, longest - kStart * target.item_overhead_s);
+  }
+  if (rest > 0.0) seconds += std::max(longest, rest * bytes_s);
   return seconds;
 }
 
@@ -137,6 +148,10 @@ PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_t
 // (docs/experiments/memory.md).
 constexpr double kWidening = 0.5;
 
+// What the longest branch takes if both halves of its SM work on it, as a share of what one half
+// takes: chosen by the same batches as kBesideAnother.
+constexpr double kJointShare = 0.6;
+
 double plan_seconds(const Target& target, const PlanTerms& terms) {
   const double heads = target.num_kv_heads;
   const double widening = target.kv_bytes == 1 ? kWidening : 0.0;
@@ -149,8 +164,10 @@ double plan_seconds(const Target& target, const PlanTerms& terms) {
                    token_s +
                static_cast<double>(terms.branches) * target.branch_overhead_s / target.num_sms);
   // A branch may be the last to run.
-  const double longest = (1.0 + widening) * static_cast<double>(terms.longest_branch_tokens) *
-                         token_s * target.num_sms;
+  const bool joint = target.runs_jointly(terms.items, terms.branches);
+  const double longest = (1.0 + widening) * (joint ? kJointShare : 1.0) *
+                         static_cast<double>(terms.longest_branch_tokens) * token_s *
+                         target.num_sms;
   return std::max(all, longest) + partial_seconds(target, static_cast<double>(terms.partials));
 }
 

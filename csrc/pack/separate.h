@@ -12,7 +12,7 @@ namespace pat {
 
 // A plan with shared items is weighed against one without only for so many queries at most, and if
 // these read no token of the batch more than so many times in the mean: others were not faster.
-inline constexpr int32_t kMostSeparate = 64;
+inline constexpr int32_t kMostSeparate = 160;
 inline constexpr double kMostReads = 5.0;
 
 // Whether packs may be weighed by clearly_faster(): some are shared, and none has wide items.
