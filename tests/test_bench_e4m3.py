@@ -180,4 +180,4 @@ def test_all_servers_get_the_dtype_and_pools_of_half_the_bytes(
     config = fleet_config(options, model, "bfloat16", [], None)
     given = config.arguments()
     assert given[given.index("--kv-cache-dtype") + 1] == choice == config.kv_cache_dtype
-    assert _shown(options, config).get("kv_cache_dtype") == (choice if flags else None)
+    assert _shown(options, config, "workloads").get("kv_cache_dtype") == (choice if flags else None)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from kit.cases import by_hand, case, count_refused, execute, grown
 from kit.cpu import check_any as check
-from kit.pieces import Branch, forest, prefix
-from kit.plans import Damage, HandPlan, set_to
+from kit.pieces import Branch, Piece, forest, prefix
+from kit.plans import Damage, HandPlan, joint, set_to
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -83,6 +83,27 @@ def test_too_many_packed_rows_are_refused() -> None:
     hand.items["num_queries"][0] = 9
     with pytest.raises(ValueError, match="branch 0 has 72 packed rows, at most 64"):
         execute(inputs, hand.encode())
+
+
+@pytest.mark.parametrize("value", [-1, 2])
+def test_joint_is_0_or_1(value: int) -> None:
+    inputs = by_hand(prefix(4, 100), (4, 2), tails=(30,))
+    hand = inputs.plan()
+    check(inputs, joint(hand))
+    set_to("header", 0, "joint", value)(hand)
+    with pytest.raises(ValueError, match=f"joint is {value} beside 1 heavy items of 1"):
+        execute(inputs, hand.encode())
+
+
+def test_joint_plans_have_heavy_items_of_a_row_tile() -> None:
+    light = case([Piece((0, 1), 0, 100)], (4, 2))
+    with pytest.raises(ValueError, match="joint is 1 beside 0 heavy items of 1"):
+        execute(light, joint(light.plan()))
+    # 100 packed rows, which an executor without wide items runs in parts
+    many = case([Piece(tuple(range(100)), 0, 70)], (1, 1))
+    check(many, many.plan())
+    with pytest.raises(ValueError, match="item 0 of a joint plan has 100 packed rows, at most 64"):
+        execute(many, joint(many.plan()))
 
 
 def test_a_tail_beyond_its_room_is_refused() -> None:

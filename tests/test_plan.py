@@ -116,6 +116,30 @@ def test_wide_items_come_first_and_fill_the_machine() -> None:
     assert made.items["row_tile"].max() == 64 and made.num_wide_items == 0
 
 
+def test_plans_are_joint_where_each_heavy_item_has_an_sm() -> None:
+    """And nothing else is to be run. Two halves of an SM work on each item then."""
+    small = batch_of(Tree((1, 4, 256), (32, 256, 32)))
+    made = plan(small.paths, small.seq_lens, target())
+    assert made.joint == 1 and made.num_heavy_items == made.num_items
+    assert made.num_items * 8 <= 132
+    one_half = plan(small.paths, small.seq_lens, target(items_per_sm=1))
+    fewer_sms = plan(small.paths, small.seq_lens, target(num_sms=120))
+    assert one_half.joint == 0 and fewer_sms.joint == 0
+    with_light = batch_of(Tree((1, 10), (4096, 416)))
+    made = plan(with_light.paths, with_light.seq_lens, target())
+    assert made.joint == 0 < made.num_heavy_items < made.num_items
+    assert plan([], [], target()).joint == 0
+
+
+def test_the_model_knows_that_a_joint_branch_takes_less() -> None:
+    """So that fewer and longer branches are made than where one half runs each."""
+    tree = batch_of(Tree((1, 256), (256, 32)))
+    by_both, by_one = (
+        plan(tree.paths, tree.seq_lens, target(items_per_sm=slots)) for slots in (2, 1)
+    )
+    assert by_both.joint == 1 and by_both.num_items < by_one.num_items
+
+
 def test_heavy_items_come_before_light_ones() -> None:
     """Half of an SM begins with those, the other with these: each kind by descending length."""
     batch = batch_of(Tree((1, 16, 32, 64), (512, 96, 160, 200)))

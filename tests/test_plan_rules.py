@@ -152,11 +152,11 @@ def test_items_are_longer_where_an_sm_alone_is_fast() -> None:
 
 
 def test_items_fill_the_slots_of_the_sms() -> None:
-    """Twenty long queries of eight KV heads are 160 items: less than a wave of 132 SMs with two
-    slots each, but a wave and a fifth of SMs with one, where smaller items end sooner."""
-    lens = [65536] * 20
-    for slots, expected in ((2, 20), (1, 60)):
-        made = plan([[]] * 20, lens, target(items_per_sm=slots))
+    """Sixteen long queries of eight KV heads are 128 work units, one for each of 132 SMs. Twenty
+    are 160: a wave and a fifth of SMs with one slot; with two slots less than a wave, but some SMs
+    would have two units that share what it can read, and others one."""
+    for queries, slots, expected in ((16, 2, 16), (20, 2, 80), (16, 1, 16), (20, 1, 60)):
+        made = plan([[]] * queries, [65536] * queries, target(items_per_sm=slots))
         assert made.num_items == expected
 
 
@@ -292,9 +292,8 @@ def test_what_is_read_often_or_by_many_is_shared() -> None:
     short = Tree((1, 4), (96, 96))
     assert not shares(short)
     assert shares(Tree((1, 12), (4096, 416)))  # 5.9 reads of a token in the mean
-    many = Tree((1, 65), (64, 480))
-    sixty_four = Tree((1, 64), (64, 480))
-    assert shares(many) and not shares(sixty_four)
+    many, fewer = (Tree((1, count), (64, 480)) for count in (161, 160))
+    assert shares(many) and not shares(fewer)
 
 
 @pytest.mark.parametrize(
