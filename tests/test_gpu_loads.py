@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner packs the load of which the test of two ranks asserts that steps are packed. No
-server, no GPU."""
+"""The planner packs the load of which tests of GPU servers assert that steps are packed. No server,
+no GPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from gpu_serving.agreement import NEW_TOKENS, PACKED_MULTI_LEVEL
+from gpu_serving.agreement import LOADS, NEW_TOKENS
 from serving.server import Prompt
 
 from sglang_pat import Target
 from sglang_pat.planner import Node, Planner
 
-HEAD_DIM = 128
-PROMPTS = PACKED_MULTI_LEVEL.prompts
+PROMPTS = LOADS["multi_level"].prompts
 GENERATED = (1, NEW_TOKENS // 2, NEW_TOKENS)
 
 
@@ -47,11 +46,21 @@ def radix_paths(prompts: Sequence[Prompt]) -> list[list[Node]]:
     return paths
 
 
-def shared_items(prompts: Sequence[Prompt], generated: int, heads: tuple[int, int]) -> int:
+def shared_items(
+    prompts: Sequence[Prompt],
+    generated: int,
+    heads: tuple[int, int],
+    head_dim: int = 128,
+    kv_bytes: int = 2,
+) -> int:
     """Of the plan when each request has ``generated`` tokens of its own."""
     q_heads, kv_heads = heads
     target = Target.h200(
-        num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM, max_queries=len(prompts)
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_queries=len(prompts),
+        kv_bytes=kv_bytes,
     )
     lengths = [len(prompt) + generated for prompt in prompts]
     return Planner(target).plan(radix_paths(prompts), lengths).num_shared_items
@@ -69,9 +78,11 @@ def test_radix_paths() -> None:
 
 
 @pytest.mark.parametrize("generated", GENERATED)
-@pytest.mark.parametrize("heads", [(8, 2), (4, 1), (16, 4), (28, 4)])
-def test_plans_share_items(heads: tuple[int, int], generated: int) -> None:
-    assert shared_items(PROMPTS, generated, heads) > 0
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(8, 2), (10, 2), (14, 2), (4, 1), (4, 2), (16, 4), (28, 4)])
+def test_plans_share_items(heads: tuple[int, int], head_dim: int, generated: int) -> None:
+    for kv_bytes in (1, 2):
+        assert shared_items(PROMPTS, generated, heads, head_dim, kv_bytes) > 0
 
 
 @pytest.mark.parametrize("generated", GENERATED)

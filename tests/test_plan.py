@@ -121,6 +121,7 @@ def test_plans_are_joint_where_each_heavy_item_has_an_sm() -> None:
     small = batch_of(Tree((1, 4, 256), (32, 256, 32)))
     made = plan(small.paths, small.seq_lens, target())
     assert made.joint == 1 and made.num_heavy_items == made.num_items
+    assert repr(made).endswith(", joint>")
     assert made.num_items * 8 <= 132
     one_half = plan(small.paths, small.seq_lens, target(items_per_sm=1))
     fewer_sms = plan(small.paths, small.seq_lens, target(num_sms=120))

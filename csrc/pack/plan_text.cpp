@@ -193,6 +193,7 @@ std::string plan_line(const Plan& plan) {
   text << header.num_q_heads << " query and " << header.num_kv_heads << " KV heads, "
        << counted(header.num_items, "item") << " (" << header.num_shared_items << " shared), "
        << counted(header.num_partials, "partial result");
+  if (header.joint) text << ", joint";
   if (!plan.degraded.empty()) text << ", degraded: " << plan.degraded;
   text << ">";
   return text.str();

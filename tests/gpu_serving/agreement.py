@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from serving.server import Answer, Prompt, ServingServer
 from serving.workloads import WORKLOADS, random_prompt
@@ -37,18 +37,16 @@ def _crowd() -> tuple[Prompt, ...]:
 
 LOADS = {
     "shared": Load(WORKLOADS["crowd"].prompts),
-    "multi_level": Load(WORKLOADS["multi_level"].prompts + WORKLOADS["shared"].prompts),
+    # Three requests a prompt, so that a token is read more than 7 times in the mean, and more than
+    # 5 times in the half of them that each of two data parallel ranks has. With two KV heads plans
+    # give a small batch of fewer reads items of one query each (csrc/pack/separate.h). Not
+    # ``samples``: forced tokens are decoded once for each prompt.
+    "multi_level": Load((WORKLOADS["multi_level"].prompts + WORKLOADS["shared"].prompts) * 3),
     "disjoint": Load(_crowd()),
     "long": Load((*WORKLOADS["long"].prompts, random_prompt(seed=5, length=5000))),
     "samples": Load(WORKLOADS["shared"].prompts, samples=4),
     "single": Load((random_prompt(seed=6, length=700),)),
 }
-# ``multi_level`` for few KV heads. Its 18 requests read each token 3.8 times in the mean, and with
-# two KV heads plans give such a batch items of one query each, on purpose (csrc/pack/separate.h).
-# With three requests for each prompt a token is read more than 7 times, and more than 5, the limit
-# there, in the half of them that each of two data parallel ranks has. Not ``samples``: forced
-# tokens are decoded once for each prompt.
-PACKED_MULTI_LEVEL = replace(LOADS["multi_level"], prompts=LOADS["multi_level"].prompts * 3)
 
 
 def answers(server: ServingServer, load: Load) -> list[Answer]:

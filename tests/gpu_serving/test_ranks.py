@@ -14,7 +14,7 @@ from serving.workloads import VOCAB
 from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_BF16, MEAN_LOGPROB_DIFF_BF16
 from sglang_pat.demo.model import make_model
 
-from .agreement import LOADS, PACKED_MULTI_LEVEL, Distance, answers, forced_logprobs
+from .agreement import LOADS, Distance, answers, forced_logprobs
 from .fleet import COMPARED
 from .models import HEAD_DIM, HIDDEN, LAYERS
 
@@ -65,7 +65,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
 @pytest.mark.parametrize("load_name", ["multi_level", "disjoint", "single"])
 def test_ranks_agree_with_fa3(name: str, load_name: str, servers: dict[str, ServingServer]) -> None:
     """``single`` leaves a data parallel rank without a request."""
-    load = PACKED_MULTI_LEVEL if load_name == "multi_level" else LOADS[load_name]
+    load = LOADS[load_name]
     texts = answers(servers["fa3"], load)
     ours = servers[name]
     before = ours.counters()

@@ -20,7 +20,8 @@
 // Wide units come first, and both halves work on them: each loads every second tile, and multiplies
 // all tiles with 64 packed rows of its own. Then one half starts with the heavy units, the other
 // with the light ones. Without wgmma or a second half, wide units run as heavy ones do, 64 rows at
-// a time. tiles.h defines these sizes.
+// a time. Of a joint plan both halves run each unit: each attends to every second tile with all
+// rows, and join_halves() adds up the results. tiles.h defines these sizes.
 #pragma once
 
 #include "cuda/forward/attend_mma.cuh"
