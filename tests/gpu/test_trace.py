@@ -32,8 +32,10 @@ def layer_of(tree: Tree, heads: Heads, settings: PatOptions) -> Layer:
     return Layer(device_batch(tree, heads, True), tree, heads, settings, heads.dim**-0.5)
 
 
-def check(bars: list[Bar], items: npt.NDArray[Any], group: int, num_kv_heads: int) -> None:
-    """Every packed row of every item and KV head in one bar."""
+def check(
+    bars: list[Bar], items: npt.NDArray[Any], group: int, num_kv_heads: int, joint: int = 0
+) -> None:
+    """Every packed row of every item and KV head in one bar, of a joint plan in one a half."""
     rows: Counter[tuple[int, int]] = Counter()
     for bar in bars:
         assert 0 <= bar.begin_ns <= bar.end_ns
@@ -41,7 +43,7 @@ def check(bars: list[Bar], items: npt.NDArray[Any], group: int, num_kv_heads: in
     queries = items["num_queries"].tolist()
     heads = range(num_kv_heads)
     assert dict(rows) == {
-        (item, head): group * n for item, n in enumerate(queries) for head in heads
+        (item, head): group * n * (1 + joint) for item, n in enumerate(queries) for head in heads
     }
 
 
@@ -51,7 +53,7 @@ def test_every_item_is_entered(tree: Tree, launch: str) -> None:
     layer = layer_of(tree, Heads(32, 8), PatOptions(launch=launch))
     words, call_us = trace(layer, Clock(1.0))
     bars = bars_of(words, layer.plan.items)
-    check(bars, layer.plan.items, 4, 8)
+    check(bars, layer.plan.items, 4, 8, layer.plan.joint)
     assert max(bar.end_ns for bar in bars) <= call_us * 1e3 + CALL_SLACK_NS
 
 
@@ -60,7 +62,7 @@ def test_other_heads(heads: Heads) -> None:
     tree = TREES[-1]
     line = record(tree, heads, False, PatOptions(), Clock(1.0))
     made = plan(tree.paths, tree.seq_lens, PatOptions().target(tree, heads))
-    check(line.bars, made.items, heads.q // heads.kv, heads.kv)
+    check(line.bars, made.items, heads.q // heads.kv, heads.kv, made.joint)
     assert {bar.half for bar in line.bars} <= set(range(line.halves))
     assert len({bar.sm for bar in line.bars}) <= line.sms
     assert line.span_ns <= line.call_us * 1e3 + CALL_SLACK_NS

@@ -33,8 +33,9 @@ COLOURS = ("#c9b27c", "#8aa0b8", "#3f6f9f", "#c03030", "#402040", "#6a9a5b")
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An item and KV head, or up to 64 of its packed rows, on a half of an SM. A wide item, shared
-    by both halves, has a bar on each. Times in nanoseconds since the first begin."""
+    """An item and KV head, or up to 64 of its packed rows, on a half of an SM. A wide item and an
+    item of a joint plan, on which both halves work, have a bar on each. Times in nanoseconds since
+    the first begin."""
 
     item: int  # in the plan
     head: int  # KV head
