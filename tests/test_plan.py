@@ -126,6 +126,8 @@ def test_plans_are_joint_where_each_heavy_item_has_an_sm() -> None:
     one_half = plan(small.paths, small.seq_lens, target(items_per_sm=1))
     fewer_sms = plan(small.paths, small.seq_lens, target(num_sms=120))
     assert one_half.joint == 0 and fewer_sms.joint == 0
+    for other in ({"kv_bytes": 1}, {"draft_tokens": 2}):
+        assert plan(small.paths, small.seq_lens, target(branching="always", **other)).joint == 0
     with_light = batch_of(Tree((1, 10), (4096, 416)))
     made = plan(with_light.paths, with_light.seq_lens, target())
     assert made.joint == 0 < made.num_heavy_items < made.num_items
