@@ -130,8 +130,9 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
             " heavy items of ", header.num_items, ", must be 0, or 1 if all are heavy");
   for (int i = 0; header.joint == 1 && i < header.num_items; ++i) {
     const int64_t rows = int64_t{view.items[i].num_queries} * group_of(header);
-    PAT_CHECK(rows <= kWideRows, "damaged plan: item ", i, " of a joint plan has ", rows,
-              " packed rows, at most ", kWideRows, " are allowed");
+    PAT_CHECK(rows <= kWideRows && (rows > kHeavyRows || is_branch(view.items[i])),
+              "damaged plan: item ", i, " of a joint plan has ", rows, " packed rows, must have ",
+              kHeavyRows + 1, " to ", kWideRows, ", or be a branch");
   }
   return view;
 }

@@ -102,7 +102,9 @@ def test_joint_plans_have_heavy_items_of_a_row_tile() -> None:
     # 100 packed rows, which an executor without wide items runs in parts
     many = case([Piece(tuple(range(100)), 0, 70)], (1, 1))
     check(many, many.plan())
-    with pytest.raises(ValueError, match="item 0 of a joint plan has 100 packed rows, at most 64"):
+    with pytest.raises(
+        ValueError, match="item 0 of a joint plan has 100 packed rows, must have 33 to 64"
+    ):
         execute(many, joint(many.plan()))
 
 

@@ -128,6 +128,9 @@ def test_plans_are_joint_where_each_heavy_item_has_an_sm() -> None:
     assert one_half.joint == 0 and fewer_sms.joint == 0
     for other in ({"kv_bytes": 1}, {"draft_tokens": 2}):
         assert plan(small.paths, small.seq_lens, target(branching="always", **other)).joint == 0
+    # Items of 4 packed rows in a tile of 64, which one half runs.
+    few_rows = plan([[]] * 4, [4096] * 4, target(row_tiles=(64,), split="none"))
+    assert few_rows.num_heavy_items == few_rows.num_items == 4 and few_rows.joint == 0
     with_light = batch_of(Tree((1, 10), (4096, 416)))
     made = plan(with_light.paths, with_light.seq_lens, target())
     assert made.joint == 0 < made.num_heavy_items < made.num_items

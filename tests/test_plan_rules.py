@@ -160,6 +160,15 @@ def test_items_fill_the_slots_of_the_sms() -> None:
         assert made.num_items == expected
 
 
+def test_wide_items_of_one_query_have_an_sm_for_themselves() -> None:
+    """So that they are not split as if two of them shared one: 16 query heads of one KV head and 8
+    draft tokens are 128 packed rows, and the 132 SMs have an item each, or nearly."""
+    options: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 1, "draft_tokens": 8}
+    for queries in (5, 8, 9):
+        made = plan([[]] * queries, [8192] * queries, target(**options))
+        assert 120 <= made.num_items <= 132
+
+
 def test_mean_split_keeps_items_under_the_mean() -> None:
     lens = [8192] * 2 + [1024] * 14
     made = plan([[]] * 16, lens, target(split="mean"))

@@ -39,7 +39,9 @@ double waves_seconds(const Target& target, const ItemLoad& load, double slot_tok
   const double alone_s = load.long_seconds / load.long_slots;
   double seconds = full_waves * std::max(alone_s, target.slots() * bytes_s);
   double longest = load.longest;
-  if (rest > target.num_sms && !load.shared) {
+  // A wide item has its SM for itself.
+  const bool wide = target.group() > kWideRows;
+  if (rest > target.num_sms && !load.shared && !wide) {
     longest += kBesideAnother * std::max(0.0, longest - kStart * target.item_overhead_s);
   }
   if (rest > 0.0) seconds += std::max(longest, rest * bytes_s);

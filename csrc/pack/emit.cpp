@@ -116,10 +116,20 @@ Plan Emitter::emit(const Decisions& from) {
       .list_tokens = static_cast<int32_t>(list_tokens_),
       .list = nullptr,
       .draft_tokens = from.target.draft_tokens,
-      .joint = from.target.runs_jointly(count_of(drafts_), keys_[kHeavy].items),
+      .joint = is_joint(from.target),
   };
   std::memcpy(blob, &header, sizeof(header));
   return plan;
+}
+
+// Whether both halves of an SM run each item. A target without small row tiles has items of a heavy
+// one that have few packed rows: the kernels run these as light ones, on one half.
+bool Emitter::is_joint(const Target& target) const {
+  const auto by_both = [&](const Draft& draft) {
+    return is_branch(draft.item) || draft.item.num_queries * target.group() > kHeavyRows;
+  };
+  return target.runs_jointly(count_of(drafts_), keys_[kHeavy].items) &&
+         std::all_of(drafts_.begin(), drafts_.end(), by_both);
 }
 
 // Makes a pack items: one for each piece and row tile. A tail's last piece is as long as the

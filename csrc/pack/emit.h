@@ -81,6 +81,7 @@ class Emitter {
   void list_pack(const Decisions& from, int32_t index, Plan& plan);
   void list_piece(const Decisions& from, int32_t index, const Piece& piece);
   void list_branch(const Decisions& from, const Branch& branch, Plan& plan);
+  bool is_joint(const Target& target) const;
   Draft& add(int32_t row_tile, double seconds);
   void clear_buckets();
   void sort();
