@@ -122,8 +122,9 @@ Plan Emitter::emit(const Decisions& from) {
   return plan;
 }
 
-// Whether both halves of an SM run each item. A target without small row tiles has items of a heavy
-// one that have few packed rows: the kernels run these as light ones, on one half.
+// Whether both halves of an SM run each item. If a target has large row tiles alone, an item in one
+// of them counts as heavy but may have few packed rows. The kernels run it as a light one, on one
+// half, so such a plan is not joint.
 bool Emitter::is_joint(const Target& target) const {
   const auto by_both = [&](const Draft& draft) {
     return is_branch(draft.item) || draft.item.num_queries * target.group() > kHeavyRows;

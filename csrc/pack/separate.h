@@ -18,8 +18,8 @@ inline constexpr double kMostReads = 5.0;
 // Whether packs may be weighed by clearly_faster(): some are shared, and none has wide items.
 bool may_separate(const Target& target, const Packs& packs);
 // Whether `alone`, packs of one query each, are modelled to be clearly faster than `packs` of the
-// same batch, both split: by at least a twentieth. A tenth, the model's error on the plans that it
-// was fitted to, left out batches in which they were faster, and no others.
+// same batch, both split: by at least a twentieth. With a tenth, which is the model's error on the
+// plans that it was fitted to, some batches that are faster alone were missed.
 bool clearly_faster(const Target& target, const Packs& alone, const Packs& packs,
                     int64_t unique_tokens);
 
