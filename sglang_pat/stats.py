@@ -26,8 +26,10 @@ COUNTERS = {
     "kv_tokens_unpacked": "K/V tokens without packing: the sum of sequence lengths.",
     "plans_made": "Plans made.",
     "degraded_plans": "Plans with fewer splits or packs than pay, as their buffers were too small.",
+    "hidden_plans": "Of the plans made, those that the GPU never waited for.",
     "plans_reused": "Decode steps that reused the last plan of their batch.",
     "plan_seconds": "Host time of the decode steps that made a plan.",
+    "exposed_seconds": "Host time of the steps that made a plan that was not hidden.",
     "host_seconds": "Host time of pat in all decode steps, with a new plan or the last one.",
 }
 
@@ -73,8 +75,10 @@ class Stats:
         self.kv_tokens_unpacked = 0
         self.plans_made = 0
         self.degraded_plans = 0
+        self.hidden_plans = 0
         self.plans_reused = 0
         self.plan_ns = 0
+        self.exposed_ns = 0
         self.host_ns = 0
         self.base_forwards: Counter[str] = Counter()
         self.base_layers: Counter[str] = Counter()
@@ -85,6 +89,12 @@ class Stats:
     @property
     def plan_seconds(self) -> float:
         return self.plan_ns / 1e9
+
+    @property
+    def exposed_seconds(self) -> float:
+        """At most so long did the GPU wait for plans: of a plan that it waited for a part may have
+        been hidden."""
+        return self.exposed_ns / 1e9
 
     @property
     def host_seconds(self) -> float:
@@ -106,11 +116,14 @@ class Stats:
         self.kv_tokens_read += plan.kv_tokens_read(total)
         self._tell(lambda: self._watch.step(plan, total, made=made))
 
-    def host_time(self, elapsed_ns: int, *, made: bool) -> None:
-        """Count what a step took the host; ``made``: whether a plan was made for it."""
+    def host_time(self, elapsed_ns: int, *, made: bool, hidden: bool) -> None:
+        """Count what a step took the host; ``made``: whether a plan was made for it; ``hidden``:
+        whether the GPU was busy all that time, asked only if one was made."""
         self.host_ns += elapsed_ns
         if made:
             self.plan_ns += elapsed_ns
+            self.hidden_plans += hidden
+            self.exposed_ns += 0 if hidden else elapsed_ns
 
     def _degrade(self, plan: Plan) -> None:
         """Count a plan that is simpler than the rules ask for; tell of the first one."""
@@ -197,7 +210,8 @@ class Stats:
             f"{self.decode_steps} decode steps on pat, in {self.packed_steps} of which requests "
             f"shared K/V reads; {self.kv_tokens_read} K/V tokens read instead of {unpacked} "
             f"({saved:.1%} saved); {self.host_ns / steps / 1e3:.1f} us of host time a step, a new "
-            f"plan in {self.plans_made / steps:.1%}"
+            f"plan in {self.plans_made / steps:.1%}, "
+            f"{self.hidden_plans} of {self.plans_made} plans hidden behind the GPU"
         )
         if self.base_forwards:
             line += f"; on SGLang's attention as intended: {_list(self.base_forwards)}"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner packs the load of which tests of GPU servers assert that steps are packed. No server,
-no GPU."""
+"""The planner packs the loads of which tests of GPU servers assert that steps are packed. No
+server, no GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
+from gpu_serving import test_adapters as adapters
 from gpu_serving.agreement import LOADS, NEW_TOKENS
 from serving.server import Prompt
 
@@ -90,3 +91,16 @@ def test_plans_share_items(heads: tuple[int, int], head_dim: int, generated: int
 def test_plans_of_a_data_parallel_rank_share_items(rank: int, generated: int) -> None:
     """SGLang deals the requests to the ranks in turn; each rank has all heads."""
     assert shared_items(PROMPTS[rank::2], generated, (8, 2)) > 0
+
+
+@pytest.mark.parametrize("generated", GENERATED)
+def test_plans_of_adapters_share_items(generated: int) -> None:
+    """SGLang keeps the K/V of each adapter under a root of its own, as a first token would."""
+    colours = [adapters.COLOURS.index(colour) for colour in adapters.LOAD.adapters or ()]
+    loads = {
+        "several": [(-1 - i, *p) for i, p in zip(colours, adapters.LOAD.prompts, strict=True)],
+        "one": [adapters.ALONE] * adapters.TWINS,
+    }
+    for name, prompts in loads.items():
+        assert shared_items(prompts, generated, (8, 2)) > 0, name
+    assert shared_items([(-1 - i, *adapters.ALONE) for i in range(3)], generated, (8, 2)) == 0

@@ -257,7 +257,8 @@ def test_the_summary_is_for_users() -> None:
     stats.host_ns = 50_000
     assert stats.summary() == (
         "2 decode steps on pat, in 2 of which requests shared K/V reads; 800 K/V tokens read "
-        "instead of 2000 (60.0% saved); 25.0 us of host time a step, a new plan in 50.0%"
+        "instead of 2000 (60.0% saved); 25.0 us of host time a step, a new plan in 50.0%, "
+        "0 of 1 plans hidden behind the GPU"
     )
     assert Stats().summary().startswith("0 decode steps on pat")
 

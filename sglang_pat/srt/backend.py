@@ -8,7 +8,6 @@ the base, and a layer that is not ours is one ``super()`` call away.
 from __future__ import annotations
 
 import logging
-import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from sglang_pat.srt.routes import LayerRoutes
 from sglang_pat.srt.scales import E4M3, ONES, CapturedScales, scales_of
 from sglang_pat.srt.sizing import make_executor
 from sglang_pat.srt.step import StepPlanner
+from sglang_pat.srt.step_clock import StepClock
 from sglang_pat.stats import Stats
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class PatDecodeMixin:
         self._stats = Stats()
         self._steps = StepPlanner(self._target, self._stats, micro_batches())
         self._steps.tap = make_tap(runner, config, self._target)
+        self._clock = StepClock(on_gpu=runner.device == "cuda")
         self._forward = Forward()
         self._scales = CapturedScales()
         reporter = start_reporter(self._stats, serving=packs)
@@ -105,12 +106,12 @@ class PatDecodeMixin:
             self._stats.fall_back("batch beyond the workspace", why)
             self._steps.pass_over()
             return False
-        start = time.perf_counter_ns()
+        self._clock.start()
         plan = self._steps.plan(batch, self._lengths(forward_batch, batch))
         if plan is None:
             return False
         try:
-            self._load(plan, batch, forward_batch, start, eager=True)
+            self._load(plan, batch, forward_batch, eager=True)
         except torch.cuda.OutOfMemoryError as error:
             self._stats.fall_back("no memory for the slots", f"{no_memory(plan)}: {error}")
             return False
@@ -144,22 +145,22 @@ class PatDecodeMixin:
             )
         if not admitted:
             return
-        start = time.perf_counter_ns()
-        lens = self._lengths(forward_batch, batch)
         if in_capture:
             self._forward.captured = True
-            self._load(self._steps.private(lens), None, forward_batch, start)
+            lens = self._lengths(forward_batch, batch)
+            self._load(self._steps.private(lens), None, forward_batch)
             return
+        self._clock.start()
         self._scales.check()  # graphs hold scales: raises if a weight update has changed one
         count = forward_batch.batch_size - forward_batch.num_padding
-        lens = lens.first(count)
+        lens = self._lengths(forward_batch, batch).first(count)
         plan = None if batch is None else self._steps.plan(batch, lens)
         if plan is None:
             if count:  # an idle rank of data parallel attention has nothing to plan
                 self._stats.fall_back("graph without a batch from the scheduler")
             plan, batch = self._steps.private(lens), None
         self._count_base_layers()  # a replay does not come by forward_decode
-        self._load(plan, batch, forward_batch, start)
+        self._load(plan, batch, forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Captured, and so replayed, between the above and the layers: the snapshot, after
@@ -211,18 +212,18 @@ class PatDecodeMixin:
         plan: Plan,
         batch: LiveBatch | None,
         forward_batch: Any,
-        start_ns: int,
         *,
         eager: bool = False,
     ) -> None:
-        """Make ``plan`` the one that the layers run; ``start_ns``: when its step's work began."""
+        """Make ``plan`` the one that the layers run. Without a ``batch`` nothing is timed."""
         self._executor.load(plan, forward_batch.batch_size)
         if eager:
             self._snapshot(forward_batch)
         self._forward.served = True
         if batch is None:
             return
-        self._stats.host_time(time.perf_counter_ns() - start_ns, made=self._steps.made)
+        hidden = self._steps.made and self._clock.is_hidden()
+        self._stats.host_time(self._clock.elapsed_ns(), made=self._steps.made, hidden=hidden)
         if self._config.check:
             table = self.req_to_token_pool.req_to_token
             check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)

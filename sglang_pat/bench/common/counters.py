@@ -21,10 +21,11 @@ class Counters:
 
     ``kv_tokens_read`` is what the plans' items read, of one layer and KV head, over all decode
     steps; ``kv_tokens_unpacked`` is the sum of sequence lengths, what an attention that shares
-    nothing would read. ``plan_seconds`` is of the steps that made a plan, ``host_seconds`` of all
-    of them. ``base_forwards`` counts by kind what the stock attention is meant to serve,
-    ``base_layers`` by reason the layers that are its own by their kind, ``fallbacks`` by reason
-    what it served, or what was not shared, without being meant to.
+    nothing would read. ``plan_seconds`` is of the steps that made a plan, ``exposed_seconds`` of
+    those of them that the GPU waited for, ``host_seconds`` of all steps. ``base_forwards`` counts
+    by kind what the stock attention is meant to serve, ``base_layers`` by reason the layers that
+    are its own by their kind, ``fallbacks`` by reason what it served, or what was not shared,
+    without being meant to.
     """
 
     decode_steps: int = 0
@@ -35,8 +36,10 @@ class Counters:
     kv_tokens_unpacked: int = 0
     plans_made: int = 0
     degraded_plans: int = 0
+    hidden_plans: int = 0
     plans_reused: int = 0
     plan_seconds: float = 0.0
+    exposed_seconds: float = 0.0
     host_seconds: float = 0.0
     base_forwards: dict[str, int] = field(default_factory=dict)
     base_layers: dict[str, int] = field(default_factory=dict)

@@ -24,6 +24,10 @@ class Counted:
     packed_steps: int | None = None
     plans_made: int | None = None
     plan_us: float | None = None  # host time of pat in a decode step that made a plan
+    # Plans during which the GPU always had work; and the host time of the other plans, over all of
+    # them: the GPU waited at most so long for a plan, in the mean. None in older documents.
+    hidden_plans: int | None = None
+    exposed_us: float | None = None
     reuse_us: float | None = None  # and in one that kept the last
     kv_saved_bytes: int | None = None  # K/V that packing did not read, over all layers and heads
     # Of a layer and head: what was read, and what would have been if nothing were packed.
@@ -31,6 +35,14 @@ class Counted:
     kv_tokens_unpacked: int | None = None
     base_forwards: dict[str, int] | None = None  # what is the base backend's to run, by kind
     fallbacks: dict[str, int] | None = None  # what pat should have served but did not, by reason
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Fraction of the new plans that were hidden: from half on, the GPU waited for none in the
+        median. None without new plans, or if they were not counted."""
+        if self.hidden_plans is None or not self.plans_made:
+            return None
+        return self.hidden_plans / self.plans_made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +118,8 @@ def counted_fields(counted: Counters, kv_bytes_per_token: int) -> dict[str, Any]
         "packed_steps": counted.packed_steps,
         "plans_made": counted.plans_made,
         "plan_us": 1e6 * counted.plan_seconds / max(counted.plans_made, 1),
+        "hidden_plans": counted.hidden_plans,
+        "exposed_us": 1e6 * counted.exposed_seconds / max(counted.plans_made, 1),
         "reuse_us": 1e6 * reused / max(counted.decode_steps - counted.plans_made, 1),
         "kv_saved_bytes": saved * kv_bytes_per_token,
         "kv_tokens_read": counted.kv_tokens_read,
@@ -198,15 +212,19 @@ def _median(rows: Sequence[Counted], name: str) -> float | None:
     return found.median if found else None
 
 
-COUNTED_HEADS = f"{'plan us':>8} {'reuse us':>8} {'packed':>9} {'K/V saved':>10}"
+COUNTED_HEADS = (
+    f"{'plan us':>8} {'hidden':>6} {'exposed':>7} {'reuse us':>8} {'packed':>9} {'K/V saved':>10}"
+)
 
 
 def counted_cells(rows: Sequence[Counted]) -> str:
     """Of pat's counters, under COUNTED_HEADS."""
-    names = ("plan_us", "reuse_us", "decode_steps", "packed_steps", "kv_saved_bytes")
-    plan, reuse, steps, packed, saved = (_median(rows, name) for name in names)
+    names = ("plan_us", "exposed_us", "reuse_us", "decode_steps", "packed_steps", "kv_saved_bytes")
+    plan, exposed, reuse, steps, packed, saved = (_median(rows, name) for name in names)
+    hidden = Spread.of(row.hidden_share for row in rows)
     return (
-        f"{_number(plan, 0):>8} {_number(reuse, 0):>8} "
+        f"{_number(plan, 0):>8} {f'{hidden.median:.0%}' if hidden else '-':>6} "
+        f"{_number(exposed, 0):>7} {_number(reuse, 0):>8} "
         f"{'-' if packed is None else f'{packed:.0f}/{steps:.0f}':>9} "
         f"{'-' if saved is None else f'{saved / 1e9:.3g} GB':>10}"
     )
