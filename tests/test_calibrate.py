@@ -15,9 +15,12 @@ import torch
 from kit.machines import H200, SyntheticMachine
 
 from sglang_pat import cli, gpus, profiles
+from sglang_pat.bench.common.forests import Forest
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.calibrate import batches, command, gpu, plans, rates
+from sglang_pat.calibrate.fit import FACTORS
 from sglang_pat.calibrate.machine import CalibrationError
+from sglang_pat.planner import Plan
 from sglang_pat.profiles import Costs
 from sglang_pat.target import Target
 
@@ -102,6 +105,41 @@ def test_a_bad_fit_is_not_written_unless_forced(
     (path,) = folder.iterdir()
     error = profiles.read(path).fit
     assert error is not None and error.error > command.MAX_ERROR
+
+
+class MisledMachine(SyntheticMachine):
+    """Plans by fitted factors take longer on it than their terms say."""
+
+    def seconds(self, batch: Forest, plan: Plan, target: Target) -> float:
+        fitted = target.merge_factor != gpus.h200().costs.merge_factor
+        return super().seconds(batch, plan, target) * (1.1 if fitted else 1.0)
+
+
+def test_factors_that_make_slower_plans_are_not_taken(
+    run: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(MisledMachine(TRUTH, launch_s=LAUNCH_S), "--json", str(tmp_path / "rows.json")) == 0
+    (path,) = folder.iterdir()
+    found = profiles.read(path)
+    known = gpus.h200().costs
+    assert found.costs.bytes_per_s == pytest.approx(TRUTH.bytes_per_s, rel=0.05)
+    assert found.sources["bytes_per_s"] == "measured"
+    for name in (*FACTORS, "item_overhead_s", "reread_weight"):
+        assert getattr(found.costs, name) == getattr(known, name), name
+        assert found.sources[name] == "H200", name
+    choice = json.loads((tmp_path / "rows.json").read_text())["choice"]
+    assert choice["changed"] > 0 and 1.0 < choice["ratio"] <= 1.1 + 1e-9
+    assert f"plans by the fitted ones take {choice['ratio']:.3f}" in capsys.readouterr().out
+
+
+def test_factors_that_make_faster_plans_are_taken(run: Any, folder: Path, tmp_path: Path) -> None:
+    machine = SyntheticMachine(TRUTH, launch_s=LAUNCH_S)
+    assert run(machine, "--json", str(tmp_path / "rows.json")) == 0
+    found = profiles.read(next(folder.iterdir()))
+    data = json.loads((tmp_path / "rows.json").read_text())
+    assert data["choice"]["changed"] > 0 and data["choice"]["ratio"] < 1.0
+    assert found.sources["merge_factor"] == "fitted"
+    assert found.costs.merge_factor == data["fitted"]["merge_factor"]
 
 
 def test_the_error_is_that_on_plans_that_were_not_fitted(

@@ -119,7 +119,7 @@ BranchCut Scheduler::fastest_cut() {
   return best;
 }
 
-// Gives every query items of its own, if that is modelled to be clearly faster than the plan at
+// Gives every query items of its own, if that is modelled to be faster than the plan at
 // hand. The model was not measured with several draft tokens.
 void Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   if (num_queries > kMostSeparate || target_.draft_tokens > 1 ||
@@ -132,7 +132,7 @@ void Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
   if (static_cast<double>(all_tokens) > kMostReads * static_cast<double>(unique_tokens_)) return;
   packer_.choose(tree, seq_lens, num_queries, false, cut_packs_);
   split_packs(*tiles_, cut_packs_, true);
-  if (!clearly_faster(*tiles_, cut_packs_, packs_, unique_tokens_)) return;
+  if (!is_faster(*tiles_, cut_packs_, packs_, unique_tokens_)) return;
   std::swap(packs_, cut_packs_);
   if (assign_partials(num_queries)) return;
   std::swap(packs_, cut_packs_);

@@ -15,12 +15,10 @@ namespace pat {
 inline constexpr int32_t kMostSeparate = 160;
 inline constexpr double kMostReads = 5.0;
 
-// Whether packs may be weighed by clearly_faster(): some are shared, and none has wide items.
+// Whether packs may be weighed by is_faster(): some are shared, and none has wide items.
 bool may_separate(const Target& target, const Packs& packs);
-// Whether `alone`, packs of one query each, are modelled to be clearly faster than `packs` of the
-// same batch, both split: by at least a twentieth. With a tenth, which is the model's error on the
-// plans that it was fitted to, some batches that are faster alone were missed.
-bool clearly_faster(const Target& target, const Packs& alone, const Packs& packs,
-                    int64_t unique_tokens);
+// Whether `alone`, packs of one query each, are modelled to be faster than `packs` of the same
+// batch, both split.
+bool is_faster(const Target& target, const Packs& alone, const Packs& packs, int64_t unique_tokens);
 
 }  // namespace pat

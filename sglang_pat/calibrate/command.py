@@ -17,7 +17,7 @@ from typing import Any
 from sglang_pat import _C, gpus, profiles
 from sglang_pat.bench.common.document import value, write
 from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.calibrate import plans, rates, tiles
+from sglang_pat.calibrate import chosen, plans, rates, tiles
 from sglang_pat.calibrate.fit import FACTORS, Fitted, Measured, fit
 from sglang_pat.calibrate.machine import CalibrationError, Machine
 from sglang_pat.profiles import Fit, Profile
@@ -134,12 +134,14 @@ def print_tiles(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured: the rows that were fitted, those that were not, and the fit."""
+    """What was measured: the rows that were fitted, those that were not, the fit, and whether its
+    factors make faster plans than those taken over; if not, the profile has the latter."""
 
     profile: Profile
     fitted: Fitted
     rows: Sequence[Measured]
     held_out: Sequence[Measured]
+    choice: chosen.Choice
 
     @property
     def error(self) -> float:
@@ -189,14 +191,19 @@ def measure(machine: Machine, heads: Heads, say: rates.Say) -> Result:
         fitted = fit(rows, costs)
     except ValueError as error:
         raise CalibrationError(str(error)) from None
-    sources = dict(bench.profile.sources) | dict.fromkeys(_RATES, "measured")
-    if costs.item_overhead_s == rates.LEAST_OVERHEAD_S:
-        sources["item_overhead_s"] = "chosen"
-    sources |= {name: "fitted" for name in FACTORS if name not in fitted.absent}
+    vendor = gpus.vendor_profile(machine.device)
+    others = replace(vendor.costs, bytes_per_s=costs.bytes_per_s, flops_per_s=costs.flops_per_s)
+    choice = chosen.choose(bench, fitted.costs, others, say)
+    sources = dict(vendor.sources) | dict.fromkeys(_RATES[:2], "measured")
+    if choice.fitted:
+        sources |= dict.fromkeys(_RATES, "measured")
+        if costs.item_overhead_s == rates.LEAST_OVERHEAD_S:
+            sources["item_overhead_s"] = "chosen"
+        sources |= {name: "fitted" for name in FACTORS if name not in fitted.absent}
     device = machine.device
     profile = replace(
         bench.profile,
-        costs=fitted.costs,
+        costs=fitted.costs if choice.fitted else others,
         sources=sources,
         fit=Fit(fitted.error(held_out), len(rows), len(held_out), fitted.launch_s),
         clocks_mhz=device.clocks_mhz,
@@ -204,7 +211,7 @@ def measure(machine: Machine, heads: Heads, say: rates.Say) -> Result:
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=shlex.join(["sglang-pat", *sys.argv[1:]]),
     )
-    return Result(profile, fitted, rows, held_out)
+    return Result(profile, fitted, rows, held_out, choice)
 
 
 def _check(heads: Heads) -> None:
@@ -219,7 +226,8 @@ def _check(heads: Heads) -> None:
 
 def report(found: Result) -> list[str]:
     """Rates, factors, what they mean in microseconds, and the errors."""
-    costs, sources = found.profile.costs, found.profile.sources
+    costs = found.fitted.costs
+    sources = {name: "as given" if name in found.fitted.absent else "fitted" for name in FACTORS}
     target = found.rows[0].target
     partial_us = costs.merge_factor * target.native.partial_cost_bytes() / costs.bytes_per_s * 1e6
     further_us = costs.item_overhead_s / target.num_sms * 1e6 + partial_us
@@ -241,7 +249,17 @@ def report(found: Result) -> list[str]:
         f"fitted (at most {MAX_ERROR:.0%}), {found.fitted.error(found.rows):.1%} on "
         f"{len(found.rows)} that were",
         *_worst(found),
+        _chosen(found.choice),
     ]
+
+
+def _chosen(choice: chosen.Choice) -> str:
+    """Which factors the profile has, and why."""
+    kept = "fitted" if choice.fitted else "the H200's with measured rates, not the fitted ones"
+    return (
+        f"factors          {kept}: over {choice.batches} batches, plans by the fitted ones take "
+        f"{choice.ratio:.3f} of the time of plans by the H200's"
+    )
 
 
 def _worst(found: Result) -> list[str]:
@@ -271,4 +289,10 @@ def as_data(found: Result) -> dict[str, Any]:
         for kind, members in kinds
         for row in members
     ]
-    return {"kind": "calibration", "profile": profile, "rows": rows}
+    return {
+        "kind": "calibration",
+        "profile": profile,
+        "fitted": asdict(found.fitted.costs),
+        "choice": asdict(found.choice),
+        "rows": rows,
+    }
