@@ -55,7 +55,7 @@ def test_private_prompts_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_little_says_what_would_be_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = " ".join(estimated(capsys, "--prompts", prompts(tmp_path, 600, 500)).split())
+    said = " ".join(estimated(capsys, "--prompts", prompts(tmp_path, 600, 600)).split())
     assert "verdict: little: 0.9" in said
     assert "5% would take about" in said and "longer common prompts or more requests" in said
 

@@ -86,10 +86,11 @@ def test_plans_share_items(heads: tuple[int, int], head_dim: int, generated: int
         assert shared_items(PROMPTS, generated, heads, head_dim, kv_bytes) > 0
 
 
-@pytest.mark.parametrize("generated", GENERATED)
+@pytest.mark.parametrize("generated", GENERATED[:2])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_plans_of_a_data_parallel_rank_share_items(rank: int, generated: int) -> None:
-    """SGLang deals the requests to the ranks in turn; each rank has all heads."""
+    """SGLang deals the requests to the ranks in turn; each rank has all heads. Towards the end of
+    the answers a rank's requests are read by themselves."""
     assert shared_items(PROMPTS[rank::2], generated, (8, 2)) > 0
 
 

@@ -13,21 +13,20 @@ namespace {
 
 // Fitted to 2,877 plans of 614 batches on an H200 (docs/experiments/splits.md, series 9), 10 % rms:
 // shares and multiples that do not depend on the rates of a GPU. Other models of a plan's time keep
-// factors of their own: what counts here is how plans of few items differ. kReread and kOfShared
-// were chosen by the better of two plans, for 296 batches on an H200 and 222 on an H100 (series
+// factors of their own: what counts here is how plans of few items differ. kOfQueries and
+// the reads of the L2 were chosen by the better of two plans, of 518 batches on both GPUs (series
 // 12).
 
 // Of the time that bytes take at the measured bandwidth, what counts: waves overlap.
 constexpr double kFirstRead = 0.77;
-// What all items' tokens take at least, also those that the L2 has, in times that the SMs would
-// take if each read as fast as an item alone.
-constexpr double kReread = 1.2;
 // In overheads of an item: what an item takes of its SM, what a wave of items waits before its
-// first token, and what a plan takes longer that has shared items, or items of more than
-// kHeavyRows.
+// first token, and what a plan takes longer that has shared items, that has one of kManyQueries
+// (one of fewer: a part of that), or items of more than kHeavyRows.
 constexpr double kOfItem = 2.0;
 constexpr double kOfWave = 1.2;
-constexpr double kOfShared = 3.0;
+constexpr double kOfShared = 1.0;
+constexpr double kOfQueries = 2.5;
+constexpr double kManyQueries = 16.0;
 constexpr double kOfHeavy = 1.5;
 // What a narrow unit takes of an item's overhead: four of at most so many packed rows and tokens
 // share half an SM (csrc/cuda/tiles.h).
@@ -43,8 +42,8 @@ struct Load {
   double longest_tokens = 0.0;
   double tokens = 0.0;
   double partials = 0.0;
-  int32_t most_splits = 1;  // of a query
-  bool shared = false;
+  int32_t most_splits = 1;   // of a query
+  int32_t most_queries = 1;  // of an item
   bool heavy = false;
   // Of items that work more than half as long as the longest.
   double long_items = 0.0;
@@ -77,7 +76,7 @@ void add(const Target& target, const Packs& packs, int32_t index, Load& load) {
     load.partials += static_cast<double>(int64_t{pack.queries} * pack.pieces);
   }
   load.most_splits = std::max(load.most_splits, splits_above(packs, index));
-  load.shared |= pack.queries > 1 && !narrow;
+  if (!narrow) load.most_queries = std::max(load.most_queries, pack.queries);
   load.heavy |= target.row_tile_for(pack.queries) > kHeavyRows;
 }
 
@@ -127,8 +126,8 @@ double seconds_of(const Target& target, const Packs& packs, int64_t unique_token
   const double sm_token_s =
       target.token_bytes() * target.num_sms / (target.bytes_per_s * target.sm_speedup);
   const double overheads_s = kOfItem * load.overheads * target.item_overhead_s / target.num_sms;
-  const double tokens_s =
-      std::max(unique * read_s, kReread * load.tokens * sm_token_s / target.num_sms);
+  // The L2 gives what was read before, but no SM reads faster than an item alone.
+  const double tokens_s = std::max(unique * read_s, load.tokens * sm_token_s / target.num_sms);
   const double all_s = heads * (tokens_s + overheads_s);
   const double waves_s =
       waves_seconds(target, load, sm_token_s, read_s * std::min(unique / load.tokens, 1.0));
@@ -141,7 +140,10 @@ double seconds_of(const Target& target, const Packs& packs, int64_t unique_token
     seconds += std::max(left, 0.0) * sm_token_s;
   }
   const ItemLoad merged{.partials = load.partials, .most_splits = load.most_splits};
-  const double starts = (load.shared ? kOfShared : 0.0) + (load.heavy ? kOfHeavy : 0.0);
+  double starts = load.heavy ? kOfHeavy : 0.0;
+  if (load.most_queries > 1) {
+    starts += kOfShared + kOfQueries * std::min(load.most_queries / kManyQueries, 1.0);
+  }
   return seconds + starts * target.item_overhead_s +
          merge_seconds(target, merged, count_of(packs.packs) - packs.num_nodes);
 }
