@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -81,7 +80,7 @@ void Scheduler::choose_branches(const PackTree& tree, const int64_t* seq_lens,
     cut = cut_of_groups(target_);
   } else {
     brancher_.read(tree, seq_lens, num_queries);
-    cut = fastest_cut();
+    cut = fastest_cut(tree, seq_lens, num_queries);
   }
   if (cut.queries == 0) return;
   branches_ = brancher_.cut(target_, cut, cut_packs_);
@@ -93,11 +92,18 @@ void Scheduler::choose_branches(const PackTree& tree, const int64_t* seq_lens,
   }
 }
 
-BranchCut Scheduler::fastest_cut() {
+BranchCut Scheduler::fastest_cut(const PackTree& tree, const int64_t* seq_lens,
+                                 int32_t num_queries) {
   split_ = split_packs(target_, packs_, true);
   double least = target_.branching == Branching::kAlways
                      ? std::numeric_limits<double>::infinity()
                      : plan_seconds(target_, packs_, {}, unique_tokens_);
+  if (shares_little(target_, seq_lens, num_queries, unique_tokens_)) {
+    packer_.choose(tree, seq_lens, num_queries, false, cut_packs_);
+    split_packs(target_, cut_packs_, true);
+    const double separate = plan_seconds(target_, cut_packs_, {}, unique_tokens_);
+    least = std::min(least, kBranchedShare * separate);
+  }
   BranchCut best;
   for (const int32_t rows : target_.branch_rows) {
     if (rows < target_.group()) continue;
@@ -119,17 +125,12 @@ BranchCut Scheduler::fastest_cut() {
   return best;
 }
 
-// Gives every query items of its own, if that is modelled to be faster than the plan at
-// hand. The model was not measured with several draft tokens.
+// Gives every query items of its own, if that is modelled to be faster than the packs at hand.
 void Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
-  if (num_queries > kMostSeparate || target_.draft_tokens > 1 ||
-      target_.branching != Branching::kCost || target_.policy != Policy::kBytes ||
-      target_.split != Split::kCost || tree.nodes.empty() || !brancher_.branches().empty() ||
-      !may_separate(*tiles_, packs_)) {
+  if (tree.nodes.empty() || !brancher_.branches().empty() || !may_separate(*tiles_, packs_) ||
+      !shares_little(target_, seq_lens, num_queries, unique_tokens_)) {
     return;
   }
-  const int64_t all_tokens = std::accumulate(seq_lens, seq_lens + num_queries, int64_t{0});
-  if (static_cast<double>(all_tokens) > kMostReads * static_cast<double>(unique_tokens_)) return;
   packer_.choose(tree, seq_lens, num_queries, false, cut_packs_);
   split_packs(*tiles_, cut_packs_, true);
   if (!is_faster(*tiles_, cut_packs_, packs_, unique_tokens_)) return;

@@ -33,7 +33,7 @@ class Scheduler {
   void number_partials(int32_t query);
   bool wide_items_fill() const;
   void choose_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
-  BranchCut fastest_cut();
+  BranchCut fastest_cut(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   void separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   bool drop_branches();
   void count_tokens(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "../count_of.h"
 #include "../plan.h"
@@ -13,8 +14,8 @@ namespace {
 
 // Fitted to 2,877 plans of 614 batches on an H200 (docs/experiments/splits.md, series 9), 10 % rms:
 // shares and multiples that do not depend on the rates of a GPU. Other models of a plan's time keep
-// factors of their own: what counts here is how plans of few items differ. kOfQueries and
-// the reads of the L2 were chosen by the better of two plans, of 518 batches on both GPUs (series
+// factors of their own: what counts here is how plans of few items differ. kOfQueries and the reads
+// of the L2 were chosen by the better of two plans of 547 batches, on an H200 or an H100 (series
 // 12).
 
 // Of the time that bytes take at the measured bandwidth, what counts: waves overlap.
@@ -149,6 +150,17 @@ double seconds_of(const Target& target, const Packs& packs, int64_t unique_token
 }
 
 }  // namespace
+
+bool shares_little(const Target& target, const int64_t* seq_lens, int32_t num_queries,
+                   int64_t unique_tokens) {
+  if (num_queries > kMostSeparate || target.draft_tokens > 1 ||
+      target.branching != Branching::kCost || target.policy != Policy::kBytes ||
+      target.split != Split::kCost) {
+    return false;
+  }
+  const int64_t all_tokens = std::accumulate(seq_lens, seq_lens + num_queries, int64_t{0});
+  return static_cast<double>(all_tokens) <= kMostReads * static_cast<double>(unique_tokens);
+}
 
 bool may_separate(const Target& target, const Packs& packs) {
   bool shared = false;

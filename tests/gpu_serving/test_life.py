@@ -98,7 +98,8 @@ def test_other_weights_from_disk(server: Fleet) -> None:
     from an empty cache.
 
     Not with ``recapture_cuda_graph``: it captures the decode graphs anew and leaves the prefill
-    graphs, whose cuBLAS workspace torch 2.14 seems to free with the old ones (docs/operating.md)."""
+    graphs, whose cuBLAS workspace torch 2.14 seems to free with the old ones: docs/operating.md.
+    """
     ours = server(OURS)
     stock = {"ratio4b": server(OTHER), "ratio4": server(STOCK)}
     texts = {name: answers(one, LOAD) for name, one in stock.items()}
