@@ -3,7 +3,8 @@
 ``python -m sglang_pat.bench.host.step [--json]``. Needs SGLang, no server.
 
 Unchanged: what a step costs whose batch and tree are those of the step before. Changed: what it
-costs when one request of the batch is another, paths, plan and all.
+costs when one request of the batch is another, paths, plan and all. Cold: the same after something
+else has filled the CPU's caches, as the rest of a server's step does.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import random
 import statistics
 import time
 
+import numpy as np
+
 from sglang_pat.bench.host.live import CACHES, LiveCache
 from sglang_pat.srt.lengths import known
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
-REPEATS = 400
+REPEATS, COLD_REPEATS = 400, 40
+FLUSH_BYTES = 128 << 20  # more than a core has of a CPU's last cache
 
 
 def measure(kind: str, queries: int) -> dict[str, float | int | str]:
@@ -47,19 +51,31 @@ def measure(kind: str, queries: int) -> dict[str, float | int | str]:
         steps.plan(live, known(lens))
         return (time.perf_counter_ns() - start) / 1e3
 
+    flush = np.ones(FLUSH_BYTES, dtype=np.uint8)
+
+    def both(repeats: range, *, cold: bool) -> tuple[float, float]:
+        """Median microseconds of a step of an unchanged and of a changed batch."""
+        unchanged: list[float] = []
+        changed: list[float] = []
+        for repeat in repeats:
+            for times, others in ((changed, repeat), (unchanged, repeat + 1)):
+                if cold:
+                    flush.sum()
+                times.append(step(repeat, others))
+                assert steps.made == (times is changed)
+        return statistics.median(unchanged), statistics.median(changed)
+
     settled = [step(0, 0) for _ in range(REPEATS)]
-    young, changed = [], []
-    for repeat in range(1, REPEATS):
-        changed.append(step(repeat, repeat))
-        assert steps.made
-        young.append(step(repeat, repeat + 1))
-        assert not steps.made
+    unchanged, changed = both(range(1, REPEATS), cold=False)
+    cold_unchanged, cold_changed = both(range(REPEATS, REPEATS + COLD_REPEATS), cold=True)
     return {
         "cache": kind,
         "queries": queries,
         "settled_us": round(statistics.median(settled), 1),
-        "unchanged_us": round(statistics.median(young), 1),
-        "changed_us": round(statistics.median(changed), 1),
+        "unchanged_us": round(unchanged, 1),
+        "changed_us": round(changed, 1),
+        "cold_unchanged_us": round(cold_unchanged, 1),
+        "cold_changed_us": round(cold_changed, 1),
     }
 
 
