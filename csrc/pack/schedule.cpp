@@ -98,12 +98,6 @@ BranchCut Scheduler::fastest_cut(const PackTree& tree, const int64_t* seq_lens,
   double least = target_.branching == Branching::kAlways
                      ? std::numeric_limits<double>::infinity()
                      : plan_seconds(target_, packs_, {}, unique_tokens_);
-  if (shares_little(target_, seq_lens, num_queries, unique_tokens_)) {
-    packer_.choose(tree, seq_lens, num_queries, false, cut_packs_);
-    split_packs(target_, cut_packs_, true);
-    const double separate = plan_seconds(target_, cut_packs_, {}, unique_tokens_);
-    least = std::min(least, kBranchedShare * separate);
-  }
   BranchCut best;
   for (const int32_t rows : target_.branch_rows) {
     if (rows < target_.group()) continue;
@@ -121,6 +115,12 @@ BranchCut Scheduler::fastest_cut(const PackTree& tree, const int64_t* seq_lens,
         best = cut;
       }
     }
+  }
+  if (best.queries > 0 && shares_little(target_, seq_lens, num_queries, unique_tokens_)) {
+    packer_.choose(tree, seq_lens, num_queries, false, cut_packs_);
+    split_packs(target_, cut_packs_, true);
+    const double separate = plan_seconds(target_, cut_packs_, {}, unique_tokens_);
+    if (least >= kBranchedShare * separate) return {};
   }
   return best;
 }

@@ -14,21 +14,22 @@ namespace {
 
 // Fitted to 2,877 plans of 614 batches on an H200 (docs/experiments/splits.md, series 9), 10 % rms:
 // shares and multiples that do not depend on the rates of a GPU. Other models of a plan's time keep
-// factors of their own: what counts here is how plans of few items differ. kOfQueries and the reads
-// of the L2 were chosen by the better of two plans of 547 batches, on an H200 or an H100 (series
-// 12).
+// factors of their own: what counts here is how plans of few items differ. kOfQueries was chosen,
+// and the reads of the L2 were added, by the measured times of 547 batches (series 12).
 
 // Of the time that bytes take at the measured bandwidth, what counts: waves overlap.
 constexpr double kFirstRead = 0.77;
 // In overheads of an item: what an item takes of its SM, what a wave of items waits before its
-// first token, and what a plan takes longer that has shared items, that has one of kManyQueries
-// (one of fewer: a part of that), or items of more than kHeavyRows.
+// first token, and what a plan takes longer that has shared items, or items of more than
+// kHeavyRows.
 constexpr double kOfItem = 2.0;
 constexpr double kOfWave = 1.2;
 constexpr double kOfShared = 1.0;
+constexpr double kOfHeavy = 1.5;
+// What a plan with shared items takes longer still if one of them has kManyQueries queries or more.
+// With fewer queries it is less in proportion.
 constexpr double kOfQueries = 2.5;
 constexpr double kManyQueries = 16.0;
-constexpr double kOfHeavy = 1.5;
 // What a narrow unit takes of an item's overhead: four of at most so many packed rows and tokens
 // share half an SM (csrc/cuda/tiles.h).
 constexpr double kOfNarrow = 0.1;

@@ -8,15 +8,17 @@ as those by the H200's factors (docs/calibrate.md). So what counts in the end is
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sglang_pat.bench.common.forests import Forest
 from sglang_pat.bench.common.trees import PAPER_TREES
+from sglang_pat.bench.kernel.report import geomean
 from sglang_pat.calibrate.batches import forest, regular
 from sglang_pat.calibrate.rates import Bench, Say
+from sglang_pat.planner import Plan
 from sglang_pat.profiles import Costs
+from sglang_pat.target import Target
 
 # Random forests that are neither for the fit nor for its error.
 SEEDS = range(2000, 2012)
@@ -45,28 +47,22 @@ def batches() -> Iterator[Forest]:
 
 def choose(bench: Bench, fitted: Costs, others: Costs, say: Say) -> Choice:
     """Time plans by both, each as the machine at hand runs them."""
-    ratios: list[float] = []
-    changed = 0
-    for batch in batches():
-        times = _seconds(bench, batch, (fitted, others))
-        changed += len(times) > 1
-        ratios.append(times[0] / times[-1])
-    ratio = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    found = Choice(ratio, len(ratios), changed)
-    say(
-        f"plans by the fitted factors: {ratio:.3f} of the time of those by the factors of the H200 "
-        f"({changed} of {len(ratios)} plans differ)"
-    )
-    return found
+    ratios = [_ratio(bench, batch, fitted, others) for batch in batches()]
+    different = [ratio for ratio in ratios if ratio is not None]
+    say(f"{len(ratios)} batches planned by both kinds of factors: {len(different)} plans differ")
+    equal = [1.0] * (len(ratios) - len(different))
+    return Choice(geomean([*different, *equal]), len(ratios), len(different))
 
 
-def _seconds(bench: Bench, batch: Forest, costs: Sequence[Costs]) -> list[float]:
-    """One time for each different plan of the batch."""
-    plans: dict[bytes, float] = {}
-    for each in costs:
-        by = replace(bench, profile=replace(bench.profile, costs=each))
-        made, target = by.plan(batch)
-        key = made.items.tobytes()
-        if key not in plans:
-            plans[key] = bench.machine.seconds(batch, made, target)
-    return list(plans.values())
+def _ratio(bench: Bench, batch: Forest, fitted: Costs, others: Costs) -> float | None:
+    """Time of the plan by ``fitted`` over that by ``others``; None if the two plans are equal."""
+    made, target = _plan(bench, batch, fitted)
+    other, its_target = _plan(bench, batch, others)
+    if made.items.tobytes() == other.items.tobytes():
+        return None
+    seconds = bench.machine.seconds
+    return seconds(batch, made, target) / seconds(batch, other, its_target)
+
+
+def _plan(bench: Bench, batch: Forest, costs: Costs) -> tuple[Plan, Target]:
+    return replace(bench, profile=replace(bench.profile, costs=costs)).plan(batch)

@@ -35,7 +35,8 @@ TERMS = (
     "items",
     "longest_item_tokens",
 )
-_RATES = ("bytes_per_s", "flops_per_s", "item_overhead_s", "reread_weight")
+_SPEEDS = ("bytes_per_s", "flops_per_s")
+_RATES = (*_SPEEDS, "item_overhead_s", "reread_weight")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,19 +183,19 @@ def measure(machine: Machine, heads: Heads, say: rates.Say) -> Result:
     """Rates, then plans, then the fit. Raises ``CalibrationError``."""
     _check(heads)
     # Not the user's profile of before, which may be damaged or wrong.
-    bench = rates.Bench(machine, heads, gpus.vendor_profile(machine.device))
+    vendor = gpus.vendor_profile(machine.device)
+    bench = rates.Bench(machine, heads, vendor)
     costs = rates.measure(bench, say)
-    bench = replace(bench, profile=replace(bench.profile, costs=costs))
+    bench = replace(bench, profile=replace(vendor, costs=costs))
     rows = plans.measure(bench, plans.FITTED, say)
     held_out = plans.measure(bench, plans.HELD_OUT, say)
     try:
         fitted = fit(rows, costs)
     except ValueError as error:
         raise CalibrationError(str(error)) from None
-    vendor = gpus.vendor_profile(machine.device)
-    others = replace(vendor.costs, bytes_per_s=costs.bytes_per_s, flops_per_s=costs.flops_per_s)
+    others = replace(vendor.costs, **{name: getattr(costs, name) for name in _SPEEDS})
     choice = chosen.choose(bench, fitted.costs, others, say)
-    sources = dict(vendor.sources) | dict.fromkeys(_RATES[:2], "measured")
+    sources = dict(vendor.sources) | dict.fromkeys(_SPEEDS, "measured")
     if choice.fitted:
         sources |= dict.fromkeys(_RATES, "measured")
         if costs.item_overhead_s == rates.LEAST_OVERHEAD_S:
