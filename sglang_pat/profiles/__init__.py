@@ -85,7 +85,8 @@ class Fit:
 @dataclass(frozen=True, slots=True)
 class Profile:
     """The costs of one GPU. ``gpu`` and ``sms``: as ``torch.cuda.get_device_properties`` gives
-    them; ``sources``: one of SOURCES for each of the costs. ``path``: the file it was read from."""
+    them; ``sources``: one of SOURCES for each of the costs. ``fit``: None if the factors were not
+    fitted to this GPU. ``path``: the file it was read from."""
 
     gpu: str
     sms: int

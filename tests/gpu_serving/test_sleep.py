@@ -59,7 +59,7 @@ def test_asleep_and_awake(server: Fleet) -> None:
     tokens = _said(r"max_total_num_tokens=(\d+)", ours)
     pool_bytes = 2 * LAYERS * tokens * KV_HEADS * HEAD_DIM * 2
     workspace_bytes = _said(r"workspace: ([\d,]+) MB on the GPU", ours) * MB
-    assert workspace_bytes > 100 * MB  # so that it is seen beside the rest
+    assert workspace_bytes > 50 * MB  # so that it is seen beside the rest
 
     ours.post("/flush_cache?timeout=30")
     awake = device_bytes()

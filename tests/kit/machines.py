@@ -23,6 +23,20 @@ H200 = Device(
     clocks_mhz={"sm": 1980, "memory": 3201},
     versions={"torch": "2.9.0", "driver": "CUDA 13.0"},
 )
+# Costs and a launch for one.
+TRUTH = Costs(
+    bytes_per_s=3.3e12,
+    flops_per_s=450e12,
+    item_overhead_s=0.4e-6,
+    sm_speedup=1.6,
+    merge_round_s=1.1e-6,
+    reread_weight=0.6,  # of a token read again: the model's factor, too
+    reread_factor=0.6,
+    wide_factor=0.0,
+    merge_factor=1.2,
+    branch_overhead_s=2e-7,
+)
+LAUNCH_S = 7e-6
 
 
 class SyntheticMachine:
