@@ -97,8 +97,8 @@ def test_other_weights_from_disk(server: Fleet) -> None:
     """There and back: each time the answers are those of a fresh stock server with these weights,
     from an empty cache.
 
-    Without ``recapture_cuda_graph``, with which a server died. By reading, torch 2.14 then frees
-    memory that SGLang's prefill graphs still use (docs/operating.md, "Weight updates").
+    Without ``recapture_cuda_graph``, with which stock servers die, too. By reading, torch 2.14 then
+    frees memory that SGLang's prefill graphs still use (docs/operating.md, "Weight updates").
     """
     ours = server(OURS)
     stock = {"ratio4b": server(OTHER), "ratio4": server(STOCK)}

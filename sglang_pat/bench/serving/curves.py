@@ -16,6 +16,7 @@ from sglang_pat.bench.common.figures import COLOURS, head, require
 from sglang_pat.bench.serving.rows import Spread, unique
 
 OTHER_COLOUR = "#a0a0a0"
+CELL = 31  # characters of a backend's column: a median and a spread of tens of seconds in ms
 
 
 class Point(Protocol):
@@ -78,13 +79,13 @@ def curve_tables(rows: Sequence[Point]) -> list[str]:
 def _table(rows: Sequence[Point], figure: Figure) -> list[str]:
     """Nothing if no row has the figure."""
     backends = unique(row.backend for row in rows)
-    cells = "".join(f"{backend:>28}" for backend in backends)
+    cells = "".join(f"{backend:>{CELL}}" for backend in backends)
     lines = ["", f"{rows[0].subject}: {figure.title}", f"{rows[0].unit:>10}{cells}  pat / best"]
     known = False
     for load in sorted({row.load for row in rows}):
         found = {name: figure_at(rows, name, load, figure.name) for name in backends}
         known = known or any(found.values())
-        cells = "".join(f"{_cell(found[name]):>28}" for name in backends)
+        cells = "".join(f"{_cell(found[name]):>{CELL}}" for name in backends)
         ratio = _ratio(found, figure.least_is_best)
         lines.append(f"{load:10g}{cells}  {'-' if ratio is None else f'{ratio:.3f}':>10}")
     return lines if known else []
