@@ -126,6 +126,17 @@ def test_curves_have_a_table_a_figure_with_the_spread_over_runs() -> None:
     assert curves.curve_tables(rows[:3])[-1].split()[-1] == "-", "nothing to compare with"
 
 
+def test_cells_of_ten_seconds_do_not_touch() -> None:
+    rows = [
+        TraceRow(**_trace_row(backend, 24.0, run, 14_216.21 + 100 * run, 900.0))
+        for backend in ("pat", "fa3")
+        for run in (0, 1, 2)
+    ]
+    line = next(line for line in curves.curve_tables(rows) if line.split()[:1] == ["24"])
+    cell = ["14316.21", "(14216.21..14416.21)"]
+    assert line.split() == ["24", *cell, *cell, "1.000"]
+
+
 def _trace_row(
     backend: str, rate: float, run: int, tpot_ms: float, tokens_per_s: float = 1.0
 ) -> Any:
