@@ -141,7 +141,7 @@ def test_fitted_factors_must_be_accurate_and_no_slower(
 def test_the_page_shows_the_line_of_an_inaccurate_fit() -> None:
     page = (Path(__file__).resolve().parents[1] / "docs" / "calibrate.md").read_text()
     line = f"factors          {chosen.Choice(0.9995, 32, 11, 0.1228)}"
-    assert f"{line}\n{command._RUN_AGAIN}\n" in page
+    assert f"{line}\n{command.RUN_AGAIN}\n" in page
 
 
 class MisledMachine(SyntheticMachine):

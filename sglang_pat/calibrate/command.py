@@ -32,7 +32,7 @@ TERMS = (
     "items",
     "longest_item_tokens",
 )
-_RUN_AGAIN = (
+RUN_AGAIN = (
     "  If something else ran on this GPU, stop it and calibrate again: the rates may be off, too."
 )
 _SPEEDS = ("bytes_per_s", "flops_per_s")
@@ -177,19 +177,21 @@ def measure(machine: Machine, heads: Heads, say: rates.Say) -> Result:
         raise CalibrationError(str(error)) from None
     others = replace(vendor.costs, **{name: getattr(costs, name) for name in _SPEEDS})
     choice = chosen.choose(bench, fitted.costs, others, fitted.error(held_out), say)
+    kept, error_of_kept = others, None
     sources = dict(vendor.sources) | dict.fromkeys(_SPEEDS, "measured")
     if choice.fitted:
+        kept = fitted.costs
+        error_of_kept = Fit(choice.error, len(rows), len(held_out), fitted.launch_s)
         sources |= dict.fromkeys(_RATES, "measured")
         if costs.item_overhead_s == rates.LEAST_OVERHEAD_S:
             sources["item_overhead_s"] = "chosen"
         sources |= {name: "fitted" for name in FACTORS if name not in fitted.absent}
-    fit_of_profile = Fit(choice.error, len(rows), len(held_out), fitted.launch_s)
     device = machine.device
     profile = replace(
         bench.profile,
-        costs=fitted.costs if choice.fitted else others,
+        costs=kept,
         sources=sources,
-        fit=fit_of_profile if choice.fitted else None,
+        fit=error_of_kept,
         clocks_mhz=device.clocks_mhz,
         versions=device.versions,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -211,9 +213,9 @@ def _check(heads: Heads) -> None:
 def report(found: Result) -> list[str]:
     """Rates, factors, what they mean in microseconds, and the errors."""
     costs, choice = found.fitted.costs, found.choice
-    left = "" if choice.fitted else ", not kept"
+    not_kept = "" if choice.fitted else ", not kept"
     sources = {
-        name: "as given" if name in found.fitted.absent else f"fitted{left}" for name in FACTORS
+        name: "as given" if name in found.fitted.absent else f"fitted{not_kept}" for name in FACTORS
     }
     target = found.rows[0].target
     partial_us = costs.merge_factor * target.native.partial_cost_bytes() / costs.bytes_per_s * 1e6
@@ -222,8 +224,8 @@ def report(found: Result) -> list[str]:
     return [
         f"bandwidth        {costs.bytes_per_s / 1e12:8.3f} TB/s",
         f"products         {costs.flops_per_s / 1e12:8.1f} TFLOP/s",
-        f"item overhead    {costs.item_overhead_s * 1e6:8.2f} us on its SM{left}",
-        f"reread weight    {costs.reread_weight:8.2f} of a first read, for packing{left}",
+        f"item overhead    {costs.item_overhead_s * 1e6:8.2f} us on its SM{not_kept}",
+        f"reread weight    {costs.reread_weight:8.2f} of a first read, for packing{not_kept}",
         f"reread factor    {costs.reread_factor:8.2f} of a first read ({sources['reread_factor']})",
         f"wide factor      {costs.wide_factor:8.2f} of a first read ({sources['wide_factor']})",
         f"merge factor     {costs.merge_factor:8.2f} of its bytes' time, {partial_us:.4f} us a "
@@ -237,7 +239,7 @@ def report(found: Result) -> list[str]:
         f"{len(found.rows)} that were",
         *_worst(found),
         f"factors          {choice}",
-        *([] if choice.accurate else [_RUN_AGAIN]),
+        *([] if choice.accurate else [RUN_AGAIN]),
     ]
 
 
