@@ -66,8 +66,8 @@ step_more() { # by themselves: a cache on the host wants 10 GB free there beside
 }
 step_fp8() { tests fp8 "$LIMIT_FP8" tests/gpu_serving/test_e4m3.py; }
 step_sleep() { tests sleep "$LIMIT_SLEEP" tests/gpu_serving/test_sleep.py; }
-# SGLang imports FlashMLA when it captures graphs of draft models, and calls none of it for these. The
-# kit has no room for its kernels, so names without them stand in.
+# SGLang imports FlashMLA when it captures graphs of draft models, but does not call it for ours. The
+# kit has no room for its kernels, so a package with the imported names alone stands in.
 step_spec() {
   if [ ! -e "$site/flash_mla" ]; then
     mkdir "$site/flash_mla"
