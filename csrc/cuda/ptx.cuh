@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The PTX that the kernels use, one function per instruction. PAT_WGMMA marks the code of sm_90a.
+// The PTX that the kernels use, one function per instruction. PAT_WGMMA marks the code of sm_90a,
+// whose matrix products are in forward/wgmma.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -200,6 +201,13 @@ __device__ __forceinline__ void load_matrix_transposed(uint32_t (&r)[4], uint32_
                : "memory");
 }
 
+// Stores four matrices of 8 rows of 16 bytes, as load_matrix() reads them: sm_90.
+__device__ __forceinline__ void store_matrix(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // ---- matrix products
 
 template <typename T>
@@ -232,6 +240,17 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
   return r;
 }
 
+__device__ __forceinline__ uint32_t multiply_half2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ uint32_t subtract_half2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
 // Four e4m3 values as fp16, which holds all of them exactly: those of the lower bytes in `low`.
 __device__ __forceinline__ void widen_e4m3(uint32_t bytes, uint32_t& low, uint32_t& high) {
 #if __CUDA_ARCH__ >= 890
@@ -247,9 +266,7 @@ __device__ __forceinline__ void widen_e4m3(uint32_t bytes, uint32_t& low, uint32
   const auto widen = [&](uint32_t selector) {
     const uint32_t bits =
         (__byte_perm(marked, 0, selector) >> 1) | (__byte_perm(bytes, 0, selector) & 0x80008000);
-    uint32_t value;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(value) : "r"(bits), "r"(0x5C005C00));  // 256
-    return value;
+    return multiply_half2(bits, 0x5C005C00);  // 256
   };
   low = widen(0x1404);
   high = widen(0x3424);
@@ -267,167 +284,33 @@ __device__ __forceinline__ uint32_t to_half2(uint32_t pair) {
   return r;
 }
 
+// Four floats as e4m3, the first one in the lowest byte; those beyond its range become the greatest
+// that it has: sm_89.
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+  uint32_t r;
+  asm("{ .reg .b16 low, high;"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
+      "mov.b32 %0, {low, high}; }"
+      : "=r"(r)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+
+// The same of four fp16 values: sm_89.
+__device__ __forceinline__ uint32_t pack_e4m3(uint32_t low, uint32_t high) {
+  uint32_t r;
+  asm("{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f16x2 a, %1; cvt.rn.satfinite.e4m3x2.f16x2 b, %2;"
+      "mov.b32 %0, {a, b}; }"
+      : "=r"(r)
+      : "r"(low), "r"(high));
+  return r;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-#if PAT_WGMMA
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// Keeps the compiler from moving uses of these registers across an asynchronous product.
-template <typename R, int kCount>
-__device__ __forceinline__ void warpgroup_fence_operand(R (&r)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if constexpr (std::is_same_v<R, float>) {
-      asm volatile("" : "+f"(r[i])::"memory");
-    } else {
-      asm volatile("" : "+r"(r[i])::"memory");
-    }
-  }
-}
-// Makes shared memory that copies wrote visible to the asynchronous matrix units.
-__device__ __forceinline__ void fence_async_proxy() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-#define PAT_F8(d, i)                                                                          \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
-#define PAT_D32                                                                                 \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
-  "%25,%26,%27,%28,%29,%30,%31}"
-#define PAT_D64                                                                                 \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
-  "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,"    \
-  "%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
-
-#define PAT_D128                                                                                \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
-  "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,"    \
-  "%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,"    \
-  "%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,"    \
-  "%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110," \
-  "%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}"
-
-#define PAT_WGMMA_RS_SCORES(TYPE)                                             \
-  asm volatile(                                                               \
-      "{ .reg .pred p; setp.ne.b32 p, %37, 0;"                                \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " PAT_D32 \
-      ", {%32,%33,%34,%35}, %36, p, 1, 1, 0; }"                               \
-      : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)              \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
-
-// d[64 x 64] (+)= A[64 x 16] B[64 x 16]^T, A in registers, B in shared memory.
-template <typename T>
-__device__ __forceinline__ void wgmma_scores(float (&d)[32], const uint32_t* a, uint64_t b,
-                                             int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_RS_SCORES("bf16");
-  } else {
-    PAT_WGMMA_RS_SCORES("f16");
-  }
-}
-
-#define PAT_WGMMA_SS_SCORES(TYPE)                                             \
-  asm volatile(                                                               \
-      "{ .reg .pred p; setp.ne.b32 p, %34, 0;"                                \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " PAT_D32 \
-      ", %32, %33, p, 1, 1, 0, 0; }"                                          \
-      : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)              \
-      : "l"(a), "l"(b), "r"(accumulate))
-
-// The same with A in shared memory, too.
-template <typename T>
-__device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64_t a, uint64_t b,
-                                             int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_SS_SCORES("bf16");
-  } else {
-    PAT_WGMMA_SS_SCORES("f16");
-  }
-}
-
-#define PAT_WGMMA_RS32(TYPE)                                                  \
-  asm volatile(                                                               \
-      "{ .reg .pred p; setp.eq.b32 p, 0, 0;"                                  \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " PAT_D32 \
-      ", {%32,%33,%34,%35}, %36, p, 1, 1, 1; }"                               \
-      : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)              \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define PAT_WGMMA_RS64(TYPE)                                                                    \
-  asm volatile(                                                                                 \
-      "{ .reg .pred p; setp.eq.b32 p, 0, 0;"                                                    \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " PAT_D64                  \
-      ", {%64,%65,%66,%67}, %68, p, 1, 1, 1; }"                                                 \
-      : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24), PAT_F8(d, 32), PAT_F8(d, 40), \
-        PAT_F8(d, 48), PAT_F8(d, 56)                                                            \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-
-#define PAT_WGMMA_RS128(TYPE)                                                                     \
-  asm volatile(                                                                                   \
-      "{ .reg .pred p; setp.eq.b32 p, 0, 0;"                                                      \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " " PAT_D128                   \
-      ", {%128,%129,%130,%131}, %132, p, 1, 1, 1; }"                                              \
-      : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24), PAT_F8(d, 32), PAT_F8(d, 40),   \
-        PAT_F8(d, 48), PAT_F8(d, 56), PAT_F8(d, 64), PAT_F8(d, 72), PAT_F8(d, 80), PAT_F8(d, 88), \
-        PAT_F8(d, 96), PAT_F8(d, 104), PAT_F8(d, 112), PAT_F8(d, 120)                             \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-
-// d[64 x N] += A[64 x 16] B[16 x N], A in registers, B in shared memory with N contiguous.
-template <typename T>
-__device__ __forceinline__ void wgmma_output(float (&d)[32], const uint32_t* a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_RS32("bf16");
-  } else {
-    PAT_WGMMA_RS32("f16");
-  }
-}
-template <typename T>
-__device__ __forceinline__ void wgmma_output(float (&d)[64], const uint32_t* a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_RS64("bf16");
-  } else {
-    PAT_WGMMA_RS64("f16");
-  }
-}
-template <typename T>
-__device__ __forceinline__ void wgmma_output(float (&d)[128], const uint32_t* a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_RS128("bf16");
-  } else {
-    PAT_WGMMA_RS128("f16");
-  }
-}
-
-// Descriptor of a shared-memory operand with 128-byte rows and the 128-byte XOR swizzle. `leading`:
-// bytes between panels of 64 elements of the contiguous dimension (used where that is N); `stride`:
-// bytes between groups of 8 rows.
-__device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t leading,
-                                                  uint32_t stride) {
-  return (uint64_t{1} << 62) | (static_cast<uint64_t>(stride >> 4) << 32) |
-         (static_cast<uint64_t>(leading >> 4) << 16) | ((address & 0x3FFFF) >> 4);
-}
-
-template <int kRegisters>
-__device__ __forceinline__ void warpgroup_reg_dealloc() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void warpgroup_reg_alloc() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-#endif  // PAT_WGMMA
 
 // ---- dependent launches: the next kernel of the stream starts while this one drains
 

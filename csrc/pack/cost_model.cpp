@@ -99,7 +99,6 @@ PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad
                       int64_t unique_tokens) {
   PlanTerms terms;
   terms.branches = static_cast<int64_t>(branches.items);
-  terms.branch_tokens = branches.tokens;
   terms.longest_branch_tokens = branches.longest_tokens;
   terms.partials = branches.partials;
   terms.items = terms.branches;
@@ -133,7 +132,6 @@ PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_t
     const int64_t tokens = view.item_tokens(i, seq_lens);
     if (is_branch(item)) {
       ++terms.branches;
-      terms.branch_tokens += tokens;
       terms.longest_branch_tokens = std::max(terms.longest_branch_tokens, tokens);
     } else if (item.row_tile > kWideRows) {
       terms.wide_tokens += tokens;
@@ -145,29 +143,22 @@ PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_t
   return terms;
 }
 
-// What a token of a branch takes longer if K/V have 8 bits, in times that its bytes take: branches
-// run on wgmma, which has K/V widened for it. Fitted to 60 paper trees with branches and without
-// (docs/experiments/memory.md).
-constexpr double kWidening = 0.5;
-
 // What the longest branch takes if both halves of its SM work on it, as a share of what one half
 // takes: chosen by the same batches as kBesideAnother.
 constexpr double kJointShare = 0.6;
 
 double plan_seconds(const Target& target, const PlanTerms& terms) {
   const double heads = target.num_kv_heads;
-  const double widening = target.kv_bytes == 1 ? kWidening : 0.0;
   const double token_s = target.token_bytes() / target.bytes_per_s;
   const auto unique = static_cast<double>(terms.unique_tokens);
   const double all =
       heads * ((unique + target.reread_factor * static_cast<double>(terms.reread_tokens) +
-                target.wide_factor * static_cast<double>(terms.wide_tokens) +
-                widening * static_cast<double>(terms.branch_tokens)) *
+                target.wide_factor * static_cast<double>(terms.wide_tokens)) *
                    token_s +
                static_cast<double>(terms.branches) * target.branch_overhead_s / target.num_sms);
   // A branch may be the last to run.
   const bool joint = target.runs_jointly(terms.items, terms.branches);
-  const double longest = (1.0 + widening) * (joint ? kJointShare : 1.0) *
+  const double longest = (joint ? kJointShare : 1.0) *
                          static_cast<double>(terms.longest_branch_tokens) * token_s *
                          target.num_sms;
   return std::max(all, longest) + partial_seconds(target, static_cast<double>(terms.partials));

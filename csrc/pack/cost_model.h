@@ -90,7 +90,6 @@ struct PlanTerms {
   int64_t reread_tokens = 0;  // that items read beyond the unique ones
   int64_t wide_tokens = 0;    // of wide items
   int64_t branches = 0;
-  int64_t branch_tokens = 0;
   int64_t longest_branch_tokens = 0;
   int64_t partials = 0;
   int64_t items = 0;  // branches among them

@@ -39,7 +39,6 @@ class Growth {
   bool drifted(int64_t tokens) const {
     PlanTerms terms = made_;
     terms.unique_tokens += tokens * queries_;
-    terms.branch_tokens += tokens * tails_;
     for (const Growing& branch : branches_) {
       terms.longest_branch_tokens =
           std::max(terms.longest_branch_tokens, branch.tokens + tokens * branch.tails);

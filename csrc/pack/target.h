@@ -91,10 +91,10 @@ struct Target {
   int32_t slots_of(int32_t row_tile) const { return row_tile > kWideRows ? items_per_sm : 1; }
   // Whether both halves of an SM work on each of a plan's items (PlanHeader::joint): where all are
   // heavy and there is at most one for each SM, whose other half would have nothing to do. Not
-  // measured with K/V of 8 bits or several draft tokens.
+  // measured with several draft tokens.
   bool runs_jointly(int64_t items, int64_t heavy_items) const {
-    return kv_bytes == 2 && draft_tokens == 1 && items_per_sm == 2 && items > 0 &&
-           items == heavy_items && items * num_kv_heads <= num_sms;
+    return draft_tokens == 1 && items_per_sm == 2 && items > 0 && items == heavy_items &&
+           items * num_kv_heads <= num_sms;
   }
   // Packed rows of the smallest row tile that holds `queries` queries, else of the largest: a pack
   // of more queries than fit takes several row tiles.

@@ -56,7 +56,8 @@ def run(
         workspace.snapshot(*batch)
         decode(given.q, given.k, given.v, *batch, plan, **options)  # type: ignore[arg-type]
     truth, truth_lse = inputs.truth()
-    assert (out.cpu().double() - truth).norm() < 0.01 * truth.norm()
+    most = 0.04 if inputs.k.dtype == E4M3 else 0.01
+    assert (out.cpu().double() - truth).norm() < most * truth.norm()
     finite = truth_lse.isfinite()
     assert (lse.cpu() - truth_lse)[finite].abs().max() < 0.05
 

@@ -116,17 +116,21 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
     return float(distance.nan_to_num(nan=float("inf")))
 
 
+def may_be_joint(inputs: Case, plan: DevicePlan) -> bool:
+    """Whether both halves of an SM could work on each of the plan's items."""
+    items = plan.hand.items["num_queries"]
+    rows = inputs.heads[0] // inputs.heads[1] * inputs.draft_tokens * items
+    return plan.num_heavy_items == plan.num_items > 0 and max(rows) <= 64
+
+
 def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
     """Execute and compare with fp64 attention: at most twice the error of attention computed by
     torch in the inputs' dtype. That of the LSE is the rounding of sums in fp32. A case's own plan
     is executed a second time as a joint one if all items are heavy."""
     if plan is None:
-        plan = inputs.plan()
-        header = plan.header[0]
-        rows = inputs.heads[0] // inputs.heads[1] * inputs.draft_tokens * plan.items["num_queries"]
-        if header["num_heavy_items"] == header["num_items"] > 0 and max(rows) <= 64:
-            check(inputs, DevicePlan(joint(plan)), **options)
-        plan = DevicePlan(plan)
+        plan = DevicePlan(inputs.plan())
+        if may_be_joint(inputs, plan):
+            check(inputs, DevicePlan(joint(plan.hand)), **options)
     truth, truth_lse = inputs.truth(torch.float64)
     plain, _ = inputs.truth(inputs.q.dtype)
     out, lse = execute(inputs, plan, **options)

@@ -188,17 +188,18 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
         const Fragment k = columns_first(keys, first_token);
         multiply_keys<T, kTiles, kHeadDim>(scores, q, S::kPanelBytes, k);
       }
-      softmax<kTiles, kTransforms>(
-          p, scores, row_max, row_sum, factor, first_token, left, [&](float (&s)[4 * kTiles]) {
-            if constexpr (kDrafts && !kBranch) {
-              if (left >= drafts) return;
-              mask_drafts<kTiles>(p, s, unit.first_packed_row + first_row, first_token, left);
-            }
-            if (!kBranch || !masked.has(left)) return;
-            uint32_t row_masks[kTiles];
-            read_row_masks<kTiles>(row_masks, c.row_masks(c.stage.index));
-            mask_scores<kTiles>(s, row_masks, first_row);
-          });
+      softmax<kTiles, kTransforms>(p, PlainScores{p}, scores, row_max, row_sum, factor, first_token,
+                                   left, [&](float (&s)[4 * kTiles]) {
+                                     if constexpr (kDrafts && !kBranch) {
+                                       if (left >= drafts) return;
+                                       mask_drafts<kTiles>(p, s, unit.first_packed_row + first_row,
+                                                           first_token, left);
+                                     }
+                                     if (!kBranch || !masked.has(left)) return;
+                                     uint32_t row_masks[kTiles];
+                                     read_row_masks<kTiles>(row_masks, c.row_masks(c.stage.index));
+                                     mask_scores<kTiles>(s, row_masks, first_row);
+                                   });
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
         weights[i] = pack2<M>(scores[2 * i], scores[2 * i + 1]);
@@ -227,7 +228,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
   }
 
   SoftmaxState state[2];
-  finish_states(p, row_max, row_sum, state);
+  finish_states(PlainScores{p}, row_max, row_sum, state);
   if (unit.num_tokens > 0) {  // else there is nothing to add up and no Q buffer
     if constexpr (kTokenWarps > 1) {
       auto* scratch = reinterpret_cast<float4*>(__cvta_shared_to_generic(q_tile));
@@ -276,8 +277,8 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
-  softmax<kTiles, kTransforms>(p, scores, row_max, row_sum, factor, 0, unit.num_tokens,
-                               [&](float (&s)[4 * kTiles]) {
+  softmax<kTiles, kTransforms>(p, PlainScores{p}, scores, row_max, row_sum, factor, 0,
+                               unit.num_tokens, [&](float (&s)[4 * kTiles]) {
                                  if constexpr (kDrafts) {
                                    if (unit.num_unmasked_tiles) {
                                      mask_drafts<kTiles>(p, s, 0, 0, unit.num_tokens);
@@ -301,7 +302,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
   }
   c.release_stage();
   SoftmaxState state[2];
-  finish_states(p, row_max, row_sum, state);
+  finish_states(PlainScores{p}, row_max, row_sum, state);
   write_rows<T, kHeadDim, kHeadDim / 8, kFp8, 1, kFp8>(p, unit, to, 0, 0, o, state, true);
 }
 

@@ -14,8 +14,7 @@
 // named barrier, and the scheduler polls how many tiles are loaded. K and V tiles of 64 tokens
 // share one ring of stages. A tile is kept as panels of 64 elements: [head_dim / 64][64 rows][128
 // bytes], 16-byte chunks XORed with row % 8, which both ldmatrix (free of bank conflicts) and wgmma
-// read. Where K and V are fp8 the loaders make such tiles of fp16 for wgmma, and copy raw ones for
-// mma.sync: see loader_fp8.cuh.
+// read. Where K and V are fp8 they share a stage, and wgmma multiplies e4m3: see loader_fp8.cuh.
 //
 // Wide units come first, and both halves work on them: each loads every second tile, and multiplies
 // all tiles with 64 packed rows of its own. Then one half starts with the heavy units, the other
@@ -148,7 +147,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     // an SM 17, and an SM can take 35. So no two of the four loaders share a partition.
     const int job = half == 0 ? role : role ^ 1;
 #if PAT_WGMMA
-    if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_dealloc<64>();
+    if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_dealloc<kFp8 ? 56 : 64>();
 #endif
     const int lane = static_cast<int>(threadIdx.x & 31);
     if (job == 0) {
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     }
   } else {
 #if PAT_WGMMA
-    if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_alloc<192>();
+    if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_alloc<kFp8 ? 200 : 192>();
 #endif
     consume<T, kFp8, kHeadDim, kTransforms, kDrafts>(p, s, role);
   }

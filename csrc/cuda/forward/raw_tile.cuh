@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of fp8 K and V as they are in the cache, for units that mma.sync runs. The loaders copy raw
-// rows, K and V of 64 tokens to one stage, and consumers widen operands in registers.
+// Tiles of fp8 K and V as they are in the cache: K and V of 64 tokens share a stage. wgmma
+// multiplies such K as it is (V: see value_blocks.cuh). For mma.sync consumers widen operands in
+// registers:
 //
 // ldmatrix moves pairs of bytes. Of 16 bytes of a row of K it gives each lane of a quad four
 // neighbouring ones, where the product of fp16 wants columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of
@@ -24,9 +25,9 @@ struct Fragment {
   uint32_t row, chunk;
 };
 
-// Raw rows of a tile lie in panels of 128 bytes a row, one row after the other; with a head dim of
-// 64 two rows share 128 bytes. Chunks of 16 bytes are XORed so that neither ldmatrix nor copies
-// have bank conflicts.
+// Raw rows of a tile lie in panels of up to 128 bytes a row, one row after the other. Chunks of 16
+// bytes are XORed as wgmma reads K; then ldmatrix has no bank conflicts, nor have copies of 128
+// bytes a row.
 template <int kHeadDim>
 struct RawTile {
   static constexpr int kRowBytes = kHeadDim < 128 ? kHeadDim : 128;  // of a panel
@@ -34,16 +35,21 @@ struct RawTile {
   static constexpr int kValues = kTileTokens * kHeadDim;  // where V begins in the stage
   static_assert(2 * kValues == Shape<kHeadDim>::kTileBytes);
 
-  static __device__ __forceinline__ constexpr uint32_t row_offset(uint32_t row) {
-    return kHeadDim == 64 ? (row >> 1) * 128 : row * 128;
-  }
-  // What the offset of a chunk in a row's 128 bytes is XORed with.
+  // What the offset of a chunk in a row is XORed with.
   static __device__ __forceinline__ constexpr uint32_t swizzle(uint32_t row) {
-    if (kHeadDim != 64) return (row & 7) << 4;
-    return ((row & 1) << 6) ^ (((row >> 1) & 3) << 4) ^ ((row & 4) << 4);
+    return kHeadDim == 64 ? ((row >> 1) & 3) << 4 : (row & 7) << 4;
   }
   static __device__ __forceinline__ Fragment fragment(uint32_t tile, uint32_t row, uint32_t chunk) {
-    return {tile + row_offset(row), (chunk << 4) ^ swizzle(row)};
+    return {tile + row * kRowBytes, (chunk << 4) ^ swizzle(row)};
+  }
+  // Where a loader copies a chunk of a row; and, from a row on that is a multiple of 8 (of 4 at
+  // head dim 64), where it copies the same chunk of the j-th row.
+  static __device__ __forceinline__ uint32_t place(uint32_t tile, uint32_t row, uint32_t chunk) {
+    return tile + (chunk >> 3) * kPanelBytes + row * kRowBytes +
+           (((chunk & 7) << 4) ^ swizzle(row));
+  }
+  static __device__ __forceinline__ uint32_t next(uint32_t place, int j) {
+    return (place ^ swizzle(j)) + j * kRowBytes;
   }
   // Of K: 16 tokens from token `first` on, of 8 at a time both of two chunks.
   static __device__ __forceinline__ Fragment keys(uint32_t tile, int first) {

@@ -83,6 +83,38 @@ __device__ __forceinline__ void transform_logits(const ForwardParams& p, float (
   }
 }
 
+// How scores become weights: a weight is 2^(factor * (score - max) + kShift), of logits or, if only
+// a factor makes them logits, of q . k. This one is for scores that are those.
+struct PlainScores {
+  static constexpr float kShift = 0.0f;
+  const ForwardParams& p;
+  float unscale[2] = {};  // not used
+
+  __device__ __forceinline__ float factor(int) const { return p.exp_scale; }
+  template <int kCount>
+  __device__ __forceinline__ void restore(float (&)[kCount]) const {}
+};
+
+// For scores of queries that split_queries() has scaled. `unscale`: what the scores of the lane's
+// two rows must be multiplied with. The shift makes e4m3 hold weights from 2^-17 of the greatest
+// on.
+template <bool kTransforms>
+struct ScaledScores {
+  static constexpr float kShift = 8.0f;
+  const ForwardParams& p;
+  float unscale[2] = {1.0f, 1.0f};
+
+  __device__ __forceinline__ float factor(int r) const {
+    return kTransforms ? p.exp_scale : p.exp_scale * unscale[r];
+  }
+  // Before other logits are made of the scores.
+  template <int kCount>
+  __device__ __forceinline__ void restore(float (&scores)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) scores[i] *= unscale[(i >> 1) & 1];
+  }
+};
+
 // Gives the greatest score of each of the lane's rows so far.
 template <int kTiles>
 __device__ __forceinline__ void find_max(const float (&scores)[4 * kTiles], float (&m)[2]) {
@@ -106,13 +138,16 @@ __device__ __forceinline__ void find_max(const float (&scores)[4 * kTiles], floa
 // that are left. Turns scores into weights, updates each row's max and sum (the sum only over this
 // lane's columns), and gives the factors that the output so far must be multiplied with.
 // `mask(scores)` sets masked logits to -inf; tokens beyond the last are masked here.
-template <int kTiles, bool kTransforms, typename Mask>
-__device__ __forceinline__ void softmax(const ForwardParams& p, float (&scores)[4 * kTiles],
-                                        float (&row_max)[2], float (&row_sum)[2],
-                                        float (&factor)[2], int first_token, int tokens,
-                                        const Mask& mask) {
+template <int kTiles, bool kTransforms, typename Exponent, typename Mask>
+__device__ __forceinline__ void softmax(const ForwardParams& p, const Exponent& exponent,
+                                        float (&scores)[4 * kTiles], float (&row_max)[2],
+                                        float (&row_sum)[2], float (&factor)[2], int first_token,
+                                        int tokens, const Mask& mask) {
   const int column = first_token + 2 * (lane_id() & 3);
-  if constexpr (kTransforms) transform_logits(p, scores);
+  if constexpr (kTransforms) {
+    exponent.restore(scores);
+    transform_logits(p, scores);
+  }
   mask(scores);
   if (first_token + 8 * kTiles > tokens) {
 #pragma unroll
@@ -125,16 +160,17 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, float (&scores)[
   float base[2], sum[2][2] = {};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    base[r] = m[r] == -INFINITY ? 0.0f : m[r] * p.exp_scale;
-    factor[r] = exp2_approx(fmaf(row_max[r], p.exp_scale, -base[r]));
+    base[r] = m[r] == -INFINITY ? 0.0f : m[r] * exponent.factor(r);
+    factor[r] = exp2_approx(fmaf(row_max[r], exponent.factor(r), -base[r]));
     row_max[r] = m[r];
+    if constexpr (Exponent::kShift != 0.0f) base[r] -= Exponent::kShift;
   }
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float& x = scores[4 * i + j];
-      x = exp2_approx(fmaf(x, p.exp_scale, -base[j / 2]));
+      x = exp2_approx(fmaf(x, exponent.factor(j / 2), -base[j / 2]));
       sum[j / 2][j % 2] += x;
     }
   }
@@ -149,13 +185,15 @@ __device__ __forceinline__ void rescale_output(float (&o)[kCount], const float (
 }
 
 // Adds up the sums of the four lanes that hold a row, and gives the state of this lane's rows.
-__device__ __forceinline__ void finish_states(const ForwardParams& p, const float (&row_max)[2],
+template <typename Exponent>
+__device__ __forceinline__ void finish_states(const Exponent& exponent, const float (&row_max)[2],
                                               float (&row_sum)[2], SoftmaxState (&state)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
     row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
-    state[r] = {row_max[r] == -INFINITY ? -INFINITY : row_max[r] * p.exp_scale, row_sum[r]};
+    const float max = row_max[r] * exponent.factor(r) - Exponent::kShift;
+    state[r] = {row_max[r] == -INFINITY ? -INFINITY : max, row_sum[r]};
   }
 }
 

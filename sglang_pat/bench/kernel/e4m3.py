@@ -2,9 +2,9 @@
 """What rows of K/V in fp8_e4m3 say beyond others: errors beside FA3's, and times beside those of
 K/V in bf16.
 
-FA3 casts the queries and the weights of the softmax to fp8; pat and FlashInfer widen K and V
-instead. So FA3's outputs are further from fp32 attention of the same stored K/V, and it is the
-measure of what is accurate enough.
+FA3 casts the queries and the weights of the softmax to fp8, FlashInfer widens K and V instead, and
+pat casts the weights alone, in items that wgmma runs. So FA3's outputs are the furthest from fp32
+attention of the same stored K/V, and it is the measure of what is accurate enough.
 """
 
 from __future__ import annotations
