@@ -8,7 +8,7 @@
 //   light   up to 32: four consumer warps, limited by memory
 //   narrow  up to 8 rows and 64 tokens: one consumer warp, so that four of them run at a time
 //   short   a narrow unit of up to 32 tokens: its K and its V share one stage
-// K and V in fp8 share a stage in every unit that mma.sync runs.
+// K and V in fp8 share a stage in every unit.
 #pragma once
 
 #include <array>
