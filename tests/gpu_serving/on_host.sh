@@ -5,7 +5,7 @@
 # KIT holds default.00, .01, ... of gpu-kit/make_default.sh (made with the project's wheel for Python
 # 3.12), default_host.sh beside them and, for the step more, nixl.tar.xz (tests/gpu_serving/README.md).
 # Steps, in this order unless named: unpack gpu serving more demo. Others: warm fp8 sleep spec hybrids
-# soak first curves capacity keep, and with two GPUs: ranks tp2 tp2agents tp2fp8 router. Each has a
+# soak first curves agents capacity keep, and with two GPUs: ranks tp2 tp2agents tp2fp8 router. Each has a
 # limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit status is the
 # number of steps that failed. $OUT (default: ./out) gets host.log, STEP.xml of pytest, JSON of the
 # benchmarks, and in servers.tar.gz the ends of the servers' logs. keep adds what the servers
@@ -20,6 +20,7 @@ site=${SITE:-/tmp/site}; work=${WORK:-/tmp/pat_work}; mkdir -p "$work"
 : "${LIMIT_WARM:=280}" "${LIMIT_GPU:=330}" "${LIMIT_SERVING:=520}" "${LIMIT_MORE:=400}" "${LIMIT_DEMO:=330}"
 : "${LIMIT_FP8:=400}" "${LIMIT_SLEEP:=240}" "${LIMIT_RANKS:=300}" "${LIMIT_SOAK:=450}" "${LIMIT_FIRST:=260}"
 : "${LIMIT_SPEC:=240}" "${LIMIT_HYBRIDS:=400}" "${LIMIT_CURVES:=1000}" "${LIMIT_CAPACITY:=360}"
+: "${LIMIT_AGENTS:=500}"
 : "${LIMIT_TP2:=560}" "${LIMIT_TP2AGENTS:=500}" "${LIMIT_TP2FP8:=440}" "${LIMIT_ROUTER:=540}"
 export PYTHONPATH=$site:$root/tests:$kit/python PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 MAX_JOBS=16
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1
@@ -100,6 +101,11 @@ step_tp2fp8() {
 step_curves() { # two servers, so that their K/V pools are large enough to saturate the GPU
   bench curves "$LIMIT_CURVES" --backends pat fa3 --duration-s 8 --rates 2 4 8 12 16 24 \
     --trace conversation toolagent --model "${MODEL:-llama3-8b}"
+}
+step_agents() { # every token by itself; more agents than these do not fit beside a second server
+  local team='3000+4*1200x'
+  bench agents "$LIMIT_AGENTS" --backends pat fa3 --duration-s 8 --stream-interval 1 \
+    --agents "$team"{8,16,32,64,96,128} --agent-context 5120 --model "${MODEL:-llama3-8b}"
 }
 step_capacity() {
   bench capacity "$LIMIT_CAPACITY" --backends pat fa3 --duration-s 10 --rates 16 \
