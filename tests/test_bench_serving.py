@@ -214,6 +214,8 @@ def test_medians_and_their_ratio_to_the_better_of_the_others() -> None:
     assert ratio(ROWS, "8192x128", "itl_p50_ms") == 9.0 / 22.5
     assert ratio(ROWS, "8192x128", "ttft_ms", base="fa3") == 1.0
     assert ratio(ROWS[:3], "8192x128", "itl_p50_ms") is None
+    at_once = [row if row.backend == "pat" else replace(row, itl_p50_ms=0.0) for row in ROWS]
+    assert ratio(at_once, "8192x128", "itl_p50_ms") is None
     shown = "\n".join(table(ROWS, LIMITS[1]))
     assert "9.00 (8.00..30.00)" in shown
     assert "0.400   0.40" in shown and "met" in shown and "TTFT/fa3" in shown

@@ -126,8 +126,9 @@ def test_plans_are_joint_where_each_heavy_item_has_an_sm() -> None:
     one_half = plan(small.paths, small.seq_lens, target(items_per_sm=1))
     fewer_sms = plan(small.paths, small.seq_lens, target(num_sms=120))
     assert one_half.joint == 0 and fewer_sms.joint == 0
-    for other in ({"kv_bytes": 1}, {"draft_tokens": 2}):
-        assert plan(small.paths, small.seq_lens, target(branching="always", **other)).joint == 0
+    for other, joint in (({"kv_bytes": 1}, 1), ({"draft_tokens": 2}, 0)):
+        made_for = target(branching="always", **other)
+        assert plan(small.paths, small.seq_lens, made_for).joint == joint
     # Items of 4 packed rows in a tile of 64, which one half runs.
     few_rows = plan([[]] * 4, [4096] * 4, target(row_tiles=(64,), split="none"))
     assert few_rows.num_heavy_items == few_rows.num_items == 4 and few_rows.joint == 0

@@ -129,3 +129,35 @@ def test_queries_of_all_magnitudes(head_dim: int) -> None:
     out, lse = execute(inputs)
     assert error(out, truth) < 0.04
     assert torch.all((lse - truth_lse).abs() <= 2.0**-10 * (4 + truth_lse.abs()))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("rows", [32, 64, 128])
+@pytest.mark.parametrize("length", [8192, 32768])
+def test_a_token_with_most_of_the_weight(length: int, rows: int, head_dim: int) -> None:
+    """The first token has up to 2^20 times the weight of another, and small V, as in a model that
+    puts there what no other token needs. All others together count, and none alone."""
+    inputs = case([Piece(tuple(range(rows)), 0, length)], (1, 1), head_dim, seed=length)
+    k, v = inputs.k.clone(), inputs.v + 0.5
+    slot = inputs.table[inputs.rows, 0].long()
+    inputs.q[..., 0], k[..., 0] = 8.0, 0.0  # one column makes the first token's logit
+    k[slot] = 0.0
+    k[slot, :, 0] = 20 / (log2(e) * 8.0 * inputs.scale)
+    v[slot] /= 50
+    inputs = on_device(replace(inputs, k=k, v=v).to(BF16).to_e4m3(), BF16)
+    truth, truth_lse = inputs.truth(torch.float64)
+    assert truth_lse.min() > 18 and truth_lse.max() < 21
+    for plan in plans_of(inputs):
+        out, lse = execute(inputs, plan)
+        assert error(out, truth) < 0.03
+        assert torch.all((lse - truth_lse).abs() <= 2.0**-10 * (4 + truth_lse.abs()))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_queries_that_are_no_numbers_do_not_look_like_any(value: float) -> None:
+    """In fp16, which holds infinity; others of the item are not touched."""
+    inputs = on_device(case([Piece(tuple(range(64)), 0, 100)], (1, 1), 128), FP16).to_e4m3()
+    inputs.q[5, :, 7] = value
+    out, _ = execute(inputs)
+    assert not out[5].isfinite().any()
+    assert out[:5].isfinite().all() and out[6:].isfinite().all()

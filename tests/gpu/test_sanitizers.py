@@ -103,7 +103,7 @@ def test_capped_logits() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_fp8(head_dim: int) -> None:
-    """All kinds of items, widened by loaders and by consumers."""
+    """All kinds of items, for mma.sync and for wgmma."""
     run(case(pieces(11, 20), (8, 2), head_dim).to_e4m3(0.5, 2.0))
     run(case(prefix(40, 300), (8, 2), head_dim).to_e4m3(0.5, 2.0), wide=True)
     run(by_hand(pieces(12, 16), (8, 2), head_dim=head_dim).to_e4m3(0.5, 2.0), FP16)

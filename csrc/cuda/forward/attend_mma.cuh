@@ -158,6 +158,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
   float o[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+  PlainScores exponent{p};
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
 
@@ -188,8 +189,8 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
         const Fragment k = columns_first(keys, first_token);
         multiply_keys<T, kTiles, kHeadDim>(scores, q, S::kPanelBytes, k);
       }
-      softmax<kTiles, kTransforms>(p, PlainScores{p}, scores, row_max, row_sum, factor, first_token,
-                                   left, [&](float (&s)[4 * kTiles]) {
+      softmax<kTiles, kTransforms>(p, exponent, scores, row_max, row_sum, factor, first_token, left,
+                                   [&](float (&s)[4 * kTiles]) {
                                      if constexpr (kDrafts && !kBranch) {
                                        if (left >= drafts) return;
                                        mask_drafts<kTiles>(p, s, unit.first_packed_row + first_row,
@@ -228,7 +229,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
   }
 
   SoftmaxState state[2];
-  finish_states(PlainScores{p}, row_max, row_sum, state);
+  finish_states(exponent, row_max, row_sum, state);
   if (unit.num_tokens > 0) {  // else there is nothing to add up and no Q buffer
     if constexpr (kTokenWarps > 1) {
       auto* scratch = reinterpret_cast<float4*>(__cvta_shared_to_generic(q_tile));
@@ -274,11 +275,12 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
     c.release_stage();
     tile = c.s.tile(c.stage.index);
   }
+  PlainScores exponent{p};
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.0f, 0.0f};
   float factor[2];
-  softmax<kTiles, kTransforms>(p, PlainScores{p}, scores, row_max, row_sum, factor, 0,
-                               unit.num_tokens, [&](float (&s)[4 * kTiles]) {
+  softmax<kTiles, kTransforms>(p, exponent, scores, row_max, row_sum, factor, 0, unit.num_tokens,
+                               [&](float (&s)[4 * kTiles]) {
                                  if constexpr (kDrafts) {
                                    if (unit.num_unmasked_tiles) {
                                      mask_drafts<kTiles>(p, s, 0, 0, unit.num_tokens);
@@ -302,7 +304,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
   }
   c.release_stage();
   SoftmaxState state[2];
-  finish_states(PlainScores{p}, row_max, row_sum, state);
+  finish_states(exponent, row_max, row_sum, state);
   write_rows<T, kHeadDim, kHeadDim / 8, kFp8, 1, kFp8>(p, unit, to, 0, 0, o, state, true);
 }
 

@@ -22,12 +22,12 @@ __device__ __forceinline__ void issue_scores(float (&scores)[32], const Queries<
   const uint64_t k = Tile::keys(tile);
 #pragma unroll
   for (int i = 0; i < kHeadDim / 16; ++i) {
-    wgmma_scores<M>(scores, q.step(i), k + (Tile::columns(i) >> 4), i > 0);
+    wgmma_k_major<M>(scores, q.step(i), k + (Tile::columns(i) >> 4), i > 0);
   }
   wgmma_commit();
 }
 
-// Issues o += P V as one group: of 16 bits.
+// Issues o += P V as one group; not for e4m3.
 template <typename M, int kHeadDim, int kCount>
 __device__ __forceinline__ void issue_output(float (&o)[kHeadDim / 2],
                                              const uint32_t (&weights)[kCount], uint32_t tile) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void issue_part(float (&sum)[32], const uint32_t (&we
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    wgmma_scores<E4M3>(sum, weights + 4 * i, v + i * (Tile::kNextValues >> 4), i > 0);
+    wgmma_k_major<E4M3>(sum, weights + 4 * i, v + i * (Tile::kNextValues >> 4), i > 0);
   }
   wgmma_commit();
 }
@@ -84,8 +84,8 @@ __device__ __forceinline__ void add_parts(float (&o)[kHeadDim / 2], float (&sum)
   }
 }
 
-// Makes a tile's weights the operand of issue_output(). Of e4m3 a lane has four of a row's tokens
-// in a register, those that ValueBlocks puts next to each other.
+// Makes a tile's weights the operand of issue_output() or issue_part(). Of e4m3 a lane has four of
+// a row's tokens in a register, those that ValueBlocks puts next to each other.
 template <typename M, int kCount>
 __device__ __forceinline__ void pack_weights(uint32_t (&weights)[kCount], const float (&w)[32]) {
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ __forceinline__ void pack_weights(uint32_t (&weights)[kCount], const 
   }
 }
 
-// o += P V, when no other product is under way: of 16 bits.
+// o += P V, when no other product is under way; not for e4m3.
 template <typename M, int kHeadDim, int kCount>
 __device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2],
                                                 uint32_t (&weights)[kCount], uint32_t tile) {
@@ -112,8 +112,8 @@ __device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2],
 }
 
 // Up to 64 packed rows. The softmax of a tile runs at the same time as the product of the
-// previous tile's weights and values. Of a wide unit every second tile is in the other half's
-// shared memory; of a joint one the other half attends to it.
+// previous tile's weights and values; that of e4m3 runs after it. Of a wide unit every second tile
+// is in the other half's shared memory; of a joint one the other half attends to it.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, bool kDrafts>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit) {

@@ -107,8 +107,8 @@ struct Fp8Loader : Loader<kHeadDim> {
     }
   }
 
-  // Called before a wait for what `ready` tells. Hands over what there is if it would be long:
-  // consumers may be waiting for that.
+  // Called before a wait for what `ready` tells. Hands over what there is if the wait is not over
+  // at once: consumers may be waiting for that.
   template <typename Ready>
   __device__ __forceinline__ void before_wait(const Ready& ready) {
     if constexpr (S::kWgmma) {

@@ -83,9 +83,11 @@ __device__ __forceinline__ void transform_logits(const ForwardParams& p, float (
   }
 }
 
-// How scores become weights: a weight is 2^(factor * (score - max) + kShift), of logits or, if only
-// a factor makes them logits, of q . k. This one is for scores that are those.
+// How scores become weights: a weight is 2^(factor * (score - reference)), of logits or, if only a
+// factor makes them logits, of q . k. This one is for weights that products in fp16 or bf16 take:
+// the reference is the greatest score of the row so far.
 struct PlainScores {
+  static constexpr bool kOfTile = false;
   static constexpr float kShift = 0.0f;
   const ForwardParams& p;
   float unscale[2] = {};  // not used
@@ -95,14 +97,21 @@ struct PlainScores {
   __device__ __forceinline__ void restore(float (&)[kCount]) const {}
 };
 
-// For scores of queries that split_queries() has scaled. `unscale`: what the scores of the lane's
-// two rows must be multiplied with. The shift makes e4m3 hold weights from 2^-17 of the greatest
-// on.
+// For weights in e4m3, of which those below 2^-18 of the greatest become 0. So the reference is the
+// greatest score of the tile, not of the row: else a token with most of the weight, as the first
+// one of a text often is, would make those of a long text vanish, which are many. kShift lets them
+// use the whole range of e4m3. `unscale`: what the scores of the lane's two rows must be multiplied
+// with, because split_queries() has scaled the queries.
 template <bool kTransforms>
 struct ScaledScores {
+  static constexpr bool kOfTile = true;
   static constexpr float kShift = 8.0f;
+  // The reference is no further than that below the greatest logit of the row, base 2, so that the
+  // output so far, which is multiplied by up to 2^kMostBelow, stays finite.
+  static constexpr float kMostBelow = 40.0f;
   const ForwardParams& p;
   float unscale[2] = {1.0f, 1.0f};
+  float greatest[2] = {-INFINITY, -INFINITY};  // logits of the lane's rows, base 2
 
   __device__ __forceinline__ float factor(int r) const {
     return kTransforms ? p.exp_scale : p.exp_scale * unscale[r];
@@ -113,9 +122,14 @@ struct ScaledScores {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scores[i] *= unscale[(i >> 1) & 1];
   }
+  // The reference of a tile whose greatest logit is `logit`.
+  __device__ __forceinline__ float reference(int r, float logit) {
+    greatest[r] = fmaxf(greatest[r], logit);
+    return fmaxf(logit, greatest[r] - kMostBelow);
+  }
 };
 
-// Gives the greatest score of each of the lane's rows so far.
+// Gives the greatest of `m` and the scores, of each of the lane's rows.
 template <int kTiles>
 __device__ __forceinline__ void find_max(const float (&scores)[4 * kTiles], float (&m)[2]) {
   // The two rows are interleaved, so that neither waits for the other's shuffles.
@@ -136,10 +150,11 @@ __device__ __forceinline__ void find_max(const float (&scores)[4 * kTiles], floa
 
 // Online softmax over one tile of scores, whose first column is token `first_token` of the `tokens`
 // that are left. Turns scores into weights, updates each row's max and sum (the sum only over this
-// lane's columns), and gives the factors that the output so far must be multiplied with.
+// lane's columns), and gives the factors that the output so far must be multiplied with. `row_max`:
+// of scores or, where Exponent::kOfTile, the reference of the weights, a logit of base 2.
 // `mask(scores)` sets masked logits to -inf; tokens beyond the last are masked here.
 template <int kTiles, bool kTransforms, typename Exponent, typename Mask>
-__device__ __forceinline__ void softmax(const ForwardParams& p, const Exponent& exponent,
+__device__ __forceinline__ void softmax(const ForwardParams& p, Exponent& exponent,
                                         float (&scores)[4 * kTiles], float (&row_max)[2],
                                         float (&row_sum)[2], float (&factor)[2], int first_token,
                                         int tokens, const Mask& mask) {
@@ -155,15 +170,23 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, const Exponent& 
       if (column + (i >> 2) * 8 + (i & 1) >= tokens) scores[i] = -INFINITY;
     }
   }
-  float m[2] = {row_max[0], row_max[1]};
+  constexpr bool kOfTile = Exponent::kOfTile;
+  float m[2] = {kOfTile ? -INFINITY : row_max[0], kOfTile ? -INFINITY : row_max[1]};
   find_max<kTiles>(scores, m);
   float base[2], sum[2][2] = {};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    base[r] = m[r] == -INFINITY ? 0.0f : m[r] * exponent.factor(r);
-    factor[r] = exp2_approx(fmaf(row_max[r], exponent.factor(r), -base[r]));
-    row_max[r] = m[r];
-    if constexpr (Exponent::kShift != 0.0f) base[r] -= Exponent::kShift;
+    if constexpr (kOfTile) {
+      const float reference = exponent.reference(r, m[r] * exponent.factor(r));
+      base[r] = reference == -INFINITY ? 0.0f : reference;
+      factor[r] = exp2_approx(row_max[r] - base[r]);
+      row_max[r] = reference;
+      base[r] -= Exponent::kShift;
+    } else {
+      base[r] = m[r] == -INFINITY ? 0.0f : m[r] * exponent.factor(r);
+      factor[r] = exp2_approx(fmaf(row_max[r], exponent.factor(r), -base[r]));
+      row_max[r] = m[r];
+    }
   }
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
@@ -192,8 +215,8 @@ __device__ __forceinline__ void finish_states(const Exponent& exponent, const fl
   for (int r = 0; r < 2; ++r) {
     row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
     row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
-    const float max = row_max[r] * exponent.factor(r) - Exponent::kShift;
-    state[r] = {row_max[r] == -INFINITY ? -INFINITY : max, row_sum[r]};
+    const float max = Exponent::kOfTile ? row_max[r] : row_max[r] * exponent.factor(r);
+    state[r] = {row_max[r] == -INFINITY ? -INFINITY : max - Exponent::kShift, row_sum[r]};
   }
 }
 

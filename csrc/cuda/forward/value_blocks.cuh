@@ -43,12 +43,13 @@ struct ValueBlocks {
   static __device__ __forceinline__ void transpose(uint32_t values) {
     const uint32_t lane = lane_id();
     const uint32_t from = (lane * kRowBytes) ^ swizzle(lane);
-    // Lanes 0-7: tokens 0-15 of the even columns, 8-15: tokens 16-31, 16-31: of the odd columns.
+    // Lanes 0-7: tokens 0-15 of the even columns; 8-15: tokens 16-31; 16-31: the same of the odd
+    // ones.
     const uint32_t to =
         (lane >> 4) * 256 + (lane & 7) * kRowBytes + ((((lane >> 3) ^ (lane >> 2)) & 1) << 4);
 #pragma unroll
     for (int first = 0; first < kHeadDim / 32; first += 2) {
-      uint32_t raw[4][4];  // of 16 columns each: of 8 tokens, two neighbouring columns of two
+      uint32_t raw[4][4];  // [16 columns][8 tokens]: a lane's two columns of two tokens
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int block = first + i / 2;

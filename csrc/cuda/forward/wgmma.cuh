@@ -34,7 +34,7 @@ __device__ __forceinline__ void warpgroup_fence_operand(R (&r)[kCount]) {
     }
   }
 }
-// Makes shared memory that copies wrote visible to the asynchronous matrix units.
+// Makes what was written to shared memory visible to the asynchronous matrix units.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -76,8 +76,8 @@ __device__ __forceinline__ void fence_async_proxy() {
 
 // d[64 x 64] (+)= A[64 x 32 bytes] B[64 x 32 bytes]^T, A in registers, B in shared memory.
 template <typename T>
-__device__ __forceinline__ void wgmma_scores(float (&d)[32], const uint32_t* a, uint64_t b,
-                                             int accumulate) {
+__device__ __forceinline__ void wgmma_k_major(float (&d)[32], const uint32_t* a, uint64_t b,
+                                              int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     PAT_WGMMA_RS_SCORES(PAT_BF16, PAT_K_MAJOR);
   } else if constexpr (std::is_same_v<T, __half>) {
@@ -95,8 +95,8 @@ __device__ __forceinline__ void wgmma_scores(float (&d)[32], const uint32_t* a, 
 
 // The same with A in shared memory, too.
 template <typename T>
-__device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64_t a, uint64_t b,
-                                             int accumulate) {
+__device__ __forceinline__ void wgmma_k_major(float (&d)[32], uint64_t a, uint64_t b,
+                                              int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     PAT_WGMMA_SS_SCORES(PAT_BF16, PAT_K_MAJOR PAT_K_MAJOR);
   } else if constexpr (std::is_same_v<T, __half>) {

@@ -44,7 +44,7 @@ struct WgmmaTile<E4M3, kHeadDim> {
     if (kHeadDim == 64) return (i & 1) * 32;
     return (i >> 3) * RawTile<kHeadDim>::kPanelBytes + (i & 3) * 32;
   }
-  // Of 64 columns.
+  // V of columns 64 * part to 64 * part + 63.
   static __device__ __forceinline__ uint64_t values(uint32_t tile, int part) {
     constexpr int kRowBytes = ValueBlocks<kHeadDim>::kRowBytes;
     return wgmma_operand<kRowBytes>(tile + RawTile<kHeadDim>::kValues + part * 64 * kRowBytes);
@@ -86,10 +86,12 @@ __device__ __forceinline__ void load_queries(uint32_t (&q)[kHeadDim / 4], uint32
 
 // Makes this warp's 16 rows of a Q buffer sums of two e4m3 numbers: of a row of 128 columns, which
 // has two panels, the first one gets the remainders and the second one the leading parts; at head
-// dim 64 the halves of a row do. The remainders are first, so that the sum of products holds them
+// dim 64 the halves of a row do. The remainders come first, so that the sum of products holds them
 // best. Each row is multiplied by a power of two before that, so that its greatest value is 128 to
-// 256: then a bf16 number is such a sum exactly, unless it is below 2^-13 of the greatest.
-// `unscale`: the inverse of that power, of the lane's rows lane / 4 and lane / 4 + 8.
+// 256, or less if it was below 2^-8. Then such a sum is what a number of bf16 was, if that was at
+// least 2^-9 of the greatest; errors of all others are at most 2^-17 of the greatest, those of fp16
+// at most 2^-8 of the number more. A row with an infinity or NaN becomes NaN. `unscale`: the
+// inverse of that power, of the lane's rows lane / 4 and lane / 4 + 8.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void split_queries(uint32_t buffer, int warp, float (&unscale)[2]) {
   constexpr int kLanes = kHeadDim < 128 ? kHeadDim / 16 : 8;  // of a row, 16 columns each
@@ -125,7 +127,8 @@ __device__ __forceinline__ void split_queries(uint32_t buffer, int warp, float (
     most = max(most & 0xFFFF, most >> 16);
     // fp16 has exponents from 2^-15 on in 5 bits; 2^15 is the greatest power of two that it holds.
     const int exponent = min(22 - static_cast<int>(most >> 10), 15);
-    const uint32_t scale = static_cast<uint32_t>(exponent + 15) * 0x04000400;
+    const uint32_t power = static_cast<uint32_t>(exponent + 15) * 0x04000400;
+    const uint32_t scale = most >= 0x7C00 ? 0x7E007E00 : power;
     inverse[i] = __int_as_float((127 - exponent) << 23);
     __syncwarp();  // all lanes have read their part of the rows
     const uint32_t to = at + ((column ^ low) << 4);

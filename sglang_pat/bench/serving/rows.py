@@ -165,7 +165,8 @@ def ratio(
         for backend in ([base] if base else unique(row.backend for row in rows))
         if backend != "pat" and (found := spread(rows, workload, backend, name))
     ]
-    return ours.median / min(others) if ours and others else None
+    least = min(others, default=0.0)  # 0 where a busy machine gave all tokens at once
+    return ours.median / least if ours and least else None
 
 
 def unique(values: Iterable[str]) -> list[str]:

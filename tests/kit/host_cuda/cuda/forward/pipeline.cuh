@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands in for csrc/cuda/forward/pipeline.cuh where g++ compiles softmax.cuh: a thread of the host
+// is a lane, and four of them, which hold the same rows, exchange values at a barrier.
+#pragma once
+
+#include <algorithm>
+#include <barrier>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+
+#include "state.h"
+
+#define __device__
+#define __forceinline__ inline
+
+namespace pat {
+
+using std::max;
+
+constexpr int kTileTokens = 64;
+constexpr int kRowCountShift = 8;
+enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };
+struct ForwardParams {
+  float exp_scale, pre_scale, cap;
+  int logits, masked_tokens, head_group;
+};
+struct WorkUnit {
+  int num_unmasked_tiles, branch, num_tokens;
+};
+
+constexpr int kLanes = 4;
+inline thread_local int this_lane = 0;
+inline float exchanged[kLanes];
+inline std::barrier<> quad(kLanes);
+
+inline int lane_id() { return this_lane; }
+inline float __shfl_xor_sync(unsigned, float value, int step) {
+  exchanged[this_lane] = value;
+  quad.arrive_and_wait();
+  const float other = exchanged[this_lane ^ step];
+  quad.arrive_and_wait();
+  return other;
+}
+inline int __shfl_sync(unsigned, int value, int) { return value; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float exp2_approx(float x) { return exp2f(x); }
+inline uint32_t load_shared(uint32_t) { return 0; }
+
+}  // namespace pat
