@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tiles of fp8 K and V as they are in the cache: K and V of 64 tokens share a stage. wgmma
-// multiplies such K as it is (V: see value_blocks.cuh). For mma.sync consumers widen operands in
-// registers:
+// multiplies such K as it is; its V lies as value_blocks.cuh says. For mma.sync the consumers widen
+// both in registers.
 //
 // ldmatrix moves pairs of bytes. Of 16 bytes of a row of K it gives each lane of a quad four
 // neighbouring ones, where the product of fp16 wants columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of
@@ -16,7 +16,7 @@
 
 namespace pat {
 
-// What products multiply: q's type, or fp16 where K and V are fp8.
+// What mma.sync multiplies: q's type, or fp16 where K and V are fp8.
 template <typename T, bool kFp8>
 using Operand = std::conditional_t<kFp8, __half, T>;
 

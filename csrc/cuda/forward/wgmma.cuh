@@ -68,7 +68,7 @@ __device__ __forceinline__ void fence_async_proxy() {
 #define PAT_N_MAJOR ", 1"
 #define PAT_NO_FLAGS ""
 
-#define PAT_WGMMA_RS_SCORES(KIND, B_ORDER)                                               \
+#define PAT_WGMMA_RS_K_MAJOR(KIND, B_ORDER)                                              \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;" PAT_PRODUCT("n64", KIND) PAT_D32 \
                ", {%32,%33,%34,%35}, %36, p, 1, 1" B_ORDER "; }"                         \
                : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)                \
@@ -79,15 +79,15 @@ template <typename T>
 __device__ __forceinline__ void wgmma_k_major(float (&d)[32], const uint32_t* a, uint64_t b,
                                               int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_RS_SCORES(PAT_BF16, PAT_K_MAJOR);
+    PAT_WGMMA_RS_K_MAJOR(PAT_BF16, PAT_K_MAJOR);
   } else if constexpr (std::is_same_v<T, __half>) {
-    PAT_WGMMA_RS_SCORES(PAT_F16, PAT_K_MAJOR);
+    PAT_WGMMA_RS_K_MAJOR(PAT_F16, PAT_K_MAJOR);
   } else {
-    PAT_WGMMA_RS_SCORES(PAT_E4M3, PAT_NO_FLAGS);
+    PAT_WGMMA_RS_K_MAJOR(PAT_E4M3, PAT_NO_FLAGS);
   }
 }
 
-#define PAT_WGMMA_SS_SCORES(KIND, ORDERS)                                                \
+#define PAT_WGMMA_SS_K_MAJOR(KIND, ORDERS)                                               \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;" PAT_PRODUCT("n64", KIND) PAT_D32 \
                ", %32, %33, p, 1, 1" ORDERS "; }"                                        \
                : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)                \
@@ -98,11 +98,11 @@ template <typename T>
 __device__ __forceinline__ void wgmma_k_major(float (&d)[32], uint64_t a, uint64_t b,
                                               int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_SS_SCORES(PAT_BF16, PAT_K_MAJOR PAT_K_MAJOR);
+    PAT_WGMMA_SS_K_MAJOR(PAT_BF16, PAT_K_MAJOR PAT_K_MAJOR);
   } else if constexpr (std::is_same_v<T, __half>) {
-    PAT_WGMMA_SS_SCORES(PAT_F16, PAT_K_MAJOR PAT_K_MAJOR);
+    PAT_WGMMA_SS_K_MAJOR(PAT_F16, PAT_K_MAJOR PAT_K_MAJOR);
   } else {
-    PAT_WGMMA_SS_SCORES(PAT_E4M3, PAT_NO_FLAGS);
+    PAT_WGMMA_SS_K_MAJOR(PAT_E4M3, PAT_NO_FLAGS);
   }
 }
 
@@ -126,30 +126,24 @@ __device__ __forceinline__ void wgmma_k_major(float (&d)[32], uint64_t a, uint64
                  PAT_F8(d, 120)                                                               \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
+#define PAT_OF_16_BITS(RS)                          \
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) { \
+    RS(PAT_BF16);                                   \
+  } else {                                          \
+    RS(PAT_F16);                                    \
+  }
+
 // d[64 x N] += A[64 x 16] B[16 x N], A in registers, B in shared memory with N contiguous; bf16 and
-// fp16 only.
-template <typename T>
-__device__ __forceinline__ void wgmma_output(float (&d)[32], const uint32_t* a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_RS32(PAT_BF16);
+// fp16 only. N is twice the registers of d: 64, 128 or 256.
+template <typename T, int kCount>
+__device__ __forceinline__ void wgmma_output(float (&d)[kCount], const uint32_t* a, uint64_t b) {
+  static_assert(kCount == 32 || kCount == 64 || kCount == 128);
+  if constexpr (kCount == 32) {
+    PAT_OF_16_BITS(PAT_WGMMA_RS32)
+  } else if constexpr (kCount == 64) {
+    PAT_OF_16_BITS(PAT_WGMMA_RS64)
   } else {
-    PAT_WGMMA_RS32(PAT_F16);
-  }
-}
-template <typename T>
-__device__ __forceinline__ void wgmma_output(float (&d)[64], const uint32_t* a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_RS64(PAT_BF16);
-  } else {
-    PAT_WGMMA_RS64(PAT_F16);
-  }
-}
-template <typename T>
-__device__ __forceinline__ void wgmma_output(float (&d)[128], const uint32_t* a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_RS128(PAT_BF16);
-  } else {
-    PAT_WGMMA_RS128(PAT_F16);
+    PAT_OF_16_BITS(PAT_WGMMA_RS128)
   }
 }
 
