@@ -183,8 +183,10 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, Exponent& expone
       row_max[r] = reference;
       base[r] -= Exponent::kShift;
     } else {
-      base[r] = m[r] == -INFINITY ? 0.0f : m[r] * exponent.factor(r);
-      factor[r] = exp2_approx(fmaf(row_max[r], exponent.factor(r), -base[r]));
+      // Both products are rounded by themselves, so that an unchanged maximum gives exactly 1: with
+      // fmaf the error would have the same sign in each tile.
+      base[r] = m[r] == -INFINITY ? 0.0f : __fmul_rn(m[r], exponent.factor(r));
+      factor[r] = exp2_approx(__fmul_rn(row_max[r], exponent.factor(r)) - base[r]);
       row_max[r] = m[r];
     }
   }

@@ -22,8 +22,8 @@ constexpr int kTileTokens = 64;
 constexpr int kRowCountShift = 8;
 enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };
 struct ForwardParams {
-  float exp_scale, pre_scale, cap;
-  int logits, masked_tokens, head_group;
+  float exp_scale = 0.0f, pre_scale = 0.0f, cap = 0.0f;
+  int logits = 0, masked_tokens = 0, head_group = 0;
 };
 struct WorkUnit {
   int num_unmasked_tiles, branch, num_tokens;
@@ -43,6 +43,7 @@ inline float __shfl_xor_sync(unsigned, float value, int step) {
   return other;
 }
 inline int __shfl_sync(unsigned, int value, int) { return value; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline uint32_t load_shared(uint32_t) { return 0; }
