@@ -126,9 +126,11 @@ def test_plans_are_joint_where_each_heavy_item_has_an_sm() -> None:
     one_half = plan(small.paths, small.seq_lens, target(items_per_sm=1))
     fewer_sms = plan(small.paths, small.seq_lens, target(num_sms=120))
     assert one_half.joint == 0 and fewer_sms.joint == 0
-    for other, joint in (({"kv_bytes": 1}, 1), ({"draft_tokens": 2}, 0)):
-        made_for = target(branching="always", **other)
-        assert plan(small.paths, small.seq_lens, made_for).joint == joint
+    assert plan(small.paths, small.seq_lens, target(branching="always", kv_bytes=1)).joint == 1
+    # Verify steps: 16 requests of 8 draft tokens, each 64 packed rows; 17 need more SMs.
+    for requests, joint in ((16, 1), (17, 0)):
+        verify = target(num_q_heads=64, draft_tokens=8, split="none")
+        assert plan([[]] * requests, [2048] * requests, verify).joint == joint
     # Items of 4 packed rows in a tile of 64, which one half runs.
     few_rows = plan([[]] * 4, [4096] * 4, target(row_tiles=(64,), split="none"))
     assert few_rows.num_heavy_items == few_rows.num_items == 4 and few_rows.joint == 0

@@ -2,6 +2,9 @@
 #include "branch.h"
 
 #include <algorithm>
+#include <functional>
+#include <queue>
+#include <utility>
 
 #include "../count_of.h"
 #include "headroom.h"
@@ -145,33 +148,35 @@ void Brancher::deal_by_tokens(const Target& target, int32_t first, int32_t queri
   const int64_t room = std::max<int64_t>(cut_.capacity - path_[node], 1);
   int64_t tokens = 0;
   for (int32_t i = 0; i < queries; ++i) tokens += tail_tokens(from[i]);
-  const int64_t least =
-      std::max<int64_t>((tokens + room - 1) / room, (queries + cut_.queries - 1) / cut_.queries);
+  const int64_t by_tokens = std::min<int64_t>((tokens + room - 1) / room, queries);
+  const int64_t least = std::max<int64_t>(by_tokens, (queries + cut_.queries - 1) / cut_.queries);
   std::vector<Group> groups(least, Group{.parent = node});
   std::vector<int32_t> chosen(queries);
+  // Groups with room for a query more, those of the fewest tokens on top.
+  using Entry = std::pair<int64_t, int32_t>;
+  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> open;
+  for (int32_t g = 0; g < count_of(groups); ++g) open.emplace(0, g);
   for (int32_t i = 0; i < queries; ++i) {
     const int32_t tail = tail_tokens(from[i]);
-    int32_t best = -1;
-    for (int32_t g = 0; g < count_of(groups); ++g) {
-      const bool has_room = groups[g].queries == 0 ||
-                            (groups[g].queries < cut_.queries && groups[g].tokens + tail <= room);
-      if (has_room && (best < 0 || groups[g].tokens < groups[best].tokens)) best = g;
-    }
+    int32_t best = open.empty() ? -1 : open.top().second;
+    if (best >= 0 && groups[best].queries > 0 && groups[best].tokens + tail > room) best = -1;
     if (best < 0) {
       best = count_of(groups);
       groups.push_back({.parent = node});
+    } else {
+      open.pop();
     }
     chosen[i] = best;
     groups[best].tokens += tail;
-    ++groups[best].queries;
+    if (++groups[best].queries < cut_.queries) open.emplace(groups[best].tokens, best);
   }
-  int32_t end = first;
-  for (int32_t g = 0; g < count_of(groups); ++g) {
-    for (int32_t i = 0; i < queries; ++i) {
-      if (chosen[i] == g) order_[end++] = from[i];
-    }
-    finish(target, groups[g], end, load);
+  std::vector<int32_t> next(groups.size());  // positions in order_
+  for (int32_t g = 0, at = first; g < count_of(groups); ++g) {
+    next[g] = at;
+    at += groups[g].queries;
   }
+  for (int32_t i = 0; i < queries; ++i) order_[next[chosen[i]]++] = from[i];
+  for (int32_t g = 0; g < count_of(groups); ++g) finish(target, groups[g], next[g], load);
 }
 
 // Ends a group before position `end` of order_ and adds what it asks for.

@@ -20,6 +20,14 @@ void put_below_root(const PackTree& tree, int32_t num_queries, PackTree& rooted)
   }
 }
 
+Target with_groups(const Target& target, int32_t tokens) {
+  Target groups = target;
+  groups.branching = Branching::kGroups;
+  groups.split = Split::kFixed;
+  groups.split_tokens = tokens;
+  return groups;
+}
+
 BranchCut cut_of_groups(const Target& target) {
   int32_t rows = 0;
   for (const int32_t each : target.branch_rows) rows = std::max(rows, each);

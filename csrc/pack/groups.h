@@ -14,6 +14,16 @@ namespace pat {
 // something, so that it may put any of them into one branch.
 void put_below_root(const PackTree& tree, int32_t num_queries, PackTree& rooted);
 
+// What a batch may be grouped by if the default's plan is modelled to be slower: tokens of a group,
+// and of a piece of what is longer.
+inline constexpr int32_t kGroupTokens[] = {1024, 2048};
+// The plan with groups must be modelled to be that much faster: what the model is off by.
+inline constexpr double kGroupsGain = 1.05;
+// Queries of a batch that may be grouped, at least.
+inline constexpr int32_t kLeastGrouped = 8;
+
+// The target's rules for packs and branches, but for groups of so many tokens.
+Target with_groups(const Target& target, int32_t tokens);
 // Branches of at most split_tokens tokens. Longer nodes and tails stay items of their own.
 BranchCut cut_of_groups(const Target& target);
 

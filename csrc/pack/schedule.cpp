@@ -26,6 +26,10 @@ constexpr int64_t kMostTokens = int64_t{1} << 30;
 Scheduler::Scheduler(const Target& target)
     : target_(target), without_wide_(target.without_wide()), packer_(without_wide_) {
   target_.validate();
+  if (target_.policy == Policy::kBytes && target_.split == Split::kCost &&
+      target_.branching == Branching::kCost && Simulation::knows(target_)) {
+    for (const int32_t tokens : kGroupTokens) groups_.push_back(with_groups(target_, tokens));
+  }
 }
 
 Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
@@ -49,7 +53,10 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
     split_.reset();
     degraded = fit(tree, seq_lens, num_queries);
   }
-  if (degraded.empty()) separate(tree, seq_lens, num_queries);
+  if (degraded.empty()) {
+    separate(tree, seq_lens, num_queries);
+    choose_groups(tree, seq_lens, num_queries);
+  }
   Plan plan = emitter_.emit({*tiles_, packs_, brancher_, assigned_, seq_lens, num_queries});
   plan.degraded = std::move(degraded);
   limit_drift(*tiles_, seq_lens, unique_tokens_, plan);
@@ -138,6 +145,48 @@ void Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
   if (assign_partials(num_queries)) return;
   std::swap(packs_, cut_packs_);
   assign_partials(num_queries);
+}
+
+// Takes the groups that are simulated to be the fastest, if they are faster than the plan at hand.
+void Scheduler::choose_groups(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
+  if (groups_.empty() || tree.nodes.empty() || num_queries < kLeastGrouped) return;
+  constexpr double kNever = std::numeric_limits<double>::infinity();
+  const auto simulated = [&](double limit) {
+    return simulation_.seconds(*tiles_, packs_, brancher_, assigned_, unique_tokens_, limit);
+  };
+  put_below_root(tree, num_queries, rooted_);
+  double least = simulated(kNever) / kGroupsGain;
+  for (const Target& groups : groups_) {
+    swap_plans();
+    const bool made = make_groups(groups, seq_lens, num_queries, least);
+    const double seconds = made ? simulated(least) : kNever;
+    if (seconds < least) {
+      least = seconds;
+    } else {
+      swap_plans();
+    }
+  }
+}
+
+// Returns whether they fit the buffers, and may take less than `limit` seconds.
+bool Scheduler::make_groups(const Target& groups, const int64_t* seq_lens, int32_t num_queries,
+                            double limit) {
+  brancher_.read(rooted_, seq_lens, num_queries);
+  branches_ = brancher_.cut(groups, cut_of_groups(groups), packs_);
+  if (Simulation::least_seconds(groups, branches_.tokens) > limit) return false;
+  if (!brancher_.build(groups)) return false;
+  split_packs(groups, packs_, true);
+  tiles_ = &target_;
+  if (!wide_items_fill()) tiles_ = &without_wide_;
+  return assign_partials(num_queries);
+}
+
+void Scheduler::swap_plans() {
+  std::swap(packs_, other_.packs);
+  std::swap(brancher_, other_.brancher);
+  std::swap(branches_, other_.branches);
+  std::swap(assigned_, other_.assigned);
+  std::swap(tiles_, other_.tiles);
 }
 
 void Scheduler::count_tokens(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {

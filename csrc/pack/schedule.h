@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pack tree -> plan. Runs the stages in their order: packer (which queries share an item), branch
 // (which parts of the tree become one item), split (where long items are cut), separate (whether a
-// small batch shares nothing), then assigns the partials, emits the plan, and limits for how long
-// it holds (drift).
+// small batch shares nothing), groups (whether requests of few tokens
+// are faster together, whatever they share), then assigns the partials, emits the plan, and limits
+// for how long it holds (drift).
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "branch.h"
 #include "emit.h"
 #include "packer.h"
+#include "simulation.h"
 #include "target.h"
 #include "tree.h"
 
@@ -35,6 +38,10 @@ class Scheduler {
   void choose_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   BranchCut fastest_cut(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   void separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+  void choose_groups(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+  bool make_groups(const Target& groups, const int64_t* seq_lens, int32_t num_queries,
+                   double limit);
+  void swap_plans();
   bool drop_branches();
   void count_tokens(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
 
@@ -53,6 +60,17 @@ class Scheduler {
   int64_t unique_tokens_ = 0;  // of the batch at hand, those of each node once
   int64_t longest_ = 0;        // tokens of its longest node or tail
   Assignment assigned_;
+  // The plan beside the one at hand, while two are compared.
+  struct Other {
+    Packs packs;
+    Brancher brancher;
+    BranchLoad branches;
+    Assignment assigned;
+    const Target* tiles = nullptr;
+  };
+  Other other_;
+  std::vector<Target> groups_;  // for the ways to group that are looked at; none if none is
+  Simulation simulation_;
   Emitter emitter_;
 };
 

@@ -90,10 +90,9 @@ struct Target {
   double slots() const { return static_cast<double>(num_sms) * items_per_sm; }
   int32_t slots_of(int32_t row_tile) const { return row_tile > kWideRows ? items_per_sm : 1; }
   // Whether both halves of an SM work on each of a plan's items (PlanHeader::joint): where all are
-  // heavy and there is at most one for each SM, whose other half would have nothing to do. Not
-  // measured with several draft tokens.
+  // heavy and there is at most one for each SM, whose other half would have nothing to do.
   bool runs_jointly(int64_t items, int64_t heavy_items) const {
-    return draft_tokens == 1 && items_per_sm == 2 && items > 0 && items == heavy_items &&
+    return items_per_sm == 2 && items > 0 && items == heavy_items &&
            items * num_kv_heads <= num_sms;
   }
   // Packed rows of the smallest row tile that holds `queries` queries, else of the largest: a pack

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "simulation.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "../count_of.h"
+
+namespace pat {
+
+// Microseconds of an item before its first KV tile and for each, where memory does not hold it up.
+struct Simulation::Kind {
+  enum Rank { kWide, kHeavy, kLight } rank;  // in the order in which they run
+  double start_us, tile_us;
+
+  static const Kind narrow, few_rows, light, heavy, branch, wide;
+};
+constexpr Simulation::Kind Simulation::Kind::narrow{kLight, 0.29, 0.30};
+constexpr Simulation::Kind Simulation::Kind::few_rows{kLight, 0.99, 0.58};
+constexpr Simulation::Kind Simulation::Kind::light{kLight, 0.99, 0.65};
+constexpr Simulation::Kind Simulation::Kind::heavy{kHeavy, 1.23, 0.72};
+constexpr Simulation::Kind Simulation::Kind::branch{kHeavy, 2.34, 0.63};
+constexpr Simulation::Kind Simulation::Kind::wide{kWide, 1.43, 0.87};
+
+namespace {
+
+// Fitted to 4,087 plans of 525 batches on an H100, head dim 128 and bf16
+// (docs/experiments/simulation.md): within a batch the times of plans are 6 % off, rms. They are
+// times of an SM, so that GPUs with the same SMs have them as well, whatever their memory is.
+constexpr double kLaunchUs = 7.4;
+constexpr double kMergeUs = 1.55;   // of a merge that has anything to do
+constexpr double kSplitUs = 0.056;  // for each split of the query that has the most
+// Bytes a second: of partials, written and read, and of tokens that were read before, which come
+// from the L2.
+constexpr double kPartialRate = 2.3e12;
+constexpr double kRereadRate = 10.6e12;
+// The halves of an SM share its matrix units: beside another heavy item, a tile takes so much more.
+constexpr double kBesideHeavy = 1.08;
+// Both halves work on an item of a joint plan, which takes little less of the simulated time, as
+// it is memory that such plans wait for.
+constexpr double kJoint = 0.96;
+// Items that end within this time end together: a simulation takes fewer steps.
+constexpr double kStepUs = 0.25;
+
+constexpr int32_t kTileTokens = 64, kNarrowUnitRows = 8;
+constexpr int32_t kFewRows = 16;  // one warp multiplies them (csrc/cuda/tiles.h)
+
+int32_t tiles_of(int64_t tokens) {
+  return static_cast<int32_t>(std::max<int64_t>((tokens + kTileTokens - 1) / kTileTokens, 1));
+}
+
+}  // namespace
+
+bool Simulation::knows(const Target& target) {
+  return target.items_per_sm == 2 && target.head_dim == 128 && target.kv_bytes == 2 &&
+         target.draft_tokens == 1;
+}
+
+void Simulation::add_pack(const Target& target, const Pack& pack) {
+  const auto kind_of = [&](int32_t queries) {
+    const int32_t row_tile = target.row_tile_for(queries);
+    if (row_tile > kWideRows) return &Kind::wide;
+    if (row_tile > kHeavyRows) return &Kind::heavy;
+    return row_tile > kFewRows ? &Kind::light : &Kind::few_rows;
+  };
+  const int32_t most = target.max_tile_queries();
+  for (int32_t left = pack.queries; left > 0; left -= most) {
+    const int32_t queries = std::min(left, most);
+    const bool few = queries * target.group() <= kNarrowUnitRows;
+    for (int32_t piece = 0; piece < pack.pieces; ++piece) {
+      const int32_t tokens = std::min(pack.chunk, pack.tokens() - piece * pack.chunk);
+      const Kind* kind = few && tokens <= kTileTokens ? &Kind::narrow : kind_of(queries);
+      items_.push_back({kind, tiles_of(tokens)});
+      read_tokens_ += tokens;
+    }
+  }
+}
+
+void Simulation::list_items(const Target& target, const Packs& packs, const Brancher& brancher) {
+  items_.clear();
+  read_tokens_ = 0;
+  for (const Branch& branch : brancher.branches()) {
+    if (branch.num_queries == 0) continue;
+    items_.push_back({&Kind::branch, tiles_of(branch.tokens)});
+    read_tokens_ += branch.tokens;
+  }
+  for (const Pack& pack : packs.packs) add_pack(target, pack);
+  std::sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
+    return a.kind->rank != b.kind->rank ? a.kind->rank < b.kind->rank : a.tiles > b.tiles;
+  });
+}
+
+// Gives items to free slots.
+void Simulation::begin(double share) {
+  const auto start = [&](size_t item, bool light) {
+    const Kind* kind = items_[item].kind;
+    running_.push_back({kind, kind->start_us, share * items_[item].tiles, light});
+  };
+  for (; next_wide_ < end_wide_ && free_heavy_ > 0 && free_light_ > 0; --free_heavy_) {
+    start(next_wide_++, false);
+    --free_light_;
+  }
+  if (next_wide_ < end_wide_) return;
+  const auto fill = [&](int32_t& free, bool light) {
+    while (free > 0) {
+      const bool any_light = next_light_ < items_.size(), any_heavy = next_heavy_ < end_heavy_;
+      if (!any_light && !any_heavy) return;
+      start(light ? (any_light ? next_light_++ : next_heavy_++)
+                  : (any_heavy ? next_heavy_++ : next_light_++),
+            light);
+      --free;
+    }
+  };
+  fill(free_heavy_, false);
+  fill(free_light_, true);
+}
+
+// Goes on until the next item ends or begins with its tiles. `tile_us`: of a tile of each KV head
+// if nothing else is read. Returns the microseconds that takes.
+double Simulation::step(double tile_us) {
+  int32_t reading = 0, heavy = 0;
+  for (const Running& each : running_) {
+    if (each.start_us > 0.0) continue;
+    ++reading;
+    heavy += each.kind->rank == Kind::kHeavy;
+  }
+  const double memory_us = tile_us * std::max(reading, 1);
+  const double both = std::clamp((heavy - slots_) / slots_, 0.0, 1.0);
+  const double beside = 1.0 + kBesideHeavy * both;
+  const auto tile_of = [&](const Kind& kind) {
+    return std::max(kind.rank == Kind::kHeavy ? beside * kind.tile_us : kind.tile_us, memory_us);
+  };
+  double took = 1e9;
+  for (const Running& each : running_) {
+    took = std::min(took, each.start_us > 0.0 ? each.start_us : each.tiles * tile_of(*each.kind));
+  }
+  took = std::max(took, kStepUs);
+  for (size_t i = 0; i < running_.size();) {
+    Running& each = running_[i];
+    if (each.start_us > 0.0) {
+      each.start_us -= took;
+      ++i;
+      continue;
+    }
+    each.tiles -= took / tile_of(*each.kind);
+    if (each.tiles > 1e-6) {
+      ++i;
+      continue;
+    }
+    const bool wide = each.kind->rank == Kind::kWide;
+    free_light_ += wide || each.light;
+    free_heavy_ += wide || !each.light;
+    each = running_.back();
+    running_.pop_back();
+  }
+  return took;
+}
+
+double Simulation::least_seconds(const Target& target, int64_t branch_tokens) {
+  const double tiles = static_cast<double>(branch_tokens) / kTileTokens * target.num_kv_heads;
+  return 1e-6 * (kLaunchUs + tiles * Kind::branch.tile_us / target.slots());
+}
+
+double Simulation::seconds(const Target& target, const Packs& packs, const Brancher& brancher,
+                           const Assignment& assigned, int64_t unique_tokens, double limit) {
+  list_items(target, packs, brancher);
+  const auto first_of = [&](Kind::Rank rank) {
+    const auto before = [](const Item& item, Kind::Rank r) { return item.kind->rank < r; };
+    return std::lower_bound(items_.begin(), items_.end(), rank, before) - items_.begin();
+  };
+  next_wide_ = 0;
+  end_wide_ = next_heavy_ = first_of(Kind::kHeavy);
+  end_heavy_ = next_light_ = first_of(Kind::kLight);
+  const int32_t num_items = count_of(items_);
+  const bool joint = target.runs_jointly(num_items, static_cast<int64_t>(end_heavy_ - end_wide_));
+  slots_ = static_cast<double>(target.num_sms) / target.num_kv_heads;
+  free_heavy_ = free_light_ = std::max(1, static_cast<int32_t>(std::lround(slots_)));
+
+  const auto unique = static_cast<double>(unique_tokens);
+  const double reread = std::max(static_cast<double>(read_tokens_) - unique, 0.0);
+  const double byte_us =
+      1e6 * (unique / target.bytes_per_s + reread / kRereadRate) / std::max(unique + reread, 1.0);
+  const double tile_us = kTileTokens * target.token_bytes() * target.num_kv_heads * byte_us;
+  double us = kLaunchUs;
+  running_.clear();
+  for (begin(joint ? kJoint : 1.0); !running_.empty(); begin(joint ? kJoint : 1.0)) {
+    us += step(tile_us);
+    if (us > 1e6 * limit) return std::numeric_limits<double>::infinity();
+  }
+  if (assigned.num_partials > 0) {
+    int32_t most_splits = 0;
+    for (const QuerySplits& query : assigned.splits) {
+      most_splits = std::max(most_splits, query.num_splits);
+    }
+    const double bytes = static_cast<double>(assigned.num_partials) * target.num_kv_heads *
+                         target.partial_cost_bytes();
+    us += kMergeUs + kSplitUs * most_splits + 1e6 * bytes / kPartialRate;
+  }
+  return 1e-6 * us;
+}
+
+}  // namespace pat
