@@ -142,11 +142,11 @@ def test_rows_over_their_limit_are_named() -> None:
 
 
 def test_rows_that_a_server_leaves_to_the_base_have_no_limit() -> None:
-    left = verify_row("1,16_4096,300", 130.0, 8, "64/8")
+    left = verify_row("1,16_4096,300", 130.0, 9, "64/8")
     assert drafts.is_the_bases(left)
-    assert not drafts.is_the_bases(verify_row("1,16_4096,300", 130.0, 7, "64/8"))
+    assert not drafts.is_the_bases(verify_row("1,16_4096,300", 130.0, 8, "64/8"))
     lines = list(drafts.summary([left]))
-    assert "a server leaves these to SGLang's attention (64 packed rows" in lines[-1]
+    assert "a server leaves these to SGLang's attention (65 packed rows" in lines[-1]
     assert not any("over the limit" in line for line in lines)
     alone = row("64_1024", draft_tokens=4, fa3=None, flashinfer=None, levels=None)
     assert list(drafts.summary([alone])) == ["no peer ran"]

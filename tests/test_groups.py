@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from kit.cpu import check_any as check
 from kit.pieces import forest, paths_of
 from kit.trees import Batch, batches, branches_of, check_plan, target
 
+from sglang_pat.bench.common.forests import LENGTHS, Forest
+from sglang_pat.bench.common.forests import forest as random_forest
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel.studies.lengths import alpaca, text2sql
-from sglang_pat.planner import Plan, plan
+from sglang_pat.planner import Plan, Planner, plan
 from sglang_pat.target import Target
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -100,3 +103,74 @@ def test_any_batch(batch: Batch) -> None:
     short = sum(0 < length <= 200 for length in batch.seq_lens)
     members = sum(int(item["num_queries"]) for item, _ in branches_of(made))
     assert short <= members <= busy
+
+
+# Plans of these were timed on an H100 (docs/experiments/simulation.md): groups of so many tokens
+# took the given part of the time of the plan without them.
+FASTER = [
+    ("32/8", "uniform", 7, 1024, 0.74),
+    ("32/8", "bimodal", 4, 1024, 0.78),
+    ("32/8", "bimodal", 1, 2048, 0.78),
+    ("28/4", "bimodal", 2, 1024, 0.75),
+    ("8/1", "zipf", 8, 1024, 0.78),
+]
+SLOWER = [("32/8", "uniform", 3, 1024, 1.05), ("32/8", "bimodal", 1, 1024, 1.89)]
+
+
+def h100(heads: str, queries: int, **changes: Any) -> Target:
+    q, kv = map(int, heads.split("/"))
+    rates = {"bytes_per_s": 3.001e12, "reread_weight": 1.0}
+    return target(num_q_heads=q, num_kv_heads=kv, max_queries=queries, **rates, **changes)
+
+
+def is_of_groups(heads: str, batch: Forest, tokens: int) -> bool:
+    """Whether a batch has the plan with groups of so many tokens, without being told to."""
+    lengths, count = batch.seq_lens, batch.num_queries
+    grouped = h100(heads, count, branching="groups", split="fixed", split_tokens=tokens)
+    own = plan(batch.paths, lengths, h100(heads, count))
+    told = plan(batch.paths, lengths, grouped)
+    return own.segments.tobytes() == told.segments.tobytes()
+
+
+@pytest.mark.parametrize(("heads", "kind", "seed", "tokens", "measured"), FASTER)
+def test_groups_are_taken_where_they_are_faster(
+    heads: str, kind: str, seed: int, tokens: int, measured: float
+) -> None:
+    assert is_of_groups(heads, random_forest(kind, seed), tokens), f"takes {measured} of the time"
+
+
+@pytest.mark.parametrize(("heads", "kind", "seed", "tokens", "measured"), SLOWER)
+def test_groups_are_left_where_they_are_slower(
+    heads: str, kind: str, seed: int, tokens: int, measured: float
+) -> None:
+    assert not is_of_groups(heads, random_forest(kind, seed), tokens), f"{measured} of the time"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kv_bytes": 1}, {"head_dim": 64}, {"items_per_sm": 1}, {"split": "mean"}]
+)
+def test_groups_are_not_weighed_where_nothing_was_measured(changes: dict[str, Any]) -> None:
+    batch = random_forest("uniform", 7)
+    made = plan(batch.paths, batch.seq_lens, h100("32/8", batch.num_queries, **changes))
+    told = h100("32/8", batch.num_queries, branching="groups", split="fixed", split_tokens=1024)
+    assert made.segments.tobytes() != plan(batch.paths, batch.seq_lens, told).segments.tobytes()
+
+
+@pytest.mark.parametrize("kind", list(LENGTHS))
+@pytest.mark.parametrize("seed", range(20, 26))
+def test_plans_that_weigh_groups_are_whole(kind: str, seed: int) -> None:
+    forest_of = random_forest(kind, seed)
+    batch = Batch(forest_of.paths, forest_of.seq_lens)
+    made_for = h100("32/8", len(batch.seq_lens))
+    check_plan(plan(batch.paths, batch.seq_lens, made_for), batch, made_for, batch.seq_lens)
+
+
+def test_groups_of_a_thousand_tails_take_no_time() -> None:
+    """One node above all is as long as a group may be: each tail would be a group by itself."""
+    tree = Tree.parse("1,1024_2048,32")
+    planner, times = Planner(h100("32/8", 1024)), []
+    for _ in range(5):
+        began = time.perf_counter()
+        planner.plan(tree.paths, tree.seq_lens)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.03  # 0.125 when the groups of every tail were searched one by one

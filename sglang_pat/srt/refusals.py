@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from sglang_pat.srt.survey import Heads
     from sglang_pat.target import Target
 
-# With more packed rows a request, those of its draft tokens, FA3 took 0.8 to 1.05 of pat's time on
-# an H200 (docs/speculation.md): each request alone keeps the tensor cores busy.
-MOST_DRAFT_ROWS = 63
+# With up to so many packed rows a request, those of its draft tokens, verify steps took at most 1.03
+# of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows were
+# not measured.
+MOST_DRAFT_ROWS = 64
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = _C.CUDA_HEAD_DIMS, _C.CUDA_MAX_GROUP
 
 
@@ -182,7 +183,7 @@ def reason_against_heads(
     if draft_tokens > 1 and rows > MOST_DRAFT_ROWS:
         return (
             f"{draft_tokens} draft tokens of {group} query heads per KV head: from "
-            f"{MOST_DRAFT_ROWS + 1} packed rows a request on, SGLang's attention is as fast"
+            f"{MOST_DRAFT_ROWS + 1} packed rows a request on, SGLang's attention serves them"
         )
     if not hasattr(_C, "cuda_min_shared_bytes"):
         return "no CUDA kernel: this sglang_pat was built without (PAT_CUDA=OFF)"

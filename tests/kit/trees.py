@@ -33,6 +33,9 @@ class Batch:
         return Batch(self.paths, [length + draft_tokens for length in self.seq_lens])
 
 
+MOST_GROUPED = 2048  # tokens of a group of requests that a plan may have by itself
+
+
 def target(**overrides: Any) -> Target:
     values = dict(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=1024)
     return Target.h200(**(values | overrides))
@@ -156,6 +159,8 @@ def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
     longest = max(made_for.branch_limits)
     if made_for.branching == "groups":
         longest = made_for.split_tokens
+    elif made_for.branching == "cost":
+        longest = max(longest, MOST_GROUPED)
     for item, segments in branches_of(plan):
         assert item["row_tile"] == BRANCH_ROWS
         assert item["num_queries"] * group <= max(made_for.branch_rows)
