@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from sglang_pat.srt.survey import Heads
     from sglang_pat.target import Target
 
-# With up to so many packed rows a request, those of its draft tokens, verify steps took at most 1.03
-# of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows were
-# not measured.
+# With up to so many packed rows a request, those of its draft tokens, verify steps took at most
+# 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows
+# were not measured.
 MOST_DRAFT_ROWS = 64
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = _C.CUDA_HEAD_DIMS, _C.CUDA_MAX_GROUP
 
