@@ -58,8 +58,8 @@ class Target:
     branch, in which queries do not see each other's tokens: ``cost`` where the modelled time is
     shorter, ``always`` or ``never``; ``groups`` makes branches of any queries, of about
     ``split_tokens`` tokens each (PackInfer, section 3.1). With ``cost``, ``bytes`` and the split
-    ``cost``, each query of a small batch may also get items of its own, where that is modelled to
-    be clearly faster. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a
+    ``cost``, each query of a small batch may also get items of its own, or any queries may make
+    such groups, where that is modelled to be clearly faster. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a
     node or tail beyond which it stays an item of its own) are what it chooses from.
 
     Raises ValueError for a field that makes no sense.

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pack tree -> plan. Runs the stages in their order: packer (which queries share an item), branch
 // (which parts of the tree become one item), split (where long items are cut), separate (whether a
-// small batch shares nothing), groups (whether requests of few tokens
-// are faster together, whatever they share), then assigns the partials, emits the plan, and limits
-// for how long it holds (drift).
+// small batch shares nothing), groups (whether requests are faster together, whatever they share),
+// then assigns the partials, emits the plan, and limits for how long it holds (drift).
 #pragma once
 
 #include <cstdint>
