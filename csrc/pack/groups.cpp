@@ -23,7 +23,6 @@ void put_below_root(const PackTree& tree, int32_t num_queries, PackTree& rooted)
 Target with_groups(const Target& target, int32_t tokens) {
   Target groups = target;
   groups.branching = Branching::kGroups;
-  groups.split = Split::kFixed;
   groups.split_tokens = tokens;
   return groups;
 }

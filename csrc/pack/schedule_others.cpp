@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the scheduler weighs against the packs at hand: ways to cut the tree into branches, every
 // query by itself, and groups.
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -81,17 +82,17 @@ void Scheduler::choose_groups(const PackTree& tree, const int64_t* seq_lens, int
   }
 }
 
-// Returns whether they fit the buffers, and may take less than `limit` seconds.
+// Returns whether they hold all tokens of the batch, so that nothing is merged, fit the buffers and
+// may take less than `limit` seconds.
 bool Scheduler::make_groups(const Target& groups, const int64_t* seq_lens, int32_t num_queries,
                             double limit) {
   brancher_.read(rooted_, seq_lens, num_queries);
   branches_ = brancher_.cut(groups, cut_of_groups(groups), packs_);
+  const auto is_left = [](const Pack& pack) { return pack.queries > 0; };
+  if (std::any_of(packs_.packs.begin(), packs_.packs.end(), is_left)) return false;
   if (Simulation::least_seconds(groups, branches_.tokens) > limit) return false;
-  if (!brancher_.build(groups)) return false;
-  split_packs(groups, packs_, true);
   tiles_ = &target_;
-  if (!wide_items_fill()) tiles_ = &without_wide_;
-  return assign_partials(num_queries);
+  return brancher_.build(groups) && assign_partials(num_queries);
 }
 
 void Scheduler::swap_plans() {
