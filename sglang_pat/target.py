@@ -59,8 +59,9 @@ class Target:
     shorter, ``always`` or ``never``; ``groups`` makes branches of any queries, of about
     ``split_tokens`` tokens each (PackInfer, section 3.1). With ``cost``, ``bytes`` and the split
     ``cost``, each query of a small batch may also get items of its own, or any queries may make
-    such groups, where that is modelled to be clearly faster. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a
-    node or tail beyond which it stays an item of its own) are what it chooses from.
+    such groups, where that is modelled to be clearly faster. ``branch_rows`` (packed rows of a
+    branch) and ``branch_limits`` (tokens of a node or tail beyond which it stays an item of its
+    own) are what it chooses from.
 
     Raises ValueError for a field that makes no sense.
     """
