@@ -57,6 +57,10 @@ double pack_seconds(const Target& target, const Pack& pack);
 inline double piece_seconds(const Target& target, double seconds, int32_t pieces) {
   return target.item_overhead_s + (seconds - target.item_overhead_s) / pieces;
 }
+// Whether one warp runs an item, so that four such items share half an SM (csrc/cuda/tiles.h).
+inline bool is_narrow(const Target& target, int32_t queries, int32_t tokens) {
+  return queries * target.group() <= 8 && tokens <= 64;
+}
 // Pieces that an item of `seconds` must be cut into so that none takes longer than `limit`; if
 // `limit` is hardly longer than an item's overhead, so that none takes longer than 1.25 of that.
 double pieces_within(const Target& target, double seconds, double limit);

@@ -20,17 +20,10 @@ void put_below_root(const PackTree& tree, int32_t num_queries, PackTree& rooted)
   }
 }
 
-Target with_groups(const Target& target, int32_t tokens) {
-  Target groups = target;
-  groups.branching = Branching::kGroups;
-  groups.split_tokens = tokens;
-  return groups;
-}
-
-BranchCut cut_of_groups(const Target& target) {
+BranchCut cut_of_groups(const Target& target, int32_t tokens) {
   int32_t rows = 0;
   for (const int32_t each : target.branch_rows) rows = std::max(rows, each);
-  return {target.split_tokens, rows / target.group(), target.split_tokens};
+  return {tokens, rows / target.group(), tokens};
 }
 
 }  // namespace pat

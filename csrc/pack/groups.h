@@ -2,6 +2,7 @@
 // Groups (PackInfer, section 3.1): branches of queries that need not share anything.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "branch.h"
@@ -14,17 +15,16 @@ namespace pat {
 // something, so that it may put any of them into one branch.
 void put_below_root(const PackTree& tree, int32_t num_queries, PackTree& rooted);
 
-// Tokens of a group, at most, where the default's plan may be modelled to be slower. It has no node
-// and no tail outside of its groups then: only such plans were faster in nearly all batches.
-inline constexpr int32_t kGroupTokens[] = {1024, 2048};
-// The plan with groups must be modelled to be that much faster: what the model is off by.
+// Groups of at most so many tokens are weighed against the default's other plans, if each node and
+// tail of the batch fits one: with longer ones beside them, groups were slower in many batches.
+inline constexpr std::array<int32_t, 2> kGroupTokens = {1024, 2048};
+// Groups are taken if the other plan is simulated to take more than so many times as long. The
+// simulation is off by as much.
 inline constexpr double kGroupsGain = 1.05;
 // Queries of a batch that may be grouped, at least.
 inline constexpr int32_t kLeastGrouped = 8;
 
-// The target's rules for packs and branches, but for groups of so many tokens.
-Target with_groups(const Target& target, int32_t tokens);
-// Branches of at most split_tokens tokens. Longer nodes and tails stay items of their own.
-BranchCut cut_of_groups(const Target& target);
+// Branches of at most so many tokens. Longer nodes and tails stay items of their own.
+BranchCut cut_of_groups(const Target& target, int32_t tokens);
 
 }  // namespace pat

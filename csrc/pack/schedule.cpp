@@ -21,12 +21,11 @@ constexpr int64_t kMostTokens = int64_t{1} << 30;
 }  // namespace
 
 Scheduler::Scheduler(const Target& target)
-    : target_(target), without_wide_(target.without_wide()), packer_(without_wide_) {
+    : target_(target),
+      without_wide_(target.without_wide()),
+      packer_(without_wide_),
+      weighs_groups_(target.has_default_rules() && Simulation::knows(target)) {
   target_.validate();
-  if (target_.policy == Policy::kBytes && target_.split == Split::kCost &&
-      target_.branching == Branching::kCost && Simulation::knows(target_)) {
-    for (const int32_t tokens : kGroupTokens) groups_.push_back(with_groups(target_, tokens));
-  }
 }
 
 Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
@@ -81,7 +80,7 @@ void Scheduler::choose_branches(const PackTree& tree, const int64_t* seq_lens,
   if (target_.branching == Branching::kGroups) {
     put_below_root(tree, num_queries, rooted_);
     brancher_.read(rooted_, seq_lens, num_queries);
-    cut = cut_of_groups(target_);
+    cut = cut_of_groups(target_, target_.split_tokens);
   } else {
     brancher_.read(tree, seq_lens, num_queries);
     cut = fastest_cut(tree, seq_lens, num_queries);

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "branch.h"
 #include "emit.h"
@@ -38,8 +37,7 @@ class Scheduler {
   BranchCut fastest_cut(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   void separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   void choose_groups(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
-  bool make_groups(const Target& groups, const int64_t* seq_lens, int32_t num_queries,
-                   double limit);
+  bool make_groups(int32_t tokens, const int64_t* seq_lens, int32_t num_queries, double limit);
   void swap_plans();
   bool drop_branches();
   void count_tokens(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
@@ -63,12 +61,10 @@ class Scheduler {
   struct Other {
     Packs packs;
     Brancher brancher;
-    BranchLoad branches;
     Assignment assigned;
-    const Target* tiles = nullptr;
   };
   Other other_;
-  std::vector<Target> groups_;  // for the ways to group that are looked at; none if none is
+  const bool weighs_groups_;
   Simulation simulation_;
   Emitter emitter_;
 };

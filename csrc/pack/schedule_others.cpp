@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the scheduler weighs against the packs at hand: ways to cut the tree into branches, every
 // query by itself, and groups.
-#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -63,16 +62,20 @@ void Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
 
 // Takes the groups that are simulated to be the fastest, if they are faster than the plan at hand.
 void Scheduler::choose_groups(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
-  if (groups_.empty() || tree.nodes.empty() || num_queries < kLeastGrouped) return;
+  if (!weighs_groups_ || tree.nodes.empty() || num_queries < kLeastGrouped ||
+      longest_ > kGroupTokens.back()) {
+    return;
+  }
   constexpr double kNever = std::numeric_limits<double>::infinity();
   const auto simulated = [&](double limit) {
     return simulation_.seconds(*tiles_, packs_, brancher_, assigned_, unique_tokens_, limit);
   };
   put_below_root(tree, num_queries, rooted_);
   double least = simulated(kNever) / kGroupsGain;
-  for (const Target& groups : groups_) {
+  for (const int32_t tokens : kGroupTokens) {
+    if (longest_ > tokens) continue;  // it would stay outside of the groups
     swap_plans();
-    const bool made = make_groups(groups, seq_lens, num_queries, least);
+    const bool made = make_groups(tokens, seq_lens, num_queries, least);
     const double seconds = made ? simulated(least) : kNever;
     if (seconds < least) {
       least = seconds;
@@ -82,25 +85,20 @@ void Scheduler::choose_groups(const PackTree& tree, const int64_t* seq_lens, int
   }
 }
 
-// Returns whether they hold all tokens of the batch, so that nothing is merged, fit the buffers and
-// may take less than `limit` seconds.
-bool Scheduler::make_groups(const Target& groups, const int64_t* seq_lens, int32_t num_queries,
+// Returns whether groups of so many tokens fit the buffers and may take less than `limit` seconds.
+bool Scheduler::make_groups(int32_t tokens, const int64_t* seq_lens, int32_t num_queries,
                             double limit) {
   brancher_.read(rooted_, seq_lens, num_queries);
-  branches_ = brancher_.cut(groups, cut_of_groups(groups), packs_);
-  const auto is_left = [](const Pack& pack) { return pack.queries > 0; };
-  if (std::any_of(packs_.packs.begin(), packs_.packs.end(), is_left)) return false;
-  if (Simulation::least_seconds(groups, branches_.tokens) > limit) return false;
-  tiles_ = &target_;
-  return brancher_.build(groups) && assign_partials(num_queries);
+  const BranchLoad load = brancher_.cut(target_, cut_of_groups(target_, tokens), packs_);
+  return Simulation::least_seconds(target_, load.tokens) <= limit && brancher_.build(target_) &&
+         assign_partials(num_queries);
 }
 
+// Swaps what is emitted. Row tiles stay: groups have no packs that would need them.
 void Scheduler::swap_plans() {
   std::swap(packs_, other_.packs);
   std::swap(brancher_, other_.brancher);
-  std::swap(branches_, other_.branches);
   std::swap(assigned_, other_.assigned);
-  std::swap(tiles_, other_.tiles);
 }
 
 }  // namespace pat

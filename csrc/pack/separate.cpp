@@ -30,11 +30,8 @@ constexpr double kOfHeavy = 1.5;
 // With fewer queries it is less in proportion.
 constexpr double kOfQueries = 2.5;
 constexpr double kManyQueries = 16.0;
-// What a narrow unit takes of an item's overhead: four of at most so many packed rows and tokens
-// share half an SM (csrc/cuda/tiles.h).
+// What a narrow unit takes of an item's overhead: four of them share half an SM.
 constexpr double kOfNarrow = 0.1;
-constexpr int32_t kNarrowRows = 8;
-constexpr int32_t kNarrowTokens = 64;
 
 // Packs of one KV head as they are split. Seconds are of an item's work, without its overhead.
 struct Load {
@@ -68,7 +65,7 @@ void add(const Target& target, const Packs& packs, int32_t index, Load& load) {
   const Pack& pack = packs.packs[index];
   const auto tiles = static_cast<double>(target.num_row_tiles(pack.queries));
   const double items = tiles * pack.pieces;
-  const bool narrow = pack.queries * target.group() <= kNarrowRows && pack.chunk <= kNarrowTokens;
+  const bool narrow = is_narrow(target, pack.queries, pack.chunk);
   load.items += items;
   load.overheads += items * (narrow ? kOfNarrow : 1.0);
   load.longest_s = std::max(load.longest_s, work_seconds(target, pack));
@@ -154,9 +151,7 @@ double seconds_of(const Target& target, const Packs& packs, int64_t unique_token
 
 bool shares_little(const Target& target, const int64_t* seq_lens, int32_t num_queries,
                    int64_t unique_tokens) {
-  if (num_queries > kMostSeparate || target.draft_tokens > 1 ||
-      target.branching != Branching::kCost || target.policy != Policy::kBytes ||
-      target.split != Split::kCost) {
+  if (num_queries > kMostSeparate || target.draft_tokens > 1 || !target.has_default_rules()) {
     return false;
   }
   const int64_t all_tokens = std::accumulate(seq_lens, seq_lens + num_queries, int64_t{0});

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "../count_of.h"
+#include "cost_model.h"
 
 namespace pat {
 
@@ -43,7 +44,7 @@ constexpr double kJoint = 0.96;
 // Items that end within this time end together: a simulation takes fewer steps.
 constexpr double kStepUs = 0.25;
 
-constexpr int32_t kTileTokens = 64, kNarrowUnitRows = 8;
+constexpr int32_t kTileTokens = 64;
 constexpr int32_t kFewRows = 16;  // one warp multiplies them (csrc/cuda/tiles.h)
 
 int32_t tiles_of(int64_t tokens) {
@@ -67,10 +68,9 @@ void Simulation::add_pack(const Target& target, const Pack& pack) {
   const int32_t most = target.max_tile_queries();
   for (int32_t left = pack.queries; left > 0; left -= most) {
     const int32_t queries = std::min(left, most);
-    const bool few = queries * target.group() <= kNarrowUnitRows;
     for (int32_t piece = 0; piece < pack.pieces; ++piece) {
       const int32_t tokens = std::min(pack.chunk, pack.tokens() - piece * pack.chunk);
-      const Kind* kind = few && tokens <= kTileTokens ? &Kind::narrow : kind_of(queries);
+      const Kind* kind = is_narrow(target, queries, tokens) ? &Kind::narrow : kind_of(queries);
       items_.push_back({kind, tiles_of(tokens)});
       read_tokens_ += tokens;
     }

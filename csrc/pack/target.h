@@ -74,6 +74,10 @@ struct Target {
   std::vector<int32_t> branch_rows;
   std::vector<int32_t> branch_limits;
 
+  // Whether packs, splits and branches are what the cost model makes of them.
+  bool has_default_rules() const {
+    return policy == Policy::kBytes && split == Split::kCost && branching == Branching::kCost;
+  }
   // Packed rows of a query and KV head.
   int32_t group() const { return draft_tokens * (num_q_heads / num_kv_heads); }
   // Queries of one KV head that fit the largest row tile.

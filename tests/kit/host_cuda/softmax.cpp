@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// softmax e4m3|plain TOKENS PEAK MASKED OFFSET: attention of two rows as attend_wgmma() does it, with
-// the softmax of the kernels and weights in e4m3 or fp32. Logits are random around OFFSET, that of
-// the first token is PEAK more than OFFSET, and its V is small, as at the beginning of a text; in
-// every MASKED-th tile (0: none) all are masked. Prints the relative error of the output and the
-// greatest error of the LSE, against doubles.
+// softmax e4m3|plain TOKENS PEAK MASKED OFFSET: attention of two rows as attend_wgmma() does it,
+// with the softmax of the kernels and weights in e4m3 or fp32. Logits are random around OFFSET,
+// that of the first token is PEAK more than OFFSET, and its V is small, as at the beginning of a
+// text; in every MASKED-th tile (0: none) all are masked. Prints the relative error of the output
+// and the greatest error of the LSE, against doubles.
+#include "cuda/forward/softmax.cuh"
+
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <string_view>
 #include <thread>
 #include <vector>
-
-#include "cuda/forward/softmax.cuh"
 
 namespace {
 
@@ -92,7 +92,7 @@ struct Attention {
 
 template <typename Exponent>
 void check(int tokens, float peak, int masked, float offset) {
-std::mt19937 generator(1);
+  std::mt19937 generator(1);
   std::normal_distribution<float> normal;
   Attention<Exponent> a;
   for (int k = 0; k < tokens; ++k) {
