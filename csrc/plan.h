@@ -92,7 +92,7 @@ static_assert(sizeof(PlanHeader) == 96);
 inline constexpr int32_t kWideRows = 64;
 // Items of more packed rows, if not wide, are heavy: they ask more of the matrix units than of
 // memory. The others are light.
-inline constexpr int32_t kHeavyRows = 32;
+inline constexpr int32_t kHeavyRows = 16;
 // Packed rows of a branch, at most. A branch is a heavy item however few rows it has.
 inline constexpr int32_t kBranchRows = 64;
 static_assert(kBranchRows > kHeavyRows && kBranchRows <= kWideRows);

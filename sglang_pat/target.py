@@ -21,7 +21,7 @@ HEAD_DIM_STEP, MAX_HEAD_DIM = _C.CPU_HEAD_DIM_STEP, _C.CPU_MAX_HEAD_DIM
 # Row tiles of the CUDA kernels in packed rows. The last is of wide items, which both halves of an
 # SM share; beyond head dim 128 an SM has one half.
 LARGEST = 2**31 - 1  # what the extension's integers hold
-_ROW_TILES = (16, _C.HEAVY_ROWS, _C.WIDE_ROWS, 2 * _C.WIDE_ROWS)
+_ROW_TILES = (_C.HEAVY_ROWS, _C.WIDE_ROWS, 2 * _C.WIDE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Target:
     branch, in which queries do not see each other's tokens: ``cost`` where the modelled time is
     shorter, ``always`` or ``never``; ``groups`` makes branches of any queries, of about
     ``split_tokens`` tokens each (PackInfer, section 3.1). With ``cost``, ``bytes`` and the split
-    ``cost``, each query of a small batch may also get items of its own, or any queries may make
-    such groups, where that is modelled to be clearly faster. ``branch_rows`` (packed rows of a
-    branch) and ``branch_limits`` (tokens of a node or tail beyond which it stays an item of its
-    own) are what it chooses from.
+    ``cost``, each query of a small batch may also get items of its own, any queries may make such
+    groups, and short nodes and tails branches beside longer items, where that is modelled to be
+    clearly faster. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a
+    node or tail beyond which it stays an item of its own) are what it chooses from.
 
     Raises ValueError for a field that makes no sense.
     """

@@ -56,9 +56,9 @@ def test_all_tiles_that_a_query_fits() -> None:
         assert [case.permuted for case in found] == sorted(case.permuted for case in found)
         return [case.row_tile for case in found if case.permuted and case.tree.tokens[0] == 8192]
 
-    assert row_tiles(Heads(32, 8)) == [16, 32, 64, 128]
+    assert row_tiles(Heads(32, 8)) == [16, 64, 128]
     assert row_tiles(Heads(40, 1)) == [64, 128]
-    assert row_tiles(Heads(32, 8, 256)) == [16, 32, 64]
+    assert row_tiles(Heads(32, 8, 256)) == [16, 64]
 
 
 @pytest.mark.parametrize("heads", [Heads(32, 8), Heads(28, 4), Heads(16, 1)], ids=str)
@@ -119,7 +119,7 @@ def test_from_arguments_to_json_and_back(
         (permuted, length, tile)
         for permuted in (False, True)
         for length in (16, 40)
-        for tile in (16, 32, 64, 128)
+        for tile in (16, 64, 128)
     ]
     for each in rows:
         assert each.rows == each.row_tile and each.items == 66 and each.error < 0.01
@@ -136,13 +136,13 @@ def test_from_arguments_to_json_and_back(
 @pytest.mark.usefixtures("no_device")
 def test_a_plan_of_other_items_is_refused() -> None:
     heads, timer = Heads(4, 2, 64), CpuClock(1.0)
-    tree = tiles.tree_of(heads, 32, 16, 66)
-    with pytest.raises(RuntimeError, match=r"66 items of \[32\] rows and 0 .* must have 66 of 16"):
+    tree = tiles.tree_of(heads, 64, 16, 66)
+    with pytest.raises(RuntimeError, match=r"66 items of \[64\] rows and 0 .* must have 66 of 16"):
         tiles.measure(TileCase(heads, False, 16, tree), timer, RATES, WHOLE)  # type: ignore[arg-type]
     tails = Tree(tree.nodes, (512, 16))
     packed = PatOptions(branching="never")
     with pytest.raises(RuntimeError, match=r"and \d{4,} partials"):
-        tiles.measure(TileCase(heads, False, 32, tails), timer, RATES, packed)  # type: ignore[arg-type]
+        tiles.measure(TileCase(heads, False, 64, tails), timer, RATES, packed)  # type: ignore[arg-type]
 
 
 def test_table_and_complaints() -> None:

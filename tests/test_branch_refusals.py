@@ -103,7 +103,7 @@ def test_joint_plans_have_heavy_items_of_a_row_tile() -> None:
     many = case([Piece(tuple(range(100)), 0, 70)], (1, 1))
     check(many, many.plan())
     with pytest.raises(
-        ValueError, match="item 0 of a joint plan has 100 packed rows, must have 33 to 64"
+        ValueError, match="item 0 of a joint plan has 100 packed rows, must have 17 to 64"
     ):
         execute(many, joint(many.plan()))
 

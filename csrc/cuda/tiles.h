@@ -4,8 +4,8 @@
 //
 // Work units by their number of packed rows, largest first:
 //   wide    more than 64: both halves of an SM work on it, each with 64 rows at a time
-//   heavy   33 to 64, and all branches: four consumer warps, limited by the matrix units
-//   light   up to 32: four consumer warps, limited by memory
+//   heavy   17 to 64, and all branches: four consumer warps, limited by the matrix units
+//   light   up to 16: four consumer warps, limited by memory
 //   narrow  up to 8 rows and 64 tokens: one consumer warp, so that four of them run at a time
 //   short   a narrow unit of up to 32 tokens: its K and its V share one stage
 // K and V in fp8 share a stage in every unit.
@@ -29,7 +29,7 @@ inline constexpr int kWarpRows = 16;                  // packed rows of one warp
 inline constexpr int kNarrowRows = 8;                 // packed rows of a narrow unit, at most
 inline constexpr int kShortTokens = kTileTokens / 2;  // tokens of a short unit, at most
 static_assert(kTileTokens == kBranchAlign);           // tiles of a branch begin where its blocks do
-static_assert(kTileRows == 4 * kWarpRows && kHeavyRows == 2 * kWarpRows);
+static_assert(kTileRows == 4 * kWarpRows && kHeavyRows == kWarpRows);
 
 inline constexpr int kMaxStages = 8;      // ring of K and V tiles
 inline constexpr int kWorkUnits = 8;      // ring of work units
@@ -38,7 +38,7 @@ inline constexpr int kNarrowBuffers = 4;  // ring of Q buffers of narrow units: 
 inline constexpr int kAheadTiles = 4;     // the scheduler claims on when no more are left to load
 
 // Upper ends of the row tiles that Launch::kStreams and kSerial run in one kernel each.
-inline constexpr std::array<int, 4> kRowTiles = {kWarpRows, kHeavyRows, kWideRows,
+inline constexpr std::array<int, 4> kRowTiles = {kWarpRows, 2 * kWarpRows, kWideRows,
                                                  std::numeric_limits<int>::max()};
 
 }  // namespace pat

@@ -114,7 +114,7 @@ def encode(
     draft_tokens: int = 1,
 ) -> HandPlan:
     """The plan whose items are ``parts``: first, with ``wide``, those of more than 64 packed rows
-    as wide items, then the heavy ones, of more than 32 or branches, then the others, each in that
+    as wide items, then the heavy ones, of more than 16 or branches, then the others, each in that
     order."""
     group = heads[0] // heads[1] * draft_tokens
 
@@ -123,7 +123,7 @@ def encode(
         if isinstance(part, Branch):
             assert rows <= BRANCH_ROWS
             return BRANCH_ROWS
-        return 128 if wide and rows > 64 else 64 if rows > 32 else 16
+        return 128 if wide and rows > 64 else 64 if rows > 16 else 16
 
     parts = sorted(parts, key=tile, reverse=True)
     tiles = [tile(part) for part in parts]

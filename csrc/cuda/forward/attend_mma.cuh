@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of a work unit with mma.sync: units of up to 64 packed rows on every architecture, of
-// up to 32 where wgmma does the rest.
+// up to 16 where wgmma does the rest.
 #pragma once
 
 #include "cuda/forward/consumer.cuh"

@@ -74,7 +74,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
       c.narrow.advance();
     } else if (rows <= kWarpRows && !unit.wide && !unit.branch) {
       attend_mma<T, kFp8, 1, false>(c, unit);
-    } else if (rows <= 2 * kWarpRows && !unit.wide && !unit.branch) {
+    } else if (!S::kWgmma && rows <= 2 * kWarpRows && !unit.wide && !unit.branch) {
       attend_mma<T, kFp8, 2, false>(c, unit);
     } else {
 #if PAT_WGMMA
