@@ -159,21 +159,25 @@ def test_ops_run_planned_branches() -> None:
     torch.testing.assert_close(out.double(), inputs.truth()[0], rtol=1e-4, atol=1e-5)
 
 
+def needs(made: Plan) -> dict[str, int]:
+    """Room that the branches of a plan take, by the field of a target that bounds it."""
+    segments = sum(len(segments) for _, segments in branches_of(made))
+    return {"max_segments": segments, "max_branch_tokens": made.branch_tokens}
+
+
 @pytest.mark.parametrize("branching", ["always", "cost"])
-def test_plans_beyond_the_buffers_have_no_branches(branching: str) -> None:
-    """They are then as if there were none, and that is not degraded."""
+def test_branches_beyond_the_buffers_are_not_made(branching: str) -> None:
+    """Without rules for smaller ones a plan is then as if there were none, and not degraded."""
     common: dict[str, Any] = {"branching": branching}
     made = plan(TREE.paths, TREE.seq_lens, target(**common))
     assert branches_of(made)
     never = plan(TREE.paths, TREE.seq_lens, target(branching="never"))
-    for name, needed in (
-        ("max_segments", sum(len(segments) for _, segments in branches_of(made))),
-        ("max_branch_tokens", made.branch_tokens),
-    ):
+    for name, needed in needs(made).items():
         fits = plan(TREE.paths, TREE.seq_lens, target(**common, **{name: needed}))
         assert content(fits) == content(made)
         less = plan(TREE.paths, TREE.seq_lens, target(**common, **{name: needed - 1}))
-        assert content(less) == content(never) and less.degraded == ""
+        assert less.degraded == "" and needs(less)[name] < needed
+        assert branching == "cost" or content(less) == content(never)
 
 
 def test_branches_of_too_many_segments_are_not_made() -> None:

@@ -24,7 +24,7 @@ Scheduler::Scheduler(const Target& target)
     : target_(target),
       without_wide_(target.without_wide()),
       packer_(without_wide_),
-      weighs_groups_(target.has_default_rules() && Simulation::knows(target)) {
+      simulates_(target.has_default_rules() && Simulation::knows(target)) {
   target_.validate();
 }
 
@@ -51,7 +51,7 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
   }
   if (degraded.empty()) {
     separate(tree, seq_lens, num_queries);
-    choose_groups(tree, seq_lens, num_queries);
+    choose_by_simulation(tree, seq_lens, num_queries);
   }
   Plan plan = emitter_.emit({*tiles_, packs_, brancher_, assigned_, seq_lens, num_queries});
   plan.degraded = std::move(degraded);
@@ -59,18 +59,24 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
   return plan;
 }
 
-// Whether there are wide work units for four fifths of the SMs, or none. Each takes all of an SM,
-// which otherwise runs two smaller ones side by side. (Measured: with half of the SMs one
-// of the paper's trees is 9 % slower, the others within 2 %; with all SMs the mean is the same.)
-bool Scheduler::wide_items_fill() const {
-  if (without_wide_.row_tiles.size() == target_.row_tiles.size()) return true;
+// Wide work units of the packs at hand.
+int64_t Scheduler::wide_units() const {
+  if (without_wide_.row_tiles.size() == target_.row_tiles.size()) return 0;
   const int64_t tile = target_.max_tile_queries();
   int64_t wide = 0;
   for (const Pack& pack : packs_.packs) {
     const bool last = pack.queries % tile * target_.group() > kWideRows;
     wide += (pack.queries / tile + last) * pack.pieces;
   }
-  return wide == 0 || 5 * wide * target_.num_kv_heads >= int64_t{4} * target_.num_sms;
+  return wide * target_.num_kv_heads;
+}
+
+// Whether there are wide work units for four fifths of the SMs, or none. Each takes all of an SM,
+// which otherwise runs two smaller ones side by side. (Measured: with half of the SMs one
+// of the paper's trees is 9 % slower, the others within 2 %; with all SMs the mean is the same.)
+bool Scheduler::wide_items_fill() const {
+  const int64_t wide = wide_units();
+  return wide == 0 || 5 * wide >= int64_t{4} * target_.num_sms;
 }
 
 // Takes the way to branch that is modelled to be the fastest, if it is faster than none.

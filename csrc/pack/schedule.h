@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pack tree -> plan. Runs the stages in their order: packer (which queries share an item), branch
 // (which parts of the tree become one item), split (where long items are cut), separate (whether a
-// small batch shares nothing), groups (whether requests are faster together, whatever they share),
+// small batch shares nothing), alternatives (branches and groups that are simulated to be faster),
 // then assigns the partials, emits the plan, and limits for how long it holds (drift).
 #pragma once
 
@@ -32,12 +32,14 @@ class Scheduler {
   std::string fit(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   bool assign_partials(int32_t num_queries);
   void number_partials(int32_t query);
+  int64_t wide_units() const;
   bool wide_items_fill() const;
   void choose_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   BranchCut fastest_cut(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   void separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
-  void choose_groups(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
-  bool make_groups(int32_t tokens, const int64_t* seq_lens, int32_t num_queries, double limit);
+  void choose_by_simulation(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+  bool make_branches(const PackTree& tree, const BranchCut& cut, const int64_t* seq_lens,
+                     int32_t num_queries, double limit);
   void swap_plans();
   bool drop_branches();
   void count_tokens(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
@@ -62,9 +64,10 @@ class Scheduler {
     Packs packs;
     Brancher brancher;
     Assignment assigned;
+    const Target* tiles = nullptr;
   };
   Other other_;
-  const bool weighs_groups_;
+  const bool simulates_;
   Simulation simulation_;
   Emitter emitter_;
 };

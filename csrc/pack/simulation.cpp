@@ -15,40 +15,43 @@ struct Simulation::Kind {
   enum Rank { kWide, kHeavy, kLight } rank;  // in the order in which they run
   double start_us, tile_us;
 
-  static const Kind narrow, few_rows, light, heavy, branch, wide;
+  static const Kind narrow, single, light, heavy, branch, wide;
 };
-constexpr Simulation::Kind Simulation::Kind::narrow{kLight, 0.29, 0.30};
-constexpr Simulation::Kind Simulation::Kind::few_rows{kLight, 0.99, 0.58};
-constexpr Simulation::Kind Simulation::Kind::light{kLight, 0.99, 0.65};
-constexpr Simulation::Kind Simulation::Kind::heavy{kHeavy, 1.23, 0.72};
-constexpr Simulation::Kind Simulation::Kind::branch{kHeavy, 2.34, 0.63};
-constexpr Simulation::Kind Simulation::Kind::wide{kWide, 1.43, 0.87};
+constexpr Simulation::Kind Simulation::Kind::narrow{kLight, 0.19, 0.11};
+constexpr Simulation::Kind Simulation::Kind::single{kLight, 1.89, 0.55};  // of one query
+constexpr Simulation::Kind Simulation::Kind::light{kLight, 0.99, 0.70};
+constexpr Simulation::Kind Simulation::Kind::heavy{kHeavy, 2.71, 0.74};
+constexpr Simulation::Kind Simulation::Kind::branch{kHeavy, 1.00, 0.59};
+constexpr Simulation::Kind Simulation::Kind::wide{kWide, 3.22, 0.94};
 
 namespace {
 
 // Fitted to 4,087 plans of 525 batches on an H100, head dim 128 and bf16
 // (docs/experiments/simulation.md): within a batch the times of plans are 6 % off, rms. They are
 // times of an SM, so that GPUs with the same SMs have them as well, whatever their memory is.
-constexpr double kLaunchUs = 7.4;
-constexpr double kMergeUs = 1.55;   // of a merge that has anything to do
-constexpr double kSplitUs = 0.056;  // for each split of the query that has the most
+constexpr double kLaunchUs = 12.8;
+constexpr double kMergeUs = 1.52;   // of a merge that has anything to do
+constexpr double kSplitUs = 0.086;  // for each split of the query that has the most
 // Bytes a second: of partials, written and read, and of tokens that were read before, which come
 // from the L2.
-constexpr double kPartialRate = 2.3e12;
-constexpr double kRereadRate = 10.6e12;
+constexpr double kPartialRate = 6.2e12;
+constexpr double kRereadRate = 19.4e12;
+// What a branch takes longer: before its first tile for each segment, and for each masked tile, as
+// a part of that tile's time.
+constexpr double kSegmentUs = 0.25;
+constexpr double kOfMasked = 0.12;
 // The halves of an SM share its matrix units: beside another heavy item, a tile takes so much more.
-constexpr double kBesideHeavy = 1.08;
+constexpr double kBesideHeavy = 0.93;
 // Both halves work on an item of a joint plan, which takes little less of the simulated time, as
 // it is memory that such plans wait for.
-constexpr double kJoint = 0.96;
+constexpr double kJoint = 0.92;
 // Items that end within this time end together: a simulation takes fewer steps.
 constexpr double kStepUs = 0.25;
 
 constexpr int32_t kTileTokens = 64;
-constexpr int32_t kFewRows = 16;  // one warp multiplies them (csrc/cuda/tiles.h)
 
-int32_t tiles_of(int64_t tokens) {
-  return static_cast<int32_t>(std::max<int64_t>((tokens + kTileTokens - 1) / kTileTokens, 1));
+double tiles_of(int64_t tokens) {
+  return static_cast<double>(std::max<int64_t>((tokens + kTileTokens - 1) / kTileTokens, 1));
 }
 
 }  // namespace
@@ -63,7 +66,7 @@ void Simulation::add_pack(const Target& target, const Pack& pack) {
     const int32_t row_tile = target.row_tile_for(queries);
     if (row_tile > kWideRows) return &Kind::wide;
     if (row_tile > kHeavyRows) return &Kind::heavy;
-    return row_tile > kFewRows ? &Kind::light : &Kind::few_rows;
+    return queries > 1 ? &Kind::light : &Kind::single;
   };
   const int32_t most = target.max_tile_queries();
   for (int32_t left = pack.queries; left > 0; left -= most) {
@@ -71,7 +74,7 @@ void Simulation::add_pack(const Target& target, const Pack& pack) {
     for (int32_t piece = 0; piece < pack.pieces; ++piece) {
       const int32_t tokens = std::min(pack.chunk, pack.tokens() - piece * pack.chunk);
       const Kind* kind = is_narrow(target, queries, tokens) ? &Kind::narrow : kind_of(queries);
-      items_.push_back({kind, tiles_of(tokens)});
+      items_.push_back({kind, kind->start_us, tiles_of(tokens)});
       read_tokens_ += tokens;
     }
   }
@@ -82,7 +85,10 @@ void Simulation::list_items(const Target& target, const Packs& packs, const Bran
   read_tokens_ = 0;
   for (const Branch& branch : brancher.branches()) {
     if (branch.num_queries == 0) continue;
-    items_.push_back({&Kind::branch, tiles_of(branch.tokens)});
+    const double tiles = tiles_of(branch.tokens);
+    const double masked = std::max(tiles - branch.unmasked / kTileTokens, 0.0);
+    items_.push_back({&Kind::branch, Kind::branch.start_us + kSegmentUs * branch.num_segments,
+                      tiles + kOfMasked * masked});
     read_tokens_ += branch.tokens;
   }
   for (const Pack& pack : packs.packs) add_pack(target, pack);
@@ -94,8 +100,8 @@ void Simulation::list_items(const Target& target, const Packs& packs, const Bran
 // Gives items to free slots.
 void Simulation::begin(double share) {
   const auto start = [&](size_t item, bool light) {
-    const Kind* kind = items_[item].kind;
-    running_.push_back({kind, kind->start_us, share * items_[item].tiles, light});
+    const Item& next = items_[item];
+    running_.push_back({next.kind, next.start_us, share * next.tiles, light});
   };
   for (; next_wide_ < end_wide_ && free_heavy_ > 0 && free_light_ > 0; --free_heavy_) {
     start(next_wide_++, false);
@@ -175,7 +181,9 @@ double Simulation::seconds(const Target& target, const Packs& packs, const Branc
   const int32_t num_items = count_of(items_);
   const bool joint = target.runs_jointly(num_items, static_cast<int64_t>(end_heavy_ - end_wide_));
   slots_ = static_cast<double>(target.num_sms) / target.num_kv_heads;
-  free_heavy_ = free_light_ = std::max(1, static_cast<int32_t>(std::lround(slots_)));
+  const auto halves = static_cast<int32_t>(std::lround(target.slots() / target.num_kv_heads));
+  free_heavy_ = std::max(1, halves / 2);
+  free_light_ = std::max(1, halves - free_heavy_);
 
   const auto unique = static_cast<double>(unique_tokens);
   const double reread = std::max(static_cast<double>(read_tokens_) - unique, 0.0);

@@ -31,7 +31,8 @@ class Simulation {
   struct Kind;  // of items, see simulation.cpp
   struct Item {
     const Kind* kind;
-    int32_t tiles;  // KV tiles
+    double start_us;  // before the first tile
+    double tiles;     // KV tiles, masked ones as more
   };
   struct Running {
     const Kind* kind;

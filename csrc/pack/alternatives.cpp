@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the scheduler weighs against the packs at hand: ways to cut the tree into branches, every
 // query by itself, and groups.
+#include <array>
 #include <limits>
 #include <utility>
 
@@ -11,6 +12,20 @@
 #include "split.h"
 
 namespace pat {
+namespace {
+
+// What the simulation weighs against the plan of the cost model. Branches of nodes and tails of at
+// most so many tokens; longer ones stay items of their own.
+constexpr int32_t kBranchLimit = 128;
+// Groups of at most so many tokens.
+constexpr std::array<int32_t, 2> kGroupTokens = {1024, 2048};
+// Another plan is taken if the one at hand is simulated to take more than so many times as long.
+// The simulation is off by as much.
+constexpr double kSimulatedGain = 1.05;
+// Queries of a batch of which others are simulated, at least.
+constexpr int32_t kLeastSimulated = 8;
+
+}  // namespace
 
 BranchCut Scheduler::fastest_cut(const PackTree& tree, const int64_t* seq_lens,
                                  int32_t num_queries) {
@@ -60,45 +75,60 @@ void Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
   assign_partials(num_queries);
 }
 
-// Takes the groups that are simulated to be the fastest, if they are faster than the plan at hand.
-void Scheduler::choose_groups(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
-  if (!weighs_groups_ || tree.nodes.empty() || num_queries < kLeastGrouped ||
-      longest_ > kGroupTokens.back()) {
-    return;
-  }
+// Takes the branches or groups that are simulated to be the fastest, if they are faster than the
+// plan at hand.
+void Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_lens,
+                                     int32_t num_queries) {
+  if (!simulates_ || tree.nodes.empty() || num_queries < kLeastSimulated) return;
   constexpr double kNever = std::numeric_limits<double>::infinity();
   const auto simulated = [&](double limit) {
     return simulation_.seconds(*tiles_, packs_, brancher_, assigned_, unique_tokens_, limit);
   };
-  put_below_root(tree, num_queries, rooted_);
-  double least = simulated(kNever) / kGroupsGain;
-  for (const int32_t tokens : kGroupTokens) {
-    if (longest_ > tokens) continue;  // it would stay outside of the groups
+  double least = simulated(kNever) / kSimulatedGain;
+  const auto weigh = [&](const PackTree& of, const BranchCut& cut) {
     swap_plans();
-    const bool made = make_groups(tokens, seq_lens, num_queries, least);
+    const bool made = make_branches(of, cut, seq_lens, num_queries, least);
     const double seconds = made ? simulated(least) : kNever;
     if (seconds < least) {
       least = seconds;
     } else {
       swap_plans();
     }
+  };
+  for (const int32_t rows : target_.branch_rows) {
+    if (longest_ <= kBranchLimit || rows < target_.group()) continue;
+    weigh(tree, {kBranchLimit, rows / target_.group()});
   }
+  put_below_root(tree, num_queries, rooted_);
+  for (const int32_t tokens : kGroupTokens) weigh(rooted_, cut_of_groups(target_, tokens));
 }
 
-// Returns whether groups of so many tokens fit the buffers and may take less than `limit` seconds.
-bool Scheduler::make_groups(int32_t tokens, const int64_t* seq_lens, int32_t num_queries,
-                            double limit) {
-  brancher_.read(rooted_, seq_lens, num_queries);
-  const BranchLoad load = brancher_.cut(target_, cut_of_groups(target_, tokens), packs_);
-  return Simulation::least_seconds(target_, load.tokens) <= limit && brancher_.build(target_) &&
-         assign_partials(num_queries);
+// Returns whether branches of a cut, with packs of the rest, fit the buffers and may take less than
+// `limit` seconds. Not beside wide items: branches wait for an SM there, which the simulation does
+// not see (measured: 1.14 of the time where it saw a gain).
+bool Scheduler::make_branches(const PackTree& tree, const BranchCut& cut, const int64_t* seq_lens,
+                              int32_t num_queries, double limit) {
+  brancher_.read(tree, seq_lens, num_queries);
+  const BranchLoad load = brancher_.cut(target_, cut, packs_);
+  if (load.items == 0.0 || Simulation::least_seconds(target_, load.tokens) > limit ||
+      !brancher_.build(target_)) {
+    return false;
+  }
+  tiles_ = &target_;
+  split_packs(*tiles_, packs_, true, load);
+  if (wide_units() > 0) {
+    if (wide_items_fill()) return false;
+    tiles_ = &without_wide_;
+    split_packs(*tiles_, packs_, true, load);
+  }
+  return assign_partials(num_queries);
 }
 
-// Swaps what is emitted. Row tiles stay: groups have no packs that would need them.
 void Scheduler::swap_plans() {
   std::swap(packs_, other_.packs);
   std::swap(brancher_, other_.brancher);
   std::swap(assigned_, other_.assigned);
+  std::swap(tiles_, other_.tiles);
 }
 
 }  // namespace pat
