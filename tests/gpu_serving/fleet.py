@@ -31,6 +31,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "eagle4": lambda path: make_eagle(path, q_heads=8, kv_heads=2),
     "scaled4": lambda path: with_kv_scales(make_llama(path, q_heads=8, kv_heads=2)),
     "ratio5": lambda path: make_llama(path, q_heads=10, kv_heads=2),
+    "ratio8": lambda path: make_llama(path, q_heads=16, kv_heads=2),
     "ratio7": lambda path: make_llama(path, q_heads=14, kv_heads=2, head_dim=64),
     "gemma2": lambda path: make_gemma2(path, window=WINDOW),
     **{
@@ -62,10 +63,13 @@ def _drafted(algorithm: str, draft_model: str) -> tuple[str, ...]:
     )
 
 
-_NGRAM = (
-    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
-    *("--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
-)
+def _ngram(draft_tokens: int = DRAFT_TOKENS) -> tuple[str, ...]:
+    return (
+        *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+        *("--speculative-num-draft-tokens", str(draft_tokens)),
+    )
+
+
 # SGLang would fill most of the memory with states.
 _STATES = ("--max-mamba-cache-size", "512")
 # More options of a family. Every layer of a Falcon-H1 attends. So SGLang 0.5.23 takes it for one
@@ -151,8 +155,12 @@ FLEET = {
         ),
         _config("ratio4-pat-drafts-wrong", *_drafted("STANDALONE", "ratio4b")),
         _config("ratio4-pat-eagle", *_drafted("EAGLE", "eagle4")),
-        _config("ratio4-fa3-ngram", *_NGRAM),
-        _config("ratio4-pat-ngram", *_NGRAM),
+        _config("ratio4-fa3-ngram", *_ngram()),
+        _config("ratio4-pat-ngram", *_ngram()),
+        # 64 packed rows a request, the most that pat takes.
+        _config("ratio8-fa3"),
+        _config("ratio8-pat"),
+        _config("ratio8-pat-ngram", *_ngram(8)),
     )
 }
 

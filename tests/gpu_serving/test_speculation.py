@@ -5,9 +5,13 @@ with and without drafts, accepts as many drafts, and packs."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from math import sqrt
+from statistics import fmean, stdev
 
 import pytest
 from serving.server import Answer
+
+from sglang_pat.bench.common.counters import Counters
 
 from .agreement import LOADS, NEW_TOKENS, Distance, answers, equal_share
 from .fleet import Fleet
@@ -16,7 +20,10 @@ from .test_agreement import MARGIN
 PLAIN, OURS_PLAIN, PEER = "ratio4-fa3", "ratio4-pat", "ratio4-fa3-drafts-right"
 RIGHT = ("ratio4-pat-drafts-right", "ratio4-pat-drafts-no-overlap")
 OURS = (*RIGHT, "ratio4-pat-drafts-wrong", "ratio4-pat-eagle", "ratio4-pat-ngram")
-SERVERS = (PLAIN, OURS_PLAIN, PEER, "ratio4-fa3-ngram", *OURS)
+# Eight heads a KV head and eight draft tokens: 64 packed rows a request.
+LARGE_PLAIN, OURS_LARGE_PLAIN, OURS_LARGE = "ratio8-fa3", "ratio8-pat", "ratio8-pat-ngram"
+LARGE = (LARGE_PLAIN, OURS_LARGE_PLAIN, OURS_LARGE)
+SERVERS = (PLAIN, OURS_PLAIN, PEER, "ratio4-fa3-ngram", *OURS, *LARGE)
 COMPARED = ("shared", "multi_level", "disjoint", "samples")
 
 
@@ -25,8 +32,14 @@ def accepted(texts: list[Answer]) -> float:
     return sum(len(text.tokens) - 1 for text in texts) / sum(text.verify_steps for text in texts)
 
 
+# NGRAM fills up its drafts with this token, each behind the request's last one (SGLang's
+# ngram_corpus/result.cpp). Attention of a chain, fa3's as ours, has it behind the other drafts. So
+# what follows such a token is another text if it was accepted.
+PAD = 0
+
+
 def apart(some: list[Answer], others: list[Answer]) -> Distance:
-    """Of the log-probabilities of each answer up to the first token that differs."""
+    """Of the log-probabilities of each answer up to the first token that differs, or to PAD."""
     pairs: list[tuple[float, float]] = []
     for one, other in zip(some, others, strict=True):
         for token, other_token, *both in zip(
@@ -35,6 +48,8 @@ def apart(some: list[Answer], others: list[Answer]) -> Distance:
             if token != other_token:
                 break
             pairs.append((both[0], both[1]))
+            if token == PAD:
+                break
     return Distance.between(*map(list, zip(*pairs, strict=True)))
 
 
@@ -62,20 +77,39 @@ def peer(server: Fleet) -> list[Answer]:
     return of_loads(server, PEER)
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_answers(name: str, server: Fleet, plain: list[Answer], ours_plain: list[Answer]) -> None:
-    """They are as near to fa3's without drafts as pat's are without drafts."""
+def check_answers(
+    name: str, server: Fleet, plain: list[Answer], ours_plain: list[Answer]
+) -> Counters:
+    """Answers with drafts are as near to fa3's without as pat's without. Returns what was counted
+    meanwhile."""
     before = server(name).counters()
     ours = of_loads(server, name)
     counted = server(name).counters() - before
-    share, least = equal_share(ours, plain), equal_share(ours_plain, plain)
+    shares = [equal_share([one], [other]) for one, other in zip(ours, plain, strict=True)]
+    least = [equal_share([one], [other]) for one, other in zip(ours_plain, plain, strict=True)]
     distance, limit = apart(ours, plain), apart(ours_plain, plain)
-    print(f"{name}: equal {share:.4f}, {distance}; without drafts {least:.4f}, {limit}")
+    print(
+        f"{name}: equal {fmean(shares):.4f}, {distance}; without drafts {fmean(least):.4f}, {limit}"
+    )
     print(f"{name}: {accepted(ours):.2f} tokens a step; {counted}")
-    assert share >= least - MARGIN
+    # A near-tie halves a text here or there, so that the mean of 100 texts has a standard error.
+    less = [b - a for a, b in zip(shares, least, strict=True)]
+    assert fmean(less) <= 3 * stdev(less) / sqrt(len(less))
     assert distance.about_as_small_as(limit)
-    assert counted.verify_steps > 0 and counted.packed_steps > 0
+    assert counted.verify_steps > 0
     assert not counted.fallbacks and not counted.base_layers
+    return counted
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_answers(name: str, server: Fleet, plain: list[Answer], ours_plain: list[Answer]) -> None:
+    assert check_answers(name, server, plain, ours_plain).packed_steps > 0
+
+
+def test_answers_of_64_packed_rows_a_request(server: Fleet) -> None:
+    """A row tile has no room for a second request, so that nothing is packed."""
+    plain, ours_plain = (of_loads(server, name) for name in (LARGE_PLAIN, OURS_LARGE_PLAIN))
+    check_answers(OURS_LARGE, server, plain, ours_plain)
 
 
 @pytest.mark.parametrize("name", RIGHT)
