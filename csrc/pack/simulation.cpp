@@ -26,9 +26,10 @@ constexpr Simulation::Kind Simulation::Kind::wide{kWide, 3.22, 0.94};
 
 namespace {
 
-// Fitted to 4,087 plans of 525 batches on an H100, head dim 128 and bf16
-// (docs/experiments/simulation.md): within a batch the times of plans are 6 % off, rms. They are
-// times of an SM, so that GPUs with the same SMs have them as well, whatever their memory is.
+// Fitted to the plans of 388 batches on an H100, head dim 128 and bf16, that take no more than 1.35
+// of the default's time (docs/experiments/simulation.md): within a batch the times of plans are 4 %
+// off, rms. They are times of an SM, so that GPUs with the same SMs have them as well, whatever
+// their memory is. The fit compares plans of one batch, so that kLaunchUs has what they share.
 constexpr double kLaunchUs = 12.8;
 constexpr double kMergeUs = 1.52;   // of a merge that has anything to do
 constexpr double kSplitUs = 0.086;  // for each split of the query that has the most
