@@ -172,6 +172,13 @@ def test_branches_are_not_weighed_beside_wide_items() -> None:
     assert made.num_wide_items > 0 and not branches_of(made)
 
 
+def test_a_query_may_have_more_packed_rows_than_a_branch() -> None:
+    """Planning for 65 heads a KV head divided by zero once: no query fits a branch of 64 rows."""
+    lengths = [340 + i for i in range(12)]
+    made = plan([[(0, 0, 300)]] * 12, lengths, h100("65/1", 12))
+    assert made.num_items > 0 and not branches_of(made)
+
+
 @pytest.mark.parametrize(
     "changes", [{"kv_bytes": 1}, {"head_dim": 64}, {"items_per_sm": 1}, {"split": "mean"}]
 )

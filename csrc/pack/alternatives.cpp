@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the scheduler weighs against the packs at hand: ways to cut the tree into branches, every
-// query by itself, and groups.
+// What the scheduler weighs against the packs at hand: ways to cut the tree into branches and every
+// query by itself, by models; branches beside longer items and groups, by simulation.
 #include <array>
 #include <limits>
 #include <utility>
@@ -95,9 +95,10 @@ void Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_le
       swap_plans();
     }
   };
-  for (const int32_t rows : target_.branch_rows) {
-    if (longest_ <= kBranchLimit || rows < target_.group()) continue;
-    weigh(tree, {kBranchLimit, rows / target_.group()});
+  if (longest_ > kBranchLimit) {
+    for (const int32_t rows : target_.branch_rows) {
+      weigh(tree, {kBranchLimit, rows / target_.group()});
+    }
   }
   put_below_root(tree, num_queries, rooted_);
   for (const int32_t tokens : kGroupTokens) weigh(rooted_, cut_of_groups(target_, tokens));
@@ -108,6 +109,7 @@ void Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_le
 // not see (measured: 1.14 of the time where it saw a gain).
 bool Scheduler::make_branches(const PackTree& tree, const BranchCut& cut, const int64_t* seq_lens,
                               int32_t num_queries, double limit) {
+  if (cut.queries == 0) return false;  // the packed rows of one query do not fit a branch
   brancher_.read(tree, seq_lens, num_queries);
   const BranchLoad load = brancher_.cut(target_, cut, packs_);
   if (load.items == 0.0 || Simulation::least_seconds(target_, load.tokens) > limit ||

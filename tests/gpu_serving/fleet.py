@@ -31,8 +31,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "eagle4": lambda path: make_eagle(path, q_heads=8, kv_heads=2),
     "scaled4": lambda path: with_kv_scales(make_llama(path, q_heads=8, kv_heads=2)),
     "ratio5": lambda path: make_llama(path, q_heads=10, kv_heads=2),
-    "ratio8": lambda path: make_llama(path, q_heads=16, kv_heads=2),
     "ratio7": lambda path: make_llama(path, q_heads=14, kv_heads=2, head_dim=64),
+    "ratio8": lambda path: make_llama(path, q_heads=16, kv_heads=2),
     "gemma2": lambda path: make_gemma2(path, window=WINDOW),
     **{
         family: lambda path, family=family: make_hybrid(path, family)  # type: ignore[misc]

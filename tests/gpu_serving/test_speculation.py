@@ -25,6 +25,10 @@ LARGE_PLAIN, OURS_LARGE_PLAIN, OURS_LARGE = "ratio8-fa3", "ratio8-pat", "ratio8-
 LARGE = (LARGE_PLAIN, OURS_LARGE_PLAIN, OURS_LARGE)
 SERVERS = (PLAIN, OURS_PLAIN, PEER, "ratio4-fa3-ngram", *OURS, *LARGE)
 COMPARED = ("shared", "multi_level", "disjoint", "samples")
+# NGRAM fills up its drafts with this token, each behind the request's last one (SGLang's
+# ngram_corpus/result.cpp). Attention of a chain, fa3's as ours, lets it attend to the drafts before
+# it, too. So the tokens behind a filler that was accepted may be wrong.
+FILLER = 0
 
 
 def accepted(texts: list[Answer]) -> float:
@@ -32,14 +36,8 @@ def accepted(texts: list[Answer]) -> float:
     return sum(len(text.tokens) - 1 for text in texts) / sum(text.verify_steps for text in texts)
 
 
-# NGRAM fills up its drafts with this token, each behind the request's last one (SGLang's
-# ngram_corpus/result.cpp). Attention of a chain, fa3's as ours, has it behind the other drafts. So
-# what follows such a token is another text if it was accepted.
-PAD = 0
-
-
 def apart(some: list[Answer], others: list[Answer]) -> Distance:
-    """Of the log-probabilities of each answer up to the first token that differs, or to PAD."""
+    """Of the log-probabilities of each answer up to the first token that differs, or to FILLER."""
     pairs: list[tuple[float, float]] = []
     for one, other in zip(some, others, strict=True):
         for token, other_token, *both in zip(
@@ -48,7 +46,7 @@ def apart(some: list[Answer], others: list[Answer]) -> Distance:
             if token != other_token:
                 break
             pairs.append((both[0], both[1]))
-            if token == PAD:
+            if token == FILLER:
                 break
     return Distance.between(*map(list, zip(*pairs, strict=True)))
 
@@ -107,7 +105,7 @@ def test_answers(name: str, server: Fleet, plain: list[Answer], ours_plain: list
 
 
 def test_answers_of_64_packed_rows_a_request(server: Fleet) -> None:
-    """A row tile has no room for a second request, so that nothing is packed."""
+    """Plans give each request row tiles of its own here, so that nothing is packed."""
     plain, ours_plain = (of_loads(server, name) for name in (LARGE_PLAIN, OURS_LARGE_PLAIN))
     check_answers(OURS_LARGE, server, plain, ours_plain)
 
