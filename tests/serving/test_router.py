@@ -117,7 +117,7 @@ def test_the_benchmark_measures_each_policy(
     monkeypatch.setattr(bench, "serve_routed", running)
     file = tmp_path / "rows.json"
     workload = f"{SYSTEM_PROMPTS}*{SYSTEM_TOKENS}x{USERS}"
-    options = ["--router", workload, "--new-tokens", str(USER_TOKENS), "--output-tokens", "160"]
+    options = ["--router", workload, "--new-tokens", str(USER_TOKENS), "--output-tokens", "400"]
     options += ["--runs", "2", "--device", "cpu", "--model", str(model), "--backends", "pat"]
     assert bench.main([*options, "--json", str(file)]) == 0
     written = json.loads(file.read_text())
