@@ -15,6 +15,7 @@ from sglang_pat.bench.serving import __main__ as command
 from sglang_pat.bench.serving import capacity
 from sglang_pat.bench.serving.agents import AgentsRow
 from sglang_pat.bench.serving.first import FirstRow
+from sglang_pat.bench.serving.first_token import PARTS
 from sglang_pat.bench.serving.fleet import FleetConfig, Served, serve
 from sglang_pat.bench.serving.model import open_model
 from sglang_pat.bench.serving.probe import CapacityRow, broken
@@ -156,11 +157,15 @@ def test_traces_run_on_two_servers(bench: Any, capsys: pytest.CaptureFixture[str
     assert ours["cached"] == pytest.approx(theirs["cached"], abs=0.05)
     assert 0 < ours["ttft_p50_ms"] <= ours["ttft_p99_ms"] and ours["tpot_ms"] > 0
     assert ours["ttft_mean_ms"] < ours["e2e_mean_ms"] <= ours["e2e_p99_ms"]
+    for row in written["rows"]:
+        parts = [row["first_token"][name] for name in PARTS]
+        assert min(parts) > 0 and sum(parts) == pytest.approx(row["ttft_mean_ms"])
     # A request that ran alone was not pat's.
     assert ours["decode_steps"] + ours["base_forwards"].get("small_batch", 0) > 0
     assert theirs["decode_steps"] is None
     assert ours["base_forwards"]["extend"] <= ours["requests"], "the warm-up was counted, too"
-    assert "toolagent" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "toolagent" in shown and "time to the first token by parts" in shown
 
 
 def test_agents_run_on_two_servers_in_turns(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

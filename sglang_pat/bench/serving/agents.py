@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pat.bench.serving.client import AnswerTimes, body
+from sglang_pat.bench.serving.first_token import first_token_ms
 from sglang_pat.bench.serving.rows import (
     COUNTED_HEADS,
     Counted,
@@ -173,6 +174,7 @@ class AgentsRow(Counted):
     tpot_p99_ms: float | None = None
     e2e_mean_ms: float | None = None  # from sending a turn to the last token of its answer
     e2e_p99_ms: float | None = None
+    first_token: dict[str, float] | None = None  # by parts, see first_token.py
 
     @property
     def subject(self) -> str:
@@ -212,7 +214,8 @@ def row_of(
         )
     flat = [answer for of_agent in answers for answer in of_agent]
     intervals = intervals_ms(flat, begin, stopped)
-    waits = [1e3 * (a.times[0] - a.sent) for a in flat if begin <= a.sent <= stopped]
+    sent = [answer for answer in flat if begin <= answer.sent <= stopped]
+    waits = [1e3 * (answer.times[0] - answer.sent) for answer in sent]
     if not intervals or not waits:
         raise TooShort("no turn was sent while all agents ran: raise --duration-s")
     of_turns = request_times(flat, begin, stopped)
@@ -236,6 +239,7 @@ def row_of(
         tpot_p99_ms=of_turns.tpot_p99_ms,
         e2e_mean_ms=of_turns.e2e_ms,
         e2e_p99_ms=of_turns.e2e_p99_ms,
+        first_token=first_token_ms(sent),
     )
 
 

@@ -25,6 +25,8 @@ _EVENT = re.compile(rb'data: (\{[^\n]*"completion_tokens":\s*(\d+)[^\n]*\})\n')
 _TOKEN_IDS = re.compile(rb'"output_ids":\s*\[([\d,\s]*)\]')
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
 _SERVER = re.compile(rb'"weight_version":\s*"([^"]*)"')
+_PREFILL_BEGAN = re.compile(rb'"forward_entry_time":\s*([\d.]+)')
+_PREFILL_ENDED = re.compile(rb'"prefill_finished_time":\s*([\d.]+)')
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding:\s*chunked\r\n", re.IGNORECASE)
 _CHUNK_HEAD = re.compile(rb"(?:\r\n)?([0-9a-fA-F]+)[^\r\n]*\r\n")
 
@@ -38,7 +40,8 @@ class AnswerTimes:
     """What arrived for one request: tokens so far after each event, and when, in seconds of one
     clock. ``sent`` is when the request was written, ``cached`` how many prompt tokens the server
     had in its cache, ``server`` its ``--weight-version``, which tells servers behind a router
-    apart. Not ``whole``: it was cut off, maybe before its first event."""
+    apart. Not ``whole``: it was cut off, maybe before its first event. ``prefill``: when the
+    server's scheduler began the prefill and when it had the result, if the server says so."""
 
     sent: float
     times: list[float]
@@ -46,6 +49,7 @@ class AnswerTimes:
     cached: int
     whole: bool = True
     server: str = ""
+    prefill: tuple[float, float] | None = None
 
 
 def body(prompt: Prompt, output_tokens: int, stream_interval: int) -> bytes:
@@ -200,7 +204,8 @@ class _Exchange(asyncio.Protocol):
             await self.ended
 
     def answer_times(self) -> AnswerTimes:
-        return parse(self._sent, self._times, self._parts, whole=self._whole)
+        epoch = time.time() - time.perf_counter()
+        return parse(self._sent, self._times, self._parts, whole=self._whole, epoch=epoch)
 
     def token_ids(self) -> list[int]:
         """Of the answer, if the server streams with ``--incremental-streaming-output``."""
@@ -214,11 +219,17 @@ async def _connect(loop: asyncio.AbstractEventLoop, port: int) -> _Exchange:
 
 
 def parse(
-    sent: float, times: Sequence[float], parts: Sequence[bytes], *, whole: bool = True
+    sent: float,
+    times: Sequence[float],
+    parts: Sequence[bytes],
+    *,
+    whole: bool = True,
+    epoch: float = 0.0,
 ) -> AnswerTimes:
     """The events in an answer of which ``parts`` arrived at ``times``. An event has arrived when
-    its last byte has. Not ``whole``: the client cut it off. Raises RequestError if the answer is
-    not a finished stream, or one that may have been cut off."""
+    its last byte has. Not ``whole``: the client cut it off. ``epoch``: of the clock of ``times``,
+    in seconds since 1970, which the server's times count from. Raises RequestError if the answer
+    is not a finished stream, or one that may have been cut off."""
     arrived = b"".join(parts)
     answer, place = _without_chunks(arrived)
     events = list(_EVENT.finditer(answer))
@@ -231,6 +242,11 @@ def parse(
     ends = list(accumulate(map(len, parts)))
     cached = _CACHED.search(events[-1][1]) if events else None
     server = _SERVER.search(events[-1][1]) if events else None
+    began = _PREFILL_BEGAN.search(events[-1][1]) if events else None
+    finished = _PREFILL_ENDED.search(events[-1][1]) if events else None
+    prefill = None
+    if began and finished:
+        prefill = (float(began[1]) - epoch, float(finished[1]) - epoch)
     return AnswerTimes(
         sent=sent,
         times=[times[bisect_left(ends, place(event.end()))] for event in events],
@@ -238,6 +254,7 @@ def parse(
         cached=int(cached[1]) if cached else 0,
         whole=whole,
         server=server[1].decode() if server else "",
+        prefill=prefill,
     )
 
 

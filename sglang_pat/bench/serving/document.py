@@ -15,6 +15,7 @@ from sglang_pat.bench.serving.capacity_report import capacity_table, draw_capaci
 from sglang_pat.bench.serving.curves import curve_tables, draw_curves
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.first import table as first_table
+from sglang_pat.bench.serving.first_token import first_token_table
 from sglang_pat.bench.serving.probe import CapacityRow
 from sglang_pat.bench.serving.router_rows import RouterRow, router_table
 from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, table, trace_table
@@ -95,17 +96,18 @@ def _tables(document: Document, rows: list[Any]) -> list[str]:
     """Lines; ``rows``: of ``document`` and all that go into one table with it."""
     kind, settings = document["kind"], document["settings"]
     if kind == "traces":
-        return trace_table(rows) + curve_tables(rows)
+        return trace_table(rows) + curve_tables(rows) + first_token_table(rows)
     if kind == "first":
         return first_table(rows)
     if kind == "router":
         return router_table(rows)
     if kind == "capacity":
         found = capacity_table(rows, settings["limits_ms"], settings["resolution"])
-        return curve_tables(rows) + found
+        return curve_tables(rows) + first_token_table(rows) + found
     if kind == "agents":
         has_goals = (settings["model"], settings["tp"]) == (LIMITS_SHAPE[0], 1)
-        return agents_table(rows, limits=has_goals) + curve_tables(rows)
+        found = agents_table(rows, limits=has_goals) + curve_tables(rows)
+        return found + first_token_table(rows)
     return table(rows, _limits(settings))
 
 

@@ -92,6 +92,7 @@ class TraceRow(Counted):
     ttft_mean_ms: float | None = None
     e2e_mean_ms: float | None = None  # from sending a request to its last token
     e2e_p99_ms: float | None = None
+    first_token: dict[str, float] | None = None  # by parts, see first_token.py
 
     @property
     def subject(self) -> str:
