@@ -192,7 +192,7 @@ void bind_plan_counts(py::class_<Plan>& plan) {
                              "Items of more than 64 packed rows: the first of items.")
       .def_property_readonly(
           "num_heavy_items", &header_field<&PlanHeader::num_heavy_items>,
-          "Items of more than 32 packed rows, and branches: those after the wide ones.")
+          "Items of more than 16 packed rows, and branches: those after the wide ones.")
       .def_property_readonly("joint", &header_field<&PlanHeader::joint>,
                              "1 if both halves of an SM work on each item, which all are heavy.")
       .def_property_readonly("num_segments", &header_field<&PlanHeader::num_segments>,
@@ -220,7 +220,10 @@ void bind_plan_counts(py::class_<Plan>& plan) {
       .def_readonly(
           "degraded", &Plan::degraded,
           "Why the plan is simpler than the rules ask for, naming the capacity that was too "
-          "small; \"\" if it is not.");
+          "small; \"\" if it is not.")
+      .def_readonly("simulated_factor", &Plan::simulated_factor,
+                    "What corrects the cost model's time of a plan that the simulation chose; 1 "
+                    "of all others.");
 }
 
 // The fields of the arrays' elements are those of csrc/plan.h.

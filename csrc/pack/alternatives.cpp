@@ -76,21 +76,25 @@ void Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
 }
 
 // Takes the branches or groups that are simulated to be the fastest, if they are faster than the
-// plan at hand.
-void Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_lens,
-                                     int32_t num_queries) {
-  if (!simulates_ || tree.nodes.empty() || num_queries < kLeastSimulated) return;
+// plan at hand. Returns Plan::simulated_factor.
+double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_lens,
+                                       int32_t num_queries) {
+  if (!simulates_ || tree.nodes.empty() || num_queries < kLeastSimulated) return 1.0;
   constexpr double kNever = std::numeric_limits<double>::infinity();
   const auto simulated = [&](double limit) {
     return simulation_.seconds(*tiles_, packs_, brancher_, assigned_, unique_tokens_, limit);
   };
-  double least = simulated(kNever) / kSimulatedGain;
+  const auto modelled = [&] { return plan_seconds(*tiles_, packs_, branches_, unique_tokens_); };
+  const double before = simulated(kNever), modelled_before = modelled();
+  double least = before / kSimulatedGain;
+  bool chosen = false;
   const auto weigh = [&](const PackTree& of, const BranchCut& cut) {
     swap_plans();
     const bool made = make_branches(of, cut, seq_lens, num_queries, least);
     const double seconds = made ? simulated(least) : kNever;
     if (seconds < least) {
       least = seconds;
+      chosen = true;
     } else {
       swap_plans();
     }
@@ -102,6 +106,7 @@ void Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_le
   }
   put_below_root(tree, num_queries, rooted_);
   for (const int32_t tokens : kGroupTokens) weigh(rooted_, cut_of_groups(target_, tokens));
+  return chosen ? least / before * modelled_before / modelled() : 1.0;
 }
 
 // Returns whether branches of a cut, with packs of the rest, fit the buffers and may take less than
@@ -111,17 +116,17 @@ bool Scheduler::make_branches(const PackTree& tree, const BranchCut& cut, const 
                               int32_t num_queries, double limit) {
   if (cut.queries == 0) return false;  // the packed rows of one query do not fit a branch
   brancher_.read(tree, seq_lens, num_queries);
-  const BranchLoad load = brancher_.cut(target_, cut, packs_);
-  if (load.items == 0.0 || Simulation::least_seconds(target_, load.tokens) > limit ||
+  branches_ = brancher_.cut(target_, cut, packs_);
+  if (branches_.items == 0.0 || Simulation::least_seconds(target_, branches_.tokens) > limit ||
       !brancher_.build(target_)) {
     return false;
   }
   tiles_ = &target_;
-  split_packs(*tiles_, packs_, true, load);
+  split_packs(*tiles_, packs_, true, branches_);
   if (wide_units() > 0) {
     if (wide_items_fill()) return false;
     tiles_ = &without_wide_;
-    split_packs(*tiles_, packs_, true, load);
+    split_packs(*tiles_, packs_, true, branches_);
   }
   return assign_partials(num_queries);
 }
@@ -129,6 +134,7 @@ bool Scheduler::make_branches(const PackTree& tree, const BranchCut& cut, const 
 void Scheduler::swap_plans() {
   std::swap(packs_, other_.packs);
   std::swap(brancher_, other_.brancher);
+  std::swap(branches_, other_.branches);
   std::swap(assigned_, other_.assigned);
   std::swap(tiles_, other_.tiles);
 }

@@ -49,12 +49,14 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
     split_.reset();
     degraded = fit(tree, seq_lens, num_queries);
   }
+  double simulated_factor = 1.0;
   if (degraded.empty()) {
     separate(tree, seq_lens, num_queries);
-    choose_by_simulation(tree, seq_lens, num_queries);
+    simulated_factor = choose_by_simulation(tree, seq_lens, num_queries);
   }
   Plan plan = emitter_.emit({*tiles_, packs_, brancher_, assigned_, seq_lens, num_queries});
   plan.degraded = std::move(degraded);
+  plan.simulated_factor = simulated_factor;
   limit_drift(*tiles_, seq_lens, unique_tokens_, plan);
   return plan;
 }

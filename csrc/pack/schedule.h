@@ -37,7 +37,7 @@ class Scheduler {
   void choose_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   BranchCut fastest_cut(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   void separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
-  void choose_by_simulation(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+  double choose_by_simulation(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   bool make_branches(const PackTree& tree, const BranchCut& cut, const int64_t* seq_lens,
                      int32_t num_queries, double limit);
   void swap_plans();
@@ -63,6 +63,7 @@ class Scheduler {
   struct Other {
     Packs packs;
     Brancher brancher;
+    BranchLoad branches;
     Assignment assigned;
     const Target* tiles = nullptr;
   };

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modelled time of a decode step. Nothing in here was measured for the model or GPU at hand.
 
-Attention is the plans' cost model (csrc/pack/cost_model.h) with the GPU's profile, layer by layer.
+Attention is the plans' cost model (csrc/pack/cost_model.h) with the GPU's profile, layer by layer;
+of a plan that the simulation chose, less what that saves (csrc/pack/simulation.h).
 The rest of a step is the weights' bytes over the profile's bandwidth and their products over its
 arithmetic, of which neither hides behind the other as a whole (the root of the sum of their
 squares), and a constant a layer. docs/estimate.md says how far off that was.
@@ -37,7 +38,8 @@ class StepModel:
         """Of all layers with full attention. ``held``: K/V tokens of the batch, each once; what
         the plan reads beyond them is charged as reads from the L2."""
         terms = _C.plan_terms(plan, np.array(seq_lens, dtype=np.int64), held)
-        return self.model.attention_layers * _C.plan_seconds(self.target.native, terms)
+        seconds = plan.simulated_factor * _C.plan_seconds(self.target.native, terms)
+        return self.model.attention_layers * seconds
 
     def rest_s(self, queries: int) -> float:
         """Of everything else. What GPUs tell each other under tensor parallelism is not in it."""
