@@ -44,13 +44,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Config:
-    """How to start a server. ``plugins``: load the tests' own SGLang plugins into it."""
+    """How to start a server. ``plugins``: load the tests' own SGLang plugins into it. ``spawn``:
+    start its processes as SGLang does, which takes longer on a CPU (see ``startup``)."""
 
     name: str
     backend: str = "pat"
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     plugins: bool = False
+    spawn: bool = False
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -64,6 +66,8 @@ class ServingServer(Server):
     def __init__(self, model: Path, config: Config, folder: Path) -> None:
         # Threads that spin while they wait starve the server on a small or busy machine.
         env = {"OMP_WAIT_POLICY": "PASSIVE"} if config.device == "cpu" else {}
+        if config.device == "cpu" and not config.spawn:
+            env["PAT_TESTS_FORK"] = "1"
         if config.backend == "pat":
             env["SGLANG_PAT_CHECK"] = "1"
         first = [STARTUP] * (config.device == "cpu") + [PLUGINS] * config.plugins

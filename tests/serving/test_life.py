@@ -17,7 +17,7 @@ from .quitters import quit_after
 from .server import Answer, Config, ServingServer
 from .workloads import WORKLOADS
 
-DEFAULT = Config("page1-overlap-rust")
+DEFAULT = Config("page1-overlap-rust", spawn=True)
 LITTLE_MEMORY = Config(
     "little-memory", args=("--max-total-tokens", "1100", "--schedule-conservativeness", "0.05")
 )

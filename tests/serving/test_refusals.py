@@ -4,6 +4,7 @@ launcher, in one line and before any weight is loaded, where that is known there
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ NO_DEVICE = (("SGLANG_PLATFORM", ""), ("CUDA_VISIBLE_DEVICES", ""))
 
 def _refusal(model: Path, config: Config, folder: Path) -> str:
     """The log of a server that must not start."""
-    server = ServingServer(model, config, folder)
+    server = ServingServer(model, replace(config, spawn=True), folder)
     with pytest.raises(ServerError), server:
         pass
     return server.text()

@@ -28,7 +28,8 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def sabotage(serve: Serve, fault_file: Path) -> Sabotage:
     """A server that commits a fault (plugins/pat_teeth.py) in every decode step from now on."""
-    config = Config("teeth", env=(("PAT_TEETH_FAULT", str(fault_file)),), plugins=True)
+    env = (("PAT_TEETH_FAULT", str(fault_file)),)
+    config = Config("teeth", env=env, plugins=True, spawn=True)
 
     def commit(fault: str) -> ServingServer:
         fault_file.write_text(fault)

@@ -13,7 +13,7 @@ from .workloads import WORKLOADS
 PYTHON_CORE = ("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
 
 CONFIGS = (
-    Config("page1-overlap-rust"),
+    Config("page1-overlap-rust", spawn=True),
     Config(
         "page16-chunked-python-paper",
         args=("--page-size", "16", "--chunked-prefill-size", "128"),
