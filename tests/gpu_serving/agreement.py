@@ -37,9 +37,9 @@ def _crowd() -> tuple[Prompt, ...]:
 
 LOADS = {
     "shared": Load(WORKLOADS["crowd"].prompts),
-    # Three requests a prompt, so that a token is read more than 7 times in the mean, and more than
-    # 5 times in the half of them that each of two data parallel ranks has. With two KV heads plans
-    # give a small batch of fewer reads items of one query each (csrc/pack/separate.h). Not
+    # Three requests a prompt, so that a token is read more than 5 times in the mean, also in the
+    # half of them that each of two data parallel ranks has. With two KV heads plans give a small
+    # batch of fewer reads items of one query each (csrc/pack/separate.h). Not
     # ``samples``: forced tokens are decoded once for each prompt.
     "multi_level": Load((WORKLOADS["multi_level"].prompts + WORKLOADS["shared"].prompts) * 3),
     "disjoint": Load(_crowd()),

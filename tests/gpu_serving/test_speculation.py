@@ -9,13 +9,21 @@ from math import sqrt
 from statistics import fmean, stdev
 
 import pytest
-from serving.server import Answer
+from serving.server import Answer, Prompt
 
 from sglang_pat.bench.common.counters import Counters
 
-from .agreement import LOADS, NEW_TOKENS, Distance, answers, equal_share
+from .agreement import (
+    FACTOR,
+    LARGEST_MORE,
+    LOADS,
+    MEAN_MORE,
+    NEW_TOKENS,
+    Distance,
+    answers,
+    equal_share,
+)
 from .fleet import Fleet
-from .test_agreement import MARGIN
 
 PLAIN, OURS_PLAIN, PEER = "ratio4-fa3", "ratio4-pat", "ratio4-fa3-drafts-right"
 RIGHT = ("ratio4-pat-drafts-right", "ratio4-pat-drafts-no-overlap")
@@ -25,10 +33,14 @@ LARGE_PLAIN, OURS_LARGE_PLAIN, OURS_LARGE = "ratio8-fa3", "ratio8-pat", "ratio8-
 LARGE = (LARGE_PLAIN, OURS_LARGE_PLAIN, OURS_LARGE)
 SERVERS = (PLAIN, OURS_PLAIN, PEER, "ratio4-fa3-ngram", *OURS, *LARGE)
 COMPARED = ("shared", "multi_level", "disjoint", "samples")
-# NGRAM fills up its drafts with this token, each behind the request's last one (SGLang's
-# ngram_corpus/result.cpp). Attention of a chain, fa3's as ours, lets it attend to the drafts before
-# it, too. So the tokens behind a filler that was accepted may be wrong.
+PROMPTS = [p for load in COMPARED for p in LOADS[load].prompts for _ in range(LOADS[load].samples)]
+# NGRAM's drafts are not always a chain. It fills them up with this token, each behind the request's
+# last one (SGLang's ngram_corpus/result.cpp), and puts the continuations of matches of several
+# lengths side by side (trie.cpp). Attention of a chain, fa3's as ours, lets a draft token attend to
+# all those before it, its siblings too, so that a token that was accepted behind one may be wrong.
+# What follows a filler is not compared; siblings cannot be told from the answer, but are rare.
 FILLER = 0
+MOST_BEHIND_SIBLINGS = 2  # different prompts of the 129
 
 
 def accepted(texts: list[Answer]) -> float:
@@ -36,19 +48,58 @@ def accepted(texts: list[Answer]) -> float:
     return sum(len(text.tokens) - 1 for text in texts) / sum(text.verify_steps for text in texts)
 
 
+def compared(one: Answer, other: Answer) -> int:
+    """How many log-probabilities of two answers are compared: up to the first token that differs,
+    or to FILLER."""
+    for i, (token, other_token) in enumerate(zip(one.tokens, other.tokens, strict=True)):
+        if token != other_token:
+            return i
+        if token == FILLER:
+            return i + 1
+    return len(one.tokens)
+
+
 def apart(some: list[Answer], others: list[Answer]) -> Distance:
-    """Of the log-probabilities of each answer up to the first token that differs, or to FILLER."""
-    pairs: list[tuple[float, float]] = []
+    """Of the compared log-probabilities of all answers."""
+    ours: list[float] = []
+    theirs: list[float] = []
     for one, other in zip(some, others, strict=True):
-        for token, other_token, *both in zip(
-            one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True
-        ):
-            if token != other_token:
+        count = compared(one, other)
+        ours += one.logprobs[:count]
+        theirs += other.logprobs[:count]
+    return Distance.between(ours, theirs)
+
+
+def far_prompts(some: list[Answer], others: list[Answer], bound: float) -> set[Prompt]:
+    """The prompts of which a log-probability is further away than ``bound``; says where."""
+    found = set()
+    for prompt, one, other in zip(PROMPTS, some, others, strict=True):
+        for i in range(compared(one, other)):
+            if abs(one.logprobs[i] - other.logprobs[i]) > bound:
+                print(f"prompt of {len(prompt)}, token {i}: {one.tokens[max(0, i - 3) : i + 1]}")
+                found.add(prompt)
                 break
-            pairs.append((both[0], both[1]))
-            if token == FILLER:
-                break
-    return Distance.between(*map(list, zip(*pairs, strict=True)))
+    return found
+
+
+def by_prompt(values: list[float]) -> list[float]:
+    """The mean of the answers to each different prompt: copies of it are no further draws."""
+    found: dict[Prompt, list[float]] = {}
+    for prompt, value in zip(PROMPTS, values, strict=True):
+        found.setdefault(prompt, []).append(value)
+    return [fmean(each) for each in found.values()]
+
+
+def check_shares(ours: list[Answer], ours_plain: list[Answer], plain: list[Answer]) -> str:
+    """Answers are as often ``plain``'s as those without drafts, but for three standard errors: a
+    near-tie halves a text here or there. Returns both shares."""
+    shares = [equal_share([one], [other]) for one, other in zip(ours, plain, strict=True)]
+    least = [equal_share([one], [other]) for one, other in zip(ours_plain, plain, strict=True)]
+    less = by_prompt([b - a for a, b in zip(shares, least, strict=True)])
+    error = stdev(less) / sqrt(len(less))
+    said = f"equal {fmean(shares):.4f}, without drafts {fmean(least):.4f}, error {error:.4f}"
+    assert fmean(less) <= 3 * error, said
+    return said
 
 
 def of_loads(server: Fleet, name: str) -> list[Answer]:
@@ -83,17 +134,12 @@ def check_answers(
     before = server(name).counters()
     ours = of_loads(server, name)
     counted = server(name).counters() - before
-    shares = [equal_share([one], [other]) for one, other in zip(ours, plain, strict=True)]
-    least = [equal_share([one], [other]) for one, other in zip(ours_plain, plain, strict=True)]
     distance, limit = apart(ours, plain), apart(ours_plain, plain)
-    print(
-        f"{name}: equal {fmean(shares):.4f}, {distance}; without drafts {fmean(least):.4f}, {limit}"
-    )
-    print(f"{name}: {accepted(ours):.2f} tokens a step; {counted}")
-    # A near-tie halves a text here or there, so that the mean of 100 texts has a standard error.
-    less = [b - a for a, b in zip(shares, least, strict=True)]
-    assert fmean(less) <= 3 * stdev(less) / sqrt(len(less))
-    assert distance.about_as_small_as(limit)
+    print(f"{name}: {distance}, without drafts {limit}; {accepted(ours):.2f} tokens a step")
+    print(f"{name}: {check_shares(ours, ours_plain, plain)}; {counted}")
+    far = far_prompts(ours, plain, FACTOR * limit.largest + LARGEST_MORE)
+    assert distance.mean <= FACTOR * limit.mean + MEAN_MORE
+    assert len(far) <= (MOST_BEHIND_SIBLINGS if name.endswith("ngram") else 0)
     assert counted.verify_steps > 0
     assert not counted.fallbacks and not counted.base_layers
     return counted
@@ -107,7 +153,7 @@ def test_answers(name: str, server: Fleet, plain: list[Answer], ours_plain: list
 def test_answers_of_64_packed_rows_a_request(server: Fleet) -> None:
     """Plans give each request row tiles of its own here, so that nothing is packed."""
     plain, ours_plain = (of_loads(server, name) for name in (LARGE_PLAIN, OURS_LARGE_PLAIN))
-    check_answers(OURS_LARGE, server, plain, ours_plain)
+    assert check_answers(OURS_LARGE, server, plain, ours_plain).packed_steps == 0
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -125,10 +171,13 @@ def test_wrong_drafts_are_refused(server: Fleet) -> None:
 
 
 def test_drafts_of_what_was_seen_are_accepted(server: Fleet) -> None:
+    # Twice each: drafts are what a server has answered before, and pat's has been asked already.
+    for name in ("pat", "fa3"):
+        of_loads(server, f"ratio4-{name}-ngram")
     ours, theirs = (accepted(of_loads(server, f"ratio4-{name}-ngram")) for name in ("pat", "fa3"))
     print(f"ngram: {ours:.3f} tokens a step; fa3 {theirs:.3f}")
-    # Drafts are what was answered before. Our results depend on the batch more than fa3's do
-    # (test_agreement), so that near-ties fall differently more often.
+    # Our results depend on the batch more than fa3's do (test_agreement), so that near-ties fall
+    # differently more often than in the answers that drafts are taken from.
     assert ours > theirs - 0.5
 
 
@@ -164,9 +213,8 @@ def test_requests_that_come_and_go(
         for rid in rids:
             one.post("/abort_request", {"rid": rid})
         aborted.result()
-    share = equal_share(texts, plain * 2)
-    print(f"beside others: {share:.4f} of {NEW_TOKENS} tokens each")
-    assert share >= equal_share(ours_plain, plain) - 2 * MARGIN
+    for half in (texts[: len(plain)], texts[len(plain) :]):
+        print(f"beside others, {NEW_TOKENS} tokens: {check_shares(half, ours_plain, plain)}")
     assert not (one.counters() - before).fallbacks
 
 
