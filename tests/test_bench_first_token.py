@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_pat.bench.serving.client import AnswerTimes, parse
-from sglang_pat.bench.serving.first_token import first_token_ms, first_token_table
+from sglang_pat.bench.serving.first_token import first_token_table
+from sglang_pat.bench.serving.timing import first_token_ms
 
 
 def answer(sent: float, *edges: float) -> AnswerTimes:

@@ -15,11 +15,11 @@ from sglang_pat.bench.serving import __main__ as command
 from sglang_pat.bench.serving import capacity
 from sglang_pat.bench.serving.agents import AgentsRow
 from sglang_pat.bench.serving.first import FirstRow
-from sglang_pat.bench.serving.first_token import PARTS
 from sglang_pat.bench.serving.fleet import FleetConfig, Served, serve
 from sglang_pat.bench.serving.model import open_model
 from sglang_pat.bench.serving.probe import CapacityRow, broken
 from sglang_pat.bench.serving.rows import WorkloadRow
+from sglang_pat.bench.serving.timing import FIRST_TOKEN_PARTS
 from sglang_pat.demo.model import make_model
 
 BACKENDS = ["pat", "torch_native"]
@@ -158,7 +158,7 @@ def test_traces_run_on_two_servers(bench: Any, capsys: pytest.CaptureFixture[str
     assert 0 < ours["ttft_p50_ms"] <= ours["ttft_p99_ms"] and ours["tpot_ms"] > 0
     assert ours["ttft_mean_ms"] < ours["e2e_mean_ms"] <= ours["e2e_p99_ms"]
     for row in written["rows"]:
-        parts = [row["first_token"][name] for name in PARTS]
+        parts = [row["first_token"][name] for name in FIRST_TOKEN_PARTS]
         assert min(parts) > 0 and sum(parts) == pytest.approx(row["ttft_mean_ms"])
     # A request that ran alone was not pat's.
     assert ours["decode_steps"] + ours["base_forwards"].get("small_batch", 0) > 0

@@ -222,8 +222,8 @@ void bind_plan_counts(py::class_<Plan>& plan) {
           "Why the plan is simpler than the rules ask for, naming the capacity that was too "
           "small; \"\" if it is not.")
       .def_readonly("simulated_factor", &Plan::simulated_factor,
-                    "What corrects the cost model's time of a plan that the simulation chose; 1 "
-                    "of all others.");
+                    "Factor on the cost model's time of a plan that the simulation chose; 1 for "
+                    "other plans.");
 }
 
 // The fields of the arrays' elements are those of csrc/plan.h.

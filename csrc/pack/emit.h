@@ -28,8 +28,8 @@ struct Plan {
   int64_t fixed_tokens = 0;
   // Why a simpler plan was made than the rules ask for: empty, or the capacity that was too small.
   std::string degraded;
-  // Corrects the cost model's time of a plan that the simulation chose: the product is the modelled
-  // time of the plan without the simulation, less what the simulation saves. 1 for other plans.
+  // Factor on the cost model's time of a plan that the simulation chose, 1 for other plans. The
+  // product is the cost model's time of the plan before, times the ratio of the simulated times.
   double simulated_factor = 1.0;
 
   const PlanHeader& header() const { return *reinterpret_cast<const PlanHeader*>(blob.data()); }

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pat.bench.serving.client import AnswerTimes, body
-from sglang_pat.bench.serving.first_token import first_token_ms
 from sglang_pat.bench.serving.rows import (
     COUNTED_HEADS,
     Counted,
@@ -214,8 +213,7 @@ def row_of(
         )
     flat = [answer for of_agent in answers for answer in of_agent]
     intervals = intervals_ms(flat, begin, stopped)
-    sent = [answer for answer in flat if begin <= answer.sent <= stopped]
-    waits = [1e3 * (answer.times[0] - answer.sent) for answer in sent]
+    waits = [1e3 * (a.times[0] - a.sent) for a in flat if begin <= a.sent <= stopped]
     if not intervals or not waits:
         raise TooShort("no turn was sent while all agents ran: raise --duration-s")
     of_turns = request_times(flat, begin, stopped)
@@ -239,7 +237,7 @@ def row_of(
         tpot_p99_ms=of_turns.tpot_p99_ms,
         e2e_mean_ms=of_turns.e2e_ms,
         e2e_p99_ms=of_turns.e2e_p99_ms,
-        first_token=first_token_ms(sent),
+        first_token=of_turns.first_token,
     )
 
 

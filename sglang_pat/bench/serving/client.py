@@ -240,10 +240,9 @@ def parse(
         shown = (answer[:300] + b" ... " + answer[-300:]).decode(errors="replace")
         raise RequestError(f"the server did not answer a request with a whole stream: {shown!r}")
     ends = list(accumulate(map(len, parts)))
-    cached = _CACHED.search(events[-1][1]) if events else None
-    server = _SERVER.search(events[-1][1]) if events else None
-    began = _PREFILL_BEGAN.search(events[-1][1]) if events else None
-    finished = _PREFILL_ENDED.search(events[-1][1]) if events else None
+    last = events[-1][1] if events else b""
+    cached, server = _CACHED.search(last), _SERVER.search(last)
+    began, finished = _PREFILL_BEGAN.search(last), _PREFILL_ENDED.search(last)
     prefill = None
     if began and finished:
         prefill = (float(began[1]) - epoch, float(finished[1]) - epoch)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 from sglang_pat.bench.serving.agents import OUTPUT_TOKENS
 from sglang_pat.bench.serving.client import AnswerTimes
-from sglang_pat.bench.serving.first_token import first_token_ms
 from sglang_pat.bench.serving.rows import Counted
 from sglang_pat.bench.serving.timing import request_times, tokens_between
 
@@ -104,5 +103,5 @@ def row_of(
         e2e_mean_ms=found.e2e_ms,
         e2e_p99_ms=found.e2e_p99_ms,
         tokens_per_s=tokens_between(answers, begin, close) / max(close - begin, 1e-9),
-        first_token=first_token_ms([a for a in answers if begin <= a.sent <= close]),
+        first_token=found.first_token,
     )

@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.serving.client import body
-from sglang_pat.bench.serving.first_token import first_token_ms
 from sglang_pat.bench.serving.fleet import Served
 from sglang_pat.bench.serving.rows import Counted, TraceRow, WorkloadRow, counted_fields
 from sglang_pat.bench.serving.timing import TooShort, latencies, request_times, step_ms
@@ -289,7 +288,7 @@ def _replay(
         ttft_mean_ms=of_requests.ttft_ms,
         e2e_mean_ms=of_requests.e2e_ms,
         e2e_p99_ms=of_requests.e2e_p99_ms,
-        first_token=first_token_ms(answers),
+        first_token=of_requests.first_token,
         itl_p50_ms=found.itl_p50_ms,
         itl_p99_ms=found.itl_p99_ms,
         tokens_per_s=found.tokens_per_s,

@@ -6,10 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 
 from sglang_pat.bench.serving.client import AnswerTimes
+
+# Of the time to the first token, one after the other: see first_token.py.
+FIRST_TOKEN_PARTS = ("waiting", "prefill", "delivery")
+LATE_PERCENT = 95  # of the times to the first token: those from there on are late
 
 
 class TooShort(RuntimeError):
@@ -125,6 +130,7 @@ class RequestTimes:
     ttft_p99_ms: float | None
     e2e_ms: float | None
     e2e_p99_ms: float | None
+    first_token: dict[str, float] | None  # ``first_token_ms``
 
 
 def request_times(
@@ -163,7 +169,26 @@ def request_times(
         ttft_p99_ms=_percentile(ttfts, 99) if ttfts else None,
         e2e_ms=float(np.mean(e2es)) if e2es else None,
         e2e_p99_ms=_percentile(e2es, 99) if e2es else None,
+        first_token=first_token_ms(sent),
     )
+
+
+def first_token_ms(answers: Sequence[AnswerTimes]) -> dict[str, float] | None:
+    """Means of the parts in milliseconds, by name, over all answers that have begun, and as
+    ``late_...`` over those of them whose first token was late. None if the server does not say."""
+    known = [answer for answer in answers if answer.times and answer.prefill]
+    if not known:
+        return None
+    totals = [answer.times[0] - answer.sent for answer in known]
+    limit = _percentile(totals, LATE_PERCENT)
+    late = [answer for answer, total in zip(known, totals, strict=True) if total >= limit]
+    return _part_means(known) | {f"late_{name}": mean for name, mean in _part_means(late).items()}
+
+
+def _part_means(answers: Sequence[AnswerTimes]) -> dict[str, float]:
+    edges = [(a.sent, *(a.prefill or ()), a.times[0]) for a in answers]
+    parts = zip(*([end - start for start, end in pairwise(each)] for each in edges), strict=True)
+    return {name: 1e3 * fmean(part) for name, part in zip(FIRST_TOKEN_PARTS, parts, strict=True)}
 
 
 def _tpots_ms(answers: Sequence[AnswerTimes]) -> list[float]:
