@@ -12,7 +12,8 @@
 //
 // In a step of speculative decoding that verifies draft tokens, a query has several tokens: the
 // last draft_tokens of its sequence. They are the last tokens of its tail, all in one item. A draft
-// token attends to the tokens before the draft ones, and of these to itself and those before it.
+// token attends to the tokens before the draft ones, and of these to itself and those before it, or
+// to those that the executors' draft masks have, where they are a tree.
 //
 // Words:
 //   query       a request of this step; its number is its place in the batch

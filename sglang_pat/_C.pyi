@@ -217,6 +217,7 @@ def decode_cpu(
     kv_dtype: int = 0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    draft_masks: int = 0,
     isa: str = "",
 ) -> None: ...
 def plan_bytes(items: int, members: int, queries: int, segments: int) -> int: ...
@@ -272,6 +273,7 @@ class CudaBuffers:
         head_dim: int,
         launch: int,
         draft_tokens: int = 1,
+        draft_masks: int = 0,
     ) -> None: ...
 
 def snapshot_cuda(

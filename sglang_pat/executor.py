@@ -48,6 +48,7 @@ class Executor:
             )
         self._plan: Plan | None = None
         self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._draft_masks: torch.Tensor | None = None
 
     def reset(self) -> None:
         """Forget the plan, since the workspace's memory has lost its contents; waits for the
@@ -75,6 +76,10 @@ class Executor:
             self._workspace.snapshot(self._table, rows, seq_lens)
         self._batch = (rows, seq_lens)
 
+    def set_draft_masks(self, masks: torch.Tensor) -> None:
+        """Of the next step, int64 [B, T], as of ``ops.decode``. On a CPU only."""
+        self._draft_masks = masks
+
     def decode(
         self,
         q: torch.Tensor,
@@ -101,6 +106,7 @@ class Executor:
             logit_cap=logit_cap,
             k_scale=k_scale,
             v_scale=v_scale,
+            draft_masks=self._draft_masks,
             out=out,
             partial_dtype=self._partial_dtype,
             workspace=self._workspace,

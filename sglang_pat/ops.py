@@ -11,6 +11,7 @@ from sglang_pat.arguments import (
     KV,
     Sizes,
     check_cuda,
+    check_draft_masks,
     check_inputs,
     check_kv,
     check_lengths,
@@ -37,6 +38,7 @@ def decode(
     logit_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    draft_masks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     partial_dtype: torch.dtype = torch.float32,
@@ -61,6 +63,10 @@ def decode(
         scale: factor on q.k; ``logit_cap`` c > 0 turns a score s into c * tanh(s / c).
         k_scale, v_scale: floats more than 0 by which the values of float8_e4m3fn caches are to be
             multiplied; 1 for others.
+        draft_masks: int64 [B, T], contiguous, for drafts that are a tree, T up to 64: bit j of
+            [i, t] says that draft token t of query i attends to draft token j of the query. All
+            attend to draft token 0. None: each attends to those before it. A workspace has its own.
+            On CUDA the plan has no branches (``branching="never"``).
         out: [B, Hq, Dv] of q's dtype, with q's rows, to write to; made if None. On CUDA it is
             contiguous where T is more than 1.
         lse: fp32 [B, Hq], with q's rows, contiguous; gets the log-sum-exp of the scores, base 2.
@@ -85,16 +91,19 @@ def decode(
     draft_tokens = plan.draft_tokens
     sizes = check_inputs(q, k_cache, v_cache, req_to_token, partial_dtype, draft_tokens)
     kv = check_kv(q, k_cache, v_cache, k_scale, v_scale)
+    check_draft_masks(draft_masks, q.device, sizes.num_queries, draft_tokens)
     out = check_outputs(q, out, lse, (sizes.num_rows, sizes.num_q_heads, sizes.v_head_dim))
     if check:
         check_slots(plan, req_to_token, rows)
     if q.is_cuda:
         check_cuda(q, k_cache, v_cache, out, scale, logit_cap, kv, draft_tokens)
         if workspace is None:
-            workspace = _workspace_for_call(plan, sizes, q.device, partial_dtype)
+            workspace = _workspace_for_call(plan, sizes, q.device, partial_dtype, draft_masks)
             check_lengths(plan, per_query("seq_lens", seq_lens, sizes.num_queries))
             workspace.load(plan)
             workspace.snapshot(req_to_token, rows, seq_lens)
+        elif draft_masks is not None:
+            raise ValueError("draft_masks beside a workspace: call its set_draft_masks() instead")
         _check_workspace(workspace, q.device, plan, sizes)
         _launch(workspace, sizes, q, k_cache, v_cache, out, lse, scale, logit_cap, kv)
         return out
@@ -128,6 +137,7 @@ def decode(
         kv_dtype=kv.dtype,
         k_scale=kv.k_scale,
         v_scale=kv.v_scale,
+        draft_masks=0 if draft_masks is None else draft_masks.data_ptr(),
     )
     return out
 
@@ -179,10 +189,16 @@ def _check_workspace(workspace: Workspace, device: torch.device, plan: Plan, siz
             f"workspace is for {target.num_q_heads}, {target.num_kv_heads} and {target.head_dim}"
         )
     workspace.check_rows(sizes.num_queries)
+    if workspace.has_draft_masks and plan.branch_tokens:
+        raise ValueError("on CUDA a branch has no draft masks: plan with branching='never'")
 
 
 def _workspace_for_call(
-    plan: Plan, sizes: Sizes, device: torch.device, partial_dtype: torch.dtype
+    plan: Plan,
+    sizes: Sizes,
+    device: torch.device,
+    partial_dtype: torch.dtype,
+    draft_masks: torch.Tensor | None,
 ) -> Workspace:
     """The buffers that ``plan`` needs on ``device``, for this call alone."""
     if sizes.num_queries != plan.num_queries:
@@ -198,13 +214,17 @@ def _workspace_for_call(
         max_segments=plan.num_segments,
         max_branch_tokens=plan.branch_tokens,
     )
-    return Workspace(
+    workspace = Workspace(
         target,
         max(1, sizes.table[1]),
         device,
         list_tokens=max(1, plan.list_tokens),
         partial_dtype=partial_dtype,
+        draft_masks=draft_masks is not None,
     )
+    if draft_masks is not None:
+        workspace.set_draft_masks(draft_masks)
+    return workspace
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -32,6 +32,7 @@ class Workspace:
     memory is allocated, now and later. ``partial_dtype``: fp32, or bf16 for partial
     outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel),
     ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
+    ``draft_masks``: the draft tokens of a query may be a tree: ``set_draft_masks`` before a step.
 
     Takes ``nbytes`` on the device (``capacity.buffer_shapes``): 4 * list_tokens for the slots and,
     with fp32 partials, 4 * max_partials * draft_tokens * Hq * D for the partial outputs, which is
@@ -48,6 +49,7 @@ class Workspace:
         list_tokens: int = LIST_TOKENS,
         partial_dtype: torch.dtype = torch.float32,
         launch: str = "queue",
+        draft_masks: bool = False,
         region: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         require_kernels()
@@ -77,6 +79,8 @@ class Workspace:
             max_branch_tokens=target.max_branch_tokens,
             draft_tokens=target.draft_tokens,
         )
+        if draft_masks:
+            shapes["draft_masks"] = ((target.max_queries, target.draft_tokens), torch.int64)
         self._region = region
         with torch.cuda.device(self.device), region():
             self._buffers = {
@@ -87,6 +91,7 @@ class Workspace:
         self.partials = self._buffers["partials"]
         self.partial_lse = self._buffers["partial_lse"]
         self.queue = self._buffers["queue"]
+        self._draft_masks = self._buffers.get("draft_masks")
         self.bound = self._bind()
         self._max_bytes = self._plan_buffer.nbytes
         with torch.cuda.device(self.device):
@@ -110,7 +115,26 @@ class Workspace:
             head_dim=target.head_dim,
             launch=LAUNCHES[self.launch],
             draft_tokens=target.draft_tokens,
+            draft_masks=self._draft_masks.data_ptr() if self._draft_masks is not None else 0,
         )
+
+    @property
+    def has_draft_masks(self) -> bool:
+        """Whether it is for draft tokens that may be a tree."""
+        return self._draft_masks is not None
+
+    def set_draft_masks(self, masks: torch.Tensor) -> None:
+        """What the draft tokens of the queries at hand attend to, int64 [B, T], as ``decode`` takes
+        it: from here on in the current stream. Raises ValueError for a workspace without masks, or
+        masks of another shape."""
+        if self._draft_masks is None:
+            raise ValueError("this workspace is for chains of draft tokens: draft_masks=True")
+        most, tokens = self._draft_masks.shape
+        if masks.dim() != 2 or len(masks) > most or masks.shape[1] != tokens:
+            raise ValueError(
+                f"draft masks of {tuple(masks.shape)}, must be [{most} or fewer, {tokens}]"
+            )
+        self._draft_masks[: len(masks)].copy_(masks)
 
     def reset(self) -> None:
         """Hold no plan and what the kernels expect before the first one, in the current stream.

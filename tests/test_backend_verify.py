@@ -16,6 +16,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from kit.backend import HEAD_DIM, HEADS, QUERIES, TARGET, BackendBed, make_layer
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_pat.srt.draft_masks import draft_masks
 from sglang_pat.srt.lengths import MAX_SLACK, bounds_of
 from sglang_pat.srt.speculation import draft_tokens_of, reason_against
 from sglang_pat.srt.verify import PatVerifyMixin
@@ -32,7 +33,9 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> BackendBed:
 
 def verify(bed: BackendBed, draft_tokens: int = DRAFT_TOKENS, **options: Any) -> list[str]:
     """Announce a batch of so many draft tokens a request and prepare its forward."""
-    spec_info = SimpleNamespace(draft_token_num=draft_tokens)
+    chain = torch.ones(draft_tokens, draft_tokens, dtype=torch.bool).tril()
+    masks = chain.flatten().repeat(len(bed.reqs))
+    spec_info = SimpleNamespace(draft_token_num=draft_tokens, custom_mask=masks)
     return bed.step(graph=False, mode=VERIFY, spec_info=spec_info, **options)
 
 
@@ -58,6 +61,21 @@ def test_a_verify_step_is_planned_with_its_draft_tokens(bed: BackendBed) -> None
     assert (stats.decode_steps, stats.verify_steps, stats.packed_steps) == (1, 1, 1)
     assert stats.kv_tokens_unpacked == sum(with_drafts)
     assert not bed.fallbacks
+
+
+def test_masks_are_taken_with_and_without_what_is_before_the_drafts(bed: BackendBed) -> None:
+    """Bit j of a draft token's mask: it attends to draft token j."""
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    lens = torch.tensor([5, 2])
+    whole = torch.cat(
+        [torch.cat([torch.ones(3, int(n), dtype=torch.bool), tree], 1).flatten() for n in lens]
+    )
+    for given in (whole, tree.flatten().repeat(2)):
+        assert draft_masks(given, lens, 3).tolist() == [[0b001, 0b011, 0b101]] * 2
+    with pytest.raises(ValueError, match="2 requests' 3 draft tokens has 38 cells, must be 39"):
+        draft_masks(whole[1:], lens, 3)
+    verify(bed)
+    assert [masks.tolist() for masks in bed.executor.masks] == [[[1, 3, 7]] * QUERIES]
 
 
 def test_a_plan_is_kept_while_tokens_are_accepted(bed: BackendBed) -> None:
@@ -99,7 +117,9 @@ def test_what_is_no_such_verify_step_is_counted(bed: BackendBed) -> None:
     ("changes", "reason"),
     [
         ({}, ""),
-        ({"speculative_eagle_topk": 2}, "NGRAM drafts trees here (top k 2)"),
+        ({"speculative_eagle_topk": 2}, ""),
+        ({"speculative_eagle_topk": 2, "device": "cuda"}, "NGRAM drafts trees here (top k 2)"),
+        ({"speculative_num_draft_tokens": 65}, "NGRAM drafts 65 tokens, and on a CPU pat verifies"),
         ({"speculative_algorithm": "DFLASH"}, "that is SGLang's attention: pat verifies those of"),
         ({"speculative_algorithm": "EAGLE3", "device": "cuda"}, ""),
         ({"speculative_adaptive": True}, "the number of draft tokens changes"),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The online softmax of the CUDA kernels, compiled for the host by g++."""
+"""The online softmax of the CUDA kernels, and the masks of draft tokens, compiled for the host by
+g++."""
 
 from __future__ import annotations
 
@@ -11,15 +12,39 @@ import pytest
 TESTS = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def softmax(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    program = tmp_path_factory.mktemp("softmax") / "softmax"
+def compiled(name: str, folder: Path) -> Path:
+    """A program of kit/host_cuda."""
     # The stand-in of pipeline.cuh comes before the kernels' own.
     include = [f"-I{TESTS / 'kit' / 'host_cuda'}", f"-I{TESTS.parent / 'csrc'}"]
-    source = TESTS / "kit" / "host_cuda" / "softmax.cpp"
+    source = TESTS / "kit" / "host_cuda" / f"{name}.cpp"
     flags = ["-std=c++20", "-O1", "-pthread"]
-    subprocess.run(["g++", *flags, *include, source, "-o", program], check=True, timeout=120)
-    return program
+    command = ["g++", *flags, *include, source, "-o", folder / name]
+    subprocess.run(command, check=True, timeout=120)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def softmax(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled("softmax", tmp_path_factory.mktemp("softmax"))
+
+
+@pytest.fixture(scope="module")
+def draft_masks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled("draft_masks", tmp_path_factory.mktemp("draft_masks"))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("draft_tokens", [2, 3, 8, 33, 64])
+@pytest.mark.parametrize("head_group", [1, 4, 7, 16])
+def test_masks_of_draft_tokens(
+    draft_masks: Path, head_group: int, draft_tokens: int, seed: int
+) -> None:
+    """Of a chain and of trees, of every row and token, in tiles of every width."""
+    for more in (0, 1, 62, 63, 64, 65, 200):
+        given = map(str, (head_group, draft_tokens, draft_tokens + more, seed))
+        done = subprocess.run([draft_masks, *given], check=True, capture_output=True, timeout=60)
+        masked, wrong = map(int, done.stdout.split())
+        assert wrong == 0 and masked > 0
 
 
 def errors(softmax: Path, *arguments: object) -> tuple[float, float]:

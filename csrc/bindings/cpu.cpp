@@ -28,7 +28,7 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
             int64_t num_slots, int64_t num_queries, int64_t num_q_heads, int64_t num_kv_heads,
             int64_t head_dim, int64_t v_head_dim, int dtype, int partial_dtype, float scale,
             float logit_cap, int num_threads, int64_t draft_tokens, int kv_dtype, float k_scale,
-            float v_scale, const std::string& isa) {
+            float v_scale, int64_t draft_masks, const std::string& isa) {
   const DecodeArgs args{
       .q = pointer<const void>(q[0]),
       .q_stride_row = q[1],
@@ -50,6 +50,7 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
       .out_stride_row = out[1],
       .out_stride_head = out[2],
       .lse = pointer<float>(lse),
+      .draft_masks = pointer<const uint64_t>(draft_masks),
       .num_queries = to_int("num_queries", num_queries),
       .draft_tokens = to_int("draft_tokens", draft_tokens),
       .num_q_heads = to_int("num_q_heads", num_q_heads),
@@ -82,7 +83,7 @@ void bind_cpu(py::module_& m) {
         py::arg("head_dim"), py::arg("v_head_dim"), py::arg("dtype"), py::arg("partial_dtype"),
         py::arg("scale"), py::arg("logit_cap"), py::arg("num_threads"), py::arg("draft_tokens") = 1,
         py::arg("kv_dtype") = 0, py::arg("k_scale") = 1.0f, py::arg("v_scale") = 1.0f,
-        py::arg("isa") = "",
+        py::arg("draft_masks") = 0, py::arg("isa") = "",
         R"(Executes a plan on CPU memory: forward of all items, merge of the partials.
 
 plan, plan_bytes: address and size of the plan, ``Plan.data_ptr`` and ``Plan.nbytes``.
@@ -95,6 +96,8 @@ lse: address of fp32 [num_queries * draft_tokens, num_q_heads], base 2, or 0.
 req_to_token: (address, row stride, rows, columns) of int32 slot ids.
 rows, seq_lens: addresses of int64 [num_queries], rows of req_to_token and lengths in tokens.
 draft_tokens: of each query, the last tokens of its sequence (csrc/plan.h); 1 in a decode step.
+draft_masks: address of uint64 [num_queries, draft_tokens], or 0: bit j says that the draft token
+    attends to draft token j of its query; without them each attends to those before it.
 partial_dtype: 0 (fp32) or 1 (bf16).
 kv_dtype: of k_cache and v_cache, one of KV_DTYPES: q's, or float8_e4m3fn, of which k_scale and
     v_scale are the factors; for q's both are 1.

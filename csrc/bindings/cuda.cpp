@@ -28,6 +28,7 @@ using Vector = std::array<int64_t, 2>;
 struct Buffers {
   PlanHeader* plan;
   uint16_t* row_masks;
+  const uint64_t* draft_masks;
   char* partials;
   float* partial_lse;
   int32_t* queue;
@@ -38,10 +39,11 @@ struct Buffers {
 
 Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t partial_lse,
                      int64_t queue, int partial_bytes, int num_q_heads, int num_kv_heads,
-                     int head_dim, int launch, int draft_tokens) {
+                     int head_dim, int launch, int draft_tokens, int64_t draft_masks) {
   return {
       .plan = pointer<PlanHeader>(plan),
       .row_masks = pointer<uint16_t>(row_masks),
+      .draft_masks = pointer<const uint64_t>(draft_masks),
       .partials = pointer<char>(partials),
       .partial_lse = pointer<float>(partial_lse),
       .queue = pointer<int32_t>(queue),
@@ -58,11 +60,11 @@ Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t 
 std::string describe(const Buffers& b) {
   std::ostringstream text;
   text << "CudaBuffers(plan=" << b.plan << ", row_masks=" << b.row_masks
-       << ", partials=" << static_cast<const void*>(b.partials) << ", partial_lse=" << b.partial_lse
-       << ", queue=" << b.queue << ", partial_bytes=" << b.partial_bytes
-       << ", num_q_heads=" << b.num_q_heads << ", num_kv_heads=" << b.num_kv_heads
-       << ", head_dim=" << b.head_dim << ", draft_tokens=" << b.draft_tokens
-       << ", launch=" << static_cast<int>(b.launch) << ")";
+       << ", draft_masks=" << b.draft_masks << ", partials=" << static_cast<const void*>(b.partials)
+       << ", partial_lse=" << b.partial_lse << ", queue=" << b.queue
+       << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
+       << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
+       << ", draft_tokens=" << b.draft_tokens << ", launch=" << static_cast<int>(b.launch) << ")";
   return text.str();
 }
 
@@ -85,6 +87,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
       .v_stride_slot = kv * v_cache[1],
       .v_stride_head = kv * v_cache[2],
       .row_masks = buffers.row_masks,
+      .draft_masks = buffers.draft_masks,
       .out = pointer<char>(out[0]),
       .out_stride_query = kBytes * out[1],
       .out_stride_head = kBytes * out[2],
@@ -196,13 +199,15 @@ partials: [max_partials, draft_tokens, num_q_heads, head_dim] of ``partial_bytes
     (q's dtype).
 partial_lse: fp32 [max_partials, draft_tokens, num_q_heads]. queue: int32 [cuda_queue_ints()],
     zeros.
-launch: one of LAUNCHES. draft_tokens: of a query, 1 in a decode step.
+launch: one of LAUNCHES. draft_tokens: of a query, 1 in a decode step. draft_masks: uint64
+    [max_queries, draft_tokens], or 0: bit j says that the draft token attends to draft token j of
+    its query; without them each attends to those before it.
 
 Holds addresses only: who made it keeps the memory.)")
       .def(py::init(&make_buffers), py::kw_only(), py::arg("plan"), py::arg("row_masks"),
            py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("partial_bytes"),
            py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("launch"),
-           py::arg("draft_tokens") = 1)
+           py::arg("draft_tokens") = 1, py::arg("draft_masks") = 0)
       .def("__repr__", &describe);
 }
 

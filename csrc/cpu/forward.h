@@ -29,6 +29,9 @@ struct DecodeArgs {
   void* out;                // [num_queries * draft_tokens, num_q_heads, v_head_dim]
   int64_t out_stride_row, out_stride_head;
   float* lse;  // [num_queries * draft_tokens, num_q_heads], base 2, or null
+  // [num_queries, draft_tokens], or null where each draft token attends to those before it. Bit j:
+  // the draft token attends to draft token j of its query.
+  const uint64_t* draft_masks;
   int num_queries, draft_tokens, num_q_heads, num_kv_heads, head_dim, v_head_dim;
   DType dtype;             // of q and out
   KVDType kv_dtype;        // of k_cache and v_cache

@@ -75,6 +75,11 @@ class ItemRunner {
   int masked_tokens(const Segment& s) const {
     return is_dynamic(s) ? job_.args.draft_tokens - 1 : 0;
   }
+  // Whether a draft token of a segment's query attends to another one.
+  bool attends(const Segment& s, int draft_token, int to) const {
+    if (!job_.args.draft_masks) return to <= draft_token;
+    return job_.args.draft_masks[int64_t{s.query} * job_.args.draft_tokens + draft_token] >> to & 1;
+  }
 
   // The addresses of a block of K and V rows; false if a slot lies outside the pool.
   bool find_rows(int64_t first, TokenRows<KV>& rows) const {
@@ -208,17 +213,22 @@ class ItemRunner {
     });
   }
 
-  // Packed rows [begin, end) attend to a segment, to its masked tokens from their own draft token
-  // on.
+  // Packed rows [begin, end) attend to a segment, to its masked tokens as their draft tokens do.
   bool attend_segment(const Segment& s, int begin, int end) {
     const int masked = masked_tokens(s);
     read_from(s);
     tokens_ -= masked;
     if (!attend_rows(begin, end)) return false;
-    for (int draft_token = 1; draft_token <= masked; ++draft_token) {
+    for (int to = 1; to <= masked; ++to) {
       slots_ += tokens_;
       tokens_ = 1;
-      if (!attend_rows(begin + draft_token * job_.head_group, end)) return false;
+      for (int from = 0, next; from <= masked; from = next) {  // runs of draft tokens that attend
+        next = from + 1;
+        if (!attends(s, from, to)) continue;
+        while (next <= masked && attends(s, next, to)) ++next;
+        const int first = begin + from * job_.head_group;
+        if (!attend_rows(first, begin + next * job_.head_group)) return false;
+      }
     }
     return true;
   }

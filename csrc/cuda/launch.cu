@@ -81,6 +81,7 @@ ForwardParams forward_params(const DecodeParams& decode) {
   };
   if (decode.draft_tokens > 1) {
     p.masked_tokens = decode.draft_tokens - 1;
+    p.draft_masks = decode.draft_masks;
     p.head_group = head_group;
     p.head_group_magic = magic(head_group);
     p.heads_between = decode.num_q_heads - head_group;

@@ -37,7 +37,10 @@ struct DecodeParams {
   const char* v;  // as k
   int64_t v_stride_slot, v_stride_head;
   const uint16_t* row_masks;  // [max_branch_tokens], 16-byte aligned: see kRowCountShift
-  char* out;                  // as q
+  // [num_rows, draft_tokens], or null where each draft token attends to those before it. Bit j: the
+  // draft token attends to draft token j of its query.
+  const uint64_t* draft_masks;
+  char* out;  // as q
   int64_t out_stride_query, out_stride_head;
   float* lse;            // [num_rows * draft_tokens, num_q_heads] base 2, or null
   char* partials;        // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
@@ -123,6 +126,7 @@ struct ForwardParams {
   // draft token: in heads, and in bytes of q.
   int32_t heads_between;
   int64_t bytes_between;
+  const uint64_t* draft_masks;  // as in DecodeParams
 };
 
 enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which speculative decoding of SGLang pat can verify: chains of draft tokens.
+"""Which speculative decoding of SGLang pat can verify: chains of draft tokens, on a CPU trees, too.
 
 In a verify step each request brings the same number of draft tokens, of which the first is known to
 be right. In a chain, each follows the one before it; in a tree, one may have several successors
-(top k above 1), of which some attention would have to be masked. ``S``: SGLang 0.5.23's ``srt/``.
+(top k above 1), which do not attend to each other. ``S``: SGLang 0.5.23's ``srt/``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from sglang_pat.arguments import MOST_MASKED_DRAFTS
 from sglang_pat.srt.plugin import BACKEND
 
 # Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
@@ -27,10 +28,16 @@ def reason_against(args: Any) -> str:
             f"attention: pat verifies those of {', '.join(ALGORITHMS)}"
         )
     # SGLang sets it for NGRAM too, to --speculative-ngram-max-bfs-breadth.
-    if args.speculative_eagle_topk != 1:
+    if args.device != "cpu" and args.speculative_eagle_topk != 1:
         return (
-            f"{name} drafts trees here (top k {args.speculative_eagle_topk}), and pat verifies "
-            f"chains only (top k 1)"
+            f"{name} drafts trees here (top k {args.speculative_eagle_topk}), and on a GPU pat "
+            f"verifies chains only (top k 1)"
+        )
+    tokens = args.speculative_num_draft_tokens
+    if args.device == "cpu" and tokens > MOST_MASKED_DRAFTS:
+        return (
+            f"{name} drafts {tokens} tokens, and on a CPU pat verifies up to {MOST_MASKED_DRAFTS} "
+            f"(--speculative-num-draft-tokens)"
         )
     if args.speculative_adaptive:
         return (

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from sglang_pat.planner import Plan
 from sglang_pat.srt.backend import PatDecodeMixin
+from sglang_pat.srt.draft_masks import draft_masks
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.lengths import Lengths, bounds_of, lengths_of
 
 
 class PatVerifyMixin(PatDecodeMixin):
-    """Verification of chains of draft tokens by pack, forward and merge, in front of a base.
+    """Verification of draft tokens by pack, forward and merge, in front of a base.
 
     A request is one query with ``Target.draft_tokens`` tokens: its own K/V are read once for all of
     them, shared K/V once for all requests. SGLang sends the layers of a verify step to
@@ -60,6 +62,17 @@ class PatVerifyMixin(PatDecodeMixin):
     def _snapshot(self, forward_batch: Any) -> None:
         with_drafts = forward_batch.seq_lens + self._target.draft_tokens
         self._executor.snapshot(forward_batch.req_pool_indices, with_drafts)
+
+    def _load(
+        self, plan: Plan, batch: LiveBatch | None, forward_batch: Any, **options: Any
+    ) -> None:
+        """On a CPU the masks of the drafts are taken, too: NGRAM's are a tree at times, even with a
+        breadth of 1 (S speculative/cpp_ngram/trie.cpp)."""
+        super()._load(plan, batch, forward_batch, **options)
+        if self._on_cpu:
+            masks = forward_batch.spec_info.custom_mask
+            tokens = self._target.draft_tokens
+            self._executor.set_draft_masks(draft_masks(masks, forward_batch.seq_lens, tokens))
 
     def forward_extend(
         self,

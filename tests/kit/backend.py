@@ -71,6 +71,7 @@ class RecordingExecutor:
         self.target = target
         self.plans: list[Plan] = []
         self.lengths: list[list[int]] = []  # of each snapshot
+        self.masks: list[torch.Tensor] = []
 
     def load(self, plan: Plan, num_rows: int) -> None:
         assert plan.num_queries <= num_rows
@@ -79,6 +80,9 @@ class RecordingExecutor:
     def snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         assert self.plans[-1].num_queries <= len(rows) == len(seq_lens)
         self.lengths.append(seq_lens.tolist())
+
+    def set_draft_masks(self, masks: torch.Tensor) -> None:
+        self.masks.append(masks)
 
     @property
     def snapshots(self) -> int:

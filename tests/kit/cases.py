@@ -21,7 +21,7 @@ E4M3 = torch.float8_e4m3fn
 @dataclass(frozen=True)
 class Case:
     """Inputs of one step; every slot that no query owns holds NaN. ``draft_tokens``: rows of q of
-    each query."""
+    each query; ``draft_masks``: int64 [B, T], what they attend to if they are a tree."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -35,6 +35,7 @@ class Case:
     k_scale: float = 1.0
     v_scale: float = 1.0
     draft_tokens: int = 1
+    draft_masks: torch.Tensor | None = None
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -70,6 +71,7 @@ class Case:
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             draft_tokens=self.draft_tokens,
+            draft_masks=self.draft_masks,
             dtype=dtype,
         )
 
@@ -128,6 +130,17 @@ def case(
         logit_cap=logit_cap,
         draft_tokens=draft_tokens,
     )
+
+
+def random_trees(inputs: Case, seed: int = 0) -> Case:
+    """With drafts that are trees: each draft token behind a random one before it."""
+    rng = np.random.default_rng(seed)
+    masks = np.zeros((len(inputs.rows), inputs.draft_tokens), np.uint64)
+    for of_query in masks:
+        of_query[0] = 1
+        for i in range(1, inputs.draft_tokens):
+            of_query[i] = of_query[rng.integers(i)] | np.uint64(1 << i)
+    return replace(inputs, draft_masks=torch.from_numpy(masks.view(np.int64)))
 
 
 def by_hand(pieces: list[Piece], heads: tuple[int, int], **options: Any) -> Case:
@@ -195,6 +208,7 @@ def execute(
         "req_to_token": (inputs.table.data_ptr(), inputs.table.stride(0), *inputs.table.shape),
         "rows": inputs.rows.data_ptr(),
         "seq_lens": inputs.seq_lens.data_ptr(),
+        "draft_masks": 0 if inputs.draft_masks is None else inputs.draft_masks.data_ptr(),
         "num_slots": num_slots,
         "num_queries": len(inputs.rows),
         "num_q_heads": num_q_heads,

@@ -48,6 +48,8 @@ def on_device(inputs: Case, dtype: torch.dtype) -> Case:
     """The case on the GPU, with strides wider than the tensors and NaN in between; K and V in
     e4m3 stay so."""
     moved = {name: getattr(inputs, name).cuda() for name in ("table", "rows", "seq_lens")}
+    if inputs.draft_masks is not None:
+        moved["draft_masks"] = inputs.draft_masks.cuda()
     dtypes = {"q": dtype} | {
         name: getattr(inputs, name).dtype if inputs.k.dtype == E4M3 else dtype for name in "kv"
     }
@@ -87,7 +89,11 @@ def execute(
     memory_like = widened(inputs.q) if inputs.draft_tokens == 1 else inputs.q.contiguous()
     out = torch.full_like(memory_like, POISON)
     lse = torch.full(inputs.q.shape[:2], POISON, device="cuda")
-    if workspace is not None:
+    if workspace is None:
+        options["draft_masks"] = inputs.draft_masks
+    else:
+        if inputs.draft_masks is not None:
+            workspace.set_draft_masks(inputs.draft_masks)
         workspace.load(plan)
         workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
     decode(

@@ -18,21 +18,21 @@ from .workloads import WORKLOADS
 Stock = dict[str, list[Answer]]
 
 DRAFT_TOKENS = 4
-_CHAIN = (
-    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+_NGRAM = (
+    *("--speculative-algorithm", "NGRAM"),
     *("--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
 )
 LEAVERS_TOKENS = 4000  # more than are generated while the others answer
 
 
-def speculating(backend: str, mask: Path) -> Config:
-    """A server that drafts tokens from what it has seen: chains, but for the tokens 0 that SGLang
-    fills them up with, and for pat those too. ``mask``: the file that holds the mistake to make in
-    the mask of a verify step."""
+def speculating(backend: str, mask: Path, breadth: int = 1) -> Config:
+    """A server that drafts tokens from what it has seen: with a ``breadth`` of 1 mostly chains, but
+    for continuations of several matches side by side, and for the tokens 0 that SGLang fills them
+    up with. ``mask``: the file that holds the mistake to make in the mask of a verify step."""
     env = (("PAT_VERIFY", "1"), ("PAT_VERIFY_MASK", str(mask)))
-    if backend == "pat":
-        env = (*env, ("PAT_VERIFY_CHAIN", "1"))
-    return Config(f"speculating-{backend}", backend=backend, args=_CHAIN, env=env, plugins=True)
+    args = (*_NGRAM, "--speculative-ngram-max-bfs-breadth", str(breadth))
+    name = f"speculating-{backend}-{breadth}"
+    return Config(name, backend=backend, args=args, env=env, plugins=True)
 
 
 def ask(server: ServingServer, name: str) -> list[Answer]:

@@ -28,6 +28,17 @@ def test_answers_are_those_without_speculation(
     speculation.check_answers(server, workload, stock)
 
 
+@pytest.mark.parametrize("workload", ["crowd", "multi_level", "ragged"])
+def test_trees_are_verified(
+    workload: str, serve: Serve, mask: Path, stock: speculation.Stock
+) -> None:
+    """With a breadth of 4 a draft token may have four successors, of which one is accepted."""
+    mask.write_text("")
+    server = serve(speculation.speculating("pat", mask, breadth=4))
+    speculation.check_answers(server, workload, stock)
+    assert not server.counters().fallbacks
+
+
 def test_requests_join_while_others_are_decoded(
     server: ServingServer, stock: speculation.Stock
 ) -> None:

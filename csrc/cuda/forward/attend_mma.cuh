@@ -193,7 +193,8 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
                                    [&](float (&s)[4 * kTiles]) {
                                      if constexpr (kDrafts && !kBranch) {
                                        if (left >= drafts) return;
-                                       mask_drafts<kTiles>(p, s, unit.first_packed_row + first_row,
+                                       mask_drafts<kTiles>(p, s, unit.member.query,
+                                                           unit.first_packed_row + first_row,
                                                            first_token, left);
                                      }
                                      if (!kBranch || !masked.has(left)) return;
@@ -283,7 +284,8 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
                                [&](float (&s)[4 * kTiles]) {
                                  if constexpr (kDrafts) {
                                    if (unit.num_unmasked_tiles) {
-                                     mask_drafts<kTiles>(p, s, 0, 0, unit.num_tokens);
+                                     mask_drafts<kTiles>(p, s, unit.member.query, 0, 0,
+                                                         unit.num_tokens);
                                    }
                                  }
                                });

@@ -144,7 +144,9 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   const auto mask = [&](float (&scores)[32]) {
     if (masked.has(left)) mask_scores<8>(scores, row_masks, first_row);
     if constexpr (kDrafts) {
-      if (left < drafts) mask_drafts<8>(p, scores, unit.first_packed_row + first_row, 0, left);
+      if (left < drafts) {
+        mask_drafts<8>(p, scores, unit.member.query, unit.first_packed_row + first_row, 0, left);
+      }
     }
   };
   bool of_peer = wide && c.s.sm_half == 1;  // the current tile is in the other half's memory

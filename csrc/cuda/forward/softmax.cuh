@@ -29,15 +29,43 @@ __device__ __forceinline__ int drafts_below(const ForwardParams& p, const WorkUn
   return drafts ? p.masked_tokens + kTileTokens : 0;
 }
 
-// Sets the scores of draft tokens that come after a row's own to -inf. `first_row`: packed row of
-// the query that is row 0 of the 16; `left`: tokens from the tile's first on, of which the scores
-// begin at token `first_token`.
+// Draft masks of a lane's two rows, `row` and row + 8, of a query.
+struct DraftMasks {
+  uint64_t of_row[2];
+
+  __device__ __forceinline__ DraftMasks(const ForwardParams& p, int query, int row) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // Rows beyond the query's are not used.
+      const int draft_token = (row + 8 * i) * p.head_group_magic >> 16;
+      of_row[i] =
+          __ldg(p.draft_masks + query * (p.masked_tokens + 1) + min(draft_token, p.masked_tokens));
+    }
+  }
+  // Whether row i of the two attends to a draft token; to the first and what is before it, always.
+  __device__ __forceinline__ bool attends(int i, int draft_token) const {
+    return draft_token <= 0 || (of_row[i] >> (draft_token & 63) & 1);
+  }
+};
+
+// Sets the scores of draft tokens that a row does not attend to to -inf: those after its own, or
+// those that its draft mask leaves out. `query`: of the unit; `first_row`: packed row of the query
+// that is row 0 of the 16; `left`: tokens from the tile's first on, of which the scores begin at
+// token `first_token`.
 template <int kTiles>
 __device__ __forceinline__ void mask_drafts(const ForwardParams& p, float (&scores)[4 * kTiles],
-                                            int first_row, int first_token, int left) {
+                                            int query, int first_row, int first_token, int left) {
   const int row = first_row + (lane_id() >> 2);
   // Column c is draft token c + first_draft; before the first draft token that is negative.
   const int first_draft = first_token + 2 * (lane_id() & 3) - (left - 1 - p.masked_tokens);
+  if (p.draft_masks != nullptr) {
+    const DraftMasks masks(p, query, row);
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      if (!masks.attends(i >> 1 & 1, first_draft + (i >> 2) * 8 + (i & 1))) scores[i] = -INFINITY;
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < 4 * kTiles; ++i) {
     const int first_attending = (first_draft + (i >> 2) * 8 + (i & 1)) * p.head_group;

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An SGLang plugin of the tests: NGRAM speculation on a CPU, in plain torch.
 
-``PAT_VERIFY=1`` switches it on, and ``PAT_VERIFY_CHAIN=1`` makes chains of all drafts. What
-SGLang's NGRAM worker calls is Triton, CUDA or sgl_kernel, none of which runs here: where the
-platform interface has a seam it is replaced through that, elsewhere by name.
+``PAT_VERIFY=1`` switches it on. What SGLang's NGRAM worker calls is Triton, CUDA or sgl_kernel,
+none of which runs here: where the platform interface has a seam it is replaced through that,
+elsewhere by name.
 ``--attention-backend torch_verify`` is SGLang's ``torch_native`` and attention for the verify step,
 which ``torch_native`` lacks (pat_drafts.py): with it a server can be compared.
 """
@@ -15,7 +15,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pat_drafts
 import torch
 
@@ -55,19 +54,7 @@ def _worker_cls(_platform: object, algorithm: str) -> type | None:
     eagle_utils.verify_tree_greedy_func = accept_greedily
     spec_utils.fill_front_out_cache_loc_func = front_of_windows
     spec_utils.fill_accept_out_cache_loc_func = slots_of_accepted
-    if os.environ.get("PAT_VERIFY_CHAIN") != "1":
-        return NGRAMWorker
-
-    class ChainWorker(NGRAMWorker):
-        """SGLang fills up too few drafts with tokens 0 that are all children of the first token.
-        Here they end the chain, as a backend takes it that knows no mask."""
-
-        def _prepare_draft_tokens(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
-            drafts, _ = super()._prepare_draft_tokens(batch)
-            chain = np.tri(self.draft_token_num, dtype=bool)
-            return drafts, np.tile(chain.ravel(), len(batch.reqs))
-
-    return ChainWorker
+    return NGRAMWorker
 
 
 def _pool_cls(_platform: object, *, kind: str) -> type | None:

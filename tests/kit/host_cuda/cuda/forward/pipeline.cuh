@@ -17,6 +17,7 @@
 namespace pat {
 
 using std::max;
+using std::min;
 
 constexpr int kTileTokens = 64;
 constexpr int kRowCountShift = 8;
@@ -24,6 +25,8 @@ enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };
 struct ForwardParams {
   float exp_scale = 0.0f, pre_scale = 0.0f, cap = 0.0f;
   int logits = 0, masked_tokens = 0, head_group = 0;
+  uint32_t head_group_magic = 0;
+  const uint64_t* draft_masks = nullptr;
 };
 struct WorkUnit {
   int num_unmasked_tiles, branch, num_tokens;
@@ -46,6 +49,7 @@ inline int __shfl_sync(unsigned, int value, int) { return value; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float exp2_approx(float x) { return exp2f(x); }
+inline uint64_t __ldg(const uint64_t* at) { return *at; }
 inline uint32_t load_shared(uint32_t) { return 0; }
 
 }  // namespace pat

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft tokens that are a tree on the GPU: the masks of each row, in every kind of unit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.cases import Case, case, random_trees
+from kit.device import DevicePlan, case_of_tree, check, execute, on_device, target_of
+from kit.e4m3 import check_e4m3
+from kit.pieces import DYNAMIC, Piece, forest
+
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.ops import decode
+from sglang_pat.planner import Planner
+from sglang_pat.workspace import Workspace
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def drafted(parts: Any, heads: tuple[int, int], draft_tokens: int, *args: Any, **more: Any) -> Case:
+    tails = tuple(draft_tokens + extra for extra in (0, 1, 7, 31, 60, 62, 63, 64, 120, 130))
+    return case(parts, heads, *args, **({"tails": tails, "draft_tokens": draft_tokens} | more))
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, BF16), (128, FP16), (256, BF16)])
+@pytest.mark.parametrize("draft_tokens", [2, 4, 8, 64])
+@pytest.mark.parametrize("heads", [(8, 2), (3, 3), (16, 1), (7, 1)])
+def test_random_trees(
+    heads: tuple[int, int], draft_tokens: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    if heads[0] // heads[1] * draft_tokens > (64 if head_dim == 256 else 128):
+        pytest.skip("more packed rows a query than fit")
+    for seed in range(3):
+        queries = min(12, 512 * heads[1] // (heads[0] * draft_tokens))  # of an item by hand
+        pieces = forest(np.random.default_rng(seed), queries)
+        inputs = random_trees(drafted(pieces, heads, draft_tokens, head_dim, seed=seed), seed)
+        check(on_device(inputs, dtype))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("draft_tokens", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("group", [1, 4, 7, 16])
+def test_units_of_one_query(group: int, draft_tokens: int, head_dim: int) -> None:
+    """Narrow, short, light, heavy and wide ones, each with tails around its tiles."""
+    if group * draft_tokens > (64 if head_dim == 256 else 128):
+        pytest.skip("more packed rows a query than fit")
+    parts = [Piece((query,), 0, DYNAMIC) for query in range(3)]
+    for more in (0, 1, 32, 62, 63, 64, 65, 127, 300):
+        tails = (draft_tokens + more, max(draft_tokens, more + 1))
+        heads = (2 * group, 2)
+        inputs = drafted(parts, heads, draft_tokens, head_dim, tails=tails, seed=more)
+        inputs = on_device(random_trees(inputs, more), BF16)
+        check(inputs)
+        if group * draft_tokens > 64 and head_dim < 256:
+            check(inputs, DevicePlan(inputs.plan(wide=True)))
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8), (16, 1)])
+def test_plans_of_the_planner(heads: tuple[int, int]) -> None:
+    rng = np.random.default_rng(1)
+    for draft_tokens in (2, 4, 8):
+        for levels, tokens in (((1, 40), (700, 60)), ((2, 6, 24), (200, 90, 30)), ((3,), (5000,))):
+            tree = Tree(levels, tokens)
+            start = sum(tokens[:-1])
+            lens = (start + draft_tokens + rng.integers(0, 5000, tree.num_queries)).tolist()
+            inputs = case_of_tree(tree, heads, seq_lens=lens, draft_tokens=draft_tokens)
+            masks = random_trees(inputs).draft_masks
+            assert masks is not None
+            inputs = replace(inputs, draft_masks=masks.cuda())
+            target = target_of(inputs, branching="never")
+            workspace = Workspace(target, inputs.table.shape[1], draft_masks=True)
+            check(inputs, Planner(target).plan(tree.paths, lens), workspace=workspace)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (16, 1), (2, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_masks_of_a_chain_change_no_bit(heads: tuple[int, int], head_dim: int) -> None:
+    inputs = on_device(drafted(forest(np.random.default_rng(2), 8), heads, 4, head_dim), BF16)
+    chain = torch.tensor([[(2 << i) - 1 for i in range(4)]] * len(inputs.rows)).cuda()
+    found = (execute(inputs), execute(replace(inputs, draft_masks=chain)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_e4m3() -> None:
+    for draft_tokens, heads in ((4, (8, 2)), (8, (16, 2)), (2, (2, 2))):
+        inputs = drafted(forest(np.random.default_rng(3), 6), heads, draft_tokens, 128, seed=4)
+        check_e4m3(on_device(random_trees(inputs).to_e4m3(), BF16))
+
+
+def test_graphs_read_the_masks_that_were_set_last() -> None:
+    tree = Tree((1, 12), (300, 40))
+    lens = [348] * 12
+    inputs = case_of_tree(tree, (8, 2), seq_lens=lens, draft_tokens=8)
+    target = target_of(inputs, branching="never")
+    workspace = Workspace(target, inputs.table.shape[1], draft_masks=True)
+    plan = Planner(target).plan(tree.paths, lens)
+    out = torch.empty_like(inputs.q.contiguous())
+    given = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens, plan)
+
+    def run() -> None:
+        workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
+        decode(*given, scale=inputs.scale, out=out, workspace=workspace)
+
+    workspace.load(plan)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for seed in range(3):
+        masks = random_trees(inputs, seed).draft_masks
+        assert masks is not None
+        workspace.set_draft_masks(masks.cuda())
+        graph.replay()
+        wanted, _ = execute(replace(inputs, draft_masks=masks.cuda()), plan)
+        assert torch.equal(out, wanted)
+
+
+def test_what_is_refused() -> None:
+    tree = Tree((1, 12), (300, 40))
+    inputs = case_of_tree(tree, (8, 2), seq_lens=[348] * 12, draft_tokens=8)
+    given = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
+    chains = Workspace(target_of(inputs), inputs.table.shape[1])
+    masks = torch.ones(12, 8, dtype=torch.int64, device="cuda")
+    with pytest.raises(ValueError, match="for chains of draft tokens: draft_masks=True"):
+        chains.set_draft_masks(masks)
+    plan = Planner(chains.target).plan(tree.paths, [348] * 12)
+    chains.load(plan)
+    chains.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
+    with pytest.raises(ValueError, match="call its set_draft_masks"):
+        decode(*given, plan, scale=inputs.scale, draft_masks=masks, workspace=chains)
+    trees = Workspace(target_of(inputs), inputs.table.shape[1], draft_masks=True)
+    with pytest.raises(ValueError, match=r"draft masks of \(13, 8\), must be \[12 or fewer, 8\]"):
+        trees.set_draft_masks(torch.ones(13, 8, dtype=torch.int64, device="cuda"))
+    branched = Planner(target_of(inputs, branching="always")).plan(tree.paths, [348] * 12)
+    if branched.branch_tokens:
+        with pytest.raises(ValueError, match="a branch has no draft masks"):
+            decode(*given, branched, scale=inputs.scale, draft_masks=masks)

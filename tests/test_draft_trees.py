@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft tokens that are a tree: the CPU executor against attention by its definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.cases import Case, by_hand, case, execute, random_trees
+from kit.cpu import check_any
+from kit.pieces import DYNAMIC, Piece, forest
+
+from sglang_pat import _C
+from sglang_pat.ops import decode
+from sglang_pat.planner import plan
+from sglang_pat.target import Target
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+def drafted(parts: Any, heads: tuple[int, int], draft_tokens: int, **options: Any) -> Case:
+    tails = tuple(draft_tokens + more for more in (0, 1, 7, 63, 64, 130))
+    return case(parts, heads, tails=tails, draft_tokens=draft_tokens, **options)
+
+
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+@pytest.mark.parametrize("draft_tokens", [2, 3, 8, 60, 64])
+@pytest.mark.parametrize("heads", [(8, 2), (5, 1), (2, 2)])
+def test_random_trees(isa: str, draft_tokens: int, heads: tuple[int, int]) -> None:
+    for seed in range(3):
+        pieces = forest(np.random.default_rng(seed), 7)
+        inputs = random_trees(drafted(pieces, heads, draft_tokens, seed=seed), seed)
+        check_any(inputs, inputs.plan(), isa=isa)
+
+
+def test_branches() -> None:
+    pieces = forest(np.random.default_rng(3), 8)
+    inputs = by_hand(pieces, (8, 2), most=3, tails=(5, 6, 75), draft_tokens=5)
+    check_any(random_trees(inputs), inputs.plan())
+
+
+def test_masks_of_a_chain_change_nothing() -> None:
+    inputs = drafted(forest(np.random.default_rng(1), 9), (8, 2), 6)
+    chain = torch.tensor([[(2 << i) - 1 for i in range(6)]] * len(inputs.rows))
+    for one, other in zip(
+        execute(inputs), execute(replace(inputs, draft_masks=chain)), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_siblings_do_not_see_each_other() -> None:
+    """Other K and V of a draft token change the rows that attend to it, no bit of the others."""
+    inputs = random_trees(drafted([Piece((0,), 0, DYNAMIC)], (4, 1), 8), seed=5)
+    assert inputs.draft_masks is not None
+    before, _ = execute(inputs)
+    first = int(inputs.seq_lens[0]) - 8
+    for draft_token in range(1, 8):
+        slot = int(inputs.table[inputs.rows[0], first + draft_token])
+        k, v = inputs.k.clone(), inputs.v.clone()
+        k[slot] += 1
+        v[slot] += 1
+        out, _ = execute(replace(inputs, k=k, v=v))
+        for row in range(8):
+            sees = bool(inputs.draft_masks[0, row] >> draft_token & 1)
+            assert torch.equal(out[row], before[row]) != sees
+
+
+def test_decode_takes_masks() -> None:
+    inputs = random_trees(drafted([Piece((i,), 0, DYNAMIC) for i in range(3)], (8, 2), 4), seed=2)
+    assert inputs.draft_masks is not None
+    made_for = Target.cpu(
+        num_q_heads=8, num_kv_heads=2, head_dim=64, threads=2, max_queries=8, draft_tokens=4
+    )
+    lens = inputs.seq_lens.tolist()
+    given = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
+    made = plan([None] * 3, lens, made_for)
+    out = decode(*given, made, scale=inputs.scale, draft_masks=inputs.draft_masks)
+    torch.testing.assert_close(out, inputs.truth()[0].float(), rtol=1e-4, atol=1e-5)
+    for masks, message in (
+        (inputs.draft_masks[:2], r"must be contiguous int64 \(3, 4\)"),
+        (inputs.draft_masks.int(), r"draft_masks is torch.int32 \(3, 4\), must be"),
+        (inputs.draft_masks.T, "must be contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode(*given, made, scale=inputs.scale, draft_masks=masks)
