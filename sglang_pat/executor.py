@@ -21,7 +21,7 @@ class Executor:
     On a GPU it owns a ``Workspace``: its addresses are fixed, but for the list's, which the
     kernels read in the plan, so that a CUDA graph that captured ``snapshot`` and ``decode`` runs
     whatever plan was loaded before the replay. ``table``: ``req_to_token``. ``region``,
-    ``list_tokens``: of the ``Workspace``.
+    ``list_tokens``, ``draft_masks``: of the ``Workspace``.
     """
 
     def __init__(
@@ -31,8 +31,11 @@ class Executor:
         table: torch.Tensor,
         region: Callable[[], AbstractContextManager[None]] = nullcontext,
         list_tokens: int = LIST_TOKENS,
+        *,
+        draft_masks: bool = False,
     ) -> None:
         self.target = target
+        self.has_draft_masks = draft_masks
         self._table = table
         self._partial_dtype = config.partial_dtype
         self._workspace: Workspace | None = None
@@ -44,6 +47,7 @@ class Executor:
                 list_tokens=list_tokens,
                 partial_dtype=config.partial_dtype,
                 launch=config.launch,
+                draft_masks=draft_masks,
                 region=region,
             )
         self._plan: Plan | None = None
@@ -77,8 +81,14 @@ class Executor:
         self._batch = (rows, seq_lens)
 
     def set_draft_masks(self, masks: torch.Tensor) -> None:
-        """Of the next step, int64 [B, T], as of ``ops.decode``. On a CPU only."""
-        self._draft_masks = masks
+        """Of the next step, int64 [B, T], as of ``ops.decode``: for a B that includes padding.
+        Raises ValueError where it was made without masks, or for another shape."""
+        if not self.has_draft_masks:
+            raise ValueError("this executor is for chains of draft tokens: draft_masks=True")
+        if self._workspace is not None:
+            self._workspace.set_draft_masks(masks)
+        else:
+            self._draft_masks = masks
 
     def decode(
         self,

@@ -43,7 +43,7 @@ class Target:
     much.
 
     ``draft_tokens``: tokens of a query that attend in one step, 1 in a decode step; more where
-    speculative decoding verifies a chain of draft tokens. A query then has a GQA group of packed
+    speculative decoding verifies draft tokens. A query then has a GQA group of packed
     rows for each, and lengths of sequences count them.
 
     ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``

@@ -15,10 +15,13 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.backend import HEAD_DIM, HEADS, QUERIES, TARGET, BackendBed, make_layer
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative import eagle_utils
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
+from sglang.srt.speculative.spec_info import SpecInputType
 
-from sglang_pat.srt.draft_masks import draft_masks
+from sglang_pat.srt.draft_masks import draft_masks, have_prefix
 from sglang_pat.srt.lengths import MAX_SLACK, bounds_of
-from sglang_pat.srt.speculation import draft_tokens_of, reason_against
+from sglang_pat.srt.speculation import draft_tokens_of, may_be_trees, reason_against
 from sglang_pat.srt.verify import PatVerifyMixin
 
 DRAFT_TOKENS = 3
@@ -33,9 +36,13 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> BackendBed:
 
 def verify(bed: BackendBed, draft_tokens: int = DRAFT_TOKENS, **options: Any) -> list[str]:
     """Announce a batch of so many draft tokens a request and prepare its forward."""
-    chain = torch.ones(draft_tokens, draft_tokens, dtype=torch.bool).tril()
-    masks = chain.flatten().repeat(len(bed.reqs))
-    spec_info = SimpleNamespace(draft_token_num=draft_tokens, custom_mask=masks)
+    chain = torch.ones(draft_tokens, draft_tokens).tril()
+    rows = [torch.cat([torch.ones(draft_tokens, int(n)), chain], 1) for n in bed.lens]
+    spec_info = SimpleNamespace(
+        draft_token_num=draft_tokens,
+        custom_mask=torch.cat([row.flatten() for row in rows]).bool(),
+        spec_input_type=SpecInputType.NGRAM_VERIFY,
+    )
     return bed.step(graph=False, mode=VERIFY, spec_info=spec_info, **options)
 
 
@@ -70,12 +77,65 @@ def test_masks_are_taken_with_and_without_what_is_before_the_drafts(bed: Backend
     whole = torch.cat(
         [torch.cat([torch.ones(3, int(n), dtype=torch.bool), tree], 1).flatten() for n in lens]
     )
-    for given in (whole, tree.flatten().repeat(2)):
-        assert draft_masks(given, lens, 3).tolist() == [[0b001, 0b011, 0b101]] * 2
-    with pytest.raises(ValueError, match="2 requests' 3 draft tokens has 38 cells, must be 39"):
-        draft_masks(whole[1:], lens, 3)
+    alone = tree.flatten().repeat(2)
+    expected = [[0b001, 0b011, 0b101]] * 2
+    assert draft_masks(alone, lens, 3, with_prefix=False).tolist() == expected
+    for given in (whole, whole.to(torch.uint8), torch.cat([whole, torch.zeros(9).bool()])):
+        assert draft_masks(given, lens.int(), 3, with_prefix=True).tolist() == expected
+    with pytest.raises(ValueError, match="2 requests' 3 draft tokens has 17 cells, must have 18"):
+        draft_masks(alone[1:], lens, 3, with_prefix=False)
     verify(bed)
     assert [masks.tolist() for masks in bed.executor.masks] == [[[1, 3, 7]] * QUERIES]
+
+
+def test_rows_of_padding_have_no_cells_in_sglangs_masks() -> None:
+    """SGLang's masks end with the last request, its lengths with a one for each row of padding."""
+    rows = torch.cat([torch.ones(3, 4, dtype=torch.bool), torch.eye(3).bool()], 1)
+    masks = draft_masks(rows.flatten(), torch.tensor([4, 1, 1]), 3, with_prefix=True)
+    assert masks.shape == (3, 3) and masks[0].tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("default", TreeMaskMode)
+@pytest.mark.parametrize("mode", [None, *TreeMaskMode])
+@pytest.mark.parametrize("kind", [SpecInputType.EAGLE_VERIFY, SpecInputType.NGRAM_VERIFY])
+def test_which_masks_have_a_prefix(
+    kind: SpecInputType,
+    mode: TreeMaskMode | None,
+    default: TreeMaskMode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the buffer for EAGLE's masks if there is one, else by SGLang's default for the device."""
+    monkeypatch.setattr(eagle_utils, "default_tree_mask_mode", lambda: default)
+    buffer = None if mode is None else SimpleNamespace(mode=mode)
+    own = mode is None or kind == SpecInputType.NGRAM_VERIFY
+    found = have_prefix(SimpleNamespace(spec_input_type=kind), buffer)
+    assert found == ((default if own else mode) == TreeMaskMode.FULL_MASK)
+
+
+def test_chains_need_no_masks(bed: BackendBed) -> None:
+    bed.executor.has_draft_masks = False
+    verify(bed)
+    assert bed.executor.plans and not bed.executor.masks
+
+
+def test_the_masks_of_each_replay_are_taken(bed: BackendBed) -> None:
+    """Those of a graph's rows, padding included, from the buffer that EAGLE's workers fill."""
+    bed.backend.token_to_kv_pool.device = "cuda"
+    mode = TreeMaskMode.FULL_MASK
+    for tree in (torch.eye(DRAFT_TOKENS), torch.ones(DRAFT_TOKENS, DRAFT_TOKENS).tril()):
+        rows = [torch.cat([torch.ones(DRAFT_TOKENS, int(n)), tree], 1) for n in bed.lens]
+        buffer = torch.cat([row.flatten() for row in rows]).bool()
+        bed.backend.verify_mask = SimpleNamespace(mode=mode, buffer=buffer)
+        spec_info = SimpleNamespace(
+            draft_token_num=DRAFT_TOKENS,
+            custom_mask=buffer,
+            spec_input_type=SpecInputType.EAGLE_VERIFY,
+        )
+        bed.step(mode=VERIFY, spec_info=spec_info, padding=2)
+    masks = [masks.tolist() for masks in bed.executor.masks]
+    assert [len(each) for each in masks] == [QUERIES + 2] * 2
+    assert masks[0][:QUERIES] == [[1, 2, 4]] * QUERIES
+    assert masks[1][:QUERIES] == [[1, 3, 7]] * QUERIES
 
 
 def test_a_plan_is_kept_while_tokens_are_accepted(bed: BackendBed) -> None:
@@ -118,8 +178,9 @@ def test_what_is_no_such_verify_step_is_counted(bed: BackendBed) -> None:
     [
         ({}, ""),
         ({"speculative_eagle_topk": 2}, ""),
-        ({"speculative_eagle_topk": 2, "device": "cuda"}, "NGRAM drafts trees here (top k 2)"),
-        ({"speculative_num_draft_tokens": 65}, "NGRAM drafts 65 tokens, and on a CPU pat verifies"),
+        ({"speculative_eagle_topk": 2, "device": "cuda"}, ""),
+        ({"speculative_num_draft_tokens": 65}, "NGRAM drafts trees of 65 tokens, and pat verifies"),
+        ({"speculative_num_draft_tokens": 65, "device": "cuda"}, "trees of 65 tokens"),
         ({"speculative_algorithm": "DFLASH"}, "that is SGLang's attention: pat verifies those of"),
         ({"speculative_algorithm": "EAGLE3", "device": "cuda"}, ""),
         ({"speculative_adaptive": True}, "the number of draft tokens changes"),
@@ -147,6 +208,22 @@ def test_which_speculation_is_served(changes: dict[str, Any], reason: str) -> No
     assert draft_tokens_of(args) == (1 if reason else 4)
     args.speculative_algorithm = None
     assert draft_tokens_of(args) == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "top_k", "device", "expected"),
+    [
+        ("EAGLE", 1, "cuda", False),
+        ("STANDALONE", 4, "cuda", True),
+        ("NGRAM", 1, "cuda", True),
+        ("EAGLE3", 1, "cpu", True),
+    ],
+)
+def test_which_drafts_may_be_trees(algorithm: str, top_k: int, device: str, expected: bool) -> None:
+    args = SimpleNamespace(
+        speculative_algorithm=algorithm, speculative_eagle_topk=top_k, device=device
+    )
+    assert may_be_trees(args) == expected
 
 
 def requests_of(lengths: list[tuple[int, int]]) -> list[Any]:

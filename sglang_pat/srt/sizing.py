@@ -13,6 +13,7 @@ from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
 from sglang_pat.srt import sleep
+from sglang_pat.srt.speculation import may_be_trees
 from sglang_pat.srt.survey import heads_of
 from sglang_pat.target import Target
 
@@ -25,13 +26,15 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
     if config.preset != "default" or config.remarks:
         logger.info("sglang_pat: %s", config)
     table = runner.req_to_token_pool.req_to_token
+    masks = _has_draft_masks(runner)
     if table.device.type == "cpu":
-        executor = Executor(_cpu_target(runner, config), config, table)
+        executor = Executor(_cpu_target(runner, config), config, table, draft_masks=masks)
     else:
         capacity = _capacity(runner, config)
         target = _gpu_target(runner, config, capacity)
         region = partial(sleep.kv_cache_region, runner)
-        executor = Executor(target, config, table, region, capacity.list_tokens)
+        tokens = capacity.list_tokens
+        executor = Executor(target, config, table, region, tokens, draft_masks=masks)
     sleep.reset_on_wake(executor)
     return executor
 
@@ -88,9 +91,24 @@ def _options(runner: Any, config: PatConfig) -> dict[str, Any]:
         "split": config.split,
         "split_tokens": config.split_tokens,
     }
-    if config.branching != "cost":  # else as the device's target has it
+    if _has_draft_masks(runner):
+        if config.branching not in ("cost", "never"):
+            logger.warning(
+                "sglang_pat: the server may draft trees, which branches have no masks of: "
+                "branching is never, not %s",
+                config.branching,
+            )
+        options["branching"] = "never"
+    elif config.branching != "cost":  # else as the device's target has it
         options["branching"] = config.branching
     return options
+
+
+def _has_draft_masks(runner: Any) -> bool:
+    """Whether the steps that pat serves verify draft tokens that may be a tree."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return heads_of(runner).draft_tokens > 1 and may_be_trees(resolving_view(runner.server_args))
 
 
 def _largest_graph(pool_requests: int) -> int:

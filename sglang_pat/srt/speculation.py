@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which speculative decoding of SGLang pat can verify: chains of draft tokens, on a CPU trees, too.
+"""Which speculative decoding of SGLang pat can verify: draft tokens in chains and in trees.
 
 In a verify step each request brings the same number of draft tokens, of which the first is known to
 be right. In a chain, each follows the one before it; in a tree, one may have several successors
@@ -27,17 +27,11 @@ def reason_against(args: Any) -> str:
             f"under {name} the model verifies drafts instead of decoding, and that is SGLang's "
             f"attention: pat verifies those of {', '.join(ALGORITHMS)}"
         )
-    # SGLang sets it for NGRAM too, to --speculative-ngram-max-bfs-breadth.
-    if args.device != "cpu" and args.speculative_eagle_topk != 1:
-        return (
-            f"{name} drafts trees here (top k {args.speculative_eagle_topk}), and on a GPU pat "
-            f"verifies chains only (top k 1)"
-        )
     tokens = args.speculative_num_draft_tokens
-    if args.device == "cpu" and tokens > MOST_MASKED_DRAFTS:
+    if may_be_trees(args) and tokens > MOST_MASKED_DRAFTS:
         return (
-            f"{name} drafts {tokens} tokens, and on a CPU pat verifies up to {MOST_MASKED_DRAFTS} "
-            f"(--speculative-num-draft-tokens)"
+            f"{name} drafts trees of {tokens} tokens, and pat verifies trees of up to "
+            f"{MOST_MASKED_DRAFTS} (--speculative-num-draft-tokens)"
         )
     if args.speculative_adaptive:
         return (
@@ -51,6 +45,14 @@ def reason_against(args: Any) -> str:
             f"--speculative-attention-mode is {args.speculative_attention_mode}"
         )
     return _reason_against_stream()
+
+
+def may_be_trees(args: Any) -> bool:
+    """Whether a server that speculates may draft trees. NGRAM does even with a breadth of 1: it
+    puts what followed matches of several lengths side by side (S speculative/cpp_ngram/trie.cpp).
+    SGLang's masks on a CPU are those of trees for all drafts."""
+    tree = args.speculative_algorithm == "NGRAM" or args.speculative_eagle_topk != 1
+    return tree or args.device == "cpu"
 
 
 def _reason_against_stream() -> str:

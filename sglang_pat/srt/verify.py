@@ -9,7 +9,7 @@ import torch
 
 from sglang_pat.planner import Plan
 from sglang_pat.srt.backend import PatDecodeMixin
-from sglang_pat.srt.draft_masks import draft_masks
+from sglang_pat.srt.draft_masks import draft_masks, have_prefix
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.lengths import Lengths, bounds_of, lengths_of
 
@@ -21,6 +21,8 @@ class PatVerifyMixin(PatDecodeMixin):
     them, shared K/V once for all requests. SGLang sends the layers of a verify step to
     ``forward_extend``, with the draft tokens of a request as neighbouring rows of q.
     """
+
+    verify_mask: Any  # of the base
 
     def _admit(
         self, forward_batch: Any, batch: LiveBatch | None, *, in_capture: bool = False
@@ -66,13 +68,16 @@ class PatVerifyMixin(PatDecodeMixin):
     def _load(
         self, plan: Plan, batch: LiveBatch | None, forward_batch: Any, **options: Any
     ) -> None:
-        """On a CPU the masks of the drafts are taken, too: NGRAM's are a tree at times, even with a
-        breadth of 1 (S speculative/cpp_ngram/trie.cpp)."""
+        """Where drafts may be a tree, their masks, too: after the drafts were made, and before the
+        graph that reads them."""
         super()._load(plan, batch, forward_batch, **options)
-        if self._on_cpu:
-            masks = forward_batch.spec_info.custom_mask
-            tokens = self._target.draft_tokens
-            self._executor.set_draft_masks(draft_masks(masks, forward_batch.seq_lens, tokens))
+        if self._executor.has_draft_masks:
+            spec_info, tokens = forward_batch.spec_info, self._target.draft_tokens
+            prefix = have_prefix(spec_info, self.verify_mask)
+            masks = draft_masks(
+                spec_info.custom_mask, forward_batch.seq_lens, tokens, with_prefix=prefix
+            )
+            self._executor.set_draft_masks(masks)
 
     def forward_extend(
         self,

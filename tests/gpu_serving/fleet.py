@@ -39,7 +39,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
         for family in FAMILIES
     },
 }
-DRAFT_TOKENS = 4
+DRAFT_TOKENS, TREE_TOKENS = 4, 8
 # In an argument: the folder of all models and adapters.
 FOLDER = "{models}"
 _ADAPTED = (
@@ -53,19 +53,27 @@ _TWO_LEVELS = (
 )
 
 
-def _drafted(algorithm: str, draft_model: str) -> tuple[str, ...]:
-    """Options with which a model of ``MODELS`` drafts a chain of tokens."""
+def _drafted(
+    algorithm: str, draft_model: str, *, top_k: int = 1, draft_tokens: int = DRAFT_TOKENS
+) -> tuple[str, ...]:
+    """Options with which a model of ``MODELS`` drafts tokens in three steps: a chain, or with a
+    ``top_k`` above 1 a tree."""
     return (
         *("--speculative-algorithm", algorithm),
         *("--speculative-draft-model-path", f"{FOLDER}/{draft_model}"),
-        *("--speculative-num-steps", str(DRAFT_TOKENS - 1), "--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
+        *("--speculative-num-steps", "3", "--speculative-eagle-topk", str(top_k)),
+        *("--speculative-num-draft-tokens", str(draft_tokens)),
     )
 
 
-def _ngram(draft_tokens: int = DRAFT_TOKENS) -> tuple[str, ...]:
+def _trees(algorithm: str, draft_model: str) -> tuple[str, ...]:
+    return _drafted(algorithm, draft_model, top_k=4, draft_tokens=TREE_TOKENS)
+
+
+def _ngram(draft_tokens: int = DRAFT_TOKENS, breadth: int = 1) -> tuple[str, ...]:
     return (
-        *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+        *("--speculative-algorithm", "NGRAM"),
+        *("--speculative-ngram-max-bfs-breadth", str(breadth)),
         *("--speculative-num-draft-tokens", str(draft_tokens)),
     )
 
@@ -155,8 +163,14 @@ FLEET = {
         ),
         _config("ratio4-pat-drafts-wrong", *_drafted("STANDALONE", "ratio4b")),
         _config("ratio4-pat-eagle", *_drafted("EAGLE", "eagle4")),
+        *(
+            _config(f"ratio4-{name}-trees-right", *_trees("STANDALONE", "ratio4"))
+            for name in ("fa3", "pat")
+        ),
+        _config("ratio4-pat-trees-eagle", *_trees("EAGLE", "eagle4")),
         _config("ratio4-fa3-ngram", *_ngram()),
         _config("ratio4-pat-ngram", *_ngram()),
+        _config("ratio4-pat-trees-ngram", *_ngram(TREE_TOKENS, breadth=10)),
         # 64 packed rows a request, the most that pat takes.
         _config("ratio8-fa3"),
         _config("ratio8-pat"),

@@ -32,6 +32,8 @@ EAGER = ["eager", "out graph", "in graph"]
 class RecordingBase:
     """In place of SGLang's own backend: notes in ``calls`` what is asked of it."""
 
+    verify_mask = None
+
     def __init__(self, runner: Any) -> None:
         self.calls: list[str] = []
         k_caches, v_caches = torch.zeros(2, LAYERS, 8, HEADS, HEAD_DIM)
@@ -66,6 +68,8 @@ class RecordingBase:
 class RecordingExecutor:
     """In place of an executor: notes the plans that it is given, counts the snapshots, and gives
     the queries back as a layer's output."""
+
+    has_draft_masks = True
 
     def __init__(self, target: Target = TARGET) -> None:
         self.target = target
