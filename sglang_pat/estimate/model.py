@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.bench.serving.model import SHAPES
+from sglang_pat.estimate.layers import DEFAULTS, full_attention_layers, reason_against
 from sglang_pat.estimate.requests import InputError, fail
 
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
-_MLA = "kv_lora_rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def open_model(name: str) -> Model:
     """A shape of the benchmarks (``llama3-8b``, ``qwen3-8b``), or the folder of a model, of which
     config.json is read.
 
-    Raises InputError for neither, for a config.json without the sizes, and for a model with MLA,
-    which pat does not serve.
+    Raises InputError for neither, for a config.json without the sizes, and for a model that pat
+    does not serve.
     """
     if name in SHAPES:
         return _model(name, SHAPES[name])
@@ -71,18 +71,18 @@ def open_model(name: str) -> Model:
     except ValueError as error:
         raise InputError(f"--model {name}: {path} is not JSON: {error}") from None
     if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
-        config = {**config, **config["text_config"]}
+        named = {"architectures": config.get("architectures")}
+        config = {**config, **config["text_config"], **named}
+    if isinstance(config, dict):
+        config = {**DEFAULTS.get(str(config.get("model_type")), {}), **config}
     if not isinstance(config, dict) or any(not _is_size(config.get(key)) for key in _NEEDED):
         fail(f"--model {name}", f"{path} must have {', '.join(_NEEDED)}, each 1 or more")
     return _model(name, config)
 
 
 def _model(name: str, config: Mapping[str, Any]) -> Model:
-    if config.get(_MLA):
-        raise InputError(
-            f"--model {name} has {_MLA}, so MLA, which pat does not serve: SGLang's own attention "
-            "runs it (docs/support.md)"
-        )
+    if reason := reason_against(config):
+        raise InputError(f"--model {name}: {reason} (docs/support.md)")
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -102,7 +102,7 @@ def _model(name: str, config: Mapping[str, Any]) -> Model:
     return Model(
         name,
         layers,
-        _full_attention_layers(config, layers),
+        full_attention_layers(config),
         heads,
         kv_heads,
         head_dim,
@@ -114,14 +114,6 @@ def _model(name: str, config: Mapping[str, Any]) -> Model:
     )
 
 
-def _full_attention_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Where config.json names the kinds of layers, those of full attention; else all."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and kinds:
-        return sum(kind == "full_attention" for kind in kinds[:layers])
-    return layers
-
-
 def _weight_bytes(config: Mapping[str, Any]) -> float:
     quantized = config.get("quantization_config")
     if isinstance(quantized, dict):
@@ -129,7 +121,7 @@ def _weight_bytes(config: Mapping[str, Any]) -> float:
         if bits:
             return float(bits) / 8
         return 1.0 if "fp8" in str(quantized.get("quant_method")) else 2.0
-    return 4.0 if config.get("torch_dtype", config.get("dtype")) == "float32" else 2.0
+    return 2.0  # SGLang loads float32 in 16 bits, too, and pat's kernels on a GPU take no other
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:

@@ -10,7 +10,8 @@ SLIDING = "a sliding window"
 CHUNKED = "chunked attention (use_irope)"
 SPARSE = "sparse attention, which SGLang runs on a backend of its own"
 NO_ATTENTION = "no attention: linear attention, a state space or an MLP alone"
-_BY_KIND = {
+# Kinds of layers in config.json that are not ours.
+BY_KIND = {
     "sliding_attention": SLIDING,
     "sliding_window": SLIDING,
     "swa": SLIDING,
@@ -32,7 +33,7 @@ def reasons_by_layer(model_config: Any) -> list[str]:
     listed = model_config.swa_attention_layer_ids
     if listed is None:
         for layer, kind in enumerate((getattr(text, "layer_types", None) or ())[: len(reasons)]):
-            reasons[layer] = _BY_KIND.get(kind, "")
+            reasons[layer] = BY_KIND.get(kind, "")
     for layer in listed or ():
         reasons[layer] = CHUNKED if _attends_in_chunks(model_config) else SLIDING
     for layer in sparse_layers(model_config):
