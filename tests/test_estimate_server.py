@@ -112,6 +112,13 @@ def test_the_gauges_of_a_stock_server_bound_what_can_be_saved() -> None:
     assert "verdict: reads saved: 80% of the K/V reads could go away" in said
 
 
+def test_readings_of_an_idle_server_do_not_count() -> None:
+    idle = "sglang:num_running_reqs 0.0\n"
+    assert observed(idle, stock_metrics(10_000, 3000), idle).running == 8
+    assert observed(idle, idle).running == 0
+    assert observed("sglang:cache_hit_rate 0.5\n").running is None
+
+
 def test_a_stock_server_that_shares_nothing() -> None:
     seen = observed(stock_metrics(10_000, 10_400))
     assert seen.saved == 0 and live.judge(seen, None).word == "none"

@@ -113,7 +113,7 @@ def _of_stock(seen: Observed) -> list[str]:
     else:
         lines.append(f"  no decoding was seen ({seen.period}): read it while requests run")
     if seen.running is not None:
-        lines.append(f"  {seen.running:,.1f} requests run at a time")
+        lines.append(f"  {seen.running:,.1f} requests run at a time, while any do")
     if seen.cache_hits is not None:
         lines.append(f"  {seen.cache_hits:.0%} of the last prompts' tokens were in the cache")
     return lines

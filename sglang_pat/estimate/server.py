@@ -33,8 +33,9 @@ class Observed:
     """``read`` and ``unpacked``: K/V tokens a decode step, of one layer and KV head, with pat and
     without; None where nothing can be said. ``by_pat``: pat counted them; else ``read`` is the
     least that any packing could read, by SGLang's gauges. ``period``: what the numbers are of.
-    ``steps`` and ``packed``: decode steps of pat, and those in which requests shared. ``token_s``:
-    seconds between tokens as SGLang measured them. The rest is None where the server does not say.
+    ``steps`` and ``packed``: decode steps of pat, and those in which requests shared. ``running``:
+    requests at a time, in the readings with any. ``token_s``: seconds between tokens as SGLang
+    measured them. The rest is None where the server does not say.
     """
 
     url: str
@@ -111,7 +112,7 @@ def observe(
         "model": str(info.get("model_path") or ""),
         "tp": int(info.get("tp_size") or 1),
         "token_s": _mean_time(first, last),
-        "running": _mean([_sums(reading).get(_RUNNING) for reading in readings]),
+        "running": _mean_running([_sums(reading).get(_RUNNING) for reading in readings]),
         "cache_hits": last.get(_CACHE_HITS),
     }
     if f"{NAMESPACE}_decode_steps_total" in last:
@@ -218,6 +219,11 @@ def _mean_time(first: dict[str, float], last: dict[str, float]) -> float | None:
     return total / count if count else None
 
 
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _mean_running(readings: list[float | None]) -> float | None:
+    """Requests at a time while there were any; None where the server does not say."""
+    known = [value for value in readings if value is not None]
+    return _mean([value for value in known if value >= 1]) or (0.0 if known else None)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
