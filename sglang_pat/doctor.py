@@ -218,8 +218,11 @@ def _platform(*, any_gpu: bool = False) -> Finding:
     from sglang_pat.srt.refusals import reason_against_gpu
 
     chosen = os.environ.get("SGLANG_PLATFORM", "")
+    # A way to serve on this machine is no answer to a question about another one.
+    elsewhere, on_cpu = ("; --gpu asks about another machine", "") if any_gpu else ("", ON_CPU)
     if chosen == CPU_PLATFORM:
-        return Finding("platform", f"SGLANG_PLATFORM={CPU_PLATFORM}: SGLang runs on the CPU")
+        found = f"SGLANG_PLATFORM={CPU_PLATFORM}: SGLang runs on the CPU{elsewhere}"
+        return Finding("platform", found)
     if chosen:
         return Finding(
             "platform",
@@ -229,9 +232,11 @@ def _platform(*, any_gpu: bool = False) -> Finding:
         )
     if not torch.cuda.is_available():
         os.environ["SGLANG_PLATFORM"] = CPU_PLATFORM
-        return Finding("platform", "no GPU, SGLANG_PLATFORM is not set", "note", ON_CPU)
+        found = f"no GPU, SGLANG_PLATFORM is not set{elsewhere}"
+        return Finding("platform", found, "note", on_cpu)
     if reason := reason_against_gpu():
-        return Finding("platform", reason, "note" if any_gpu else "block", ON_CPU)
+        found = f"{reason}{elsewhere}"
+        return Finding("platform", found, "note" if any_gpu else "block", on_cpu)
     if words := untried(torch.cuda.get_device_capability()):
         return Finding("platform", f"a GPU, SGLang's own choice; {words}", "note")
     return Finding("platform", "a GPU, SGLang's own choice")

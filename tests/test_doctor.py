@@ -63,6 +63,7 @@ def test_a_model_and_flags_are_judged_without_weights(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     lines = run.stdout.splitlines()
     assert lines[-1] == "served in part."
+    assert "--device cpu" not in run.stdout, "the server asked about has a GPU"
     for topic, found in [
         ("layers of pat ", "2 (1, 3)"),
         ("layers of SGLang ", "2 (0, 2): a sliding window"),
@@ -133,6 +134,24 @@ def test_another_platform_blocks(tmp_path: Path) -> None:
     assert findings["platform"]["status"] == "block"
     assert "SGLANG_PLATFORM=other" in findings["platform"]["found"]
     assert "unset SGLANG_PLATFORM" in findings["platform"]["way_out"]
+
+
+def test_where_there_is_no_gpu_the_way_to_serve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", "")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    finding = doctor._platform()
+    assert (finding.found, finding.status) == ("no GPU, SGLANG_PLATFORM is not set", "note")
+    assert finding.way_out.endswith(
+        "SGLANG_PLATFORM=pat_cpu, --device cpu and --attention-backend pat"
+    )
+    for chosen, found in (
+        ("", "no GPU, SGLANG_PLATFORM is not set"),
+        ("pat_cpu", "SGLANG_PLATFORM=pat_cpu: SGLang runs on the CPU"),
+    ):
+        monkeypatch.setenv("SGLANG_PLATFORM", chosen)
+        finding = doctor._platform(any_gpu=True)
+        assert finding.found == f"{found}; --gpu asks about another machine"
+        assert finding.way_out == ""
 
 
 def test_without_sglang_it_says_so_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:

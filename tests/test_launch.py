@@ -119,7 +119,8 @@ def test_no_gpu_and_no_platform(
         arguments(device=device).resolve_once()
     assert str(refused.value) == (
         "sglang_pat refuses to serve with --attention-backend pat: no GPU was found and "
-        "SGLANG_PLATFORM is not set: start the server with SGLANG_PLATFORM=pat_cpu and --device cpu"
+        "SGLANG_PLATFORM is not set: start the server with SGLANG_PLATFORM=pat_cpu, --device cpu "
+        "and --attention-backend pat"
     )
 
 

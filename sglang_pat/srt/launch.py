@@ -18,7 +18,11 @@ from sglang_pat.config import CPU_PLATFORM, PatConfig
 
 TARGET = "sglang.srt.server_args.ServerArgs.resolve_once"
 BACKEND = "pat"
-ON_CPU = f"start the server with SGLANG_PLATFORM={CPU_PLATFORM} and --device cpu"
+# Without --attention-backend SGLang runs torch_native there.
+ON_CPU = (
+    f"start the server with SGLANG_PLATFORM={CPU_PLATFORM}, --device cpu and "
+    f"--attention-backend {BACKEND}"
+)
 _BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 # Set on a record of arguments that was checked. It travels with the record to other processes.
 _CHECKED = "_sglang_pat_checked"

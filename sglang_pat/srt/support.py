@@ -90,7 +90,8 @@ def device_refusals(device: str) -> Iterator[str]:
     if device not in DEVICES:
         yield (
             f"this version serves on {', '.join(DEVICES)}, not on {device!r}: set "
-            f"SGLANG_PLATFORM=pat_cpu and --device cpu, or {CHOOSE_ANOTHER}"
+            f"SGLANG_PLATFORM=pat_cpu, --device cpu and --attention-backend {BACKEND}, or "
+            f"{CHOOSE_ANOTHER}"
         )
     elif device == "cpu" and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         yield (

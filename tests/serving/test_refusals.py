@@ -83,7 +83,9 @@ def test_all_reasons_are_given_at_once(tmp_path: Path) -> None:
 
 def test_without_a_gpu_and_a_platform(model: Path, tmp_path: Path) -> None:
     config = Config("no device", env=NO_DEVICE)
-    way_out = "start the server with SGLANG_PLATFORM=pat_cpu and --device cpu"
+    way_out = (
+        "start the server with SGLANG_PLATFORM=pat_cpu, --device cpu and --attention-backend pat"
+    )
     _check_early(_refusal(model, config, tmp_path), way_out)
 
 
