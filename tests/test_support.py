@@ -114,7 +114,7 @@ SPLIT = {"prefill_attention_backend": "pat", "decode_attention_backend": "fa3"}
             {},
             {},
             "--speculative-algorithm EAGLE drafts trees here (top k 4)",
-            "drop that option",
+            "set --speculative-eagle-topk 1, and with it --speculative-num-steps",
             False,
         ),
         (PD, OFF, {}, "decode server", "--disaggregation-decode-enable-radix-cache", True),

@@ -192,7 +192,7 @@ def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
         (
             ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
             "--speculative-algorithm NGRAM",
-            "drop that option",
+            "set --speculative-ngram-max-bfs-breadth 1",
             False,
         ),
         (("--is-embedding",), "embedding or reward model never decodes", "another", False),

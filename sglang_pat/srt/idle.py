@@ -65,7 +65,21 @@ def _idle_backend(args: Any) -> Iterator[IdleReason]:
             "set --attention-backend pat; where it is set, SGLang replaces it for this model",
         )
     if args.speculative_algorithm is not None and (reason := reason_against(args)):
-        yield IdleReason(reason, "drop that option, or pat")
+        yield IdleReason(reason, _way_out_of_drafts(args, reason))
+
+
+def _way_out_of_drafts(args: Any, reason: str) -> str:
+    """What of the options to change, by the reason of ``speculation.reason_against``."""
+    if "chains only" in reason:
+        if args.speculative_algorithm == "NGRAM":
+            return "set --speculative-ngram-max-bfs-breadth 1"
+        return (
+            "set --speculative-eagle-topk 1, and with it --speculative-num-steps and "
+            "--speculative-num-draft-tokens"
+        )
+    if "--speculative-attention-mode" in reason:
+        return "set --speculative-attention-mode decode"
+    return "drop that option, or pat"
 
 
 def _idle_model(model_config: Any) -> Iterator[IdleReason]:

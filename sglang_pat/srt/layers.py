@@ -9,6 +9,7 @@ from typing import Any
 SLIDING = "a sliding window"
 CHUNKED = "chunked attention (use_irope)"
 SPARSE = "sparse attention, which SGLang runs on a backend of its own"
+CAPPED = "logit capping, under speculative decoding"
 NO_ATTENTION = "no attention: linear attention, a state space or an MLP alone"
 # Kinds of layers in config.json that are not ours.
 BY_KIND = {
@@ -43,6 +44,16 @@ def reasons_by_layer(model_config: Any) -> list[str]:
         for layer in set(range(len(reasons))) - attends:
             reasons[layer] = NO_ATTENTION
     return reasons
+
+
+def caps_logits(model_config: Any) -> bool:
+    """Whether the attention logits are capped, in all layers: by the code of the two models that
+    do (S models/gemma2.py:161, grok.py:425, ``S`` being SGLang 0.5.23's ``srt/``)."""
+    names = model_config.hf_config.architectures or ()
+    if not any(name.startswith(("Gemma2", "Grok1")) for name in names):
+        return False
+    cap = getattr(model_config.hf_text_config, "attn_logit_softcapping", 30.0)
+    return cap is not None and cap > 0
 
 
 def sparse_layers(model_config: Any) -> list[int]:

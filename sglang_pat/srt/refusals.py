@@ -15,6 +15,7 @@ import torch
 from sglang_pat import _C, gpus
 from sglang_pat.srt import checkpoint, support
 from sglang_pat.srt.interface import interface_mismatches
+from sglang_pat.srt.layers import CAPPED
 from sglang_pat.srt.scales import E4M3, reason_against_scales
 from sglang_pat.target import HEAD_DIM_STEP, MAX_HEAD_DIM
 
@@ -137,7 +138,7 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Tar
     if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
         return f"logit capping by {layer.logit_capping_method}"
     if layer.logit_cap > 0 and planned.draft_tokens > 1 and pool.device != "cpu":
-        return "logit capping, under speculative decoding"
+        return CAPPED
     heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
     if heads != (planned.num_q_heads, planned.num_kv_heads, planned.num_kv_heads):
         return f"{heads} query, K and V heads, planned for others"

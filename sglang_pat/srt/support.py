@@ -133,15 +133,16 @@ def kv_dtype_refusals(
     """Reasons against the dtype of the K/V cache, or of the queries, which are the model's."""
     dtypes = DTYPES[device]
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    if cache_dtype == torch.float8_e4m3fn:
-        if model_dtype not in dtypes:
-            yield f"the model is {model_dtype}, on {device} pat takes {names}: set one as --dtype"
-    elif cache_dtype not in dtypes:
+    if model_dtype not in dtypes:
+        yield f"the model is {model_dtype}, on {device} pat takes {names}: set one as --dtype"
+    if cache_dtype in (torch.float8_e4m3fn, model_dtype):
+        return
+    if cache_dtype not in dtypes:
         yield (
             f"the K/V cache is {cache_dtype}, on {device} pat reads {names} and float8_e4m3fn: set "
-            "--kv-cache-dtype auto and a --dtype of these, or --kv-cache-dtype fp8_e4m3"
+            "--kv-cache-dtype auto or fp8_e4m3"
         )
-    elif cache_dtype != model_dtype:
+    else:
         yield (
             f"the K/V cache is {cache_dtype} but the model {model_dtype}: set --kv-cache-dtype auto"
         )

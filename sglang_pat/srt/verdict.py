@@ -7,6 +7,7 @@ Server flags are parsed and resolved by SGLang itself (``flags``), and config.js
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,14 +17,16 @@ from typing import Any, Literal
 from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
 from sglang_pat.gpus import untried
-from sglang_pat.srt import launch, layers
+from sglang_pat.srt import checkpoint, launch, layers
 from sglang_pat.srt.flags import QuestionError, SGLangRefused, model_of, resolve
+from sglang_pat.srt.idle import CHOOSE_ANOTHER
 from sglang_pat.srt.machines import Gpu, as_if_here, gpu_here, known_gpu
 from sglang_pat.srt.speculation import draft_tokens_of
 
 # SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
 # (S mem_cache/kv_cache_configurator.py:3124); between them it depends on the free memory.
 _MOST_REQUESTS = 4096
+_BY_SGLANG = "SGLang itself refuses: "
 
 Status = Literal["served", "served in part", "nothing to gain", "refused"]
 
@@ -41,11 +44,13 @@ class Verdict:
     """What ``pat`` would do.
 
     ``layers``: layer ids by the reason why SGLang's own code runs them, "" for those of ``pat``.
-    ``workspace``: on a GPU, where a layer is served. ``notes``: what else to know of the GPU.
+    ``kv_dtype``: of K and V, where SGLang takes the flags. ``workspace``: on a GPU, where a layer
+    is served. ``notes``: what else to know of the GPU.
     """
 
     device: str
     model: str
+    kv_dtype: str = ""
     refusals: list[str] = field(default_factory=list)
     idle: list[Advice] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)
@@ -79,6 +84,7 @@ class Verdict:
             "verdict": self.status,
             "device": self.device,
             "model": self.model,
+            "kv_dtype": self.kv_dtype,
             "refused": self.refusals,
             "nothing_to_gain": [vars(advice) for advice in self.idle],
             "layers_served": self.layers.get("", []),
@@ -89,7 +95,8 @@ class Verdict:
 
     def lines(self) -> list[tuple[str, str, str]]:
         """Topic, what was found and the way out, for people."""
-        found = [("server", f"{self.model} on {self.device}", "")]
+        stored = f", K/V in {self.kv_dtype}" if self.kv_dtype else ""
+        found = [("server", f"{self.model} on {self.device}{stored}", "")]
         found += [("refused", *_split(reason)) for reason in self.refusals]
         found += [("nothing to gain", advice.reason, advice.way_out) for advice in self.idle]
         for reason, ids in sorted(self.layers.items()):
@@ -128,7 +135,7 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
         return Verdict(
             device=asked.name if asked is not None else "this machine",
             model=model_of(arguments),
-            refusals=[f"SGLang itself refuses: {refused}"],
+            refusals=[f"{_BY_SGLANG}{refused}"],
         )
     with as_if_here(asked) if asked is not None else nullcontext():
         return weigh(server_args, model_config, asked)
@@ -156,6 +163,7 @@ def weigh(server_args: Any, model_config: Any, gpu: Gpu | None = None) -> Verdic
     return Verdict(
         device=args.device if gpu is None else gpu.name,
         model=_describe(model_config),
+        kv_dtype=_kv_dtype(args.kv_cache_dtype, model_config),
         refusals=refusals,
         idle=[Advice(reason.reason, reason.way_out) for reason in idle],
         layers=found,
@@ -191,6 +199,12 @@ def _describe(model_config: Any) -> str:
     )
 
 
+def _kv_dtype(choice: str, model_config: Any) -> str:
+    if choice in checkpoint.SCALED_KV:
+        return choice
+    return str(checkpoint.kv_cache_dtype(choice, model_config)).removeprefix("torch.")
+
+
 def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int]]:
     from sglang.srt.runtime_context import attn_tp_size_of
 
@@ -210,6 +224,8 @@ def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int
         None if gpu is None else gpu.shared_per_block,
         draft_tokens=draft_tokens_of(args),
     )
+    if args.device != "cpu" and draft_tokens_of(args) > 1 and layers.caps_logits(model_config):
+        against_heads = layers.CAPPED
     return layers.grouped([reason or against_heads for reason in reasons])
 
 
@@ -235,7 +251,11 @@ def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
 
 
 def _split(reason: str) -> tuple[str, str]:
-    """A reason and its way out, which stands behind the last semicolon or colon."""
+    """A reason and its way out, which stands behind the last semicolon or colon; in SGLang's own
+    words it may stand anywhere."""
+    if reason.startswith(_BY_SGLANG):
+        names_pat = re.search(rf"\b{launch.BACKEND}\b", reason)
+        return reason, CHOOSE_ANOTHER if names_pat else ""
     for mark in ("; ", ": "):
         head, found, tail = reason.rpartition(mark)
         if found:
