@@ -22,6 +22,7 @@ from sglang.srt.observability import metrics_collector
 from sglang.srt.runtime_context import SpawnRanks
 from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.bench.common.counters import parse_counters
 from sglang_pat.srt.reporting import exports_metrics, scheduler_labels
 
 RANKS = SpawnRanks(world_rank=0)
@@ -158,6 +159,16 @@ def test_a_rank_that_was_started_again_has_one_gauge(tmp_path: Path) -> None:
     """That of the newest process: the older one's neither stays beside it nor is added to it."""
     lines = _scrape(tmp_path, ("1", "tp_rank=0"), ("10", "tp_rank=0"))
     assert [line for line in lines if "serving" in line] == ['sglang_pat_serving{tp_rank="0"} 0.0']
+
+
+def test_fallbacks_are_zero_before_the_first(tmp_path: Path) -> None:
+    """So that their sum is there to alert on."""
+    lines = _scrape(tmp_path, ("1", "cell=b"))
+    assert [line for line in lines if "fallbacks" in line] == [
+        'sglang_pat_fallbacks_total{cell="b",reason="a reason"} 1.0',
+        'sglang_pat_fallbacks_total{cell="b",reason="none"} 0.0',
+    ]
+    assert parse_counters("\n".join(lines)).fallbacks == {"a reason": 1}
 
 
 def test_a_label_of_the_operators_does_not_displace_ours(tmp_path: Path) -> None:

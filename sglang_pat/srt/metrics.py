@@ -21,6 +21,9 @@ logger = logging.getLogger("sglang_pat")
 
 FLUSH_SECONDS = 1.0
 SUMMARY_SECONDS = 60.0
+# Of the fallbacks' series that is 0 from the start: without one a sum over all reasons would be
+# absent until the first fallback.
+NO_REASON = "none"
 SERVING = "1: pat runs this server's decode and can pack; 0: SGLang's own attention runs it."
 
 
@@ -34,6 +37,7 @@ class Reporter:
         self._counters = _make_counters(tuple(labels)) if export else {}
         self._serving = _make_gauge(tuple(labels)).labels(**labels) if export else None
         self._exported: dict[tuple[str, ...], float] = {}
+        self._add("fallbacks", {LABELLED["fallbacks"][0]: NO_REASON}, 0)
 
     def start(self) -> None:
         """Publish from now on, once a second, from a thread that ends with the process."""

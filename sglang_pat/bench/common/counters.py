@@ -94,6 +94,8 @@ def parse_counters(exposition: str) -> Counters:
             name = sample.name[len(_PREFIX) : -len("_total")]
             if name in LABELLED:
                 label, _ = LABELLED[name]
+                if not sample.value:
+                    continue  # nothing was counted under it
                 labelled[name][sample.labels.get(label, "")] += int(sample.value)
             else:
                 totals[name] += sample.value
