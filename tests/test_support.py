@@ -110,11 +110,15 @@ SPLIT = {"prefill_attention_backend": "pat", "decode_attention_backend": "fa3"}
     ("args", "declared", "model", "reason", "way_out", "serves"),
     [
         (
-            {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
+            {
+                "speculative_algorithm": "EAGLE",
+                "speculative_eagle_topk": 4,
+                "speculative_num_draft_tokens": 70,
+            },
             {},
             {},
-            "--speculative-algorithm EAGLE drafts trees here (top k 4)",
-            "set --speculative-eagle-topk 1, and with it --speculative-num-steps",
+            "--speculative-algorithm EAGLE drafts trees of 70 tokens",
+            "set --speculative-num-draft-tokens to at most 64",
             False,
         ),
         (PD, OFF, {}, "decode server", "--disaggregation-decode-enable-radix-cache", True),

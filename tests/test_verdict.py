@@ -190,9 +190,9 @@ def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
     ("flags", "reason", "way_out", "allocates"),
     [
         (
-            ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
-            "--speculative-algorithm NGRAM",
-            "set --speculative-ngram-max-bfs-breadth 1",
+            ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "65"),
+            "--speculative-algorithm NGRAM drafts trees of 65 tokens",
+            "set --speculative-num-draft-tokens to at most 64",
             False,
         ),
         (("--is-embedding",), "embedding or reward model never decodes", "another", False),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_pat.arguments import MOST_MASKED_DRAFTS
 from sglang_pat.config import DEFAULT_MIN_BATCH
 from sglang_pat.srt.plugin import BACKEND
 from sglang_pat.srt.speculation import reason_against
@@ -65,18 +66,13 @@ def _idle_backend(args: Any) -> Iterator[IdleReason]:
             "set --attention-backend pat; where it is set, SGLang replaces it for this model",
         )
     if args.speculative_algorithm is not None and (reason := reason_against(args)):
-        yield IdleReason(reason, _way_out_of_drafts(args, reason))
+        yield IdleReason(reason, _way_out_of_drafts(reason))
 
 
-def _way_out_of_drafts(args: Any, reason: str) -> str:
+def _way_out_of_drafts(reason: str) -> str:
     """What of the options to change, by the reason of ``speculation.reason_against``."""
-    if "chains only" in reason:
-        if args.speculative_algorithm == "NGRAM":
-            return "set --speculative-ngram-max-bfs-breadth 1"
-        return (
-            "set --speculative-eagle-topk 1, and with it --speculative-num-steps and "
-            "--speculative-num-draft-tokens"
-        )
+    if "trees of" in reason:
+        return f"set --speculative-num-draft-tokens to at most {MOST_MASKED_DRAFTS}"
     if "--speculative-attention-mode" in reason:
         return "set --speculative-attention-mode decode"
     return "drop that option, or pat"

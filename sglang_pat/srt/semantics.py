@@ -141,7 +141,7 @@ _CONFIGURATION = {
     ),
     **_all(
         "handled",
-        "chains of draft tokens; trees and the rest are the base's (srt/speculation.py)",
+        "chains and trees of draft tokens; the rest is the base's (srt/speculation.py)",
         *("spec.speculative_algorithm", "spec.speculative_eagle_topk"),
         *("spec.speculative_num_draft_tokens", "spec.speculative_num_steps"),
     ),
