@@ -12,7 +12,7 @@ namespace pat {
 
 // One step of the sum over warps: keeps kKeep of this warp's columns, the upper or the lower ones,
 // gives the others to the partner and adds what the partner gives.
-template <int kKeep, int kHeadDim, bool kTransforms, bool kDrafts, int kCount>
+template <int kKeep, int kHeadDim, bool kTransforms, Drafts kDrafts, int kCount>
 __device__ __forceinline__ void exchange_columns(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                                  float (&o)[kCount], float4* scratch, int partner,
                                                  bool upper) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void add_values(float (&o)[kHeadDim / 2], const Fragm
 
 // Adds up what the 4 / kRowWarps warps of the same rows have: leaves in each the state of its rows
 // over all tokens, and the columns of the output that it writes. `scratch`: memory for a Q tile.
-template <int kRowWarps, int kHeadDim, bool kTransforms, bool kDrafts>
+template <int kRowWarps, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void join_warps(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                            float (&o)[kHeadDim / 2], SoftmaxState (&state)[2],
                                            float4* scratch) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ void join_warps(const Consumer<kHeadDim, kTransforms,
 // 4 / kRowWarps warps of the same rows share the tokens of each tile. kBranch: the unit is of a
 // branch, which four warps with rows of their own run.
 template <typename T, bool kFp8, int kRowWarps, bool kBranch, int kHeadDim, bool kTransforms,
-          bool kDrafts>
+          Drafts kDrafts>
 __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                            const WorkUnit& unit) {
   using S = Shape<kHeadDim>;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
   float row_sum[2] = {0.0f, 0.0f};
 
   const MaskedTiles masked(unit);
-  [[maybe_unused]] const int drafts = kDrafts && !kBranch ? drafts_below(p, unit) : 0;
+  [[maybe_unused]] const int drafts = kDrafts != kNoDrafts && !kBranch ? drafts_below(p, unit) : 0;
   const Destination to = destination_of<kDrafts>(p, c.s.control(), unit, first_row);
   if (unit.num_tokens > 0) {
     c.q.wait_full(c.s.base);
@@ -191,11 +191,11 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
       }
       softmax<kTiles, kTransforms>(p, exponent, scores, row_max, row_sum, factor, first_token, left,
                                    [&](float (&s)[4 * kTiles]) {
-                                     if constexpr (kDrafts && !kBranch) {
+                                     if constexpr (kDrafts != kNoDrafts && !kBranch) {
                                        if (left >= drafts) return;
-                                       mask_drafts<kTiles>(p, s, unit.member.query,
-                                                           unit.first_packed_row + first_row,
-                                                           first_token, left);
+                                       mask_drafts<kTiles, kDrafts>(
+                                           p, s, unit.member.query,
+                                           unit.first_packed_row + first_row, first_token, left);
                                      }
                                      if (!kBranch || !masked.has(left)) return;
                                      uint32_t row_masks[kTiles];
@@ -247,7 +247,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
 
 // A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
 // are copies of rows 0 to 7, which are not used.
-template <typename T, bool kFp8, int kTokens, int kHeadDim, bool kTransforms, bool kDrafts>
+template <typename T, bool kFp8, int kTokens, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                               const WorkUnit& unit) {
   constexpr int kTiles = kTokens / 8;
@@ -282,10 +282,10 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
   float factor[2];
   softmax<kTiles, kTransforms>(p, exponent, scores, row_max, row_sum, factor, 0, unit.num_tokens,
                                [&](float (&s)[4 * kTiles]) {
-                                 if constexpr (kDrafts) {
+                                 if constexpr (kDrafts != kNoDrafts) {
                                    if (unit.num_unmasked_tiles) {
-                                     mask_drafts<kTiles>(p, s, unit.member.query, 0, 0,
-                                                         unit.num_tokens);
+                                     mask_drafts<kTiles, kDrafts>(p, s, unit.member.query, 0, 0,
+                                                                  unit.num_tokens);
                                    }
                                  }
                                });

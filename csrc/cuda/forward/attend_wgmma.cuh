@@ -114,7 +114,7 @@ __device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2],
 // Up to 64 packed rows. The softmax of a tile runs at the same time as the product of the
 // previous tile's weights and values; that of e4m3 runs after it. Of a wide unit every second tile
 // is in the other half's shared memory; of a joint one the other half attends to it.
-template <typename T, bool kFp8, int kHeadDim, bool kTransforms, bool kDrafts>
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit) {
   using M = std::conditional_t<kFp8, E4M3, T>;
@@ -139,13 +139,14 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   // Tokens from the current tile's first on.
   int left = __shfl_sync(~0u, unit.num_tokens, 0) - (joint ? c.s.sm_half * kTileTokens : 0);
   const MaskedTiles masked(unit);
-  [[maybe_unused]] const int drafts = kDrafts ? drafts_below(p, unit) : 0;
+  [[maybe_unused]] const int drafts = kDrafts != kNoDrafts ? drafts_below(p, unit) : 0;
   uint32_t row_masks[8];
   const auto mask = [&](float (&scores)[32]) {
     if (masked.has(left)) mask_scores<8>(scores, row_masks, first_row);
-    if constexpr (kDrafts) {
+    if constexpr (kDrafts != kNoDrafts) {
       if (left < drafts) {
-        mask_drafts<8>(p, scores, unit.member.query, unit.first_packed_row + first_row, 0, left);
+        mask_drafts<8, kDrafts>(p, scores, unit.member.query, unit.first_packed_row + first_row, 0,
+                                left);
       }
     }
   };

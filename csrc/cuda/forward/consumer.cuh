@@ -6,8 +6,8 @@
 
 namespace pat {
 
-// kTransforms: the logits are not kPlain. kDrafts: a query has several draft tokens.
-template <int kHeadDim, bool kTransforms, bool kDrafts>
+// kTransforms: the logits are not kPlain. kDrafts: the tokens of a query.
+template <int kHeadDim, bool kTransforms, Drafts kDrafts>
 struct Consumer {
   const ForwardParams& p;
   const Shared<kHeadDim>& s;

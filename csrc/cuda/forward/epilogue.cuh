@@ -13,8 +13,8 @@ struct Destination {
   int head[2];
 };
 
-// kDrafts: a query has several draft tokens.
-template <bool kDrafts>
+// kDrafts: the tokens of a query.
+template <Drafts kDrafts>
 __device__ __forceinline__ Destination destination_of(const ForwardParams& p,
                                                       const Control& control, const WorkUnit& unit,
                                                       int first_row) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ Destination destination_of(const ForwardParams& p,
     const int packed_row = unit.first_packed_row + row;
     const int member = (packed_row * p.group_magic) >> 16;
     to.head[r] = unit.kv_head * p.group + packed_row - member * p.group;
-    if constexpr (kDrafts) {
+    if constexpr (kDrafts != kNoDrafts) {
       const int in_query = packed_row - member * p.group;
       const int draft_token = (in_query * p.head_group_magic) >> 16;
       to.head[r] = unit.kv_head * p.head_group + in_query + draft_token * p.heads_between;

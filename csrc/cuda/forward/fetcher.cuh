@@ -8,8 +8,8 @@
 
 namespace pat {
 
-// kDrafts: a query has several draft tokens.
-template <int kHeadDim, bool kDrafts>
+// kDrafts: the tokens of a query.
+template <int kHeadDim, Drafts kDrafts>
 struct Fetcher {
   using S = Shape<kHeadDim>;
 
@@ -44,7 +44,7 @@ struct Fetcher {
     [[maybe_unused]] const int head = unit.kv_head * p.group + packed_row - member * p.group;
     const int query =
         row < unit.num_rows ? load_member(s.control(), unit.member_offset + member).query : 0;
-    if constexpr (kDrafts) {
+    if constexpr (kDrafts != kNoDrafts) {
       const int64_t in_query = offset_in_query(unit, packed_row - member * p.group);
       return static_cast<uint32_t>((query * p.q_stride_query + in_query) >> 4);
     }
@@ -106,7 +106,7 @@ struct Fetcher {
   __device__ __forceinline__ void copy_q(const WorkUnit& unit, const uint32_t (&offsets)[2],
                                          uint32_t to, uint32_t panel) {
     if (unit.single_query) {
-      if constexpr (kDrafts) {
+      if constexpr (kDrafts != kNoDrafts) {
         copy_drafts(unit, to, panel);
       } else {
         copy_query(unit, to, panel);

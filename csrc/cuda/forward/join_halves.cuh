@@ -13,7 +13,7 @@ namespace pat {
 // the other half through this half's Q buffer, which is as large as the half of a unit's output in
 // floats and is not needed any more. A joint unit is the first one of its half, so this is Q buffer
 // 0. All consumers of both halves call it.
-template <int kHeadDim, bool kTransforms, bool kDrafts>
+template <int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void join_halves(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                             float (&o)[kHeadDim / 2], SoftmaxState (&state)[2]) {
   constexpr int kKept = kHeadDim / 4;

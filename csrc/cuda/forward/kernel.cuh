@@ -47,7 +47,7 @@ __device__ __forceinline__ void trace_unit(const ForwardParams& p, const WorkUni
 }
 
 // What a consumer warp does: runs every unit of its half, with the products that suit its rows.
-template <typename T, bool kFp8, int kHeadDim, bool kTransforms, bool kDrafts>
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHeadDim>& s,
                                         int warp) {
   using S = Shape<kHeadDim>;
@@ -93,8 +93,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
 }
 
 // T: of q and out. kFp8: K and V are float8_e4m3fn. kTransforms: the logits are not kPlain.
-// kDrafts: a query has several draft tokens.
-template <typename T, bool kFp8, int kHeadDim, bool kTransforms, bool kDrafts>
+// kDrafts: the tokens of a query.
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {
   using S = Shape<kHeadDim>;

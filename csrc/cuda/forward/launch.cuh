@@ -44,9 +44,10 @@ Footprint footprint(const Device& device) {
 template <typename T, bool kFp8, int kHeadDim>
 void launch_forward_as(ForwardParams params, cudaStream_t stream) {
   // check_decode() has refused draft tokens with other logits.
-  auto* kernel = params.masked_tokens > 0  ? forward_kernel<T, kFp8, kHeadDim, false, true>
-                 : params.logits == kPlain ? forward_kernel<T, kFp8, kHeadDim, false, false>
-                                           : forward_kernel<T, kFp8, kHeadDim, true, false>;
+  auto* kernel = params.draft_masks != nullptr ? forward_kernel<T, kFp8, kHeadDim, false, kTrees>
+                 : params.masked_tokens > 0    ? forward_kernel<T, kFp8, kHeadDim, false, kChains>
+                 : params.logits == kPlain     ? forward_kernel<T, kFp8, kHeadDim, false, kNoDrafts>
+                                               : forward_kernel<T, kFp8, kHeadDim, true, kNoDrafts>;
   const Device& device = current_device();
   const Footprint use = footprint<kHeadDim>(device);
   params.stages = use.stages;

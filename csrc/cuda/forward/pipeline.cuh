@@ -10,6 +10,9 @@
 
 namespace pat {
 
+// What the tokens of a query in one step are: one alone, a chain of draft tokens, or a tree of them
+// with masks. Of the three a kernel knows one: the code for masks, unused, costs a chain 2 %.
+enum Drafts : int { kNoDrafts = 0, kChains = 1, kTrees = 2 };
 enum Narrow : int { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
 
 // One item of the plan for one KV head, or, of items with more packed rows than a Q buffer has, a

@@ -15,9 +15,9 @@ __device__ __forceinline__ int item_of(const ForwardParams& p, int index) {
   return p.kv_heads_magic == 0 ? index : static_cast<int>(__umulhi(index, p.kv_heads_magic));
 }
 
-// Reads work unit `index` from the plan. kDrafts: the plan may have several draft tokens. Returns
+// Reads work unit `index` from the plan. kDrafts: the tokens of a query. Returns
 // false if another launch runs it (Launch::kStreams and kSerial).
-template <bool kDrafts>
+template <Drafts kDrafts>
 __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& control, int index,
                                          WorkUnit& unit) {
   const int item = item_of(p, index);
@@ -38,7 +38,7 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   unit.branch = b.w == static_cast<int>(ItemKind::kBranch);
   unit.num_unmasked_tiles = b.z >> 16;
   unit.single_query = b.w == static_cast<int>(ItemKind::kSingle);
-  if constexpr (kDrafts) {
+  if constexpr (kDrafts != kNoDrafts) {
     const bool drafts = b.w == static_cast<int>(ItemKind::kDrafts);
     unit.single_query |= drafts;
     unit.num_unmasked_tiles |= drafts;
@@ -52,7 +52,7 @@ __device__ __forceinline__ int tiles_of(int tokens) {
   return (tokens + kTileTokens - 1) / kTileTokens;
 }
 
-template <int kHeadDim, bool kDrafts>
+template <int kHeadDim, Drafts kDrafts>
 struct Scheduler {
   const ForwardParams& p;
   const Shared<kHeadDim>& s;

@@ -52,24 +52,24 @@ struct DraftMasks {
 // those that its draft mask leaves out. `query`: of the unit; `first_row`: packed row of the query
 // that is row 0 of the 16; `left`: tokens from the tile's first on, of which the scores begin at
 // token `first_token`.
-template <int kTiles>
+template <int kTiles, Drafts kDrafts>
 __device__ __forceinline__ void mask_drafts(const ForwardParams& p, float (&scores)[4 * kTiles],
                                             int query, int first_row, int first_token, int left) {
   const int row = first_row + (lane_id() >> 2);
   // Column c is draft token c + first_draft; before the first draft token that is negative.
   const int first_draft = first_token + 2 * (lane_id() & 3) - (left - 1 - p.masked_tokens);
-  if (p.draft_masks != nullptr) {
+  if constexpr (kDrafts == kTrees) {
     const DraftMasks masks(p, query, row);
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) {
       if (!masks.attends(i >> 1 & 1, first_draft + (i >> 2) * 8 + (i & 1))) scores[i] = -INFINITY;
     }
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < 4 * kTiles; ++i) {
-    const int first_attending = (first_draft + (i >> 2) * 8 + (i & 1)) * p.head_group;
-    if (row + (i & 2) * 4 < first_attending) scores[i] = -INFINITY;
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      const int first_attending = (first_draft + (i >> 2) * 8 + (i & 1)) * p.head_group;
+      if (row + (i & 2) * 4 < first_attending) scores[i] = -INFINITY;
+    }
   }
 }
 

@@ -161,7 +161,7 @@ __device__ __forceinline__ void split_queries(uint32_t buffer, int warp, float (
   __syncwarp();  // before other lanes read what this one has stored
 }
 
-template <int kHeadDim, bool kTransforms, bool kDrafts>
+template <int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void release_queries(Consumer<kHeadDim, kTransforms, kDrafts>& c) {
   c.release(c.q.empty(c.s.base));
   c.q.advance(c.p.q_buffers);
@@ -170,7 +170,7 @@ __device__ __forceinline__ void release_queries(Consumer<kHeadDim, kTransforms, 
 // Takes the next unit's Q: into registers, whose buffer is released then unless `keep`, or as an
 // operand in its buffer. release_queries() releases what is not released here. `unscale`: see
 // split_queries(); only written if M is E4M3.
-template <typename M, typename T, int kHeadDim, bool kTransforms, bool kDrafts>
+template <typename M, typename T, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ Queries<kHeadDim> take_queries(
     Consumer<kHeadDim, kTransforms, kDrafts>& c, bool keep, float (&unscale)[2]) {
   constexpr bool kSplit = std::is_same_v<M, E4M3>;

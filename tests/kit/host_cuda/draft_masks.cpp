@@ -26,7 +26,7 @@ struct Query {
 };
 
 // Of `kTokens` tokens from `first_token` of a tile on.
-template <int kTokens>
+template <int kTokens, Drafts kDrafts>
 void check(const ForwardParams& p, const Query& query, int first_token, int& masked, int& wrong) {
   constexpr int kTiles = kTokens / 8;
   const int rows = query.head_group * query.draft_tokens;
@@ -35,7 +35,7 @@ void check(const ForwardParams& p, const Query& query, int first_token, int& mas
       if (left >= p.masked_tokens + kTileTokens) continue;  // see drafts_below()
       for (this_lane = 0; this_lane < 32; ++this_lane) {
         float scores[4 * kTiles] = {};
-        mask_drafts<kTiles>(p, scores, 1, first_row, first_token, left);
+        mask_drafts<kTiles, kDrafts>(p, scores, 1, first_row, first_token, left);
         for (int i = 0; i < 4 * kTiles; ++i) {
           const int row = first_row + this_lane / 4 + (i & 2) * 4;
           const int column = first_token + (i >> 2) * 8 + 2 * (this_lane % 4) + (i & 1);
@@ -46,6 +46,17 @@ void check(const ForwardParams& p, const Query& query, int first_token, int& mas
         }
       }
     }
+  }
+}
+
+template <Drafts kDrafts>
+void check_tiles(const ForwardParams& p, const Query& query, int& masked, int& wrong) {
+  check<64, kDrafts>(p, query, 0, masked, wrong);
+  for (int first = 0; first < kTileTokens; first += 16) {
+    check<16, kDrafts>(p, query, first, masked, wrong);
+  }
+  for (int first = 0; first < kTileTokens; first += 32) {
+    check<32, kDrafts>(p, query, first, masked, wrong);
   }
 }
 
@@ -68,8 +79,10 @@ int main(int, char** argv) {
     query.masks.assign(all.begin() + query.draft_tokens, all.begin() + 2 * query.draft_tokens);
   }
   int masked = 0, wrong = 0;
-  check<64>(p, query, 0, masked, wrong);
-  for (int first = 0; first < kTileTokens; first += 16) check<16>(p, query, first, masked, wrong);
-  for (int first = 0; first < kTileTokens; first += 32) check<32>(p, query, first, masked, wrong);
+  if (query.masks.empty()) {
+    check_tiles<kChains>(p, query, masked, wrong);
+  } else {
+    check_tiles<kTrees>(p, query, masked, wrong);
+  }
   std::printf("%d %d\n", masked, wrong);
 }

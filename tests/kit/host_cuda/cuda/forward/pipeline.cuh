@@ -21,6 +21,7 @@ using std::min;
 
 constexpr int kTileTokens = 64;
 constexpr int kRowCountShift = 8;
+enum Drafts : int { kNoDrafts = 0, kChains = 1, kTrees = 2 };
 enum Logits : int { kPlain = 0, kScaled = 1, kCapped = 2 };
 struct ForwardParams {
   float exp_scale = 0.0f, pre_scale = 0.0f, cap = 0.0f;
