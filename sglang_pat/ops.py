@@ -65,7 +65,8 @@ def decode(
             multiplied; 1 for others.
         draft_masks: int64 [B, T], contiguous, for drafts that are a tree, T up to 64: bit j of
             [i, t] says that draft token t of query i attends to draft token j of the query. All
-            attend to draft token 0. None: each attends to those before it. A workspace has its own.
+            attend to draft token 0. None: each attends to those before it, or as a workspace was
+            told (``set_draft_masks``); both at once raise ValueError.
             On CUDA the plan has no branches (``branching="never"``).
         out: [B, Hq, Dv] of q's dtype, with q's rows, to write to; made if None. On CUDA it is
             contiguous where T is more than 1.

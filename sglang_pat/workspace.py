@@ -36,7 +36,7 @@ class Workspace:
 
     Takes ``nbytes`` on the device (``capacity.buffer_shapes``): 4 * list_tokens for the slots and,
     with fp32 partials, 4 * max_partials * draft_tokens * Hq * D for the partial outputs, which is
-    most of it.
+    most of it. With ``draft_masks`` 8 * max_queries * draft_tokens more.
     Raises ValueError for arguments that make no sense, and torch's OutOfMemoryError.
     """
 
@@ -126,13 +126,17 @@ class Workspace:
     def set_draft_masks(self, masks: torch.Tensor) -> None:
         """What the draft tokens of the queries at hand attend to, int64 [B, T], as ``decode`` takes
         it: from here on in the current stream. Raises ValueError for a workspace without masks, or
-        masks of another shape."""
+        masks of another shape, dtype or device."""
         if self._draft_masks is None:
             raise ValueError("this workspace is for chains of draft tokens: draft_masks=True")
         most, tokens = self._draft_masks.shape
         if masks.dim() != 2 or len(masks) > most or masks.shape[1] != tokens:
             raise ValueError(
                 f"draft masks of {tuple(masks.shape)}, must be [{most} or fewer, {tokens}]"
+            )
+        if masks.dtype != torch.int64 or masks.device != self.device:
+            raise ValueError(
+                f"draft masks are {masks.dtype} on {masks.device}, must be int64 on {self.device}"
             )
         self._draft_masks[: len(masks)].copy_(masks)
 

@@ -112,6 +112,27 @@ def test_which_masks_have_a_prefix(
     assert found == ((default if own else mode) == TreeMaskMode.FULL_MASK)
 
 
+def test_a_step_without_memory_for_its_masks_is_the_bases(
+    bed: BackendBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one with the masks of the step before."""
+    bed.backend.token_to_kv_pool.device = "cuda"
+
+    def full(masks: torch.Tensor) -> None:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(bed.executor, "set_draft_masks", full)
+    verify(bed)
+    assert layer(bed) == ["extend layer"]
+    assert bed.fallbacks == {"no memory for the slots": 1}
+
+
+def test_an_idle_rank_has_no_masks() -> None:
+    """SGLang gives it a mask without cells."""
+    masks = draft_masks(torch.ones(0, dtype=torch.bool), torch.ones(2), 3, with_prefix=True)
+    assert masks.tolist() == [[0, 0, 0]] * 2
+
+
 def test_chains_need_no_masks(bed: BackendBed) -> None:
     bed.executor.has_draft_masks = False
     verify(bed)
@@ -216,7 +237,7 @@ def test_which_speculation_is_served(changes: dict[str, Any], reason: str) -> No
         ("EAGLE", 1, "cuda", False),
         ("STANDALONE", 4, "cuda", True),
         ("NGRAM", 1, "cuda", True),
-        ("EAGLE3", 1, "cpu", True),
+        ("EAGLE3", 1, "cpu", False),
     ],
 )
 def test_which_drafts_may_be_trees(algorithm: str, top_k: int, device: str, expected: bool) -> None:

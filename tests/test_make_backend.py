@@ -98,7 +98,7 @@ def test_a_server_that_cannot_pack_is_served_and_warned(
 @pytest.mark.parametrize(
     ("layer", "changes", "warned"),
     [
-        ({}, {"args": {"speculative_algorithm": "NGRAM"}}, "--speculative-algorithm NGRAM"),
+        ({}, {"args": {"speculative_algorithm": "DFLASH"}}, "under --speculative-algorithm DFLASH"),
         ({}, {"args": {"disaggregation_mode": "prefill"}}, "never decodes"),
         ({}, {"config": {"is_generation": False}}, "embedding or reward"),
         ({}, {"config": {"hf_config": QSA}}, "(QSA)"),

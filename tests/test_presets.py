@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from kit.runner import server_args
 
 from sglang_pat import Target
 from sglang_pat.config import PatConfig
 from sglang_pat.srt import sizing
+from sglang_pat.srt.survey import Heads
 
-HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+HEADS = Heads(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model runner on a CPU, as far as sizes are asked of it."""
-    monkeypatch.setattr(sizing, "heads_of", lambda runner: SimpleNamespace(_asdict=lambda: HEADS))
+    monkeypatch.setattr(sizing, "heads_of", lambda runner: HEADS)
     monkeypatch.setattr(sizing, "_largest_graph", lambda requests: 0)
     monkeypatch.setattr(sizing.sleep, "reset_on_wake", lambda executor: None)
     pool = SimpleNamespace(req_to_token=torch.zeros(5, 64, dtype=torch.int32), size=4)
@@ -51,3 +53,35 @@ def test_a_server_has_the_rules_of_its_preset(
     assert "no branches, as policy=naive is not the default" in caplog.messages[-1]
     assert planned(runner, POLICY="naive", BRANCHING="always").branching == "always"
     assert len(caplog.messages) == 3
+
+
+@pytest.mark.parametrize(
+    ("draft_tokens", "algorithm", "top_k", "masks"),
+    [
+        (1, "NGRAM", 1, False),  # a server that leaves verification to SGLang
+        (4, "EAGLE", 1, False),
+        (4, "EAGLE", 2, True),
+        (4, "NGRAM", 1, True),
+    ],
+)
+def test_masks_are_for_drafts_that_may_be_trees(
+    draft_tokens: int,
+    algorithm: str,
+    top_k: int,
+    masks: bool,
+    runner: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """On a GPU plans for these have no branches."""
+    heads = HEADS._replace(draft_tokens=draft_tokens)
+    monkeypatch.setattr(sizing, "heads_of", lambda runner: heads)
+    runner.server_args = server_args(speculative_algorithm=algorithm, speculative_eagle_topk=top_k)
+    assert sizing.make_executor(runner, PatConfig()).has_draft_masks == masks
+    gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    capacity = SimpleNamespace(max_queries=4, max_partials=64)
+    for config in (PatConfig(), PatConfig(branching="always")):
+        branching = sizing._gpu_target(runner, config, capacity).branching
+        assert branching == ("never" if masks else config.branching)
+    assert ("branching is never, not always" in caplog.text) == masks

@@ -293,3 +293,8 @@ def test_what_people_read(ask: Any) -> None:
     refused = ask(kit_models.LLAMA, "--enable-pdmux", "--chunked-prefill-size", "-1").lines()
     (_, reason, way_out), *_ = [line for line in refused if line[0] == "refused"]
     assert reason.startswith("--enable-pdmux: ") and way_out.startswith("drop it or choose")
+    flags = ("--speculative-algorithm", "NGRAM", "--page-size", "64")  # drafts trees by default
+    (_, reason, way_out), *_ = [
+        line for line in ask(kit_models.LLAMA, *flags).lines() if line[0] == "refused"
+    ]
+    assert "page_size(64) > 1" in reason and way_out == "set --page-size 1"

@@ -3,7 +3,8 @@
 config.json alone.
 
 Fields that a config.json leaves out have the defaults of the model's class in transformers, which
-SGLang takes over. ``tests/test_estimate_layers.py`` compares both answers with doctor's.
+SGLang takes over, where they are listed here. ``tests/test_estimate_layers.py`` compares both
+answers with doctor's for the models that it names.
 """
 
 from __future__ import annotations

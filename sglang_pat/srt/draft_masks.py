@@ -22,8 +22,13 @@ def draft_masks(
         with_prefix: a row begins with a cell for each token before the drafts (S
             speculative/eagle_utils.py, TreeMaskMode.FULL_MASK).
 
-    Raises ValueError for a mask that is too small whatever the lengths are.
+    Raises ValueError for a mask without prefix that is too small. One with a prefix is not checked:
+    the lengths are on the device. Of a mask without cells, as an idle rank has, all bits are 0.
     """
+    if custom_mask.numel() == 0:
+        return torch.zeros(
+            (len(seq_lens), draft_tokens), dtype=torch.int64, device=custom_mask.device
+        )
     least = len(seq_lens) * draft_tokens**2
     if not with_prefix and custom_mask.numel() < least:
         raise ValueError(

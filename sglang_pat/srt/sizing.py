@@ -73,11 +73,20 @@ def _capacity(runner: Any, config: PatConfig) -> Capacity:
 
 def _gpu_target(runner: Any, config: PatConfig, capacity: Capacity) -> Target:
     device = runner.req_to_token_pool.req_to_token.device
+    options = _options(runner, config)
+    if _has_draft_masks(runner):
+        if config.branching not in ("cost", "never"):
+            logger.warning(
+                "sglang_pat: the server may draft trees, of which branches have no masks on a GPU: "
+                "branching is never, not %s",
+                config.branching,
+            )
+        options["branching"] = "never"
     return Target.gpu(
         torch.cuda.get_device_properties(device),
         max_queries=capacity.max_queries,
         max_partials=capacity.max_partials,
-        **_options(runner, config),
+        **options,
     )
 
 
@@ -91,15 +100,7 @@ def _options(runner: Any, config: PatConfig) -> dict[str, Any]:
         "split": config.split,
         "split_tokens": config.split_tokens,
     }
-    if _has_draft_masks(runner):
-        if config.branching not in ("cost", "never"):
-            logger.warning(
-                "sglang_pat: the server may draft trees, which branches have no masks of: "
-                "branching is never, not %s",
-                config.branching,
-            )
-        options["branching"] = "never"
-    elif config.branching != "cost":  # else as the device's target has it
+    if config.branching != "cost":  # else as the device's target has it
         options["branching"] = config.branching
     return options
 

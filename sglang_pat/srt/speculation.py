@@ -50,9 +50,9 @@ def reason_against(args: Any) -> str:
 def may_be_trees(args: Any) -> bool:
     """Whether a server that speculates may draft trees. NGRAM does even with a breadth of 1: it
     puts what followed matches of several lengths side by side (S speculative/cpp_ngram/trie.cpp).
-    SGLang's masks on a CPU are those of trees for all drafts."""
-    tree = args.speculative_algorithm == "NGRAM" or args.speculative_eagle_topk != 1
-    return tree or args.device == "cpu"
+    """
+    ngram: bool = args.speculative_algorithm == "NGRAM"
+    return ngram or args.speculative_eagle_topk != 1
 
 
 def _reason_against_stream() -> str:

@@ -254,6 +254,9 @@ def _split(reason: str) -> tuple[str, str]:
     """A reason and its way out, which stands behind the last semicolon or colon; in SGLang's own
     words it may stand anywhere."""
     if reason.startswith(_BY_SGLANG):
+        # Trees of draft tokens on larger pages (S arg_groups/speculative_hook.py:1279 and 1362).
+        if "speculative_eagle_topk" in reason and "page_size" in reason:
+            return reason, "set --page-size 1"
         names_pat = re.search(rf"\b{launch.BACKEND}\b", reason)
         return reason, CHOOSE_ANOTHER if names_pat else ""
     for mark in ("; ", ": "):

@@ -68,9 +68,8 @@ class PatVerifyMixin(PatDecodeMixin):
     def _load(
         self, plan: Plan, batch: LiveBatch | None, forward_batch: Any, **options: Any
     ) -> None:
-        """Where drafts may be a tree, their masks, too: after the drafts were made, and before the
-        graph that reads them."""
-        super()._load(plan, batch, forward_batch, **options)
+        """Where drafts may be a tree, their masks first: without memory for these the step is not
+        served, and the time that they take is the step's."""
         if self._executor.has_draft_masks:
             spec_info, tokens = forward_batch.spec_info, self._target.draft_tokens
             prefix = have_prefix(spec_info, self.verify_mask)
@@ -78,6 +77,7 @@ class PatVerifyMixin(PatDecodeMixin):
                 spec_info.custom_mask, forward_batch.seq_lens, tokens, with_prefix=prefix
             )
             self._executor.set_draft_masks(masks)
+        super()._load(plan, batch, forward_batch, **options)
 
     def forward_extend(
         self,

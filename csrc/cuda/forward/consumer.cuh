@@ -6,7 +6,7 @@
 
 namespace pat {
 
-// kTransforms: the logits are not kPlain. kDrafts: the tokens of a query.
+// kTransforms: the logits are not kPlain. kDrafts: see Drafts.
 template <int kHeadDim, bool kTransforms, Drafts kDrafts>
 struct Consumer {
   const ForwardParams& p;

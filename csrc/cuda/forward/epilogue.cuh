@@ -13,7 +13,7 @@ struct Destination {
   int head[2];
 };
 
-// kDrafts: the tokens of a query.
+// kDrafts: see Drafts.
 template <Drafts kDrafts>
 __device__ __forceinline__ Destination destination_of(const ForwardParams& p,
                                                       const Control& control, const WorkUnit& unit,

@@ -8,7 +8,7 @@
 
 namespace pat {
 
-// kDrafts: the tokens of a query.
+// kDrafts: see Drafts.
 template <int kHeadDim, Drafts kDrafts>
 struct Fetcher {
   using S = Shape<kHeadDim>;

@@ -93,7 +93,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
 }
 
 // T: of q and out. kFp8: K and V are float8_e4m3fn. kTransforms: the logits are not kPlain.
-// kDrafts: the tokens of a query.
+// kDrafts: see Drafts.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {

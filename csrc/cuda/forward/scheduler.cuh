@@ -15,7 +15,7 @@ __device__ __forceinline__ int item_of(const ForwardParams& p, int index) {
   return p.kv_heads_magic == 0 ? index : static_cast<int>(__umulhi(index, p.kv_heads_magic));
 }
 
-// Reads work unit `index` from the plan. kDrafts: the tokens of a query. Returns
+// Reads work unit `index` from the plan. kDrafts: see Drafts. Returns
 // false if another launch runs it (Launch::kStreams and kSerial).
 template <Drafts kDrafts>
 __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& control, int index,

@@ -138,7 +138,10 @@ def test_what_is_refused() -> None:
     trees = Workspace(target_of(inputs), inputs.table.shape[1], draft_masks=True)
     with pytest.raises(ValueError, match=r"draft masks of \(13, 8\), must be \[12 or fewer, 8\]"):
         trees.set_draft_masks(torch.ones(13, 8, dtype=torch.int64, device="cuda"))
+    for wrong in (masks.int(), masks.cpu()):
+        with pytest.raises(ValueError, match="must be int64 on cuda:0"):
+            trees.set_draft_masks(wrong)
     branched = Planner(target_of(inputs, branching="always")).plan(tree.paths, [348] * 12)
-    if branched.branch_tokens:
-        with pytest.raises(ValueError, match="a branch has no draft masks"):
-            decode(*given, branched, scale=inputs.scale, draft_masks=masks)
+    assert branched.branch_tokens
+    with pytest.raises(ValueError, match="a branch has no draft masks"):
+        decode(*given, branched, scale=inputs.scale, draft_masks=masks)
