@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_pat.arguments import MOST_MASKED_DRAFTS
 from sglang_pat.config import DEFAULT_MIN_BATCH
 from sglang_pat.srt.plugin import BACKEND
-from sglang_pat.srt.speculation import reason_against
+from sglang_pat.srt.speculation import obstacle
 
 CHOOSE_ANOTHER = "choose another --attention-backend"
 
@@ -65,17 +64,10 @@ def _idle_backend(args: Any) -> Iterator[IdleReason]:
             f"decode runs on {decode}, which SGLang's configuration chose",
             "set --attention-backend pat; where it is set, SGLang replaces it for this model",
         )
-    if args.speculative_algorithm is not None and (reason := reason_against(args)):
-        yield IdleReason(reason, _way_out_of_drafts(reason))
-
-
-def _way_out_of_drafts(reason: str) -> str:
-    """What of the options to change, by the reason of ``speculation.reason_against``."""
-    if "trees of" in reason:
-        return f"set --speculative-num-draft-tokens to at most {MOST_MASKED_DRAFTS}"
-    if "--speculative-attention-mode" in reason:
-        return "set --speculative-attention-mode decode"
-    return "drop that option, or pat"
+    if args.speculative_algorithm is not None:
+        reason, way_out = obstacle(args)
+        if reason:
+            yield IdleReason(reason, way_out)
 
 
 def _idle_model(model_config: Any) -> Iterator[IdleReason]:

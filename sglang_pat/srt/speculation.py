@@ -15,36 +15,42 @@ from sglang_pat.srt.plugin import BACKEND
 
 # Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+DROP_ONE = "drop that option, or pat"
 
 
 def reason_against(args: Any) -> str:
     """Why SGLang's own attention verifies on a server that speculates, or "". ``args``: resolved
     server arguments with a ``speculative_algorithm``."""
+    return obstacle(args)[0]
+
+
+def obstacle(args: Any) -> tuple[str, str]:
+    """``reason_against`` and its way out, which means nothing where the reason is ""."""
     algorithm = args.speculative_algorithm
     name = f"--speculative-algorithm {algorithm}"
     if algorithm not in ALGORITHMS:
         return (
             f"under {name} the model verifies drafts instead of decoding, and that is SGLang's "
             f"attention: pat verifies those of {', '.join(ALGORITHMS)}"
-        )
+        ), DROP_ONE
     tokens = args.speculative_num_draft_tokens
     if may_be_trees(args) and tokens > MOST_MASKED_DRAFTS:
         return (
             f"{name} drafts trees of {tokens} tokens, and pat verifies trees of up to "
-            f"{MOST_MASKED_DRAFTS} (--speculative-num-draft-tokens)"
-        )
+            f"{MOST_MASKED_DRAFTS}"
+        ), f"set --speculative-num-draft-tokens to at most {MOST_MASKED_DRAFTS}"
     if args.speculative_adaptive:
         return (
             "under --speculative-adaptive the number of draft tokens changes, and pat verifies a "
             "fixed one"
-        )
+        ), DROP_ONE
     prefill = args.prefill_attention_backend
     if prefill not in (None, BACKEND) and args.speculative_attention_mode != "decode":
         return (
             f"drafts are verified on --prefill-attention-backend {prefill}, as "
             f"--speculative-attention-mode is {args.speculative_attention_mode}"
-        )
-    return _reason_against_stream()
+        ), "set --speculative-attention-mode decode"
+    return _reason_against_stream(), DROP_ONE
 
 
 def may_be_trees(args: Any) -> bool:
