@@ -46,15 +46,9 @@ SYSTEM = random_prompt(seed=81, length=2100)
 FIRST_TURN = Load(tuple(SYSTEM + random_prompt(seed=82 + i, length=30 + i) for i in range(12)))
 
 
-@pytest.mark.parametrize("load_name", COMPARED)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_of_a_continuation(family: str, load_name: str, server: Fleet) -> None:
-    check_beside_peers(f"{family}-{{}}", load_name, COMPARED[load_name], server)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_are_packed(family: str, server: Fleet) -> None:
-    """In decode graphs; only windows are left to the base."""
+    """In decode graphs; only windows are left to the base. First: it needs pat's servers alone."""
     one = server(f"{family}-pat")
     answers(one, FIRST_TURN)
     before = one.counters()
@@ -68,6 +62,12 @@ def test_steps_are_packed(family: str, server: Fleet) -> None:
     text = one.text()
     assert SERVED[family] in text and "cuda graph: True" in text
     assert "looks for shared prefixes in SGLang's radix cache (rust tree core)" in text
+
+
+@pytest.mark.parametrize("load_name", COMPARED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_a_continuation(family: str, load_name: str, server: Fleet) -> None:
+    check_beside_peers(f"{family}-{{}}", load_name, COMPARED[load_name], server)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

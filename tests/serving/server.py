@@ -85,6 +85,8 @@ class ServingServer(Server):
                 *config.args,
             ),
             env=env | dict(config.env),
+            # On a GPU many start at once, and FlashInfer's compile their kernels meanwhile.
+            ready_s=300.0 if config.device == "cpu" else 540.0,
         )
 
     def alive(self) -> bool:
