@@ -16,7 +16,6 @@ from sglang_pat.planner import Plan
 
 INPUTS = ("q", "k_cache", "v_cache", "req_to_token", "rows", "seq_lens")
 OUTPUTS = ("out", "lse")
-MOST_MASKED_DRAFTS = 64  # bits of a draft mask
 _TENSORS, _TENSORS_OR_NONE = frozenset({torch.Tensor}), frozenset({torch.Tensor, type(None)})
 # Element types of both executors, with their numbers in the extension.
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): at for name, at in _C.DTYPES.items()}
@@ -196,26 +195,6 @@ def check_outputs(
             f"must be contiguous {shape[:2]} float32 on {q.device}"
         )
     return out
-
-
-def check_draft_masks(
-    masks: torch.Tensor | None, device: torch.device, num_queries: int, draft_tokens: int
-) -> None:
-    """Check the masks of trees of draft tokens, one a draft token."""
-    if masks is None:
-        return
-    if draft_tokens > MOST_MASKED_DRAFTS:
-        raise ValueError(
-            f"draft_masks for {draft_tokens} draft tokens a query: a mask holds up to "
-            f"{MOST_MASKED_DRAFTS}"
-        )
-    shape = (num_queries, draft_tokens)
-    if masks.dtype != torch.int64 or masks.shape != shape or not masks.is_contiguous():
-        raise ValueError(
-            f"draft_masks is {masks.dtype} {tuple(masks.shape)}, must be contiguous int64 {shape}"
-        )
-    if masks.device != device:
-        raise ValueError(f"draft_masks is on {masks.device}, q on {device}: move one of them")
 
 
 def check_cuda(

@@ -11,7 +11,6 @@ from sglang_pat.arguments import (
     KV,
     Sizes,
     check_cuda,
-    check_draft_masks,
     check_inputs,
     check_kv,
     check_lengths,
@@ -19,6 +18,7 @@ from sglang_pat.arguments import (
     check_types,
     per_query,
 )
+from sglang_pat.draft_masks import check_draft_masks
 from sglang_pat.planner import Plan
 from sglang_pat.slots import check_slots
 from sglang_pat.target import Target
@@ -65,9 +65,9 @@ def decode(
             multiplied; 1 for others.
         draft_masks: int64 [B, T], contiguous, for drafts that are a tree, T up to 64: bit j of
             [i, t] says that draft token t of query i attends to draft token j of the query. All
-            attend to draft token 0. None: each attends to those before it, or as a workspace was
-            told (``set_draft_masks``); both at once raise ValueError.
-            On CUDA the plan has no branches (``branching="never"``).
+            attend to draft token 0. On CUDA the plan has no branches (``branching="never"``).
+            None: each attends to those before it. A workspace has masks of its own
+            (``set_draft_masks``), and these beside it raise ValueError.
         out: [B, Hq, Dv] of q's dtype, with q's rows, to write to; made if None. On CUDA it is
             contiguous where T is more than 1.
         lse: fp32 [B, Hq], with q's rows, contiguous; gets the log-sum-exp of the scores, base 2.

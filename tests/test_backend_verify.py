@@ -34,13 +34,18 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> BackendBed:
     return BackendBed(monkeypatch, mixin=PatVerifyMixin, target=target)
 
 
+def full_mask(tree: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    """SGLang's mask of requests with so many tokens before draft tokens that are this ``tree``."""
+    whole = [torch.cat([torch.ones(len(tree), int(n)), tree], 1).flatten() for n in lens]
+    return torch.cat(whole).bool()
+
+
 def verify(bed: BackendBed, draft_tokens: int = DRAFT_TOKENS, **options: Any) -> list[str]:
     """Announce a batch of so many draft tokens a request and prepare its forward."""
     chain = torch.ones(draft_tokens, draft_tokens).tril()
-    rows = [torch.cat([torch.ones(draft_tokens, int(n)), chain], 1) for n in bed.lens]
     spec_info = SimpleNamespace(
         draft_token_num=draft_tokens,
-        custom_mask=torch.cat([row.flatten() for row in rows]).bool(),
+        custom_mask=full_mask(chain, bed.lens),
         spec_input_type=SpecInputType.NGRAM_VERIFY,
     )
     return bed.step(graph=False, mode=VERIFY, spec_info=spec_info, **options)
@@ -72,12 +77,9 @@ def test_a_verify_step_is_planned_with_its_draft_tokens(bed: BackendBed) -> None
 
 def test_masks_are_taken_with_and_without_what_is_before_the_drafts(bed: BackendBed) -> None:
     """Bit j of a draft token's mask: it attends to draft token j."""
-    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
     lens = torch.tensor([5, 2])
-    whole = torch.cat(
-        [torch.cat([torch.ones(3, int(n), dtype=torch.bool), tree], 1).flatten() for n in lens]
-    )
-    alone = tree.flatten().repeat(2)
+    whole, alone = full_mask(tree, lens), tree.bool().flatten().repeat(2)
     expected = [[0b001, 0b011, 0b101]] * 2
     assert draft_masks(alone, lens, 3, with_prefix=False).tolist() == expected
     for given in (whole, whole.to(torch.uint8), torch.cat([whole, torch.zeros(9).bool()])):
@@ -90,8 +92,8 @@ def test_masks_are_taken_with_and_without_what_is_before_the_drafts(bed: Backend
 
 def test_rows_of_padding_have_no_cells_in_sglangs_masks() -> None:
     """SGLang's masks end with the last request, its lengths with a one for each row of padding."""
-    rows = torch.cat([torch.ones(3, 4, dtype=torch.bool), torch.eye(3).bool()], 1)
-    masks = draft_masks(rows.flatten(), torch.tensor([4, 1, 1]), 3, with_prefix=True)
+    mask = full_mask(torch.eye(3), torch.tensor([4]))
+    masks = draft_masks(mask, torch.tensor([4, 1, 1]), 3, with_prefix=True)
     assert masks.shape == (3, 3) and masks[0].tolist() == [1, 2, 4]
 
 
@@ -142,14 +144,11 @@ def test_chains_need_no_masks(bed: BackendBed) -> None:
 def test_the_masks_of_each_replay_are_taken(bed: BackendBed) -> None:
     """Those of a graph's rows, padding included, from the buffer that EAGLE's workers fill."""
     bed.backend.token_to_kv_pool.device = "cuda"
-    mode = TreeMaskMode.FULL_MASK
+    bed.backend.verify_mask = SimpleNamespace(mode=TreeMaskMode.FULL_MASK)
     for tree in (torch.eye(DRAFT_TOKENS), torch.ones(DRAFT_TOKENS, DRAFT_TOKENS).tril()):
-        rows = [torch.cat([torch.ones(DRAFT_TOKENS, int(n)), tree], 1) for n in bed.lens]
-        buffer = torch.cat([row.flatten() for row in rows]).bool()
-        bed.backend.verify_mask = SimpleNamespace(mode=mode, buffer=buffer)
         spec_info = SimpleNamespace(
             draft_token_num=DRAFT_TOKENS,
-            custom_mask=buffer,
+            custom_mask=full_mask(tree, bed.lens),
             spec_input_type=SpecInputType.EAGLE_VERIFY,
         )
         bed.step(mode=VERIFY, spec_info=spec_info, padding=2)
@@ -232,18 +231,11 @@ def test_which_speculation_is_served(changes: dict[str, Any], reason: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "top_k", "device", "expected"),
-    [
-        ("EAGLE", 1, "cuda", False),
-        ("STANDALONE", 4, "cuda", True),
-        ("NGRAM", 1, "cuda", True),
-        ("EAGLE3", 1, "cpu", False),
-    ],
+    ("algorithm", "top_k", "expected"),
+    [("EAGLE", 1, False), ("STANDALONE", 4, True), ("NGRAM", 1, True), ("EAGLE3", 1, False)],
 )
-def test_which_drafts_may_be_trees(algorithm: str, top_k: int, device: str, expected: bool) -> None:
-    args = SimpleNamespace(
-        speculative_algorithm=algorithm, speculative_eagle_topk=top_k, device=device
-    )
+def test_which_drafts_may_be_trees(algorithm: str, top_k: int, expected: bool) -> None:
+    args = SimpleNamespace(speculative_algorithm=algorithm, speculative_eagle_topk=top_k)
     assert may_be_trees(args) == expected
 
 

@@ -5,6 +5,7 @@ definition."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.cases import Case, by_hand, case, execute
+from kit import drafts
+from kit.cases import Case, by_hand, execute
 from kit.cpu import check_any
 from kit.pieces import DYNAMIC, Piece, forest, shared
 from kit.plans import HandPlan, set_to
@@ -28,10 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 HEADS = [(8, 2), (4, 4), (5, 1), (14, 2), (6, 3)]
 
 
-def drafted(parts: Any, heads: tuple[int, int], draft_tokens: int, **options: Any) -> Case:
-    """A case whose tails hold the draft tokens, some of them nothing else."""
-    tails = tuple(draft_tokens + more for more in (0, 0, 1, 7, 63, 64, 130))
-    return case(parts, heads, tails=tails, draft_tokens=draft_tokens, **options)
+drafted = partial(drafts.drafted, before=drafts.AROUND_BLOCKS)
 
 
 @pytest.mark.parametrize("isa", _C.cpu_isas())

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from kit.cases import Case, by_hand, case, execute, random_trees
+from kit import drafts
+from kit.cases import by_hand, execute, random_trees
 from kit.cpu import check_any
 from kit.pieces import DYNAMIC, Piece, forest
 
@@ -21,9 +22,7 @@ from sglang_pat.target import Target
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-def drafted(parts: Any, heads: tuple[int, int], draft_tokens: int, **options: Any) -> Case:
-    tails = tuple(draft_tokens + more for more in (0, 1, 7, 63, 64, 130))
-    return case(parts, heads, tails=tails, draft_tokens=draft_tokens, **options)
+drafted = partial(drafts.drafted, before=drafts.AROUND_BLOCKS)
 
 
 @pytest.mark.parametrize("isa", _C.cpu_isas())

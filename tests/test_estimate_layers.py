@@ -20,20 +20,6 @@ from sglang_pat.estimate.layers import full_attention_layers
 from sglang_pat.estimate.model import Model, open_model
 from sglang_pat.estimate.requests import InputError
 
-_PLAIN = {
-    name: value
-    for name, value in kit_models.LLAMA.items()
-    if name not in ("architectures", "model_type")
-}
-_VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "image_size": 28,
-    "patch_size": 14,
-}
 # As they are published, without layer_types.
 GEMMA2_9B = kit_models.GEMMA2 | {"num_hidden_layers": 42, "torch_dtype": "float32"}
 GEMMA3_27B = {
@@ -51,9 +37,9 @@ GEMMA3_27B = {
         "query_pre_attn_scalar": 168,
         "sliding_window": 1024,
     },
-    "vision_config": _VISION,
+    "vision_config": kit_models.VISION,
 }
-GEMMA3_PATTERN = _PLAIN | {
+GEMMA3_PATTERN = kit_models.PLAIN | {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "num_hidden_layers": 26,
@@ -61,7 +47,7 @@ GEMMA3_PATTERN = _PLAIN | {
     "sliding_window_pattern": 5,
 }
 QWEN3_NEXT = kit_models.QWEN3_NEXT | {"num_hidden_layers": 48}
-COMMAND_R7B = _PLAIN | {
+COMMAND_R7B = kit_models.PLAIN | {
     "architectures": ["Cohere2ForCausalLM"],
     "model_type": "cohere2",
     "num_hidden_layers": 32,
@@ -86,7 +72,7 @@ SAME = {
     "lfm2": LFM2,
     "jet": JET,
 }
-GPT_OSS = _PLAIN | {
+GPT_OSS = kit_models.PLAIN | {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -94,13 +80,13 @@ GPT_OSS = _PLAIN | {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
-GEMMA4 = _PLAIN | {
+GEMMA4 = kit_models.PLAIN | {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 512,
 }
-EXAONE4 = _PLAIN | {
+EXAONE4 = kit_models.PLAIN | {
     "architectures": ["Exaone4ForCausalLM"],
     "model_type": "exaone4",
     "sliding_window": 4096,

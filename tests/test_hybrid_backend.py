@@ -209,9 +209,7 @@ def test_verify_steps_are_packed_where_layers_attend(monkeypatch: pytest.MonkeyP
     bed = HybridBed(monkeypatch, target, mixin=PatVerifyMixin)
     for offset in range(drafts):  # the drafts' rows
         bed.table[bed.live.rows, bed.lens + offset] = bed.slots.int()
-    chain = torch.ones(drafts, drafts, dtype=torch.bool).tril().flatten()
-    spec_info = SimpleNamespace(draft_token_num=drafts, custom_mask=chain.repeat(QUERIES))
-    bed.prepare(graph=False, mode=mode, spec_info=spec_info)
+    bed.prepare(graph=False, mode=mode, spec_info=SimpleNamespace(draft_token_num=drafts))
     q = torch.randn(QUERIES * drafts, HEADS * HEAD_DIM)
     out = bed.forward(1, mode=mode, q=q)
     assert out.shape == q.shape and bool(out.any())

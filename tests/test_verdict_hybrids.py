@@ -17,11 +17,6 @@ from test_verdict import ask, needs_cuda, sglang_knows_pat
 
 from sglang_pat.srt import layers
 
-_PLAIN: dict[str, Any] = {
-    name: value
-    for name, value in kit_models.LLAMA.items()
-    if name not in ("architectures", "model_type")
-}
 _QWEN3_5_TEXT = {
     name: value
     for name, value in FAMILIES["qwen3_5"].items()
@@ -53,14 +48,14 @@ def with_vision(architecture: str, model_type: str, **changes: Any) -> dict[str,
     }
 
 
-LFM2 = _PLAIN | {
+LFM2 = kit_models.PLAIN | {
     "architectures": ["Lfm2ForCausalLM"],
     "model_type": "lfm2",
     "layer_types": ["conv", "conv", "full_attention", "conv"],
     "conv_L_cache": 3,
     "norm_eps": 1e-5,
 }
-JET = _PLAIN | {
+JET = kit_models.PLAIN | {
     "architectures": ["JetNemotronForCausalLM"],
     "model_type": "jet_nemotron",
     "layer_types": ["jet", "attn", "jet", "swa"],
@@ -78,7 +73,7 @@ JET = _PLAIN | {
         "swa": {"window_size": 1024},
     },
 }
-MIMO = _PLAIN | {  # K of 192, V of 128; windows in two of four layers
+MIMO = kit_models.PLAIN | {  # K of 192, V of 128; windows in two of four layers
     "architectures": ["MiMoV2FlashForCausalLM"],
     "model_type": "mimo_v2_flash",
     "head_dim": 192,
@@ -104,7 +99,7 @@ _LATENTS = {
     "pad_token_id": 0,
 }
 BAILING = (
-    _PLAIN
+    kit_models.PLAIN
     | _LATENTS
     | {
         "architectures": ["BailingMoeV2_5ForCausalLM"],
@@ -112,7 +107,7 @@ BAILING = (
         "layer_group_size": 4,
     }
 )
-KIMI = (_PLAIN | _LATENTS) | {
+KIMI = (kit_models.PLAIN | _LATENTS) | {
     "architectures": ["KimiLinearForCausalLM"],
     "model_type": "kimi_linear",
     "linear_attn_config": {
@@ -180,15 +175,7 @@ def test_gemma_3_with_pictures(ask: Any) -> None:
         "model_type": "gemma3",
         "torch_dtype": "bfloat16",
         "text_config": published("gemma3"),
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "image_size": 28,
-            "patch_size": 14,
-        },
+        "vision_config": kit_models.VISION,
     }
     assert ask(config).layers == {"": [1, 3], layers.SLIDING: [0, 2]}
 

@@ -21,8 +21,8 @@ logger = logging.getLogger("sglang_pat")
 
 FLUSH_SECONDS = 1.0
 SUMMARY_SECONDS = 60.0
-# Of the fallbacks' series that is 0 from the start: without one a sum over all reasons would be
-# absent until the first fallback.
+# The reason of a series of fallbacks that is always 0. Without it, a sum over all reasons would
+# have no value before the first fallback.
 NO_REASON = "none"
 SERVING = "1: pat runs this server's decode and can pack; 0: SGLang's own attention runs it."
 

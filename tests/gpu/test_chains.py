@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kit.cases import Case, by_hand, case
+from kit.cases import Case, by_hand
 from kit.device import (
     POISON,
     DevicePlan,
@@ -19,6 +18,7 @@ from kit.device import (
     on_device,
     target_of,
 )
+from kit.drafts import drafted, drafted_forest, skip_unless_rows_fit
 from kit.e4m3 import check_e4m3
 from kit.pieces import DYNAMIC, Piece, forest, shared
 
@@ -29,16 +29,6 @@ from sglang_pat.workspace import Workspace
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DRAFT_TOKENS = [2, 3, 4, 8]
-
-
-def tails_of(draft_tokens: int) -> tuple[int, ...]:
-    """Tokens of tails: the draft tokens alone, and up to around the tiles."""
-    return tuple(draft_tokens + more for more in (0, 1, 7, 28, 31, 60, 62, 63, 64, 120, 130))
-
-
-def drafted(parts: Any, heads: tuple[int, int], draft_tokens: int, *args: Any, **more: Any) -> Case:
-    more.setdefault("tails", tails_of(draft_tokens))
-    return case(parts, heads, *args, draft_tokens=draft_tokens, **more)
 
 
 def alone(queries: int) -> list[Piece]:
@@ -56,11 +46,9 @@ def rows_of(inputs: Case) -> int:
 def test_random_forests(
     heads: tuple[int, int], draft_tokens: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    if heads[0] // heads[1] * draft_tokens > (64 if head_dim == 256 else 128):
-        pytest.skip("more packed rows a query than fit")
+    skip_unless_rows_fit(heads[0] // heads[1], draft_tokens, head_dim)
     for seed in range(3):
-        queries = min(12, 512 * heads[1] // (heads[0] * draft_tokens))  # of an item by hand
-        pieces = forest(np.random.default_rng(seed), queries)
+        pieces = drafted_forest(seed, heads, draft_tokens)
         inputs = drafted(pieces, heads, draft_tokens, head_dim, seed=seed)
         check(on_device(inputs, dtype))
 
@@ -70,8 +58,7 @@ def test_random_forests(
 @pytest.mark.parametrize("group", [1, 4, 7, 16])
 def test_units_of_one_query(group: int, draft_tokens: int, head_dim: int) -> None:
     """Narrow, short, light, heavy and wide ones, each with tails around its tiles."""
-    if group * draft_tokens > (64 if head_dim == 256 else 128):
-        pytest.skip("more packed rows a query than fit")
+    skip_unless_rows_fit(group, draft_tokens, head_dim)
     for more in (0, 1, 17, 32, 62, 63, 64, 65, 127, 300):
         tails = (draft_tokens + more, max(draft_tokens, more + 1))
         inputs = on_device(

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kit.cases import Case, case, random_trees
+from kit.cases import random_trees
 from kit.device import DevicePlan, case_of_tree, check, execute, on_device, target_of
+from kit.drafts import drafted, drafted_forest, skip_unless_rows_fit
 from kit.e4m3 import check_e4m3
 from kit.pieces import DYNAMIC, Piece, forest
 
@@ -22,22 +22,15 @@ from sglang_pat.workspace import Workspace
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def drafted(parts: Any, heads: tuple[int, int], draft_tokens: int, *args: Any, **more: Any) -> Case:
-    tails = tuple(draft_tokens + extra for extra in (0, 1, 7, 31, 60, 62, 63, 64, 120, 130))
-    return case(parts, heads, *args, **({"tails": tails, "draft_tokens": draft_tokens} | more))
-
-
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, BF16), (128, FP16), (256, BF16)])
 @pytest.mark.parametrize("draft_tokens", [2, 4, 8, 64])
 @pytest.mark.parametrize("heads", [(8, 2), (3, 3), (16, 1), (7, 1)])
 def test_random_trees(
     heads: tuple[int, int], draft_tokens: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    if heads[0] // heads[1] * draft_tokens > (64 if head_dim == 256 else 128):
-        pytest.skip("more packed rows a query than fit")
+    skip_unless_rows_fit(heads[0] // heads[1], draft_tokens, head_dim)
     for seed in range(3):
-        queries = min(12, 512 * heads[1] // (heads[0] * draft_tokens))  # of an item by hand
-        pieces = forest(np.random.default_rng(seed), queries)
+        pieces = drafted_forest(seed, heads, draft_tokens)
         inputs = random_trees(drafted(pieces, heads, draft_tokens, head_dim, seed=seed), seed)
         check(on_device(inputs, dtype))
 
@@ -47,8 +40,7 @@ def test_random_trees(
 @pytest.mark.parametrize("group", [1, 4, 7, 16])
 def test_units_of_one_query(group: int, draft_tokens: int, head_dim: int) -> None:
     """Narrow, short, light, heavy and wide ones, each with tails around its tiles."""
-    if group * draft_tokens > (64 if head_dim == 256 else 128):
-        pytest.skip("more packed rows a query than fit")
+    skip_unless_rows_fit(group, draft_tokens, head_dim)
     parts = [Piece((query,), 0, DYNAMIC) for query in range(3)]
     for more in (0, 1, 32, 62, 63, 64, 65, 127, 300):
         tails = (draft_tokens + more, max(draft_tokens, more + 1))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_PLAIN: dict[str, Any] = {
+PLAIN: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 512,
     "hidden_size": 256,
@@ -32,8 +32,8 @@ _EXPERTS = {
     "mlp_only_layers": [],
 }
 
-LLAMA = _PLAIN | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-GEMMA2 = _PLAIN | {  # every other layer has a sliding window
+LLAMA = PLAIN | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+GEMMA2 = PLAIN | {  # every other layer has a sliding window
     "architectures": ["Gemma2ForCausalLM"],
     "model_type": "gemma2",
     "head_dim": 256,
@@ -43,11 +43,9 @@ GEMMA2 = _PLAIN | {  # every other layer has a sliding window
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-QWEN3_MOE = (
-    _PLAIN | _EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-)
+QWEN3_MOE = PLAIN | _EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 QWEN3_NEXT = (
-    _PLAIN
+    PLAIN
     | _EXPERTS
     | {  # every fourth layer attends
         "architectures": ["Qwen3NextForCausalLM"],
@@ -63,7 +61,7 @@ QWEN3_NEXT = (
         "partial_rotary_factor": 0.25,
     }
 )
-STEP3P5 = _PLAIN | {  # experts and sliding windows
+STEP3P5 = PLAIN | {  # experts and sliding windows
     "architectures": ["Step3p5ForCausalLM"],
     "model_type": "step3p5",
     "layer_types": ["full_attention", "sliding_attention"] * 2,
@@ -78,11 +76,20 @@ STEP3P5 = _PLAIN | {  # experts and sliding windows
         "attention_type": "sliding_attention",
     },
 }
+VISION = {  # of a model with pictures; they are not looked at
+    "model_type": "siglip_vision_model",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 28,
+    "patch_size": 14,
+}
 LLAMA4 = {
     "architectures": ["Llama4ForConditionalGeneration"],
     "model_type": "llama4",
     "torch_dtype": "bfloat16",
-    "text_config": _PLAIN
+    "text_config": PLAIN
     | {
         "model_type": "llama4_text",
         "num_experts_per_tok": 1,
@@ -92,14 +99,9 @@ LLAMA4 = {
         "intermediate_size_mlp": 256,
         "no_rope_layers": [1, 1, 1, 0],
     },
-    "vision_config": {
+    "vision_config": VISION
+    | {
         "model_type": "llama4_vision_model",
-        "hidden_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "image_size": 28,
-        "patch_size": 14,
         "vision_output_dim": 64,
         "projector_input_dim": 64,
         "projector_output_dim": 64,
