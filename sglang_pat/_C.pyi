@@ -285,6 +285,16 @@ def snapshot_cuda(
     num_rows: int,
     stream: int,
 ) -> None: ...
+def read_draft_masks_cuda(
+    *,
+    cells: int,
+    num_cells: int,
+    seq_lens: Sequence[int],
+    num_rows: int,
+    draft_tokens: int,
+    masks: int,
+    stream: int,
+) -> None: ...
 def decode_cuda(
     buffers: CudaBuffers,
     *,

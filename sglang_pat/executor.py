@@ -10,6 +10,7 @@ import torch
 
 from sglang_pat import ops
 from sglang_pat.config import PatConfig
+from sglang_pat.draft_masks import masks_of
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 from sglang_pat.workspace import LIST_TOKENS, Workspace
@@ -80,15 +81,19 @@ class Executor:
             self._workspace.snapshot(self._table, rows, seq_lens)
         self._batch = (rows, seq_lens)
 
-    def set_draft_masks(self, masks: torch.Tensor) -> None:
-        """Of the next step, int64 [B, T], as of ``ops.decode``: for a B that includes padding.
-        Raises ValueError where it was made without masks, or for another shape."""
+    def read_draft_masks(
+        self, custom_mask: torch.Tensor, seq_lens: torch.Tensor, *, with_prefix: bool
+    ) -> None:
+        """The draft masks of the next step, for a B that includes padding: arguments as of
+        ``draft_masks.masks_of``. Raises ValueError as that does, and where this executor was made
+        without masks."""
         if not self.has_draft_masks:
             raise ValueError("this executor is for chains of draft tokens: draft_masks=True")
         if self._workspace is not None:
-            self._workspace.set_draft_masks(masks)
+            self._workspace.read_draft_masks(custom_mask, seq_lens, with_prefix=with_prefix)
         else:
-            self._draft_masks = masks
+            tokens = self.target.draft_tokens
+            self._draft_masks = masks_of(custom_mask, seq_lens, tokens, with_prefix=with_prefix)
 
     def decode(
         self,

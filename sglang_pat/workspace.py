@@ -11,6 +11,7 @@ import torch
 from sglang_pat import _C
 from sglang_pat.arguments import check_batch, require_kernels
 from sglang_pat.capacity import buffer_shapes
+from sglang_pat.draft_masks import check_custom_mask
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
@@ -32,7 +33,8 @@ class Workspace:
     memory is allocated, now and later. ``partial_dtype``: fp32, or bf16 for partial
     outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel),
     ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
-    ``draft_masks``: the draft tokens of a query may be a tree: ``set_draft_masks`` before a step.
+    ``draft_masks``: the draft tokens of a query may be a tree: ``set_draft_masks`` or
+    ``read_draft_masks`` before a step.
 
     Takes ``nbytes`` on the device (``capacity.buffer_shapes``): 4 * list_tokens for the slots and,
     with fp32 partials, 4 * max_partials * draft_tokens * Hq * D for the partial outputs, which is
@@ -127,9 +129,8 @@ class Workspace:
         """What the draft tokens of the queries at hand attend to, int64 [B, T], as ``decode`` takes
         it: from here on in the current stream. Raises ValueError for a workspace without masks, or
         masks of another shape, dtype or device."""
-        if self._draft_masks is None:
-            raise ValueError("this workspace is for chains of draft tokens: draft_masks=True")
-        most, tokens = self._draft_masks.shape
+        own = self._masks_of_trees()
+        most, tokens = own.shape
         if masks.dim() != 2 or len(masks) > most or masks.shape[1] != tokens:
             raise ValueError(
                 f"draft masks of {tuple(masks.shape)}, must be [{most} or fewer, {tokens}]"
@@ -138,7 +139,36 @@ class Workspace:
             raise ValueError(
                 f"draft masks are {masks.dtype} on {masks.device}, must be int64 on {self.device}"
             )
-        self._draft_masks[: len(masks)].copy_(masks)
+        own[: len(masks)].copy_(masks)
+
+    def read_draft_masks(
+        self, custom_mask: torch.Tensor, seq_lens: torch.Tensor, *, with_prefix: bool
+    ) -> None:
+        """``set_draft_masks`` of the masks that serving engines give, a byte a cell: arguments as
+        of ``draft_masks.masks_of``, on the workspace's device. One kernel. Raises ValueError as
+        these do."""
+        masks = self._masks_of_trees()
+        most, tokens = masks.shape
+        check_custom_mask(custom_mask, seq_lens, tokens, with_prefix=with_prefix)
+        if custom_mask.device != self.device:
+            raise ValueError(f"custom_mask is on {custom_mask.device}, must be on {self.device}")
+        if len(seq_lens) > most:
+            raise ValueError(f"draft masks of {len(seq_lens)} queries, at most {most} fit")
+        with torch.cuda.device(self.device):
+            _C.read_draft_masks_cuda(
+                cells=custom_mask.data_ptr(),
+                num_cells=len(custom_mask),
+                seq_lens=(seq_lens.data_ptr() if with_prefix else 0, seq_lens.element_size()),
+                num_rows=len(seq_lens),
+                draft_tokens=tokens,
+                masks=masks.data_ptr(),
+                stream=torch.cuda.current_stream().cuda_stream,
+            )
+
+    def _masks_of_trees(self) -> torch.Tensor:
+        if self._draft_masks is None:
+            raise ValueError("this workspace is for chains of draft tokens: draft_masks=True")
+        return self._draft_masks
 
     def reset(self) -> None:
         """Hold no plan and what the kernels expect before the first one, in the current stream.

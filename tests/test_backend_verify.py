@@ -14,15 +14,15 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.backend import HEAD_DIM, HEADS, QUERIES, TARGET, BackendBed, make_layer
+from kit.drafts import chains, custom_mask
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative import eagle_utils
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.spec_info import SpecInputType
 
-from sglang_pat.srt.draft_masks import draft_masks, have_prefix
 from sglang_pat.srt.lengths import MAX_SLACK, bounds_of
 from sglang_pat.srt.speculation import draft_tokens_of, may_be_trees, reason_against
-from sglang_pat.srt.verify import PatVerifyMixin
+from sglang_pat.srt.verify import PatVerifyMixin, have_prefix
 
 DRAFT_TOKENS = 3
 VERIFY = ForwardMode.TARGET_VERIFY
@@ -34,18 +34,11 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> BackendBed:
     return BackendBed(monkeypatch, mixin=PatVerifyMixin, target=target)
 
 
-def full_mask(tree: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-    """SGLang's mask of requests with so many tokens before draft tokens that are this ``tree``."""
-    whole = [torch.cat([torch.ones(len(tree), int(n)), tree], 1).flatten() for n in lens]
-    return torch.cat(whole).bool()
-
-
 def verify(bed: BackendBed, draft_tokens: int = DRAFT_TOKENS, **options: Any) -> list[str]:
     """Announce a batch of so many draft tokens a request and prepare its forward."""
-    chain = torch.ones(draft_tokens, draft_tokens).tril()
     spec_info = SimpleNamespace(
         draft_token_num=draft_tokens,
-        custom_mask=full_mask(chain, bed.lens),
+        custom_mask=custom_mask(chains(len(bed.lens), draft_tokens), bed.lens),
         spec_input_type=SpecInputType.NGRAM_VERIFY,
     )
     return bed.step(graph=False, mode=VERIFY, spec_info=spec_info, **options)
@@ -75,26 +68,9 @@ def test_a_verify_step_is_planned_with_its_draft_tokens(bed: BackendBed) -> None
     assert not bed.fallbacks
 
 
-def test_masks_are_taken_with_and_without_what_is_before_the_drafts(bed: BackendBed) -> None:
-    """Bit j of a draft token's mask: it attends to draft token j."""
-    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
-    lens = torch.tensor([5, 2])
-    whole, alone = full_mask(tree, lens), tree.bool().flatten().repeat(2)
-    expected = [[0b001, 0b011, 0b101]] * 2
-    assert draft_masks(alone, lens, 3, with_prefix=False).tolist() == expected
-    for given in (whole, whole.to(torch.uint8), torch.cat([whole, torch.zeros(9).bool()])):
-        assert draft_masks(given, lens.int(), 3, with_prefix=True).tolist() == expected
-    with pytest.raises(ValueError, match="2 requests' 3 draft tokens has 17 cells, must have 18"):
-        draft_masks(alone[1:], lens, 3, with_prefix=False)
+def test_masks_of_a_step_are_sglangs(bed: BackendBed) -> None:
     verify(bed)
     assert [masks.tolist() for masks in bed.executor.masks] == [[[1, 3, 7]] * QUERIES]
-
-
-def test_rows_of_padding_have_no_cells_in_sglangs_masks() -> None:
-    """SGLang's masks end with the last request, its lengths with a one for each row of padding."""
-    mask = full_mask(torch.eye(3), torch.tensor([4]))
-    masks = draft_masks(mask, torch.tensor([4, 1, 1]), 3, with_prefix=True)
-    assert masks.shape == (3, 3) and masks[0].tolist() == [1, 2, 4]
 
 
 @pytest.mark.parametrize("default", TreeMaskMode)
@@ -120,19 +96,13 @@ def test_a_step_without_memory_for_its_masks_is_the_bases(
     """Not one with the masks of the step before."""
     bed.backend.token_to_kv_pool.device = "cuda"
 
-    def full(masks: torch.Tensor) -> None:
+    def full(*_args: Any, **_kwargs: Any) -> None:
         raise torch.cuda.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(bed.executor, "set_draft_masks", full)
+    monkeypatch.setattr(bed.executor, "read_draft_masks", full)
     verify(bed)
     assert layer(bed) == ["extend layer"]
     assert bed.fallbacks == {"no memory for the slots": 1}
-
-
-def test_an_idle_rank_has_no_masks() -> None:
-    """SGLang gives it a mask without cells."""
-    masks = draft_masks(torch.ones(0, dtype=torch.bool), torch.ones(2), 3, with_prefix=True)
-    assert masks.tolist() == [[0, 0, 0]] * 2
 
 
 def test_chains_need_no_masks(bed: BackendBed) -> None:
@@ -145,17 +115,16 @@ def test_the_masks_of_each_replay_are_taken(bed: BackendBed) -> None:
     """Those of a graph's rows, padding included, from the buffer that EAGLE's workers fill."""
     bed.backend.token_to_kv_pool.device = "cuda"
     bed.backend.verify_mask = SimpleNamespace(mode=TreeMaskMode.FULL_MASK)
-    for tree in (torch.eye(DRAFT_TOKENS), torch.ones(DRAFT_TOKENS, DRAFT_TOKENS).tril()):
+    given = (torch.tensor([[1, 2, 4]] * QUERIES), chains(QUERIES, DRAFT_TOKENS))
+    for masks in given:
         spec_info = SimpleNamespace(
             draft_token_num=DRAFT_TOKENS,
-            custom_mask=full_mask(tree, bed.lens),
+            custom_mask=custom_mask(masks, bed.lens),
             spec_input_type=SpecInputType.EAGLE_VERIFY,
         )
         bed.step(mode=VERIFY, spec_info=spec_info, padding=2)
-    masks = [masks.tolist() for masks in bed.executor.masks]
-    assert [len(each) for each in masks] == [QUERIES + 2] * 2
-    assert masks[0][:QUERIES] == [[1, 2, 4]] * QUERIES
-    assert masks[1][:QUERIES] == [[1, 3, 7]] * QUERIES
+    for found, masks in zip(bed.executor.masks, given, strict=True):
+        assert len(found) == QUERIES + 2 and torch.equal(found[:QUERIES], masks)
 
 
 def test_a_plan_is_kept_while_tokens_are_accepted(bed: BackendBed) -> None:

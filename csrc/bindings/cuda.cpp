@@ -9,6 +9,7 @@
 #include "bindings/args.h"
 #include "bindings/bindings.h"
 #include "cuda/decode.h"
+#include "cuda/draft_masks.h"
 #include "cuda/plan_fit.h"
 #include "cuda/probe.h"
 #include "cuda/staging.h"
@@ -154,6 +155,21 @@ void snapshot(const Buffers& buffers, const Table& req_to_token, const Vector& r
   snapshot_cuda(args, pointer<void>(stream));
 }
 
+void read_draft_masks(int64_t cells, int64_t num_cells, const Vector& seq_lens, int num_rows,
+                      int draft_tokens, int64_t masks, int64_t stream) {
+  const DraftMaskArgs args{
+      .cells = pointer<const uint8_t>(cells),
+      .num_cells = num_cells,
+      .seq_lens = pointer<const void>(seq_lens[0]),
+      .seq_lens_bytes = static_cast<int32_t>(seq_lens[1]),
+      .num_rows = num_rows,
+      .draft_tokens = draft_tokens,
+      .masks = pointer<uint64_t>(masks),
+  };
+  py::gil_scoped_release release;
+  draft_masks_cuda(args, pointer<void>(stream));
+}
+
 void check_plan(int64_t plan, int64_t plan_bytes, int64_t max_bytes, int max_queries,
                 int max_partials, int max_context, int max_branch_tokens, int max_list_tokens,
                 int num_q_heads, int num_kv_heads, int draft_tokens) {
@@ -246,6 +262,17 @@ into the plan how many tokens each item has.
 
 req_to_token: (device address, row stride, tokens of a row) of an int32 table.
 rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows].
+Only launches. Raises RuntimeError with CUDA's error.)");
+  m.def("read_draft_masks_cuda", &read_draft_masks, py::kw_only(), py::arg("cells"),
+        py::arg("num_cells"), py::arg("seq_lens"), py::arg("num_rows"), py::arg("draft_tokens"),
+        py::arg("masks"), py::arg("stream"),
+        R"(Writes the masks of draft trees on a stream, from a byte a cell.
+
+cells: address of ``num_cells`` bytes: one query after the other, a row for each of its draft
+    tokens, with a cell for each of these.
+seq_lens: (address, bytes of an element: 4 or 8) of [num_rows], the tokens before the drafts, for
+    each of which a row begins with a cell more; address 0: there are none of these cells.
+masks: address of uint64 [num_rows, draft_tokens]. Bits of cells beyond num_cells are 0.
 Only launches. Raises RuntimeError with CUDA's error.)");
   m.def("check_decode_cuda", &check_arguments, py::arg("num_q_heads"), py::arg("num_kv_heads"),
         py::arg("head_dim"), py::arg("k_stride_slot"), py::arg("v_stride_slot"), py::arg("scale"),

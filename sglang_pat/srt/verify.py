@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend of a server that speculates: its verify steps are what decode steps are elsewhere."""
+"""The backend of a server that speculates: its verify steps are what decode steps are elsewhere.
+``S``: SGLang 0.5.23's ``srt/``."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ import torch
 
 from sglang_pat.planner import Plan
 from sglang_pat.srt.backend import PatDecodeMixin
-from sglang_pat.srt.draft_masks import draft_masks, have_prefix
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.lengths import Lengths, bounds_of, lengths_of
 
@@ -71,12 +71,12 @@ class PatVerifyMixin(PatDecodeMixin):
         """Where drafts may be a tree, their masks first: without memory for these the step is not
         served, and the time that they take is the step's."""
         if self._executor.has_draft_masks:
-            spec_info, tokens = forward_batch.spec_info, self._target.draft_tokens
-            prefix = have_prefix(spec_info, self.verify_mask)
-            masks = draft_masks(
-                spec_info.custom_mask, forward_batch.seq_lens, tokens, with_prefix=prefix
+            spec_info = forward_batch.spec_info
+            self._executor.read_draft_masks(
+                spec_info.custom_mask,
+                forward_batch.seq_lens,
+                with_prefix=have_prefix(spec_info, self.verify_mask),
             )
-            self._executor.set_draft_masks(masks)
         super()._load(plan, batch, forward_batch, **options)
 
     def forward_extend(
@@ -102,3 +102,19 @@ class PatVerifyMixin(PatDecodeMixin):
         return super().forward_extend(  # type: ignore[misc, no-any-return]
             q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
         )
+
+
+def have_prefix(spec_info: Any, verify_mask: Any) -> bool:
+    """Whether the masks of a verify step are ``with_prefix``.
+
+    ``verify_mask``: the buffer of SGLang's backend, into which EAGLE's workers write their masks (S
+    speculative/eagle_worker_common.py:411); None without one. NGRAM's have a tensor of their own,
+    by the rule of EAGLE's without a buffer (S speculative/ngram_worker.py:350).
+    """
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
+    from sglang.srt.speculative.spec_info import SpecInputType
+
+    own = verify_mask is None or spec_info.spec_input_type == SpecInputType.NGRAM_VERIFY
+    mode = default_tree_mask_mode() if own else verify_mask.mode
+    full: bool = mode == TreeMaskMode.FULL_MASK
+    return full

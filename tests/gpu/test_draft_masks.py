@@ -10,13 +10,15 @@ import pytest
 import torch
 from kit.cases import random_trees
 from kit.device import DevicePlan, case_of_tree, check, execute, on_device, target_of
-from kit.drafts import drafted, drafted_forest, skip_unless_rows_fit
+from kit.drafts import custom_mask, drafted, drafted_forest, skip_unless_rows_fit
 from kit.e4m3 import check_e4m3
 from kit.pieces import DYNAMIC, Piece, forest
 
 from sglang_pat.bench.common.trees import Tree
+from sglang_pat.draft_masks import masks_of
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
+from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -114,6 +116,37 @@ def test_graphs_read_the_masks_that_were_set_last() -> None:
         assert torch.equal(out, wanted)
 
 
+@pytest.mark.parametrize("draft_tokens", [2, 3, 32, 33, 64])
+@pytest.mark.parametrize("with_prefix", [False, True])
+def test_masks_are_read_from_cells(draft_tokens: int, with_prefix: bool) -> None:
+    """As on the CPU, of more queries than a CTA has threads; rows of padding have no cells."""
+    num_queries, padding = 300, 3
+    heads = (1, 1)
+    target = Target(
+        *heads, head_dim=64, draft_tokens=draft_tokens, max_queries=num_queries + padding
+    )
+    workspace = Workspace(target, 1024, draft_masks=True)
+    lens = torch.randint(0, 200, (num_queries,))
+    masks = torch.randint(-(2**63), 2**63 - 1, (num_queries, draft_tokens))
+    if draft_tokens < 64:
+        masks &= (1 << draft_tokens) - 1
+    cells = custom_mask(masks, lens if with_prefix else None)
+    padded = torch.cat([lens, torch.ones(padding, dtype=torch.int64)])
+    held = workspace._draft_masks
+    assert held is not None
+    for given in (cells, cells * torch.tensor(255).byte()):
+        for of in (padded, padded.int()):
+            if not with_prefix:
+                of = of[:num_queries]
+            held.fill_(-1)
+            workspace.read_draft_masks(given.cuda(), of.cuda(), with_prefix=with_prefix)
+            wanted = masks_of(given, of, draft_tokens, with_prefix=with_prefix)
+            assert torch.equal(held[: len(of)].cpu(), wanted)
+            assert (held[len(of) :] == -1).all()
+    workspace.read_draft_masks(cells[:0].cuda(), padded.cuda(), with_prefix=with_prefix)
+    assert not held.any()
+
+
 def test_what_is_refused() -> None:
     tree = Tree((1, 12), (300, 40))
     inputs = case_of_tree(tree, (8, 2), seq_lens=[348] * 12, draft_tokens=8)
@@ -133,6 +166,15 @@ def test_what_is_refused() -> None:
     for wrong in (masks.int(), masks.cpu()):
         with pytest.raises(ValueError, match="must be int64 on cuda:0"):
             trees.set_draft_masks(wrong)
+    cells, lens = torch.ones(13 * 64, dtype=torch.bool), torch.ones(13, dtype=torch.int64)
+    for workspace, given, why in (
+        (chains, (cells.cuda(), lens.cuda()), "for chains of draft tokens: draft_masks=True"),
+        (trees, (cells.cuda(), lens.cuda()), "draft masks of 13 queries, at most 12 fit"),
+        (trees, (cells, lens), "custom_mask is on cpu, must be on cuda:0"),
+        (trees, (cells.long().cuda(), lens.cuda()), "custom_mask is torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            workspace.read_draft_masks(*given, with_prefix=False)
     branched = Planner(target_of(inputs, branching="always")).plan(tree.paths, [348] * 12)
     assert branched.branch_tokens
     with pytest.raises(ValueError, match="a branch has no draft masks"):

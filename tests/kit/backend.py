@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.bench.host.live import LiveCache
 from sglang_pat.config import PatConfig
+from sglang_pat.draft_masks import masks_of
 from sglang_pat.planner import Plan
 from sglang_pat.srt import backend
 from sglang_pat.srt.backend import PatDecodeMixin
@@ -85,8 +86,11 @@ class RecordingExecutor:
         assert self.plans[-1].num_queries <= len(rows) == len(seq_lens)
         self.lengths.append(seq_lens.tolist())
 
-    def set_draft_masks(self, masks: torch.Tensor) -> None:
-        self.masks.append(masks)
+    def read_draft_masks(
+        self, custom_mask: torch.Tensor, seq_lens: torch.Tensor, *, with_prefix: bool
+    ) -> None:
+        tokens = self.target.draft_tokens
+        self.masks.append(masks_of(custom_mask, seq_lens, tokens, with_prefix=with_prefix))
 
     @property
     def snapshots(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kit.cases import Case, case
 from kit.pieces import Piece, forest
@@ -39,3 +40,22 @@ def drafted_forest(seed: int, heads: tuple[int, int], draft_tokens: int) -> list
     """Random pieces of as many queries as an item by hand holds, 12 at most."""
     queries = min(12, 512 * heads[1] // (heads[0] * draft_tokens))
     return forest(np.random.default_rng(seed), queries)
+
+
+def chains(num_queries: int, draft_tokens: int) -> torch.Tensor:
+    """The masks of drafts that are chains, int64 [B, T]."""
+    return torch.tensor([[(2 << i) - 1 for i in range(draft_tokens)]] * num_queries)
+
+
+def custom_mask(masks: torch.Tensor, prefix: torch.Tensor | None = None) -> torch.Tensor:
+    """Masks int64 [B, T] as SGLang has them: bool, flat, a cell for each draft token, behind one
+    for each of a query's ``prefix`` tokens where these are given."""
+    bits = torch.arange(masks.shape[1])
+    cells = (masks[:, :, None] >> bits & 1).bool()  # [B, T, T]
+    if prefix is None:
+        return cells.flatten()
+    wide = [
+        torch.cat([torch.ones(len(one), length, dtype=torch.bool), one], 1).flatten()
+        for one, length in zip(cells, prefix.tolist(), strict=True)
+    ]
+    return torch.cat(wide)
