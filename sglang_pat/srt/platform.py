@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -24,6 +25,13 @@ class PatCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def get_default_attention_backend(self) -> str:
         return "pat"
+
+    # Without these two a request for a profile would end the server.
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
 
 
 def activate() -> str | None:

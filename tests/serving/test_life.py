@@ -72,6 +72,15 @@ def test_clients_that_disconnect_in_mid_stream(
     assert disagreements(later, stock["patient"][4:]) == []
 
 
+def test_a_profile_is_written(serve: Serve, tmp_path: Path) -> None:
+    """By SGLang, of which our platform for a CPU has to name what torch records."""
+    server = serve(DEFAULT)
+    server.post("/start_profile", {"output_dir": str(tmp_path), "activities": ["CPU"]})
+    server.generate(WORKLOADS["shared"].prompts, 2)
+    server.post("/stop_profile")
+    assert len(list(tmp_path.glob("*.trace.json.gz"))) == 1
+
+
 def test_flush_is_refused_while_running_and_forgets_when_idle(
     serve: Serve, stock: dict[str, list[Answer]]
 ) -> None:
