@@ -145,6 +145,8 @@ def test_first_runs_refuse_what_does_not_belong_to_them(capsys: pytest.CaptureFi
     for arguments, message in (
         (["--first-runs", "2", "--trace", "toolagent"], "leave --trace out"),
         (["--spy"], "add --first-runs N"),
+        (["--trace", "toolagent", "--profile", "here"], "--profile is of workloads"),
+        (["--workloads", "0x4", "--device", "cpu", "--profile", "here"], "a CPU has none"),
     ):
         with pytest.raises(SystemExit, match="2"):
             command.main(arguments)

@@ -42,8 +42,9 @@ from sglang_pat.bench.serving.first import run_first
 from sglang_pat.bench.serving.fleet import FleetConfig, serve
 from sglang_pat.bench.serving.model import open_model
 from sglang_pat.bench.serving.options import complete, make_parser
+from sglang_pat.bench.serving.replay import Replay, replays, run_traces
 from sglang_pat.bench.serving.routed import SERVERS, run_router, serve_routed
-from sglang_pat.bench.serving.run import Replay, RunOptions, replays, run_traces, run_workloads
+from sglang_pat.bench.serving.run import RunOptions, run_workloads
 from sglang_pat.bench.serving.sizing import device_of, fleet_config
 
 READY_S = 400.0

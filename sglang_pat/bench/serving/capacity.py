@@ -27,16 +27,8 @@ from sglang_pat.bench.serving.agents import Team
 from sglang_pat.bench.serving.closed_loop import prepare_team, team_prompts, warm_up_agents
 from sglang_pat.bench.serving.fleet import FleetConfig, Served
 from sglang_pat.bench.serving.probe import AGENTS, REQUESTS_PER_S, CapacityRow, broken, row_of
-from sglang_pat.bench.serving.run import (
-    REQUEST_TIMEOUT_S,
-    Log,
-    RunOptions,
-    make_replay,
-    replay_bodies,
-    rotated,
-    turn,
-    warm_up_replay,
-)
+from sglang_pat.bench.serving.replay import make_replay, replay_bodies, warm_up_replay
+from sglang_pat.bench.serving.run import REQUEST_TIMEOUT_S, Log, RunOptions, rotated, turn
 from sglang_pat.bench.serving.search import Ladder, Probes, Verdict, search
 from sglang_pat.bench.serving.sizing import most_agents
 from sglang_pat.bench.serving.trace import mooncake

@@ -16,6 +16,7 @@ from sglang_pat.bench.serving.curves import curve_tables, draw_curves
 from sglang_pat.bench.serving.first import FirstRow
 from sglang_pat.bench.serving.first import table as first_table
 from sglang_pat.bench.serving.first_token import first_token_table
+from sglang_pat.bench.serving.graphs import graph_table
 from sglang_pat.bench.serving.probe import CapacityRow
 from sglang_pat.bench.serving.router_rows import RouterRow, router_table
 from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, table, trace_table
@@ -108,7 +109,7 @@ def _tables(document: Document, rows: list[Any]) -> list[str]:
         has_goals = (settings["model"], settings["tp"]) == (LIMITS_SHAPE[0], 1)
         found = agents_table(rows, limits=has_goals) + curve_tables(rows)
         return found + first_token_table(rows)
-    return table(rows, _limits(settings))
+    return table(rows, _limits(settings)) + graph_table(rows)
 
 
 def draw(documents: Sequence[Document], path: Path) -> None:

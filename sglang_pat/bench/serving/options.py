@@ -86,6 +86,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     what("--output-tokens", type=value(whole_number), default=256, help="of every request")
     what("--stream-interval", type=value(whole_number), default=1, help="tokens per streamed event")
     what("--seed", type=int, default=0, help="of the prompts' tokens (default: 0)")
+    how = "of workloads' last run: profile its CUDA graphs in a run more, with SGLang's profiler"
+    what("--profile", type=Path, metavar="FOLDER", help=how)
     what("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
     first = parser.add_argument_group("first runs").add_argument
     first(
@@ -239,6 +241,14 @@ def _refuse_contradictions(found: argparse.ArgumentParser, options: argparse.Nam
         (
             (options.limits_ms or options.resolution) and not options.capacity,
             "--limits-ms and --resolution are those of --capacity: add it",
+        ),
+        (
+            options.profile and (not options.workloads or options.first_runs),
+            "--profile is of workloads: give --workloads, and leave --first-runs out",
+        ),
+        (
+            options.profile and options.device == "cpu",
+            "--profile is of CUDA graphs, and a CPU has none: leave it out",
         ),
         (
             options.spy and not options.first_runs,

@@ -63,6 +63,8 @@ class WorkloadRow(Counted):
     tokens_per_s: float
     step_ms: float | None  # by the engine's own clock
     cached_tokens: int  # of the prompt of the request that had the fewest
+    # Of the CUDA graphs of a step, ``graphs.GraphTime`` each; None where none was profiled.
+    graphs: list[dict[str, Any]] | None = None
 
     @property
     def client_over_engine(self) -> float | None:

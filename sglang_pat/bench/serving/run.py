@@ -14,14 +14,14 @@ from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.serving.client import body
 from sglang_pat.bench.serving.fleet import Served
-from sglang_pat.bench.serving.rows import Counted, TraceRow, WorkloadRow, counted_fields
-from sglang_pat.bench.serving.timing import TooShort, latencies, request_times, step_ms
-from sglang_pat.bench.serving.trace import Segments, arrivals, paths, repeated, tokens
+from sglang_pat.bench.serving.graphs import profile_graphs
+from sglang_pat.bench.serving.rows import Counted, WorkloadRow, counted_fields
+from sglang_pat.bench.serving.timing import TooShort, latencies, step_ms
 from sglang_pat.bench.serving.workload import RunPrompts, Workload, make_prompts
 
 REQUEST_TIMEOUT_S = 300.0
 WARM_UP_TOKENS = 16
-WARM_UP_REQUESTS, WARM_UP_EVERY_S = 16, 0.2  # of a trace
+PROFILE_AFTER_MS = 100.0  # the first token: then all requests decode
 
 
 class Log(Protocol):
@@ -50,6 +50,8 @@ class RunOptions:
     context: int
     block_tokens: int
     trace_file: Path | None
+    # Of workloads: where SGLang's profiler writes, or None.
+    profile: Path | None = None
 
 
 class Measured(Protocol):
@@ -95,7 +97,15 @@ def run_workloads(
                 body(prompt, settings.output_tokens, settings.stream_interval)
                 for prompt in batch.prompts
             ]
-            measure = partial(_measure, workload=workload, batch=batch, bodies=bodies, run=run)
+            last = run == settings.runs - 1
+            measure = partial(
+                _measure,
+                workload=workload,
+                batch=batch,
+                bodies=bodies,
+                run=run,
+                profile=settings.profile if last else None,
+            )
             turn(rotated(fleet, run), kind, measure, settings, budget, log)
 
 
@@ -130,13 +140,26 @@ def prepare(served: Served, batch: RunPrompts) -> None:
 
 
 def _measure(
-    served: Served, workload: Workload, batch: RunPrompts, bodies: Sequence[bytes], run: int
+    served: Served,
+    workload: Workload,
+    batch: RunPrompts,
+    bodies: Sequence[bytes],
+    run: int,
+    profile: Path | None,
 ) -> WorkloadRow:
+    """``profile``: the run is done once more for the times of the graphs, which go there."""
     prepare(served, batch)
     before = served.step_notes()
     answers = served.stream(bodies, timeout_s=REQUEST_TIMEOUT_S)
     after = served.step_notes()
     found = latencies(answers, together=True)
+    graphs = None
+    if profile is not None:
+        prepare(served, batch)
+        after_s = (found.ttft_ms + PROFILE_AFTER_MS) / 1e3
+        graphs = profile_graphs(
+            served, bodies, profile, after_s=after_s, timeout_s=REQUEST_TIMEOUT_S
+        )
     return WorkloadRow(
         backend=served.backend,
         workload=str(workload),
@@ -152,6 +175,7 @@ def _measure(
         tokens_per_s=found.tokens_per_s,
         step_ms=step_ms(before, after, workload.requests),
         cached_tokens=min(answer.cached for answer in answers),
+        graphs=graphs,
     )
 
 
@@ -181,115 +205,3 @@ def turn(
     for served, row in rows:
         if counted := served.counted():
             row.update(counted_fields(counted, settings.kv_bytes_per_token))
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A trace at a rate: when each request arrives, in seconds, and its prompt."""
-
-    trace: str
-    rate: float
-    run: int
-    at_s: list[float]
-    prompts: list[Segments]
-
-    @property
-    def kv_tokens(self) -> int:
-        """K/V tokens of all prompts, shared ones counted every time."""
-        return sum(length for path in self.prompts for _, length in path)
-
-
-def replays(traces: Sequence[str], rates: Sequence[float], settings: RunOptions) -> list[Replay]:
-    """All replays in order. Raises ValueError as ``trace.paths`` does."""
-    return [
-        make_replay(name, rate, run, settings)
-        for run in range(settings.runs)
-        for name in traces
-        for rate in rates
-    ]
-
-
-def make_replay(name: str, rate: float, run: int, settings: RunOptions) -> Replay:
-    """Of ``duration_s`` seconds of arrivals, the same for every backend; every run has tokens of
-    its own. Raises ValueError as ``trace.paths`` does."""
-    seed = f"{settings.seed} {run}"
-    at_s = arrivals(rate, settings.duration_s, f"{seed} {name} {rate}")
-    prompts = paths(
-        name,
-        len(at_s),
-        context=settings.context - settings.output_tokens,
-        block=settings.block_tokens,
-        file=settings.trace_file,
-        seed=seed,
-    )
-    return Replay(name, rate, run, at_s, prompts)
-
-
-def run_traces(
-    fleet: Sequence[Served],
-    todo: Sequence[Replay],
-    settings: RunOptions,
-    budget: Budget,
-    log: Log,
-) -> None:
-    """All backends on each replay, from an empty cache. Raises as ``run_workloads`` does."""
-    warm_up_replay(fleet, todo[0], settings, budget)
-    for replay in todo:
-        kind = f"{replay.trace} {replay.rate}"
-        bodies = replay_bodies(replay, settings)
-        measure = partial(_replay, replay=replay, bodies=bodies, settings=settings)
-        turn(rotated(fleet, replay.run), kind, measure, settings, budget, log)
-
-
-def warm_up_replay(
-    fleet: Sequence[Served], replay: Replay, settings: RunOptions, budget: Budget
-) -> None:
-    """Some short requests of a replay, one after the other, on every server."""
-    bodies = _bodies(replay, settings, WARM_UP_REQUESTS, WARM_UP_TOKENS)
-    at_s = [WARM_UP_EVERY_S * i for i in range(len(bodies))]
-    warm_up(fleet, bodies, at_s, budget, Served.flush)
-
-
-def replay_bodies(replay: Replay, settings: RunOptions) -> list[bytes]:
-    """All requests of a replay."""
-    return _bodies(replay, settings, len(replay.prompts), settings.output_tokens)
-
-
-def _bodies(replay: Replay, settings: RunOptions, count: int, output_tokens: int) -> list[bytes]:
-    """Of the first ``count`` requests."""
-    seed = f"{settings.seed} {replay.run}"
-    return [
-        body(tokens(path, settings.vocab, seed), output_tokens, settings.stream_interval)
-        for path in replay.prompts[:count]
-    ]
-
-
-def _replay(
-    served: Served, replay: Replay, bodies: Sequence[bytes], settings: RunOptions
-) -> TraceRow:
-    served.flush()
-    timeout_s = settings.duration_s + REQUEST_TIMEOUT_S
-    answers = served.stream(bodies, at_s=replay.at_s, timeout_s=timeout_s)
-    found = latencies(answers, together=False)
-    of_requests = request_times(answers)
-    return TraceRow(
-        backend=served.backend,
-        trace=replay.trace,
-        rate=replay.rate,
-        run=replay.run,
-        requests=len(bodies),
-        completed=sum(answer.tokens[-1] == settings.output_tokens for answer in answers),
-        repeated=repeated(replay.prompts),
-        cached=sum(answer.cached for answer in answers) / replay.kv_tokens,
-        ttft_p50_ms=found.ttft_ms,
-        ttft_p99_ms=found.ttft_p99_ms,
-        tpot_ms=found.tpot_ms,
-        tpot_p99_ms=found.tpot_p99_ms,
-        ttft_mean_ms=of_requests.ttft_ms,
-        e2e_mean_ms=of_requests.e2e_ms,
-        e2e_p99_ms=of_requests.e2e_p99_ms,
-        first_token=of_requests.first_token,
-        itl_p50_ms=found.itl_p50_ms,
-        itl_p99_ms=found.itl_p99_ms,
-        tokens_per_s=found.tokens_per_s,
-    )

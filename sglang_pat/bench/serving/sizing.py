@@ -10,7 +10,7 @@ from dataclasses import replace
 from sglang_pat.bench.serving.agents import Team
 from sglang_pat.bench.serving.fleet import FleetConfig
 from sglang_pat.bench.serving.model import GIB, Model
-from sglang_pat.bench.serving.run import Replay
+from sglang_pat.bench.serving.replay import Replay
 
 # Slots beyond the tokens of all requests: overlapping steps hold a few more.
 POOL_MARGIN, POOL_MARGIN_PER_REQUEST = 1024, 16
