@@ -15,7 +15,7 @@ from kit.hybrid_models import FAMILIES, make_hybrid
 from serving.adapters import RANK, TARGETS, make_adapter
 from serving.server import Config, ServingServer
 
-from .models import make_eagle, make_gemma2, make_llama, with_kv_scales
+from .models import make_eagle, make_eagle3, make_gemma2, make_llama, with_kv_scales
 
 # Logits in fp32 leave the attention as the main thing that rounds.
 COMPARED = ("--enable-fp32-lm-head", "--enable-custom-logit-processor")
@@ -29,6 +29,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "ratio4": lambda path: make_llama(path, q_heads=8, kv_heads=2),
     "ratio4b": lambda path: make_llama(path, q_heads=8, kv_heads=2, seed=1),  # other weights
     "eagle4": lambda path: make_eagle(path, q_heads=8, kv_heads=2),
+    "eagle34": lambda path: make_eagle3(path, q_heads=8, kv_heads=2),
     "scaled4": lambda path: with_kv_scales(make_llama(path, q_heads=8, kv_heads=2)),
     "ratio5": lambda path: make_llama(path, q_heads=10, kv_heads=2),
     "ratio7": lambda path: make_llama(path, q_heads=14, kv_heads=2, head_dim=64),
@@ -38,6 +39,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
         family: lambda path, family=family: make_hybrid(path, family)  # type: ignore[misc]
         for family in FAMILIES
     },
+    "mtp": lambda path: make_hybrid(path, "qwen3_next", mtp=True),
 }
 DRAFT_TOKENS, TREE_TOKENS = 4, 8
 # In an argument: the folder of all models and adapters.
@@ -168,6 +170,12 @@ FLEET = {
             for name in ("fa3", "pat")
         ),
         _config("ratio4-pat-trees-eagle", *_trees("EAGLE", "eagle4")),
+        _config("ratio4-pat-eagle3", *_drafted("EAGLE3", "eagle34")),
+        *(_config(f"mtp-{name}", *_STATES) for name in ("fa3", "pat")),
+        *(
+            _config(f"mtp-{name}-drafts", *_STATES, *_drafted("NEXTN", "mtp"))
+            for name in ("fa3", "pat")
+        ),
         _config("ratio4-fa3-ngram", *_ngram()),
         _config("ratio4-pat-ngram", *_ngram()),
         _config("ratio4-pat-trees-ngram", *_ngram(TREE_TOKENS, breadth=10)),

@@ -80,6 +80,48 @@ def make_eagle(path: Path, *, q_heads: int, kv_heads: int) -> Path:
     return path
 
 
+def make_eagle3(path: Path, *, q_heads: int, kv_heads: int) -> Path:
+    """A draft model of EAGLE3 for ``make_llama`` of the same heads, as ``make_eagle``. It reads the
+    hidden states behind three of the target's layers."""
+    make_eagle(path, q_heads=q_heads, kv_heads=kv_heads)
+    config = json.loads((path / "config.json").read_text())
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": VOCAB,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    hidden = config["hidden_size"]
+    generator = torch.Generator().manual_seed(4)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        values = torch.randn(rows, columns, generator=generator) * scale / math.sqrt(columns)
+        return values.to(torch.bfloat16)
+
+    layer = {
+        name.replace("layers.0.", "midlayer."): value
+        for name, value in load_file(path / "model.safetensors").items()
+        if name.startswith("layers.0.")
+    }
+    # Queries, keys and values are made of a token's embedding beside the hidden state.
+    for name, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads)):
+        scale = 1.0 if name == "v" else QK_SCALE
+        layer[f"midlayer.self_attn.{name}_proj.weight"] = matrix(
+            heads * HEAD_DIM, 2 * hidden, scale
+        )
+    for norm in ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm"):
+        layer[f"{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    layer |= {
+        "fc.weight": matrix(hidden, 3 * hidden),
+        "lm_head.weight": matrix(VOCAB, hidden),
+        # From the draft's tokens to the target's: the same.
+        "d2t": torch.zeros(VOCAB, dtype=torch.int64),
+        "t2d": torch.ones(VOCAB, dtype=torch.bool),
+    }
+    save_file(layer, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 def make_gemma2(path: Path, *, window: int, q_heads: int = 8, kv_heads: int = 2) -> Path:
     """A Gemma 2: every other layer has a sliding window of ``window``, all cap their logits."""
     config: dict[str, Any] = {

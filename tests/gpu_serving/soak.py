@@ -51,20 +51,29 @@ SCALES = {
     "cpu": Scale(40, 8, 1200, 500, 90, steps=300, requests=60, growth=32 * MIB),
     "cuda": Scale(300, 24, 5000, 1500, 120, steps=20_000, requests=5_000, growth=16 * MIB),
 }
+DRAFT_TOKENS = 8  # of a request, on servers that speculate
 MODELS: dict[str, dict[str, Any]] = {
     "cpu": {"dtype": "float32"},
     "cuda": {"dtype": "bfloat16", "hidden": 512, "layers": 2, "head_dim": 128},
 }
 
 
-def soak(device: str, scale: Scale, folder: Path) -> dict[str, Any]:
-    """Run the traffic; the summary, with what was wrong under ``failures``."""
+def soak(device: str, scale: Scale, folder: Path, *, drafts: bool = False) -> dict[str, Any]:
+    """Run the traffic; the summary, with what was wrong under ``failures``. ``drafts``: the servers
+    speculate, in trees whose drafts are mostly right."""
     model = make_model(folder / "model", vocab=VOCAB, **MODELS[device])
-    small_pool = ("--max-total-tokens", str(scale.pool), "--schedule-conservativeness", "0.05")
+    args = ("--max-total-tokens", str(scale.pool), "--schedule-conservativeness", "0.05")
+    if drafts:
+        args += (
+            *("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3"),
+            *("--speculative-draft-model-path", str(model), "--speculative-eagle-topk", "4"),
+            *("--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
+        )
     configs = [
-        Config("radix", args=small_pool, device=device),
-        Config("no-radix", args=(*small_pool, "--disable-radix-cache"), device=device),
+        Config("radix", args=args, device=device),
+        Config("no-radix", args=(*args, "--disable-radix-cache"), device=device),
     ]
+    tokens_a_step = DRAFT_TOKENS if drafts else 1  # of a request, at most
     with ExitStack() as stack:
         servers = [ServingServer(model, config, folder / config.name) for config in configs]
         for server in servers:
@@ -93,7 +102,7 @@ def soak(device: str, scale: Scale, folder: Path) -> dict[str, Any]:
         *(
             f"{name}: {wrong}"
             for name, row in rows.items()
-            for wrong in _wrong_with(name, row, device)
+            for wrong in _wrong_with(name, row, device, tokens_a_step)
         ),
         *(
             f"{name} grew from {before[name]} to {after[name]} bytes"
@@ -101,9 +110,9 @@ def soak(device: str, scale: Scale, folder: Path) -> dict[str, Any]:
             if after[name] - before[name] > scale.growth
         ),
     ]
-    for name in ("steps", "requests"):
-        if summary[name] < getattr(scale, name):
-            summary["failures"].append(f"{summary[name]} {name}, want {getattr(scale, name)}")
+    for name, least in (("steps", scale.steps // tokens_a_step), ("requests", scale.requests)):
+        if summary[name] < least:
+            summary["failures"].append(f"{summary[name]} {name}, want {least}")
     return summary
 
 
@@ -150,6 +159,7 @@ def _row(server: ServingServer, ledger: traffic.Ledger) -> dict[str, Any]:
         "wrong": ledger.wrong,
         "kv_tokens_answered": ledger.kv_tokens,
         "decode_steps": counters.decode_steps,
+        "verify_steps": counters.verify_steps,
         "packed_steps": counters.packed_steps,
         "plans_made": counters.plans_made,
         "plans_reused": counters.plans_reused,
@@ -163,7 +173,7 @@ def _row(server: ServingServer, ledger: traffic.Ledger) -> dict[str, Any]:
     }
 
 
-def _wrong_with(name: str, row: dict[str, Any], device: str) -> Iterator[str]:
+def _wrong_with(name: str, row: dict[str, Any], device: str, tokens_a_step: int) -> Iterator[str]:
     """What is wrong with a server's row."""
     equal = row.get("repeated tokens equal", 0) / max(row.get("repeated tokens", 0), 1)
     yield from row["wrong"]
@@ -175,18 +185,21 @@ def _wrong_with(name: str, row: dict[str, Any], device: str) -> Iterator[str]:
         yield "there is a traceback in the log"
     if equal < MIN_REPEATED_EQUAL[device]:
         yield f"only {equal:.4f} of the tokens after equal prompts are equal"
-    yield from _wrong_counters(name, row)
+    yield from _wrong_counters(name, row, tokens_a_step)
 
 
-def _wrong_counters(name: str, row: dict[str, Any]) -> Iterator[str]:
+def _wrong_counters(name: str, row: dict[str, Any], tokens_a_step: int) -> Iterator[str]:
     """What a server counted that does not fit what it answered."""
     steps, packed = row["decode_steps"], row["packed_steps"]
     read, unpacked = row["kv_tokens_read"], row["kv_tokens_unpacked"]
     if row["plans_made"] + row["plans_reused"] != steps:
         yield f"{row['plans_made']} plans made and {row['plans_reused']} reused in {steps} steps"
+    if row["verify_steps"] != (steps if tokens_a_step > 1 else 0):
+        yield f"{row['verify_steps']} of {steps} steps verified drafts"
     # A retracted request's tokens are prefilled again, so a few were not decoded.
-    if unpacked < 0.9 * row["kv_tokens_answered"]:
-        yield f"{unpacked} K/V tokens, the answers need {row['kv_tokens_answered']}"
+    least = 0.9 * row["kv_tokens_answered"] / tokens_a_step
+    if unpacked < least:
+        yield f"{unpacked} K/V tokens, the answers need {least}"
     if name == "radix":
         if not (0 < packed <= steps and read < unpacked):
             yield f"{packed} of {steps} steps packed, {read} of {unpacked} K/V tokens read"
@@ -200,6 +213,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=sorted(SCALES), required=True)
     parser.add_argument("--seconds", type=float, help="of traffic, instead of the device's own")
+    parser.add_argument("--drafts", action="store_true", help="servers that speculate (a GPU)")
     parser.add_argument("--json", type=Path, help="where to write the summary, too")
     parser.add_argument("--logs", type=Path, help="folder for the model and the servers' logs")
     options = parser.parse_args()
@@ -207,7 +221,8 @@ def main() -> int:
     if options.seconds:
         scale = Scale(**{**vars(scale), "seconds": options.seconds})
     with tempfile.TemporaryDirectory() as temporary:
-        summary = soak(options.device, scale, options.logs or Path(temporary))
+        folder = options.logs or Path(temporary)
+        summary = soak(options.device, scale, folder, drafts=options.drafts)
     text = json.dumps(summary)
     if options.json:
         options.json.write_text(text + "\n")

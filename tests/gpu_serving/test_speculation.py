@@ -27,7 +27,10 @@ from .fleet import Fleet
 
 PLAIN, OURS_PLAIN = "ratio4-fa3", "ratio4-pat"
 RIGHT = ("ratio4-pat-drafts-right", "ratio4-pat-drafts-no-overlap")
-WRONG = ("ratio4-pat-drafts-wrong", "ratio4-pat-eagle", "ratio4-pat-trees-eagle")
+WRONG = (
+    *("ratio4-pat-drafts-wrong", "ratio4-pat-eagle", "ratio4-pat-trees-eagle"),
+    "ratio4-pat-eagle3",
+)
 # By ours: the server of fa3 that is given the same drafts.
 PEERS = dict.fromkeys(RIGHT, "ratio4-fa3-drafts-right") | {
     "ratio4-pat-trees-right": "ratio4-fa3-trees-right"

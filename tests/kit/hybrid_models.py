@@ -171,11 +171,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _NORMS_FROM_ONE = ("qwen3_next", "qwen3_5", "gemma3")
 
 
-def make_hybrid(path: Path, family: str, *, dtype: str = "bfloat16", **changes: Any) -> Path:
+def make_hybrid(
+    path: Path, family: str, *, dtype: str = "bfloat16", mtp: bool = False, **changes: Any
+) -> Path:
     """Write a model of a family of ``FAMILIES`` to the folder ``path``; ``changes``: to fields of
-    its config.json."""
+    its config.json. ``mtp``: with the layer that drafts tokens (multi-token prediction), whose
+    random weights guess nearly nothing right."""
     config = FAMILIES[family] | {"torch_dtype": dtype} | changes
     shapes = published_shapes(config)
+    if mtp:
+        shapes |= _mtp_shapes(shapes, config["num_hidden_layers"])
     del config["class"]
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
@@ -205,6 +210,22 @@ def published_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             name = name.replace("model.", "backbone.", 1)
         shapes |= _by_expert(name, tuple(value.shape))
     return shapes
+
+
+def _mtp_shapes(shapes: dict[str, tuple[int, ...]], num_layers: int) -> dict[str, tuple[int, ...]]:
+    """The weights of a Qwen's MTP layer, by name: one like the model's last, which attends, behind
+    what joins a token's embedding and the model's hidden state before it."""
+    last = f"model.layers.{num_layers - 1}."
+    layer = {
+        name.replace(last, "mtp.layers.0."): shape
+        for name, shape in shapes.items()
+        if name.startswith(last)
+    }
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    return layer | {
+        "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
+        **{f"mtp.{name}.weight": (HIDDEN,) for name in norms},
+    }
 
 
 def _by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction of a model of linear attention (``--speculative-algorithm NEXTN``): a
+layer of the model drafts, and where drafts are refused the states go back to the last token that
+was accepted. pat gives the answers that fa3 gives, and packs the verify steps."""
+
+from __future__ import annotations
+
+from serving.server import Answer
+
+from .agreement import FACTOR, LARGEST_MORE, LOADS, MEAN_MORE, NEW_TOKENS, answers
+from .fleet import Fleet
+from .test_hybrids import FIRST_TURN
+from .test_speculation import accepted, apart
+
+PLAIN, OURS_PLAIN, PEER, OURS = SERVERS = ("mtp-fa3", "mtp-pat", "mtp-fa3-drafts", "mtp-pat-drafts")
+
+
+def of_loads(server: Fleet, name: str) -> list[Answer]:
+    """The answers to all compared loads, when what SGLang caches of their prompts is cached."""
+    found: list[Answer] = []
+    for load in (FIRST_TURN, LOADS["disjoint"]):
+        answers(server(name), load)
+        found += answers(server(name), load)
+    return found
+
+
+def test_answers(server: Fleet) -> None:
+    plain, ours_plain = (of_loads(server, name) for name in (PLAIN, OURS_PLAIN))
+    before = server(OURS).counters()
+    ours = of_loads(server, OURS)
+    counted = server(OURS).counters() - before
+    distance, limit = apart(ours, plain), apart(ours_plain, plain)
+    tokens, theirs = accepted(ours), accepted(of_loads(server, PEER))
+    print(f"{distance}, without drafts {limit}; {tokens:.3f} tokens a step, fa3 {theirs:.3f}")
+    print(f"{counted}")
+    assert distance.mean <= FACTOR * limit.mean + MEAN_MORE
+    assert distance.largest <= FACTOR * limit.largest + LARGEST_MORE
+    assert abs(tokens - theirs) < 0.1
+    assert not counted.fallbacks and not counted.base_layers
+
+
+def test_verify_steps_are_packed(server: Fleet) -> None:
+    one = server(OURS)
+    before = one.counters()
+    answers(one, FIRST_TURN)
+    counted = one.counters() - before
+    print(f"{counted}")
+    assert counted.verify_steps >= counted.packed_steps >= NEW_TOKENS / 4 - 4
+    assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
+    assert "serves all 1 attention layers" in one.text()
