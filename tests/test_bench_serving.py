@@ -15,8 +15,9 @@ from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.serving import __main__ as command
 from sglang_pat.bench.serving import document, spy
 from sglang_pat.bench.serving.client import AnswerTimes, RequestError, parse
-from sglang_pat.bench.serving.fleet import FleetConfig
+from sglang_pat.bench.serving.fleet import FleetConfig, Place
 from sglang_pat.bench.serving.model import open_model
+from sglang_pat.bench.serving.options import make_parser
 from sglang_pat.bench.serving.rows import (
     Spread,
     WorkloadRow,
@@ -145,12 +146,22 @@ def test_first_runs_refuse_what_does_not_belong_to_them(capsys: pytest.CaptureFi
     for arguments, message in (
         (["--first-runs", "2", "--trace", "toolagent"], "leave --trace out"),
         (["--spy"], "add --first-runs N"),
+        (["--backends", "pat:chunks"], "'pat:chunks' is no backend: a preset is pat:{default,pat,"),
+        (["--backends", "fa3:relay"], "'fa3:relay' is no backend"),
         (["--trace", "toolagent", "--profile", "here"], "--profile is of workloads"),
         (["--workloads", "0x4", "--device", "cpu", "--profile", "here"], "a CPU has none"),
     ):
         with pytest.raises(SystemExit, match="2"):
             command.main(arguments)
         assert message in capsys.readouterr().err
+
+
+def test_a_backend_may_have_a_preset() -> None:
+    plain, other = (Place(name, name) for name in ("pat", "pat:relay"))
+    assert (plain.attention_backend, plain.env) == ("pat", {})
+    assert (other.attention_backend, other.env) == ("pat", {"SGLANG_PAT_PRESET": "relay"})
+    parsed = make_parser(None).parse_args(["--backends", "pat:relay", "fa3"])
+    assert parsed.backends == ["pat:relay", "fa3"]
 
 
 def test_engine_steps_are_those_of_this_run_without_the_first() -> None:

@@ -100,11 +100,21 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a server of a backend runs. ``name`` is that of its log."""
+    """Where a server of a backend runs. ``name`` is that of its log. ``backend``: with a preset
+    (``config.PRESETS``) behind a colon, as ``pat:relay``, the rules of another paper."""
 
     backend: str
     name: str
     args: tuple[str, ...] = ()  # in addition to those of all servers
+
+    @property
+    def attention_backend(self) -> str:
+        return self.backend.partition(":")[0]
+
+    @property
+    def env(self) -> dict[str, str]:
+        preset = self.backend.partition(":")[2]
+        return {"SGLANG_PAT_PRESET": preset} if preset else {}
 
 
 class Served:
@@ -179,7 +189,7 @@ class Served:
 
         Waits until the server, which must be idle, has written its counters: once a second.
         """
-        if self.backend != BACKEND:
+        if self.backend.partition(":")[0] != BACKEND:
             return None
         time.sleep(max(0.0, self._idle_since + 1.25 * FLUSH_SECONDS - time.monotonic()))
         with urlopen(f"{self.server.url}/metrics", timeout=10) as answer:
@@ -217,11 +227,11 @@ def serve_places(
     servers = [
         Server(
             config.model.folder,
-            backend=place.backend,
+            backend=place.attention_backend,
             device=config.device,
             log=logs / f"server-{place.name}.log",
             args=[*place.args, *config.arguments()],
-            env=env,
+            env=env | place.env,
             ready_s=ready_s,
         )
         for place in places

@@ -13,6 +13,7 @@ from sglang_pat.bench.serving.fleet import OVERHEAD_GIB
 from sglang_pat.bench.serving.model import SHAPES
 from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, TRACES
 from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, ROUTER_WORKLOAD, Workload
+from sglang_pat.config import PRESETS
 
 BACKENDS, ROUTER_BACKENDS = ("pat", "fa3", "flashinfer"), ("pat", "flashinfer")
 FIRST_WORKLOADS = ("8192x128", "4096x64")
@@ -29,6 +30,14 @@ def _above_zero(text: str) -> float:
     if not 0 < found < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return found
+
+
+def _backend(text: str) -> str:
+    """Raises ValueError for a preset that pat does not have."""
+    name, colon, preset = text.partition(":")
+    if colon and (name != BACKENDS[0] or preset not in PRESETS):
+        raise ValueError(f"{text!r} is no backend: a preset is pat:{{{','.join(PRESETS)}}}")
+    return text
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -72,8 +81,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         "--backends",
         nargs="+",
         metavar="NAME",
+        type=value(_backend),
         help=f"attention backends to compare (default: {' '.join(BACKENDS)}; --router: "
-        f"{' '.join(ROUTER_BACKENDS)})",
+        f"{' '.join(ROUTER_BACKENDS)}); pat:PRESET is pat by the rules of another paper",
     )
     how = "rounds over all of it (default: 5); a probe of --capacity is one run"
     what("--runs", type=value(whole_number), default=5, help=how)
