@@ -142,6 +142,28 @@ def test_what_lasted_longer_in_the_first_run_is_named(
     assert [line.split()[-2] for line in lines] == ["step", "load"]  # the wait is too short
 
 
+def test_what_functions_take_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Microseconds; a call within a call of the same function counts once."""
+
+    def event(phase: str, name: str, ts: float) -> dict[str, Any]:
+        return {"ph": phase, "name": name, "ts": ts, "tid": 1, "args": {"filename": "kit.py"}}
+
+    events = [
+        *(event("B", "step", 0), event("B", "plan", 100), event("B", "plan", 150)),
+        *(event("E", "plan", 250), event("E", "plan", 300), event("E", "step", 1000)),
+        *(event("B", "step", 2000), event("E", "step", 2600)),
+    ]
+    file = tmp_path / "spy.json"
+    file.write_text(json.dumps(events))
+    assert spy.main([str(file), "--steps", "2"]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert "of 2 in spy.json" in heading
+    assert [line.split()[:2] for line in lines] == [["800.0", "step"], ["100.0", "plan"]]
+    for wrong in ([str(file)], [str(file), str(file), "--steps", "2"]):
+        with pytest.raises(SystemExit, match="2"):
+            spy.main(wrong)
+
+
 def test_first_runs_refuse_what_does_not_belong_to_them(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--first-runs", "2", "--trace", "toolagent"], "leave --trace out"),

@@ -4,6 +4,8 @@
 A stall in the host's code, as of a kernel that is loaded at its first launch, a compiler or an
 allocation, is a call that lasts long once. ``python -m sglang_pat.bench.serving.spy FIRST LAST``
 prints the functions whose longest single call lasted longer in one recording than in the other.
+``... spy RECORDING --steps N`` prints what each function takes of a decode step: what pat does
+beside what SGLang itself does before a step.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 SCHEDULER = "sglang::scheduler"  # how the title of a scheduler's process begins
-RATE = 250  # samples a second
+RATE = 1000  # samples a second
 SHOWN, SHOWN_MS = 25, 10.0
+SHOWN_US = 5.0
 _ATTACH_S, _END_S = 1.0, 30.0
 
 
@@ -87,12 +90,37 @@ def longest_calls(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for event in events:
         stack = stacks[event["tid"]]
         if event["ph"] == "B":
-            file = event.get("args", {}).get("filename", "").rpartition("site-packages/")[2]
-            stack.append((f"{event['name']} ({file})", event["ts"]))
+            stack.append((_function(event), event["ts"]))
         elif event["ph"] == "E" and stack:
             name, began = stack.pop()
             longest[name] = max(longest.get(name, 0.0), (event["ts"] - began) / 1e3)
     return longest
+
+
+def total_times(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds in all calls of every function, with what they call, as ``name (file)``. A call
+    within a call of the same function is not counted again. ``events``: as of ``longest_calls``."""
+    stacks: defaultdict[Any, list[tuple[str, float]]] = defaultdict(list)
+    total: defaultdict[str, float] = defaultdict(float)
+    for event in events:
+        stack = stacks[event["tid"]]
+        if event["ph"] == "B":
+            stack.append((_function(event), event["ts"]))
+        elif event["ph"] == "E" and stack:
+            name, began = stack.pop()
+            if all(name != outer for outer, _ in stack):
+                total[name] += (event["ts"] - began) / 1e3
+    return dict(total)
+
+
+def of_a_step(recording: Path, steps: int) -> list[str]:
+    """A line for every function that takes at least ``SHOWN_US`` of a step, on all threads."""
+    total = total_times(_events(recording))
+    lines = [f"us a step, of {steps} in {recording.name}:"]
+    for name, ms in sorted(total.items(), key=lambda each: -each[1]):
+        if (us := 1e3 * ms / steps) >= SHOWN_US:
+            lines.append(f"{us:9.1f}  {name}")
+    return lines
 
 
 def compare(first: Path, last: Path) -> list[str]:
@@ -111,6 +139,11 @@ def compare(first: Path, last: Path) -> list[str]:
     return lines if len(lines) > 1 else [*lines, f"none was {SHOWN_MS:g} ms longer"]
 
 
+def _function(event: Mapping[str, Any]) -> str:
+    file = event.get("args", {}).get("filename", "").rpartition("site-packages/")[2]
+    return f"{event['name']} ({file})"
+
+
 def _events(path: Path) -> list[dict[str, Any]]:
     found = json.loads(path.read_text())
     events: list[dict[str, Any]] = found["traceEvents"] if isinstance(found, dict) else found
@@ -119,10 +152,16 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sglang_pat.bench.serving.spy", description=__doc__)
-    parser.add_argument("first", type=Path, help="a recording of the first run")
-    parser.add_argument("last", type=Path, help="a recording of a later one")
+    parser.add_argument("first", type=Path, help="a recording of the first run, or the only one")
+    parser.add_argument("last", type=Path, nargs="?", help="a recording of a later one")
+    parser.add_argument("--steps", type=int, metavar="N", help="decode steps of the only one")
     options = parser.parse_args(arguments)
-    print("\n".join(compare(options.first, options.last)))
+    if (options.last is None) != bool(options.steps):
+        parser.error("give two recordings, or one with --steps N")
+    if options.steps:
+        print("\n".join(of_a_step(options.first, options.steps)))
+    else:
+        print("\n".join(compare(options.first, options.last)))
     return 0
 
 
