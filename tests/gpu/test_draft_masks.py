@@ -121,9 +121,12 @@ def test_graphs_read_the_masks_that_were_set_last() -> None:
 def test_masks_are_read_from_cells(draft_tokens: int, with_prefix: bool) -> None:
     """As on the CPU, of more queries than a CTA has threads; rows of padding have no cells."""
     num_queries, padding = 300, 3
-    heads = (1, 1)
-    target = Target(
-        *heads, head_dim=64, draft_tokens=draft_tokens, max_queries=num_queries + padding
+    target = Target.h200(
+        num_q_heads=2,
+        num_kv_heads=2,
+        head_dim=64,
+        max_queries=num_queries + padding,
+        draft_tokens=draft_tokens,
     )
     workspace = Workspace(target, 1024, draft_masks=True)
     lens = torch.randint(0, 200, (num_queries,))
@@ -167,14 +170,14 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match="must be int64 on cuda:0"):
             trees.set_draft_masks(wrong)
     cells, lens = torch.ones(13 * 64, dtype=torch.bool), torch.ones(13, dtype=torch.int64)
-    for workspace, given, why in (
+    for workspace, arguments, why in (
         (chains, (cells.cuda(), lens.cuda()), "for chains of draft tokens: draft_masks=True"),
         (trees, (cells.cuda(), lens.cuda()), "draft masks of 13 queries, at most 12 fit"),
         (trees, (cells, lens), "custom_mask is on cpu, must be on cuda:0"),
         (trees, (cells.long().cuda(), lens.cuda()), "custom_mask is torch.int64"),
     ):
         with pytest.raises(ValueError, match=why):
-            workspace.read_draft_masks(*given, with_prefix=False)
+            workspace.read_draft_masks(*arguments, with_prefix=False)
     branched = Planner(target_of(inputs, branching="always")).plan(tree.paths, [348] * 12)
     assert branched.branch_tokens
     with pytest.raises(ValueError, match="a branch has no draft masks"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from serving.server import Answer
 
-from .agreement import FACTOR, LARGEST_MORE, LOADS, MEAN_MORE, NEW_TOKENS, answers
+from .agreement import LOADS, NEW_TOKENS, answers
 from .fleet import Fleet
 from .test_hybrids import FIRST_TURN
 from .test_speculation import accepted, apart
@@ -25,17 +25,18 @@ def of_loads(server: Fleet, name: str) -> list[Answer]:
 
 
 def test_answers(server: Fleet) -> None:
-    plain, ours_plain = (of_loads(server, name) for name in (PLAIN, OURS_PLAIN))
+    """As near to fa3's with drafts as these are to fa3's without: verifying, SGLang takes the steps
+    of linear attention in another order, with any backend."""
+    plain, theirs = (of_loads(server, name) for name in (PLAIN, PEER))
     before = server(OURS).counters()
     ours = of_loads(server, OURS)
     counted = server(OURS).counters() - before
-    distance, limit = apart(ours, plain), apart(ours_plain, plain)
-    tokens, theirs = accepted(ours), accepted(of_loads(server, PEER))
-    print(f"{distance}, without drafts {limit}; {tokens:.3f} tokens a step, fa3 {theirs:.3f}")
-    print(f"{counted}")
-    assert distance.mean <= FACTOR * limit.mean + MEAN_MORE
-    assert distance.largest <= FACTOR * limit.largest + LARGEST_MORE
-    assert abs(tokens - theirs) < 0.1
+    without = apart(of_loads(server, OURS_PLAIN), plain)
+    distance, limit = apart(ours, theirs), apart(theirs, plain)
+    print(f"{distance} from fa3 with drafts, fa3 with from without {limit}; pat without {without}")
+    print(f"{accepted(ours):.3f} tokens a step, fa3 {accepted(theirs):.3f}; {counted}")
+    assert distance.about_as_small_as(limit)
+    assert abs(accepted(ours) - accepted(theirs)) < 0.1
     assert not counted.fallbacks and not counted.base_layers
 
 

@@ -65,8 +65,11 @@ def _text(rng: random.Random, length: int) -> Tokens:
 
 @dataclass
 class Ledger:
-    """What all clients of a server sent and got."""
+    """What all clients of a server sent and got. ``tokens_a_step``: of a request, at most. Of an
+    aborted request SGLang keeps all tokens of its last step, also those beyond what was asked for
+    (``Req.update_finish_state``)."""
 
+    tokens_a_step: int = 1
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     # K/V tokens that decoding the answers reads at least: all tokens before each but the first.
@@ -93,7 +96,8 @@ class Ledger:
         right = {
             "length": complete,
             "stop": len(tokens) <= request.new_tokens and EOS in tokens[-1:],
-            "abort": request.abort_after_s is not None and len(tokens) <= request.new_tokens,
+            "abort": request.abort_after_s is not None
+            and len(tokens) < request.new_tokens + self.tokens_a_step,
         }
         if not right.get(reason, False):
             self.wrong.append(
