@@ -27,10 +27,10 @@ from sglang_pat.bench.kernel.studies import (
     persistent,
 )
 from sglang_pat.bench.kernel.studies.catalogue import STUDIES
-from sglang_pat.bench.kernel.studies.utilisation import utilisation
 from sglang_pat.capacity import buffer_shapes
 from sglang_pat.config import PRESETS
 from sglang_pat.planner import BRANCH
+from sglang_pat.utilisation import utilisation
 
 PAGE = Path(__file__).parents[1] / "docs" / "experiments" / "studies.md"
 

@@ -204,6 +204,14 @@ def test_on_blackwell_only_gated_delta_nets_are_refused(gpu: str, ask: Any) -> N
         assert ask(published(family), gpu=gpu).status == "served"
 
 
+@needs_cuda
+def test_the_option_that_a_falcon_h1_needs_is_named(ask: Any) -> None:
+    (note,) = ask(published("falcon_h1"), gpu="H200").notes
+    assert "dies at its first prompts" in note and "--disable-prefill-cuda-graph" in note
+    assert not ask(published("falcon_h1"), "--disable-prefill-cuda-graph", gpu="H200").notes
+    assert not ask(published("granite_hybrid"), gpu="H200").notes
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "nemotron_h", "granite_hybrid"])
 def test_on_a_cpu_states_are_refused(family: str, ask: Any) -> None:
     """By SGLang with its defaults; the flags that it then asks for would only start a server that

@@ -177,7 +177,7 @@ def _item_rows(items: Sequence[Item]) -> Iterable[str]:
 
 
 def sum_lines(found: Explanation, machine: str) -> list[str]:
-    """What the plan reads, writes and takes, in five lines; ``machine`` as in ``write_text``."""
+    """What the plan reads, writes and takes, in six lines; ``machine`` as in ``write_text``."""
     plan, target = found.plan, found.target
     read, alone = found.tokens_read, found.tokens_alone
     ratio = f", {alone / read:.2f} x fewer" if read < alone else ""
@@ -199,6 +199,8 @@ def sum_lines(found: Explanation, machine: str) -> list[str]:
         f"{size(found.partial_bytes)} written and read again, a layer",
         f"work units: {counted(plan.num_items, 'item')} x {target.num_kv_heads} KV heads = "
         f"{units:,}, for {machine}",
+        f"utilisation of the tiles: {found.utilisation:.1%} of their pairs of a packed row "
+        "and a token are needed",
         f"the plan: {plan.nbytes:,} bytes; it holds while {', '.join(bounds)} tokens",
     ]
 
@@ -232,6 +234,7 @@ def as_data(found: Explanation) -> dict[str, Any]:
             "partials": plan.num_partials,
             "partial_bytes": found.partial_bytes,
             "work_units": plan.num_items * found.target.num_kv_heads,
+            "utilisation": found.utilisation,
             "plan_bytes": plan.nbytes,
         },
         "min_seq_lens": plan.min_seq_lens.tolist(),

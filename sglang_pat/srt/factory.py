@@ -11,6 +11,7 @@ from sglang_pat.srt import refusals, upstream
 from sglang_pat.srt.backend import PatDecodeMixin, extend
 from sglang_pat.srt.base import base_of, build_stock
 from sglang_pat.srt.reporting import start_reporter
+from sglang_pat.srt.stock import lost_states
 from sglang_pat.srt.support import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
 from sglang_pat.srt.survey import Survey, survey_layers
 from sglang_pat.srt.verify import PatVerifyMixin
@@ -48,6 +49,8 @@ def make_pat_backend(runner: Any) -> Any:
         name, stock = build_stock(runner)
         logger.info("sglang_pat: attention is SGLang's own, %s", name)
         return stock
+    if why := lost_states(runner.server_args, runner.model_config):
+        logger.warning("sglang_pat: %s", why)
     base = base_of(runner)
     # Without a reason against it, a server that speculates has its verify steps served.
     speculates = runner.server_args.speculative_algorithm is not None

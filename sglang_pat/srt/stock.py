@@ -60,6 +60,28 @@ def fit_pages(name: str, server_args: Any, model_config: Any) -> tuple[str, str]
     )
 
 
+def lost_states(server_args: Any, model_config: Any) -> str:
+    """Why the server will die at its first prompts under any attention backend, with the way out,
+    or "". SGLang 0.5.23 takes a model of which every layer attends for one without state spaces,
+    and captures these in prefill graphs, which then read what was freed after the capture."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.utils import is_cuda
+
+    args = resolving_view(server_args)
+    if "FalconH1ForCausalLM" not in (model_config.hf_config.architectures or ()):
+        return ""
+    captures = args.cuda_graph_config.prefill.backend != Backend.DISABLED
+    if not is_cuda():  # asked about a GPU elsewhere: here SGLang disables these graphs by itself
+        captures = not (args.disable_prefill_cuda_graph or args.disable_cuda_graph)
+    if args.device != "cuda" or not captures:
+        return ""
+    return (
+        "SGLang 0.5.23 captures the state spaces of a Falcon-H1 in prefill graphs, and the server "
+        "dies at its first prompts, also without pat; restart with --disable-prefill-cuda-graph"
+    )
+
+
 def _default(server_args: Any, model_config: Any) -> str:
     from sglang.srt.arg_groups import overrides
 

@@ -182,12 +182,14 @@ def _gpu_refusals(gpu: Gpu | None, model_config: Any) -> Iterator[str]:
 
 
 def _notes(gpu: Gpu, server_args: Any, model_config: Any) -> Iterator[str]:
-    from sglang_pat.srt.stock import fit_pages, stock_backend
+    from sglang_pat.srt.stock import fit_pages, lost_states, stock_backend
 
     if words := untried(gpu.capability):
         yield words
     name = stock_backend(server_args, model_config)
     if why := fit_pages(name, server_args, model_config)[1]:
+        yield why
+    if why := lost_states(server_args, model_config):
         yield why
 
 

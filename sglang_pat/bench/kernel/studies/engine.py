@@ -21,8 +21,8 @@ from sglang_pat.bench.kernel.layer import PatOptions
 from sglang_pat.bench.kernel.peers import PEERS, Maker
 from sglang_pat.bench.kernel.report import too_far
 from sglang_pat.bench.kernel.studies import lengths
-from sglang_pat.bench.kernel.studies.utilisation import utilisation
 from sglang_pat.bench.kernel.variants import Peer, Variant, measure
+from sglang_pat.utilisation import utilisation
 
 BASE = "default"  # the rule that all others are compared with; every study has it
 PERMUTED = "/perm"  # ends the names of what has its slots at random places

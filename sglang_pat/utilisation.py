@@ -13,8 +13,8 @@ from sglang_pat.planner import Plan
 
 def utilisation(plan: Plan, seq_lens: Sequence[int]) -> float:
     """Pairs of a packed row and a token that attention needs, over those that the items' tiles have
-    room for, in (0, 1]. ``seq_lens`` [B]: tokens of each query in that step, which may be more than
-    the plan was made for.
+    room for, in (0, 1]; 1 for a plan without tokens. ``seq_lens`` [B]: tokens of each query in that
+    step, which may be more than the plan was made for.
 
     The paper counts L_i ** 2 for a request of L_i tokens, as of a prefill, over tiles of T x T. A
     decode step has a GQA group of packed rows a query instead of L_i rows, and a tile is a row tile
@@ -33,4 +33,4 @@ def utilisation(plan: Plan, seq_lens: Sequence[int]) -> float:
     tokens = before[first + parts["num_segments"]] - before[first]
     tiles = -(-tokens // _C.CUDA_TILE_TOKENS)
     capacity = int((plan.items["row_tile"] * tiles * _C.CUDA_TILE_TOKENS).sum())
-    return float(lengths.sum() * group / capacity)
+    return float(lengths.sum() * group / capacity) if capacity else 1.0
