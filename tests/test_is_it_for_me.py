@@ -30,7 +30,7 @@ MEASURED = (
     ("h100-2026-11-22-first-runs", "8192x128", "the same"),
     ("h200-2026-11-21-serving-qwen3", "8192x128", "the same, Qwen3-8B shape"),
     ("h200-2026-11-21-serving-tp2", "8192x128", "the same, Llama on two GPUs"),
-    ("h200-2026-11-23-serving-e4m3", "8192x128", "the same, K/V in fp8_e4m3"),
+    ("h100-2026-11-25-serving-e4m3-three", "8192x128", "the same, K/V in fp8_e4m3"),
     ("h200-2026-11-21-serving", "4096x64", "64 on one prefix of 4,096"),
     ("h100-2026-11-22-first-runs", "4096x64", "the same"),
     ("h200-2026-11-21-serving", "8*2048x16", "8 prefixes of 2,048, 16 requests each"),
