@@ -13,7 +13,7 @@ import pytest
 from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.serving import __main__ as command
-from sglang_pat.bench.serving import document, spy
+from sglang_pat.bench.serving import document
 from sglang_pat.bench.serving.client import AnswerTimes, RequestError, parse
 from sglang_pat.bench.serving.fleet import FleetConfig, Place
 from sglang_pat.bench.serving.model import open_model
@@ -114,54 +114,6 @@ def test_the_longest_gap_is_of_any_request() -> None:
     assert longest_gap(TIMELINES) == (3000, 1)  # from 3.0 to 6.0, behind the first token
     with pytest.raises(TooShort, match="no interval between tokens"):
         longest_gap([AnswerTimes(0.0, [1.0], [1], 0)])
-
-
-def _call(name: str, phase: str, ms: float, thread: int = 1) -> dict[str, Any]:
-    args = {"filename": "/venv/site-packages/kit.py"}
-    return {"name": name, "ph": phase, "ts": 1e3 * ms, "tid": thread, "args": args}
-
-
-def test_what_lasted_longer_in_the_first_run_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = [_call("step", "B", 0), _call("load", "B", 5), _call("wait", "B", 6, thread=2)]
-    first += [_call("load", "E", 205), _call("step", "E", 210), _call("wait", "E", 7, thread=2)]
-    last = [_call("step", "B", 0), _call("step", "E", 8), _call("step", "B", 8)]
-    assert spy.longest_calls(first) == {
-        "step (kit.py)": 210,
-        "load (kit.py)": 200,
-        "wait (kit.py)": 1,
-    }
-    assert spy.longest_calls(last) == {"step (kit.py)": 8}  # the second has no end
-    files = [tmp_path / "first.json", tmp_path / "last.json"]
-    for file, events in zip(files, (first, last), strict=True):
-        file.write_text(json.dumps(events))
-    assert spy.main([*map(str, files)]) == 0
-    heading, *lines = capsys.readouterr().out.splitlines()
-    assert "first.json against last.json" in heading
-    assert [line.split()[-2] for line in lines] == ["step", "load"]  # the wait is too short
-
-
-def test_what_functions_take_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Microseconds; a call within a call of the same function counts once."""
-
-    def event(phase: str, name: str, ts: float) -> dict[str, Any]:
-        return {"ph": phase, "name": name, "ts": ts, "tid": 1, "args": {"filename": "kit.py"}}
-
-    events = [
-        *(event("B", "step", 0), event("B", "plan", 100), event("B", "plan", 150)),
-        *(event("E", "plan", 250), event("E", "plan", 300), event("E", "step", 1000)),
-        *(event("B", "step", 2000), event("E", "step", 2600)),
-    ]
-    file = tmp_path / "spy.json"
-    file.write_text(json.dumps(events))
-    assert spy.main([str(file), "--steps", "2"]) == 0
-    heading, *lines = capsys.readouterr().out.splitlines()
-    assert "of 2 in spy.json" in heading
-    assert [line.split()[:2] for line in lines] == [["800.0", "step"], ["100.0", "plan"]]
-    for wrong in ([str(file)], [str(file), str(file), "--steps", "2"]):
-        with pytest.raises(SystemExit, match="2"):
-            spy.main(wrong)
 
 
 def test_first_runs_refuse_what_does_not_belong_to_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,32 +85,33 @@ def longest_calls(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     ``events``: of Chrome's trace format, begins (``B``) and ends (``E``) in the order of time.
     """
-    stacks: defaultdict[Any, list[tuple[str, float]]] = defaultdict(list)
     longest: dict[str, float] = {}
-    for event in events:
-        stack = stacks[event["tid"]]
-        if event["ph"] == "B":
-            stack.append((_function(event), event["ts"]))
-        elif event["ph"] == "E" and stack:
-            name, began = stack.pop()
-            longest[name] = max(longest.get(name, 0.0), (event["ts"] - began) / 1e3)
+    for name, ms, _ in _calls(events):
+        longest[name] = max(longest.get(name, 0.0), ms)
     return longest
 
 
 def total_times(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Milliseconds in all calls of every function, with what they call, as ``name (file)``. A call
     within a call of the same function is not counted again. ``events``: as of ``longest_calls``."""
-    stacks: defaultdict[Any, list[tuple[str, float]]] = defaultdict(list)
     total: defaultdict[str, float] = defaultdict(float)
+    for name, ms, within_itself in _calls(events):
+        total[name] += 0.0 if within_itself else ms
+    return dict(total)
+
+
+def _calls(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float, bool]]:
+    """Of each call that has an end: the function, milliseconds, and whether it was made within
+    another call of the same function."""
+    stacks: defaultdict[Any, list[tuple[str, float]]] = defaultdict(list)
     for event in events:
         stack = stacks[event["tid"]]
         if event["ph"] == "B":
-            stack.append((_function(event), event["ts"]))
+            file = event.get("args", {}).get("filename", "").rpartition("site-packages/")[2]
+            stack.append((f"{event['name']} ({file})", event["ts"]))
         elif event["ph"] == "E" and stack:
             name, began = stack.pop()
-            if all(name != outer for outer, _ in stack):
-                total[name] += (event["ts"] - began) / 1e3
-    return dict(total)
+            yield name, (event["ts"] - began) / 1e3, any(name == outer for outer, _ in stack)
 
 
 def of_a_step(recording: Path, steps: int) -> list[str]:
@@ -137,11 +138,6 @@ def compare(first: Path, last: Path) -> list[str]:
         if by >= SHOWN_MS
     ]
     return lines if len(lines) > 1 else [*lines, f"none was {SHOWN_MS:g} ms longer"]
-
-
-def _function(event: Mapping[str, Any]) -> str:
-    file = event.get("args", {}).get("filename", "").rpartition("site-packages/")[2]
-    return f"{event['name']} ({file})"
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
