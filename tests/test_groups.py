@@ -182,6 +182,25 @@ def test_the_time_of_such_a_plan_is_modelled_less_what_the_simulation_saves(
     assert times[0] / times[1] == pytest.approx(measured, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("spec", "items"),
+    [
+        ("1,4,256_32,256,32", 4),
+        ("1,4,8,256_32,256,256,32", 4),
+        ("2,8,16,256_256,256,32,32", 4),
+        ("1,8,512_32,512,256", 8),
+    ],
+)
+def test_heads_that_the_simulation_was_not_fitted_to_are_left_to_the_model(
+    spec: str, items: int
+) -> None:
+    """With one query head a KV head the plans that it promised 0.87 to 0.90 for took 1.00 to 1.07
+    of the time, on an H200."""
+    tree = Tree.parse(spec)
+    made = plan(tree.paths, tree.seq_lens, h100("32/32", tree.num_queries))
+    assert made.simulated_factor == 1.0 and len(made.items) == items
+
+
 def test_tails_below_a_long_node_are_branches() -> None:
     """64 requests on one prefix of 4,096 tokens, whose tails of up to 128 are items of their own
     otherwise: 0.80 of the time with branches of 8 tails."""
