@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +107,25 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     for part in shown.split("...\n"):
         assert part and part in out
+
+
+def test_what_was_measured_of_our_tiles_stands_below(capsys: pytest.CaptureFixture[str]) -> None:
+    results = Path(__file__).resolve().parents[1] / "docs" / "results"
+    file = results / "h200-2026-11-22-kernel-tiles.json"
+    assert cli.main(["calibrate", "--tiles", "--gpu", "H200", "--measured", str(file)]) == 0
+    below = capsys.readouterr().out.split("measured on NVIDIA H200, 2026-11-22")[1].splitlines()
+    lengths = below[3].split()
+    assert lengths[0] == "64" and lengths[-1] == "16384"
+    rows = {line.split()[0]: line.split()[1:] for line in below[4:]}
+    assert list(rows) == ["16", "32", "64", "128"]
+    page = Path(__file__).resolve().parents[1] / "docs" / "calibrate.md"
+    assert "\n".join(below[1:]) in page.read_text()
+    shares = [row["share"] for row in json.loads(file.read_text())["rows"] if row["row_tile"] == 16]
+    assert rows["16"][0] == f"{shares[0]:.2f}" and len(rows["16"]) == len(lengths)
+    for wrong in ("nowhere.json", results / "h200-2026-11-26-kernel.json"):
+        assert cli.main(["calibrate", "--tiles", "--gpu", "H200", "--measured", str(wrong)]) == 1
+        assert "sglang-pat calibrate: --measured: " in capsys.readouterr().err
+    assert cli.main(["calibrate", "--measured", str(file)]) == 2
 
 
 def test_the_gpu_at_hand_is_read_from_torch(

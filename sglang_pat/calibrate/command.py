@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat import _C, gpus, profiles
-from sglang_pat.bench.common.document import value, write
+from sglang_pat.bench.common.document import read, value, write
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.calibrate import chosen, plans, rates, tiles
 from sglang_pat.calibrate.fit import FACTORS, Fitted, Measured, fit
@@ -75,15 +75,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NS",
         help=f"with --tiles: of a load from memory (default: {tiles.LATENCY_NS:.0f})",
     )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="with --tiles: what `bench.kernel --tiles --json FILE` measured of our tiles, too",
+    )
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure the GPU at hand and write its profile; the exit status."""
     if arguments.tiles:
         return print_tiles(arguments)
-    if arguments.gpu:
+    if arguments.gpu or arguments.measured:
         print(
-            "sglang-pat calibrate: --gpu goes with --tiles; a profile is of the GPU at hand",
+            "sglang-pat calibrate: --gpu and --measured go with --tiles; a profile is of the GPU "
+            "at hand",
             file=sys.stderr,
         )
         return 2
@@ -124,7 +131,14 @@ def print_tiles(arguments: argparse.Namespace) -> int:
             return 1
         hardware = torch.cuda.get_device_properties()
     rate = gpus.profile_of(hardware).costs.bytes_per_s
-    print("\n".join(tiles.table(hardware, rate, _C.CUDA_HEAD_DIMS, arguments.latency_ns)))
+    lines = tiles.table(hardware, rate, _C.CUDA_HEAD_DIMS, arguments.latency_ns)
+    if arguments.measured:
+        try:
+            lines += ["", *tiles.measured_table(read(arguments.measured, ("tiles",)))]
+        except (OSError, ValueError) as error:
+            print(f"sglang-pat calibrate: --measured: {error}", file=sys.stderr)
+            return 1
+    print("\n".join(lines))
     return 0
 
 

@@ -19,6 +19,7 @@ from math import ceil
 from typing import Any
 
 from sglang_pat import _C
+from sglang_pat.bench.common.document import Document
 from sglang_pat.gpus import SHARED_PER_BLOCK
 from sglang_pat.target import row_tiles_for
 
@@ -156,3 +157,26 @@ def table(hardware: Any, bytes_per_s: float, dims: Sequence[int], latency_ns: fl
 def _cell(tile: Tile) -> str:
     marks = ",".join(_MARKS[each] for each in tile.broken)
     return (f"({marks})" if marks else str(tile.blocks)) + ("*" if tile.ours else "")
+
+
+def measured_table(document: Document) -> list[str]:
+    """What ``bench.kernel --tiles`` measured of our tiles, as lines: the share of the memory's
+    bandwidth that K/V are read with, by row tile and K/V tokens. All tiles have 64 tokens."""
+    rows = [row for row in document["rows"] if not row["permuted"]]
+    lines = [
+        f"measured on {document['device']}, {document['date'][:10]}: share of "
+        f"{document['bytes_per_s'] / 1e12:.2f} TB/s with which K/V are read"
+    ]
+    for heads in sorted({row["heads"] for row in rows}):
+        share = {
+            (row["row_tile"], row["kv_len"]): row["share"] for row in rows if row["heads"] == heads
+        }
+        lengths = sorted({length for _, length in share})
+        lines += ["", f"{heads} heads; row tiles down, K/V tokens of a query across"]
+        lines.append(" " * 6 + "".join(f"{length:>7}" for length in lengths))
+        for m in sorted({m for m, _ in share}):
+            cells = (share.get((m, length)) for length in lengths)
+            lines.append(
+                f"{m:>6}" + "".join(f"{'-' if x is None else f'{x:.2f}':>7}" for x in cells)
+            )
+    return lines
