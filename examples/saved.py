@@ -23,7 +23,12 @@ def arguments(doc: str | None, *, max_tokens: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the SGLang server")
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:30000",
+        type=lambda url: url.rstrip("/"),
+        help="of the SGLang server",
+    )
     parser.add_argument("--model", default="default", help="SGLang serves one model, by any name")
     parser.add_argument(
         "--max-tokens", type=int, default=max_tokens, help=f"of an answer (default: {max_tokens})"

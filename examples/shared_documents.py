@@ -68,6 +68,8 @@ async def main() -> None:
     parser.add_argument("documents", nargs="*", type=Path, default=DOCUMENTS, help="text files")
     parser.add_argument("--chars", type=int, default=4000, help="read of each (default: 4000)")
     options = parser.parse_args()
+    if missing := [str(path) for path in options.documents if not path.is_file()]:
+        parser.error(f"there is no file {', '.join(missing)}: name text files")
     documents = [path.read_text(errors="replace")[: options.chars] for path in options.documents]
     with savings(options.url):
         async with AsyncOpenAI(base_url=f"{options.url}/v1", api_key="none") as client:

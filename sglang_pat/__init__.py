@@ -45,8 +45,16 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("sglang-pat")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'sglang_pat' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "_C":  # asked for once, where it is not loaded yet
+        try:
+            return import_module("sglang_pat._C")
+        except ModuleNotFoundError:
+            raise ImportError(
+                f"sglang_pat has no native module in {__path__[0]}: pip install sglang-pat, and in "
+                "a checkout run Python outside of the folder"
+            ) from None
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sglang_pat' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -76,6 +76,25 @@ def test_a_server_without_metrics_is_named(
     )
 
 
+def test_documents_that_are_not_here_are_named(
+    programs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the repository's are not beside a copy."""
+    import shared_documents
+
+    monkeypatch.setattr("sys.argv", ["shared_documents.py", "nowhere.txt"])
+    with pytest.raises(SystemExit, match="2"):
+        asyncio.run(shared_documents.main())
+    assert "there is no file nowhere.txt: name text files" in capsys.readouterr().err
+
+
+def test_a_url_may_end_with_a_slash(programs: None) -> None:
+    from saved import arguments
+
+    parsed = arguments(None, max_tokens=8).parse_args(["--url", "http://here:30000/"])
+    assert parsed.url == "http://here:30000"
+
+
 def test_a_missing_server_is_named_in_one_line(programs: None) -> None:
     from saved import savings
 

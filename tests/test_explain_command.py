@@ -144,7 +144,8 @@ def test_a_broken_file_says_what_is_wrong(
         (["--sms", "0"], "--sms is 0, must be from 1 to 65,536"),
         (["--max-queries", "2"], "a batch of 3 queries does not fit the plan's 2 rows"),
         (["--lines", "-1"], "--lines is -1, must be 0 (all) or more"),
-        (["--policy", "greedy"], "SGLANG_PAT_POLICY=greedy is not a known value; use one of bytes"),
+        (["--policy", "greedy"], "--policy greedy is not a known value; use one of bytes"),
+        (["--preset", "patt"], "--preset patt is not a known value; use one of default, pat"),
         (["--svg", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
     ],
 )

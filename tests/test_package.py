@@ -111,6 +111,18 @@ def test_the_extension_names_no_path_of_the_machine_that_built_it() -> None:
     assert bytes(ROOT) not in extension and b"site-packages" not in extension
 
 
+def test_a_missing_native_module_is_named(tmp_path: Path) -> None:
+    """As in a checkout's folder, where the sources are found before what was installed."""
+    (tmp_path / "sglang_pat").mkdir()
+    source = ROOT / "sglang_pat" / "__init__.py"
+    (tmp_path / "sglang_pat" / "__init__.py").write_text(source.read_text())
+    code = "from sglang_pat import _C"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert f"sglang_pat has no native module in {tmp_path}" in done.stderr.replace("/private", "")
+
+
 def test_version_is_the_distribution_s() -> None:
     assert sglang_pat.__version__ == metadata.version("sglang-pat")
 

@@ -181,7 +181,8 @@ def test_models_of_gated_delta_nets_are_refused_on_blackwell(gpu: str, ask: Any)
 
 
 def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
-    verdict = judge(["--model-path", str(tmp_path / "absent")], gpu="H100")
+    """A folder without a config.json."""
+    verdict = judge(["--model-path", str(tmp_path)], gpu="H100")
     assert verdict.status == "refused"
     assert verdict.refusals[0].startswith("SGLang itself refuses: ")
 
@@ -252,6 +253,8 @@ def test_a_gpu_that_is_not_here_is_forgotten_afterwards(ask: Any) -> None:
 def test_questions_that_make_no_sense(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(QuestionError, match=r"'H900' is not known; the GPUs are H200, H100"):
         ask(kit_models.LLAMA, gpu="H900")
+    with pytest.raises(QuestionError, match="--model /no/such/model: there is no such folder"):
+        judge(["--model-path", "/no/such/model"], gpu="H100")
     with pytest.raises(QuestionError, match="--gpu and --device"):
         ask(kit_models.LLAMA, "--device", "cpu")
     with pytest.raises(QuestionError, match="unrecognized arguments: --no-such-flag; python -m"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ class Tokenizer:
             folder = folder.parent
         self._chat: Any = None
         self._plain: Any = None
+        if not folder.is_dir():
+            print(
+                f"no folder {folder} is here: looking for {name} on Hugging Face", file=sys.stderr
+            )
         try:
             self._chat = _open_with_transformers(folder if folder.is_dir() else name)
         except ImportError as error:

@@ -16,6 +16,7 @@ from sglang_pat.explain.text import PARTS
 
 if TYPE_CHECKING:
     from sglang_pat import Target
+    from sglang_pat.config import PatConfig
     from sglang_pat.explain.requests import Requests
 
 
@@ -203,12 +204,8 @@ def _completed(arguments: argparse.Namespace, server: Target) -> argparse.Namesp
     return argparse.Namespace(**{**vars(arguments), **defaults, **given})
 
 
-def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target, str]:
-    """The target of the options, made as a server makes its own, and the machine in words.
-
-    Raises ValueError that names the option, its value and what is allowed.
-    """
-    from sglang_pat import Target
+def _config(arguments: argparse.Namespace) -> PatConfig:
+    """What a server's environment and, before that, the options say. Raises ValueError."""
     from sglang_pat.config import PREFIX, PatConfig
 
     chosen = {
@@ -216,7 +213,24 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         for name in _RULES
         if (value := getattr(arguments, name)) is not None
     }
-    config = PatConfig.from_env({**os.environ, **chosen})
+    try:
+        return PatConfig.from_env({**os.environ, **chosen})
+    except ValueError as error:
+        words = str(error)
+        for variable, value in chosen.items():
+            option = "--" + variable.removeprefix(PREFIX).lower().replace("_", "-")
+            words = words.replace(f"{variable}={value}", f"{option} {value}")
+        raise ValueError(words) from None
+
+
+def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target, str]:
+    """The target of the options, made as a server makes its own, and the machine in words.
+
+    Raises ValueError that names the option, its value and what is allowed.
+    """
+    from sglang_pat import Target
+
+    config = _config(arguments)
     for remark in config.remarks:
         print(f"sglang-pat explain: {remark}", file=sys.stderr)
     name = arguments.target or "h200"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from sglang_pat.config import CPU_PLATFORM
@@ -30,8 +31,15 @@ class SGLangRefused(Exception):
 def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]:
     """SGLang's resolved ``ServerArgs`` and its ``ModelConfig``; ``gpu``: as if it were here.
 
-    Raises SGLangRefused, or QuestionError for flags that contradict ``gpu``.
+    Raises SGLangRefused, or QuestionError for flags that contradict ``gpu`` and for the path of a
+    model that is not here.
     """
+    model = model_of(arguments)
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
+        raise QuestionError(
+            f"--model {model}: there is no such folder; give one with a config.json, or a name on "
+            "Hugging Face"
+        )
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.server_args import prepare_server_args
 
