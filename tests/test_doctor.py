@@ -106,6 +106,20 @@ def test_a_question_that_makes_no_sense_is_wrong_usage(tmp_path: Path) -> None:
         assert "usage:" not in run.stderr
 
 
+def test_a_path_or_gpu_that_is_not_known_is_said_before_sglang_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(**_: Any) -> Any:
+        raise AssertionError("SGLang was looked at")
+
+    monkeypatch.setattr(doctor, "examine", never)
+    question = ["--model-path", "/no/such/model"]
+    assert doctor.run_doctor(question=question, gpu="H100") == 2
+    assert "--model /no/such/model: there is no such folder" in capsys.readouterr().err
+    assert doctor.run_doctor(question=["--model-path", "name"], gpu="H900") == 2
+    assert "--gpu 'H900' is not known; the GPUs are" in capsys.readouterr().err
+
+
 def test_everything_wrong_at_once_is_all_named(tmp_path: Path) -> None:
     run = _run(
         tmp_path,

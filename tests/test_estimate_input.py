@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_pat import Target
+from sglang_pat import Target, cli
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.estimate.model import Model, open_model
 from sglang_pat.estimate.prompts import read_prompts
@@ -127,6 +127,21 @@ def test_a_line_that_is_no_prompt(
     with pytest.raises(InputError) as raised:
         read_prompts(written(tmp_path, {"prompt": "good"}, line), tokenizer, 256)
     assert message in str(raised.value)
+
+
+def test_the_form_of_lines_is_checked_without_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes seconds to open one, or longer to look for it on Hugging Face."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("a tokenizer was opened")
+
+    monkeypatch.setattr("sglang_pat.estimate.tokenizing.Tokenizer.__init__", never)
+    for line, message in (("{", "line 2: is not JSON"), ({"text": "hi"}, "line 2: must be an obj")):
+        file = written(tmp_path, {"prompt": "good"}, line)
+        assert cli.main(["estimate", "--prompts", str(file), "--tokenizer", "nowhere"]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:

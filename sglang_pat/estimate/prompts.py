@@ -45,13 +45,26 @@ def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) ->
     return Prompts(read_lines(file, "prompts", FORM, read))
 
 
-def _request(
-    given: Any, number: int, where: str, tokenizer: Tokenizer | None, output_tokens: int
-) -> Request:
+def check_form(file: Path) -> None:
+    """Raise as ``read_prompts`` does for lines of another form, without a tokenizer: it takes
+    seconds to open one."""
+    read_lines(file, "prompts", FORM, lambda given, _number, where: _body(given, where))
+
+
+def _body(given: Any, where: str) -> dict[str, Any]:
+    """The object that says what the prompt of a line is."""
     if isinstance(given, dict) and isinstance(given.get("body"), dict):
         given = given["body"]  # a line of a batch file of OpenAI's
     if not isinstance(given, dict) or sum(kind in given for kind in _KINDS) != 1:
         fail(where, f"must be an object with one of {', '.join(_KINDS)}, as {FORM}")
+    found: dict[str, Any] = given
+    return found
+
+
+def _request(
+    given: Any, number: int, where: str, tokenizer: Tokenizer | None, output_tokens: int
+) -> Request:
+    given = _body(given, where)
     tokens = _tokens(given, where, tokenizer)
     if not 0 < len(tokens) <= MAX_TOKENS:
         fail(where, f"the prompt has {len(tokens):,} tokens, must have 1 to {MAX_TOKENS:,}")

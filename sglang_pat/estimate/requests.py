@@ -7,10 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from sglang_pat.estimate.radix import RadixTree, Symbols
 from sglang_pat.explain.requests import PathNodes
+
+T = TypeVar("T")
 
 MAX_TOKENS = 2**24  # of a prompt or an answer
 MAX_SAMPLES = 1024
@@ -67,9 +69,7 @@ def fail(where: str, what: str) -> NoReturn:
     raise InputError(f"{where}: {what}")
 
 
-def read_lines(
-    file: Path, what: str, form: str, read: Callable[[Any, int, str], Request]
-) -> list[Request]:
+def read_lines(file: Path, what: str, form: str, read: Callable[[Any, int, str], T]) -> list[T]:
     """The requests of a file of JSON lines: what ``read`` makes of each line's value, its number
     and its place in words. Blank lines are passed over. ``what`` and ``form`` say in errors what
     the lines are and how to write one.

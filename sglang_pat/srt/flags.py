@@ -34,12 +34,7 @@ def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]
     Raises SGLangRefused, or QuestionError for flags that contradict ``gpu`` and for the path of a
     model that is not here.
     """
-    model = model_of(arguments)
-    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
-        raise QuestionError(
-            f"--model {model}: there is no such folder; give one with a config.json, or a name on "
-            "Hugging Face"
-        )
+    check_model(arguments)
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.server_args import prepare_server_args
 
@@ -52,6 +47,16 @@ def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]
             return server_args, model_config_of(server_args)
     except Exception as error:  # SGLang's own refusal, whatever it is made of
         raise SGLangRefused(" ".join(f"{error}".split()) or type(error).__name__) from error
+
+
+def check_model(arguments: Sequence[str]) -> None:
+    """Raise QuestionError if the model is a path and nothing is there. Needs no SGLang."""
+    model = model_of(arguments)
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
+        raise QuestionError(
+            f"--model {model}: there is no such folder; give one with a config.json, or a name on "
+            "Hugging Face"
+        )
 
 
 @contextmanager
