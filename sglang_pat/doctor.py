@@ -51,21 +51,21 @@ def run_doctor(
     ``question``: flags of a server, ``--model-path`` among them, to be judged too; then 1 also if
     ``pat`` would serve nothing. ``gpu``: the name of a GPU to judge them for.
     """
-    if question is not None and (words := _nonsense(question, gpu)):
-        print(f"sglang-pat doctor: {words}", file=sys.stderr)
-        return 2
-    findings = list(examine(any_gpu=bool(gpu)))
-    blocked = sum(finding.status == "block" for finding in findings)
-    verdict = None
-    if question is not None and not blocked:
-        from sglang_pat.srt.flags import QuestionError
-        from sglang_pat.srt.verdict import judge
+    from sglang_pat.srt.flags import QuestionError, asked_gpu
 
-        try:
+    verdict = None
+    try:
+        if question is not None:
+            asked_gpu(question, gpu)  # before SGLang is imported
+        findings = list(examine(any_gpu=bool(gpu)))
+        blocked = sum(finding.status == "block" for finding in findings)
+        if question is not None and not blocked:
+            from sglang_pat.srt.verdict import judge
+
             verdict = judge(question, gpu=gpu)
-        except QuestionError as error:
-            print(f"sglang-pat doctor: {error}", file=sys.stderr)
-            return 2
+    except QuestionError as error:
+        print(f"sglang-pat doctor: {error}", file=sys.stderr)
+        return 2
     ok = not blocked and (verdict is None or verdict.ok)
     if as_json:
         report: dict[str, Any] = {"ok": ok, "findings": [asdict(f) for f in findings]}
@@ -83,24 +83,6 @@ def run_doctor(
         _print_lines([("", *line) for line in verdict.lines()])
         print(f"\n{verdict.status}.")
     return int(not ok)
-
-
-def _nonsense(question: Sequence[str], gpu: str) -> str:
-    """What is seen of a question that makes no sense before SGLang is imported, which takes
-    seconds; or ""."""
-    from sglang_pat.srt.flags import QuestionError, check_model
-    from sglang_pat.srt.machines import known_gpu
-
-    try:
-        check_model(question)
-    except QuestionError as error:
-        return str(error)
-    try:
-        if gpu:
-            known_gpu(gpu)
-    except ValueError as error:
-        return f"--gpu {error}"
-    return ""
 
 
 def _print_lines(lines: Sequence[tuple[str, str, str, str]]) -> None:

@@ -217,13 +217,12 @@ def _read(arguments: argparse.Namespace) -> tuple[Prompts, Tokenizer | None]:
         from sglang_pat.estimate.trace import read_trace
 
         return read_trace(arguments.trace), None
-    from sglang_pat.estimate.prompts import check_form, read_prompts
+    from sglang_pat.estimate.prompts import prompts_of, read_bodies
     from sglang_pat.estimate.tokenizing import Tokenizer
 
-    if arguments.tokenizer is not None:
-        check_form(arguments.prompts)
+    bodies = read_bodies(arguments.prompts)
     tokenizer = None if arguments.tokenizer is None else Tokenizer(arguments.tokenizer)
-    return read_prompts(arguments.prompts, tokenizer, arguments.output_tokens), tokenizer
+    return prompts_of(bodies, tokenizer, arguments.output_tokens), tokenizer
 
 
 def _of_server(arguments: argparse.Namespace) -> str:

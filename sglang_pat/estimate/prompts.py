@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,33 +39,46 @@ def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) ->
     Raises OSError for a file that cannot be read, InputError for another form or for text without a
     tokenizer.
     """
-
-    def read(given: Any, number: int, where: str) -> Request:
-        return _request(given, number, where, tokenizer, output_tokens)
-
-    return Prompts(read_lines(file, "prompts", FORM, read))
+    return prompts_of(read_bodies(file), tokenizer, output_tokens)
 
 
-def check_form(file: Path) -> None:
-    """Raise as ``read_prompts`` does for lines of another form, without a tokenizer: it takes
-    seconds to open one."""
-    read_lines(file, "prompts", FORM, lambda given, _number, where: _body(given, where))
+class Body(NamedTuple):
+    """The object that says what the prompt of a line is, the line's number and place in words."""
+
+    given: dict[str, Any]
+    number: int
+    where: str
 
 
-def _body(given: Any, where: str) -> dict[str, Any]:
-    """The object that says what the prompt of a line is."""
+def read_bodies(file: Path) -> list[Body]:
+    """What ``prompts_of`` takes, from a file as of ``read_prompts``. Needs no tokenizer, which
+    takes seconds to open.
+
+    Raises OSError for a file that cannot be read, InputError for lines of another form.
+    """
+    return read_lines(file, "prompts", FORM, _body)
+
+
+def prompts_of(bodies: Sequence[Body], tokenizer: Tokenizer | None, output_tokens: int) -> Prompts:
+    """As ``read_prompts``. Raises InputError."""
+    return Prompts([_request(*body, tokenizer, output_tokens) for body in bodies])
+
+
+def _body(given: Any, number: int, where: str) -> Body:
     if isinstance(given, dict) and isinstance(given.get("body"), dict):
         given = given["body"]  # a line of a batch file of OpenAI's
     if not isinstance(given, dict) or sum(kind in given for kind in _KINDS) != 1:
         fail(where, f"must be an object with one of {', '.join(_KINDS)}, as {FORM}")
-    found: dict[str, Any] = given
-    return found
+    return Body(given, number, where)
 
 
 def _request(
-    given: Any, number: int, where: str, tokenizer: Tokenizer | None, output_tokens: int
+    given: dict[str, Any],
+    number: int,
+    where: str,
+    tokenizer: Tokenizer | None,
+    output_tokens: int,
 ) -> Request:
-    given = _body(given, where)
     tokens = _tokens(given, where, tokenizer)
     if not 0 < len(tokens) <= MAX_TOKENS:
         fail(where, f"the prompt has {len(tokens):,} tokens, must have 1 to {MAX_TOKENS:,}")

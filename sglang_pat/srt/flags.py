@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_pat.config import CPU_PLATFORM
 from sglang_pat.srt import launch
-from sglang_pat.srt.machines import Gpu, as_if_here
+from sglang_pat.srt.machines import Gpu, as_if_here, known_gpu
 
 _BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
 
@@ -31,10 +31,8 @@ class SGLangRefused(Exception):
 def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]:
     """SGLang's resolved ``ServerArgs`` and its ``ModelConfig``; ``gpu``: as if it were here.
 
-    Raises SGLangRefused, or QuestionError for flags that contradict ``gpu`` and for the path of a
-    model that is not here.
+    Raises SGLangRefused, or QuestionError for flags that contradict ``gpu``.
     """
-    check_model(arguments)
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.server_args import prepare_server_args
 
@@ -49,14 +47,22 @@ def resolve(arguments: Sequence[str], gpu: Gpu | None = None) -> tuple[Any, Any]
         raise SGLangRefused(" ".join(f"{error}".split()) or type(error).__name__) from error
 
 
-def check_model(arguments: Sequence[str]) -> None:
-    """Raise QuestionError if the model is a path and nothing is there. Needs no SGLang."""
+def asked_gpu(arguments: Sequence[str], gpu: str) -> Gpu | None:
+    """The GPU that a question names, None for this machine's. Needs no SGLang, which takes seconds
+    to import.
+
+    Raises QuestionError for a GPU that is not known, and for a model's path where nothing is.
+    """
     model = model_of(arguments)
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
         raise QuestionError(
             f"--model {model}: there is no such folder; give one with a config.json, or a name on "
             "Hugging Face"
         )
+    try:
+        return known_gpu(gpu) if gpu else None
+    except ValueError as error:
+        raise QuestionError(f"--gpu {error}") from None
 
 
 @contextmanager

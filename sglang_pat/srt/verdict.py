@@ -18,9 +18,9 @@ from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
 from sglang_pat.gpus import untried
 from sglang_pat.srt import checkpoint, launch, layers
-from sglang_pat.srt.flags import QuestionError, SGLangRefused, model_of, resolve
+from sglang_pat.srt.flags import SGLangRefused, asked_gpu, model_of, resolve
 from sglang_pat.srt.idle import CHOOSE_ANOTHER
-from sglang_pat.srt.machines import Gpu, as_if_here, gpu_here, known_gpu
+from sglang_pat.srt.machines import Gpu, as_if_here, gpu_here
 from sglang_pat.srt.speculation import draft_tokens_of
 
 # SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
@@ -125,10 +125,7 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
 
     Raises QuestionError, also for flags that SGLang does not know.
     """
-    try:
-        asked = known_gpu(gpu) if gpu else None
-    except ValueError as error:
-        raise QuestionError(f"--gpu {error}") from None
+    asked = asked_gpu(arguments, gpu)
     try:
         server_args, model_config = resolve(arguments, asked)
     except SGLangRefused as refused:

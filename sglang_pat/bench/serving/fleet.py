@@ -98,6 +98,12 @@ class FleetConfig:
         return [*found, *self.args]
 
 
+def split_preset(backend: str) -> tuple[str, str]:
+    """``--attention-backend`` and the preset of a ``Place.backend``, "" without one."""
+    name, _, preset = backend.partition(":")
+    return name, preset
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a server of a backend runs. ``name`` is that of its log. ``backend``: with a preset
@@ -109,11 +115,11 @@ class Place:
 
     @property
     def attention_backend(self) -> str:
-        return self.backend.partition(":")[0]
+        return split_preset(self.backend)[0]
 
     @property
     def env(self) -> dict[str, str]:
-        preset = self.backend.partition(":")[2]
+        preset = split_preset(self.backend)[1]
         return {"SGLANG_PAT_PRESET": preset} if preset else {}
 
 
@@ -189,7 +195,7 @@ class Served:
 
         Waits until the server, which must be idle, has written its counters: once a second.
         """
-        if self.backend.partition(":")[0] != BACKEND:
+        if split_preset(self.backend)[0] != BACKEND:
             return None
         time.sleep(max(0.0, self._idle_since + 1.25 * FLUSH_SECONDS - time.monotonic()))
         with urlopen(f"{self.server.url}/metrics", timeout=10) as answer:

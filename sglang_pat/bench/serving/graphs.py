@@ -43,11 +43,12 @@ class GraphTime:
 def profile_graphs(
     served: Served, bodies: Sequence[bytes], folder: Path, *, after_s: float, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """``graph_times`` while the server answers ``bodies``, recorded from ``after_s`` on.
+    """``graph_times`` while the server answers ``bodies``, recorded from ``after_s`` on; empty if
+    the server wrote no profile, as it does not where it answers in fewer than ``STEPS`` steps.
 
     Raises:
         RequestError: a request failed.
-        ServerError: the server refused to profile, or wrote no profile.
+        urllib.error.HTTPError: the server refused to profile.
     """
     folder = folder / f"{served.backend}-{uuid4().hex[:8]}"
     folder.mkdir(parents=True)
@@ -61,7 +62,7 @@ def profile_graphs(
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
-    """Of the trace that appears in ``folder``; none if it does not, as with too few steps."""
+    """Of the trace that appears in ``folder``; none if it does not."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         for path in folder.glob("*.trace.json.gz"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang_pat.bench.common.document import value, whole_number
 from sglang_pat.bench.serving.agents import DEFAULT_AGENTS, DEFAULT_CONTEXT, Team
-from sglang_pat.bench.serving.fleet import OVERHEAD_GIB
+from sglang_pat.bench.serving.fleet import OVERHEAD_GIB, split_preset
 from sglang_pat.bench.serving.model import SHAPES
 from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, TRACES
 from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, ROUTER_WORKLOAD, Workload
@@ -34,8 +34,8 @@ def _above_zero(text: str) -> float:
 
 def _backend(text: str) -> str:
     """Raises ValueError for a preset that pat does not have."""
-    name, colon, preset = text.partition(":")
-    if colon and (name != BACKENDS[0] or preset not in PRESETS):
+    name, preset = split_preset(text)
+    if ":" in text and (name != BACKENDS[0] or preset not in PRESETS):
         raise ValueError(f"{text!r} is no backend: a preset is pat:{{{','.join(PRESETS)}}}")
     return text
 
