@@ -121,6 +121,9 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   using S = Shape<kHeadDim>;
   using Tile = WgmmaTile<M, kHeadDim>;
   const ForwardParams& p = c.p;
+  // Where V has a stage of its own: waits for it before the softmax of the tile, or after.
+  constexpr bool kEarly = !Tile::kOneStage && S::kEarlyValues;
+  constexpr bool kLate = !Tile::kOneStage && !kEarly;
   const int first_row = c.warp * kWarpRows;
   float o[kHeadDim / 2];
 #pragma unroll
@@ -163,16 +166,18 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
     wgmma_wait<0>();
     warpgroup_fence_operand(scores);
     if (masked.has(left)) read_row_masks<8>(row_masks, stage.row_masks);
+    auto values = stage;
     if constexpr (!Tile::kOneStage) c.release(stage.empty);
+    if constexpr (kEarly) values = c.take_stage(of_peer);
     softmax<8, kTransforms>(p, exponent, scores, row_max, row_sum, factor, 0, left, mask);
     pack_weights<M>(weights, scores);
 
     while (left > step) {
       left -= step;
-      auto values = stage;
-      if constexpr (!Tile::kOneStage) values = c.take_stage(of_peer);
+      if constexpr (kLate) values = c.take_stage(of_peer);
       of_peer ^= wide;
       stage = c.take_stage(of_peer);
+      auto next_values = stage;
       fence_async_proxy();
       warpgroup_fence_operand(scores);
       warpgroup_fence_operand(weights);
@@ -194,6 +199,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
       warpgroup_fence_operand(scores);
       if (masked.has(left)) read_row_masks<8>(row_masks, stage.row_masks);
       if constexpr (!Tile::kOneStage) c.release(stage.empty);
+      if constexpr (kEarly) next_values = c.take_stage(of_peer);
       softmax<8, kTransforms>(p, exponent, scores, row_max, row_sum, factor, 0, left, mask);
       if constexpr (!kFp8) {
         wgmma_wait<0>();
@@ -203,16 +209,17 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
       }
       pack_weights<M>(weights, scores);
       if constexpr (!kFp8) rescale_output(o, factor);
+      values = next_values;
     }
     if constexpr (!S::kQInRegisters) release_queries(c);
-    if constexpr (!Tile::kOneStage) stage = c.take_stage(of_peer);
+    if constexpr (kLate) values = c.take_stage(of_peer);
     fence_async_proxy();
     if constexpr (kFp8) {
-      add_parts<kHeadDim>(o, sum, weights, stage.tile, 0, factor);
+      add_parts<kHeadDim>(o, sum, weights, values.tile, 0, factor);
     } else {
-      add_last_values<M, kHeadDim>(o, weights, stage.tile);
+      add_last_values<M, kHeadDim>(o, weights, values.tile);
     }
-    c.release(stage.empty);
+    c.release(values.empty);
   }
 
   SoftmaxState state[2];
