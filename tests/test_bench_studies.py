@@ -39,7 +39,7 @@ FEW = {
     "neighbours": ["single/single-1k", "pair/pair-1k"],
     "chunk": ["shared/1,32_256,", "shared/32_"],
     "paged": ["batch-1/1_512", "batch-8/8_512"],
-    "persistent": ["bucketed-b1-5", "uniform-b2-5"],
+    "persistent": ["bucketed-b1-13", "uniform-b2-13"],
     "packinfer": ["alpaca/alpaca-b8", "alpaca even/alpaca-b8"],
     "drift": ["single/single-4k", "pair/pair-4k"],
 }

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 
 from sglang_pat import _C
 from sglang_pat.bench.kernel.report import geomean
-from sglang_pat.bench.kernel.studies import drift, persistent, report
+from sglang_pat.bench.kernel.studies import drift, packinfer, persistent, report
 from sglang_pat.bench.kernel.studies.catalogue import STUDIES
 from sglang_pat.bench.kernel.studies.engine import StudyRow, aged_name
 from sglang_pat.bench.kernel.studies.lengths import MIXES
@@ -28,20 +30,11 @@ PAGES = ROOT / "docs" / "experiments"
 PRESET_NAMES = [name for name in PRESETS if name != "default"]
 TREES = ("shared", "private")
 FEW_LONG = ("single", "pair", "fork")
-# Days of the runs.
-FIRST, LATER = "2026-11-23", "2026-11-24"
-RUNS = {
-    "neighbours": LATER,
-    "chunk": FIRST,
-    "paged": FIRST,
-    "persistent": FIRST,
-    "packinfer": LATER,
-    "drift": LATER,
-}
+DAY = "2026-11-26"  # of the run of every study
 
 
 def result(name: str) -> Path:
-    return RESULTS / f"h200-{RUNS[name]}-kernel-study-{name}.json"
+    return RESULTS / f"h200-{DAY}-kernel-study-{name}.json"
 
 
 def rows_of(name: str, heads: str = "") -> list[StudyRow]:
@@ -98,6 +91,22 @@ def presets_table() -> Iterator[str]:
     for name in PRESET_NAMES:
         found = [shown(mean([row for row in rows if has(row)], name)) for has in kinds.values()]
         yield cells(f"`{name}`", *found)
+
+
+def runs_of_neighbours() -> Iterator[tuple[str, tuple[str, str]]]:
+    """How each line of neighbours.md on a run starts; the rows that a preset wins, and what follows
+    in the line."""
+    for gpu, day in (("h200", "2026-11-24"), ("h100", "2026-11-25"), ("h200", DAY)):
+        file = f"{gpu}-{day}-kernel-study-neighbours.json"
+        document = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        rows = [StudyRow(**row) for row in document["rows"]]
+        assert len(rows) == 74 and set(rows[0].rules) == set(PRESETS)
+        wins = [(row.over_base[name], name, row.spec) for row in rows for name in PRESET_NAMES]
+        lost = {spec for value, _, spec in wins if MARGIN * value < 1}
+        value, best, spec = min(wins)
+        nearest = min(PRESET_NAMES, key=lambda name: mean(rows, name) or math.inf)
+        said = f"{shown(value)} (`{best}`, {spec}) | `{nearest}`, {shown(mean(rows, nearest))} |"
+        yield f"| [{gpu.upper()}, {day}](../results/{file}) |", (str(len(lost)), said)
 
 
 def chunk_table() -> Iterator[str]:
@@ -183,6 +192,8 @@ def fixed_table() -> Iterator[str]:
 
 
 def mixes_table() -> Iterator[str]:
+    """Times over the default's, among them those with slots at random places and with K and V
+    copied together first; then utilisation."""
     for heads in ("32/8", "32/4"):
         families = by_family(rows_of("packinfer", heads))
         for mix, rows in families.items():
@@ -190,8 +201,23 @@ def mixes_table() -> Iterator[str]:
                 shown(geomean([row.utilisation[name] for row in rows]))
                 for name in ("default", "paged", "packinfer")
             ]
-            names = ("paged", "no split", "packinfer", "fa3", "flashinfer")
+            names = ("paged", "no split", "packinfer", "fa3", "flashinfer", "in place", "copied")
             yield cells(f"{mix}, {heads}", *means(rows, names), *filled)
+
+
+def capacities_table() -> Iterator[str]:
+    """The uneven mixes by the most tokens of a group: small batches, large ones."""
+    rules = {int(name.rpartition("-")[2]): name for name in packinfer.RULES if "packinfer-" in name}
+    assert sorted(rules) == list(packinfer.CAPACITIES)
+    for tokens, name in sorted((rules | {1024: "packinfer"}).items()):
+        found = []
+        for heads in ("32/8", "32/4"):
+            mixed = [row for row in rows_of("packinfer", heads) if row.family in MIXES]
+            small = [row for row in mixed if row.queries <= 32]
+            large = [row for row in mixed if row.queries >= 64]
+            assert len(small) == len(large) == 9
+            found += [shown(mean(each, name)) for each in (small, large)]
+        yield cells(f"{tokens:,}", *found)
 
 
 def uneven_table() -> Iterator[str]:
@@ -203,13 +229,6 @@ def uneven_table() -> Iterator[str]:
                 both = zip(families[mix], families[f"{mix} even"], strict=True)
                 found.append(shown(geomean([row.times[name] / o.times[name] for row, o in both])))
             yield cells(f"{mix}, {heads}", *found)
-
-
-def copies_table() -> Iterator[str]:
-    """Slots at random places, and K and V copied together first, over the default's."""
-    for heads in ("32/8", "32/4"):
-        for family, rows in by_family(rows_of("packinfer", heads)).items():
-            yield cells(f"{family}, {heads}", *means(rows, ("in place", "copied")))
 
 
 def drift_table() -> Iterator[str]:
@@ -237,8 +256,8 @@ TABLES: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
         regret_table,
         fixed_table,
         mixes_table,
+        capacities_table,
         uneven_table,
-        copies_table,
         drift_table,
     ),
     "neighbours.md": (presets_table,),
@@ -252,11 +271,17 @@ def test_a_table_has_the_measured_times(page: str, table: Callable[[], Iterator[
     assert "\n".join(table()) in (PAGES / page).read_text(encoding="utf-8")
 
 
-def test_every_study_was_run() -> None:
-    assert set(RUNS) == set(STUDIES)
+def test_the_runs_of_neighbours_are_those_of_their_files() -> None:
+    lines = (PAGES / "neighbours.md").read_text(encoding="utf-8").splitlines()
+    for start, end in runs_of_neighbours():
+        (line,) = (each for each in lines if each.startswith(start))
+        found = line.removeprefix(start).partition(" | ")
+        assert re.fullmatch("[0-9a-f]{7}", found[0].strip()), line
+        counted, _, rest = found[2].partition(" | ")
+        assert (counted.split()[0].rstrip(","), rest) == end, line
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", STUDIES)
 def test_a_stored_study_is_whole_and_sound(name: str) -> None:
     """No row left out, every output right; its picture is in the page."""
     document = json.loads(result(name).read_text(encoding="utf-8"))

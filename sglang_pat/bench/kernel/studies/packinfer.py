@@ -16,6 +16,7 @@ from sglang_pat.bench.kernel.studies.lengths import MIXES, even
 from sglang_pat.bench.kernel.studies.ratios import by_family, listed, mean, means
 
 BATCHES = (8, 16, 32, 64, 128, 256)
+CAPACITIES = (256, 512, 2048)  # tokens of a group, beside the preset's 1,024
 
 
 def batches(heads: Heads, quick: bool) -> list[tuple[str, Requests]]:
@@ -70,6 +71,10 @@ RULES = {
     "paged": options_of("paged", {})[0],
     "no split": options_of("default", {"split": "none"})[0],
     "packinfer": options_of("packinfer", {})[0],
+    **{
+        f"packinfer-{tokens}": options_of("packinfer", {"split_tokens": str(tokens)})[0]
+        for tokens in CAPACITIES
+    },
 }
 
 STUDY = Study(
