@@ -104,6 +104,7 @@ def test_what_fa3_is_given_is_what_sglang_gives_it(monkeypatch: pytest.MonkeyPat
 
     package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
     vars(module)["flash_attn_with_kvcache"] = attend
+    vars(module)["get_scheduler_metadata"] = lambda **call: call["cache_seqlens"]
     monkeypatch.setitem(sys.modules, "sgl_kernel", package)
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
     tree = Tree((1, 3), (9, 5))
@@ -179,6 +180,47 @@ def test_calls_fit_the_installed_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
     peers.fa3(batch, tree, 0.25)()
     peers.levels(batch, tree, 0.25)()
     assert {"cu_seqlens_k_new", "k_descale", "return_softmax_lse"} <= given <= set(known)
+    assert "scheduler_metadata" not in given, "SGLang has it in decode steps alone"
+
+
+def test_fa3_s_scheduler_metadata_is_made_once_a_decode_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As SGLang does it (``_compute_scheduler_metadata``), by the installed function's names."""
+    known = parameters_of("sgl_kernel", "flash_attn.py", "get_scheduler_metadata")
+    asked: list[dict[str, Any]] = []
+    layers: list[torch.Tensor] = []
+    modules = fake_sgl_kernel()
+    fa3 = vars(modules["sgl_kernel.flash_attn"])
+    compute, attend = fa3["get_scheduler_metadata"], fa3["flash_attn_with_kvcache"]
+
+    def asking(**call: Any) -> Any:
+        asked.append(call)
+        return compute(**call)
+
+    def noting(*tensors: torch.Tensor, **call: Any) -> Any:
+        layers.append(call["scheduler_metadata"])
+        return attend(*tensors, **call)
+
+    fa3 |= {"get_scheduler_metadata": asking, "flash_attn_with_kvcache": noting}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    tree = Tree((1, 3), (9, 5))
+    batch = quantised(chain_batch(tree, 1, permuted=True)[0])
+    layer = peers.fa3(batch, tree, 0.25)
+    layer()
+    layer()
+    (call,) = asked
+    assert layers[0] is layers[1]
+    assert set(call) <= set(known)
+    assert all(
+        call[name] == value
+        for name, value in (
+            *(("page_size", 1), ("causal", True), ("max_seqlen_q", 1), ("max_seqlen_k", 14)),
+            *(("batch_size", 3), ("num_heads", batch.q.shape[1]), ("headdim", batch.q.shape[2])),
+            *(("num_heads_k", batch.k_cache.shape[1]), ("qkv_dtype", peers.E4M3)),
+        )
+    )
 
 
 def test_calls_fit_the_installed_flashinfer(paged_prefill: type[PagedPrefill]) -> None:

@@ -154,6 +154,8 @@ def fake_sgl_kernel() -> dict[str, ModuleType]:
         lse = torch.empty(q.shape[1], q.shape[0])
         bounds = call["cu_seqlens_q"].tolist()
         assert call["max_seqlen_q"] == max(b - a for a, b in pairwise(bounds))
+        if (metadata := call.get("scheduler_metadata")) is not None:
+            assert metadata.tolist() == call["cache_seqlens"].tolist()
         for node, (first, end) in enumerate(pairwise(bounds)):
             before = torch.arange(first + 1 - end, 1) * call["causal"]  # tokens that a row sees not
             out[first:end], base2 = reference.attention(
@@ -175,8 +177,13 @@ def fake_sgl_kernel() -> dict[str, ModuleType]:
         share = torch.exp(lse_a - lse)[..., None]
         return a * share + b * (1 - share), lse
 
+    def scheduler_metadata(**call: Any) -> Any:
+        assert call["batch_size"] == len(call["cache_seqlens"])
+        return call["cache_seqlens"].clone()
+
     package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
     vars(package)["merge_state_v2"], vars(module)["flash_attn_with_kvcache"] = merge, attend
+    vars(module)["get_scheduler_metadata"] = scheduler_metadata
     return {"sgl_kernel": package, "sgl_kernel.flash_attn": module}
 
 

@@ -53,6 +53,27 @@ def _cast(q: torch.Tensor, batch: TreeBatch) -> torch.Tensor:
     return q.to(E4M3) if batch.k_cache.dtype == E4M3 else q
 
 
+def _scheduler_metadata(
+    batch: TreeBatch, lens: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """What SGLang has FA3 work out once a decode step for all layers. Without it FA3 does so in
+    each layer, by a kernel of its own; in verify steps that is how SGLang calls it."""
+    found: torch.Tensor = import_module("sgl_kernel.flash_attn").get_scheduler_metadata(
+        batch_size=len(lens),
+        max_seqlen_q=1,
+        max_seqlen_k=int(lens.max()),
+        num_heads=batch.q.shape[1],
+        num_heads_k=batch.k_cache.shape[1],
+        headdim=batch.q.shape[2],
+        cache_seqlens=lens,
+        qkv_dtype=batch.k_cache.dtype,
+        cu_seqlens_q=offsets,
+        page_size=1,
+        causal=True,
+    )
+    return found
+
+
 def fa3(batch: TreeBatch, tree: Requests, scale: float) -> Run:
     """``flash_attn_with_kvcache`` of sgl-kernel, every query over its whole sequence."""
     attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
@@ -60,9 +81,11 @@ def fa3(batch: TreeBatch, tree: Requests, scale: float) -> Run:
     lens = batch.seq_lens.int()
     k_pages, v_pages = batch.k_cache.unsqueeze(1), batch.v_cache.unsqueeze(1)
     options: dict[str, Any] = _descales(batch, tree.num_queries)
+    offsets = query_offsets(batch)
     if batch.draft_tokens > 1:  # SGLang gives it in verify steps only
         options["cu_seqlens_k_new"] = _offsets(lens)
-    offsets = query_offsets(batch)
+    else:
+        options["scheduler_metadata"] = _scheduler_metadata(batch, lens, offsets)
 
     def run() -> torch.Tensor:
         out: torch.Tensor = attend(
