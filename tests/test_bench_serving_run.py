@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.start import cpu_server
 
 from sglang_pat.bench.serving import __main__ as command
 from sglang_pat.bench.serving import capacity
@@ -36,7 +37,12 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
     pytest.importorskip("sglang", reason="serving needs SGLang 0.5.23")
     sizes = open_model(str(model), model, "float32")
     config = FleetConfig(sizes, "cpu", "float32", 1, 16_384, 8, 0.9, 0.0, ())
-    with serve(config, BACKENDS, logs=tmp_path_factory.mktemp("logs"), ready_s=300) as found:
+    logs = tmp_path_factory.mktemp("logs")
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in cpu_server().items():
+                patch.setenv(name, value)
+            found = stack.enter_context(serve(config, BACKENDS, logs=logs, ready_s=300))
         yield found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.start import cpu_server
 
 from sglang_pat.bench.common.server import Server, ServerError
 from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_FP32, MEAN_LOGPROB_DIFF_BF16
@@ -22,7 +23,7 @@ def _demo(cache: Path, *args: str, **env: str) -> subprocess.CompletedProcess[st
     return subprocess.run(
         [sys.executable, "-m", "sglang_pat", "demo", "--cache", str(cache), *args],
         cwd=cache,
-        env=os.environ | env,
+        env=os.environ | cpu_server(fork=False) | env,
         capture_output=True,
         text=True,
         timeout=900,
@@ -116,7 +117,7 @@ sys.exit(main(["demo", "--device", "cpu", "--dtype", "bfloat16", "--cache", str(
 """
 
 
-def _rehearse(mode: str, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def _rehearse(mode: str, cache: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", REHEARSAL, mode, str(cache)],
         cwd=cache,
@@ -130,7 +131,7 @@ def _rehearse(mode: str, cache: Path, **env: str) -> subprocess.CompletedProcess
 @pytest.fixture(scope="module")
 def rehearsed(cache: Path) -> tuple[subprocess.CompletedProcess[str], str]:
     """A rehearsal on two servers, and the log of pat's."""
-    run = _rehearse("keep", cache)
+    run = _rehearse("keep", cache, cpu_server())
     return run, (cache / "server-pat.log").read_text()
 
 
@@ -165,13 +166,7 @@ def test_a_dropped_pack_fails_the_bf16_demo(cache: Path) -> None:
     the fault the same model agrees with the same answers of the stock (the test above)."""
     fault = cache / "fault"
     fault.write_text("drop_pack")
-    paths = [str(Path(__file__).parent / "serving" / "plugins"), os.environ.get("PYTHONPATH")]
-    run = _rehearse(
-        "replay",
-        cache,
-        PYTHONPATH=os.pathsep.join(filter(None, paths)),
-        PAT_TEETH_FAULT=str(fault),
-    )
+    run = _rehearse("replay", cache, cpu_server(plugins=True) | {"PAT_TEETH_FAULT": str(fault)})
     assert run.returncode == 1, run.stdout + run.stderr
     fields = _last_line(run)
     assert fields["passed"] is False

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from kit.shell import fresh_shell
+from kit.start import cpu_server
 
 from sglang_pat import cli
 from sglang_pat.bench.common.server import Server
@@ -185,7 +186,9 @@ def _differences(file: Path, folder: Path) -> list[str]:
 def test_against_a_stock_server_the_savings_are_unknown(tmp_path: Path) -> None:
     model = make_tokenizer(make_model(tmp_path / "model", **MODEL), vocab=VOCAB)
     log = tmp_path / "server.log"
-    with Server(model, backend="torch_native", device="cpu", log=log, args=ARGS, env=ENV) as server:
+    with Server(
+        model, backend="torch_native", device="cpu", log=log, args=ARGS, env=cpu_server()
+    ) as server:
         output = _run("self_consistency", server, tmp_path, "--samples", "2", "--max-tokens", "8")
     assert output.count("verdict: ") == 4
     assert re.search(r"\n  ms per output token +\d", output), "to compare with pat's"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kit.start import PLUGINS, cpu_server, search_path
+
 from sglang_pat.bench.common.server import Server, ServerError
 
-PLUGINS = Path(__file__).parent / "plugins"
-STARTUP = Path(__file__).parent / "startup"  # what a CPU server's processes run before all else
 DEVICE_ARGS = {
     # SGLang serves fp32 weights in bf16 unless told otherwise.
     "cpu": ("--dtype", "float32", "--max-total-tokens", "20000"),
@@ -64,15 +63,12 @@ class ServingServer(Server):
     on a GPU, where it takes little memory, so that several can run on one."""
 
     def __init__(self, model: Path, config: Config, folder: Path) -> None:
-        # Threads that spin while they wait starve the server on a small or busy machine.
-        env = {"OMP_WAIT_POLICY": "PASSIVE"} if config.device == "cpu" else {}
-        if config.device == "cpu" and not config.spawn:
-            env["PAT_TESTS_FORK"] = "1"
+        if config.device == "cpu":
+            env = cpu_server(fork=not config.spawn, plugins=config.plugins)
+        else:
+            env = search_path(*[PLUGINS] * config.plugins)
         if config.backend == "pat":
             env["SGLANG_PAT_CHECK"] = "1"
-        first = [STARTUP] * (config.device == "cpu") + [PLUGINS] * config.plugins
-        inherited = os.environ.get("PYTHONPATH")
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, first), inherited]))
         super().__init__(
             model,
             backend=config.backend,

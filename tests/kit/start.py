@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the tests start servers on a CPU: sooner, and without keeping the cores from others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+SERVING = Path(__file__).parent.parent / "serving"
+STARTUP = SERVING / "startup"  # what a CPU server's processes run before all else
+PLUGINS = SERVING / "plugins"  # of the tests, for SGLang
+
+
+def search_path(*folders: Path) -> dict[str, str]:
+    """Environment that puts folders before those that Python searches here."""
+    paths = [*map(str, folders), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def cpu_server(*, fork: bool = True, plugins: bool = False) -> dict[str, str]:
+    """Environment of a CPU server. ``fork``: its processes import SGLang once (``startup``), which
+    is not for servers that are to die. ``plugins``: load the tests' own into it."""
+    # Threads that spin while they wait starve the server on a small or busy machine.
+    env = {"OMP_WAIT_POLICY": "PASSIVE"} | search_path(STARTUP, *[PLUGINS] * plugins)
+    return env | {"PAT_TESTS_FORK": "1"} if fork else env
