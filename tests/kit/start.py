@@ -18,8 +18,9 @@ def search_path(*folders: Path) -> dict[str, str]:
 
 
 def cpu_server(*, fork: bool = True, plugins: bool = False) -> dict[str, str]:
-    """Environment of a CPU server. ``fork``: its processes import SGLang once (``startup``), which
-    is not for servers that are to die. ``plugins``: load the tests' own into it."""
+    """Environment of a CPU server. ``fork``: its scheduler and detokenizer are forks of a process
+    that has imported SGLang (``startup``), which is not for servers that are to die. ``plugins``:
+    load the tests' own into it."""
     # Threads that spin while they wait starve the server on a small or busy machine.
     env = {"OMP_WAIT_POLICY": "PASSIVE"} | search_path(STARTUP, *[PLUGINS] * plugins)
     return env | {"PAT_TESTS_FORK": "1"} if fork else env

@@ -121,7 +121,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   using S = Shape<kHeadDim>;
   using Tile = WgmmaTile<M, kHeadDim>;
   const ForwardParams& p = c.p;
-  // Where V has a stage of its own: waits for it before the softmax of the tile, or after.
+  // Where V has a stage of its own: whether it is waited for before the tile's softmax, or after.
   constexpr bool kEarly = !Tile::kOneStage && S::kEarlyValues;
   constexpr bool kLate = !Tile::kOneStage && !kEarly;
   const int first_row = c.warp * kWarpRows;

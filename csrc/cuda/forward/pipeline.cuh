@@ -132,8 +132,9 @@ struct Shape {
   static constexpr bool kJoint = kWgmma && kMaxHalves == 2;
   // Where wgmma takes Q from. Registers are faster, but at head dim 256 the output needs them.
   static constexpr bool kQInRegisters = kHeadDim <= 128;
-  // Whether wgmma's consumers wait for a tile's V before its softmax. The loader of V is seldom
-  // behind, and what follows the softmax begins sooner. Timed at head dim 128 alone.
+  // Whether wgmma's consumers wait for a tile's V before its softmax, where K/V have 16 bits. The
+  // loader of V is seldom behind, and what follows the softmax begins sooner. Timed at head dim 128
+  // alone.
   static constexpr bool kEarlyValues = kHeadDim == 128;
 };
 

@@ -144,7 +144,8 @@ struct Scheduler {
       }
       batch = max(kAheadTiles / tiles, 1);
       int32_t& loaded = s.control().loaded_tiles;
-      // No tile is loaded in less than 100 ns; asking more often takes issue slots from consumers.
+      // Asking more often takes issue slots from the consumers. A sleep may last twice what it was
+      // told, so 80 ns a tile; loading one takes longer.
       for (int more; (more = claimed_tiles - counted(loaded) - kAheadTiles) > 0;) {
         __nanosleep(40 * more);
       }

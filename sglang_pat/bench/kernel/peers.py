@@ -56,8 +56,9 @@ def _cast(q: torch.Tensor, batch: TreeBatch) -> torch.Tensor:
 def _scheduler_metadata(
     batch: TreeBatch, lens: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """What SGLang has FA3 work out once a decode step for all layers. Without it FA3 does so in
-    each layer, by a kernel of its own; in verify steps that is how SGLang calls it."""
+    """What SGLang has FA3 work out once a decode step for all layers: how it splits the batch.
+    Without it FA3 does so in each call, by a kernel of its own. SGLang gives none in verify steps,
+    nor with data parallel attention; ``levels`` has none either."""
     found: torch.Tensor = import_module("sgl_kernel.flash_attn").get_scheduler_metadata(
         batch_size=len(lens),
         max_seqlen_q=1,
