@@ -213,14 +213,18 @@ def test_fa3_s_scheduler_metadata_is_made_once_a_decode_step(
     (call,) = asked
     assert layers[0] is layers[1]
     assert set(call) <= set(known)
-    assert all(
-        call[name] == value
-        for name, value in (
-            *(("page_size", 1), ("causal", True), ("max_seqlen_q", 1), ("max_seqlen_k", 14)),
-            *(("batch_size", 3), ("num_heads", batch.q.shape[1]), ("headdim", batch.q.shape[2])),
-            *(("num_heads_k", batch.k_cache.shape[1]), ("qkv_dtype", peers.E4M3)),
-        )
-    )
+    expected = {
+        "batch_size": 3,
+        "max_seqlen_q": 1,
+        "max_seqlen_k": 14,
+        "num_heads": batch.q.shape[1],
+        "num_heads_k": batch.k_cache.shape[1],
+        "headdim": batch.q.shape[2],
+        "qkv_dtype": peers.E4M3,
+        "page_size": 1,
+        "causal": True,
+    }
+    assert {name: call[name] for name in expected} == expected
 
 
 def test_calls_fit_the_installed_flashinfer(paged_prefill: type[PagedPrefill]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,11 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
     sizes = open_model(str(model), model, "float32")
     config = FleetConfig(sizes, "cpu", "float32", 1, 16_384, 8, 0.9, 0.0, ())
     logs = tmp_path_factory.mktemp("logs")
-    with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in cpu_server().items():
-                patch.setenv(name, value)
-            found = stack.enter_context(serve(config, BACKENDS, logs=logs, ready_s=300))
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cpu_server().items():  # servers inherit it
+            patch.setenv(name, value)
+        with serve(config, BACKENDS, logs=logs, ready_s=300) as found:
+            yield found
 
 
 @pytest.fixture

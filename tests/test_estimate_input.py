@@ -13,8 +13,8 @@ import pytest
 from sglang_pat import Target, cli
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.estimate.model import Model, open_model
-from sglang_pat.estimate.prompts import read_prompts
-from sglang_pat.estimate.requests import InputError
+from sglang_pat.estimate.prompts import prompts_of, read_bodies
+from sglang_pat.estimate.requests import InputError, Prompts
 from sglang_pat.estimate.shape import heads_of_rank
 from sglang_pat.estimate.tokenizing import Tokenizer
 from sglang_pat.estimate.trace import read_trace
@@ -28,6 +28,10 @@ def written(folder: Path, *lines: object) -> Path:
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     file.write_text("\n".join(texts) + "\n")
     return file
+
+
+def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) -> Prompts:
+    return prompts_of(read_bodies(file), tokenizer, output_tokens)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from kit.shell import fresh_shell
-from kit.start import cpu_server
+from kit.start import NO_SPINNING, cpu_server
 
 from sglang_pat import cli
 from sglang_pat.bench.common.server import Server
@@ -25,7 +25,6 @@ pytest.importorskip("sglang", reason="the examples need a server of SGLang 0.5.2
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ARGS = ["--dtype", "float32", "--max-total-tokens", "65536"]
-ENV = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin starve the server on a busy machine
 
 
 class Launched(Server):
@@ -33,7 +32,7 @@ class Launched(Server):
 
     def __init__(self, folder: Path) -> None:
         env = {
-            **ENV,
+            **NO_SPINNING,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "XDG_CACHE_HOME": str(folder),
             "CUDA_VISIBLE_DEVICES": "",  # the model is for a CPU, on a machine with GPUs too

@@ -29,19 +29,6 @@ _KINDS = ("prompt", "messages", "input_ids")
 _LARGEST_ID = 2**31 - 1
 
 
-def read_prompts(file: Path, tokenizer: Tokenizer | None, output_tokens: int) -> Prompts:
-    """One request a line: ``prompt`` (text), ``messages`` (a conversation, and ``tools`` beside it)
-    or ``input_ids`` (token ids). ``output_tokens`` of the answer is as given here where a line does
-    not say, or its ``max_completion_tokens`` or ``max_tokens`` if that is less; ``n`` answers are
-    asked for at once, 1 by default. All of it may stand in a ``body``, as in the batch files of
-    OpenAI's interface. Other keys are not looked at.
-
-    Raises OSError for a file that cannot be read, InputError for another form or for text without a
-    tokenizer.
-    """
-    return prompts_of(read_bodies(file), tokenizer, output_tokens)
-
-
 class Body(NamedTuple):
     """The object that says what the prompt of a line is, the line's number and place in words."""
 
@@ -51,8 +38,9 @@ class Body(NamedTuple):
 
 
 def read_bodies(file: Path) -> list[Body]:
-    """What ``prompts_of`` takes, from a file as of ``read_prompts``. Needs no tokenizer, which
-    takes seconds to open.
+    """One request a line: ``prompt`` (text), ``messages`` (a conversation, and ``tools`` beside it)
+    or ``input_ids`` (token ids), which may stand in a ``body``, as in the batch files of OpenAI's
+    interface. Needs no tokenizer, which takes seconds to open.
 
     Raises OSError for a file that cannot be read, InputError for lines of another form.
     """
@@ -60,7 +48,12 @@ def read_bodies(file: Path) -> list[Body]:
 
 
 def prompts_of(bodies: Sequence[Body], tokenizer: Tokenizer | None, output_tokens: int) -> Prompts:
-    """As ``read_prompts``. Raises InputError."""
+    """The requests of ``read_bodies``. ``output_tokens`` of the answer is as given here where a
+    line does not say, or its ``max_completion_tokens`` or ``max_tokens`` if that is less; ``n``
+    answers are asked for at once, 1 by default. Other keys are not looked at.
+
+    Raises InputError for values of another form, or for text without a tokenizer.
+    """
     return Prompts([_request(*body, tokenizer, output_tokens) for body in bodies])
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 SERVING = Path(__file__).parent.parent / "serving"
 STARTUP = SERVING / "startup"  # what a CPU server's processes run before all else
 PLUGINS = SERVING / "plugins"  # of the tests, for SGLang
+# Threads that spin while they wait starve the server on a small or busy machine.
+NO_SPINNING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def search_path(*folders: Path) -> dict[str, str]:
@@ -21,6 +23,5 @@ def cpu_server(*, fork: bool = True, plugins: bool = False) -> dict[str, str]:
     """Environment of a CPU server. ``fork``: its scheduler and detokenizer are forks of a process
     that has imported SGLang (``startup``), which is not for servers that are to die. ``plugins``:
     load the tests' own into it."""
-    # Threads that spin while they wait starve the server on a small or busy machine.
-    env = {"OMP_WAIT_POLICY": "PASSIVE"} | search_path(STARTUP, *[PLUGINS] * plugins)
+    env = NO_SPINNING | search_path(STARTUP, *[PLUGINS] * plugins)
     return env | {"PAT_TESTS_FORK": "1"} if fork else env
