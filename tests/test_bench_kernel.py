@@ -183,6 +183,8 @@ def test_presets_and_rules() -> None:
         (["--ragged", "--ablation"], "not allowed with"),
         (["--split-tokens", "64"], "--split-tokens goes with --split fixed, chunks, phases or"),
         (["--study", "chunk", "--split-tokens", "64"], "leave --split-tokens out"),
+        (["--cold-code", "--tiles"], "times of batches: leave it out with --tiles"),
+        (["--cold-code", "--traffic"], "times of batches: leave it out with --traffic"),
         (["--split", "fixed", "--split-tokens", "0"], "'0' is not a whole number, 1 or more"),
         (["--split", "fixed", "--split-tokens", "9" * 10], "9999999999 is too large, must be at"),
     ],

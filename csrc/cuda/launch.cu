@@ -47,7 +47,6 @@ ForwardParams forward_params(const DecodeParams& decode) {
   const auto magic = [](int divisor) {
     return static_cast<uint32_t>((65536 + divisor - 1) / divisor);
   };
-  const auto heads = static_cast<uint64_t>(decode.num_kv_heads);
   ForwardParams p{
       .plan = decode.plan,
       .q = decode.q,
@@ -73,8 +72,7 @@ ForwardParams forward_params(const DecodeParams& decode) {
       .num_kv_heads = decode.num_kv_heads,
       .group = group,
       .group_magic = magic(group),
-      .kv_heads_magic =
-          heads == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + heads - 1) / heads),
+      .kv_heads_magic = divisor_magic(decode.num_kv_heads),
       .max_row_tile = std::numeric_limits<int>::max(),
       .float_partials = decode.partial_bytes == 4,
       .v_scale = decode.v_scale,

@@ -85,11 +85,11 @@ struct Joined {
   float o[kHeads][kValues]{};
   SoftmaxState state[kHeads];
 
-  // Joins splits [first, first + kAhead) of `count`, which it loads at once. `lses`, `parts`: of
-  // split 0 and the first head.
+  // Joins the first kAhead of `count` splits, which it loads at once. `lses`, `parts`: of the first
+  // split and head.
   template <int kAhead>
-  __device__ __forceinline__ void add(const float* lses, const char* parts, int first, int count,
-                                      int num_q_heads, int num_heads) {
+  __device__ __forceinline__ void add(const float* lses, const char* parts, int count,
+                                      uint32_t num_q_heads, int num_heads) {
     Raw<kBytes> part[kHeads][kAhead];
     SoftmaxState states[kHeads][kAhead];
 #pragma unroll
@@ -97,10 +97,11 @@ struct Joined {
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         states[h][i] = empty_state();
-        if (first + i < count && h < num_heads) {
-          const int64_t at = static_cast<int64_t>(first + i) * num_q_heads + h;
-          part[h][i] = load_raw<kBytes>(parts + at * 32 * kBytes);
-          states[h][i] = stored_state(__ldcg(lses + at));
+        if (i < count && h < num_heads) {
+          // One instruction an address, as the stride has 32 bits.
+          const uint64_t after = static_cast<uint64_t>(num_q_heads * 32 * kBytes) * i;
+          part[h][i] = load_raw<kBytes>(parts + after + h * 32 * kBytes);
+          states[h][i] = stored_state(__ldcg(lses + static_cast<uint64_t>(num_q_heads) * i + h));
         }
       }
     }
@@ -108,14 +109,16 @@ struct Joined {
     for (int h = 0; h < kHeads; ++h) {
       SoftmaxState total = state[h];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) total = join(total, states[h][i]);
+      for (int i = 0; i < kAhead; ++i) total.max = fmaxf(total.max, states[h][i].max);
       const float keep = rescale(state[h].max, total.max);
+      total.sum *= keep;
 #pragma unroll
       for (int j = 0; j < kValues; ++j) o[h][j] *= keep;
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
+        if (i >= count) break;
         const float weight = rescale(states[h][i].max, total.max);
-        if (first + i >= count) break;
+        total.sum = fmaf(states[h][i].sum, weight, total.sum);
 #pragma unroll
         for (int j = 0; j < kValues; ++j) {
           o[h][j] = fmaf(value<T, kFloat>(part[h][i].words, j), weight, o[h][j]);
@@ -125,15 +128,25 @@ struct Joined {
     }
   }
 
-  // Joins what another warp has of the same head: `parts` [head_dim].
-  __device__ __forceinline__ void add_warp(const float* parts, SoftmaxState of_parts) {
+  // Joins what `count` other warps have of the same head: `parts` [count, head_dim].
+  __device__ __forceinline__ void add_warps(const float (*parts)[kHeadDim],
+                                            const SoftmaxState* of_parts, int count) {
     static_assert(kHeads == 1);
-    const SoftmaxState total = join(state[0], of_parts);
+    SoftmaxState total = state[0];
+#pragma unroll 1
+    for (int w = 0; w < count; ++w) total.max = fmaxf(total.max, of_parts[w].max);
     const float keep = rescale(state[0].max, total.max);
-    const float weight = rescale(of_parts.max, total.max);
+    total.sum *= keep;
 #pragma unroll
-    for (int j = 0; j < kValues; ++j) {
-      o[0][j] = fmaf(parts[(threadIdx.x & 31) + 32 * j], weight, o[0][j] * keep);
+    for (int j = 0; j < kValues; ++j) o[0][j] *= keep;
+#pragma unroll 1
+    for (int w = 0; w < count; ++w) {
+      const float weight = rescale(of_parts[w].max, total.max);
+      total.sum = fmaf(of_parts[w].sum, weight, total.sum);
+#pragma unroll
+      for (int j = 0; j < kValues; ++j) {
+        o[0][j] = fmaf(parts[w][(threadIdx.x & 31) + 32 * j], weight, o[0][j]);
+      }
     }
     state[0] = total;
   }
@@ -173,7 +186,7 @@ __device__ __forceinline__ bool gather(Result& joined, int warp, int sharing) {
   }
   named_barrier(1, 32 * sharing);
   if (warp > 0) return false;
-  for (int w = 1; w < sharing; ++w) joined.add_warp(parts[w - 1], states[w - 1]);
+  joined.add_warps(parts, states, sharing - 1);
   return true;
 }
 
@@ -208,12 +221,16 @@ __global__ void __launch_bounds__(block_warps(kSharing) * 32) merge_kernel(const
   Result joined;
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) joined.state[h] = empty_state();
-  const int64_t first_part = static_cast<int64_t>(splits.x) * p.num_q_heads + first_head;
+  const int64_t first_part = static_cast<int64_t>(splits.x + mine) * p.num_q_heads + first_head;
   const float* lses = p.partial_lse + first_part;
   const char* parts = p.partials + (first_part * 32 + lane) * Result::kBytes;
   const int num_heads = p.num_q_heads - first_head;
-  for (int first = mine; first < splits.y; first += kSharing * kAhead) {
-    joined.template add<kAhead>(lses, parts, first, splits.y, p.num_q_heads, num_heads);
+  const uint64_t step = static_cast<uint64_t>(kSharing * kAhead) * p.num_q_heads;
+#pragma unroll 1
+  for (int left = splits.y - mine; left > 0; left -= kSharing * kAhead) {
+    joined.template add<kAhead>(lses, parts, left, p.num_q_heads, num_heads);
+    lses += step;
+    parts += step * 32 * Result::kBytes;
   }
   if constexpr (kSharing > 1) {
     const int sharing = min((splits.y + kAhead - 1) / kAhead, kSharing);

@@ -79,6 +79,12 @@ struct SnapshotArgs {
   int32_t draft_tokens;  // of a query, as the plan has it
 };
 
+// For divisions of work units in the kernel: value / divisor == value * magic >> 32 for values
+// below 2^32 / divisor, and 0 stands for a divisor of 1.
+constexpr uint32_t divisor_magic(uint32_t divisor) {
+  return divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor);
+}
+
 // The forward kernel's parameters: what it needs of the caller's, and what launch.cu makes of them.
 // It gets no others, because small batches take 0.2 us longer with all of DecodeParams
 // (docs/experiments/host.md).
@@ -105,7 +111,8 @@ struct ForwardParams {
   int32_t num_q_heads, num_kv_heads;
   int32_t group;                       // packed rows of a query (plan.h)
   uint32_t group_magic;                // r / group == r * group_magic >> 16 for packed rows r
-  uint32_t kv_heads_magic;             // the same for units / num_kv_heads, >> 32; 0: one KV head
+  uint32_t kv_heads_magic;             // divisor_magic(num_kv_heads)
+  uint32_t grid_magic;                 // divisor_magic(CTAs)
   int32_t min_row_tile, max_row_tile;  // run only items of these row tiles
   int32_t half_bytes;                  // shared memory of a half
   int32_t stages;

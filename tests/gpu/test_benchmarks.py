@@ -114,3 +114,16 @@ def test_studies(name: str, tmp_path: Path) -> None:
         assert list(row.times) == names and not (row.failed or row.degraded or row.wrong), row
         assert all(time > 0 for time in row.times.values())
     assert picture.exists() == bool(plot)
+
+
+def test_cold_code_takes_longer(tmp_path: Path) -> None:
+    """The same batch, whose code is in no cache: slower by what fetching it takes, and right."""
+    times = {}
+    for options in ([], ["--cold-code"]):
+        file = tmp_path / "rows.json"
+        arguments = ["--heads", "32/8", "--trees", "2_2000", *options, "--json", str(file)]
+        assert kernel.main(arguments) == 0
+        document = json.loads(file.read_text())
+        assert document["settings"].get("cold_code", False) == bool(options)
+        times[bool(options)] = document["rows"][0]["pat"]
+    assert times[False] + 1.0 < times[True] < times[False] + 20.0

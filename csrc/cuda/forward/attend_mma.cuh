@@ -10,33 +10,6 @@
 
 namespace pat {
 
-// One step of the sum over warps: keeps kKeep of this warp's columns, the upper or the lower ones,
-// gives the others to the partner and adds what the partner gives.
-template <int kKeep, int kHeadDim, bool kTransforms, Drafts kDrafts, int kCount>
-__device__ __forceinline__ void exchange_columns(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
-                                                 float (&o)[kCount], float4* scratch, int partner,
-                                                 bool upper) {
-  const int lane = lane_id();
-#pragma unroll
-  for (int i = 0; i < kKeep / 4; ++i) {
-    float4 x;
-    x.x = upper ? o[4 * i] : o[kKeep + 4 * i];
-    x.y = upper ? o[4 * i + 1] : o[kKeep + 4 * i + 1];
-    x.z = upper ? o[4 * i + 2] : o[kKeep + 4 * i + 2];
-    x.w = upper ? o[4 * i + 3] : o[kKeep + 4 * i + 3];
-    scratch[(c.warp * (kKeep / 4) + i) * 32 + lane] = x;
-  }
-  c.sync();
-#pragma unroll
-  for (int i = 0; i < kKeep / 4; ++i) {
-    const float4 x = scratch[(partner * (kKeep / 4) + i) * 32 + lane];
-    o[4 * i] = (upper ? o[kKeep + 4 * i] : o[4 * i]) + x.x;
-    o[4 * i + 1] = (upper ? o[kKeep + 4 * i + 1] : o[4 * i + 1]) + x.y;
-    o[4 * i + 2] = (upper ? o[kKeep + 4 * i + 2] : o[4 * i + 2]) + x.z;
-    o[4 * i + 3] = (upper ? o[kKeep + 4 * i + 3] : o[4 * i + 3]) + x.w;
-  }
-}
-
 // Of Q and of V: 16 rows from row `first` of the tile at `tile` on, the second 8 columns last.
 __device__ __forceinline__ Fragment rows_first(uint32_t tile, int first) {
   const uint32_t lane = lane_id(), low = lane & 7;
@@ -94,44 +67,66 @@ __device__ __forceinline__ void add_values(float (&o)[kHeadDim / 2], const Fragm
 }
 
 // Adds up what the 4 / kRowWarps warps of the same rows have: leaves in each the state of its rows
-// over all tokens, and the columns of the output that it writes. `scratch`: memory for a Q tile.
+// over all tokens, and in the first values of `o` the columns of the output that it writes.
+// `num_rows`: of the unit; a second turn is for rows beyond the first eight of each warp, and most
+// units of one query have none. `scratch`: memory for a Q tile, whose rows no warp needs any more
+// once all are here. The code is as short as can be, because a server's other kernels drive it out
+// of the caches: most SMs run it once a layer (docs/experiments/host.md).
 template <int kRowWarps, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void join_warps(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                            float (&o)[kHeadDim / 2], SoftmaxState (&state)[2],
-                                           float4* scratch) {
+                                           int num_rows, float4* scratch) {
   constexpr int kTokenWarps = 4 / kRowWarps;
-  constexpr int kOut = kHeadDim / 2;
-  const int lane = lane_id();
+  constexpr int kPairs = kHeadDim / 16;        // of neighbouring tiles of 8 columns
+  constexpr int kMine = kPairs / kTokenWarps;  // those that a warp writes
+  const int lane = lane_id(), row = lane >> 2;
   const int row_warp = c.warp % kRowWarps;
-  const int token_warp = c.warp / kRowWarps;
+  const int first = c.warp / kRowWarps * kMine;
   float (*exchange)[16][2] = c.s.control().exchange;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if ((lane & 3) == 0) {
-      exchange[c.warp][(lane >> 2) + 8 * r][0] = state[r].max;
-      exchange[c.warp][(lane >> 2) + 8 * r][1] = state[r].sum;
-    }
-  }
-  c.sync();
-  float factor[2];
+    if (r == 1 && num_rows <= 8) break;
+    c.sync();  // Q, or the first turn's values, have been read
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+    for (int i = 0; i < kPairs; ++i) {
+      const float* x = o + 8 * i + 2 * r;
+      scratch[(c.warp * kPairs + i) * 32 + lane] = make_float4(x[0], x[1], x[4], x[5]);
+    }
+    if ((lane & 3) == 0) {
+      exchange[c.warp][row + 8 * r][0] = state[r].max;
+      exchange[c.warp][row + 8 * r][1] = state[r].sum;
+    }
+    c.sync();
     SoftmaxState total = empty_state();
 #pragma unroll
     for (int w = 0; w < kTokenWarps; ++w) {
-      const float* part = exchange[w * kRowWarps + row_warp][(lane >> 2) + 8 * r];
-      total = join(total, {part[0], part[1]});
+      total.max = fmaxf(total.max, exchange[w * kRowWarps + row_warp][row + 8 * r][0]);
     }
-    factor[r] = rescale(state[r].max, total.max);
+    float sum[4 * kMine]{};
+#pragma unroll
+    for (int w = 0; w < kTokenWarps; ++w) {
+      const int warp = w * kRowWarps + row_warp;
+      const float* part = exchange[warp][row + 8 * r];
+      const float weight = rescale(part[0], total.max);
+      total.sum = fmaf(part[1], weight, total.sum);
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        const float4 x = scratch[(warp * kPairs + first + i) * 32 + lane];
+        sum[4 * i] = fmaf(x.x, weight, sum[4 * i]);
+        sum[4 * i + 1] = fmaf(x.y, weight, sum[4 * i + 1]);
+        sum[4 * i + 2] = fmaf(x.z, weight, sum[4 * i + 2]);
+        sum[4 * i + 3] = fmaf(x.w, weight, sum[4 * i + 3]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      float* x = o + 8 * i + 2 * r;
+      x[0] = sum[4 * i];
+      x[1] = sum[4 * i + 1];
+      x[4] = sum[4 * i + 2];
+      x[5] = sum[4 * i + 3];
+    }
     state[r] = total;
-  }
-  rescale_output(o, factor);
-  if constexpr (kTokenWarps == 4) {
-    exchange_columns<kOut / 2>(c, o, scratch, c.warp ^ 2, token_warp & 2);
-    c.sync();
-    exchange_columns<kOut / 4>(c, o, scratch, c.warp ^ 1, token_warp & 1);
-  } else {
-    exchange_columns<kOut / 2>(c, o, scratch, c.warp ^ kRowWarps, token_warp);
   }
 }
 
@@ -234,7 +229,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
   if (unit.num_tokens > 0) {  // else there is nothing to add up and no Q buffer
     if constexpr (kTokenWarps > 1) {
       auto* scratch = reinterpret_cast<float4*>(__cvta_shared_to_generic(q_tile));
-      join_warps<kRowWarps>(c, o, state, scratch);
+      join_warps<kRowWarps>(c, o, state, unit.num_rows, scratch);
     }
     c.release(c.q.empty(c.s.base));
     c.q.advance(p.q_buffers);

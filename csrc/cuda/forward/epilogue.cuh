@@ -82,16 +82,16 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
     float norm = normalizer(state[r]);
     if constexpr (kFp8) norm *= p.v_scale;
     const bool direct = member.partial == kDirect;
-    const int64_t slot = static_cast<int64_t>(member.partial) * p.num_q_heads + head;
-    if (write_lse && live && quad == 0) {
-      if (!direct) {
-        p.partial_lse[slot] = lse(state[r]);
-      } else if (p.lse) {
-        p.lse[static_cast<int64_t>(member.query) * p.num_q_heads + head] = lse(state[r]);
-      }
+    // Selected, not branched to: a jump into code that is not in the caches costs a look-up.
+    const int64_t index = direct ? member.query : member.partial;
+    const int64_t head_bytes = p.float_partials ? 4 * kHeadDim : 2 * kHeadDim;
+    const int64_t query_stride = direct ? p.out_stride_query : p.num_q_heads * head_bytes;
+    const int64_t head_stride = direct ? p.out_stride_head : head_bytes;
+    float* lses = direct ? p.lse : p.partial_lse;
+    if (write_lse && live && quad == 0 && lses) {
+      lses[index * p.num_q_heads + head] = lse(state[r]);
     }
-    char* base = direct ? p.out + member.query * p.out_stride_query + head * p.out_stride_head
-                        : p.partials + slot * (p.float_partials ? 4 * kHeadDim : 2 * kHeadDim);
+    char* base = (direct ? p.out : p.partials) + index * query_stride + head * head_stride;
     const bool exact = p.float_partials && !direct;
     if constexpr (kQuads) {
       if (live) write_quads<T, kTiles>(base, column, o + 2 * r, norm, exact);

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
   // __shfl_sync, here and elsewhere, tells the compiler that a value is uniform in a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int num_halves = S::kMaxHalves == 1 ? 1 : static_cast<int>(blockDim.x / kThreads);
-  const int half = (warp / 4) % num_halves;
+  const int half = num_halves == 2 ? (warp >> 2) & 1 : 0;
   const uint32_t base = shared_address(memory);
   const Shared<kHeadDim> s{base + half * p.half_bytes,
                            base + (num_halves - 1 - half) * p.half_bytes,
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     control.loaded_tiles = 0;
     const auto* plan = reinterpret_cast<const char*>(p.plan);
     // An item that this CTA may begin with: fetched while the header is on its way.
-    const uint32_t first = (blockIdx.x + half * gridDim.x) / p.num_kv_heads;
+    const int first = item_of(p, blockIdx.x + half * gridDim.x);
     prefetch(plan + sizeof(PlanHeader) + first * sizeof(Item));
     const PlanHeader header = *p.plan;
     control.num_queries = header.num_queries;

@@ -54,6 +54,7 @@ void launch_forward_as(ForwardParams params, cudaStream_t stream) {
   params.q_buffers = use.q_buffers;
   params.half_bytes = use.half_bytes;
   params.narrow = use.narrow;
+  params.grid_magic = divisor_magic(device.num_sms);
   const int bytes = use.halves * use.half_bytes;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "forward kernel: shared memory");

@@ -10,9 +10,14 @@
 
 namespace pat {
 
+// value / divisor, by divisor_magic(divisor): a division takes 30 instructions.
+__device__ __forceinline__ int divide(int value, uint32_t magic) {
+  return magic == 0 ? value : static_cast<int>(__umulhi(value, magic));
+}
+
 // Item of work unit `index`.
 __device__ __forceinline__ int item_of(const ForwardParams& p, int index) {
-  return p.kv_heads_magic == 0 ? index : static_cast<int>(__umulhi(index, p.kv_heads_magic));
+  return divide(index, p.kv_heads_magic);
 }
 
 // Reads work unit `index` from the plan. kDrafts: see Drafts. Returns
@@ -71,9 +76,10 @@ struct Scheduler {
     work.advance();
   }
 
-  // Pushes the wide units of this CTA. Both halves push the same, in the same order.
+  // Pushes the wide units of this CTA. Both halves push the same, in the same order. Most plans
+  // have none, and what all plans run is to stand together: see join_warps().
   __device__ void run_wide(int total) {
-    for (int index = blockIdx.x; index < total; index += gridDim.x) {
+    for (int index = blockIdx.x; __builtin_expect(index < total, 0); index += gridDim.x) {
       WorkUnit unit;
       if (!describe<kDrafts>(p, s.control(), index, unit)) continue;
       const int tiles = max((tiles_of(unit.num_tokens) + 1 - s.sm_half) / 2, 1);
@@ -166,7 +172,8 @@ struct Scheduler {
     // The CTAs take the first units of a list in turn, from the CTA on that comes after the last
     // one that took a unit before: it has the least to do.
     const int before = is_light ? middle : begin;
-    const int turn = (blockIdx.x + grid - before % grid) % grid;
+    const int taken = before - grid * divide(before, p.grid_magic);
+    const int turn = blockIdx.x - taken + (static_cast<int>(blockIdx.x) < taken ? grid : 0);
     int first = before + turn;
     bool more = first < (is_light ? end : middle);
     if (!more) {
@@ -191,7 +198,8 @@ struct Scheduler {
     const Control& control = s.control();
     const int total = control.num_items * p.num_kv_heads;
     const bool two = S::kWgmma && s.num_halves == 2;
-    if (S::kJoint && two && control.joint && total <= static_cast<int>(gridDim.x)) {
+    if (S::kJoint && two && __builtin_expect(control.joint, 0) &&
+        total <= static_cast<int>(gridDim.x)) {
       run_joint(total);
       return;
     }

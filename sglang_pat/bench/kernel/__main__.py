@@ -48,6 +48,8 @@ def conditions(kind: str, options: argparse.Namespace) -> Document:
     settings = asdict(settings_of(options))
     if options.draft_tokens:
         settings["draft_tokens"] = list(options.draft_tokens)
+    if options.cold_code:
+        settings["cold_code"] = True
     server = {"server": batches.replay(options).server} if options.batches else {}
     made_by = "sglang_pat.bench.kernel"
     return documents.conditions(kind, made_by, device, VERSIONS_OF, settings) | server
@@ -80,6 +82,8 @@ def ceilings(kind: str, options: argparse.Namespace) -> tuple[Document, Clock, R
     """A document of ``kind`` without rows, with what the device reaches; a clock; and the rates."""
     timer = Clock(QUICK_BUDGET_MS if options.quick else BUDGET_MS)
     rates = device_rates(timer)
+    if options.cold_code:
+        timer = Clock(timer.budget_ms, cold_code=True)
     document: Document = {
         **conditions(kind, options),
         "bytes_per_s": rates.bytes_per_s,

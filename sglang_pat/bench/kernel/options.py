@@ -59,6 +59,10 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     )
     _add_ragged(parser.add_argument_group(held))
     _add_rules(parser.add_argument_group("rules"))
+    how = (
+        "before each repeat a layer's matrix products instead of a write of 256 MB: code, too, is "
+    )
+    add("--cold-code", action="store_true", help=f"{how}in no cache then, as in a server")
     add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
     add("--plot", type=Path, metavar="FILE", help="draw a PNG (needs matplotlib)")
@@ -106,6 +110,9 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     ]
     if options.kv_dtype not in (None, "bfloat16") and elsewhere:
         parser.error(f"--{elsewhere[0]} measures bfloat16 only: leave --kv-dtype out")
+    untimed = [name for name in ("traffic", "timeline", "tiles") if getattr(options, name)]
+    if options.cold_code and untimed:
+        parser.error(f"--cold-code is of times of batches: leave it out with --{untimed[0]}")
     _check_drafts(parser, options)
     _check_batches(parser, options)
     _check_study(parser, options)
