@@ -68,10 +68,11 @@ __device__ __forceinline__ void add_values(float (&o)[kHeadDim / 2], const Fragm
 
 // Adds up what the 4 / kRowWarps warps of the same rows have: leaves in each the state of its rows
 // over all tokens, and in the first values of `o` the columns of the output that it writes.
-// `num_rows`: of the unit; a second turn is for rows beyond the first eight of each warp, and most
-// units of one query have none. `scratch`: memory for a Q tile, whose rows no warp needs any more
-// once all are here. The code is as short as can be, because a server's other kernels drive it out
-// of the caches: most SMs run it once a layer (docs/experiments/host.md).
+// `num_rows`: of the unit; a second turn is for rows beyond the first eight of each warp. Most
+// units of one query have none: then state[1] and its values stay as they were, and nothing reads
+// them. `scratch`: memory for a Q tile, whose rows no warp needs any more once all are here. The
+// code is short, because a server's other kernels drive it out of the caches, and most SMs run it
+// once a layer (docs/experiments/host.md).
 template <int kRowWarps, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void join_warps(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                            float (&o)[kHeadDim / 2], SoftmaxState (&state)[2],

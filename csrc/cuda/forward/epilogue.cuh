@@ -82,7 +82,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
     float norm = normalizer(state[r]);
     if constexpr (kFp8) norm *= p.v_scale;
     const bool direct = member.partial == kDirect;
-    // Selected, not branched to: a jump into code that is not in the caches costs a look-up.
+    // Selected, not branched to: a jump into code that is in no cache waits for memory.
     const int64_t index = direct ? member.query : member.partial;
     const int64_t head_bytes = p.float_partials ? 4 * kHeadDim : 2 * kHeadDim;
     const int64_t query_stride = direct ? p.out_stride_query : p.num_q_heads * head_bytes;

@@ -10,7 +10,8 @@
 
 namespace pat {
 
-// value / divisor, by divisor_magic(divisor): a division takes 30 instructions.
+// value / divisor, by divisor_magic(divisor), for 0 <= value < 2^32 / divisor: a division takes 30
+// instructions.
 __device__ __forceinline__ int divide(int value, uint32_t magic) {
   return magic == 0 ? value : static_cast<int>(__umulhi(value, magic));
 }
@@ -77,7 +78,8 @@ struct Scheduler {
   }
 
   // Pushes the wide units of this CTA. Both halves push the same, in the same order. Most plans
-  // have none, and what all plans run is to stand together: see join_warps().
+  // have none. Code that every plan runs should be contiguous, as it is often in no cache:
+  // join_warps().
   __device__ void run_wide(int total) {
     for (int index = blockIdx.x; __builtin_expect(index < total, 0); index += gridDim.x) {
       WorkUnit unit;

@@ -112,7 +112,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"--{elsewhere[0]} measures bfloat16 only: leave --kv-dtype out")
     untimed = [name for name in ("traffic", "timeline", "tiles") if getattr(options, name)]
     if options.cold_code and untimed:
-        parser.error(f"--cold-code is of times of batches: leave it out with --{untimed[0]}")
+        parser.error(f"--cold-code times batches only: leave it out with --{untimed[0]}")
     _check_drafts(parser, options)
     _check_batches(parser, options)
     _check_study(parser, options)
