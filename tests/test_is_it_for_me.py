@@ -37,6 +37,7 @@ MEASURED = (
     ("h200-2026-11-22-serving-1024", "1024+512x256", "256 on 1,024, 512 of its own each"),
     ("h200-2026-11-23-serving", "6000x8", "8 on one prefix of 6,000"),
     ("h200-2026-11-23-serving", "8192x1", "one request of 8,192"),
+    ("h200-2026-11-26-serving-few", "0+2000x2", "2 of 2,000, nothing shared"),
     ("h200-2026-11-21-serving", "0x64", "64, nothing shared"),
     ("h200-2026-11-21-serving", "0x256", "256, nothing shared"),
 )
