@@ -24,7 +24,7 @@ inline constexpr MergeRule kMergeRules[] = {{1, 8, 8}, {1, 8, 4}, {1, 8, 2}, {1,
 // blocks only, and those that find none run after the others, which costs 1 to 2 us. So the more
 // rows, the fewer warps share a head. The bounds were timed when a warp that loads eight splits at
 // once needed up to 168 registers a thread, and an SM ran three blocks of four such warps, or six
-// of two. It needs 128 at most since fd5d9cf, and they have not been timed again.
+// of two. It needs 128 at most now, and they have not been timed again.
 constexpr size_t merge_rule(int64_t rows, int32_t num_sms) {
   if (rows <= num_sms) return 0;
   if (rows <= 3 * int64_t{num_sms}) return 1;

@@ -306,12 +306,6 @@ __device__ __forceinline__ uint32_t pack_e4m3(uint32_t low, uint32_t high) {
   return r;
 }
 
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // ---- dependent launches: the next kernel of the stream starts while this one drains
 
 __device__ __forceinline__ void allow_next_kernel() {

@@ -141,7 +141,7 @@ struct Fetcher {
           // Fetches the slots of further tiles while the members are on their way; but not of as
           // many as the ring holds, or this warp would wait for the loaders while they wait for Q.
           first += step;
-#pragma unroll 1
+#pragma unroll 1  // short code: see join_warps()
           for (int i = 1; i < kSlotTiles / 2 && first < tokens; ++i, first += step) {
             fetch_slots(from, first, tokens);
           }

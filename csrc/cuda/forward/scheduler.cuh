@@ -78,8 +78,8 @@ struct Scheduler {
   }
 
   // Pushes the wide units of this CTA. Both halves push the same, in the same order. Most plans
-  // have none. Code that every plan runs should be contiguous, as it is often in no cache:
-  // join_warps().
+  // have none. Code that every plan runs should be contiguous, because it is often in no cache (see
+  // join_warps()).
   __device__ void run_wide(int total) {
     for (int index = blockIdx.x; __builtin_expect(index < total, 0); index += gridDim.x) {
       WorkUnit unit;

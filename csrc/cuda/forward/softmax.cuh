@@ -106,7 +106,7 @@ __device__ __forceinline__ void transform_logits(const ForwardParams& p, float (
   for (int i = 0; i < kCount; ++i) {
     scores[i] *= p.pre_scale;
     // tanh(x) = 1 - 2 / (exp(2 x) + 1)
-    const float tanh = 1.0f - __fdividef(2.0f, exp2_approx(fminf(scores[i], 64.0f)) + 1.0f);
+    const float tanh = 1.0f - __fdividef(2.0f, fast_exp2(fminf(scores[i], 64.0f)) + 1.0f);
     scores[i] = capped ? p.cap * tanh : scores[i];
   }
 }
@@ -207,14 +207,14 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, Exponent& expone
     if constexpr (kOfTile) {
       const float reference = exponent.reference(r, m[r] * exponent.factor(r));
       base[r] = reference == -INFINITY ? 0.0f : reference;
-      factor[r] = exp2_approx(row_max[r] - base[r]);
+      factor[r] = fast_exp2(row_max[r] - base[r]);
       row_max[r] = reference;
       base[r] -= Exponent::kShift;
     } else {
       // Both products are rounded by themselves, so that an unchanged maximum gives exactly 1: with
       // fmaf the error would have the same sign in each tile.
       base[r] = m[r] == -INFINITY ? 0.0f : __fmul_rn(m[r], exponent.factor(r));
-      factor[r] = exp2_approx(__fmul_rn(row_max[r], exponent.factor(r)) - base[r]);
+      factor[r] = fast_exp2(__fmul_rn(row_max[r], exponent.factor(r)) - base[r]);
       row_max[r] = m[r];
     }
   }
@@ -223,7 +223,7 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, Exponent& expone
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float& x = scores[4 * i + j];
-      x = exp2_approx(fmaf(x, exponent.factor(j / 2), -base[j / 2]));
+      x = fast_exp2(fmaf(x, exponent.factor(j / 2), -base[j / 2]));
       sum[j / 2][j % 2] += x;
     }
   }

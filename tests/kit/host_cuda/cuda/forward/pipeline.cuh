@@ -49,7 +49,6 @@ inline float __shfl_xor_sync(unsigned, float value, int step) {
 inline int __shfl_sync(unsigned, int value, int) { return value; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float exp2_approx(float x) { return exp2f(x); }
 inline uint64_t __ldg(const uint64_t* at) { return *at; }
 inline uint32_t load_shared(uint32_t) { return 0; }
 
