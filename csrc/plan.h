@@ -52,7 +52,7 @@
 namespace pat {
 
 inline constexpr uint32_t kPlanMagic = 0x50415431;  // "PAT1"
-inline constexpr uint32_t kPlanVersion = 7;
+inline constexpr uint32_t kPlanVersion = 8;
 
 // Segment::kv_len of a tail: it covers [kv_start, seq_lens[query]), and seq_lens is read at run
 // time.
@@ -86,8 +86,11 @@ struct PlanHeader {
   int32_t draft_tokens;     // of a query, 1 in a decode step
   int32_t joint;            // 0 or 1: all items are heavy and so few that each work unit has an SM
                             // for itself, whose halves take every second KV tile each
+  // 0; in a GPU's copy 1 once the snapshot has written down the first work unit of every half.
+  int32_t first_units;
+  int32_t unused[3];
 };
-static_assert(sizeof(PlanHeader) == 96);
+static_assert(sizeof(PlanHeader) == 112 && sizeof(PlanHeader) % 16 == 0);
 
 // Items of more packed rows are wide: both halves of an SM work on one and share its K/V tiles.
 inline constexpr int32_t kWideRows = 64;

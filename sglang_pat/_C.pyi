@@ -224,6 +224,7 @@ def plan_bytes(items: int, members: int, queries: int, segments: int) -> int: ..
 
 # Of a build with CUDA only.
 def cuda_queue_ints() -> int: ...
+def cuda_first_unit_bytes() -> int: ...
 def cuda_min_shared_bytes(head_dim: int) -> int: ...
 def cuda_probe(device: int = 0) -> dict[str, Any]: ...
 
@@ -267,6 +268,7 @@ class CudaBuffers:
         partials: int,
         partial_lse: int,
         queue: int,
+        first_units: int,
         partial_bytes: int,
         num_q_heads: int,
         num_kv_heads: int,

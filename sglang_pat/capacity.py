@@ -58,6 +58,7 @@ def buffer_shapes(
     # Every item that is no branch has one segment.
     plan_bytes = _C.plan_bytes(max_items, max_members, max_queries, max_segments + max_items)
     queue_ints = _C.cuda_queue_ints() if hasattr(_C, "cuda_queue_ints") else 0
+    first_unit_bytes = _C.cuda_first_unit_bytes() if hasattr(_C, "cuda_first_unit_bytes") else 0
     return {
         "plan": ((plan_bytes,), torch.uint8),
         "list": ((list_tokens,), torch.int32),
@@ -65,6 +66,7 @@ def buffer_shapes(
         "partials": ((max_partials, draft_tokens * num_q_heads, head_dim), partial_dtype),
         "partial_lse": ((max_partials, draft_tokens * num_q_heads), torch.float32),
         "queue": ((queue_ints,), torch.int32),
+        "first_units": ((first_unit_bytes,), torch.uint8),
     }
 
 

@@ -111,6 +111,7 @@ class Workspace:
             partials=self.partials.data_ptr(),
             partial_lse=self.partial_lse.data_ptr(),
             queue=self.queue.data_ptr(),
+            first_units=self._buffers["first_units"].data_ptr(),
             partial_bytes=self.partials.element_size(),
             num_q_heads=target.num_q_heads,
             num_kv_heads=target.num_kv_heads,

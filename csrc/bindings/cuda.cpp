@@ -33,14 +33,16 @@ struct Buffers {
   char* partials;
   float* partial_lse;
   int32_t* queue;
+  FirstUnit* first_units;
   int32_t partial_bytes;
   int32_t num_q_heads, num_kv_heads, head_dim, draft_tokens;
   Launch launch;
 };
 
 Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t partial_lse,
-                     int64_t queue, int partial_bytes, int num_q_heads, int num_kv_heads,
-                     int head_dim, int launch, int draft_tokens, int64_t draft_masks) {
+                     int64_t queue, int64_t first_units, int partial_bytes, int num_q_heads,
+                     int num_kv_heads, int head_dim, int launch, int draft_tokens,
+                     int64_t draft_masks) {
   return {
       .plan = pointer<PlanHeader>(plan),
       .row_masks = pointer<uint16_t>(row_masks),
@@ -48,6 +50,7 @@ Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t 
       .partials = pointer<char>(partials),
       .partial_lse = pointer<float>(partial_lse),
       .queue = pointer<int32_t>(queue),
+      .first_units = pointer<FirstUnit>(first_units),
       .partial_bytes = partial_bytes,
       .num_q_heads = num_q_heads,
       .num_kv_heads = num_kv_heads,
@@ -63,7 +66,7 @@ std::string describe(const Buffers& b) {
   text << "CudaBuffers(plan=" << b.plan << ", row_masks=" << b.row_masks
        << ", draft_masks=" << b.draft_masks << ", partials=" << static_cast<const void*>(b.partials)
        << ", partial_lse=" << b.partial_lse << ", queue=" << b.queue
-       << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
+       << ", first_units=" << static_cast<const void*>(b.first_units) << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
        << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
        << ", draft_tokens=" << b.draft_tokens << ", launch=" << static_cast<int>(b.launch) << ")";
   return text.str();
@@ -96,6 +99,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
       .partials = buffers.partials,
       .partial_lse = buffers.partial_lse,
       .queue = buffers.queue,
+      .first_units = buffers.first_units,
       .trace = pointer<uint64_t>(trace),
       .num_rows = num_rows,
       .draft_tokens = buffers.draft_tokens,
@@ -149,7 +153,12 @@ void snapshot(const Buffers& buffers, const Table& req_to_token, const Vector& r
       .seq_lens = pointer<const void>(seq_lens[0]),
       .seq_lens_bytes = static_cast<int32_t>(seq_lens[1]),
       .row_masks = buffers.row_masks,
+      .first_units = buffers.first_units,
       .draft_tokens = buffers.draft_tokens,
+      .head_dim = buffers.head_dim,
+      .num_q_heads = buffers.num_q_heads,
+      .num_kv_heads = buffers.num_kv_heads,
+      .launch = buffers.launch,
   };
   py::gil_scoped_release release;
   snapshot_cuda(args, pointer<void>(stream));
@@ -196,6 +205,8 @@ py::dict probe(int device) {
 
 void bind_probe(py::module_& m) {
   m.def("cuda_queue_ints", [] { return kQueueInts; }, "Length of the queue of CudaBuffers.");
+  m.def("cuda_first_unit_bytes", [] { return kFirstUnitBytes; },
+        "Bytes of the first_units of CudaBuffers.");
   m.def("cuda_min_shared_bytes", &min_shared_bytes, py::arg("head_dim"),
         "Bytes of shared memory that a block of the forward needs at least. Raises ValueError for\n"
         "a head dim that has no kernel.");
@@ -214,15 +225,15 @@ row_masks: address of uint16 [max_branch_tokens]: the packed rows that attend to
 partials: [max_partials, draft_tokens, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2
     (q's dtype).
 partial_lse: fp32 [max_partials, draft_tokens, num_q_heads]. queue: int32 [cuda_queue_ints()],
-    zeros.
+    zeros. first_units: of cuda_first_unit_bytes() bytes.
 launch: one of LAUNCHES. draft_tokens: of a query, 1 in a decode step. draft_masks: uint64
     [max_queries, draft_tokens], or 0: bit j says that the draft token attends to draft token j of
     its query; without them each attends to those before it.
 
 Holds addresses only: who made it keeps the memory.)")
       .def(py::init(&make_buffers), py::kw_only(), py::arg("plan"), py::arg("row_masks"),
-           py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("partial_bytes"),
-           py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("launch"),
+           py::arg("partials"), py::arg("partial_lse"), py::arg("queue"),
+           py::arg("first_units"), py::arg("partial_bytes"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("launch"),
            py::arg("draft_tokens") = 1, py::arg("draft_masks") = 0)
       .def("__repr__", &describe);
 }

@@ -7,6 +7,7 @@
 
 #include "cuda/decode.h"
 #include "cuda/error.h"
+#include "cuda/first_units.h"
 #include "cuda/forward/pipeline.cuh"
 #include "cuda/launch.h"
 
@@ -67,6 +68,7 @@ ForwardParams forward_params(const DecodeParams& decode) {
       .partial_lse = decode.partial_lse,
       .queue = decode.queue,
       .trace = decode.trace,
+      .first_units = has_first_units(decode.launch) ? decode.first_units : nullptr,
       .num_rows = decode.num_rows,
       .num_q_heads = decode.draft_tokens * decode.num_q_heads,
       .num_kv_heads = decode.num_kv_heads,

@@ -9,6 +9,8 @@
 
 namespace pat {
 
+struct FirstUnit;  // cuda/forward/pipeline.cuh
+
 enum class CudaType : int { kBF16 = 1, kF16 = 2 };
 
 // Elements of the K/V cache: of q's type, or float8_e4m3fn, whose values k_scale and v_scale
@@ -47,6 +49,7 @@ struct DecodeParams {
                          // partial_bytes == 2, of q's type
   float* partial_lse;    // [max_partials, draft_tokens, num_q_heads] base 2
   int32_t* queue;        // kQueueInts zeros; the kernels leave zeros
+  const FirstUnit* first_units;  // that the snapshot wrote
   uint64_t* trace;       // null, or zeros: 4 words, and 4 for each consumer warp of each unit
   int32_t num_rows;      // of the batch, with those that pad it; rows without a query get zeros
   int32_t draft_tokens;  // of a row (plan.h), 1 in a decode step
@@ -61,6 +64,8 @@ struct DecodeParams {
 };
 
 inline constexpr int kQueueInts = 64;
+inline constexpr int kMostCtas = 256;  // of the forward, that first units are written down for
+inline constexpr int kFirstUnitBytes = kMostCtas * 2 * 384;
 inline constexpr int kMaxGroup = 16;  // query heads per KV head
 // Packed rows of a query and KV head, at most: they fit a wide unit.
 inline constexpr int kMaxQueryRows = 128;
@@ -75,8 +80,11 @@ struct SnapshotArgs {
   int32_t num_rows;      // B
   const void* seq_lens;  // [B] int32 or int64
   int32_t seq_lens_bytes;
-  uint16_t* row_masks;   // [max_branch_tokens], written
-  int32_t draft_tokens;  // of a query, as the plan has it
+  uint16_t* row_masks;     // [max_branch_tokens], written
+  FirstUnit* first_units;  // [kMostCtas, 2], written
+  int32_t draft_tokens;    // of a query, as the plan has it
+  int32_t head_dim, num_q_heads, num_kv_heads;
+  Launch launch;
 };
 
 // For divisions of work units in the kernel: value / divisor == value * magic >> 32 for values
@@ -105,6 +113,7 @@ struct ForwardParams {
   float* partial_lse;
   int32_t* queue;   // next ticket of heavy units, of light ones; halves that are done
   uint64_t* trace;  // see trace_unit, or null
+  const FirstUnit* first_units;  // [CTAs, 2], or null
   int32_t num_rows;
   // To the kernel the query heads of a query's draft tokens are heads of the query, one draft token
   // after the other; so are they in `partials`, `lse` and `out`.

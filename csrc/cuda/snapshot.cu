@@ -3,6 +3,7 @@
 // the list, so that SGLang may change the table for the next batch while this one's layers run.
 #include "cuda/decode.h"
 #include "cuda/error.h"
+#include "cuda/first_units.h"
 
 namespace pat {
 namespace {
@@ -168,6 +169,7 @@ void snapshot_cuda(const SnapshotArgs& args, void* stream) {
     args.seq_lens_bytes == 8 ? launch_as<int32_t, int64_t>(args, s)
                              : launch_as<int32_t, int32_t>(args, s);
   }
+  if (has_first_units(args.launch)) launch_first_units(args, s);
 }
 
 }  // namespace pat

@@ -117,6 +117,8 @@ Plan Emitter::emit(const Decisions& from) {
       .list = nullptr,
       .draft_tokens = from.target.draft_tokens,
       .joint = is_joint(from.target),
+      .first_units = 0,
+      .unused = {},
   };
   std::memcpy(blob, &header, sizeof(header));
   return plan;

@@ -31,6 +31,8 @@ HEADER = np.dtype(
         ("list", "<u8"),
         ("draft_tokens", "<i4"),
         ("joint", "<i4"),
+        ("first_units", "<i4"),
+        ("unused", "<i4", 3),
     ]
 )
 ITEM = np.dtype(
@@ -204,7 +206,7 @@ def _list_starts(parts: Parts) -> dict[Piece | Branch, int]:
 def _header_of(parts: dict[str, npt.NDArray[Any]], heads: tuple[int, int]) -> npt.NDArray[Any]:
     """A header with the sizes of ``parts``, and with where they lie, one behind the other."""
     header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 7
+    header["magic"], header["version"] = 0x50415431, 8
     header["num_q_heads"], header["num_kv_heads"] = heads
     offset = HEADER.itemsize
     for name in PARTS:

@@ -8,6 +8,22 @@
 
 namespace pat {
 
+// Copies this half's FirstUnit to where its scheduler would put the unit and the fetcher its slots.
+// Every lane of the fetcher's warp waits for its own copies; the other warps meet it afterwards.
+template <int kHeadDim>
+__device__ __forceinline__ void copy_first_unit(const ForwardParams& p, const Shared<kHeadDim>& s,
+                                                int lane) {
+  constexpr int kSlotCopies = kTileTokens / 4, kUnitCopies = sizeof(WorkUnit) / 16;
+  const auto* from = reinterpret_cast<const char*>(p.first_units + 2 * blockIdx.x + s.sm_half);
+  const uint32_t slots = shared_address(s.control().slots);
+  const uint32_t unit = shared_address(s.control().units) - 16 * kSlotCopies;
+  if (lane < kSlotCopies + kUnitCopies) {
+    copy16((lane < kSlotCopies ? slots : unit) + 16 * lane, from + 16 * lane);
+  }
+  copies_commit();
+  copies_wait<0>();
+}
+
 // kDrafts: see Drafts.
 template <int kHeadDim, Drafts kDrafts>
 struct Fetcher {
@@ -19,14 +35,18 @@ struct Fetcher {
   SlotRing slots;
   QRing q;
   NarrowRing narrow;
+  bool given;  // the slots of the next tile have been copied
 
   // Starts the copy of the slots of one tile, whose first token is token `first` of the unit.
   __device__ __forceinline__ void fetch_slots(const int32_t* from, int first, int tokens) {
     slots.wait_empty(s.base);
     const int t = first + lane;
     const uint32_t to = shared_address(&s.control().slots[slots.index][lane]);
-    if (t < tokens) copy4(to, from + t);
-    if (t + 32 < tokens) copy4(to + 128, from + t + 32);
+    if (!given) {
+      if (t < tokens) copy4(to, from + t);
+      if (t + 32 < tokens) copy4(to + 128, from + t + 32);
+    }
+    given = false;
     barrier_arrive_copies(slots.full(s.base));
     slots.advance();
   }
@@ -117,6 +137,7 @@ struct Fetcher {
   }
 
   __device__ void run() {
+    given = s.control().given;
     for (WorkRing work;; work.advance()) {
       work.wait_full(s.base);
       const WorkUnit unit = s.control().units[work.index];
@@ -153,6 +174,7 @@ struct Fetcher {
         }
       }
 
+      given = false;  // the first unit may have no tokens
       barrier_release(work.empty(s.base), lane);
     }
   }

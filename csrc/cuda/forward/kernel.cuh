@@ -31,6 +31,8 @@
 
 namespace pat {
 
+constexpr int kFetcherJob = 3;  // of a producer warp; 0: scheduler, 1 and 2: loaders
+
 // Appends what a consumer warp did to p.trace. Word 0 counts the entries. Each entry has four
 // words, from word 4 on: (item, KV head), (SM, half, warp, packed rows), begin and end in
 // nanoseconds.
@@ -110,7 +112,14 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
                            static_cast<uint32_t>(p.q_buffers),
                            half,
                            num_halves};
-  if (threadIdx.x % 128 == 0 && warp < 4 * num_halves) {
+  // One warp's asynchronous copies reach 10 bytes a cycle, those of two warps in one partition of
+  // an SM 17, and an SM can take 35. So no two of the four loaders share a partition.
+  const int role = warp % 4;
+  const int job = half == 0 ? role : role ^ 1;
+  const int lane = static_cast<int>(threadIdx.x & 31);
+  const bool producer = warp < 4 * num_halves;
+  if (producer && job == kFetcherJob && p.first_units) copy_first_unit(p, s, lane);
+  if (threadIdx.x % 128 == 0 && producer) {
     constexpr int kConsumerArrivals = kConsumers / 32 * kArriving;
     for (int i = 0; i < p.stages; ++i) {
       StageRing::init(s.base, i, kLoaderWarps * 32, kConsumerArrivals);
@@ -124,34 +133,20 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     for (int i = 0; i < kNarrowBuffers; ++i) NarrowRing::init(s.base, i, 32, kArriving);
     Control& control = s.control();
     control.loaded_tiles = 0;
-    const auto* plan = reinterpret_cast<const char*>(p.plan);
-    // An item that this CTA may begin with: fetched while the header is on its way.
-    const int first = item_of(p, blockIdx.x + half * gridDim.x);
-    prefetch(plan + sizeof(PlanHeader) + first * sizeof(Item));
-    const PlanHeader header = *p.plan;
-    control.num_queries = header.num_queries;
-    control.num_items = header.num_items;
-    control.num_wide_items = header.num_wide_items;
-    control.num_heavy_items = header.num_heavy_items;
-    control.joint = header.joint;
-    control.items = reinterpret_cast<const Item*>(plan + header.items_offset);
-    control.members = reinterpret_cast<const Member*>(plan + header.members_offset);
-    control.list = header.list;
+    control.read_plan(p.plan);
+    control.given &= p.first_units && control.num_queries <= p.num_rows;
+    if (control.given) barrier_arrive(WorkRing::full(s.base, 0));
   }
   __syncthreads();
   allow_next_kernel();
 
-  const int role = warp % 4;
-  if (warp < 4 * num_halves) {
-    // One warp's asynchronous copies reach 10 bytes a cycle, those of two warps in one partition of
-    // an SM 17, and an SM can take 35. So no two of the four loaders share a partition.
-    const int job = half == 0 ? role : role ^ 1;
+  if (producer) {
 #if PAT_WGMMA
     if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_dealloc<kFp8 ? 56 : 64>();
 #endif
-    const int lane = static_cast<int>(threadIdx.x & 31);
     if (job == 0) {
       Scheduler<kHeadDim, kDrafts> scheduler{p, s, lane};
+      scheduler.given = s.control().given;
       scheduler.run();
     } else if (job <= kLoaderWarps) {
       if constexpr (kFp8) {

@@ -39,6 +39,15 @@ struct alignas(16) WorkUnit {
   __device__ __forceinline__ bool halved() const { return wide || joint; }
 };
 
+// What a half begins with, written down once a step, so that in every layer it can ask for its
+// first K as soon as it runs: the unit that its scheduler pushes first, and the slots of the first
+// tile that the half loads of it.
+struct alignas(128) FirstUnit {
+  uint32_t slots[kTileTokens];
+  WorkUnit unit;
+};
+static_assert(sizeof(WorkUnit) == 48 && 2 * kMostCtas * sizeof(FirstUnit) == kFirstUnitBytes);
+
 // The mbarriers of a ring of buffers.
 template <int kCapacity>
 struct RingBarriers {
@@ -62,9 +71,25 @@ struct alignas(1024) Control {
   int32_t loaded_tiles;
   // The plan's header and arrays, looked up once.
   int32_t num_queries, num_items, num_wide_items, num_heavy_items, joint;
+  int32_t given;  // the first unit of this half and the slots of its first tile are FirstUnit's
   const Item* items;
   const Member* members;
   const int32_t* list;
+
+  // Looks up what the scheduler and others need of a plan.
+  __device__ __forceinline__ void read_plan(const PlanHeader* at) {
+    const PlanHeader header = *at;
+    const auto* plan = reinterpret_cast<const char*>(at);
+    num_queries = header.num_queries;
+    num_items = header.num_items;
+    num_wide_items = header.num_wide_items;
+    num_heavy_items = header.num_heavy_items;
+    joint = header.joint;
+    given = header.first_units;
+    items = reinterpret_cast<const Item*>(plan + header.items_offset);
+    members = reinterpret_cast<const Member*>(plan + header.members_offset);
+    list = header.list;
+  }
 };
 static_assert(sizeof(Control) == 4096);
 

@@ -58,18 +58,30 @@ __device__ __forceinline__ int tiles_of(int tokens) {
   return (tokens + kTileTokens - 1) / kTileTokens;
 }
 
-template <int kHeadDim, Drafts kDrafts>
+// kFirst: only finds the unit that it would push first, and keeps it in `found`.
+template <int kHeadDim, Drafts kDrafts, bool kFirst = false>
 struct Scheduler {
   const ForwardParams& p;
   const Shared<kHeadDim>& s;
   const int lane;
   WorkRing work;
   int claimed_tiles = 0;
+  bool given = false;  // the next unit has been pushed: see FirstUnit
+  WorkUnit found;      // with kFirst: of lane `finder`
+  int finder = -1;
 
   // Puts the unit of lane `writer`, of which this half loads `tiles` tiles, into the ring.
   __device__ __forceinline__ void push(const WorkUnit& unit, int writer, int tiles) {
+    if constexpr (kFirst) {
+      if (finder >= 0) return;
+      found = unit;
+      finder = writer;
+      return;
+    }
     work.wait_empty(s.base);
-    if (lane == writer) {
+    if (given) {
+      given = false;
+    } else if (lane == writer) {
       s.control().units[work.index] = unit;
       barrier_arrive(work.full(s.base));
     }
@@ -92,6 +104,7 @@ struct Scheduler {
            unit.first_packed_row += 2 * kTileRows) {
         unit.num_rows = min(max(rows - unit.first_packed_row, 0), kTileRows);
         if (unit.wide || unit.num_rows > 0) push(unit, 0, tiles);
+        if (kFirst && finder >= 0) return;
       }
     }
   }
@@ -150,6 +163,7 @@ struct Scheduler {
           push(part, i, tiles);
         }
       }
+      if constexpr (kFirst) return;
       batch = max(kAheadTiles / tiles, 1);
       int32_t& loaded = s.control().loaded_tiles;
       // Asking more often takes issue slots from the consumers. A sleep may last twice what it was
@@ -188,6 +202,7 @@ struct Scheduler {
       const int ticketed = is_light ? middle + (two ? grid : 0) + max(grid - heavy, 0)
                                     : begin + grid + (two ? max(grid - light, 0) : 0);
       run_list(ticketed, is_light ? end : middle, first, p.queue + is_light);
+      if constexpr (kFirst) return;
       if (!more) break;
       more = false;
       is_light = !is_light;
@@ -207,6 +222,7 @@ struct Scheduler {
     }
     const int wide = two ? control.num_wide_items * p.num_kv_heads : 0;
     run_wide(wide);
+    if (kFirst && finder >= 0) return;
     run_lists(wide, (control.num_wide_items + control.num_heavy_items) * p.num_kv_heads, total);
   }
 
@@ -216,6 +232,7 @@ struct Scheduler {
     WorkUnit last{};
     last.num_tokens = -1;
     push(last, 0, 0);
+    if constexpr (kFirst) return;
     // The last half to finish resets the queue for the next launch.
     if (lane == 0) {
       __threadfence();

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Writes down once a step, behind the snapshot, the first work unit of every half and the slots of
+// its first tile. The forward of each layer would find the same by a chain of look-ups, which takes
+// 3 us where its code is in no cache (docs/experiments/host.md).
+#include <limits>
+
+#include "cuda/first_units.h"
+#include "cuda/forward/footprint.cuh"
+#include "cuda/forward/scheduler.cuh"
+
+namespace pat {
+namespace {
+
+// A warp for each half of the forward's CTA of the same number. kDrafts: see Drafts.
+template <int kHeadDim, Drafts kDrafts>
+__global__ void first_units_kernel(const __grid_constant__ ForwardParams p, PlanHeader* plan,
+                                   FirstUnit* units) {
+  __shared__ Control controls[2];
+  const int lane = threadIdx.x & 31;
+  const int half = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  Control& control = controls[half];
+  if (lane == 0) control.read_plan(plan);
+  __syncwarp();
+  const Shared<kHeadDim> s{
+      shared_address(&control), 0, 0, 0, half, static_cast<int>(blockDim.x / 32)};
+  Scheduler<kHeadDim, kDrafts, true> scheduler{p, s, lane};
+  scheduler.run();
+  FirstUnit& to = units[2 * blockIdx.x + half];
+  if (lane == scheduler.finder) {
+    to.unit = scheduler.found;
+    control.units[0] = scheduler.found;
+  }
+  __syncwarp();
+  const WorkUnit unit = control.units[0];
+  const int32_t* from = control.list + unit.list_start;
+  const int first = unit.halved() ? half * kTileTokens : 0;
+  for (int t = lane; t < kTileTokens; t += 32) {
+    to.slots[t] = first + t < unit.num_tokens ? from[first + t] : 0;
+  }
+  // A plan of more queries than the buffers have room for is not run.
+  if (blockIdx.x == 0 && threadIdx.x == 0) plan->first_units = control.num_queries <= p.num_rows;
+}
+
+template <int kHeadDim>
+void launch_dim(const SnapshotArgs& args, cudaStream_t stream) {
+  const Device& device = current_device();
+  const Footprint use = footprint<kHeadDim>(device);
+  ForwardParams p{};
+  p.plan = args.plan;
+  p.num_rows = args.num_rows;
+  p.num_kv_heads = args.num_kv_heads;
+  p.group = args.draft_tokens * (args.num_q_heads / args.num_kv_heads);
+  p.kv_heads_magic = divisor_magic(args.num_kv_heads);
+  p.grid_magic = divisor_magic(device.num_sms);
+  p.max_row_tile = std::numeric_limits<int>::max();
+  p.narrow = use.narrow;
+  auto* kernel = args.draft_tokens > 1 ? first_units_kernel<kHeadDim, kChains>
+                                       : first_units_kernel<kHeadDim, kNoDrafts>;
+  kernel<<<device.num_sms, 32 * use.halves, 0, stream>>>(p, args.plan, args.first_units);
+  check(cudaGetLastError(), "first units kernel: launch");
+}
+
+}  // namespace
+
+bool has_first_units(Launch launch) {
+  // The other launches have a queue of units for each row tile.
+  return launch == Launch::kQueue && current_device().num_sms <= kMostCtas;
+}
+
+void launch_first_units(const SnapshotArgs& args, cudaStream_t stream) {
+  switch (args.head_dim) {
+    case 64:
+      return launch_dim<64>(args, stream);
+    case 128:
+      return launch_dim<128>(args, stream);
+    default:
+      return launch_dim<256>(args, stream);
+  }
+}
+
+}  // namespace pat

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First work units that the snapshot writes down: the same that the schedulers would push."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kit.cases import Case, case
+from kit.device import DevicePlan, case_of_tree, check, execute, on_device, target_of
+from kit.pieces import DYNAMIC, Piece
+
+from sglang_pat import _C
+from sglang_pat.bench.common.trees import Tree
+from sglang_pat.ops import decode
+from sglang_pat.planner import plan as make_plan
+from sglang_pat.workspace import Workspace
+
+BF16 = torch.bfloat16
+UNIT = np.dtype(
+    [
+        ("slots", "<u4", 64),
+        *((name, "<i4") for name in ("member_offset", "first_packed_row", "num_rows")),
+        *((name, "<i4") for name in ("list_start", "num_tokens", "num_unmasked_tiles")),
+        *((name, "<i4") for name in ("kv_head", "item")),
+        ("single_query", "<i2"),
+        *((name, "i1") for name in ("narrow", "wide")),
+        *((name, "<i4") for name in ("query", "partial")),
+        *((name, "<i2") for name in ("branch", "joint")),
+        ("padding", "V80"),
+    ]
+)
+TREES = {
+    "one": Tree((1,), (3000,)),
+    "few": Tree((2,), (2000,)),
+    "shared": Tree((1, 4), (2000, 64)),
+    "wide": Tree((1, 64), (4096, 100)),
+    "branches": Tree((1, 4, 64), (256, 128, 16)),
+    "many": Tree((200,), (130,)),
+}
+
+
+def workspace_of(inputs: Case, plan: object, **options: str) -> Workspace:
+    made = Workspace(target_of(inputs), 1 << 16, **options)
+    made.load(plan)
+    made.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
+    return made
+
+
+def written(workspace: Workspace) -> np.ndarray:
+    """What each half of each CTA of the forward begins with: [SMs, 2]."""
+    raw = workspace._buffers["first_units"].cpu().numpy().view(UNIT)
+    sms = torch.cuda.get_device_properties(workspace.device).multi_processor_count
+    return raw.reshape(-1, 2)[:sms]
+
+
+def flag(workspace: Workspace) -> int:
+    return int(workspace._plan_buffer[96:100].view(torch.int32).item())
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (4, 4)])
+@pytest.mark.parametrize("name", TREES)
+def test_results_are_those_of_schedulers_alone(name: str, heads: tuple[int, int]) -> None:
+    """A workspace whose header says that nothing is written down lets the schedulers begin."""
+    tree = TREES[name]
+    inputs = case_of_tree(tree, heads)
+    plan = make_plan(tree.paths, tree.seq_lens, target_of(inputs))
+    with_units = workspace_of(inputs, plan)
+    assert flag(with_units) == 1
+    out, lse = execute(inputs, plan, workspace=with_units)
+    without = workspace_of(inputs, plan)
+    without._plan_buffer[96:100].zero_()
+    again = torch.full_like(out, 7.0)
+    lse_again = torch.full_like(lse, 7.0)
+    decode(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.table,
+        inputs.rows,
+        inputs.seq_lens,
+        plan,
+        scale=inputs.scale,
+        out=again,
+        lse=lse_again,
+        workspace=without,
+    )
+    assert flag(without) == 0
+    assert torch.equal(out, again) and torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_what_is_written_down(name: str) -> None:
+    """No unit twice, but those that both halves work on; the slots are the list's."""
+    tree = TREES[name]
+    inputs = case_of_tree(tree, (32, 8))
+    plan = make_plan(tree.paths, tree.seq_lens, target_of(inputs))
+    workspace = workspace_of(inputs, plan)
+    units = written(workspace)
+    sound = units["num_tokens"] > 0
+    assert sound.any()
+    single = units[sound & (units["wide"] == 0) & (units["joint"] == 0)]
+    names = list(zip(single["item"].tolist(), single["kv_head"].tolist(), strict=True))
+    assert len(set(names)) == len(names)
+    listed = workspace._buffers["list"].cpu().numpy()
+    for (_, half), unit in zip(np.argwhere(sound), units[sound], strict=True):
+        first = 64 * half if unit["wide"] or unit["joint"] else 0
+        count = max(0, min(64, unit["num_tokens"] - first))
+        begin = unit["list_start"] + first
+        assert (unit["slots"][:count] == listed[begin : begin + count]).all()
+
+
+def test_a_plan_without_a_snapshot_runs_by_the_schedulers() -> None:
+    """A plan loaded behind the snapshot of another does not begin with that one's units."""
+    inputs = case_of_tree(TREES["few"], (32, 8))
+    plans = [
+        make_plan(TREES["few"].paths, TREES["few"].seq_lens, target_of(inputs)) for _ in range(2)
+    ]
+    workspace = workspace_of(inputs, plans[0])
+    workspace.load(plans[1])
+    assert flag(workspace) == 0
+    workspace.reset()
+    assert flag(workspace) == 0
+    workspace.load(plans[1])
+    workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
+    assert flag(workspace) == 1
+    out, lse = execute(inputs, plans[1], workspace=workspace)
+    check_out, check_lse = execute(inputs, plans[0])
+    assert torch.equal(out, check_out) and torch.equal(lse, check_lse)
+
+
+@pytest.mark.parametrize("launch", ["streams", "serial"])
+def test_other_launches_have_none(launch: str) -> None:
+    pieces = [Piece((0, 1), 0, 300), Piece((0,), 300, DYNAMIC), Piece((1,), 300, DYNAMIC)]
+    inputs = on_device(case(pieces, (8, 2)), BF16)
+    plan = DevicePlan(inputs.plan())
+    workspace = workspace_of(inputs, plan, launch=launch)
+    assert flag(workspace) == 0
+    check(inputs, plan, workspace=workspace)
+
+
+def test_the_buffer_is_as_large_as_the_kernels_say() -> None:
+    assert _C.cuda_first_unit_bytes() % (2 * UNIT.itemsize) == 0 and UNIT.itemsize == 384
