@@ -66,7 +66,8 @@ std::string describe(const Buffers& b) {
   text << "CudaBuffers(plan=" << b.plan << ", row_masks=" << b.row_masks
        << ", draft_masks=" << b.draft_masks << ", partials=" << static_cast<const void*>(b.partials)
        << ", partial_lse=" << b.partial_lse << ", queue=" << b.queue
-       << ", first_units=" << static_cast<const void*>(b.first_units) << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
+       << ", first_units=" << static_cast<const void*>(b.first_units)
+       << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
        << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
        << ", draft_tokens=" << b.draft_tokens << ", launch=" << static_cast<int>(b.launch) << ")";
   return text.str();
@@ -205,8 +206,9 @@ py::dict probe(int device) {
 
 void bind_probe(py::module_& m) {
   m.def("cuda_queue_ints", [] { return kQueueInts; }, "Length of the queue of CudaBuffers.");
-  m.def("cuda_first_unit_bytes", [] { return kFirstUnitBytes; },
-        "Bytes of the first_units of CudaBuffers.");
+  m.def(
+      "cuda_first_unit_bytes", [] { return kFirstUnitBytes; },
+      "Bytes of the first_units of CudaBuffers.");
   m.def("cuda_min_shared_bytes", &min_shared_bytes, py::arg("head_dim"),
         "Bytes of shared memory that a block of the forward needs at least. Raises ValueError for\n"
         "a head dim that has no kernel.");
@@ -232,9 +234,10 @@ launch: one of LAUNCHES. draft_tokens: of a query, 1 in a decode step. draft_mas
 
 Holds addresses only: who made it keeps the memory.)")
       .def(py::init(&make_buffers), py::kw_only(), py::arg("plan"), py::arg("row_masks"),
-           py::arg("partials"), py::arg("partial_lse"), py::arg("queue"),
-           py::arg("first_units"), py::arg("partial_bytes"), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("launch"),
-           py::arg("draft_tokens") = 1, py::arg("draft_masks") = 0)
+           py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("first_units"),
+           py::arg("partial_bytes"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
+           py::arg("head_dim"), py::arg("launch"), py::arg("draft_tokens") = 1,
+           py::arg("draft_masks") = 0)
       .def("__repr__", &describe);
 }
 

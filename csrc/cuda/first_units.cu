@@ -19,10 +19,10 @@ __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, Plan
   const int lane = threadIdx.x & 31;
   const int half = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Control& control = controls[half];
-  if (lane == 0) control.read_plan(plan);
+  if (lane == 0) control.note_plan(plan, *plan);
   __syncwarp();
-  const Shared<kHeadDim> s{
-      shared_address(&control), 0, 0, 0, half, static_cast<int>(blockDim.x / 32)};
+  const Shared<kHeadDim> s{shared_address(&control),         0, 0, 0, half,
+                           static_cast<int>(blockDim.x / 32)};
   Scheduler<kHeadDim, kDrafts, true> scheduler{p, s, lane};
   scheduler.run();
   FirstUnit& to = units[2 * blockIdx.x + half];

@@ -44,11 +44,11 @@ struct DecodeParams {
   const uint64_t* draft_masks;
   char* out;  // as q
   int64_t out_stride_query, out_stride_head;
-  float* lse;            // [num_rows * draft_tokens, num_q_heads] base 2, or null
-  char* partials;        // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
-                         // partial_bytes == 2, of q's type
-  float* partial_lse;    // [max_partials, draft_tokens, num_q_heads] base 2
-  int32_t* queue;        // kQueueInts zeros; the kernels leave zeros
+  float* lse;                    // [num_rows * draft_tokens, num_q_heads] base 2, or null
+  char* partials;                // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
+                                 // partial_bytes == 2, of q's type
+  float* partial_lse;            // [max_partials, draft_tokens, num_q_heads] base 2
+  int32_t* queue;                // kQueueInts zeros; the kernels leave zeros
   const FirstUnit* first_units;  // that the snapshot wrote
   uint64_t* trace;       // null, or zeros: 4 words, and 4 for each consumer warp of each unit
   int32_t num_rows;      // of the batch, with those that pad it; rows without a query get zeros
@@ -111,8 +111,8 @@ struct ForwardParams {
   float* lse;
   char* partials;
   float* partial_lse;
-  int32_t* queue;   // next ticket of heavy units, of light ones; halves that are done
-  uint64_t* trace;  // see trace_unit, or null
+  int32_t* queue;                // next ticket of heavy units, of light ones; halves that are done
+  uint64_t* trace;               // see trace_unit, or null
   const FirstUnit* first_units;  // [CTAs, 2], or null
   int32_t num_rows;
   // To the kernel the query heads of a query's draft tokens are heads of the query, one draft token

@@ -118,10 +118,6 @@ __device__ __forceinline__ int32_t counted(int32_t& counter) {
 
 // ---- hints
 
-__device__ __forceinline__ void prefetch(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-
 // ---- time
 
 __device__ __forceinline__ uint64_t nanoseconds() {

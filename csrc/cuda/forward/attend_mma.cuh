@@ -160,7 +160,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
 
   const MaskedTiles masked(unit);
   [[maybe_unused]] const int drafts = kDrafts != kNoDrafts && !kBranch ? drafts_below(p, unit) : 0;
-  const Destination to = destination_of<kDrafts>(p, c.s.control(), unit, first_row);
+  const Destination to = destination_of<kHeadDim, kDrafts>(p, c.s.control(), unit, first_row);
   if (unit.num_tokens > 0) {
     c.q.wait_full(c.s.base);
     if constexpr (kFp8) {
@@ -254,7 +254,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
   q.row = c.s.narrow_q(c.narrow.index) + (lane_id() & 7) * 128;
   uint32_t tile = c.s.tile(c.stage.index);
 
-  const Destination to = destination_of<kDrafts>(p, c.s.control(), unit, 0);
+  const Destination to = destination_of<kHeadDim, kDrafts>(p, c.s.control(), unit, 0);
   float scores[4 * kTiles];
   c.narrow.wait_full(c.s.base);
   c.stage.wait_full(c.s.base);

@@ -135,7 +135,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   [[maybe_unused]] float sum[32];  // see issue_part()
   float factor[2];
   std::conditional_t<kFp8, ScaledScores<kTransforms>, PlainScores> exponent{p};
-  const Destination to = destination_of<kDrafts>(p, c.s.control(), unit, first_row);
+  const Destination to = destination_of<kHeadDim, kDrafts>(p, c.s.control(), unit, first_row);
   const bool wide = __shfl_sync(~0u, static_cast<int>(unit.wide), 0);
   const bool joint = S::kJoint && __shfl_sync(~0u, static_cast<int>(unit.joint), 0);
   const int step = joint ? 2 * kTileTokens : kTileTokens;

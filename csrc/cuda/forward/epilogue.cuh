@@ -7,14 +7,16 @@
 namespace pat {
 
 // Where the results of rows lane / 4 and lane / 4 + 8 of 16 packed rows go. Looked up at a unit's
-// beginning, so that its end does not wait for memory.
+// beginning, so that its end neither waits for memory nor runs the code for it, which is often in
+// no cache.
 struct Destination {
-  Member member[2];
-  int head[2];
+  char* row[2];    // the head's row of the output or of a partial
+  int32_t lse[2];  // where its LSE goes in p.lse or p.partial_lse
+  bool direct[2];  // to the output
 };
 
 // kDrafts: see Drafts.
-template <Drafts kDrafts>
+template <int kHeadDim, Drafts kDrafts>
 __device__ __forceinline__ Destination destination_of(const ForwardParams& p,
                                                       const Control& control, const WorkUnit& unit,
                                                       int first_row) {
@@ -24,16 +26,25 @@ __device__ __forceinline__ Destination destination_of(const ForwardParams& p,
     const int row = first_row + (lane_id() >> 2) + 8 * r;
     const int packed_row = unit.first_packed_row + row;
     const int member = (packed_row * p.group_magic) >> 16;
-    to.head[r] = unit.kv_head * p.group + packed_row - member * p.group;
+    int head = unit.kv_head * p.group + packed_row - member * p.group;
     if constexpr (kDrafts != kNoDrafts) {
       const int in_query = packed_row - member * p.group;
       const int draft_token = (in_query * p.head_group_magic) >> 16;
-      to.head[r] = unit.kv_head * p.head_group + in_query + draft_token * p.heads_between;
+      head = unit.kv_head * p.head_group + in_query + draft_token * p.heads_between;
     }
-    to.member[r] = unit.member;
+    Member of = unit.member;
     if (row < unit.num_rows && !unit.single_query) {
-      to.member[r] = load_member(control, unit.member_offset + member);
+      of = load_member(control, unit.member_offset + member);
     }
+    const bool direct = of.partial == kDirect;
+    // Selected, not branched to: a jump into code that is in no cache waits for memory.
+    const int64_t index = direct ? of.query : of.partial;
+    const int64_t head_bytes = p.float_partials ? 4 * kHeadDim : 2 * kHeadDim;
+    const int64_t query_stride = direct ? p.out_stride_query : p.num_q_heads * head_bytes;
+    const int64_t head_stride = direct ? p.out_stride_head : head_bytes;
+    to.row[r] = (direct ? p.out : p.partials) + index * query_stride + head * head_stride;
+    to.lse[r] = static_cast<int32_t>(index) * p.num_q_heads + head;
+    to.direct[r] = direct;
   }
   return to;
 }
@@ -77,21 +88,12 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
     if (first_row + 8 * r >= unit.num_rows) break;
     const int row = first_row + (lane >> 2) + 8 * r;
     const bool live = row < unit.num_rows;
-    const Member member = to.member[r];
-    const int head = to.head[r];
     float norm = normalizer(state[r]);
     if constexpr (kFp8) norm *= p.v_scale;
-    const bool direct = member.partial == kDirect;
-    // Selected, not branched to: a jump into code that is in no cache waits for memory.
-    const int64_t index = direct ? member.query : member.partial;
-    const int64_t head_bytes = p.float_partials ? 4 * kHeadDim : 2 * kHeadDim;
-    const int64_t query_stride = direct ? p.out_stride_query : p.num_q_heads * head_bytes;
-    const int64_t head_stride = direct ? p.out_stride_head : head_bytes;
+    const bool direct = to.direct[r];
     float* lses = direct ? p.lse : p.partial_lse;
-    if (write_lse && live && quad == 0 && lses) {
-      lses[index * p.num_q_heads + head] = lse(state[r]);
-    }
-    char* base = (direct ? p.out : p.partials) + index * query_stride + head * head_stride;
+    if (write_lse && live && quad == 0 && lses) lses[to.lse[r]] = lse(state[r]);
+    char* base = to.row[r];
     const bool exact = p.float_partials && !direct;
     if constexpr (kQuads) {
       if (live) write_quads<T, kTiles>(base, column, o + 2 * r, norm, exact);

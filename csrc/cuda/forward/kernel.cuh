@@ -31,7 +31,18 @@
 
 namespace pat {
 
-constexpr int kFetcherJob = 3;  // of a producer warp; 0: scheduler, 1 and 2: loaders
+// What a warp does. Producers from kFirstLoader on, kLoaderWarps of them, are loaders.
+enum Job : int { kScheduler = 0, kFirstLoader = 1, kFetcher = 1 + kLoaderWarps, kConsumer };
+
+// Waits until begin_half() and copy_first_unit() are over. Every job has a call of its own, at the
+// beginning of its code: a jump to code that is in no cache takes half a microsecond, and so it is
+// over when the wait is (docs/experiments/host.md). kJob makes the calls differ, or the compiler
+// would make them one again.
+template <Job kJob>
+__device__ __forceinline__ void meet_all() {
+  asm volatile("bar.sync 0;  // %0" ::"n"(static_cast<int>(kJob)) : "memory");
+  allow_next_kernel();
+}
 
 // Appends what a consumer warp did to p.trace. Word 0 counts the entries. Each entry has four
 // words, from word 4 on: (item, KV head), (SM, half, warp, packed rows), begin and end in
@@ -94,6 +105,28 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
   }
 }
 
+// What one thread of a half does before its warps meet: makes the barriers and looks up the plan.
+template <int kHeadDim>
+__device__ __forceinline__ void begin_half(const ForwardParams& p, const Shared<kHeadDim>& s) {
+  const PlanHeader header = *p.plan;  // on its way while the barriers are made
+  constexpr int kConsumerArrivals = kConsumers / 32 * kArriving;
+  for (int i = 0; i < p.stages; ++i) {
+    StageRing::init(s.base, i, kLoaderWarps * 32, kConsumerArrivals);
+    barrier_init(peer_empty_barrier(s.base, i), kConsumerArrivals);
+  }
+  for (int i = 0; i < p.q_buffers; ++i) QRing::init(s.base, i, 32, kConsumerArrivals);
+  for (int i = 0; i < kWorkUnits; ++i) {
+    WorkRing::init(s.base, i, 1, (1 + kLoaderWarps) * kArriving + kConsumerArrivals);
+  }
+  for (int i = 0; i < kSlotTiles; ++i) SlotRing::init(s.base, i, 32, kLoaderWarps * kArriving);
+  for (int i = 0; i < kNarrowBuffers; ++i) NarrowRing::init(s.base, i, 32, kArriving);
+  Control& control = s.control();
+  control.loaded_tiles = 0;
+  control.note_plan(p.plan, header);
+  control.given &= p.first_units && control.num_queries <= p.num_rows;
+  if (control.given) barrier_arrive(WorkRing::full(s.base, 0));
+}
+
 // T: of q and out. kFp8: K and V are float8_e4m3fn. kTransforms: the logits are not kPlain.
 // kDrafts: see Drafts.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
@@ -114,49 +147,32 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
                            num_halves};
   // One warp's asynchronous copies reach 10 bytes a cycle, those of two warps in one partition of
   // an SM 17, and an SM can take 35. So no two of the four loaders share a partition.
-  const int role = warp % 4;
-  const int job = half == 0 ? role : role ^ 1;
+  const int warp_of_half = warp % 4;
+  const int job = half == 0 ? warp_of_half : warp_of_half ^ 1;
   const int lane = static_cast<int>(threadIdx.x & 31);
   const bool producer = warp < 4 * num_halves;
-  if (producer && job == kFetcherJob && p.first_units) copy_first_unit(p, s, lane);
-  if (threadIdx.x % 128 == 0 && producer) {
-    constexpr int kConsumerArrivals = kConsumers / 32 * kArriving;
-    for (int i = 0; i < p.stages; ++i) {
-      StageRing::init(s.base, i, kLoaderWarps * 32, kConsumerArrivals);
-      barrier_init(peer_empty_barrier(s.base, i), kConsumerArrivals);
-    }
-    for (int i = 0; i < p.q_buffers; ++i) QRing::init(s.base, i, 32, kConsumerArrivals);
-    for (int i = 0; i < kWorkUnits; ++i) {
-      WorkRing::init(s.base, i, 1, (1 + kLoaderWarps) * kArriving + kConsumerArrivals);
-    }
-    for (int i = 0; i < kSlotTiles; ++i) SlotRing::init(s.base, i, 32, kLoaderWarps * kArriving);
-    for (int i = 0; i < kNarrowBuffers; ++i) NarrowRing::init(s.base, i, 32, kArriving);
-    Control& control = s.control();
-    control.loaded_tiles = 0;
-    control.read_plan(p.plan);
-    control.given &= p.first_units && control.num_queries <= p.num_rows;
-    if (control.given) barrier_arrive(WorkRing::full(s.base, 0));
-  }
-  __syncthreads();
-  allow_next_kernel();
-
+  if (producer && job == kFetcher && p.first_units) copy_first_unit(p, s, lane);
+  if (threadIdx.x % 128 == 0 && producer) begin_half(p, s);
   if (producer) {
 #if PAT_WGMMA
     if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_dealloc<kFp8 ? 56 : 64>();
 #endif
-    if (job == 0) {
+    if (job == kScheduler) {
+      meet_all<kScheduler>();
       Scheduler<kHeadDim, kDrafts> scheduler{p, s, lane};
       scheduler.given = s.control().given;
       scheduler.run();
-    } else if (job <= kLoaderWarps) {
+    } else if (job < kFetcher) {
+      meet_all<kFirstLoader>();
       if constexpr (kFp8) {
-        Fp8Loader<kHeadDim> loader{{p, s, job - 1, lane}};
+        Fp8Loader<kHeadDim> loader{{p, s, job - kFirstLoader, lane}};
         loader.run();
       } else {
-        Loader<kHeadDim> loader{p, s, job - 1, lane};
+        Loader<kHeadDim> loader{p, s, job - kFirstLoader, lane};
         loader.run();
       }
     } else {
+      meet_all<kFetcher>();
       Fetcher<kHeadDim, kDrafts> fetcher{p, s, lane};
       fetcher.run();
     }
@@ -164,7 +180,8 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
 #if PAT_WGMMA
     if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_alloc<kFp8 ? 200 : 192>();
 #endif
-    consume<T, kFp8, kHeadDim, kTransforms, kDrafts>(p, s, role);
+    meet_all<kConsumer>();
+    consume<T, kFp8, kHeadDim, kTransforms, kDrafts>(p, s, warp_of_half);
   }
 }
 

@@ -76,9 +76,8 @@ struct alignas(1024) Control {
   const Member* members;
   const int32_t* list;
 
-  // Looks up what the scheduler and others need of a plan.
-  __device__ __forceinline__ void read_plan(const PlanHeader* at) {
-    const PlanHeader header = *at;
+  // Notes what the scheduler and others need of the plan `plan`, whose header is `header`.
+  __device__ __forceinline__ void note_plan(const PlanHeader* at, const PlanHeader& header) {
     const auto* plan = reinterpret_cast<const char*>(at);
     num_queries = header.num_queries;
     num_items = header.num_items;
