@@ -101,7 +101,15 @@ def test_tiles_of_a_target_are_the_kernels() -> None:
 @needs_cuda
 def test_the_buffers_of_a_workspace_are_bound_by_name() -> None:
     """Every argument lands in its own field."""
-    addresses = ["plan", "row_masks", "draft_masks", "partials", "partial_lse", "queue", "first_units"]
+    addresses = [
+        "plan",
+        "row_masks",
+        "draft_masks",
+        "partials",
+        "partial_lse",
+        "queue",
+        "first_units",
+    ]
     sizes = ["partial_bytes", "num_q_heads", "num_kv_heads", "head_dim", "draft_tokens"]
     given: dict[str, Any] = {name: 0x1000 + i for i, name in enumerate(addresses)}
     given |= {name: 10 + i for i, name in enumerate(sizes)}

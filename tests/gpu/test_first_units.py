@@ -129,6 +129,18 @@ def test_a_plan_without_a_snapshot_runs_by_the_schedulers() -> None:
     assert torch.equal(out, check_out) and torch.equal(lse, check_lse)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_half_may_be_done_before_its_scheduler_looks(head_dim: int) -> None:
+    """First units of a token or none: a scheduler that waited for the ring would wait forever."""
+    pieces = [Piece((query,), 0, DYNAMIC) for query in range(150)]
+    inputs = on_device(case(pieces, (2, 2), head_dim, tails=(0, 1, 2)), BF16)
+    plan = DevicePlan(inputs.plan())
+    out = check(inputs, plan)
+    workspace = workspace_of(inputs, plan)
+    for _ in range(50):
+        assert torch.equal(execute(inputs, plan, workspace=workspace)[0], out)
+
+
 @pytest.mark.parametrize("launch", ["streams", "serial"])
 def test_other_launches_have_none(launch: str) -> None:
     pieces = [Piece((0, 1), 0, 300), Piece((0,), 300, DYNAMIC), Piece((1,), 300, DYNAMIC)]

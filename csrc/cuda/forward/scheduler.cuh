@@ -78,12 +78,16 @@ struct Scheduler {
       finder = writer;
       return;
     }
-    work.wait_empty(s.base);
     if (given) {
+      // No wait: the half may be done with the unit, and then the barrier's parity would say that
+      // it has not begun.
       given = false;
-    } else if (lane == writer) {
-      s.control().units[work.index] = unit;
-      barrier_arrive(work.full(s.base));
+    } else {
+      work.wait_empty(s.base);
+      if (lane == writer) {
+        s.control().units[work.index] = unit;
+        barrier_arrive(work.full(s.base));
+      }
     }
     claimed_tiles += tiles;
     work.advance();
