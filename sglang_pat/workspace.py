@@ -11,7 +11,7 @@ import torch
 from sglang_pat import _C
 from sglang_pat.arguments import check_batch, require_kernels
 from sglang_pat.capacity import buffer_shapes
-from sglang_pat.draft_masks import check_custom_mask
+from sglang_pat.draft_masks import write_custom_mask, write_masks
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
@@ -130,17 +130,7 @@ class Workspace:
         """What the draft tokens of the queries at hand attend to, int64 [B, T], as ``decode`` takes
         it: from here on in the current stream. Raises ValueError for a workspace without masks, or
         masks of another shape, dtype or device."""
-        own = self._masks_of_trees()
-        most, tokens = own.shape
-        if masks.dim() != 2 or len(masks) > most or masks.shape[1] != tokens:
-            raise ValueError(
-                f"draft masks of {tuple(masks.shape)}, must be [{most} or fewer, {tokens}]"
-            )
-        if masks.dtype != torch.int64 or masks.device != self.device:
-            raise ValueError(
-                f"draft masks are {masks.dtype} on {masks.device}, must be int64 on {self.device}"
-            )
-        own[: len(masks)].copy_(masks)
+        write_masks(self._masks_of_trees(), masks)
 
     def read_draft_masks(
         self, custom_mask: torch.Tensor, seq_lens: torch.Tensor, *, with_prefix: bool
@@ -149,22 +139,8 @@ class Workspace:
         of ``draft_masks.masks_of``, on the workspace's device. One kernel. Raises ValueError as
         these do."""
         masks = self._masks_of_trees()
-        most, tokens = masks.shape
-        check_custom_mask(custom_mask, seq_lens, tokens, with_prefix=with_prefix)
-        if custom_mask.device != self.device:
-            raise ValueError(f"custom_mask is on {custom_mask.device}, must be on {self.device}")
-        if len(seq_lens) > most:
-            raise ValueError(f"draft masks of {len(seq_lens)} queries, at most {most} fit")
         with torch.cuda.device(self.device):
-            _C.read_draft_masks_cuda(
-                cells=custom_mask.data_ptr(),
-                num_cells=len(custom_mask),
-                seq_lens=(seq_lens.data_ptr() if with_prefix else 0, seq_lens.element_size()),
-                num_rows=len(seq_lens),
-                draft_tokens=tokens,
-                masks=masks.data_ptr(),
-                stream=torch.cuda.current_stream().cuda_stream,
-            )
+            write_custom_mask(masks, custom_mask, seq_lens, with_prefix=with_prefix)
 
     def _masks_of_trees(self) -> torch.Tensor:
         if self._draft_masks is None:
@@ -252,8 +228,8 @@ class Workspace:
     def snapshot(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
     ) -> None:
-        """Copy the slots of all tokens that the loaded plan reads, and tell its device copy how
-        long its items are in this step. Capturable.
+        """Copy the slots of all tokens that the loaded plan reads, tell its device copy how long
+        its items are in this step, and write down what each SM begins with. Capturable.
 
         Args:
             req_to_token: int32 [R, <= max_context], slot of each token of each row.

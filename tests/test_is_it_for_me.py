@@ -24,6 +24,7 @@ RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "is-it-for-me.md"
 README = ROOT / "README.md"
 GPUS = ("h100", "h200")
+FEW = "h100-2026-11-26-serving-few-first-units"
 # The file, the workload in it and in words.
 MEASURED = (
     ("h200-2026-11-21-serving", "8192x128", "128 requests on one prefix of 8,192 tokens"),
@@ -36,9 +37,12 @@ MEASURED = (
     ("h200-2026-11-21-serving", "8*2048x16", "8 prefixes of 2,048, 16 requests each"),
     ("h200-2026-11-22-serving-1024", "1024+512x256", "256 on 1,024, 512 of its own each"),
     ("h200-2026-11-23-serving", "6000x8", "8 on one prefix of 6,000"),
-    ("h200-2026-11-23-serving", "8192x1", "one request of 8,192"),
-    ("h200-2026-11-26-serving-few", "0+2000x2", "2 of 2,000, nothing shared"),
+    (FEW, "6000x8", "the same"),
+    (FEW, "2000x4", "4 on one prefix of 2,000"),
+    (FEW, "8192x1", "one request of 8,192"),
+    (FEW, "0+2000x2", "2 of 2,000, nothing shared"),
     ("h200-2026-11-21-serving", "0x64", "64, nothing shared"),
+    (FEW, "0x64", "the same"),
     ("h200-2026-11-21-serving", "0x256", "256, nothing shared"),
 )
 

@@ -22,7 +22,7 @@ void decode_cuda(const DecodeParams& params, void* stream);
 
 // Copies the slots of every token that the plan's items read into the list whose address the plan's
 // header has, and writes each item's number of tokens into the plan. A tail gets at most its room.
-// Called once per step.
+// Then writes down what each half of the forward's CTAs begins with. Called once per step.
 void snapshot_cuda(const SnapshotArgs& args, void* stream);
 
 }  // namespace pat

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes down once a step, behind the snapshot, the first work unit of every half and the slots of
 // its first tile. The forward of each layer would find the same by a chain of look-ups, which takes
-// 3 us where its code is in no cache (docs/experiments/host.md).
+// 2 to 3 us where its code is in no cache (docs/experiments/host.md).
 #include <limits>
 
 #include "cuda/first_units.h"
@@ -37,7 +37,7 @@ __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, Plan
   for (int t = lane; t < kTileTokens; t += 32) {
     to.slots[t] = first + t < unit.num_tokens ? from[first + t] : 0;
   }
-  // A plan of more queries than the buffers have room for is not run.
+  // A plan of more queries than the batch has rows is not run, and the snapshot has left it alone.
   if (blockIdx.x == 0 && threadIdx.x == 0) plan->first_units = control.num_queries <= p.num_rows;
 }
 
@@ -68,6 +68,7 @@ bool has_first_units(Launch launch) {
 }
 
 void launch_first_units(const SnapshotArgs& args, cudaStream_t stream) {
+  min_shared_bytes(args.head_dim);  // throws for a head dim that has no kernel
   switch (args.head_dim) {
     case 64:
       return launch_dim<64>(args, stream);

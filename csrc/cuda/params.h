@@ -49,7 +49,7 @@ struct DecodeParams {
                                  // partial_bytes == 2, of q's type
   float* partial_lse;            // [max_partials, draft_tokens, num_q_heads] base 2
   int32_t* queue;                // kQueueInts zeros; the kernels leave zeros
-  const FirstUnit* first_units;  // that the snapshot wrote
+  const FirstUnit* first_units;  // [kMostCtas, 2]: see SnapshotArgs
   uint64_t* trace;       // null, or zeros: 4 words, and 4 for each consumer warp of each unit
   int32_t num_rows;      // of the batch, with those that pad it; rows without a query get zeros
   int32_t draft_tokens;  // of a row (plan.h), 1 in a decode step
@@ -65,8 +65,8 @@ struct DecodeParams {
 
 inline constexpr int kQueueInts = 64;
 inline constexpr int kMostCtas = 256;  // of the forward, that first units are written down for
-inline constexpr int kFirstUnitBytes = kMostCtas * 2 * 384;
-inline constexpr int kMaxGroup = 16;  // query heads per KV head
+inline constexpr int kFirstUnitBytes = kMostCtas * 2 * 384;  // 384: of a FirstUnit
+inline constexpr int kMaxGroup = 16;                         // query heads per KV head
 // Packed rows of a query and KV head, at most: they fit a wide unit.
 inline constexpr int kMaxQueryRows = 128;
 
@@ -81,7 +81,7 @@ struct SnapshotArgs {
   const void* seq_lens;  // [B] int32 or int64
   int32_t seq_lens_bytes;
   uint16_t* row_masks;     // [max_branch_tokens], written
-  FirstUnit* first_units;  // [kMostCtas, 2], written
+  FirstUnit* first_units;  // [kMostCtas, 2], written: what each half of each CTA begins with
   int32_t draft_tokens;    // of a query, as the plan has it
   int32_t head_dim, num_q_heads, num_kv_heads;
   Launch launch;

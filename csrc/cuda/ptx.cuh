@@ -116,8 +116,6 @@ __device__ __forceinline__ int32_t counted(int32_t& counter) {
 #endif
 }
 
-// ---- hints
-
 // ---- time
 
 __device__ __forceinline__ uint64_t nanoseconds() {

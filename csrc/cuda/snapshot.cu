@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The snapshot kernel: copies the slots that a plan's items read from SGLang's req_to_token into
 // the list, so that SGLang may change the table for the next batch while this one's layers run.
+// What each half begins with is written down behind it: first_units.cu.
 #include "cuda/decode.h"
 #include "cuda/error.h"
 #include "cuda/first_units.h"

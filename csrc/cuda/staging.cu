@@ -48,7 +48,9 @@ void PlanStaging::copy(const void* plan, size_t bytes, void* device, int32_t* li
   next_ = (next_ + 1) % buffers_.size();
   check(cudaEventSynchronize(buffer.copied), "wait for an earlier plan's copy");
   std::memcpy(buffer.host, plan, bytes);
-  static_cast<PlanHeader*>(buffer.host)->list = list;
+  auto* header = static_cast<PlanHeader*>(buffer.host);
+  header->list = list;
+  header->first_units = 0;  // those of the plan before
   check(cudaMemcpyAsync(device, buffer.host, bytes, cudaMemcpyHostToDevice, s), "copy of a plan");
   check(cudaEventRecord(buffer.copied, s), "event of a plan's copy");
 }

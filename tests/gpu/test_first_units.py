@@ -13,6 +13,7 @@ from kit.pieces import DYNAMIC, Piece
 from sglang_pat import _C
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
+from sglang_pat.planner import Plan
 from sglang_pat.planner import plan as make_plan
 from sglang_pat.workspace import Workspace
 
@@ -70,21 +71,7 @@ def test_results_are_those_of_schedulers_alone(name: str, heads: tuple[int, int]
     out, lse = execute(inputs, plan, workspace=with_units)
     without = workspace_of(inputs, plan)
     without._plan_buffer[96:100].zero_()
-    again = torch.full_like(out, 7.0)
-    lse_again = torch.full_like(lse, 7.0)
-    decode(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.table,
-        inputs.rows,
-        inputs.seq_lens,
-        plan,
-        scale=inputs.scale,
-        out=again,
-        lse=lse_again,
-        workspace=without,
-    )
+    again, lse_again = attend(inputs, plan, without)
     assert flag(without) == 0
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
@@ -110,23 +97,79 @@ def test_what_is_written_down(name: str) -> None:
         assert (unit["slots"][:count] == listed[begin : begin + count]).all()
 
 
-def test_a_plan_without_a_snapshot_runs_by_the_schedulers() -> None:
-    """A plan loaded behind the snapshot of another does not begin with that one's units."""
-    inputs = case_of_tree(TREES["few"], (32, 8))
+def attend(inputs: Case, plan: Plan, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
+    """``decode`` by itself, without a snapshot before it: the output and the LSE."""
+    out, lse = torch.zeros_like(inputs.q), torch.zeros(inputs.q.shape[:2], device="cuda")
+    decode(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.table,
+        inputs.rows,
+        inputs.seq_lens,
+        plan,
+        scale=inputs.scale,
+        out=out,
+        lse=lse,
+        workspace=workspace,
+    )
+    return out, lse
+
+
+@pytest.mark.parametrize("name", ["few", "shared", "wide"])
+def test_the_forward_begins_with_them(name: str) -> None:
+    """With other slots written down the output is another, without them the right one."""
+    tree = TREES[name]
+    inputs = case_of_tree(tree, (32, 8))
+    plan = make_plan(tree.paths, tree.seq_lens, target_of(inputs))
+    workspace = workspace_of(inputs, plan)
+    right, _ = attend(inputs, plan, workspace)
+    slots = workspace._buffers["first_units"].view(torch.int32).view(-1, UNIT.itemsize // 4)
+    slots[:, :64] = workspace._buffers["list"][0].item()
+    wrong, _ = attend(inputs, plan, workspace)
+    assert not torch.equal(wrong, right) and not wrong.isnan().any()
+    workspace._plan_buffer[96:100].zero_()
+    assert torch.equal(attend(inputs, plan, workspace)[0], right)
+
+
+def test_a_plan_without_a_snapshot_begins_with_no_other_s_units() -> None:
+    """Its items have no tokens yet, those of the plan before it had."""
+    inputs = case_of_tree(TREES["shared"], (32, 8))
     plans = [
-        make_plan(TREES["few"].paths, TREES["few"].seq_lens, target_of(inputs)) for _ in range(2)
+        make_plan(TREES["shared"].paths, TREES["shared"].seq_lens, target_of(inputs, split=split))
+        for split in ("cost", "none")
     ]
+    assert plans[0].num_items != plans[1].num_items
     workspace = workspace_of(inputs, plans[0])
     workspace.load(plans[1])
     assert flag(workspace) == 0
-    workspace.reset()
-    assert flag(workspace) == 0
-    workspace.load(plans[1])
+    out, lse = attend(inputs, plans[1], workspace)
+    assert lse.isneginf().all() and not out.any()
     workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
     assert flag(workspace) == 1
-    out, lse = execute(inputs, plans[1], workspace=workspace)
-    check_out, check_lse = execute(inputs, plans[0])
-    assert torch.equal(out, check_out) and torch.equal(lse, check_lse)
+    out, lse = attend(inputs, plans[1], workspace)
+    for mine, other in zip((out, lse), execute(inputs, plans[1]), strict=True):
+        assert torch.equal(mine, other)
+    workspace.reset()
+    assert flag(workspace) == 0
+
+
+def test_a_snapshot_of_too_few_rows_takes_them_back() -> None:
+    """Such a plan is not run, and what an earlier snapshot wrote down is not begun with."""
+    inputs = case_of_tree(TREES["few"], (32, 8))
+    plan = make_plan(TREES["few"].paths, TREES["few"].seq_lens, target_of(inputs))
+    workspace = workspace_of(inputs, plan)
+    right, _ = attend(inputs, plan, workspace)
+    _C.snapshot_cuda(
+        workspace.bound,
+        req_to_token=(inputs.table.data_ptr(), inputs.table.stride(0), inputs.table.shape[1]),
+        rows=(inputs.rows.data_ptr(), inputs.rows.element_size()),
+        seq_lens=(inputs.seq_lens.data_ptr(), inputs.seq_lens.element_size()),
+        num_rows=len(inputs.rows) - 1,
+        stream=torch.cuda.current_stream().cuda_stream,
+    )
+    assert flag(workspace) == 0
+    assert torch.equal(attend(inputs, plan, workspace)[0], right)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

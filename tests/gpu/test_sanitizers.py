@@ -3,7 +3,7 @@
 host, since of torch's own kernels, which ``--kernel-name`` leaves out, the tools see no writes.
 
     K="--kernel-name kns=forward_kernel --kernel-name kns=merge_kernel"
-    K="$K --kernel-name kns=snapshot_kernel"
+    K="$K --kernel-name kns=snapshot_kernel --kernel-name kns=first_units_kernel"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck $K \\
         python3 -m pytest tests/gpu/test_sanitizers.py
 

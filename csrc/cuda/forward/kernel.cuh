@@ -34,13 +34,13 @@ namespace pat {
 // What a warp does. Producers from kFirstLoader on, kLoaderWarps of them, are loaders.
 enum Job : int { kScheduler = 0, kFirstLoader = 1, kFetcher = 1 + kLoaderWarps, kConsumer };
 
-// Waits until begin_half() and copy_first_unit() are over. Every job has a call of its own, at the
-// beginning of its code: a jump to code that is in no cache takes half a microsecond, and so it is
-// over when the wait is (docs/experiments/host.md). kJob makes the calls differ, or the compiler
-// would make them one again.
+// Waits until begin_half() and copy_first_unit() are over. A jump to code that is in no cache takes
+// half a microsecond. So every job jumps to its own code first and waits there
+// (docs/experiments/host.md). kJob makes the calls differ: of equal ones the compiler would make
+// one, before the jumps.
 template <Job kJob>
 __device__ __forceinline__ void meet_all() {
-  asm volatile("bar.sync 0;  // %0" ::"n"(static_cast<int>(kJob)) : "memory");
+  asm volatile("bar.sync 0; /* %0 */" ::"n"(static_cast<int>(kJob)) : "memory");
   allow_next_kernel();
 }
 
@@ -153,6 +153,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
   const bool producer = warp < 4 * num_halves;
   if (producer && job == kFetcher && p.first_units) copy_first_unit(p, s, lane);
   if (threadIdx.x % 128 == 0 && producer) begin_half(p, s);
+  __syncwarp();  // what follows wants whole warps
   if (producer) {
 #if PAT_WGMMA
     if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_dealloc<kFp8 ? 56 : 64>();

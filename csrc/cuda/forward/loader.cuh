@@ -45,13 +45,7 @@ struct Loader {
     for (int i = 0; i < kLaneRows; i += 8) {
       const uint4 a = ids[i / 4], b = ids[i / 4 + 1];
       const uint32_t id[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-      if (full) {
-        const char* src[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) src[j] = base + static_cast<uint64_t>(id[j]) * stride;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) copy16((dst ^ (j << 4)) + (i + j) * 128, src[j]);
-      } else {
+      if (!full) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const bool valid = first + i + j < left;
@@ -63,6 +57,12 @@ struct Loader {
             copy16(to, src);
           }
         }
+      } else {  // ptxas puts it first, where the code is that most tiles run
+        const char* src[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) src[j] = base + static_cast<uint64_t>(id[j]) * stride;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) copy16((dst ^ (j << 4)) + (i + j) * 128, src[j]);
       }
     }
   }

@@ -71,12 +71,12 @@ struct alignas(1024) Control {
   int32_t loaded_tiles;
   // The plan's header and arrays, looked up once.
   int32_t num_queries, num_items, num_wide_items, num_heavy_items, joint;
-  int32_t given;  // the first unit of this half and the slots of its first tile are FirstUnit's
+  int32_t given;  // 1: units[0] and slots[0] hold this half's FirstUnit
   const Item* items;
   const Member* members;
   const int32_t* list;
 
-  // Notes what the scheduler and others need of the plan `plan`, whose header is `header`.
+  // Notes what the scheduler and others need of the plan at `at`, whose header is `header`.
   __device__ __forceinline__ void note_plan(const PlanHeader* at, const PlanHeader& header) {
     const auto* plan = reinterpret_cast<const char*>(at);
     num_queries = header.num_queries;
@@ -94,8 +94,9 @@ static_assert(sizeof(Control) == 4096);
 
 // One warp's position in a ring of buffers. Warps that fill a buffer wait until it is empty and
 // then arrive at full(); warps that read it wait until it is full and then arrive at empty(). Every
-// warp must wait on every phase: mbarrier parity cannot tell phase n from phase n + 2. `control` is
-// the address of the half's Control, kBarriers the offset of the ring's RingBarriers in it.
+// warp must wait on every phase: mbarrier parity cannot tell phase n from phase n + 2. The
+// scheduler's first push alone does not wait (Scheduler::push). `control` is the address of the
+// half's Control, kBarriers the offset of the ring's RingBarriers in it.
 template <uint32_t kBarriers, int kCapacity>
 struct Ring {
   int index = 0;

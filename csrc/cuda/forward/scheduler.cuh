@@ -79,8 +79,8 @@ struct Scheduler {
       return;
     }
     if (given) {
-      // No wait: the half may be done with the unit, and then the barrier's parity would say that
-      // it has not begun.
+      // No wait: the half may have released the unit already. Then the barrier is in its second
+      // phase, in which the parity that the first wait asks for reads as "not empty".
       given = false;
     } else {
       work.wait_empty(s.base);
