@@ -37,10 +37,11 @@ enum Job : int { kScheduler = 0, kFirstLoader = 1, kFetcher = 1 + kLoaderWarps, 
 // Waits until begin_half() and copy_first_unit() are over. A jump to code that is in no cache takes
 // half a microsecond. So every job jumps to its own code first and waits there
 // (docs/experiments/host.md). kJob makes the calls differ: of equal ones the compiler would make
-// one, before the jumps.
+// one, before the jumps. `threads`: of the CTA. A barrier that names them may stand in several
+// places, one that does not is an error to synccheck.
 template <Job kJob>
-__device__ __forceinline__ void meet_all() {
-  asm volatile("bar.sync 0; /* %0 */" ::"n"(static_cast<int>(kJob)) : "memory");
+__device__ __forceinline__ void meet_all(int threads) {
+  asm volatile("bar.sync 0, %0; /* %1 */" ::"r"(threads), "n"(static_cast<int>(kJob)) : "memory");
   allow_next_kernel();
 }
 
@@ -151,6 +152,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
   const int job = half == 0 ? warp_of_half : warp_of_half ^ 1;
   const int lane = static_cast<int>(threadIdx.x & 31);
   const bool producer = warp < 4 * num_halves;
+  const int threads = kThreads * num_halves;
   if (producer && job == kFetcher && p.first_units) copy_first_unit(p, s, lane);
   if (threadIdx.x % 128 == 0 && producer) begin_half(p, s);
   __syncwarp();  // what follows wants whole warps
@@ -159,12 +161,12 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_dealloc<kFp8 ? 56 : 64>();
 #endif
     if (job == kScheduler) {
-      meet_all<kScheduler>();
+      meet_all<kScheduler>(threads);
       Scheduler<kHeadDim, kDrafts> scheduler{p, s, lane};
       scheduler.given = s.control().given;
       scheduler.run();
     } else if (job < kFetcher) {
-      meet_all<kFirstLoader>();
+      meet_all<kFirstLoader>(threads);
       if constexpr (kFp8) {
         Fp8Loader<kHeadDim> loader{{p, s, job - kFirstLoader, lane}};
         loader.run();
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
         loader.run();
       }
     } else {
-      meet_all<kFetcher>();
+      meet_all<kFetcher>(threads);
       Fetcher<kHeadDim, kDrafts> fetcher{p, s, lane};
       fetcher.run();
     }
@@ -181,7 +183,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
 #if PAT_WGMMA
     if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_alloc<kFp8 ? 200 : 192>();
 #endif
-    meet_all<kConsumer>();
+    meet_all<kConsumer>(threads);
     consume<T, kFp8, kHeadDim, kTransforms, kDrafts>(p, s, warp_of_half);
   }
 }
