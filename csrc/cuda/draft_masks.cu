@@ -35,12 +35,12 @@ __global__ void __launch_bounds__(kThreads) draft_masks_kernel(const DraftMaskAr
   const int64_t first = (before + int64_t{query} * tokens) * tokens + prefix;
   const int lane = threadIdx.x % 32;
   for (int row = threadIdx.x / 32; row < tokens; row += kWarps) {
-    const int64_t cells = first + row * (prefix + tokens);
+    const int64_t first_of_row = first + row * (prefix + tokens);
     uint32_t halves[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = 32 * half + lane;
-      const int64_t cell = cells + token;
+      const int64_t cell = first_of_row + token;
       const bool given = token < tokens && cell >= 0 && cell < args.num_cells;
       halves[half] = __ballot_sync(~0u, given && args.cells[cell]);
     }

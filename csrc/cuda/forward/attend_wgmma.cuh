@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a work unit with wgmma, on Hopper: heavy units and branches, which one half runs or,
-// as joint units, both halves with every second tile each; and wide units, which both halves run
-// with 64 rows each.
+// Attention of a work unit with wgmma, on Hopper: heavy units and branches,
+// which one half runs or, as joint units, both halves with every second tile
+// each; and wide units, which both halves run with 64 rows each.
 #pragma once
 
 #include "cuda/forward/consumer.cuh"
@@ -40,10 +40,11 @@ __device__ __forceinline__ void issue_output(float (&o)[kHeadDim / 2],
   wgmma_commit();
 }
 
-// Issues sum = P V of a tile's e4m3 and columns 64 * part to 64 * part + 63 as one group. The
-// matrix units add up products of e4m3 with some 14 bits and cut off what is below. An output of
-// 8192 tokens whose V have a mean lost 14 % of it that way, so each tile has a sum of its own,
-// which add_part() adds in fp32.
+// Issues sum = P V of a tile's e4m3 and columns 64 * part to 64 * part + 63 as
+// one group. The matrix units add up products of e4m3 with some 14 bits and cut
+// off what is below. An output of 8192 tokens whose V have a mean lost 14 % of
+// it that way, so each tile has a sum of its own, which add_part() adds in
+// fp32.
 template <int kHeadDim>
 __device__ __forceinline__ void issue_part(float (&sum)[32], const uint32_t (&weights)[8],
                                            uint32_t tile, int part) {
@@ -84,8 +85,9 @@ __device__ __forceinline__ void add_parts(float (&o)[kHeadDim / 2], float (&sum)
   }
 }
 
-// Makes a tile's weights the operand of issue_output() or issue_part(). Of e4m3 a lane has four of
-// a row's tokens in a register, those that ValueBlocks puts next to each other.
+// Makes a tile's weights the operand of issue_output() or issue_part(). Of e4m3
+// a lane has four of a row's tokens in a register, those that ValueBlocks puts
+// next to each other.
 template <typename M, int kCount>
 __device__ __forceinline__ void pack_weights(uint32_t (&weights)[kCount], const float (&w)[32]) {
 #pragma unroll
@@ -111,9 +113,69 @@ __device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2],
   warpgroup_fence_operand(o);
 }
 
-// Up to 64 packed rows. The softmax of a tile runs at the same time as the product of the
-// previous tile's weights and values; that of e4m3 runs after it. Of a wide unit every second tile
-// is in the other half's shared memory; of a joint one the other half attends to it.
+// scores = Q K^T of a unit's first tile, when no other product is under way.
+template <typename M, int kHeadDim>
+__device__ __forceinline__ void multiply_first_keys(float (&scores)[32], const Queries<kHeadDim>& q,
+                                                    uint32_t tile) {
+  fence_async_proxy();
+  warpgroup_fence_operand(scores);
+  wgmma_fence();
+  issue_scores<M, kHeadDim>(scores, q, tile);
+  wgmma_wait<0>();
+  warpgroup_fence_operand(scores);
+}
+
+// scores = Q K^T of the tile whose K is at `keys`, and o += P V of the tile
+// before it, whose V is at `values`. The scores are there at the return; of
+// e4m3 so is the output, otherwise it is under way.
+template <typename M, int kHeadDim, int kCount>
+__device__ __forceinline__ void multiply_tile(float (&scores)[32], float (&o)[kHeadDim / 2],
+                                              float (&sum)[32], uint32_t (&weights)[kCount],
+                                              const Queries<kHeadDim>& q, uint32_t keys,
+                                              uint32_t values, const float (&factor)[2]) {
+  fence_async_proxy();
+  warpgroup_fence_operand(scores);
+  warpgroup_fence_operand(weights);
+  if constexpr (std::is_same_v<M, E4M3>) {
+    issue_part<kHeadDim>(sum, weights, values, 0);
+    issue_scores<M, kHeadDim>(scores, q, keys);
+    wgmma_wait<1>();
+    add_part(o, sum, 0, factor);
+    add_parts<kHeadDim>(o, sum, weights, values, 1, factor);
+    wgmma_wait<0>();
+  } else {
+    warpgroup_fence_operand(o);
+    wgmma_fence();
+    issue_scores<M, kHeadDim>(scores, q, keys);
+    issue_output<M, kHeadDim>(o, weights, values);
+    wgmma_wait<1>();
+  }
+}
+
+// Joins the halves of a joint unit, and writes the results of 16 rows.
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
+__device__ __forceinline__ void finish_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
+                                             const WorkUnit& unit, const Destination& to,
+                                             bool joint, float (&o)[kHeadDim / 2],
+                                             SoftmaxState (&state)[2]) {
+  const int first_row = c.warp * kWarpRows;
+  if constexpr (Shape<kHeadDim>::kJoint) {
+    if (joint) {
+      join_halves(c, o, state);
+      release_queries(c);
+      const bool upper = c.s.sm_half == 1;
+      write_rows<T, kHeadDim, kHeadDim / 16, kFp8, 2, kFp8>(
+          c.p, unit, to, first_row, upper ? kHeadDim / 2 : 0, o, state, !upper);
+      return;
+    }
+  }
+  write_rows<T, kHeadDim, kHeadDim / 8, kFp8, 2, kFp8>(c.p, unit, to, first_row, 0, o, state, true);
+}
+
+// Up to 64 packed rows. The softmax of a tile runs at the same time as the
+// product of the previous tile's weights and values; that of e4m3 runs after
+// it. Of a wide unit every second tile is in the other half's shared memory; of
+// a joint one the other half attends to it.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit) {
@@ -121,7 +183,8 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   using S = Shape<kHeadDim>;
   using Tile = WgmmaTile<M, kHeadDim>;
   const ForwardParams& p = c.p;
-  // Where V has a stage of its own: whether it is waited for before the tile's softmax, or after.
+  // Where V has a stage of its own: whether it is waited for before the tile's
+  // softmax, or after.
   constexpr bool kEarly = !Tile::kOneStage && S::kEarlyValues;
   constexpr bool kLate = !Tile::kOneStage && !kEarly;
   const int first_row = c.warp * kWarpRows;
@@ -159,12 +222,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
     const Queries<kHeadDim> q = take_queries<M, T>(c, joint, exponent.unscale);
     // K of the current tile; its V, too, or else the next stage has that.
     auto stage = c.take_stage(of_peer);
-    fence_async_proxy();
-    warpgroup_fence_operand(scores);
-    wgmma_fence();
-    issue_scores<M, kHeadDim>(scores, q, stage.tile);
-    wgmma_wait<0>();
-    warpgroup_fence_operand(scores);
+    multiply_first_keys<M>(scores, q, stage.tile);
     if (masked.has(left)) read_row_masks<8>(row_masks, stage.row_masks);
     auto values = stage;
     if constexpr (!Tile::kOneStage) c.release(stage.empty);
@@ -178,24 +236,8 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
       of_peer ^= wide;
       stage = c.take_stage(of_peer);
       auto next_values = stage;
-      fence_async_proxy();
-      warpgroup_fence_operand(scores);
-      warpgroup_fence_operand(weights);
-      if constexpr (kFp8) {
-        issue_part<kHeadDim>(sum, weights, values.tile, 0);
-        issue_scores<M, kHeadDim>(scores, q, stage.tile);
-        wgmma_wait<1>();
-        add_part(o, sum, 0, factor);
-        add_parts<kHeadDim>(o, sum, weights, values.tile, 1, factor);
-        wgmma_wait<0>();
-        c.release(values.empty);
-      } else {
-        warpgroup_fence_operand(o);
-        wgmma_fence();
-        issue_scores<M, kHeadDim>(scores, q, stage.tile);
-        issue_output<M, kHeadDim>(o, weights, values.tile);
-        wgmma_wait<1>();
-      }
+      multiply_tile<M, kHeadDim>(scores, o, sum, weights, q, stage.tile, values.tile, factor);
+      if constexpr (kFp8) c.release(values.empty);
       warpgroup_fence_operand(scores);
       if (masked.has(left)) read_row_masks<8>(row_masks, stage.row_masks);
       if constexpr (!Tile::kOneStage) c.release(stage.empty);
@@ -224,17 +266,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
 
   SoftmaxState state[2];
   finish_states(exponent, row_max, row_sum, state);
-  if constexpr (S::kJoint) {
-    if (joint) {
-      join_halves(c, o, state);
-      release_queries(c);
-      const bool upper = c.s.sm_half == 1;
-      write_rows<T, kHeadDim, kHeadDim / 16, kFp8, 2, kFp8>(
-          p, unit, to, first_row, upper ? kHeadDim / 2 : 0, o, state, !upper);
-      return;
-    }
-  }
-  write_rows<T, kHeadDim, kHeadDim / 8, kFp8, 2, kFp8>(p, unit, to, first_row, 0, o, state, true);
+  finish_wgmma<T, kFp8>(c, unit, to, joint, o, state);
 }
 
 #endif  // PAT_WGMMA
