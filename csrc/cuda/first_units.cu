@@ -46,7 +46,6 @@ void launch_dim(const SnapshotArgs& args, cudaStream_t stream) {
   const Device& device = current_device();
   const Footprint use = footprint<kHeadDim>(device);
   ForwardParams p{};
-  p.plan = args.plan;
   p.num_rows = args.num_rows;
   p.num_kv_heads = args.num_kv_heads;
   p.group = args.draft_tokens * (args.num_q_heads / args.num_kv_heads);

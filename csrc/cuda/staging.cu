@@ -50,7 +50,7 @@ void PlanStaging::copy(const void* plan, size_t bytes, void* device, int32_t* li
   std::memcpy(buffer.host, plan, bytes);
   auto* header = static_cast<PlanHeader*>(buffer.host);
   header->list = list;
-  header->first_units = 0;  // those of the plan before
+  header->first_units = 0;  // this plan's are written down by its snapshot
   check(cudaMemcpyAsync(device, buffer.host, bytes, cudaMemcpyHostToDevice, s), "copy of a plan");
   check(cudaEventRecord(buffer.copied, s), "event of a plan's copy");
 }

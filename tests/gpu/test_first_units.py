@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 from kit.cases import Case, case
-from kit.device import DevicePlan, case_of_tree, check, execute, on_device, target_of
+from kit.device import DevicePlan, attend, case_of_tree, check, execute, on_device, target_of
 from kit.pieces import DYNAMIC, Piece
+from kit.plans import HEADER
 
 from sglang_pat import _C
 from sglang_pat.bench.common.trees import Tree
-from sglang_pat.ops import decode
-from sglang_pat.planner import Plan
 from sglang_pat.planner import plan as make_plan
 from sglang_pat.workspace import Workspace
 
@@ -55,8 +54,10 @@ def written(workspace: Workspace) -> np.ndarray:
     return raw.reshape(-1, 2)[:sms]
 
 
-def flag(workspace: Workspace) -> int:
-    return int(workspace._plan_buffer[96:100].view(torch.int32).item())
+def flag(workspace: Workspace) -> torch.Tensor:
+    """The header's ``first_units`` on the GPU, as a view."""
+    _, begin = HEADER.fields["first_units"][:2]
+    return workspace._plan_buffer[begin : begin + 4].view(torch.int32)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1), (4, 4)])
@@ -70,8 +71,8 @@ def test_results_are_those_of_schedulers_alone(name: str, heads: tuple[int, int]
     assert flag(with_units) == 1
     out, lse = execute(inputs, plan, workspace=with_units)
     without = workspace_of(inputs, plan)
-    without._plan_buffer[96:100].zero_()
-    again, lse_again = attend(inputs, plan, without)
+    flag(without).zero_()
+    again, lse_again = attend(inputs, plan, workspace=without)
     assert flag(without) == 0
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
@@ -97,25 +98,6 @@ def test_what_is_written_down(name: str) -> None:
         assert (unit["slots"][:count] == listed[begin : begin + count]).all()
 
 
-def attend(inputs: Case, plan: Plan, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
-    """``decode`` by itself, without a snapshot before it: the output and the LSE."""
-    out, lse = torch.zeros_like(inputs.q), torch.zeros(inputs.q.shape[:2], device="cuda")
-    decode(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.table,
-        inputs.rows,
-        inputs.seq_lens,
-        plan,
-        scale=inputs.scale,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-    )
-    return out, lse
-
-
 @pytest.mark.parametrize("name", ["few", "shared", "wide"])
 def test_the_forward_begins_with_them(name: str) -> None:
     """With other slots written down the output is another, without them the right one."""
@@ -123,13 +105,13 @@ def test_the_forward_begins_with_them(name: str) -> None:
     inputs = case_of_tree(tree, (32, 8))
     plan = make_plan(tree.paths, tree.seq_lens, target_of(inputs))
     workspace = workspace_of(inputs, plan)
-    right, _ = attend(inputs, plan, workspace)
+    right, _ = attend(inputs, plan, workspace=workspace)
     slots = workspace._buffers["first_units"].view(torch.int32).view(-1, UNIT.itemsize // 4)
     slots[:, :64] = workspace._buffers["list"][0].item()
-    wrong, _ = attend(inputs, plan, workspace)
+    wrong, _ = attend(inputs, plan, workspace=workspace)
     assert not torch.equal(wrong, right) and not wrong.isnan().any()
-    workspace._plan_buffer[96:100].zero_()
-    assert torch.equal(attend(inputs, plan, workspace)[0], right)
+    flag(workspace).zero_()
+    assert torch.equal(attend(inputs, plan, workspace=workspace)[0], right)
 
 
 def test_a_plan_without_a_snapshot_begins_with_no_other_s_units() -> None:
@@ -143,11 +125,11 @@ def test_a_plan_without_a_snapshot_begins_with_no_other_s_units() -> None:
     workspace = workspace_of(inputs, plans[0])
     workspace.load(plans[1])
     assert flag(workspace) == 0
-    out, lse = attend(inputs, plans[1], workspace)
+    out, lse = attend(inputs, plans[1], workspace=workspace)
     assert lse.isneginf().all() and not out.any()
     workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
     assert flag(workspace) == 1
-    out, lse = attend(inputs, plans[1], workspace)
+    out, lse = attend(inputs, plans[1], workspace=workspace)
     for mine, other in zip((out, lse), execute(inputs, plans[1]), strict=True):
         assert torch.equal(mine, other)
     workspace.reset()
@@ -159,7 +141,7 @@ def test_a_snapshot_of_too_few_rows_takes_them_back() -> None:
     inputs = case_of_tree(TREES["few"], (32, 8))
     plan = make_plan(TREES["few"].paths, TREES["few"].seq_lens, target_of(inputs))
     workspace = workspace_of(inputs, plan)
-    right, _ = attend(inputs, plan, workspace)
+    right, _ = attend(inputs, plan, workspace=workspace)
     _C.snapshot_cuda(
         workspace.bound,
         req_to_token=(inputs.table.data_ptr(), inputs.table.stride(0), inputs.table.shape[1]),
@@ -169,7 +151,7 @@ def test_a_snapshot_of_too_few_rows_takes_them_back() -> None:
         stream=torch.cuda.current_stream().cuda_stream,
     )
     assert flag(workspace) == 0
-    assert torch.equal(attend(inputs, plan, workspace)[0], right)
+    assert torch.equal(attend(inputs, plan, workspace=workspace)[0], right)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

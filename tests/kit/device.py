@@ -83,12 +83,9 @@ def target_of(inputs: Case, **overrides: Any) -> Target:
 def execute(
     inputs: Case, plan: Any = None, *, workspace: Workspace | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run ``decode`` on the case's plan or another: the output, a view of a wider tensor that held
-    poison before, and the LSE. With several draft tokens the output must be contiguous."""
+    """Run ``decode`` on the case's plan or another, which a workspace gets loaded and snapshotted:
+    what ``attend`` gives."""
     plan = plan or DevicePlan(inputs.plan())
-    memory_like = widened(inputs.q) if inputs.draft_tokens == 1 else inputs.q.contiguous()
-    out = torch.full_like(memory_like, POISON)
-    lse = torch.full(inputs.q.shape[:2], POISON, device="cuda")
     if workspace is None:
         options["draft_masks"] = inputs.draft_masks
     else:
@@ -96,6 +93,15 @@ def execute(
             workspace.set_draft_masks(inputs.draft_masks)
         workspace.load(plan)
         workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
+    return attend(inputs, plan, workspace=workspace, **options)
+
+
+def attend(inputs: Case, plan: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """``decode`` by itself: the output, a view of a wider tensor that held poison before, and the
+    LSE. With several draft tokens the output must be contiguous."""
+    memory_like = widened(inputs.q) if inputs.draft_tokens == 1 else inputs.q.contiguous()
+    out = torch.full_like(memory_like, POISON)
+    lse = torch.full(inputs.q.shape[:2], POISON, device="cuda")
     decode(
         inputs.q,
         inputs.k,
@@ -110,7 +116,6 @@ def execute(
         v_scale=inputs.v_scale,
         out=out,
         lse=lse,
-        workspace=workspace,
         **options,
     )
     return out, lse
