@@ -2,11 +2,10 @@
 // Writes down once a step, behind the snapshot, the first work unit of every half and the slots of
 // its first tile. The forward of each layer would find the same by a chain of look-ups, which takes
 // 2 to 3 us where its code is in no cache (docs/experiments/host.md).
-#include <limits>
-
 #include "cuda/first_units.h"
 #include "cuda/forward/footprint.cuh"
 #include "cuda/forward/scheduler.cuh"
+#include "cuda/launch.h"
 
 namespace pat {
 namespace {
@@ -43,19 +42,13 @@ __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, Plan
 
 template <int kHeadDim>
 void launch_dim(const SnapshotArgs& args, cudaStream_t stream) {
-  const Device& device = current_device();
-  const Footprint use = footprint<kHeadDim>(device);
-  ForwardParams p{};
-  p.num_rows = args.num_rows;
-  p.num_kv_heads = args.num_kv_heads;
-  p.group = args.draft_tokens * (args.num_q_heads / args.num_kv_heads);
-  p.kv_heads_magic = divisor_magic(args.num_kv_heads);
-  p.grid_magic = divisor_magic(device.num_sms);
-  p.max_row_tile = std::numeric_limits<int>::max();
-  p.narrow = use.narrow;
+  const Footprint use = footprint<kHeadDim>(current_device());
+  ForwardParams p =
+      scheduling_params(args.num_rows, args.num_q_heads, args.num_kv_heads, args.draft_tokens);
+  use.set(p);
   auto* kernel = args.draft_tokens > 1 ? first_units_kernel<kHeadDim, kChains>
                                        : first_units_kernel<kHeadDim, kNoDrafts>;
-  kernel<<<device.num_sms, 32 * use.halves, 0, stream>>>(p, args.plan, args.first_units);
+  kernel<<<use.grid, 32 * use.halves, 0, stream>>>(p, args.plan, args.first_units);
   check(cudaGetLastError(), "first units kernel: launch");
 }
 

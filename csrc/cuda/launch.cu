@@ -42,48 +42,41 @@ Forks& forks_of_device() {  // the caller holds the mutex
   return *all[id];
 }
 
+// For divisions of packed rows, of which there are fewer than 65536.
+uint32_t row_magic(int divisor) { return static_cast<uint32_t>((65536 + divisor - 1) / divisor); }
+
 ForwardParams forward_params(const DecodeParams& decode) {
-  const int head_group = decode.num_q_heads / decode.num_kv_heads;
-  const int group = decode.draft_tokens * head_group;
-  const auto magic = [](int divisor) {
-    return static_cast<uint32_t>((65536 + divisor - 1) / divisor);
-  };
-  ForwardParams p{
-      .plan = decode.plan,
-      .q = decode.q,
-      .q_stride_query = decode.draft_tokens * decode.q_stride_query,
-      .q_stride_head = decode.q_stride_head,
-      .k = decode.k,
-      .k_stride_head = decode.k_stride_head,
-      .v = decode.v,
-      .v_stride_head = decode.v_stride_head,
-      .k_stride_slot = static_cast<uint32_t>(decode.k_stride_slot),  // check_decode() has looked
-      .v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot),
-      .row_masks = decode.row_masks,
-      .out = decode.out,
-      .out_stride_query = decode.draft_tokens * decode.out_stride_query,
-      .out_stride_head = decode.out_stride_head,
-      .lse = decode.lse,
-      .partials = decode.partials,
-      .partial_lse = decode.partial_lse,
-      .queue = decode.queue,
-      .trace = decode.trace,
-      .first_units = has_first_units(decode.launch) ? decode.first_units : nullptr,
-      .num_rows = decode.num_rows,
-      .num_q_heads = decode.draft_tokens * decode.num_q_heads,
-      .num_kv_heads = decode.num_kv_heads,
-      .group = group,
-      .group_magic = magic(group),
-      .kv_heads_magic = divisor_magic(decode.num_kv_heads),
-      .max_row_tile = std::numeric_limits<int>::max(),
-      .float_partials = decode.partial_bytes == 4,
-      .v_scale = decode.v_scale,
-  };
+  ForwardParams p = scheduling_params(decode.num_rows, decode.num_q_heads, decode.num_kv_heads,
+                                      decode.draft_tokens);
+  p.plan = decode.plan;
+  p.q = decode.q;
+  p.q_stride_query = decode.draft_tokens * decode.q_stride_query;
+  p.q_stride_head = decode.q_stride_head;
+  p.k = decode.k;
+  p.k_stride_head = decode.k_stride_head;
+  p.v = decode.v;
+  p.v_stride_head = decode.v_stride_head;
+  p.k_stride_slot = static_cast<uint32_t>(decode.k_stride_slot);  // check_decode() has looked
+  p.v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot);
+  p.row_masks = decode.row_masks;
+  p.out = decode.out;
+  p.out_stride_query = decode.draft_tokens * decode.out_stride_query;
+  p.out_stride_head = decode.out_stride_head;
+  p.lse = decode.lse;
+  p.partials = decode.partials;
+  p.partial_lse = decode.partial_lse;
+  p.queue = decode.queue;
+  p.trace = decode.trace;
+  p.first_units = has_first_units(decode.launch) ? decode.first_units : nullptr;
+  p.num_q_heads = decode.draft_tokens * decode.num_q_heads;
+  p.float_partials = decode.partial_bytes == 4;
+  p.v_scale = decode.v_scale;
   if (decode.draft_tokens > 1) {
+    const int head_group = decode.num_q_heads / decode.num_kv_heads;
     p.masked_tokens = decode.draft_tokens - 1;
     p.draft_masks = decode.draft_masks;
     p.head_group = head_group;
-    p.head_group_magic = magic(head_group);
+    p.head_group_magic = row_magic(head_group);
     p.heads_between = decode.num_q_heads - head_group;
     p.bytes_between = decode.q_stride_query - head_group * decode.q_stride_head;
   }
@@ -105,17 +98,11 @@ ForwardParams forward_params(const DecodeParams& decode) {
 
 void launch_forward(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
   const bool fp8 = decode.kv_type == KVType::kE4M3;
-  switch (decode.head_dim) {
-    case 64:
-      return fp8 ? launch_forward_fp8_64(params, decode.type, stream)
-                 : launch_forward_64(params, decode.type, stream);
-    case 128:
-      return fp8 ? launch_forward_fp8_128(params, decode.type, stream)
-                 : launch_forward_128(params, decode.type, stream);
-    default:
-      return fp8 ? launch_forward_fp8_256(params, decode.type, stream)
-                 : launch_forward_256(params, decode.type, stream);
-  }
+  const bool shares_sm = decode.launch == Launch::kStreams;
+  auto* launch = decode.head_dim == 64    ? (fp8 ? launch_forward_fp8_64 : launch_forward_64)
+                 : decode.head_dim == 128 ? (fp8 ? launch_forward_fp8_128 : launch_forward_128)
+                                          : (fp8 ? launch_forward_fp8_256 : launch_forward_256);
+  launch(params, decode.type, shares_sm, stream);
 }
 
 // One launch per row tile. If forks is null, all are on `stream`.
@@ -181,6 +168,17 @@ void check_drafts(const DecodeParams& a) {
 }
 
 }  // namespace
+
+ForwardParams scheduling_params(int num_rows, int num_q_heads, int num_kv_heads, int draft_tokens) {
+  ForwardParams p{};
+  p.num_rows = num_rows;
+  p.num_kv_heads = num_kv_heads;
+  p.group = draft_tokens * (num_q_heads / num_kv_heads);
+  p.group_magic = row_magic(p.group);
+  p.kv_heads_magic = divisor_magic(num_kv_heads);
+  p.max_row_tile = std::numeric_limits<int>::max();
+  return p;
+}
 
 int min_shared_bytes(int head_dim) {
   switch (head_dim) {

@@ -10,15 +10,19 @@
 
 namespace pat {
 
-struct ForwardParams;
+// Parameters of which only those are set that schedule work units: the sizes of the batch and what
+// divides by them. Footprint::set() adds the rest of these. num_rows are queries, each with
+// draft_tokens tokens; the heads are those of one token.
+ForwardParams scheduling_params(int num_rows, int num_q_heads, int num_kv_heads, int draft_tokens);
 
-void launch_forward_64(const ForwardParams&, CudaType, cudaStream_t);
-void launch_forward_128(const ForwardParams&, CudaType, cudaStream_t);
-void launch_forward_256(const ForwardParams&, CudaType, cudaStream_t);
+// `shares_sm`: with CTAs of half an SM, so that two run on one, those of other launches too.
+void launch_forward_64(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
+void launch_forward_128(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
+void launch_forward_256(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
 // K and V are float8_e4m3fn.
-void launch_forward_fp8_64(const ForwardParams&, CudaType, cudaStream_t);
-void launch_forward_fp8_128(const ForwardParams&, CudaType, cudaStream_t);
-void launch_forward_fp8_256(const ForwardParams&, CudaType, cudaStream_t);
+void launch_forward_fp8_64(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
+void launch_forward_fp8_128(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
+void launch_forward_fp8_256(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
 
 // `overlap`: the merge may start while the kernel before it in the stream drains.
 void launch_merge(const DecodeParams& params, bool overlap, cudaStream_t stream);

@@ -9,34 +9,67 @@
 
 namespace pat {
 
-// What a launch needs of an SM.
+// What a launch needs of an SM, and its CTAs.
 struct Footprint {
   int stages, q_buffers, half_bytes, halves;
   bool narrow;
+  int grid;
+
+  void set(ForwardParams& params) const {
+    params.stages = stages;
+    params.q_buffers = q_buffers;
+    params.half_bytes = half_bytes;
+    params.narrow = narrow;
+    params.grid_magic = divisor_magic(grid);
+  }
 };
 
+// What `halves` halves have room for in `bytes` of shared memory. If they do not run with that,
+// `halves` is 0 in the result.
 template <int kHeadDim>
-Footprint footprint(const Device& device) {
+Footprint fill(int bytes, int halves) {
   constexpr int kTile = Shape<kHeadDim>::kTileBytes;
   constexpr int kFixed = static_cast<int>(sizeof(Control));
-  // Two halves if each gets at least three stages, otherwise one half with what there is.
-  for (int halves = Shape<kHeadDim>::kMaxHalves; halves > 0; --halves) {
-    const int room = device.shared_per_block / halves / 1024 * 1024;
-    // For a head dim of 128 a fifth stage is worth more than a second Q buffer.
-    for (int q_buffers = kHeadDim == 128 ? 1 : 2; q_buffers > 0; --q_buffers) {
-      for (const bool narrow : {true, false}) {
-        const int used = kFixed + q_buffers * kTile +
-                         (narrow ? kNarrowBuffers * Shape<kHeadDim>::kNarrowBytes : 0);
-        const int stages = std::min((room - used) / kTile, kMaxStages);
-        if (stages >= (halves == 1 && q_buffers == 1 ? 2 : 3)) {
-          const int bytes = (used + stages * kTile + 1023) / 1024 * 1024;
-          return {stages, q_buffers, bytes, halves, narrow};
-        }
+  const int room = bytes / halves / 1024 * 1024;
+  // For a head dim of 128 a fifth stage is worth more than a second Q buffer.
+  for (int q_buffers = kHeadDim == 128 ? 1 : 2; q_buffers > 0; --q_buffers) {
+    for (const bool narrow : {true, false}) {
+      const int used = kFixed + q_buffers * kTile +
+                       (narrow ? kNarrowBuffers * Shape<kHeadDim>::kNarrowBytes : 0);
+      const int stages = std::min((room - used) / kTile, kMaxStages);
+      if (stages >= (halves == 1 && q_buffers == 1 ? 2 : 3)) {
+        const int used_bytes = (used + stages * kTile + 1023) / 1024 * 1024;
+        return {stages, q_buffers, used_bytes, halves, narrow, 0};
       }
     }
   }
+  return {};
+}
+
+// Of a CTA that has an SM for itself: two halves if each gets at least three stages, otherwise one
+// half with what there is.
+template <int kHeadDim>
+Footprint footprint(const Device& device) {
+  for (int halves = Shape<kHeadDim>::kMaxHalves; halves > 0; --halves) {
+    Footprint use = fill<kHeadDim>(device.shared_per_block, halves);
+    use.grid = device.num_sms;
+    if (use.halves > 0) return use;
+  }
   throw_invalid("head_dim %d needs %d bytes of shared memory per block, the device has %d",
                 kHeadDim, kMinSharedBytes<kHeadDim>, device.shared_per_block);
+}
+
+// Of a CTA of one half, so that two share an SM, also those of kernels on different streams. At
+// head dim 256 one half has the registers of an SM for itself.
+template <int kHeadDim>
+Footprint shared_footprint(const Device& device) {
+  if (Shape<kHeadDim>::kMaxHalves == 2) {
+    const int bytes = device.shared_per_sm / 2 - device.shared_reserved;
+    Footprint use = fill<kHeadDim>(std::min(bytes, device.shared_per_block), 1);
+    use.grid = 2 * device.num_sms;
+    if (use.halves > 0) return use;
+  }
+  return footprint<kHeadDim>(device);
 }
 
 }  // namespace pat

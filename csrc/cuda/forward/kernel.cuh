@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The forward kernel: a persistent CTA per SM, of two halves that run the plan's work units
-// (item x KV head) independently; of one half at head dim 256 or with little shared memory. A half
-// has two warpgroups, one of producers, one of consumers:
+// (item x KV head) independently; of one half at head dim 256, with little shared memory, or where
+// launches share an SM. A half has two warpgroups, one of producers, one of consumers:
 //
 //   producers, warp 0     scheduler  claims work units, long ones first, and puts them into a ring
 //              warp 3     fetcher    copies Q and the slots of the tokens, some tiles ahead

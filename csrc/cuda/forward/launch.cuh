@@ -11,32 +11,35 @@
 namespace pat {
 
 template <typename T, bool kFp8, int kHeadDim>
-void launch_forward_as(ForwardParams params, cudaStream_t stream) {
+void launch_forward_as(ForwardParams params, bool shares_sm, cudaStream_t stream) {
   // check_decode() has refused draft tokens with other logits.
   auto* kernel = params.draft_masks != nullptr ? forward_kernel<T, kFp8, kHeadDim, false, kTrees>
                  : params.masked_tokens > 0    ? forward_kernel<T, kFp8, kHeadDim, false, kChains>
                  : params.logits == kPlain     ? forward_kernel<T, kFp8, kHeadDim, false, kNoDrafts>
                                                : forward_kernel<T, kFp8, kHeadDim, true, kNoDrafts>;
   const Device& device = current_device();
-  const Footprint use = footprint<kHeadDim>(device);
-  params.stages = use.stages;
-  params.q_buffers = use.q_buffers;
-  params.half_bytes = use.half_bytes;
-  params.narrow = use.narrow;
-  params.grid_magic = divisor_magic(device.num_sms);
+  const Footprint use =
+      shares_sm ? shared_footprint<kHeadDim>(device) : footprint<kHeadDim>(device);
+  use.set(params);
   const int bytes = use.halves * use.half_bytes;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "forward kernel: shared memory");
-  kernel<<<device.num_sms, kThreads * use.halves, bytes, stream>>>(params);
+  if (shares_sm) {  // else an SM may give shared memory to one CTA alone, and the rest to its L1
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared),
+          "forward kernel: carveout");
+  }
+  kernel<<<use.grid, kThreads * use.halves, bytes, stream>>>(params);
   check(cudaGetLastError(), "forward kernel: launch");
 }
 
 template <int kHeadDim, bool kFp8>
-void launch_forward_dim(const ForwardParams& params, CudaType type, cudaStream_t stream) {
+void launch_forward_dim(const ForwardParams& params, CudaType type, bool shares_sm,
+                        cudaStream_t stream) {
   if (type == CudaType::kBF16) {
-    launch_forward_as<__nv_bfloat16, kFp8, kHeadDim>(params, stream);
+    launch_forward_as<__nv_bfloat16, kFp8, kHeadDim>(params, shares_sm, stream);
   } else {
-    launch_forward_as<__half, kFp8, kHeadDim>(params, stream);
+    launch_forward_as<__half, kFp8, kHeadDim>(params, shares_sm, stream);
   }
 }
 

@@ -3,8 +3,9 @@
 
 namespace pat {
 
-void launch_forward_64(const ForwardParams& params, CudaType type, cudaStream_t stream) {
-  launch_forward_dim<64, false>(params, type, stream);
+void launch_forward_64(const ForwardParams& params, CudaType type, bool shares_sm,
+                       cudaStream_t stream) {
+  launch_forward_dim<64, false>(params, type, shares_sm, stream);
 }
 
 }  // namespace pat
