@@ -134,6 +134,12 @@ def may_be_joint(inputs: Case, plan: DevicePlan) -> bool:
     return plan.num_heavy_items == plan.num_items > 0 and max(rows) <= 64
 
 
+def joins_halves(plan: Any, launch: str) -> bool:
+    """Whether both halves of an SM run each unit and add up its results, which gives other bits
+    than one half. CTAs of ``streams`` have one half each."""
+    return bool(plan.joint) and launch != "streams"
+
+
 def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
     """Execute and compare with fp64 attention: at most twice the error of attention computed by
     torch in the inputs' dtype. That of the LSE is the rounding of sums in fp32. A case's own plan

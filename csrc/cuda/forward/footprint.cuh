@@ -66,7 +66,7 @@ Footprint shared_footprint(const Device& device) {
   if (Shape<kHeadDim>::kMaxHalves == 2) {
     const int bytes = device.shared_per_sm / 2 - device.shared_reserved;
     Footprint use = fill<kHeadDim>(std::min(bytes, device.shared_per_block), 1);
-    use.grid = 2 * device.num_sms;
+    use.grid = device.num_sms;
     if (use.halves > 0) return use;
   }
   return footprint<kHeadDim>(device);
