@@ -38,7 +38,7 @@ if(PAT_CUDA)
   file(GLOB cuda_host_sources CONFIGURE_DEPENDS cuda/*.cpp)
   file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS cuda/*.cu)
   target_sources(pat_core PRIVATE ${cuda_host_sources} ${cuda_sources})
-  target_compile_definitions(pat_core PRIVATE $<$<BOOL:${PAT_RACECHECK}>:PAT_RACECHECK>)
+  target_compile_definitions(pat_core PRIVATE $<$<BOOL:${PAT_SANITIZER}>:PAT_SANITIZER>)
   target_compile_options(pat_core PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v,-warn-spills -Xcompiler=-Wall,-Wextra>
     # nvcc has no option like -ffile-prefix-map, so that line tables hold this build's paths.

@@ -41,8 +41,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t bar) {
 
 // How many lanes arrive when a warp releases a buffer that all its lanes have read. One is enough
 // after __syncwarp. But racecheck (compute-sanitizer) regards only threads that arrive themselves
-// as ordered, so in a build for it (PAT_RACECHECK) all lanes do.
-#ifdef PAT_RACECHECK
+// as ordered, so in a build for it (PAT_SANITIZER) all lanes do.
+#ifdef PAT_SANITIZER
 constexpr uint32_t kArriving = 32;
 #else
 constexpr uint32_t kArriving = 1;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 // ---- a counter in shared memory: one thread counts, others may see it late
 
 __device__ __forceinline__ void count_one(int32_t& counter) {
-#ifdef PAT_RACECHECK
+#ifdef PAT_SANITIZER
   atomicAdd(&counter, 1);
 #else
   volatile int32_t& seen = counter;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void count_one(int32_t& counter) {
 }
 
 __device__ __forceinline__ int32_t counted(int32_t& counter) {
-#ifdef PAT_RACECHECK
+#ifdef PAT_SANITIZER
   return atomicAdd(&counter, 0);
 #else
   return *const_cast<const volatile int32_t*>(&counter);

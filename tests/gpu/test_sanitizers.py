@@ -7,8 +7,9 @@ host, since of torch's own kernels, which ``--kernel-name`` leaves out, the tool
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck $K \\
         python3 -m pytest tests/gpu/test_sanitizers.py
 
-memcheck and synccheck likewise. racecheck wants kernels made for it, else it reports each barrier
-that one lane releases for its warp: ``pip install -C cmake.define.PAT_RACECHECK=ON .``
+memcheck likewise. racecheck and synccheck want kernels made for them, else the first reports each
+barrier that one lane releases for its warp, and the second one that the jobs of a CTA meet at in
+several places: ``pip install -C cmake.define.PAT_SANITIZER=ON .``
 """
 
 from __future__ import annotations

@@ -37,11 +37,13 @@ enum Job : int { kScheduler = 0, kFirstLoader = 1, kFetcher = 1 + kLoaderWarps, 
 // Waits until begin_half() and copy_first_unit() are over. A jump to code that is in no cache takes
 // half a microsecond. So every job jumps to its own code first and waits there
 // (docs/experiments/host.md). kJob makes the calls differ: of equal ones the compiler would make
-// one, before the jumps. `threads`: of the CTA. A barrier that names them may stand in several
-// places, one that does not is an error to synccheck.
+// one, before the jumps. `threads`: of the CTA. To synccheck a barrier in several places is an
+// error, so in a build for it (PAT_SANITIZER) all meet before the jumps.
 template <Job kJob>
-__device__ __forceinline__ void meet_all(int threads) {
+__device__ __forceinline__ void meet_all([[maybe_unused]] int threads) {
+#ifndef PAT_SANITIZER
   asm volatile("bar.sync 0, %0; /* %1 */" ::"r"(threads), "n"(static_cast<int>(kJob)) : "memory");
+#endif
   allow_next_kernel();
 }
 
@@ -156,6 +158,9 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
   if (producer && job == kFetcher && p.first_units) copy_first_unit(p, s, lane);
   if (threadIdx.x % 128 == 0 && producer) begin_half(p, s);
   __syncwarp();  // what follows wants whole warps
+#ifdef PAT_SANITIZER
+  __syncthreads();
+#endif
   if (producer) {
 #if PAT_WGMMA
     if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_dealloc<kFp8 ? 56 : 64>();
