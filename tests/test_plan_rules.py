@@ -122,53 +122,6 @@ def test_the_byte_rule_counts_group_tiles_and_partials() -> None:
     assert sorted(made.queries["num_splits"].tolist()) == [1] + [2] * 16
 
 
-def test_splits_fill_the_machine() -> None:
-    one = plan([[]], [131072], target())
-    assert 0.9 * 132 <= one.num_items * 8 <= 132  # eight KV heads, an item for each of 132 SMs
-    many = plan([[]] * 1024, [1024] * 1024, target())
-    assert many.num_items == 1024
-    ragged = plan([[]] * 64, [32768] + [200] * 63, target())
-    assert ragged.num_items > 64 + 8
-
-
-def most_splits(queries: int, **overrides: Any) -> int:
-    """Of one long query among short ones, with eight query heads a query."""
-    made_for = target(num_q_heads=8, num_kv_heads=1, **overrides)
-    made = plan([[]] * queries, [65536] + [100] * (queries - 1), made_for)
-    return int(made.queries["num_splits"].max())
-
-
-def test_a_query_has_fewer_splits_where_the_merge_joins_fewer_at_once() -> None:
-    """A warp joins the splits of a batch of many heads round by round (csrc/merge_rule.h)."""
-    by_size = [most_splits(queries) for queries in (1, 20, 64, 300)]
-    assert by_size[0] > by_size[1] > by_size[2] > by_size[3] > 1
-    free = [most_splits(queries, merge_round_s=0.0) for queries in (1, 20, 64, 300)]
-    assert free[0] == by_size[0] and free[3] > 2 * by_size[3]
-
-
-def test_items_are_longer_where_an_sm_alone_is_fast() -> None:
-    items = [plan([[]], [65536], target(sm_speedup=speed)).num_items for speed in (1.0, 1.6, 3.0)]
-    assert items[0] > items[1] > items[2] > 1
-
-
-def test_items_fill_the_slots_of_the_sms() -> None:
-    """Sixteen long queries of eight KV heads are 128 work units, one for each of 132 SMs. Twenty
-    are 160: a wave and a fifth of SMs with one slot; with two slots less than a wave, but some SMs
-    would have two units that share what it can read, and others one."""
-    for queries, slots, expected in ((16, 2, 16), (20, 2, 80), (16, 1, 16), (20, 1, 60)):
-        made = plan([[]] * queries, [65536] * queries, target(items_per_sm=slots))
-        assert made.num_items == expected
-
-
-def test_wide_items_of_one_query_have_an_sm_for_themselves() -> None:
-    """So that they are not split as if two of them shared one: 16 query heads of one KV head and 8
-    draft tokens are 128 packed rows, and the 132 SMs have an item each, or nearly."""
-    options: dict[str, Any] = {"num_q_heads": 16, "num_kv_heads": 1, "draft_tokens": 8}
-    for queries in (5, 8, 9):
-        made = plan([[]] * queries, [8192] * queries, target(**options))
-        assert 120 <= made.num_items <= 132
-
-
 def test_mean_split_keeps_items_under_the_mean() -> None:
     lens = [8192] * 2 + [1024] * 14
     made = plan([[]] * 16, lens, target(split="mean"))

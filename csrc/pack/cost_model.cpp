@@ -23,10 +23,11 @@ double smooth_max(double a, double b) {
 
 // How much longer an item takes if another one runs on the same SM, as a share of its time beyond
 // kStart overheads: the two share what an SM can read, but each begins as fast as alone. Fitted to
-// 403 batches on an H200 (docs/experiments/splits.md, series 11). Where queries share items it does
-// not hold: an SM's second item then often reads what the L2 has.
+// 403 batches on an H200 (docs/experiments/splits.md, series 11). Where queries share more than a
+// few of the tokens it does not hold: an SM's second item then often reads what the L2 has.
 constexpr double kBesideAnother = 0.8;
 constexpr double kStart = 1.25;
+constexpr double kFewShared = 0.1;  // of all tokens
 
 // Seconds of the long items wave by wave. A wave is as many items as there are slots; the last one,
 // which has fewer, takes no less than its longest item.
@@ -41,7 +42,8 @@ double waves_seconds(const Target& target, const ItemLoad& load, double slot_tok
   double longest = load.longest;
   // A wide item has its SM for itself.
   const bool wide = target.group() > kWideRows;
-  if (rest > target.num_sms && !load.shared && !wide) {
+  const bool shared = load.shared_tokens > kFewShared * load.tokens;
+  if (rest > target.num_sms && !shared && !wide) {
     longest += kBesideAnother * std::max(0.0, longest - kStart * target.item_overhead_s);
   }
   if (rest > 0.0) seconds += std::max(longest, rest * bytes_s);

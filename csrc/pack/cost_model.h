@@ -41,7 +41,7 @@ struct ItemLoad {
   double long_seconds = 0.0;
   double long_slots = 0.0;
   double long_tokens = 0.0;
-  bool shared = false;  // some items are of several queries
+  double shared_tokens = 0.0;  // of items of several queries
 };
 
 // Seconds of an item that has the memory nearly to itself: overhead, then K/V as fast as its SM can

@@ -143,8 +143,8 @@ ItemLoad load_if_split(const Target& target, const Packs& packs,
                 .slots = branches.items,
                 .tokens = static_cast<double>(branches.tokens),
                 .partials = static_cast<double>(branches.partials),
-                .longest_tokens = static_cast<double>(branches.longest_tokens)};
-  load.shared = branches.items > 0.0;
+                .longest_tokens = static_cast<double>(branches.longest_tokens),
+                .shared_tokens = static_cast<double>(branches.tokens)};
   const auto add_long = [&](double seconds, double slots, double tokens) {
     if (seconds <= 0.5 * limit) return;
     load.long_seconds += seconds * slots;
@@ -169,7 +169,7 @@ ItemLoad load_if_split(const Target& target, const Packs& packs,
       load.partials += static_cast<double>(int64_t{pack.queries} * pieces);
     }
     load.most_splits = std::max(load.most_splits, pieces);
-    load.shared |= pack.queries > 1;
+    if (pack.queries > 1) load.shared_tokens += tokens;
     const double row_tile_slots = whole[i].slots / whole[i].items;
     load.longest_tokens = std::max(load.longest_tokens, pack.tokens() / (pieces * row_tile_slots));
   }
