@@ -27,7 +27,7 @@ double smooth_max(double a, double b) {
 // few of the tokens it does not hold: an SM's second item then often reads what the L2 has.
 constexpr double kBesideAnother = 0.8;
 constexpr double kStart = 1.25;
-constexpr double kFewShared = 0.1;  // of all tokens
+constexpr double kFewShared = 0.1;  // of all tokens; verify steps were not timed with it
 
 // Seconds of the long items wave by wave. A wave is as many items as there are slots; the last one,
 // which has fewer, takes no less than its longest item.
@@ -42,7 +42,8 @@ double waves_seconds(const Target& target, const ItemLoad& load, double slot_tok
   double longest = load.longest;
   // A wide item has its SM for itself.
   const bool wide = target.group() > kWideRows;
-  const bool shared = load.shared_tokens > kFewShared * load.tokens;
+  const double few = target.draft_tokens > 1 ? 0.0 : kFewShared * load.tokens;
+  const bool shared = load.shared_tokens > few;
   if (rest > target.num_sms && !shared && !wide) {
     longest += kBesideAnother * std::max(0.0, longest - kStart * target.item_overhead_s);
   }
