@@ -85,6 +85,7 @@ def test_every_shipped_profile_can_be_read_and_has_its_name() -> None:
         found = profiles.read(path)
         assert path.name == profiles.file_name(found.gpu, found.sms)
         assert found.date and found.command and "measured" in found.sources.values()
+        assert (found.fit is not None) == ("fitted" in found.sources.values())
 
 
 def changed(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:

@@ -42,13 +42,14 @@ __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, Plan
 
 template <int kHeadDim>
 void launch_dim(const SnapshotArgs& args, cudaStream_t stream) {
-  const Footprint use = footprint<kHeadDim>(current_device());
-  ForwardParams p =
-      scheduling_params(args.num_rows, args.num_q_heads, args.num_kv_heads, args.draft_tokens);
+  const Device& device = current_device();
+  const Footprint use = footprint<kHeadDim>(device);
+  ForwardParams p{};
+  set_scheduling(p, args.num_rows, args.num_q_heads, args.num_kv_heads, args.draft_tokens);
   use.set(p);
   auto* kernel = args.draft_tokens > 1 ? first_units_kernel<kHeadDim, kChains>
                                        : first_units_kernel<kHeadDim, kNoDrafts>;
-  kernel<<<use.grid, 32 * use.halves, 0, stream>>>(p, args.plan, args.first_units);
+  kernel<<<device.num_sms, 32 * use.halves, 0, stream>>>(p, args.plan, args.first_units);
   check(cudaGetLastError(), "first units kernel: launch");
 }
 

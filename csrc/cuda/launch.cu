@@ -46,31 +46,32 @@ Forks& forks_of_device() {  // the caller holds the mutex
 uint32_t row_magic(int divisor) { return static_cast<uint32_t>((65536 + divisor - 1) / divisor); }
 
 ForwardParams forward_params(const DecodeParams& decode) {
-  ForwardParams p = scheduling_params(decode.num_rows, decode.num_q_heads, decode.num_kv_heads,
-                                      decode.draft_tokens);
-  p.plan = decode.plan;
-  p.q = decode.q;
-  p.q_stride_query = decode.draft_tokens * decode.q_stride_query;
-  p.q_stride_head = decode.q_stride_head;
-  p.k = decode.k;
-  p.k_stride_head = decode.k_stride_head;
-  p.v = decode.v;
-  p.v_stride_head = decode.v_stride_head;
-  p.k_stride_slot = static_cast<uint32_t>(decode.k_stride_slot);  // check_decode() has looked
-  p.v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot);
-  p.row_masks = decode.row_masks;
-  p.out = decode.out;
-  p.out_stride_query = decode.draft_tokens * decode.out_stride_query;
-  p.out_stride_head = decode.out_stride_head;
-  p.lse = decode.lse;
-  p.partials = decode.partials;
-  p.partial_lse = decode.partial_lse;
-  p.queue = decode.queue;
-  p.trace = decode.trace;
-  p.first_units = has_first_units(decode.launch) ? decode.first_units : nullptr;
-  p.num_q_heads = decode.draft_tokens * decode.num_q_heads;
-  p.float_partials = decode.partial_bytes == 4;
-  p.v_scale = decode.v_scale;
+  ForwardParams p{
+      .plan = decode.plan,
+      .q = decode.q,
+      .q_stride_query = decode.draft_tokens * decode.q_stride_query,
+      .q_stride_head = decode.q_stride_head,
+      .k = decode.k,
+      .k_stride_head = decode.k_stride_head,
+      .v = decode.v,
+      .v_stride_head = decode.v_stride_head,
+      .k_stride_slot = static_cast<uint32_t>(decode.k_stride_slot),  // check_decode() has looked
+      .v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot),
+      .row_masks = decode.row_masks,
+      .out = decode.out,
+      .out_stride_query = decode.draft_tokens * decode.out_stride_query,
+      .out_stride_head = decode.out_stride_head,
+      .lse = decode.lse,
+      .partials = decode.partials,
+      .partial_lse = decode.partial_lse,
+      .queue = decode.queue,
+      .trace = decode.trace,
+      .first_units = has_first_units(decode.launch) ? decode.first_units : nullptr,
+      .num_q_heads = decode.draft_tokens * decode.num_q_heads,
+      .float_partials = decode.partial_bytes == 4,
+      .v_scale = decode.v_scale,
+  };
+  set_scheduling(p, decode.num_rows, decode.num_q_heads, decode.num_kv_heads, decode.draft_tokens);
   if (decode.draft_tokens > 1) {
     const int head_group = decode.num_q_heads / decode.num_kv_heads;
     p.masked_tokens = decode.draft_tokens - 1;
@@ -169,15 +170,15 @@ void check_drafts(const DecodeParams& a) {
 
 }  // namespace
 
-ForwardParams scheduling_params(int num_rows, int num_q_heads, int num_kv_heads, int draft_tokens) {
-  ForwardParams p{};
-  p.num_rows = num_rows;
-  p.num_kv_heads = num_kv_heads;
-  p.group = draft_tokens * (num_q_heads / num_kv_heads);
-  p.group_magic = row_magic(p.group);
-  p.kv_heads_magic = divisor_magic(num_kv_heads);
-  p.max_row_tile = std::numeric_limits<int>::max();
-  return p;
+void set_scheduling(ForwardParams& params, int num_rows, int num_q_heads, int num_kv_heads,
+                    int draft_tokens) {
+  params.num_rows = num_rows;
+  params.num_kv_heads = num_kv_heads;
+  params.group = draft_tokens * (num_q_heads / num_kv_heads);
+  params.group_magic = row_magic(params.group);
+  params.kv_heads_magic = divisor_magic(num_kv_heads);
+  params.grid_magic = divisor_magic(current_device().num_sms);
+  params.max_row_tile = std::numeric_limits<int>::max();
 }
 
 int min_shared_bytes(int head_dim) {

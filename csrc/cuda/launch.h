@@ -10,10 +10,11 @@
 
 namespace pat {
 
-// Parameters of which only those are set that schedule work units: the sizes of the batch and what
-// divides by them. Footprint::set() adds the rest of these. num_rows are queries, each with
-// draft_tokens tokens; the heads are those of one token.
-ForwardParams scheduling_params(int num_rows, int num_q_heads, int num_kv_heads, int draft_tokens);
+// Sets what the scheduler reads of the parameters beside Footprint::set(): the sizes of the batch,
+// and what divides by them and by the CTAs. The batch has num_rows queries of draft_tokens tokens;
+// the heads are those of a token.
+void set_scheduling(ForwardParams& params, int num_rows, int num_q_heads, int num_kv_heads,
+                    int draft_tokens);
 
 // `shares_sm`: with CTAs of half an SM, so that two run on one, those of other launches too.
 void launch_forward_64(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);

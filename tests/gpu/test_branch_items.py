@@ -11,12 +11,12 @@ import pytest
 import torch
 from kit import cases as kit_cases
 from kit.cases import Case, by_hand, case, grown
-from kit.device import DevicePlan, check, error, execute, on_device, target_of
+from kit.device import DevicePlan, check, check_launches, error, execute, on_device, target_of
 from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
 
 from sglang_pat.planner import Plan, plan
 from sglang_pat.target import Target
-from sglang_pat.workspace import LAUNCHES, Workspace
+from sglang_pat.workspace import Workspace
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GROUPS = [1, 2, 3, 4, 5, 7, 8, 16]
@@ -157,14 +157,7 @@ def test_launch_modes_agree_and_repeat(heads: tuple[int, int], head_dim: int) ->
     inputs = case(pieces, heads, head_dim, tails=TAILS)
     inputs = on_device(mixed(inputs, 64 * heads[1] // heads[0], 70), BF16)
     made = DevicePlan(inputs.plan())
-    results = []
-    for launch in LAUNCHES:
-        workspace = Workspace(target_of(inputs), inputs.table.shape[1], launch=launch)
-        check(inputs, made, workspace=workspace)
-        results += [execute(inputs, made, workspace=workspace) for _ in range(5)]
-        assert not workspace.queue.any()  # left as it was found
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    check_launches(inputs, made, target_of(inputs))
 
 
 def planned(inputs: Case, target: Target) -> Plan:

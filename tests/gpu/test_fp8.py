@@ -3,21 +3,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from kit.cases import Case, by_hand, case
-from kit.device import POISON, DevicePlan, case_of_tree, execute, joins_halves, on_device, target_of
+from kit.device import (
+    POISON,
+    DevicePlan,
+    case_of_tree,
+    check_launches,
+    execute,
+    on_device,
+    target_of,
+)
 from kit.e4m3 import K_SCALE, V_SCALE, check_e4m3, stored, wide
 from kit.pieces import DYNAMIC, Piece, forest, prefix
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
-from sglang_pat.workspace import LAUNCHES, Workspace
+from sglang_pat.workspace import Workspace
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GROUPS = [1, 2, 4, 5, 7, 8, 16]
@@ -168,18 +175,9 @@ def test_what_no_item_owns_is_not_read() -> None:
 def test_launch_modes_agree_and_repeat(heads: tuple[int, int], branching: str) -> None:
     tree = Tree((1, 3, 60), (300, 150, 40))
     inputs = case_of_tree(tree, heads).to_e4m3(K_SCALE, V_SCALE)
-    results = defaultdict(list)
-    for launch in LAUNCHES:
-        target = target_of(inputs, branching=branching, branch_limits=(200,))
-        workspace = Workspace(target, inputs.table.shape[1], launch=launch)
-        plan = Planner(target).plan(tree.paths, tree.seq_lens)
-        check_e4m3(inputs, plan, workspace=workspace)
-        same = results[joins_halves(plan, launch)]
-        same += [execute(inputs, plan, workspace=workspace) for _ in range(5)]
-        assert not workspace.queue.any()
-    for (first, first_lse), *others in results.values():
-        for out, lse in others:
-            assert torch.equal(out, first) and torch.equal(lse, first_lse)
+    target = target_of(inputs, branching=branching, branch_limits=(200,))
+    plan = Planner(target).plan(tree.paths, tree.seq_lens)
+    check_launches(inputs, plan, target, check_e4m3)
 
 
 @pytest.mark.parametrize("branching", ["cost", "always"])

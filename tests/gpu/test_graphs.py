@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from kit.cases import Case
-from kit.device import POISON, case_of_tree, check, execute, joins_halves, target_of
+from kit.device import POISON, case_of_tree, check, check_launches, execute, target_of
 
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
@@ -47,7 +46,7 @@ def fill(static: Case, step: Case) -> None:
 
 
 def output_of(step: Case, plan: Plan, target: Target, launch: str) -> torch.Tensor:
-    """Of a step by itself, without a graph, which is right."""
+    """The output of a step that runs without a graph, compared with fp64 attention."""
     return check(step, plan, workspace=Workspace(target, step.table.shape[1], launch=launch))
 
 
@@ -112,20 +111,11 @@ def test_launch_modes_agree_and_repeat(heads: tuple[int, int], branching: str) -
     """Same bits from one kernel, from streams and one by one, and from run to run."""
     tree = Tree((1, 3, 60), (300, 150, 40))
     inputs = case_of_tree(tree, heads)
-    results = defaultdict(list)
-    for launch in LAUNCHES:
-        target = target_of(inputs, branching=branching, branch_limits=(200,))
-        workspace = Workspace(target, inputs.table.shape[1], launch=launch)
-        plan = Planner(target).plan(tree.paths, tree.seq_lens)
-        assert (plan.branch_tokens > 0) == (branching == "always")
-        assert branching == "always" or len(set(plan.items["row_tile"].tolist())) > 1
-        check(inputs, plan, workspace=workspace)
-        same = results[joins_halves(plan, launch)]
-        same += [execute(inputs, plan, workspace=workspace) for _ in range(5)]
-        assert not workspace.queue.any()  # left as it was found
-    for (first, first_lse), *others in results.values():
-        for out, lse in others:
-            assert torch.equal(out, first) and torch.equal(lse, first_lse)
+    target = target_of(inputs, branching=branching, branch_limits=(200,))
+    plan = Planner(target).plan(tree.paths, tree.seq_lens)
+    assert (plan.branch_tokens > 0) == (branching == "always")
+    assert branching == "always" or len(set(plan.items["row_tile"].tolist())) > 1
+    check_launches(inputs, plan, target)
 
 
 def test_loads_do_not_overtake_copies_in_flight() -> None:

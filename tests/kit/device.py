@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +16,7 @@ from kit.plans import HandPlan, joint
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.ops import decode
 from sglang_pat.target import Target
-from sglang_pat.workspace import Workspace
+from sglang_pat.workspace import LAUNCHES, Workspace
 
 POISON = 1e4
 
@@ -28,7 +30,7 @@ class DevicePlan:
     def __getattr__(self, name: str) -> Any:
         if name in ("segments", "item_segments"):
             return getattr(self.hand, name)
-        if name.startswith(("num_", "total_", "branch_", "list_", "draft_")):
+        if name == "joint" or name.startswith(("num_", "total_", "branch_", "list_", "draft_")):
             return int(self.hand.header[name][0])
         raise AttributeError(name)
 
@@ -157,6 +159,23 @@ def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
     difference = (lse - truth_lse).abs()[~empty]
     assert torch.all(difference <= 1e-5 + 4e-6 * truth_lse[~empty].abs())
     return out
+
+
+def check_launches(
+    inputs: Case, plan: Any, target: Target, right: Callable[..., object] = check
+) -> None:
+    """Run a plan with each launch: ``right``, the same bits from run to run and from launches that
+    add up alike, and the queue left as it was found."""
+    results: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    for launch in LAUNCHES:
+        workspace = Workspace(target, inputs.table.shape[1], launch=launch)
+        right(inputs, plan, workspace=workspace)
+        same = results[joins_halves(plan, launch)]
+        same += [execute(inputs, plan, workspace=workspace) for _ in range(5)]
+        assert not workspace.queue.any()
+    for (first, first_lse), *others in results.values():
+        for out, lse in others:
+            assert torch.equal(out, first) and torch.equal(lse, first_lse)
 
 
 def case_of_tree(

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a work unit with wgmma, on Hopper: heavy units and branches,
-// which one half runs or, as joint units, both halves with every second tile
-// each; and wide units, which both halves run with 64 rows each.
+// Attention of a work unit with wgmma, on Hopper: heavy units and branches, which one half runs or,
+// as joint units, both halves with every second tile each; and wide units, which both halves run
+// with 64 rows each.
 #pragma once
 
 #include "cuda/forward/consumer.cuh"
@@ -40,11 +40,10 @@ __device__ __forceinline__ void issue_output(float (&o)[kHeadDim / 2],
   wgmma_commit();
 }
 
-// Issues sum = P V of a tile's e4m3 and columns 64 * part to 64 * part + 63 as
-// one group. The matrix units add up products of e4m3 with some 14 bits and cut
-// off what is below. An output of 8192 tokens whose V have a mean lost 14 % of
-// it that way, so each tile has a sum of its own, which add_part() adds in
-// fp32.
+// Issues sum = P V of a tile's e4m3 and columns 64 * part to 64 * part + 63 as one group. The
+// matrix units add up products of e4m3 with some 14 bits and cut off what is below. An output of
+// 8192 tokens whose V have a mean lost 14 % of it that way, so each tile has a sum of its own,
+// which add_part() adds in fp32.
 template <int kHeadDim>
 __device__ __forceinline__ void issue_part(float (&sum)[32], const uint32_t (&weights)[8],
                                            uint32_t tile, int part) {
@@ -85,9 +84,8 @@ __device__ __forceinline__ void add_parts(float (&o)[kHeadDim / 2], float (&sum)
   }
 }
 
-// Makes a tile's weights the operand of issue_output() or issue_part(). Of e4m3
-// a lane has four of a row's tokens in a register, those that ValueBlocks puts
-// next to each other.
+// Makes a tile's weights the operand of issue_output() or issue_part(). Of e4m3 a lane has four of
+// a row's tokens in a register, those that ValueBlocks puts next to each other.
 template <typename M, int kCount>
 __device__ __forceinline__ void pack_weights(uint32_t (&weights)[kCount], const float (&w)[32]) {
 #pragma unroll
@@ -125,9 +123,9 @@ __device__ __forceinline__ void multiply_first_keys(float (&scores)[32], const Q
   warpgroup_fence_operand(scores);
 }
 
-// scores = Q K^T of the tile whose K is at `keys`, and o += P V of the tile
-// before it, whose V is at `values`. The scores are there at the return; of
-// e4m3 so is the output, otherwise it is under way.
+// scores = Q K^T of the tile whose K is at `keys`, and o += P V of the tile before it, whose V is
+// at `values`. The scores are there at the return; of e4m3 so is the output, otherwise it is under
+// way.
 template <typename M, int kHeadDim, int kCount>
 __device__ __forceinline__ void multiply_tile(float (&scores)[32], float (&o)[kHeadDim / 2],
                                               float (&sum)[32], uint32_t (&weights)[kCount],
@@ -172,10 +170,9 @@ __device__ __forceinline__ void finish_wgmma(Consumer<kHeadDim, kTransforms, kDr
   write_rows<T, kHeadDim, kHeadDim / 8, kFp8, 2, kFp8>(c.p, unit, to, first_row, 0, o, state, true);
 }
 
-// Up to 64 packed rows. The softmax of a tile runs at the same time as the
-// product of the previous tile's weights and values; that of e4m3 runs after
-// it. Of a wide unit every second tile is in the other half's shared memory; of
-// a joint one the other half attends to it.
+// Up to 64 packed rows. The softmax of a tile runs at the same time as the product of the
+// previous tile's weights and values; that of e4m3 runs after it. Of a wide unit every second tile
+// is in the other half's shared memory; of a joint one the other half attends to it.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit) {
@@ -183,8 +180,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   using S = Shape<kHeadDim>;
   using Tile = WgmmaTile<M, kHeadDim>;
   const ForwardParams& p = c.p;
-  // Where V has a stage of its own: whether it is waited for before the tile's
-  // softmax, or after.
+  // Where V has a stage of its own: whether it is waited for before the tile's softmax, or after.
   constexpr bool kEarly = !Tile::kOneStage && S::kEarlyValues;
   constexpr bool kLate = !Tile::kOneStage && !kEarly;
   const int first_row = c.warp * kWarpRows;

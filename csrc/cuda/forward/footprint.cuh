@@ -9,18 +9,16 @@
 
 namespace pat {
 
-// What a launch needs of an SM, and its CTAs.
+// What a CTA needs of an SM.
 struct Footprint {
   int stages, q_buffers, half_bytes, halves;
   bool narrow;
-  int grid;
 
   void set(ForwardParams& params) const {
     params.stages = stages;
     params.q_buffers = q_buffers;
     params.half_bytes = half_bytes;
     params.narrow = narrow;
-    params.grid_magic = divisor_magic(grid);
   }
 };
 
@@ -39,7 +37,7 @@ Footprint fill(int bytes, int halves) {
       const int stages = std::min((room - used) / kTile, kMaxStages);
       if (stages >= (halves == 1 && q_buffers == 1 ? 2 : 3)) {
         const int used_bytes = (used + stages * kTile + 1023) / 1024 * 1024;
-        return {stages, q_buffers, used_bytes, halves, narrow, 0};
+        return {stages, q_buffers, used_bytes, halves, narrow};
       }
     }
   }
@@ -51,22 +49,20 @@ Footprint fill(int bytes, int halves) {
 template <int kHeadDim>
 Footprint footprint(const Device& device) {
   for (int halves = Shape<kHeadDim>::kMaxHalves; halves > 0; --halves) {
-    Footprint use = fill<kHeadDim>(device.shared_per_block, halves);
-    use.grid = device.num_sms;
+    const Footprint use = fill<kHeadDim>(device.shared_per_block, halves);
     if (use.halves > 0) return use;
   }
   throw_invalid("head_dim %d needs %d bytes of shared memory per block, the device has %d",
                 kHeadDim, kMinSharedBytes<kHeadDim>, device.shared_per_block);
 }
 
-// Of a CTA of one half, so that two share an SM, also those of kernels on different streams. At
-// head dim 256 one half has the registers of an SM for itself.
+// Of a CTA of one half, which leaves room on its SM for one of a kernel on another stream. At head
+// dim 256 one half takes all registers of an SM.
 template <int kHeadDim>
 Footprint shared_footprint(const Device& device) {
   if (Shape<kHeadDim>::kMaxHalves == 2) {
     const int bytes = device.shared_per_sm / 2 - device.shared_reserved;
-    Footprint use = fill<kHeadDim>(std::min(bytes, device.shared_per_block), 1);
-    use.grid = device.num_sms;
+    const Footprint use = fill<kHeadDim>(std::min(bytes, device.shared_per_block), 1);
     if (use.halves > 0) return use;
   }
   return footprint<kHeadDim>(device);

@@ -29,7 +29,7 @@ void launch_forward_as(ForwardParams params, bool shares_sm, cudaStream_t stream
                                cudaSharedmemCarveoutMaxShared),
           "forward kernel: carveout");
   }
-  kernel<<<use.grid, kThreads * use.halves, bytes, stream>>>(params);
+  kernel<<<device.num_sms, kThreads * use.halves, bytes, stream>>>(params);
   check(cudaGetLastError(), "forward kernel: launch");
 }
 
