@@ -55,7 +55,7 @@ def obstacle(args: Any) -> tuple[str, str]:
 
 def may_be_trees(args: Any) -> bool:
     """Whether a server that speculates may draft trees. NGRAM does even with a breadth of 1: it
-    puts what followed matches of several lengths side by side (S speculative/cpp_ngram/trie.cpp).
+    puts what followed matches of several lengths side by side (ngram_corpus/trie.cpp in SGLang).
     """
     ngram: bool = args.speculative_algorithm == "NGRAM"
     return ngram or args.speculative_eagle_topk != 1
