@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.parsers import of_sglang
 
 from sglang_pat.stats import COUNTERS, LABELLED, NAMESPACE
 
@@ -37,12 +38,9 @@ def _known(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def test_sglang_has_the_flags_of_the_server_commands() -> None:
-    server_args = pytest.importorskip("sglang.srt.server_args", reason="needs SGLang 0.5.23")
-    parser = argparse.ArgumentParser()
-    server_args.ServerArgs.add_cli_args(parser)
     commands = list(_commands("sglang.launch_server"))
     assert len(commands) >= 4
-    assert _flags(commands) <= set(_known(parser))
+    assert _flags(commands) <= set(_known(of_sglang()))
     for command in commands:
         if "prefill" in command:  # such a server never decodes
             assert "--attention-backend" not in command

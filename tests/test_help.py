@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import pytest
 import torch
+from kit.parsers import with_commands
 
 import sglang_pat
 from sglang_pat import cli
@@ -88,15 +89,9 @@ def test_every_option_of_the_command_has_a_help_text() -> None:
     assert _without_help(cli.make_parser()) == []
 
 
-def _commands() -> Iterator[argparse.ArgumentParser]:
-    parser = cli.make_parser()
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.values()
-
-
-@pytest.mark.parametrize("command", list(_commands()), ids=lambda parser: parser.prog)
+@pytest.mark.parametrize(
+    "command", list(with_commands(cli.make_parser())), ids=lambda parser: parser.prog
+)
 def test_help_of_a_command_can_be_printed(command: argparse.ArgumentParser) -> None:
     """A help text with a single % ends --help with a traceback."""
     assert command.format_help().startswith(f"usage: {command.prog}")

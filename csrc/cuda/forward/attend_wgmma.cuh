@@ -170,9 +170,10 @@ __device__ __forceinline__ void finish_wgmma(Consumer<kHeadDim, kTransforms, kDr
   write_rows<T, kHeadDim, kHeadDim / 8, kFp8, 2, kFp8>(c.p, unit, to, first_row, 0, o, state, true);
 }
 
-// Up to 64 packed rows. The softmax of a tile runs at the same time as the product of the
-// previous tile's weights and values; that of e4m3 runs after it. Of a wide unit every second tile
-// is in the other half's shared memory; of a joint one the other half attends to it.
+// Up to 64 packed rows. The product of a tile's weights and values is issued with that of the next
+// tile's keys. The source waits for it after that tile's softmax, but ptxas waits before, which is
+// faster (docs/experiments/tiles.md, series 19); that of e4m3 is done before. Of a wide unit every
+// second tile is in the other half's shared memory; of a joint one the other half attends to it.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit) {
