@@ -47,14 +47,13 @@ def _catch(parser: argparse.ArgumentParser, *_args: object, **_options: object) 
 def _without_help(parser: argparse.ArgumentParser) -> list[str]:
     """Arguments without a help text, those of subcommands included."""
     missing = []
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            described = {choice.dest for choice in action._choices_actions if choice.help}
-            missing += [name for name in action.choices if name not in described]
-            for command in action.choices.values():
-                missing += _without_help(command)
-        elif not (action.help or "").strip():
-            missing.append(f"{parser.prog}: {' '.join(action.option_strings) or action.dest}")
+    for command in with_commands(parser):
+        for action in command._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                described = {choice.dest for choice in action._choices_actions if choice.help}
+                missing += [name for name in action.choices if name not in described]
+            elif not (action.help or "").strip():
+                missing.append(f"{command.prog}: {' '.join(action.option_strings) or action.dest}")
     return missing
 
 
