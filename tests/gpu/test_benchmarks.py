@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from sglang_pat.bench.common.forests import Forest, forest, samples, skew
 from sglang_pat.bench.common.trees import Tree
 from sglang_pat.bench.kernel import __main__ as kernel
 from sglang_pat.bench.kernel.ablation import AblationRow
+from sglang_pat.bench.kernel.clock import Clock
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import Layer, device_batch, error_of, options_of
 from sglang_pat.bench.kernel.report import TreeRow
@@ -116,15 +118,19 @@ def test_studies(name: str, tmp_path: Path) -> None:
     assert picture.exists() == bool(plot)
 
 
-def test_cold_code_takes_longer(tmp_path: Path) -> None:
-    """The same batch, whose code is in no cache: slower by what fetching it takes (4 us on an H100
-    at fd5d9cf), and right."""
-    times = {}
+def test_cold_code(tmp_path: Path) -> None:
+    """A layer's products run before each repeat, and only then. How long that takes is not asked:
+    what most units need is fetched at a launch, and a write of 256 MB leaves lines in the L2 that
+    have to be written back (on an H200 15.0 us after products and 15.2 after the write)."""
+    one = torch.zeros(1, device="cuda")
     for options in ([], ["--cold-code"]):
+        clock = Clock(1.0, cold_code=bool(options))
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            clock.times_us(lambda: one.add_(1), 4)
+        assert sum("silu" in event.name for event in seen.events()) == 4 * bool(options)
         file = tmp_path / "rows.json"
         arguments = ["--heads", "32/8", "--trees", "2_2000", *options, "--json", str(file)]
         assert kernel.main(arguments) == 0
         document = json.loads(file.read_text())
         assert document["settings"].get("cold_code", False) == bool(options)
-        times[bool(options)] = document["rows"][0]["pat"]
-    assert times[False] + 0.3 < times[True] < times[False] + 20.0
+        assert 0 < document["rows"][0]["pat"] < 100.0

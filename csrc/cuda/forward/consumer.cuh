@@ -27,27 +27,65 @@ struct Consumer {
     release_stage();
   }
 
-  // A stage that is full: addresses of its tile, of the barrier to release it with, and of its
-  // Control::row_masks (of this half; only branches have them, and branches are never wide).
+  // A stage: addresses of its tile, of its barriers, and of its Control::row_masks (of this half;
+  // only branches have them, and branches are never wide).
   struct Stage {
     uint32_t tile, empty, row_masks;
-  };
-  // Waits for the next stage of this half or of the other.
-  __device__ __forceinline__ Stage take_stage(bool of_peer) {
-    const uint32_t base = of_peer ? s.peer : s.base;
-    const int index = of_peer ? peer_stage.index : stage.index;
-    const uint32_t phase = of_peer ? peer_stage.phase : stage.phase;
-    barrier_wait(base + offsetof(Control, stage_barriers.full) + 8 * index, phase);
-    if (of_peer) {
-      peer_stage.advance(p.stages);
-    } else {
-      stage.advance(p.stages);
+    uint32_t full, phase;
+    bool known_full;
+
+    // Looks whether it is full, and does not wait.
+    __device__ __forceinline__ void look() {
+      known_full = __all_sync(~0u, barrier_ready(full, phase));
     }
-    return {base + static_cast<uint32_t>(sizeof(Control)) + index * Shape<kHeadDim>::kTileBytes,
-            base + 8 * index +
-                static_cast<uint32_t>(of_peer ? offsetof(Control, peer_empty)
-                                              : offsetof(Control, stage_barriers.empty)),
-            row_masks(index)};
+    __device__ __forceinline__ void wait() const {
+      if (!known_full) barrier_wait(full, phase);
+    }
+  };
+  // Where a half's ring of stages is, and the position in it.
+  struct Cursor {
+    uint32_t base, to_empty;  // the half; from a stage's full barrier to the one to release it with
+    StageRing at;
+  };
+  __device__ __forceinline__ Cursor cursor(bool of_peer) const {
+    const auto empty = static_cast<uint32_t>(of_peer ? offsetof(Control, peer_empty)
+                                                     : offsetof(Control, stage_barriers.empty));
+    return {of_peer ? s.peer : s.base,
+            empty - static_cast<uint32_t>(offsetof(Control, stage_barriers.full)),
+            of_peer ? peer_stage : stage};
+  }
+  // The stages of a unit that wgmma runs, in order. Of a wide unit every second tile is in the
+  // other half's memory.
+  struct Stages {
+    Cursor current, other;
+    bool wide;
+
+    __device__ __forceinline__ void next_tile() {
+      const Cursor before = current;
+      current = wide ? other : current;
+      other = wide ? before : other;
+    }
+  };
+  __device__ __forceinline__ Stages stages(bool wide) const {
+    const bool of_peer = wide && s.sm_half == 1;  // so that both halves begin with the same tile
+    return {cursor(of_peer), cursor(!of_peer), wide};
+  }
+  // The next stage, which may not be full yet.
+  __device__ __forceinline__ Stage next_stage(Stages& stages) const {
+    Cursor& cursor = stages.current;
+    const int index = cursor.at.index;
+    const uint32_t full = cursor.at.full(cursor.base);
+    const uint32_t tile =
+        cursor.base + static_cast<uint32_t>(sizeof(Control)) + index * Shape<kHeadDim>::kTileBytes;
+    const Stage next{tile, full + cursor.to_empty, row_masks(index), full, cursor.at.phase, false};
+    cursor.at.advance(p.stages);
+    return next;
+  }
+  // After a unit: notes where its stages end.
+  __device__ __forceinline__ void pass(const Stages& stages) {
+    const bool at_peer = stages.current.base != s.base;
+    stage = at_peer ? stages.other.at : stages.current.at;
+    peer_stage = at_peer ? stages.current.at : stages.other.at;
   }
   __device__ __forceinline__ uint32_t row_masks(int index) const {
     return s.base + static_cast<uint32_t>(offsetof(Control, row_masks)) + 2 * kTileTokens * index;

@@ -51,13 +51,14 @@ __device__ __forceinline__ Destination destination_of(const ForwardParams& p,
 
 // Writes 8 * kTiles columns of a row, of which the lane holds columns 4 quad to 4 quad + 3 of each
 // 16, the even ones first, as add_raw_values() leaves them. `o`: from the row's first value on.
-// `exact`: as floats to `base`.
+// `exact`: as floats to `base`. `half`: see write_rows().
 template <typename T, int kTiles>
 __device__ __forceinline__ void write_quads(char* base, int column, const float* o, float norm,
-                                            bool exact) {
+                                            bool exact, bool half) {
   const int quad = lane_id() & 3;
 #pragma unroll
   for (int i = 0; i < kTiles; i += 2) {
+    if (2 * i == kTiles && half) break;
     const float* even = o + 4 * i;
     const float* odd = even + 4;
     const int at = column + 8 * i + 4 * quad;
@@ -73,13 +74,14 @@ __device__ __forceinline__ void write_quads(char* base, int column, const float*
 
 // Writes the results of row lane / 4 and, if kRows is 2, of row lane / 4 + 8 of 16 packed rows,
 // which begin at row `first_row` of the unit: 8 * kTiles columns from `column` on. A query with one
-// split gets its output, others a partial result. kQuads: see write_quads().
+// split gets its output, others a partial result. kQuads: see write_quads(). `half`: only the first
+// half of these columns.
 template <typename T, int kHeadDim, int kTiles, bool kFp8 = false, int kRows = 2,
           bool kQuads = false, int kCount>
 __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUnit& unit,
                                            const Destination& to, int first_row, int column,
                                            float (&o)[kCount], const SoftmaxState (&state)[2],
-                                           bool write_lse) {
+                                           bool write_lse, bool half = false) {
   static_assert(kCount >= 4 * kTiles);
   const int lane = lane_id();
   const int quad = lane & 3;
@@ -96,7 +98,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
     char* base = to.row[r];
     const bool exact = p.float_partials && !direct;
     if constexpr (kQuads) {
-      if (live) write_quads<T, kTiles>(base, column, o + 2 * r, norm, exact);
+      if (live) write_quads<T, kTiles>(base, column, o + 2 * r, norm, exact, half);
       continue;
     }
     if (__any_sync(~0u, live && exact)) {
@@ -104,6 +106,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
         float* dst = reinterpret_cast<float*>(base) + column + 2 * quad;
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
+          if (2 * i == kTiles && half) break;
           *reinterpret_cast<float2*>(dst + 8 * i) =
               make_float2(o[4 * i + 2 * r] * norm, o[4 * i + 2 * r + 1] * norm);
         }
@@ -113,6 +116,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
     // The lanes of a quad swap, so that each writes 4 neighbouring columns and the quad a sector.
 #pragma unroll
     for (int i = 0; i < kTiles; i += 2) {
+      if (2 * i == kTiles && half) break;
       const uint32_t a = pack2<T>(o[4 * i + 2 * r] * norm, o[4 * i + 2 * r + 1] * norm);
       const uint32_t b = pack2<T>(o[4 * i + 4 + 2 * r] * norm, o[4 * i + 5 + 2 * r] * norm);
       const uint32_t kept = quad & 2 ? b : a;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a joint unit: both halves of an SM have attended to every second tile with all packed
-// rows, and add up what they have.
+// The end of a unit that wgmma runs. Of a joint one both halves of an SM have attended to every
+// second tile with all packed rows, and add up what they have.
 #pragma once
 
-#include "cuda/forward/consumer.cuh"
+#include "cuda/forward/epilogue.cuh"
 #include "cuda/forward/softmax.cuh"
+#include "cuda/forward/wgmma_tile.cuh"
 
 namespace pat {
 
@@ -65,5 +66,27 @@ __device__ __forceinline__ void join_halves(const Consumer<kHeadDim, kTransforms
   }
   c.sync_halves();  // before the Q buffers and the states get others
 }
+
+#if PAT_WGMMA
+
+// Joins the halves of a joint unit, and writes the results of 16 rows. Both kinds of units write
+// with the same code, for it is long (see consume()).
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
+__device__ __forceinline__ void finish_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
+                                             const WorkUnit& unit, const Destination& to,
+                                             bool joint, float (&o)[kHeadDim / 2],
+                                             SoftmaxState (&state)[2]) {
+  if constexpr (Shape<kHeadDim>::kJoint) {
+    if (joint) {
+      join_halves(c, o, state);
+      release_queries(c);
+    }
+  }
+  const bool upper = joint && c.s.sm_half == 1;
+  write_rows<T, kHeadDim, kHeadDim / 8, kFp8, 2, kFp8>(
+      c.p, unit, to, c.warp * kWarpRows, upper ? kHeadDim / 2 : 0, o, state, !upper, joint);
+}
+
+#endif  // PAT_WGMMA
 
 }  // namespace pat

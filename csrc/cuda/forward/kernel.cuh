@@ -25,6 +25,7 @@
 
 #include "cuda/forward/attend_mma.cuh"
 #include "cuda/forward/attend_wgmma.cuh"
+#include "cuda/forward/attend_wgmma_fp8.cuh"
 #include "cuda/forward/fetcher.cuh"
 #include "cuda/forward/loader_fp8.cuh"
 #include "cuda/forward/scheduler.cuh"
@@ -62,11 +63,60 @@ __device__ __forceinline__ void trace_unit(const ForwardParams& p, const WorkUni
   to[3] = nanoseconds();
 }
 
+// Gives `condition`, and makes the compiler place the code that runs where it is true before the
+// code that runs where it is false. A GPU asks for the first 64 KB of a kernel's code when it
+// launches it. Code behind that is in no cache where other kernels ran in between, and each jump to
+// it waits for memory (docs/experiments/tiles.md, series 21). So what most units need comes first.
+__device__ __forceinline__ bool placed_first(bool condition) {
+  int opaque = condition;
+  asm volatile("" : "+r"(opaque));
+  return opaque != 0;
+}
+
+// Each consumer warp runs every fourth narrow unit and passes the stages of the others. Gives
+// whether it has run this one.
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
+__device__ __forceinline__ bool take_narrow(Consumer<kHeadDim, kTransforms, kDrafts>& c,
+                                            const WorkUnit& unit) {
+  const bool is_short = unit.narrow == kShort;
+  const bool mine = c.narrow.index == c.warp;
+  if (!mine) {
+    c.pass_stage();
+    if (!kFp8 && !is_short) c.pass_stage();  // K and V have a stage each
+  } else if (is_short) {
+    attend_narrow<T, kFp8, kShortTokens>(c, unit);
+  } else {
+    attend_narrow<T, kFp8, kTileTokens>(c, unit);
+  }
+  c.narrow.advance();
+  return mine;
+}
+
+// Runs a unit of more than kWarpRows rows, a wide one, or a branch. `rows`: of the unit.
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
+__device__ __forceinline__ void attend_rows(Consumer<kHeadDim, kTransforms, kDrafts>& c,
+                                            const WorkUnit& unit, [[maybe_unused]] int rows) {
+#if PAT_WGMMA
+  if constexpr (kFp8) {
+    attend_wgmma_fp8<T>(c, unit);
+  } else {
+    attend_wgmma<T>(c, unit);
+  }
+#else
+  if (unit.branch) {
+    attend_mma<T, kFp8, 4, true>(c, unit);
+  } else if (rows <= 2 * kWarpRows && !unit.wide) {
+    attend_mma<T, kFp8, 2, false>(c, unit);
+  } else {
+    attend_mma<T, kFp8, 4, false>(c, unit);
+  }
+#endif
+}
+
 // What a consumer warp does: runs every unit of its half, with the products that suit its rows.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHeadDim>& s,
                                         int warp) {
-  using S = Shape<kHeadDim>;
   Consumer<kHeadDim, kTransforms, kDrafts> c{p, s, warp};
   for (WorkRing work;; work.advance()) {
     work.wait_full(s.base);
@@ -75,33 +125,12 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
     if (unit.num_tokens < 0) break;
     const uint64_t begin = p.trace ? nanoseconds() : 0;
     bool busy = true;
-    if (unit.narrow) {
-      // Each warp runs every fourth narrow unit and passes the stages of the others.
-      const bool is_short = unit.narrow == kShort;
-      if (c.narrow.index != c.warp) {
-        c.pass_stage();
-        if (!kFp8 && !is_short) c.pass_stage();  // K and V have a stage each
-        busy = false;
-      } else if (is_short) {
-        attend_narrow<T, kFp8, kShortTokens>(c, unit);
-      } else {
-        attend_narrow<T, kFp8, kTileTokens>(c, unit);
-      }
-      c.narrow.advance();
-    } else if (rows <= kWarpRows && !unit.wide && !unit.branch) {
+    if (placed_first(!unit.narrow && rows <= kWarpRows && !unit.wide && !unit.branch)) {
       attend_mma<T, kFp8, 1, false>(c, unit);
-    } else if (!S::kWgmma && rows <= 2 * kWarpRows && !unit.wide && !unit.branch) {
-      attend_mma<T, kFp8, 2, false>(c, unit);
+    } else if (placed_first(!unit.narrow)) {
+      attend_rows<T, kFp8>(c, unit, rows);
     } else {
-#if PAT_WGMMA
-      if constexpr (S::kWgmma) {
-        attend_wgmma<T, kFp8>(c, unit);
-      } else
-#endif
-      {
-        unit.branch ? attend_mma<T, kFp8, 4, true>(c, unit)
-                    : attend_mma<T, kFp8, 4, false>(c, unit);
-      }
+      busy = take_narrow<T, kFp8>(c, unit);
     }
     if (p.trace && busy) trace_unit(p, unit, s.sm_half, c.warp, begin);
     c.release(work.empty(s.base));
@@ -161,7 +190,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
 #ifdef PAT_SANITIZER
   __syncthreads();
 #endif
-  if (producer) {
+  if (placed_first(producer)) {
 #if PAT_WGMMA
     if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_dealloc<kFp8 ? 56 : 64>();
 #endif

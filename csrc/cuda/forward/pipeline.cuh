@@ -157,10 +157,6 @@ struct Shape {
   static constexpr bool kJoint = kWgmma && kMaxHalves == 2;
   // Where wgmma takes Q from. Registers are faster, but at head dim 256 the output needs them.
   static constexpr bool kQInRegisters = kHeadDim <= 128;
-  // Whether wgmma's consumers wait for a tile's V before its softmax, where K/V have 16 bits. The
-  // loader of V is seldom behind, and what follows the softmax begins sooner. Timed at head dim 128
-  // alone.
-  static constexpr bool kEarlyValues = kHeadDim == 128;
 };
 
 // The least shared memory that a block runs with: one half, two stages and one Q buffer.

@@ -98,6 +98,19 @@ __device__ __forceinline__ void mask_scores(float (&scores)[4 * kTiles],
   }
 }
 
+// Sets the scores of tokens beyond the last of a unit to -inf. `tokens`: how many are left, from
+// the tile's first on, of which the scores begin at token `first_token`.
+template <int kTiles>
+__device__ __forceinline__ void mask_tail(float (&scores)[4 * kTiles], int first_token,
+                                          int tokens) {
+  if (first_token + 8 * kTiles <= tokens) return;
+  const int column = first_token + 2 * (lane_id() & 3);
+#pragma unroll
+  for (int i = 0; i < 4 * kTiles; ++i) {
+    if (column + (i >> 2) * 8 + (i & 1) >= tokens) scores[i] = -INFINITY;
+  }
+}
+
 // Turns q . k into logits where more than a factor is needed: scaled, or capped with tanh.
 template <int kCount>
 __device__ __forceinline__ void transform_logits(const ForwardParams& p, float (&scores)[kCount]) {
@@ -186,18 +199,12 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, Exponent& expone
                                         float (&scores)[4 * kTiles], float (&row_max)[2],
                                         float (&row_sum)[2], float (&factor)[2], int first_token,
                                         int tokens, const Mask& mask) {
-  const int column = first_token + 2 * (lane_id() & 3);
   if constexpr (kTransforms) {
     exponent.restore(scores);
     transform_logits(p, scores);
   }
   mask(scores);
-  if (first_token + 8 * kTiles > tokens) {
-#pragma unroll
-    for (int i = 0; i < 4 * kTiles; ++i) {
-      if (column + (i >> 2) * 8 + (i & 1) >= tokens) scores[i] = -INFINITY;
-    }
-  }
+  mask_tail<kTiles>(scores, first_token, tokens);
   constexpr bool kOfTile = Exponent::kOfTile;
   float m[2] = {kOfTile ? -INFINITY : row_max[0], kOfTile ? -INFINITY : row_max[1]};
   find_max<kTiles>(scores, m);

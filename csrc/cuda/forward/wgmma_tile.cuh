@@ -14,8 +14,6 @@ namespace pat {
 // K and V as operands of M: of 16 bits as the loaders copy them, a stage each.
 template <typename M, int kHeadDim>
 struct WgmmaTile {
-  static constexpr bool kOneStage = false;  // K and V share a stage
-  static constexpr int kWeights = 16;       // registers of a tile's weights
   // From the V of one product to that of the next, in bytes.
   static constexpr uint32_t kNextValues = 2048;
 
@@ -33,8 +31,6 @@ struct WgmmaTile {
 // them multiply the remainders, half the leading parts, with the same columns of K.
 template <int kHeadDim>
 struct WgmmaTile<E4M3, kHeadDim> {
-  static constexpr bool kOneStage = true;
-  static constexpr int kWeights = 8;
   static constexpr uint32_t kNextValues = ValueBlocks<kHeadDim>::kBytes;
 
   static __device__ __forceinline__ uint64_t keys(uint32_t tile) {
@@ -189,6 +185,19 @@ __device__ __forceinline__ Queries<kHeadDim> take_queries(
     q.operand = wgmma_operand(buffer);
   }
   return q;
+}
+
+// Issues scores = Q K^T of 64 rows and 64 tokens as one group.
+template <typename M, int kHeadDim>
+__device__ __forceinline__ void issue_scores(float (&scores)[32], const Queries<kHeadDim>& q,
+                                             uint32_t tile) {
+  using Tile = WgmmaTile<M, kHeadDim>;
+  const uint64_t k = Tile::keys(tile);
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 16; ++i) {
+    wgmma_k_major<M>(scores, q.step(i), k + (Tile::columns(i) >> 4), i > 0);
+  }
+  wgmma_commit();
 }
 
 #endif  // PAT_WGMMA

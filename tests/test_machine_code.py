@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine code of the forward kernels for Hopper: what a launch fetches comes first, and no
+kernel spills."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from sglang_pat import _C
+
+pytestmark = pytest.mark.skipif(
+    "sm_90a" not in getattr(_C, "CUDA_CODE", ()), reason="built without code for Hopper"
+)
+FETCHED = 64 << 10  # bytes of a kernel that a launch fetches: docs/kernels.md, Where code lies
+# (2 dtypes) x (K/V of 16 bits, fp8) x (3 head dims) x (plain, transformed, chains, trees)
+KERNELS = 48
+DECODE = "_ZN3pat14forward_kernelI{}Lb0ELi128ELb0ELNS_6DraftsE0EEEvNS_13ForwardParamsE"
+
+
+def dump(*options: str) -> str:
+    tool = Path(str(find_spec("triton").origin)).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.check_output([tool, *options, "-arch", "sm_90a", _C.__file__], text=True)
+
+
+@pytest.mark.parametrize("dtype", ["13__nv_bfloat16", "6__half"])
+def test_what_most_units_need_comes_first(dtype: str) -> None:
+    """Of decode steps at head dim 128: producers, units of few rows, the loop of wgmma."""
+    code = dump("-sass", "-fun", DECODE.format(dtype))
+    places: dict[str, list[int]] = {}
+    for address, opcode in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\d+ )?([A-Z]\w*)", code):
+        places.setdefault(opcode, []).append(int(address, 16))
+    copies, products, wgmma = places["LDGSTS"], places["HMMA"], places["HGMMA"]
+    few_rows = [address for address in products if address < wgmma[0]]
+    assert few_rows and len(few_rows) < len(products)  # the others are those of narrow units
+    assert copies[-1] < few_rows[0] < wgmma[-1] < FETCHED
+
+
+def test_no_kernel_spills() -> None:
+    """None has a stack in local memory."""
+    usage = dump("-res-usage")
+    stacks = re.findall(r"Function (\S*forward_kernel\S*):\s+REG:\d+ STACK:(\d+)", usage)
+    assert len(stacks) == KERNELS
+    assert not [name for name, size in stacks if size != "0"]
