@@ -37,7 +37,8 @@ PAT_HOST_DEVICE float fast_log2(float x) { return log2f(x); }
 PAT_HOST_DEVICE float fast_inverse(float x) { return 1.0f / x; }
 #endif
 
-// Sum of 2^(logit - max) over the tokens seen, beside their greatest logit.
+// Sum of 2^(logit - max) over the tokens seen. `max`: their greatest logit, or a reference near it
+// (lazy_softmax.cuh, ScaledScores); -inf where no token was seen.
 struct SoftmaxState {
   float max;
   float sum;

@@ -48,8 +48,8 @@ constexpr uint32_t kArriving = 32;
 constexpr uint32_t kArriving = 1;
 #endif
 
-// A predicate and no branch: around one the compiler keeps the lanes of a warp apart, which in the
-// loops of the consumers costs instructions and registers.
+// With a predicate instead of a branch: around a branch the compiler keeps the lanes of a warp
+// apart, which in the loops of the consumers costs instructions and registers.
 __device__ __forceinline__ void barrier_release(uint32_t bar, uint32_t lane) {
   __syncwarp();
   asm volatile(

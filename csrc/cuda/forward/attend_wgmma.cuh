@@ -60,7 +60,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   TileWalk walk(c, unit, joint);
 
   if (walk.left > 0) {  // else it is a branch whose tails are all empty so far
-    [[maybe_unused]] float unscale[2];
+    float unscale[2];   // not written
     const Queries<kHeadDim> q = take_queries<T, T>(c, joint, unscale);
     auto stages = c.stages(wide);
     auto keys = c.next_stage(stages), values = keys, next_keys = keys;

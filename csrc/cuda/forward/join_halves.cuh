@@ -70,7 +70,7 @@ __device__ __forceinline__ void join_halves(const Consumer<kHeadDim, kTransforms
 #if PAT_WGMMA
 
 // Joins the halves of a joint unit, and writes the results of 16 rows. Both kinds of units write
-// with the same code, for it is long (see consume()).
+// with the same code, for it is long (see placed_first()).
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void finish_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit, const Destination& to,

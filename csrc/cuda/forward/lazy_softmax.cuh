@@ -64,12 +64,13 @@ class LazySoftmax {
   }
 
  private:
-  // Of a lane's 16 weights of a row. Of logits that are no greater than the reference it is 16.
+  // The sum of a lane's 16 weights of a row. It is at most 16 where no logit is greater than the
+  // reference.
   static constexpr float kMostOfTile = 64.0f;
 
   // Raises the references of those rows for which a lane asks to the tile's greatest logits, where
-  // those are greater. A row without a reference has no output yet, so that of a unit's first tile
-  // is not multiplied.
+  // those are greater. A row without a reference has no output yet, so at a unit's first tile the
+  // output is not multiplied.
   template <int kCount>
   __device__ __forceinline__ void raise(const float (&scores)[32], float (&o)[kCount],
                                         const bool (&rows)[2]) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Online softmax of a tile in registers, and the mask of a branch. All consumers use it. A lane
-// holds rows lane / 4 and lane / 4 + 8 of 16 rows, as mma.sync and wgmma lay out their results.
+// Online softmax of a tile in registers, and the mask of a branch. All consumers use it but those
+// of lazy_softmax.cuh, which take only its masks and maximum. A lane holds rows lane / 4 and lane /
+// 4 + 8 of 16 rows, as mma.sync and wgmma lay out their results.
 #pragma once
 
 #include "cuda/forward/pipeline.cuh"
@@ -125,13 +126,12 @@ __device__ __forceinline__ void transform_logits(const ForwardParams& p, float (
 }
 
 // How scores become weights: a weight is 2^(factor * (score - reference)), of logits or, if only a
-// factor makes them logits, of q . k. This one is for weights that products in fp16 or bf16 take:
+// factor makes them logits, of q . k. This one is for weights of fp16 or bf16, for mma.sync:
 // the reference is the greatest score of the row so far.
 struct PlainScores {
   static constexpr bool kOfTile = false;
   static constexpr float kShift = 0.0f;
   const ForwardParams& p;
-  float unscale[2] = {};  // not used
 
   __device__ __forceinline__ float factor(int) const { return p.exp_scale; }
   template <int kCount>

@@ -36,8 +36,8 @@ struct TileWalk {
   __device__ __forceinline__ bool masks() const {
     return masked.has(left) || left < kTileTokens || (kDrafts != kNoDrafts && left < drafts);
   }
-  // Sets the current tile's scores of tokens that a row does not attend to to -inf, but for those
-  // beyond the unit's last token. `row_masks`: where those of the tile are.
+  // Sets the current tile's scores of tokens that a row does not attend to to -inf. It leaves
+  // tokens beyond the unit's last one to mask_tail(). `row_masks`: where those of the tile are.
   __device__ __forceinline__ void mask_rows(float (&scores)[32], uint32_t row_masks) const {
     if (masked.has(left)) {
       uint32_t of_tokens[8];
