@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units of many tiles, whose softmax raises its reference seldom: lengths around the shortest one,
-and logits that rise, fall and jump."""
+"""Units of many tiles on wgmma, whose softmax raises its reference seldom: lengths around whole
+tiles, and logits that rise, fall and jump."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_branches(kind: str, tails_first: bool) -> None:
 
 
 def test_long_and_short_units_in_turn() -> None:
-    """The rings of stages go on where a unit ends, whichever loop comes next: several wide units a
-    CTA, short ones after long ones."""
+    """The rings of stages go on where a unit ends: several wide units a CTA, which take every
+    second tile from the other half's ring, short ones after long ones."""
     parts: list[Piece] = []
     for group in range(40):
         queries = tuple(range(20 * group, 20 * group + 20))
