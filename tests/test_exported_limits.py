@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.cases import case, execute
+from kit.machine_code import cuobjdump
 from kit.pieces import Piece
 
 from sglang_pat import _C, planner
@@ -40,13 +38,10 @@ def test_head_dims_of_the_cuda_kernels() -> None:
 @needs_cuda
 def test_the_extension_holds_the_code_that_it_names() -> None:
     """Every kernel file has every cubin and the PTX, and kernels of every head dim are in each."""
-    tool = Path(str(find_spec("triton").origin)).parent / "backends/nvidia/bin/cuobjdump"
     named = Counter(
         f"{kind}_{name}"
         for flag, kind in (("-lelf", "sm"), ("-lptx", "compute"))
-        for name in re.findall(
-            r"\.sm_(\w+)\.", subprocess.check_output([tool, flag, _C.__file__], text=True)
-        )
+        for name in re.findall(r"\.sm_(\w+)\.", cuobjdump(flag))
     )
     assert tuple(sorted(named, key=list(_C.CUDA_CODE).index)) == _C.CUDA_CODE
     assert len(set(named.values())) == 1

@@ -5,11 +5,9 @@ kernel spills."""
 from __future__ import annotations
 
 import re
-import subprocess
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from kit.machine_code import cuobjdump
 
 from sglang_pat import _C
 
@@ -22,15 +20,10 @@ KERNELS = 48
 DECODE = "_ZN3pat14forward_kernelI{}Lb0ELi128ELb0ELNS_6DraftsE0EEEvNS_13ForwardParamsE"
 
 
-def dump(*options: str) -> str:
-    tool = Path(str(find_spec("triton").origin)).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.check_output([tool, *options, "-arch", "sm_90a", _C.__file__], text=True)
-
-
 @pytest.mark.parametrize("dtype", ["13__nv_bfloat16", "6__half"])
 def test_what_most_units_need_comes_first(dtype: str) -> None:
     """Of decode steps at head dim 128: producers, units of few rows, the loop of wgmma."""
-    code = dump("-sass", "-fun", DECODE.format(dtype))
+    code = cuobjdump("-sass", "-arch", "sm_90a", "-fun", DECODE.format(dtype))
     places: dict[str, list[int]] = {}
     for address, opcode in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\d+ )?([A-Z]\w*)", code):
         places.setdefault(opcode, []).append(int(address, 16))
@@ -42,7 +35,7 @@ def test_what_most_units_need_comes_first(dtype: str) -> None:
 
 def test_no_kernel_spills() -> None:
     """None has a stack in local memory."""
-    usage = dump("-res-usage")
+    usage = cuobjdump("-res-usage", "-arch", "sm_90a")
     stacks = re.findall(r"Function (\S*forward_kernel\S*):\s+REG:\d+ STACK:(\d+)", usage)
     assert len(stacks) == KERNELS
     assert not [name for name, size in stacks if size != "0"]

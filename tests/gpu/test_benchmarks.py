@@ -119,10 +119,11 @@ def test_studies(name: str, tmp_path: Path) -> None:
 
 
 def test_cold_code(tmp_path: Path) -> None:
-    """A layer's products run before each repeat, and only then. How long that takes is not asked:
-    what most units need is fetched at a launch, and a write of 256 MB leaves lines in the L2 that
-    have to be written back (on an H200 15.0 us after products and 15.2 after the write)."""
+    """With the option a layer's products run before each repeat, without it none do. The batch need
+    not take longer after them: a launch fetches most of the code, and a write of 256 MB leaves
+    lines in the L2 that have to be written back (on an H200 15.0 us, 15.2 after the write)."""
     one = torch.zeros(1, device="cuda")
+    times = {}
     for options in ([], ["--cold-code"]):
         clock = Clock(1.0, cold_code=bool(options))
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -133,4 +134,5 @@ def test_cold_code(tmp_path: Path) -> None:
         assert kernel.main(arguments) == 0
         document = json.loads(file.read_text())
         assert document["settings"].get("cold_code", False) == bool(options)
-        assert 0 < document["rows"][0]["pat"] < 100.0
+        times[bool(options)] = document["rows"][0]["pat"]
+    assert 0 < times[True] < times[False] + 20.0

@@ -18,9 +18,7 @@ ROWS = [20, 64, 100, 150]
 
 
 def shared(queries: int, length: int) -> Case:
-    parts = [Piece(tuple(range(queries)), 0, length)]
-    parts += [Piece((query,), length, DYNAMIC) for query in range(queries)]
-    return case(parts, (2, 2), 128, seed=length + queries, tails=(0, 7, 65))
+    return case(prefix(queries, length), (2, 2), 128, seed=length + queries, tails=(0, 7, 65))
 
 
 def with_logits(inputs: Case, factors: torch.Tensor) -> Case:

@@ -237,8 +237,8 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
   }
   // This warp writes so many tiles of 8 columns of its rows' results.
   constexpr int kMine = kHeadDim / 8 / kTokenWarps;
-  write_rows<T, kHeadDim, kMine, kFp8, 2, kFp8>(p, unit, to, first_row, token_warp * kMine * 8, o,
-                                                state, token_warp == 0);
+  write_rows<T, kMine, kFp8, 2>(p, unit, to, first_row, token_warp * kMine * 8, o, state,
+                                token_warp == 0);
 }
 
 // A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
@@ -303,7 +303,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
   c.release_stage();
   SoftmaxState state[2];
   finish_states(exponent, row_max, row_sum, state);
-  write_rows<T, kHeadDim, kHeadDim / 8, kFp8, 1, kFp8>(p, unit, to, 0, 0, o, state, true);
+  write_rows<T, kHeadDim / 8, kFp8, 1>(p, unit, to, 0, 0, o, state, true);
 }
 
 }  // namespace pat

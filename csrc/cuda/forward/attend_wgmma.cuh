@@ -13,36 +13,36 @@ namespace pat {
 #if PAT_WGMMA
 
 // Issues o += P V as one group.
-template <typename M, int kHeadDim, int kCount>
+template <typename T, int kHeadDim>
 __device__ __forceinline__ void issue_output(float (&o)[kHeadDim / 2],
-                                             const uint32_t (&weights)[kCount], uint32_t tile) {
-  using Tile = WgmmaTile<M, kHeadDim>;
+                                             const uint32_t (&weights)[16], uint32_t tile) {
+  using Tile = WgmmaTile<T, kHeadDim>;
   const uint64_t v = Tile::values(tile);
 #pragma unroll
-  for (int i = 0; i < kCount / 4; ++i) {
-    wgmma_output<M>(o, weights + 4 * i, v + i * (Tile::kNextValues >> 4));
+  for (int i = 0; i < 4; ++i) {
+    wgmma_output<T>(o, weights + 4 * i, v + i * (Tile::kNextValues >> 4));
   }
   wgmma_commit();
 }
 
 // o += P V, when no other product is under way.
-template <typename M, int kHeadDim, int kCount>
-__device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2],
-                                                uint32_t (&weights)[kCount], uint32_t tile) {
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2], uint32_t (&weights)[16],
+                                                uint32_t tile) {
   warpgroup_fence_operand(weights);
   warpgroup_fence_operand(o);
   wgmma_fence();
-  issue_output<M, kHeadDim>(o, weights, tile);
+  issue_output<T, kHeadDim>(o, weights, tile);
   wgmma_wait<0>();
   warpgroup_fence_operand(o);
 }
 
 // Up to 64 packed rows. The products of a tile's keys and of the values of the tile before it are
 // issued together, and both are waited for: while a half's softmax runs, the other half has the
-// matrix units. So what counts is how long a half needs from one wait to its next products. While
-// they run it looks up the next stages, and the softmax is a lazy one. It does not wait for these
-// stages yet: until it has released those it has read, fewer can be loaded
-// (docs/experiments/tiles.md, series 20 and 21).
+// matrix units. So what counts is how long a half needs from one wait for products to its next
+// products. Hence the softmax is lazy, and while products run the half looks whether the next
+// stages are full. It does not wait for them there: as long as it holds stages that it has read, no
+// others can be loaded into them (docs/experiments/tiles.md, series 20 and 21).
 template <typename T, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit) {
@@ -54,15 +54,13 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   float scores[32];
   uint32_t weights[16];
   const Destination to = destination_of<kHeadDim, kDrafts>(c.p, c.s.control(), unit, first_row);
-  const bool wide = __shfl_sync(~0u, static_cast<int>(unit.wide), 0);
-  const bool joint = S::kJoint && __shfl_sync(~0u, static_cast<int>(unit.joint), 0);
   LazySoftmax softmax(c.p.exp_scale, __shfl_sync(~0u, unit.num_rows, 0) - first_row);
-  TileWalk walk(c, unit, joint);
+  TileWalk walk(c, unit);
 
   if (walk.left > 0) {  // else it is a branch whose tails are all empty so far
     float unscale[2];   // not written
-    const Queries<kHeadDim> q = take_queries<T, T>(c, joint, unscale);
-    auto stages = c.stages(wide);
+    const Queries<kHeadDim> q = take_queries<T, T>(c, walk.joint, unscale);
+    auto stages = c.stages(walk.wide);
     auto keys = c.next_stage(stages), values = keys, next_keys = keys;
     // While products run: looks for V of the current tile and K of the next one.
     const auto look_ahead = [&] {
@@ -116,12 +114,12 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
     fence_async_proxy();
     add_last_values<T, kHeadDim>(o, weights, values.tile);
     c.release(values.empty);
-    c.pass(stages);
+    c.keep_positions(stages);
   }
 
   SoftmaxState state[2];
   softmax.finish(state);
-  finish_wgmma<T, false>(c, unit, to, joint, o, state);
+  finish_wgmma<T, false>(c, unit, to, walk.joint, o, state);
 }
 
 #endif  // PAT_WGMMA

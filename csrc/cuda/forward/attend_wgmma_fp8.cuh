@@ -114,13 +114,11 @@ __device__ __forceinline__ void attend_wgmma_fp8(Consumer<kHeadDim, kTransforms,
   float factor[2];
   ScaledScores<kTransforms> exponent{p};
   const Destination to = destination_of<kHeadDim, kDrafts>(p, c.s.control(), unit, first_row);
-  const bool wide = __shfl_sync(~0u, static_cast<int>(unit.wide), 0);
-  const bool joint = S::kJoint && __shfl_sync(~0u, static_cast<int>(unit.joint), 0);
-  TileWalk walk(c, unit, joint);
+  TileWalk walk(c, unit);
 
   if (walk.left > 0) {  // else it is a branch whose tails are all empty so far
-    const Queries<kHeadDim> q = take_queries<E4M3, T>(c, joint, exponent.unscale);
-    auto stages = c.stages(wide);
+    const Queries<kHeadDim> q = take_queries<E4M3, T>(c, walk.joint, exponent.unscale);
+    auto stages = c.stages(walk.wide);
     auto stage = c.next_stage(stages);  // K and V of the current tile
     const auto weigh = [&] {
       softmax<8, kTransforms>(p, exponent, scores, row_max, row_sum, factor, 0, walk.left,
@@ -144,12 +142,12 @@ __device__ __forceinline__ void attend_wgmma_fp8(Consumer<kHeadDim, kTransforms,
     fence_async_proxy();
     add_parts<kHeadDim>(o, sum, weights, stage.tile, 0, factor);
     c.release(stage.empty);
-    c.pass(stages);
+    c.keep_positions(stages);
   }
 
   SoftmaxState state[2];
   finish_states(exponent, row_max, row_sum, state);
-  finish_wgmma<T, true>(c, unit, to, joint, o, state);
+  finish_wgmma<T, true>(c, unit, to, walk.joint, o, state);
 }
 
 #endif  // PAT_WGMMA

@@ -81,8 +81,8 @@ struct Consumer {
     cursor.at.advance(p.stages);
     return next;
   }
-  // After a unit: notes where its stages end.
-  __device__ __forceinline__ void pass(const Stages& stages) {
+  // After a unit: keeps the positions in both rings for the next one.
+  __device__ __forceinline__ void keep_positions(const Stages& stages) {
     const bool at_peer = stages.current.base != s.base;
     stage = at_peer ? stages.other.at : stages.current.at;
     peer_stage = at_peer ? stages.current.at : stages.other.at;

@@ -74,10 +74,9 @@ __device__ __forceinline__ void write_quads(char* base, int column, const float*
 
 // Writes the results of row lane / 4 and, if kRows is 2, of row lane / 4 + 8 of 16 packed rows,
 // which begin at row `first_row` of the unit: 8 * kTiles columns from `column` on. A query with one
-// split gets its output, others a partial result. kQuads: see write_quads(). `half`: only the first
-// half of these columns.
-template <typename T, int kHeadDim, int kTiles, bool kFp8 = false, int kRows = 2,
-          bool kQuads = false, int kCount>
+// split gets its output, others a partial result. kFp8: of K and V, of which the lanes hold the
+// columns that write_quads() writes. `half`: only the first half of these columns.
+template <typename T, int kTiles, bool kFp8, int kRows, int kCount>
 __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUnit& unit,
                                            const Destination& to, int first_row, int column,
                                            float (&o)[kCount], const SoftmaxState (&state)[2],
@@ -97,7 +96,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
     if (write_lse && live && quad == 0 && lses) lses[to.lse[r]] = lse(state[r]);
     char* base = to.row[r];
     const bool exact = p.float_partials && !direct;
-    if constexpr (kQuads) {
+    if constexpr (kFp8) {
       if (live) write_quads<T, kTiles>(base, column, o + 2 * r, norm, exact, half);
       continue;
     }

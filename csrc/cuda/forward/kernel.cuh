@@ -64,9 +64,9 @@ __device__ __forceinline__ void trace_unit(const ForwardParams& p, const WorkUni
 }
 
 // Gives `condition`, and makes the compiler place the code that runs where it is true before the
-// code that runs where it is false. A GPU asks for the first 64 KB of a kernel's code when it
-// launches it. Code behind that is in no cache where other kernels ran in between, and each jump to
-// it waits for memory (docs/experiments/tiles.md, series 21). So what most units need comes first.
+// code that runs where it is false. A launch fetches the first 64 KB of a kernel's code. In a
+// server the code behind that has left all caches since the last launch, and a jump to it waits for
+// memory (docs/experiments/tiles.md, series 21). So what most units need comes first.
 __device__ __forceinline__ bool placed_first(bool condition) {
   int opaque = condition;
   asm volatile("" : "+r"(opaque));

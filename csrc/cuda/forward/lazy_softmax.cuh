@@ -46,8 +46,8 @@ class LazySoftmax {
     // Rows to raise. One without a reference has attended to no token yet.
     bool rows[2] = {reference_[0] == -INFINITY, reference_[1] == -INFINITY};
     bool raised = __any_sync(~0u, rows[0] || rows[1]);
-    bool tested = false;
-    while (true) {
+    // A loop, so that the code of weigh() is there once.
+    for (bool tested = false;; tested = true) {
       if (raised) raise(scores, o, rows);
       weigh<M>(weights, scores);
       // Raising a row for its sum once is enough. Twice might never end, where logits are so great
@@ -57,7 +57,6 @@ class LazySoftmax {
       for (int r = 0; r < 2; ++r) rows[r] = tile_sum_[r] > kMostOfTile;
       raised = __any_sync(~0u, rows[0] || rows[1]);
       if (!raised) break;
-      tested = true;
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] += tile_sum_[r];

@@ -9,22 +9,26 @@ namespace pat {
 
 #if PAT_WGMMA
 
-// The tiles that a half attends to, in order: all of a unit, or every second one of a joint unit.
+// The tiles of a unit that a half attends to, in order: all of them, or every second one of a joint
+// unit.
 template <int kHeadDim, bool kTransforms, Drafts kDrafts>
 struct TileWalk {
   const ForwardParams& p;
   const WorkUnit& unit;
-  const int first_row;  // of the warp
+  const int first_row;     // of the warp
+  const bool wide, joint;  // the unit is
   const MaskedTiles masked;
   const int drafts;  // see drafts_below()
   const int step;    // tokens from a tile to the next one
   int left;          // tokens from the current tile's first on
 
   __device__ __forceinline__ TileWalk(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
-                                      const WorkUnit& unit, bool joint)
+                                      const WorkUnit& unit)
       : p(c.p),
         unit(unit),
         first_row(c.warp * kWarpRows),
+        wide(__shfl_sync(~0u, static_cast<int>(unit.wide), 0)),
+        joint(Shape<kHeadDim>::kJoint && __shfl_sync(~0u, static_cast<int>(unit.joint), 0)),
         masked(unit),
         drafts(kDrafts != kNoDrafts ? drafts_below(c.p, unit) : 0),
         step(joint ? 2 * kTileTokens : kTileTokens),
@@ -32,7 +36,8 @@ struct TileWalk {
 
   __device__ __forceinline__ bool last() const { return left <= step; }
   __device__ __forceinline__ void advance() { left -= step; }
-  // Whether the current tile has tokens that only some rows attend to, or fewer than others.
+  // Whether some of the current tile's scores are masked: it has tokens that only some rows attend
+  // to, or fewer than other tiles.
   __device__ __forceinline__ bool masks() const {
     return masked.has(left) || left < kTileTokens || (kDrafts != kNoDrafts && left < drafts);
   }
