@@ -29,6 +29,13 @@ __device__ __forceinline__ int lane_id() {
   return lane;
 }
 
+// Gives `predicate`, and makes the compiler compute it here, not where it is used.
+__device__ __forceinline__ bool computed_here(bool predicate) {
+  int value = predicate;
+  asm volatile("" : "+r"(value));
+  return value != 0;
+}
+
 // ---- mbarriers
 
 __device__ __forceinline__ void barrier_init(uint32_t bar, uint32_t count) {

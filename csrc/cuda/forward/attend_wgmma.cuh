@@ -40,9 +40,10 @@ __device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2], uint32
 // Up to 64 packed rows. The products of a tile's keys and of the values of the tile before it are
 // issued together, and both are waited for: while a half's softmax runs, the other half has the
 // matrix units. So what counts is how long a half needs from one wait for products to its next
-// products. Hence the softmax is lazy, and while products run the half looks whether the next
-// stages are full. It does not wait for them there: as long as it holds stages that it has read, no
-// others can be loaded into them (docs/experiments/tiles.md, series 20 and 21).
+// products. Hence the softmax is lazy, and whatever need not wait for products is done while they
+// run: the half looks whether the next stages are full, fences them, and finds whether the tile has
+// masks. It does not wait for stages there: as long as it holds stages that it has read, no others
+// can be loaded into them (docs/experiments/tiles.md, series 20 to 22).
 template <typename T, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit) {
@@ -51,6 +52,9 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   float o[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+  // Else the compiler zeroes `o` in two places, for units with and without tokens, and the loop
+  // ends beyond the 64 KB that a launch fetches (series 22).
+  warpgroup_fence_operand(o);
   float scores[32];
   uint32_t weights[16];
   const Destination to = destination_of<kHeadDim, kDrafts>(c.p, c.s.control(), unit, first_row);
@@ -62,14 +66,31 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
     const Queries<kHeadDim> q = take_queries<T, T>(c, walk.joint, unscale);
     auto stages = c.stages(walk.wide);
     auto keys = c.next_stage(stages), values = keys, next_keys = keys;
-    // While products run: looks for V of the current tile and K of the next one.
+    bool plain = false;  // the current tile has no masks
+    // The shuffle keeps it in a register: lane_id() would be read anew at each use, which takes
+    // long.
+    const int lane = __shfl_sync(~0u, lane_id(), lane_id());
+    // While products run: what a tile needs and need not wait for them. Whether it has masks, and,
+    // if they are full, V of this tile and K of the next one and their fence.
     const auto look_ahead = [&] {
+      plain = computed_here(!walk.masks());
       values = c.next_stage(stages);
-      values.look();
+      softmax.prepare(false);
       if (walk.last()) return;
       stages.next_tile();
       next_keys = c.next_stage(stages);
-      next_keys.look();
+      const bool full = values.is_full(), next_full = next_keys.is_full();
+      softmax.prepare(__all_sync(~0u, full && next_full));
+      fence_async_proxy();
+    };
+    // Waits for both stages and fences them. Where there is no next tile it does not wait, and
+    // gives false.
+    const auto wait_for_stages = [&] {
+      if (walk.last()) return false;
+      values.wait();
+      next_keys.wait();
+      fence_async_proxy();
+      return true;
     };
     const auto wait_for_products = [&] {
       wgmma_wait<0>();
@@ -86,28 +107,25 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
     wait_for_products();
     while (true) {
       if constexpr (kTransforms) transform_logits(c.p, scores);
-      if (walk.masks()) {
+      if (!plain) {
         walk.mask_rows(scores, keys.row_masks);
         mask_tail<8>(scores, 0, walk.left);
       }
-      c.release(keys.empty);
-      softmax.template weigh_tile<T>(weights, scores, o);
-      if (walk.last()) break;
+      barrier_release(keys.empty, lane);
+      // False after the last tile, for which the softmax was told that the stages are not ready.
+      if (!softmax.template weigh_tile<T>(weights, scores, o, wait_for_stages)) break;
       walk.advance();
       keys = next_keys;
-      keys.wait();
-      values.wait();
       const auto before = values;
       warpgroup_fence_operand(scores);
       warpgroup_fence_operand(weights);
       warpgroup_fence_operand(o);
-      fence_async_proxy();
       wgmma_fence();
       issue_scores<T, kHeadDim>(scores, q, keys.tile);
       issue_output<T, kHeadDim>(o, weights, before.tile);
       look_ahead();
       wait_for_products();
-      c.release(before.empty);
+      barrier_release(before.empty, lane);
     }
     if constexpr (!S::kQInRegisters) release_queries(c);
     values.wait();

@@ -65,30 +65,34 @@ __device__ __forceinline__ void pack_weights(uint32_t (&weights)[8], const float
   }
 }
 
-// scores = Q K^T of a unit's first tile, when no other product is under way.
-template <int kHeadDim>
+// scores = Q K^T of a unit's first tile, when no other product is under way. `meanwhile` runs while
+// the product does.
+template <int kHeadDim, typename Meanwhile>
 __device__ __forceinline__ void multiply_first_keys(float (&scores)[32], const Queries<kHeadDim>& q,
-                                                    uint32_t tile) {
+                                                    uint32_t tile, const Meanwhile& meanwhile) {
   fence_async_proxy();
   warpgroup_fence_operand(scores);
   wgmma_fence();
   issue_scores<E4M3, kHeadDim>(scores, q, tile);
+  meanwhile();
   wgmma_wait<0>();
   warpgroup_fence_operand(scores);
 }
 
 // scores = Q K^T of the tile whose K is at `keys`, and o += P V of the tile before it, whose V is
-// at `values`. Both are there at the return.
-template <int kHeadDim>
+// at `values`. K and V must be fenced. Both results are there at the return; `meanwhile` runs while
+// the products do.
+template <int kHeadDim, typename Meanwhile>
 __device__ __forceinline__ void multiply_tile(float (&scores)[32], float (&o)[kHeadDim / 2],
                                               float (&sum)[32], uint32_t (&weights)[8],
                                               const Queries<kHeadDim>& q, uint32_t keys,
-                                              uint32_t values, const float (&factor)[2]) {
-  fence_async_proxy();
+                                              uint32_t values, const float (&factor)[2],
+                                              const Meanwhile& meanwhile) {
   warpgroup_fence_operand(scores);
   warpgroup_fence_operand(weights);
   issue_part<kHeadDim>(sum, weights, values, 0);
   issue_scores<E4M3, kHeadDim>(scores, q, keys);
+  meanwhile();
   wgmma_wait<1>();
   add_part(o, sum, 0, factor);
   add_parts<kHeadDim>(o, sum, weights, values, 1, factor);
@@ -119,27 +123,38 @@ __device__ __forceinline__ void attend_wgmma_fp8(Consumer<kHeadDim, kTransforms,
   if (walk.left > 0) {  // else it is a branch whose tails are all empty so far
     const Queries<kHeadDim> q = take_queries<E4M3, T>(c, walk.joint, exponent.unscale);
     auto stages = c.stages(walk.wide);
-    auto stage = c.next_stage(stages);  // K and V of the current tile
+    auto stage = c.next_stage(stages), next = stage;  // K and V of the current and the next tile
+    bool ready = false;                               // the next stage is full and fenced
+    // While products run: see attend_wgmma().
+    const auto look_ahead = [&] {
+      if (walk.last()) return;
+      stages.next_tile();
+      next = c.next_stage(stages);
+      ready = __all_sync(~0u, next.is_full());
+      fence_async_proxy();
+    };
     const auto weigh = [&] {
       softmax<8, kTransforms>(p, exponent, scores, row_max, row_sum, factor, 0, walk.left,
                               [&](float (&s)[32]) { walk.mask_rows(s, stage.row_masks); });
       pack_weights(weights, scores);
     };
     stage.wait();
-    multiply_first_keys(scores, q, stage.tile);
+    multiply_first_keys(scores, q, stage.tile, look_ahead);
     weigh();
     while (!walk.last()) {
       walk.advance();
-      stages.next_tile();
       const auto before = stage;
-      stage = c.next_stage(stages);
-      stage.wait();
-      multiply_tile<kHeadDim>(scores, o, sum, weights, q, stage.tile, before.tile, factor);
+      stage = next;
+      if (!ready) {
+        stage.wait();
+        fence_async_proxy();
+      }
+      multiply_tile<kHeadDim>(scores, o, sum, weights, q, stage.tile, before.tile, factor,
+                              look_ahead);
       c.release(before.empty);
       weigh();
     }
     if constexpr (!S::kQInRegisters) release_queries(c);
-    fence_async_proxy();
     add_parts<kHeadDim>(o, sum, weights, stage.tile, 0, factor);
     c.release(stage.empty);
     c.keep_positions(stages);

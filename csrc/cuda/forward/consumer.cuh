@@ -28,19 +28,14 @@ struct Consumer {
   }
 
   // A stage: addresses of its tile, of its barriers, and of its Control::row_masks (of this half;
-  // only branches have them, and branches are never wide).
+  // only branches have them, and branches are never wide), and the parity of the phase in which it
+  // is full.
   struct Stage {
-    uint32_t tile, empty, row_masks;
-    uint32_t full, phase;
-    bool known_full;
+    uint32_t tile, empty, row_masks, full, phase;
 
-    // Looks whether it is full, and does not wait.
-    __device__ __forceinline__ void look() {
-      known_full = __all_sync(~0u, barrier_ready(full, phase));
-    }
-    __device__ __forceinline__ void wait() const {
-      if (!known_full) barrier_wait(full, phase);
-    }
+    // Whether it is full already.
+    __device__ __forceinline__ bool is_full() const { return barrier_ready(full, phase); }
+    __device__ __forceinline__ void wait() const { barrier_wait(full, phase); }
   };
   // Where a half's ring of stages is, and the position in it.
   struct Cursor {
@@ -77,7 +72,7 @@ struct Consumer {
     const uint32_t full = cursor.at.full(cursor.base);
     const uint32_t tile =
         cursor.base + static_cast<uint32_t>(sizeof(Control)) + index * Shape<kHeadDim>::kTileBytes;
-    const Stage next{tile, full + cursor.to_empty, row_masks(index), full, cursor.at.phase, false};
+    const Stage next{tile, full + cursor.to_empty, row_masks(index), full, cursor.at.phase};
     cursor.at.advance(p.stages);
     return next;
   }

@@ -67,11 +67,7 @@ __device__ __forceinline__ void trace_unit(const ForwardParams& p, const WorkUni
 // code that runs where it is false. A launch fetches the first 64 KB of a kernel's code. In a
 // server the code behind that has left all caches since the last launch, and a jump to it waits for
 // memory (docs/experiments/tiles.md, series 21). So what most units need comes first.
-__device__ __forceinline__ bool placed_first(bool condition) {
-  int opaque = condition;
-  asm volatile("" : "+r"(opaque));
-  return opaque != 0;
-}
+__device__ __forceinline__ bool placed_first(bool condition) { return computed_here(condition); }
 
 // Each consumer warp runs every fourth narrow unit and passes the stages of the others. Gives
 // whether it has run this one.

@@ -208,7 +208,7 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, Exponent& expone
   constexpr bool kOfTile = Exponent::kOfTile;
   float m[2] = {kOfTile ? -INFINITY : row_max[0], kOfTile ? -INFINITY : row_max[1]};
   find_max<kTiles>(scores, m);
-  float base[2], sum[2][2] = {};
+  float base[2], sum[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if constexpr (kOfTile) {
@@ -228,14 +228,16 @@ __device__ __forceinline__ void softmax(const ForwardParams& p, Exponent& expone
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float& x = scores[4 * i + j];
-      x = fast_exp2(fmaf(x, exponent.factor(j / 2), -base[j / 2]));
-      sum[j / 2][j % 2] += x;
+    for (int r = 0; r < 2; ++r) {
+      float* x = scores + 4 * i + 2 * r;
+      x[0] = fast_exp2(fmaf(x[0], exponent.factor(r), -base[r]));
+      x[1] = fast_exp2(fmaf(x[1], exponent.factor(r), -base[r]));
+      const float pair = x[0] + x[1];  // first, so that they are waited for once
+      sum[r] = i == 0 ? pair : sum[r] + pair;
     }
   }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) row_sum[r] = row_sum[r] * factor[r] + (sum[r][0] + sum[r][1]);
+  for (int r = 0; r < 2; ++r) row_sum[r] = row_sum[r] * factor[r] + sum[r];
 }
 
 template <int kCount>
