@@ -19,7 +19,7 @@ from sglang_pat.target import Target
 
 LEAST, MOST_DRIFT = _C.LEAST_GROWTH, _C.MOST_DRIFT
 # Long requests beside a branch of many short ones, of which the second holds up the rest at once.
-SOON, AT_ONCE = skew(0), skew(1)
+SOON, AT_ONCE = skew(2), skew(1)
 
 
 def h200(batch: Requests, **changes: object) -> Target:

@@ -209,6 +209,25 @@ def test_a_factor_charges_for_what_the_plan_has(
     assert seconds[1] - seconds[0] == pytest.approx(8 * slope)
 
 
+@pytest.mark.parametrize(("queries", "joint"), [(256, True), (400, False)])
+def test_a_long_branch_slows_all_sms(queries: int, joint: bool) -> None:
+    """A plan takes longer than its bytes and than its longest branch, the more the nearer these
+    are; but not a joint one, whose branches have an SM each."""
+    made_for = target(
+        branching="always", branch_rows=(64,), branch_overhead_s=0.0, max_queries=queries
+    )
+    terms, made = terms_of(Tree((1, queries), (2048, 100)), made_for)
+    assert terms.branches == terms.items and terms.partials == 0
+    assert (made.num_items * 8 <= made_for.num_sms) == joint
+    token_s = 2 * 128 * 2 / made_for.bytes_per_s
+    read = terms.unique_tokens + made_for.reread_factor * terms.reread_tokens
+    in_bytes = 8 * read * token_s
+    longest = terms.longest_branch_tokens * token_s * made_for.num_sms
+    both = max(in_bytes, 0.6 * longest) if joint else (in_bytes**4 + longest**4) ** 0.25
+    assert _C.plan_seconds(made_for.native, terms) == pytest.approx(both)
+    assert 0.5 < in_bytes / longest < 2
+
+
 def test_lengths_of_another_batch_are_refused() -> None:
     tree = PAPER_TREES[0]
     made = plan(tree.paths, tree.seq_lens, target())

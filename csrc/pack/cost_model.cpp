@@ -164,7 +164,9 @@ double plan_seconds(const Target& target, const PlanTerms& terms) {
   const double longest = (joint ? kJointShare : 1.0) *
                          static_cast<double>(terms.longest_branch_tokens) * token_s *
                          target.num_sms;
-  return std::max(all, longest) + partial_seconds(target, static_cast<double>(terms.partials));
+  // Each branch of a joint plan has an SM to itself, so the others do not slow the longest one.
+  const double work_s = joint ? std::max(all, longest) : smooth_max(all, longest);
+  return work_s + partial_seconds(target, static_cast<double>(terms.partials));
 }
 
 double plan_seconds(const Target& target, const Packs& packs, const BranchLoad& branches,

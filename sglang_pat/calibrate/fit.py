@@ -2,9 +2,9 @@
 """Fits the factors of the model of a plan's time (csrc/pack/cost_model.h) to measured plans.
 
 Minimised is the sum of squared relative errors, with no factor below zero. The model is asked for
-everything that it counts: it is linear in the factors, but for the maximum over the longest branch,
-so that its slopes at the present factors are the columns of a least-squares problem, which is
-solved again until the same side of the maximum holds for every plan.
+everything that it counts: it is linear in the factors, but for the smooth maximum over the longest
+branch. So its slopes at the present factors are the columns of a least-squares problem, which is
+solved again with the factors found until the error no longer falls.
 """
 
 from __future__ import annotations
