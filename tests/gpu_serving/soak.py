@@ -4,7 +4,7 @@
 Two servers at the same time, with and without the radix cache, both with ``SGLANG_PAT_CHECK=1`` and
 a pool too small for their traffic: requests join, share, branch, are aborted and retracted. Fails,
 with a JSON summary of what was found, unless everything sent was answered right, the counters add
-up and no memory grew after the first tenth.
+up and no memory grew after the warm-up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,19 @@ class Scale:
     """How much: per server ``clients``; in all at least ``steps`` decode steps and ``requests``."""
 
     seconds: float
+    warm_up: float  # seconds of these, in which whatever runs for the first time may take memory
     clients: int
     pool: int  # tokens of a server's K/V cache
     longest: int  # tokens of the longest system prompt
     new_tokens: int
     steps: int
     requests: int
-    growth: int  # bytes that may be held more than after the first tenth
+    growth: int  # bytes that may be held more than after the warm-up
 
 
 SCALES = {
-    "cpu": Scale(40, 8, 1200, 500, 90, steps=300, requests=60, growth=32 * MIB),
-    "cuda": Scale(300, 24, 5000, 1500, 120, steps=20_000, requests=5_000, growth=16 * MIB),
+    "cpu": Scale(40, 4, 8, 1200, 500, 90, steps=300, requests=60, growth=32 * MIB),
+    "cuda": Scale(300, 30, 24, 5000, 1500, 120, steps=20_000, requests=5_000, growth=16 * MIB),
 }
 DRAFT_TOKENS = 8  # of a request, on servers that speculate
 MODELS: dict[str, dict[str, Any]] = {
@@ -84,10 +85,9 @@ def soak(device: str, scale: Scale, folder: Path, *, drafts: bool = False) -> di
             server.wait_until_ready()
         ledgers = [traffic.Ledger(tokens_a_step) for _ in servers]
         began = time.monotonic()
-        before = _held_after(scale, scale.seconds / 10, servers, ledgers, device, first_seed=0)
-        after = _held_after(
-            scale, scale.seconds * 9 / 10, servers, ledgers, device, first_seed=scale.clients
-        )
+        before = _held_after(scale, scale.warm_up, servers, ledgers, device, first_seed=0)
+        rest = scale.seconds - scale.warm_up
+        after = _held_after(scale, rest, servers, ledgers, device, first_seed=scale.clients)
         seconds = time.monotonic() - began
         rows = {
             config.name: _row(server, ledger)
@@ -214,14 +214,23 @@ def _wrong_counters(name: str, row: dict[str, Any], tokens_a_step: int) -> Itera
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=sorted(SCALES), required=True)
-    parser.add_argument("--seconds", type=float, help="of traffic, instead of the device's own")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="of traffic, instead of the device's own; at least twice its warm-up",
+    )
     parser.add_argument("--drafts", action="store_true", help="servers that speculate (a GPU)")
     parser.add_argument("--json", type=Path, help="where to write the summary, too")
     parser.add_argument("--logs", type=Path, help="folder for the model and the servers' logs")
     options = parser.parse_args()
     scale = SCALES[options.device]
-    if options.seconds:
-        scale = Scale(**{**vars(scale), "seconds": options.seconds})
+    if options.seconds is not None:
+        if options.seconds < 2 * scale.warm_up:
+            parser.error(
+                f"--seconds is {options.seconds:g}, must be at least {2 * scale.warm_up:g}: the "
+                f"first {scale.warm_up:g} are the warm-up"
+            )
+        scale = replace(scale, seconds=options.seconds)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.logs or Path(temporary)
         summary = soak(options.device, scale, folder, drafts=options.drafts)
