@@ -75,7 +75,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
     const auto look_ahead = [&] {
       plain = computed_here(!walk.masks());
       values = c.next_stage(stages);
-      softmax.prepare(false);
+      softmax.prepare(false);  // not once at the end: that would need a flag in a register
       if (walk.last()) return;
       stages.next_tile();
       next_keys = c.next_stage(stages);
