@@ -38,6 +38,8 @@
 //   KV tile     tokens that an executor holds at once
 //   wide, heavy, light   items by packed rows, see kWideRows; a plan has them in this order
 //   half        what runs work units on an SM of a GPU: an SM has two, each with memory of its own
+//   paired      two branches that begin with the same tokens: the halves of an SM run one each, at
+//               the same time, and load every second KV tile of these tokens for both
 //   joint       a plan of which every work unit is run by both halves of an SM, see PlanHeader
 //   list        the slots of all tokens that the items read, in the order in which they read them:
 //               the branches' first, then the other items'
@@ -52,7 +54,7 @@
 namespace pat {
 
 inline constexpr uint32_t kPlanMagic = 0x50415431;  // "PAT1"
-inline constexpr uint32_t kPlanVersion = 8;
+inline constexpr uint32_t kPlanVersion = 9;
 
 // Segment::kv_len of a tail: it covers [kv_start, seq_lens[query]), and seq_lens is read at run
 // time.
@@ -64,7 +66,7 @@ struct PlanHeader {
   uint32_t magic;
   uint32_t version;
   int32_t num_queries;       // of the batch
-  int32_t num_items;         // wide, heavy, then light ones, each by modelled time
+  int32_t num_items;         // wide, heavy (pairs first), then light ones, each by modelled time
   int32_t num_members;       // sum of Item::num_queries
   int32_t num_segments;      // those of the branches, then those of the other items
   int32_t num_partials;      // partial slots in use; slot p holds [draft_tokens, num_q_heads,
@@ -88,7 +90,9 @@ struct PlanHeader {
                             // for itself, whose halves take every second KV tile each
   // 0; in a GPU's copy 1 once the snapshot has written down the first work unit of every half.
   int32_t first_units;
-  int32_t unused[3];
+  // The first heavy items, two by two paired branches: an even number. 0 in a joint plan.
+  int32_t num_paired_items;
+  int32_t unused[2];
 };
 static_assert(sizeof(PlanHeader) == 112 && sizeof(PlanHeader) % 16 == 0);
 
@@ -121,8 +125,11 @@ struct Item {
   int32_t list_start;  // of a branch a multiple of kBranchAlign
   int32_t tokens;      // 0; the snapshot writes a GPU's copy: tokens of the item in this step
   int32_t query;       // kSingle: its member, so that a kernel need not look it up; else -1
-  int32_t partial;     // kSingle: likewise, kDirect included; else 0
-  int16_t row_tile;    // packed rows
+  int32_t partial;  // kSingle: likewise, kDirect included. Of paired branches: how many KV tiles of
+                    // kBranchAlign tokens both begin with, all unmasked; negative if each half
+                    // runs these after its own ones, for the reason given below.
+                    // Else 0
+  int16_t row_tile;  // packed rows
   // kBranch: how many KV tiles of kBranchAlign tokens all of its queries attend to, so that no mask
   // is needed; else 0. They are the first ones or, if negative, the last ones: the branches take
   // turns, so that they do not all read shared tokens from the cache, and then private ones from

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plan_view.h"
 
+#include <algorithm>
+#include <cstdlib>
+
 #include "check.h"
 
 namespace pat {
@@ -67,6 +70,33 @@ void check_branch(const PlanView& plan, const Item& branch, int index) {
   check_unmasked(plan, branch, index);
 }
 
+// Checks that a branch and the one before it begin with the tokens that they are said to.
+void check_pair(const PlanView& plan, int index) {
+  const Item &item = plan.items[index], &other = plan.items[index - 1];
+  int64_t left = std::abs(int64_t{item.partial}) * kBranchAlign;
+  PAT_CHECK(is_branch(item) && is_branch(other) && item.partial == other.partial && left > 0 &&
+                item.row_tile == other.row_tile &&
+                left <= int64_t{kBranchAlign} *
+                            std::min(item.num_unmasked_tiles, other.num_unmasked_tiles),
+            "damaged plan: items ", index - 1, " and ", index, " are paired with ", other.partial,
+            " and ", item.partial,
+            " common tiles, must be branches of one row tile with as many unmasked ones");
+  const auto [first, count] = plan.item_segments[index];
+  const auto [other_first, other_count] = plan.item_segments[index - 1];
+  for (int32_t i = 0; i < std::min(count, other_count) && left > 0; ++i) {
+    const Segment &mine = plan.segments[first + i], &theirs = plan.segments[other_first + i];
+    const bool same =
+        !is_dynamic(mine) && mine.kv_start == theirs.kv_start &&
+        (mine.kv_len == theirs.kv_len || std::min(mine.kv_len, theirs.kv_len) >= left);
+    PAT_CHECK(same, "damaged plan: items ", index - 1, " and ", index,
+              " are paired and begin with tokens ", theirs.kv_start, " + ", theirs.kv_len, " and ",
+              mine.kv_start, " + ", mine.kv_len, ", must be the same");
+    left -= mine.kv_len;
+  }
+  PAT_CHECK(left <= 0, "damaged plan: items ", index - 1, " and ", index, " lack ", left,
+            " of the tokens that they have in common");
+}
+
 // Checks what an item reads and where that stands in the list.
 void check_segments(const PlanView& plan, const Item& item, int index) {
   const PlanHeader& header = *plan.header;
@@ -128,6 +158,10 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
   PAT_CHECK(header.joint == 0 || (header.joint == 1 && header.num_heavy_items == header.num_items),
             "damaged plan: joint is ", header.joint, " beside ", header.num_heavy_items,
             " heavy items of ", header.num_items, ", must be 0, or 1 if all are heavy");
+  PAT_CHECK(header.num_paired_items >= 0 && header.num_paired_items % 2 == 0 &&
+                header.num_paired_items <= (header.joint == 1 ? 0 : header.num_heavy_items),
+            "damaged plan: ", header.num_paired_items, " paired items of ", header.num_heavy_items,
+            " heavy ones, joint is ", header.joint, ", must be even, and 0 in a joint plan");
   for (int i = 0; header.joint == 1 && i < header.num_items; ++i) {
     const int64_t rows = int64_t{view.items[i].num_queries} * group_of(header);
     PAT_CHECK(rows <= kWideRows && (rows > kHeavyRows || is_branch(view.items[i])),
@@ -160,6 +194,8 @@ void check_item_shape(const PlanView& plan, int index) {
   PAT_CHECK(is_single || item.kind == ItemKind::kPack || is_branch(item), "damaged plan: item ",
             index, " is of kind ", static_cast<int>(item.kind));
   check_segments(plan, item, index);
+  const int paired = index - header.num_wide_items;  // of the paired items before it
+  if (paired >= 0 && paired < header.num_paired_items && paired % 2 == 1) check_pair(plan, index);
   if (is_branch(item)) return check_branch(plan, item, index);
   if (is_single) check_single(plan, item, index);
   const bool is_tail = is_dynamic(plan.segments[plan.item_segments[index].first_segment]);

@@ -193,6 +193,9 @@ void bind_plan_counts(py::class_<Plan>& plan) {
       .def_property_readonly(
           "num_heavy_items", &header_field<&PlanHeader::num_heavy_items>,
           "Items of more than 16 packed rows, and branches: those after the wide ones.")
+      .def_property_readonly(
+          "num_paired_items", &header_field<&PlanHeader::num_paired_items>,
+          "Branches that the halves of an SM run two by two: the first of the heavy items.")
       .def_property_readonly("joint", &header_field<&PlanHeader::joint>,
                              "1 if both halves of an SM work on each item, which all are heavy.")
       .def_property_readonly("num_segments", &header_field<&PlanHeader::num_segments>,

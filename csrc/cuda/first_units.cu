@@ -32,7 +32,7 @@ __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, Plan
   __syncwarp();
   const WorkUnit unit = control.units[0];
   const int32_t* from = control.list + unit.list_start;
-  const int first = unit.halved() ? half * kTileTokens : 0;
+  const int first = first_token(unit, half);
   for (int t = lane; t < kTileTokens; t += 32) {
     to.slots[t] = first + t < unit.num_tokens ? from[first + t] : 0;
   }

@@ -52,11 +52,11 @@ ForwardParams forward_params(const DecodeParams& decode) {
       .q_stride_query = decode.draft_tokens * decode.q_stride_query,
       .q_stride_head = decode.q_stride_head,
       .k = decode.k,
-      .k_stride_head = decode.k_stride_head,
       .v = decode.v,
-      .v_stride_head = decode.v_stride_head,
       .k_stride_slot = static_cast<uint32_t>(decode.k_stride_slot),  // check_decode() has looked
+      .k_stride_head = static_cast<uint32_t>(decode.k_stride_head),
       .v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot),
+      .v_stride_head = static_cast<uint32_t>(decode.v_stride_head),
       .row_masks = decode.row_masks,
       .out = decode.out,
       .out_stride_query = decode.draft_tokens * decode.out_stride_query,
@@ -212,12 +212,14 @@ void check_decode(const DecodeParams& a) {
   check_kv_type(a);
   const int64_t max_stride = std::numeric_limits<uint32_t>::max();
   const int bytes = kv_bytes(a.kv_type);
-  if (a.k_stride_slot > max_stride || a.v_stride_slot > max_stride) {
-    throw_invalid("slots of k_cache and v_cache are %lld and %lld elements apart, at most %lld fit",
-                  static_cast<long long>(a.k_stride_slot / bytes),
-                  static_cast<long long>(a.v_stride_slot / bytes),
+  const auto check_strides = [&](const char* what, int64_t of_k, int64_t of_v) {
+    if (std::max(of_k, of_v) <= max_stride) return;
+    throw_invalid("%s of k_cache and v_cache are %lld and %lld elements apart, at most %lld fit",
+                  what, static_cast<long long>(of_k / bytes), static_cast<long long>(of_v / bytes),
                   static_cast<long long>(max_stride / bytes));
-  }
+  };
+  check_strides("slots", a.k_stride_slot, a.v_stride_slot);
+  if (a.num_kv_heads > 1) check_strides("heads", a.k_stride_head, a.v_stride_head);
 }
 
 void decode_cuda(const DecodeParams& decode, void* stream_handle) {

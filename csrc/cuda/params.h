@@ -101,10 +101,9 @@ struct ForwardParams {
   const char* q;
   int64_t q_stride_query, q_stride_head;
   const char* k;
-  int64_t k_stride_head;
   const char* v;
-  int64_t v_stride_head;
-  uint32_t k_stride_slot, v_stride_slot;  // 32 bits, so that an address takes one instruction
+  uint32_t k_stride_slot, k_stride_head;  // 32 bits, so that an address takes one instruction
+  uint32_t v_stride_slot, v_stride_head;
   const uint16_t* row_masks;
   char* out;
   int64_t out_stride_query, out_stride_head;

@@ -121,6 +121,14 @@ __device__ __forceinline__ void count_one(int32_t& counter) {
 #endif
 }
 
+__device__ __forceinline__ void set_counter(int32_t& counter, int32_t value) {
+#ifdef PAT_SANITIZER
+  atomicExch(&counter, value);
+#else
+  *const_cast<volatile int32_t*>(&counter) = value;
+#endif
+}
+
 __device__ __forceinline__ int32_t counted(int32_t& counter) {
 #ifdef PAT_SANITIZER
   return atomicAdd(&counter, 0);

@@ -10,6 +10,16 @@
 #include "headroom.h"
 
 namespace pat {
+namespace {
+
+// What a pair must have in common. With 256 tokens pairs took 0.97 to 1.02 of the time without
+// (docs/experiments/branches.md, series 23).
+constexpr int32_t kLeastCommonTokens = 5 * kBranchAlign;
+// Pairs run before all other items, though branches and light items run well beside each other. So
+// there are none if the others read more than one part in so many of what the branches read.
+constexpr int64_t kBranchesToOthers = 16;
+
+}  // namespace
 
 void Brancher::read(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   tree_ = &tree;
@@ -68,6 +78,9 @@ BranchLoad Brancher::cut(const Target& target, const BranchCut& cut, Packs& pack
   find_tops();
   BranchLoad load = group(target);
   load.partials = partials;
+  int64_t others = 0;
+  for (const Pack& pack : packs.packs) others += pack.queries > 0 ? pack.tokens() : 0;
+  few_others_ = kBranchesToOthers * others <= load.tokens;
   return load;
 }
 
@@ -242,6 +255,7 @@ BranchLoad Brancher::group(const Target& target) {
 bool Brancher::build(const Target& target) {
   clear();
   list_members();
+  pair(target);
   if (!count_segments()) {
     clear();
     return false;
@@ -264,6 +278,7 @@ void Brancher::list_members() {
   for (int32_t g = 0, i = 0; g < num_groups; ++g) {
     Branch& branch = branches_[g];
     branch.first_member = count_of(members_);
+    branch.peer = kNoNode;
     for (; i < ends_[g]; ++i) {
       const int32_t query = order_[i];
       const int32_t tail = tail_tokens(query);
@@ -276,6 +291,39 @@ void Brancher::list_members() {
       rank_[i + 1] = count_of(members_);
     }
     branch.num_queries = count_of(members_) - branch.first_member;
+  }
+}
+
+// Tokens that all queries of a branch and of the one before it attend to, as whole KV tiles.
+int32_t Brancher::common_tokens(int32_t branch) const {
+  const int32_t first = branch == 1 ? 0 : ends_[branch - 2];
+  int32_t node = tree_->query_node[order_[first]];
+  while (node != kNoNode && position_[node] + tree_->nodes[node].num_queries < ends_[branch]) {
+    node = tree_->nodes[node].parent;
+  }
+  return node == kNoNode ? 0 : static_cast<int32_t>(path_[node] / kBranchAlign * kBranchAlign);
+}
+
+// Pairs neighbours so that all pairs together have the most tokens in common.
+void Brancher::pair(const Target& target) {
+  const int32_t num_branches = count_of(branches_);
+  // Fewer would leave SMs idle: the same four fifths as in Scheduler::wide_items_fill().
+  const int64_t pairs = int64_t{num_branches} / 2 * target.num_kv_heads;
+  const bool fill = 5 * pairs >= int64_t{4} * target.num_sms;
+  if (!target.pairs_branches() || !fill || !few_others_) return;
+  common_.assign(num_branches, 0);
+  most_common_.assign(num_branches + 1, 0);
+  for (int32_t g = 1; g < num_branches; ++g) {
+    const int32_t tokens = common_tokens(g);
+    if (tokens >= kLeastCommonTokens) common_[g] = tokens;
+    most_common_[g + 1] = std::max(most_common_[g], most_common_[g - 1] + common_[g]);
+  }
+  for (int32_t g = num_branches - 1; g > 0; --g) {
+    if (most_common_[g + 1] == most_common_[g]) continue;
+    branches_[g].common = branches_[g - 1].common = common_[g];
+    branches_[g].peer = g - 1;
+    branches_[g - 1].peer = g;
+    --g;
   }
 }
 
@@ -308,7 +356,7 @@ bool Brancher::count_segments() {
     if (branch.num_segments > kBranchSegments) return false;
     branch.first_segment = total;
     total += branch.num_segments;
-    branch.tails_first = g % 2 == 1;
+    branch.tails_first = g % 2 == 1 && branch.peer == kNoNode;
     next_node_[g] = branch.tails_first ? total - 1 : branch.first_segment;
     next_tail_[g] = branch.first_segment + (branch.tails_first ? 0 : num_nodes);
   }

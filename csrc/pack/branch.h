@@ -33,6 +33,8 @@ struct Branch {
   int32_t tokens;      // scheduled
   int32_t unmasked;    // of these, those that all members attend to
   bool tails_first;
+  int32_t peer;    // the branch before or behind it that it is paired with, or kNoNode
+  int32_t common;  // tokens that both begin with: whole KV tiles
 };
 
 // Keeps its working memory between calls.
@@ -72,6 +74,8 @@ class Brancher {
   template <typename Visit>
   void for_each_branch(int32_t node, const Visit& visit);
   void list_members();
+  int32_t common_tokens(int32_t branch) const;
+  void pair(const Target& target);
   bool count_segments();
   void list_nodes();
   void list_tails();
@@ -80,25 +84,28 @@ class Brancher {
   const PackTree* tree_ = nullptr;
   const int64_t* seq_lens_ = nullptr;
   BranchCut cut_;
-  std::vector<int32_t> sorted_;     // queries under a node, as they stand in the tree; those that
-                                    // end at one node by length, the longest first
-  std::vector<int32_t> order_;      // the same, dealt out to the branches of a node
-  std::vector<int32_t> by_length_;  // queries under any node
-  std::vector<int32_t> position_;   // [nodes] of a node's first query in order_
-  std::vector<int32_t> cursor_;     // [nodes]
-  std::vector<int32_t> top_;        // [nodes] highest of it and those above that one branch holds
-  std::vector<int32_t> above_;      // [nodes] nearest kept node above
-  std::vector<int64_t> path_;       // [nodes] tokens for branches from the root to the node's end
-  std::vector<int64_t> subtree_;    // [nodes] tokens for branches of the node and all below
-  std::vector<int32_t> ends_;       // in order_, of groups of queries: each is a branch
-  std::vector<int32_t> group_of_;   // [order_]
-  std::vector<int32_t> rank_;       // [order_ + 1] members before a position
-  std::vector<int32_t> branch_of_;  // [queries]
+  std::vector<int32_t> sorted_;       // queries under a node, as they stand in the tree; those that
+                                      // end at one node by length, the longest first
+  std::vector<int32_t> order_;        // the same, dealt out to the branches of a node
+  std::vector<int32_t> by_length_;    // queries under any node
+  std::vector<int32_t> position_;     // [nodes] of a node's first query in order_
+  std::vector<int32_t> cursor_;       // [nodes]
+  std::vector<int32_t> top_;          // [nodes] highest of it and those above that one branch holds
+  std::vector<int32_t> above_;        // [nodes] nearest kept node above
+  std::vector<int64_t> path_;         // [nodes] tokens for branches from the root to the node's end
+  std::vector<int64_t> subtree_;      // [nodes] tokens for branches of the node and all below
+  std::vector<int32_t> ends_;         // in order_, of groups of queries: each is a branch
+  std::vector<int32_t> group_of_;     // [order_]
+  std::vector<int32_t> rank_;         // [order_ + 1] members before a position
+  std::vector<int32_t> branch_of_;    // [queries]
+  std::vector<int32_t> common_;       // [branches] tokens in common with the branch before
+  std::vector<int64_t> most_common_;  // [branches + 1] of pairs of the branches before
   std::vector<int32_t> tail_counts_, next_node_, next_tail_;  // [branches]
   std::vector<Branch> branches_;
   std::vector<Segment> segments_;
   std::vector<int32_t> members_;
   int32_t list_tokens_ = 0;
+  bool few_others_ = false;  // the cut leaves little to ordinary items
 };
 
 }  // namespace pat

@@ -14,7 +14,7 @@ namespace pat {
 namespace {
 
 // Of items, in the order in which a plan lists them.
-enum Weight : uint32_t { kWide, kHeavy, kLight };
+enum Weight : uint32_t { kWide, kPaired, kHeavy, kLight };
 
 Weight weight_of(int32_t row_tile) {
   return row_tile > kWideRows ? kWide : row_tile > kHeavyRows ? kHeavy : kLight;
@@ -111,13 +111,14 @@ Plan Emitter::emit(const Decisions& from) {
       .num_q_heads = from.target.num_q_heads,
       .num_kv_heads = from.target.num_kv_heads,
       .num_wide_items = keys_[kWide].items,
-      .num_heavy_items = keys_[kHeavy].items,
+      .num_heavy_items = keys_[kPaired].items + keys_[kHeavy].items,
       .branch_tokens = from.brancher.list_tokens(),
       .list_tokens = static_cast<int32_t>(list_tokens_),
       .list = nullptr,
       .draft_tokens = from.target.draft_tokens,
       .joint = is_joint(from.target),
       .first_units = 0,
+      .num_paired_items = keys_[kPaired].items,
       .unused = {},
   };
   std::memcpy(blob, &header, sizeof(header));
@@ -131,7 +132,7 @@ bool Emitter::is_joint(const Target& target) const {
   const auto by_both = [&](const Draft& draft) {
     return is_branch(draft.item) || draft.item.num_queries * target.group() > kHeavyRows;
   };
-  return target.runs_jointly(count_of(drafts_), keys_[kHeavy].items) &&
+  return keys_[kPaired].items == 0 && target.runs_jointly(count_of(drafts_), keys_[kHeavy].items) &&
          std::all_of(drafts_.begin(), drafts_.end(), by_both);
 }
 
@@ -177,7 +178,8 @@ void Emitter::list_piece(const Decisions& from, int32_t index, const Piece& piec
     const int32_t row_tile = from.target.row_tile_for(queries);
     const int32_t offset = from.assigned.member_offsets[index] + first;
     // Both are filled in place: a copy of what was just written stalls the processor.
-    Draft& draft = add(row_tile, item_seconds(from.target, row_tile, piece.tokens));
+    Draft& draft =
+        add(weight_of(row_tile), row_tile, item_seconds(from.target, row_tile, piece.tokens));
     draft.item.member_offset = offset;
     draft.item.num_queries = queries;
     draft.item.list_start = static_cast<int32_t>(list_tokens_);
@@ -216,7 +218,14 @@ void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& pla
   num_shared_ += shared;
   const int32_t num_packed = from.assigned.member_offsets[count_of(from.packs.packs)];
   const int32_t unmasked = std::min(branch.unmasked / kBranchAlign, int32_t{INT16_MAX});
-  Draft& draft = add(kBranchRows, item_seconds(from.target, kBranchRows, branch.tokens));
+  const bool paired = branch.peer != kNoNode;
+  // Those of a pair have the same place, so that they stand side by side.
+  const int32_t tokens = paired
+                             ? std::max(branch.tokens, from.brancher.branches()[branch.peer].tokens)
+                             : branch.tokens;
+  Draft& draft =
+      add(paired ? kPaired : kHeavy, kBranchRows, item_seconds(from.target, kBranchRows, tokens));
+  draft.item.partial = paired ? std::min(branch.common / kBranchAlign, int32_t{INT16_MAX}) : 0;
   draft.item.member_offset = num_packed + branch.first_member;
   draft.item.num_queries = branch.num_queries;
   draft.item.list_start = branch.list_start;
@@ -227,8 +236,7 @@ void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& pla
 }
 
 // Adds an item of zeros with its row tile and says where it sorts. Valid until the next call.
-Emitter::Draft& Emitter::add(int32_t row_tile, double seconds) {
-  const Weight weight = weight_of(row_tile);
+Emitter::Draft& Emitter::add(uint32_t weight, int32_t row_tile, double seconds) {
   Draft& draft = drafts_.emplace_back();
   draft.item.row_tile = static_cast<int16_t>(row_tile);
   draft.key = lpt_bucket(seconds) + weight * kNumBuckets;
@@ -249,8 +257,9 @@ void Emitter::clear_buckets() {
   }
 }
 
-// Wide items, then heavy, then light ones, each by descending cost; among equals shared ones first
-// and the row tiles of one piece side by side, so that the second finds its K/V in the cache.
+// Wide items, then pairs, other heavy ones and light ones, each by descending cost; among equals
+// shared ones first and the row tiles of one piece side by side, so that the second finds its K/V
+// in the cache.
 void Emitter::sort() {
   int32_t before = 0;
   for (const Range& keys : keys_) {
@@ -265,10 +274,17 @@ void Emitter::sort() {
 void Emitter::write_items(const Decisions& from, Item* items, ItemSegments* item_segments,
                           Member* members) {
   int32_t num_members = 0;
-  for (const int32_t i : order_) {
-    const Draft& draft = drafts_[i];
+  // Every second block of `in_turn` pairs, about as many as run at once on half of the SMs, begins
+  // with its own tokens. Neighbours share more with each other, so they are in one block.
+  const int32_t in_turn = std::max(from.target.num_sms / (2 * from.target.num_kv_heads), 1);
+  const int32_t paired = keys_[kWide].items, behind = paired + keys_[kPaired].items;
+  for (int32_t place = 0; place < count_of(order_); ++place) {
+    const Draft& draft = drafts_[order_[place]];
     Item& item = *items++;
     item = draft.item;
+    if (place >= paired && place < behind && (place - paired) / 2 / in_turn % 2 == 1) {
+      item.partial = -item.partial;
+    }
     for (int32_t m = 0; m < item.num_queries; ++m) {
       const Member& member = from.assigned.members[item.member_offset + m];
       const QuerySplits& splits = from.assigned.splits[member.query];

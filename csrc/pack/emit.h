@@ -85,7 +85,7 @@ class Emitter {
   void list_piece(const Decisions& from, int32_t index, const Piece& piece);
   void list_branch(const Decisions& from, const Branch& branch, Plan& plan);
   bool is_joint(const Target& target) const;
-  Draft& add(int32_t row_tile, double seconds);
+  Draft& add(uint32_t weight, int32_t row_tile, double seconds);
   void clear_buckets();
   void sort();
   void write_items(const Decisions& from, Item* items, ItemSegments* item_segments,
@@ -94,7 +94,7 @@ class Emitter {
   std::vector<Draft> drafts_;
   std::vector<int32_t> order_;       // drafts, as the plan lists them
   std::vector<int32_t> buckets_;     // by key: items, then where the next one goes in order_
-  std::array<Range, 3> keys_;        // of wide, heavy and light items
+  std::array<Range, 4> keys_;        // of wide, paired, heavy and light items
   std::vector<Segment> segments_;    // one for each item that is no branch
   int32_t num_branch_segments_ = 0;  // which a plan has before them
   int64_t list_tokens_ = 0;          // of the list, so far

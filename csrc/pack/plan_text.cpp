@@ -144,6 +144,12 @@ Cells cells_of(const PlanView& view, int32_t index) {
   std::string read;
   if (is_branch(item)) {
     read = counted(num_segments, "segment");
+    const int32_t paired = index - header.num_wide_items;
+    if (paired >= 0 && paired < header.num_paired_items) {
+      const int32_t peer = paired % 2 == 0 ? index + 1 : index - 1;
+      read += ", " + counted(std::abs(item.partial) * kBranchAlign, "token") + " with item " +
+              std::to_string(peer);
+    }
   } else {
     const Segment& s = view.segments[first_segment];
     const int32_t end = is_dynamic(s) ? kEnd : s.kv_start + s.kv_len;

@@ -99,6 +99,8 @@ struct Target {
     return items_per_sm == 2 && items > 0 && items == heavy_items &&
            items * num_kv_heads <= num_sms;
   }
+  // Whether the halves of an SM can run two branches as a pair (plan.h).
+  bool pairs_branches() const { return items_per_sm == 2; }
   // Packed rows of the smallest row tile that holds `queries` queries, else of the largest: a pack
   // of more queries than fit takes several row tiles.
   int32_t row_tile_for(int32_t queries) const {

@@ -32,7 +32,8 @@ HEADER = np.dtype(
         ("draft_tokens", "<i4"),
         ("joint", "<i4"),
         ("first_units", "<i4"),
-        ("unused", "<i4", 3),
+        ("num_paired_items", "<i4"),
+        ("unused", "<i4", 2),
     ]
 )
 ITEM = np.dtype(
@@ -94,6 +95,18 @@ def joint(plan: HandPlan) -> HandPlan:
     header = plan.header.copy()
     header["joint"] = 1
     return replace(plan, header=header).encode()
+
+
+def paired(plan: HandPlan, *common: int) -> HandPlan:
+    """The same plan with its first branches paired, two by two: ``common`` KV tiles of each pair,
+    negative if the pair's halves begin with their other tokens. The branches must be the first
+    items that are not wide."""
+    header, items = plan.header.copy(), plan.items.copy()
+    first = int(header["num_wide_items"][0])
+    for pair, tiles in enumerate(common):
+        items["partial"][first + 2 * pair : first + 2 * pair + 2] = tiles
+    header["num_paired_items"] = 2 * len(common)
+    return replace(plan, header=header, items=items).encode()
 
 
 Damage = Callable[[HandPlan], object]
@@ -206,7 +219,7 @@ def _list_starts(parts: Parts) -> dict[Piece | Branch, int]:
 def _header_of(parts: dict[str, npt.NDArray[Any]], heads: tuple[int, int]) -> npt.NDArray[Any]:
     """A header with the sizes of ``parts``, and with where they lie, one behind the other."""
     header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 8
+    header["magic"], header["version"] = 0x50415431, 9
     header["num_q_heads"], header["num_kv_heads"] = heads
     offset = HEADER.itemsize
     for name in PARTS:

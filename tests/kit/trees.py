@@ -247,7 +247,8 @@ def check_fields(item: Any, members: Any, is_tail: bool, made_for: Target) -> No
         drafts = is_tail and made_for.draft_tokens > 1
         assert item["kind"] == (PACK if item["num_queries"] > 1 else DRAFTS if drafts else SINGLE)
     single = item["kind"] in (SINGLE, DRAFTS)
-    assert (item["query"], item["partial"]) == (members[0].item() if single else (-1, 0))
+    partial = item["partial"] if item["kind"] == BRANCH else 0  # of a pair: its common tiles
+    assert (item["query"], item["partial"]) == (members[0].item() if single else (-1, partial))
 
 
 def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) -> None:

@@ -64,7 +64,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
   if (walk.left > 0) {  // else it is a branch whose tails are all empty so far
     float unscale[2];   // not written
     const Queries<kHeadDim> q = take_queries<T, T>(c, walk.joint, unscale);
-    auto stages = c.stages(walk.wide);
+    auto stages = c.stages(walk.is_common());
     auto keys = c.next_stage(stages), values = keys, next_keys = keys;
     bool plain = false;  // the current tile has no masks
     // The shuffle keeps it in a register: lane_id() would be read anew at each use, which takes
@@ -76,8 +76,8 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
       plain = computed_here(!walk.masks());
       values = c.next_stage(stages);
       softmax.prepare(false);  // not once at the end: that would need a flag in a register
-      if (walk.last()) return;
-      stages.next_tile();
+      if (walk.at_bound()) return;
+      c.next_tile(stages, walk.next_is_common());
       next_keys = c.next_stage(stages);
       const bool full = values.is_full(), next_full = next_keys.is_full();
       softmax.prepare(__all_sync(~0u, full && next_full));
@@ -88,6 +88,11 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
     const auto wait_for_stages = [&] {
       if (walk.last()) return false;
       values.wait();
+      if (walk.at_bound()) {
+        c.turn_to_common(stages, unit.pair);
+        next_keys = c.next_stage(stages);
+        walk.turn_to_common();
+      }
       next_keys.wait();
       fence_async_proxy();
       return true;
@@ -133,11 +138,13 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
     add_last_values<T, kHeadDim>(o, weights, values.tile);
     c.release(values.empty);
     c.keep_positions(stages);
+    if (walk.paired()) c.tell(2 * unit.pair + 1, c.stage);
   }
 
   SoftmaxState state[2];
   softmax.finish(state);
   finish_wgmma<T, false>(c, unit, to, walk.joint, o, state);
+  if (walk.paired()) c.hear(2 * unit.pair + 1, c.peer_stage);
 }
 
 #endif  // PAT_WGMMA

@@ -122,13 +122,14 @@ __device__ __forceinline__ void attend_wgmma_fp8(Consumer<kHeadDim, kTransforms,
 
   if (walk.left > 0) {  // else it is a branch whose tails are all empty so far
     const Queries<kHeadDim> q = take_queries<E4M3, T>(c, walk.joint, exponent.unscale);
-    auto stages = c.stages(walk.wide);
+    auto stages = c.stages(walk.is_common());
     auto stage = c.next_stage(stages), next = stage;  // K and V of the current and the next tile
     bool ready = false;                               // the next stage is full and fenced
     // While products run: see attend_wgmma().
     const auto look_ahead = [&] {
-      if (walk.last()) return;
-      stages.next_tile();
+      ready = false;
+      if (walk.at_bound()) return;
+      c.next_tile(stages, walk.next_is_common());
       next = c.next_stage(stages);
       ready = __all_sync(~0u, next.is_full());
       fence_async_proxy();
@@ -142,13 +143,18 @@ __device__ __forceinline__ void attend_wgmma_fp8(Consumer<kHeadDim, kTransforms,
     multiply_first_keys(scores, q, stage.tile, look_ahead);
     weigh();
     while (!walk.last()) {
+      if (!ready) {
+        if (walk.at_bound()) {
+          c.turn_to_common(stages, unit.pair);
+          next = c.next_stage(stages);
+          walk.turn_to_common();
+        }
+        next.wait();
+        fence_async_proxy();
+      }
       walk.advance();
       const auto before = stage;
       stage = next;
-      if (!ready) {
-        stage.wait();
-        fence_async_proxy();
-      }
       multiply_tile<kHeadDim>(scores, o, sum, weights, q, stage.tile, before.tile, factor,
                               look_ahead);
       c.release(before.empty);
@@ -158,11 +164,13 @@ __device__ __forceinline__ void attend_wgmma_fp8(Consumer<kHeadDim, kTransforms,
     add_parts<kHeadDim>(o, sum, weights, stage.tile, 0, factor);
     c.release(stage.empty);
     c.keep_positions(stages);
+    if (walk.paired()) c.tell(2 * unit.pair + 1, c.stage);
   }
 
   SoftmaxState state[2];
   finish_states(exponent, row_max, row_sum, state);
   finish_wgmma<T, true>(c, unit, to, walk.joint, o, state);
+  if (walk.paired()) c.hear(2 * unit.pair + 1, c.peer_stage);
 }
 
 #endif  // PAT_WGMMA

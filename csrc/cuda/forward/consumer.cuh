@@ -27,9 +27,9 @@ struct Consumer {
     release_stage();
   }
 
-  // A stage: addresses of its tile, of its barriers, and of its Control::row_masks (of this half;
-  // only branches have them, and branches are never wide), and the parity of the phase in which it
-  // is full.
+  // A stage: addresses of its tile, of its barriers, and of its Control::row_masks (of this half:
+  // they are not read for common tiles, which have no masks), and the parity of the phase in which
+  // it is full.
   struct Stage {
     uint32_t tile, empty, row_masks, full, phase;
 
@@ -49,21 +49,49 @@ struct Consumer {
             empty - static_cast<uint32_t>(offsetof(Control, stage_barriers.full)),
             of_peer ? peer_stage : stage};
   }
-  // The stages of a unit that wgmma runs, in order. Of a wide unit every second tile is in the
-  // other half's memory.
+  // The stages of a unit that wgmma runs, in order. Of common tiles, which both halves attend to,
+  // half 0 has the first one and then every second one.
   struct Stages {
     Cursor current, other;
-    bool wide;
 
-    __device__ __forceinline__ void next_tile() {
+    __device__ __forceinline__ void swap_if(bool condition) {
       const Cursor before = current;
-      current = wide ? other : current;
-      other = wide ? before : other;
+      current = condition ? other : current;
+      other = condition ? before : other;
     }
   };
-  __device__ __forceinline__ Stages stages(bool wide) const {
-    const bool of_peer = wide && s.sm_half == 1;  // so that both halves begin with the same tile
-    return {cursor(of_peer), cursor(!of_peer), wide};
+  __device__ __forceinline__ Stages stages(bool common) const {
+    const bool of_peer = common && s.sm_half == 1;
+    return {cursor(of_peer), cursor(!of_peer)};
+  }
+  // To the next tile, which both halves attend to if it is `common`.
+  __device__ __forceinline__ void next_tile(Stages& stages, bool common) const {
+    if (Shape<kHeadDim>::kMaxHalves == 1) return;
+    stages.swap_if(common || stages.current.base != s.base);
+  }
+  // A half does not read the other's stages with tiles that the other has to itself, and it must
+  // not wait for a stage more than a phase ahead (see Ring). So behind such tiles each consumer
+  // warp tells, as message `number`, where its half's ring stands, and the same warp of the other
+  // half hears it before it reads that ring again. No warp is more than three messages ahead of the
+  // other.
+  __device__ __forceinline__ void tell(int number, const StageRing& at) const {
+    const int position = static_cast<int>(at.phase) << 7 | at.index;
+    if (lane_id() == 0) set_counter(s.control().messages[number & 3][warp], number << 8 | position);
+  }
+  __device__ __forceinline__ void hear(int number, StageRing& at) const {
+    auto& peer = *static_cast<Control*>(__cvta_shared_to_generic(s.peer));
+    int32_t message;
+    do {
+      message = counted(peer.messages[number & 3][warp]);
+    } while (message >> 8 != number);
+    at.index = message & 127;
+    at.phase = message >> 7 & 1;
+  }
+  // From the last tile that the half has to itself to the first common one.
+  __device__ __forceinline__ void turn_to_common(Stages& stages, int pair) const {
+    tell(2 * pair, stages.current.at);
+    hear(2 * pair, stages.other.at);
+    stages.swap_if(s.sm_half == 1);
   }
   // The next stage, which may not be full yet.
   __device__ __forceinline__ Stage next_stage(Stages& stages) const {

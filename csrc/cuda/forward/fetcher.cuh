@@ -4,6 +4,8 @@
 // ask for the K/V row.
 #pragma once
 
+#include <climits>
+
 #include "cuda/forward/pipeline.cuh"
 
 namespace pat {
@@ -136,6 +138,21 @@ struct Fetcher {
     }
   }
 
+  // Copies the unit's Q to the next buffer of its kind.
+  __device__ __forceinline__ void fetch_q(const WorkUnit& unit, const uint32_t (&offsets)[2]) {
+    const bool is_narrow = unit.narrow != kNotNarrow;
+    barrier_wait(is_narrow ? narrow.empty(s.base) : q.empty(s.base),
+                 (is_narrow ? narrow.phase : q.phase) ^ 1);
+    copy_q(unit, offsets, is_narrow ? s.narrow_q(narrow.index) : s.q(q.index),
+           is_narrow ? S::kNarrowPanelBytes : S::kPanelBytes);
+    barrier_arrive_copies(is_narrow ? narrow.full(s.base) : q.full(s.base));
+    if (is_narrow) {
+      narrow.advance();
+    } else {
+      q.advance(p.q_buffers);
+    }
+  }
+
   __device__ void run() {
     given = s.control().given;
     for (WorkRing work;; work.advance()) {
@@ -145,32 +162,23 @@ struct Fetcher {
       if (tokens < 0) break;
       if (tokens > 0) {
         const int32_t* from = s.control().list + unit.list_start;
-        const int step = unit.halved() ? 2 * kTileTokens : kTileTokens;
-        int first = unit.halved() ? s.sm_half * kTileTokens : 0;
-        if (first < tokens) fetch_slots(from, first, tokens);
         uint32_t offsets[2];
         if (!unit.single_query) {
           offsets[0] = q_offset(unit, lane);
           offsets[1] = q_offset(unit, lane + 32);
         }
-        if (unit.narrow) {
-          narrow.wait_empty(s.base);
-          copy_q(unit, offsets, s.narrow_q(narrow.index), S::kNarrowPanelBytes);
-          barrier_arrive_copies(narrow.full(s.base));
-          narrow.advance();
-        } else {
-          // Fetches the slots of further tiles while the members are on their way; but not of as
-          // many as the ring holds, or this warp would wait for the loaders while they wait for Q.
-          first += step;
+        // Fetches the slots of some tiles while the members are on their way; but not of as many as
+        // the ring holds, or this warp would wait for the loaders while they wait for Q. Then Q,
+        // then the slots of all others.
+        int token = first_token(unit, s.sm_half);
+        for (int ahead = kSlotTiles / 2;; ahead = INT_MAX) {
 #pragma unroll 1  // short code: see join_warps()
-          for (int i = 1; i < kSlotTiles / 2 && first < tokens; ++i, first += step) {
-            fetch_slots(from, first, tokens);
+          for (int i = 0; i < ahead && token < tokens; ++i) {
+            fetch_slots(from, token, tokens);
+            token = next_token(unit, s.sm_half, token);
           }
-          q.wait_empty(s.base);
-          copy_q(unit, offsets, s.q(q.index), S::kPanelBytes);
-          barrier_arrive_copies(q.full(s.base));
-          q.advance(p.q_buffers);
-          for (; first < tokens; first += step) fetch_slots(from, first, tokens);
+          if (ahead == INT_MAX) break;
+          fetch_q(unit, offsets);
         }
       }
 

@@ -17,10 +17,11 @@
 // read. Where K and V are fp8 they share a stage, and wgmma multiplies e4m3: see loader_fp8.cuh.
 //
 // Wide units come first, and both halves work on them: each loads every second tile, and multiplies
-// all tiles with 64 packed rows of its own. Then one half starts with the heavy units, the other
-// with the light ones. Without wgmma or a second half, wide units run as heavy ones do, 64 rows at
-// a time. Of a joint plan both halves run each unit: each attends to every second tile with all
-// rows, and join_halves() adds up the results. tiles.h defines these sizes.
+// all tiles with 64 packed rows of its own. Paired branches come next: the halves run one each and
+// do the same with the tiles that both begin with. Then one half starts with the heavy units, the
+// other with the light ones. Without wgmma or a second half, wide units run as heavy ones do, 64
+// rows at a time. Of a joint plan both halves run each unit: each attends to every second tile with
+// all rows, and join_halves() adds up the results. tiles.h defines these sizes.
 #pragma once
 
 #include "cuda/forward/attend_mma.cuh"
@@ -151,6 +152,7 @@ __device__ __forceinline__ void begin_half(const ForwardParams& p, const Shared<
   Control& control = s.control();
   control.loaded_tiles = 0;
   control.note_plan(p.plan, header);
+  for (auto& of_warps : control.messages) *reinterpret_cast<uint4*>(of_warps) = {};
   control.given &= p.first_units && control.num_queries <= p.num_rows;
   if (control.given) barrier_arrive(WorkRing::full(s.base, 0));
 }

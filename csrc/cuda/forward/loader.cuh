@@ -20,11 +20,21 @@ struct Loader {
   WorkRing work;
   SlotRing slots;
   StageRing stage;
-  int shared_fills = 0;  // how many of the next fills are of stages that the
-                         // other half may read
+  // Of tiles that the other half reads, too. Low byte: how many of the next fills may be of stages
+  // that it has not read yet. Bit 8 + i: whether stage i had an odd number of such tiles. In one
+  // word, because the loaders of fp8 have no register to spare.
+  uint32_t sharing = 0;
 
   __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
   __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
+
+  // K and V of the unit's KV head.
+  __device__ __forceinline__ const char* k_base(const WorkUnit& unit) const {
+    return p.k + uint64_t{static_cast<uint32_t>(unit.kv_head)} * p.k_stride_head;
+  }
+  __device__ __forceinline__ const char* v_base(const WorkUnit& unit) const {
+    return p.v + uint64_t{static_cast<uint32_t>(unit.kv_head)} * p.v_stride_head;
+  }
 
   // Copies this warp's share of a tile into the stage, from row `row` on: the tile's tokens from
   // `token` on, of which `left` exist. With kZeros, rows from `left` up to `end` are set to zero.
@@ -79,13 +89,23 @@ struct Loader {
     }
   }
 
-  // Waits until a stage may be filled. Wide units come before all others, so the two barriers of a
-  // stage are in the same phase for as long as the other half reads this half's tiles.
-  __device__ __forceinline__ void wait_stage() {
+  // Before a tile of which `shared` tells whether the other half reads it: in the next `fills`
+  // fills its reading of stages must be waited for.
+  __device__ __forceinline__ void note_shared(bool shared, int fills) {
+    if (shared) sharing = (sharing & ~255u) | fills;
+  }
+  __device__ __forceinline__ bool may_be_unread() const { return (sharing & 255) != 0; }
+  // The parity of the phase in which the other half has read the current stage's last tile for it.
+  __device__ __forceinline__ uint32_t peer_parity() const {
+    return (~sharing >> (8 + stage.index)) & 1;
+  }
+  // Waits until a stage may be filled.
+  __device__ __forceinline__ void wait_stage(bool shared) {
     stage.wait_empty(s.base);
-    if (shared_fills > 0) {
-      barrier_wait(peer_empty_barrier(s.base, stage.index), stage.phase ^ 1);
-      --shared_fills;
+    if (may_be_unread()) {
+      barrier_wait(peer_empty_barrier(s.base, stage.index), peer_parity());
+      --sharing;
+      if (shared) sharing ^= 256u << stage.index;
     }
   }
   __device__ __forceinline__ void finish_stage() {
@@ -100,11 +120,12 @@ struct Loader {
   // Loads a short unit into one stage: warp 0 copies K, warp 1 copies V.
   __device__ __forceinline__ void load_short(const WorkUnit& unit, const char* k, const char* v) {
     slots.wait_full(s.base);
-    wait_stage();
+    wait_stage(false);
     copy_rows<true>(warp == 0 ? k : v, warp == 0 ? p.k_stride_slot : p.v_stride_slot, 0,
                     warp * kTokens, unit.num_tokens, (unit.num_tokens + 15) & ~15);
     finish_stage();
     finish_slots();
+    count_tile();
   }
 
   // Loads every tile of a unit, or every second one if the other half loads the others: K into one
@@ -112,24 +133,29 @@ struct Loader {
   __device__ __forceinline__ void load_tiles(const WorkUnit& unit, const char* k, const char* v) {
     // V must hold no NaN beyond the last token: wgmma multiplies whole tiles, mma.sync 16 tokens.
     const bool whole = unit.wide || (S::kWgmma && (unit.num_rows > kHeavyRows || unit.branch));
-    const int step = unit.halved() ? 2 * kTileTokens : kTileTokens;
-    const int first = unit.halved() ? s.sm_half * kTileTokens : 0;
-    const uint16_t* row_masks = p.row_masks + unit.list_start + first + 8 * lane;
-    for (int left = unit.num_tokens - first; left > 0; left -= step, row_masks += step) {
-      slots.wait_full(s.base);
-      if (unit.wide) shared_fills = p.stages + 2;
-      wait_stage();
-      if (unit.branch) copy_row_masks(row_masks);
-      const int mine = left - warp * kTokens;
-      copy_rows<false>(k, p.k_stride_slot, warp * kTokens, warp * kTokens, mine, 0);
-      finish_stage();
-      wait_stage();
-      copy_rows<true>(v, p.v_stride_slot, warp * kTokens, warp * kTokens, mine,
-                      whole ? kTokens : (mine + 15) & ~15);
-      finish_stage();
-      finish_slots();
-      if (left > step) count_tile();
+#pragma unroll 1  // short code: see join_warps()
+    for (int number = TileRange::first_number(unit); number < 2; ++number) {
+      const TileRange tiles(unit, number, s.sm_half);
+      const bool shared = tiles.halved && unit.wide;
+      const uint16_t* row_masks = p.row_masks + unit.list_start + tiles.first + 8 * lane;
+      for (int left = tiles.end - tiles.first; left > 0;
+           left -= tiles.step, row_masks += tiles.step) {
+        slots.wait_full(s.base);
+        note_shared(shared, p.stages + 2);
+        wait_stage(shared);
+        if (unit.branch) copy_row_masks(row_masks);
+        const int mine = left - warp * kTokens;
+        copy_rows<false>(k, p.k_stride_slot, warp * kTokens, warp * kTokens, mine, 0);
+        finish_stage();
+        wait_stage(shared);
+        copy_rows<true>(v, p.v_stride_slot, warp * kTokens, warp * kTokens, mine,
+                        whole ? kTokens : (mine + 15) & ~15);
+        finish_stage();
+        finish_slots();
+        count_tile();
+      }
     }
+    if (unit.num_tokens == 0) count_tile();
   }
 
   // Tells the scheduler that one more tile is loaded. A unit without tokens counts as one tile.
@@ -142,14 +168,13 @@ struct Loader {
       work.wait_full(s.base);
       const WorkUnit unit = s.control().units[work.index];
       if (unit.num_tokens < 0) break;
-      const char* k = p.k + unit.kv_head * p.k_stride_head;
-      const char* v = p.v + unit.kv_head * p.v_stride_head;
+      const char* k = k_base(unit);
+      const char* v = v_base(unit);
       if (unit.narrow == kShort) {
         load_short(unit, k, v);
       } else {
         load_tiles(unit, k, v);
       }
-      count_tile();
       barrier_release(work.empty(s.base), lane);
     }
   }

@@ -19,7 +19,6 @@ struct Fp8Loader : Loader<kHeadDim> {
   using Base::lane;
   using Base::p;
   using Base::s;
-  using Base::shared_fills;
   using Base::slots;
   using Base::stage;
   using Base::warp;
@@ -32,8 +31,7 @@ struct Fp8Loader : Loader<kHeadDim> {
   // as many as there are stages.
   static constexpr int kPending = kHeadDim == 64 ? 5 : 2;
 
-  int pending = 0;  // fills whose V is to be transposed
-  int oldest = 0;   // stage of the first of them
+  int pending = 0;  // fills whose V is to be transposed: the last ones
 
   __device__ __forceinline__ int chunk() const { return lane % kChunks; }
   __device__ __forceinline__ int first_row() const { return lane / kChunks * kLaneRows; }
@@ -95,9 +93,10 @@ struct Fp8Loader : Loader<kHeadDim> {
   __device__ __forceinline__ void transpose_oldest() {
     wait_all_but<kPending>(pending - 1);
     __syncwarp();
+    const int behind = stage.index - pending;
+    const int oldest = behind < 0 ? behind + static_cast<int>(p.stages) : behind;
     Blocks::transpose(values_of(oldest));
     barrier_arrive(StageRing::full(s.base, oldest));
-    if (++oldest == p.stages) oldest = 0;
     --pending;
   }
   __device__ __forceinline__ void transpose_all() {
@@ -119,7 +118,8 @@ struct Fp8Loader : Loader<kHeadDim> {
   __device__ __forceinline__ bool stage_ready() const {
     const uint32_t parity = stage.phase ^ 1;
     return barrier_ready(stage.empty(s.base), parity) &&
-           (shared_fills == 0 || barrier_ready(peer_empty_barrier(s.base, stage.index), parity));
+           (!Base::may_be_unread() ||
+            barrier_ready(peer_empty_barrier(s.base, stage.index), Base::peer_parity()));
   }
 
   // Loads every tile of a unit that mma.sync runs.
@@ -127,7 +127,7 @@ struct Fp8Loader : Loader<kHeadDim> {
     const uint16_t* row_masks = p.row_masks + unit.list_start + 8 * lane;
     for (int left = unit.num_tokens; left > 0; left -= kTileTokens, row_masks += kTileTokens) {
       slots.wait_full(s.base);
-      Base::wait_stage();
+      Base::wait_stage(false);
       if (unit.branch) Base::copy_row_masks(row_masks);
       // Of a tile that one warp could load alone, warp 0 copies K and warp 1 V.
       const bool apart = left <= kTokens;
@@ -143,36 +143,49 @@ struct Fp8Loader : Loader<kHeadDim> {
       Base::finish_slots();
       if (left > kTileTokens) Base::count_tile();
     }
+    Base::count_tile();
   }
 
-  // Loads every tile of a unit that wgmma runs, or every second one if the other half loads the
-  // others.
-  __device__ __forceinline__ void load_for_wgmma(const WorkUnit& unit, const char* k,
-                                                 const char* v) {
-    const int step = unit.halved() ? 2 * kTileTokens : kTileTokens;
-    const int first = unit.halved() ? s.sm_half * kTileTokens : 0;
-    const uint16_t* row_masks = p.row_masks + unit.list_start + first + 8 * lane;
+  // Loads the tiles of a unit that wgmma runs.
+  __device__ __forceinline__ void load_for_wgmma(const char* k, const char* v) {
+    // Looked up for each range: there are no registers to keep it in.
+    const WorkUnit& unit = s.control().units[work.index];
+    const bool branch = unit.branch;
     const int row = warp * kTokens;
-    for (int left = unit.num_tokens - first; left > 0; left -= step, row_masks += step) {
-      if (unit.wide) shared_fills = p.stages + 1;
-      before_wait([&] { return barrier_ready(slots.full(s.base), slots.phase) && stage_ready(); });
-      slots.wait_full(s.base);
-      Base::wait_stage();
-      if (unit.branch) Base::copy_row_masks(row_masks);
-      const uint32_t keys = Raw::place(s.tile(stage.index), row + first_row(), chunk());
-      copy_chunks<Raw, false>(k, p.k_stride_slot, keys, row, left - row, 0);
-      const uint32_t values = Blocks::place(values_of(stage.index), first_row(), chunk());
-      copy_chunks<Blocks, true>(v, p.v_stride_slot, values, row, left - row, kTokens);
-      copies_commit();
-      if (pending++ == 0) oldest = stage.index;
-      stage.advance(p.stages);
-      Base::finish_slots();
-      if (left > step) Base::count_tile();
+#pragma unroll 1  // short code: see join_warps()
+    for (int number = TileRange::first_number(unit); number < 2; ++number) {
+      const TileRange tiles(unit, number, s.sm_half);
+      const bool shared = tiles.halved && unit.wide;
+      int masks = unit.list_start + tiles.first + 8 * lane;  // in p.row_masks
+      for (int left = tiles.end - tiles.first; left > 0; left -= tiles.step, masks += tiles.step) {
+        Base::note_shared(shared, p.stages + 1);
+        before_wait(
+            [&] { return barrier_ready(slots.full(s.base), slots.phase) && stage_ready(); });
+        slots.wait_full(s.base);
+        Base::wait_stage(shared);
+        if (branch) Base::copy_row_masks(p.row_masks + masks);
+        const uint32_t keys = Raw::place(s.tile(stage.index), row + first_row(), chunk());
+        copy_chunks<Raw, false>(k, p.k_stride_slot, keys, row, left - row, 0);
+        const uint32_t values = Blocks::place(values_of(stage.index), first_row(), chunk());
+        copy_chunks<Blocks, true>(v, p.v_stride_slot, values, row, left - row, kTokens);
+        copies_commit();
+        ++pending;
+        stage.advance(p.stages);
+        Base::finish_slots();
+        Base::count_tile();
+      }
     }
+    if (unit.num_tokens == 0) Base::count_tile();
   }
 
   __device__ void run() {
-    for (;; work.advance()) {
+    // Position in the ring of work units: one register for index and phase.
+    for (uint32_t count = 0;; ++count) {
+      const auto set_work = [&] {
+        work.index = static_cast<int>(count % kWorkUnits);
+        work.phase = count / kWorkUnits % 2;
+      };
+      set_work();
       before_wait([&] { return barrier_ready(work.full(s.base), work.phase); });
       work.wait_full(s.base);
       const WorkUnit unit = s.control().units[work.index];
@@ -180,14 +193,14 @@ struct Fp8Loader : Loader<kHeadDim> {
       const bool for_wgmma = !last && Base::by_wgmma(unit);
       if (!for_wgmma) transpose_all();
       if (last) break;
-      const char* k = p.k + unit.kv_head * p.k_stride_head;
-      const char* v = p.v + unit.kv_head * p.v_stride_head;
+      const char* k = Base::k_base(unit);
+      const char* v = Base::v_base(unit);
       if (for_wgmma) {
-        load_for_wgmma(unit, k, v);
+        load_for_wgmma(k, v);
       } else {
         load_raw(unit, k, v);
       }
-      Base::count_tile();
+      set_work();
       barrier_release(work.empty(s.base), lane);
     }
   }

@@ -15,6 +15,10 @@ namespace pat {
 // slower.
 enum Drafts : int { kNoDrafts = 0, kChains = 1, kTrees = 2 };
 enum Narrow : int { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
+// Whether both halves of an SM work on a unit, each on rows of its own: on all tiles of a wide
+// item, or, of paired branches, on the tiles that both have. Each half has others to itself, behind
+// or before these.
+enum Wide : int { kNotWide = 0, kAllTiles = 1, kCommonFirst = 2, kOwnFirst = 3 };
 
 // One item of the plan for one KV head, or, of items with more packed rows than a Q buffer has, a
 // part of that. num_tokens < 0: the scheduler has no more work units.
@@ -24,19 +28,61 @@ struct alignas(16) WorkUnit {
   int32_t num_rows;          // packed rows of this unit
   int32_t list_start;        // where its slots begin in the list
   int32_t num_tokens;
-  int32_t num_unmasked_tiles;  // of a branch: see Item; else whether it is a kDrafts, so that its
+  int32_t halved_tokens;  // the first ones, of which each half loads every second tile: none, whole
+                          // tiles, or all tokens
+  int16_t kv_head;
+  int16_t num_unmasked_tiles;  // of a branch: see Item; else whether it is a kDrafts, so that its
                                // last tokens are masked
-  int32_t kv_head;
   int32_t item;
   int16_t single_query;  // all packed rows belong to one query
   int8_t narrow;         // Narrow
-  int8_t wide;           // both halves work on it, each on rows of its own and on all tiles
-  Member member;         // valid only if single_query; otherwise members are looked up
-  int16_t branch;        // it is a branch
-  int16_t joint;         // both halves work on it, each on all rows and on every second tile
+  int8_t wide;           // Wide
+  union {
+    Member member;  // valid only if single_query; otherwise members are looked up
+    int32_t pair;   // of a paired branch: the pair's number among those of this SM, from 1 on
+  };
+  int16_t branch;  // it is a branch
+  int16_t joint;   // both halves work on it, each on all rows and on every second tile
 
-  // Whether each half loads every second tile.
-  __device__ __forceinline__ bool halved() const { return wide || joint; }
+  __device__ __forceinline__ bool paired() const { return wide >= kCommonFirst; }
+};
+
+// Which tiles a half loads of a unit: of the first `halved_tokens` tokens every second one, and all
+// others. With kOwnFirst the others come first.
+//
+// First token of the first tile; not less than num_tokens if there is none.
+__device__ __forceinline__ int first_token(const WorkUnit& unit, int sm_half) {
+  const int of_half = min(sm_half * kTileTokens, unit.halved_tokens);
+  return unit.wide == kOwnFirst ? unit.halved_tokens : of_half;
+}
+// That of the tile after the one that begins at `token`.
+__device__ __forceinline__ int next_token(const WorkUnit& unit, int sm_half, int token) {
+  const bool own_first = unit.wide == kOwnFirst;
+  if (token < unit.halved_tokens) {
+    const int next = token + 2 * kTileTokens;
+    if (next < unit.halved_tokens) return next;
+    return own_first ? unit.num_tokens : unit.halved_tokens;
+  }
+  const int next = token + kTileTokens, of_half = sm_half * kTileTokens;
+  return own_first && next >= unit.num_tokens && of_half < unit.halved_tokens ? of_half : next;
+}
+// The same tiles as two ranges, numbers 0 and 1, either of which may be empty: a loop over a range
+// takes fewer instructions a tile.
+struct TileRange {
+  int first, end;  // tokens
+  int step;        // from a tile's first token to that of the next one
+  bool halved;     // the other half loads the tiles between these
+
+  // The first range that is not known to be empty.
+  static __device__ __forceinline__ int first_number(const WorkUnit& unit) {
+    return unit.halved_tokens == 0;
+  }
+  __device__ __forceinline__ TileRange(const WorkUnit& unit, int number, int sm_half)
+      : halved((number == 1) == (unit.wide == kOwnFirst)) {
+    first = halved ? sm_half * kTileTokens : unit.halved_tokens;
+    end = halved ? unit.halved_tokens : unit.num_tokens;
+    step = halved ? 2 * kTileTokens : kTileTokens;
+  }
 };
 
 // What a half begins with, written down once a step, so that in every layer it can ask for its
@@ -57,8 +103,9 @@ struct RingBarriers {
 // The head of a half's shared memory.
 struct alignas(1024) Control {
   RingBarriers<kMaxStages> stage_barriers;
-  uint64_t peer_empty[kMaxStages];  // of stages with a tile of a wide unit: the
-                                    // other half's consumers have read it
+  // Of stages with a tile of a wide unit or a common tile of a pair: the other half's consumers
+  // have read it.
+  uint64_t peer_empty[kMaxStages];
   RingBarriers<2> q_barriers;
   RingBarriers<kWorkUnits> work_barriers;
   RingBarriers<kSlotTiles> slot_barriers;
@@ -67,10 +114,11 @@ struct alignas(1024) Control {
   // Row masks of the tokens whose K is in a stage.
   alignas(16) uint16_t row_masks[kMaxStages][kTileTokens];
   WorkUnit units[kWorkUnits];
-  float exchange[4][kWarpRows][2];  // softmax states: [warp][row][max, sum]
+  float exchange[4][kWarpRows][2];     // softmax states: [warp][row][max, sum]
+  alignas(16) int32_t messages[4][4];  // of paired branches: see Consumer::tell()
   int32_t loaded_tiles;
   // The plan's header and arrays, looked up once.
-  int32_t num_queries, num_items, num_wide_items, num_heavy_items, joint;
+  int32_t num_queries, num_items, num_wide_items, num_paired_items, num_heavy_items, joint;
   int32_t given;  // 1: units[0] and slots[0] hold this half's FirstUnit
   const Item* items;
   const Member* members;
@@ -82,6 +130,7 @@ struct alignas(1024) Control {
     num_queries = header.num_queries;
     num_items = header.num_items;
     num_wide_items = header.num_wide_items;
+    num_paired_items = header.num_paired_items;
     num_heavy_items = header.num_heavy_items;
     joint = header.joint;
     given = header.first_units;

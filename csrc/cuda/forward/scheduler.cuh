@@ -36,13 +36,14 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   unit.num_rows = a.y * p.group;
   unit.list_start = a.z;
   unit.num_tokens = a.w;
-  unit.kv_head = index - item * p.num_kv_heads;
+  unit.halved_tokens = 0;
+  unit.kv_head = static_cast<int16_t>(index - item * p.num_kv_heads);
   unit.item = item;
   unit.narrow = kNotNarrow;
-  unit.wide = 0;
+  unit.wide = kNotWide;
   unit.joint = 0;
   unit.branch = b.w == static_cast<int>(ItemKind::kBranch);
-  unit.num_unmasked_tiles = b.z >> 16;
+  unit.num_unmasked_tiles = static_cast<int16_t>(b.z >> 16);
   unit.single_query = b.w == static_cast<int>(ItemKind::kSingle);
   if constexpr (kDrafts != kNoDrafts) {
     const bool drafts = b.w == static_cast<int>(ItemKind::kDrafts);
@@ -93,36 +94,68 @@ struct Scheduler {
     work.advance();
   }
 
-  // Pushes the wide units of this CTA. Both halves push the same, in the same order. Most plans
-  // have none. Code that every plan runs should be contiguous, because it is often in no cache (see
-  // join_warps()).
-  __device__ void run_wide(int total) {
-    for (int index = blockIdx.x; __builtin_expect(index < total, 0); index += gridDim.x) {
-      WorkUnit unit;
-      if (!describe<kDrafts>(p, s.control(), index, unit)) continue;
-      const int tiles = max((tiles_of(unit.num_tokens) + 1 - s.sm_half) / 2, 1);
-      const int rows = unit.num_rows;
-      unit.wide = unit.num_tokens > 0;
-      for (unit.first_packed_row = kTileRows * s.sm_half;
-           unit.first_packed_row - kTileRows * s.sm_half < rows;
-           unit.first_packed_row += 2 * kTileRows) {
-        unit.num_rows = min(max(rows - unit.first_packed_row, 0), kTileRows);
-        if (unit.wide || unit.num_rows > 0) push(unit, 0, tiles);
-        if (kFirst && finder >= 0) return;
+  // Tells the half that there are no more units. A unit of which nothing else is written takes less
+  // code than push().
+  __device__ __forceinline__ void push_end() {
+    if constexpr (kFirst) {
+      WorkUnit end{};
+      end.num_tokens = -1;
+      push(end, 0, 0);
+    } else if (!given) {
+      work.wait_empty(s.base);
+      if (lane == 0) {
+        s.control().units[work.index].num_tokens = -1;
+        barrier_arrive(work.full(s.base));
       }
     }
   }
 
-  // Pushes the unit of this CTA where all units are joint: there are at most as many as CTAs. Half
-  // 1 has no part in one of a single tile.
-  __device__ __forceinline__ void run_joint(int total) {
-    const int index = blockIdx.x;
-    WorkUnit unit;
-    if (index >= total || !describe<kDrafts>(p, s.control(), index, unit)) return;
-    const int tiles = tiles_of(unit.num_tokens);
-    unit.joint = tiles > 1;
-    if (unit.joint || s.sm_half == 0) {
-      push(unit, 0, unit.joint ? (tiles + 1 - s.sm_half) / 2 : max(tiles, 1));
+  // Pushes the units that the two halves of this CTA run at the same time. Of a joint plan these
+  // are all, at most one a CTA; half 1 has no part in one of a single tile. Of other plans both
+  // halves push the same `wide` units, in the same order; of each pair behind these, up to `end`,
+  // each half pushes one branch. Most plans have few or none. Code that every plan runs should be
+  // contiguous, because it is often in no cache (see join_warps()).
+  __device__ __forceinline__ void run_both(bool joint, int wide, int end) {
+    int num_pairs = 0;
+    for (int index = blockIdx.x; __builtin_expect(index < end, 0); index += gridDim.x) {
+      const bool paired = index >= wide;
+      const int second = paired ? item_of(p, index - wide) + s.sm_half : 0;  // items passed over
+      WorkUnit unit;
+      if (!describe<kDrafts>(p, s.control(), index + second * p.num_kv_heads, unit)) continue;
+      const int tiles = tiles_of(unit.num_tokens);
+      int halved = tiles;  // those of which each half loads every second one
+      unit.halved_tokens = unit.num_tokens;
+      if (joint) {
+        unit.joint = tiles > 1;
+        if (!unit.joint) {
+          if (s.sm_half == 1) return;
+          halved = unit.halved_tokens = 0;
+        }
+      } else if (!paired) {
+        unit.wide = tiles > 0 ? kAllTiles : kNotWide;
+      } else {
+        const int common = unit.member.partial;  // see Item::partial
+        const int peer_tokens = __ldg(&s.control().items[unit.item + 1 - 2 * s.sm_half].tokens);
+        const int least = min(unit.num_tokens, peer_tokens);
+        halved = abs(common);
+        unit.halved_tokens = halved * kTileTokens;
+        unit.pair = ++num_pairs;
+        // If one of the two has no own tiles, both begin with the common ones. Before a snapshot
+        // items have no tokens.
+        unit.wide = common < 0 && least > unit.halved_tokens ? kOwnFirst : kCommonFirst;
+        if (least < unit.halved_tokens) {
+          unit.wide = kNotWide;
+          halved = unit.halved_tokens = 0;
+        }
+      }
+      const int loads = tiles > 0 ? (halved + 1 - s.sm_half) / 2 + tiles - halved : 1;
+      const int rows = unit.num_rows, skipped = joint || paired ? 0 : kTileRows * s.sm_half;
+      for (int row = skipped; row - skipped < rows; row += 2 * kTileRows) {
+        unit.first_packed_row = row;
+        unit.num_rows = min(max(rows - row, 0), kTileRows);
+        if (unit.wide || unit.num_rows > 0) push(unit, 0, loads);
+        if (kFirst && finder >= 0) return;
+      }
     }
   }
 
@@ -184,7 +217,7 @@ struct Scheduler {
   // the matrix units busy and light ones the memory, so half 0 starts with heavy units and half 1
   // with light ones; each then continues with what is left of the other kind. A half with no unit
   // of its preferred kind starts with one of the other kind.
-  __device__ void run_lists(int begin, int middle, int end) {
+  __device__ void run_lists(int begin, int middle, int end, int pairs) {
     const int grid = gridDim.x;
     const int heavy = middle - begin, light = end - middle;
     const bool two = s.num_halves == 2;
@@ -192,7 +225,8 @@ struct Scheduler {
     // The CTAs take the first units of a list in turn, from the CTA on that comes after the last
     // one that took a unit before: it has the least to do.
     const int before = is_light ? middle : begin;
-    const int taken = before - grid * divide(before, p.grid_magic);
+    const int passed = before - pairs;  // of each pair a CTA takes two units
+    const int taken = passed - grid * divide(passed, p.grid_magic);
     const int turn = blockIdx.x - taken + (static_cast<int>(blockIdx.x) < taken ? grid : 0);
     int first = before + turn;
     bool more = first < (is_light ? end : middle);
@@ -219,23 +253,19 @@ struct Scheduler {
     const Control& control = s.control();
     const int total = control.num_items * p.num_kv_heads;
     const bool two = S::kWgmma && s.num_halves == 2;
-    if (S::kJoint && two && __builtin_expect(control.joint, 0) &&
-        total <= static_cast<int>(gridDim.x)) {
-      run_joint(total);
-      return;
-    }
-    const int wide = two ? control.num_wide_items * p.num_kv_heads : 0;
-    run_wide(wide);
-    if (kFirst && finder >= 0) return;
-    run_lists(wide, (control.num_wide_items + control.num_heavy_items) * p.num_kv_heads, total);
+    const bool joint = S::kJoint && two && control.joint && total <= static_cast<int>(gridDim.x);
+    const int wide = joint ? total : two ? control.num_wide_items * p.num_kv_heads : 0;
+    const int pairs = two ? control.num_paired_items / 2 * p.num_kv_heads : 0;
+    run_both(joint, wide, wide + pairs);
+    if (joint || (kFirst && finder >= 0)) return;
+    run_lists(wide + 2 * pairs, (control.num_wide_items + control.num_heavy_items) * p.num_kv_heads,
+              total, pairs);
   }
 
   __device__ void run() {
     // A plan of more queries than the buffers have room for is not run: the merge writes NaN.
     if (s.control().num_queries <= p.num_rows) run_plan();
-    WorkUnit last{};
-    last.num_tokens = -1;
-    push(last, 0, 0);
+    push_end();
     if constexpr (kFirst) return;
     // The last half to finish resets the queue for the next launch.
     if (lane == 0) {

@@ -10,32 +10,58 @@ namespace pat {
 #if PAT_WGMMA
 
 // The tiles of a unit that a half attends to, in order: all of them, or every second one of a joint
-// unit.
+// unit. Of a paired branch with kOwnFirst those that the half has to itself, which are its last
+// ones, then those that both halves attend to.
 template <int kHeadDim, bool kTransforms, Drafts kDrafts>
 struct TileWalk {
+  static constexpr bool kTwoHalves = Shape<kHeadDim>::kMaxHalves == 2;
+
   const ForwardParams& p;
   const WorkUnit& unit;
-  const int first_row;     // of the warp
-  const bool wide, joint;  // the unit is
+  const int first_row;  // of the warp
+  const int wide;       // the unit's Wide
+  const bool joint;     // it is joint
   const MaskedTiles masked;
   const int drafts;  // see drafts_below()
   const int step;    // tokens from a tile to the next one
+  const int total;   // tokens of the unit
+  const int own;     // those behind the common ones; INT_MAX if no tile is common
   int left;          // tokens from the current tile's first on
+  int bound;  // `left` is at most this at the last tile, and at the last own one before common ones
 
   __device__ __forceinline__ TileWalk(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                       const WorkUnit& unit)
       : p(c.p),
         unit(unit),
         first_row(c.warp * kWarpRows),
-        wide(__shfl_sync(~0u, static_cast<int>(unit.wide), 0)),
+        wide(kTwoHalves ? __shfl_sync(~0u, static_cast<int>(unit.wide), 0) : kNotWide),
         joint(Shape<kHeadDim>::kJoint && __shfl_sync(~0u, static_cast<int>(unit.joint), 0)),
         masked(unit),
         drafts(kDrafts != kNoDrafts ? drafts_below(c.p, unit) : 0),
         step(joint ? 2 * kTileTokens : kTileTokens),
-        left(__shfl_sync(~0u, unit.num_tokens, 0) - (joint ? c.s.sm_half * kTileTokens : 0)) {}
+        total(__shfl_sync(~0u, unit.num_tokens, 0)),
+        own(wide == kNotWide ? INT_MAX : total - __shfl_sync(~0u, unit.halved_tokens, 0)),
+        left(joint               ? total - c.s.sm_half * kTileTokens
+             : wide == kOwnFirst ? own
+                                 : total),
+        bound(step) {}
 
-  __device__ __forceinline__ bool last() const { return left <= step; }
+  __device__ __forceinline__ bool paired() const { return wide >= kCommonFirst; }
+  // Whether the tile is the last one, or the last one before the common ones.
+  __device__ __forceinline__ bool at_bound() const { return left <= bound; }
+  __device__ __forceinline__ bool before_common() const {
+    return wide == kOwnFirst && bound == step && at_bound();
+  }
+  __device__ __forceinline__ bool last() const { return at_bound() && !before_common(); }
+  // Whether both halves attend to the current tile, and to the next one.
+  __device__ __forceinline__ bool is_common() const { return left > own; }
+  __device__ __forceinline__ bool next_is_common() const { return left - step > own; }
   __device__ __forceinline__ void advance() { left -= step; }
+  // Lets advance() go to the first common tile.
+  __device__ __forceinline__ void turn_to_common() {
+    left = total + step;
+    bound = own + step;
+  }
   // Whether some of the current tile's scores are masked: it has tokens that only some rows attend
   // to, or fewer than other tiles.
   __device__ __forceinline__ bool masks() const {
