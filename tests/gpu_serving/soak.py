@@ -53,29 +53,33 @@ SCALES = {
     "cpu": Scale(40, 4, 8, 1200, 500, 90, steps=300, requests=60, growth=32 * MIB),
     "cuda": Scale(300, 30, 24, 5000, 1500, 120, steps=20_000, requests=5_000, growth=16 * MIB),
 }
-DRAFT_TOKENS = 8  # of a request, on servers that speculate
+# Of servers that speculate: draft tokens of a request, and the top k of the draft model. With trees
+# the servers prefill with FlashInfer, which may compile for minutes before they are ready.
+DRAFTS = {"chains": (4, 1), "trees": (8, 4)}
 MODELS: dict[str, dict[str, Any]] = {
     "cpu": {"dtype": "float32"},
     "cuda": {"dtype": "bfloat16", "hidden": 512, "layers": 2, "head_dim": 128},
 }
 
 
-def soak(device: str, scale: Scale, folder: Path, *, drafts: bool = False) -> dict[str, Any]:
+def soak(device: str, scale: Scale, folder: Path, *, drafts: str = "") -> dict[str, Any]:
     """Run the traffic; the summary, with what was wrong under ``failures``. ``drafts``: the servers
-    speculate, in trees whose drafts are mostly right."""
+    speculate, in such drafts of ``DRAFTS``, which are mostly right."""
     model = make_model(folder / "model", vocab=VOCAB, **MODELS[device])
     args = ("--max-total-tokens", str(scale.pool), "--schedule-conservativeness", "0.05")
+    draft_tokens, top_k = DRAFTS[drafts] if drafts else (1, 1)
     if drafts:
         args += (
             *("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3"),
-            *("--speculative-draft-model-path", str(model), "--speculative-eagle-topk", "4"),
-            *("--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
+            *("--speculative-draft-model-path", str(model)),
+            *("--speculative-eagle-topk", str(top_k)),
+            *("--speculative-num-draft-tokens", str(draft_tokens)),
         )
     configs = [
         Config("radix", args=args, device=device),
         Config("no-radix", args=(*args, "--disable-radix-cache"), device=device),
     ]
-    tokens_a_step = DRAFT_TOKENS if drafts else 1  # of a request, at most
+    tokens_a_step = draft_tokens  # of a request, at most
     with ExitStack() as stack:
         servers = [ServingServer(model, config, folder / config.name) for config in configs]
         for server in servers:
@@ -219,7 +223,14 @@ def main() -> int:
         type=float,
         help="of traffic, instead of the device's own; at least twice its warm-up",
     )
-    parser.add_argument("--drafts", action="store_true", help="servers that speculate (a GPU)")
+    parser.add_argument(
+        "--drafts",
+        nargs="?",
+        const="trees",
+        default="",
+        choices=sorted(DRAFTS),
+        help="servers that speculate (a GPU), in trees of draft tokens if not said otherwise",
+    )
     parser.add_argument("--json", type=Path, help="where to write the summary, too")
     parser.add_argument("--logs", type=Path, help="folder for the model and the servers' logs")
     options = parser.parse_args()
