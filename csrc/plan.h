@@ -66,7 +66,7 @@ struct PlanHeader {
   uint32_t magic;
   uint32_t version;
   int32_t num_queries;       // of the batch
-  int32_t num_items;         // wide, heavy (pairs first), then light ones, each by modelled time
+  int32_t num_items;         // wide, paired, other heavy, light ones, each by modelled time
   int32_t num_members;       // sum of Item::num_queries
   int32_t num_segments;      // those of the branches, then those of the other items
   int32_t num_partials;      // partial slots in use; slot p holds [draft_tokens, num_q_heads,
@@ -126,8 +126,8 @@ struct Item {
   int32_t tokens;      // 0; the snapshot writes a GPU's copy: tokens of the item in this step
   int32_t query;       // kSingle: its member, so that a kernel need not look it up; else -1
   int32_t partial;  // kSingle: likewise, kDirect included. Of paired branches: how many KV tiles of
-                    // kBranchAlign tokens both begin with, all unmasked; negative if each half
-                    // runs these after its own ones, for the reason given below.
+                    // kBranchAlign tokens both begin with, all unmasked; negative if executors run
+                    // these after the others, where both have others (see num_unmasked_tiles).
                     // Else 0
   int16_t row_tile;  // packed rows
   // kBranch: how many KV tiles of kBranchAlign tokens all of its queries attend to, so that no mask

@@ -12,8 +12,8 @@
 namespace pat {
 namespace {
 
-// What a pair must have in common. With 256 tokens pairs took 0.97 to 1.02 of the time without
-// (docs/experiments/branches.md, series 23).
+// What a pair must have in common. With 256 tokens pairs gain little: they took 0.97 to 1.02 of the
+// time without (docs/experiments/branches.md, series 23).
 constexpr int32_t kLeastCommonTokens = 5 * kBranchAlign;
 // Pairs run before all other items, though branches and light items run well beside each other. So
 // there are none if the others read more than one part in so many of what the branches read.
@@ -307,7 +307,7 @@ int32_t Brancher::common_tokens(int32_t branch) const {
 // Pairs neighbours so that all pairs together have the most tokens in common.
 void Brancher::pair(const Target& target) {
   const int32_t num_branches = count_of(branches_);
-  // Fewer would leave SMs idle: the same four fifths as in Scheduler::wide_items_fill().
+  // If all branches, two by two, would leave SMs idle: as in Scheduler::wide_items_fill().
   const int64_t pairs = int64_t{num_branches} / 2 * target.num_kv_heads;
   const bool fill = 5 * pairs >= int64_t{4} * target.num_sms;
   if (!target.pairs_branches() || !fill || !few_others_) return;

@@ -274,8 +274,8 @@ void Emitter::sort() {
 void Emitter::write_items(const Decisions& from, Item* items, ItemSegments* item_segments,
                           Member* members) {
   int32_t num_members = 0;
-  // Every second block of `in_turn` pairs, about as many as run at once on half of the SMs, begins
-  // with its own tokens. Neighbours share more with each other, so they are in one block.
+  // Every second group of `in_turn` pairs, about as many as run at once on half of the SMs, begins
+  // with its own tokens. Neighbours share more with each other, so they are in one group.
   const int32_t in_turn = std::max(from.target.num_sms / (2 * from.target.num_kv_heads), 1);
   const int32_t paired = keys_[kWide].items, behind = paired + keys_[kPaired].items;
   for (int32_t place = 0; place < count_of(order_); ++place) {

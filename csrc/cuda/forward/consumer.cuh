@@ -69,11 +69,11 @@ struct Consumer {
     if (Shape<kHeadDim>::kMaxHalves == 1) return;
     stages.swap_if(common || stages.current.base != s.base);
   }
-  // A half does not read the other's stages with tiles that the other has to itself, and it must
-  // not wait for a stage more than a phase ahead (see Ring). So behind such tiles each consumer
-  // warp tells, as message `number`, where its half's ring stands, and the same warp of the other
-  // half hears it before it reads that ring again. No warp is more than three messages ahead of the
-  // other.
+  // A half does not read stages whose tiles are the other half's own, so it loses track of that
+  // ring, and it must not wait for a stage more than a phase ahead (see Ring). After its own tiles
+  // each consumer warp publishes the position of its half's ring as message `number`; the same warp
+  // of the other half reads it before it uses that ring again. No warp is more than three messages
+  // ahead of the other.
   __device__ __forceinline__ void tell(int number, const StageRing& at) const {
     const int position = static_cast<int>(at.phase) << 7 | at.index;
     if (lane_id() == 0) set_counter(s.control().messages[number & 3][warp], number << 8 | position);

@@ -20,9 +20,9 @@ struct Loader {
   WorkRing work;
   SlotRing slots;
   StageRing stage;
-  // Of tiles that the other half reads, too. Low byte: how many of the next fills may be of stages
-  // that it has not read yet. Bit 8 + i: whether stage i had an odd number of such tiles. In one
-  // word, because the loaders of fp8 have no register to spare.
+  // About tiles that both halves read. Low byte: for how many more fills a stage may hold such a
+  // tile that the other half has not read. Bit 8 + i: parity of how many such tiles stage i has
+  // held. One word, because the loaders of fp8 have no register to spare.
   uint32_t sharing = 0;
 
   __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
@@ -89,8 +89,8 @@ struct Loader {
     }
   }
 
-  // Before a tile of which `shared` tells whether the other half reads it: in the next `fills`
-  // fills its reading of stages must be waited for.
+  // Called before a tile is loaded. If the other half reads it (`shared`), the next `fills` fills
+  // must wait for that half's consumers.
   __device__ __forceinline__ void note_shared(bool shared, int fills) {
     if (shared) sharing = (sharing & ~255u) | fills;
   }

@@ -16,8 +16,8 @@ namespace pat {
 enum Drafts : int { kNoDrafts = 0, kChains = 1, kTrees = 2 };
 enum Narrow : int { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
 // Whether both halves of an SM work on a unit, each on rows of its own: on all tiles of a wide
-// item, or, of paired branches, on the tiles that both have. Each half has others to itself, behind
-// or before these.
+// item, or, of paired branches, on the common tiles. The other tiles of a paired branch belong to
+// one half, which runs them after or before the common ones.
 enum Wide : int { kNotWide = 0, kAllTiles = 1, kCommonFirst = 2, kOwnFirst = 3 };
 
 // One item of the plan for one KV head, or, of items with more packed rows than a Q buffer has, a
@@ -28,8 +28,8 @@ struct alignas(16) WorkUnit {
   int32_t num_rows;          // packed rows of this unit
   int32_t list_start;        // where its slots begin in the list
   int32_t num_tokens;
-  int32_t halved_tokens;  // the first ones, of which each half loads every second tile: none, whole
-                          // tiles, or all tokens
+  int32_t halved_tokens;  // so many of the first, of which each half loads every second tile: 0,
+                          // whole tiles, or num_tokens
   int16_t kv_head;
   int16_t num_unmasked_tiles;  // of a branch: see Item; else whether it is a kDrafts, so that its
                                // last tokens are masked

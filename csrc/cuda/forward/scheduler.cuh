@@ -110,11 +110,11 @@ struct Scheduler {
     }
   }
 
-  // Pushes the units that the two halves of this CTA run at the same time. Of a joint plan these
-  // are all, at most one a CTA; half 1 has no part in one of a single tile. Of other plans both
-  // halves push the same `wide` units, in the same order; of each pair behind these, up to `end`,
-  // each half pushes one branch. Most plans have few or none. Code that every plan runs should be
-  // contiguous, because it is often in no cache (see join_warps()).
+  // Pushes the units that the two halves of this CTA run at the same time. In a joint plan these
+  // are all units, at most one a CTA; half 1 has no part in one of a single tile. Of other plans
+  // both halves push the same `wide` units, in the same order; of each pair behind these, up to
+  // `end`, each half pushes one branch. Most plans have few or none. Code that every plan runs
+  // should be contiguous, because it is often in no cache (see join_warps()).
   __device__ __forceinline__ void run_both(bool joint, int wide, int end) {
     int num_pairs = 0;
     for (int index = blockIdx.x; __builtin_expect(index < end, 0); index += gridDim.x) {

@@ -27,7 +27,8 @@ struct TileWalk {
   const int total;   // tokens of the unit
   const int own;     // those behind the common ones; INT_MAX if no tile is common
   int left;          // tokens from the current tile's first on
-  int bound;  // `left` is at most this at the last tile, and at the last own one before common ones
+  int bound;         // at_bound() when left <= bound: at the last tile, or at the last own tile
+                     // before common ones
 
   __device__ __forceinline__ TileWalk(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                       const WorkUnit& unit)
