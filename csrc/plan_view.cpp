@@ -194,8 +194,8 @@ void check_item_shape(const PlanView& plan, int index) {
   PAT_CHECK(is_single || item.kind == ItemKind::kPack || is_branch(item), "damaged plan: item ",
             index, " is of kind ", static_cast<int>(item.kind));
   check_segments(plan, item, index);
-  const int paired = index - header.num_wide_items;  // of the paired items before it
-  if (paired >= 0 && paired < header.num_paired_items && paired % 2 == 1) check_pair(plan, index);
+  const int peer = plan.peer_of(index);
+  if (peer >= 0 && peer < index) check_pair(plan, index);
   if (is_branch(item)) return check_branch(plan, item, index);
   if (is_single) check_single(plan, item, index);
   const bool is_tail = is_dynamic(plan.segments[plan.item_segments[index].first_segment]);

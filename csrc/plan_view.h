@@ -17,6 +17,13 @@ struct PlanView {
   const QuerySplits* queries;
   const Segment* segments;
 
+  // The item that is paired with item `index`, or -1.
+  int32_t peer_of(int32_t index) const {
+    const int32_t paired = index - header->num_wide_items;  // items of pairs before it
+    if (paired < 0 || paired >= header->num_paired_items) return -1;
+    return paired % 2 == 0 ? index + 1 : index - 1;
+  }
+
   // Calls visit(segment) for all that item `index` reads.
   template <typename Visit>
   void for_each_segment(int32_t index, const Visit& visit) const {

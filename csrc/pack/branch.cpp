@@ -67,6 +67,7 @@ int32_t Brancher::kept_from(int32_t node) const {
 
 BranchLoad Brancher::cut(const Target& target, const BranchCut& cut, Packs& packs) {
   cut_ = cut;
+  others_ = 0;
   packs.num_nodes = count_of(tree_->nodes);
   packs.packs.resize(packs.num_nodes + count_of(tree_->query_node));
   cut_nodes(packs);
@@ -78,9 +79,7 @@ BranchLoad Brancher::cut(const Target& target, const BranchCut& cut, Packs& pack
   find_tops();
   BranchLoad load = group(target);
   load.partials = partials;
-  int64_t others = 0;
-  for (const Pack& pack : packs.packs) others += pack.queries > 0 ? pack.tokens() : 0;
-  few_others_ = kBranchesToOthers * others <= load.tokens;
+  few_others_ = kBranchesToOthers * others_ <= load.tokens;
   return load;
 }
 
@@ -96,6 +95,7 @@ void Brancher::cut_nodes(Packs& packs) {
     const bool root = node.parent == kNoNode;
     above_[i] = kept_from(node.parent);
     subtree_[i] = own_item ? 0 : tokens;
+    others_ += own_item ? tokens : 0;
     path_[i] = (root ? 0 : path_[node.parent]) + subtree_[i];
     packs.packs[i] = {node.start, node.end, own_item ? node.num_queries : 0, above_[i], 1, 0};
   }
@@ -122,6 +122,7 @@ int64_t Brancher::cut_tails(Packs& packs) {
     const auto end = static_cast<int32_t>(seq_lens_[query]);
     const int32_t for_branch = node == kNoNode ? 0 : tail_tokens(query);
     const bool own_item = end - start > for_branch;
+    others_ += own_item ? end - start : 0;
     const int32_t above = kept_from(node);
     packs.packs[packs.num_nodes + query] = {start, end, own_item ? 1 : 0, above, 1, 0};
     if (node == kNoNode) continue;
@@ -307,10 +308,8 @@ int32_t Brancher::common_tokens(int32_t branch) const {
 // Pairs neighbours so that all pairs together have the most tokens in common.
 void Brancher::pair(const Target& target) {
   const int32_t num_branches = count_of(branches_);
-  // If all branches, two by two, would leave SMs idle: as in Scheduler::wide_items_fill().
-  const int64_t pairs = int64_t{num_branches} / 2 * target.num_kv_heads;
-  const bool fill = 5 * pairs >= int64_t{4} * target.num_sms;
-  if (!target.pairs_branches() || !fill || !few_others_) return;
+  const int64_t pairs = int64_t{num_branches} / 2 * target.num_kv_heads;  // at most
+  if (!target.pairs_branches() || !target.fills_sms(pairs) || !few_others_) return;
   common_.assign(num_branches, 0);
   most_common_.assign(num_branches + 1, 0);
   for (int32_t g = 1; g < num_branches; ++g) {

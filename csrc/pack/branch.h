@@ -34,7 +34,7 @@ struct Branch {
   int32_t unmasked;    // of these, those that all members attend to
   bool tails_first;
   int32_t peer;    // the branch before or behind it that it is paired with, or kNoNode
-  int32_t common;  // tokens that both begin with: whole KV tiles
+  int32_t common;  // tokens that both begin with, whole KV tiles; 0 without a peer
 };
 
 // Keeps its working memory between calls.
@@ -105,7 +105,8 @@ class Brancher {
   std::vector<Segment> segments_;
   std::vector<int32_t> members_;
   int32_t list_tokens_ = 0;
-  bool few_others_ = false;  // the cut leaves little to ordinary items
+  int64_t others_ = 0;       // tokens that the cut leaves to ordinary items
+  bool few_others_ = false;  // beside those of its branches
 };
 
 }  // namespace pat

@@ -132,7 +132,7 @@ bool Emitter::is_joint(const Target& target) const {
   const auto by_both = [&](const Draft& draft) {
     return is_branch(draft.item) || draft.item.num_queries * target.group() > kHeavyRows;
   };
-  return keys_[kPaired].items == 0 && target.runs_jointly(count_of(drafts_), keys_[kHeavy].items) &&
+  return target.runs_jointly(count_of(drafts_), keys_[kHeavy].items) &&
          std::all_of(drafts_.begin(), drafts_.end(), by_both);
 }
 
@@ -217,7 +217,10 @@ void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& pla
   }
   num_shared_ += shared;
   const int32_t num_packed = from.assigned.member_offsets[count_of(from.packs.packs)];
-  const int32_t unmasked = std::min(branch.unmasked / kBranchAlign, int32_t{INT16_MAX});
+  const auto whole_tiles = [](int32_t tokens) {
+    return std::min(tokens / kBranchAlign, int32_t{INT16_MAX});
+  };
+  const int32_t unmasked = whole_tiles(branch.unmasked);
   const bool paired = branch.peer != kNoNode;
   // Those of a pair have the same place, so that they stand side by side.
   const int32_t tokens = paired
@@ -225,7 +228,7 @@ void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& pla
                              : branch.tokens;
   Draft& draft =
       add(paired ? kPaired : kHeavy, kBranchRows, item_seconds(from.target, kBranchRows, tokens));
-  draft.item.partial = paired ? std::min(branch.common / kBranchAlign, int32_t{INT16_MAX}) : 0;
+  draft.item.partial = whole_tiles(branch.common);
   draft.item.member_offset = num_packed + branch.first_member;
   draft.item.num_queries = branch.num_queries;
   draft.item.list_start = branch.list_start;

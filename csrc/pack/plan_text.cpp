@@ -144,9 +144,7 @@ Cells cells_of(const PlanView& view, int32_t index) {
   std::string read;
   if (is_branch(item)) {
     read = counted(num_segments, "segment");
-    const int32_t paired = index - header.num_wide_items;
-    if (paired >= 0 && paired < header.num_paired_items) {
-      const int32_t peer = paired % 2 == 0 ? index + 1 : index - 1;
+    if (const int32_t peer = view.peer_of(index); peer >= 0) {
       read += ", " + counted(std::abs(item.partial) * kBranchAlign, "token") + " with item " +
               std::to_string(peer);
     }

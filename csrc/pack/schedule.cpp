@@ -78,7 +78,7 @@ int64_t Scheduler::wide_units() const {
 // of the paper's trees is 9 % slower, the others within 2 %; with all SMs the mean is the same.)
 bool Scheduler::wide_items_fill() const {
   const int64_t wide = wide_units();
-  return wide == 0 || 5 * wide >= int64_t{4} * target_.num_sms;
+  return wide == 0 || target_.fills_sms(wide);
 }
 
 // Takes the way to branch that is modelled to be the fastest, if it is faster than none.

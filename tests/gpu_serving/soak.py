@@ -63,23 +63,22 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def soak(device: str, scale: Scale, folder: Path, *, drafts: str = "") -> dict[str, Any]:
-    """Run the traffic; the summary, with what was wrong under ``failures``. ``drafts``: the servers
-    speculate, in such drafts of ``DRAFTS``, which are mostly right."""
+    """Run the traffic; the summary, with what was wrong under ``failures``. ``drafts``: a key of
+    ``DRAFTS``; the servers speculate with such drafts, which are mostly right."""
     model = make_model(folder / "model", vocab=VOCAB, **MODELS[device])
     args = ("--max-total-tokens", str(scale.pool), "--schedule-conservativeness", "0.05")
-    draft_tokens, top_k = DRAFTS[drafts] if drafts else (1, 1)
+    tokens_a_step, top_k = DRAFTS.get(drafts, (1, 1))  # of a request, at most; of the drafts
     if drafts:
         args += (
             *("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3"),
             *("--speculative-draft-model-path", str(model)),
             *("--speculative-eagle-topk", str(top_k)),
-            *("--speculative-num-draft-tokens", str(draft_tokens)),
+            *("--speculative-num-draft-tokens", str(tokens_a_step)),
         )
     configs = [
         Config("radix", args=args, device=device),
         Config("no-radix", args=(*args, "--disable-radix-cache"), device=device),
     ]
-    tokens_a_step = draft_tokens  # of a request, at most
     with ExitStack() as stack:
         servers = [ServingServer(model, config, folder / config.name) for config in configs]
         for server in servers:

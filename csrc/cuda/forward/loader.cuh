@@ -128,8 +128,7 @@ struct Loader {
     count_tile();
   }
 
-  // Loads every tile of a unit, or every second one if the other half loads the others: K into one
-  // stage, V into the next.
+  // Loads this half's tiles of a unit: K into one stage, V into the next.
   __device__ __forceinline__ void load_tiles(const WorkUnit& unit, const char* k, const char* v) {
     // V must hold no NaN beyond the last token: wgmma multiplies whole tiles, mma.sync 16 tokens.
     const bool whole = unit.wide || (S::kWgmma && (unit.num_rows > kHeavyRows || unit.branch));

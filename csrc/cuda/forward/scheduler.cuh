@@ -119,9 +119,10 @@ struct Scheduler {
     int num_pairs = 0;
     for (int index = blockIdx.x; __builtin_expect(index < end, 0); index += gridDim.x) {
       const bool paired = index >= wide;
-      const int second = paired ? item_of(p, index - wide) + s.sm_half : 0;  // items passed over
+      // Each pair before has two items, and half 1 takes the second one of its own.
+      const int further = paired ? item_of(p, index - wide) + s.sm_half : 0;
       WorkUnit unit;
-      if (!describe<kDrafts>(p, s.control(), index + second * p.num_kv_heads, unit)) continue;
+      if (!describe<kDrafts>(p, s.control(), index + further * p.num_kv_heads, unit)) continue;
       const int tiles = tiles_of(unit.num_tokens);
       int halved = tiles;  // those of which each half loads every second one
       unit.halved_tokens = unit.num_tokens;
