@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes down once a step, behind the snapshot, the first work unit of every half and the slots of
-// its first tile. The forward of each layer would find the same by a chain of look-ups, which takes
-// 2 to 3 us where its code is in no cache (docs/experiments/host.md).
+// Writes down once a step, behind the snapshot, the first work unit of every half, the slots of its
+// first tiles and where its Q is. The forward of each layer would find the same by a chain of
+// look-ups, which takes 2 to 3 us where its code is in no cache (docs/experiments/host.md).
 #include "cuda/first_units.h"
 #include "cuda/forward/footprint.cuh"
 #include "cuda/forward/scheduler.cuh"
@@ -9,6 +9,18 @@
 
 namespace pat {
 namespace {
+
+// Where row `row` of the unit is in Q. The division is not worth a magic number here.
+__device__ QRow q_row(const ForwardParams& p, const Control& control, const WorkUnit& unit,
+                      int row) {
+  const int packed_row = unit.first_packed_row + row, member = packed_row / p.group;
+  const int in_member = packed_row - member * p.group;
+  const int query = unit.single_query ? unit.member.query
+                                      : load_member(control, unit.member_offset + member).query;
+  return {static_cast<uint32_t>(query),
+          static_cast<uint16_t>(unit.kv_head * p.head_group + in_member),
+          static_cast<uint16_t>(in_member / p.head_group)};
+}
 
 // A warp for each half of the forward's CTA of the same number. kDrafts: see Drafts.
 template <int kHeadDim, Drafts kDrafts>
@@ -32,9 +44,16 @@ __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, Plan
   __syncwarp();
   const WorkUnit unit = control.units[0];
   const int32_t* from = control.list + unit.list_start;
-  const int first = first_token(unit, half);
-  for (int t = lane; t < kTileTokens; t += 32) {
-    to.slots[t] = first + t < unit.num_tokens ? from[first + t] : 0;
+  int first = first_token(unit, half);
+  for (auto& of_tile : to.slots) {
+    for (int t = lane; t < kTileTokens; t += 32) {
+      of_tile[t] = first + t < unit.num_tokens ? from[first + t] : 0;
+    }
+    if (first < unit.num_tokens) first = next_token(unit, half, first);
+  }
+  const int rows = consumers_copy_q<kHeadDim>(unit) ? unit.num_rows : 0;
+  for (int row = lane; row < kTileRows; row += 32) {
+    to.rows[row] = row < rows ? q_row(p, control, unit, row) : QRow{kNoQuery, 0, 0};
   }
   // A plan of more queries than the batch has rows is not run, and the snapshot has left it alone.
   if (blockIdx.x == 0 && threadIdx.x == 0) plan->first_units = control.num_queries <= p.num_rows;
@@ -46,6 +65,7 @@ void launch_dim(const SnapshotArgs& args, cudaStream_t stream) {
   const Footprint use = footprint<kHeadDim>(device);
   ForwardParams p{};
   set_scheduling(p, args.num_rows, args.num_q_heads, args.num_kv_heads, args.draft_tokens);
+  p.head_group = args.num_q_heads / args.num_kv_heads;
   use.set(p);
   auto* kernel = args.draft_tokens > 1 ? first_units_kernel<kHeadDim, kChains>
                                        : first_units_kernel<kHeadDim, kNoDrafts>;

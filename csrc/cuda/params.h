@@ -65,8 +65,8 @@ struct DecodeParams {
 
 inline constexpr int kQueueInts = 64;
 inline constexpr int kMostCtas = 256;  // of the forward, that first units are written down for
-inline constexpr int kFirstUnitBytes = kMostCtas * 2 * 384;  // 384: of a FirstUnit
-inline constexpr int kMaxGroup = 16;                         // query heads per KV head
+inline constexpr int kFirstUnitBytes = kMostCtas * 2 * 1408;  // 1408: of a FirstUnit
+inline constexpr int kMaxGroup = 16;                          // query heads per KV head
 // Packed rows of a query and KV head, at most: they fit a wide unit.
 inline constexpr int kMaxQueryRows = 128;
 

@@ -34,6 +34,7 @@ static_assert(kTileRows == 4 * kWarpRows && kHeavyRows == kWarpRows);
 inline constexpr int kMaxStages = 8;      // ring of K and V tiles
 inline constexpr int kWorkUnits = 8;      // ring of work units
 inline constexpr int kSlotTiles = 6;      // ring of tiles whose slots are known
+inline constexpr int kGivenTiles = 3;     // tiles whose slots a FirstUnit has
 inline constexpr int kNarrowBuffers = 4;  // ring of Q buffers of narrow units: one a consumer warp
 inline constexpr int kAheadTiles = 4;     // the scheduler claims on when no more are left to load
 

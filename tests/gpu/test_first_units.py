@@ -17,31 +17,38 @@ from sglang_pat.planner import plan as make_plan
 from sglang_pat.workspace import Workspace
 
 BF16 = torch.bfloat16
+GIVEN_TILES = 3
+NO_QUERY = 0xFFFFFFFF
 UNIT = np.dtype(
     [
-        ("slots", "<u4", 64),
+        ("slots", "<u4", (GIVEN_TILES, 64)),
         *((name, "<i4") for name in ("member_offset", "first_packed_row", "num_rows")),
-        *((name, "<i4") for name in ("list_start", "num_tokens", "num_unmasked_tiles")),
-        *((name, "<i4") for name in ("kv_head", "item")),
+        *((name, "<i4") for name in ("list_start", "num_tokens", "halved_tokens")),
+        *((name, "<i2") for name in ("kv_head", "num_unmasked_tiles")),
+        ("item", "<i4"),
         ("single_query", "<i2"),
         *((name, "i1") for name in ("narrow", "wide")),
         *((name, "<i4") for name in ("query", "partial")),
         *((name, "<i2") for name in ("branch", "joint")),
+        ("rows", [("query", "<u4"), ("head", "<u2"), ("draft", "<u2")], 64),
         ("padding", "V80"),
     ]
 )
+OWN_FIRST = 3  # of ``wide``
 TREES = {
     "one": Tree((1,), (3000,)),
     "few": Tree((2,), (2000,)),
     "shared": Tree((1, 4), (2000, 64)),
     "wide": Tree((1, 64), (4096, 100)),
     "branches": Tree((1, 4, 64), (256, 128, 16)),
+    "pairs": Tree((1, 1024), (2048, 32)),
     "many": Tree((200,), (130,)),
 }
 
 
 def workspace_of(inputs: Case, plan: object, **options: str) -> Workspace:
     made = Workspace(target_of(inputs), 1 << 16, **options)
+    made._buffers["first_units"].fill_(255)  # halves that a GPU lacks: -1 tokens, no rows
     made.load(plan)
     made.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
     return made
@@ -77,25 +84,61 @@ def test_results_are_those_of_schedulers_alone(name: str, heads: tuple[int, int]
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
+def loaded_tiles(unit: np.void, half: int) -> list[int]:
+    """First tokens of the tiles that the half loads of the unit, in order."""
+    halved = list(range(64 * half, unit["halved_tokens"], 128))
+    others = list(range(unit["halved_tokens"], unit["num_tokens"], 64))
+    return others + halved if unit["wide"] == OWN_FIRST else halved + others
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 4])
 @pytest.mark.parametrize("name", TREES)
-def test_what_is_written_down(name: str) -> None:
+def test_what_is_written_down(name: str, draft_tokens: int) -> None:
     """No unit twice, but those that both halves work on; the slots are the list's."""
     tree = TREES[name]
-    inputs = case_of_tree(tree, (32, 8))
+    inputs = case_of_tree(tree, (32, 8), draft_tokens=draft_tokens)
     plan = make_plan(tree.paths, tree.seq_lens, target_of(inputs))
     workspace = workspace_of(inputs, plan)
     units = written(workspace)
     sound = units["num_tokens"] > 0
     assert sound.any()
-    single = units[sound & (units["wide"] == 0) & (units["joint"] == 0)]
+    single = units[sound & (units["wide"] != 1) & (units["joint"] == 0)]
     names = list(zip(single["item"].tolist(), single["kv_head"].tolist(), strict=True))
     assert len(set(names)) == len(names)
     listed = workspace._buffers["list"].cpu().numpy()
     for (_, half), unit in zip(np.argwhere(sound), units[sound], strict=True):
-        first = 64 * half if unit["wide"] or unit["joint"] else 0
-        count = max(0, min(64, unit["num_tokens"] - first))
-        begin = unit["list_start"] + first
-        assert (unit["slots"][:count] == listed[begin : begin + count]).all()
+        tiles = loaded_tiles(unit, half)
+        assert tiles or (half == 1 and unit["wide"])
+        for slots, first in zip(unit["slots"], tiles, strict=False):
+            count = min(64, unit["num_tokens"] - first)
+            begin = unit["list_start"] + first
+            assert (slots[:count] == listed[begin : begin + count]).all()
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 4])
+@pytest.mark.parametrize("name", TREES)
+def test_rows_of_q(name: str, draft_tokens: int) -> None:
+    """The queries and heads of the plan's packed rows, where wgmma runs the unit; else none."""
+    tree = TREES[name]
+    inputs = case_of_tree(tree, (32, 8), draft_tokens=draft_tokens)
+    target = target_of(inputs)
+    plan = make_plan(tree.paths, tree.seq_lens, target)
+    units = written(workspace_of(inputs, plan)).reshape(-1)
+    group = 4 * draft_tokens
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    seen = 0
+    for unit in units:
+        heavy = unit["wide"] or unit["branch"] or unit["num_rows"] > 16
+        count = unit["num_rows"] if hopper and heavy and unit["num_tokens"] > 0 else 0
+        seen += count
+        rows = unit["rows"]
+        assert (rows["query"][count:] == NO_QUERY).all()
+        packed = unit["first_packed_row"] + np.arange(count)
+        queries = plan.members["query"][unit["member_offset"] + packed // group]
+        assert (rows["query"][:count] == queries).all()
+        assert (rows["head"][:count] == unit["kv_head"] * 4 + packed % group).all()
+        assert (rows["draft"][:count] == packed % group // 4).all()
+    assert seen > 0 or not hopper or name in ("one", "few", "many", "shared")
 
 
 @pytest.mark.parametrize("name", ["few", "shared", "wide"])
@@ -107,7 +150,28 @@ def test_the_forward_begins_with_them(name: str) -> None:
     workspace = workspace_of(inputs, plan)
     right, _ = attend(inputs, plan, workspace=workspace)
     slots = workspace._buffers["first_units"].view(torch.int32).view(-1, UNIT.itemsize // 4)
-    slots[:, :64] = workspace._buffers["list"][0].item()
+    slots[:, : 64 * GIVEN_TILES] = workspace._buffers["list"][0].item()
+    wrong, _ = attend(inputs, plan, workspace=workspace)
+    assert not torch.equal(wrong, right) and not wrong.isnan().any()
+    flag(workspace).zero_()
+    assert torch.equal(attend(inputs, plan, workspace=workspace)[0], right)
+
+
+@pytest.mark.parametrize("name", ["wide", "branches", "pairs"])
+def test_the_consumers_copy_the_rows_of_q(name: str) -> None:
+    """With another query written down for each row the output is another."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("only wgmma's units have rows")
+    tree = TREES[name]
+    inputs = case_of_tree(tree, (32, 8))
+    plan = make_plan(tree.paths, tree.seq_lens, target_of(inputs))
+    workspace = workspace_of(inputs, plan)
+    right, _ = attend(inputs, plan, workspace=workspace)
+    raw = workspace._buffers["first_units"]
+    units = raw.cpu().numpy().view(UNIT)
+    rows = units["rows"]["query"]
+    rows[rows != NO_QUERY] = 0
+    raw.copy_(torch.from_numpy(units.view(np.uint8)))
     wrong, _ = attend(inputs, plan, workspace=workspace)
     assert not torch.equal(wrong, right) and not wrong.isnan().any()
     flag(workspace).zero_()
@@ -177,4 +241,4 @@ def test_other_launches_have_none(launch: str) -> None:
 
 
 def test_the_buffer_is_as_large_as_the_kernels_say() -> None:
-    assert _C.cuda_first_unit_bytes() % (2 * UNIT.itemsize) == 0 and UNIT.itemsize == 384
+    assert _C.cuda_first_unit_bytes() % (2 * UNIT.itemsize) == 0 and UNIT.itemsize == 1408

@@ -10,18 +10,25 @@
 
 namespace pat {
 
-// Copies this half's FirstUnit to where its scheduler would put the unit and the fetcher its slots.
-// Every lane of the fetcher's warp waits for its own copies; the other warps meet it afterwards.
+// Copies this half's FirstUnit to where its scheduler would put the unit and the fetcher its slots,
+// and to Control::first_rows. Every lane of the fetcher's warp waits for its own copies; the other
+// warps meet it afterwards.
 template <int kHeadDim>
 __device__ __forceinline__ void copy_first_unit(const ForwardParams& p, const Shared<kHeadDim>& s,
                                                 int lane) {
-  constexpr int kSlotCopies = kTileTokens / 4, kUnitCopies = sizeof(WorkUnit) / 16;
-  const auto* from = reinterpret_cast<const char*>(p.first_units + 2 * blockIdx.x + s.sm_half);
-  const uint32_t slots = shared_address(s.control().slots);
-  const uint32_t unit = shared_address(s.control().units) - 16 * kSlotCopies;
-  if (lane < kSlotCopies + kUnitCopies) {
-    copy16((lane < kSlotCopies ? slots : unit) + 16 * lane, from + 16 * lane);
+  constexpr int kSlotCopies = sizeof(FirstUnit::slots) / 16;
+  constexpr int kUnitCopies = sizeof(WorkUnit) / 16, kRowCopies = sizeof(FirstUnit::rows) / 16;
+  static_assert(kSlotCopies > 32 && kSlotCopies + kUnitCopies <= 64 && kRowCopies == 32);
+  const Control& control = s.control();
+  const auto* from =
+      reinterpret_cast<const char*>(p.first_units + 2 * blockIdx.x + s.sm_half) + 16 * lane;
+  const uint32_t slots = shared_address(control.slots) + 16 * lane;
+  const uint32_t unit = shared_address(control.units) + 16 * (lane - kSlotCopies);
+  copy16(slots, from);
+  if (lane + 32 < kSlotCopies + kUnitCopies) {
+    copy16((lane + 32 < kSlotCopies ? slots : unit) + 16 * 32, from + 16 * 32);
   }
+  copy16(shared_address(control.first_rows) + 16 * lane, from + 16 * (kSlotCopies + kUnitCopies));
   copies_commit();
   copies_wait<0>();
 }
@@ -37,19 +44,24 @@ struct Fetcher {
   SlotRing slots;
   QRing q;
   NarrowRing narrow;
-  bool given;  // the slots of the next tile have been copied
+  int given;  // of so many of the next tiles the slots are there: see FirstUnit
 
-  // Starts the copy of the slots of one tile, whose first token is token `first` of the unit.
+  // Starts the copy of the slots of one tile, whose first token is token `first` of the unit, if
+  // they are not there.
   __device__ __forceinline__ void fetch_slots(const int32_t* from, int first, int tokens) {
-    slots.wait_empty(s.base);
-    const int t = first + lane;
-    const uint32_t to = shared_address(&s.control().slots[slots.index][lane]);
-    if (!given) {
+    if (given > 0) {
+      // No wait: the loaders do not wait for given slots, and may have released them already (see
+      // Scheduler::push).
+      --given;
+      barrier_arrive(slots.full(s.base));
+    } else {
+      slots.wait_empty(s.base);
+      const int t = first + lane;
+      const uint32_t to = shared_address(&s.control().slots[slots.index][lane]);
       if (t < tokens) copy4(to, from + t);
       if (t + 32 < tokens) copy4(to + 128, from + t + 32);
+      barrier_arrive_copies(slots.full(s.base));
     }
-    given = false;
-    barrier_arrive_copies(slots.full(s.base));
     slots.advance();
   }
 
@@ -81,19 +93,15 @@ struct Fetcher {
     const int sub_row = lane / S::kChunks;
     const char* from = p.q + chunk * 16;
     to += (chunk >> 3) * panel + sub_row * 128;
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
 #pragma unroll 1
-      for (int i = 0; i < 32; i += 8) {
-        const int first = 32 * part + i;
-        if (first >= unit.num_rows) return;
+    for (int i = 0; i < unit.num_rows; i += 8) {
+      const uint32_t of_lane = i < 32 ? offsets[0] : offsets[1];
 #pragma unroll
-        for (int j = 0; j < 8; j += S::kRowsPerCopy) {
-          const uint64_t offset = __shfl_sync(~0u, offsets[part], i + j + sub_row);
-          if (first + j + sub_row < unit.num_rows) {
-            copy16(to + (first + j) * 128 + (((chunk & 7) ^ ((j + sub_row) & 7)) << 4),
-                   from + (offset << 4));
-          }
+      for (int j = 0; j < 8; j += S::kRowsPerCopy) {
+        const uint64_t offset = __shfl_sync(~0u, of_lane, i + j + sub_row);  // of lane modulo 32
+        if (i + j + sub_row < unit.num_rows) {
+          copy16(to + (i + j) * 128 + (((chunk & 7) ^ ((j + sub_row) & 7)) << 4),
+                 from + (offset << 4));
         }
       }
     }
@@ -154,7 +162,7 @@ struct Fetcher {
   }
 
   __device__ void run() {
-    given = s.control().given;
+    given = s.control().given ? kGivenTiles : 0;
     for (WorkRing work;; work.advance()) {
       work.wait_full(s.base);
       const WorkUnit unit = s.control().units[work.index];
@@ -162,8 +170,9 @@ struct Fetcher {
       if (tokens < 0) break;
       if (tokens > 0) {
         const int32_t* from = s.control().list + unit.list_start;
+        const bool copies_q = given == 0 || !consumers_copy_q<kHeadDim>(unit);
         uint32_t offsets[2];
-        if (!unit.single_query) {
+        if (copies_q && !unit.single_query) {
           offsets[0] = q_offset(unit, lane);
           offsets[1] = q_offset(unit, lane + 32);
         }
@@ -178,11 +187,16 @@ struct Fetcher {
             token = next_token(unit, s.sm_half, token);
           }
           if (ahead == INT_MAX) break;
-          fetch_q(unit, offsets);
+          if (copies_q) {
+            fetch_q(unit, offsets);
+          } else {
+            barrier_arrive(q.full(s.base));
+            q.advance(p.q_buffers);
+          }
         }
       }
 
-      given = false;  // the first unit may have no tokens
+      given = 0;  // the first unit may have fewer tiles
       barrier_release(work.empty(s.base), lane);
     }
   }

@@ -110,6 +110,31 @@ __device__ __forceinline__ void attend_rows(Consumer<kHeadDim, kTransforms, kDra
 #endif
 }
 
+// Starts to copy a consumer warp's rows of the Q of its half's first unit; take_queries() waits for
+// them. The warp has nothing else to do yet, and it reads no rows but these.
+template <int kHeadDim, Drafts kDrafts>
+__device__ __forceinline__ void copy_first_q(const ForwardParams& p, const Shared<kHeadDim>& s,
+                                             int warp) {
+  using S = Shape<kHeadDim>;
+  if (!s.control().given) return;
+  const int lane = lane_id(), chunk = lane % S::kChunks, sub_row = lane / S::kChunks;
+  const QRow row = s.control().first_rows[warp][lane % kWarpRows];
+  int64_t bytes = row.query * p.q_stride_query + row.head * p.q_stride_head;
+  if constexpr (kDrafts != kNoDrafts) bytes += row.draft * p.bytes_between;
+  const uint32_t of_lane = row.query == kNoQuery ? kNoQuery : static_cast<uint32_t>(bytes >> 4);
+  const char* from = p.q + chunk * 16;
+  const uint32_t to = s.q(0) + (chunk >> 3) * S::kPanelBytes + (warp * kWarpRows + sub_row) * 128;
+#pragma unroll 2  // short code: see join_warps()
+  for (int j = 0; j < kWarpRows; j += S::kRowsPerCopy) {
+    const uint32_t offset = __shfl_sync(~0u, of_lane, j + sub_row);
+    if (offset != kNoQuery) {
+      copy16(to + j * 128 + (((chunk & 7) ^ ((j + sub_row) & 7)) << 4),
+             from + (uint64_t{offset} << 4));
+    }
+  }
+  copies_commit();
+}
+
 // What a consumer warp does: runs every unit of its half, with the products that suit its rows.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHeadDim>& s,
@@ -216,6 +241,9 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     if constexpr (S::kWgmma && S::kMaxHalves == 2) warpgroup_reg_alloc<kFp8 ? 200 : 192>();
 #endif
     meet_all<kConsumer>(threads);
+    if constexpr (S::kWgmma && S::kQInRegisters) {
+      copy_first_q<kHeadDim, kDrafts>(p, s, warp_of_half);
+    }
     consume<T, kFp8, kHeadDim, kTransforms, kDrafts>(p, s, warp_of_half);
   }
 }

@@ -12,6 +12,10 @@ struct Loader {
   using S = Shape<kHeadDim>;
   static constexpr int kTokens = kTileTokens / kLoaderWarps;   // of a tile, per warp
   static constexpr int kLaneRows = kTokens / S::kRowsPerCopy;  // rows of a tile, per lane
+  // At head dim 128 one piece of code copies both K and V: what lies behind the first 64 KB of a
+  // kernel takes longer in a server (docs/experiments/host.md, series 24). Other head dims have
+  // less code, and lose 3 % by that.
+  static constexpr int kPartsAtOnce = kHeadDim == 128 ? 1 : 2;
 
   const ForwardParams& p;
   const Shared<kHeadDim>& s;
@@ -24,6 +28,7 @@ struct Loader {
   // tile that the other half has not read. Bit 8 + i: parity of how many such tiles stage i has
   // held. One word, because the loaders of fp8 have no register to spare.
   uint32_t sharing = 0;
+  int given = 0;  // of so many of the next tiles the slots are there: see FirstUnit
 
   __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
   __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
@@ -37,8 +42,7 @@ struct Loader {
   }
 
   // Copies this warp's share of a tile into the stage, from row `row` on: the tile's tokens from
-  // `token` on, of which `left` exist. With kZeros, rows from `left` up to `end` are set to zero.
-  template <bool kZeros>
+  // `token` on, of which `left` exist. Rows from `left` up to `end` are set to zero.
   __device__ __forceinline__ void copy_rows(const char* base, uint32_t stride, int token, int row,
                                             int left, int end) {
     const int first = sub_row() * kLaneRows;
@@ -47,9 +51,8 @@ struct Loader {
     const uint32_t dst = s.tile(stage.index) + (chunk() >> 3) * S::kPanelBytes +
                          (row + first) * 128 + ((chunk() & 7) << 4);
     base += chunk() * 16;
-    asm volatile(""
-                 : "+l"(base));  // one 64-bit sum, so that each address takes
-                                 // one instruction
+    // One 64-bit sum, so that fewer instructions make an address.
+    asm volatile("" : "+l"(base));
     const bool full = left >= kTokens;
 #pragma unroll 1
     for (int i = 0; i < kLaneRows; i += 8) {
@@ -61,11 +64,7 @@ struct Loader {
           const bool valid = first + i + j < left;
           const char* src = base + static_cast<uint64_t>(valid ? id[j] : 0) * stride;
           const uint32_t to = (dst ^ (j << 4)) + (i + j) * 128;
-          if constexpr (kZeros) {
-            if (first + i + j < end) copy16_or_zero(to, src, valid);
-          } else if (valid) {
-            copy16(to, src);
-          }
+          if (first + i + j < end) copy16_or_zero(to, src, valid);
         }
       } else {  // ptxas puts it first, where the code is that most tiles run
         const char* src[8];
@@ -75,11 +74,6 @@ struct Loader {
         for (int j = 0; j < 8; ++j) copy16((dst ^ (j << 4)) + (i + j) * 128, src[j]);
       }
     }
-  }
-
-  // Whether wgmma runs the unit; else mma.sync does.
-  static __device__ __forceinline__ bool by_wgmma(const WorkUnit& unit) {
-    return S::kWgmma && (unit.wide || unit.num_rows > kHeavyRows || unit.branch);
   }
 
   // Copies the row masks of a branch's tile into the stage.
@@ -112,26 +106,28 @@ struct Loader {
     barrier_arrive_copies(stage.full(s.base));
     stage.advance(p.stages);
   }
+  // Waits until the slots of the next tile are there. Given ones are, though the fetcher has not
+  // arrived for them. It does so before it fetches any others, without which this warp does not
+  // come to the same buffer again.
+  __device__ __forceinline__ void wait_slots() {
+    if (given > 0) {
+      --given;
+    } else {
+      slots.wait_full(s.base);
+    }
+  }
   __device__ __forceinline__ void finish_slots() {
     barrier_release(slots.empty(s.base), lane);
     slots.advance();
   }
 
-  // Loads a short unit into one stage: warp 0 copies K, warp 1 copies V.
-  __device__ __forceinline__ void load_short(const WorkUnit& unit, const char* k, const char* v) {
-    slots.wait_full(s.base);
-    wait_stage(false);
-    copy_rows<true>(warp == 0 ? k : v, warp == 0 ? p.k_stride_slot : p.v_stride_slot, 0,
-                    warp * kTokens, unit.num_tokens, (unit.num_tokens + 15) & ~15);
-    finish_stage();
-    finish_slots();
-    count_tile();
-  }
-
-  // Loads this half's tiles of a unit: K into one stage, V into the next.
+  // Loads this half's tiles of a unit: K into one stage, V into the next. Of a short unit warp 0
+  // copies K and warp 1 V, both into one stage.
   __device__ __forceinline__ void load_tiles(const WorkUnit& unit, const char* k, const char* v) {
+    const bool is_short = unit.narrow == kShort;
     // V must hold no NaN beyond the last token: wgmma multiplies whole tiles, mma.sync 16 tokens.
-    const bool whole = unit.wide || (S::kWgmma && (unit.num_rows > kHeavyRows || unit.branch));
+    const bool whole = unit.wide || by_wgmma<kHeadDim>(unit);
+    const int token = is_short ? 0 : warp * kTokens;
 #pragma unroll 1  // short code: see join_warps()
     for (int number = TileRange::first_number(unit); number < 2; ++number) {
       const TileRange tiles(unit, number, s.sm_half);
@@ -139,17 +135,19 @@ struct Loader {
       const uint16_t* row_masks = p.row_masks + unit.list_start + tiles.first + 8 * lane;
       for (int left = tiles.end - tiles.first; left > 0;
            left -= tiles.step, row_masks += tiles.step) {
-        slots.wait_full(s.base);
+        wait_slots();
         note_shared(shared, p.stages + 2);
-        wait_stage(shared);
-        if (unit.branch) copy_row_masks(row_masks);
-        const int mine = left - warp * kTokens;
-        copy_rows<false>(k, p.k_stride_slot, warp * kTokens, warp * kTokens, mine, 0);
-        finish_stage();
-        wait_stage(shared);
-        copy_rows<true>(v, p.v_stride_slot, warp * kTokens, warp * kTokens, mine,
-                        whole ? kTokens : (mine + 15) & ~15);
-        finish_stage();
+        const int mine = left - token;
+        const int end = whole ? kTokens : (mine + 15) & ~15;
+#pragma unroll kPartsAtOnce
+        for (int part = 0; part < 2; ++part) {  // K, V
+          if (is_short && part != warp) continue;
+          wait_stage(shared);
+          if (unit.branch && part == 0) copy_row_masks(row_masks);
+          copy_rows(part ? v : k, part ? p.v_stride_slot : p.k_stride_slot, token, warp * kTokens,
+                    mine, part || is_short ? end : mine);
+          finish_stage();
+        }
         finish_slots();
         count_tile();
       }
@@ -163,17 +161,15 @@ struct Loader {
   }
 
   __device__ void run() {
+    if (s.control().given) given = kGivenTiles;
     for (;; work.advance()) {
       work.wait_full(s.base);
       const WorkUnit unit = s.control().units[work.index];
       if (unit.num_tokens < 0) break;
       const char* k = k_base(unit);
       const char* v = v_base(unit);
-      if (unit.narrow == kShort) {
-        load_short(unit, k, v);
-      } else {
-        load_tiles(unit, k, v);
-      }
+      load_tiles(unit, k, v);
+      given = 0;  // the first unit may have fewer tiles
       barrier_release(work.empty(s.base), lane);
     }
   }

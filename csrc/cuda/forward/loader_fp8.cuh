@@ -190,7 +190,7 @@ struct Fp8Loader : Loader<kHeadDim> {
       work.wait_full(s.base);
       const WorkUnit unit = s.control().units[work.index];
       const bool last = unit.num_tokens < 0;
-      const bool for_wgmma = !last && Base::by_wgmma(unit);
+      const bool for_wgmma = !last && by_wgmma<kHeadDim>(unit);
       if (!for_wgmma) transpose_all();
       if (last) break;
       const char* k = Base::k_base(unit);

@@ -85,14 +85,24 @@ struct TileRange {
   }
 };
 
+// Where a packed row is in Q, from p.q on: `query` times q_stride_query, `head` times
+// q_stride_head, and `draft`, its draft token, times bytes_between.
+struct QRow {
+  uint32_t query;  // kNoQuery: there is no such row
+  uint16_t head, draft;
+};
+inline constexpr uint32_t kNoQuery = ~0u;
+
 // What a half begins with, written down once a step, so that in every layer it can ask for its
-// first K as soon as it runs: the unit that its scheduler pushes first, and the slots of the first
-// tile that the half loads of it.
+// first K and Q as soon as it runs: the slots of the first tiles that it loads, the unit that its
+// scheduler pushes first, and the unit's rows if the consumers copy them (copy_first_q()).
 struct alignas(128) FirstUnit {
-  uint32_t slots[kTileTokens];
+  uint32_t slots[kGivenTiles][kTileTokens];
   WorkUnit unit;
+  QRow rows[kTileRows];
 };
 static_assert(sizeof(WorkUnit) == 48 && 2 * kMostCtas * sizeof(FirstUnit) == kFirstUnitBytes);
+static_assert(kGivenTiles < kSlotTiles);  // see Loader::wait_slots()
 
 // The mbarriers of a ring of buffers.
 template <int kCapacity>
@@ -114,12 +124,15 @@ struct alignas(1024) Control {
   // Row masks of the tokens whose K is in a stage.
   alignas(16) uint16_t row_masks[kMaxStages][kTileTokens];
   WorkUnit units[kWorkUnits];
-  float exchange[4][kWarpRows][2];     // softmax states: [warp][row][max, sum]
+  union {                             // each consumer warp has a part of its own
+    float exchange[4][kWarpRows][2];  // softmax states: [warp][row][max, sum]
+    QRow first_rows[4][kWarpRows];    // of the FirstUnit: read before any state is written
+  };
   alignas(16) int32_t messages[4][4];  // of paired branches: see Consumer::tell()
   int32_t loaded_tiles;
   // The plan's header and arrays, looked up once.
   int32_t num_queries, num_items, num_wide_items, num_paired_items, num_heavy_items, joint;
-  int32_t given;  // 1: units[0] and slots[0] hold this half's FirstUnit
+  int32_t given;  // 1: units[0] and the first slots hold this half's FirstUnit
   const Item* items;
   const Member* members;
   const int32_t* list;
@@ -238,6 +251,20 @@ struct Shared {
 __device__ __forceinline__ Member load_member(const Control& control, int index) {
   const int2 m = __ldg(reinterpret_cast<const int2*>(control.members) + index);
   return {m.x, m.y};
+}
+
+// Whether wgmma runs the unit; else mma.sync does.
+template <int kHeadDim>
+__device__ __forceinline__ bool by_wgmma(const WorkUnit& unit) {
+  return Shape<kHeadDim>::kWgmma && (unit.wide || unit.num_rows > kHeavyRows || unit.branch);
+}
+
+// Whether the consumers copy the Q of the half's first unit, and not the fetcher. The fetcher would
+// first look up the rows' queries, and by then K and V of all SMs would be on their way to memory,
+// and Q behind them (docs/experiments/host.md, series 24).
+template <int kHeadDim>
+__device__ __forceinline__ bool consumers_copy_q(const WorkUnit& first) {
+  return Shape<kHeadDim>::kQInRegisters && first.num_tokens > 0 && by_wgmma<kHeadDim>(first);
 }
 
 }  // namespace pat

@@ -171,6 +171,10 @@ __device__ __forceinline__ Queries<kHeadDim> take_queries(
     Consumer<kHeadDim, kTransforms, kDrafts>& c, bool keep, float (&unscale)[2]) {
   constexpr bool kSplit = std::is_same_v<M, E4M3>;
   c.q.wait_full(c.s.base);
+  if constexpr (Shape<kHeadDim>::kQInRegisters) {  // see copy_first_q()
+    copies_wait<0>();
+    __syncwarp();
+  }
   const uint32_t buffer = c.s.q(c.q.index);
   if constexpr (kSplit) split_queries<T, kHeadDim>(buffer, c.warp, unscale);
   Queries<kHeadDim> q;
