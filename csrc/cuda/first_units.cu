@@ -10,7 +10,7 @@
 namespace pat {
 namespace {
 
-// Where row `row` of the unit is in Q. The division is not worth a magic number here.
+// Where row `row` of the unit is in Q. It divides, unlike Fetcher::q_offset(): it runs once a step.
 __device__ QRow q_row(const ForwardParams& p, const Control& control, const WorkUnit& unit,
                       int row) {
   const int packed_row = unit.first_packed_row + row, member = packed_row / p.group;
@@ -65,7 +65,6 @@ void launch_dim(const SnapshotArgs& args, cudaStream_t stream) {
   const Footprint use = footprint<kHeadDim>(device);
   ForwardParams p{};
   set_scheduling(p, args.num_rows, args.num_q_heads, args.num_kv_heads, args.draft_tokens);
-  p.head_group = args.num_q_heads / args.num_kv_heads;
   use.set(p);
   auto* kernel = args.draft_tokens > 1 ? first_units_kernel<kHeadDim, kChains>
                                        : first_units_kernel<kHeadDim, kNoDrafts>;

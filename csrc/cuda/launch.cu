@@ -74,10 +74,9 @@ ForwardParams forward_params(const DecodeParams& decode) {
   };
   set_scheduling(p, decode.num_rows, decode.num_q_heads, decode.num_kv_heads, decode.draft_tokens);
   if (decode.draft_tokens > 1) {
-    const int head_group = decode.num_q_heads / decode.num_kv_heads;
+    const int head_group = p.head_group;
     p.masked_tokens = decode.draft_tokens - 1;
     p.draft_masks = decode.draft_masks;
-    p.head_group = head_group;
     p.head_group_magic = row_magic(head_group);
     p.heads_between = decode.num_q_heads - head_group;
     p.bytes_between = decode.q_stride_query - head_group * decode.q_stride_head;
@@ -175,7 +174,8 @@ void set_scheduling(ForwardParams& params, int num_rows, int num_q_heads, int nu
                     int draft_tokens) {
   params.num_rows = num_rows;
   params.num_kv_heads = num_kv_heads;
-  params.group = draft_tokens * (num_q_heads / num_kv_heads);
+  params.head_group = num_q_heads / num_kv_heads;
+  params.group = draft_tokens * params.head_group;
   params.group_magic = row_magic(params.group);
   params.kv_heads_magic = divisor_magic(num_kv_heads);
   params.grid_magic = divisor_magic(current_device().num_sms);

@@ -133,7 +133,8 @@ struct ForwardParams {
   float cap;        // kCapped: base-2 logit cap
   int32_t logits;   // Logits
   float v_scale;    // factor of the output
-  // Of several draft tokens, else zeros; kernels for one do not read them.
+  // Of several draft tokens. Else zeros, which no kernel reads, but for head_group, which
+  // first_units_kernel reads.
   int32_t masked_tokens;      // see masked_tokens()
   int32_t head_group;         // packed rows of a draft token: query heads per KV head
   uint32_t head_group_magic;  // r / head_group == r * head_group_magic >> 16 for r below group

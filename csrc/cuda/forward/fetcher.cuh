@@ -44,10 +44,10 @@ struct Fetcher {
   SlotRing slots;
   QRing q;
   NarrowRing narrow;
-  int given;  // of so many of the next tiles the slots are there: see FirstUnit
+  int given;  // tiles, from the next one on, whose slots are there already: see FirstUnit
 
-  // Starts the copy of the slots of one tile, whose first token is token `first` of the unit, if
-  // they are not there.
+  // Starts the copy of the slots of one tile, whose first token is token `first` of the unit,
+  // unless they are given.
   __device__ __forceinline__ void fetch_slots(const int32_t* from, int first, int tokens) {
     if (given > 0) {
       // No wait: the loaders do not wait for given slots, and may have released them already (see
@@ -98,7 +98,7 @@ struct Fetcher {
       const uint32_t of_lane = i < 32 ? offsets[0] : offsets[1];
 #pragma unroll
       for (int j = 0; j < 8; j += S::kRowsPerCopy) {
-        const uint64_t offset = __shfl_sync(~0u, of_lane, i + j + sub_row);  // of lane modulo 32
+        const uint64_t offset = __shfl_sync(~0u, of_lane, i + j + sub_row);  // lanes wrap at 32
         if (i + j + sub_row < unit.num_rows) {
           copy16(to + (i + j) * 128 + (((chunk & 7) ^ ((j + sub_row) & 7)) << 4),
                  from + (offset << 4));

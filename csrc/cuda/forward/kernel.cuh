@@ -4,7 +4,7 @@
 // launches share an SM. A half has two warpgroups, one of producers, one of consumers:
 //
 //   producers, warp 0     scheduler  claims work units, long ones first, and puts them into a ring
-//              warp 3     fetcher    copies Q and the slots of the tokens, some tiles ahead
+//              warp 3     fetcher    copies Q of most units, and slots of tokens some tiles ahead
 //              warps 1-2  loaders    gather K and V rows into shared memory, ahead of the consumers
 //                                    and across units
 //              in half 1: scheduler 1, fetcher 2, loaders 0 and 3 (see forward_kernel)

@@ -28,7 +28,7 @@ struct Loader {
   // tile that the other half has not read. Bit 8 + i: parity of how many such tiles stage i has
   // held. One word, because the loaders of fp8 have no register to spare.
   uint32_t sharing = 0;
-  int given = 0;  // of so many of the next tiles the slots are there: see FirstUnit
+  int given = 0;  // tiles, from the next one on, whose slots are there already: see FirstUnit
 
   __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
   __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
