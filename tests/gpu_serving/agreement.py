@@ -136,8 +136,33 @@ def check_forced(what: str, found: Mapping[str, Sequence[float]]) -> None:
         print(f"{what}: pat to {peer} {ours}; {other} has NaN")
         assert ours.small, f"{what}: pat to {peer} {ours}, over {limits}"
         return
-    apart = Distance.between(*(found[name] for name in PEERS))
+    of_peers = Distance.between(*(found[name] for name in PEERS))
     for name in PEERS:
         ours = Distance.between(found["pat"], found[name])
-        print(f"{what}: pat to {name} {ours}; peers {apart}")
-        assert ours.about_as_small_as(apart), f"{what}: pat to {name} {ours}; peers {apart}"
+        print(f"{what}: pat to {name} {ours}; peers {of_peers}")
+        assert ours.about_as_small_as(of_peers), f"{what}: pat to {name} {ours}; peers {of_peers}"
+
+
+def accepted(texts: list[Answer]) -> float:
+    """Tokens that a verify step gives a request, from 1 to its draft tokens, on average."""
+    return sum(len(text.tokens) - 1 for text in texts) / sum(text.verify_steps for text in texts)
+
+
+def compared(one: Answer, other: Answer) -> int:
+    """How many log-probabilities of two answers are compared: up to the first token that
+    differs."""
+    for i, (token, other_token) in enumerate(zip(one.tokens, other.tokens, strict=True)):
+        if token != other_token:
+            return i
+    return len(one.tokens)
+
+
+def apart(some: list[Answer], others: list[Answer]) -> Distance:
+    """Of the compared log-probabilities of all answers."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    for one, other in zip(some, others, strict=True):
+        count = compared(one, other)
+        ours += one.logprobs[:count]
+        theirs += other.logprobs[:count]
+    return Distance.between(ours, theirs)

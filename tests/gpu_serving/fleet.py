@@ -55,7 +55,7 @@ _TWO_LEVELS = (
 )
 
 
-def _drafted(
+def drafted(
     algorithm: str, draft_model: str, *, top_k: int = 1, draft_tokens: int = DRAFT_TOKENS
 ) -> tuple[str, ...]:
     """Options with which a model of ``MODELS`` drafts tokens in three steps: a chain, or with a
@@ -69,7 +69,7 @@ def _drafted(
 
 
 def _trees(algorithm: str, draft_model: str) -> tuple[str, ...]:
-    return _drafted(algorithm, draft_model, top_k=4, draft_tokens=TREE_TOKENS)
+    return drafted(algorithm, draft_model, top_k=4, draft_tokens=TREE_TOKENS)
 
 
 def _ngram(draft_tokens: int = DRAFT_TOKENS, breadth: int = 1) -> tuple[str, ...]:
@@ -155,25 +155,25 @@ FLEET = {
         # The model drafts for itself, so that some drafts are right; those of other weights are
         # nearly all wrong.
         *(
-            _config(f"ratio4-{name}-drafts-right", *_drafted("STANDALONE", "ratio4"))
+            _config(f"ratio4-{name}-drafts-right", *drafted("STANDALONE", "ratio4"))
             for name in ("fa3", "pat")
         ),
         _config(
             "ratio4-pat-drafts-no-overlap",
-            *_drafted("STANDALONE", "ratio4"),
+            *drafted("STANDALONE", "ratio4"),
             "--disable-overlap-schedule",
         ),
-        _config("ratio4-pat-drafts-wrong", *_drafted("STANDALONE", "ratio4b")),
-        _config("ratio4-pat-eagle", *_drafted("EAGLE", "eagle4")),
+        _config("ratio4-pat-drafts-wrong", *drafted("STANDALONE", "ratio4b")),
+        _config("ratio4-pat-eagle", *drafted("EAGLE", "eagle4")),
         *(
             _config(f"ratio4-{name}-trees-right", *_trees("STANDALONE", "ratio4"))
             for name in ("fa3", "pat")
         ),
         _config("ratio4-pat-trees-eagle", *_trees("EAGLE", "eagle4")),
-        _config("ratio4-pat-eagle3", *_drafted("EAGLE3", "eagle34")),
+        _config("ratio4-pat-eagle3", *drafted("EAGLE3", "eagle34")),
         *(_config(f"mtp-{name}", *_STATES) for name in ("fa3", "pat")),
         *(
-            _config(f"mtp-{name}-drafts", *_STATES, *_drafted("NEXTN", "mtp"))
+            _config(f"mtp-{name}-drafts", *_STATES, *drafted("NEXTN", "mtp"))
             for name in ("fa3", "pat")
         ),
         _config("ratio4-fa3-ngram", *_ngram()),

@@ -69,16 +69,15 @@ step_fp8() { tests fp8 "$LIMIT_FP8" tests/gpu_serving/test_e4m3.py; }
 step_sleep() { tests sleep "$LIMIT_SLEEP" tests/gpu_serving/test_sleep.py; }
 # SGLang imports FlashMLA when it captures graphs of draft models, but does not call it for ours. The
 # kit has no room for its kernels, so a package with the imported names alone stands in.
-step_spec() {
-  if [ ! -e "$site/flash_mla" ]; then
-    mkdir "$site/flash_mla"
-    echo 'fused_norm_rope_attn_rope_cast = None' >"$site/flash_mla/__init__.py"
-    echo 'class FlashMLASchedMeta: ...' >"$site/flash_mla/flash_mla_interface.py"
-  fi
-  tests spec "$LIMIT_SPEC" tests/gpu_serving/test_speculation.py
+stand_in() {
+  [ ! -e "$site/flash_mla" ] || return 0
+  mkdir "$site/flash_mla"
+  echo 'fused_norm_rope_attn_rope_cast = None' >"$site/flash_mla/__init__.py"
+  echo 'class FlashMLASchedMeta: ...' >"$site/flash_mla/flash_mla_interface.py"
 }
+step_spec() { stand_in; tests spec "$LIMIT_SPEC" tests/gpu_serving/test_speculation.py; }
 step_hybrids() { tests hybrids "$LIMIT_HYBRIDS" tests/gpu_serving/test_hybrids.py; } # PAT_HYBRIDS
-step_ranks() { tests ranks "$LIMIT_RANKS" tests/gpu_serving/test_ranks.py; } # two GPUs
+step_ranks() { stand_in; tests ranks "$LIMIT_RANKS" tests/gpu_serving/test_ranks.py; } # two GPUs
 bench() { # STEP SECONDS ARGUMENT...: the serving benchmark, which ends in time by itself
   local step=$1 seconds=$2
   shift 2

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from serving.server import Answer
 
-from .agreement import LOADS, NEW_TOKENS, answers
+from .agreement import LOADS, NEW_TOKENS, accepted, answers, apart
 from .fleet import Fleet
 from .test_hybrids import FIRST_TURN
-from .test_speculation import accepted, apart
 
 PLAIN, OURS_PLAIN, PEER, OURS = SERVERS = ("mtp-fa3", "mtp-pat", "mtp-fa3-drafts", "mtp-pat-drafts")
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two GPUs: tensor parallelism, and data parallel attention, where a rank may pad or be idle."""
+"""Two GPUs: tensor parallelism, with drafts too, and data parallel attention, where a rank may pad
+or be idle."""
 
 from __future__ import annotations
 
@@ -14,15 +15,18 @@ from serving.workloads import VOCAB
 from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_BF16, MEAN_LOGPROB_DIFF_BF16
 from sglang_pat.demo.model import make_model
 
-from .agreement import LOADS, Distance, answers, forced_logprobs
-from .fleet import COMPARED
+from .agreement import LOADS, Distance, accepted, answers, apart, forced_logprobs
+from .fleet import COMPARED, FOLDER, drafted
 from .models import HEAD_DIM, HIDDEN, LAYERS
 
 RANKS = {
     "fa3": ("--tp-size", "2"),
     "pat-tensor": ("--tp-size", "2"),
     "pat-data": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+    # The model drafts for itself, so that many drafts are right.
+    "pat-drafts": ("--tp-size", "2", *drafted("STANDALONE", "model")),
 }
+PLAIN = sorted(RANKS.keys() - {"fa3", "pat-drafts"})
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -48,7 +52,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
             config = Config(
                 name,
                 backend=backend,
-                args=(*COMPARED, *arguments),
+                args=(*COMPARED, *(each.replace(FOLDER, str(folder)) for each in arguments)),
                 # The other servers' growth makes ranks look unbalanced while they start.
                 env=(("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0"),),
                 device="cuda",
@@ -61,7 +65,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         yield started
 
 
-@pytest.mark.parametrize("name", sorted(name for name in RANKS if name != "fa3"))
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("load_name", ["multi_level", "disjoint", "single"])
 def test_ranks_agree_with_fa3(name: str, load_name: str, servers: dict[str, ServingServer]) -> None:
     """``single`` leaves a data parallel rank without a request."""
@@ -80,3 +84,23 @@ def test_ranks_agree_with_fa3(name: str, load_name: str, servers: dict[str, Serv
     assert (counted.base_forwards.get("small_batch", 0) > 0) >= (load_name == "single")
     assert (counted.packed_steps > 0) == (load_name == "multi_level")
     assert set(counted.fallbacks) <= {"no batch from the scheduler"}
+
+
+@pytest.mark.parametrize("load_name", ["multi_level", "disjoint"])
+def test_ranks_verify_drafts(load_name: str, servers: dict[str, ServingServer]) -> None:
+    """Up to the first token that differs the log-probabilities are fa3's, which has no drafts."""
+    load = LOADS[load_name]
+    ours = servers["pat-drafts"]
+    for server in (ours, servers["fa3"]):
+        answers(server, load)  # now its prompts are cached
+    plain = answers(servers["fa3"], load)
+    before = ours.counters()
+    texts = answers(ours, load)
+    counted = ours.counters() - before
+    found = apart(texts, plain)
+    print(f"drafts {load_name}: {found}, {accepted(texts):.2f} tokens a step, {counted}")
+    assert found.mean <= MEAN_LOGPROB_DIFF_BF16 and found.largest <= MAX_LOGPROB_DIFF_BF16
+    assert accepted(texts) > 1.2
+    assert counted.verify_steps > 0
+    assert (counted.packed_steps > 0) == (load_name == "multi_level")
+    assert not counted.fallbacks and not counted.base_layers

@@ -19,8 +19,10 @@ from .agreement import (
     LOADS,
     MEAN_MORE,
     NEW_TOKENS,
-    Distance,
+    accepted,
     answers,
+    apart,
+    compared,
     equal_share,
 )
 from .fleet import Fleet
@@ -42,31 +44,6 @@ LARGE = (LARGE_PLAIN, OURS_LARGE_PLAIN, OURS_LARGE)
 SERVERS = (PLAIN, OURS_PLAIN, *PEERS.values(), "ratio4-fa3-ngram", *OURS, *LARGE)
 COMPARED = ("shared", "multi_level", "disjoint", "samples")
 PROMPTS = [p for load in COMPARED for p in LOADS[load].prompts for _ in range(LOADS[load].samples)]
-
-
-def accepted(texts: list[Answer]) -> float:
-    """Tokens that a verify step gives a request, from 1 to its draft tokens, on average."""
-    return sum(len(text.tokens) - 1 for text in texts) / sum(text.verify_steps for text in texts)
-
-
-def compared(one: Answer, other: Answer) -> int:
-    """How many log-probabilities of two answers are compared: up to the first token that
-    differs."""
-    for i, (token, other_token) in enumerate(zip(one.tokens, other.tokens, strict=True)):
-        if token != other_token:
-            return i
-    return len(one.tokens)
-
-
-def apart(some: list[Answer], others: list[Answer]) -> Distance:
-    """Of the compared log-probabilities of all answers."""
-    ours: list[float] = []
-    theirs: list[float] = []
-    for one, other in zip(some, others, strict=True):
-        count = compared(one, other)
-        ours += one.logprobs[:count]
-        theirs += other.logprobs[:count]
-    return Distance.between(ours, theirs)
 
 
 def far_prompts(some: list[Answer], others: list[Answer], bound: float) -> set[Prompt]:
