@@ -59,9 +59,10 @@ class Target:
     shorter, ``always`` or ``never``; ``groups`` makes branches of any queries, of about
     ``split_tokens`` tokens each (PackInfer, section 3.1). With ``cost``, ``bytes`` and the split
     ``cost``, each query of a small batch may also get items of its own, any queries may make such
-    groups, and short nodes and tails branches beside longer items, where that is modelled to be
-    clearly faster. ``branch_rows`` (packed rows of a branch) and ``branch_limits`` (tokens of a
-    node or tail beyond which it stays an item of its own) are what it chooses from.
+    groups, short nodes and tails branches beside longer items, and packs may be cut into equal
+    pieces, where that is modelled to be clearly faster. ``branch_rows`` (packed rows of a branch)
+    and ``branch_limits`` (tokens of a node or tail beyond which it stays an item of its own) are
+    what it chooses from.
 
     Raises ValueError for a field that makes no sense.
     """

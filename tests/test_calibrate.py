@@ -21,6 +21,8 @@ from sglang_pat.calibrate.fit import FACTORS
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
+# Heads of whose plans none is chosen by simulation: the synthetic machine is the cost model.
+MODELLED = ("--heads", "24/8")
 HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_queries": 64}
 
 
@@ -48,7 +50,7 @@ def test_what_is_measured_is_what_plans_are_made_with(
 ) -> None:
     machine = SyntheticMachine(TRUTH, launch_s=LAUNCH_S, noise=0.003)
     before = Target.gpu(H200, **HEADS)
-    assert run(machine, "--json", str(tmp_path / "rows.json")) == 0
+    assert run(machine, *MODELLED, "--json", str(tmp_path / "rows.json")) == 0
     out = capsys.readouterr().out
     (path,) = folder.iterdir()
     assert str(path) in out and "forest 13 of 13" in out and "not fitted (at most 8%)" in out
@@ -63,12 +65,13 @@ def test_what_is_measured_is_what_plans_are_made_with(
         assert getattr(found.costs, name) == pytest.approx(getattr(TRUTH, name), rel=most), name
     assert found.costs.merge_factor > TRUTH.merge_factor  # more partials have more items, too
     assert found.fit is not None and found.fit.error < chosen.MAX_ERROR
-    assert 20 <= (found.fit.fitted_plans or 0) <= 40 and 10 <= found.fit.held_out_plans <= 20
+    assert 20 <= (found.fit.fitted_plans or 0) <= 40 and 10 <= found.fit.held_out_plans <= 25
     taken_over = {name for name, source in found.sources.items() if source == "H200"}
     assert taken_over == {"sm_speedup", "merge_round_s"}  # what splits are weighed by
     assert set(found.sources.values()) == {"measured", "fitted", "H200"}
     assert (found.clocks_mhz, found.versions) == (H200.clocks_mhz, H200.versions)
-    assert found.date and found.command == f"sglang-pat calibrate --json {tmp_path / 'rows.json'}"
+    options = " ".join((*MODELLED, "--json", str(tmp_path / "rows.json")))
+    assert found.date and found.command == f"sglang-pat calibrate {options}"
     after = Target.gpu(H200, **HEADS)
     assert after != before and after.bytes_per_s == found.costs.bytes_per_s
     data = json.loads((tmp_path / "rows.json").read_text())
@@ -96,7 +99,7 @@ def test_of_a_bad_fit_only_the_rates_are_written(
     machine.seconds = lambda batch, plan, target: (  # type: ignore[method-assign]
         measured(batch, plan, target) * (2 if batch.name in others else 1)
     )
-    assert run(machine, "--json", str(tmp_path / "rows.json")) == 0
+    assert run(machine, *MODELLED, "--json", str(tmp_path / "rows.json")) == 0
     (path,) = folder.iterdir()
     found = profiles.read(path)
     assert keeps_the_factors_of_the_h200(found) and found.fit is None
@@ -170,7 +173,7 @@ def test_factors_that_make_slower_plans_are_not_taken(
 
 def test_factors_that_make_faster_plans_are_taken(run: Any, folder: Path, tmp_path: Path) -> None:
     machine = SyntheticMachine(TRUTH, launch_s=LAUNCH_S)
-    assert run(machine, "--json", str(tmp_path / "rows.json")) == 0
+    assert run(machine, *MODELLED, "--json", str(tmp_path / "rows.json")) == 0
     found = profiles.read(next(folder.iterdir()))
     data = json.loads((tmp_path / "rows.json").read_text())
     assert data["choice"]["changed"] > 0 and data["choice"]["ratio"] < 1.0

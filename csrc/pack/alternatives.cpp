@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the scheduler weighs against the packs at hand: ways to cut the tree into branches and every
-// query by itself, by models; branches beside longer items and groups, by simulation.
+// query by itself, by models; branches beside longer items, groups and equal pieces, by simulation.
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <utility>
@@ -19,6 +20,8 @@ namespace {
 constexpr int32_t kBranchLimit = 128;
 // Groups of at most so many tokens.
 constexpr std::array<int32_t, 2> kGroupTokens = {1024, 2048};
+// Packs without branches: split by the cost model (0), or in pieces of so many tokens.
+constexpr std::array<int32_t, 3> kPieceTokens = {0, 512, 1024};
 // Another plan is taken if the one at hand is simulated to take more than so many times as long.
 // The simulation is off by as much.
 constexpr double kSimulatedGain = 1.05;
@@ -75,11 +78,20 @@ void Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
   assign_partials(num_queries);
 }
 
-// Takes the branches or groups that are simulated to be the fastest, if they are faster than the
-// plan at hand. Returns Plan::simulated_factor.
+// Takes the branches, groups or pieces that are simulated to be the fastest, if they are faster
+// than the plan at hand. Returns Plan::simulated_factor.
 double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_lens,
                                        int32_t num_queries) {
   if (!simulates_ || tree.nodes.empty() || num_queries < kLeastSimulated) return 1.0;
+  // What both halves of an SM do together is not known well enough: other plans that were simulated
+  // to be faster took 0.90 to 1.08 of the time of eight plans with pairs, and 1.28 of a joint
+  // plan's.
+  const auto paired = [](const Branch& branch) { return branch.peer != kNoNode; };
+  const auto branches = static_cast<int64_t>(branches_.items);
+  if (std::ranges::any_of(brancher_.branches(), paired) ||
+      tiles_->runs_jointly(assigned_.num_items, branches)) {
+    return 1.0;
+  }
   constexpr double kNever = std::numeric_limits<double>::infinity();
   const auto simulated = [&](double limit) {
     return simulation_.seconds(*tiles_, packs_, brancher_, assigned_, unique_tokens_, limit);
@@ -88,9 +100,9 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   const double before = simulated(kNever), modelled_before = modelled();
   double least = before / kSimulatedGain;
   bool chosen = false;
-  const auto weigh = [&](const PackTree& of, const BranchCut& cut) {
+  const auto weigh = [&](auto make) {
     swap_plans();
-    const bool made = make_branches(of, cut, seq_lens, num_queries, least);
+    const bool made = make();
     const double seconds = made ? simulated(least) : kNever;
     if (seconds < least) {
       least = seconds;
@@ -99,13 +111,19 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
       swap_plans();
     }
   };
+  const auto weigh_cut = [&](const PackTree& of, const BranchCut& cut) {
+    weigh([&] { return make_branches(of, cut, seq_lens, num_queries, least); });
+  };
   if (longest_ > kBranchLimit) {
     for (const int32_t rows : target_.branch_rows) {
-      weigh(tree, {kBranchLimit, rows / target_.group()});
+      weigh_cut(tree, {kBranchLimit, rows / target_.group()});
     }
   }
   put_below_root(tree, num_queries, rooted_);
-  for (const int32_t tokens : kGroupTokens) weigh(rooted_, cut_of_groups(target_, tokens));
+  for (const int32_t tokens : kGroupTokens) weigh_cut(rooted_, cut_of_groups(target_, tokens));
+  for (const int32_t tokens : kPieceTokens) {
+    weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); });
+  }
   return chosen ? least / before * modelled_before / modelled() : 1.0;
 }
 
@@ -128,6 +146,25 @@ bool Scheduler::make_branches(const PackTree& tree, const BranchCut& cut, const 
     tiles_ = &without_wide_;
     split_packs(*tiles_, packs_, true, branches_);
   }
+  return assign_partials(num_queries);
+}
+
+// Returns whether packs without branches fit the buffers, in pieces of `tokens` tokens or, if that
+// is 0, as the cost model splits them.
+bool Scheduler::make_packs(const PackTree& tree, int32_t tokens, const int64_t* seq_lens,
+                           int32_t num_queries) {
+  const auto split = [&](const Target& tiles) {
+    tiles_ = &tiles;
+    if (tokens > 0) {
+      split_evenly(tiles, packs_, tokens, 1);
+    } else {
+      split_packs(tiles, packs_, true);
+    }
+  };
+  drop_branches();
+  packer_.choose(tree, seq_lens, num_queries, true, packs_);
+  split(target_);
+  if (!wide_items_fill()) split(without_wide_);
   return assign_partials(num_queries);
 }
 

@@ -57,7 +57,21 @@ double partial_seconds(const Target& target, double partials) {
          target.bytes_per_s;
 }
 
+// Of fewer queries nearly every item is the first one of its half. The snapshot writes first units
+// down (cuda/first_units.cu), so such an item takes less time before its first tokens. Chosen by
+// batches of one and two queries on an H200, and timed with up to seven
+// (docs/experiments/splits.md, series 25). Not with fp8 or other head dims: there as many plans
+// were slower as faster.
+constexpr int32_t kFewQueries = 8;
+constexpr double kOfOverhead = 0.5;
+
 }  // namespace
+
+double overhead_in_batch(const Target& target, double overhead_s, int32_t num_queries) {
+  const bool few = num_queries < kFewQueries && target.items_per_sm == 2 &&
+                   target.head_dim == 128 && target.kv_bytes == 2;
+  return few ? kOfOverhead * overhead_s : overhead_s;
+}
 
 double pack_seconds(const Target& target, const Pack& pack) {
   return item_seconds(target, target.row_tile_for(pack.queries), pack.tokens());

@@ -51,6 +51,9 @@ inline double item_seconds(const Target& target, int32_t row_tile, double tokens
   const double arithmetic_s = 4.0 * row_tile * target.head_dim / target.flops_per_s;
   return target.item_overhead_s + tokens * target.num_sms * (memory_s + arithmetic_s);
 }
+// What an item takes beside its tokens in a batch of `num_queries`, where it takes `overhead_s` in
+// a large one.
+double overhead_in_batch(const Target& target, double overhead_s, int32_t num_queries);
 // Seconds of one row tile of a pack that is not split.
 double pack_seconds(const Target& target, const Pack& pack);
 // Seconds of one of `pieces` equal pieces of an item that takes `seconds`.

@@ -23,6 +23,7 @@ constexpr int64_t kMostTokens = int64_t{1} << 30;
 Scheduler::Scheduler(const Target& target)
     : target_(target),
       without_wide_(target.without_wide()),
+      item_overhead_s_(target.item_overhead_s),
       packer_(without_wide_),
       simulates_(target.has_default_rules() && Simulation::knows(target)) {
   target_.validate();
@@ -32,6 +33,8 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
   PAT_CHECK(num_queries <= target_.max_queries, "a batch of ", num_queries,
             " queries does not fit the plan's ", target_.max_queries,
             " rows (Target.max_queries): raise it or decode fewer requests at once");
+  target_.item_overhead_s = without_wide_.item_overhead_s =
+      overhead_in_batch(target_, item_overhead_s_, num_queries);
   count_tokens(tree, seq_lens, num_queries);
   PAT_CHECK(unique_tokens_ <= kMostTokens, "a batch reads ", unique_tokens_,
             " different tokens, a plan can have ", kMostTokens, ": decode fewer requests at once");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pack tree -> plan. Runs the stages in their order: packer (which queries share an item), branch
 // (which parts of the tree become one item), split (where long items are cut), separate (whether a
-// small batch shares nothing), alternatives (branches and groups that are simulated to be faster),
+// small batch shares nothing), alternatives (other plans that are simulated to be faster),
 // then assigns the partials, emits the plan, and limits for how long it holds (drift).
 #pragma once
 
@@ -40,14 +40,17 @@ class Scheduler {
   double choose_by_simulation(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   bool make_branches(const PackTree& tree, const BranchCut& cut, const int64_t* seq_lens,
                      int32_t num_queries, double limit);
+  bool make_packs(const PackTree& tree, int32_t tokens, const int64_t* seq_lens,
+                  int32_t num_queries);
   void swap_plans();
   bool drop_branches();
   void count_tokens(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
 
-  const Target target_;
+  Target target_;
   // The target without the row tile of wide items, which take a whole SM. Packs are always chosen
   // with it. So is all of a plan whose wide work units are fewer than four fifths of the SMs.
-  const Target without_wide_;
+  Target without_wide_;
+  const double item_overhead_s_;   // as given; both targets have that of the batch at hand
   const Target* tiles_ = nullptr;  // of the two, the one whose row tiles the plan at hand has
   Packer packer_;
   Brancher brancher_;

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "../count_of.h"
+#include "../merge_rule.h"
 #include "cost_model.h"
 
 namespace pat {
@@ -15,37 +16,39 @@ struct Simulation::Kind {
   enum Rank { kWide, kHeavy, kLight } rank;  // in the order in which they run
   double start_us, tile_us;
 
-  static const Kind narrow, single, light, heavy, branch, wide;
+  static const Kind narrow, single, light, heavy, branch, paired, wide;
 };
 constexpr Simulation::Kind Simulation::Kind::narrow{kLight, 0.19, 0.11};
-constexpr Simulation::Kind Simulation::Kind::single{kLight, 1.89, 0.55};  // of one query
-constexpr Simulation::Kind Simulation::Kind::light{kLight, 0.99, 0.70};
-constexpr Simulation::Kind Simulation::Kind::heavy{kHeavy, 2.71, 0.74};
-constexpr Simulation::Kind Simulation::Kind::branch{kHeavy, 1.00, 0.59};
-constexpr Simulation::Kind Simulation::Kind::wide{kWide, 3.22, 0.94};
+constexpr Simulation::Kind Simulation::Kind::single{kLight, 0.79, 0.64};  // of one query
+constexpr Simulation::Kind Simulation::Kind::light{kLight, 1.03, 0.52};
+constexpr Simulation::Kind Simulation::Kind::heavy{kHeavy, 1.43, 0.72};
+constexpr Simulation::Kind Simulation::Kind::branch{kHeavy, 1.02, 0.62};
+constexpr Simulation::Kind Simulation::Kind::paired{kHeavy, 0.47, 0.57};  // of two branches
+constexpr Simulation::Kind Simulation::Kind::wide{kWide, 1.92, 0.74};
 
 namespace {
 
-// Fitted to the plans of 388 batches on an H100, head dim 128 and bf16, that take no more than 1.35
-// of the default's time (docs/experiments/simulation.md): within a batch the times of plans are 4 %
-// off, rms. They are times of an SM, so that GPUs with the same SMs have them as well, whatever
-// their memory is. The fit compares plans of one batch, so that kLaunchUs has what they share.
-constexpr double kLaunchUs = 12.8;
-constexpr double kMergeUs = 1.52;   // of a merge that has anything to do
-constexpr double kSplitUs = 0.086;  // for each split of the query that has the most
+// Fitted to the plans of 948 batches on an H200, head dim 128 and bf16, that take no more than 1.35
+// of the default's time (docs/experiments/simulation.md, series 25): within a batch the times of
+// plans are 4 % off, rms. They are times of an SM, so that GPUs with the same SMs have them as
+// well, whatever their memory is. The fit compares plans of one batch, so that kLaunchUs has what
+// they share.
+constexpr double kLaunchUs = 9.0;
+constexpr double kMergeUs = 0.50;  // of a merge that has anything to do
+constexpr double kRoundUs = 0.47;  // of the splits that it joins at once: see MergeRule
 // Bytes a second: of partials, written and read, and of tokens that were read before, which come
 // from the L2.
-constexpr double kPartialRate = 6.2e12;
-constexpr double kRereadRate = 19.4e12;
+constexpr double kPartialRate = 5.7e12;
+constexpr double kRereadRate = 17.9e12;
 // What a branch takes longer: before its first tile for each segment, and for each masked tile, as
 // a part of that tile's time.
-constexpr double kSegmentUs = 0.25;
-constexpr double kOfMasked = 0.12;
+constexpr double kSegmentUs = 0.12;
+constexpr double kOfMasked = 0.21;
 // The halves of an SM share its matrix units: beside another heavy item, a tile takes so much more.
-constexpr double kBesideHeavy = 0.93;
+constexpr double kBesideHeavy = 0.67;
 // Both halves work on an item of a joint plan, which takes little less of the simulated time, as
 // it is memory that such plans wait for.
-constexpr double kJoint = 0.92;
+constexpr double kJoint = 0.81;
 // Items that end within this time end together: a simulation takes fewer steps.
 constexpr double kStepUs = 0.25;
 
@@ -92,8 +95,9 @@ void Simulation::list_items(const Target& target, const Packs& packs, const Bran
     if (branch.num_queries == 0) continue;
     const double tiles = tiles_of(branch.tokens);
     const double masked = std::max(tiles - branch.unmasked / kTileTokens, 0.0);
-    items_.push_back({&Kind::branch, Kind::branch.start_us + kSegmentUs * branch.num_segments,
-                      tiles + kOfMasked * masked});
+    const Kind& kind = branch.peer == kNoNode ? Kind::branch : Kind::paired;
+    items_.push_back(
+        {&kind, kind.start_us + kSegmentUs * branch.num_segments, tiles + kOfMasked * masked});
     read_tokens_ += branch.tokens;
   }
   for (const Pack& pack : packs.packs) add_pack(target, pack);
@@ -208,7 +212,10 @@ double Simulation::seconds(const Target& target, const Packs& packs, const Branc
     }
     const double bytes = static_cast<double>(assigned.num_partials) * target.num_kv_heads *
                          target.partial_cost_bytes();
-    us += kMergeUs + kSplitUs * most_splits + 1e6 * bytes / kPartialRate;
+    const int64_t rows = int64_t{count_of(assigned.splits)} * target.num_q_heads;
+    const int32_t at_once = kMergeRules[merge_rule(rows, target.num_sms)].splits_at_once();
+    const int32_t rounds = (most_splits + at_once - 1) / at_once;
+    us += kMergeUs + kRoundUs * rounds + 1e6 * bytes / kPartialRate;
   }
   return 1e-6 * us;
 }

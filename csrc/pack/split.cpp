@@ -75,14 +75,6 @@ void cut_evenly(const Target& target, Pack& pack, int32_t tokens) {
   set_pieces(target, pack, std::max({tokens, least, 1}));
 }
 
-// Cuts into pieces of `split_tokens` tokens. `shared_only`: packs of one query stay whole.
-void split_evenly(const Target& target, Packs& packs, bool shared_only) {
-  for (Pack& pack : packs.packs) {
-    if (pack.queries == 0 || (shared_only && pack.queries == 1)) continue;
-    cut_evenly(target, pack, target.split_tokens);
-  }
-}
-
 // FastTree's rule: pieces of `split_tokens` tokens, and of an eighth of that in a phase whose items
 // would leave the GPU idle. Its phases are packs of more than 16 queries and the others, which it
 // launches one after the other. It asks for 132 items of the first and 528 of the second on 132
@@ -222,6 +214,14 @@ bool split_by_cost(const Target& target, Packs& packs, const BranchLoad& branche
 
 }  // namespace
 
+void split_evenly(const Target& target, Packs& packs, int32_t tokens, int32_t least_queries) {
+  for (Pack& pack : packs.packs) {
+    pack.pieces = 1;
+    pack.chunk = std::max(pack.tokens(), 1);
+    if (pack.queries >= least_queries) cut_evenly(target, pack, tokens);
+  }
+}
+
 bool split_packs(const Target& target, Packs& packs, bool enabled, const BranchLoad& branches) {
   for (Pack& pack : packs.packs) {
     pack.pieces = 1;
@@ -235,8 +235,10 @@ bool split_packs(const Target& target, Packs& packs, bool enabled, const BranchL
       split_by_mean(target, packs);
       break;
     case Split::kFixed:
+      split_evenly(target, packs, target.split_tokens, 1);
+      break;
     case Split::kChunks:
-      split_evenly(target, packs, target.split == Split::kChunks);
+      split_evenly(target, packs, target.split_tokens, 2);
       break;
     case Split::kPhases:
       split_by_phases(target, packs);
