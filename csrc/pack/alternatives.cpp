@@ -83,15 +83,13 @@ void Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
 double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_lens,
                                        int32_t num_queries) {
   if (!simulates_ || tree.nodes.empty() || num_queries < kLeastSimulated) return 1.0;
-  // What both halves of an SM do together is not known well enough: other plans that were simulated
-  // to be faster took 0.90 to 1.08 of the time of eight plans with pairs, and 1.28 of a joint
-  // plan's.
+  // What pairs save is not known well enough: other plans that were simulated to be faster took
+  // 0.90 to 1.08 of the time of eight plans with pairs.
   const auto paired = [](const Branch& branch) { return branch.peer != kNoNode; };
-  const auto branches = static_cast<int64_t>(branches_.items);
-  if (std::ranges::any_of(brancher_.branches(), paired) ||
-      tiles_->runs_jointly(assigned_.num_items, branches)) {
-    return 1.0;
-  }
+  if (std::ranges::any_of(brancher_.branches(), paired)) return 1.0;
+  // Nor is what joint plans save beside packs: 1.28 of the time, where 0.83 was simulated.
+  const bool joint =
+      tiles_->runs_jointly(assigned_.num_items, static_cast<int64_t>(branches_.items));
   constexpr double kNever = std::numeric_limits<double>::infinity();
   const auto simulated = [&](double limit) {
     return simulation_.seconds(*tiles_, packs_, brancher_, assigned_, unique_tokens_, limit);
@@ -122,6 +120,7 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   put_below_root(tree, num_queries, rooted_);
   for (const int32_t tokens : kGroupTokens) weigh_cut(rooted_, cut_of_groups(target_, tokens));
   for (const int32_t tokens : kPieceTokens) {
+    if (joint) break;
     weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); });
   }
   return chosen ? least / before * modelled_before / modelled() : 1.0;

@@ -28,7 +28,7 @@ constexpr Simulation::Kind Simulation::Kind::wide{kWide, 1.92, 0.74};
 
 namespace {
 
-// Fitted to the plans of 948 batches on an H200, head dim 128 and bf16, that take no more than 1.35
+// Fitted to the plans of 938 batches on an H200, head dim 128 and bf16, that take no more than 1.35
 // of the default's time (docs/experiments/simulation.md, series 25): within a batch the times of
 // plans are 4 % off, rms. They are times of an SM, so that GPUs with the same SMs have them as
 // well, whatever their memory is. The fit compares plans of one batch, so that kLaunchUs has what
