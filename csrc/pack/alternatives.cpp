@@ -64,24 +64,26 @@ BranchCut Scheduler::fastest_cut(const PackTree& tree, const int64_t* seq_lens,
 }
 
 // Gives every query items of its own, if that is modelled to be faster than the packs at hand.
-void Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
+// Returns whether it did.
+bool Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   if (tree.nodes.empty() || !brancher_.branches().empty() || !may_separate(*tiles_, packs_) ||
       !shares_little(target_, seq_lens, num_queries, unique_tokens_)) {
-    return;
+    return false;
   }
   packer_.choose(tree, seq_lens, num_queries, false, cut_packs_);
   split_packs(*tiles_, cut_packs_, true);
-  if (!is_faster(*tiles_, cut_packs_, packs_, unique_tokens_)) return;
+  if (!is_faster(*tiles_, cut_packs_, packs_, unique_tokens_)) return false;
   std::swap(packs_, cut_packs_);
-  if (assign_partials(num_queries)) return;
+  if (assign_partials(num_queries)) return true;
   std::swap(packs_, cut_packs_);
   assign_partials(num_queries);
+  return false;
 }
 
 // Takes the branches, groups or pieces that are simulated to be the fastest, if they are faster
-// than the plan at hand. Returns Plan::simulated_factor.
+// than the plan at hand. `separated`: that is what separate() made. Returns Plan::simulated_factor.
 double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_lens,
-                                       int32_t num_queries) {
+                                       int32_t num_queries, bool separated) {
   if (!simulates_ || tree.nodes.empty() || num_queries < kLeastSimulated) return 1.0;
   // What pairs save is not known well enough: other plans that were simulated to be faster took
   // 0.90 to 1.08 of the time of eight plans with pairs.
@@ -90,6 +92,7 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   // Nor is what joint plans save beside packs: 1.28 of the time, where 0.83 was simulated.
   const bool joint =
       tiles_->runs_jointly(assigned_.num_items, static_cast<int64_t>(branches_.items));
+  const bool has_packs = !separated && brancher_.branches().empty();
   constexpr double kNever = std::numeric_limits<double>::infinity();
   const auto simulated = [&](double limit) {
     return simulation_.seconds(*tiles_, packs_, brancher_, assigned_, unique_tokens_, limit);
@@ -119,9 +122,11 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   }
   put_below_root(tree, num_queries, rooted_);
   for (const int32_t tokens : kGroupTokens) weigh_cut(rooted_, cut_of_groups(target_, tokens));
-  for (const int32_t tokens : kPieceTokens) {
-    if (joint) break;
-    weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); });
+  if (!joint) {
+    for (const int32_t tokens : kPieceTokens) {
+      if (tokens == 0 && has_packs) continue;  // the plan at hand
+      weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); });
+    }
   }
   return chosen ? least / before * modelled_before / modelled() : 1.0;
 }

@@ -54,8 +54,8 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
   }
   double simulated_factor = 1.0;
   if (degraded.empty()) {
-    separate(tree, seq_lens, num_queries);
-    simulated_factor = choose_by_simulation(tree, seq_lens, num_queries);
+    const bool separated = separate(tree, seq_lens, num_queries);
+    simulated_factor = choose_by_simulation(tree, seq_lens, num_queries, separated);
   }
   Plan plan = emitter_.emit({*tiles_, packs_, brancher_, assigned_, seq_lens, num_queries});
   plan.degraded = std::move(degraded);

@@ -36,8 +36,9 @@ class Scheduler {
   bool wide_items_fill() const;
   void choose_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   BranchCut fastest_cut(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
-  void separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
-  double choose_by_simulation(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+  bool separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+  double choose_by_simulation(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
+                              bool separated);
   bool make_branches(const PackTree& tree, const BranchCut& cut, const int64_t* seq_lens,
                      int32_t num_queries, double limit);
   bool make_packs(const PackTree& tree, int32_t tokens, const int64_t* seq_lens,
