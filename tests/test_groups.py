@@ -214,13 +214,13 @@ def test_branches_beside_a_longer_item() -> None:
 @pytest.mark.parametrize(("heads", "queries"), [("32/8", 16), ("28/4", 32), ("16/2", 64)])
 def test_a_few_requests_on_a_short_prefix_share_it(heads: str, queries: int) -> None:
     """Requests on 512 tokens with 84 to 156 of their own: 0.77 to 0.80 of the time that they take
-    with an item each, which the model of small batches has (separate.cpp)."""
+    with an item each, which is what the model of small batches (separate.cpp) would give them."""
     lengths = [512 + 84 + 72 * i // queries for i in range(queries)]
     made = plan([[(0, 0, 512)]] * queries, lengths, h200(heads, queries))
     assert made.num_shared_items > 0 and made.simulated_factor != 1.0
 
 
-def test_joint_plans_and_pairs_are_not_simulated() -> None:
+def test_packs_do_not_take_the_place_of_joint_plans_and_pairs() -> None:
     """443 queries in 111 branches, both halves of an SM on each: 1.28 of the time with an item for
     each query, where the simulation saw 0.83."""
     batch = random_forest("zipf", 10)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the scheduler weighs against the packs at hand: ways to cut the tree into branches and every
-// query by itself, by models; branches beside longer items, groups and equal pieces, by simulation.
+// query by itself, by models; branches beside longer items, groups and packs, by simulation.
 #include <algorithm>
 #include <array>
 #include <limits>
@@ -80,8 +80,8 @@ bool Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
   return false;
 }
 
-// Takes the branches, groups or pieces that are simulated to be the fastest, if they are faster
-// than the plan at hand. `separated`: that is what separate() made. Returns Plan::simulated_factor.
+// Takes the branches, groups or packs that are simulated to be the fastest, if they are faster than
+// the plan at hand, which separate() made if it is `separated`. Returns Plan::simulated_factor.
 double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_lens,
                                        int32_t num_queries, bool separated) {
   if (!simulates_ || tree.nodes.empty() || num_queries < kLeastSimulated) return 1.0;
@@ -89,7 +89,8 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   // 0.90 to 1.08 of the time of eight plans with pairs.
   const auto paired = [](const Branch& branch) { return branch.peer != kNoNode; };
   if (std::ranges::any_of(brancher_.branches(), paired)) return 1.0;
-  // Nor is what joint plans save beside packs: 1.28 of the time, where 0.83 was simulated.
+  // Nor is what joint plans save: packs instead of one took 1.28 of its time, where 0.83 was
+  // simulated.
   const bool joint =
       tiles_->runs_jointly(assigned_.num_items, static_cast<int64_t>(branches_.items));
   const bool has_packs = !separated && brancher_.branches().empty();

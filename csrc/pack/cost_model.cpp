@@ -102,14 +102,16 @@ double makespan_seconds(const Target& target, const ItemLoad& load) {
   return smooth_max(bytes_s, std::max(slots_s, waves_seconds(target, load, token_s)));
 }
 
+int32_t merge_rounds(const Target& target, int64_t queries, int32_t most_splits) {
+  const int64_t rows = queries * target.draft_tokens * target.num_q_heads;
+  const int32_t at_once = kMergeRules[merge_rule(rows, target.num_sms)].splits_at_once();
+  return (most_splits + at_once - 1) / at_once;
+}
+
 double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries) {
   const double bytes_s = partial_seconds(target, load.partials);
   if (load.most_splits <= 1) return bytes_s;
-  const int32_t at_once =
-      kMergeRules[merge_rule(queries * target.draft_tokens * target.num_q_heads, target.num_sms)]
-          .splits_at_once();
-  const int32_t rounds = (load.most_splits + at_once - 1) / at_once;
-  return bytes_s + rounds * target.merge_round_s;
+  return bytes_s + merge_rounds(target, queries, load.most_splits) * target.merge_round_s;
 }
 
 PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad& branches,

@@ -72,6 +72,9 @@ double pack_slots(const Target& target, const Pack& pack);
 // Seconds until all SMs are done with items of all KV heads: of all bytes, or of all items in turn,
 // or of the long items wave by wave, whichever takes longest.
 double makespan_seconds(const Target& target, const ItemLoad& load);
+// How often, one after the other, the merge of a batch of `queries` joins splits (MergeRule) of the
+// query that has `most_splits`.
+int32_t merge_rounds(const Target& target, int64_t queries, int32_t most_splits);
 // Seconds that the merge adds to a plan for a batch of `queries`: the bytes of all partials, and
 // the rounds of the query with the most splits, which follow one another.
 double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries);

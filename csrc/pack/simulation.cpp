@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "../count_of.h"
-#include "../merge_rule.h"
 #include "cost_model.h"
 
 namespace pat {
@@ -35,7 +34,7 @@ namespace {
 // they share.
 constexpr double kLaunchUs = 9.0;
 constexpr double kMergeUs = 0.50;  // of a merge that has anything to do
-constexpr double kRoundUs = 0.47;  // of the splits that it joins at once: see MergeRule
+constexpr double kRoundUs = 0.47;  // of each of its rounds: see merge_rounds()
 // Bytes a second: of partials, written and read, and of tokens that were read before, which come
 // from the L2.
 constexpr double kPartialRate = 5.7e12;
@@ -212,9 +211,7 @@ double Simulation::seconds(const Target& target, const Packs& packs, const Branc
     }
     const double bytes = static_cast<double>(assigned.num_partials) * target.num_kv_heads *
                          target.partial_cost_bytes();
-    const int64_t rows = int64_t{count_of(assigned.splits)} * target.num_q_heads;
-    const int32_t at_once = kMergeRules[merge_rule(rows, target.num_sms)].splits_at_once();
-    const int32_t rounds = (most_splits + at_once - 1) / at_once;
+    const int32_t rounds = merge_rounds(target, count_of(assigned.splits), most_splits);
     us += kMergeUs + kRoundUs * rounds + 1e6 * bytes / kPartialRate;
   }
   return 1e-6 * us;

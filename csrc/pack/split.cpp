@@ -216,8 +216,6 @@ bool split_by_cost(const Target& target, Packs& packs, const BranchLoad& branche
 
 void split_evenly(const Target& target, Packs& packs, int32_t tokens, int32_t least_queries) {
   for (Pack& pack : packs.packs) {
-    pack.pieces = 1;
-    pack.chunk = std::max(pack.tokens(), 1);
     if (pack.queries >= least_queries) cut_evenly(target, pack, tokens);
   }
 }

@@ -14,7 +14,7 @@ namespace pat {
 bool split_packs(const Target& target, Packs& packs, bool enabled, const BranchLoad& branches = {});
 
 // Cuts packs of `least_queries` queries or more, at least 1, into pieces of `tokens` tokens, or of
-// more if these were too many. Others stay whole.
+// more if these were too many. Others stay as they are.
 void split_evenly(const Target& target, Packs& packs, int32_t tokens, int32_t least_queries);
 
 }  // namespace pat
