@@ -41,7 +41,7 @@ def room(made: Plan, batch: Requests | Batch) -> npt.NDArray[np.int64]:
 
 
 def test_a_plan_holds_until_a_branch_holds_up_the_others() -> None:
-    made_for = h200(SOON)
+    made_for = h200(SOON, branching="always")
     made = plan(SOON.paths, SOON.seq_lens, made_for)
     assert made.branch_tokens > 0
     growth = int(room(made, SOON).max())

@@ -40,7 +40,7 @@ def prompts(folder: Path, shared: int, private: int, count: int = 64, **keys: in
 
 def test_a_long_common_prompt_is_a_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = estimated(capsys, "--prompts", prompts(tmp_path, 8192, 128, 128), "--concurrency", 128)
-    assert "verdict: gain: 0.36 of the time per token: 93% of the K/V reads go away" in said
+    assert "verdict: gain: 0.36 of the time per token: 94% of the K/V reads go away" in said
     assert "tokens [0, 8,192)  128 requests" in said
     assert "every time is modelled, none is measured" in said
     assert "no prompts were found that a timestamp" in said
@@ -55,7 +55,7 @@ def test_private_prompts_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_little_says_what_would_be_enough(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = " ".join(estimated(capsys, "--prompts", prompts(tmp_path, 600, 600)).split())
+    said = " ".join(estimated(capsys, "--prompts", prompts(tmp_path, 400, 800)).split())
     assert "verdict: little: 0.9" in said
     assert "5% would take about" in said and "longer common prompts or more requests" in said
 

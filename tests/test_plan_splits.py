@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from sglang_pat.planner import Plan, plan
 
 def test_splits_fill_the_machine() -> None:
     one = plan([[]], [131072], target())
-    assert 0.9 * 132 <= one.num_items * 8 <= 132  # eight KV heads, an item for each of 132 SMs
+    assert 0.9 * 264 <= one.num_items * 8 <= 264  # eight KV heads, two halves of 132 SMs
     many = plan([[]] * 1024, [1024] * 1024, target())
     assert many.num_items == 1024
     ragged = plan([[]] * 64, [32768] + [200] * 63, target())
@@ -37,17 +38,32 @@ def test_a_query_has_fewer_splits_where_the_merge_joins_fewer_at_once() -> None:
 
 
 def test_items_are_longer_where_an_sm_alone_is_fast() -> None:
-    items = [plan([[]], [65536], target(sm_speedup=speed)).num_items for speed in (1.0, 1.6, 3.0)]
+    items = [plan([[]], [65536], target(sm_speedup=speed)).num_items for speed in (1.0, 1.6, 4.0)]
     assert items[0] > items[1] > items[2] > 1
 
 
 def test_items_fill_the_slots_of_the_sms() -> None:
-    """Sixteen long queries of eight KV heads are 128 work units, one for each of 132 SMs. Twenty
-    are 160: a wave and a fifth of SMs with one slot; with two slots less than a wave, but some SMs
+    """Sixteen long queries of eight KV heads are 128 work units, one for each of 132 SMs; with two
+    slots an SM each query is cut in two, as more units use more of the memory's speed. Twenty are
+    160: a wave and a fifth of SMs with one slot; with two slots less than a wave, but some SMs
     would have two units that share what it can read, and others one."""
-    for queries, slots, expected in ((16, 2, 16), (20, 2, 80), (16, 1, 16), (20, 1, 60)):
+    for queries, slots, expected in ((16, 2, 32), (20, 2, 80), (16, 1, 16), (20, 1, 60)):
         made = plan([[]] * queries, [65536] * queries, target(items_per_sm=slots))
         assert made.num_items == expected
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (16, 2)])
+def test_long_requests_are_cut_into_an_equal_part_for_each_half(heads: tuple[int, int]) -> None:
+    """Requests of a trace: different lengths behind a short common prompt. The parts of a request
+    are as long as those of another, but for the last one."""
+    rng = random.Random(0)
+    lengths = [rng.randint(1000, 16_000) for _ in range(64)]
+    options = {"num_q_heads": heads[0], "num_kv_heads": heads[1]}
+    made = plan([[(0, 0, 500)]] * 64, lengths, target(**options))
+    of_half = (sum(lengths) - 63 * 500) * heads[1] / 264
+    assert of_half <= longest_item(made, lengths) < of_half + 64
+    # The last part of each request is shorter.
+    assert 264 <= made.num_items * heads[1] <= 264 + 65 * heads[1]
 
 
 def test_wide_items_of_one_query_have_an_sm_for_themselves() -> None:

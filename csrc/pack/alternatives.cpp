@@ -3,6 +3,7 @@
 // query by itself, by models; branches beside longer items, groups and packs, by simulation.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -20,13 +21,23 @@ namespace {
 constexpr int32_t kBranchLimit = 128;
 // Groups of at most so many tokens.
 constexpr std::array<int32_t, 2> kGroupTokens = {1024, 2048};
-// Packs without branches: split by the cost model (0), or in pieces of so many tokens.
-constexpr std::array<int32_t, 3> kPieceTokens = {0, 512, 1024};
+// Packs without branches in pieces of so many tokens.
+constexpr std::array<int32_t, 2> kPieceTokens = {512, 1024};
+// Packs of a long batch in equal parts, one for every half of an SM. They take less time than is
+// simulated, so they are taken if they are simulated to take no longer. Shorter ones are not.
+constexpr int32_t kLongPiece = 512;  // tokens of such a part, at least
 // Another plan is taken if the one at hand is simulated to take more than so many times as long.
-// The simulation is off by as much.
-constexpr double kSimulatedGain = 1.05;
+// Chosen by timed plans of both GPUs (docs/experiments/simulation.md, series 26).
+constexpr double kSimulatedGain = 1.03;
 // Queries of a batch of which others are simulated, at least.
 constexpr int32_t kLeastSimulated = 8;
+
+// Tokens of a piece, in whole tiles, if every half of an SM gets an equal part of the batch.
+int32_t tokens_of_slot(const Target& target, int64_t unique_tokens) {
+  const double tokens = static_cast<double>(unique_tokens) * target.num_kv_heads / target.slots();
+  const int32_t tile = target.kv_tiles.back();
+  return std::max(static_cast<int32_t>(std::ceil(tokens / tile)), 1) * tile;
+}
 
 }  // namespace
 
@@ -102,10 +113,11 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   const double before = simulated(kNever), modelled_before = modelled();
   double least = before / kSimulatedGain;
   bool chosen = false;
-  const auto weigh = [&](auto make) {
+  // `over`: by how much the simulation overrates the plan's time.
+  const auto weigh = [&](auto make, double over = 1.0) {
     swap_plans();
     const bool made = make();
-    const double seconds = made ? simulated(least) : kNever;
+    const double seconds = made ? simulated(over * least) / over : kNever;
     if (seconds < least) {
       least = seconds;
       chosen = true;
@@ -124,10 +136,13 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   put_below_root(tree, num_queries, rooted_);
   for (const int32_t tokens : kGroupTokens) weigh_cut(rooted_, cut_of_groups(target_, tokens));
   if (!joint) {
-    for (const int32_t tokens : kPieceTokens) {
-      if (tokens == 0 && has_packs) continue;  // the plan at hand
-      weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); });
-    }
+    const auto weigh_packs = [&](int32_t tokens, double over) {
+      weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); }, over);
+    };
+    if (!has_packs) weigh_packs(0, 1.0);
+    for (const int32_t tokens : kPieceTokens) weigh_packs(tokens, 1.0);
+    const int32_t tokens = tokens_of_slot(target_, unique_tokens_);
+    if (tokens >= kLongPiece) weigh_packs(tokens, kSimulatedGain);
   }
   return chosen ? least / before * modelled_before / modelled() : 1.0;
 }

@@ -14,13 +14,6 @@
 namespace pat {
 namespace {
 
-// The larger of two times, and up to a fifth more where they are near each other: memory that is
-// almost busy slows the SMs, and SMs that are almost busy leave the memory gaps.
-double smooth_max(double a, double b) {
-  const double a2 = a * a, b2 = b * b;
-  return std::sqrt(std::sqrt(a2 * a2 + b2 * b2));
-}
-
 // How much longer an item takes if another one runs on the same SM, as a share of its time beyond
 // kStart overheads: the two share what an SM can read, but each begins as fast as alone. Fitted to
 // 403 batches on an H200 (docs/experiments/splits.md, series 11). Where queries share more than a
@@ -30,7 +23,9 @@ constexpr double kStart = 1.25;
 constexpr double kFewShared = 0.1;  // of all tokens; verify steps were not timed with it
 
 // Seconds of the long items wave by wave. A wave is as many items as there are slots; the last one,
-// which has fewer, takes no less than its longest item.
+// which has fewer, takes no less than its longest item. Light items wait for memory most of the
+// time, and the fewer of them read at once, the less of its speed they use (docs/experiments/
+// splits.md, series 26; with fp8, and with heavy items, as many plans were slower as faster).
 double waves_seconds(const Target& target, const ItemLoad& load, double slot_token_s) {
   if (load.long_slots == 0.0) return 0.0;
   const double slots = load.long_slots * target.num_kv_heads;
@@ -47,8 +42,10 @@ double waves_seconds(const Target& target, const ItemLoad& load, double slot_tok
   if (rest > target.num_sms && !shared && !wide) {
     longest += kBesideAnother * std::max(0.0, longest - kStart * target.item_overhead_s);
   }
-  if (rest > 0.0) seconds += std::max(longest, rest * bytes_s);
-  return seconds;
+  if (rest == 0.0) return seconds;
+  const double rest_s = rest * bytes_s;
+  const bool smooth = !load.heavy && target.kv_bytes == 2;
+  return seconds + (smooth ? smooth_max(longest, rest_s) : std::max(longest, rest_s));
 }
 
 // Seconds of all SMs that partials of one KV head take on all of them, written and read.

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cost model of plans: what packer, split and branch compare. All rates and
-// factors are Target's, where sglang_pat/profiles put them: no stage has any of its own.
+// The cost model of plans: what packer, split and branch compare. Rates of a GPU are Target's,
+// where sglang_pat/profiles put them. What was fitted to times of Hoppers beside them stands at the
+// top of cost_model.cpp, simulation.cpp and separate.cpp, with the experiment that it comes from.
 //
 // Seconds are those of one SM or thread unless a function says "all SMs"; K/V, items and partials
 // are counted for one KV head unless it says otherwise.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "target.h"
@@ -27,6 +29,13 @@ struct BranchLoad {
   int64_t partials = 0;  // of queries that have other items beside their branch
 };
 
+// The larger of two times, and up to a fifth more where they are near each other: memory that is
+// almost busy slows the SMs, and SMs that are almost busy leave the memory gaps.
+inline double smooth_max(double a, double b) {
+  const double a2 = a * a, b2 = b * b;
+  return std::sqrt(std::sqrt(a2 * a2 + b2 * b2));
+}
+
 // Items of a plan for one KV head.
 struct ItemLoad {
   double seconds = 0.0;  // sum; of a wide item times the slots that it takes
@@ -42,6 +51,7 @@ struct ItemLoad {
   double long_slots = 0.0;
   double long_tokens = 0.0;
   double shared_tokens = 0.0;  // of items of several queries
+  bool heavy = false;          // whether any item is a heavy one, a wide one or a branch
 };
 
 // Seconds of an item that has the memory nearly to itself: overhead, then K/V as fast as its SM can

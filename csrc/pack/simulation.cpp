@@ -17,34 +17,34 @@ struct Simulation::Kind {
 
   static const Kind narrow, single, light, heavy, branch, paired, wide;
 };
-constexpr Simulation::Kind Simulation::Kind::narrow{kLight, 0.19, 0.11};
-constexpr Simulation::Kind Simulation::Kind::single{kLight, 0.79, 0.64};  // of one query
-constexpr Simulation::Kind Simulation::Kind::light{kLight, 1.03, 0.52};
-constexpr Simulation::Kind Simulation::Kind::heavy{kHeavy, 1.43, 0.72};
-constexpr Simulation::Kind Simulation::Kind::branch{kHeavy, 1.02, 0.62};
-constexpr Simulation::Kind Simulation::Kind::paired{kHeavy, 0.47, 0.57};  // of two branches
-constexpr Simulation::Kind Simulation::Kind::wide{kWide, 1.92, 0.74};
+constexpr Simulation::Kind Simulation::Kind::narrow{kLight, 0.19, 0.19};
+constexpr Simulation::Kind Simulation::Kind::single{kLight, 0.75, 0.61};  // of one query
+constexpr Simulation::Kind Simulation::Kind::light{kLight, 1.02, 0.45};
+constexpr Simulation::Kind Simulation::Kind::heavy{kHeavy, 1.39, 0.71};
+constexpr Simulation::Kind Simulation::Kind::branch{kHeavy, 0.95, 0.62};
+constexpr Simulation::Kind Simulation::Kind::paired{kHeavy, 0.68, 0.55};  // of two branches
+constexpr Simulation::Kind Simulation::Kind::wide{kWide, 1.13, 0.69};
 
 namespace {
 
-// Fitted to the plans of 938 batches on an H200, head dim 128 and bf16, that take no more than 1.35
-// of the default's time (docs/experiments/simulation.md, series 25): within a batch the times of
-// plans are 4 % off, rms. They are times of an SM, so that GPUs with the same SMs have them as
-// well, whatever their memory is. The fit compares plans of one batch, so that kLaunchUs has what
-// they share.
-constexpr double kLaunchUs = 9.0;
-constexpr double kMergeUs = 0.50;  // of a merge that has anything to do
-constexpr double kRoundUs = 0.47;  // of each of its rounds: see merge_rounds()
+// Fitted to the plans of 938 batches on an H200 and 457 on an H100, head dim 128 and bf16, that take
+// no more than 1.35 of the default's time (docs/experiments/simulation.md, series 26): within a
+// batch the times of plans are 3.7 and 3.1 % off, rms. They are times of an SM, so that GPUs with
+// the same SMs have them as well, whatever their memory is. The fit compares plans of one batch, so
+// that kLaunchUs has what they share.
+constexpr double kLaunchUs = 9.3;
+constexpr double kMergeUs = 0.15;  // of a merge that has anything to do
+constexpr double kRoundUs = 0.54;  // of each of its rounds: see merge_rounds()
 // Bytes a second: of partials, written and read, and of tokens that were read before, which come
 // from the L2.
-constexpr double kPartialRate = 5.7e12;
-constexpr double kRereadRate = 17.9e12;
+constexpr double kPartialRate = 4.5e12;
+constexpr double kRereadRate = 21.5e12;
 // What a branch takes longer: before its first tile for each segment, and for each masked tile, as
 // a part of that tile's time.
-constexpr double kSegmentUs = 0.12;
-constexpr double kOfMasked = 0.21;
+constexpr double kSegmentUs = 0.15;
+constexpr double kOfMasked = 0.16;
 // The halves of an SM share its matrix units: beside another heavy item, a tile takes so much more.
-constexpr double kBesideHeavy = 0.67;
+constexpr double kBesideHeavy = 0.43;
 // Both halves work on an item of a joint plan, which takes little less of the simulated time, as
 // it is memory that such plans wait for.
 constexpr double kJoint = 0.81;
@@ -143,7 +143,7 @@ double Simulation::step(double tile_us) {
   const double both = std::clamp((heavy - slots_) / slots_, 0.0, 1.0);
   const double beside = 1.0 + kBesideHeavy * both;
   const auto tile_of = [&](const Kind& kind) {
-    return std::max(kind.rank == Kind::kHeavy ? beside * kind.tile_us : kind.tile_us, memory_us);
+    return smooth_max(kind.rank == Kind::kHeavy ? beside * kind.tile_us : kind.tile_us, memory_us);
   };
   double took = 1e9;
   for (const Running& each : running_) {

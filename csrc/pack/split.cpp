@@ -108,6 +108,7 @@ struct WholePack {
   double seconds;  // of a row tile
   double items;    // row tiles
   double slots;    // of all row tiles
+  bool heavy;      // whether a row tile is a heavy or a wide one
 };
 
 std::vector<WholePack> whole_packs(const Target& target, const Packs& packs) {
@@ -119,7 +120,7 @@ std::vector<WholePack> whole_packs(const Target& target, const Packs& packs) {
     } else {
       whole.push_back({pack_seconds(target, pack),
                        static_cast<double>(target.num_row_tiles(pack.queries)),
-                       pack_slots(target, pack)});
+                       pack_slots(target, pack), target.row_tile_for(pack.queries) > kHeavyRows});
     }
   }
   return whole;
@@ -136,7 +137,8 @@ ItemLoad load_if_split(const Target& target, const Packs& packs,
                 .tokens = static_cast<double>(branches.tokens),
                 .partials = static_cast<double>(branches.partials),
                 .longest_tokens = static_cast<double>(branches.longest_tokens),
-                .shared_tokens = static_cast<double>(branches.tokens)};
+                .shared_tokens = static_cast<double>(branches.tokens),
+                .heavy = branches.items > 0.0};
   const auto add_long = [&](double seconds, double slots, double tokens) {
     if (seconds <= 0.5 * limit) return;
     load.long_seconds += seconds * slots;
@@ -162,6 +164,7 @@ ItemLoad load_if_split(const Target& target, const Packs& packs,
     }
     load.most_splits = std::max(load.most_splits, pieces);
     if (pack.queries > 1) load.shared_tokens += tokens;
+    load.heavy |= whole[i].heavy;
     const double row_tile_slots = whole[i].slots / whole[i].items;
     load.longest_tokens = std::max(load.longest_tokens, pack.tokens() / (pieces * row_tile_slots));
   }
