@@ -27,9 +27,9 @@ constexpr Simulation::Kind Simulation::Kind::wide{kWide, 1.13, 0.69};
 
 namespace {
 
-// Fitted to the plans of 938 batches on an H200 and 457 on an H100, head dim 128 and bf16, that take
-// no more than 1.35 of the default's time (docs/experiments/simulation.md, series 26): within a
-// batch the times of plans are 3.7 and 3.1 % off, rms. They are times of an SM, so that GPUs with
+// Fitted to the plans of 938 batches on an H200 and 457 on an H100, head dim 128 and bf16, that
+// take no more than 1.35 of the default's time (docs/experiments/simulation.md, series 26): within
+// a batch the times of plans are 3.7 and 3.1 % off, rms. They are times of an SM, so that GPUs with
 // the same SMs have them as well, whatever their memory is. The fit compares plans of one batch, so
 // that kLaunchUs has what they share.
 constexpr double kLaunchUs = 9.3;
