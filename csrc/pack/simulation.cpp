@@ -2,6 +2,7 @@
 #include "simulation.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -14,16 +15,20 @@ namespace pat {
 struct Simulation::Kind {
   enum Rank { kWide, kHeavy, kLight } rank;  // in the order in which they run
   double start_us, tile_us;
+  size_t index;  // in `all`
 
   static const Kind narrow, single, light, heavy, branch, paired, wide;
+  static const std::array<const Kind*, 7> all;
 };
-constexpr Simulation::Kind Simulation::Kind::narrow{kLight, 0.19, 0.19};
-constexpr Simulation::Kind Simulation::Kind::single{kLight, 0.75, 0.61};  // of one query
-constexpr Simulation::Kind Simulation::Kind::light{kLight, 1.02, 0.45};
-constexpr Simulation::Kind Simulation::Kind::heavy{kHeavy, 1.39, 0.71};
-constexpr Simulation::Kind Simulation::Kind::branch{kHeavy, 0.95, 0.62};
-constexpr Simulation::Kind Simulation::Kind::paired{kHeavy, 0.68, 0.55};  // of two branches
-constexpr Simulation::Kind Simulation::Kind::wide{kWide, 1.13, 0.69};
+constexpr Simulation::Kind Simulation::Kind::narrow{kLight, 0.19, 0.19, 0};
+constexpr Simulation::Kind Simulation::Kind::single{kLight, 0.75, 0.61, 1};  // of one query
+constexpr Simulation::Kind Simulation::Kind::light{kLight, 1.02, 0.45, 2};
+constexpr Simulation::Kind Simulation::Kind::heavy{kHeavy, 1.39, 0.71, 3};
+constexpr Simulation::Kind Simulation::Kind::branch{kHeavy, 0.95, 0.62, 4};
+constexpr Simulation::Kind Simulation::Kind::paired{kHeavy, 0.68, 0.55, 5};  // of two branches
+constexpr Simulation::Kind Simulation::Kind::wide{kWide, 1.13, 0.69, 6};
+constexpr std::array<const Simulation::Kind*, 7> Simulation::Kind::all = {
+    &narrow, &single, &light, &heavy, &branch, &paired, &wide};
 
 namespace {
 
@@ -142,12 +147,15 @@ double Simulation::step(double tile_us) {
   const double memory_us = tile_us * std::max(reading, 1);
   const double both = std::clamp((heavy - slots_) / slots_, 0.0, 1.0);
   const double beside = 1.0 + kBesideHeavy * both;
-  const auto tile_of = [&](const Kind& kind) {
-    return smooth_max(kind.rank == Kind::kHeavy ? beside * kind.tile_us : kind.tile_us, memory_us);
-  };
+  std::array<double, Kind::all.size()> tile_of{};  // microseconds of a tile at present, by kind
+  for (const Kind* kind : Kind::all) {
+    const double factor = kind->rank == Kind::kHeavy ? beside : 1.0;
+    tile_of[kind->index] = smooth_max(factor * kind->tile_us, memory_us);
+  }
   double took = 1e9;
   for (const Running& each : running_) {
-    took = std::min(took, each.start_us > 0.0 ? each.start_us : each.tiles * tile_of(*each.kind));
+    const double left_us = each.tiles * tile_of[each.kind->index];
+    took = std::min(took, each.start_us > 0.0 ? each.start_us : left_us);
   }
   took = std::max(took, kStepUs);
   for (size_t i = 0; i < running_.size();) {
@@ -157,7 +165,7 @@ double Simulation::step(double tile_us) {
       ++i;
       continue;
     }
-    each.tiles -= took / tile_of(*each.kind);
+    each.tiles -= took / tile_of[each.kind->index];
     if (each.tiles > 1e-6) {
       ++i;
       continue;
