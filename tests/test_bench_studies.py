@@ -42,6 +42,7 @@ FEW = {
     "persistent": ["bucketed-b1-13", "uniform-b2-13"],
     "packinfer": ["alpaca/alpaca-b8", "alpaca even/alpaca-b8"],
     "drift": ["single/single-4k", "pair/pair-4k"],
+    "plans": ["single/single-1k", "pair/pair-1k"],
 }
 
 

