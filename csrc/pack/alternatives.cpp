@@ -23,9 +23,11 @@ constexpr int32_t kBranchLimit = 128;
 constexpr std::array<int32_t, 2> kGroupTokens = {1024, 2048};
 // Packs without branches in pieces of so many tokens.
 constexpr std::array<int32_t, 2> kPieceTokens = {512, 1024};
-// Packs of a long batch in equal parts, one for every half of an SM. They take less time than is
-// simulated, so they are taken if they are simulated to take no longer. Shorter ones are not.
-constexpr int32_t kLongPiece = 512;  // tokens of such a part, at least
+// Packs of a long batch in equal parts, about one for every half of an SM; a tail that is shorter
+// than a part stays whole. They take less time than is simulated, by as much as kOverrated. Parts
+// of fewer tokens than kLongPiece are not weighed.
+constexpr int32_t kLongPiece = 512;
+constexpr double kOverrated = 1.03;
 // Another plan is taken if the one at hand is simulated to take more than so many times as long.
 // Chosen by timed plans of both GPUs (docs/experiments/simulation.md, series 26).
 constexpr double kSimulatedGain = 1.03;
@@ -114,16 +116,16 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   };
   const auto modelled = [&] { return plan_seconds(*tiles_, packs_, branches_, unique_tokens_); };
   const double before = simulated(kNever), modelled_before = modelled();
-  double least = before / kSimulatedGain;
-  bool chosen = false;
+  double least = before / kSimulatedGain;  // that another plan has to be below
+  double simulated_s = before;             // of the plan at hand
   // `over`: by how much the simulation overrates the plan's time.
   const auto weigh = [&](auto make, double over = 1.0) {
     swap_plans();
     const bool made = make();
-    const double seconds = made ? simulated(over * least) / over : kNever;
-    if (seconds < least) {
-      least = seconds;
-      chosen = true;
+    const double seconds = made ? simulated(over * least) : kNever;
+    if (seconds < over * least) {
+      least = seconds / over;
+      simulated_s = seconds;
     } else {
       swap_plans();
     }
@@ -145,9 +147,9 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
     if (!has_packs) weigh_packs(0, 1.0);
     for (const int32_t tokens : kPieceTokens) weigh_packs(tokens, 1.0);
     const int32_t tokens = tokens_of_slot(target_, unique_tokens_);
-    if (tokens >= kLongPiece) weigh_packs(tokens, kSimulatedGain);
+    if (tokens >= kLongPiece) weigh_packs(tokens, kOverrated);
   }
-  return chosen ? least / before * modelled_before / modelled() : 1.0;
+  return simulated_s / before * modelled_before / modelled();
 }
 
 // Returns whether branches of a cut, with packs of the rest, fit the buffers and may take less than

@@ -24,8 +24,9 @@ constexpr double kFewShared = 0.1;  // of all tokens; verify steps were not time
 
 // Seconds of the long items wave by wave. A wave is as many items as there are slots; the last one,
 // which has fewer, takes no less than its longest item. Light items wait for memory most of the
-// time, and the fewer of them read at once, the less of its speed they use (docs/experiments/
-// splits.md, series 26; with fp8, and with heavy items, as many plans were slower as faster).
+// time, and the fewer of them read at once, the less of its speed they use: so the last wave takes
+// the smooth maximum. Not with heavy items, where more plans were slower by that, and not with fp8,
+// where it gained nothing (docs/experiments/splits.md, series 26).
 double waves_seconds(const Target& target, const ItemLoad& load, double slot_token_s) {
   if (load.long_slots == 0.0) return 0.0;
   const double slots = load.long_slots * target.num_kv_heads;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The cost model of plans: what packer, split and branch compare. Rates of a GPU are Target's,
-// where sglang_pat/profiles put them. What was fitted to times of Hoppers beside them stands at the
-// top of cost_model.cpp, simulation.cpp and separate.cpp, with the experiment that it comes from.
+// where sglang_pat/profiles put them. What was fitted to times of Hoppers beside them stands where
+// it is used, with the experiment that it comes from.
 //
 // Seconds are those of one SM or thread unless a function says "all SMs"; K/V, items and partials
 // are counted for one KV head unless it says otherwise.
@@ -79,8 +79,8 @@ inline bool is_narrow(const Target& target, int32_t queries, int32_t tokens) {
 double pieces_within(const Target& target, double seconds, double limit);
 // Slots that the row tiles of a pack take, of each piece if it is split.
 double pack_slots(const Target& target, const Pack& pack);
-// Seconds until all SMs are done with items of all KV heads: of all bytes, or of all items in turn,
-// or of the long items wave by wave, whichever takes longest.
+// Seconds until all SMs are done with items of all KV heads: the smooth maximum of all bytes, and
+// of all items in turn or of the long items wave by wave, whichever of these two takes longer.
 double makespan_seconds(const Target& target, const ItemLoad& load);
 // How often, one after the other, the merge of a batch of `queries` joins splits (MergeRule) of the
 // query that has `most_splits`.
