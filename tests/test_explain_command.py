@@ -237,13 +237,13 @@ def test_json_holds_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_long_lists_are_cut_but_the_sums_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    found = explained("512(16x64(4x20))")
-    assert cli.main(["explain", "--tree", "512(16x64(4x20))", "--lines", "3"]) == 0
+    found = explained("512(16x2000(4x1000))")
+    assert cli.main(["explain", "--tree", "512(16x2000(4x1000))", "--lines", "3"]) == 0
     short = capsys.readouterr().out
     for count in (len(found.nodes), len(found.packs), len(found.items), len(found.merges)):
         assert f"... and {count - 3:,} more: --lines 0 shows all" in short
     assert "K/V tokens read" in short and "the plan:" in short
-    assert cli.main(["explain", "--tree", "512(16x64(4x20))", "--lines", "0"]) == 0
+    assert cli.main(["explain", "--tree", "512(16x2000(4x1000))", "--lines", "0"]) == 0
     whole = capsys.readouterr().out
     assert "more:" not in whole
     assert all(pack_line(number, pack) in whole for number, pack in enumerate(found.packs))
