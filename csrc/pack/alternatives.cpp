@@ -116,7 +116,7 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   };
   const auto modelled = [&] { return plan_seconds(*tiles_, packs_, branches_, unique_tokens_); };
   const double before = simulated(kNever), modelled_before = modelled();
-  double least = before / kSimulatedGain;  // that another plan has to be below
+  double least = before / kSimulatedGain;  // another plan is taken below this
   double simulated_s = before;             // of the plan at hand
   // `over`: by how much the simulation overrates the plan's time.
   const auto weigh = [&](auto make, double over = 1.0) {
@@ -141,11 +141,11 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   put_below_root(tree, num_queries, rooted_);
   for (const int32_t tokens : kGroupTokens) weigh_cut(rooted_, cut_of_groups(target_, tokens));
   if (!joint) {
-    const auto weigh_packs = [&](int32_t tokens, double over) {
+    const auto weigh_packs = [&](int32_t tokens, double over = 1.0) {
       weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); }, over);
     };
-    if (!has_packs) weigh_packs(0, 1.0);
-    for (const int32_t tokens : kPieceTokens) weigh_packs(tokens, 1.0);
+    if (!has_packs) weigh_packs(0);
+    for (const int32_t tokens : kPieceTokens) weigh_packs(tokens);
     const int32_t tokens = tokens_of_slot(target_, unique_tokens_);
     if (tokens >= kLongPiece) weigh_packs(tokens, kOverrated);
   }

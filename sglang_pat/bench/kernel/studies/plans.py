@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from sglang_pat import Target
+from sglang_pat import _C, Target
 from sglang_pat.bench.common.forests import Forest
 from sglang_pat.bench.common.trees import Requests
 from sglang_pat.bench.kernel.floor import Heads
@@ -17,8 +17,6 @@ from sglang_pat.bench.kernel.layer import PatOptions, options_of
 from sglang_pat.bench.kernel.studies import neighbours
 from sglang_pat.bench.kernel.studies.engine import BASE, Study, StudyRow
 from sglang_pat.bench.kernel.studies.regret import regrets
-
-TILE = 64  # tokens of a KV tile of the kernels
 
 # Batches as servers have them: requests on one prefix, whose tails are drawn around a length, and
 # agents of four roles behind one system prompt.
@@ -39,9 +37,9 @@ class Changed(PatOptions):
 
     def target(self, tree: Requests, heads: Heads) -> Target:
         if self.parts:
-            tiles = -(-tree.unique_tokens * heads.kv // (self.parts * TILE))
-            pieces = {"split": "fixed", "split_tokens": str(tiles * TILE), "branching": "never"}
-            return options_of("default", pieces)[0].target(tree, heads)
+            tile = _C.CUDA_TILE_TOKENS
+            tiles = -(-tree.unique_tokens * heads.kv // (self.parts * tile))
+            return _pieces(tiles * tile).target(tree, heads)
         made = PatOptions.target(self, tree, heads)
         changes = {name: factor * getattr(made, name) for name, factor in self.factors}
         return replace(made, **changes)
@@ -53,6 +51,11 @@ def _factors(**factors: float) -> Changed:
 
 def _given(**given: str) -> PatOptions:
     return options_of("default", given)[0]
+
+
+def _pieces(tokens: int) -> PatOptions:
+    """Packs without branches, in pieces of so many tokens."""
+    return _given(split="fixed", split_tokens=str(tokens), branching="never")
 
 
 ALTERNATIVES: dict[str, PatOptions] = {
@@ -69,10 +72,7 @@ ALTERNATIVES: dict[str, PatOptions] = {
         f"groups {tokens}": _given(branching="groups", split_tokens=str(tokens))
         for tokens in (1024, 2048)
     },
-    **{
-        f"pieces {tokens}": _given(split="fixed", split_tokens=str(tokens), branching="never")
-        for tokens in (256, 512, 1024)
-    },
+    **{f"pieces {tokens}": _pieces(tokens) for tokens in (256, 512, 1024)},
     **{f"{parts} parts": Changed(parts=parts) for parts in (132, 264, 528)},
 }
 
