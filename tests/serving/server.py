@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kit.start import PLUGINS, cpu_server, search_path
+from kit.forks import forker
+from kit.start import PLUGINS, STARTUP, cpu_server, search_path
 
 from sglang_pat.bench.common.server import Server, ServerError
 
@@ -23,6 +24,12 @@ DEVICE_ARGS = {
 }
 # With these a server logs a line when a request arrives, without the prompt.
 LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
+# How variables begin that SGLang, pat and the tests' plugins read when they need them, not when
+# they are imported.
+READ_LATE = (
+    *("SGLANG_PAT_", "PAT_", "TMPDIR", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"),
+    *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_MAMBA_CONV_DTYPE", "PYTEST_"),
+)
 _ARRIVED = "Receive: obj=GenerateReqInput"
 ARRIVED_S = 60.0
 
@@ -44,7 +51,7 @@ class Answer:
 @dataclass(frozen=True)
 class Config:
     """How to start a server. ``plugins``: load the tests' own SGLang plugins into it. ``spawn``:
-    start its processes as SGLang does, which takes longer on a CPU (see ``startup``)."""
+    start its processes as SGLang does, which takes longer on a CPU (see ``forks``)."""
 
     name: str
     backend: str = "pat"
@@ -84,6 +91,18 @@ class ServingServer(Server):
             # On a GPU many start at once, and FlashInfer's compile their kernels meanwhile.
             ready_s=300.0 if config.device == "cpu" else 540.0,
         )
+
+        self._forked = config.device == "cpu" and not config.spawn
+        self._forked &= all(name.startswith(READ_LATE) for name, _ in config.env)
+
+    def _spawn(self) -> Any:
+        if not self._forked:
+            return super()._spawn()
+        env = {name: text for name, text in self._env.items() if not name.startswith(READ_LATE)}
+        env |= search_path(STARTUP)
+        one = forker(tuple(sorted(env.items())))
+        argv = self._command[2:]  # without the interpreter and its -m
+        return one.start(argv, env=self._env, cwd=self._tmp.name, log=self.log)
 
     def alive(self) -> bool:
         try:

@@ -108,8 +108,11 @@ class Server:
     def start(self) -> None:
         """Start the process, so that several servers can start at the same time."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._process = self._spawn()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

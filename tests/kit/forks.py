@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU servers of the tests as forks of one process that has imported SGLang (``forker.py``).
+
+Each of a server's processes would import some 9,000 modules, which takes longer than all that a
+test does with the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("forker.py")
+STARTED_S = 300.0  # until SGLang is imported
+
+
+class Forked:
+    """A forked server: what ``subprocess.Popen`` would give for a started one."""
+
+    def __init__(self, pid: int, forker: Forker) -> None:
+        self.pid = pid
+        self._forker = forker
+
+    def poll(self) -> int | None:
+        return self._forker.code_of(self.pid, 0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        code = self._forker.code_of(self.pid, timeout)
+        if code is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("a forked server", timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class Forker:
+    """The process that has imported SGLang, with environment ``env``."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**env, "PYTHONSAFEPATH": "1"},
+            start_new_session=True,
+        )
+        theirs.close()
+        self._lock = threading.Lock()
+        self._unread = b""
+        self._codes: dict[int, int] = {}
+
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str, log: Path) -> Forked:
+        """Fork a server; ``argv`` begins with a name for it.
+
+        Raises:
+            RuntimeError: the process has ended, or SGLang is not imported in ``STARTED_S``.
+        """
+        request = {"argv": [*argv], "env": {**env}, "cwd": cwd, "log": str(log)}
+        with self._lock:
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            pid = None
+            deadline = time.monotonic() + STARTED_S
+            while pid is None:
+                pid = self._read(deadline - time.monotonic())
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{PROGRAM} did not fork in {STARTED_S:g} s")
+            return Forked(pid, self)
+
+    def code_of(self, pid: int, timeout: float | None) -> int | None:
+        """Of a fork that has ended, its exit code; None if ``timeout`` seconds pass before."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                # Short waits, as other threads may ask for another one.
+                left = 0.1 if deadline is None else deadline - time.monotonic()
+                self._read(min(max(left, 0.0), 0.1))
+                if pid in self._codes:
+                    return self._codes[pid]
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+
+    def _read(self, timeout: float) -> int | None:
+        """Read what is there in ``timeout`` seconds; the fork that was started, if any."""
+        if not select.select([self._socket], [], [], max(timeout, 0.0))[0]:
+            return None
+        got = self._socket.recv(1 << 16)
+        if not got:
+            raise RuntimeError(f"{PROGRAM} ended with code {self._process.wait()}")
+        *lines, self._unread = (self._unread + got).split(b"\n")
+        started = None
+        for line in lines:
+            message = json.loads(line)
+            if "code" in message:
+                self._codes[message["pid"]] = message["code"]
+            else:
+                started = message["pid"]
+        return started
+
+    def stop(self) -> None:
+        self._socket.close()
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+
+
+@cache
+def forker(env: tuple[tuple[str, str], ...]) -> Forker:
+    """The one of this process with that environment; it ends with this process."""
+    made = Forker(dict(env))
+    atexit.register(made.stop)
+    return made
