@@ -8,7 +8,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -213,6 +213,16 @@ def test_the_table_compares_with_the_better_of_the_others() -> None:
     assert lines[-1].endswith("tokens/s, pat / flashinfer: 1.300, at least 1.20: met")
     assert agents_table(team_rows(), limits=False)[-1].endswith("pat / flashinfer: 1.300")
     assert len(agents_table(team_rows()[:3], limits=True)) == 2, "nothing to compare with"
+
+
+def test_no_time_between_tokens_is_nothing_to_compare_with() -> None:
+    """As where a busy client reads the tokens of a server in heaps."""
+    rows = [
+        replace(row, itl_p50_ms=row.itl_p50_ms if row.backend == "pat" else 0.0)
+        for row in team_rows()
+    ]
+    text = "\n".join(agents_table(rows, limits=True))
+    assert "inter-token time" not in text and "output tokens/s, pat / " in text
 
 
 def test_documents_of_agents_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:

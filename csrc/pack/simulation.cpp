@@ -62,8 +62,22 @@ constexpr int32_t kLeastGroup = 4;
 
 constexpr int32_t kTileTokens = 64;
 
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
 double tiles_of(int64_t tokens) {
   return static_cast<double>(std::max<int64_t>((tokens + kTileTokens - 1) / kTileTokens, 1));
+}
+
+double merge_us_of(const Target& target, const Assignment& assigned) {
+  if (assigned.num_partials == 0) return 0.0;
+  int32_t most_splits = 0;
+  for (const QuerySplits& query : assigned.splits) {
+    most_splits = std::max(most_splits, query.num_splits);
+  }
+  const double bytes = static_cast<double>(assigned.num_partials) * target.num_kv_heads *
+                       target.partial_cost_bytes();
+  const int32_t rounds = merge_rounds(target, count_of(assigned.splits), most_splits);
+  return kMergeUs + kRoundUs * rounds + 1e6 * bytes / kPartialRate;
 }
 
 }  // namespace
@@ -138,26 +152,41 @@ void Simulation::begin(double share) {
 // Goes on until the next item ends or begins with its tiles. `tile_us`: of a tile of each KV head
 // if nothing else is read. Returns the microseconds that takes.
 double Simulation::step(double tile_us) {
+  struct OfKind {
+    int32_t items = 0;                 // past their start
+    double least_tiles = kNever;       // of the one that is nearest to its end
+    double tile_us = 0.0, done = 0.0;  // a tile's time at present, tiles in this step
+  };
+  std::array<OfKind, Kind::all.size()> kinds;
   int32_t reading = 0, heavy = 0;
+  double took = kNever;
   for (const Running& each : running_) {
-    if (each.start_us > 0.0) continue;
+    if (each.start_us > 0.0) {
+      took = std::min(took, each.start_us);
+      continue;
+    }
+    OfKind& kind = kinds[each.kind->index];
+    ++kind.items;
+    kind.least_tiles = std::min(kind.least_tiles, each.tiles);
     ++reading;
     heavy += each.kind->rank == Kind::kHeavy;
   }
   const double memory_us = tile_us * std::max(reading, 1);
   const double both = std::clamp((heavy - slots_) / slots_, 0.0, 1.0);
   const double beside = 1.0 + kBesideHeavy * both;
-  std::array<double, Kind::all.size()> tile_of{};  // microseconds of a tile at present, by kind
   for (const Kind* kind : Kind::all) {
+    OfKind& of = kinds[kind->index];
+    if (of.items == 0) continue;
     const double factor = kind->rank == Kind::kHeavy ? beside : 1.0;
-    tile_of[kind->index] = smooth_max(factor * kind->tile_us, memory_us);
-  }
-  double took = 1e9;
-  for (const Running& each : running_) {
-    const double left_us = each.tiles * tile_of[each.kind->index];
-    took = std::min(took, each.start_us > 0.0 ? each.start_us : left_us);
+    of.tile_us = smooth_max(factor * kind->tile_us, memory_us);
+    took = std::min(took, of.least_tiles * of.tile_us);
   }
   took = std::max(took, kStepUs);
+  for (OfKind& of : kinds) {
+    if (of.items == 0) continue;
+    of.done = took / of.tile_us;
+    left_tiles_ -= of.items * of.done;
+  }
   for (size_t i = 0; i < running_.size();) {
     Running& each = running_[i];
     if (each.start_us > 0.0) {
@@ -165,7 +194,7 @@ double Simulation::step(double tile_us) {
       ++i;
       continue;
     }
-    each.tiles -= took / tile_of[each.kind->index];
+    each.tiles -= kinds[each.kind->index].done;
     if (each.tiles > 1e-6) {
       ++i;
       continue;
@@ -206,23 +235,24 @@ double Simulation::seconds(const Target& target, const Packs& packs, const Branc
   const double byte_us =
       1e6 * (unique / target.bytes_per_s + reread / kRereadRate) / std::max(unique + reread, 1.0);
   const double tile_us = kTileTokens * target.token_bytes() * target.num_kv_heads * byte_us;
+  const double share = joint ? kJoint : 1.0;
+  double busy_us = 0.0;  // of all slots, if memory holds nothing up
+  left_tiles_ = 0.0;
+  for (const Item& item : items_) {
+    left_tiles_ += share * item.tiles;
+    busy_us += item.start_us + share * item.tiles * item.kind->tile_us;
+  }
+  const double merge_us = merge_us_of(target, assigned);
+  const double limit_us = 1e6 * limit - merge_us;
   double us = kLaunchUs;
+  if (us + busy_us / (free_heavy_ + free_light_) > limit_us) return kNever;
   running_.clear();
-  for (begin(joint ? kJoint : 1.0); !running_.empty(); begin(joint ? kJoint : 1.0)) {
+  for (begin(share); !running_.empty(); begin(share)) {
     us += step(tile_us);
-    if (us > 1e6 * limit) return std::numeric_limits<double>::infinity();
+    // All tiles that are left need their bytes, one after the other.
+    if (us + left_tiles_ * tile_us > limit_us) return kNever;
   }
-  if (assigned.num_partials > 0) {
-    int32_t most_splits = 0;
-    for (const QuerySplits& query : assigned.splits) {
-      most_splits = std::max(most_splits, query.num_splits);
-    }
-    const double bytes = static_cast<double>(assigned.num_partials) * target.num_kv_heads *
-                         target.partial_cost_bytes();
-    const int32_t rounds = merge_rounds(target, count_of(assigned.splits), most_splits);
-    us += kMergeUs + kRoundUs * rounds + 1e6 * bytes / kPartialRate;
-  }
-  return 1e-6 * us;
+  return 1e-6 * (us + merge_us);
 }
 
 }  // namespace pat

@@ -49,6 +49,7 @@ class Simulation {
   std::vector<Item> items_;  // of one KV head: wide, heavy, then light ones, each the longest first
   std::vector<Running> running_;
   int64_t read_tokens_ = 0;
+  double left_tiles_ = 0.0;  // of all items that have not ended
   // Slots for items of one KV head: each half of an SM has its share of one. Half of the slots
   // take heavy items first and half take light ones first.
   double slots_ = 0.0;

@@ -156,6 +156,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then stops servers
     for name in IMPORTED:
         importlib.import_module(name)
+    # It finds the place of a process's title beside the environment, which forks replace.
+    importlib.import_module("setproctitle").getproctitle()
     gc.collect()
     gc.freeze()  # or the first collection of each fork would copy all that was imported
     with socket.socket(fileno=int(sys.argv[1])) as asked:

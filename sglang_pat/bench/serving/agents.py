@@ -255,7 +255,8 @@ def team_ratio(
     if ours is None or not medians:
         return None
     best = min(medians, key=lambda name: medians[name] if least_is_best else -medians[name])
-    return ours / medians[best], best
+    # 0: most tokens came together with others, as the client was kept from reading them.
+    return (ours / medians[best], best) if medians[best] else None
 
 
 def agents_table(rows: Sequence[AgentsRow], limits: bool) -> list[str]:
