@@ -33,31 +33,45 @@ foreach(isa IN LISTS isas)
   target_sources(pat_core PRIVATE $<TARGET_OBJECTS:forward_${isa}>)
 endforeach()
 
-if(PAT_CUDA)
-  include(cuda/toolkit.cmake)
-  file(GLOB cuda_host_sources CONFIGURE_DEPENDS cuda/*.cpp)
-  file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS cuda/*.cu)
-  target_sources(pat_core PRIVATE ${cuda_host_sources} ${cuda_sources})
-  target_compile_definitions(pat_core PRIVATE $<$<BOOL:${PAT_SANITIZER}>:PAT_SANITIZER>)
-  target_compile_options(pat_core PRIVATE
+# Compiles a target's CUDA sources, to each of the codes that follow: nvcc's --generate-code.
+function(pat_compile_cuda target)
+  target_compile_definitions(${target} PRIVATE $<$<BOOL:${PAT_SANITIZER}>:PAT_SANITIZER>)
+  target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v,-warn-spills -Xcompiler=-Wall,-Wextra>
     # nvcc has no option like -ffile-prefix-map, so that line tables hold this build's paths.
     $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${PAT_LINEINFO}>>:-lineinfo>
     "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${repository_map}>")
-  # sm_80 runs on GPUs of 8.x, sm_90a on 9.0 alone, sm_100 on 10.x and sm_120 on 12.x. The driver
-  # compiles compute_100, which is PTX, for others of 10.0 and later. All that is made from one PTX
-  # costs one run of nvcc's front end.
-  set(PAT_CUDA_CODE "sm_80 sm_90a sm_100 sm_120 compute_100")
-  target_compile_options(pat_core PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_80,code=sm_80>
-    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_90a,code=sm_90a>
-    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_100,code=sm_100>
-    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_100,code=sm_120>
-    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_100,code=compute_100>)
-  set_target_properties(pat_core PROPERTIES
+  foreach(code IN LISTS ARGN)
+    target_compile_options(${target} PRIVATE
+      "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=${code}>")
+  endforeach()
+  set_target_properties(${target} PROPERTIES
     CUDA_ARCHITECTURES OFF  # it has no word for sm_120 from PTX of compute_100
     CUDA_VISIBILITY_PRESET hidden
     CUDA_RUNTIME_LIBRARY None)
+endfunction()
+
+if(PAT_CUDA)
+  include(cuda/toolkit.cmake)
+  file(GLOB cuda_host_sources CONFIGURE_DEPENDS cuda/*.cpp)
+  file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS cuda/*.cu)
+  set(cuda_256_sources ${cuda_sources})
+  list(FILTER cuda_256_sources INCLUDE REGEX "/hd256[^/]*$")
+  list(REMOVE_ITEM cuda_sources ${cuda_256_sources})
+  target_sources(pat_core PRIVATE ${cuda_host_sources} ${cuda_sources})
+  # sm_80 runs on GPUs of 8.x, sm_90a on 9.0 alone, sm_100 on 10.x and sm_120 on 12.x. The driver
+  # compiles compute_100, which is PTX, for others of 10.0 and later. All that is made from one PTX
+  # costs one run of nvcc's front end. Head dim 256 has no code for sm_120, see below.
+  set(PAT_CUDA_CODE "sm_80 sm_90a sm_100 sm_120 compute_100")
+  set(cuda_code arch=compute_80,code=sm_80 arch=compute_90a,code=sm_90a
+    arch=compute_100,code=sm_100)
+  set(cuda_ptx arch=compute_100,code=compute_100)
+  pat_compile_cuda(pat_core ${cuda_code} arch=compute_100,code=sm_120 ${cuda_ptx})
+  # A GPU of 12.x has too little shared memory for head dim 256, whose files take longest.
+  add_library(forward_256 OBJECT ${cuda_256_sources})
+  target_link_libraries(forward_256 PRIVATE pat_options)
+  pat_compile_cuda(forward_256 ${cuda_code} ${cuda_ptx})
+  target_sources(pat_core PRIVATE $<TARGET_OBJECTS:forward_256>)
   # Linked in, so that importing _C needs neither libcudart nor a driver.
   target_link_libraries(pat_core PUBLIC ${cuda_runtime} ${CMAKE_DL_LIBS} rt)
 endif()

@@ -215,10 +215,11 @@ def test_the_table_compares_with_the_better_of_the_others() -> None:
     assert len(agents_table(team_rows()[:3], limits=True)) == 2, "nothing to compare with"
 
 
-def test_no_time_between_tokens_is_nothing_to_compare_with() -> None:
+@pytest.mark.parametrize("ours", [True, False])
+def test_no_time_between_tokens_is_nothing_to_compare_with(ours: bool) -> None:
     """As where a busy client reads the tokens of a server in heaps."""
     rows = [
-        replace(row, itl_p50_ms=row.itl_p50_ms if row.backend == "pat" else 0.0)
+        replace(row, itl_p50_ms=0.0 if (row.backend == "pat") == ours else row.itl_p50_ms)
         for row in team_rows()
     ]
     text = "\n".join(agents_table(rows, limits=True))

@@ -132,6 +132,8 @@ def _launch_all_moves(server: ServingServer) -> None:
     """
     prompts = [random_prompt(seed=seed, length=16) for seed in range(BATCH)]
     server.generate(prompts, 48)
+    running = [int(count) for count in re.findall(r"#running-req: (\d+)", server.text())]
+    assert max(running, default=0) > 32, f"at most {max(running, default=0)} requests ran at once"
 
 
 def _held_after(

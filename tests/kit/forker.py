@@ -67,6 +67,7 @@ def _say(asked: socket.socket, **message: int) -> None:
 
 def _become(request: dict[str, Any]) -> None:
     """Make this fork what a new process with the request's environment would be."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()  # a process group of its own
     with open(request["log"], "wb") as log, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -81,7 +82,6 @@ def _become(request: dict[str, Any]) -> None:
     importlib.invalidate_caches()
     tempfile.tempdir = None  # it may have been looked up with another TMPDIR
     random.seed()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _fork_a_fork_server() -> None:
@@ -142,6 +142,8 @@ def _run(argv: list[str]) -> None:
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -24,6 +24,7 @@ from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("forker.py")
 STARTED_S = 300.0  # until SGLang is imported
+LOST = -1  # exit code of a fork of which nothing is known any more
 
 
 class Forked:
@@ -66,6 +67,7 @@ class Forker:
         self._lock = threading.Lock()
         self._unread = b""
         self._codes: dict[int, int] = {}
+        self._ended = ""  # why, if the process has
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str, log: Path) -> Forked:
         """Fork a server; ``argv`` begins with a name for it.
@@ -79,9 +81,12 @@ class Forker:
             pid = None
             deadline = time.monotonic() + STARTED_S
             while pid is None:
-                pid = self._read(deadline - time.monotonic())
+                if self._ended:
+                    raise RuntimeError(self._ended)
                 if time.monotonic() > deadline:
+                    self.stop()  # or it would fork for nobody later
                     raise RuntimeError(f"{PROGRAM} did not fork in {STARTED_S:g} s")
+                pid = self._read(deadline - time.monotonic())
             return Forked(pid, self)
 
     def code_of(self, pid: int, timeout: float | None) -> int | None:
@@ -94,16 +99,21 @@ class Forker:
                 self._read(min(max(left, 0.0), 0.1))
                 if pid in self._codes:
                     return self._codes[pid]
+                if self._ended:  # nobody waits for its forks any more; who asks kills their group
+                    return LOST
             if deadline is not None and time.monotonic() >= deadline:
                 return None
 
     def _read(self, timeout: float) -> int | None:
         """Read what is there in ``timeout`` seconds; the fork that was started, if any."""
+        if self._ended:
+            return None
         if not select.select([self._socket], [], [], max(timeout, 0.0))[0]:
             return None
         got = self._socket.recv(1 << 16)
         if not got:
-            raise RuntimeError(f"{PROGRAM} ended with code {self._process.wait()}")
+            self._ended = f"{PROGRAM} ended with code {self._process.wait()}"
+            return None
         *lines, self._unread = (self._unread + got).split(b"\n")
         started = None
         for line in lines:
@@ -112,9 +122,12 @@ class Forker:
                 self._codes[message["pid"]] = message["code"]
             else:
                 started = message["pid"]
+                self._codes.pop(started, None)  # of an older fork with that number
         return started
 
     def stop(self) -> None:
+        """End the process; its forks go on."""
+        self._ended = self._ended or f"{PROGRAM} was stopped"
         self._socket.close()
         self._process.send_signal(signal.SIGTERM)
         self._process.wait()

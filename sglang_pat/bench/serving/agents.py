@@ -252,10 +252,10 @@ def team_ratio(
     }
     medians = {backend: each.median for backend, each in found.items() if each}
     ours = medians.pop("pat", None)
-    if ours is None or not medians:
+    # 0: most tokens came together with others, as the client was kept from reading them.
+    if not ours or not medians:
         return None
     best = min(medians, key=lambda name: medians[name] if least_is_best else -medians[name])
-    # 0: most tokens came together with others, as the client was kept from reading them.
     return (ours / medians[best], best) if medians[best] else None
 
 
