@@ -37,14 +37,21 @@ def test_head_dims_of_the_cuda_kernels() -> None:
 
 @needs_cuda
 def test_the_extension_holds_the_code_that_it_names() -> None:
-    """Every kernel file has every cubin and the PTX, and kernels of every head dim are in each."""
+    """Every kernel file has every cubin and the PTX, but for head dim 256 on sm_120, where it is
+    refused: its files, one for each type of K and V, are the only ones without that cubin."""
     named = Counter(
         f"{kind}_{name}"
         for flag, kind in (("-lelf", "sm"), ("-lptx", "compute"))
         for name in re.findall(r"\.sm_(\w+)\.", cuobjdump(flag))
     )
     assert tuple(sorted(named, key=list(_C.CUDA_CODE).index)) == _C.CUDA_CODE
-    assert len(set(named.values())) == 1
+    assert len({count for code, count in named.items() if code != "sm_120"}) == 1
+    assert named["sm_120"] == named["sm_100"] - 2
+    dims = {
+        code: set(re.findall(r"forward_kernel\w*Li(\d+)E", cuobjdump("-res-usage", "-arch", code)))
+        for code in ("sm_100", "sm_120")
+    }
+    assert dims == {"sm_100": {"64", "128", "256"}, "sm_120": {"64", "128"}}
 
 
 @needs_cuda
