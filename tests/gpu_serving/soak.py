@@ -75,6 +75,7 @@ def soak(device: str, scale: Scale, folder: Path, *, drafts: str = "") -> dict[s
             *("--speculative-draft-model-path", str(model)),
             *("--speculative-eagle-topk", str(top_k)),
             *("--speculative-num-draft-tokens", str(tokens_a_step)),
+            *("--decode-log-interval", "4"),  # steps; see _launch_all_moves
         )
     configs = [
         Config("radix", args=args, device=device),
@@ -131,7 +132,7 @@ def _launch_all_moves(server: ServingServer) -> None:
     for each thread, 2,430 MiB of an H200, and more than 32 requests at once come sooner or later.
     """
     prompts = [random_prompt(seed=seed, length=16) for seed in range(BATCH)]
-    server.generate(prompts, 48)
+    server.generate(prompts, 48)  # a dozen steps or more, so that some are logged
     running = [int(count) for count in re.findall(r"#running-req: (\d+)", server.text())]
     assert max(running, default=0) > 32, f"at most {max(running, default=0)} requests ran at once"
 
