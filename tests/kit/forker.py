@@ -85,11 +85,11 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _fork_a_fork_server() -> None:
-    """Start what multiprocessing forks this server's other processes from, as a fork as well.
+    """Fork the process from which multiprocessing will fork the scheduler and the detokenizer.
 
-    Python would start a new program, which imports everything once more. It is forked now, before
-    there are threads and before SGLang loads plugins, so these processes get this one's environment
-    of later with what they are to run.
+    Python would start a new program for it, which imports everything once more. It is forked here,
+    before there are threads and before SGLang loads plugins. So the environment that the server
+    has later is sent along with what the scheduler and the detokenizer are to run.
     """
     context = multiprocessing.context._default_context  # type: ignore[attr-defined]
     server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]

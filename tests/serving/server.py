@@ -92,8 +92,8 @@ class ServingServer(Server):
             ready_s=300.0 if config.device == "cpu" else 540.0,
         )
 
-        self._forked = config.device == "cpu" and not config.spawn
-        self._forked &= all(name.startswith(READ_LATE) for name, _ in config.env)
+        may_fork = all(name.startswith(READ_LATE) for name, _ in config.env)
+        self._forked = config.device == "cpu" and not config.spawn and may_fork
 
     def _spawn(self) -> Any:
         if not self._forked:
