@@ -181,7 +181,8 @@ def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
         server.__enter__()
 
 
-def test_a_wrong_setting_stops_the_demo_with_its_name(cache: Path) -> None:
-    run = _demo(cache, "--device", "cpu", SGLANG_PAT_POLICY="clever")
+def test_a_wrong_setting_stops_the_demo_with_its_name(tmp_path: Path) -> None:
+    run = _demo(tmp_path, "--device", "cpu", SGLANG_PAT_POLICY="clever")
     assert run.returncode == 1
     assert "SGLANG_PAT_POLICY=clever" in run.stderr
+    assert not list(tmp_path.iterdir())  # neither a model was made nor a server started

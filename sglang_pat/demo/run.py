@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.bench.common.server import Server, ServerError, default_device
+from sglang_pat.config import PatConfig
 from sglang_pat.demo import compare as agreement
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.report import Run, summary, table, to_line
@@ -106,9 +107,10 @@ def run_demo(options: Options) -> int:
 
     Raises:
         ServerError: a server did not start; the message has the end of its log. Or there is no GPU
-            for ``cuda``.
+            for ``cuda``, or an option in the environment is wrong.
         OSError: the file for the results cannot be written; asked before anything runs.
     """
+    _check_environment()
     device = _device(options.device)
     dtype = DTYPES[device] if options.dtype == "auto" else options.dtype
     trial = _Trial(SCALES[device], device, dtype, options.cache or _default_cache())
@@ -134,6 +136,14 @@ def run_demo(options: Options) -> int:
     return 0 if passed else 1
 
 
+def _check_environment() -> None:
+    """Refuse a wrong option of pat's now, not a minute later, when its server has started."""
+    try:
+        PatConfig.from_env()
+    except ValueError as error:
+        raise ServerError(str(error)) from None
+
+
 def _device(asked: str) -> str:
     if asked == "auto":
         return default_device()
@@ -154,7 +164,7 @@ def _run_both(model: Path, trial: _Trial) -> _Found:
     with contextlib.ExitStack() as servers:
         server, ours = _server(model, stock_backend, trial), _server(model, "pat", trial)
         if trial.holds_two_servers:
-            # pat first: a wrong setting of pat's ends it at once.
+            # pat first: what it refuses ends it at once.
             _start(servers, ours, server)
         else:
             _start(servers, server)
