@@ -52,6 +52,7 @@ def test_what_functions_take_of_a_step(tmp_path: Path, capsys: pytest.CaptureFix
     heading, *lines = capsys.readouterr().out.splitlines()
     assert "of 2 in spy.json" in heading
     assert [line.split()[:2] for line in lines] == [["800.0", "step"], ["100.0", "plan"]]
+    assert spy.of_a_step(file, 2, ("plan (", "draw (")) == [heading, lines[1]]
     for wrong in ([str(file)], [str(file), str(file), "--steps", "2"]):
         with pytest.raises(SystemExit, match="2"):
             spy.main(wrong)

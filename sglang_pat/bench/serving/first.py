@@ -7,7 +7,8 @@ what ``run_workloads`` measures: flush, put the prefix into the cache, then all 
 Its table has one line a run, so that the first stands beside the tenth.
 
 ``--spy`` records the scheduler of every server with py-spy during the first and the last run of a
-workload, and prints the functions whose longest single call lasted longer in the first (``spy``).
+workload. It prints the functions whose longest single call lasted longer in the first, then what
+pat's functions and SGLang's own work on the host take of a decode step in the last (``spy``).
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def run_first(
                     fields = counted_fields(counted, settings.kv_bytes_per_token) if counted else {}
                     log.record(asdict(row) | fields)
         for recordings in spied.values():
-            print("\n".join(spy.compare(recordings[0], recordings[-1])), flush=True)
+            print("\n".join(spy.compare(recordings[0], recordings[-1])))
+            steps = settings.output_tokens - 1  # the first token is the prefill's
+            print("\n".join(spy.of_a_step(recordings[-1], steps, spy.HOST_PARTS)), flush=True)
 
 
 @contextmanager

@@ -28,6 +28,11 @@ SCHEDULER = "sglang::scheduler"  # how the title of a scheduler's process begins
 RATE = 1000  # samples a second
 SHOWN, SHOWN_MS = 25, 10.0
 SHOWN_US = 5.0
+# What SGLang does on the host for a step, before it and after it, and what pat does.
+HOST_PARTS = (
+    *("Scheduler.get_next_batch_to_run (", "ForwardBatch.init_new ("),
+    *("Scheduler.process_batch_result (", "sglang_pat/"),
+)
 _ATTACH_S, _END_S = 1.0, 30.0
 
 
@@ -114,12 +119,13 @@ def _calls(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float, bo
             yield name, (event["ts"] - began) / 1e3, any(name == outer for outer, _ in stack)
 
 
-def of_a_step(recording: Path, steps: int) -> list[str]:
-    """A line for every function that takes at least ``SHOWN_US`` of a step, on all threads."""
+def of_a_step(recording: Path, steps: int, parts: Sequence[str] = ("",)) -> list[str]:
+    """A line for every function that takes at least ``SHOWN_US`` of a step, on all threads, and
+    whose name, as of ``total_times``, holds one of ``parts``."""
     total = total_times(_events(recording))
     lines = [f"us a step, of {steps} in {recording.name}:"]
     for name, ms in sorted(total.items(), key=lambda each: -each[1]):
-        if (us := 1e3 * ms / steps) >= SHOWN_US:
+        if (us := 1e3 * ms / steps) >= SHOWN_US and any(part in name for part in parts):
             lines.append(f"{us:9.1f}  {name}")
     return lines
 
