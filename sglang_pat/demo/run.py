@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.bench.common.server import Server, ServerError, default_device
-from sglang_pat.config import PatConfig
 from sglang_pat.demo import compare as agreement
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.report import Run, summary, table, to_line
 from sglang_pat.demo.scale import SCALES, VOCAB, Scale
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.demo.workload import AgentWorkload, Generation, run_workload
+from sglang_pat.srt.launch import reason_against_options
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # default by device
 
@@ -110,7 +110,9 @@ def run_demo(options: Options) -> int:
             for ``cuda``, or an option in the environment is wrong.
         OSError: the file for the results cannot be written; asked before anything runs.
     """
-    _check_environment()
+    # pat's server would say so a minute later.
+    if reason := reason_against_options():
+        raise ServerError(reason)
     device = _device(options.device)
     dtype = DTYPES[device] if options.dtype == "auto" else options.dtype
     trial = _Trial(SCALES[device], device, dtype, options.cache or _default_cache())
@@ -134,14 +136,6 @@ def run_demo(options: Options) -> int:
             json.dumps({**fields, "table": shown.splitlines()}, indent=2) + "\n"
         )
     return 0 if passed else 1
-
-
-def _check_environment() -> None:
-    """Refuse a wrong option of pat's now, not a minute later, when its server has started."""
-    try:
-        PatConfig.from_env()
-    except ValueError as error:
-        raise ServerError(str(error)) from None
 
 
 def _device(asked: str) -> str:

@@ -52,7 +52,7 @@ def before_resolve(server_args: Any) -> None:
     if getattr(server_args, _CHECKED, False) or not asks_for_pat(server_args):
         return
     if reasons := [
-        reason for reason in (_reason_against_options(), reason_against_machine()) if reason
+        reason for reason in (reason_against_options(), reason_against_machine()) if reason
     ]:
         _refuse(server_args, reasons)
 
@@ -91,7 +91,7 @@ def launch_refusals(server_args: Any) -> Iterator[str]:
     from sglang_pat.srt.interface import interface_mismatches
     from sglang_pat.srt.support import config_refusals
 
-    if reason := _reason_against_options():  # where pat is the platform's default
+    if reason := reason_against_options():  # where pat is the platform's default
         yield reason
     mismatches = list(interface_mismatches())
     yield from mismatches
@@ -119,7 +119,7 @@ def blackwell_refusals(model_config: Any) -> Iterator[str]:
         )
 
 
-def _reason_against_options() -> str:
+def reason_against_options() -> str:
     """Why ``SGLANG_PAT_*`` is wrong, or ""."""
     try:
         PatConfig.from_env()

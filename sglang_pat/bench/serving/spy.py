@@ -30,8 +30,10 @@ SHOWN, SHOWN_MS = 25, 10.0
 SHOWN_US = 5.0
 # What SGLang does on the host for a step, before it and after it, and what pat does.
 HOST_PARTS = (
-    *("Scheduler.get_next_batch_to_run (", "ForwardBatch.init_new ("),
-    *("Scheduler.process_batch_result (", "sglang_pat/"),
+    "Scheduler.get_next_batch_to_run (",
+    "ForwardBatch.init_new (",
+    "Scheduler.process_batch_result (",
+    "sglang_pat/",
 )
 _ATTACH_S, _END_S = 1.0, 30.0
 
