@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.forks import start_server
 from kit.start import cpu_server
 
+from sglang_pat.bench.common.server import Server
 from sglang_pat.bench.serving import __main__ as command
 from sglang_pat.bench.serving import capacity
 from sglang_pat.bench.serving.agents import AgentsRow
@@ -41,6 +43,7 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cpu_server().items():  # servers inherit it
             patch.setenv(name, value)
+        patch.setattr(Server, "_spawn", start_server)
         with serve(config, BACKENDS, logs=logs, ready_s=300) as found:
             yield found
 

@@ -3,19 +3,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.forks import start_server
 from kit.start import cpu_server
 
+from sglang_pat import cli
 from sglang_pat.bench.common.server import Server, ServerError
+from sglang_pat.demo import run
 from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_FP32, MEAN_LOGPROB_DIFF_BF16
 from sglang_pat.demo.model import make_model
+from sglang_pat.demo.scale import SCALES
 from sglang_pat.demo.workload import AgentWorkload
 
 
@@ -30,9 +39,9 @@ def _demo(cache: Path, *args: str, **env: str) -> subprocess.CompletedProcess[st
     )
 
 
-def _last_line(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    assert run.stdout, run.stderr
-    fields: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+def _last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.stdout, done.stderr
+    fields: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return fields
 
 
@@ -44,9 +53,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1000)
 def test_fp32_demo_chooses_the_same_tokens_and_packs(cache: Path) -> None:
     written = cache / "new" / "demo.json"
-    run = _demo(cache, "--device", "cpu", "--json", str(written), SGLANG_PAT_CHECK="1")
-    assert run.returncode == 0, run.stdout + run.stderr
-    fields = _last_line(run)
+    done = _demo(cache, "--device", "cpu", "--json", str(written), SGLANG_PAT_CHECK="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    fields = _last_line(done)
     workload = AgentWorkload.load()
     assert fields["backend"] == "pat"
     assert fields["stock_backend"] == "torch_native"
@@ -66,73 +75,54 @@ def test_fp32_demo_chooses_the_same_tokens_and_packs(cache: Path) -> None:
     assert fields["plans_made"] + fields["plans_reused"] == fields["decode_steps"]
     assert fields["tpot_ms"] > 0
     assert fields["stock_tpot_ms"] > 0
-    assert "tokens/s" in run.stderr  # the progress bar
-    assert "K/V tokens read per decode step" in run.stdout
+    assert "tokens/s" in done.stderr  # the progress bar
+    assert "K/V tokens read per decode step" in done.stdout
     saved = 1 - fields["kv_tokens_read"] / fields["kv_tokens_unpacked"]
     assert fields["kv_reads_saved"] == pytest.approx(saved, rel=1e-4)
-    assert f"K/V reads saved: {saved:.0%}." in run.stdout
+    assert f"K/V reads saved: {saved:.0%}." in done.stdout
     assert fields["workload_s"] < fields["seconds"]
     stored = json.loads(written.read_text())
     table = stored.pop("table")
     assert stored == fields
-    assert "\n".join(table) in run.stdout and "total time, s" in "".join(table)
+    assert "\n".join(table) in done.stdout and "total time, s" in "".join(table)
 
 
-# The GPU's way, small: two conversations a task, servers that are warmed up, and a timed pass that
-# asks for no log-probabilities. ``keep`` writes down what the stock answered; ``replay`` takes that
-# instead of a stock server, so that a run costs one server.
-REHEARSAL = """
-import pickle, sys
-from dataclasses import replace
-from pathlib import Path
-from sglang_pat.cli import main
-from sglang_pat.demo import run
-from sglang_pat.demo.scale import SCALES
+def _rehearse(keep: bool, cache: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """The GPU's way, small: two conversations a task, and a timed pass that asks for no
+    log-probabilities. ``keep``: on servers that are warmed up, and write down what the stock
+    answered. Otherwise take that instead of a stock server, so that a run costs one server."""
+    scale, answers = SCALES["cpu"], cache / "stock.pickle"
+    small = {"model": scale.model | {"layers": 1}, "parts": 2, "max_tokens": 4}
+    measure, make_server = run._measure_stock, run._server
 
-mode, cache = sys.argv[1], Path(sys.argv[2])
-scale = SCALES["cpu"]
-SCALES["cpu"] = replace(
-    scale, model=scale.model | {"layers": 2}, parts=2, max_tokens=4, compared_tokens=4,
-    warm_up=mode == "keep",
-)
-answers = cache / "stock.pickle"
-measure, make_server = run._measure_stock, run._server
+    def measured(server: Server, trial: Any) -> Any:
+        if keep:
+            answers.write_bytes(pickle.dumps(measure(server, trial)))
+        return pickle.loads(answers.read_bytes())
 
-class NoServer:
-    start = wait_until_ready = stop = lambda self: None
+    def server(model: Path, backend: str | None, trial: Any) -> Any:
+        if keep or backend == "pat":
+            return make_server(model, backend, trial)
+        return SimpleNamespace(start=bool, wait_until_ready=bool, stop=bool)
 
-def keep(server, trial):
-    stock = measure(server, trial)
-    answers.write_bytes(pickle.dumps(stock))
-    return stock
-
-if mode == "keep":
-    run._measure_stock = keep
-else:
-    run._measure_stock = lambda server, trial: pickle.loads(answers.read_bytes())
-    run._server = lambda model, backend, trial: (
-        make_server(model, backend, trial) if backend == "pat" else NoServer()
-    )
-sys.exit(main(["demo", "--device", "cpu", "--dtype", "bfloat16", "--cache", str(cache)]))
-"""
-
-
-def _rehearse(mode: str, cache: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", REHEARSAL, mode, str(cache)],
-        cwd=cache,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    command = ["demo", "--device", "cpu", "--dtype", "bfloat16", "--cache", str(cache)]
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setitem(SCALES, "cpu", replace(scale, **small, compared_tokens=4, warm_up=keep))
+        patch.setattr(run, "_measure_stock", measured)
+        patch.setattr(run, "_server", server)
+        patch.setattr(Server, "_spawn", start_server)
+        for name, value in env.items():
+            patch.setenv(name, value)  # servers inherit it
+        code = cli.main(command)
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
 def rehearsed(cache: Path) -> tuple[subprocess.CompletedProcess[str], str]:
     """A rehearsal on two servers, and the log of pat's."""
-    run = _rehearse("keep", cache, cpu_server())
-    return run, (cache / "server-pat.log").read_text()
+    done = _rehearse(True, cache, cpu_server())
+    return done, (cache / "server-pat.log").read_text()
 
 
 @pytest.mark.timeout(1000)
@@ -140,9 +130,9 @@ def test_bf16_demo_agrees_on_forced_tokens(
     rehearsed: tuple[subprocess.CompletedProcess[str], str],
 ) -> None:
     """What a GPU does, rehearsed on a CPU."""
-    run, log = rehearsed
-    assert run.returncode == 0, run.stdout + run.stderr
-    fields = _last_line(run)
+    done, log = rehearsed
+    assert done.returncode == 0, done.stdout + done.stderr
+    fields = _last_line(done)
     assert fields["dtype"] == "bfloat16"
     assert fields["requests"] == 2 * AgentWorkload.load().num_requests
     assert 0 < fields["mean_logprob_diff"] <= MEAN_LOGPROB_DIFF_BF16
@@ -154,8 +144,8 @@ def test_bf16_demo_agrees_on_forced_tokens(
     assert 6 <= fields["decode_steps"] < 24
     assert fields["packed_steps"] > 0
     assert fields["kv_reads_saved"] > 0.5  # 1,400 of 1,650 tokens are common to 48 requests
-    assert "both servers are warmed up by the same workload" in run.stdout
-    assert "torch_native differs from itself in other batches by" in run.stdout
+    assert "both servers are warmed up by the same workload" in done.stdout
+    assert "torch_native differs from itself in other batches by" in done.stdout
     assert log.count("Cache flushed") == 1
 
 
@@ -166,12 +156,13 @@ def test_a_dropped_pack_fails_the_bf16_demo(cache: Path) -> None:
     the fault the same model agrees with the same answers of the stock (the test above)."""
     fault = cache / "fault"
     fault.write_text("drop_pack")
-    run = _rehearse("replay", cache, cpu_server(plugins=True) | {"PAT_TEETH_FAULT": str(fault)})
-    assert run.returncode == 1, run.stdout + run.stderr
-    fields = _last_line(run)
+    env = cpu_server(plugins=True) | {"PAT_TEETH_FAULT": str(fault)}
+    done = _rehearse(False, cache, env)
+    assert done.returncode == 1, done.stdout + done.stderr
+    fields = _last_line(done)
     assert fields["passed"] is False
     assert fields["packed_steps"] > 0  # so it is the answers that failed it
-    assert "FAILED: " in run.stdout
+    assert "FAILED: " in done.stdout
 
 
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
@@ -182,7 +173,7 @@ def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
 
 
 def test_a_wrong_setting_stops_the_demo_with_its_name(tmp_path: Path) -> None:
-    run = _demo(tmp_path, "--device", "cpu", SGLANG_PAT_POLICY="clever")
-    assert run.returncode == 1
-    assert "SGLANG_PAT_POLICY=clever" in run.stderr
+    done = _demo(tmp_path, "--device", "cpu", SGLANG_PAT_POLICY="clever")
+    assert done.returncode == 1
+    assert "SGLANG_PAT_POLICY=clever" in done.stderr
     assert not list(tmp_path.iterdir())  # neither a model was made nor a server started

@@ -11,19 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import forks
 from kit import models as kit_models
 
 from sglang_pat import doctor
 
 
-def _run(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run it outside the checkout, without the settings of the shell that runs the tests."""
+def _run(
+    folder: Path, *args: str, fork: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run it outside the checkout, without the settings of the shell that runs the tests. ``fork``:
+    of a process that has imported SGLang, so not for settings that are read by an import."""
     dropped = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND")
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in dropped and not name.startswith("SGLANG_PAT_")
     }
+    if fork:
+        command = ["sglang_pat", "doctor", *args]
+        return forks.run(command, env=kept | env, cwd=folder, timeout=300)
     return subprocess.run(
         [sys.executable, "-m", "sglang_pat", "doctor", *args],
         cwd=folder,
@@ -59,7 +66,8 @@ def test_a_good_environment(tmp_path: Path) -> None:
 
 def test_a_model_and_flags_are_judged_without_weights(tmp_path: Path) -> None:
     model = kit_models.write_config(tmp_path / "model", kit_models.GEMMA2)
-    run = _run(tmp_path, "--model", str(model), "--gpu", "H100", "--max-running-requests", "64")
+    flags = ("--gpu", "H100", "--max-running-requests", "64")
+    run = _run(tmp_path, "--model", str(model), *flags, fork=True)
     assert run.returncode == 0, run.stdout + run.stderr
     lines = run.stdout.splitlines()
     assert lines[-1] == "served in part."
@@ -74,7 +82,7 @@ def test_a_model_and_flags_are_judged_without_weights(tmp_path: Path) -> None:
 
 def test_a_refused_model_is_told_from_a_served_one(tmp_path: Path) -> None:
     model = kit_models.write_config(tmp_path / "mla", kit_models.DEEPSEEK)
-    run = _run(tmp_path, "--json", "--model", str(model))
+    run = _run(tmp_path, "--json", "--model", str(model), fork=True)
     assert run.returncode == 1, run.stdout + run.stderr
     report = json.loads(run.stdout)
     assert not report["ok"]
@@ -85,7 +93,8 @@ def test_a_refused_model_is_told_from_a_served_one(tmp_path: Path) -> None:
 
 def test_a_wrong_option_blocks_before_a_model_is_judged(tmp_path: Path) -> None:
     model = kit_models.write_config(tmp_path / "model", kit_models.LLAMA)
-    run = _run(tmp_path, "--json", "--model", str(model), SGLANG_PAT_POLICY="clever")
+    question = ("--json", "--model", str(model))
+    run = _run(tmp_path, *question, fork=True, SGLANG_PAT_POLICY="clever")
     assert run.returncode == 1, run.stdout + run.stderr
     report = json.loads(run.stdout)
     assert "server" not in report
@@ -99,7 +108,7 @@ def test_a_question_that_makes_no_sense_is_wrong_usage(tmp_path: Path) -> None:
         (("--gpu", "H900"), "'H900' is not known; the GPUs are"),
         (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
     ):
-        run = _run(tmp_path, "--model", str(model), *flags)
+        run = _run(tmp_path, "--model", str(model), *flags, fork=True)
         assert run.returncode == 2, run.stdout + run.stderr
         assert message in run.stderr
         assert run.stderr.splitlines()[-1].startswith("sglang-pat doctor: ")

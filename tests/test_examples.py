@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.forks import start_server
 from kit.shell import fresh_shell
 from kit.start import NO_SPINNING, cpu_server
 
@@ -182,7 +183,10 @@ def _differences(file: Path, folder: Path) -> list[str]:
     return [difference["kind"] for difference in json.loads(out.read_text())["differences"]]
 
 
-def test_against_a_stock_server_the_savings_are_unknown(tmp_path: Path) -> None:
+def test_against_a_stock_server_the_savings_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Server, "_spawn", start_server)
     model = make_tokenizer(make_model(tmp_path / "model", **MODEL), vocab=VOCAB)
     log = tmp_path / "server.log"
     with Server(

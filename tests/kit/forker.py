@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that imports SGLang once and forks CPU servers: ``forks.py`` starts and asks it.
+"""A program that imports SGLang once and forks others: ``forks.py`` starts and asks it.
 
-It reads requests from the socket whose descriptor is its argument, a JSON object a line: ``argv``,
-``env``, ``cwd`` and ``log`` of a server. It answers with a line ``{"pid"}`` for each, and says when
-one has ended: ``{"pid", "code"}``. It ends when the other side closes the socket, and its servers
-go on.
+It reads requests from the socket whose descriptor is its argument, a JSON object a line:
+``program`` (what would follow ``python -m``), ``env``, ``cwd``, ``log`` and ``errors`` (files for
+its standard output and its errors, or one for both). It answers with a line ``{"pid"}`` for each,
+and says when one has ended: ``{"pid", "code"}``. It ends when the other side closes the socket, and
+its forks go on.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ import traceback
 from typing import Any
 
 SERVER = "sglang.launch_server"
-# What a server's processes import, each by itself if SGLang starts them.
+# What a server's processes import, each by itself if SGLang starts them: most when they start, all
+# models when one is looked up. Not prometheus_client, which reads when it is imported whether
+# several processes count.
 IMPORTED = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.models.registry",
 )
 POLL_S = 0.05  # between two looks at which servers have ended
 
@@ -73,6 +77,9 @@ def _become(request: dict[str, Any]) -> None:
         os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    if request["errors"] != request["log"]:
+        with open(request["errors"], "wb") as errors:
+            os.dup2(errors.fileno(), 2)
     os.chdir(request["cwd"])
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
@@ -134,12 +141,12 @@ def _carry_environment() -> None:
     spawn.get_preparation_data, spawn.prepare = get_preparation_data, prepare_with
 
 
-def _run(argv: list[str]) -> None:
-    """Be ``python -m SERVER`` with these arguments, the first of which is its name; and end."""
-    sys.argv = argv
+def _run(program: list[str]) -> None:
+    """Be ``python -m`` with these arguments, and end."""
+    sys.argv = program
     code: object = 0
     try:
-        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code or 0
         if not isinstance(code, int):
@@ -166,8 +173,9 @@ def main() -> None:
         request = _requests(asked)
     if request is not None:
         _become(request)
-        _fork_a_fork_server()
-        _run(request["argv"])
+        if request["program"][0] == SERVER:
+            _fork_a_fork_server()
+        _run(request["program"])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU servers of the tests as forks of one process that has imported SGLang (``forker.py``).
+"""Programs of the tests as forks of one process that has imported SGLang (``forker.py``): servers
+on a CPU, and commands of ours.
 
 Each of a server's processes would import some 9,000 modules, which takes longer than all that a
 test does with the server.
@@ -16,19 +17,29 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from kit.start import STARTUP, search_path
+from sglang_pat.bench.common.server import Server
+
 PROGRAM = Path(__file__).with_name("forker.py")
 STARTED_S = 300.0  # until SGLang is imported
+# How variables begin that SGLang, pat and the tests' plugins read when they need them, not when
+# they are imported.
+READ_LATE = (
+    *("SGLANG_PAT_", "PAT_", "TMPDIR", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"),
+    *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_MAMBA_CONV_DTYPE", "PYTEST_"),
+)
 LOST = -1  # exit code of a fork of which nothing is known any more
 
 
 class Forked:
-    """A forked server: what ``subprocess.Popen`` would give for a started one."""
+    """A forked program: what ``subprocess.Popen`` would give for a started one."""
 
     def __init__(self, pid: int, forker: Forker) -> None:
         self.pid = pid
@@ -42,7 +53,7 @@ class Forked:
         code = self._forker.code_of(self.pid, timeout)
         if code is None:
             assert timeout is not None
-            raise subprocess.TimeoutExpired("a forked server", timeout)
+            raise subprocess.TimeoutExpired("a forked program", timeout)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -69,13 +80,24 @@ class Forker:
         self._codes: dict[int, int] = {}
         self._ended = ""  # why, if the process has
 
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str, log: Path) -> Forked:
-        """Fork a server; ``argv`` begins with a name for it.
+    def start(
+        self,
+        program: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str | Path,
+        log: Path,
+        errors: Path | None = None,
+    ) -> Forked:
+        """Fork ``python -m`` with the arguments ``program``, a module and its own.
+
+        ``log``: where its standard output goes, and its errors too without a file ``errors``.
 
         Raises:
             RuntimeError: the process has ended, or SGLang is not imported in ``STARTED_S``.
         """
-        request = {"argv": [*argv], "env": {**env}, "cwd": cwd, "log": str(log)}
+        files = {"log": str(log), "errors": str(errors or log)}
+        request = {"program": [*program], "env": {**env}, "cwd": str(cwd), **files}
         with self._lock:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
             pid = None
@@ -139,3 +161,27 @@ def forker(env: tuple[tuple[str, str], ...]) -> Forker:
     made = Forker(dict(env))
     atexit.register(made.stop)
     return made
+
+
+def _forker_for(env: Mapping[str, str]) -> Forker:
+    """One whose environment is all of ``env`` that matters when SGLang is imported."""
+    early = {name: text for name, text in env.items() if not name.startswith(READ_LATE)}
+    return forker(tuple(sorted((early | search_path(STARTUP)).items())))
+
+
+def start_server(server: Server) -> Forked:
+    """What ``Server._spawn`` does, by a fork."""
+    program = server._command[2:]  # without the interpreter and its -m
+    env = server._env
+    return _forker_for(env).start(program, env=env, cwd=server._tmp.name, log=server.log)
+
+
+def run(
+    program: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run`` of ``python -m`` with the arguments ``program``."""
+    with tempfile.TemporaryDirectory() as folder:
+        log, errors = Path(folder, "output"), Path(folder, "errors")
+        fork = _forker_for(env).start(program, env=env, cwd=cwd, log=log, errors=errors)
+        code = fork.wait(timeout)
+        return subprocess.CompletedProcess(program, code, log.read_text(), errors.read_text())

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kit.forks import forker
-from kit.start import PLUGINS, STARTUP, cpu_server, search_path
+from kit.forks import READ_LATE, start_server
+from kit.start import PLUGINS, cpu_server, search_path
 
 from sglang_pat.bench.common.server import Server, ServerError
 
@@ -24,12 +24,6 @@ DEVICE_ARGS = {
 }
 # With these a server logs a line when a request arrives, without the prompt.
 LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
-# How variables begin that SGLang, pat and the tests' plugins read when they need them, not when
-# they are imported.
-READ_LATE = (
-    *("SGLANG_PAT_", "PAT_", "TMPDIR", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"),
-    *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_MAMBA_CONV_DTYPE", "PYTEST_"),
-)
 _ARRIVED = "Receive: obj=GenerateReqInput"
 ARRIVED_S = 60.0
 
@@ -98,11 +92,7 @@ class ServingServer(Server):
     def _spawn(self) -> Any:
         if not self._forked:
             return super()._spawn()
-        env = {name: text for name, text in self._env.items() if not name.startswith(READ_LATE)}
-        env |= search_path(STARTUP)
-        one = forker(tuple(sorted(env.items())))
-        argv = self._command[2:]  # without the interpreter and its -m
-        return one.start(argv, env=self._env, cwd=self._tmp.name, log=self.log)
+        return start_server(self)
 
     def alive(self) -> bool:
         try:
