@@ -38,10 +38,28 @@ def test_what_lasted_longer_in_the_first_run_is_named(
     assert [line.split()[-2] for line in lines] == ["step", "load"]  # the wait is too short
 
 
-def test_what_functions_take_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Microseconds; a call within a call of the same function counts once."""
-
+def test_what_a_function_waits_for_is_not_its_own_time() -> None:
     events = [
+        *(_call("step", "B", 0), _call("result", "B", 1), _call("Event.synchronize", "B", 2)),
+        *(_call("Poller.poll", "B", 3), _call("Poller.poll", "E", 4)),  # not counted twice
+        *(_call("Event.synchronize", "E", 7), _call("result", "E", 8), _call("step", "E", 9)),
+    ]
+    assert spy.total_times(events) == {
+        "step (kit.py)": 4,
+        "result (kit.py)": 2,
+        "Event.synchronize (kit.py)": 0,
+        "Poller.poll (kit.py)": 0,
+    }
+    assert spy.longest_calls(events)["step (kit.py)"] == 9  # a stall may be a wait
+
+
+def test_what_functions_take_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Microseconds of the main thread; a call within a call of the same function counts once."""
+    reporter = "thread (8): sglang-pat-stats"
+    events = [
+        *(_call(reporter, "B", 0, thread=2), _call("sleep", "B", 0, thread=2)),
+        *(_call("sleep", "E", 9, thread=2), _call(reporter, "E", 9, thread=2)),
+        _call("thread (7): MainThread", "B", 0),
         *(_call("step", "B", 0), _call("plan", "B", 0.1), _call("plan", "B", 0.15)),
         *(_call("plan", "E", 0.25), _call("plan", "E", 0.3), _call("step", "E", 1)),
         *(_call("step", "B", 2), _call("step", "E", 2.6)),

@@ -4,8 +4,8 @@
 A stall in the host's code, as of a kernel that is loaded at its first launch, a compiler or an
 allocation, is a call that lasts long once. ``python -m sglang_pat.bench.serving.spy FIRST LAST``
 prints the functions whose longest single call lasted longer in one recording than in the other.
-``... spy RECORDING --steps N`` prints what each function takes of a decode step: what pat does
-beside what SGLang itself does before a step.
+``... spy RECORDING --steps N`` prints what each function takes of a decode step, waits left out, so
+what pat does beside what SGLang itself does before a step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ HOST_PARTS = (
     "Scheduler.process_batch_result (",
     "sglang_pat/",
 )
+# In these the scheduler does nothing: it waits for the GPU or for requests.
+WAITS = ("Event.synchronize (", "Stream.synchronize (", "Poller.poll (")
 _ATTACH_S, _END_S = 1.0, 30.0
 
 
@@ -93,43 +96,61 @@ def longest_calls(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     ``events``: of Chrome's trace format, begins (``B``) and ends (``E``) in the order of time.
     """
     longest: dict[str, float] = {}
-    for name, ms, _ in _calls(events):
+    for name, ms, _, _ in _calls(events):
         longest[name] = max(longest.get(name, 0.0), ms)
     return longest
 
 
 def total_times(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds in all calls of every function, with what they call, as ``name (file)``. A call
-    within a call of the same function is not counted again. ``events``: as of ``longest_calls``."""
+    """Milliseconds in all calls of every function, with what they call and without ``WAITS``, as
+    ``name (file)``. A call within a call of the same function is not counted again. ``events``: as
+    of ``longest_calls``."""
     total: defaultdict[str, float] = defaultdict(float)
-    for name, ms, within_itself in _calls(events):
-        total[name] += 0.0 if within_itself else ms
+    for name, ms, waited, within_itself in _calls(events):
+        total[name] += 0.0 if within_itself else ms - waited
     return dict(total)
 
 
-def _calls(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float, bool]]:
-    """Of each call that has an end: the function, milliseconds, and whether it was made within
-    another call of the same function."""
-    stacks: defaultdict[Any, list[tuple[str, float]]] = defaultdict(list)
+def _calls(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float, float, bool]]:
+    """Of each call that has an end: the function, milliseconds, how many of them are within
+    ``WAITS``, and whether it was made within another call of the same function."""
+    stacks: defaultdict[Any, list[_Call]] = defaultdict(list)
     for event in events:
         stack = stacks[event["tid"]]
         if event["ph"] == "B":
             file = event.get("args", {}).get("filename", "").rpartition("site-packages/")[2]
-            stack.append((f"{event['name']} ({file})", event["ts"]))
+            stack.append(_Call(f"{event['name']} ({file})", event["ts"]))
         elif event["ph"] == "E" and stack:
-            name, began = stack.pop()
-            yield name, (event["ts"] - began) / 1e3, any(name == outer for outer, _ in stack)
+            call = stack.pop()
+            ms = (event["ts"] - call.began) / 1e3
+            waited = ms if call.name.startswith(WAITS) else call.waited
+            if stack:
+                stack[-1].waited += waited
+            yield call.name, ms, waited, any(call.name == outer.name for outer in stack)
+
+
+@dataclass(slots=True)
+class _Call:
+    name: str
+    began: float  # us
+    waited: float = 0.0  # ms, in the calls within it that have ended
 
 
 def of_a_step(recording: Path, steps: int, parts: Sequence[str] = ("",)) -> list[str]:
-    """A line for every function that takes at least ``SHOWN_US`` of a step, on all threads, and
-    whose name, as of ``total_times``, holds one of ``parts``."""
-    total = total_times(_events(recording))
+    """A line for every function that takes at least ``SHOWN_US`` of a step on the main thread,
+    without ``WAITS``, and whose name, as of ``total_times``, holds one of ``parts``."""
+    total = total_times(_of_main_thread(_events(recording)))
     lines = [f"us a step, of {steps} in {recording.name}:"]
     for name, ms in sorted(total.items(), key=lambda each: -each[1]):
         if (us := 1e3 * ms / steps) >= SHOWN_US and any(part in name for part in parts):
             lines.append(f"{us:9.1f}  {name}")
     return lines
+
+
+def _of_main_thread(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """py-spy names a thread in its first frame. Others wait in C code that it cannot name."""
+    main = {event["tid"] for event in events if event["name"].endswith("): MainThread")}
+    return [event for event in events if event["tid"] in main]
 
 
 def compare(first: Path, last: Path) -> list[str]:
