@@ -282,7 +282,7 @@ def test_the_runs_of_neighbours_are_those_of_their_files() -> None:
         assert (counted.split()[0].rstrip(","), rest) == end, line
 
 
-# `plans` has not run on a GPU yet: the plans of series 25 and 26 were timed by scripts before it.
+# Of `plans` a GPU has run 104 of 790 rows.
 @pytest.mark.parametrize("name", [name for name in STUDIES if name != "plans"])
 def test_a_stored_study_is_whole_and_sound(name: str) -> None:
     """No row left out, every output right; its picture is in the page."""
