@@ -165,7 +165,10 @@ def test_a_dropped_pack_fails_the_bf16_demo(cache: Path) -> None:
     assert "FAILED: " in done.stdout
 
 
-def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_shows_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Server, "_spawn", start_server)
     model = make_model(tmp_path / "model", hidden=64, layers=1, q_heads=2, kv_heads=1, vocab=300)
     server = Server(model, backend="no_such", device="cpu", log=tmp_path / "server.log")
     with pytest.raises(ServerError, match=r"(?s)ended with code 2.*invalid choice: 'no_such'"):
