@@ -124,11 +124,11 @@ struct Item {
   int32_t num_queries;
   int32_t list_start;  // of a branch a multiple of kBranchAlign
   int32_t tokens;      // 0; the snapshot writes a GPU's copy: tokens of the item in this step
-  int32_t query;       // kSingle: its member, so that a kernel need not look it up; else -1
-  int32_t partial;  // kSingle: likewise, kDirect included. Of paired branches: how many KV tiles of
-                    // kBranchAlign tokens both begin with, all unmasked; negative if executors run
-                    // these after the others, where both have others (see num_unmasked_tiles).
-                    // Else 0
+  int32_t query;       // kSingle, kDrafts: its member, which no kernel need look up; else -1
+  int32_t partial;  // kSingle, kDrafts: likewise, kDirect included. Of paired branches: how many KV
+                    // tiles of kBranchAlign tokens both begin with, all unmasked; negative if
+                    // executors run these after the others, where both have others (see
+                    // num_unmasked_tiles). Else 0
   int16_t row_tile;  // packed rows
   // kBranch: how many KV tiles of kBranchAlign tokens all of its queries attend to, so that no mask
   // is needed; else 0. They are the first ones or, if negative, the last ones: the branches take

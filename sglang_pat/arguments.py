@@ -46,10 +46,10 @@ class KV(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a call of ``decode``. ``num_rows``: of q, num_queries x draft tokens. ``table``: the shape
-    of ``req_to_token``, [R, max_context]."""
+    """Of a call of ``decode``. ``num_q_rows``: rows of q, num_queries x draft tokens. ``table``:
+    the shape of ``req_to_token``, [R, max_context]."""
 
-    num_rows: int
+    num_q_rows: int
     num_queries: int
     num_q_heads: int
     head_dim: int
@@ -96,7 +96,7 @@ def check_inputs(
 ) -> Sizes:
     """Check devices, dtypes, strides and shapes of what ``decode`` reads. q has ``draft_tokens``
     rows a query."""
-    num_rows, num_q_heads, head_dim = _shape("q", q, 3)
+    num_q_rows, num_q_heads, head_dim = _shape("q", q, 3)
     num_slots, num_kv_heads, k_head_dim = _shape("k_cache", k_cache, 3)
     v_slots, v_heads, v_head_dim = _shape("v_cache", v_cache, 3)
     table = _shape("req_to_token", req_to_token, 2)
@@ -116,10 +116,10 @@ def check_inputs(
         raise ValueError(f"req_to_token is {req_to_token.dtype}, must be int32")
     if partial_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"partial_dtype is {partial_dtype}, must be float32 or bfloat16")
-    if num_rows % draft_tokens:
+    if num_q_rows % draft_tokens:
         raise ValueError(
-            f"q has {num_rows} rows, must be a multiple of the plan's {draft_tokens} draft tokens "
-            f"a query"
+            f"q has {num_q_rows} rows, must be a multiple of the plan's {draft_tokens} draft "
+            f"tokens a query"
         )
     if k_head_dim != head_dim:
         raise ValueError(f"k_cache has head dim {k_head_dim}, q has {head_dim}")
@@ -128,8 +128,8 @@ def check_inputs(
             f"v_cache has {v_slots} slots of {v_heads} heads, k_cache {num_slots} of {num_kv_heads}"
         )
     return Sizes(
-        num_rows,
-        num_rows // draft_tokens,
+        num_q_rows,
+        num_q_rows // draft_tokens,
         num_q_heads,
         head_dim,
         num_slots,

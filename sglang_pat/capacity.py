@@ -132,8 +132,8 @@ def list_tokens_for(pool_tokens: int, max_queries: int) -> int:
 
     A plan lists each token of the batch once, and tails with the room that they may grow into, a
     quarter or 128 tokens (csrc/pack/headroom.h). It lists more, and the list then grows, where
-    children are merged into their parent, whose tokens then stand before those of each child, and
-    where requests that hold the same slots are not known to share them.
+    children take over their parent's tokens, which then stand before those of each child, and where
+    requests that hold the same slots are not known to share them.
     """
     return max(1, min(_MOST_LIST_TOKENS, pool_tokens * 5 // 4 + 128 * max_queries))
 

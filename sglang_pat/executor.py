@@ -88,7 +88,9 @@ class Executor:
         ``draft_masks.masks_of``. Raises ValueError as that does, and where this executor was made
         without masks."""
         if not self.has_draft_masks:
-            raise ValueError("this executor is for chains of draft tokens: draft_masks=True")
+            raise ValueError(
+                "this executor is for chains of draft tokens: make it with draft_masks=True"
+            )
         if self._workspace is not None:
             self._workspace.read_draft_masks(custom_mask, seq_lens, with_prefix=with_prefix)
         else:

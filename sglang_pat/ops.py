@@ -93,7 +93,7 @@ def decode(
     sizes = check_inputs(q, k_cache, v_cache, req_to_token, partial_dtype, draft_tokens)
     kv = check_kv(q, k_cache, v_cache, k_scale, v_scale)
     check_draft_masks(draft_masks, q.device, sizes.num_queries, draft_tokens)
-    out = check_outputs(q, out, lse, (sizes.num_rows, sizes.num_q_heads, sizes.v_head_dim))
+    out = check_outputs(q, out, lse, (sizes.num_q_rows, sizes.num_q_heads, sizes.v_head_dim))
     if check:
         check_slots(plan, req_to_token, rows)
     if q.is_cuda:

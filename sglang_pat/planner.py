@@ -16,7 +16,7 @@ from sglang_pat.target import Target
 
 Plan = _C.Plan
 BRANCH = _C.BRANCH  # kind of an item that is a branch
-Lengths = Sequence[int] | npt.NDArray[np.int64] | Any
+Integers = Any  # [B] integers: a sequence, an array or a tensor on the CPU
 
 
 class Node(NamedTuple):
@@ -46,8 +46,8 @@ class Planner:
     def plan(
         self,
         paths: Sequence[Sequence[tuple[Any, ...]] | None],
-        seq_lens: Lengths,
-        limits: Lengths | None = None,
+        seq_lens: Integers,
+        limits: Integers | None = None,
         fields: tuple[int, int, int] = _PLAIN_FIELDS,
     ) -> Plan:
         """Plan one decode step of B queries.
@@ -66,8 +66,8 @@ class Planner:
     def plan_leaves(
         self,
         leaves: Sequence[Any],
-        seq_lens: Lengths,
-        limits: Lengths | None,
+        seq_lens: Integers,
+        limits: Integers | None,
         reader: _C.NodeReader,
     ) -> Plan:
         """Plan one decode step of B queries whose paths stand in a tree of Python nodes.
@@ -80,7 +80,7 @@ class Planner:
         lens, bounds = _lengths(seq_lens, limits)
         return self._native.plan_from_leaves(leaves, bounds, lens, reader)
 
-    def plan_again(self, seq_lens: Lengths) -> Plan:
+    def plan_again(self, seq_lens: Integers) -> Plan:
         """Plan the batch of the last ``plan`` or ``plan_leaves``, which must not have raised, with
         the paths it read and other lengths.
 
@@ -90,7 +90,7 @@ class Planner:
 
 
 def _lengths(
-    seq_lens: Lengths, limits: Lengths | None
+    seq_lens: Integers, limits: Integers | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Sequence lengths and limits [B] as the core takes them."""
     given = np.asarray(seq_lens)
@@ -107,7 +107,7 @@ _planners_lock = Lock()
 _planner_for = lru_cache(maxsize=8)(Planner)
 
 
-def plan(paths: Sequence[Sequence[PathElement] | None], seq_lens: Lengths, target: Target) -> Plan:
+def plan(paths: Sequence[Sequence[PathElement] | None], seq_lens: Integers, target: Target) -> Plan:
     """Plan one decode step of B queries for ``target``.
 
     ``paths[i]``: the radix nodes of query i, each a ``Node`` or a plain tuple (id, start, end), in

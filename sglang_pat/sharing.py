@@ -17,21 +17,25 @@ logger = logging.getLogger("sglang_pat")
 # a quarter to half a minute of work.
 STEPS_WITHOUT_SHARING = 1000
 
+# Why requests share nothing: reasons of ``Stats.private_requests``, and what users can do.
 RADIX_CACHE_DISABLED = "radix cache disabled"
-# What users can do about a reason of ``Stats.private_requests``.
+NOT_CACHED = "nothing cached yet"
+NO_LOCK = "no tree lock"
+NO_REQUEST = "row without a request"
 _REMEDIES = {
     RADIX_CACHE_DISABLED: (
         "SGLang's radix cache, which knows what requests share, is disabled: start the server "
         "without --disable-radix-cache"
     ),
-    "nothing cached yet": (
+    NOT_CACHED: (
         "the radix cache held nothing of most requests: their prompts are shorter than a page "
         "(--page-size), or the cache is too small to keep them"
     ),
-    "no tree lock": "most requests held no prefix in the radix cache, as those just released",
-    "row without a request": "most queries of the batches belonged to no request of the scheduler",
+    NO_LOCK: "most requests held no prefix in the radix cache, as those just released",
+    NO_REQUEST: "most queries of the batches belonged to no request of the scheduler",
 }
-_UNREADABLE = ("sharing not usable", "requests not readable")
+# Reasons of fallbacks: the requests, or what they share, could not be read.
+NOT_USABLE, NOT_READABLE = "sharing not usable", "requests not readable"
 _DIFFERENT_PROMPTS = (
     "the prompts differ in their first tokens (a date, an id, another order of parts), or share "
     "too few tokens to gain from: put what they share first (sglang-pat estimate names "
@@ -55,8 +59,7 @@ class SharingWatch:
 
     def step(self, plan: Plan, total: int, *, made: bool) -> bool:
         """Watch a decode step that runs ``plan``, for ``total`` K/V tokens, ``made`` for it or
-        reused. Announces the first packed step. Whether it is time to say that nothing is shared:
-        ``explain`` does."""
+        reused. Announces the first packed step. Returns whether it is time to call ``explain``."""
         self._planned += plan.num_queries if made else 0
         if plan.num_shared_items > 0 and (saving := describe_packed_step(plan, total)):
             self.on = False
@@ -68,8 +71,8 @@ class SharingWatch:
         return self.small_step(plan.num_queries)
 
     def small_step(self, requests: int) -> bool:
-        """Watch a decode step of one request, or of so few that the base runs it. Whether it is
-        time to say that nothing is shared."""
+        """Watch a decode step of one request, or of so few that the base runs it. Returns
+        whether it is time to call ``explain``."""
         self._small_steps += 1
         self._most_in_small_steps = max(self._most_in_small_steps, requests)
         return self._small_steps == STEPS_WITHOUT_SHARING and not self._steps_of_several
@@ -101,7 +104,7 @@ class SharingWatch:
         )
 
     def _likely_reason(self, private: Mapping[str, int], fallbacks: Mapping[str, int]) -> str:
-        for reason in _UNREADABLE:
+        for reason in (NOT_USABLE, NOT_READABLE):
             if fallbacks.get(reason):
                 return f"pat could not read SGLang's radix cache ({reason}; see the warning above)"
         reason, count = Counter(private).most_common(1)[0] if private else ("", 0)

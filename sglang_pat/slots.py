@@ -55,7 +55,7 @@ def check_slots(plan: Plan, req_to_token: torch.Tensor, rows: torch.Tensor) -> N
                 f"a row: plan for these rows"
             )
     try:
-        compare_packs(plan, req_to_token, table_rows, "query {}".format)
+        compare_shared(plan, req_to_token, table_rows, "query {}".format)
     except SlotMismatch as mismatch:
         raise SlotMismatch(
             f"{mismatch}: the paths that the plan was made from share a node which these queries "
@@ -85,20 +85,22 @@ def shared_ranges(plan: Plan) -> Iterator[SharedRange]:
                 yield SharedRange(reader, begin, tokens, members[at : at + queries].tolist())
 
 
-def compare_packs(
+def compare_shared(
     plan: Plan,
     req_to_token: torch.Tensor,
     rows: list[int] | torch.Tensor,
     name: Callable[[int], str],
 ) -> None:
-    """Compare the slots of each pack's members. ``name``: of a query, for the message of
-    SlotMismatch. ``rows`` on the CPU; they and the plan's tokens must be in the table."""
+    """Compare the slots of the queries for which an item reads tokens once. ``name``: of a query,
+    for the message of SlotMismatch. ``rows`` on the CPU; they and the plan's tokens must be in the
+    table."""
     for shared in shared_ranges(plan):
         span = slice(shared.begin, shared.begin + shared.tokens)
         expected = req_to_token[rows[shared.reader], span]
         for query in shared.queries:
             held = req_to_token[rows[query], span]
-            compare(held, expected, shared.begin, name(query), f"{name(shared.reader)} of its pack")
+            other = f"{name(shared.reader)}, which shares it,"
+            compare(held, expected, shared.begin, name(query), other)
 
 
 def compare(

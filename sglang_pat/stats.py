@@ -139,7 +139,7 @@ class Stats:
 
     def _tell(self, is_due: Callable[[], bool]) -> None:
         """Log what there is to say about sharing; what goes wrong here costs the message only.
-        ``is_due``: watches a step, and whether it is time to explain."""
+        ``is_due``: watches the step and returns whether to explain."""
         if not self._watch.on:
             return
         try:

@@ -18,9 +18,9 @@ BRANCHINGS = tuple(_C.Branching.__members__)
 DEFAULT_SPLIT_TOKENS = 512
 # The CPU executor's head dims are multiples of the one up to the other.
 HEAD_DIM_STEP, MAX_HEAD_DIM = _C.CPU_HEAD_DIM_STEP, _C.CPU_MAX_HEAD_DIM
+LARGEST = 2**31 - 1  # what the extension's integers hold
 # Row tiles of the CUDA kernels in packed rows. The last is of wide items, which both halves of an
 # SM share; beyond head dim 128 an SM has one half.
-LARGEST = 2**31 - 1  # what the extension's integers hold
 _ROW_TILES = (_C.HEAVY_ROWS, _C.WIDE_ROWS, 2 * _C.WIDE_ROWS)
 
 
@@ -57,12 +57,12 @@ class Target:
     are at most 512 pieces. ``branching``: whether a part of the pack tree may become one item, a
     branch, in which queries do not see each other's tokens: ``cost`` where the modelled time is
     shorter, ``always`` or ``never``; ``groups`` makes branches of any queries, of about
-    ``split_tokens`` tokens each (PackInfer, section 3.1). With ``cost``, ``bytes`` and the split
-    ``cost``, each query of a small batch may also get items of its own, any queries may make such
-    groups, short nodes and tails branches beside longer items, and packs may be cut into equal
-    pieces, where that is modelled to be clearly faster. ``branch_rows`` (packed rows of a branch)
-    and ``branch_limits`` (tokens of a node or tail beyond which it stays an item of its own) are
-    what it chooses from.
+    ``split_tokens`` tokens each (PackInfer, section 3.1). With the default policy, split and
+    branching (``bytes``, ``cost``, ``cost``) other plans are weighed as well, and taken if they are
+    modelled to be clearly faster: each query of a small batch by itself; groups of any queries;
+    branches of short nodes and tails beside longer items; packs in equal pieces. ``branch_rows``
+    (packed rows of a branch) and ``branch_limits`` (tokens of a node or tail beyond which it stays
+    an item of its own) are what it chooses from.
 
     Raises ValueError for a field that makes no sense.
     """

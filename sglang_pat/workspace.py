@@ -144,7 +144,9 @@ class Workspace:
 
     def _masks_of_trees(self) -> torch.Tensor:
         if self._draft_masks is None:
-            raise ValueError("this workspace is for chains of draft tokens: draft_masks=True")
+            raise ValueError(
+                "this workspace is for chains of draft tokens: make it with draft_masks=True"
+            )
         return self._draft_masks
 
     def reset(self) -> None:

@@ -83,7 +83,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
   const DecodeParams params{
       .plan = buffers.plan,
       .q = pointer<const char>(q[0]),
-      .q_stride_query = kBytes * q[1],
+      .q_stride_row = kBytes * q[1],
       .q_stride_head = kBytes * q[2],
       .k = pointer<const char>(k_cache[0]),
       .k_stride_slot = kv * k_cache[1],
@@ -94,7 +94,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
       .row_masks = buffers.row_masks,
       .draft_masks = buffers.draft_masks,
       .out = pointer<char>(out[0]),
-      .out_stride_query = kBytes * out[1],
+      .out_stride_row = kBytes * out[1],
       .out_stride_head = kBytes * out[2],
       .lse = pointer<float>(lse),
       .partials = buffers.partials,
@@ -125,7 +125,7 @@ void check_arguments(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_
                      float k_scale, float v_scale, int draft_tokens) {
   DecodeParams args{};
   args.draft_tokens = draft_tokens;
-  args.out_stride_query = num_q_heads;  // of a contiguous out of one column
+  args.out_stride_row = num_q_heads;  // of a contiguous out of one column
   args.out_stride_head = 1;
   args.kv_type = static_cast<KVType>(kv_dtype);
   args.k_scale = k_scale;

@@ -9,7 +9,7 @@
 
 namespace pat {
 
-// Bytes of shared memory that a block of the forward needs at least. Throws std::invalid_argument
+// Bytes of shared memory that a CTA of the forward needs at least. Throws std::invalid_argument
 // for a head dim that has no kernel.
 int min_shared_bytes(int head_dim);
 

@@ -34,7 +34,7 @@ __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, Plan
   __syncwarp();
   const Shared<kHeadDim> s{shared_address(&control),         0, 0, 0, half,
                            static_cast<int>(blockDim.x / 32)};
-  Scheduler<kHeadDim, kDrafts, true> scheduler{p, s, lane};
+  UnitScheduler<kHeadDim, kDrafts, true> scheduler{p, s, lane};
   scheduler.run();
   FirstUnit& to = units[2 * blockIdx.x + half];
   if (lane == scheduler.finder) {

@@ -50,7 +50,7 @@ ForwardParams forward_params(const DecodeParams& decode) {
   ForwardParams p{
       .plan = decode.plan,
       .q = decode.q,
-      .q_stride_query = decode.draft_tokens * decode.q_stride_query,
+      .q_stride_query = decode.draft_tokens * decode.q_stride_row,
       .q_stride_head = decode.q_stride_head,
       .k = decode.k,
       .v = decode.v,
@@ -60,7 +60,7 @@ ForwardParams forward_params(const DecodeParams& decode) {
       .v_stride_head = static_cast<uint32_t>(decode.v_stride_head),
       .row_masks = decode.row_masks,
       .out = decode.out,
-      .out_stride_query = decode.draft_tokens * decode.out_stride_query,
+      .out_stride_query = decode.draft_tokens * decode.out_stride_row,
       .out_stride_head = decode.out_stride_head,
       .lse = decode.lse,
       .partials = decode.partials,
@@ -79,7 +79,7 @@ ForwardParams forward_params(const DecodeParams& decode) {
     p.draft_masks = decode.draft_masks;
     p.head_group_magic = row_magic(head_group);
     p.heads_between = decode.num_q_heads - head_group;
-    p.bytes_between = decode.q_stride_query - head_group * decode.q_stride_head;
+    p.bytes_between = decode.q_stride_row - head_group * decode.q_stride_head;
   }
   p.exp_scale = 1.0f;
   const float scale = decode.scale * decode.k_scale;
@@ -159,11 +159,11 @@ void check_drafts(const DecodeParams& a) {
         "and the cap 0 (off)",
         a.scale, a.logit_cap);
   }
-  if (a.draft_tokens > 1 && a.out_stride_query != a.num_q_heads * a.out_stride_head) {
+  if (a.draft_tokens > 1 && a.out_stride_row != a.num_q_heads * a.out_stride_head) {
     throw_invalid(
         "out has rows %lld bytes apart for %d heads %lld bytes apart: with draft tokens "
         "it must be contiguous",
-        static_cast<long long>(a.out_stride_query), a.num_q_heads,
+        static_cast<long long>(a.out_stride_row), a.num_q_heads,
         static_cast<long long>(a.out_stride_head));
   }
 }
@@ -239,11 +239,12 @@ void decode_cuda(const DecodeParams& decode, void* stream_handle) {
       launch_by_tile(params, decode, nullptr, stream);
       break;
   }
+  // To the merge, as to the forward, the heads of a query's draft tokens are heads of the query.
+  DecodeParams queries = decode;
+  queries.num_q_heads *= decode.draft_tokens;
+  queries.out_stride_row *= decode.draft_tokens;
   // With kStreams the merge waits for several kernels, so it cannot start while the last one
   // drains.
-  DecodeParams queries = decode;  // whose draft tokens' heads are heads of the query
-  queries.num_q_heads *= decode.draft_tokens;
-  queries.out_stride_query *= decode.draft_tokens;
   launch_merge(queries, decode.launch != Launch::kStreams, stream);
 }
 

@@ -13,7 +13,7 @@
 namespace pat {
 namespace {
 
-constexpr int kWarps = 4;  // of a block whose warps share nothing
+constexpr int kWarps = 4;  // of a CTA whose warps share nothing
 
 // The QuerySplits of a query; none for a row that the plan does not cover.
 __device__ __forceinline__ int2 splits_of(const MergeParams& p, int query) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ int2 splits_of(const MergeParams& p, int query) {
 
 constexpr int block_warps(int sharing) { return sharing == 1 ? kWarps : sharing; }
 
-// Joins what the first `sharing` warps of a block have, in their order, in warp 0. Returns whether
+// Joins what the first `sharing` warps of a CTA have, in their order, in warp 0. Returns whether
 // this is warp 0.
 template <typename Result, int kHeadDim, int kSharing>
 __device__ __forceinline__ bool gather(Result& joined, int warp, int sharing) {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(block_warps(kSharing) * 32) merge_kernel(const
   if (mine > 0 && mine >= splits.y) return;
   const bool written = splits.y == 1;  // by its item
   if (written && blockIdx.x > 0) return;
-  // The first block always waits, so that this kernel never ends before the forward does.
+  // The first CTA always waits, so that this kernel never ends before the forward does.
   await_previous_kernel();
   if (written) return;
 

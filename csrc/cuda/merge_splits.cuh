@@ -24,7 +24,7 @@ struct MergeParams {
         partials(p.partials),
         partial_lse(p.partial_lse),
         out(p.out),
-        out_stride_query(p.out_stride_query),
+        out_stride_query(p.out_stride_row),
         out_stride_head(p.out_stride_head),
         lse(p.lse),
         num_rows(p.num_rows),

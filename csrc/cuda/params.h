@@ -31,10 +31,10 @@ inline constexpr int kRowCountShift = 8;
 // strides are in bytes. Tensors are of CudaType, K and V of KVType, and their last dimension is
 // contiguous.
 struct DecodeParams {
-  const PlanHeader* plan;                 // device memory, 16-byte aligned
-  const char* q;                          // [num_rows * draft_tokens, num_q_heads, head_dim]
-  int64_t q_stride_query, q_stride_head;  // q_stride_query: from one row to the next
-  const char* k;                          // [slots, num_kv_heads, head_dim]
+  const PlanHeader* plan;  // device memory, 16-byte aligned
+  const char* q;           // [num_rows * draft_tokens, num_q_heads, head_dim]
+  int64_t q_stride_row, q_stride_head;
+  const char* k;  // [slots, num_kv_heads, head_dim]
   int64_t k_stride_slot, k_stride_head;
   const char* v;  // as k
   int64_t v_stride_slot, v_stride_head;
@@ -43,7 +43,7 @@ struct DecodeParams {
   // draft token attends to draft token j of its query.
   const uint64_t* draft_masks;
   char* out;  // as q
-  int64_t out_stride_query, out_stride_head;
+  int64_t out_stride_row, out_stride_head;
   float* lse;                    // [num_rows * draft_tokens, num_q_heads] base 2, or null
   char* partials;                // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
                                  // partial_bytes == 2, of q's type

@@ -28,7 +28,7 @@ inline constexpr int kTileRows = kWideRows;           // packed rows of a Q buff
 inline constexpr int kWarpRows = 16;                  // packed rows of one warp's matrix product
 inline constexpr int kNarrowRows = 8;                 // packed rows of a narrow unit, at most
 inline constexpr int kShortTokens = kTileTokens / 2;  // tokens of a short unit, at most
-static_assert(kTileTokens == kBranchAlign);           // tiles of a branch begin where its blocks do
+static_assert(kTileTokens == kBranchAlign);  // a branch begins in the list where a tile does
 static_assert(kTileRows == 4 * kWarpRows && kHeavyRows == kWarpRows);
 
 inline constexpr int kMaxStages = 8;      // ring of K and V tiles

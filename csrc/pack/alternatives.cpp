@@ -57,10 +57,10 @@ BranchCut Scheduler::fastest_cut(const PackTree& tree, const int64_t* seq_lens,
       if (whole && limit >= longest_) continue;
       whole |= limit >= longest_;
       const BranchCut cut{limit, rows / target_.group()};
-      const BranchLoad load = brancher_.cut(target_, cut, cut_packs_);
+      const BranchLoad load = brancher_.cut(target_, cut, other_packs_);
       if (load.items == 0.0) continue;
-      split_packs(target_, cut_packs_, true, load);
-      const double seconds = plan_seconds(target_, cut_packs_, load, unique_tokens_);
+      split_packs(target_, other_packs_, true, load);
+      const double seconds = plan_seconds(target_, other_packs_, load, unique_tokens_);
       if (seconds < least) {
         least = seconds;
         best = cut;
@@ -68,9 +68,9 @@ BranchCut Scheduler::fastest_cut(const PackTree& tree, const int64_t* seq_lens,
     }
   }
   if (best.queries > 0 && shares_little(target_, seq_lens, num_queries, unique_tokens_)) {
-    packer_.choose(tree, seq_lens, num_queries, false, cut_packs_);
-    split_packs(target_, cut_packs_, true);
-    const double separate = plan_seconds(target_, cut_packs_, {}, unique_tokens_);
+    packer_.choose(tree, seq_lens, num_queries, false, other_packs_);
+    split_packs(target_, other_packs_, true);
+    const double separate = plan_seconds(target_, other_packs_, {}, unique_tokens_);
     if (least >= kBranchedShare * separate) return {};
   }
   return best;
@@ -83,12 +83,12 @@ bool Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
       !shares_little(target_, seq_lens, num_queries, unique_tokens_)) {
     return false;
   }
-  packer_.choose(tree, seq_lens, num_queries, false, cut_packs_);
-  split_packs(*tiles_, cut_packs_, true);
-  if (!is_faster(*tiles_, cut_packs_, packs_, unique_tokens_)) return false;
-  std::swap(packs_, cut_packs_);
+  packer_.choose(tree, seq_lens, num_queries, false, other_packs_);
+  split_packs(*tiles_, other_packs_, true);
+  if (!is_faster(*tiles_, other_packs_, packs_, unique_tokens_)) return false;
+  std::swap(packs_, other_packs_);
   if (assign_partials(num_queries)) return true;
-  std::swap(packs_, cut_packs_);
+  std::swap(packs_, other_packs_);
   assign_partials(num_queries);
   return false;
 }

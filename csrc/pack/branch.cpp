@@ -57,12 +57,12 @@ void Brancher::clear() {
 
 int32_t Brancher::tail_tokens(int32_t query) const {
   const auto tokens = static_cast<int32_t>(seq_lens_[query] - tree_->query_prefix[query]);
-  return kept(tokens) ? 0 : tokens;
+  return has_own_item(tokens) ? 0 : tokens;
 }
 
-int32_t Brancher::kept_from(int32_t node) const {
+int32_t Brancher::own_item_from(int32_t node) const {
   if (node == kNoNode) return kNoNode;
-  return kept(tree_->nodes[node].end - tree_->nodes[node].start) ? node : above_[node];
+  return has_own_item(tree_->nodes[node].end - tree_->nodes[node].start) ? node : above_[node];
 }
 
 BranchLoad Brancher::cut(const Target& target, const BranchCut& cut, Packs& packs) {
@@ -91,9 +91,9 @@ void Brancher::cut_nodes(Packs& packs) {
   for (int32_t i = 0; i < num_nodes; ++i) {
     const PackNode& node = tree_->nodes[i];
     const int32_t tokens = node.end - node.start;
-    const bool own_item = kept(tokens);
+    const bool own_item = has_own_item(tokens);
     const bool root = node.parent == kNoNode;
-    above_[i] = kept_from(node.parent);
+    above_[i] = own_item_from(node.parent);
     subtree_[i] = own_item ? 0 : tokens;
     others_ += own_item ? tokens : 0;
     path_[i] = (root ? 0 : path_[node.parent]) + subtree_[i];
@@ -123,7 +123,7 @@ int64_t Brancher::cut_tails(Packs& packs) {
     const int32_t for_branch = node == kNoNode ? 0 : tail_tokens(query);
     const bool own_item = end - start > for_branch;
     others_ += own_item ? end - start : 0;
-    const int32_t above = kept_from(node);
+    const int32_t above = own_item_from(node);
     packs.packs[packs.num_nodes + query] = {start, end, own_item ? 1 : 0, above, 1, 0};
     if (node == kNoNode) continue;
     subtree_[node] += for_branch;
@@ -231,6 +231,7 @@ BranchLoad Brancher::group(const Target& target) {
       i += rest;
       continue;
     }
+    // A single query counts 0: with a capacity deal_by_tokens() has dealt these out.
     const int64_t tokens = whole ? subtree_[first] : 0;
     if (group.queries == 0 || under != group.parent || under == kNoNode ||
         group.queries + step > group.most || path_[under] + group.tokens + tokens > cut_.capacity) {
@@ -270,7 +271,7 @@ bool Brancher::build(const Target& target) {
 
 void Brancher::list_members() {
   const int32_t num_groups = count_of(ends_);
-  group_of_.resize(order_.size());
+  branch_at_.resize(order_.size());
   rank_.resize(order_.size() + 1);
   branch_of_.assign(tree_->query_node.size(), kNoNode);
   branches_.assign(num_groups, {});
@@ -283,7 +284,7 @@ void Brancher::list_members() {
     for (; i < ends_[g]; ++i) {
       const int32_t query = order_[i];
       const int32_t tail = tail_tokens(query);
-      group_of_[i] = g;
+      branch_at_[i] = g;
       if (path_[tree_->query_node[query]] + tail > 0) {
         branch_of_[query] = g;
         members_.push_back(query);
@@ -330,10 +331,10 @@ void Brancher::pair(const Target& target) {
 template <typename Visit>
 void Brancher::for_each_branch(int32_t node, const Visit& visit) {
   const int32_t tokens = tree_->nodes[node].end - tree_->nodes[node].start;
-  if (tokens == 0 || kept(tokens)) return;
+  if (tokens == 0 || has_own_item(tokens)) return;
   const int32_t end = position_[node] + tree_->nodes[node].num_queries;
   for (int32_t at = position_[node]; at < end;) {
-    const int32_t branch = group_of_[at];
+    const int32_t branch = branch_at_[at];
     const int32_t to = std::min(end, ends_[branch]);
     visit(branch, at, to);
     at = to;
@@ -385,13 +386,13 @@ void Brancher::list_tails() {
     const int32_t query = order_[i];
     const int32_t tail = tail_tokens(query);
     if (tail == 0) continue;
-    Branch& branch = branches_[group_of_[i]];
-    segments_[next_tail_[group_of_[i]]++] = {query,
-                                             tree_->query_prefix[query],
-                                             kDynamic,
-                                             tail + headroom(tail),
-                                             rank_[i] - branch.first_member,
-                                             1};
+    Branch& branch = branches_[branch_at_[i]];
+    segments_[next_tail_[branch_at_[i]]++] = {query,
+                                              tree_->query_prefix[query],
+                                              kDynamic,
+                                              tail + headroom(tail),
+                                              rank_[i] - branch.first_member,
+                                              1};
     branch.tokens += tail;
   }
 }

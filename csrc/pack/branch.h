@@ -61,9 +61,10 @@ class Brancher {
  private:
   struct Group;  // a branch to be, see branch.cpp
 
-  bool kept(int32_t tokens) const { return tokens > cut_.limit; }
-  int32_t kept_from(int32_t node) const;     // nearest kept node from `node` upwards
-  int32_t tail_tokens(int32_t query) const;  // that branches take
+  // Whether a node or tail of so many tokens stays an item of its own, which no branch reads.
+  bool has_own_item(int32_t tokens) const { return tokens > cut_.limit; }
+  int32_t own_item_from(int32_t node) const;  // nearest such node from `node` upwards
+  int32_t tail_tokens(int32_t query) const;   // that branches take
   void cut_nodes(Packs& packs);
   void find_tops();
   int64_t cut_tails(Packs& packs);
@@ -84,18 +85,18 @@ class Brancher {
   const PackTree* tree_ = nullptr;
   const int64_t* seq_lens_ = nullptr;
   BranchCut cut_;
-  std::vector<int32_t> sorted_;       // queries under a node, as they stand in the tree; those that
-                                      // end at one node by length, the longest first
-  std::vector<int32_t> order_;        // the same, dealt out to the branches of a node
-  std::vector<int32_t> by_length_;    // queries under any node
-  std::vector<int32_t> position_;     // [nodes] of a node's first query in order_
-  std::vector<int32_t> cursor_;       // [nodes]
-  std::vector<int32_t> top_;          // [nodes] highest of it and those above that one branch holds
-  std::vector<int32_t> above_;        // [nodes] nearest kept node above
-  std::vector<int64_t> path_;         // [nodes] tokens for branches from the root to the node's end
+  std::vector<int32_t> sorted_;     // queries under a node, as they stand in the tree; those that
+                                    // end at one node by length, the longest first
+  std::vector<int32_t> order_;      // the same, dealt out to the branches of a node
+  std::vector<int32_t> by_length_;  // queries under any node
+  std::vector<int32_t> position_;   // [nodes] of a node's first query in order_
+  std::vector<int32_t> cursor_;     // [nodes]
+  std::vector<int32_t> top_;    // [nodes] root of the largest subtree with it that one branch holds
+  std::vector<int32_t> above_;  // [nodes] nearest one above with an item of its own
+  std::vector<int64_t> path_;   // [nodes] tokens for branches from the root to the node's end
   std::vector<int64_t> subtree_;      // [nodes] tokens for branches of the node and all below
   std::vector<int32_t> ends_;         // in order_, of groups of queries: each is a branch
-  std::vector<int32_t> group_of_;     // [order_]
+  std::vector<int32_t> branch_at_;    // [order_]
   std::vector<int32_t> rank_;         // [order_ + 1] members before a position
   std::vector<int32_t> branch_of_;    // [queries]
   std::vector<int32_t> common_;       // [branches] tokens in common with the branch before

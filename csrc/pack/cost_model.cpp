@@ -36,7 +36,7 @@ double waves_seconds(const Target& target, const ItemLoad& load, double slot_tok
   const double alone_s = load.long_seconds / load.long_slots;
   double seconds = full_waves * std::max(alone_s, target.slots() * bytes_s);
   double longest = load.longest;
-  // A wide item has its SM for itself.
+  // Here the items of one query are wide, so each has its SM for itself.
   const bool wide = target.group() > kWideRows;
   const double few = target.draft_tokens > 1 ? 0.0 : kFewShared * load.tokens;
   const bool shared = load.shared_tokens > few;
@@ -174,6 +174,7 @@ double plan_seconds(const Target& target, const PlanTerms& terms) {
                    token_s +
                static_cast<double>(terms.branches) * target.branch_overhead_s / target.num_sms);
   // A branch may be the last to run.
+  // Heavy packs are not counted: only what the longest branch takes depends on it.
   const bool joint = target.runs_jointly(terms.items, terms.branches);
   const double longest = (joint ? kJointShare : 1.0) *
                          static_cast<double>(terms.longest_branch_tokens) * token_s *

@@ -3,6 +3,12 @@
 // where sglang_pat/profiles put them. What was fitted to times of Hoppers beside them stands where
 // it is used, with the experiment that it comes from.
 //
+// There are four models of a plan's time, each fitted for one decision:
+//   makespan_seconds() and merge_seconds(): into how many pieces packs are cut (split.cpp)
+//   plan_seconds(): branches or not, and when an old plan is replaced (schedule.cpp, drift.cpp)
+//   seconds_of() of separate.cpp: whether a small batch shares at all
+//   Simulation: whether groups, other branches or other pieces are faster (alternatives.cpp)
+//
 // Seconds are those of one SM or thread unless a function says "all SMs"; K/V, items and partials
 // are counted for one KV head unless it says otherwise.
 #pragma once
@@ -89,22 +95,22 @@ int32_t merge_rounds(const Target& target, int64_t queries, int32_t most_splits)
 // the rounds of the query with the most splits, which follow one another.
 double merge_seconds(const Target& target, const ItemLoad& load, int64_t queries);
 
-// Bytes saved (> 0) or lost when `merged` of a pack's `queries` leave it and read its `tokens`
-// themselves, which saves `partials` partials. Equations 1 and 2 of the paper compare the same two
-// schemes; here a query's partial counts with its GQA group and dtype, K/V is read once per row
-// tile, and an item that goes away saves its overhead.
-inline double merge_gain_bytes(const Target& target, double tokens, int64_t queries, int64_t merged,
-                               double partials) {
+// Bytes saved (> 0) or lost when `leaving` of a pack's `queries` take its `tokens` over, so that
+// they read them themselves, which saves `partials` partials. Equations 1 and 2 of the paper
+// compare the same two schemes; here a query's partial counts with its GQA group and dtype, K/V is
+// read once per row tile, and an item that goes away saves its overhead.
+inline double take_over_gain_bytes(const Target& target, double tokens, int64_t queries,
+                                   int64_t leaving, double partials) {
   const double overhead_bytes = target.item_overhead_s * target.bytes_per_s / target.num_sms;
   const auto before = static_cast<double>(target.num_row_tiles(queries));
-  const auto left = static_cast<double>(target.num_row_tiles(queries - merged));
-  const auto moved = static_cast<double>(target.num_row_tiles(merged));
+  const auto left = static_cast<double>(target.num_row_tiles(queries - leaving));
+  const auto moved = static_cast<double>(target.num_row_tiles(leaving));
   return partials * target.partial_cost_bytes() + (before - left) * overhead_bytes -
          (left + moved - before) * tokens * target.token_bytes() * target.reread_weight;
 }
 
-// Counts of a plan, for one KV head. plan_seconds() asks for all but the last two, which are for
-// those who judge a fit.
+// Counts of a plan, for one KV head. plan_seconds() asks for all but the last, which is for those
+// who judge a fit.
 struct PlanTerms {
   int64_t unique_tokens = 0;  // of the batch, each node's once
   int64_t reread_tokens = 0;  // that items read beyond the unique ones

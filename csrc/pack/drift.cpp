@@ -28,7 +28,6 @@ class Growth {
       if (!is_branch(view.items[i])) continue;
       Growing branch{.tokens = view.item_tokens(i, seq_lens), .tails = 0};
       view.for_each_segment(i, [&](const Segment& s) { branch.tails += is_dynamic(s); });
-      tails_ += branch.tails;
       branches_.push_back(branch);
     }
     seconds_ = plan_seconds(target_, made_);
@@ -56,7 +55,6 @@ class Growth {
 
   const Target& target_;
   int64_t queries_;
-  int64_t tails_ = 0;
   PlanTerms made_;
   double seconds_;
   double even_;

@@ -59,9 +59,8 @@ uint8_t* write_segments(const std::vector<Segment>& segments, uint8_t* out) {
 }
 
 void check_list(int64_t tokens) {
-  PAT_CHECK(tokens <= INT32_MAX, "the queries of a batch read ", tokens,
-            " tokens of which a plan finds too few shared, at most ", INT32_MAX,
-            " fit a plan: decode fewer requests at once");
+  PAT_CHECK(tokens <= INT32_MAX, "the items of a plan list ", tokens, " tokens, at most ",
+            INT32_MAX, " fit: decode fewer requests at once, or requests that share more");
 }
 
 }  // namespace

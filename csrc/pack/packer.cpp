@@ -22,7 +22,8 @@ struct PaperProfits {
   int64_t split(int64_t size, int64_t child_tokens) const {
     return (left - 1) * tokens - 4 * left + (size - 1) * child_tokens;
   }
-  // Equation 2: the child's queries leave u and read its tokens along with the child's.
+  // Equation 2: the child's queries leave u and read its tokens along with the child's. The paper
+  // calls merging what taking over is here.
   int64_t merge(int64_t size, int64_t child_tokens) const {
     return (left - size - 1) * tokens - 4 * (left - size) + (size - 1) * (tokens + child_tokens);
   }
@@ -56,7 +57,7 @@ void Packer::choose(const PackTree& tree, const int64_t* seq_lens, int32_t num_q
   const int32_t num_nodes = use_tree ? count_of(tree.nodes) : 0;
   out.num_nodes = num_nodes;
   out.packs.resize(num_nodes + num_queries);
-  merged_.assign(num_nodes + num_queries, 0);
+  takes_over_.assign(num_nodes + num_queries, 0);
   child_offsets_.assign(num_nodes + 2, 0);
   tail_offsets_.assign(num_nodes + 2, 0);
   for (int32_t i = 0; i < num_nodes; ++i) {
@@ -72,7 +73,7 @@ void Packer::choose(const PackTree& tree, const int64_t* seq_lens, int32_t num_q
     if (node != kNoNode && end > start) ++tail_offsets_[node + 2];
   }
   list_children(tree, num_queries, out);
-  for (int32_t node = 0; node < num_nodes; ++node) merge_below(tree, node, out);
+  for (int32_t node = 0; node < num_nodes; ++node) decide_below(tree, node, out);
 }
 
 // Lists the child nodes and the tails of every node, of which choose() has counted how many stand
@@ -95,28 +96,28 @@ void Packer::list_children(const PackTree& tree, int32_t num_queries, const Pack
   tail_offsets_.pop_back();
 }
 
-// Decides for every child and tail of `node` and gives those that merge the node's tokens as well.
-void Packer::merge_below(const PackTree& tree, int32_t node, Packs& out) {
+// Decides which children and tails of `node` take its tokens over, and gives them these tokens.
+void Packer::decide_below(const PackTree& tree, int32_t node, Packs& out) {
   switch (target_.policy) {
     case Policy::kNaive:
     case Policy::kQueries:
       break;
     case Policy::kRoot:
-      if (tree.nodes[node].parent != kNoNode) merge_all(node, out);
+      if (tree.nodes[node].parent != kNoNode) take_over_all(node, out);
       break;
     case Policy::kPaper:
-      merge_by_paper(tree, node, out);
+      decide_by_paper(tree, node, out);
       break;
     case Policy::kPadding:
-      merge_by_padding(tree, node, out);
+      decide_by_padding(tree, node, out);
       break;
     case Policy::kBytes:
-      merge_by_bytes(tree, node, out);
+      decide_by_bytes(tree, node, out);
       break;
   }
   Pack& pack = out.packs[node];
   const auto attach = [&](int32_t below) {
-    if (!merged_[below]) return;
+    if (!takes_over_[below]) return;
     Pack& child = out.packs[below];
     child.start = pack.start;
     child.above = pack.above;
@@ -129,24 +130,24 @@ void Packer::merge_below(const PackTree& tree, int32_t node, Packs& out) {
 }
 
 // Everything below takes the node's tokens over.
-void Packer::merge_all(int32_t node, const Packs& packs) {
+void Packer::take_over_all(int32_t node, const Packs& packs) {
   for (int32_t i = child_offsets_[node]; i < child_offsets_[node + 1]; ++i) {
-    merged_[children_[i]] = 1;
+    takes_over_[children_[i]] = 1;
   }
   for (int32_t i = tail_offsets_[node]; i < tail_offsets_[node + 1]; ++i) {
-    merged_[packs.num_nodes + tails_[i]] = 1;
+    takes_over_[packs.num_nodes + tails_[i]] = 1;
   }
 }
 
-// Asks for every child of `node`, a tail being one of one query, whether it merges:
-// merges(queries that the node's pack still has, those of the child, its tokens).
-template <typename Merges>
-void Packer::merge_one_by_one(const PackTree& tree, int32_t node, const Packs& packs,
-                              Merges merges) {
+// Asks for every child of `node`, a tail being one of one query, whether it takes over:
+// takes_over(queries that the node's pack still has, those of the child, its tokens).
+template <typename TakesOver>
+void Packer::decide_one_by_one(const PackTree& tree, int32_t node, const Packs& packs,
+                               TakesOver takes_over) {
   int64_t left = tree.nodes[node].num_queries;
   const auto visit = [&](int32_t child, int64_t size) {
-    merged_[child] = merges(left, size, int64_t{packs.packs[child].tokens()});
-    if (merged_[child]) left -= size;
+    takes_over_[child] = takes_over(left, size, int64_t{packs.packs[child].tokens()});
+    if (takes_over_[child]) left -= size;
   };
   for (int32_t i = child_offsets_[node]; i < child_offsets_[node + 1]; ++i) {
     visit(children_[i], tree.nodes[children_[i]].num_queries);
@@ -158,24 +159,24 @@ void Packer::merge_one_by_one(const PackTree& tree, int32_t node, const Packs& p
 
 // Algorithm 1 of the paper. The length of u is that of its pack, which counts the tokens that it
 // took over from above (the `blocks` of the algorithm): its CTA reads them. Where both profits are
-// equal the algorithm merges. Equation 2 charges u's read even if no query is left that reads it:
+// equal the child takes over. Equation 2 charges u's read even if no query is left that reads it:
 // evaluated as written.
-void Packer::merge_by_paper(const PackTree& tree, int32_t node, const Packs& packs) {
+void Packer::decide_by_paper(const PackTree& tree, int32_t node, const Packs& packs) {
   const int64_t tokens = packs.packs[node].tokens();
-  merge_one_by_one(tree, node, packs, [&](int64_t left, int64_t size, int64_t child_tokens) {
+  decide_one_by_one(tree, node, packs, [&](int64_t left, int64_t size, int64_t child_tokens) {
     const PaperProfits u{left, tokens};
     return u.merge(size, child_tokens) >= u.split(size, child_tokens);
   });
 }
 
-// FastTree's rule: the child merges if both packs then have the smaller cost, its partials
+// FastTree's rule: the child takes over if both packs then have the smaller cost, its partials
 // included.
-void Packer::merge_by_padding(const PackTree& tree, int32_t node, const Packs& packs) {
+void Packer::decide_by_padding(const PackTree& tree, int32_t node, const Packs& packs) {
   const int64_t tokens = packs.packs[node].tokens();
   const auto cost = [&](int64_t queries, int64_t length) {
     return padding_cost(queries, length, target_.group());
   };
-  merge_one_by_one(tree, node, packs, [&](int64_t left, int64_t size, int64_t child_tokens) {
+  decide_one_by_one(tree, node, packs, [&](int64_t left, int64_t size, int64_t child_tokens) {
     const double apart =
         cost(left, tokens) + cost(size, child_tokens) + kPartialResult * static_cast<double>(size);
     return apart > cost(left - size, tokens) + cost(size, tokens + child_tokens);
@@ -184,53 +185,53 @@ void Packer::merge_by_padding(const PackTree& tree, int32_t node, const Packs& p
 
 // Greedy, largest child first, then all at once if that is better still: what one child alone does
 // not pay for (the node's own read) can vanish only when the last query leaves.
-void Packer::merge_by_bytes(const PackTree& tree, int32_t node, const Packs& packs) {
+void Packer::decide_by_bytes(const PackTree& tree, int32_t node, const Packs& packs) {
   const Pack& pack = packs.packs[node];
   const double tokens = pack.tokens();
   const int32_t all = tree.nodes[node].num_queries;
   const int32_t num_tails = tails_of(node);
-  // A tail that merges into the first pack of its sequence needs no partial at all: two are saved.
+  // A tail that takes over the first pack of its sequence needs no partial at all: two are saved.
   const double tail_partials = pack.above == kNoNode ? 2.0 : 1.0;
 
   int32_t left = all;
   int32_t in_nodes = 0;
   double greedy = 0.0;
-  double together = 0.0;  // gain of merging everything, from the same formula summed up
+  double together = 0.0;  // gain if all take over, from the same formula summed up
   for (int32_t i = child_offsets_[node]; i < child_offsets_[node + 1]; ++i) {
     const int32_t size = tree.nodes[children_[i]].num_queries;
-    const double bytes = merge_gain_bytes(target_, tokens, left, size, size);
+    const double bytes = take_over_gain_bytes(target_, tokens, left, size, size);
     if (bytes >= 0.0) {
-      merged_[children_[i]] = 1;
+      takes_over_[children_[i]] = 1;
       greedy += bytes;
       left -= size;
     }
-    together += merge_gain_bytes(target_, tokens, all - in_nodes, size, size);
+    together += take_over_gain_bytes(target_, tokens, all - in_nodes, size, size);
     in_nodes += size;
   }
-  int32_t merged_tails = 0;
-  while (merged_tails < num_tails) {
-    const double bytes = merge_gain_bytes(target_, tokens, left, 1, tail_partials);
+  int32_t tails_taking_over = 0;
+  while (tails_taking_over < num_tails) {
+    const double bytes = take_over_gain_bytes(target_, tokens, left, 1, tail_partials);
     if (bytes < 0.0) break;
     greedy += bytes;
     --left;
-    ++merged_tails;
+    ++tails_taking_over;
   }
   if (left > 0 && in_nodes + num_tails == all) {
     for (int32_t i = 0; i < num_tails; ++i) {
-      together += merge_gain_bytes(target_, tokens, all - in_nodes - i, 1, tail_partials);
+      together += take_over_gain_bytes(target_, tokens, all - in_nodes - i, 1, tail_partials);
     }
     if (together > greedy) {
-      merged_tails = num_tails;
+      tails_taking_over = num_tails;
       for (int32_t i = child_offsets_[node]; i < child_offsets_[node + 1]; ++i) {
-        merged_[children_[i]] = 1;
+        takes_over_[children_[i]] = 1;
       }
     }
   }
-  merge_longest_tails(node, merged_tails, packs);
+  take_over_longest_tails(node, tails_taking_over, packs);
 }
 
 // The longest, so that the choice does not depend on the order of the batch.
-void Packer::merge_longest_tails(int32_t node, int32_t count, const Packs& packs) {
+void Packer::take_over_longest_tails(int32_t node, int32_t count, const Packs& packs) {
   const auto first = tails_.begin() + tail_offsets_[node];
   const auto last = tails_.begin() + tail_offsets_[node + 1];
   if (count > 0 && count < tails_of(node)) {
@@ -240,7 +241,7 @@ void Packer::merge_longest_tails(int32_t node, int32_t count, const Packs& packs
       return end_a != end_b ? end_a > end_b : a < b;
     });
   }
-  for (auto it = first; it != first + count; ++it) merged_[packs.num_nodes + *it] = 1;
+  for (auto it = first; it != first + count; ++it) takes_over_[packs.num_nodes + *it] = 1;
 }
 
 }  // namespace pat

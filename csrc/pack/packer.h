@@ -15,9 +15,9 @@ namespace pat {
 struct Pack {
   int32_t start;    // token position
   int32_t end;      // scheduled end; a tail really ends at its sequence length
-  int32_t queries;  // members left after merging; 0 means that no item comes of it
+  int32_t queries;  // members: the node's without those of what took its tokens over
   int32_t above;    // pack that holds the tokens before `start`, or kNoNode
-  int32_t pieces;   // KV splits
+  int32_t pieces;   // into which its tokens are cut
   int32_t chunk;    // tokens of each piece but the last
 
   int32_t tokens() const { return end - start; }
@@ -36,8 +36,8 @@ struct Packs {
   }
 };
 
-// Decides which nodes and tails merge with the packs above them. Keeps its working memory between
-// calls, and a reference to its target.
+// Decides which nodes and tails take over the tokens of the packs above them. Keeps its working
+// memory between calls, and a reference to its target.
 class Packer {
  public:
   explicit Packer(const Target& target) : target_(target) {}
@@ -47,20 +47,21 @@ class Packer {
 
  private:
   void list_children(const PackTree& tree, int32_t num_queries, const Packs& packs);
-  void merge_below(const PackTree& tree, int32_t node, Packs& out);
-  void merge_all(int32_t node, const Packs& packs);
-  void merge_by_paper(const PackTree& tree, int32_t node, const Packs& packs);
-  void merge_by_padding(const PackTree& tree, int32_t node, const Packs& packs);
-  template <typename Merges>
-  void merge_one_by_one(const PackTree& tree, int32_t node, const Packs& packs, Merges merges);
-  void merge_by_bytes(const PackTree& tree, int32_t node, const Packs& packs);
-  void merge_longest_tails(int32_t node, int32_t count, const Packs& packs);
+  void decide_below(const PackTree& tree, int32_t node, Packs& out);
+  void take_over_all(int32_t node, const Packs& packs);
+  void decide_by_paper(const PackTree& tree, int32_t node, const Packs& packs);
+  void decide_by_padding(const PackTree& tree, int32_t node, const Packs& packs);
+  template <typename TakesOver>
+  void decide_one_by_one(const PackTree& tree, int32_t node, const Packs& packs,
+                         TakesOver takes_over);
+  void decide_by_bytes(const PackTree& tree, int32_t node, const Packs& packs);
+  void take_over_longest_tails(int32_t node, int32_t count, const Packs& packs);
   int32_t tails_of(int32_t node) const { return tail_offsets_[node + 1] - tail_offsets_[node]; }
 
   const Target& target_;
   std::vector<int32_t> child_offsets_, children_;  // nodes by parent, CSR
   std::vector<int32_t> tail_offsets_, tails_;      // queries with a private tail by node, CSR
-  std::vector<uint8_t> merged_;                    // [nodes + queries]
+  std::vector<uint8_t> takes_over_;                // [nodes + queries]
 };
 
 }  // namespace pat

@@ -97,9 +97,9 @@ void Scheduler::choose_branches(const PackTree& tree, const int64_t* seq_lens,
     cut = fastest_cut(tree, seq_lens, num_queries);
   }
   if (cut.queries == 0) return;
-  branches_ = brancher_.cut(target_, cut, cut_packs_);
+  branches_ = brancher_.cut(target_, cut, other_packs_);
   if (brancher_.build(target_)) {
-    std::swap(packs_, cut_packs_);
+    std::swap(packs_, other_packs_);
     split_.reset();
   } else {
     drop_branches();

@@ -35,6 +35,9 @@ class Scheduler {
   int64_t wide_units() const;
   bool wide_items_fill() const;
   void choose_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+  bool drop_branches();
+  void count_tokens(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+  // In alternatives.cpp:
   BranchCut fastest_cut(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   bool separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   double choose_by_simulation(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
@@ -44,8 +47,6 @@ class Scheduler {
   bool make_packs(const PackTree& tree, int32_t tokens, const int64_t* seq_lens,
                   int32_t num_queries);
   void swap_plans();
-  bool drop_branches();
-  void count_tokens(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
 
   Target target_;
   // The target without the row tile of wide items, which take a whole SM. Packs are always chosen
@@ -56,7 +57,7 @@ class Scheduler {
   Packer packer_;
   Brancher brancher_;
   Packs packs_;
-  Packs cut_packs_;            // of another way that is looked at
+  Packs other_packs_;          // of a plan that may replace the one at hand
   PackTree rooted_;            // the tree at hand below a root of no tokens, for groups
   BranchLoad branches_;        // of the plan at hand; zero if it has none
   std::optional<bool> split_;  // what split_packs() said, if packs_ are split for target_ already

@@ -172,7 +172,8 @@ double Simulation::step(double tile_us) {
     heavy += each.kind->rank == Kind::kHeavy;
   }
   const double memory_us = tile_us * std::max(reading, 1);
-  const double both = std::clamp((heavy - slots_) / slots_, 0.0, 1.0);
+  // Share of the SMs of which both halves run heavy items.
+  const double both = std::clamp((heavy - sms_) / sms_, 0.0, 1.0);
   const double beside = 1.0 + kBesideHeavy * both;
   for (const Kind* kind : Kind::all) {
     OfKind& of = kinds[kind->index];
@@ -225,7 +226,7 @@ double Simulation::seconds(const Target& target, const Packs& packs, const Branc
   end_heavy_ = next_light_ = first_of(Kind::kLight);
   const int32_t num_items = count_of(items_);
   const bool joint = target.runs_jointly(num_items, static_cast<int64_t>(end_heavy_ - end_wide_));
-  slots_ = static_cast<double>(target.num_sms) / target.num_kv_heads;
+  sms_ = static_cast<double>(target.num_sms) / target.num_kv_heads;
   const auto halves = static_cast<int32_t>(std::lround(target.slots() / target.num_kv_heads));
   free_heavy_ = std::max(1, halves / 2);
   free_light_ = std::max(1, halves - free_heavy_);

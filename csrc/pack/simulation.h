@@ -50,9 +50,9 @@ class Simulation {
   std::vector<Running> running_;
   int64_t read_tokens_ = 0;
   double left_tiles_ = 0.0;  // of all items that have not ended
-  // Slots for items of one KV head: each half of an SM has its share of one. Half of the slots
-  // take heavy items first and half take light ones first.
-  double slots_ = 0.0;
+  // SMs of one KV head. Of the two halves of each, one takes heavy items first, the other light
+  // ones.
+  double sms_ = 0.0;
   int32_t free_heavy_ = 0, free_light_ = 0;
   size_t next_wide_ = 0, next_heavy_ = 0, next_light_ = 0;
   size_t end_wide_ = 0, end_heavy_ = 0;

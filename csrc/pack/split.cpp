@@ -24,12 +24,12 @@ constexpr double kStep = 0.78;
 // model is off by less.
 constexpr double kClearly = 1.1;
 
-// Rounded up. Sums with lengths or options near 2**31 would not fit 32 bits.
-int32_t divide(int32_t value, int32_t by) {
+// Sums with lengths or options near 2**31 would not fit 32 bits.
+int32_t divide_up(int32_t value, int32_t by) {
   return static_cast<int32_t>((int64_t{value} + by - 1) / by);
 }
 int32_t round_up(int32_t value, int32_t multiple) {
-  const int64_t rounded = int64_t{divide(value, multiple)} * multiple;
+  const int64_t rounded = int64_t{divide_up(value, multiple)} * multiple;
   return static_cast<int32_t>(std::min<int64_t>(rounded, INT32_MAX));
 }
 
@@ -38,7 +38,7 @@ int32_t round_up(int32_t value, int32_t multiple) {
 void set_pieces(const Target& target, Pack& pack, int32_t chunk) {
   const int32_t tokens = pack.tokens();
   pack.chunk = chunk;
-  pack.pieces = divide(tokens, chunk);
+  pack.pieces = divide_up(tokens, chunk);
   while (pack.pieces > 1 && tokens - (pack.pieces - 1) * chunk < target.draft_tokens) --pack.pieces;
 }
 
@@ -46,7 +46,7 @@ void set_pieces(const Target& target, Pack& pack, int32_t chunk) {
 void cut(const Target& target, Pack& pack, int32_t pieces) {
   const int32_t tokens = pack.tokens();
   pieces = std::clamp(pieces, 1, std::max(1, std::min(kMaxPieces, tokens / kMinChunk)));
-  set_pieces(target, pack, round_up(divide(tokens, pieces), target.kv_tiles.front()));
+  set_pieces(target, pack, round_up(divide_up(tokens, pieces), target.kv_tiles.front()));
 }
 
 // PAT section 6, to the letter: an item longer than the mean of all items is cut into equal parts
@@ -64,14 +64,14 @@ void split_by_mean(const Target& target, Packs& packs) {
       static_cast<int32_t>(std::max<int64_t>(tokens / std::max<int64_t>(items, 1), 1));
   for (Pack& pack : packs.packs) {
     if (pack.queries == 0 || pack.tokens() <= mean) continue;
-    const int32_t pieces = std::min(divide(pack.tokens(), mean), kMaxPieces);
-    set_pieces(target, pack, divide(pack.tokens(), pieces));
+    const int32_t pieces = std::min(divide_up(pack.tokens(), mean), kMaxPieces);
+    set_pieces(target, pack, divide_up(pack.tokens(), pieces));
   }
 }
 
 // Cuts a pack into pieces of `tokens` tokens, or longer ones if these were more than kMaxPieces.
 void cut_evenly(const Target& target, Pack& pack, int32_t tokens) {
-  const int32_t least = divide(pack.tokens(), kMaxPieces);
+  const int32_t least = divide_up(pack.tokens(), kMaxPieces);
   set_pieces(target, pack, std::max({tokens, least, 1}));
 }
 
@@ -86,7 +86,7 @@ void split_by_phases(const Target& target, Packs& packs) {
     for (const Pack& pack : packs.packs) {
       if (pack.queries == 0 || is_large(pack) != large) continue;
       items += target.num_row_tiles(pack.queries) * target.num_kv_heads *
-               divide(pack.tokens(), target.split_tokens);
+               divide_up(pack.tokens(), target.split_tokens);
     }
     const bool few = items < int64_t{target.num_sms} * (large ? 1 : 4);
     for (Pack& pack : packs.packs) {

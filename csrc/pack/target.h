@@ -51,9 +51,9 @@ struct Target {
   double sm_speedup;       // K/V rate of an SM that has the memory to itself, over its share; >= 1
   double merge_round_s;    // time of the splits that the merge joins at once (MergeRule)
   int32_t items_per_sm;    // that an SM runs side by side; a wide item takes all of it
-  double reread_weight;    // cost of re-reading hot K/V, relative to a first read, in (0, 1]
+  double reread_weight;    // the packer's: cost of a token read again, over a first read, in (0, 1]
   // What plan_seconds() charges, as fitted to measured plans. Zero or more.
-  double reread_factor;            // a token read again, as a multiple of a first read
+  double reread_factor;            // a token read again, over a first read
   double wide_factor;              // a wide item's token, beside its read: arithmetic
   double merge_factor;             // a partial's bytes, as a multiple of their time in memory
   double branch_overhead_s;        // fixed time of a branch on its SM
@@ -90,7 +90,8 @@ struct Target {
     const int64_t most = max_tile_queries();
     return (queries + most - 1) / most;
   }
-  // Items that all SMs run at once, and how many of these an item of a row tile counts for.
+  // Places in which all SMs run items at once, and how many of them an item of a row tile takes.
+  // These are no slots of the K/V cache.
   double slots() const { return static_cast<double>(num_sms) * items_per_sm; }
   int32_t slots_of(int32_t row_tile) const { return row_tile > kWideRows ? items_per_sm : 1; }
   // Whether both halves of an SM work on each of a plan's items (PlanHeader::joint): where all are

@@ -96,7 +96,7 @@ class PatDecodeMixin:
             self._prepare_base(forward_batch)
 
     def _plan_eager(self, batch: LiveBatch | None, forward_batch: Any) -> bool:
-        """Plan a decode batch, if it can be; whether it was."""
+        """Plan a decode batch and load the plan. Returns False where the base has to serve it."""
         if batch is None:  # warm-up forwards do not come from SGLang's scheduler
             self._stats.warm_up()
             return False
@@ -126,7 +126,7 @@ class PatDecodeMixin:
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare the capture or a replay of a decode graph: our plan, and the base in a capture,
-        for a batch that is not admitted, or if one of its layers is in the graphs.
+        for a batch that is not admitted, or where it serves a layer of the graph.
 
         What a graph runs was decided when it was captured, by its rows. A graph of fewer than
         ``min_batch`` rows is the base's alone. Another one of which pat serves a layer always gets
@@ -215,7 +215,8 @@ class PatDecodeMixin:
         *,
         eager: bool = False,
     ) -> None:
-        """Make ``plan`` the one that the layers run. Without a ``batch`` nothing is timed."""
+        """Make ``plan`` the one that the layers run. Without a ``batch`` nothing is timed or
+        checked. ``eager``: take the snapshot too, which graphs have captured."""
         self._executor.load(plan, forward_batch.batch_size)
         if eager:
             self._snapshot(forward_batch)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sglang_pat.planner import Plan
-from sglang_pat.slots import SlotMismatch, compare, compare_packs
+from sglang_pat.slots import SlotMismatch, compare, compare_shared
 from sglang_pat.srt.radix import RadixView
 
 __all__ = ["SlotMismatch", "check_plan"]
@@ -32,7 +32,7 @@ def check_plan(
     node, token position and both slots.
     """
     try:
-        compare_packs(plan, req_to_token, rows, lambda query: _name(reqs, query))
+        compare_shared(plan, req_to_token, rows, lambda query: _name(reqs, query))
         _compare_with_tree(reqs, view, req_to_token, rows)
     except SlotMismatch as mismatch:
         raise SlotMismatch(f"SGLANG_PAT_CHECK: {mismatch}") from None

@@ -26,7 +26,9 @@ _BASE = ("req_to_token_pool", "token_to_kv_pool", "forward_decode", "init_forwar
 # ``a.b``: attribute b of self.a, which the class must use itself.
 ATTRIBUTES = {
     "managers.schedule_batch.Req": ("kv", "lock", "rid"),
-    "managers.schedule_batch.ReqKvInfo": ("req_pool_idx", "cache_protected_len"),
+    "managers.schedule_batch.ReqKvInfo": (
+        *("req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"),
+    ),
     "managers.schedule_batch.ScheduleBatch": ("reqs", "tree_cache", "req_pool_indices_cpu"),
     "mem_cache.base_prefix_cache.TreeLock": ("node",),
     "mem_cache.radix_cache.RadixCache": ("disable", "root_node", "path_device_indices"),

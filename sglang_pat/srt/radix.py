@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_pat import _C
+from sglang_pat.sharing import NO_LOCK, NOT_CACHED, RADIX_CACHE_DISABLED
 from sglang_pat.srt.interface import path_fields
 from sglang_pat.srt.paths import remember
 from sglang_pat.srt.upstream import path_query
@@ -125,7 +126,7 @@ class RadixView:
         core: Any = getattr(tree_cache, "tree_core", None)
         native = path_query(tree_cache)
         if tree_cache is None or getattr(tree_cache, "disable", False):
-            self.disabled = "radix cache disabled"
+            self.disabled = RADIX_CACHE_DISABLED
         elif native is not None:
             # Plain tuples, in about half the time that an object of each node would take.
             self.kind = "rust tree core"
@@ -211,7 +212,7 @@ class RadixView:
             for index, one in zip(held, found, strict=True):
                 queries[index] = one
         queries += [None] * (count - len(nodes))
-        reasons = {"no tree lock": missing, "nothing cached yet": uncached}
+        reasons = {NO_LOCK: missing, NOT_CACHED: uncached}
         private = {reason: times for reason, times in reasons.items() if times}
         return Paths(queries, limits, self.fields, self.reader, private)
 

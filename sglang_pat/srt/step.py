@@ -35,6 +35,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_pat.planner import Plan, Planner
+from sglang_pat.sharing import NO_REQUEST, NOT_READABLE, NOT_USABLE
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.lengths import Lengths
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, Paths, RadixView
@@ -70,7 +71,7 @@ class MicroBatch:
 
     @property
     def is_settled(self) -> bool:
-        """Whether what the plan depends on is as it was, without looking: see above."""
+        """Whether what the plan depends on is as it was, without looking: see the module."""
         return self.age > (0 if self.exact else SETTLE_STEPS) and not self.suspect
 
     def advance(self, batch: LiveBatch, passed_over: int) -> None:
@@ -188,7 +189,7 @@ class StepPlanner:
                 batch.reqs, batch.rows, num_queries, state.steps, anew=suspect
             )
         except (AttributeError, TypeError, ValueError) as error:
-            self._stats.fall_back("requests not readable", error)
+            self._stats.fall_back(NOT_READABLE, error)
             return None
 
     def _look_into(self, state: MicroBatch, tree_cache: Any) -> None:
@@ -208,7 +209,7 @@ class StepPlanner:
             if state.has_paths or handles is not None:
                 return self._pack(state, batch, lengths.least, handles)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
-            self._stats.fall_back("sharing not usable", repr(error))
+            self._stats.fall_back(NOT_USABLE, repr(error))
             state.suspect = True
         try:
             return self.private(lengths)
@@ -229,7 +230,7 @@ class StepPlanner:
             paths = state.view.look_up(batch.reqs, handles)
             state.private = paths.private
             if len(seq_lens) > len(batch.reqs):
-                state.private["row without a request"] = len(seq_lens) - len(batch.reqs)
+                state.private[NO_REQUEST] = len(seq_lens) - len(batch.reqs)
             plan = plan_paths(state.planner, paths, lens)
         state.has_paths = True
         self._stats.private(state.private)

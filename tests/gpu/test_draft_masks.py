@@ -156,7 +156,9 @@ def test_what_is_refused() -> None:
     given = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
     chains = Workspace(target_of(inputs), inputs.table.shape[1])
     masks = torch.ones(12, 8, dtype=torch.int64, device="cuda")
-    with pytest.raises(ValueError, match="for chains of draft tokens: draft_masks=True"):
+    with pytest.raises(
+        ValueError, match="for chains of draft tokens: make it with draft_masks=True"
+    ):
         chains.set_draft_masks(masks)
     plan = Planner(chains.target).plan(tree.paths, [348] * 12)
     chains.load(plan)
@@ -171,7 +173,11 @@ def test_what_is_refused() -> None:
             trees.set_draft_masks(wrong)
     cells, lens = torch.ones(13 * 64, dtype=torch.bool), torch.ones(13, dtype=torch.int64)
     for workspace, arguments, why in (
-        (chains, (cells.cuda(), lens.cuda()), "for chains of draft tokens: draft_masks=True"),
+        (
+            chains,
+            (cells.cuda(), lens.cuda()),
+            "for chains of draft tokens: make it with draft_masks=True",
+        ),
         (trees, (cells.cuda(), lens.cuda()), "draft masks of 13 queries, at most 12 fit"),
         (trees, (cells, lens), "custom_mask is on cpu, must be on cuda:0"),
         (trees, (cells.long().cuda(), lens.cuda()), "custom_mask is torch.int64"),

@@ -102,9 +102,9 @@ def owners(batch: Batch, query: int, length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Range:
-    """Tokens [start, start + length) of ``row`` that ``queries`` attend to."""
+    """Tokens [start, start + length) of query ``reader`` that ``queries`` attend to."""
 
-    row: int
+    reader: int
     start: int
     length: int
     queries: list[int]
@@ -224,7 +224,7 @@ def check_listed(plan: Plan, token_owner: list[Any], seq_lens: list[int]) -> Non
         at = int(item["list_start"])
         for part in ranges_of(plan, index, seq_lens):
             place = slice(at, at + part.length)
-            slots = held[part.row][part.start : part.start + part.length]
+            slots = held[part.reader][part.start : part.start + part.length]
             assert np.all((listed[place] == slots) | (listed[place] == -(2**62)))
             listed[place] = slots
             at += part.length
@@ -275,8 +275,8 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
         for part in ranges:
             read += part.length
             end = part.start + part.length
-            shared = token_owner[part.row][part.start : end]
-            assert len(shared) == part.length and part.row in part.queries
+            shared = token_owner[part.reader][part.start : end]
+            assert len(shared) == part.length and part.reader in part.queries
             for query in part.queries:
                 pieces[query].append((part.start, part.length))
                 assert np.array_equal(token_owner[query][part.start : end], shared)

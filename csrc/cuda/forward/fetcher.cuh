@@ -51,7 +51,7 @@ struct Fetcher {
   __device__ __forceinline__ void fetch_slots(const int32_t* from, int first, int tokens) {
     if (given > 0) {
       // No wait: the loaders do not wait for given slots, and may have released them already (see
-      // Scheduler::push).
+      // UnitScheduler::push).
       --given;
       barrier_arrive(slots.full(s.base));
     } else {

@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
 #endif
     if (job == kScheduler) {
       meet_all<kScheduler>(threads);
-      Scheduler<kHeadDim, kDrafts> scheduler{p, s, lane};
+      UnitScheduler<kHeadDim, kDrafts> scheduler{p, s, lane};
       scheduler.given = s.control().given;
       scheduler.run();
     } else if (job < kFetcher) {

@@ -17,7 +17,8 @@ enum Drafts : int { kNoDrafts = 0, kChains = 1, kTrees = 2 };
 enum Narrow : int { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
 // Whether both halves of an SM work on a unit, each on rows of its own: on all tiles of a wide
 // item, or, of paired branches, on the common tiles. The other tiles of a paired branch belong to
-// one half, which runs them after or before the common ones.
+// one half, which runs them after or before the common ones. So `wide` is not 0 for paired branches
+// either, which are no wide units.
 enum Wide : int { kNotWide = 0, kAllTiles = 1, kCommonFirst = 2, kOwnFirst = 3 };
 
 // One item of the plan for one KV head, or, of items with more packed rows than a Q buffer has, a
@@ -157,7 +158,7 @@ static_assert(sizeof(Control) == 4096);
 // One warp's position in a ring of buffers. Warps that fill a buffer wait until it is empty and
 // then arrive at full(); warps that read it wait until it is full and then arrive at empty(). Every
 // warp must wait on every phase: mbarrier parity cannot tell phase n from phase n + 2. The
-// scheduler's first push alone does not wait (Scheduler::push). `control` is the address of the
+// scheduler's first push alone does not wait (UnitScheduler::push). `control` is the address of the
 // half's Control, kBarriers the offset of the ring's RingBarriers in it.
 template <uint32_t kBarriers, int kCapacity>
 struct Ring {
@@ -221,7 +222,7 @@ struct Shape {
   static constexpr bool kQInRegisters = kHeadDim <= 128;
 };
 
-// The least shared memory that a block runs with: one half, two stages and one Q buffer.
+// The least shared memory that a CTA runs with: one half, two stages and one Q buffer.
 template <int kHeadDim>
 inline constexpr int kMinSharedBytes =
     static_cast<int>(sizeof(Control)) + 3 * Shape<kHeadDim>::kTileBytes;

@@ -61,7 +61,7 @@ __device__ __forceinline__ int tiles_of(int tokens) {
 
 // kFirst: only finds the unit that it would push first, and keeps it in `found`.
 template <int kHeadDim, Drafts kDrafts, bool kFirst = false>
-struct Scheduler {
+struct UnitScheduler {
   const ForwardParams& p;
   const Shared<kHeadDim>& s;
   const int lane;
