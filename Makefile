@@ -80,7 +80,9 @@ build/wheel/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
 demo: install
 	@$(BIN)/sglang-pat demo
 
-test: lint
+# What lint needs is there before the extension is compiled.
+test:
+	@$(MAKE) --no-print-directory -j2 .venv/installed lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Each SGLang brings its own torch and kernels, so each has a venv of its own.
@@ -104,7 +106,7 @@ wheel: build/wheel/ready
 test-wheel: install
 	PAT_WHEELS="$(WHEEL_PYTHONS)" $(BIN)/pytest tests/test_wheel.py $(PYTEST_ARGS)
 
-lint: install
+lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES)

@@ -133,6 +133,7 @@ def test_everything_wrong_at_once_is_all_named(tmp_path: Path) -> None:
     run = _run(
         tmp_path,
         "--json",
+        fork=True,
         SGLANG_PLUGINS="other",
         SGLANG_PAT_POLICY="clever",
         SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND="python",

@@ -34,6 +34,7 @@ STARTED_S = 300.0  # until SGLang is imported
 READ_LATE = (
     *("SGLANG_PAT_", "PAT_", "TMPDIR", "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"),
     *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_MAMBA_CONV_DTYPE", "PYTEST_"),
+    *("SGLANG_PLUGINS", "SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
 )
 LOST = -1  # exit code of a fork of which nothing is known any more
 
