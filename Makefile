@@ -80,7 +80,7 @@ build/wheel/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
 demo: install
 	@$(BIN)/sglang-pat demo
 
-# What lint needs is there before the extension is compiled.
+# lint needs no extension, so it runs while that is compiled.
 test:
 	@$(MAKE) --no-print-directory -j2 .venv/installed lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

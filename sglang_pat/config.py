@@ -86,8 +86,7 @@ _FOLDERS = ("dump",)
 class PatConfig:
     """Options of one server.
 
-    ``check`` (``SGLANG_PAT_CHECK``): every step, compare the slots of requests that
-    share an item.
+    ``check`` (``SGLANG_PAT_CHECK``): every step, compare the slots of requests that share an item.
     ``preset`` (``SGLANG_PAT_PRESET``): the rules to start from, see ``PRESETS`` and ``rules``.
     ``policy`` (``SGLANG_PAT_POLICY``), ``split`` (``SGLANG_PAT_SPLIT``) and ``branching``
     (``SGLANG_PAT_BRANCHING``): see ``Target``; ``cost`` is ``never`` where branches do not pay or

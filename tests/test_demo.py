@@ -12,7 +12,6 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,7 +86,17 @@ def test_fp32_demo_chooses_the_same_tokens_and_packs(cache: Path) -> None:
     assert "\n".join(table) in done.stdout and "total time, s" in "".join(table)
 
 
-def _rehearse(keep: bool, cache: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+class NoServer:
+    """In place of a server that is not asked."""
+
+    def start(self) -> None: ...
+
+    def wait_until_ready(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def _rehearse(cache: Path, env: dict[str, str], *, keep: bool) -> subprocess.CompletedProcess[str]:
     """The GPU's way, small: two conversations a task, and a timed pass that asks for no
     log-probabilities. ``keep``: on servers that are warmed up, and write down what the stock
     answered. Otherwise take that instead of a stock server, so that a run costs one server."""
@@ -103,7 +112,7 @@ def _rehearse(keep: bool, cache: Path, env: dict[str, str]) -> subprocess.Comple
     def server(model: Path, backend: str | None, trial: Any) -> Any:
         if keep or backend == "pat":
             return make_server(model, backend, trial)
-        return SimpleNamespace(start=bool, wait_until_ready=bool, stop=bool)
+        return NoServer()
 
     command = ["demo", "--device", "cpu", "--dtype", "bfloat16", "--cache", str(cache)]
     out, err = io.StringIO(), io.StringIO()
@@ -121,7 +130,7 @@ def _rehearse(keep: bool, cache: Path, env: dict[str, str]) -> subprocess.Comple
 @pytest.fixture(scope="module")
 def rehearsed(cache: Path) -> tuple[subprocess.CompletedProcess[str], str]:
     """A rehearsal on two servers, and the log of pat's."""
-    done = _rehearse(True, cache, cpu_server())
+    done = _rehearse(cache, cpu_server(), keep=True)
     return done, (cache / "server-pat.log").read_text()
 
 
@@ -157,7 +166,7 @@ def test_a_dropped_pack_fails_the_bf16_demo(cache: Path) -> None:
     fault = cache / "fault"
     fault.write_text("drop_pack")
     env = cpu_server(plugins=True) | {"PAT_TEETH_FAULT": str(fault)}
-    done = _rehearse(False, cache, env)
+    done = _rehearse(cache, env, keep=False)
     assert done.returncode == 1, done.stdout + done.stderr
     fields = _last_line(done)
     assert fields["passed"] is False

@@ -15,7 +15,7 @@ namespace pat {
 struct Pack {
   int32_t start;    // token position
   int32_t end;      // scheduled end; a tail really ends at its sequence length
-  int32_t queries;  // members: the node's without those of what took its tokens over
+  int32_t queries;  // members, without those that took its tokens over; 0: it gets no item
   int32_t above;    // pack that holds the tokens before `start`, or kNoNode
   int32_t pieces;   // into which its tokens are cut
   int32_t chunk;    // tokens of each piece but the last

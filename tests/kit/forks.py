@@ -180,9 +180,15 @@ def start_server(server: Server) -> Forked:
 def run(
     program: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run`` of ``python -m`` with the arguments ``program``."""
+    """As ``subprocess.run`` of ``python -m`` with the arguments ``program``.
+
+    Raises subprocess.TimeoutExpired, and then kills what it has started."""
     with tempfile.TemporaryDirectory() as folder:
         log, errors = Path(folder, "output"), Path(folder, "errors")
         fork = _forker_for(env).start(program, env=env, cwd=cwd, log=log, errors=errors)
-        code = fork.wait(timeout)
+        try:
+            code = fork.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(fork.pid, signal.SIGKILL)
+            raise
         return subprocess.CompletedProcess(program, code, log.read_text(), errors.read_text())

@@ -17,8 +17,8 @@ enum Drafts : int { kNoDrafts = 0, kChains = 1, kTrees = 2 };
 enum Narrow : int { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
 // Whether both halves of an SM work on a unit, each on rows of its own: on all tiles of a wide
 // item, or, of paired branches, on the common tiles. The other tiles of a paired branch belong to
-// one half, which runs them after or before the common ones. So `wide` is not 0 for paired branches
-// either, which are no wide units.
+// one half, which runs them after or before the common ones. Paired branches are no wide units,
+// though their `wide` is not 0.
 enum Wide : int { kNotWide = 0, kAllTiles = 1, kCommonFirst = 2, kOwnFirst = 3 };
 
 // One item of the plan for one KV head, or, of items with more packed rows than a Q buffer has, a

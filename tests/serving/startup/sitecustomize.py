@@ -5,11 +5,11 @@ Each of a server's three processes imports some 9,000 modules, in which the cycl
 finds nothing to free. With fewer collections the imports take a sixth less time.
 
 Most servers are forks themselves (``kit/forks.py``) and do without what follows, which is for those
-that a program of ours starts. SGLang spawns its scheduler and its detokenizer, each of which then
-imports everything again. With ``PAT_TESTS_FORK`` set, one process imports it once and both are
-forks of that, before SGLang loads plugins in them. On two busy cores a server so starts in 19 s
-instead of 28 s. A scheduler that dies then signals to that process instead of the launcher, so
-tests of dying servers leave it out.
+whose environment must be there when SGLang is imported. SGLang spawns its scheduler and its
+detokenizer, each of which then imports everything again. With ``PAT_TESTS_FORK`` set, one process
+imports it once and both are forks of that, before SGLang loads plugins in them. On two busy cores a
+server so starts in 19 s instead of 28 s. A scheduler that dies then signals to that process instead
+of the launcher, so tests of dying servers leave it out.
 """
 
 import gc
