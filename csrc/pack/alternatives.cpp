@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
+#include <cstdint>
 #include <utility>
 
 #include "cost_model.h"
@@ -16,27 +16,28 @@
 namespace pat {
 namespace {
 
-// What the simulation weighs against the plan of the cost model. Branches of nodes and tails of at
-// most so many tokens; longer ones stay items of their own.
-constexpr int32_t kBranchLimit = 128;
+// What the simulation weighs against the plan of the cost model.
+// Branches of nodes and tails of at most so many tokens; longer ones stay items of their own.
+constexpr std::array<int32_t, 2> kBranchLimits = {128, INT32_MAX};
 // Groups of at most so many tokens.
-constexpr std::array<int32_t, 2> kGroupTokens = {1024, 2048};
-// Packs without branches in pieces of so many tokens.
-constexpr std::array<int32_t, 2> kPieceTokens = {512, 1024};
-// Packs of a long batch in equal parts, about one for every half of an SM; a tail that is shorter
-// than a part stays whole. They take less time than is simulated, by as much as kOverrated. Parts
-// of fewer tokens than kLongPiece are not weighed.
+constexpr std::array<int32_t, 3> kGroupTokens = {512, 1024, 2048};
+// Packs without branches in pieces of so many tokens: shorter ones of few queries only.
+constexpr std::array<int32_t, 5> kPieceTokens = {128, 256, 512, 1024, 2048};
 constexpr int32_t kLongPiece = 512;
+// The same in equal parts, about one for every SM, and one for every half of an SM. A tail that is
+// shorter than a part stays whole. Parts for halves take less time than is simulated, by
+// kOverrated, unless they are shorter than kLongPiece.
 constexpr double kOverrated = 1.03;
 // Another plan is taken if the one at hand is simulated to take more than so many times as long.
-// Chosen by timed plans of both GPUs (docs/experiments/simulation.md, series 26).
-constexpr double kSimulatedGain = 1.03;
-// Queries of a batch of which others are simulated, at least.
-constexpr int32_t kLeastSimulated = 8;
+// Chosen by timed plans of both GPUs (docs/experiments/simulation.md, series 27).
+constexpr double kSimulatedGain = 1.02;
+// If a batch shares nothing, other plans of it are simulated only with so few queries: with more,
+// nothing was gained.
+constexpr int32_t kFew = 7;
 
-// Tokens of a piece, in whole tiles, if every half of an SM gets an equal part of the batch.
-int32_t tokens_of_slot(const Target& target, int64_t unique_tokens) {
-  const double tokens = static_cast<double>(unique_tokens) * target.num_kv_heads / target.slots();
+// Tokens of a piece, in whole tiles, if the batch is cut into `parts` equal parts.
+int32_t tokens_of_part(const Target& target, int64_t unique_tokens, int32_t parts) {
+  const double tokens = static_cast<double>(unique_tokens) * target.num_kv_heads / parts;
   const int32_t tile = target.kv_tiles.back();
   return std::max(static_cast<int32_t>(std::ceil(tokens / tile)), 1) * tile;
 }
@@ -47,7 +48,7 @@ BranchCut Scheduler::fastest_cut(const PackTree& tree, const int64_t* seq_lens,
                                  int32_t num_queries) {
   split_ = split_packs(target_, packs_, true);
   double least = target_.branching == Branching::kAlways
-                     ? std::numeric_limits<double>::infinity()
+                     ? Simulation::kNever
                      : plan_seconds(target_, packs_, {}, unique_tokens_);
   BranchCut best;
   for (const int32_t rows : target_.branch_rows) {
@@ -97,77 +98,75 @@ bool Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
 // the plan at hand, which separate() made if it is `separated`. Returns Plan::simulated_factor.
 double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_lens,
                                        int32_t num_queries, bool separated) {
-  if (!simulates_ || tree.nodes.empty() || num_queries < kLeastSimulated) return 1.0;
-  // What pairs save is not known well enough: other plans that were simulated to be faster took
-  // 0.90 to 1.08 of the time of eight plans with pairs, and two plans that got pairs 1.18 and 1.21.
-  const auto has_pairs = [&] {
-    const auto paired = [](const Branch& branch) { return branch.peer != kNoNode; };
-    return std::ranges::any_of(brancher_.branches(), paired);
-  };
-  if (has_pairs()) return 1.0;
-  // Nor is what joint plans save: packs instead of one took 1.28 of its time, where 0.83 was
-  // simulated.
-  const bool joint =
-      tiles_->runs_jointly(assigned_.num_items, static_cast<int64_t>(branches_.items));
-  const bool has_packs = !separated && brancher_.branches().empty();
-  constexpr double kNever = std::numeric_limits<double>::infinity();
-  const auto simulated = [&](double limit) {
-    return simulation_.seconds(*tiles_, packs_, brancher_, assigned_, unique_tokens_, limit);
-  };
+  const bool shares = !tree.nodes.empty();
+  if (!simulates_ || (!shares && num_queries > kFew)) return 1.0;
   const auto modelled = [&] { return plan_seconds(*tiles_, packs_, branches_, unique_tokens_); };
-  const double before = simulated(kNever), modelled_before = modelled();
-  double least = before / kSimulatedGain;  // another plan is taken below this
-  double simulated_s = before;             // of the plan at hand
-  // `over`: by how much the simulation overrates the plan's time.
-  const auto weigh = [&](auto make, double over = 1.0) {
+  const double before = simulated(Simulation::kNever), modelled_before = modelled();
+  least_ = before / kSimulatedGain;
+  const bool has_packs = !separated && brancher_.branches().empty();
+  if (shares) weigh_branches(tree, seq_lens, num_queries);
+  if (!has_packs) weigh([&] { return make_packs(tree, 0, seq_lens, num_queries); });
+  const auto weigh_pieces = [&](int32_t tokens, double over = 1.0) {
+    weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); }, over);
+  };
+  for (const int32_t tokens : kPieceTokens) {
+    if (tokens >= kLongPiece || num_queries <= kFew) weigh_pieces(tokens);
+  }
+  weigh_pieces(tokens_of_part(target_, unique_tokens_, target_.num_sms));
+  const int32_t tokens = tokens_of_part(target_, unique_tokens_, 2 * target_.num_sms);
+  weigh_pieces(tokens, tokens < kLongPiece ? 1.0 : kOverrated);
+  const bool other = least_ < before / kSimulatedGain;
+  return other ? least_ / before * modelled_before / modelled() : 1.0;
+}
+
+// Of the plan at hand; infinity if they are more than `limit`.
+double Scheduler::simulated(double limit) {
+  return simulation_.seconds(*tiles_, packs_, brancher_, assigned_, unique_tokens_, limit);
+}
+
+// Takes the plan that `make` makes, if it does and that plan is simulated to take less than
+// `least_`. `over`: by how much the simulation overrates its time.
+template <typename Make>
+void Scheduler::weigh(const Make& make, double over) {
+  swap_plans();
+  const double seconds = make() ? simulated(over * least_) / over : Simulation::kNever;
+  if (seconds < least_) {
+    least_ = seconds;
+  } else {
     swap_plans();
-    const bool made = make();
-    const double seconds = made ? simulated(over * least) : kNever;
-    if (seconds < over * least) {
-      least = seconds / over;
-      simulated_s = seconds;
-    } else {
-      swap_plans();
-    }
-  };
+  }
+}
+
+void Scheduler::weigh_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   const auto weigh_cut = [&](const PackTree& of, const BranchCut& cut) {
-    weigh([&] { return make_branches(of, cut, seq_lens, num_queries, least) && !has_pairs(); });
+    weigh([&] { return make_branches(of, cut, seq_lens, num_queries); });
   };
-  if (longest_ > kBranchLimit) {
+  bool whole = false;  // whether a limit was tried that keeps no item out
+  for (const int32_t limit : kBranchLimits) {
+    if (whole) break;
+    whole = limit >= longest_;
     for (const int32_t rows : target_.branch_rows) {
-      weigh_cut(tree, {kBranchLimit, rows / target_.group()});
+      weigh_cut(tree, {limit, rows / target_.group()});
     }
   }
   put_below_root(tree, num_queries, rooted_);
   for (const int32_t tokens : kGroupTokens) weigh_cut(rooted_, cut_of_groups(target_, tokens));
-  if (!joint) {
-    const auto weigh_packs = [&](int32_t tokens, double over = 1.0) {
-      weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); }, over);
-    };
-    if (!has_packs) weigh_packs(0);
-    for (const int32_t tokens : kPieceTokens) weigh_packs(tokens);
-    const int32_t tokens = tokens_of_slot(target_, unique_tokens_);
-    if (tokens >= kLongPiece) weigh_packs(tokens, kOverrated);
-  }
-  return simulated_s / before * modelled_before / modelled();
 }
 
 // Returns whether branches of a cut, with packs of the rest, fit the buffers and may take less than
-// `limit` seconds. Not beside wide items: branches wait for an SM there, which the simulation does
-// not see (measured: 1.14 of the time where it saw a gain).
+// `least_` seconds.
 bool Scheduler::make_branches(const PackTree& tree, const BranchCut& cut, const int64_t* seq_lens,
-                              int32_t num_queries, double limit) {
+                              int32_t num_queries) {
   if (cut.queries == 0) return false;  // the packed rows of one query do not fit a branch
   brancher_.read(tree, seq_lens, num_queries);
   branches_ = brancher_.cut(target_, cut, packs_);
-  if (branches_.items == 0.0 || Simulation::least_seconds(target_, branches_.tokens) > limit ||
+  if (branches_.items == 0.0 || Simulation::least_seconds(target_, branches_.tokens) > least_ ||
       !brancher_.build(target_)) {
     return false;
   }
   tiles_ = &target_;
   split_packs(*tiles_, packs_, true, branches_);
-  if (wide_units() > 0) {
-    if (wide_items_fill()) return false;
+  if (!wide_items_fill()) {
     tiles_ = &without_wide_;
     split_packs(*tiles_, packs_, true, branches_);
   }

@@ -42,8 +42,12 @@ class Scheduler {
   bool separate(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   double choose_by_simulation(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
                               bool separated);
+  double simulated(double limit);
+  template <typename Make>
+  void weigh(const Make& make, double over = 1.0);
+  void weigh_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
   bool make_branches(const PackTree& tree, const BranchCut& cut, const int64_t* seq_lens,
-                     int32_t num_queries, double limit);
+                     int32_t num_queries);
   bool make_packs(const PackTree& tree, int32_t tokens, const int64_t* seq_lens,
                   int32_t num_queries);
   void swap_plans();
@@ -73,6 +77,7 @@ class Scheduler {
     const Target* tiles = nullptr;
   };
   Other other_;
+  double least_ = 0.0;  // simulated seconds below which another plan is taken
   const bool simulates_;
   Simulation simulation_;
   Emitter emitter_;

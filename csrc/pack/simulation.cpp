@@ -2,67 +2,64 @@
 #include "simulation.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <limits>
 
 #include "../count_of.h"
 #include "cost_model.h"
 
 namespace pat {
-
-// Microseconds of an item before its first KV tile and for each, where memory does not hold it up.
-struct Simulation::Kind {
-  enum Rank { kWide, kHeavy, kLight } rank;  // in the order in which they run
-  double start_us, tile_us;
-  size_t index;  // in `all`
-
-  static const Kind narrow, single, light, heavy, branch, paired, wide;
-  static const std::array<const Kind*, 7> all;
-};
-constexpr Simulation::Kind Simulation::Kind::narrow{kLight, 0.19, 0.19, 0};
-constexpr Simulation::Kind Simulation::Kind::single{kLight, 0.75, 0.61, 1};  // of one query
-constexpr Simulation::Kind Simulation::Kind::light{kLight, 1.02, 0.45, 2};
-constexpr Simulation::Kind Simulation::Kind::heavy{kHeavy, 1.39, 0.71, 3};
-constexpr Simulation::Kind Simulation::Kind::branch{kHeavy, 0.95, 0.62, 4};
-constexpr Simulation::Kind Simulation::Kind::paired{kHeavy, 0.68, 0.55, 5};  // of two branches
-constexpr Simulation::Kind Simulation::Kind::wide{kWide, 1.13, 0.69, 6};
-constexpr std::array<const Simulation::Kind*, 7> Simulation::Kind::all = {
-    &narrow, &single, &light, &heavy, &branch, &paired, &wide};
-
 namespace {
 
-// Fitted to the plans of 938 batches on an H200 and 457 on an H100, head dim 128 and bf16, that
-// take no more than 1.35 of the default's time (docs/experiments/simulation.md, series 26): within
-// a batch the times of plans are 3.7 and 3.1 % off, rms. They are times of an SM, so that GPUs with
-// the same SMs have them as well, whatever their memory is. The fit compares plans of one batch, so
-// that kLaunchUs has what they share.
-constexpr double kLaunchUs = 9.3;
-constexpr double kMergeUs = 0.15;  // of a merge that has anything to do
-constexpr double kRoundUs = 0.54;  // of each of its rounds: see merge_rounds()
-// Bytes a second: of partials, written and read, and of tokens that were read before, which come
-// from the L2.
-constexpr double kPartialRate = 4.5e12;
-constexpr double kRereadRate = 21.5e12;
-// What a branch takes longer: before its first tile for each segment, and for each masked tile, as
-// a part of that tile's time.
-constexpr double kSegmentUs = 0.15;
-constexpr double kOfMasked = 0.16;
-// The halves of an SM share its matrix units: beside another heavy item, a tile takes so much more.
-constexpr double kBesideHeavy = 0.43;
-// Both halves work on an item of a joint plan, which takes little less of the simulated time, as
-// it is memory that such plans wait for.
-constexpr double kJoint = 0.81;
-// Items that end within this time end together: a simulation takes fewer steps.
-constexpr double kStepUs = 0.25;
-
-// Packed rows of a query, of the plans that it was fitted to at least. With 1 it promised 0.87 to
-// 0.90 for five of the paper's trees, which took 1.00 to 1.07 of the time (an H200, f93d3f9).
-constexpr int32_t kLeastGroup = 4;
-
+constexpr int32_t kNoItem = -1;
 constexpr int32_t kTileTokens = 64;
 
-constexpr double kNever = std::numeric_limits<double>::infinity();
+// Fitted to the times of 18,200 plans of 875 batches on two H200s and an H100, head dim 128 and
+// bf16, that take no more than 1.4 of the best one's time (docs/experiments/simulation.md, series
+// 27): within a batch the times of plans are 2.6 % off, rms. They are times of an SM, so that GPUs
+// with the same SMs have them as well, whatever their memory is.
+
+// Microseconds of an item before its first KV tile and for each tile, where memory does not hold it
+// up. By Simulation::Kind.
+struct Cost {
+  double start_us, tile_us;
+};
+constexpr std::array<Cost, 8> kCosts = {{{1.109, 0.442},
+                                         {0.490, 0.630},
+                                         {0.954, 0.594},
+                                         {0.721, 0.756},
+                                         {0.968, 0.763},
+                                         {1.077, 0.808},
+                                         {1.442, 0.743},
+                                         {1.318, 0.527}}};
+// By Simulation::Kind: wide items and those of joint plans run first, then pairs, heavy items and
+// light ones, each the longest first.
+constexpr std::array<uint32_t, 8> kRanks = {3, 3, 3, 2, 2, 1, 0, 0};
+constexpr uint32_t kLongest = 1U << 30;  // tokens
+// The fit compares plans of one batch, so that kLaunchUs has what they share.
+constexpr double kLaunchUs = 10.2;
+constexpr double kRoundUs = 0.496;   // of each round of the merge: see merge_rounds()
+constexpr double kSplitUs = 0.0131;  // of each split of the query that has the most
+// Bytes a second: of partials, written and read, and of tokens that were read before, which come
+// from the L2.
+constexpr double kPartialRate = 4.51e12;
+constexpr double kRereadRate = 62.3e12;
+// What a branch takes longer: before its first tile for each segment, and for each masked tile, as
+// a part of that tile's time.
+constexpr double kSegmentUs = 0.067;
+constexpr double kOfMasked = 0.0526;
+// A tile takes so much longer, as a part of its time, while the other half of the SM reads.
+constexpr double kBeside = 0.356;
+// An item that follows another takes so many times as long before its first tile: a light one less,
+// as its half has asked for its tokens already.
+constexpr double kLightLater = 0.575;
+constexpr double kHeavyLater = 1.18;
+// Steps of a simulation, about: with more the plans above are hardly less off.
+constexpr double kSteps = 24.0;
+
+// Packed rows of a query, of the plans that it was fitted to at least. With 1 an earlier simulation
+// promised 0.87 to 0.90 for five of the paper's trees, which took 1.00 to 1.07 of the time (an
+// H200, f93d3f9).
+constexpr int32_t kLeastGroup = 4;
 
 double tiles_of(int64_t tokens) {
   return static_cast<double>(std::max<int64_t>((tokens + kTileTokens - 1) / kTileTokens, 1));
@@ -77,7 +74,7 @@ double merge_us_of(const Target& target, const Assignment& assigned) {
   const double bytes = static_cast<double>(assigned.num_partials) * target.num_kv_heads *
                        target.partial_cost_bytes();
   const int32_t rounds = merge_rounds(target, count_of(assigned.splits), most_splits);
-  return kMergeUs + kRoundUs * rounds + 1e6 * bytes / kPartialRate;
+  return kRoundUs * rounds + kSplitUs * most_splits + 1e6 * bytes / kPartialRate;
 }
 
 }  // namespace
@@ -87,21 +84,27 @@ bool Simulation::knows(const Target& target) {
          target.draft_tokens == 1 && target.group() >= kLeastGroup;
 }
 
+void Simulation::add(Kind kind, int32_t tokens, double further_start_us, double further_tiles) {
+  const uint32_t order =
+      kRanks[kind] * kLongest + (kLongest - 1 - std::min<uint32_t>(tokens, kLongest - 1));
+  items_.push_back(
+      {kind, order, kCosts[kind].start_us + further_start_us, tiles_of(tokens) + further_tiles});
+  read_tokens_ += tokens;
+}
+
 void Simulation::add_pack(const Target& target, const Pack& pack) {
-  const auto kind_of = [&](int32_t queries) {
+  const auto kind_of = [&](int32_t queries, int32_t tokens) {
     const int32_t row_tile = target.row_tile_for(queries);
-    if (row_tile > kWideRows) return &Kind::wide;
-    if (row_tile > kHeavyRows) return &Kind::heavy;
-    return queries > 1 ? &Kind::light : &Kind::single;
+    if (is_narrow(target, queries, tokens)) return kNarrow;
+    if (row_tile > kWideRows) return kWide;
+    if (row_tile > kHeavyRows) return kHeavy;
+    return queries > 1 ? kLight : kSingle;
   };
   const int32_t most = target.max_tile_queries();
   for (int32_t left = pack.queries; left > 0; left -= most) {
-    const int32_t queries = std::min(left, most);
     for (int32_t piece = 0; piece < pack.pieces; ++piece) {
       const int32_t tokens = std::min(pack.chunk, pack.tokens() - piece * pack.chunk);
-      const Kind* kind = is_narrow(target, queries, tokens) ? &Kind::narrow : kind_of(queries);
-      items_.push_back({kind, kind->start_us, tiles_of(tokens)});
-      read_tokens_ += tokens;
+      add(kind_of(std::min(left, most), tokens), tokens, 0.0, 0.0);
     }
   }
 }
@@ -111,149 +114,256 @@ void Simulation::list_items(const Target& target, const Packs& packs, const Bran
   read_tokens_ = 0;
   for (const Branch& branch : brancher.branches()) {
     if (branch.num_queries == 0) continue;
-    const double tiles = tiles_of(branch.tokens);
-    const double masked = std::max(tiles - branch.unmasked / kTileTokens, 0.0);
-    const Kind& kind = branch.peer == kNoNode ? Kind::branch : Kind::paired;
-    items_.push_back(
-        {&kind, kind.start_us + kSegmentUs * branch.num_segments, tiles + kOfMasked * masked});
-    read_tokens_ += branch.tokens;
+    const double masked = std::max(tiles_of(branch.tokens) - branch.unmasked / kTileTokens, 0.0);
+    add(branch.peer == kNoNode ? kBranch : kPaired, branch.tokens, kSegmentUs * branch.num_segments,
+        kOfMasked * masked);
   }
   for (const Pack& pack : packs.packs) add_pack(target, pack);
-  std::sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
-    return a.kind->rank != b.kind->rank ? a.kind->rank < b.kind->rank : a.tiles > b.tiles;
-  });
+  const auto is_heavy = [](const Item& item) {
+    return item.kind == kHeavy || item.kind == kBranch;
+  };
+  joint_ = target.runs_jointly(count_of(items_), std::ranges::count_if(items_, is_heavy));
+  if (!joint_) return;
+  for (Item& item : items_) {
+    item.start_us += kCosts[kJoint].start_us - kCosts[item.kind].start_us;
+    item.kind = kJoint;
+    item.order %= kLongest;
+  }
 }
 
-// Gives items to free slots.
-void Simulation::begin(double share) {
-  const auto start = [&](size_t item, bool light) {
-    const Item& next = items_[item];
-    running_.push_back({next.kind, next.start_us, share * next.tiles, light});
+// Puts the items into the order in which they run, and says which halves run them.
+void Simulation::number_units() {
+  std::ranges::sort(items_, {}, &Item::order);
+  const auto units_below = [&](uint32_t rank) {
+    const auto at = std::ranges::lower_bound(items_, rank * kLongest, {}, &Item::order);
+    return static_cast<int32_t>(at - items_.begin()) * num_kv_heads_;
   };
-  for (; next_wide_ < end_wide_ && free_heavy_ > 0 && free_light_ > 0; --free_heavy_) {
-    start(next_wide_++, false);
-    --free_light_;
-  }
-  if (next_wide_ < end_wide_) return;
-  const auto fill = [&](int32_t& free, bool light) {
-    while (free > 0) {
-      const bool any_light = next_light_ < items_.size(), any_heavy = next_heavy_ < end_heavy_;
-      if (!any_light && !any_heavy) return;
-      start(light ? (any_light ? next_light_++ : next_heavy_++)
-                  : (any_heavy ? next_heavy_++ : next_light_++),
-            light);
-      --free;
-    }
-  };
-  fill(free_heavy_, false);
-  fill(free_light_, true);
+  wide_ = units_below(1);
+  const int32_t heavy = units_below(2), light = units_below(3);
+  both_ = wide_ + (heavy - wide_) / 2;
+  const int32_t end = count_of(items_) * num_kv_heads_;
+  // Halves that find no unit in their list begin with the other one.
+  const int32_t of_heavy = num_sms_ + std::max(num_sms_ - (end - light), 0);
+  const int32_t of_light = num_sms_ + std::max(num_sms_ - (light - heavy), 0);
+  lists_ = {{{heavy, light, heavy + of_heavy}, {light, end, light + of_light}}};
 }
 
-// Goes on until the next item ends or begins with its tiles. `tile_us`: of a tile of each KV head
-// if nothing else is read. Returns the microseconds that takes.
-double Simulation::step(double tile_us) {
-  struct OfKind {
-    int32_t items = 0;                 // past their start
-    double least_tiles = kNever;       // of the one that is nearest to its end
-    double tile_us = 0.0, done = 0.0;  // a tile's time at present, tiles in this step
-  };
-  std::array<OfKind, Kind::all.size()> kinds;
-  int32_t reading = 0, heavy = 0;
-  double took = kNever;
-  for (const Running& each : running_) {
-    if (each.start_us > 0.0) {
-      took = std::min(took, each.start_us);
+// The item of the lists that a half runs first, or kNoItem. SMs take the first units of a list in
+// turn, from the one that comes after the last one with a unit before.
+int32_t Simulation::first_item(int32_t sm, int32_t half) const {
+  const List& own = lists_[half];
+  const List& other = lists_[1 - half];
+  const int32_t before = own.first - (both_ - wide_);  // two units of a pair have one SM
+  const int32_t turn = (sm + num_sms_ - before % num_sms_) % num_sms_;
+  if (own.first + turn < own.end) return (own.first + turn) / num_kv_heads_;
+  const int32_t unit = other.first + num_sms_ + turn - (own.end - own.first);
+  return unit < other.end ? unit / num_kv_heads_ : kNoItem;
+}
+
+// Of a pair, its first item.
+int32_t Simulation::item_of_both(int32_t unit) const {
+  if (unit < wide_) return unit / num_kv_heads_;
+  return wide_ / num_kv_heads_ + 2 * ((unit - wide_) / num_kv_heads_);
+}
+
+bool Simulation::run_alike(int32_t item, int32_t other) const {
+  if (item == kNoItem || other == kNoItem) return item == other;
+  return items_[item].takes_as_long_as(items_[other]);
+}
+
+// Whether an SM that has been given nothing yet will take as long as some others.
+bool Simulation::run_alike(const Sms& sms, int32_t sm, const std::array<int32_t, 2>& next) const {
+  if (!run_alike(sms.next[0], next[0]) || !run_alike(sms.next[1], next[1])) return false;
+  for (int32_t a = sms.next_of_both, b = sm; a < both_ || b < both_; a += num_sms_, b += num_sms_) {
+    if (a >= both_ || b >= both_ || (a < wide_) != (b < wide_)) return false;
+    const int32_t item = item_of_both(a), other = item_of_both(b);
+    if (!run_alike(item, other) || (a >= wide_ && !run_alike(item + 1, other + 1))) return false;
+  }
+  return true;
+}
+
+void Simulation::group_sms() {
+  sms_.clear();
+  for (int32_t sm = 0; sm < num_sms_; ++sm) {
+    const std::array<int32_t, 2> next = {first_item(sm, 0), first_item(sm, 1)};
+    if (!sms_.empty() && run_alike(sms_.back(), sm, next)) {
+      ++sms_.back().count;
+    } else {
+      sms_.push_back({1, sm, next, {}});
+    }
+  }
+}
+
+void Simulation::begin(Half& half, int32_t item, bool later) const {
+  const Item& of = items_[item];
+  const double start_factor = !later ? 1.0 : of.kind < kHeavy ? kLightLater : kHeavyLater;
+  half.doing = Doing::kItem;
+  half.kind = of.kind;
+  half.start_us = start_factor * of.start_us;
+  half.tiles = of.tiles;
+}
+
+// Gives work to halves of some SMs that do nothing. If a list has less than these SMs could take,
+// the others of them become SMs of their own behind all others.
+void Simulation::give(size_t index, bool later) {
+  {
+    Sms& sms = sms_[index];
+    auto& [first, second] = sms.halves;
+    if (sms.next_of_both < both_) {
+      if (first.doing != Doing::kNothing || second.doing != Doing::kNothing) return;
+      const int32_t item = item_of_both(sms.next_of_both);
+      first.left_us = second.left_us = std::min(first.left_us, second.left_us);
+      begin(first, item, later);
+      if (sms.next_of_both < wide_) {
+        second.doing = Doing::kHelping;
+      } else {
+        begin(second, item + 1, later);
+      }
+      sms.next_of_both += num_sms_;
+      return;
+    }
+  }
+  for (int32_t half = 0; half < 2; ++half) {
+    Sms& sms = sms_[index];
+    if (sms.halves[half].doing != Doing::kNothing) continue;
+    if (sms.next[half] != kNoItem) {
+      begin(sms.halves[half], sms.next[half], later);
+      sms.next[half] = kNoItem;
       continue;
     }
-    OfKind& kind = kinds[each.kind->index];
-    ++kind.items;
-    kind.least_tiles = std::min(kind.least_tiles, each.tiles);
-    ++reading;
-    heavy += each.kind->rank == Kind::kHeavy;
-  }
-  const double memory_us = tile_us * std::max(reading, 1);
-  // Share of the SMs of which both halves run heavy items.
-  const double both = std::clamp((heavy - sms_) / sms_, 0.0, 1.0);
-  const double beside = 1.0 + kBesideHeavy * both;
-  for (const Kind* kind : Kind::all) {
-    OfKind& of = kinds[kind->index];
-    if (of.items == 0) continue;
-    const double factor = kind->rank == Kind::kHeavy ? beside : 1.0;
-    of.tile_us = smooth_max(factor * kind->tile_us, memory_us);
-    took = std::min(took, of.least_tiles * of.tile_us);
-  }
-  took = std::max(took, kStepUs);
-  for (OfKind& of : kinds) {
-    if (of.items == 0) continue;
-    of.done = took / of.tile_us;
-    left_tiles_ -= of.items * of.done;
-  }
-  for (size_t i = 0; i < running_.size();) {
-    Running& each = running_[i];
-    if (each.start_us > 0.0) {
-      each.start_us -= took;
-      ++i;
+    List& list = lists_[lists_[half].next < lists_[half].end ? half : 1 - half];
+    if (list.next >= list.end) {
+      sms.halves[half].doing = Doing::kEnded;
       continue;
     }
-    each.tiles -= kinds[each.kind->index].done;
-    if (each.tiles > 1e-6) {
-      ++i;
+    const int32_t item = list.next / num_kv_heads_;
+    const int32_t left = std::min(list.end, (item + 1) * num_kv_heads_) - list.next;
+    const int32_t count = std::min(left, sms.count);
+    list.next += count;
+    Sms others = sms;
+    others.count -= count;
+    sms.count = count;
+    begin(sms.halves[half], item, true);
+    if (others.count > 0) sms_.push_back(others);
+  }
+}
+
+// Says how long a tile takes in a step: a half that reads shares the memory with all others that
+// do. `tile_us`: of a tile if nothing else is read. Returns how many halves have an item.
+double Simulation::begin_step(double step_us, double tile_us) {
+  double busy = 0.0, reading = 0.0;
+  for (Sms& sms : sms_) {
+    for (Half& half : sms.halves) {
+      half.left_us = step_us;
+      half.reads = half.doing == Doing::kItem && half.start_us < 0.5 * step_us;
+      if (half.doing != Doing::kItem) continue;
+      busy += sms.count;
+      reading += sms.count * std::max(1.0 - half.start_us / step_us, 0.0);
+    }
+  }
+  const double memory_us = tile_us * std::max(reading, 1.0);
+  for (size_t kind = 0; kind < kNumKinds; ++kind) {
+    const double alone_us = kCosts[kind].tile_us;
+    const double beside = kind == kPaired ? 0.0 : kBeside;  // its costs are of two halves that read
+    tile_us_[kind] = {smooth_max(alone_us, memory_us),
+                      smooth_max((1.0 + beside) * alone_us, memory_us)};
+  }
+  return busy;
+}
+
+// Goes on until the step or an item ends. Returns whether an item did: left_us then has what is
+// left of the step.
+bool Simulation::advance(Sms& sms) {
+  bool ended = false;
+  for (int32_t i = 0; i < 2; ++i) {
+    Half& half = sms.halves[i];
+    Half& other = sms.halves[1 - i];
+    if (half.doing != Doing::kItem || half.left_us <= 0.0) continue;
+    const double start_us = std::min(half.start_us, half.left_us);
+    half.start_us -= start_us;
+    half.left_us -= start_us;
+    const double tile_us = tile_us_[half.kind][other.reads];
+    const double tiles = std::min(half.tiles, half.left_us / tile_us);
+    left_tiles_ -= sms.count * tiles;
+    half.tiles -= tiles;
+    half.left_us -= tiles * tile_us;
+    if (half.tiles > 0.0) {
+      half.left_us = 0.0;
       continue;
     }
-    const bool wide = each.kind->rank == Kind::kWide;
-    free_light_ += wide || each.light;
-    free_heavy_ += wide || !each.light;
-    each = running_.back();
-    running_.pop_back();
+    ended = true;
+    half.doing = Doing::kNothing;
+    if (other.doing == Doing::kHelping) {
+      other.doing = Doing::kNothing;
+      other.left_us = half.left_us;
+    }
   }
-  return took;
+  return ended;
+}
+
+// Microseconds that the items take at least: all SMs together, the memory, and the longest.
+double Simulation::least_us(double tile_us) const {
+  double halves_us = 0.0, tiles = 0.0, longest_us = 0.0;
+  for (const Item& item : items_) {
+    const double us = item.start_us + item.tiles * kCosts[item.kind].tile_us;
+    halves_us += item.kind == kWide || item.kind == kJoint ? 2.0 * us : us;
+    longest_us = std::max(longest_us, us);
+    tiles += item.tiles;
+  }
+  return std::max(
+      {0.5 * halves_us * num_kv_heads_ / num_sms_, tiles * num_kv_heads_ * tile_us, longest_us});
+}
+
+// Returns the microseconds until all work units have ended, or infinity if these are more than
+// `limit_us`.
+double Simulation::run(double tile_us, double step_us, double limit_us) {
+  number_units();
+  group_sms();
+  left_tiles_ = 0.0;
+  for (const Item& item : items_) left_tiles_ += item.tiles * num_kv_heads_;
+  for (size_t i = 0; i < sms_.size(); ++i) give(i, false);
+  double ended_us = 0.0;
+  for (double now_us = 0.0; begin_step(step_us, tile_us) > 0.0; now_us += step_us) {
+    const size_t as_before = sms_.size();
+    for (size_t i = 0; i < sms_.size(); ++i) {
+      if (i >= as_before) give(i, true);
+      while (advance(sms_[i])) {
+        for (const Half& half : sms_[i].halves) {
+          if (half.doing == Doing::kNothing) {
+            ended_us = std::max(ended_us, now_us + step_us - half.left_us);
+          }
+        }
+        give(i, true);
+      }
+    }
+    // All tiles that are left need their bytes, one after the other.
+    if (now_us + left_tiles_ * tile_us > limit_us) return kNever;
+  }
+  return ended_us > limit_us ? kNever : ended_us;
 }
 
 double Simulation::least_seconds(const Target& target, int64_t branch_tokens) {
   const double tiles = static_cast<double>(branch_tokens) / kTileTokens * target.num_kv_heads;
-  return 1e-6 * (kLaunchUs + tiles * Kind::branch.tile_us / target.slots());
+  const double us = std::min(kCosts[kBranch].tile_us, 2.0 * kCosts[kJoint].tile_us);
+  return 1e-6 * (kLaunchUs + tiles * us / target.slots());
 }
 
 double Simulation::seconds(const Target& target, const Packs& packs, const Brancher& brancher,
                            const Assignment& assigned, int64_t unique_tokens, double limit) {
+  num_sms_ = target.num_sms;
+  num_kv_heads_ = target.num_kv_heads;
   list_items(target, packs, brancher);
-  const auto first_of = [&](Kind::Rank rank) {
-    const auto before = [](const Item& item, Kind::Rank r) { return item.kind->rank < r; };
-    return std::lower_bound(items_.begin(), items_.end(), rank, before) - items_.begin();
-  };
-  next_wide_ = 0;
-  end_wide_ = next_heavy_ = first_of(Kind::kHeavy);
-  end_heavy_ = next_light_ = first_of(Kind::kLight);
-  const int32_t num_items = count_of(items_);
-  const bool joint = target.runs_jointly(num_items, static_cast<int64_t>(end_heavy_ - end_wide_));
-  sms_ = static_cast<double>(target.num_sms) / target.num_kv_heads;
-  const auto halves = static_cast<int32_t>(std::lround(target.slots() / target.num_kv_heads));
-  free_heavy_ = std::max(1, halves / 2);
-  free_light_ = std::max(1, halves - free_heavy_);
-
+  number_units();
   const auto unique = static_cast<double>(unique_tokens);
   const double reread = std::max(static_cast<double>(read_tokens_) - unique, 0.0);
   const double byte_us =
       1e6 * (unique / target.bytes_per_s + reread / kRereadRate) / std::max(unique + reread, 1.0);
-  const double tile_us = kTileTokens * target.token_bytes() * target.num_kv_heads * byte_us;
-  const double share = joint ? kJoint : 1.0;
-  double busy_us = 0.0;  // of all slots, if memory holds nothing up
-  left_tiles_ = 0.0;
-  for (const Item& item : items_) {
-    left_tiles_ += share * item.tiles;
-    busy_us += item.start_us + share * item.tiles * item.kind->tile_us;
-  }
-  const double merge_us = merge_us_of(target, assigned);
-  const double limit_us = 1e6 * limit - merge_us;
-  double us = kLaunchUs;
-  if (us + busy_us / (free_heavy_ + free_light_) > limit_us) return kNever;
-  running_.clear();
-  for (begin(share); !running_.empty(); begin(share)) {
-    us += step(tile_us);
-    // All tiles that are left need their bytes, one after the other.
-    if (us + left_tiles_ * tile_us > limit_us) return kNever;
-  }
-  return 1e-6 * (us + merge_us);
+  const double tile_us = kTileTokens * target.token_bytes() * byte_us;
+  const double fixed_us = kLaunchUs + merge_us_of(target, assigned);
+  const double limit_us = 1e6 * limit - fixed_us;
+  const double least = least_us(tile_us);
+  if (least > limit_us) return kNever;
+  return 1e-6 * (fixed_us + run(tile_us, least * (1.0 + kBeside) / kSteps, limit_us));
 }
 
 }  // namespace pat

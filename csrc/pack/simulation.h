@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Simulates when the halves of a Hopper's SMs run the items of a plan, to tell which of two plans
-// is faster. The cost model counts bytes and the longest item; what it cannot see is how items of
-// many lengths follow one another on the halves, and how fast each reads while others do.
+// Simulates when the halves of a Hopper's SMs run the work units of a plan, to tell which of two
+// plans is faster. The cost model counts bytes and the longest item; what it cannot see is how
+// items of many lengths follow one another on the halves, and how fast each reads while others do.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "branch.h"
@@ -17,6 +20,8 @@ namespace pat {
 // Keeps its working memory between calls.
 class Simulation {
  public:
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
+
   // Whether plans for the target are like those that the simulation was fitted to.
   static bool knows(const Target& target);
   // Seconds until the merge of a plan is done, the launch included, or infinity if these are more
@@ -28,34 +33,71 @@ class Simulation {
   static double least_seconds(const Target& target, int64_t branch_tokens);
 
  private:
-  struct Kind;  // of items, see simulation.cpp
+  // Of items, as the kernels run them. kJoint: any item of a joint plan.
+  enum Kind { kNarrow, kSingle, kLight, kHeavy, kBranch, kPaired, kWide, kJoint, kNumKinds };
   struct Item {
-    const Kind* kind;
-    double start_us;  // before the first tile
-    double tiles;     // KV tiles, masked ones as more
+    Kind kind;
+    uint32_t order;   // in which the items run, the smallest first
+    double start_us;  // before its first KV tile
+    double tiles;     // masked ones as more
+
+    bool takes_as_long_as(const Item& other) const {
+      return kind == other.kind && start_us == other.start_us && tiles == other.tiles;
+    }
   };
-  struct Running {
-    const Kind* kind;
-    double start_us;  // left of what comes before the first tile
-    double tiles;     // left
-    bool light;       // which of the two slots it has; a wide item has both
+  // kHelping: with the item of the other half.
+  enum class Doing { kNothing, kItem, kHelping, kEnded };
+  struct Half {
+    Doing doing = Doing::kNothing;
+    Kind kind = kNarrow;
+    double start_us = 0.0;  // left of what comes before the first tile
+    double tiles = 0.0;     // left
+    double left_us = 0.0;   // of the step
+    bool reads = false;     // in this step
+  };
+  // SMs that do the same.
+  struct Sms {
+    int32_t count;
+    int32_t next_of_both;         // work unit that both halves run next, if below both_
+    std::array<int32_t, 2> next;  // item that each half runs then, or kNoItem
+    std::array<Half, 2> halves;
+  };
+  // The heavy or the light work units.
+  struct List {
+    int32_t first, end;
+    int32_t next;  // the first one that no half has been given
   };
 
-  void list_items(const Target& target, const Packs& packs, const Brancher& brancher);
+  void add(Kind kind, int32_t tokens, double further_start_us, double further_tiles);
   void add_pack(const Target& target, const Pack& pack);
-  void begin(double share);
-  double step(double tile_us);
+  void list_items(const Target& target, const Packs& packs, const Brancher& brancher);
+  void number_units();
+  int32_t first_item(int32_t sm, int32_t half) const;
+  int32_t item_of_both(int32_t unit) const;
+  bool run_alike(int32_t item, int32_t other) const;
+  bool run_alike(const Sms& sms, int32_t sm, const std::array<int32_t, 2>& next) const;
+  void group_sms();
+  void begin(Half& half, int32_t item, bool later) const;
+  void give(size_t index, bool later);
+  double begin_step(double step_us, double tile_us);
+  bool advance(Sms& sms);
+  double least_us(double tile_us) const;
+  double run(double tile_us, double step_us, double limit_us);
 
-  std::vector<Item> items_;  // of one KV head: wide, heavy, then light ones, each the longest first
-  std::vector<Running> running_;
-  int64_t read_tokens_ = 0;
-  double left_tiles_ = 0.0;  // of all items that have not ended
-  // SMs of one KV head. Of the two halves of each, one takes heavy items first, the other light
-  // ones.
-  double sms_ = 0.0;
-  int32_t free_heavy_ = 0, free_light_ = 0;
-  size_t next_wide_ = 0, next_heavy_ = 0, next_light_ = 0;
-  size_t end_wide_ = 0, end_heavy_ = 0;
+  int32_t num_sms_ = 1, num_kv_heads_ = 1;
+  std::vector<Item> items_;  // wide ones, pairs, heavy ones, light ones, each the longest first
+  bool joint_ = false;
+  int64_t read_tokens_ = 0;  // of a KV head
+  // Work units have the numbers of cuda/forward/scheduler.cuh. Both halves of an SM run those below
+  // wide_, and one branch each of the pairs, which have a number each, up to both_. Then half 0
+  // begins with the heavy ones, half 1 with the light ones.
+  int32_t wide_ = 0, both_ = 0;
+  std::array<List, 2> lists_;
+  std::vector<Sms> sms_;
+  double left_tiles_ = 0.0;  // of all work units that have not ended
+  // By kind, in the present step: a tile's time, if the other half of the SM does not read and if
+  // it does.
+  std::array<std::array<double, 2>, kNumKinds> tile_us_;
 };
 
 }  // namespace pat
