@@ -59,7 +59,8 @@ def test_an_overhead_that_hides_is_said_and_not_taken_for_nothing() -> None:
     said: list[str] = []
     bench = rates.Bench(machine, Heads(32, 8), gpus.vendor_profile(H200))
     assert rates.measure(bench, said.append).item_overhead_s == rates.LEAST_OVERHEAD_S
-    found = command.measure(machine, Heads(32, 8), said.append)
+    # Plans for three query heads a KV head are not simulated: they are the cost model's.
+    found = command.measure(machine, Heads(30, 10), said.append)
     assert found.profile.sources["item_overhead_s"] == "chosen"
     assert any("hidden behind loads: taken as 0.1 us" in line for line in said)
 

@@ -24,9 +24,9 @@ constexpr std::array<int32_t, 3> kGroupTokens = {512, 1024, 2048};
 // Packs without branches in pieces of so many tokens: shorter ones of few queries only.
 constexpr std::array<int32_t, 5> kPieceTokens = {128, 256, 512, 1024, 2048};
 constexpr int32_t kLongPiece = 512;
-// The same in equal parts, about one for every SM, and one for every half of an SM. A tail that is
-// shorter than a part stays whole. Parts for halves take less time than is simulated, by
-// kOverrated, unless they are shorter than kLongPiece.
+// The same in equal parts, about one for every SM, and one for every half of an SM, unless these
+// are shorter than all of kPieceTokens. A tail that is shorter than a part stays whole. Parts for
+// halves take less time than is simulated, by kOverrated, unless they are shorter than kLongPiece.
 constexpr double kOverrated = 1.03;
 // Another plan is taken if the one at hand is simulated to take more than so many times as long.
 // Chosen by timed plans of both GPUs (docs/experiments/simulation.md, series 27).
@@ -103,18 +103,13 @@ double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_
   const auto modelled = [&] { return plan_seconds(*tiles_, packs_, branches_, unique_tokens_); };
   const double before = simulated(Simulation::kNever), modelled_before = modelled();
   least_ = before / kSimulatedGain;
+  // Packs do not take the place of joint plans: one took 1.27 of its time where a gain was
+  // simulated.
+  const bool joint =
+      tiles_->runs_jointly(assigned_.num_items, static_cast<int64_t>(branches_.items));
   const bool has_packs = !separated && brancher_.branches().empty();
   if (shares) weigh_branches(tree, seq_lens, num_queries);
-  if (!has_packs) weigh([&] { return make_packs(tree, 0, seq_lens, num_queries); });
-  const auto weigh_pieces = [&](int32_t tokens, double over = 1.0) {
-    weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); }, over);
-  };
-  for (const int32_t tokens : kPieceTokens) {
-    if (tokens >= kLongPiece || num_queries <= kFew) weigh_pieces(tokens);
-  }
-  weigh_pieces(tokens_of_part(target_, unique_tokens_, target_.num_sms));
-  const int32_t tokens = tokens_of_part(target_, unique_tokens_, 2 * target_.num_sms);
-  weigh_pieces(tokens, tokens < kLongPiece ? 1.0 : kOverrated);
+  if (!joint) weigh_packs(tree, seq_lens, num_queries, has_packs);
   const bool other = least_ < before / kSimulatedGain;
   return other ? least_ / before * modelled_before / modelled() : 1.0;
 }
@@ -151,6 +146,26 @@ void Scheduler::weigh_branches(const PackTree& tree, const int64_t* seq_lens, in
   }
   put_below_root(tree, num_queries, rooted_);
   for (const int32_t tokens : kGroupTokens) weigh_cut(rooted_, cut_of_groups(target_, tokens));
+}
+
+// Packs without branches: as the cost model splits them, unless it is what the plan of the model
+// has, and in pieces of given lengths.
+void Scheduler::weigh_packs(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
+                            bool has_packs) {
+  const auto weigh_pieces = [&](int32_t tokens, double over = 1.0) {
+    weigh([&] { return make_packs(tree, tokens, seq_lens, num_queries); }, over);
+  };
+  if (!has_packs) weigh_pieces(0);
+  for (const int32_t tokens : kPieceTokens) {
+    if (tokens >= kLongPiece || num_queries <= kFew) weigh_pieces(tokens);
+  }
+  const auto weigh_parts = [&](int32_t parts, double over_if_long) {
+    const int32_t tokens = tokens_of_part(target_, unique_tokens_, parts);
+    if (tokens < kPieceTokens.front()) return;
+    weigh_pieces(tokens, tokens < kLongPiece ? 1.0 : over_if_long);
+  };
+  weigh_parts(target_.num_sms, 1.0);
+  weigh_parts(2 * target_.num_sms, kOverrated);
 }
 
 // Returns whether branches of a cut, with packs of the rest, fit the buffers and may take less than

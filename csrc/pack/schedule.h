@@ -46,6 +46,8 @@ class Scheduler {
   template <typename Make>
   void weigh(const Make& make, double over = 1.0);
   void weigh_branches(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+  void weigh_packs(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
+                   bool has_packs);
   bool make_branches(const PackTree& tree, const BranchCut& cut, const int64_t* seq_lens,
                      int32_t num_queries);
   bool make_packs(const PackTree& tree, int32_t tokens, const int64_t* seq_lens,
