@@ -23,14 +23,16 @@ constexpr int32_t kTileTokens = 64;
 struct Cost {
   double start_us, tile_us;
 };
-constexpr std::array<Cost, 8> kCosts = {{{1.109, 0.442},
-                                         {0.490, 0.630},
-                                         {0.954, 0.594},
-                                         {0.721, 0.756},
-                                         {0.968, 0.763},
-                                         {1.077, 0.808},
-                                         {1.442, 0.743},
-                                         {1.318, 0.527}}};
+constexpr std::array<Cost, 8> kCosts = {{
+    {1.109, 0.442},  // narrow
+    {0.490, 0.630},  // of one query
+    {0.954, 0.594},  // of several, light
+    {0.721, 0.756},  // heavy
+    {0.968, 0.763},  // a branch
+    {1.077, 0.808},  // a branch of a pair
+    {1.442, 0.743},  // wide
+    {1.318, 0.527},  // any item of a joint plan
+}};
 // By Simulation::Kind: wide items and those of joint plans run first, then pairs, heavy items and
 // light ones, each the longest first.
 constexpr std::array<uint32_t, 8> kRanks = {3, 3, 3, 2, 2, 1, 0, 0};
@@ -122,8 +124,7 @@ void Simulation::list_items(const Target& target, const Packs& packs, const Bran
   const auto is_heavy = [](const Item& item) {
     return item.kind == kHeavy || item.kind == kBranch;
   };
-  joint_ = target.runs_jointly(count_of(items_), std::ranges::count_if(items_, is_heavy));
-  if (!joint_) return;
+  if (!target.runs_jointly(count_of(items_), std::ranges::count_if(items_, is_heavy))) return;
   for (Item& item : items_) {
     item.start_us += kCosts[kJoint].start_us - kCosts[item.kind].start_us;
     item.kind = kJoint;
@@ -353,7 +354,6 @@ double Simulation::seconds(const Target& target, const Packs& packs, const Branc
   num_sms_ = target.num_sms;
   num_kv_heads_ = target.num_kv_heads;
   list_items(target, packs, brancher);
-  number_units();
   const auto unique = static_cast<double>(unique_tokens);
   const double reread = std::max(static_cast<double>(read_tokens_) - unique, 0.0);
   const double byte_us =

@@ -86,7 +86,6 @@ class Simulation {
 
   int32_t num_sms_ = 1, num_kv_heads_ = 1;
   std::vector<Item> items_;  // wide ones, pairs, heavy ones, light ones, each the longest first
-  bool joint_ = false;
   int64_t read_tokens_ = 0;  // of a KV head
   // Work units have the numbers of cuda/forward/scheduler.cuh. Both halves of an SM run those below
   // wide_, and one branch each of the pairs, which have a number each, up to both_. Then half 0
