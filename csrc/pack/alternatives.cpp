@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <utility>
 
 #include "cost_model.h"
@@ -31,9 +32,6 @@ constexpr double kOverrated = 1.03;
 // Another plan is taken if the one at hand is simulated to take more than so many times as long.
 // Chosen by timed plans of both GPUs (docs/experiments/simulation.md, series 27).
 constexpr double kSimulatedGain = 1.02;
-// If a batch shares nothing, other plans of it are simulated only with so few queries: with more,
-// nothing was gained.
-constexpr int32_t kFew = 7;
 
 // Tokens of a piece, in whole tiles, if the batch is cut into `parts` equal parts.
 int32_t tokens_of_part(const Target& target, int64_t unique_tokens, int32_t parts) {
@@ -48,7 +46,7 @@ BranchCut Scheduler::fastest_cut(const PackTree& tree, const int64_t* seq_lens,
                                  int32_t num_queries) {
   split_ = split_packs(target_, packs_, true);
   double least = target_.branching == Branching::kAlways
-                     ? Simulation::kNever
+                     ? std::numeric_limits<double>::infinity()
                      : plan_seconds(target_, packs_, {}, unique_tokens_);
   BranchCut best;
   for (const int32_t rows : target_.branch_rows) {
@@ -99,7 +97,8 @@ bool Scheduler::separate(const PackTree& tree, const int64_t* seq_lens, int32_t 
 double Scheduler::choose_by_simulation(const PackTree& tree, const int64_t* seq_lens,
                                        int32_t num_queries, bool separated) {
   const bool shares = !tree.nodes.empty();
-  if (!simulates_ || (!shares && num_queries > kFew)) return 1.0;
+  // Of many queries that share nothing, no other plan was faster.
+  if (!simulates_ || (!shares && num_queries >= kFewQueries)) return 1.0;
   const auto modelled = [&] { return plan_seconds(*tiles_, packs_, branches_, unique_tokens_); };
   const double before = simulated(Simulation::kNever), modelled_before = modelled();
   least_ = before / kSimulatedGain;
@@ -136,13 +135,11 @@ void Scheduler::weigh_branches(const PackTree& tree, const int64_t* seq_lens, in
   const auto weigh_cut = [&](const PackTree& of, const BranchCut& cut) {
     weigh([&] { return make_branches(of, cut, seq_lens, num_queries); });
   };
-  bool whole = false;  // whether a limit was tried that keeps no item out
   for (const int32_t limit : kBranchLimits) {
-    if (whole) break;
-    whole = limit >= longest_;
     for (const int32_t rows : target_.branch_rows) {
       weigh_cut(tree, {limit, rows / target_.group()});
     }
+    if (limit >= longest_) break;  // a higher limit gives the same branches
   }
   put_below_root(tree, num_queries, rooted_);
   for (const int32_t tokens : kGroupTokens) weigh_cut(rooted_, cut_of_groups(target_, tokens));
@@ -157,7 +154,7 @@ void Scheduler::weigh_packs(const PackTree& tree, const int64_t* seq_lens, int32
   };
   if (!has_packs) weigh_pieces(0);
   for (const int32_t tokens : kPieceTokens) {
-    if (tokens >= kLongPiece || num_queries <= kFew) weigh_pieces(tokens);
+    if (tokens >= kLongPiece || num_queries < kFewQueries) weigh_pieces(tokens);
   }
   const auto weigh_parts = [&](int32_t parts, double over_if_long) {
     const int32_t tokens = tokens_of_part(target_, unique_tokens_, parts);

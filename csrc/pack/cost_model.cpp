@@ -55,12 +55,11 @@ double partial_seconds(const Target& target, double partials) {
          target.bytes_per_s;
 }
 
-// Of fewer queries nearly every item is the first one of its half. The snapshot writes first units
+// Of few queries nearly every item is the first one of its half. The snapshot writes first units
 // down (cuda/first_units.cu), so such an item takes less time before its first tokens. Chosen by
 // batches of one and two queries on an H200, and timed with up to seven
 // (docs/experiments/splits.md, series 25). Not with fp8 or other head dims: there as many plans
 // were slower as faster.
-constexpr int32_t kFewQueries = 8;
 constexpr double kOfOverhead = 0.5;
 
 }  // namespace

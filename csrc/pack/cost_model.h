@@ -67,6 +67,9 @@ inline double item_seconds(const Target& target, int32_t row_tile, double tokens
   const double arithmetic_s = 4.0 * row_tile * target.head_dim / target.flops_per_s;
   return target.item_overhead_s + tokens * target.num_sms * (memory_s + arithmetic_s);
 }
+// Batches of fewer queries have few: their items begin earlier (overhead_in_batch()), and more
+// plans of them are simulated (alternatives.cpp).
+inline constexpr int32_t kFewQueries = 8;
 // What an item takes beside its tokens in a batch of `num_queries`, where it takes `overhead_s` in
 // a large one.
 double overhead_in_batch(const Target& target, double overhead_s, int32_t num_queries);
