@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -63,25 +63,30 @@ class Planner:
         lens, bounds = _lengths(seq_lens, limits)
         return self._native.plan_from_info(paths, bounds, lens, fields)
 
-    def plan_leaves(
+    def plan_handles(
         self,
-        leaves: Sequence[Any],
-        seq_lens: Integers,
-        limits: Integers | None,
-        reader: _C.NodeReader,
+        handles: bytes,
+        seq_lens: npt.NDArray[np.int64],
+        paths: _C.RadixPaths,
+        leaf: Callable[[int, int], Any] | None,
     ) -> Plan:
-        """Plan one decode step of B queries whose paths stand in a tree of Python nodes.
+        """Plan one decode step of B queries whose paths stand in a tree that ``paths`` reads.
 
-        ``leaves[i]`` is the last node of query i's path, ``None`` if it shares nothing; ``reader``
-        knows the nodes' attributes and is kept per tree. The rest as in ``plan``.
+        ``handles``: of the first queries, as ``HandleReader`` gives them; the others share nothing.
+        ``leaf(i, id)`` gives the Python node of query i, for a tree of these. ``seq_lens`` as in
+        ``plan``.
 
-        Raises also what looking up a node's attributes raises.
+        Raises ValueError for fewer queries than handles, and what looking up a node raises.
         """
-        lens, bounds = _lengths(seq_lens, limits)
-        return self._native.plan_from_leaves(leaves, bounds, lens, reader)
+        return self._native.plan_from_handles(handles, seq_lens, paths, leaf)
+
+    def last_paths(self) -> list[list[tuple[int, int, int]]]:
+        """Of each query of the last plan what it was made from: (node id, start, end) from the root
+        on, as far as another query shares it."""
+        return [[(n, start, end) for n, start, end in path] for path in self._native.last_paths()]
 
     def plan_again(self, seq_lens: Integers) -> Plan:
-        """Plan the batch of the last ``plan`` or ``plan_leaves``, which must not have raised, with
+        """Plan the batch of the last ``plan`` or ``plan_handles``, which must not have raised, with
         the paths it read and other lengths.
 
         Raises ValueError for other than one length per query, and for one shorter than its path.

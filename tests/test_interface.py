@@ -15,14 +15,11 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_pat.bench.host.live import LiveCache
 from sglang_pat.config import SUPPORTED_SGLANG, TESTED_SGLANG
 from sglang_pat.srt import hook, interface, refusals
-from sglang_pat.srt.radix import RadixView
 
 ROOT = Path(__file__).parents[1]
 INFO = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.TreePathNodeInfo"
@@ -124,25 +121,14 @@ def test_a_class_that_is_not_there_is_named(
     assert _mismatches() == [f"there is no sglang.srt.{gone}: {newer}"]
 
 
-@pytest.mark.parametrize("field", ["node_id", "path_start", "path_end"])
 def test_path_elements_of_another_form_are_named(
-    newer: str, field: str, monkeypatch: pytest.MonkeyPatch
+    newer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tuple(name for name in TreePathNodeInfo.__struct_fields__ if name != field)
-    monkeypatch.setattr(INFO, SimpleNamespace(__struct_fields__=kept))
-    (found,) = _mismatches()
-    assert found.startswith("TreePathNodeInfo has no node_id, path_start and path_end (")
-    assert found.endswith(newer)
-
-
-def test_positions_in_paths_are_those_of_sglangs_own_fields(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cache = LiveCache("rust", slots=100, rows=2, context=32)
-    assert RadixView(cache.tree).fields == (0, 2, 3)
-    moved = ("parent_id", "path_start", "path_end", "hits", "node_id")
+    moved = ("parent_id", "node_id", "path_start", "path_end")
     monkeypatch.setattr(INFO, SimpleNamespace(__struct_fields__=moved))
-    assert RadixView(cache.tree).fields == (4, 1, 2)
+    (found,) = _mismatches()
+    assert found.startswith("TreePathNodeInfo begins with ('parent_id', 'node_id'")
+    assert found.endswith(newer)
 
 
 SOURCE = """

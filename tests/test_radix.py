@@ -21,7 +21,7 @@ from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.check import SlotMismatch, check_plan
 from sglang_pat.srt.lengths import known
 from sglang_pat.srt.radix import NO_NODE, RadixView
-from sglang_pat.srt.step import StepPlanner, plan_paths
+from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
 
 TARGET = target(num_sms=1, policy="naive")
@@ -46,7 +46,7 @@ def path_of(cache: LiveCache, kind: str, req: Any) -> Path:
 
 def plan(planner: Planner, view: RadixView, reqs: list[Any], batch: Any, lens: Any) -> Plan:
     handles = view.read_handles(reqs, batch.rows, len(reqs), 0, anew=True)
-    return plan_paths(planner, view.look_up(reqs, handles), lens.numpy())
+    return view.plan(planner, reqs, handles, lens.numpy())[0]
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -55,7 +55,6 @@ def test_plans_follow_a_tree_that_splits_between_steps(kind: str, seed: int) -> 
     rng = random.Random(seed)
     cache = LiveCache(kind, slots=40_000, rows=8 * ROUNDS, context=1024)
     view, planner = RadixView(cache.tree), Planner(TARGET)
-    assert (view.reader is None) == (kind == "rust")
     prompts: list[list[int]] = [[]]
     reqs: list[Any] = []
     splits = 0
@@ -95,13 +94,31 @@ def test_requests_without_a_node_are_counted(kind: str) -> None:
     assert handles.table["table_row"].tolist() == batch.rows.tolist()
     assert (handles.table["node"] == NO_NODE).tolist() == [False, True, False, False]
     assert handles.table["tokens"].tolist() == [req.kv.cache_protected_len for req in reqs]
-    found = view.look_up(reqs, handles)
-    assert [one is None for one in found.queries] == [False, True, False, False, True, True]
-    protected = [req.kv.cache_protected_len for req in reqs]
-    assert protected[3] > 0 and found.limits.tolist() == [*protected, 0, 0]
-    assert json.dumps(found.private) == '{"no tree lock": 1, "nothing cached yet": 1}'
+    planner, lens = Planner(TARGET), np.full(6, 9, np.int64)
+    _, private = view.plan(planner, reqs, handles, lens)
+    assert json.dumps(private) == '{"no tree lock": 1, "nothing cached yet": 1}'
+    shared = [bool(path) for path in planner.last_paths()]
+    assert shared == [True, False, False, True, False, False]
     with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
-        view.look_up(reqs, handles._replace(num_queries=3))
+        view.plan(planner, reqs, handles, lens[:3])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_paths_that_are_too_long_for_one_plan_are_read_by_the_next(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_pat.srt.radix.MOST_READ", 12)
+    cache = LiveCache(kind, slots=4000, rows=64, context=64)
+    text = list(range(50))
+    for length in range(2, 40):
+        cache.end(cache.admit(text[:length]), [])
+    reqs = [cache.admit([*text, own]) for own in range(100, 104)]
+    batch, lens = cache.batch(reqs)
+    steps = StepPlanner(TARGET, Stats())
+    shared = [steps.plan(batch, known(lens)).num_shared_items for _ in range(8)]
+    assert not shared[0] and shared[-1] and steps._stats.private_requests["path not read yet"]
+    steps.plan(batch, known(lens))
+    assert not steps.made and not steps._stats.fallbacks
 
 
 @pytest.mark.parametrize("kind", CACHES)

@@ -77,7 +77,7 @@ def test_a_change_of_a_settled_request_is_seen_when_all_are_read_again(
 def test_a_plan_that_is_outgrown_keeps_its_paths(
     bed: StepBed, settled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, look_ups = count_calls(monkeypatch, "read_handles"), count_calls(monkeypatch, "look_up")
+    reads, look_ups = count_calls(monkeypatch, "read_handles"), count_calls(monkeypatch, "plan")
     first = bed.settle() if settled else bed.plan()
     for _ in range(3):
         last = bed.plan()
@@ -98,7 +98,7 @@ def test_a_plan_that_is_outgrown_keeps_its_paths(
 def test_paths_are_read_again_only_after_a_failure(
     bed: StepBed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_ups = count_calls(monkeypatch, "look_up")
+    look_ups = count_calls(monkeypatch, "plan")
     first = bed.settle()
     bed.steps.private(known(bed.lens))  # has a working memory of its own
     bed.lens = torch.from_numpy(first.max_seq_lens + 1)

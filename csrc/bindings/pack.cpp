@@ -3,7 +3,11 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <memory>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "check.h"
@@ -12,8 +16,8 @@
 #include "pack/drift.h"
 #include "pack/plan_text.h"
 #include "pack/schedule.h"
-#include "srt/python_climb.h"
 #include "srt/python_paths.h"
+#include "srt/radix_paths.h"
 
 namespace py = pybind11;
 
@@ -78,12 +82,28 @@ class Planner {
     return make(paths_.view(), seq_lens);
   }
 
-  // leaves: per query the node of the reader's tree that its path ends with, or None.
-  Plan plan_from_leaves(const py::sequence& leaves, const Int64Array& limits,
-                        const Int64Array& seq_lens, NodeReader& reader) {
-    check_counts(leaves.size(), limits, seq_lens);
-    reader.read(leaves, limits.data(), paths_);
+  // handles: of the requests, as HandleReader gives them; leaf: see RadixPaths.
+  Plan plan_from_handles(const py::bytes& handles, const Int64Array& seq_lens, RadixPaths& paths,
+                         const py::object& leaf) {
+    const std::string_view bytes = handles;
+    const auto leaf_of = [&](size_t query, int64_t id) {
+      return leaf.is_none() ? py::object() : leaf(query, id);
+    };
+    paths.read(reinterpret_cast<const Handle*>(bytes.data()), bytes.size() / sizeof(Handle),
+               static_cast<size_t>(seq_lens.size()), leaf_of, paths_);
     return make(paths_.view(), seq_lens);
+  }
+
+  // Of each query, what the last plan was made from: (node id, start, end), from the root on.
+  std::vector<std::vector<std::array<int64_t, 3>>> last_paths() const {
+    const PathView paths = paths_.view();
+    std::vector<std::vector<std::array<int64_t, 3>>> found(static_cast<size_t>(paths.num_queries));
+    for (size_t query = 0; query < found.size(); ++query) {
+      for (int64_t i = paths.offsets[query]; i < paths.offsets[query + 1]; ++i) {
+        found[query].push_back({paths.node_ids[i], paths.starts[i], paths.ends[i]});
+      }
+    }
+    return found;
   }
 
   // The paths of the last plan_from_*, which must not have thrown, with other lengths.
@@ -293,9 +313,32 @@ void bind_plan(py::module_& m) {
 }
 
 void bind_planner(py::module_& m) {
-  py::class_<NodeReader>(m, "NodeReader", "Climbs one tree of Python nodes: see python_climb.h.")
-      .def(py::init<const std::string&, const std::string&, const std::string&>(), py::arg("id"),
-           py::arg("parent"), py::arg("key"));
+  py::class_<RadixPaths>(m, "RadixPaths",
+                         "Keeps the nodes that a batch stands on: see radix_paths.h.")
+      .def_static(
+          "of_tree_core",
+          [](const py::object& core, int64_t most_read, int64_t most_nodes) {
+            return RadixPaths(std::make_unique<TreeCoreNodes>(core), most_read, most_nodes);
+          },
+          py::arg("core"), py::arg("most_read"), py::arg("most_nodes"),
+          "Of SGLang's compiled tree core. Raises AttributeError if it lacks a call.")
+      .def_static(
+          "of_nodes",
+          [](const std::string& id, const std::string& parent, const std::string& key,
+             int64_t most_read, int64_t most_nodes) {
+            return RadixPaths(std::make_unique<PythonNodes>(id, parent, key), most_read,
+                              most_nodes);
+          },
+          py::arg("id"), py::arg("parent"), py::arg("key"), py::arg("most_read"),
+          py::arg("most_nodes"), "Of Python nodes with attributes of these names.")
+      .def("forget", &RadixPaths::forget, "Know no node any more.")
+      .def_property_readonly("num_missing", &RadixPaths::num_missing,
+                             "Requests of the last read without a node.")
+      .def_property_readonly("num_uncached", &RadixPaths::num_uncached,
+                             "Those with a node but no tokens that are safe to share.")
+      .def_property_readonly("num_unread", &RadixPaths::num_unread,
+                             "Those whose paths are not read to the root yet.")
+      .def_property_readonly("num_nodes", &RadixPaths::num_nodes, "Nodes that are kept.");
   py::class_<Planner>(m, "Planner")
       .def(py::init<const Target&>(), py::arg("target"))
       .def("plan", &Planner::plan, py::arg("offsets"), py::arg("node_ids"), py::arg("starts"),
@@ -307,8 +350,9 @@ void bind_planner(py::module_& m) {
             return self.plan_from_info(infos, limits, seq_lens, {fields[0], fields[1], fields[2]});
           },
           py::arg("infos"), py::arg("limits"), py::arg("seq_lens"), py::arg("fields"))
-      .def("plan_from_leaves", &Planner::plan_from_leaves, py::arg("leaves"), py::arg("limits"),
-           py::arg("seq_lens"), py::arg("reader"))
+      .def("plan_from_handles", &Planner::plan_from_handles, py::arg("handles"),
+           py::arg("seq_lens"), py::arg("paths"), py::arg("leaf"))
+      .def("last_paths", &Planner::last_paths)
       .def("plan_again", &Planner::plan_again, py::arg("seq_lens"));
 }
 
@@ -367,12 +411,7 @@ void bind_pack(py::module_& m) {
           "as -1, and a request whose row is not the one at rows_ptr (int64 [requests]) as\n"
           "(-1, 0, that row). A request that was in every call for more than `settle` steps is\n"
           "not looked at for `recheck` steps, unless `anew`: see handle_memory.h. Raises\n"
-          "AttributeError, and TypeError for what is no integer.")
-      .def_static(
-          "columns", &HandleReader::columns, py::arg("read"), py::arg("rows"),
-          "(nodes, int64 [rows] tokens as bytes, requests without a node, with one but no tokens)\n"
-          "of what read() gave; rows beyond the requests have no tokens. Raises ValueError for\n"
-          "fewer rows than requests.");
+          "AttributeError, and TypeError for what is no integer.");
 }
 
 }  // namespace pat

@@ -20,6 +20,16 @@ inline int64_t to_int64(PyObject* value, const char* what) {
   return number;
 }
 
+// A number in an element of a path. Throws TypeError naming the field.
+inline int64_t path_field(PyObject* tuple, pybind11::ssize_t index, const char* what) {
+  if (!PyTuple_Check(tuple) || index < 0 || index >= PyTuple_GET_SIZE(tuple)) {
+    throw pybind11::type_error(std::string("a path element must be a tuple with field ") +
+                               std::to_string(index) + " (" + what +
+                               "), got: " + std::string(pybind11::repr(pybind11::handle(tuple))));
+  }
+  return to_int64(PyTuple_GET_ITEM(tuple, index), what);
+}
+
 inline pybind11::object get_attr(PyObject* object, PyObject* name) {
   PyObject* value = PyObject_GetAttr(object, name);
   if (value == nullptr) throw pybind11::error_already_set();

@@ -2,28 +2,13 @@
 #include "python_paths.h"
 
 #include <algorithm>
-#include <string_view>
 #include <utility>
 
-#include "../check.h"
 #include "python_objects.h"
 
 namespace py = pybind11;
 
 namespace pat {
-namespace {
-
-int64_t field_of(PyObject* tuple, py::ssize_t index, const char* what) {
-  if (!PyTuple_Check(tuple) || index < 0 || index >= PyTuple_GET_SIZE(tuple)) {
-    throw py::type_error(std::string("a path element must be a tuple with field ") +
-                         std::to_string(index) + " (" + what +
-                         "), got: " + std::string(py::repr(py::handle(tuple))));
-  }
-  return to_int64(PyTuple_GET_ITEM(tuple, index), what);
-}
-
-}  // namespace
-
 void PathTable::clear() {
   offsets_.assign(1, 0);
   node_ids_.clear();
@@ -48,10 +33,10 @@ void PathTable::read(const py::sequence& infos, const int64_t* limits, const Pat
       const py::ssize_t depth = PySequence_Fast_GET_SIZE(path.ptr());
       for (py::ssize_t level = 0; level < depth; ++level) {
         PyObject* element = PySequence_Fast_GET_ITEM(path.ptr(), level);
-        const int64_t start = field_of(element, fields.start, "start");
+        const int64_t start = path_field(element, fields.start, "start");
         if (start >= limits[query]) break;
-        add(field_of(element, fields.node_id, "node id"), start,
-            std::min(field_of(element, fields.end, "end"), limits[query]));
+        add(path_field(element, fields.node_id, "node id"), start,
+            std::min(path_field(element, fields.end, "end"), limits[query]));
       }
     }
     end_query();
@@ -134,28 +119,6 @@ py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr, i
     memory_.keep(at(i), handle);
   }
   return {reinterpret_cast<const char*>(handles.data()), handles.size() * sizeof(handles[0])};
-}
-
-py::tuple HandleReader::columns(const py::bytes& read, py::ssize_t rows) {
-  const std::string_view bytes = read;
-  const auto* handles = reinterpret_cast<const Handle*>(bytes.data());
-  const auto count = static_cast<py::ssize_t>(bytes.size() / sizeof(Handle));
-  PAT_CHECK(rows >= count, count, " requests in a batch of ", rows, " rows");
-  py::list nodes(count);
-  std::vector<int64_t> tokens(static_cast<size_t>(rows));
-  py::ssize_t missing = 0;
-  py::ssize_t uncached = 0;
-  for (py::ssize_t i = 0; i < count; ++i) {
-    const Handle& handle = handles[i];
-    nodes[static_cast<size_t>(i)] = py::int_(handle[0]);
-    tokens[static_cast<size_t>(i)] = handle[1];
-    missing += handle[0] < 0;
-    uncached += handle[0] >= 0 && handle[1] == 0;
-  }
-  return py::make_tuple(
-      nodes,
-      py::bytes(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int64_t)),
-      missing, uncached);
 }
 
 }  // namespace pat

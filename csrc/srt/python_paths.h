@@ -52,10 +52,6 @@ class HandleReader {
   pybind11::bytes read(const pybind11::sequence& requests, uintptr_t rows_ptr, int64_t step,
                        bool anew);
 
-  // What was read, by column: nodes, tokens as int64 [rows] with zeros for rows beyond the
-  // requests, the number of requests without a node, and of those with one and no tokens.
-  static pybind11::tuple columns(const pybind11::bytes& read, pybind11::ssize_t rows);
-
  private:
   struct Path {
     std::string what;

@@ -40,7 +40,7 @@ ATTRIBUTES = {
     "mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore": ("_node_arena",),
     "mem_cache.unified_cache.unified_tree_core.UnifiedTreeNode": _NODE,
     "mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore": (
-        *("_binding", "_binding.collect_path_info"),
+        *("_binding", "_binding.collect_path_info", "_binding.validate_buffer_backup"),
     ),
     "session.streaming_session.StreamingSession": ("slots", "borrowed_slot"),
     "session.streaming_session.SessionSlot": ("lock",),
@@ -112,16 +112,6 @@ def interface_mismatches() -> Iterator[str]:
         yield f"{reason}: {other}"
 
 
-def path_fields() -> tuple[int, int, int]:
-    """Positions of (node id, start, end) in the elements of the Rust tree core's paths, which are
-    the arguments of SGLang's ``TreePathNodeInfo``. Raises ValueError for a field that is not there.
-    """
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
-
-    names = TreePathNodeInfo.__struct_fields__
-    return names.index("node_id"), names.index("path_start"), names.index("path_end")
-
-
 def _signatures() -> Iterator[str]:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -157,10 +147,13 @@ def _attributes() -> Iterator[str]:
 
 
 def _path_elements() -> Iterator[str]:
-    try:
-        path_fields()
-    except (AttributeError, ImportError, ValueError) as error:
-        yield f"TreePathNodeInfo has no node_id, path_start and path_end ({error})"
+    """csrc/srt/node_source.cpp reads the elements of the Rust tree core's paths by position."""
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
+
+    expected = ("node_id", "parent_id", "path_start", "path_end")
+    found = TreePathNodeInfo.__struct_fields__[: len(expected)]
+    if found != expected:
+        yield f"TreePathNodeInfo begins with {found}, not {expected}"
 
 
 @cache

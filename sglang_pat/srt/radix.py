@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The radix view: for each request the path of radix nodes that its K/V slots stand under.
 
-The only reader of SGLang's caches. It reads paths and hands them on; ``step`` gives them to the
-planner. Sharing is what the live tree says: two requests under one node
+The only reader of SGLang's caches. Sharing is what the live tree says: two requests under one node
 were given the same slots for it, so neither token ids nor slot ids are compared. Per request the
 handle is ``req.lock.node``, the node pinned for it, and the part that is safe to share is
 ``req.kv.cache_protected_len`` tokens: up to there SGLang guarantees that the request's row of
@@ -16,7 +15,7 @@ slots for the record's ``cache_protected_len`` tokens; what later turns add is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +23,8 @@ import numpy.typing as npt
 import torch
 
 from sglang_pat import _C
-from sglang_pat.sharing import NO_LOCK, NOT_CACHED, RADIX_CACHE_DISABLED
-from sglang_pat.srt.interface import path_fields
-from sglang_pat.srt.paths import remember
-from sglang_pat.srt.upstream import path_query
+from sglang_pat.planner import Plan, Planner
+from sglang_pat.sharing import NO_LOCK, NOT_CACHED, NOT_READ, RADIX_CACHE_DISABLED
 
 # A request that has been in the batch unchanged for more than SETTLE_STEPS decode steps is not read
 # again, for RECHECK_STEPS at most: see csrc/srt/handle_memory.h.
@@ -36,7 +33,10 @@ RECHECK_STEPS = 64
 NO_NODE = -1  # read in place of a node handle when the request holds no lock
 # Id, parent and key of a node in SGLang's caches of Python nodes.
 _NODE_ATTRS = ("id", "parent", "key")
-
+# Nodes that one plan reads at most, 4 to 7 ms, and that are kept at most, about 20 MB. Paths beyond
+# that share nothing until the plans that follow have read the rest.
+MOST_READ = 1 << 14
+MOST_NODES = 1 << 17
 
 # What a request is known by: the node it holds or NO_NODE, its tokens that are safe to share, and
 # its row of req_to_token.
@@ -60,92 +60,40 @@ class Handles(NamedTuple):
         return np.frombuffer(self.packed, dtype=HANDLE)
 
 
-class Paths(NamedTuple):
-    """The radix paths of the B queries of a batch, in the form in which the cache gives them.
-
-    ``queries[i]`` is None for a query that shares nothing. With a ``reader``, of a cache of Python
-    nodes, it is query i's leaf, the last node of its path, from which the reader climbs to the
-    root. Without one it is the path: tuples from the root on, in which ``fields`` are the positions
-    of (node id, start, end), start and end in tokens. ``limits`` [B] int64: tokens that are safe to
-    share. ``private``: how many requests share nothing, by reason.
-    """
-
-    queries: list[Any]
-    limits: npt.NDArray[np.int64]
-    fields: tuple[int, int, int]
-    reader: _C.NodeReader | None
-    private: dict[str, int]
-
-    def as_tuples(self) -> list[list[tuple[int, int, int]]]:
-        """Each query's path as (node id, start, end), from the root on and as far as it is safe to
-        share. Slower than the planner's own reading: for dumps."""
-        found = []
-        known: dict[int, list[tuple[int, int, int]]] = {}
-        node_id, start, end = self.fields
-        for query, limit in zip(self.queries, self.limits.tolist(), strict=True):
-            if query is None:
-                path = []
-            elif self.reader is not None:
-                path = _climb(query, known)
-            else:
-                path = [(node[node_id], node[start], node[end]) for node in query]
-            found.append([(n, s, min(e, limit)) for n, s, e in path if s < limit])
-        return found
-
-
-def _climb(node: Any, known: dict[int, list[tuple[int, int, int]]]) -> list[tuple[int, int, int]]:
-    """The path to a Python node. ``known``: those found before, by the address of their node."""
-    above, climbed = node, []
-    while id(above) not in known and above.parent is not None:
-        climbed.append(above)
-        above = above.parent
-    path = known.get(id(above), [])
-    for each in reversed(climbed):
-        begin = path[-1][2] if path else 0
-        path = known[id(each)] = [*path, (each.id, begin, begin + len(each.key))]
-    return path
-
-
 class RadixView:
     """Reads where requests stand in one prefix cache.
 
     ``kind`` names the cache; ``disabled`` says why no request has a path in it, or is empty.
-    ``fields`` and ``reader`` as in ``Paths``.
+    ``unread``: requests of the last plan whose paths were too long to be read at once.
     """
 
     def __init__(self, tree_cache: Any) -> None:
         self.tree_cache = tree_cache
         self.disabled: str = ""  # why no request has a path here
         self.kind = ""
-        self.fields = (0, 1, 2)
+        self.unread = 0
         node = "lock.node"
-        self.reader: _C.NodeReader | None = None
         # SGLang's streaming sessions, which only its unified cache has.
         self._sessions: Any = getattr(tree_cache, "session", None)
-        self._collect: Callable[[list[int], Sequence[Any]], Iterable[Any]] = _nothing
+        self._paths: _C.RadixPaths | None = None
+        # The Python node that a request holds, given its number and its node's id.
+        self._leaf: Callable[[Sequence[Any]], Callable[[int, int], Any]] | None = None
         core: Any = getattr(tree_cache, "tree_core", None)
-        native = path_query(tree_cache)
+        nodes: Any = getattr(core, "_node_arena", None)
         if tree_cache is None or getattr(tree_cache, "disable", False):
             self.disabled = RADIX_CACHE_DISABLED
-        elif native is not None:
-            # Plain tuples, in about half the time that an object of each node would take.
-            self.kind = "rust tree core"
-            self.fields = path_fields()
-            paths = remember(native, self.fields)
-            self._collect = lambda nodes, _reqs: paths(nodes)
-        elif hasattr(core, "_node_arena"):
-            # Its own collect_path_info climbs in Python, to the root for every request.
+        elif nodes is not None:
             self.kind = f"{type(core).__name__} tree core"
-            self.reader = _C.NodeReader(*_NODE_ATTRS)
-            self._collect = lambda nodes, _reqs: map(core._node_arena.__getitem__, nodes)
+            self._paths = _C.RadixPaths.of_nodes(*_NODE_ATTRS, MOST_READ, MOST_NODES)
+            self._leaf = lambda _reqs: lambda _query, node: nodes[node]
+        elif hasattr(getattr(core, "_binding", None), "get_node_key_lengths"):
+            self.kind = "rust tree core"
+            self._paths = _C.RadixPaths.of_tree_core(core._binding, MOST_READ, MOST_NODES)
         elif hasattr(tree_cache, "root_node"):
             self.kind = f"{type(tree_cache).__name__} nodes"
             node = "lock.node.id"
-            self.reader = _C.NodeReader(*_NODE_ATTRS)
-            # A request that was not read again may have been released.
-            self._collect = lambda _nodes, reqs: (
-                None if req.lock is None else req.lock.node for req in reqs
-            )
+            self._paths = _C.RadixPaths.of_nodes(*_NODE_ATTRS, MOST_READ, MOST_NODES)
+            self._leaf = lambda reqs: lambda query, _node: reqs[query].lock.node
         else:
             self.disabled = f"unknown cache {type(tree_cache).__name__}"
         self._handles = _C.HandleReader(
@@ -189,32 +137,31 @@ class RadixView:
             packed = self._with_sessions(reqs, packed)
         return Handles(num_queries, packed)
 
-    def look_up(self, reqs: Sequence[Any], handles: Handles) -> Paths:
-        """The paths of a batch, by what ``read_handles`` gave for ``reqs``. Queries without a
-        request share nothing.
+    def plan(
+        self,
+        planner: Planner,
+        reqs: Sequence[Any],
+        handles: Handles,
+        seq_lens: npt.NDArray[np.int64],
+    ) -> tuple[Plan, dict[str, int]]:
+        """``planner``'s plan for what ``read_handles`` gave for ``reqs``, and how many requests
+        share nothing, by reason. ``seq_lens`` [B]: queries without a request share nothing.
 
         Raises KeyError for a node that the tree does not know, ValueError for fewer queries than
-        requests.
+        requests, and what the planner raises.
         """
-        count = handles.num_queries
-        nodes, tokens, missing, uncached = _C.HandleReader.columns(handles.packed, count)
-        limits = np.frombuffer(tokens, dtype=np.int64)
-        if self.disabled:
+        if self._paths is None:
             private = {self.disabled: len(reqs)}
-            return Paths([None] * count, limits, self.fields, None, private)
-        queries: list[Any]
-        if not missing:
-            queries = list(self._collect(nodes, reqs))
-        else:
-            queries = [None] * len(nodes)
-            held = [index for index, node in enumerate(nodes) if node != NO_NODE]
-            found = self._collect([nodes[i] for i in held], [reqs[i] for i in held])
-            for index, one in zip(held, found, strict=True):
-                queries[index] = one
-        queries += [None] * (count - len(nodes))
-        reasons = {NO_LOCK: missing, NOT_CACHED: uncached}
-        private = {reason: times for reason, times in reasons.items() if times}
-        return Paths(queries, limits, self.fields, self.reader, private)
+            return planner.plan([None] * handles.num_queries, seq_lens), private
+        leaf = None if self._leaf is None else self._leaf(reqs)
+        plan = planner.plan_handles(handles.packed, seq_lens, self._paths, leaf)
+        self.unread = self._paths.num_unread
+        reasons = {
+            NO_LOCK: self._paths.num_missing,
+            NOT_CACHED: self._paths.num_uncached,
+            NOT_READ: self.unread,
+        }
+        return plan, {reason: times for reason, times in reasons.items() if times}
 
     def _with_sessions(self, reqs: Sequence[Any], packed: bytes) -> bytes:
         """``packed`` handles with the nodes that sessions hold for their turns."""
@@ -236,7 +183,3 @@ class RadixView:
     def slots(self, lock: Any) -> Any:
         """Slots of the tokens from the root to a lock's node: int64 tensor (CHECK only)."""
         return self.tree_cache.path_device_indices(lock.node)
-
-
-def _nothing(nodes: list[int], _reqs: Sequence[Any]) -> Iterable[Any]:
-    raise LookupError(f"no prefix cache to look up the nodes of {len(nodes)} requests in")

@@ -30,15 +30,13 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.sharing import NO_REQUEST, NOT_READABLE, NOT_USABLE
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.lengths import Lengths
-from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, Paths, RadixView
+from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
@@ -227,21 +225,14 @@ class StepPlanner:
             plan = state.planner.plan_again(lens)
         else:
             assert handles is not None
-            paths = state.view.look_up(batch.reqs, handles)
-            state.private = paths.private
+            plan, state.private = state.view.plan(state.planner, batch.reqs, handles, lens)
             if len(seq_lens) > len(batch.reqs):
                 state.private[NO_REQUEST] = len(seq_lens) - len(batch.reqs)
-            plan = plan_paths(state.planner, paths, lens)
+            if state.view.unread:  # the next step reads on, and plans anew
+                state.handles, state.suspect = None, True
         state.has_paths = True
         self._stats.private(state.private)
         return plan
-
-
-def plan_paths(planner: Planner, paths: Paths, seq_lens: npt.NDArray[np.int64]) -> Plan:
-    """``planner``'s plan for paths that a ``RadixView`` looked up; raises what it raises."""
-    if paths.reader is not None:
-        return planner.plan_leaves(paths.queries, seq_lens, paths.limits, paths.reader)
-    return planner.plan(paths.queries, seq_lens, paths.limits, paths.fields)
 
 
 def _total_tokens(plan: Plan | None, lengths: Lengths) -> int:

@@ -8,7 +8,7 @@ only one that looks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
@@ -69,22 +69,6 @@ class CarriedRequests:
         if version is None:
             return LiveBatch(handles.reqs, cache, rows, self._others)
         return LiveBatch(handles.reqs, cache, rows, version, exact=True)
-
-
-def path_query(tree_cache: Any) -> Callable[[Sequence[int]], Iterable[Any]] | None:
-    """The call that gives the paths to nodes as plain tuples with the fields of SGLang's
-    ``TreePathNodeInfo``: the public one, else that of the compiled tree core.
-
-    None for a cache of Python nodes: ``NodeReader`` climbs those several times as fast.
-    """
-    core = getattr(tree_cache, "tree_core", None)
-    if core is None or hasattr(core, "_node_arena"):
-        return None
-    query: Callable[[Sequence[int]], Iterable[Any]] | None
-    query = getattr(tree_cache, "collect_paths", None)
-    if query is None:
-        query = getattr(getattr(core, "_binding", None), "collect_path_info", None)
-    return query
 
 
 def draft_with(name: str) -> bool:

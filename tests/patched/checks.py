@@ -21,7 +21,6 @@ from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, RequestHandles
 from sglang.srt.plugins import load_plugins
 
@@ -31,7 +30,7 @@ from sglang_pat.bench.host.live import CACHES, LiveCache
 from sglang_pat.srt import hook, plugin, upstream
 from sglang_pat.srt.interface import interface_mismatches
 from sglang_pat.srt.lengths import known
-from sglang_pat.srt.radix import RECHECK_STEPS, RadixView
+from sglang_pat.srt.radix import RECHECK_STEPS
 
 PATCH = Path(__file__).parents[2] / "patches" / "0.5.23-pat.patch"
 FILES = sorted(set(re.findall(r"^\+\+\+ b/(\S+)\.py$", PATCH.read_text(), re.MULTILINE)))
@@ -178,43 +177,7 @@ def test_the_benchmark_times_plans_that_are_kept_and_made(monkeypatch: pytest.Mo
     assert tuple(medians) == benchmark.STEPS and all(medians.values())
 
 
-# 3. A public path query
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_paths_are_plain_tuples_from_the_root_on(kind: str) -> None:
-    cache = LiveCache(kind, slots=1000, rows=4, context=64)
-    reqs = [cache.admit([1, 2, 3, own, 5]) for own in (7, 8)]
-    paths = cache.tree.collect_paths([req.lock.node for req in reqs])
-    assert all(type(node) is tuple for path in paths for node in path)
-    infos = [[TreePathNodeInfo(*node) for node in path] for path in paths]
-    spans = [[(node.path_start, node.path_end) for node in path] for path in infos]
-    assert spans == [[(0, 3), (3, 5)]] * 2
-    (shared, own), (also_shared, other) = infos
-    assert shared == also_shared and shared.num_children == 2 and shared.full_value_len == 3
-    assert own.parent_id == other.parent_id == shared.node_id
-    if kind != "classic":
-        nodes = [req.lock.node for req in reqs]
-        assert [list(path) for path in cache.tree.tree_core.collect_path_info(nodes)] == infos
-        assert list(cache.tree.collect_paths([cache.tree.root_node_handle()])[0]) == []
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_the_compiled_tree_core_is_asked_by_its_public_name(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = LiveCache(kind, slots=1000, rows=4, context=64)
-    reqs = [cache.admit([1, 2, 3, own]) for own in (7, 8)]
-    calls: list[Any] = []
-    public = cache.tree.collect_paths
-    monkeypatch.setattr(cache.tree, "collect_paths", lambda ids: calls.append(ids) or public(ids))
-    view = RadixView(cache.tree)
-    batch, _ = cache.batch(reqs)
-    view.look_up(reqs, view.read_handles(reqs, batch.rows, 2, 0, anew=True))
-    assert len(calls) == (kind == "rust")
-
-
-# 4. Plugins in Ray's actor and in the benchmarks
+# 3. Plugins in Ray's actor and in the benchmarks
 
 
 def test_rays_actor_loads_plugins_before_anything_else(
@@ -247,7 +210,7 @@ def test_the_ranks_of_a_benchmark_load_plugins(monkeypatch: pytest.MonkeyPatch) 
     assert called == ["plugins", (1, 2)]
 
 
-# 5. Draft backends by registry
+# 4. Draft backends by registry
 
 
 @pytest.mark.parametrize("method", ["create_decode_backend", "create_draft_extend_backend"])
@@ -280,7 +243,7 @@ def test_drafts_of_pat_run_on_the_backend_that_it_names(
     assert made.decode_attention_backend_str == "triton"
 
 
-# 6. The registry entry and the choice
+# 5. The registry entry and the choice
 
 
 def test_pat_is_a_choice_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,22 @@ class LiveCache:
         self.tree.checkpoint(req, up_to=len(tokens))
         return req
 
+    def end(self, req: Any, output: list[int]) -> list[int]:
+        """Ends a request after ``output``: all its tokens go into the tree, and nothing of it is
+        locked any more. Returns them."""
+        from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
+        tokens = req.full_untruncated_fill_ids
+        tokens.extend(output)
+        slots = self.allocator.alloc(len(output))
+        row = req.kv.req_pool_idx
+        self.table.write((row, slice(len(tokens) - len(output), len(tokens))), slots)
+        req.finished_reason = FINISH_LENGTH(length=0)
+        self.tree.checkpoint(req, up_to=len(tokens))
+        self.tree.unlock(req.lock)
+        self.table.free(req)
+        return list(tokens)
+
     def batch(self, reqs: list[Any]) -> tuple[LiveBatch, torch.Tensor]:
         """The decode step of requests: batch and sequence lengths, int64 [B]."""
         rows = torch.tensor([req.kv.req_pool_idx for req in reqs])

@@ -5,6 +5,10 @@
 Unchanged: what a step costs whose batch and tree are those of the step before. Changed: what it
 costs when one request of the batch is another, paths, plan and all. Cold: the same after something
 else has filled the CPU's caches, as the rest of a server's step does.
+
+Turns: conversations of so many turns on one system prompt, each two nodes of the tree; in every
+step one leaves and the next turn of another arrives. Deep: requests at the end of a text of which
+ever longer beginnings were prompts, a node each; the first plan, and those after one left and came.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +30,13 @@ from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
-REPEATS, COLD_REPEATS = 400, 40
+REPEATS, COLD_REPEATS, ARRIVALS = 400, 40, 60
 FLUSH_BYTES = 128 << 20  # more than a core has of a CPU's last cache
 
+Row = dict[str, float | int | str]
 
-def measure(kind: str, queries: int) -> dict[str, float | int | str]:
+
+def measure(kind: str, queries: int) -> Row:
     """Median microseconds for ``queries`` requests: a system prompt, eight tools, own tails."""
     rng = random.Random(0)
 
@@ -79,17 +87,97 @@ def measure(kind: str, queries: int) -> dict[str, float | int | str]:
     }
 
 
+def _steps(queries: int) -> StepPlanner:
+    target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=queries)
+    return StepPlanner(target, Stats())
+
+
+def _new_plan(steps: StepPlanner, cache: LiveCache, reqs: list[Any]) -> float:
+    """Microseconds of the first step of a batch, which makes a plan. Two more keep it."""
+    batch, lens = cache.batch(reqs)
+    start = time.perf_counter_ns()
+    plan = steps.plan(batch, known(lens))
+    us = (time.perf_counter_ns() - start) / 1e3
+    assert steps.made and plan is not None and plan.num_shared_items
+    for others in (1, 2):
+        steps.plan(dataclasses.replace(batch, others=others), known(lens))
+        assert not steps.made
+    return us
+
+
+def _row(kind: str, what: str, queries: int, depth: int, times: list[float]) -> Row:
+    return {
+        "cache": kind,
+        "queries": queries,
+        what: depth,
+        "first_us": round(times[0], 1),
+        "changed_us": round(statistics.median(times[1:]), 1),
+        "most_us": round(max(times[1:]), 1),
+    }
+
+
+def measure_turns(kind: str, queries: int, turns: int) -> Row:
+    """Microseconds of a plan when one conversation leaves and the next turn of another arrives."""
+    rng = random.Random(0)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(1 << 15) for _ in range(length)]
+
+    prompt, output = 600 // turns, 300 // turns  # so that all rows have as many tokens
+    context = 2048
+    talks = queries + ARRIVALS
+    cache = LiveCache(kind, slots=1100 * talks, rows=talks, context=context)
+    histories = [text(1000)] * talks
+    for _ in range(turns - 1):
+        histories = [cache.end(cache.admit(one + text(prompt)), text(output)) for one in histories]
+    reqs = [cache.admit(history + text(prompt)) for history in histories[:queries]]
+    steps = _steps(queries)
+    times = [_new_plan(steps, cache, reqs)]
+    for history in histories[queries:]:
+        cache.end(reqs.pop(rng.randrange(queries)), text(output))
+        reqs.append(cache.admit(history + text(prompt)))
+        times.append(_new_plan(steps, cache, reqs))
+    return _row(kind, "turns", queries, turns, times)
+
+
+def measure_deep(kind: str, queries: int, depth: int) -> Row:
+    """Microseconds of a plan for requests at the end of a path of ``depth`` nodes."""
+    rng = random.Random(0)
+    context = depth + 64
+    cache = LiveCache(
+        kind, slots=8 * context + 8 * (queries + ARRIVALS), rows=queries + 1, context=context
+    )
+    text = [rng.randrange(1 << 15) for _ in range(depth + 1)]
+    for length in range(2, depth + 1):
+        cache.end(cache.admit(text[:length]), [])
+    steps = _steps(queries)
+    reqs = [cache.admit([*text, 1 << 16, own]) for own in range(queries)]
+    times = [_new_plan(steps, cache, reqs)]
+    for own in range(ARRIVALS):
+        cache.end(reqs.pop(rng.randrange(queries)), [])
+        reqs.append(cache.admit([*text, 1 << 16, queries + own]))
+        times.append(_new_plan(steps, cache, reqs))
+    return _row(kind, "deep", queries, depth, times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     as_json = parser.parse_args().json
+    for row in _rows():
+        if as_json:
+            print(json.dumps(row), flush=True)
+        else:
+            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+
+
+def _rows() -> Iterator[Row]:
     for kind in CACHES:
         for queries in (64, 256):
-            row = measure(kind, queries)
-            if as_json:
-                print(json.dumps(row))
-            else:
-                print("  ".join(f"{name} {value}" for name, value in row.items()))
+            yield measure(kind, queries)
+        for queries, turns in ((64, 1), (64, 10), (256, 1), (256, 10), (256, 30)):
+            yield measure_turns(kind, queries, turns)
+        yield measure_deep(kind, 256, 2000)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 Stock and patched SGLang take turns, each in a process of its own. From the forward batch to the
 plan, with no server: kept, a step whose batch is that of the steps before; young, the second step
 of a batch; new, the first, in which one request is another. Handover is the part from the batch to
-the planner. Paths are the calls that read all requests' paths.
+the planner.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sglang_pat.target import Target
 
 REPEATS = 300
 QUERIES = (64, 256, 1024)
-STEPS = ("kept", "young", "new", "handover", "paths_tuples", "paths_objects")
+STEPS = ("kept", "young", "new", "handover")
 
 
 class Forward(SimpleNamespace):
@@ -100,9 +100,6 @@ def measure(queries: int) -> dict[str, float]:
         call()
         found[name].append((time.perf_counter_ns() - start) / 1e3)
 
-    nodes = [req.lock.node for req in batches[0][0].reqs]
-    query = upstream.path_query(cache.tree)
-    assert query is not None
     for repeat in range(REPEATS):
         # A request ends and another is prefilled: a change of the batch comes with both.
         if upstream.carries_requests():
@@ -118,8 +115,6 @@ def measure(queries: int) -> dict[str, float]:
         note("kept", step)
         assert not steps.made
         note("handover", partial(hand_over, batch))
-        note("paths_tuples", partial(query, nodes))
-        note("paths_objects", partial(cache.tree.tree_core.collect_path_info, nodes))
     return {name: statistics.median(times) for name, times in found.items()}
 
 

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// What SGLang's radix trees say of single nodes: the parent and the tokens of the key.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace pat {
+
+// A node as a source is asked for it. `object`: the node itself where the tree has Python nodes,
+// nullptr where it has ids alone.
+struct NodeRef {
+  int64_t id;
+  PyObject* object;
+};
+
+// What stands above a node. `root`: the node's parent is the root, which is on no path.
+struct NodeAbove {
+  int64_t parent = 0;
+  int64_t length = 0;  // tokens of the node's own key
+  bool root = false;
+  pybind11::object object;  // the parent, of a tree of Python nodes
+};
+
+// A node that is known, with what was last read of it.
+struct KnownNode {
+  NodeRef node;
+  int64_t length;
+  const PyObject* parent;
+};
+
+class NodeSource {
+ public:
+  virtual ~NodeSource() = default;
+  // For each of `nodes` what is above it. Throws what the look-up of a node that is gone raises.
+  virtual void read(const std::vector<NodeRef>& nodes, std::vector<NodeAbove>& above) const = 0;
+  // Whether `read_path` gives the path to a node, from the node itself up to the highest below the
+  // root (empty for the root), in one call that takes less time than a `read` of each node.
+  virtual bool gives_paths() const { return false; }
+  virtual void read_path(const NodeRef&, std::vector<NodeAbove>&) const {}
+  // The indices of those that were split since they were read: the lower part of a split keeps the
+  // node's id and gets a new parent.
+  virtual void find_split(const std::vector<KnownNode>& nodes,
+                          std::vector<size_t>& split) const = 0;
+};
+
+// SGLang's compiled tree core, by three of its calls, which take node ids: the lengths of the keys
+// of many nodes; the parent of a node, given the length of its key; and paths from the root.
+class TreeCoreNodes final : public NodeSource {
+ public:
+  explicit TreeCoreNodes(const pybind11::object& core);
+  void read(const std::vector<NodeRef>& nodes, std::vector<NodeAbove>& above) const override;
+  bool gives_paths() const override { return true; }
+  void read_path(const NodeRef& node, std::vector<NodeAbove>& path) const override;
+  void find_split(const std::vector<KnownNode>& nodes, std::vector<size_t>& split) const override;
+
+ private:
+  template <typename Id>
+  std::vector<int64_t> lengths(size_t count, const Id& id) const;
+
+  const pybind11::object key_lengths_, parent_, paths_;
+  const pybind11::str parent_id_, is_root_;
+};
+
+// A tree of Python nodes, which have an id, a parent (None of the root) and a key with a length,
+// under the attribute names given.
+class PythonNodes final : public NodeSource {
+ public:
+  PythonNodes(const std::string& id, const std::string& parent, const std::string& key);
+  void read(const std::vector<NodeRef>& nodes, std::vector<NodeAbove>& above) const override;
+  void find_split(const std::vector<KnownNode>& nodes, std::vector<size_t>& split) const override;
+
+ private:
+  const std::string what_id_;
+  const pybind11::str id_, parent_, key_;
+};
+
+}  // namespace pat
