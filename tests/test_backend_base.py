@@ -48,6 +48,12 @@ def test_the_base_is_prepared_for_a_layer_that_it_serves(
     assert not bed.fallbacks  # what the layer is like is no failure of the step
 
 
+def test_an_argument_that_is_none_is_none(bed: BackendBed) -> None:
+    bed.capture()
+    assert bed.layer(1, sinks=None) == []
+    assert bed.step() == [] and not bed.base_layers
+
+
 @pytest.mark.parametrize(
     ("reasons", "prepares"),
     [({0: "", 1: ""}, False), ({0: "", 1: "chunked attention (use_irope)"}, True)],
