@@ -63,11 +63,12 @@ class Executor:
             self._workspace.reset()
             torch.cuda.synchronize(self._workspace.device)
 
-    def load(self, plan: Plan, num_rows: int) -> None:
+    def load(self, plan: Plan, num_rows: int, *, list_on_host: bool = False) -> None:
         """Take the plan of the next step, for a batch of ``num_rows``; rows beyond the plan's
-        queries are padding, on a GPU only. The part of a step that no graph captures."""
+        queries are padding, on a GPU only. The part of a step that no graph captures.
+        ``list_on_host``, and what is raised: of ``Workspace.load``."""
         if self._workspace is not None:
-            self._workspace.load(plan)
+            self._workspace.load(plan, list_on_host=list_on_host)
             self._workspace.check_rows(num_rows)
         self._plan = plan
 

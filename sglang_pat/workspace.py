@@ -12,6 +12,7 @@ from sglang_pat import _C
 from sglang_pat.arguments import check_batch, require_kernels
 from sglang_pat.capacity import buffer_shapes
 from sglang_pat.draft_masks import write_custom_mask, write_masks
+from sglang_pat.list_length import ListLength
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
@@ -29,8 +30,9 @@ class Workspace:
     belong on one stream, or on streams that wait for each other. Not thread-safe.
 
     ``max_context``: tokens of the longest sequence. ``list_tokens``: tokens that the list has room
-    for at first; it grows when a plan needs more. ``region``: gives the context in which device
-    memory is allocated, now and later. ``partial_dtype``: fp32, or bf16 for partial
+    for at first and at least; it grows when a plan needs more, and gives memory back when plans
+    have long needed less (``ListLength``). ``region``: gives the context in which device memory is
+    allocated, now and later. ``partial_dtype``: fp32, or bf16 for partial
     outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel),
     ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
     ``draft_masks``: the draft tokens of a query may be a tree: ``set_draft_masks`` or
@@ -89,6 +91,8 @@ class Workspace:
                 name: torch.empty(shape, dtype=dtype, device=self.device)
                 for name, (shape, dtype) in shapes.items()
             }
+        self._list_length = ListLength(list_tokens)
+        self._host_list: torch.Tensor | None = None
         self._plan_buffer = self._buffers["plan"]
         self.partials = self._buffers["partials"]
         self.partial_lse = self._buffers["partial_lse"]
@@ -176,10 +180,13 @@ class Workspace:
         """Device address of the plan that was loaded last."""
         return self._plan_buffer.data_ptr()
 
-    def load(self, plan: Plan) -> bool:
+    def load(self, plan: Plan, *, list_on_host: bool = False) -> bool:
         """Make ``plan`` the one that ``snapshot`` and ``decode`` run, from here on in the current
         stream: one copy to the device, none for the plan that is loaded already. Returns whether
         it copied. Not while a graph is captured, where the plan of the capture would be replayed.
+
+        ``list_on_host``: this plan's list is in pinned memory of the host, where kernels read it
+        all the same, but slower: for a GPU without memory for it.
 
         Raises ValueError, saying what was given and what fits, for a plan that is damaged, for
         other heads or larger than the buffers; and torch's OutOfMemoryError for a plan whose list
@@ -203,29 +210,39 @@ class Workspace:
         )
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
-            outgrown = self._buffers["list"]
-            fitting = outgrown if plan.list_tokens <= len(outgrown) else self._longer_list(plan)
+            held = self._buffers["list"]
+            fitting = (self._list_on_host if list_on_host else self._fitting_list)(plan.list_tokens)
             self._staging.copy(
                 plan.data_ptr, plan.nbytes, self.plan_ptr, fitting.data_ptr(), stream.cuda_stream
             )
-            if fitting is not outgrown:
+            if fitting is not held and not list_on_host:
                 # Kernels that were launched before may still read it, those after the copy do not.
-                outgrown.record_stream(stream)
+                held.record_stream(stream)
                 self._buffers["list"] = fitting
         self.plan = plan
         return True
 
-    def _longer_list(self, plan: Plan) -> torch.Tensor:
-        """A list for ``plan`` and, if there is memory, a quarter more for the plans after it."""
-
-        def empty(tokens: int) -> torch.Tensor:
-            with self._region():
-                return torch.empty(tokens, dtype=torch.int32, device=self.device)
-
+    def _fitting_list(self, needed: int) -> torch.Tensor:
+        """The list, or another one for it if it is too short for a plan that lists ``needed``
+        tokens, or has long been too long. One of just ``needed`` if there is no memory for more."""
+        held = self._buffers["list"]
+        tokens = self._list_length.after(len(held), needed)
+        if tokens == len(held):
+            return held
         try:
-            return empty(plan.list_tokens + plan.list_tokens // 4)
+            return self._empty_list(tokens)
         except torch.cuda.OutOfMemoryError:
-            return empty(plan.list_tokens)
+            return held if needed <= len(held) else self._empty_list(needed)
+
+    def _empty_list(self, tokens: int) -> torch.Tensor:
+        with self._region():
+            return torch.empty(tokens, dtype=torch.int32, device=self.device)
+
+    def _list_on_host(self, needed: int) -> torch.Tensor:
+        if self._host_list is None or len(self._host_list) < needed:
+            torch.cuda.synchronize(self.device)  # kernels may still read the one before
+            self._host_list = torch.empty(needed, dtype=torch.int32, device="cpu", pin_memory=True)
+        return self._host_list
 
     def snapshot(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor

@@ -24,7 +24,8 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> BackendBed:
 def test_replays_of_our_layers_need_no_metadata_of_the_base(bed: BackendBed) -> None:
     assert bed.step(capture=True) == CAPTURE
     assert bed.layer(0) == bed.layer(1) == []
-    assert bed.step(padding=2) == []
+    bed.capture(2)
+    assert bed.step() == bed.step(padding=2) == []
     assert bed.step(capture=True) == CAPTURE  # a capture always, in case the base serves a layer
     assert bed.step(mode=ForwardMode.EXTEND) == ["out graph"]
     assert bed.step(mode=ForwardMode.EXTEND, graph=False) == EAGER
@@ -47,6 +48,12 @@ def test_the_base_is_prepared_for_a_layer_that_it_serves(
     assert not bed.fallbacks  # what the layer is like is no failure of the step
 
 
+def test_an_argument_that_is_none_is_none(bed: BackendBed) -> None:
+    bed.capture()
+    assert bed.layer(1, sinks=None) == []
+    assert bed.step() == [] and not bed.base_layers
+
+
 @pytest.mark.parametrize(
     ("reasons", "prepares"),
     [({0: "", 1: ""}, False), ({0: "", 1: "chunked attention (use_irope)"}, True)],
@@ -55,6 +62,7 @@ def test_a_survey_says_before_the_first_step_whether_the_base_is_needed(
     reasons: dict[int, str], prepares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bed = BackendBed(monkeypatch, Survey(reasons))
+    bed.capture()
     assert bed.step(graph=False) == (EAGER if prepares else [])
     assert bed.step() == (["out graph"] if prepares else [])
     assert bed.layer(0) == []

@@ -23,8 +23,7 @@ def test_an_eager_batch_beyond_the_workspace_is_left_to_the_base(
     bed: BackendBed, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The padding of data parallel attention makes it too large."""
-    bed.step(capture=True)
-    bed.layer(0)
+    bed.capture()
     for _ in range(2):
         assert bed.step(graph=False, padding=TARGET.max_queries) == EAGER
         assert bed.layer(0) == ["layer"]
@@ -39,30 +38,24 @@ def test_an_eager_batch_beyond_the_workspace_is_left_to_the_base(
 
 
 def test_an_eager_batch_without_memory_for_its_slots_is_left_to_the_base(
-    bed: BackendBed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    bed: BackendBed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bed.step(capture=True)
-    bed.layer(0)
-
-    def load(*_: object) -> None:
-        raise torch.cuda.OutOfMemoryError("of 2 MB 1 MB is free")
-
-    with monkeypatch.context() as short:
-        short.setattr(bed.executor, "load", load)
-        assert bed.step(graph=False) == EAGER
-        assert bed.layer(0) == ["layer"]
+    bed.capture()
+    bed.executor.room = 0
+    assert bed.step(graph=False) == EAGER
+    assert bed.layer(0) == ["layer"]
     assert bed.fallbacks == {"no memory for the slots": 1}
     (record,) = [record for record in caplog.records if "no memory" in record.message]
     assert f"a plan for {QUERIES} requests lists " in record.message
     assert "--mem-fraction-static" in record.message and "1 MB is free" in record.message
+    del bed.executor.room
     assert bed.step(graph=False) == [] == bed.layer(0)
 
 
 def test_an_eager_batch_that_cannot_be_planned_is_left_to_the_base(
     bed: BackendBed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bed.step(capture=True)
-    bed.layer(0)
+    bed.capture()
     monkeypatch.setattr(bed.backend._steps, "plan", lambda *_: None)
     assert bed.step(graph=False) == EAGER
     assert bed.layer(0) == ["layer"]

@@ -113,15 +113,18 @@ def test_chains_need_no_masks(bed: BackendBed) -> None:
 
 def test_the_masks_of_each_replay_are_taken(bed: BackendBed) -> None:
     """Those of a graph's rows, padding included, from the buffer that EAGLE's workers fill."""
-    bed.backend.token_to_kv_pool.device = "cuda"
     bed.backend.verify_mask = SimpleNamespace(mode=TreeMaskMode.FULL_MASK)
     given = (torch.tensor([[1, 2, 4]] * QUERIES), chains(QUERIES, DRAFT_TOKENS))
-    for masks in given:
+    for captures, masks in zip((True, False), given, strict=True):
         spec_info = SimpleNamespace(
             draft_token_num=DRAFT_TOKENS,
             custom_mask=custom_mask(masks, bed.lens),
             spec_input_type=SpecInputType.EAGLE_VERIFY,
         )
+        if captures:
+            bed.capture(2, mode=VERIFY, spec_info=spec_info)
+            bed.executor.masks.clear()
+            bed.backend.token_to_kv_pool.device = "cuda"
         bed.step(mode=VERIFY, spec_info=spec_info, padding=2)
     for found, masks in zip(bed.executor.masks, given, strict=True):
         assert len(found) == QUERIES + 2 and torch.equal(found[:QUERIES], masks)

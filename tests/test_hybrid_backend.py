@@ -192,11 +192,11 @@ def test_a_linear_layer_does_not_come_by(bed: HybridBed) -> None:
 def test_graphs_hold_our_plan_beside_the_linear_layers_metadata(bed: HybridBed) -> None:
     bed.prepare(capture=True)
     assert bed.linear.calls == ["capture", "in graph"]
-    assert bed.inner._forward.captured
+    bed.forward(1, q=torch.zeros(QUERIES, HEADS * HEAD_DIM))
     bed.linear.calls.clear()
     bed.inner.calls.clear()
     for _ in range(2):
-        bed.prepare(padding=2)
+        bed.prepare()
     assert bed.linear.calls == ["out graph"] * 2
     assert bed.inner._stats.packed_steps == 2 and not bed.fallbacks
     # All layers that come by are ours, so the base's metadata are not made.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,7 +74,7 @@ class Executor:
         self.plans: list[Plan] = []
         self.snapshots = self.layers = 0
 
-    def load(self, plan: Plan, num_rows: int) -> None:
+    def load(self, plan: Plan, num_rows: int, **_: Any) -> None:
         assert plan.num_queries <= num_rows
         self.plans.append(plan)
 
@@ -106,6 +107,7 @@ class Bed:
         self.system = [rng.randrange(1000) for _ in range(SYSTEM)]
         own = [[1000 + i] + [rng.randrange(1000) for _ in range(OWN)] for i in range(REQUESTS)]
         self.reqs = [self.cache.admit(self.system + text) for text in own]
+        self.graphs: set[int] = set()  # rows of those that were captured
 
     def prepare(
         self,
@@ -119,6 +121,8 @@ class Bed:
         """Prepare a batch of the first ``requests``, padded to ``rows``; what the base was asked.
         A batch has a new tensor of rows, as SGLang's have when they change."""
         reqs = self.reqs[:requests] if isinstance(requests, int) else requests
+        if how == "replay":
+            self.capture(max(rows, len(reqs)))
         live, lens = self.cache.batch(reqs)
         if announced and how != "capture":
             scheduled = SimpleNamespace(
@@ -145,6 +149,16 @@ class Bed:
             if how == "capture":
                 self.backend.init_forward_metadata_in_graph(batch)
         return list(self.backend.calls)
+
+    def capture(self, rows: int) -> None:
+        """Capture the graph of so many rows with both layers, once, as SGLang does at its start."""
+        if rows not in self.graphs:
+            self.graphs.add(rows)
+            before = list(self.executor.plans), Counter(self.stats.base_layers)
+            self.prepare("capture", 1, rows=rows)
+            self.layers()
+            self.executor.plans, self.stats.base_layers = before
+            self.executor.snapshots = self.executor.layers = 0
 
     def layers(self) -> list[str]:
         """Run both layers of the forward that was prepared; what the base was asked."""

@@ -47,7 +47,7 @@ class FakeWorkspace(Workspace):
         self.copied: list[Any] = []
         self.reset()
 
-    def load(self, plan: Any) -> bool:
+    def load(self, plan: Any, **_: Any) -> bool:
         if plan is self.plan:
             return False
         self.copied.append(plan)

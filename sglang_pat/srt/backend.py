@@ -12,20 +12,21 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
 from sglang_pat.config import PatConfig
 from sglang_pat.srt import upstream
 from sglang_pat.srt.base import prefill_attention
 from sglang_pat.srt.check import check_plan
 from sglang_pat.srt.dump import make_tap
-from sglang_pat.srt.forward import Forward, beyond_workspace, no_memory
+from sglang_pat.srt.forward import Forward, Phase, beyond_workspace, no_memory
 from sglang_pat.srt.hook import LiveBatch
+from sglang_pat.srt.layer_mixin import LayerMixin
 from sglang_pat.srt.lengths import Lengths, lengths_of
 from sglang_pat.srt.pipeline import micro_batches
 from sglang_pat.srt.reporting import start_reporter
 from sglang_pat.srt.routes import LayerRoutes
-from sglang_pat.srt.scales import E4M3, ONES, CapturedScales, scales_of
+from sglang_pat.srt.scales import CapturedScales
 from sglang_pat.srt.sizing import make_executor
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.srt.step_clock import StepClock
@@ -38,12 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang_pat")
 
 
-class PatDecodeMixin:
+class PatDecodeMixin(LayerMixin):
     """Plain decode by pack, forward and merge, in front of a base of SGLang."""
 
-    # Of the base.
-    req_to_token_pool: Any
-    token_to_kv_pool: Any
+    req_to_token_pool: Any  # of the base
 
     def __init__(
         self,
@@ -67,6 +66,7 @@ class PatDecodeMixin:
         self._clock = StepClock(on_gpu=runner.device == "cuda")
         self._forward = Forward()
         self._scales = CapturedScales()
+        self._captured = {}
         reporter = start_reporter(self._stats, serving=packs)
         self._layers = LayerRoutes(survey, self._target, reporter)
         logger.info(
@@ -111,63 +111,77 @@ class PatDecodeMixin:
         if plan is None:
             return False
         try:
-            self._load(plan, batch, forward_batch, eager=True)
+            self._load(plan, batch, forward_batch)
         except torch.cuda.OutOfMemoryError as error:
-            self._stats.fall_back("no memory for the slots", f"{no_memory(plan)}: {error}")
+            why = no_memory(plan, "SGLang's attention serves them")
+            self._stats.fall_back("no memory for the slots", f"{why}: {error}")
             return False
         return True
-
-    def _prepare_base(self, forward_batch: Any) -> None:
-        self._forward.in_base = True
-        try:
-            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
-        finally:
-            self._forward.in_base = False
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare the capture or a replay of a decode graph: our plan, and the base in a capture,
         for a batch that is not admitted, or where it serves a layer of the graph.
 
         What a graph runs was decided when it was captured, by its rows. A graph of fewer than
-        ``min_batch`` rows is the base's alone. Another one of which pat serves a layer always gets
-        a plan: without a batch from the scheduler one that shares nothing. ``forward_batch`` holds
-        the graph's buffers, of which the last ``num_padding`` rows are not requests.
+        ``min_batch`` rows is the base's alone. One of which pat served a layer has no other way to
+        run, so every replay of it loads a plan for its batch: one that shares, or else nothing, or
+        else ``StepPlanner.longest``, without which no layer is served in the capture. Where the GPU
+        has no memory for a longer list, the host has. ``forward_batch`` holds the graph's buffers,
+        of which the last ``num_padding`` rows are not requests.
         """
         if self._forward.in_base:
             super().init_forward_metadata_out_graph(forward_batch)  # type: ignore[misc]
             return
-        self._forward = Forward()
+        self._forward = Forward(Phase.CAPTURE if in_capture else Phase.REPLAY)
         batch = None if in_capture else self._batches.take(forward_batch)
-        admitted = self._admit(forward_batch, batch, in_capture=in_capture)
+        admitted = self._admit(forward_batch, batch)
         if in_capture or not admitted or not self._layers.all_are_ours:
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
                 forward_batch, in_capture=in_capture
             )
-        if not admitted:
-            return
-        if in_capture:
-            self._forward.captured = True
-            lens = self._lengths(forward_batch, batch)
-            self._load(self._steps.private(lens), None, forward_batch)
-            return
+        if admitted and in_capture:
+            self._plan_capture(forward_batch)
+        elif admitted:
+            self._plan_replay(batch, forward_batch)
+
+    def _plan_capture(self, forward_batch: Any) -> None:
+        rows, max_context = forward_batch.batch_size, self.req_to_token_pool.req_to_token.shape[1]
+        longest = self._steps.longest(rows, max_context)
+        plan = self._steps.private(self._lengths(forward_batch, None))
+        if longest is not None and plan is not None:
+            self._forward.captured = longest
+            self._load(plan, None, forward_batch)
+
+    def _plan_replay(self, batch: LiveBatch | None, forward_batch: Any) -> None:
         self._clock.start()
         self._scales.check()  # graphs hold scales: raises if a weight update has changed one
         count = forward_batch.batch_size - forward_batch.num_padding
         lens = self._lengths(forward_batch, batch).first(count)
-        plan = None if batch is None else self._steps.plan(batch, lens)
-        if plan is None:
+        if batch is not None:
+            plan = self._steps.plan(batch, lens)
+        else:
             if count:  # an idle rank of data parallel attention has nothing to plan
                 self._stats.fall_back("graph without a batch from the scheduler")
-            plan, batch = self._steps.private(lens), None
+            plan = self._steps.private(lens)
+        if plan is None:
+            plan, batch = self._captured[forward_batch.batch_size], None
         self._count_base_layers()  # a replay does not come by forward_decode
         self._load(plan, batch, forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Captured, and so replayed, between the above and the layers: the snapshot, after
-        which nothing is read that the scheduler may change (the base class's ``IN_REPLAY``)."""
+        which nothing is read that the scheduler may change."""
         super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
         if self._forward.served and not self._forward.in_base:
             self._snapshot(forward_batch)
+
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """From where on SGLang may change what a forward of mode ``fm`` reads: not before the
+        snapshot, as the row that a plan reads for several queries may be of one that has ended."""
+        ends: SharedReadEnds = super().shared_read_ends(fm)  # type: ignore[misc]
+        if fm.is_decode() or fm.is_target_verify():
+            ends = SharedReadEnds.max_of((ends, SharedReadEnds.IN_REPLAY))
+        return ends
 
     def _snapshot(self, forward_batch: Any) -> None:
         self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
@@ -180,9 +194,7 @@ class PatDecodeMixin:
         for reason in self._layers.of_base:
             self._stats.base_layer(reason)
 
-    def _admit(
-        self, forward_batch: Any, batch: LiveBatch | None, *, in_capture: bool = False
-    ) -> bool:
+    def _admit(self, forward_batch: Any, batch: LiveBatch | None) -> bool:
         """Admit a plain decode batch of enough rows, which pat can plan for; count any other by
         reason. Returns whether it was admitted. ``batch``: None where there is none to plan."""
         mode = forward_batch.forward_mode
@@ -193,31 +205,39 @@ class PatDecodeMixin:
         elif forward_batch.encoder_lens is not None:
             self._stats.fall_back("encoder lengths in the batch")
         else:
-            return self._admit_rows(forward_batch, batch, in_capture=in_capture)
+            return self._admit_rows(forward_batch, batch)
         return False
 
-    def _admit_rows(self, forward_batch: Any, batch: LiveBatch | None, *, in_capture: bool) -> bool:
-        """Admit a batch of the right kind if it has enough rows and pat serves a layer."""
+    def _admit_rows(self, forward_batch: Any, batch: LiveBatch | None) -> bool:
+        """Admit a batch of the right kind if it has enough rows and pat serves a layer; to replay
+        a graph, if pat served one in its capture."""
+        phase, rows = self._forward.phase, forward_batch.batch_size
+        if phase is Phase.REPLAY and rows in self._captured:
+            return True
         if self._layers.none_is_ours:
             self._count_base_layers()  # there is nothing to plan for
-        elif forward_batch.batch_size >= self._config.min_batch:
-            return True
-        elif not in_capture:  # too few requests to gain from sharing
+        elif rows >= self._config.min_batch:
+            if phase is not Phase.REPLAY:
+                return True
+            self._stats.fall_back("batch not plannable")  # nor was it in the capture
+            self._steps.pass_over()
+        elif phase is not Phase.CAPTURE:  # too few requests to gain from sharing
             self._stats.small_batch(0 if batch is None else len(batch.reqs))
             self._steps.pass_over()
         return False
 
-    def _load(
-        self,
-        plan: Plan,
-        batch: LiveBatch | None,
-        forward_batch: Any,
-        *,
-        eager: bool = False,
-    ) -> None:
+    def _load(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> None:
         """Make ``plan`` the one that the layers run. Without a ``batch`` nothing is timed or
-        checked. ``eager``: take the snapshot too, which graphs have captured."""
-        self._executor.load(plan, forward_batch.batch_size)
+        checked. Without a graph the snapshot is taken, too, which graphs have captured."""
+        rows, eager = forward_batch.batch_size, self._forward.phase is Phase.EAGER
+        try:
+            self._executor.load(plan, rows)
+        except torch.cuda.OutOfMemoryError as error:
+            if eager:  # the base can serve it
+                raise
+            why = no_memory(plan, "they are in the host's, which is slower")
+            self._stats.fall_back("no memory for the slots", f"{why}: {error}")
+            self._executor.load(plan, rows, list_on_host=True)
         if eager:
             self._snapshot(forward_batch)
         self._forward.served = True
@@ -228,69 +248,6 @@ class PatDecodeMixin:
         if self._config.check:
             table = self.req_to_token_pool.req_to_token
             check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv]."""
-        out = self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-        if out is not None:
-            return out
-        return super().forward_decode(  # type: ignore[misc, no-any-return]
-            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-        )
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor | None:
-        """One layer of the forward that ``_forward`` says, or None if it is the base's, which is
-        prepared then."""
-        served = self._forward.served
-        pool = self.token_to_kv_pool
-        if served and (reason := self._layers.reason_against(layer, q.dtype, pool, kwargs)):
-            self._stats.base_layer(reason)
-            served = False
-        if not served:
-            if self._forward.unprepared is not None:  # a layer that had not come by before
-                self._prepare_base(self._forward.unprepared)
-                self._forward.unprepared = None
-            return None
-        if save_kv_cache and k is not None and v is not None:
-            loc = KVWriteLoc.for_layer(forward_batch, layer)
-            pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
-        heads = layer.tp_q_head_num
-        out = q.new_empty((q.shape[0], heads * layer.v_head_dim))
-        keys = pool.get_key_buffer(layer.layer_id)
-        scales = ONES
-        if keys.dtype == E4M3:
-            scales = scales_of(layer)
-            if self._forward.captured:
-                self._scales.add(layer, scales)
-        self._executor.decode(
-            q.reshape(-1, heads, layer.qk_head_dim),
-            keys,
-            pool.get_value_buffer(layer.layer_id),
-            out.view(-1, heads, layer.v_head_dim),
-            scale=layer.scaling,
-            logit_cap=layer.logit_cap,
-            k_scale=scales.k,
-            v_scale=scales.v,
-        )
-        return out
 
 
 @lru_cache

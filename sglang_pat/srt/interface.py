@@ -85,6 +85,8 @@ ATTRIBUTES = {
         *("pp_rank", "pp_size", "pp_async_batch_depth", "enable_kv_cache_sharding"),
     ),
     "server_args.ServerArgs": ("resolve_once",),
+    "layers.attention.base_attn_backend.AttentionBackend": ("shared_read_ends",),
+    "layers.attention.base_attn_backend.SharedReadEnds": ("IN_REPLAY", "max_of"),
     "layers.attention.torch_native_backend.TorchNativeAttnBackend": _BASE,
     "layers.attention.flashattention_backend.FlashAttentionBackend": _BASE,
     "layers.attention.flashinfer_backend.FlashInferAttnBackend": _BASE,

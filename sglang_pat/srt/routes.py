@@ -46,12 +46,13 @@ class LayerRoutes:
     ) -> str:
         """Why a layer is the base's, or "" if it is ours. Decided once and kept, but for arguments
         that come later. ``dtype``: of its queries; ``arguments``: what the model gives its
-        attention beside what every model gives."""
+        attention beside what every model gives; one that is None is none."""
+        given = sorted(name for name, value in arguments.items() if value is not None)
         reason = self._reasons.get(layer.layer_id)
-        if reason is None or (arguments and not reason):
+        if reason is None or (given and not reason):
             reason = (
-                f"arguments {', '.join(sorted(arguments))}"
-                if arguments
+                f"arguments {', '.join(given)}"
+                if given
                 else refusals.reason_against_layer(layer, dtype, pool, self._target)
             )
             self._reasons[layer.layer_id] = reason

@@ -27,7 +27,7 @@ batch is read in full.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,17 +156,27 @@ class StepPlanner:
         """Note a decode step that the base runs, without a plan."""
         self._passed_over += 1
 
-    def private(self, lengths: Lengths) -> Plan:
-        """A plan that shares nothing, the last such one if that fits. Not counted.
-
-        Raises ValueError for more queries than the target holds.
-        """
+    def private(self, lengths: Lengths) -> Plan | None:
+        """A plan that shares nothing, the last such one if that fits; None if there can be none
+        (counted). The step is not counted."""
         plan = self._private
         if plan is None or _total_tokens(plan, lengths) < 0:
-            least = lengths.least
-            plan = self._private_planner.plan([None] * len(least), least.numpy())
+            plan = self._share_nothing(self._private_planner, lengths.least)
             self._private = plan
         return plan
+
+    def longest(self, num_queries: int, max_context: int) -> Plan | None:
+        """A plan that holds for ``num_queries`` sequences of any lengths up to ``max_context``:
+        each is one item that no other query shares. None if there can be none (counted)."""
+        whole = replace(self._private_planner.target, split="none", branching="never")
+        return self._share_nothing(Planner(whole), torch.full((num_queries,), max_context))
+
+    def _share_nothing(self, planner: Planner, seq_lens: torch.Tensor) -> Plan | None:
+        try:
+            return planner.plan([None] * len(seq_lens), seq_lens.numpy())
+        except (ValueError, MemoryError) as error:
+            self._stats.fall_back("batch not plannable", error)
+            return None
 
     def _switch_to(self, rows: torch.Tensor) -> MicroBatch:
         """Make the micro-batch of ``rows`` the current one: see the class."""
@@ -209,11 +219,7 @@ class StepPlanner:
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back(NOT_USABLE, repr(error))
             state.suspect = True
-        try:
-            return self.private(lengths)
-        except ValueError as error:
-            self._stats.fall_back("batch not plannable", error)
-            return None
+        return self.private(lengths)
 
     def _pack(
         self, state: MicroBatch, batch: LiveBatch, seq_lens: torch.Tensor, handles: Handles | None

@@ -24,9 +24,7 @@ class PatVerifyMixin(PatDecodeMixin):
 
     verify_mask: Any  # of the base
 
-    def _admit(
-        self, forward_batch: Any, batch: LiveBatch | None, *, in_capture: bool = False
-    ) -> bool:
+    def _admit(self, forward_batch: Any, batch: LiveBatch | None) -> bool:
         mode = forward_batch.forward_mode
         if not mode.is_target_verify():
             if mode.is_decode():
@@ -40,7 +38,7 @@ class PatVerifyMixin(PatDecodeMixin):
             return False
         if self._on_cpu:
             return True  # SGLang's attention on a CPU cannot verify
-        return self._admit_rows(forward_batch, batch, in_capture=in_capture)
+        return self._admit_rows(forward_batch, batch)
 
     @property
     def _on_cpu(self) -> bool:
@@ -65,9 +63,7 @@ class PatVerifyMixin(PatDecodeMixin):
         with_drafts = forward_batch.seq_lens + self._target.draft_tokens
         self._executor.snapshot(forward_batch.req_pool_indices, with_drafts)
 
-    def _load(
-        self, plan: Plan, batch: LiveBatch | None, forward_batch: Any, **options: Any
-    ) -> None:
+    def _load(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> None:
         """Where drafts may be a tree, their masks first: without memory for these the step is not
         served, and the time that they take is the step's."""
         if self._executor.has_draft_masks:
@@ -77,7 +73,7 @@ class PatVerifyMixin(PatDecodeMixin):
                 forward_batch.seq_lens,
                 with_prefix=have_prefix(spec_info, self.verify_mask),
             )
-        super()._load(plan, batch, forward_batch, **options)
+        super()._load(plan, batch, forward_batch)
 
     def forward_extend(
         self,

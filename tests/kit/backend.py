@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.bench.host.live import LiveCache
@@ -34,6 +35,7 @@ class RecordingBase:
     """In place of SGLang's own backend: notes in ``calls`` what is asked of it."""
 
     verify_mask = None
+    read_ends = SharedReadEnds.UNKNOWN
 
     def __init__(self, runner: Any) -> None:
         self.calls: list[str] = []
@@ -57,6 +59,9 @@ class RecordingBase:
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         self.calls.append("in graph")
 
+    def shared_read_ends(self, _mode: ForwardMode) -> SharedReadEnds:
+        return self.read_ends
+
     def forward_decode(self, q: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         self.calls.append("layer")
         return q
@@ -68,18 +73,23 @@ class RecordingBase:
 
 class RecordingExecutor:
     """In place of an executor: notes the plans that it is given, counts the snapshots, and gives
-    the queries back as a layer's output."""
+    the queries back as a layer's output. ``room``: tokens that the device has memory to list."""
 
     has_draft_masks = True
+    room = 1 << 31
 
     def __init__(self, target: Target = TARGET) -> None:
         self.target = target
         self.plans: list[Plan] = []
         self.lengths: list[list[int]] = []  # of each snapshot
         self.masks: list[torch.Tensor] = []
+        self.on_host = 0  # plans whose list is in the host's memory
 
-    def load(self, plan: Plan, num_rows: int) -> None:
+    def load(self, plan: Plan, num_rows: int, *, list_on_host: bool = False) -> None:
         assert plan.num_queries <= num_rows
+        if not list_on_host and plan.list_tokens > self.room:
+            raise torch.cuda.OutOfMemoryError("of 2 MB 1 MB is free")
+        self.on_host += list_on_host
         self.plans.append(plan)
 
     def snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -189,6 +199,12 @@ class BackendBed:
         else:
             self.backend.init_forward_metadata(batch)
         return list(self.backend.calls)
+
+    def capture(self, *paddings: int, **options: Any) -> None:
+        """Capture a graph of the batch with so many rows of padding each, and a layer of ours."""
+        for padding in paddings or (0,):
+            self.step(capture=True, padding=padding, **options)
+            self.layer(0)
 
     def layer(self, layer_id: int = 0, window: int = -1, **kwargs: Any) -> list[str]:
         """Run a layer of the forward that was prepared; what the base was asked.
