@@ -11,14 +11,11 @@ import pytest
 
 import sglang_pat
 from sglang_pat import Target, cli
+from sglang_pat.dump import Requests
 from sglang_pat.explain.command import make_target
 from sglang_pat.explain.parts import Explanation
 from sglang_pat.explain.reading import explain, tree_nodes
-from sglang_pat.explain.requests import (
-    DEFAULT_TREE,
-    Requests,
-    parse_tree,
-)
+from sglang_pat.explain.requests import DEFAULT_TREE, parse_tree
 from sglang_pat.explain.svg import write_svg
 from sglang_pat.explain.text import merge_line, node_line, numbers, pack_line, write_text
 

@@ -18,13 +18,13 @@ from kit.shell import fresh_shell
 
 import sglang_pat
 from sglang_pat import cli
+from sglang_pat.dump import MAX_REQUESTS
 from sglang_pat.explain.command import make_target
 from sglang_pat.explain.parts import Explanation
 from sglang_pat.explain.reading import explain
 from sglang_pat.explain.requests import (
     DEFAULT_TREE,
     MAX_DEPTH,
-    MAX_REQUESTS,
     parse_tree,
     read_requests,
 )

@@ -11,8 +11,8 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from sglang_pat import Plan, Target
+from sglang_pat.dump import PathNodes, Requests
 from sglang_pat.explain.parts import Explanation, Item, Merge, Pack, Range, TreeNode
-from sglang_pat.explain.requests import PathNodes, Requests
 from sglang_pat.planner import BRANCH
 from sglang_pat.utilisation import utilisation
 

@@ -76,33 +76,37 @@ class Paths(NamedTuple):
     reader: _C.NodeReader | None
     private: dict[str, int]
 
-    def as_tuples(self) -> list[list[tuple[int, int, int]]]:
+    def as_tuples(self, most: int) -> list[list[tuple[int, int, int]]] | None:
         """Each query's path as (node id, start, end), from the root on and as far as it is safe to
-        share. Slower than the planner's own reading: for dumps."""
+        share; None if the paths have more than ``most`` nodes. Slower than the planner's own
+        reading: for dumps."""
         found = []
-        known: dict[int, list[tuple[int, int, int]]] = {}
+        left = most
         node_id, start, end = self.fields
         for query, limit in zip(self.queries, self.limits.tolist(), strict=True):
             if query is None:
                 path = []
             elif self.reader is not None:
-                path = _climb(query, known)
+                path = _climb(query, left)
             else:
-                path = [(node[node_id], node[start], node[end]) for node in query]
+                path = [(node[node_id], node[start], node[end]) for node in query[: left + 1]]
+            left -= len(path)
+            if left < 0:
+                return None
             found.append([(n, s, min(e, limit)) for n, s, e in path if s < limit])
         return found
 
 
-def _climb(node: Any, known: dict[int, list[tuple[int, int, int]]]) -> list[tuple[int, int, int]]:
-    """The path to a Python node. ``known``: those found before, by the address of their node."""
-    above, climbed = node, []
-    while id(above) not in known and above.parent is not None:
-        climbed.append(above)
-        above = above.parent
-    path = known.get(id(above), [])
+def _climb(node: Any, most: int) -> list[tuple[int, int, int]]:
+    """The path to a Python node; of one longer than ``most`` any ``most`` + 1 nodes."""
+    climbed: list[Any] = []
+    while node.parent is not None and len(climbed) <= most:
+        climbed.append(node)
+        node = node.parent
+    path: list[tuple[int, int, int]] = []
     for each in reversed(climbed):
         begin = path[-1][2] if path else 0
-        path = known[id(each)] = [*path, (each.id, begin, begin + len(each.key))]
+        path.append((each.id, begin, begin + len(each.key)))
     return path
 
 
