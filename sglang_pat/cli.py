@@ -145,7 +145,7 @@ def make_parser() -> argparse.ArgumentParser:
         "explain",
         help="draw the plan of a batch: the pack tree, the items, who merges what",
         description="Make the plan of a batch of requests, without a GPU and without SGLang, and "
-        "draw it as text: the pack tree, the packs and items made of it, where each partial result "
+        "draw it as text: the pack tree, the items made of it, where each partial result "
         "goes, and how many K/V tokens are read instead of how many. Exit status: 0 drawn, 1 the "
         "batch or an option makes no sense, 2 wrong usage.",
     )
