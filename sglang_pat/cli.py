@@ -70,10 +70,6 @@ def _run(argv: Sequence[str] | None) -> int:
         from sglang_pat.calibrate.command import run_calibrate
 
         return run_calibrate(arguments)
-    if arguments.command == "dump":
-        from sglang_pat.dump.command import run_dump
-
-        return run_dump(arguments)
     from sglang_pat.bench.common.server import ServerError
     from sglang_pat.demo.run import Options, run_demo
 
@@ -101,7 +97,6 @@ def _run_doctor(
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line; flags of a server after ``doctor`` are not known to it."""
     from sglang_pat.calibrate import command as calibrate
-    from sglang_pat.dump import command as dump
     from sglang_pat.estimate import command as estimate
     from sglang_pat.explain.command import add_arguments
 
@@ -150,7 +145,7 @@ def make_parser() -> argparse.ArgumentParser:
         "explain",
         help="draw the plan of a batch: the pack tree, the items, who merges what",
         description="Make the plan of a batch of requests, without a GPU and without SGLang, and "
-        "draw it as text: the pack tree, the packs and items made of it, where each partial result "
+        "draw it as text: the pack tree, the items made of it, where each partial result "
         "goes, and how many K/V tokens are read instead of how many. Exit status: 0 drawn, 1 the "
         "batch or an option makes no sense, 2 wrong usage.",
     )
@@ -174,7 +169,6 @@ def make_parser() -> argparse.ArgumentParser:
         "wrong usage.",
     )
     calibrate.add_arguments(measure)
-    dump.add_command(commands)
     return parser
 
 

@@ -73,13 +73,14 @@ _PRESET = PREFIX + "PRESET"
 DEFAULT_MB = 256  # below the 384 MB that FlashInfer takes in the same place
 # One request has nobody to share with, so SGLang's attention serves it at its own speed.
 DEFAULT_MIN_BATCH = 2
+DEFAULT_DUMP_BATCHES = 1000  # seconds to minutes of a busy server: beyond its first requests
 # Options that are whole numbers from 1: the default and what they count.
 _NUMBERS = {
     "workspace_mb": (DEFAULT_MB, "MB"),
     "min_batch": (DEFAULT_MIN_BATCH, "requests"),
     "split_tokens": (DEFAULT_SPLIT_TOKENS, "tokens"),
+    "dump_batches": (DEFAULT_DUMP_BATCHES, "batches"),
 }
-_FOLDERS = ("dump",)
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class PatConfig:
     workspace; how many requests of a batch fit depends on it, see ``sglang_pat.capacity``.
     ``min_batch`` (``SGLANG_PAT_MIN_BATCH``): requests of the smallest decode batch that pat serves,
     rows of padding included; smaller ones are the base's, in graphs and without.
-    ``dump`` (``SGLANG_PAT_DUMP``): folder in which the server looks for requests of
-    ``sglang-pat dump`` and answers them, an absolute path; "" for none.
+    ``dump`` (``SGLANG_PAT_DUMP``): new file to write the first ``dump_batches``
+    (``SGLANG_PAT_DUMP_BATCHES``) batches with a new plan to, an absolute path; "" for none.
     ``remarks``: what ``from_env`` has to say about a preset or a rule, a sentence each.
     """
 
@@ -113,6 +114,7 @@ class PatConfig:
     launch: str = "queue"
     workspace_mb: int = DEFAULT_MB
     min_batch: int = DEFAULT_MIN_BATCH
+    dump_batches: int = DEFAULT_DUMP_BATCHES
     preset: str = "default"
     dump: str = ""
     remarks: tuple[str, ...] = field(default=(), compare=False)
@@ -124,10 +126,9 @@ class PatConfig:
         Raises ValueError that names the variable, its value and what is allowed, for a name or a
         value that is not known: a misspelt option must not be served as the default.
         """
-        names = ("preset", *_ALLOWED, *_NUMBERS, *_FOLDERS)
+        names = ("preset", "dump", *_ALLOWED, *_NUMBERS)
         known = {PREFIX + name.upper(): name for name in names}
         given: dict[str, str] = {}
-        folders = dict.fromkeys(_FOLDERS, "")
         for variable, value in environ.items():
             if not variable.startswith(PREFIX):
                 continue
@@ -141,8 +142,9 @@ class PatConfig:
                 _check_whole(variable, value, *_NUMBERS[name])
                 given[name] = value
                 continue
-            if name in _FOLDERS:
-                folders[name] = _folder(variable, value)
+            if name == "dump":
+                _check_absolute(variable, value)
+                given[name] = value
                 continue
             allowed = PRESETS if variable == _PRESET else _ALLOWED[name]
             if value not in allowed:
@@ -151,7 +153,7 @@ class PatConfig:
                     f"use one of {', '.join(allowed)} or unset it"
                 )
             given[name] = value
-        preset = given.pop("preset", "default")
+        preset, dump = given.pop("preset", "default"), given.pop("dump", "")
         chosen, remarks = rules(preset, given)
         return cls(
             check=chosen["check"] == "1",
@@ -162,7 +164,7 @@ class PatConfig:
             launch=chosen["launch"],
             **{name: int(chosen[name]) for name in _NUMBERS},
             preset=preset,
-            dump=folders["dump"],
+            dump=dump,
             remarks=remarks,
         )
 
@@ -202,13 +204,12 @@ def rules(preset: str, given: Mapping[str, str]) -> tuple[dict[str, str], tuple[
     return chosen, tuple(remarks)
 
 
-def _folder(variable: str, value: str) -> str:
+def _check_absolute(variable: str, value: str) -> None:
     if not os.path.isabs(value):
         raise ValueError(
-            f"{variable}={value} is not an absolute path of a folder: give one, such as "
-            "/tmp/pat-dump, or unset it"
+            f"{variable}={value} is not an absolute path: give one, such as "
+            f"{os.path.abspath('batches.jsonl')}, or unset it"
         )
-    return value
 
 
 def _check_whole(variable: str, value: str, default: int, unit: str) -> None:

@@ -53,7 +53,7 @@ def test_a_batch_that_cannot_be_planned_runs_the_plan_of_its_capture(
 
     bed.capture(2)
     with monkeypatch.context() as patch:
-        for name in ("plan", "plan_leaves", "plan_again"):
+        for name in ("plan", "plan_handles", "plan_again"):
             patch.setattr(Planner, name, fail)
         for _ in range(2):
             assert bed.step(padding=2, announced=announced) == []

@@ -22,9 +22,10 @@ from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import slot_table
 from sglang_pat.bench.kernel.options import remarks_of, settings_of
 from sglang_pat.bench.kernel.report import TreeRow
-from sglang_pat.dump.records import Batch, first_line
+from sglang_pat.dump import Batch
 
 HEADER = {
+    "sglang_pat_dump": 1,
     "date": "2026-11-23T12:00:00+00:00",
     "device": "NVIDIA H200",
     "versions": {"sglang": "0.5.23"},
@@ -41,11 +42,10 @@ LENGTHS = [70, 64, 45, 9]
 
 
 def dump(file: Path, count: int = 3, **header: Any) -> Path:
-    """``count`` batches, of which every third kept its plan."""
-    lines = [first_line(HEADER | header)]
+    lines: list[dict[str, Any]] = [HEADER | header]
     for number in range(1, count + 1):
         lengths = [length + number for length in LENGTHS]
-        lines.append(Batch(number, PATHS, lengths, number, number % 3 > 0, {}).to_json())
+        lines.append({"paths": PATHS, "seq_lens": lengths})
     lines.append({"end": "complete"})
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
@@ -87,13 +87,13 @@ def test_what_differs_from_the_server_is_said(tmp_path: Path) -> None:
 def test_a_sample_goes_from_the_first_to_the_last(tmp_path: Path) -> None:
     file = str(dump(tmp_path / "dump", 11))
     names = [case.name for case in replay(file).cases]
-    assert names[:3] == ["made-1-4/2/64", "made-2-4/2/64", "kept-3-4/2/64"] and len(names) == 11
+    assert names[:3] == ["batch-1-4/2/64", "batch-2-4/2/64", "batch-3-4/2/64"] and len(names) == 11
     assert [str(each) for each in replay(file, "--sample", "3").forests] == [
-        "made-1",
-        "kept-6",
-        "made-11",
+        "batch-1",
+        "batch-6",
+        "batch-11",
     ]
-    assert [str(each) for each in replay(file, "--sample", "1").forests] == ["made-1"]
+    assert [str(each) for each in replay(file, "--sample", "1").forests] == ["batch-1"]
     assert len(replay(file, "--sample", "99").forests) == 11
 
 
@@ -116,7 +116,7 @@ def test_nodes_of_which_a_query_shares_a_part_are_cut() -> None:
         [(5, 0, 30), (6, 30, 50), (9, 50, 51)],
     ]
     lengths = [60, 41, 20, 9, 70]
-    found = batches.as_forest(Batch(1, paths, lengths, 1, True, {}))
+    found = batches.as_forest(Batch(paths, lengths))
     assert found.paths == [
         [(0, 0, 12), (1, 12, 30), (2, 30, 41), (3, 41, 50)],
         [(0, 0, 12), (1, 12, 30), (2, 30, 41)],
@@ -135,8 +135,8 @@ def test_nodes_of_which_a_query_shares_a_part_are_cut() -> None:
 
 
 def test_queries_without_tokens_are_left_out() -> None:
-    found = batches.as_forest(Batch(4, [[], [(1, 0, 5)]], [0, 9], 1, False, {}))
-    assert found == Forest("kept-4", [[(0, 0, 5)]], [9])
+    found = batches.as_forest(Batch([[], [(1, 0, 5)]], [0, 9], 4))
+    assert found == Forest("batch-4", [[(0, 0, 5)]], [9])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_queries_without_tokens_are_left_out() -> None:
         (["--ragged"], "leave --ragged out"),
         (["--timeline"], "leave --timeline out"),
         (["--sample", "0"], "'0' is not a whole number, 1 or more"),
-        (["--only", "made-1"], "--only goes with --ragged or --study only"),
+        (["--only", "batch-1"], "--only goes with --ragged or --study only"),
         (["--heads", "64/2"], "on 64/2 heads: "),
         (["--traffic", "--kv-dtype", "fp8_e4m3"], "--traffic measures bfloat16 only"),
     ],
@@ -173,7 +173,7 @@ def test_files_that_make_no_sense_are_refused(
     assert "No such file" in refused("--batches", str(none))
     none.write_text("{}")
     assert "is no dump of version 1" in refused("--batches", str(none))
-    assert "has no batch: dump while" in refused("--batches", str(dump(none, 0)))
+    assert "has no batch: no decode step" in refused("--batches", str(dump(none, 0)))
     short = dump(tmp_path / "short", draft_tokens=8)
     assert "batch 1: query 1: node 1 ends at 60, among the 8 draft" in refused(
         "--batches", str(short)
@@ -202,14 +202,14 @@ def test_a_run_from_arguments_to_json(
     assert document["server"]["device"] == "NVIDIA H200" and "generator" not in document
     assert document["settings"]["draft_tokens"] == draft_tokens
     found = [TreeRow(**each) for each in document["rows"]]
-    assert [each.spec for each in found] == ["made-1", "kept-3", "made-4"]
+    assert [each.spec for each in found] == ["batch-1", "batch-3", "batch-4"]
     for each in found:
         assert (each.heads, each.draft_tokens, each.permuted) == ("4/2/64", draft_tokens, True)
         assert each.differences.keys() == {"fa3"} and not each.wrong and each.error < 0.01
     assert "batches of 2026-11-23T12:00:00+00:00, NVIDIA H200, sglang 0.5.23" in printed
-    assert "fa3 and flashinfer: 0.909; made 0.909, kept 0.909" in printed
+    assert "fa3 and flashinfer: 0.909; batch 0.909" in printed
     assert kernel.main(["--from", str(file)]) == 0
-    assert "made 0.909, kept 0.909" in capsys.readouterr().out
+    assert "batch 0.909" in capsys.readouterr().out
 
 
 def test_cases_reach_the_process_that_ncu_watches(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def test_every_option() -> None:
             "SGLANG_PAT_WORKSPACE_MB": "1024",
             "SGLANG_PAT_MIN_BATCH": "1",
             "SGLANG_PAT_SPLIT_TOKENS": "256",
-            "SGLANG_PAT_DUMP": "/tmp/dump",
+            "SGLANG_PAT_DUMP": "/logs/dump",
+            "SGLANG_PAT_DUMP_BATCHES": "7",
         }
     )
     assert config == PatConfig(
@@ -47,12 +48,14 @@ def test_every_option() -> None:
         launch="streams",
         workspace_mb=1024,
         min_batch=1,
-        dump="/tmp/dump",
+        dump="/logs/dump",
+        dump_batches=7,
     )
     assert config.partial_dtype is torch.bfloat16
     assert str(config) == (
         "check=True policy=paper split=mean split_tokens=256 branching=never partial=bf16 "
-        "launch=streams workspace_mb=1024 min_batch=1 preset=default dump=/tmp/dump"
+        "launch=streams workspace_mb=1024 min_batch=1 dump_batches=7 preset=default "
+        "dump=/logs/dump"
     )
 
 
@@ -70,8 +73,8 @@ def test_every_option() -> None:
             ("SGLANG_PAT_WORKSPACE_MB", value, f"MB={value} is not a whole number of MB, 1 or more")
             for value in ("", "0", "-1", "1.5", "1e3", "256MB", "\u0664")
         ),
-        ("SGLANG_PAT_DUMP", "", "SGLANG_PAT_DUMP= is not an absolute path of a folder: give one"),
-        ("SGLANG_PAT_DUMP", "dump", "SGLANG_PAT_DUMP=dump is not an absolute path of a folder"),
+        ("SGLANG_PAT_DUMP", "", "SGLANG_PAT_DUMP= is not an absolute path: give one"),
+        ("SGLANG_PAT_DUMP", "dump", "SGLANG_PAT_DUMP=dump is not an absolute path"),
         ("SGLANG_PAT_MIN_BATCH", "0", "whole number of requests, 1 or more: give one, such as 2"),
         (
             "SGLANG_PAT_POLCY",

@@ -18,17 +18,17 @@ from kit.shell import fresh_shell
 
 import sglang_pat
 from sglang_pat import cli
+from sglang_pat.dump import MAX_REQUESTS
 from sglang_pat.explain.command import make_target
 from sglang_pat.explain.parts import Explanation
 from sglang_pat.explain.reading import explain
 from sglang_pat.explain.requests import (
     DEFAULT_TREE,
     MAX_DEPTH,
-    MAX_REQUESTS,
     parse_tree,
     read_requests,
 )
-from sglang_pat.explain.text import PARTS, pack_line
+from sglang_pat.explain.text import PARTS, node_line
 
 
 @pytest.fixture(autouse=True)
@@ -240,13 +240,13 @@ def test_long_lists_are_cut_but_the_sums_are_not(capsys: pytest.CaptureFixture[s
     found = explained("512(16x2000(4x1000))")
     assert cli.main(["explain", "--tree", "512(16x2000(4x1000))", "--lines", "3"]) == 0
     short = capsys.readouterr().out
-    for count in (len(found.nodes), len(found.packs), len(found.items), len(found.merges)):
+    for count in (len(found.nodes), len(found.items), len(found.merges)):
         assert f"... and {count - 3:,} more: --lines 0 shows all" in short
     assert "K/V tokens read" in short and "the plan:" in short
     assert cli.main(["explain", "--tree", "512(16x2000(4x1000))", "--lines", "0"]) == 0
     whole = capsys.readouterr().out
     assert "more:" not in whole
-    assert all(pack_line(number, pack) in whole for number, pack in enumerate(found.packs))
+    assert all(node_line(node) in whole for node in found.nodes)
 
 
 def test_the_command_needs_neither_sglang_nor_a_gpu(tmp_path: Path) -> None:
@@ -291,10 +291,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 def test_the_whole_is_its_parts(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     parts = {part: printed(capsys, "--tree", spec, "--part", part) for part in PARTS}
     whole = printed(capsys, "--tree", spec)
-    packs = explained(spec).packs
-    expected = [
-        text for part, text in parts.items() if part != "structs" and (packs or part != "packs")
-    ]
+    expected = [text for part, text in parts.items() if part != "structs"]
     assert whole.split("\n\n", 1)[1] == "\n".join(expected)
 
 

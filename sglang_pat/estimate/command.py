@@ -161,13 +161,13 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _of_prompts(arguments: argparse.Namespace) -> str:
+    from sglang_pat.dump import Requests
     from sglang_pat.estimate import differences, report
     from sglang_pat.estimate.batches import closed_loop
     from sglang_pat.estimate.picture import tree_lines
     from sglang_pat.estimate.planning import estimate
     from sglang_pat.estimate.verdict import judge
     from sglang_pat.explain.reading import explain
-    from sglang_pat.explain.requests import Requests
     from sglang_pat.srt.machines import known_gpu
 
     requests, tokenizer = _read(arguments)

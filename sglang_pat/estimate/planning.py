@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from sglang_pat import Plan
+from sglang_pat.dump import PathNodes
 from sglang_pat.estimate.batches import DecodeStep
 from sglang_pat.estimate.radix import shared_paths
 from sglang_pat.estimate.requests import Prompts
 from sglang_pat.estimate.step import StepModel
-from sglang_pat.explain.requests import PathNodes
 from sglang_pat.planner import Planner
 
 

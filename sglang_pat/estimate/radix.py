@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sglang_pat.explain.requests import PathNodes
+from sglang_pat.dump import PathNodes
 
 Symbols = npt.NDArray[np.int64]  # [n] token ids of a prompt, or names of its blocks
 

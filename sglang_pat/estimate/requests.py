@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from sglang_pat.dump import PathNodes
 from sglang_pat.estimate.radix import RadixTree, Symbols
-from sglang_pat.explain.requests import PathNodes
 
 T = TypeVar("T")
 

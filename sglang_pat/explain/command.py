@@ -17,7 +17,7 @@ from sglang_pat.explain.text import PARTS
 if TYPE_CHECKING:
     from sglang_pat import Target
     from sglang_pat.config import PatConfig
-    from sglang_pat.explain.requests import Requests
+    from sglang_pat.dump import Requests
 
 
 _TARGETS = (*GPUS, "cpu")
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help='the batch as JSON: {"paths": [[[id, start, end], ...], ...], "seq_lens": [...]}, '
-        "the radix nodes of each request and its tokens; or a file of `sglang-pat dump` (default: "
+        "the radix nodes of each request and its tokens; or a server's SGLANG_PAT_DUMP (default: "
         "--tree)",
     )
     parser.add_argument(
@@ -172,7 +172,7 @@ def _explained(arguments: argparse.Namespace) -> str:
 def _batch(arguments: argparse.Namespace) -> tuple[Requests, Target, str]:
     """The batch of the options, and the target and machine that ``make_target`` says; of a dump
     without an option about these, what its server planned for."""
-    from sglang_pat.dump.records import is_dump, read_dump
+    from sglang_pat.dump import is_dump, read_dump
     from sglang_pat.explain.requests import parse_tree, read_requests
 
     file: Path | None = arguments.paths
@@ -185,7 +185,7 @@ def _batch(arguments: argparse.Namespace) -> tuple[Requests, Target, str]:
     number = 1 if arguments.batch is None else arguments.batch
     if not 0 < number <= len(dump.batches):
         raise ValueError(f"--batch is {number}, {file} has batches 1 to {len(dump.batches)}")
-    requests = dump.batches[number - 1].requests
+    requests = dump.batches[number - 1]
     if all(getattr(arguments, name) is None for name in _OF_TARGET):
         target, device = dump.target, dump.header.get("device", "unknown")
         return requests, target, f"{device} with {target.num_sms} SMs or threads, as the server"

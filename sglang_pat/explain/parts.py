@@ -22,8 +22,7 @@ class TreeNode:
     end: int
     queries: Queries
     depth: int
-    packs: list[int] = field(default_factory=list)  # that read these tokens
-    branches: list[int] = field(default_factory=list)  # items that do
+    items: list[int] = field(default_factory=list)  # that read these tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +37,12 @@ class Range:
     grows: bool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Item:
-    """One forward work item. ``kind``: shared (several queries read the tokens), tail (one query's)
-    or branch (a part of the tree, each token for some of the queries). ``rows``: packed rows,
+    """One forward work item. ``kind``: shared (several queries read the tokens), tail (one query
+    does) or branch (a part of the tree, each token for some of the queries). ``rows``: packed rows,
     queries x query heads per KV head; ``partials``: slot of each query's partial result, None where
-    the item writes the output itself. ``pack`` is None of a branch, else ``piece`` says which of
-    the pack's ``pieces`` it is, from 1 on."""
+    the item writes the output itself."""
 
     index: int
     kind: str
@@ -54,26 +52,11 @@ class Item:
     rows: int
     row_tile: int
     partials: dict[int, int | None]
-    pack: int | None = None
-    piece: int = 1
-    pieces: int = 1
 
     @property
     def tokens(self) -> int:
         """K/V tokens that it reads per KV head."""
         return sum(part.end - part.start for part in self.ranges)
-
-
-@dataclass(slots=True)
-class Pack:
-    """Consecutive tokens that a set of queries reads together. ``items``: its KV pieces, each in as
-    many row tiles as its queries take."""
-
-    start: int
-    end: int
-    queries: Queries
-    pieces: int
-    items: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +77,6 @@ class Explanation:
     plan: Plan
     seq_lens: list[int]
     nodes: list[TreeNode]
-    packs: list[Pack]
     items: list[Item]
     merges: list[Merge]
     tokens_read: int  # by the items

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan in named parts: the pack tree, the packs, the items, the merges and the sums.
+"""A plan in named parts: the pack tree, the items, the merges and the sums.
 
 This is the only place of ``explain`` that reads a plan's arrays (csrc/plan.h).
 """
@@ -7,12 +7,12 @@ This is the only place of ``explain`` that reads a plan's arrays (csrc/plan.h).
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 from sglang_pat import Plan, Target
-from sglang_pat.explain.parts import Explanation, Item, Merge, Pack, Range, TreeNode
-from sglang_pat.explain.requests import PathNodes, Requests
+from sglang_pat.dump import PathNodes, Requests
+from sglang_pat.explain.parts import Explanation, Item, Merge, Range, TreeNode
 from sglang_pat.planner import BRANCH
 from sglang_pat.utilisation import utilisation
 
@@ -23,14 +23,12 @@ def explain(plan: Plan, requests: Requests, target: Target) -> Explanation:
     """Reads ``plan``, which was made of ``requests`` for ``target``."""
     nodes = tree_nodes(requests)
     items = _items(plan, requests.seq_lens)
-    packs = _packs(items, nodes, _nothing_shared(items, target))
-    _link(nodes, packs, items)
+    _link(nodes, items)
     return Explanation(
         target,
         plan,
         requests.seq_lens,
         nodes,
-        packs,
         items,
         _merges(plan, items),
         plan.kv_tokens_read(sum(requests.seq_lens)),
@@ -40,25 +38,22 @@ def explain(plan: Plan, requests: Requests, target: Target) -> Explanation:
     )
 
 
-def _link(nodes: list[TreeNode], packs: list[Pack], items: list[Item]) -> None:
-    """Notes at each node the packs and the branches that read its tokens."""
-    by_query: defaultdict[int, list[tuple[int, int, bool, int]]] = defaultdict(list)
-    for number, pack in enumerate(packs):
-        for query in pack.queries:
-            by_query[query].append((pack.start, pack.end, False, number))
+def _link(nodes: list[TreeNode], items: list[Item]) -> None:
+    """Notes at each node the items that read its tokens."""
+    by_query: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for item in items:
-        for part in item.ranges if item.kind == "branch" else ():
+        for part in item.ranges:
             for query in part.queries:
-                by_query[query].append((part.start, part.end, True, item.index))
+                by_query[query].append((part.start, part.end, item.index))
     for node in nodes:
-        found = {
-            (in_branch, number)
-            for query in node.queries
-            for start, end, in_branch, number in by_query[query]
-            if start < node.end and node.start < end
-        }
-        for in_branch, number in sorted(found):
-            (node.branches if in_branch else node.packs).append(number)
+        node.items = sorted(
+            {
+                index
+                for query in node.queries
+                for start, end, index in by_query[query]
+                if start < node.end and node.start < end
+            }
+        )
 
 
 def tree_nodes(requests: Requests) -> list[TreeNode]:
@@ -126,7 +121,7 @@ def _items(plan: Plan, seq_lens: list[int]) -> list[Item]:
         items.append(
             Item(
                 index,
-                "branch" if item["kind"] == BRANCH else "tail",  # until the packs are known
+                "branch" if item["kind"] == BRANCH else "shared" if len(mine) > 1 else "tail",
                 "wide" if index < wide else "heavy" if index < wide + heavy else "light",
                 tuple(sorted(queries)),
                 ranges,
@@ -136,62 +131,6 @@ def _items(plan: Plan, seq_lens: list[int]) -> list[Item]:
             )
         )
     return items
-
-
-def _nothing_shared(items: list[Item], target: Target) -> bool:
-    """Whether every query has items of its own: no item has several, though a row tile would hold
-    them."""
-    group = target.num_q_heads // target.num_kv_heads * target.draft_tokens
-    return target.row_tiles[-1] >= 2 * group and all(len(item.queries) == 1 for item in items)
-
-
-def _packs(items: list[Item], nodes: list[TreeNode], nothing_shared: bool) -> list[Pack]:
-    """Groups items to packs and sets their kind and piece: runs of pieces that end with the same
-    node at the same tokens are row tiles of one pack. With ``nothing_shared`` a pack is what one
-    query reads."""
-    borders: defaultdict[int, set[int]] = defaultdict(set)  # of a query: where its sharers change
-    last: dict[tuple[int, int], int] = {}  # by query and end: the node
-    for number, node in enumerate(nodes):
-        for query in node.queries:
-            above = last.get((query, node.start))
-            if above is not None and nodes[above].queries != node.queries and not nothing_shared:
-                borders[query].add(node.start)
-            last[query, node.end] = number
-
-    tiles: defaultdict[tuple[int, int, int], list[list[Item]]] = defaultdict(list)
-    for run in _runs_of_pieces(items, borders):
-        end, query = run[-1].ranges[0].end, run[0].queries[0]
-        owner = query if nothing_shared else last[query, end]
-        tiles[run[0].ranges[0].start, end, owner].append(run)
-
-    packs = []
-    order = sorted(tiles.items(), key=lambda entry: (entry[0][0], entry[1][0][0].queries))
-    for number, ((start, end, _), of_pack) in enumerate(order):
-        queries = tuple(sorted(query for run in of_pack for query in run[0].queries))
-        members = sorted(item.index for run in of_pack for item in run)
-        packs.append(Pack(start, end, queries, len(of_pack[0]), members))
-        for run in of_pack:
-            for piece, item in enumerate(run, 1):
-                item.pack, item.piece, item.pieces = number, piece, len(run)
-                item.kind = "shared" if len(queries) > 1 else "tail"
-    return packs
-
-
-def _runs_of_pieces(items: list[Item], borders: dict[int, set[int]]) -> list[list[Item]]:
-    """Items of equal queries that follow one another, as long as the same queries share their
-    tokens: ``borders`` are the tokens from which on others do, by query."""
-    runs: list[list[Item]] = []
-    plain = [item for item in items if item.kind != "branch"]
-    plain.sort(key=lambda item: (item.queries, item.ranges[0].start))
-    for queries, same in groupby(plain, key=lambda item: item.queries):
-        end = -1
-        for item in same:
-            start = item.ranges[0].start
-            if start != end or start in borders[queries[0]]:
-                runs.append([])
-            runs[-1].append(item)
-            end = item.ranges[0].end
-    return runs
 
 
 def _merges(plan: Plan, items: list[Item]) -> list[Merge]:

@@ -4,28 +4,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sglang_pat.dump import FORM, MAX_REQUESTS, MAX_TOKENS, PathNodes, Requests, checked
+
 # Three requests: all begin with the same 512 tokens, the first two share 256 more.
 DEFAULT_TREE = "512(256(40,25),90)"
-MAX_REQUESTS = 16_384
 MAX_DEPTH = 64
-MAX_TOKENS = 2**31 - 1
-MAX_ID = 2**63 - 1
-_FORM = '{"paths": [[[1, 0, 512]], []], "seq_lens": [600, 90]}'
-
-PathNodes = list[tuple[int, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """B requests. ``paths[i]``: the radix nodes of request i as (id, start, end), in tokens;
-    ``seq_lens[i]``: its tokens, the one being decoded included."""
-
-    paths: list[PathNodes] = field(default_factory=list)
-    seq_lens: list[int] = field(default_factory=list)
 
 
 def parse_tree(spec: str) -> Requests:
@@ -138,36 +124,7 @@ def read_requests(file: Path) -> Requests:
     try:
         given: Any = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}; write it as in {_FORM}") from None
+        raise ValueError(f"{file} is not JSON: {error}; write it as in {FORM}") from None
     if not isinstance(given, dict) or set(given) != {"paths", "seq_lens"}:
-        raise ValueError(f"{file} must hold paths and seq_lens, and nothing else, as in {_FORM}")
+        raise ValueError(f"{file} must hold paths and seq_lens, and nothing else, as in {FORM}")
     return checked(given["paths"], given["seq_lens"], str(file))
-
-
-def checked(paths: object, seq_lens: object, where: str) -> Requests:
-    """The requests of two values out of JSON, which stand at ``where``; raises ValueError for
-    another form."""
-    if not (isinstance(paths, list) and isinstance(seq_lens, list)) or len(paths) != len(seq_lens):
-        raise ValueError(f"{where}: paths and seq_lens must be lists of one length, as in {_FORM}")
-    if not 0 < len(paths) <= MAX_REQUESTS:
-        raise ValueError(f"{where} has {len(paths):,} requests, must have 1 to {MAX_REQUESTS:,}")
-    for query, (path, length) in enumerate(zip(paths, seq_lens, strict=True)):
-        if not _is_count(length, MAX_TOKENS):
-            raise ValueError(f"{where}: seq_lens[{query}] is {length!r}, must be 0 to {MAX_TOKENS}")
-        if not isinstance(path, list) or not all(_is_node(node) for node in path):
-            raise ValueError(
-                f"{where}: paths[{query}] is {path!r}, must be a list of [id, start, end], whole "
-                f"numbers from 0 on, id below 2**63, start and end up to {MAX_TOKENS}"
-            )
-    return Requests([[(i, s, e) for i, s, e in path] for path in paths], seq_lens)
-
-
-def _is_count(value: object, most: int) -> bool:
-    return type(value) is int and 0 <= value <= most
-
-
-def _is_node(value: object) -> bool:
-    if not isinstance(value, list) or len(value) != 3:
-        return False
-    node, *span = value
-    return _is_count(node, MAX_ID) and all(_is_count(token, MAX_TOKENS) for token in span)

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from sglang_pat.explain.parts import Explanation, Item, Merge, Pack, TreeNode
+from sglang_pat.explain.parts import Explanation, Item, Merge, TreeNode
 
 _MAX_RUNS = 6
 # What can be printed by itself.
-PARTS = ("tree", "packs", "items", "merge", "sums", "structs")
+PARTS = ("tree", "items", "merge", "sums", "structs")
 
 
 def numbers(one: str, several: str, values: Sequence[int]) -> str:
@@ -36,21 +36,8 @@ def counted(count: int, what: str) -> str:
 def node_line(node: TreeNode) -> str:
     name = "tail" if node.id is None else f"node {node.id}"
     readers = numbers("query", "queries", node.queries)
-    to = [numbers("pack", "packs", node.packs)] if node.packs else []
-    to += [numbers("branch item", "branch items", node.branches)] if node.branches else []
-    arrow = f" -> {' and '.join(to)}" if to else ""
-    return f"{name}: tokens [{node.start}, {node.end}) of {readers}{arrow}"
-
-
-def pack_line(number: int, pack: Pack) -> str:
-    cut = [counted(pack.pieces, "KV piece")] if pack.pieces > 1 else []
-    if (tiles := len(pack.items) // pack.pieces) > 1:
-        cut.append(counted(tiles, "row tile"))
-    return (
-        f"pack {number}: tokens [{pack.start}, {pack.end}) of "
-        f"{numbers('query', 'queries', pack.queries)}"
-        f"{', ' + ' x '.join(cut) if cut else ''}: {numbers('item', 'items', pack.items)}"
-    )
+    to = numbers("item", "items", node.items)
+    return f"{name}: tokens [{node.start}, {node.end}) of {readers} -> {to}"
 
 
 def merge_line(merge: Merge) -> str:
@@ -64,16 +51,11 @@ def merge_line(merge: Merge) -> str:
     return f"query {merge.query}: no tokens, the output is zeros"
 
 
-def item_kind(item: Item) -> str:
-    return item.kind + (f", piece {item.piece} of {item.pieces}" if item.pieces > 1 else "")
-
-
 def write_text(found: Explanation, machine: str, max_lines: int, part: str = "all") -> str:
     """The whole drawing, or one of its ``PARTS``. ``machine``: what the plan is made for, in words;
     ``max_lines``: of each list at most, 0 for all."""
     sections = {
         "tree": _tree_section,
-        "packs": _packs_section,
         "items": _items_section,
         "merge": _merge_section,
         "sums": lambda found, _limit: ["sums", *sum_lines(found, machine)],
@@ -89,8 +71,7 @@ def write_text(found: Explanation, machine: str, max_lines: int, part: str = "al
     if plan.degraded:
         lines.append(f"a simpler plan than the rules ask for: {plan.degraded}")
     for name in PARTS[:-1]:  # the structs say the same once more
-        if name != "packs" or found.packs:
-            lines += ["", *_indented(sections[name](found, max_lines))]
+        lines += ["", *_indented(sections[name](found, max_lines))]
     return "\n".join(lines)
 
 
@@ -109,11 +90,6 @@ def _limited(title: str, rows: Iterable[str], count: int, limit: int) -> list[st
 def _tree_section(found: Explanation, limit: int) -> list[str]:
     rows = ("  " * node.depth + node_line(node) for node in found.nodes)
     return _limited("pack tree, and what reads each node", rows, len(found.nodes), limit)
-
-
-def _packs_section(found: Explanation, limit: int) -> list[str]:
-    rows = (pack_line(number, pack) for number, pack in enumerate(found.packs))
-    return _limited("packs", rows, len(found.packs), limit)
 
 
 def _items_section(found: Explanation, limit: int) -> list[str]:
@@ -169,7 +145,7 @@ def _item_rows(items: Sequence[Item]) -> Iterable[str]:
             slots = sorted(slot for slot in item.partials.values() if slot is not None)
             to = [numbers("partial", "partials", slots)] if slots else []
             to += ["output"] if None in item.partials.values() else []
-            cells = (f"{item.index}", item_kind(item), readers, tokens, rows, " and ".join(to))
+            cells = (f"{item.index}", item.kind, readers, tokens, rows, " and ".join(to))
             table.append(cells)
     widths = [max(len(row[column]) for row in table) for column in range(6)]
     for row in table:
@@ -222,7 +198,6 @@ def as_data(found: Explanation) -> dict[str, Any]:
         "seq_lens": found.seq_lens,
         "degraded": plan.degraded,
         "nodes": [asdict(node) for node in found.nodes],
-        "packs": [asdict(pack) for pack in found.packs],
         "items": [asdict(item) | {"tokens": item.tokens} for item in found.items],
         "merges": [asdict(merge) for merge in found.merges],
         "sums": {

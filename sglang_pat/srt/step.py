@@ -109,7 +109,7 @@ class StepPlanner:
         self._states = [MicroBatch(Planner(target), RadixView(None)) for _ in range(micro_batches)]
         self._current = self._states[-1]
         self.made = False  # whether the last ``plan()`` made its plan
-        self.tap: Tap | None = None  # where steps are dumped to, if anywhere
+        self.tap: Tap | None = None  # where new plans' batches are dumped to, if anywhere
         self._passed_over = 0  # decode steps of the base
         self._private_planner = Planner(target)
         self._private: Plan | None = None
@@ -148,8 +148,8 @@ class StepPlanner:
         if plan is None:
             return None
         self._stats.step(plan, total, made=self.made)
-        if self.tap is not None:
-            self.tap.step(state, batch.reqs, lengths.least, plan, made=self.made)
+        if self.made and self.tap is not None:
+            self.tap = self.tap.take(state, lengths.least, plan)
         return plan
 
     def pass_over(self) -> None:

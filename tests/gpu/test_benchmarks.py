@@ -24,7 +24,6 @@ from sglang_pat.bench.kernel.report import TreeRow
 from sglang_pat.bench.kernel.studies.catalogue import STUDIES
 from sglang_pat.bench.kernel.studies.engine import StudyRow
 from sglang_pat.config import PRESETS
-from sglang_pat.dump.records import Batch, first_line
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -68,6 +67,7 @@ def test_verify_steps(kv_dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("draft_tokens", "kv_dtype"), [(1, "bfloat16"), (4, "float8_e4m3fn")])
 def test_batches_of_a_server(draft_tokens: int, kv_dtype: str, tmp_path: Path) -> None:
     header = {
+        "sglang_pat_dump": 1,
         "date": "today",
         "device": "none",
         "versions": {},
@@ -77,11 +77,11 @@ def test_batches_of_a_server(draft_tokens: int, kv_dtype: str, tmp_path: Path) -
         "draft_tokens": draft_tokens,
         "kv_dtype": kv_dtype,
     }
-    lines: list[dict[str, Any]] = [first_line(header)]
-    for number, kind in enumerate(("bimodal", "skew", "samples"), 1):
+    lines: list[dict[str, Any]] = [header]
+    for kind in ("bimodal", "skew", "samples"):
         found = {"skew": skew, "samples": samples}.get(kind, partial(forest, kind))(1)
         lens = [length + draft_tokens for length in found.seq_lens]
-        lines.append(Batch(number, found.paths, lens, number, True, {}).to_json())
+        lines.append({"paths": found.paths, "seq_lens": lens})
     source, file = tmp_path / "dump.jsonl", tmp_path / "rows.json"
     source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"end": "complete"}]))
     assert kernel.main(["--batches", str(source), "--quick", "--json", str(file)]) == 0

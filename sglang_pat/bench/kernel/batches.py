@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that a running server had (``sglang-pat dump``), replayed beside FA3 and FlashInfer:
+"""Batches of a running server (``SGLANG_PAT_DUMP``), replayed beside FA3 and FlashInfer:
 ``python -m sglang_pat.bench.kernel --batches FILE``.
 
 Heads, dtype of K and V and draft tokens are the server's unless options name others. Slots are
-single tokens, contiguous within a node, whatever pages the server had; K and V are random. Rows are
-named ``made-N`` or ``kept-N``: batch N of the file, for which the server made a plan or kept one.
-Here a plan is made for every batch. A cascade by levels is left out: these trees have none.
+single tokens, contiguous within a node, whatever pages the server had; K and V are random. Row
+``batch-N`` is batch N of the file. A cascade by levels is left out: these trees have none.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sglang_pat.bench.kernel.drafts import reason_against
 from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.layer import E4M3, PatOptions
 from sglang_pat.bench.kernel.ragged import RaggedCase
-from sglang_pat.dump.records import Batch, Dump, read_dump
+from sglang_pat.dump import Batch, Dump, read_dump
 from sglang_pat.planner import plan
 
 # Fields of a header that are needed, and as what.
@@ -72,7 +71,7 @@ def _replay(
         if type(dump.header.get(name)) is not kind:
             raise ValueError(f"{file}: its header has no {name}")
     if not dump.batches:
-        raise ValueError(f"{file} has no batch: dump while requests are being decoded")
+        raise ValueError(f"{file} has no batch: no decode step of several requests ran on pat")
     header = dump.header
     own = Heads(header["num_q_heads"], header["num_kv_heads"], header["head_dim"])
     draft_tokens = header["draft_tokens"]
@@ -130,8 +129,9 @@ def pick(batches: Sequence[Batch], sample: int | None) -> list[Batch]:
 def as_forest(batch: Batch) -> Forest:
     """A dumped batch with its name; queries of no tokens, which have nothing to read, left out."""
     held = [(path, n) for path, n in zip(batch.paths, batch.seq_lens, strict=True) if n]
-    name = f"{'made' if batch.made else 'kept'}-{batch.number}"
-    return Forest(name, cut([path for path, _ in held]), [length for _, length in held])
+    return Forest(
+        f"batch-{batch.number}", cut([path for path, _ in held]), [length for _, length in held]
+    )
 
 
 def cut(paths: Sequence[PrefixPath]) -> list[PrefixPath]:

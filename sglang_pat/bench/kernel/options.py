@@ -40,7 +40,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--kv-dtype", choices=tuple(KV_DTYPES), help=f"{how}the server of --batches had it)")
     how = "time verify steps, of so many draft tokens a request, as 4,8 (default: decode steps)"
     add("--draft-tokens", type=value(drafts.parse), metavar="T[,T...]", help=how)
-    how = "replay the batches of a server, out of a file of `sglang-pat dump`"
+    how = "replay the batches of a server, out of its SGLANG_PAT_DUMP"
     add("--batches", type=Path, metavar="FILE", help=how)
     how = "with --batches: N of them, from the first to the last (default: all)"
     add("--sample", type=value(whole_number), metavar="N", help=how)

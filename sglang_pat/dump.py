@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode batches as JSON: of a running server (``SGLANG_PAT_DUMP``), and single ones.
+
+A dump is JSON lines. The first is the header, an object with the key ``sglang_pat_dump``. Each
+further line is a batch, an object with ``paths``, ``seq_lens`` and ``plan``. The last line has the
+key ``end``; the dump of a server that stopped before lacks it. No line has a token or a text.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from sglang_pat.target import Target
+
+KIND, VERSION = "sglang_pat_dump", 1
+MAX_REQUESTS = 16_384
+MAX_TOKENS = 2**31 - 1
+MAX_ID = 2**63 - 1
+FORM = '{"paths": [[[1, 0, 512]], []], "seq_lens": [600, 90]}'
+
+PathNodes = list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """B requests. ``paths[i]``: the radix nodes of request i as (id, start, end), in tokens;
+    ``seq_lens[i]``: its tokens, the one being decoded included."""
+
+    paths: list[PathNodes] = field(default_factory=list)
+    seq_lens: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Requests):
+    """The requests of a step for which a server made a plan: of a decode or a verify step.
+
+    ``paths``: the nodes that were safe to share, as far as another request shares them; neighbours
+    with the same requests are one. ``seq_lens``: the least that the host knew of,
+    tokens being verified included. ``number``: place in the file, from 1 on. ``plan``: of the
+    server's plan its ``items`` and ``shared_items``, and the ``kv_tokens_read`` of one layer and KV
+    head in this step.
+    """
+
+    number: int = 1
+    plan: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """A file of batches. ``header``: what ``sglang_pat.srt.dump`` says of the server. ``end``: how
+    the dump ended, with ``left_out``, the batches that are not in the file, by reason; empty if it
+    was cut off."""
+
+    header: dict[str, Any]
+    batches: list[Batch]
+    end: dict[str, Any]
+
+    @property
+    def target(self) -> Target:
+        """What the server made its plans for. Raises ValueError if this version does not know it,
+        or knows more."""
+        given = self.header.get("target")
+        names = {each.name for each in fields(Target)}
+        if not isinstance(given, dict) or set(given) != names:
+            other = sorted(names ^ set(given)) if isinstance(given, dict) else ["target"]
+            raise ValueError(
+                f"the dump's target was written by another version of sglang_pat "
+                f"({', '.join(other)}): name one with --target"
+            )
+        lists = {name: tuple(v) for name, v in given.items() if isinstance(v, list)}
+        return Target(**(given | lists))
+
+
+def is_dump(file: Path) -> bool:
+    """Whether a file begins as a dump does. Raises OSError for one that cannot be read."""
+    with file.open("rb") as opened:
+        return f'"{KIND}"'.encode() in opened.read(2 * len(KIND))
+
+
+def read_dump(file: Path) -> Dump:
+    """The dump in ``file``.
+
+    Raises OSError for a file that cannot be read, and ValueError that names the line for one of
+    another form or version. Whether paths are one tree is left to ``sglang_pat.plan``.
+    """
+    lines = file.read_text(encoding="utf-8").splitlines()
+    header = _object(file, 1, lines[0] if lines else "")
+    if header.get(KIND) != VERSION:
+        raise ValueError(
+            f"{file} is no dump of version {VERSION}: it must begin with an object that has "
+            f'"{KIND}": {VERSION}, as a server with SGLANG_PAT_DUMP writes it'
+        )
+    batches: list[Batch] = []
+    end: dict[str, Any] = {}
+    for number, line in enumerate(lines[1:], 2):
+        found = _object(file, number, line)
+        if "end" in found:
+            end = found
+            break
+        requests = checked(found.get("paths"), found.get("seq_lens"), f"{file}, line {number}")
+        batches.append(
+            Batch(requests.paths, requests.seq_lens, len(batches) + 1, found.get("plan", {}))
+        )
+    return Dump(header, batches, end)
+
+
+def checked(paths: object, seq_lens: object, where: str) -> Requests:
+    """The requests of two values out of JSON, which stand at ``where``; raises ValueError for
+    another form."""
+    if not (isinstance(paths, list) and isinstance(seq_lens, list)) or len(paths) != len(seq_lens):
+        raise ValueError(f"{where}: paths and seq_lens must be lists of one length, as in {FORM}")
+    if not 0 < len(paths) <= MAX_REQUESTS:
+        raise ValueError(f"{where} has {len(paths):,} requests, must have 1 to {MAX_REQUESTS:,}")
+    for query, (path, length) in enumerate(zip(paths, seq_lens, strict=True)):
+        if not _is_count(length, MAX_TOKENS):
+            raise ValueError(f"{where}: seq_lens[{query}] is {length!r}, must be 0 to {MAX_TOKENS}")
+        if not isinstance(path, list) or not all(_is_node(node) for node in path):
+            raise ValueError(
+                f"{where}: paths[{query}] is {path!r}, must be a list of [id, start, end], whole "
+                f"numbers from 0 on, id below 2**63, start and end up to {MAX_TOKENS}"
+            )
+    return Requests([[(i, s, e) for i, s, e in path] for path in paths], seq_lens)
+
+
+def _is_count(value: object, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _is_node(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    node, *span = value
+    return _is_count(node, MAX_ID) and all(_is_count(token, MAX_TOKENS) for token in span)
+
+
+def _object(file: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{file}, line {number} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}, line {number} must be an object")
+    return found
