@@ -142,7 +142,14 @@ class NodeReader:
 
 class HandleReader:
     def __init__(self, paths: tuple[str, str, str], settle: int, recheck: int) -> None: ...
-    def read(self, requests: Sequence[Any], rows_ptr: int, step: int, anew: bool) -> bytes: ...
+    def read(
+        self,
+        requests: Sequence[Any],
+        rows_ptr: int,
+        generations_ptr: int,
+        step: int,
+        anew: bool,
+    ) -> bytes: ...
     @staticmethod
     def columns(read: bytes, rows: int) -> tuple[list[int], bytes, int, int]: ...
 

@@ -77,9 +77,7 @@ def test_a_batch_of_the_same_shape_after_a_flush_makes_a_new_plan(bed: StepBed) 
     of the new batch."""
     first = bed.plan()
     nodes = [getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs]
-    bed.cache.tree.reset()
-    bed.cache.table.clear()
-    bed.cache.allocator.clear()
+    bed.cache.flush()
     bed.reqs = [bed.admit(i // 4) for i in range(QUERIES)]
     assert not set(nodes) & {getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs}
     bed.batch, bed.lens = bed.cache.batch(bed.reqs)
