@@ -162,6 +162,9 @@ def test_a_settled_node_that_is_gone_costs_the_others_nothing(bed: StepBed, what
     if what == "gone":
         bed.cache.tree.unlock(lock)
         bed.cache.tree.evict(EvictParams(num_tokens=OWN))
-    bed.batch, bed.lens = bed.cache.batch(bed.reqs[1:])
-    bed.plan()
-    assert shared_tokens(bed.plan()) == SYSTEM + 2 * TOOL
+    # Half of them are new: the tree is asked for the paths of all.
+    bed.batch, bed.lens = bed.cache.batch([*bed.reqs[2:4], bed.admit(0), bed.admit(0)])
+    plan = bed.plan()
+    bed.check(plan)
+    assert shared_tokens(plan) == SYSTEM + TOOL
+    assert not bed.stats.fallbacks

@@ -181,22 +181,22 @@ class StepPlanner:
 
     def _read(self, state: MicroBatch, batch: LiveBatch, num_queries: int) -> Handles | None:
         """What a plan depends on, read from the batch's requests; None if they are unreadable."""
-        if batch.tree_cache is not state.view.tree_cache:
-            self._look_into(state, batch.tree_cache)
         suspect, state.suspect = state.suspect, False
         try:
+            if batch.tree_cache is not state.view.tree_cache:
+                self._look_into(state, batch.tree_cache)
             return state.view.read_handles(
                 batch.reqs, batch.rows, num_queries, state.steps, anew=suspect
             )
-        except (AttributeError, TypeError, ValueError) as error:
-            self._stats.fall_back(NOT_READABLE, error)
+        except Exception as error:  # requests or a cache of another form: see plan()
+            self._stats.fall_back(NOT_READABLE, repr(error))
             return None
 
     def _look_into(self, state: MicroBatch, tree_cache: Any) -> None:
         """Make ``tree_cache`` the prefix cache of a micro-batch; logs one not seen before."""
         new = all(one.view.tree_cache is not tree_cache for one in self._states)
+        state.view, state.handles = RadixView(None), None  # no cache, should the new one be none
         state.view = RadixView(tree_cache)
-        state.handles = None
         if new:
             kind, disabled = state.view.kind, state.view.disabled
             where = f"in SGLang's radix cache ({kind})" if kind else f"nowhere: {disabled}"
@@ -227,7 +227,7 @@ class StepPlanner:
             plan = state.planner.plan_again(lens)
         else:
             assert handles is not None
-            paths = state.view.look_up(batch.reqs, handles)
+            paths = self._look_up(state, batch, handles)
             state.private = paths.private
             if len(seq_lens) > len(batch.reqs):
                 state.private[NO_REQUEST] = len(seq_lens) - len(batch.reqs)
@@ -235,6 +235,17 @@ class StepPlanner:
         state.has_paths = True
         self._stats.private(state.private)
         return plan
+
+    def _look_up(self, state: MicroBatch, batch: LiveBatch, handles: Handles) -> Paths:
+        """The paths of ``handles``, or of what is read anew if one has a node that is gone."""
+        try:
+            return state.view.look_up(batch.reqs, handles)
+        except KeyError:
+            self._look_into(state, batch.tree_cache)  # forgets all that is remembered
+            state.handles = state.view.read_handles(
+                batch.reqs, batch.rows, handles.num_queries, state.steps, anew=True
+            )
+            return state.view.look_up(batch.reqs, state.handles)
 
 
 def plan_paths(planner: Planner, paths: Paths, seq_lens: npt.NDArray[np.int64]) -> Plan:
