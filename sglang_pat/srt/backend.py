@@ -104,7 +104,6 @@ class PatDecodeMixin:
         if requests > room:
             why = beyond_workspace(requests, room)
             self._stats.fall_back("batch beyond the workspace", why)
-            self._steps.pass_over()
             return False
         self._clock.start()
         plan = self._steps.plan(batch, self._lengths(forward_batch, batch))
@@ -204,7 +203,6 @@ class PatDecodeMixin:
             return True
         elif not in_capture:  # too few requests to gain from sharing
             self._stats.small_batch(0 if batch is None else len(batch.reqs))
-            self._steps.pass_over()
         return False
 
     def _load(

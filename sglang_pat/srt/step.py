@@ -14,14 +14,10 @@ new tensor of rows whenever a batch changes, and gives a running request another
 has processed its prefill, which under overlap is a step or two after it ran.
 
 If a node changed all the same, sharing would be lost for at most ``RECHECK_STEPS``, never a result.
-The slots are read anew at every step. A row is given to another request only after its own has
-ended, which changes the batch. What a released request shared, the others keep locked.
+The slots are read anew at every step. A row is given out anew only after its request has lost it,
+which changes the batch. What a released request shared, the others keep locked.
 
 Under pipeline parallelism micro-batches take turns, and each has a plan of its own.
-
-Decode steps that the base runs, such as those of a single request, do not come by here. A request
-that was retracted in one of them would seem never to have been away, so after such steps a changed
-batch is read in full.
 """
 
 from __future__ import annotations
@@ -62,7 +58,6 @@ class MicroBatch:
     steps: int = 0  # decode steps of this micro-batch
     age: int = 0  # those since the batch last changed
     exact: bool = False  # whether the same rows and others mean that nothing has changed
-    passed_over: int = 0  # steps of the base before the last step
     suspect: bool = False  # whether what is remembered of its requests may be wrong
     handles: Handles | None = None  # what a plan depends on, as last read
     has_paths: bool = False  # whether the planner's last paths are those of the handles
@@ -74,11 +69,10 @@ class MicroBatch:
         """Whether what the plan depends on is as it was, without looking: see the module."""
         return self.age > (0 if self.exact else SETTLE_STEPS) and not self.suspect
 
-    def advance(self, batch: LiveBatch, passed_over: int) -> None:
-        """Note that ``batch`` is decoded next, after ``passed_over`` steps of the base in all."""
+    def advance(self, batch: LiveBatch) -> None:
+        """Note that ``batch`` is decoded next."""
         self.steps += 1
         self.exact = batch.exact
-        steps_of_base, self.passed_over = passed_over - self.passed_over, passed_over
         if (
             batch.rows is self.rows
             and batch.others == self.others
@@ -89,7 +83,6 @@ class MicroBatch:
                 self.suspect = True
         else:
             self.rows, self.others, self.age = batch.rows, batch.others, 0
-            self.suspect |= steps_of_base > 0
 
 
 class StepPlanner:
@@ -112,7 +105,6 @@ class StepPlanner:
         self._current = self._states[-1]
         self.made = False  # whether the last ``plan()`` made its plan
         self.tap: Tap | None = None  # where steps are dumped to, if anywhere
-        self._passed_over = 0  # decode steps of the base
         self._private_planner = Planner(target)
         self._private: Plan | None = None
 
@@ -131,7 +123,7 @@ class StepPlanner:
         state = self._current
         if batch.rows is not state.rows and len(self._states) > 1:
             state = self._switch_to(batch.rows)
-        state.advance(batch, self._passed_over)
+        state.advance(batch)
         plan, handles = state.plan, None
         settled = state.is_settled
         total = _total_tokens(plan, lengths) if settled else -1
@@ -153,10 +145,6 @@ class StepPlanner:
         if self.tap is not None:
             self.tap.step(state, batch.reqs, lengths.least, plan, made=self.made)
         return plan
-
-    def pass_over(self) -> None:
-        """Note a decode step that the base runs, without a plan."""
-        self._passed_over += 1
 
     def private(self, lengths: Lengths) -> Plan:
         """A plan that shares nothing, the last such one if that fits. Not counted.
