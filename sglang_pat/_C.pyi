@@ -154,7 +154,14 @@ class RadixPaths:
 
 class HandleReader:
     def __init__(self, paths: tuple[str, str, str], settle: int, recheck: int) -> None: ...
-    def read(self, requests: Sequence[Any], rows_ptr: int, step: int, anew: bool) -> bytes: ...
+    def read(
+        self,
+        requests: Sequence[Any],
+        rows_ptr: int,
+        generations_ptr: int,
+        step: int,
+        anew: bool,
+    ) -> bytes: ...
 
 class Planner:
     def __init__(self, target: Target) -> None: ...

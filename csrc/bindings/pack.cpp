@@ -405,13 +405,14 @@ void bind_pack(py::module_& m) {
       .def(py::init<const std::array<std::string, 3>&, int64_t, int64_t>(), py::arg("paths"),
            py::arg("settle"), py::arg("recheck"))
       .def(
-          "read", &HandleReader::read, py::arg("requests"), py::arg("rows_ptr"), py::arg("step"),
-          py::arg("anew"),
+          "read", &HandleReader::read, py::arg("requests"), py::arg("rows_ptr"),
+          py::arg("generations_ptr"), py::arg("step"), py::arg("anew"),
           "int64 [requests, 3] as bytes: node, tokens safe to share, row; a None on the way reads\n"
           "as -1, and a request whose row is not the one at rows_ptr (int64 [requests]) as\n"
-          "(-1, 0, that row). A request that was in every call for more than `settle` steps is\n"
-          "not looked at for `recheck` steps, unless `anew`: see handle_memory.h. Raises\n"
-          "AttributeError, and TypeError for what is no integer.");
+          "(-1, 0, that row). A request that was in every call for more than `settle` steps, in a\n"
+          "row of the same generation, is not looked at for `recheck` steps, unless `anew`: see\n"
+          "handle_memory.h. generations_ptr: int64 [requests], or 0, which reads everything.\n"
+          "Raises AttributeError, and TypeError for what is no integer.");
 }
 
 }  // namespace pat

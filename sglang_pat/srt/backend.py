@@ -104,7 +104,6 @@ class PatDecodeMixin(LayerMixin):
         if requests > room:
             why = beyond_workspace(requests, room)
             self._stats.fall_back("batch beyond the workspace", why)
-            self._steps.pass_over()
             return False
         self._clock.start()
         plan = self._steps.plan(batch, self._lengths(forward_batch, batch))
@@ -220,10 +219,8 @@ class PatDecodeMixin(LayerMixin):
             if phase is not Phase.REPLAY:
                 return True
             self._stats.fall_back("batch not plannable")  # nor was it in the capture
-            self._steps.pass_over()
         elif phase is not Phase.CAPTURE:  # too few requests to gain from sharing
             self._stats.small_batch(0 if batch is None else len(batch.reqs))
-            self._steps.pass_over()
         return False
 
     def _load(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> None:

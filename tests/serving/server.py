@@ -138,9 +138,11 @@ class ServingServer(Server):
         rids: Sequence[str] | None = None,
         adapters: Sequence[str | None] | None = None,
         ignore_eos: bool = True,
+        prompt_logprobs: bool = False,
     ) -> list[Answer]:
         """Greedy answers to all prompts, sent at once; ``samples`` in a row for each prompt.
         ``adapters``: the LoRA adapter of each prompt, by name; None is the bare model.
+        ``prompt_logprobs``: ask for those, too, for which SGLang computes the whole prompt.
 
         For an answer that ignores the end token SGLang keeps all its memory free beforehand.
         """
@@ -152,6 +154,7 @@ class ServingServer(Server):
                 for length in lengths
             ],
             "return_logprob": True,
+            "logprob_start_len": 0 if prompt_logprobs else -1,
         }
         if rids is not None:
             body["rid"] = list(rids)
