@@ -159,6 +159,7 @@ class HandleReader:
         requests: Sequence[Any],
         rows_ptr: int,
         generations_ptr: int,
+        num_generations: int,
         step: int,
         anew: bool,
     ) -> bytes: ...

@@ -53,9 +53,11 @@ class Reader:
         """The nodes, ``steps`` after the last call. ``counted``: rows have generations."""
         self.step += steps
         rows = np.array([request.row for request in requests], dtype=np.int64)
-        generations = np.array([request.generation for request in requests], dtype=np.int64)
-        at = generations.ctypes.data if counted else 0
-        out = self.native.read(requests, rows.ctypes.data, at, self.step, anew)
+        generations = np.zeros(1 + max(rows, default=0), dtype=np.int64)
+        generations[rows] = [request.generation for request in requests]
+        count = len(generations) if counted else 0
+        at = generations.ctypes.data
+        out = self.native.read(requests, rows.ctypes.data, at, count, self.step, anew)
         handles = np.frombuffer(out, dtype=np.int64).reshape(-1, 3)
         assert handles[:, 2].tolist() == rows.tolist()
         assert all(h[1] == 10 * h[2] for h in handles if h[0] >= 0)

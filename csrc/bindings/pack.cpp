@@ -406,12 +406,13 @@ void bind_pack(py::module_& m) {
            py::arg("settle"), py::arg("recheck"))
       .def(
           "read", &HandleReader::read, py::arg("requests"), py::arg("rows_ptr"),
-          py::arg("generations_ptr"), py::arg("step"), py::arg("anew"),
+          py::arg("generations_ptr"), py::arg("num_generations"), py::arg("step"), py::arg("anew"),
           "int64 [requests, 3] as bytes: node, tokens safe to share, row; a None on the way reads\n"
           "as -1, and a request whose row is not the one at rows_ptr (int64 [requests]) as\n"
           "(-1, 0, that row). A request that was in every call for more than `settle` steps, in a\n"
           "row of the same generation, is not looked at for `recheck` steps, unless `anew`: see\n"
-          "handle_memory.h. generations_ptr: int64 [requests], or 0, which reads everything.\n"
+          "handle_memory.h. generations_ptr: int64 [num_generations], of all rows; none reads "
+          "everything.\n"
           "Raises AttributeError, and TypeError for what is no integer.");
 }
 

@@ -128,9 +128,9 @@ class RadixView:
         if rows.numel() < len(reqs):
             raise ValueError(f"{len(reqs)} requests in a batch of {len(rows)} rows")
         table = getattr(self.tree_cache, "req_to_token_pool", None)
-        counts = getattr(table, "req_generation", None)
-        generations = None if counts is None else counts[rows]
-        packed = self._handles.read(reqs, _address(rows), _address(generations), step, anew)
+        generations = getattr(table, "req_generation", None)
+        count = 0 if generations is None else generations.numel()
+        packed = self._handles.read(reqs, _address(rows), _address(generations), count, step, anew)
         if self._sessions is not None and self._sessions.slots:
             packed = self._with_sessions(reqs, packed)
         return Handles(num_queries, packed)
