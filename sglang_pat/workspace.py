@@ -27,7 +27,8 @@ class Workspace:
     Once a step: ``load`` the plan, then ``snapshot`` the slots; then ``decode`` every layer with
     ``workspace=``. A captured CUDA graph serves every plan that is loaded later: no address changes
     but that of the list, which the kernels read from the plan's header. All calls of one workspace
-    belong on one stream, or on streams that wait for each other. Not thread-safe.
+    belong on one stream, or on streams that wait for each other. Not thread-safe. It may be dropped
+    while a graph is captured: its pinned memory is freed when the next workspace is made.
 
     ``max_context``: tokens of the longest sequence. ``list_tokens``: tokens that the list has room
     for at first and at least; it grows when a plan needs more, and gives memory back when plans

@@ -125,9 +125,13 @@ class Bed:
         live, lens = self.cache.batch(reqs)
         if announced and how != "capture":
             scheduled = SimpleNamespace(
-                reqs=live.reqs, tree_cache=live.tree_cache, req_pool_indices_cpu=live.rows
+                reqs=live.reqs,
+                tree_cache=live.tree_cache,
+                req_pool_indices_cpu=live.rows,
+                forward_mode=mode,
+                decoding_reqs=None,
             )
-            after_init_new(SimpleNamespace(forward_mode=mode), object, scheduled, self.runner)
+            after_init_new(None, object, scheduled, self.runner)
         padding = max(rows - len(reqs), 0)
         lens = torch.cat([lens, torch.ones(padding, dtype=torch.int64)])
         batch = SimpleNamespace(

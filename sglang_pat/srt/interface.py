@@ -29,7 +29,9 @@ ATTRIBUTES = {
     "managers.schedule_batch.ReqKvInfo": (
         *("req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"),
     ),
-    "managers.schedule_batch.ScheduleBatch": ("reqs", "tree_cache", "req_pool_indices_cpu"),
+    "managers.schedule_batch.ScheduleBatch": (
+        *("reqs", "tree_cache", "req_pool_indices_cpu", "forward_mode", "decoding_reqs"),
+    ),
     "mem_cache.base_prefix_cache.TreeLock": ("node",),
     "mem_cache.radix_cache.RadixCache": (
         *("disable", "root_node", "path_device_indices", "req_to_token_pool"),

@@ -218,6 +218,21 @@ def test_no_load_in_a_capture(inputs: Case) -> None:
         workspace.load(make_plan(TREE.paths, TREE.seq_lens, target))
 
 
+def test_a_workspace_that_goes_in_a_capture(inputs: Case) -> None:
+    """As garbage of earlier work may. What it freed would invalidate the capture."""
+    target = target_of(inputs)
+    workspace = Workspace(target, inputs.table.shape[1])
+    workspace.load(make_plan(TREE.paths, TREE.seq_lens, target))
+    total = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total.add_(1)
+        del workspace
+    Workspace(target, inputs.table.shape[1])  # frees what that one left
+    graph.replay()
+    assert total.item() == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -151,8 +151,10 @@ class BackendBed:
             reqs=self.reqs,
             tree_cache=self.cache.tree,
             req_pool_indices_cpu=self.live.rows,
+            forward_mode=mode,
+            decoding_reqs=None,
         )
-        after_init_new(SimpleNamespace(forward_mode=mode), object, scheduled, self.runner)
+        after_init_new(None, object, scheduled, self.runner)
 
     def step(
         self,

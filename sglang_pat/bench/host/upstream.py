@@ -49,7 +49,13 @@ class Forward(SimpleNamespace):
     def init_new(cls, batch: Any, _runner: Any) -> Forward:
         if cls.handles is None:
             return cls(forward_mode=batch.forward_mode)
-        handles = cls.handles(batch.reqs, batch.tree_cache, batch.req_pool_indices_cpu)
+        handles = cls.handles(
+            batch.reqs,
+            batch.tree_cache,
+            batch.req_pool_indices_cpu,
+            batch.forward_mode,
+            batch.decoding_reqs,
+        )
         return cls(forward_mode=batch.forward_mode, request_handles=handles)
 
 
@@ -74,6 +80,7 @@ def scheduled_batches(queries: int) -> tuple[LiveCache, list[tuple[Any, torch.Te
             tree_cache=cache.tree,
             req_pool_indices_cpu=live.rows,
             forward_mode=ForwardMode.DECODE,
+            decoding_reqs=None,
         )
         batches.append((batch, lens))
     return cache, batches

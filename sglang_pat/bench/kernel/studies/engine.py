@@ -139,7 +139,11 @@ class Study:
             for name in self.peers
             if name not in absent
         ]
-        found += [Peer(name, make) for name, make in self.contiguous.items()]
+        found += [
+            Peer(name, make)
+            for name, make in self.contiguous.items()
+            if name.removesuffix("-dense") not in absent
+        ]
         return found + [Peer(name, make, permuted=True) for name, make in self.scattered.items()]
 
 
