@@ -21,7 +21,7 @@ class Run:
 
     backend: str
     generations: list[Generation]
-    seconds: float  # from the first request to the last answer
+    seconds: float  # of both turns, each from its requests to its last answer
     counters: Counters  # of this pass alone; all 0 on a stock backend
 
     @property

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.common.router import Router
+from sglang_pat.bench.common.server import ARRIVED_S
 
-from .server import ARRIVED_S, Prompt, ServingServer
+from .server import Prompt, ServingServer
 
 
 class WatchedRouter(Router):

@@ -18,13 +18,14 @@ pytest.importorskip(
 )
 
 from sglang_pat.bench.common.counters import Counters
+from sglang_pat.bench.common.server import LOG_REQUESTS
 from sglang_pat.bench.serving import __main__ as bench
 from sglang_pat.bench.serving.fleet import FleetConfig, Served
 from sglang_pat.bench.serving.routed import Routed
 from sglang_pat.bench.serving.router_rows import RouterRow
 
 from .router import WatchedRouter
-from .server import LOG_REQUESTS, Config, ServingServer
+from .server import Config, ServingServer
 from .workloads import random_prompt
 
 NAMES = ("0", "1")  # of the servers, in their answers

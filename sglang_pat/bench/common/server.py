@@ -23,10 +23,14 @@ from sglang_pat.bench.common.counters import Counters, read_counters
 from sglang_pat.config import CPU_PLATFORM
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 _LOG_LINES_SHOWN = 30
 _STOP_S = 15.0
+# With these a server logs a line when a request arrives, without the prompt.
+LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
+_ARRIVED = "Receive: obj=GenerateReqInput"
+ARRIVED_S = 60.0
 
 
 class ServerError(RuntimeError):
@@ -158,6 +162,34 @@ class Server:
         """The last lines of the log."""
         with self.log.open(errors="replace") as log:
             return "".join(deque(log, maxlen=lines))
+
+    def text(self) -> str:
+        """All that the server has logged."""
+        return self.log.read_text(errors="replace")
+
+    def arrived(self) -> int:
+        """How many requests have come since the start; the server must have ``LOG_REQUESTS``."""
+        return self.text().count(_ARRIVED)
+
+    @contextlib.contextmanager
+    def paused_until_arrived(self, requests: int) -> Iterator[None]:
+        """Nothing is decoded while requests are sent within this block and until as many as
+        ``requests`` have come. How many decode together does not depend on how fast they came.
+
+        Raises:
+            TimeoutError: they did not all come in ``ARRIVED_S`` seconds.
+        """
+        self.post("/pause_generation", {"mode": "in_place"})
+        try:
+            expected = self.arrived() + requests
+            yield
+            deadline = time.monotonic() + ARRIVED_S
+            while (now := self.arrived()) < expected:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{expected - now} of {requests} requests did not come")
+                time.sleep(0.01)
+        finally:
+            self.post("/continue_generation", {})
 
     def check_alive(self) -> None:
         """Raise ServerError, with the end of the log, if the server has ended."""
