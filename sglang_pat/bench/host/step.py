@@ -123,19 +123,22 @@ def measure_turns(kind: str, queries: int, turns: int) -> Row:
     def text(length: int) -> list[int]:
         return [rng.randrange(1 << 15) for _ in range(length)]
 
-    prompt, output = 600 // turns, 300 // turns  # so that all rows have as many tokens
-    context = 2048
+    turn = 900 // turns  # tokens, so that the plans of all rows are alike
+    output = turn // 3
+    context = 2304
     talks = queries + ARRIVALS
-    cache = LiveCache(kind, slots=1100 * talks, rows=talks, context=context)
+    cache = LiveCache(kind, slots=1300 * talks, rows=talks, context=context)
     histories = [text(1000)] * talks
     for _ in range(turns - 1):
-        histories = [cache.end(cache.admit(one + text(prompt)), text(output)) for one in histories]
-    reqs = [cache.admit(history + text(prompt)) for history in histories[:queries]]
+        histories = [
+            cache.end(cache.admit(one + text(turn - output)), text(output)) for one in histories
+        ]
+    reqs = [cache.admit(history + text(turn)) for history in histories[:queries]]
     steps = _steps(queries)
     times = [_new_plan(steps, cache, reqs)]
     for history in histories[queries:]:
         cache.end(reqs.pop(rng.randrange(queries)), text(output))
-        reqs.append(cache.admit(history + text(prompt)))
+        reqs.append(cache.admit(history + text(turn)))
         times.append(_new_plan(steps, cache, reqs))
     return _row(kind, "turns", queries, turns, times)
 
