@@ -356,7 +356,7 @@ void bind_planner(py::module_& m) {
       .def("plan_again", &Planner::plan_again, py::arg("seq_lens"));
 }
 
-// What the cost model says of a plan that is made: calibration fits its factors with this.
+// What the cost model says of a plan that is made.
 void bind_cost_model(py::module_& m) {
   py::class_<PlanTerms>(m, "PlanTerms", "What the cost model counts of a plan, for one KV head.")
       .def_readonly("unique_tokens", &PlanTerms::unique_tokens)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The cost model of plans: what packer, split and branch compare. Rates of a GPU are Target's,
-// where sglang_pat/profiles put them. What was fitted to times of Hoppers beside them stands where
+// of the table in sglang_pat/gpus.py. What was fitted to times of Hoppers beside them stands where
 // it is used, with the experiment that it comes from.
 //
 // There are four models of a plan's time, each fitted for one decision:
