@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host time of pack tree + schedule, and what plans hold: ``python -m
-sglang_pat.bench.host.schedule [--preset NAME] [--json]``, for the GPU at hand or an H200.
+sglang_pat.bench.host.schedule [--json]``, for the GPU at hand or an H200.
 
 The published scheduler of PAT takes 55-110 us for 256 requests and 450-580 us for 1024 in deep
 trees (measured by us on an EPYC core, hot, minimum of 20), without reading Python objects.
@@ -15,10 +15,9 @@ import time
 
 from sglang_pat.bench.common.trees import PAPER_TREES, Tree
 from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.layer import options_of
-from sglang_pat.config import PRESETS
+from sglang_pat.bench.kernel.layer import PRESETS, options_of
 from sglang_pat.planner import Planner
-from sglang_pat.target import POLICIES, SPLITS, Target
+from sglang_pat.target import Target
 
 
 def measure(tree: Tree, target: Target, repeats: int) -> dict[str, float | int | str]:
@@ -57,20 +56,15 @@ def main() -> None:
     parser.add_argument(
         "--preset",
         default="default",
-        choices=tuple(PRESETS),
-        help="rules to start from (default: default; the others are for experiments)",
+        choices=PRESETS,
+        help="pat: the paper's rules to the letter (default: default)",
     )
-    parser.add_argument(
-        "--policy", choices=POLICIES, help="which packs pay (default: the preset's)"
-    )
-    parser.add_argument("--split", choices=SPLITS, help="where items split (default: the preset's)")
     parser.add_argument(
         "--repeats", type=int, default=50, help="plans timed of each tree (default: 50)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
-    given = {name: getattr(options, name) for name in ("policy", "split")}
-    chosen, _ = options_of(options.preset, {name: rule for name, rule in given.items() if rule})
+    chosen = options_of(options.preset)
     if not options.json:
         print(f"{'tree':48} items shared partials  KV/unique   min us  median us")
     for tree in PAPER_TREES:

@@ -58,13 +58,12 @@ def replay(options: argparse.Namespace) -> Replay:
         options.sample,
         tuple(options.heads or ()),
         options.kv_dtype,
-        options.traffic,
     )
 
 
 @lru_cache(maxsize=1)  # asked for by several parts of one run
 def _replay(
-    file: Path, sample: int | None, heads: tuple[Heads, ...], kv_dtype: str | None, traffic: bool
+    file: Path, sample: int | None, heads: tuple[Heads, ...], kv_dtype: str | None
 ) -> Replay:
     dump = read_dump(file)
     for name, kind in _NEEDED.items():
@@ -79,7 +78,7 @@ def _replay(
         if reason := reason_against(each, draft_tokens):
             raise ValueError(f"{file} on {each} heads: {reason}; choose others by --heads")
     of_server = E4M3 if header.get("kv_dtype") == "float8_e4m3fn" else "bfloat16"
-    chosen = kv_dtype or ("bfloat16" if traffic else of_server)
+    chosen = kv_dtype or of_server
     return Replay(
         heads=heads or (own,),
         forests=_forests(file, pick(dump.batches, sample), draft_tokens),

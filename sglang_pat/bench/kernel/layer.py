@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from sglang_pat.bench.kernel.floor import Heads
 from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, relative
 from sglang_pat.config import rules
 from sglang_pat.planner import Planner
-from sglang_pat.target import DEFAULT_SPLIT_TOKENS
 from sglang_pat.workspace import Workspace
 
 PLAN_REPEATS = 15
@@ -30,10 +28,6 @@ E4M3 = "fp8_e4m3"
 KV_DTYPES = {"bfloat16": 2, E4M3: 1}
 
 
-# Splits into pieces of ``split_tokens``.
-PIECES = ("fixed", "chunks", "phases")
-
-
 @dataclass(frozen=True, slots=True)
 class PatOptions:
     """What can be chosen about pat: see ``Target`` and ``Workspace``. ``kv_dtype``: of K and V, of
@@ -41,12 +35,10 @@ class PatOptions:
 
     policy: str = "bytes"
     split: str = "cost"
-    partial: str = "float32"
     launch: str = "queue"
     branching: str = "cost"
     kv_dtype: str = "bfloat16"
     draft_tokens: int = 1
-    split_tokens: int = DEFAULT_SPLIT_TOKENS
 
     @property
     def e4m3(self) -> bool:
@@ -58,13 +50,9 @@ class PatOptions:
         """Of an element of K or V."""
         return KV_DTYPES[self.kv_dtype]
 
-    @property
-    def partial_dtype(self) -> torch.dtype:
-        return torch.float32 if self.partial == "float32" else torch.bfloat16
-
     def target(self, tree: Requests, heads: Heads) -> Target:
-        """As a server makes its own: for the GPU at hand, an H200 if there is none. With splits
-        that make many pieces there is more room for them, lest plans are made without splits."""
+        """As a server makes its own: for the GPU at hand, an H200 if there is none. The paper's
+        split makes many pieces, so there is more room for them, lest plans are made without."""
         values: dict[str, Any] = {
             "num_q_heads": heads.q,
             "num_kv_heads": heads.kv,
@@ -72,20 +60,12 @@ class PatOptions:
             "max_queries": tree.num_queries,
             "draft_tokens": self.draft_tokens,
             "kv_bytes": self.kv_bytes,
-            "partial_bytes": self.partial_dtype.itemsize,
             "policy": self.policy,
             "split": self.split,
-            "split_tokens": self.split_tokens,
         }
         if self.split == "mean":
             values["max_items"] = MEAN_ITEMS * tree.num_queries + 1024
             values["max_partials"] = MEAN_PARTIALS * tree.num_queries + 2048
-        elif self.split in PIECES:
-            # A piece that is not full for every node of a path, or its tail.
-            least = self.split_tokens // (8 if self.split == "phases" else 1)
-            pieces = sum(length // max(least, 1) for length in tree.seq_lens)
-            pieces += sum(len(path) + 1 for path in tree.paths)
-            values["max_items"] = values["max_partials"] = pieces
         if self.branching != "cost":  # else as the GPU's target has it
             values["branching"] = self.branching
         if torch.cuda.device_count() == 0:
@@ -93,23 +73,14 @@ class PatOptions:
         return Target.gpu(torch.cuda.get_device_properties(), **values)
 
 
-# Names of torch for the dtypes of the server's option.
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# "pat": the paper to the letter.
+PRESETS = ("default", "pat")
 
 
-def options_of(
-    preset: str, given: Mapping[str, str], kind: type[PatOptions] = PatOptions
-) -> tuple[PatOptions, tuple[str, ...]]:
-    """The options of a preset with those ``given`` by name, as a server resolves its own, and the
-    remarks on that (``sglang_pat.config.rules``). ``partial`` is named as torch does."""
-    names = {torch_name: name for name, torch_name in _DTYPES.items()}
-    as_server = {name: names.get(value, value) for name, value in given.items()}
-    chosen, remarks = rules(preset, as_server)
-    fields: dict[str, Any] = {
-        name: chosen[name] for name in ("policy", "split", "launch", "branching")
-    }
-    fields["split_tokens"] = int(chosen["split_tokens"])
-    return kind(**fields, partial=_DTYPES[chosen["partial"]]), remarks
+def options_of(preset: str) -> PatOptions:
+    """The rules of one of ``PRESETS``, as a server has them."""
+    chosen, _ = rules(preset, {})
+    return PatOptions(chosen["policy"], chosen["split"], chosen["launch"], chosen["branching"])
 
 
 def device_batch(
@@ -129,12 +100,7 @@ def device_batch(
 
 
 class Layer:
-    """What pat does for a batch: a plan, the snapshot of its slots, the attention of a layer.
-
-    ``age``: decode steps since the plan was made. A workspace does not check whether a plan still
-    holds, so one that a server would have replaced can be timed, as long as its list has the room:
-    up to 128 steps, if every sequence had a token of its own when the plan was made.
-    """
+    """What pat does for a batch: a plan, the snapshot of its slots, the attention of a layer."""
 
     def __init__(
         self,
@@ -143,17 +109,15 @@ class Layer:
         heads: Heads,
         settings: PatOptions,
         scale: float,
-        age: int = 0,
     ) -> None:
         target = settings.target(tree, heads)
         self.batch, self.tree, self.scale = batch, tree, scale
         self._planner = Planner(target)
-        self.plan = self._planner.plan(tree.paths, [length - age for length in tree.seq_lens])
+        self.plan = self._planner.plan(tree.paths, tree.seq_lens)
         self.workspace = Workspace(
             target,
             batch.req_to_token.shape[1],
             batch.q.device,
-            partial_dtype=settings.partial_dtype,
             launch=settings.launch,
         )
         self.workspace.load(self.plan)
@@ -187,27 +151,16 @@ class Layer:
         return statistics.median(times)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What attention gives for some rows of q: ``rows`` int64 [N], ``out`` fp32 [N, Hq, D]."""
-
-    rows: torch.Tensor
-    out: torch.Tensor
-
-    def error(self, out: torch.Tensor) -> float:
-        """Relative norm of the difference of ``out`` [B * T, Hq, D] in these rows."""
-        return relative(out[self.rows], self.out)
-
-
-def expected_of(batch: TreeBatch, scale: float) -> Expected:
-    """fp32 attention of K and V as they are stored, over a few queries from the first to the last,
-    with all of their draft tokens."""
+def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
+    """Relative norm of the difference of ``out`` [B * T, Hq, D] from fp32 attention of K and V as
+    they are stored, over a few queries from the first to the last, with all of their draft tokens.
+    """
     queries, draft_tokens = len(batch.rows), batch.draft_tokens
     count = min(CHECKED_QUERIES, queries)
     some = torch.linspace(0, queries - 1, count, device=batch.q.device).round().long()
     of_query = torch.arange(draft_tokens, device=batch.q.device)
     rows = (some[:, None] * draft_tokens + of_query).flatten()
-    out, _ = reference.attention(
+    expected, _ = reference.attention(
         batch.q[rows],
         batch.k_cache,
         batch.v_cache,
@@ -219,9 +172,4 @@ def expected_of(batch: TreeBatch, scale: float) -> Expected:
         v_scale=batch.v_scale,
         draft_tokens=draft_tokens,
     )
-    return Expected(rows, out)
-
-
-def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
-    """Of ``out`` against ``expected_of`` the batch."""
-    return expected_of(batch, scale).error(out)
+    return relative(out[rows], expected)

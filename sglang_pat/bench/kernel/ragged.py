@@ -129,7 +129,6 @@ def run(
 ) -> None:
     """Adds a row to ``document`` for every case, or a line to its ``left_out``; written as it
     grows."""
-    document["left_out"] = []
     budget, done = Budget(time.monotonic() + budget_s), 0
     for (kv_heads, head_dim), members in groupby(todo, lambda case: case.pool):
         fitting = []

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from types import MappingProxyType
-from typing import Protocol, TypeVar
 
 from sglang_pat.bench.common.trees import Tree
 
 PEER_NAMES = ("fa3", "flashinfer", "levels")
-CONTESTANTS = ("pat", *PEER_NAMES)
 # Relative norm of a difference of bf16 outputs beyond which one of them is wrong.
 MAX_DIFFERENCE = 0.01
 # The same with K/V in fp8_e4m3: pat rounds the softmax's weights of items that wgmma runs to fp8,
@@ -70,12 +67,14 @@ class TreeRow:
     def wrong(self) -> dict[str, float]:
         """Outputs that are too far off, by name: from fp32 attention pat's and, with K/V in
         fp8_e4m3, the peers', else the peers' from pat's."""
-        return too_far({"pat": self.error, **(self.errors or self.differences)}, self.limits)
+        errors = {"pat": self.error, **(self.errors or self.differences)}
+        # NaN is beyond every limit.
+        return {name: off for name, off in errors.items() if not off <= self.limit_of(name)}
 
-    @property
-    def limits(self) -> Mapping[str, float]:
-        """By name, of outputs that may be off by more than MAX_DIFFERENCE."""
-        return {} if self.kv_dtype == "bfloat16" else FP8_LIMITS
+    def limit_of(self, name: str) -> float:
+        """How far an output may be off."""
+        limits = {} if self.kv_dtype == "bfloat16" else FP8_LIMITS
+        return limits.get(name, MAX_DIFFERENCE)
 
     @property
     def of_fa3(self) -> float | None:
@@ -87,17 +86,6 @@ class TreeRow:
     def is_sound(self) -> bool:
         """Whether nothing is wrong, and pat is no less exact than it may be."""
         return not self.wrong and (self.of_fa3 is None or self.of_fa3 <= MAX_OF_FA3)
-
-
-def too_far(
-    errors: Mapping[str, float], limits: Mapping[str, float] = MappingProxyType({})
-) -> dict[str, float]:
-    """Those beyond their limit, which is MAX_DIFFERENCE if they have none; NaN is."""
-    return {
-        name: error
-        for name, error in errors.items()
-        if not error <= limits.get(name, MAX_DIFFERENCE)
-    }
 
 
 def geomean(values: Sequence[float]) -> float:
@@ -113,37 +101,13 @@ def mean_over_floor(rows: Sequence[TreeRow], names: Sequence[str]) -> float | No
     return geomean([t / r.floor_us for t, r in zip(times, rows, strict=True) if t is not None])
 
 
-class Measured(Protocol):
-    """What every row, of whatever kind, says of its batch."""
-
-    @property
-    def heads(self) -> str: ...
-    @property
-    def permuted(self) -> bool: ...
-
-
-class Compared(Protocol):
-    """A row whose outputs were compared with others."""
-
-    @property
-    def heads(self) -> str: ...
-    @property
-    def spec(self) -> str: ...
-    @property
-    def wrong(self) -> dict[str, float]: ...
-
-
-R = TypeVar("R", bound=Measured)
-
-
-def title(row: Measured) -> str:
+def title(row: TreeRow) -> str:
     """Heads and layout, and the draft tokens of a verify step."""
-    drafts = getattr(row, "draft_tokens", 1)
     layout = f"{row.heads} heads, slots {'permuted' if row.permuted else 'contiguous'}"
-    return f"{layout}, {drafts} draft tokens" if drafts > 1 else layout
+    return f"{layout}, {row.draft_tokens} draft tokens" if row.draft_tokens > 1 else layout
 
 
-def groups(rows: Iterable[R]) -> list[tuple[str, list[R]]]:
+def groups(rows: Iterable[TreeRow]) -> list[tuple[str, list[TreeRow]]]:
     """Rows by heads and layout, with a title, in the order in which they come."""
     return [(text, list(members)) for text, members in groupby(rows, title)]
 
@@ -204,7 +168,11 @@ def complaints(rows: Iterable[TreeRow]) -> list[str]:
     """Outputs that disagree and plans that ran out of room, a line each."""
     lines = []
     for row in rows:
-        lines += wrong_outputs(row, row.limits)
+        lines += [
+            f"{row.heads} {row.spec}: output of {name} is off by {value:.2g} (at most "
+            f"{row.limit_of(name):g}, relative norm)"
+            for name, value in row.wrong.items()
+        ]
         if row.of_fa3 is not None and not row.of_fa3 <= MAX_OF_FA3:
             lines.append(
                 f"{row.heads} {row.spec}: pat's error is {row.of_fa3:.2f} times fa3's (at most "
@@ -213,15 +181,6 @@ def complaints(rows: Iterable[TreeRow]) -> list[str]:
         if row.degraded:
             lines.append(f"{row.heads} {row.spec}: {row.degraded}")
     return lines
-
-
-def wrong_outputs(row: Compared, limits: Mapping[str, float] = MappingProxyType({})) -> list[str]:
-    """A line for each; ``limits`` as of ``too_far``."""
-    return [
-        f"{row.heads} {row.spec}: output of {name} is off by {value:.2g} (at most "
-        f"{limits.get(name, MAX_DIFFERENCE):g}, relative norm)"
-        for name, value in row.wrong.items()
-    ]
 
 
 def decode_ratio(row: TreeRow) -> float | None:
