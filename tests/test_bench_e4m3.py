@@ -165,12 +165,11 @@ def test_a_row_that_is_less_exact_than_it_may_be_is_named() -> None:
 def test_all_servers_get_the_dtype_and_pools_of_half_the_bytes(
     flags: list[str], share: float, tmp_path: Path
 ) -> None:
-    parser = make_parser(None)
-    options = complete(parser, parser.parse_args(flags))
+    options = complete(make_parser(None).parse_args(flags))
     choice = options.kv_cache_dtype
     model = open_model("llama3-8b", tmp_path, "bfloat16", choice)
     assert model.kv_bytes_per_token == share * 128 * 1024
-    config = fleet_config(options, model, "bfloat16", [], None)
+    config = fleet_config(options, model, "bfloat16", None)
     given = config.arguments()
     assert given[given.index("--kv-cache-dtype") + 1] == choice == config.kv_cache_dtype
     assert _shown(options, config, "workloads").get("kv_cache_dtype") == (choice if flags else None)

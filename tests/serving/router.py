@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kit.router import Router
+
 from sglang_pat.bench.common.counters import Counters
-from sglang_pat.bench.common.router import Router
 
 from .server import ARRIVED_S, Prompt, ServingServer
 

@@ -9,6 +9,7 @@ another name, so that results of two generators are never taken for each other.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 
 GENERATOR = "ragged-1"
 SEEDS = range(5)
+
+MOONCAKE_BLOCK = 512  # tokens of a block of a Mooncake trace
 
 PrefixPath = list[tuple[int, int, int]]  # radix nodes as (node id, start, end)
 
@@ -185,14 +188,24 @@ def samples(seed: int) -> Forest:
     return grown.shuffled(f"samples-{seed}", rng)
 
 
+def mooncake(file: Path, context: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Prompts of a Mooncake trace (FAST'25) that fit ``context`` tokens, as (block, tokens)."""
+    with file.open() as lines:
+        for line in lines:
+            request = json.loads(line)
+            blocks = [(block, MOONCAKE_BLOCK) for block in request["hash_ids"]]
+            # The last block is only partly filled.
+            last = max(1, request["input_length"] - MOONCAKE_BLOCK * (len(blocks) - 1))
+            if (len(blocks) - 1) * MOONCAKE_BLOCK + last <= context:
+                yield (*blocks[:-1], (blocks[-1][0], last))
+
+
 def windows(file: Path, seeds: Sequence[int] = SEEDS) -> list[Forest]:
     """Windows of a Mooncake trace; requests beyond ``WINDOW_CONTEXT`` tokens are left out.
 
     Raises ValueError for a file with fewer requests than a window has.
     """
-    from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK, mooncake
-
-    prompts = list(mooncake(file, WINDOW_CONTEXT, MOONCAKE_BLOCK))
+    prompts = list(mooncake(file, WINDOW_CONTEXT))
     if len(prompts) < max(WINDOW_REQUESTS):
         raise ValueError(
             f"{file} has {len(prompts)} requests of at most {WINDOW_CONTEXT} tokens, but a window "

@@ -9,12 +9,8 @@ tables show medians and the spread. Inter-token latency (ITL) counts only while 
 (SGLANG_RECORD_STEP_TIME): where ITL is over 10 % more, the client or SGLang's HTTP process is the
 limit. Plan times and K/V bytes saved are pat's counters over the run.
 
-Traces (``--trace``) replay requests that arrive over time; see ``trace.py``. Agents (``--agents``)
-come and go and wait for their answers; see ``agents.py``. Both give curves over the load: latencies
-and tokens/s with the spread over runs. ``--capacity`` with either searches the most agents at once,
-or requests/s, with p99 TPOT under each of ``--limits-ms``; see ``capacity.py`` and ``probe.py``.
-``--router`` has two servers of each backend behind SGLang's router; see ``routed.py``.
-``--first-runs`` shows the first runs after the start one by one; see ``first.py``.
+Agents (``--agents``) come and go and wait for their answers; see ``agents.py``. Traces and requests
+that arrive over time are SGLang's own client's, ``python -m sglang.bench_serving``.
 """
 
 from __future__ import annotations
@@ -25,56 +21,37 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_pat.bench.common.budget import Budget
-from sglang_pat.bench.common.document import Document, read, write
-from sglang_pat.bench.common.figures import require
-from sglang_pat.bench.common.router import require as require_router
+from sglang_pat.bench.common.document import read, write
 from sglang_pat.bench.common.server import ServerError
 from sglang_pat.bench.serving import document as documents
-from sglang_pat.bench.serving.capacity import Subject, run_capacity, subjects_of
 from sglang_pat.bench.serving.client import RequestError
 from sglang_pat.bench.serving.closed_loop import run_agents
-from sglang_pat.bench.serving.first import run_first
 from sglang_pat.bench.serving.fleet import FleetConfig, serve
 from sglang_pat.bench.serving.model import open_model
 from sglang_pat.bench.serving.options import complete, make_parser
-from sglang_pat.bench.serving.replay import Replay, replays, run_traces
-from sglang_pat.bench.serving.routed import SERVERS, run_router, serve_routed
 from sglang_pat.bench.serving.run import RunOptions, run_workloads
 from sglang_pat.bench.serving.sizing import device_of, fleet_config
 
 READY_S = 400.0
 AGENTS_SETTINGS_SHOWN = ("agent_context", "duration_s")
-TRACE_SETTINGS_SHOWN = ("context", "block_tokens", "duration_s")
-CAPACITY_SETTINGS_SHOWN = (
-    "limits_ms",
-    "resolution",
-    "output_tokens",
-    "stream_interval",
-    "seed",
-    "server_args",
-)
 SETTINGS_SHOWN = ("new_tokens", "output_tokens", "stream_interval", "runs", "seed", "server_args")
 
 
-def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> list[Document]:
+def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> None:
     """Start the servers, measure and print; ``--json`` has every run as soon as it has ended. A
     document for each kind of runs.
 
     Raises:
-        ValueError: what is asked for does not fit the model, the memory or a trace, or needs a
-            package that is not installed.
+        ValueError: what is asked for does not fit the model or the memory.
         ServerError: a server did not start or ended.
         RequestError: a request failed.
     """
     dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     model = open_model(options.model, scratch, dtype, options.kv_cache_dtype)
-    if options.first_runs:
-        options.runs = options.first_runs
     settings = RunOptions(
         vocab=model.vocab,
         kv_bytes_per_token=model.kv_bytes_per_token,
@@ -84,14 +61,9 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> list[Docu
             if name not in ("vocab", "kv_bytes_per_token")
         },
     )
-    searched = options.capacity
-    todo = [] if searched else replays(options.trace or (), options.rates, settings)
-    if options.router:
-        require_router()
-    device, gpu_gib = device_of(options.device, options.tp * (SERVERS if options.router else 1))
-    config = fleet_config(options, model, dtype, todo, gpu_gib)
-    subjects = subjects_of(options, settings, config) if searched else []
-    kinds = _kinds(options)
+    device, gpu_gib = device_of(options.device, options.tp)
+    config = fleet_config(options, model, dtype, gpu_gib)
+    kinds = ["workloads"] * bool(options.workloads) + ["agents"] * bool(options.agents)
     found = {kind: documents.new(kind, device, _shown(options, config, kind)) for kind in kinds}
     paths = {kind: _path(options.json, kind if kind != kinds[0] else "") for kind in kinds}
     memory = f", {config.server_gib:.1f} GiB a GPU each" if gpu_gib is not None else ""
@@ -101,13 +73,16 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> list[Docu
         flush=True,
     )
     ready_s = min(READY_S, budget.left_s())
-    start: Any = serve_routed if options.router else serve
-    with start(config, options.backends, logs=options.logs, ready_s=ready_s) as fleet:
+    with serve(config, options.backends, logs=options.logs, ready_s=ready_s) as fleet:
         print(f"servers are ready{budget}", flush=True)
         try:
             for kind, document in found.items():
                 journal = documents.Journal(document, paths[kind], budget)
-                _measure(kind, fleet, options, subjects, todo, settings, budget, journal)
+                if kind == "agents":
+                    context = options.agent_context
+                    run_agents(fleet, options.agents, context, settings, budget, journal)
+                else:
+                    run_workloads(fleet, options.workloads, settings, budget, journal)
         finally:
             for kind, document in found.items():
                 write(document, paths[kind])  # with the counters of the last runs
@@ -115,46 +90,6 @@ def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> list[Docu
                 print("the time is up: what follows is of the runs that ended")
             for document in found.values():
                 documents.show([document])
-    return list(found.values())
-
-
-def _measure(
-    kind: str,
-    fleet: Any,
-    options: argparse.Namespace,
-    subjects: Sequence[Subject],
-    todo: Sequence[Replay],
-    settings: RunOptions,
-    budget: Budget,
-    journal: documents.Journal,
-) -> None:
-    """The runs of a kind, on what ``serve`` or, behind a router, ``serve_routed`` gave."""
-    if kind == "capacity":
-        run_capacity(fleet, subjects, options.limits_ms, settings, budget, journal)
-    elif kind == "router":
-        run_router(fleet, options.router, settings, budget, journal)
-    elif kind == "traces":
-        run_traces(fleet, todo, settings, budget, journal)
-    elif kind == "agents":
-        run_agents(fleet, options.agents, options.agent_context, settings, budget, journal)
-    elif kind == "first":
-        spies = options.logs if options.spy else None
-        run_first(fleet, options.workloads, settings, budget, journal, spies=spies)
-    else:
-        run_workloads(fleet, options.workloads, settings, budget, journal)
-
-
-def _kinds(options: argparse.Namespace) -> list[str]:
-    """Of runs, one after the other; each has a document."""
-    for kind, asked in (
-        ("capacity", options.capacity),
-        ("router", options.router),
-        ("traces", options.trace),
-        ("first", options.first_runs),
-    ):
-        if asked:
-            return [kind]
-    return ["workloads"] * bool(options.workloads) + ["agents"] * bool(options.agents)
 
 
 def _path(path: Path | None, kind: str) -> Path | None:
@@ -168,11 +103,8 @@ def _shown(options: argparse.Namespace, config: FleetConfig, kind: str) -> dict[
     shown |= {"pool_tokens": config.pool_tokens, "max_requests": config.max_requests}
     if config.kv_cache_dtype != "auto":
         shown["kv_cache_dtype"] = config.kv_cache_dtype
-    names = CAPACITY_SETTINGS_SHOWN if options.capacity else SETTINGS_SHOWN
-    shown |= {name: getattr(options, name) for name in names}
-    if options.trace:
-        shown |= {name: getattr(options, name) for name in TRACE_SETTINGS_SHOWN}
-    if options.agents and kind != "workloads":
+    shown |= {name: getattr(options, name) for name in SETTINGS_SHOWN}
+    if kind == "agents":
         shown |= {name: getattr(options, name) for name in AGENTS_SETTINGS_SHOWN}
     return shown | {
         name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")
@@ -182,19 +114,13 @@ def _shown(options: argparse.Namespace, config: FleetConfig, kind: str) -> dict[
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all well, 1 a server or a request failed, 2 what was asked for cannot be."""
     started = time.monotonic()
-    parser = make_parser(__doc__)
-    options = complete(parser, parser.parse_args(arguments))
-    if options.plot:
-        require()
+    options = complete(make_parser(__doc__).parse_args(arguments))
     try:
         if options.sources:
-            found = [read(path, documents.ROWS) for path in options.sources]
-            documents.show(found)
+            documents.show([read(path, documents.ROWS) for path in options.sources])
         else:
             with tempfile.TemporaryDirectory(prefix="sglang_pat_bench_") as scratch:
-                found = run(options, Budget(started + options.budget_s), Path(scratch))
-        if options.plot:
-            documents.draw(found, options.plot)
+                run(options, Budget(started + options.budget_s), Path(scratch))
     except ValueError as error:
         print(f"sglang_pat.bench.serving: {error}", file=sys.stderr)
         return 2

@@ -31,7 +31,6 @@ from sglang_pat.bench.serving.rows import (
 from sglang_pat.bench.serving.timing import (
     TooShort,
     intervals_ms,
-    request_times,
     tokens_between,
 )
 from sglang_pat.bench.serving.workload import Prompt
@@ -166,26 +165,6 @@ class AgentsRow(Counted):
     itl_p50_ms: float
     itl_p99_ms: float
     tokens_per_s: float
-    # Of the turns sent and answered within the window. None: no turn was, or the document is from
-    # before these were measured.
-    ttft_mean_ms: float | None = None
-    tpot_ms: float | None = None  # mean over turns
-    tpot_p99_ms: float | None = None
-    e2e_mean_ms: float | None = None  # from sending a turn to the last token of its answer
-    e2e_p99_ms: float | None = None
-    first_token: dict[str, float] | None = None  # by parts, see first_token.py
-
-    @property
-    def subject(self) -> str:
-        return self.agents.rpartition("x")[0]
-
-    @property
-    def load(self) -> float:
-        return int(self.agents.rpartition("x")[2])
-
-    @property
-    def unit(self) -> str:
-        return "agents"
 
 
 def row_of(
@@ -216,7 +195,6 @@ def row_of(
     waits = [1e3 * (a.times[0] - a.sent) for a in flat if begin <= a.sent <= stopped]
     if not intervals or not waits:
         raise TooShort("no turn was sent while all agents ran: raise --duration-s")
-    of_turns = request_times(flat, begin, stopped)
     window_s = stopped - begin
     return AgentsRow(
         backend=backend,
@@ -232,12 +210,6 @@ def row_of(
         itl_p50_ms=float(np.percentile(intervals, 50)),
         itl_p99_ms=float(np.percentile(intervals, 99)),
         tokens_per_s=tokens_between(flat, begin, stopped) / window_s,
-        ttft_mean_ms=of_turns.ttft_ms,
-        tpot_ms=of_turns.tpot_ms,
-        tpot_p99_ms=of_turns.tpot_p99_ms,
-        e2e_mean_ms=of_turns.e2e_ms,
-        e2e_p99_ms=of_turns.e2e_p99_ms,
-        first_token=of_turns.first_token,
     )
 
 

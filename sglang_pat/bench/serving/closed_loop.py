@@ -48,7 +48,7 @@ def warm_up_agents(
     """The beginnings of the first turns of all agents of ``team``, on every server."""
     prompts = team_prompts(team, context, settings, "warm-up")
     bodies = [prompts.next_body(place, WARM_UP_TOKENS) for place in range(team.agents)]
-    warm_up(fleet, bodies, None, budget, partial(prepare_team, prompts=prompts))
+    warm_up(fleet, bodies, budget, partial(prepare_team, prompts=prompts))
 
 
 def team_prompts(team: Team, context: int, settings: RunOptions, name: str) -> TeamPrompts:

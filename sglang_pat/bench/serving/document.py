@@ -4,41 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from sglang_pat.bench.common.budget import Budget
 from sglang_pat.bench.common.document import Document, conditions, heading, write
-from sglang_pat.bench.serving import plot
 from sglang_pat.bench.serving.agents import AgentsRow, agents_table
-from sglang_pat.bench.serving.capacity_report import capacity_table, draw_capacity
-from sglang_pat.bench.serving.curves import curve_tables, draw_curves
-from sglang_pat.bench.serving.first import FirstRow
-from sglang_pat.bench.serving.first import table as first_table
-from sglang_pat.bench.serving.first_token import first_token_table
-from sglang_pat.bench.serving.graphs import graph_table
-from sglang_pat.bench.serving.probe import CapacityRow
-from sglang_pat.bench.serving.router_rows import RouterRow, router_table
-from sglang_pat.bench.serving.rows import TraceRow, WorkloadRow, table, trace_table
+from sglang_pat.bench.serving.rows import WorkloadRow, table
 from sglang_pat.bench.serving.workload import LIMITS, LIMITS_SHAPE
 
-ROWS: dict[str, type[Any]] = {
-    "workloads": WorkloadRow,
-    "traces": TraceRow,
-    "first": FirstRow,
-    "agents": AgentsRow,
-    "capacity": CapacityRow,
-    "router": RouterRow,
-}
+ROWS: dict[str, type[Any]] = {"workloads": WorkloadRow, "agents": AgentsRow}
 VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
-# Kinds whose table shows all, so that there is no picture of them.
-TABLES_ONLY = {"first": "first runs", "router": "runs behind a router"}
 
 
 def new(kind: str, device: str, settings: dict[str, Any]) -> Document:
     """A document without rows; ``kind``: one of ``ROWS``."""
-    packages = (*VERSIONS_OF, *(("sglang-router",) if kind == "router" else ()))
-    found = conditions(kind, "sglang_pat.bench.serving", device, packages, settings)
+    found = conditions(kind, "sglang_pat.bench.serving", device, VERSIONS_OF, settings)
     return found | {"rows": [], "left_out": []}
 
 
@@ -62,23 +44,9 @@ class Journal:
 
 def _line(row: dict[str, Any]) -> str:
     """A run on one line."""
-    if "subject" in row:
-        p99 = "-" if row["tpot_p99_ms"] is None else f"{row['tpot_p99_ms']:.2f}"
-        return (
-            f"{row['subject']}, {row['load']:.4g} {row['unit']}, {row['backend']}: TPOT p99 {p99} "
-            f"ms of {row['requests']} requests, {row['begun']:.0%} had begun, "
-            f"{row['tokens_per_s']:.0f} tokens/s"
-        )
-    where = row.get("workload") or row.get("agents") or f"{row['trace']} {row['rate']:g}/s"
-    if "policy" in row:
-        where += f" {row['policy']}"
-    if "agents" in row:
-        more = f"{row['tokens_per_s']:.0f} tokens/s"
-    elif "tpot_ms" in row:
-        more = f"TPOT {row['tpot_ms']:.2f} ms"
-    else:
-        more = f"all have begun after {row['ttft_max_ms']:.2f} ms"
-    return f"{where} {row['backend']}: ITL p50 {row['itl_p50_ms']:.2f} ms, {more}"
+    where = row.get("workload") or row["agents"]
+    speed = f"ITL p50 {row['itl_p50_ms']:.2f} ms, {row['tokens_per_s']:.0f} tokens/s"
+    return f"{where} {row['backend']}: {speed}"
 
 
 def show(documents: Sequence[Document]) -> None:
@@ -96,36 +64,10 @@ def show(documents: Sequence[Document]) -> None:
 def _tables(document: Document, rows: list[Any]) -> list[str]:
     """Lines; ``rows``: of ``document`` and all that go into one table with it."""
     kind, settings = document["kind"], document["settings"]
-    if kind == "traces":
-        return trace_table(rows) + curve_tables(rows) + first_token_table(rows)
-    if kind == "first":
-        return first_table(rows)
-    if kind == "router":
-        return router_table(rows)
-    if kind == "capacity":
-        found = capacity_table(rows, settings["limits_ms"], settings["resolution"])
-        return curve_tables(rows) + first_token_table(rows) + found
     if kind == "agents":
         has_goals = (settings["model"], settings["tp"]) == (LIMITS_SHAPE[0], 1)
-        found = agents_table(rows, limits=has_goals) + curve_tables(rows)
-        return found + first_token_table(rows)
-    return table(rows, _limits(settings)) + graph_table(rows)
-
-
-def draw(documents: Sequence[Document], path: Path) -> None:
-    """Write a picture of documents of one kind. Raises ValueError if there are several kinds."""
-    kinds = {document["kind"] for document in documents}
-    if len(kinds) > 1:
-        raise ValueError(f"one picture has one kind of rows, but these are {', '.join(kinds)}")
-    for kind in kinds & TABLES_ONLY.keys():
-        raise ValueError(f"there is no picture of {TABLES_ONLY[kind]}: their table shows all")
-    groups = [(_title(found[0]), _rows(found)) for found in _groups(documents).values()]
-    if not all(rows for _, rows in groups):
-        raise ValueError("there is no run to draw: --budget-s may have been too short for one")
-    if kinds == {"capacity"}:
-        return draw_capacity(groups, documents[0]["settings"]["limits_ms"], path)
-    draw_kind = plot.draw_workloads if kinds == {"workloads"} else draw_curves
-    draw_kind(groups, path)
+        return agents_table(rows, limits=has_goals)
+    return table(rows, _limits(settings))
 
 
 def _groups(documents: Sequence[Document]) -> dict[tuple[str, str, int], list[Document]]:
@@ -143,12 +85,11 @@ def _limits(settings: dict[str, Any]) -> Mapping[str, float]:
     return LIMITS.get(settings["tp"], {}) if shape == LIMITS_SHAPE else {}
 
 
-def _title(document: Document) -> str:
-    settings = document["settings"]
-    gpus = f", {settings['tp']} GPUs" if settings["tp"] > 1 else ""
-    return f"{settings['model']}, {document['device']}{gpus}"
-
-
 def _rows(documents: Sequence[Document]) -> list[Any]:
     kind = ROWS[documents[0]["kind"]]
-    return [kind(**row) for document in documents for row in document["rows"]]
+    known = {field.name for field in fields(kind)}
+    return [
+        kind(**{name: value for name, value in row.items() if name in known})
+        for document in documents
+        for row in document["rows"]
+    ]

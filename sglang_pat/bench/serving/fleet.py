@@ -98,31 +98,6 @@ class FleetConfig:
         return [*found, *self.args]
 
 
-def split_preset(backend: str) -> tuple[str, str]:
-    """``--attention-backend`` and the preset of a ``Place.backend``, "" without one."""
-    name, _, preset = backend.partition(":")
-    return name, preset
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a server of a backend runs. ``name`` is that of its log. ``backend``: with a preset
-    (``config.PRESETS``) behind a colon, as ``pat:relay``, the rules of another paper."""
-
-    backend: str
-    name: str
-    args: tuple[str, ...] = ()  # in addition to those of all servers
-
-    @property
-    def attention_backend(self) -> str:
-        return split_preset(self.backend)[0]
-
-    @property
-    def env(self) -> dict[str, str]:
-        preset = split_preset(self.backend)[1]
-        return {"SGLANG_PAT_PRESET": preset} if preset else {}
-
-
 class Served:
     """A running server and what the benchmark asks of it."""
 
@@ -142,17 +117,10 @@ class Served:
         self.server.post("/generate", {"input_ids": prompts, "sampling_params": parameters})
         self._idle_since = time.monotonic()
 
-    def stream(
-        self,
-        bodies: Sequence[bytes],
-        *,
-        at_s: Sequence[float] | None = None,
-        cut_s: float | None = None,
-        timeout_s: float,
-    ) -> list[AnswerTimes]:
+    def stream(self, bodies: Sequence[bytes], *, timeout_s: float) -> list[AnswerTimes]:
         """``client.stream`` to this server."""
-        answers = stream(self.server.port, bodies, at_s=at_s, cut_s=cut_s, timeout_s=timeout_s)
-        self.rest(cut_s is not None)
+        answers = stream(self.server.port, bodies, timeout_s=timeout_s)
+        self._idle_since = time.monotonic()
         return answers
 
     def converse(
@@ -163,26 +131,12 @@ class Served:
         *,
         duration_s: float,
         timeout_s: float,
-        cut: bool = False,
     ) -> tuple[list[list[AnswerTimes]], float]:
         """``client.converse`` with this server."""
-        found = converse(
-            self.server.port,
-            places,
-            next_body,
-            answered,
-            duration_s=duration_s,
-            timeout_s=timeout_s,
-            cut=cut,
-        )
-        self.rest(cut)
-        return found
-
-    def rest(self, cut: bool = False) -> None:
-        """Requests have ended. ``cut``: some may be left, which the server need not finish."""
-        if cut:
-            self.server.post("/abort_request", {"abort_all": True})
+        limits = {"duration_s": duration_s, "timeout_s": timeout_s}
+        found = converse(self.server.port, places, next_body, answered, **limits)
         self._idle_since = time.monotonic()
+        return found
 
     def step_notes(self) -> dict[str, list[float]]:
         """The scheduler's own step times so far, by batch size: see ``timing.step_ms``."""
@@ -195,7 +149,7 @@ class Served:
 
         Waits until the server, which must be idle, has written its counters: once a second.
         """
-        if split_preset(self.backend)[0] != BACKEND:
+        if self.backend != BACKEND:
             return None
         time.sleep(max(0.0, self._idle_since + 1.25 * FLUSH_SECONDS - time.monotonic()))
         with urlopen(f"{self.server.url}/metrics", timeout=10) as answer:
@@ -208,17 +162,7 @@ class Served:
 def serve(
     config: FleetConfig, backends: Sequence[str], *, logs: Path, ready_s: float
 ) -> Iterator[list[Served]]:
-    """A server for each backend, started at the same time. Raises as ``serve_places`` does."""
-    places = [Place(backend, backend) for backend in backends]
-    with serve_places(config, places, logs=logs, ready_s=ready_s) as found:
-        yield found
-
-
-@contextmanager
-def serve_places(
-    config: FleetConfig, places: Sequence[Place], *, logs: Path, ready_s: float
-) -> Iterator[list[Served]]:
-    """Servers at all places, started at the same time.
+    """A server for each backend, started at the same time.
 
     Raises:
         ServerError: one did not start, its K/V pool is smaller than planned, or it ended while a
@@ -233,29 +177,29 @@ def serve_places(
     servers = [
         Server(
             config.model.folder,
-            backend=place.attention_backend,
+            backend=backend,
             device=config.device,
-            log=logs / f"server-{place.name}.log",
-            args=[*place.args, *config.arguments()],
-            env=env | place.env,
+            log=logs / f"server-{backend}.log",
+            args=config.arguments(),
+            env=env,
             ready_s=ready_s,
         )
-        for place in places
+        for backend in backends
     ]
     try:
         for server in servers:
             server.start()
         for server in servers:
             server.wait_until_ready()
-        for place, server in zip(places, servers, strict=True):
+        for backend, server in zip(backends, servers, strict=True):
             pool = server.get("/server_info")["max_total_num_tokens"]
             if pool < config.pool_tokens:
                 raise ServerError(
-                    f"{place.name} has a K/V pool of {pool} tokens instead of "
+                    f"{backend} has a K/V pool of {pool} tokens instead of "
                     f"{config.pool_tokens}: something else uses the GPU, or --overhead-gib is too "
                     "small"
                 )
-        yield [Served(place.backend, server) for place, server in zip(places, servers, strict=True)]
+        yield [Served(backend, server) for backend, server in zip(backends, servers, strict=True)]
     except (RequestError, OSError):
         time.sleep(DYING_S)
         for server in servers:

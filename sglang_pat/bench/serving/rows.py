@@ -63,50 +63,10 @@ class WorkloadRow(Counted):
     tokens_per_s: float
     step_ms: float | None  # by the engine's own clock
     cached_tokens: int  # of the prompt of the request that had the fewest
-    # Of the CUDA graphs of a step, ``graphs.GraphTime`` each; None where none was profiled.
-    graphs: list[dict[str, Any]] | None = None
 
     @property
     def client_over_engine(self) -> float | None:
         return self.itl_p50_ms / self.step_ms if self.step_ms else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRow(Counted):
-    """One replay of a trace at one rate, cold cache."""
-
-    backend: str
-    trace: str
-    rate: float  # requests/s
-    run: int
-    requests: int
-    completed: int
-    repeated: float  # fraction of the prompts' segments that an earlier prompt had
-    cached: float  # fraction of the prompt tokens that the cache had
-    ttft_p50_ms: float
-    ttft_p99_ms: float
-    tpot_ms: float  # mean over requests
-    tpot_p99_ms: float
-    itl_p50_ms: float
-    itl_p99_ms: float
-    tokens_per_s: float
-    # None in documents from before these were measured.
-    ttft_mean_ms: float | None = None
-    e2e_mean_ms: float | None = None  # from sending a request to its last token
-    e2e_p99_ms: float | None = None
-    first_token: dict[str, float] | None = None  # by parts, see first_token.py
-
-    @property
-    def subject(self) -> str:
-        return self.trace
-
-    @property
-    def load(self) -> float:
-        return self.rate
-
-    @property
-    def unit(self) -> str:
-        return "requests/s"
 
 
 def counted_fields(counted: Counters, kv_bytes_per_token: int) -> dict[str, Any]:
@@ -264,30 +224,6 @@ def warnings(rows: Sequence[WorkloadRow]) -> list[str]:
         if row.cached_tokens < row.prefix + row.private
     )
     return lines + cold
-
-
-def trace_table(rows: Sequence[TraceRow]) -> list[str]:
-    """One line for every backend, trace and rate: medians over the runs."""
-    lines = [
-        f"{'trace':13} {'rate/s':>6} {'backend':12} {'done':>9} {'cached':>6} {'TTFT p50':>9} "
-        f"{'p99':>8} {'TPOT':>7} {'p99':>7} {'ITL p50':>8} {'p99':>7} {'tokens/s':>9} "
-        f"{COUNTED_HEADS}"
-    ]
-    for key in dict.fromkeys((row.trace, row.rate, row.backend) for row in rows):
-        found = [row for row in rows if (row.trace, row.rate, row.backend) == key]
-
-        def median(name: str, found: Sequence[TraceRow] = found) -> float:
-            return float(statistics.median(getattr(row, name) for row in found))
-
-        trace, rate, backend = key
-        done = f"{median('completed'):.0f}/{median('requests'):.0f}"
-        lines.append(
-            f"{trace:13} {rate:6g} {backend:12} {done:>9} {median('cached'):6.0%} "
-            f"{median('ttft_p50_ms'):9.1f} {median('ttft_p99_ms'):8.1f} {median('tpot_ms'):7.2f} "
-            f"{median('tpot_p99_ms'):7.2f} {median('itl_p50_ms'):8.2f} "
-            f"{median('itl_p99_ms'):7.2f} {median('tokens_per_s'):9.0f} {counted_cells(found)}"
-        )
-    return lines
 
 
 def _number(value: float | None, digits: int) -> str:

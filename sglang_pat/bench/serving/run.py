@@ -7,21 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from sglang_pat.bench.common.budget import Budget
-from sglang_pat.bench.common.counters import Counters
 from sglang_pat.bench.serving.client import body
 from sglang_pat.bench.serving.fleet import Served
-from sglang_pat.bench.serving.graphs import profile_graphs
 from sglang_pat.bench.serving.rows import Counted, WorkloadRow, counted_fields
 from sglang_pat.bench.serving.timing import TooShort, latencies, step_ms
 from sglang_pat.bench.serving.workload import RunPrompts, Workload, make_prompts
 
 REQUEST_TIMEOUT_S = 300.0
 WARM_UP_TOKENS = 16
-PROFILE_AFTER_MS = 100.0  # the first token: then all requests decode
 
 
 class Log(Protocol):
@@ -45,26 +41,10 @@ class RunOptions:
     stream_interval: int
     runs: int
     seed: int
-    duration_s: float  # of arrivals, or of agents' turns
-    # Of traces:
-    context: int
-    block_tokens: int
-    trace_file: Path | None
-    # Of workloads: where SGLang's profiler writes, or None.
-    profile: Path | None = None
-
-
-class Measured(Protocol):
-    """What runs are measured on: a server, or several of one backend."""
-
-    @property
-    def backend(self) -> str: ...
-
-    def counted(self) -> Counters | None: ...
+    duration_s: float  # of agents' turns
 
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Measured)
 
 
 def rotated(fleet: Sequence[T], by: int) -> list[T]:
@@ -88,7 +68,7 @@ def run_workloads(
     largest = max(workloads, key=lambda workload: workload.requests)
     batch = make_workload_batch(largest, settings, "warm-up")
     bodies = [body(p, WARM_UP_TOKENS, settings.stream_interval) for p in batch.prompts]
-    warm_up(fleet, bodies, None, budget, lambda served: prepare(served, batch))
+    warm_up(fleet, bodies, budget, lambda served: prepare(served, batch))
     for run in range(settings.runs):
         for workload in workloads:
             kind = str(workload)
@@ -97,22 +77,13 @@ def run_workloads(
                 body(prompt, settings.output_tokens, settings.stream_interval)
                 for prompt in batch.prompts
             ]
-            last = run == settings.runs - 1
-            measure = partial(
-                _measure,
-                workload=workload,
-                batch=batch,
-                bodies=bodies,
-                run=run,
-                profile=settings.profile if last else None,
-            )
+            measure = partial(_measure, workload=workload, batch=batch, bodies=bodies, run=run)
             turn(rotated(fleet, run), kind, measure, settings, budget, log)
 
 
 def warm_up(
     fleet: Sequence[Served],
     bodies: Sequence[bytes],
-    at_s: Sequence[float] | None,
     budget: Budget,
     prepare: Callable[[Served], None],
 ) -> None:
@@ -121,7 +92,7 @@ def warm_up(
         if budget.allows("warm-up"):
             began = time.monotonic()
             prepare(served)
-            served.stream(bodies, at_s=at_s, timeout_s=REQUEST_TIMEOUT_S)
+            served.stream(bodies, timeout_s=REQUEST_TIMEOUT_S)
             served.counted()
             budget.took("warm-up", time.monotonic() - began)
 
@@ -145,21 +116,12 @@ def _measure(
     batch: RunPrompts,
     bodies: Sequence[bytes],
     run: int,
-    profile: Path | None,
 ) -> WorkloadRow:
-    """``profile``: the run is done once more for the times of the graphs, which go there."""
     prepare(served, batch)
     before = served.step_notes()
     answers = served.stream(bodies, timeout_s=REQUEST_TIMEOUT_S)
     after = served.step_notes()
-    found = latencies(answers, together=True)
-    graphs = None
-    if profile is not None:
-        prepare(served, batch)
-        after_s = (found.ttft_ms + PROFILE_AFTER_MS) / 1e3
-        graphs = profile_graphs(
-            served, bodies, profile, after_s=after_s, timeout_s=REQUEST_TIMEOUT_S
-        )
+    found = latencies(answers)
     return WorkloadRow(
         backend=served.backend,
         workload=str(workload),
@@ -175,20 +137,19 @@ def _measure(
         tokens_per_s=found.tokens_per_s,
         step_ms=step_ms(before, after, workload.requests),
         cached_tokens=min(answer.cached for answer in answers),
-        graphs=graphs,
     )
 
 
 def turn(
-    fleet: Sequence[M],
+    fleet: Sequence[Served],
     kind: str,
-    measure: Callable[[M], Counted],
+    measure: Callable[[Served], Counted],
     settings: RunOptions,
     budget: Budget,
     log: Log,
 ) -> None:
     """One run on each server. pat's counters appear late, so they complete the rows at the end."""
-    rows: list[tuple[M, dict[str, Any]]] = []
+    rows: list[tuple[Served, dict[str, Any]]] = []
     for served in fleet:
         if not budget.allows(kind):
             break

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 
-from sglang_pat.bench.serving.agents import Team
 from sglang_pat.bench.serving.fleet import FleetConfig
 from sglang_pat.bench.serving.model import GIB, Model
-from sglang_pat.bench.serving.replay import Replay
 
 # Slots beyond the tokens of all requests: overlapping steps hold a few more.
 POOL_MARGIN, POOL_MARGIN_PER_REQUEST = 1024, 16
@@ -21,17 +18,14 @@ def fleet_config(
     options: argparse.Namespace,
     model: Model,
     dtype: str,
-    todo: Sequence[Replay],
     gpu_gib: float | None,
 ) -> FleetConfig:
-    """Servers that hold the largest workload and team; of traces, and where a capacity is looked
-    for, as much as memory allows.
+    """Servers that hold the largest workload and team.
 
     Args:
         options: of the command line.
         model: what every server loads.
         dtype: of weights and K/V.
-        todo: replays of traces.
         gpu_gib: memory of a GPU; None on a CPU, whose memory is not looked at.
 
     Raises:
@@ -56,10 +50,7 @@ def fleet_config(
             f"a request of {longest} tokens is longer than the {model.positions} positions of "
             f"{options.model}"
         )
-    pool = _pool_tokens(options, todo, config.max_requests)
-    if gpu_gib is not None and (todo or options.capacity):
-        pool = min(pool, config.largest_pool(len(options.backends), gpu_gib) - PAGE)
-        pool = max(pool, longest)  # at least one request, or the check below fails
+    pool = _pool_tokens(options, config.max_requests)
     pool += -pool % PAGE  # else SGLang rounds it down
     config = replace(config, pool_tokens=pool)
     if gpu_gib is not None:
@@ -67,36 +58,13 @@ def fleet_config(
     return config
 
 
-def most_agents(config: FleetConfig, team: Team, context: int) -> int:
-    """How many agents of a team run at once whatever their contexts: as many as the server's
-    requests, and as fit its K/V pool when all contexts are full. More would wait for each other.
-
-    Raises:
-        ValueError: that is fewer than the team has to begin with.
-    """
-    none = replace(team, agents=0).kv_tokens(context) + POOL_MARGIN
-    one = team.private_tokens(context) + POOL_MARGIN_PER_REQUEST
-    most = min(config.max_requests, max(0, config.pool_tokens - none) // one)
-    if most < team.agents:
-        raise ValueError(
-            f"the search begins with {team.agents} agents, but servers of {config.max_requests} "
-            f"requests and {config.pool_tokens} K/V tokens run {most} at once: begin with fewer, "
-            "raise --max-requests, lower --agent-context, or name fewer --backends"
-        )
-    return most
-
-
 def _max_requests(options: argparse.Namespace) -> int:
-    if options.trace or options.capacity:
-        return int(options.max_requests)
     agents = [team.agents for team in options.agents or ()]
     return int(max(agents + [work.requests for work in options.workloads]))
 
 
 def _longest(options: argparse.Namespace) -> int:
     """Tokens of the longest request."""
-    if options.trace:
-        return int(options.context)
     for team in options.agents or ():
         team.check(options.agent_context)
     added = options.new_tokens + options.output_tokens
@@ -104,16 +72,9 @@ def _longest(options: argparse.Namespace) -> int:
     return int(max(contexts + [work.cached + added for work in options.workloads]))
 
 
-def _pool_tokens(options: argparse.Namespace, todo: Sequence[Replay], max_requests: int) -> int:
+def _pool_tokens(options: argparse.Namespace, max_requests: int) -> int:
     """K/V tokens with which no request waits for another one's."""
-    if todo:
-        return max(one.kv_tokens + len(one.prompts) * int(options.output_tokens) for one in todo)
-    if options.trace:
-        return int(max_requests * options.context)
-    teams = options.agents or ()
-    if options.capacity:
-        teams = [replace(team, agents=max_requests) for team in teams]
-    pools = [team.kv_tokens(options.agent_context) for team in teams]
+    pools = [team.kv_tokens(options.agent_context) for team in options.agents or ()]
     pools += [
         work.kv_tokens(new=options.new_tokens, output=options.output_tokens)
         for work in options.workloads

@@ -6,15 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
 
 import numpy as np
 
 from sglang_pat.bench.serving.client import AnswerTimes
-
-# Of the time to the first token, one after the other: see first_token.py.
-FIRST_TOKEN_PARTS = ("waiting", "prefill", "delivery")
-LATE_PERCENT = 95  # of the times to the first token: those from there on are late
 
 
 class TooShort(RuntimeError):
@@ -29,9 +24,7 @@ class Latencies:
     itl_p50_ms: float
     itl_p99_ms: float
     tpot_ms: float  # mean over requests
-    tpot_p99_ms: float
     ttft_ms: float  # median
-    ttft_p99_ms: float
     tokens_per_s: float  # output tokens, from the first request sent to the last token
 
 
@@ -74,130 +67,29 @@ def tokens_between(answers: Sequence[AnswerTimes], begin: float, end: float) -> 
     )
 
 
-def longest_gap(answers: Sequence[AnswerTimes]) -> tuple[float, int]:
-    """The longest time between two events of a request, in milliseconds, and after how many tokens
-    of the request it began. Prefills of other requests count, so a stall of the server shows.
-
-    Raises:
-        TooShort: no request has two events.
-    """
-    gaps = [
-        (1e3 * (stop - start), count)
-        for answer in answers
-        for (start, stop), count in zip(pairwise(answer.times), answer.tokens, strict=False)
-    ]
-    if not gaps:
-        raise TooShort("no interval between tokens was seen; ask for more output tokens")
-    return max(gaps)
-
-
-def latencies(answers: Sequence[AnswerTimes], *, together: bool) -> Latencies:
-    """``together``: inter-token latencies only while all requests decode.
+def latencies(answers: Sequence[AnswerTimes]) -> Latencies:
+    """Inter-token latencies only while all requests decode.
 
     Raises:
         TooShort: there is no interval to measure.
     """
-    intervals = intervals_ms(answers, *(window(answers) if together else ()))
+    intervals = intervals_ms(answers, *window(answers))
     if not intervals:
         raise TooShort("no interval between tokens was seen; ask for more output tokens")
-    tpots = _tpots_ms(answers)
+    tpots = [
+        1e3 * (answer.times[-1] - answer.times[0]) / (answer.tokens[-1] - answer.tokens[0])
+        for answer in answers
+        if answer.tokens[-1] > answer.tokens[0]
+    ]
     ttfts = [1e3 * (answer.times[0] - answer.sent) for answer in answers]
     seconds = max(answer.times[-1] for answer in answers) - min(answer.sent for answer in answers)
     return Latencies(
         itl_p50_ms=_percentile(intervals, 50),
         itl_p99_ms=_percentile(intervals, 99),
         tpot_ms=float(np.mean(tpots)),
-        tpot_p99_ms=_percentile(tpots, 99),
         ttft_ms=_percentile(ttfts, 50),
-        ttft_p99_ms=_percentile(ttfts, 99),
         tokens_per_s=sum(answer.tokens[-1] for answer in answers) / seconds,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimes:
-    """Of the requests that were sent in a window: means and 99th percentiles over requests. TPOT:
-    from a request's first event to its last over the tokens behind the first; end to end: from
-    sending to the last event. None: no request has that time."""
-
-    sent: int
-    begun: float  # fraction of those sent ``due_s`` before it closed that had a token then
-    ended: float  # fraction that ended until the grace behind it was over
-    tpots: int  # requests that the TPOTs are of
-    tpot_ms: float | None
-    tpot_p99_ms: float | None
-    ttft_ms: float | None
-    ttft_p99_ms: float | None
-    e2e_ms: float | None
-    e2e_p99_ms: float | None
-    first_token: dict[str, float] | None  # ``first_token_ms``
-
-
-def request_times(
-    answers: Sequence[AnswerTimes],
-    begin: float = -np.inf,
-    close: float = np.inf,
-    *,
-    grace_s: float = 0.0,
-    due_s: float = 0.0,
-    cut_tokens: int | None = None,
-) -> RequestTimes:
-    """Of the requests sent within [begin, close] seconds. TPOT and end-to-end time are of those
-    that ended ``grace_s`` after ``close`` or before, TTFT of those that began at all. Whoever was
-    sent less than ``due_s`` before ``close`` need not have begun.
-
-    ``cut_tokens``: TPOT also counts, as far as they came, requests that were cut off with so many
-    tokens or more. Long and slow requests are the first to be cut off, so a 99th percentile
-    without them would be one of the short and fast.
-    """
-    sent = [answer for answer in answers if begin <= answer.sent <= close]
-    ended = [a for a in sent if a.whole and a.times[-1] <= close + grace_s]
-    due = [a for a in sent if a.sent <= close - due_s]
-    cut = [a for a in sent if not a.whole and a.times] if cut_tokens is not None else []
-    decoded = ended + [a for a in cut if a.tokens[-1] >= (cut_tokens or 0)]
-    ttfts = [1e3 * (a.times[0] - a.sent) for a in sent if a.times]
-    e2es = [1e3 * (a.times[-1] - a.sent) for a in ended]
-    tpots = _tpots_ms(decoded)
-    return RequestTimes(
-        sent=len(sent),
-        begun=sum(bool(a.times) and a.times[0] <= close for a in due) / max(len(due), 1),
-        ended=len(ended) / max(len(sent), 1),
-        tpots=len(tpots),
-        tpot_ms=float(np.mean(tpots)) if tpots else None,
-        tpot_p99_ms=_percentile(tpots, 99) if tpots else None,
-        ttft_ms=float(np.mean(ttfts)) if ttfts else None,
-        ttft_p99_ms=_percentile(ttfts, 99) if ttfts else None,
-        e2e_ms=float(np.mean(e2es)) if e2es else None,
-        e2e_p99_ms=_percentile(e2es, 99) if e2es else None,
-        first_token=first_token_ms(sent),
-    )
-
-
-def first_token_ms(answers: Sequence[AnswerTimes]) -> dict[str, float] | None:
-    """Means of the parts in milliseconds, by name, over all answers that have begun, and as
-    ``late_...`` over those of them whose first token was late. None if the server does not say."""
-    known = [answer for answer in answers if answer.times and answer.prefill]
-    if not known:
-        return None
-    totals = [answer.times[0] - answer.sent for answer in known]
-    limit = _percentile(totals, LATE_PERCENT)
-    late = [answer for answer, total in zip(known, totals, strict=True) if total >= limit]
-    return _part_means(known) | {f"late_{name}": mean for name, mean in _part_means(late).items()}
-
-
-def _part_means(answers: Sequence[AnswerTimes]) -> dict[str, float]:
-    edges = [(a.sent, *(a.prefill or ()), a.times[0]) for a in answers]
-    parts = zip(*([end - start for start, end in pairwise(each)] for each in edges), strict=True)
-    return {name: 1e3 * fmean(part) for name, part in zip(FIRST_TOKEN_PARTS, parts, strict=True)}
-
-
-def _tpots_ms(answers: Sequence[AnswerTimes]) -> list[float]:
-    """Of the answers with more than one event."""
-    return [
-        1e3 * (answer.times[-1] - answer.times[0]) / (answer.tokens[-1] - answer.tokens[0])
-        for answer in answers
-        if answer.tokens[-1] > answer.tokens[0]
-    ]
 
 
 def step_ms(

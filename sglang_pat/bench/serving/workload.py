@@ -103,4 +103,3 @@ LIMITS = {
     2: {"8192x128": 0.55, "0x64": 1.03, "0x256": 1.03},
 }
 DEFAULT_WORKLOADS = tuple(LIMITS[1])
-ROUTER_WORKLOAD = "8*2048x16"  # behind a router: eight system prompts

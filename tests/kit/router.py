@@ -13,20 +13,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_pat.bench.common.server import ServerError, reserve_port
 
-PINNED = "sglang-router==0.3.2"
 READY_S = 300.0
 _LOG_CHARACTERS_SHOWN = 3000
-
-
-def require() -> None:
-    """Raise ValueError, with what to do, if SGLang's router is not installed."""
-    if find_spec("sglang_router") is None:
-        raise ValueError(f"SGLang's router is not installed: pip install {PINNED}")
 
 
 class Router:
