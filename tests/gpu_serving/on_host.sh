@@ -107,7 +107,6 @@ step_demo() {
 step_soak() {
   limited "$LIMIT_SOAK" python3 -m gpu_serving.soak --device cuda --logs "$work/soak" --json "$out/soak.json"
 }
-}
 
 failed=0
 for step in "${steps[@]}"; do
