@@ -109,7 +109,7 @@ def test_any_batch(batch: Batch) -> None:
     assert short <= members <= busy
 
 
-# Plans of these were timed on an H200 (docs/experiments/simulation.md, series 27). With groups of
+# Plans of these were timed on an H200 (docs/lessons.md). With groups of
 # so many tokens, with branches of 64 packed rows of nodes and tails of at most so many, or with
 # packs in pieces of so many, they took the given part of the time of packs that the cost model
 # splits.

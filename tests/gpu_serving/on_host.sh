@@ -88,7 +88,7 @@ step_tp2() {
   bench tp2 "$LIMIT_TP2" --tp 2 --backends pat fa3 flashinfer --duration-s 10 \
     --workloads 8192x1 8192x128 0x64 0x256 --agents
 }
-step_tp2agents() { # every token by itself, and contexts as in docs/measurements.md on one GPU
+step_tp2agents() { # every token by itself, and contexts as in docs/results.md on one GPU
   bench tp2agents "$LIMIT_TP2AGENTS" --tp 2 --backends pat fa3 flashinfer --duration-s 10 --agents \
     --agent-context 5120 --stream-interval 1
 }

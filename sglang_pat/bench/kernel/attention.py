@@ -2,7 +2,7 @@
 """CPU attention of one decode step and layer, pat beside SGLang's ``torch_native``:
 ``python -m sglang_pat.bench.kernel.attention [--json]``. Needs SGLang, no server.
 
-The speedup is torch_native's time over pat's, as in docs/measurements.md."""
+The speedup is torch_native's time over pat's, as in docs/results.md."""
 
 from __future__ import annotations
 
