@@ -24,8 +24,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_fresh_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # no profiles of the user
+def as_in_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with fresh_shell(monkeypatch):
         yield
 

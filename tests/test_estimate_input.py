@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_pat import Target, cli
+from sglang_pat import cli
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.estimate.model import Model, open_model
 from sglang_pat.estimate.prompts import prompts_of, read_bodies
@@ -18,9 +18,6 @@ from sglang_pat.estimate.requests import InputError, Prompts
 from sglang_pat.estimate.shape import heads_of_rank
 from sglang_pat.estimate.tokenizing import Tokenizer
 from sglang_pat.estimate.trace import read_trace
-from sglang_pat.explain.machines import GPUS, machine_of
-from sglang_pat.gpus import vendor_rates
-from sglang_pat.srt.machines import KNOWN, known_gpu
 
 
 def written(folder: Path, *lines: object) -> Path:
@@ -274,20 +271,6 @@ def test_models_that_make_no_sense(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match="is not JSON"):
         open_model(str(tmp_path))
-
-
-def test_the_gpus_are_those_of_doctor() -> None:
-    assert {name.upper() for name in GPUS} == set(KNOWN)
-    for name in KNOWN:
-        machine = machine_of(name)
-        assert (machine.major, machine.minor) == known_gpu(name).capability
-        assert vendor_rates(machine.name) is not None
-        Target.gpu(machine, num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=256)
-
-
-@pytest.mark.parametrize("name", ["rtx 4090", "4090", "NVIDIA RTX 4090", "RTX4090"])
-def test_a_gpu_has_several_spellings(name: str) -> None:
-    assert machine_of(name).name == "NVIDIA GeForce RTX 4090"
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,6 @@ def rewritten(page: str, folder: Path) -> str:
 def test_the_commands_print_what_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # no profiles of the user
     page = PAGE.read_text(encoding="utf-8")
     assert len(COMMAND.findall(page)) == 2
     with fresh_shell(monkeypatch):

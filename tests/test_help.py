@@ -155,11 +155,6 @@ def test_wrong_usage_is_named(
     assert said.startswith("usage: sglang-pat") and message in said
 
 
-def test_a_gpu_that_is_not_here_cannot_be_calibrated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["calibrate", "--gpu", "A100"]) == 2
-    assert "--gpu and --measured go with --tiles" in capsys.readouterr().err
-
-
 def test_a_demo_without_its_gpu_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,11 +47,6 @@ MEASURED = (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_profiles_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
 def found_rows() -> Iterator[tuple[str, str, Row]]:
     """Date and words of each row of the first table, and its times."""
     files = {name: list(rows(f"{name}.json")) for name, _, _ in MEASURED}

@@ -356,7 +356,7 @@ void bind_planner(py::module_& m) {
       .def("plan_again", &Planner::plan_again, py::arg("seq_lens"));
 }
 
-// What the cost model says of a plan that is made: calibration fits its factors with this.
+// What the cost model says of a plan that is made.
 void bind_cost_model(py::module_& m) {
   py::class_<PlanTerms>(m, "PlanTerms", "What the cost model counts of a plan, for one KV head.")
       .def_readonly("unique_tokens", &PlanTerms::unique_tokens)
@@ -365,8 +365,7 @@ void bind_cost_model(py::module_& m) {
       .def_readonly("branches", &PlanTerms::branches)
       .def_readonly("longest_branch_tokens", &PlanTerms::longest_branch_tokens)
       .def_readonly("partials", &PlanTerms::partials)
-      .def_readonly("items", &PlanTerms::items)
-      .def_readonly("longest_item_tokens", &PlanTerms::longest_item_tokens);
+      .def_readonly("items", &PlanTerms::items);
   m.def(
       "plan_terms",
       [](const Plan& plan, const Int64Array& seq_lens, int64_t unique_tokens) {

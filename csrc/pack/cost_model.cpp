@@ -118,7 +118,6 @@ PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad
   terms.longest_branch_tokens = branches.longest_tokens;
   terms.partials = branches.partials;
   terms.items = terms.branches;
-  terms.longest_item_tokens = branches.longest_tokens;
   int64_t read = branches.tokens;
   for (int32_t i = 0; i < count_of(packs.packs); ++i) {
     const Pack& pack = packs.packs[i];
@@ -128,7 +127,6 @@ PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad
     read += tokens;
     if (target.row_tile_for(pack.queries) > kWideRows) terms.wide_tokens += tokens;
     terms.items += tiles * pack.pieces;
-    terms.longest_item_tokens = std::max<int64_t>(terms.longest_item_tokens, pack.chunk);
     // A tail that is its query's only item writes the output itself.
     const bool alone = packs.is_only_pack(i) && pack.pieces == 1;
     if (!alone) terms.partials += int64_t{pack.queries} * pack.pieces;
@@ -153,7 +151,6 @@ PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_t
       terms.wide_tokens += tokens;
     }
     read += tokens;
-    terms.longest_item_tokens = std::max(terms.longest_item_tokens, tokens);
   }
   terms.set_tokens(read, unique_tokens);
   return terms;

@@ -24,7 +24,7 @@ class Times:
 
 def times(seen: Observed, model: StepModel) -> Times | None:
     """Of an observed server, with what packing saves modelled: the K/V bytes that it need not read
-    again, at what the profile charges for a read from the L2. None where too little is known."""
+    again, at what the cost model charges for a read from the L2. None where too little is known."""
     if seen.read is None or seen.unpacked is None:
         return None
     target = model.target

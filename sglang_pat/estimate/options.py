@@ -7,7 +7,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang_pat.explain.machines import GPUS
+from sglang_pat.gpus import GPUS
 
 if TYPE_CHECKING:
     from sglang_pat.estimate.step import StepModel
@@ -67,7 +67,7 @@ def make_model(arguments: argparse.Namespace, queries: int) -> tuple[StepModel, 
     from sglang_pat.estimate.requests import InputError
     from sglang_pat.estimate.shape import heads_of_rank
     from sglang_pat.estimate.step import StepModel
-    from sglang_pat.explain.machines import machine_of
+    from sglang_pat.gpus import machine_of
 
     try:
         machine = machine_of(arguments.gpu or DEFAULT_GPU)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modelled time of a decode step. Nothing in here was measured for the model or GPU at hand.
 
-Attention is the plans' cost model (csrc/pack/cost_model.h) with the GPU's profile, layer by layer;
+Attention is the plans' cost model (csrc/pack/cost_model.h) with the GPU's rates, layer by layer;
 of a plan that the simulation chose, less what that saves (csrc/pack/simulation.h).
-The rest of a step is the weights' bytes over the profile's bandwidth and their products over its
+The rest of a step is the weights' bytes over the GPU's bandwidth and their products over its
 arithmetic, of which neither hides behind the other as a whole (the root of the sum of their
 squares), and a constant a layer. docs/estimate.md says how far off that was.
 """

@@ -175,8 +175,6 @@ def sum_lines(found: Explanation, machine: str) -> list[str]:
         f"{size(found.partial_bytes)} written and read again, a layer",
         f"work units: {counted(plan.num_items, 'item')} x {target.num_kv_heads} KV heads = "
         f"{units:,}, for {machine}",
-        f"utilisation of the tiles: {found.utilisation:.1%} of their pairs of a packed row "
-        "and a token are needed",
         f"the plan: {plan.nbytes:,} bytes; it holds while {', '.join(bounds)} tokens",
     ]
 
@@ -209,7 +207,6 @@ def as_data(found: Explanation) -> dict[str, Any]:
             "partials": plan.num_partials,
             "partial_bytes": found.partial_bytes,
             "work_units": plan.num_items * found.target.num_kv_heads,
-            "utilisation": found.utilisation,
             "plan_bytes": plan.nbytes,
         },
         "min_seq_lens": plan.min_seq_lens.tolist(),

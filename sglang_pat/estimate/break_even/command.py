@@ -65,7 +65,7 @@ def _panel(arguments: argparse.Namespace, gpu: str, private: int) -> Any:
     from sglang_pat.estimate.break_even.report import Panel
     from sglang_pat.estimate.break_even.surface import REQUESTS, Surface
     from sglang_pat.estimate.options import make_model
-    from sglang_pat.explain.machines import machine_of
+    from sglang_pat.gpus import machine_of
     from sglang_pat.srt.machines import known_gpu
 
     model, words = make_model(argparse.Namespace(**{**vars(arguments), "gpu": gpu}), REQUESTS[-1])

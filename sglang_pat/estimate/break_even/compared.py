@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sglang_pat.estimate.model import open_model
 from sglang_pat.estimate.step import StepModel
-from sglang_pat.explain.machines import GPUS, Machine
+from sglang_pat.gpus import GPUS, Machine
 
 # GPU, model, dtype of K/V and GPUs of tensor parallelism. A test compares this with docs/results.
 COMPARED = {
