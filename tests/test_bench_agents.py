@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.bench.serving import __main__ as command
-from sglang_pat.bench.serving import document
-from sglang_pat.bench.serving.agents import (
+from benchmarks.serving import __main__ as command
+from benchmarks.serving import document
+from benchmarks.serving.agents import (
     DEFAULT_AGENTS,
     NEW_TOKENS,
     OUTPUT_TOKENS,
@@ -27,9 +27,9 @@ from sglang_pat.bench.serving.agents import (
     make_team,
     row_of,
 )
-from sglang_pat.bench.serving.client import AnswerTimes, RequestError, converse
-from sglang_pat.bench.serving.options import complete, make_parser
-from sglang_pat.bench.serving.timing import TooShort, tokens_between
+from benchmarks.serving.client import AnswerTimes, RequestError, converse
+from benchmarks.serving.options import complete, make_parser
+from benchmarks.serving.timing import TooShort, tokens_between
 
 
 def test_the_default_team_is_the_one_of_the_goals() -> None:

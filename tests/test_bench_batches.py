@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from kit.bench import replace_device
 
+from benchmarks.common.forests import Forest
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import batches
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.kv import slot_table
+from benchmarks.kernel.options import settings_of
+from benchmarks.kernel.report import TreeRow
 from sglang_pat import Target, plan
-from sglang_pat.bench.common.forests import Forest
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import batches
-from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.kv import slot_table
-from sglang_pat.bench.kernel.options import settings_of
-from sglang_pat.bench.kernel.report import TreeRow
 from sglang_pat.dump import Batch
 
 HEADER = {

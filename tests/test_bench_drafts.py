@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from kit.bench import RATES, chain_batch, replace_device, row
 
-from sglang_pat.bench.common.trees import PAPER_TREES, Tree
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import drafts, peers, rows
-from sglang_pat.bench.kernel.floor import Heads, floor_us, flops, least_bytes
-from sglang_pat.bench.kernel.layer import error_of
-from sglang_pat.bench.kernel.options import cases, settings_of
-from sglang_pat.bench.kernel.report import TreeRow
+from benchmarks.common.trees import PAPER_TREES
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import drafts, peers, rows
+from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
+from benchmarks.kernel.layer import error_of
+from benchmarks.kernel.options import cases, settings_of
+from benchmarks.kernel.report import TreeRow
+from sglang_pat.explain.tree import Tree
 
 
 def test_errors_are_of_all_draft_tokens_of_a_query() -> None:

@@ -15,18 +15,19 @@ import pytest
 import torch
 from kit.bench import RATES, fake_sgl_kernel, replace_device, row
 
+from benchmarks.common.trees import PAPER_TREES
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import e4m3, peers, rows
+from benchmarks.kernel.floor import Heads, floor_us, kv_bytes, least_bytes
+from benchmarks.kernel.kv import TreeBatch, make_batch, quantised, relative
+from benchmarks.kernel.layer import PatOptions, error_of
+from benchmarks.kernel.report import TreeRow, complaints
+from benchmarks.serving.__main__ import _shown
+from benchmarks.serving.model import open_model
+from benchmarks.serving.options import complete, make_parser
+from benchmarks.serving.sizing import fleet_config
 from sglang_pat import reference
-from sglang_pat.bench.common.trees import PAPER_TREES, Tree
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import e4m3, peers, rows
-from sglang_pat.bench.kernel.floor import Heads, floor_us, kv_bytes, least_bytes
-from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, quantised, relative
-from sglang_pat.bench.kernel.layer import PatOptions, error_of
-from sglang_pat.bench.kernel.report import TreeRow, complaints
-from sglang_pat.bench.serving.__main__ import _shown
-from sglang_pat.bench.serving.model import open_model
-from sglang_pat.bench.serving.options import complete, make_parser
-from sglang_pat.bench.serving.sizing import fleet_config
+from sglang_pat.explain.tree import Tree
 
 TREE = Tree((1, 6), (40, 9))
 

@@ -16,19 +16,20 @@ import pytest
 import torch
 from kit.bench import RATES, replace_device, row
 
-from sglang_pat.bench.common import document as documents
-from sglang_pat.bench.common.trees import PAPER_TREES, Tree
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel.floor import Heads, floor_us
-from sglang_pat.bench.kernel.layer import PatOptions
-from sglang_pat.bench.kernel.options import cases, settings_of
-from sglang_pat.bench.kernel.report import (
+from benchmarks.common import document as documents
+from benchmarks.common.trees import PAPER_TREES
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel.floor import Heads, floor_us
+from benchmarks.kernel.layer import PatOptions
+from benchmarks.kernel.options import cases, settings_of
+from benchmarks.kernel.report import (
     PEER_NAMES,
     TreeRow,
     complaints,
     mean_over_floor,
     summary,
 )
+from sglang_pat.explain.tree import Tree
 
 
 def test_summary_names_trees_that_lose() -> None:
@@ -184,10 +185,10 @@ def test_stored_results_are_printed_without_a_gpu(
         ("{}\n{}\n", "is not JSON (Extra data"),
         ('{"device": "NVIDIA H200", "rows": []}', "is JSON, but not of a benchmark"),
         (
-            '{"kind": "traces", "command": "python -m sglang_pat.bench.serving --runs 3", '
+            '{"kind": "traces", "command": "python -m benchmarks.serving --runs 3", '
             '"settings": {}, "rows": []}',
             "rows of kind 'traces', which this program does not print: use python -m "
-            "sglang_pat.bench.serving --from",
+            "benchmarks.serving --from",
         ),
         (None, "No such file"),
     ],
@@ -200,7 +201,7 @@ def test_a_file_of_something_else_is_refused_in_one_line(
         file.write_text(text)
     assert kernel.main(["--from", str(file)]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("sglang_pat.bench.kernel: ")
+    assert said.out == "" and said.err.startswith("benchmarks.kernel: ")
     assert message in said.err and said.err.count("\n") == 1
 
 

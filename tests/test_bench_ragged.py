@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from kit.bench import replace_device, row
 
+from benchmarks.common import forests
+from benchmarks.common.budget import Budget
+from benchmarks.common.forests import GENERATOR, Forest, all_forests
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import ragged
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.kv import slot_table
+from benchmarks.kernel.report import TreeRow
 from sglang_pat import Target, plan
-from sglang_pat.bench.common import forests
-from sglang_pat.bench.common.budget import Budget
-from sglang_pat.bench.common.forests import GENERATOR, Forest, all_forests
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import ragged
-from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.kv import slot_table
-from sglang_pat.bench.kernel.report import TreeRow
 
 ALL = all_forests(None)
 

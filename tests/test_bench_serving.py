@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.bench.common.budget import Budget
-from sglang_pat.bench.common.counters import Counters
-from sglang_pat.bench.serving import __main__ as command
-from sglang_pat.bench.serving import document
-from sglang_pat.bench.serving.client import AnswerTimes, RequestError, parse
-from sglang_pat.bench.serving.fleet import FleetConfig
-from sglang_pat.bench.serving.model import open_model
-from sglang_pat.bench.serving.rows import (
+from benchmarks.common.budget import Budget
+from benchmarks.serving import __main__ as command
+from benchmarks.serving import document
+from benchmarks.serving.client import AnswerTimes, RequestError, parse
+from benchmarks.serving.fleet import FleetConfig
+from benchmarks.serving.model import open_model
+from benchmarks.serving.rows import (
     Spread,
     WorkloadRow,
     counted_fields,
@@ -25,15 +24,16 @@ from sglang_pat.bench.serving.rows import (
     table,
     warnings,
 )
-from sglang_pat.bench.serving.run import rotated
-from sglang_pat.bench.serving.timing import (
+from benchmarks.serving.run import rotated
+from benchmarks.serving.timing import (
     TooShort,
     intervals_ms,
     latencies,
     step_ms,
     window,
 )
-from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, LIMITS, Workload, make_prompts
+from benchmarks.serving.workload import DEFAULT_WORKLOADS, LIMITS, Workload, make_prompts
+from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.model import make_model
 
 
@@ -247,11 +247,11 @@ def test_results_of_the_kernels_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rows.json"
-    made_by = "python -m sglang_pat.bench.kernel --json FILE"
+    made_by = "python -m benchmarks.kernel --json FILE"
     file.write_text(json.dumps({"kind": "trees", "command": made_by, "settings": {}, "rows": []}))
     assert command.main(["--from", str(file)]) == 2
     said = capsys.readouterr().err
-    assert "rows of kind 'trees'" in said and f"bench.kernel --from {file}" in said
+    assert "rows of kind 'trees'" in said and f"benchmarks.kernel --from {file}" in said
 
 
 def test_the_default_workloads_are_those_of_the_goals() -> None:

@@ -13,13 +13,13 @@ import pytest
 from kit.forks import start_server
 from kit.start import cpu_server
 
-from sglang_pat.bench.common.server import Server
-from sglang_pat.bench.serving import __main__ as command
-from sglang_pat.bench.serving.agents import AgentsRow
-from sglang_pat.bench.serving.fleet import FleetConfig, Served, serve
-from sglang_pat.bench.serving.model import open_model
-from sglang_pat.bench.serving.rows import WorkloadRow
+from benchmarks.serving import __main__ as command
+from benchmarks.serving.agents import AgentsRow
+from benchmarks.serving.fleet import FleetConfig, Served, serve
+from benchmarks.serving.model import open_model
+from benchmarks.serving.rows import WorkloadRow
 from sglang_pat.demo.model import make_model
+from sglang_pat.demo.server import Server
 
 BACKENDS = ["pat", "torch_native"]
 

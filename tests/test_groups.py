@@ -15,12 +15,13 @@ from kit.cpu import check_any as check
 from kit.pieces import forest, paths_of
 from kit.trees import Batch, batches, branches_of, check_plan, target
 
-from sglang_pat.bench.common.forests import LENGTHS, skew
-from sglang_pat.bench.common.forests import forest as random_forest
-from sglang_pat.bench.common.trees import Requests, Tree
+from benchmarks.common.forests import LENGTHS, skew
+from benchmarks.common.forests import forest as random_forest
+from benchmarks.common.trees import Requests
 from sglang_pat.estimate.model import open_model
 from sglang_pat.estimate.planning import tokens_held
 from sglang_pat.estimate.step import StepModel
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan, Planner, plan
 from sglang_pat.target import Target
 

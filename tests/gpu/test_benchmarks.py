@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sglang_pat.bench.common.forests import Forest, forest, samples, skew
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel.clock import Clock
-from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.layer import PRESETS, Layer, device_batch, error_of, options_of
-from sglang_pat.bench.kernel.report import TreeRow
+from benchmarks.common.forests import Forest, forest, samples, skew
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel.clock import Clock
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.layer import PRESETS, Layer, device_batch, error_of, options_of
+from benchmarks.kernel.report import TreeRow
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -16,9 +16,9 @@ from kit.device import DevicePlan, execute, joins_halves, on_device, target_of
 from kit.pieces import Piece
 from kit.trees import first_segments
 
-from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.layer import Layer, PatOptions, device_batch
+from sglang_pat.explain.tree import Tree
 from sglang_pat.workspace import LAUNCHES, Workspace
 
 WIDE = Tree((1, 1024), (2048, 32))

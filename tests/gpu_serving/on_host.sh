@@ -22,7 +22,7 @@ site=${SITE:-/tmp/site}; work=${WORK:-/tmp/pat_work}; mkdir -p "$work"
 : "${LIMIT_SPEC:=480}" "${LIMIT_HYBRIDS:=560}"
 : "${LIMIT_AGENTS:=500}"
 : "${LIMIT_TP2:=560}" "${LIMIT_TP2AGENTS:=500}" "${LIMIT_TP2FP8:=440}"
-export PYTHONPATH=$site:$root/tests:$kit/python PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 MAX_JOBS=16
+export PYTHONPATH=$site:$root/tests:$kit/python:$root PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 MAX_JOBS=16
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1
 # No NVLink multicast between GPUs: on a shared host it can put them out of service.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
@@ -80,7 +80,7 @@ step_ranks() { stand_in; tests ranks "$LIMIT_RANKS" tests/gpu_serving/test_ranks
 bench() { # STEP SECONDS ARGUMENT...: the serving benchmark, which ends in time by itself
   local step=$1 seconds=$2
   shift 2
-  limited "$seconds" python3 -m sglang_pat.bench.serving --stream-interval 8 --runs 3 "$@" \
+  limited "$seconds" python3 -m benchmarks.serving --stream-interval 8 --runs 3 "$@" \
     --logs "$work/$step" --json "$out/$step.json" --budget-s $((seconds - 25))
 }
 # Two GPUs. Workloads, then agents on the same servers: tp2.json and tp2-agents.json.

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import peers, ragged, rows
+from benchmarks.kernel.floor import Heads, Rates
+from benchmarks.kernel.kv import TreeBatch, make_batch
+from benchmarks.kernel.layer import PatOptions
+from benchmarks.kernel.report import PEER_NAMES, TreeRow
 from sglang_pat import decode, plan, reference
-from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import peers, ragged, rows
-from sglang_pat.bench.kernel.floor import Heads, Rates
-from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
-from sglang_pat.bench.kernel.layer import PatOptions
-from sglang_pat.bench.kernel.report import PEER_NAMES, TreeRow
+from sglang_pat.explain.tree import Tree
 
 RATES = Rates(bytes_per_s=4.4254e12, flops_per_s=722e12)
 

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_pat.bench.common.server import ServerError, reserve_port
+from sglang_pat.demo.server import ServerError, reserve_port
 
 READY_S = 300.0
 _LOG_CHARACTERS_SHOWN = 3000

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kit.router import Router
 
-from sglang_pat.bench.common.counters import Counters
+from sglang_pat.demo.counters import Counters
 
 from .server import ARRIVED_S, Prompt, ServingServer
 

@@ -16,7 +16,7 @@ pytest.importorskip(
 )
 
 
-from sglang_pat.bench.common.counters import Counters
+from sglang_pat.demo.counters import Counters
 
 from .router import WatchedRouter
 from .server import LOG_REQUESTS, Config, ServingServer
