@@ -66,8 +66,8 @@ def _run(argv: Sequence[str] | None) -> int:
         from sglang_pat.estimate.command import run_estimate
 
         return run_estimate(arguments)
-    from sglang_pat.bench.common.server import ServerError
     from sglang_pat.demo.run import Options, run_demo
+    from sglang_pat.demo.server import ServerError
 
     try:
         return run_demo(Options(arguments.device, arguments.dtype, arguments.cache, arguments.json))

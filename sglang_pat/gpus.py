@@ -24,7 +24,7 @@ MEASURED = {
     ("NVIDIA H200", 132): (4.3e12, 600e12),
     ("NVIDIA H100 80GB HBM3", 132): (3.068e12, 600e12),
 }
-# What else plans weigh, chosen and fitted on an H200 (docs/experiments/splits.md); other
+# What else plans weigh, chosen and fitted on an H200 (docs/lessons.md); other
 # GPUs take it over. See Target.
 COSTS = {
     "item_overhead_s": 1.2e-6,

@@ -16,11 +16,11 @@ import pytest
 import torch
 from kit.bench import fake_sgl_kernel
 
+from benchmarks.kernel import clock, peers
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.kv import TreeBatch, make_batch
 from sglang_pat import reference
-from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel import clock, peers
-from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
+from sglang_pat.explain.tree import Tree
 
 
 def test_slots_lie_as_asked() -> None:

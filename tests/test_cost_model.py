@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from kit.trees import target
 
+from benchmarks.common.trees import PAPER_TREES
 from sglang_pat import _C, plan
-from sglang_pat.bench.common.trees import PAPER_TREES, Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.target import Target
 
 

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_pat.bench.common.server import Server
 from sglang_pat.demo import workload as demo
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.scale import SCALES, VOCAB
+from sglang_pat.demo.server import Server
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.demo.workload import AgentWorkload, Generation
 

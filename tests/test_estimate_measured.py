@@ -17,8 +17,8 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 
+from benchmarks.serving.workload import Workload, make_prompts
 from sglang_pat import Target
-from sglang_pat.bench.serving.workload import Workload, make_prompts
 from sglang_pat.estimate.batches import closed_loop
 from sglang_pat.estimate.model import open_model
 from sglang_pat.estimate.planning import estimate

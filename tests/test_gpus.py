@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_pat import _C, doctor, gpus, plan
-from sglang_pat.bench.common.server import default_device
+from sglang_pat.demo.server import default_device
 from sglang_pat.srt import refusals
 from sglang_pat.target import Target
 

@@ -22,12 +22,13 @@ import sglang_pat
 from sglang_pat import cli
 
 PACKAGE = Path(sglang_pat.__file__).parent
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
 
 
 def _programs() -> Iterator[Path]:
     """Files that are run by themselves and parse arguments."""
-    for path in sorted([*PACKAGE.rglob("*.py"), *EXAMPLES.glob("*.py")]):
+    beside = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    for path in sorted([*PACKAGE.rglob("*.py"), *beside]):
         source = path.read_text()
         if '__name__ == "__main__"' in source and ".parse_args(" in source:
             yield path

@@ -18,7 +18,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from kit.steps import OWN, QUERIES, SYSTEM, TOOL, StepBed, count_calls, shared_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_pat.bench.host.live import CACHES
+from benchmarks.host.live import CACHES
 from sglang_pat.srt.lengths import known
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
 

@@ -15,7 +15,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.bench.host.live import LiveCache
+from benchmarks.host.live import LiveCache
 from sglang_pat.config import DEFAULT_MIN_BATCH, PatConfig
 from sglang_pat.planner import Plan
 from sglang_pat.srt import backend

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_pat import _C
-from sglang_pat.bench import tile_solver
-from sglang_pat.bench.tile_solver import (
+from benchmarks import tile_solver
+from benchmarks.tile_solver import (
     MAX_REGISTERS,
     OTHER_REGISTERS,
     SIZES,
@@ -19,6 +18,7 @@ from sglang_pat.bench.tile_solver import (
     main,
     solve,
 )
+from sglang_pat import _C
 from sglang_pat.gpus import GPUS
 from sglang_pat.target import Target
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglang_pat.bench.common.counters import Counters
     from sglang_pat.demo.compare import Agreement
+    from sglang_pat.demo.counters import Counters
     from sglang_pat.demo.workload import Generation
 
 

@@ -23,11 +23,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.common.server import LOG_REQUESTS, Server, ServerError, default_device
 from sglang_pat.demo import compare as agreement
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.report import Run, summary, table, to_line
 from sglang_pat.demo.scale import SCALES, VOCAB, Scale
+from sglang_pat.demo.server import LOG_REQUESTS, Server, ServerError, default_device
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.demo.workload import AgentWorkload, Generation, run_workload
 from sglang_pat.srt.launch import reason_against_options

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from openai import OpenAI
 
-    from sglang_pat.bench.common.server import Server
+    from sglang_pat.demo.server import Server
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.serving.model import SHAPES
+from benchmarks.serving.model import SHAPES
 from sglang_pat.estimate.layers import DEFAULTS, full_attention_layers, reason_against
 from sglang_pat.estimate.requests import InputError, fail
 

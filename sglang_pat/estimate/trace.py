@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_pat.bench.serving.trace import MOONCAKE_BLOCK
+from benchmarks.common.forests import MOONCAKE_BLOCK
 from sglang_pat.estimate.requests import MAX_TOKENS, Prompts, Request, fail, read_lines, whole
 
 FORM = '{"timestamp": 0, "input_length": 700, "output_length": 90, "hash_ids": [1, 2]}'

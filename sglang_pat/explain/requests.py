@@ -27,7 +27,7 @@ def parse_tree(spec: str) -> Requests:
     large.
     """
     if "_" in spec:
-        from sglang_pat.bench.common.trees import Tree
+        from sglang_pat.explain.tree import Tree
 
         tree = Tree.parse(spec)
         if tree.num_queries > MAX_REQUESTS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sglang_pat.bench.common.forests import Forest, forest, samples, skew
-from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel.ablation import AblationRow
-from sglang_pat.bench.kernel.clock import Clock
-from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.layer import Layer, device_batch, error_of, options_of
-from sglang_pat.bench.kernel.peers import NO_KERNEL
-from sglang_pat.bench.kernel.report import TreeRow
-from sglang_pat.bench.kernel.studies.catalogue import STUDIES
-from sglang_pat.bench.kernel.studies.engine import StudyRow
-from sglang_pat.config import PRESETS
+from benchmarks.common.forests import Forest, forest, samples, skew
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel.clock import Clock
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.layer import PRESETS, Layer, device_batch, error_of, options_of
+from benchmarks.kernel.peers import NO_KERNEL
+from benchmarks.kernel.report import TreeRow
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -35,7 +29,7 @@ def test_presets_give_right_outputs(preset: str, heads: str) -> None:
     batches: list[Forest] = [forest(kind, 1) for kind in ("uniform", "bimodal", "zipf")]
     for batch in batches:
         inputs = device_batch(batch, shape, permuted=True)
-        settings, _ = options_of(preset, {})
+        settings = options_of(preset)
         layer = Layer(inputs, batch, shape, settings, shape.dim**-0.5)
         assert error_of(layer.attend(), inputs, shape.dim**-0.5) < 0.01, (batch, layer.plan)
         torch.cuda.synchronize()
@@ -99,34 +93,6 @@ def test_batches_of_a_server(draft_tokens: int, kv_dtype: str, tmp_path: Path) -
     assert len(document["rows"]) == 3
     assert all(row["draft_tokens"] == draft_tokens for row in document["rows"])
     check_peers(document, "fa3", "flashinfer")
-
-
-def test_every_variant_of_the_ablation(tmp_path: Path) -> None:
-    file = tmp_path / "ablation.json"
-    trees = ["--trees", "1,10_4096,416", "1,4,16,512_1024,256,128,32"]
-    assert kernel.main(["--ablation", "--quick", *trees, "--json", str(file)]) == 0
-    rows = [AblationRow(**row) for row in json.loads(file.read_text())["rows"]]
-    assert len(rows) == 2 and all(time > 0 for row in rows for time in row.times.values())
-    assert not any(row.wrong or row.degraded for row in rows)
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_studies(name: str, tmp_path: Path) -> None:
-    """Every rule and peer runs and gives right outputs, the picture included."""
-    file, picture = tmp_path / "study.json", tmp_path / "study.png"
-    plot = ["--plot", str(picture)] if find_spec("matplotlib") else []
-    assert kernel.main(["--quick", "--study", name, "--json", str(file), *plot]) == 0
-    document = json.loads(file.read_text())
-    study, rows = STUDIES[name], [StudyRow(**row) for row in document["rows"]]
-    assert len(rows) == len(study.cases((), True, ())) and document["left_out"] == []
-    names = [
-        each.name
-        for each in (*study.variants(Tree((1,), (1,))), *study.usable_peers(document["absent"]))
-    ]
-    for row in rows:
-        assert list(row.times) == names and not (row.failed or row.degraded or row.wrong), row
-        assert all(time > 0 for time in row.times.values())
-    assert picture.exists() == bool(plot)
 
 
 def test_cold_code(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from kit.cases import Case, by_hand, case
 from kit.device import DevicePlan, case_of_tree, execute, on_device, target_of
 from kit.pieces import Piece, prefix
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import plan as make_plan
 from sglang_pat.workspace import Workspace

@@ -24,9 +24,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, RequestHandles
 from sglang.srt.plugins import load_plugins
 
+from benchmarks.host import upstream as benchmark
+from benchmarks.host.live import CACHES, LiveCache
 from sglang_pat import doctor
-from sglang_pat.bench.host import upstream as benchmark
-from sglang_pat.bench.host.live import CACHES, LiveCache
 from sglang_pat.srt import hook, plugin, upstream
 from sglang_pat.srt.interface import interface_mismatches
 from sglang_pat.srt.lengths import known

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from sglang_pat.bench.common.counters import Counters
-from sglang_pat.bench.common.router import Router
-from sglang_pat.bench.common.server import ARRIVED_S
+from kit.router import Router
+
+from sglang_pat.demo.counters import Counters
+from sglang_pat.demo.server import ARRIVED_S
 
 from .server import Prompt, ServingServer
 

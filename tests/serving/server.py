@@ -11,7 +11,7 @@ from typing import Any
 from kit.forks import READ_LATE, start_server
 from kit.start import PLUGINS, cpu_server, search_path
 
-from sglang_pat.bench.common.server import Server, ServerError
+from sglang_pat.demo.server import Server, ServerError
 
 DEVICE_ARGS = {
     # SGLang serves fp32 weights in bf16 unless told otherwise.

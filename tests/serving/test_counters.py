@@ -9,7 +9,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 from pytest import approx
 
-from sglang_pat.bench.common.counters import Counters
+from sglang_pat.demo.counters import Counters
 from sglang_pat.estimate.server import observe
 
 from .conftest import Serve

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_pat.bench.common.server import LOG_REQUESTS
+from sglang_pat.demo.server import LOG_REQUESTS
 
 from .compare import disagreements
 from .conftest import Serve

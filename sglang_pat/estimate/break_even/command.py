@@ -38,7 +38,7 @@ def run_break_even(arguments: argparse.Namespace) -> str:
     Raises InputError, or ValueError of ``Target``, for options that make no sense, OSError for a
     file that cannot be written, SystemExit without matplotlib where it is needed.
     """
-    from sglang_pat.bench.common.document import write
+    from benchmarks.common.document import write
     from sglang_pat.estimate.break_even import contours, report
     from sglang_pat.estimate.requests import MAX_TOKENS, InputError
 
@@ -82,7 +82,7 @@ def _panel(arguments: argparse.Namespace, gpu: str, private: int) -> Any:
 
 def _conditions(private: int, kv_dtype: str, panels: list[Any]) -> dict[str, Any]:
     """How and when the numbers were made: no GPU is in it, so what counts is our version."""
-    from sglang_pat.bench.common.document import versions
+    from benchmarks.common.document import versions
     from sglang_pat.estimate.break_even.surface import RESOLUTION
 
     model = panels[0].surface.model

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.common.figures import COLOURS, head, require
+from sglang_pat.estimate.break_even.figures import COLOURS, head, require
 from sglang_pat.estimate.break_even.report import Panel
 from sglang_pat.estimate.break_even.surface import LEVELS, REQUESTS, SHARED, Surface
 
