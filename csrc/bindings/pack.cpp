@@ -241,6 +241,10 @@ void bind_plan_counts(py::class_<Plan>& plan) {
           "data_ptr", [](const Plan& p) { return reinterpret_cast<uintptr_t>(p.blob.data()); },
           "Address of the plan's buffer in host memory (csrc/plan.h).")
       .def_readonly(
+          "last_token", &Plan::last_token,
+          "Where the last tokens end that items read of a sequence, tails at their least.")
+      .def_readonly("most_rows", &Plan::most_rows, "The most packed rows of an item.")
+      .def_readonly(
           "degraded", &Plan::degraded,
           "Why the plan is simpler than the rules ask for, naming the capacity that was too "
           "small; \"\" if it is not.")
