@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="which batch of a dump, from 1 on (default: 1)",
     )
-    _add_target(parser)
+    add_target(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw to FILE, too (default: no)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument(
@@ -86,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is planned for."""
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Gives ``parser`` the options that say what is planned for."""
     parser.add_argument(
         "--target",
         metavar="NAME",
