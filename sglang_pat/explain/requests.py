@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch to explain: radix paths and lengths, from a line of text or from a JSON file."""
+"""The batch to explain: radix paths and lengths, from a line of text."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any, NoReturn
+from itertools import pairwise
+from typing import NoReturn
 
-from sglang_pat.dump import FORM, MAX_REQUESTS, MAX_TOKENS, PathNodes, Requests, checked
+from sglang_pat.dump import MAX_REQUESTS, MAX_TOKENS, PathNodes, Requests
 
 # Three requests: all begin with the same 512 tokens, the first two share 256 more.
 DEFAULT_TREE = "512(256(40,25),90)"
@@ -26,14 +25,25 @@ def parse_tree(spec: str) -> Requests:
     Raises ValueError that names the character for what is neither, and the limit for what is too
     large.
     """
-    if "_" in spec:
-        from sglang_pat.bench.common.trees import Tree
+    spec = "".join(spec.split())
+    return _Parser(_nested(spec) if "_" in spec else spec).parse()
 
-        tree = Tree.parse(spec)
-        if tree.num_queries > MAX_REQUESTS:
-            raise ValueError(_too_many(spec))
-        return Requests(tree.paths, tree.seq_lens)
-    return _Parser("".join(spec.split())).parse()
+
+def _nested(spec: str) -> str:
+    """A tree by levels in the nested notation."""
+    halves = [half.split(",") for half in spec.split("_")]
+    counts, tokens = halves if len(halves) == 2 else ([], [])
+    good = len(counts) == len(tokens) > 0 and all(each.isdecimal() for each in counts + tokens)
+    numbers = [1, *map(int, counts)] if good else [0]
+    if 0 in numbers or any(below % above for above, below in pairwise(numbers)):
+        raise ValueError(
+            f"tree {spec!r} must be nodes of each level and their tokens, as 1,8,512_32,512,256, "
+            "where nodes divide those of the next level"
+        )
+    found = ""
+    for (above, below), length in zip([*pairwise(numbers)][::-1], tokens[::-1], strict=True):
+        found = f"{below // above}x{length}" + (f"({found})" if found else "")
+    return found
 
 
 class _Parser:
@@ -88,7 +98,7 @@ class _Parser:
 
     def _add(self, path: PathNodes, length: int) -> None:
         if len(self._requests.seq_lens) == MAX_REQUESTS:
-            raise ValueError(_too_many(self._spec))
+            raise ValueError(f"tree {self._spec!r} has more than {MAX_REQUESTS:,} requests")
         self._requests.paths.append(path)
         self._requests.seq_lens.append(length)
 
@@ -108,23 +118,3 @@ class _Parser:
             f"tree {self._spec!r}, character {self._at + 1}: {what}; write it as in {DEFAULT_TREE} "
             "or 32(8x512(64x256))"
         )
-
-
-def _too_many(spec: str) -> str:
-    return f"tree {spec!r} has more than {MAX_REQUESTS:,} requests: lower a count"
-
-
-def read_requests(file: Path) -> Requests:
-    """The requests of a JSON file: ``{"paths": [[[id, start, end], ...], ...], "seq_lens": [...]}``
-    with a path, which may be empty, and a length per request.
-
-    Raises OSError for a file that cannot be read, ValueError for another form. Whether the paths
-    are one tree is left to ``sglang_pat.plan``.
-    """
-    try:
-        given: Any = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}; write it as in {FORM}") from None
-    if not isinstance(given, dict) or set(given) != {"paths", "seq_lens"}:
-        raise ValueError(f"{file} must hold paths and seq_lens, and nothing else, as in {FORM}")
-    return checked(given["paths"], given["seq_lens"], str(file))
