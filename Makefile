@@ -122,7 +122,7 @@ api: install
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache sglang_pat/_C*.so
-	find sglang_pat tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find sglang_pat benchmarks tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf .venv

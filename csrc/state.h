@@ -21,7 +21,7 @@ namespace pat {
 inline constexpr float kLog2E = 1.44269504088896340736f;
 
 // On a GPU one to six instructions each, good to 22 bits, where the library's take up to 25:
-// fetching code that is in no cache takes longer than running it (docs/experiments/host.md). A sum
+// fetching code that is in no cache takes longer than running it (docs/lessons.md). A sum
 // is 0 or about 1 and more, so subnormal numbers do not matter.
 #ifdef __CUDA_ARCH__
 PAT_HOST_DEVICE float fast_exp2(float x) {

@@ -14,7 +14,7 @@ shift
 PYTHON=${PYTHON:-python}
 export PYTHONSAFEPATH=1 # a checkout as the current folder would shadow the installed package
 
-device=$("$PYTHON" -c 'from sglang_pat.bench.common.server import default_device as d; print(d())')
+device=$("$PYTHON" -c 'from sglang_pat.demo.server import default_device as d; print(d())')
 if [ "$device" = cpu ]; then
     export SGLANG_PLATFORM=pat_cpu
 fi

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.common.counters import Counters, read_counters
+from sglang_pat.demo.counters import Counters, read_counters
 from sglang_pat.demo.model import FINGERPRINT
 
 

@@ -66,12 +66,8 @@ def _run(argv: Sequence[str] | None) -> int:
         from sglang_pat.estimate.command import run_estimate
 
         return run_estimate(arguments)
-    if arguments.command == "calibrate":
-        from sglang_pat.calibrate.command import run_calibrate
-
-        return run_calibrate(arguments)
-    from sglang_pat.bench.common.server import ServerError
     from sglang_pat.demo.run import Options, run_demo
+    from sglang_pat.demo.server import ServerError
 
     try:
         return run_demo(Options(arguments.device, arguments.dtype, arguments.cache, arguments.json))
@@ -96,7 +92,6 @@ def _run_doctor(
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line; flags of a server after ``doctor`` are not known to it."""
-    from sglang_pat.calibrate import command as calibrate
     from sglang_pat.estimate import command as estimate
     from sglang_pat.explain.command import add_arguments
 
@@ -159,15 +154,6 @@ def make_parser() -> argparse.ArgumentParser:
         "makes no sense, 2 wrong usage.",
     )
     estimate.add_arguments(gain)
-    measure = commands.add_parser(
-        "calibrate",
-        help="measure the GPU at hand, so that plans are made for it",
-        description="Measure what the plans of pat cost on the GPU at hand, in under two minutes, "
-        "and write the GPU's profile into the user's cache, where servers look for it "
-        "(docs/calibrate.md). Nothing else should run on the GPU. Exit status: 0 written, 1 not, 2 "
-        "wrong usage.",
-    )
-    calibrate.add_arguments(measure)
     return parser
 
 

@@ -49,6 +49,7 @@ class Executor:
                 partial_dtype=config.partial_dtype,
                 launch=config.launch,
                 draft_masks=draft_masks,
+                check=config.check,
                 region=region,
             )
         self._plan: Plan | None = None

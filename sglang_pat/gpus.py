@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a GPU moves and computes, as far as a plan has to know: its profile.
+"""How fast a GPU moves and computes, as far as a plan has to know, and what runs on it.
 
-``sglang-pat calibrate`` measures one, and some ship (``sglang_pat/profiles``). A GPU without one
-has the vendor's rates, times what our kernels reach of the vendor's rates on an H200, and the
-factors of the H200. A plan weighs bytes against products and both against the cost of an item, so a
+A GPU that was not measured has the vendor's rates, times what our kernels reach of the vendor's
+rates on an H200. A plan weighs bytes against products and both against the cost of an item, so a
 rate that is off by a fifth hardly changes it.
 """
 
@@ -11,14 +10,32 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
-from sglang_pat import _C, profiles
-from sglang_pat.profiles import COSTS, Profile
+from sglang_pat import _C
 
 logger = logging.getLogger("sglang_pat")
 
+# Bytes/s and FLOP/s that plans are made for, by torch's name of the device and its SMs: a slice of
+# a GPU is another GPU. The bandwidths were measured; 600 TFLOP/s was chosen early and stays, as
+# plans by the measured 416 were no faster (docs/lessons.md).
+MEASURED = {
+    ("NVIDIA H200", 132): (4.3e12, 600e12),
+    ("NVIDIA H100 80GB HBM3", 132): (3.068e12, 600e12),
+}
+# What else plans weigh, chosen and fitted on an H200 (docs/lessons.md); other
+# GPUs take it over. See Target.
+COSTS = {
+    "item_overhead_s": 1.2e-6,
+    "sm_speedup": 1.6,
+    "merge_round_s": 1.5e-6,
+    "reread_weight": 1.0,
+    "reread_factor": 0.5,
+    "wide_factor": 0.3,
+    "merge_factor": 1.45,
+    "branch_overhead_s": 1e-7,
+}
 # The vendor's TB/s and dense bf16 TFLOP/s with fp32 sums, by a word or words of the device's name;
 # the first match counts.
 KNOWN: dict[str, tuple[float, float]] = {
@@ -69,8 +86,6 @@ _PER_SM = {
     (10, 0): KNOWN["B200"][1] / 148,
     (12, 0): KNOWN["RTX 5090"][1] / 170,
 }
-
-
 _KIB = 1024
 # Bytes of shared memory that a block can have, by compute capability: the CUDA C++ programming
 # guide's technical specifications.
@@ -85,6 +100,46 @@ SHARED_PER_BLOCK = {
     (12, 0): 99 * _KIB,
     (12, 1): 99 * _KIB,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A GPU that need not be here: what ``torch.cuda.get_device_properties`` would say of it as far
+    as a plan asks, and its MiB of memory as nvidia-smi shows them."""
+
+    name: str
+    multi_processor_count: int
+    major: int
+    minor: int
+    memory_mib: int
+
+
+GPUS = {
+    "h200": Machine("NVIDIA H200", 132, 9, 0, 143_771),
+    "h100": Machine("NVIDIA H100 80GB HBM3", 132, 9, 0, 81_559),
+    "a100": Machine("NVIDIA A100-SXM4-80GB", 108, 8, 0, 81_920),
+    "a100-40gb": Machine("NVIDIA A100-SXM4-40GB", 108, 8, 0, 40_960),
+    "l40s": Machine("NVIDIA L40S", 142, 8, 9, 46_068),
+    "l4": Machine("NVIDIA L4", 58, 8, 9, 23_034),
+    "rtx4090": Machine("NVIDIA GeForce RTX 4090", 128, 8, 9, 24_564),
+    "rtx3090": Machine("NVIDIA GeForce RTX 3090", 82, 8, 6, 24_576),
+    "b200": Machine("NVIDIA B200", 148, 10, 0, 183_359),
+    "b300": Machine("NVIDIA B300", 148, 10, 3, 275_040),
+    "rtx5090": Machine("NVIDIA GeForce RTX 5090", 170, 12, 0, 32_607),
+    "rtxpro6000": Machine("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, 12, 0, 97_887),
+}
+
+
+def machine_of(name: str) -> Machine:
+    """The GPU of that name, whatever its case; "4090" and "rtx 4090" are "rtx4090".
+
+    Raises ValueError, listing the names, for one that is not known.
+    """
+    wanted = name.lower().replace(" ", "").replace("_", "-").removeprefix("nvidia")
+    for known, machine in GPUS.items():
+        if wanted.removeprefix("rtx") == known.removeprefix("rtx"):
+            return machine
+    raise ValueError(f"{name!r} is not known; the GPUs are {', '.join(GPUS)}")
 
 
 # Of the GPUs on which our kernels ran (docs/support.md).
@@ -150,22 +205,34 @@ def items_per_sm(capability: tuple[int, int], head_dim: int) -> int:
     return 2 if head_dim <= (64 if little else 128) else 1
 
 
-def h200() -> Profile:
-    """The profile of the H200 that ships, from which other GPUs take what is not known of them."""
-    return profiles.shipped("NVIDIA H200", 132)
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a GPU moves and computes, all SMs together: bytes/s of memory, bf16 FLOP/s. ``source``:
+    "measured", the "vendor"'s figures scaled to our kernels, or "estimated" of them."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    source: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.bytes_per_s / 1e12:.2f} TB/s, {self.flops_per_s / 1e12:.0f} TFLOP/s "
+            f"({self.source})"
+        )
 
 
-def profile_of(properties: Any) -> Profile:
-    """The profile of a device of ``torch.cuda.get_device_properties``: the user's own, else one
-    that ships, else the vendor's rates.
-
-    A GPU of unknown rates is estimated, from its memory's clock and width where torch tells them,
-    and from the number and kind of its SMs; that is logged. Raises ``profiles.ProfileError`` for a
-    damaged profile.
-    """
-    found = profiles.find(properties.name, properties.multi_processor_count)
-    found = found or vendor_profile(properties)
-    logger.info("sglang_pat: plans for %s; %s", found, found.path or "without a profile of its own")
+def rates_of(properties: Any) -> Rates:
+    """Of a device of ``torch.cuda.get_device_properties``: measured, else the vendor's, else
+    estimated from its memory's clock and width where torch tells them and from the number and kind
+    of its SMs. Logs which."""
+    measured = MEASURED.get((properties.name, properties.multi_processor_count))
+    found = Rates(*measured, "measured") if measured else _vendors(properties)
+    logger.info(
+        "sglang_pat: plans for %s, %d SMs: %s",
+        properties.name,
+        properties.multi_processor_count,
+        found,
+    )
     return found
 
 
@@ -177,38 +244,30 @@ def vendor_rates(name: str) -> tuple[float, float] | None:
     return next(known, None)
 
 
-def vendor_profile(properties: Any) -> Profile:
-    """The vendor's rates or an estimate of them, times what our kernels reach of them on the H200;
-    the rest as there."""
+def _vendors(properties: Any) -> Rates:
+    """The vendor's rates or an estimate of them, times what our kernels reach of them on an
+    H200."""
     stated, source = vendor_rates(properties.name), "vendor"
     if stated is None:
         stated, source = _estimate(properties), "estimated"
         logger.warning(
             "sglang_pat: plans for %s, which it does not know, with an estimate of %.2f TB/s and "
-            "%.0f TFLOP/s in bf16; sglang-pat calibrate measures it",
+            "%.0f TFLOP/s in bf16",
             properties.name,
             *stated,
         )
     terabytes, teraflops = stated
-    sources = dict.fromkeys(COSTS, "H200") | {"bytes_per_s": source, "flops_per_s": source}
     most = _PER_SM[9, 0] * properties.multi_processor_count
     if properties.major in (10, 11) and teraflops > most:
         # The vendor's rate is that of tcgen05, and our kernels use mma.sync there. How fast that is
         # was not measured; an SM is taken to reach what one of the H200 does with wgmma.
-        teraflops, sources["flops_per_s"] = most, "estimated"
+        teraflops = most
     vendors_terabytes, vendors_teraflops = KNOWN["H200"]
-    base = h200()
-    costs = replace(
-        base.costs,
-        bytes_per_s=base.costs.bytes_per_s * terabytes / vendors_terabytes,
-        flops_per_s=base.costs.flops_per_s * teraflops / vendors_teraflops,
-    )
-    return Profile(
-        gpu=properties.name,
-        sms=properties.multi_processor_count,
-        capability=(properties.major, properties.minor),
-        costs=costs,
-        sources=sources,
+    bytes_per_s, flops_per_s = MEASURED["NVIDIA H200", 132]
+    return Rates(
+        bytes_per_s * terabytes / vendors_terabytes,
+        flops_per_s * teraflops / vendors_teraflops,
+        source,
     )
 
 
@@ -222,5 +281,5 @@ def _estimate(properties: Any) -> tuple[float, float]:
     if kilohertz and bits:
         terabytes = 2 * kilohertz * 1e3 * bits / 8 / 1e12  # two transfers a clock
     else:
-        terabytes = KNOWN["H200"][0] * sms / h200().sms
+        terabytes = KNOWN["H200"][0] * sms / 132
     return terabytes, per_sm * sms

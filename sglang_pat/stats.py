@@ -51,6 +51,7 @@ INTENDED_MODES = frozenset({"extend", "split_prefill", "draft_extend_v2", "idle"
 # Why other modes come about.
 _UNINTENDED_MODES = {
     "mixed": "--enable-mixed-chunk puts decodes into prefill batches; drop it to have them packed",
+    "decode": "data parallel attention makes it a prefill while another rank prefills by a graph",
     "target_verify": "speculative decoding verifies several tokens of a request at once",
 }
 
@@ -150,8 +151,8 @@ class Stats:
             logger.warning("sglang_pat: cannot tell what is shared: %r", error)
 
     def other_forward(self, mode: str) -> None:
-        """Count a forward pass that is no decode, by SGLang's name of its mode: the base runs it,
-        as intended or not."""
+        """Count a forward pass that pat does not serve for its kind, by SGLang's name of the mode
+        that its scheduler meant: the base runs it, as intended or not."""
         kind = mode.lower()
         if kind in INTENDED_MODES:
             self.base_forwards[kind] += 1

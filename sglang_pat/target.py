@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 from sglang_pat import _C, gpus
-from sglang_pat.profiles import Profile
 
 # Values of the options, the default first.
 POLICIES = tuple(_C.Policy.__members__)
@@ -167,12 +166,12 @@ class Target:
         max_queries: int,
         **overrides: Any,
     ) -> Target:
-        """One NVIDIA H200, with the profile that ships (``sglang_pat/profiles``).
+        """One NVIDIA H200.
 
         Plans for any head dim; ``decode`` refuses those that the CUDA kernels do not have.
         """
-        return cls.of_profile(
-            gpus.h200(),
+        return cls.gpu(
+            gpus.GPUS["h200"],
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -181,19 +180,9 @@ class Target:
         )
 
     @classmethod
-    def gpu(cls, properties: Any, **options: Any) -> Target:
-        """The GPU of ``torch.cuda.get_device_properties``, with its profile: the one that the user
-        measured (``sglang-pat calibrate``), else one that ships, else the vendor's rates.
-
-        ``options``: arguments of ``h200``, which count for more than the profile. Raises
-        ``profiles.ProfileError``, a ValueError, for a damaged profile.
-        """
-        return cls.of_profile(gpus.profile_of(properties), **options)
-
-    @classmethod
-    def of_profile(
+    def gpu(
         cls,
-        profile: Profile,
+        properties: Any,
         *,
         num_q_heads: int,
         num_kv_heads: int,
@@ -201,13 +190,18 @@ class Target:
         max_queries: int,
         **overrides: Any,
     ) -> Target:
-        """The GPU of a profile."""
+        """The GPU of ``torch.cuda.get_device_properties``, with the rates that were measured on
+        such a GPU, else the vendor's (``sglang_pat.gpus``)."""
+        rates = gpus.rates_of(properties)
         # Elsewhere than on a Hopper branches run with mma.sync, which was not measured.
-        branches = profile.capability[0] == 9
+        branches = properties.major == 9
+        capability = (properties.major, properties.minor)
         values: dict[str, Any] = {
-            "num_sms": profile.sms,
-            **asdict(profile.costs),
-            "items_per_sm": gpus.items_per_sm(profile.capability, head_dim),
+            "num_sms": properties.multi_processor_count,
+            "bytes_per_s": rates.bytes_per_s,
+            "flops_per_s": rates.flops_per_s,
+            **gpus.COSTS,
+            "items_per_sm": gpus.items_per_sm(capability, head_dim),
             "row_tiles": row_tiles_for(head_dim),
             "kv_tiles": (32, 64),
             "branching": "cost" if branches else "never",

@@ -27,7 +27,8 @@ class Workspace:
     Once a step: ``load`` the plan, then ``snapshot`` the slots; then ``decode`` every layer with
     ``workspace=``. A captured CUDA graph serves every plan that is loaded later: no address changes
     but that of the list, which the kernels read from the plan's header. All calls of one workspace
-    belong on one stream, or on streams that wait for each other. Not thread-safe.
+    belong on one stream, or on streams that wait for each other. Not thread-safe. It may be dropped
+    while a graph is captured: its pinned memory is freed when the next workspace is made.
 
     ``max_context``: tokens of the longest sequence. ``list_tokens``: tokens that the list has room
     for at first and at least; it grows when a plan needs more, and gives memory back when plans
@@ -36,7 +37,8 @@ class Workspace:
     outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel),
     ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
     ``draft_masks``: the draft tokens of a query may be a tree: ``set_draft_masks`` or
-    ``read_draft_masks`` before a step.
+    ``read_draft_masks`` before a step. ``check``: read through every plan that is loaded, also
+    those of this process's planner, of which otherwise the sizes alone are looked at.
 
     Takes ``nbytes`` on the device (``capacity.buffer_shapes``): 4 * list_tokens for the slots and,
     with fp32 partials, 4 * max_partials * draft_tokens * Hq * D for the partial outputs, which is
@@ -54,6 +56,7 @@ class Workspace:
         partial_dtype: torch.dtype = torch.float32,
         launch: str = "queue",
         draft_masks: bool = False,
+        check: bool = False,
         region: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         require_kernels()
@@ -86,6 +89,7 @@ class Workspace:
         if draft_masks:
             shapes["draft_masks"] = ((target.max_queries, target.draft_tokens), torch.int64)
         self._region = region
+        self._check = check
         with torch.cuda.device(self.device), region():
             self._buffers = {
                 name: torch.empty(shape, dtype=dtype, device=self.device)
@@ -207,6 +211,10 @@ class Workspace:
             num_q_heads=target.num_q_heads,
             num_kv_heads=target.num_kv_heads,
             draft_tokens=target.draft_tokens,
+            # The planner's plans are sound; what else is given as a plan may be anything.
+            made=None
+            if self._check or not isinstance(plan, Plan)
+            else (plan.last_token, plan.most_rows),
         )
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()

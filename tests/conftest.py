@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import hypothesis
 import pytest
 import torch
+
+# For `benchmarks`; last, so that the installed sglang_pat comes before the checkout's.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 # A run of the tests takes the same examples every time, and none has a time limit of its own, so
 # that it fails for a change and not by chance or on a busy machine.

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.bench.serving import __main__ as command
-from sglang_pat.bench.serving import document
-from sglang_pat.bench.serving.agents import (
+from benchmarks.serving import __main__ as command
+from benchmarks.serving import document
+from benchmarks.serving.agents import (
     DEFAULT_AGENTS,
     NEW_TOKENS,
     OUTPUT_TOKENS,
@@ -27,9 +27,9 @@ from sglang_pat.bench.serving.agents import (
     make_team,
     row_of,
 )
-from sglang_pat.bench.serving.client import AnswerTimes, RequestError, converse
-from sglang_pat.bench.serving.options import complete, make_parser
-from sglang_pat.bench.serving.timing import TooShort, tokens_between
+from benchmarks.serving.client import AnswerTimes, RequestError, converse
+from benchmarks.serving.options import complete, make_parser
+from benchmarks.serving.timing import TooShort, tokens_between
 
 
 def test_the_default_team_is_the_one_of_the_goals() -> None:
@@ -174,13 +174,6 @@ def test_times_count_from_the_last_beginning_to_the_last_turn() -> None:
     assert found.itl_p50_ms == 1000.0
     assert tokens_between(answers[0], 3.0, 10.0) == 3
     assert found.tokens_per_s == pytest.approx(9 / 7)
-    # No turn was both sent and answered between 3.0 and 10.0.
-    assert found.tpot_ms is found.e2e_mean_ms is None and found.ttft_mean_ms == 500.0
-    answers[0][1] = answer(3.5, (4.0, 1), (6.0, 3), (9.0, 8))
-    found = row(answers)
-    assert found.tpot_ms == found.tpot_p99_ms == pytest.approx(5000 / 7)
-    assert found.e2e_mean_ms == found.e2e_p99_ms == 5500
-    assert (found.subject, found.load, found.unit) == ("1+1*1", 2, "agents")
     with pytest.raises(TooShort, match=r"began 1\.0 s after the time was up: raise --duration-s"):
         row(answers, stopped=2.0)
     with pytest.raises(TooShort, match="no turn was sent while all agents ran"):
@@ -235,15 +228,10 @@ def test_documents_of_agents_are_shown(capsys: pytest.CaptureFixture[str], tmp_p
     assert "3000+4*1200x64 fa3: ITL p50 11.00 ms, 900 tokens/s" in capsys.readouterr().out
     assert command.main(["--from", str(tmp_path / "rows.json")]) == 0
     assert "at most 0.72: MISSED" in capsys.readouterr().out
-    plotted = ["--from", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "a.png")]
-    pytest.importorskip("matplotlib")
-    assert command.main(plotted) == 0
-    assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 def read(*arguments: str) -> argparse.Namespace:
-    parser = make_parser("")
-    return complete(parser, parser.parse_args(arguments))
+    return complete(make_parser("").parse_args(arguments))
 
 
 def test_the_command_line() -> None:
@@ -252,6 +240,3 @@ def test_the_command_line() -> None:
     assert read("--agents", "10+1*5x2").workloads == []
     assert read().agents is None and len(read().workloads) == 6
     assert len(read("--agents", "10+1*5x2", "--workloads", "0x4").workloads) == 1
-    for other in (["--trace", "toolagent"], ["--first-runs", "3"]):
-        with pytest.raises(SystemExit):
-            read("--agents", "10+1*5x2", *other)

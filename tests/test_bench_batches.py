@@ -5,7 +5,6 @@ said. No GPU; it is replaced."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ import numpy as np
 import pytest
 from kit.bench import replace_device
 
+from benchmarks.common.forests import Forest
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import batches
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.kv import slot_table
+from benchmarks.kernel.options import settings_of
+from benchmarks.kernel.report import TreeRow
 from sglang_pat import Target, plan
-from sglang_pat.bench.common.forests import Forest, forest
-from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import batches, traffic
-from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.kv import slot_table
-from sglang_pat.bench.kernel.options import remarks_of, settings_of
-from sglang_pat.bench.kernel.report import TreeRow
 from sglang_pat.dump import Batch
 
 HEADER = {
@@ -52,7 +50,7 @@ def dump(file: Path, count: int = 3, **header: Any) -> Path:
 
 
 def replay(*arguments: str) -> batches.Replay:
-    return batches.replay(kernel.parser().parse_args(["--batches", *arguments]))
+    return batches.replay(kernel.make_parser("").parse_args(["--batches", *arguments]))
 
 
 def test_heads_and_kv_are_the_servers_unless_asked(tmp_path: Path) -> None:
@@ -60,7 +58,7 @@ def test_heads_and_kv_are_the_servers_unless_asked(tmp_path: Path) -> None:
     own = replay(file)
     assert own.heads == (Heads(8, 2, 64),)
     assert (own.draft_tokens, own.kv_dtype, own.remarks) == (4, "fp8_e4m3", ())
-    chosen = settings_of(kernel.parser().parse_args(["--batches", file]))
+    chosen = settings_of(kernel.make_parser("").parse_args(["--batches", file]))
     assert (chosen.draft_tokens, chosen.kv_dtype) == (4, "fp8_e4m3")
     other = replay(file, "--heads", "16/2", "32/8", "8/2", "--kv-dtype", "bfloat16")
     assert other.kv_dtype == "bfloat16"
@@ -68,20 +66,15 @@ def test_heads_and_kv_are_the_servers_unless_asked(tmp_path: Path) -> None:
     # Cases of one pool of K and V are neighbours.
     assert [str(case.heads) for case in other.cases] == ["16/2"] * 3 + ["8/2"] * 3 + ["32/8"] * 3
     assert {case.draft_tokens for case in other.cases} == {4}
-    # ncu counts bytes of bfloat16 only.
-    assert replay(file, "--traffic").kv_dtype == "bfloat16"
 
 
 def test_what_differs_from_the_server_is_said(tmp_path: Path) -> None:
     file = dump(tmp_path / "dump", page_size=64, kv_dtype="float32", preset="naive")
     file.write_text("\n".join(file.read_text().splitlines()[:-1]))
-    options = kernel.parser().parse_args(["--batches", str(file), "--policy", "naive"])
-    remarks = remarks_of(options)
-    assert len(remarks) == 5 and remarks[0].startswith("no branches")
-    assert remarks[1] == "K and V are bfloat16 here, the server's were float32"
-    assert "had pages of 64 tokens; here every slot is a page" in remarks[2]
-    assert "the server had the preset naive" in remarks[3]
-    assert "was cut off" in remarks[4]
+    dtype, pages, preset, end = replay(str(file)).remarks
+    assert dtype == "K and V are bfloat16 here, the server's were float32"
+    assert "had pages of 64 tokens; here every slot is a page" in pages
+    assert "the server had the preset naive" in preset and "was cut off" in end
 
 
 def test_a_sample_goes_from_the_first_to_the_last(tmp_path: Path) -> None:
@@ -144,12 +137,10 @@ def test_queries_without_tokens_are_left_out() -> None:
     [
         (["--trees", "5_20"], "--batches has batches of its own: leave --trees out"),
         (["--draft-tokens", "4"], "leave --draft-tokens out"),
-        (["--ragged"], "leave --ragged out"),
-        (["--timeline"], "leave --timeline out"),
+        (["--ragged"], "leave --batches out"),
         (["--sample", "0"], "'0' is not a whole number, 1 or more"),
-        (["--only", "batch-1"], "--only goes with --ragged or --study only"),
+        (["--only", "batch-1"], "--only goes with --ragged only"),
         (["--heads", "64/2"], "on 64/2 heads: "),
-        (["--traffic", "--kv-dtype", "fp8_e4m3"], "--traffic measures bfloat16 only"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
@@ -210,34 +201,3 @@ def test_a_run_from_arguments_to_json(
     assert "fa3 and flashinfer: 0.909; batch 0.909" in printed
     assert kernel.main(["--from", str(file)]) == 0
     assert "batch 0.909" in capsys.readouterr().out
-
-
-def test_cases_reach_the_process_that_ncu_watches(tmp_path: Path) -> None:
-    options = kernel.parser().parse_args(["--batches", str(dump(tmp_path / "dump")), "--traffic"])
-    cases = kernel.cases(options)
-    cases += [(Heads(32, 8), True, Tree((1, 4), (64, 16))), (Heads(8, 1), False, forest("zipf", 1))]
-    sent = json.loads(json.dumps([traffic.to_json(case) for case in cases]))
-    assert [traffic.from_json(found) for found in sent] == cases
-    heads, _, first = cases[0]
-    packed, unpacked = traffic.plan_bytes(first, heads, settings_of(options))
-    assert 0 < packed <= 2 * unpacked
-
-
-def test_ncu_is_given_the_cases_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command line holds 128 KB an argument, a dump many times that."""
-    commands: list[list[str]] = []
-    asked: list[Any] = []
-
-    def run(command: list[str]) -> Any:
-        commands.append(command)
-        asked.extend(json.loads(Path(command[-2]).read_text()))
-        raise RuntimeError("stop here")
-
-    monkeypatch.setattr(traffic.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(traffic.subprocess, "run", run)
-    options = kernel.parser().parse_args(["--batches", str(dump(tmp_path / "dump", 2))])
-    with pytest.raises(RuntimeError, match="stop here"):
-        traffic.measure(kernel.cases(options), settings_of(options))
-    assert [traffic.from_json(found) for found in asked] == kernel.cases(options)
-    assert json.loads(commands[0][-1]) == asdict(settings_of(options))
-    assert max(map(len, commands[0])) < 1000

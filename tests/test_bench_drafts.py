@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from kit.bench import RATES, chain_batch, replace_device, row
 
-from sglang_pat.bench.common.trees import PAPER_TREES, Tree
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import drafts, peers, rows, traffic
-from sglang_pat.bench.kernel.floor import Heads, floor_us, flops, least_bytes
-from sglang_pat.bench.kernel.layer import PatOptions, error_of
-from sglang_pat.bench.kernel.options import settings_of
-from sglang_pat.bench.kernel.report import TreeRow
-from sglang_pat.bench.kernel.show import tree_lines
+from benchmarks.common.trees import PAPER_TREES
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import drafts, peers, rows
+from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
+from benchmarks.kernel.layer import error_of
+from benchmarks.kernel.options import cases, settings_of
+from benchmarks.kernel.report import TreeRow
+from sglang_pat.explain.tree import Tree
 
 
 def test_errors_are_of_all_draft_tokens_of_a_query() -> None:
@@ -47,31 +47,20 @@ def test_the_floor_counts_draft_tokens() -> None:
     assert floor_us(tree, heads, RATES, 2, 4) > 3.9 * flops(tree, heads) / RATES.flops_per_s * 1e6
 
 
-def test_traffic_counts_partial_results_of_all_draft_tokens() -> None:
-    heads, tree = Heads(32, 8), Tree((1, 64), (2048, 128))
-    one, four = (PatOptions(branching="never", draft_tokens=count) for count in (1, 4))
-    assert traffic.plan_bytes(tree, heads, four)[1] == (
-        traffic.plan_bytes(tree, heads, one)[1] + 3 * 2 * 64 * 32 * 128 * 2
-    )
-    packed = least_bytes(tree, heads, draft_tokens=4) + 2 * 2 * 64 * 4 * 32 * 4 * 129
-    assert traffic.plan_bytes(tree, heads, four)[0] >= packed
-
-
-def cases(*arguments: str) -> list[traffic.Case]:
-    return kernel.cases(kernel.parser().parse_args(arguments))
-
-
 def test_what_is_measured() -> None:
-    todo = cases("--draft-tokens", "4,8")
+    def todo_of(*arguments: str) -> list[tuple[Heads, Tree]]:
+        return cases(kernel.make_parser("").parse_args(arguments))
+
+    todo = todo_of("--draft-tokens", "4,8")
     assert len(todo) == 3 * (4 + len(PAPER_TREES)) == len(set(todo))
-    assert {str(heads) for heads, _, _ in todo} == {"32/8", "64/8", "8/1"}
-    specs = [str(tree) for _, _, tree in todo[:4]]
+    assert {str(heads) for heads, _ in todo} == {"32/8", "64/8", "8/1"}
+    specs = [str(tree) for _, tree in todo[:4]]
     assert specs == ["1,64_8192,128", "64_1024", "1,16_4096,300", "16_2048"]
-    quick = cases("--draft-tokens", "4", "--quick")
-    assert [(str(heads), str(tree)) for heads, _, tree in quick] == [("32/8", s) for s in specs]
-    chosen = cases("--draft-tokens", "2", "--heads", "28/4", "--trees", "5_64", "--permuted")
-    assert chosen == [(Heads(28, 4), True, Tree((5,), (64,)))]
-    options = kernel.parser().parse_args(["--draft-tokens", "8,4,8"])
+    quick = todo_of("--draft-tokens", "4", "--quick")
+    assert [(str(heads), str(tree)) for heads, tree in quick] == [("32/8", s) for s in specs]
+    chosen = todo_of("--draft-tokens", "2", "--heads", "28/4", "--trees", "5_64")
+    assert chosen == [(Heads(28, 4), Tree((5,), (64,)))]
+    options = kernel.make_parser("").parse_args(["--draft-tokens", "8,4,8"])
     assert options.draft_tokens == (8, 4) and settings_of(options).draft_tokens == 8
 
 
@@ -80,10 +69,7 @@ def test_what_is_measured() -> None:
     [
         (["--draft-tokens", "0"], "'0' are not whole numbers from 1 to 128, as in 4,8"),
         (["--draft-tokens", "4,"], "'4,' are not whole numbers"),
-        (["--draft-tokens", "4", "--ragged"], "--ragged measures decode steps only"),
-        (["--draft-tokens", "4", "--sweep"], "--sweep measures decode steps only"),
-        (["--draft-tokens", "4", "--tiles"], "--tiles measures decode steps only"),
-        (["--draft-tokens", "4,8", "--traffic"], "takes one number of --draft-tokens at a time"),
+        (["--draft-tokens", "4", "--ragged"], "--ragged has batches of its own: leave --draft-tok"),
         (
             ["--draft-tokens", "4,40"],
             "--draft-tokens 40: the tails of tree 1,256_256,32 have 32 tokens, which must hold",
@@ -141,29 +127,6 @@ def test_rows_over_their_limit_are_named() -> None:
     assert "1 of 1: 64_1024 1.025 (at most 1.02)" in decode
 
 
-def test_rows_that_a_server_leaves_to_the_base_have_no_limit() -> None:
-    left = verify_row("1,16_4096,300", 130.0, 9, "64/8")
-    assert drafts.is_the_bases(left)
-    assert not drafts.is_the_bases(verify_row("1,16_4096,300", 130.0, 8, "64/8"))
-    lines = list(drafts.summary([left]))
-    assert "a server leaves these to SGLang's attention (65 packed rows" in lines[-1]
-    assert not any("over the limit" in line for line in lines)
-    alone = row("64_1024", draft_tokens=4, fa3=None, flashinfer=None, levels=None)
-    assert list(drafts.summary([alone])) == ["no peer ran"]
-
-
-def test_rows_are_grouped_by_draft_tokens() -> None:
-    found = [verify_row("64_1024", 90.0, count) for count in (1, 4, 4, 8)]
-    lines = tree_lines({"kind": "drafts", "left_out": ["64/8 x 40: too many"]}, found)
-    titles = [line for line in lines if "heads, slots" in line]
-    assert [title.split("contiguous")[1].split(" floor")[0].strip() for title in titles] == [
-        "",
-        ", 4 draft tokens",
-        ", 8 draft tokens",
-    ]
-    assert lines[-1] == "left out: 64/8 x 40: too many"
-
-
 def test_a_run_from_arguments_to_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +135,7 @@ def test_a_run_from_arguments_to_json(
     monkeypatch.setattr(rows, "PEERS", {name: peers.PEERS[name] for name in ("fa3", "levels")})
     asked: dict[str, Any] = {}
 
-    def usable(heads: Any, **options: Any) -> dict[str, str]:
+    def usable(heads: Any, names: Any, **options: Any) -> dict[str, str]:
         asked.update(options)
         return {"fa3": "", "levels": "", "flashinfer": "ImportError: none"}
 

@@ -15,18 +15,19 @@ import pytest
 import torch
 from kit.bench import RATES, fake_sgl_kernel, replace_device, row
 
+from benchmarks.common.trees import PAPER_TREES
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import e4m3, peers, rows
+from benchmarks.kernel.floor import Heads, floor_us, kv_bytes, least_bytes
+from benchmarks.kernel.kv import TreeBatch, make_batch, quantised, relative
+from benchmarks.kernel.layer import PatOptions, error_of
+from benchmarks.kernel.report import TreeRow, complaints
+from benchmarks.serving.__main__ import _shown
+from benchmarks.serving.model import open_model
+from benchmarks.serving.options import complete, make_parser
+from benchmarks.serving.sizing import fleet_config
 from sglang_pat import reference
-from sglang_pat.bench.common.trees import PAPER_TREES, Tree
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import e4m3, peers, rows
-from sglang_pat.bench.kernel.floor import Heads, floor_us, kv_bytes, least_bytes
-from sglang_pat.bench.kernel.kv import TreeBatch, make_batch, quantised, relative
-from sglang_pat.bench.kernel.layer import PatOptions, error_of
-from sglang_pat.bench.kernel.report import TreeRow, complaints
-from sglang_pat.bench.serving.__main__ import _shown
-from sglang_pat.bench.serving.model import open_model
-from sglang_pat.bench.serving.options import complete, make_parser
-from sglang_pat.bench.serving.sizing import fleet_config
+from sglang_pat.explain.tree import Tree
 
 TREE = Tree((1, 6), (40, 9))
 
@@ -114,7 +115,7 @@ def test_a_run_compares_with_fa3_and_with_bf16(
 ) -> None:
     replace_device(monkeypatch)
     monkeypatch.setattr(rows, "PEERS", {"fa3": peers.fa3})
-    monkeypatch.setattr(kernel, "usable", lambda *_, e4m3: {"fa3": ""} if e4m3 else {})
+    monkeypatch.setattr(kernel, "usable", lambda *_, e4m3, **more: {"fa3": ""} if e4m3 else {})
     file = tmp_path / "run.json"
     arguments = ["--heads", heads, "--trees", "1,6_40,9", "5_20", "--kv-dtype", "fp8_e4m3"]
     assert kernel.main([*arguments, "--json", str(file)]) == 0
@@ -161,23 +162,15 @@ def test_a_row_that_is_less_exact_than_it_may_be_is_named() -> None:
     assert set(e4m3_row(error=0.06).wrong) == {"pat"}
 
 
-@pytest.mark.parametrize("option", ["--tiles", "--ablation", "--traffic"])
-def test_what_has_no_fp8_refuses_it(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        kernel.main([option, "--kv-dtype", "fp8_e4m3"])
-    assert f"{option} measures bfloat16 only" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("flags", "share"), [([], 1.0), (["--kv-cache-dtype", "fp8_e4m3"], 0.5)])
 def test_all_servers_get_the_dtype_and_pools_of_half_the_bytes(
     flags: list[str], share: float, tmp_path: Path
 ) -> None:
-    parser = make_parser(None)
-    options = complete(parser, parser.parse_args(flags))
+    options = complete(make_parser(None).parse_args(flags))
     choice = options.kv_cache_dtype
     model = open_model("llama3-8b", tmp_path, "bfloat16", choice)
     assert model.kv_bytes_per_token == share * 128 * 1024
-    config = fleet_config(options, model, "bfloat16", [], None)
+    config = fleet_config(options, model, "bfloat16", None)
     given = config.arguments()
     assert given[given.index("--kv-cache-dtype") + 1] == choice == config.kv_cache_dtype
     assert _shown(options, config, "workloads").get("kv_cache_dtype") == (choice if flags else None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from contextlib import nullcontext
@@ -15,11 +16,11 @@ import pytest
 import torch
 from kit.bench import fake_sgl_kernel
 
+from benchmarks.kernel import clock, peers
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.kv import TreeBatch, make_batch
 from sglang_pat import reference
-from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel import clock, peers
-from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
+from sglang_pat.explain.tree import Tree
 
 
 def test_slots_lie_as_asked() -> None:
@@ -102,6 +103,18 @@ def test_peers_that_cannot_run_give_a_reason(monkeypatch: pytest.MonkeyPatch) ->
         "a": "",
         "b": "ImportError: No module named 'nothing' ... the last",
     }
+
+
+def test_fa3_is_not_launched_where_its_kernels_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launch would end the process."""
+    assert peers.ends_process(os._exit, 1) and not peers.ends_process(abs, 1)
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(peers, "fa3_lacks", lambda *kernel: asked.append(kernel) or True)
+    found = peers.usable([Heads(32, 8, 64)], ["fa3", "levels"], e4m3=True)
+    assert found == dict.fromkeys(["fa3", "levels"], peers.NO_KERNEL)
+    assert set(asked) == {(64, True)}
 
 
 def test_a_graph_keeps_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.bench.common.budget import Budget
-from sglang_pat.bench.common.counters import Counters
-from sglang_pat.bench.serving import __main__ as command
-from sglang_pat.bench.serving import document
-from sglang_pat.bench.serving.client import AnswerTimes, RequestError, parse
-from sglang_pat.bench.serving.fleet import FleetConfig, Place
-from sglang_pat.bench.serving.model import open_model
-from sglang_pat.bench.serving.options import make_parser
-from sglang_pat.bench.serving.rows import (
+from benchmarks.common.budget import Budget
+from benchmarks.serving import __main__ as command
+from benchmarks.serving import document
+from benchmarks.serving.client import AnswerTimes, RequestError, parse
+from benchmarks.serving.fleet import FleetConfig
+from benchmarks.serving.model import open_model
+from benchmarks.serving.rows import (
     Spread,
     WorkloadRow,
     counted_fields,
@@ -26,16 +24,16 @@ from sglang_pat.bench.serving.rows import (
     table,
     warnings,
 )
-from sglang_pat.bench.serving.run import rotated
-from sglang_pat.bench.serving.timing import (
+from benchmarks.serving.run import rotated
+from benchmarks.serving.timing import (
     TooShort,
     intervals_ms,
     latencies,
-    longest_gap,
     step_ms,
     window,
 )
-from sglang_pat.bench.serving.workload import DEFAULT_WORKLOADS, LIMITS, Workload, make_prompts
+from benchmarks.serving.workload import DEFAULT_WORKLOADS, LIMITS, Workload, make_prompts
+from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.model import make_model
 
 
@@ -92,50 +90,19 @@ def test_inter_token_time_counts_only_while_all_decode() -> None:
     assert window(TIMELINES) == (3.0, 7.0)
     assert intervals_ms(TIMELINES, *window(TIMELINES)) == [1000, 1000, 1500]
     assert intervals_ms(TIMELINES) == [1000, 1000, 1000, 1500, 1000, 750]
-    found = latencies(TIMELINES, together=True)
+    found = latencies(TIMELINES)
     assert found.itl_p50_ms == 1000
     assert found.itl_p99_ms == pytest.approx(1490)  # linear between 1,000 and 1,500
     # Six seconds for six tokens, 6.5 for six.
     assert found.tpot_ms == pytest.approx((1000 + 6500 / 6) / 2)
     assert found.ttft_ms == pytest.approx((1000 + 2500) / 2)
     assert found.tokens_per_s == pytest.approx(14 / 9.5)
-    assert latencies(TIMELINES, together=False).itl_p99_ms == pytest.approx(1475)
 
 
 def test_requests_that_never_decode_together_are_an_error() -> None:
     late = replace(TIMELINES[1], times=[8.0, 9.0, 10.0, 11.0])
     with pytest.raises(TooShort, match="1000 ms before the last begins; ask for more output"):
-        latencies([TIMELINES[0], late], together=True)
-    with pytest.raises(TooShort, match="no interval between tokens"):
-        latencies([AnswerTimes(0.0, [1.0], [1], 0)], together=False)
-
-
-def test_the_longest_gap_is_of_any_request() -> None:
-    assert longest_gap(TIMELINES) == (3000, 1)  # from 3.0 to 6.0, behind the first token
-    with pytest.raises(TooShort, match="no interval between tokens"):
-        longest_gap([AnswerTimes(0.0, [1.0], [1], 0)])
-
-
-def test_first_runs_refuse_what_does_not_belong_to_them(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        (["--first-runs", "2", "--trace", "toolagent"], "leave --trace out"),
-        (["--spy"], "add --first-runs N"),
-        (["--backends", "pat:chunks"], "'pat:chunks' is no backend: a preset is pat:{default,pat,"),
-        (["--backends", "fa3:relay"], "'fa3:relay' is no backend"),
-        (["--trace", "toolagent", "--profile", "here"], "--profile is of workloads"),
-        (["--workloads", "0x4", "--device", "cpu", "--profile", "here"], "a CPU has none"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            command.main(arguments)
-        assert message in capsys.readouterr().err
-
-
-def test_a_backend_may_have_a_preset() -> None:
-    plain, other = (Place(name, name) for name in ("pat", "pat:relay"))
-    assert (plain.attention_backend, plain.env) == ("pat", {})
-    assert (other.attention_backend, other.env) == ("pat", {"SGLANG_PAT_PRESET": "relay"})
-    parsed = make_parser(None).parse_args(["--backends", "pat:relay", "fa3"])
-    assert parsed.backends == ["pat:relay", "fa3"]
+        latencies([TIMELINES[0], late])
 
 
 def test_engine_steps_are_those_of_this_run_without_the_first() -> None:
@@ -164,19 +131,6 @@ def test_an_event_has_arrived_with_its_last_byte() -> None:
     aborted = _event(3).replace(b"null", b'{"type":"abort"}')
     with pytest.raises(RequestError, match="whole stream"):
         parse(0.0, [1.0, 2.0, 3.0], [head, aborted, done])
-
-
-def test_a_router_may_divide_the_stream_anywhere() -> None:
-    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    meta = b'{"completion_tokens":%d,"cached_tokens":7,"weight_version":"1"}'
-    text = b"".join(b'data: {"meta_info":%s}\n\n' % (meta % tokens) for tokens in (1, 3))
-    text += b"data: [DONE]\n\n"
-    first_ends = text.index(b"\n")
-    for cut in range(1, len(text)):
-        chunks = [b"%x\r\n%s\r\n" % (len(part), part) for part in (text[:cut], text[cut:])]
-        found = parse(0.25, [1.0, 2.0, 3.0], [head + chunks[0], chunks[1], b"0\r\n\r\n"])
-        assert found.tokens == [1, 3] and (found.cached, found.server) == (7, "1")
-        assert found.times[0] == (1.0 if cut > first_ends else 2.0)
 
 
 def _row(
@@ -270,7 +224,6 @@ def test_the_command_refuses_before_any_server_starts(
     for arguments, message in (
         ([*here, "--workloads", "64x2"], "448 tokens is longer than the 100 positions"),
         (["--device", "cpu", "--model", "nothing"], "neither a folder with a config.json nor"),
-        ([*here, "--trace", "mooncake"], "--trace-file"),
     ):
         assert command.main(arguments) == 2
         assert message in capsys.readouterr().err
@@ -288,21 +241,17 @@ def test_results_are_shown_again_and_together(
         document.write(written, files[-1])
     assert command.main(["--from", *map(str, files)]) == 0
     assert "0.400   0.40" in capsys.readouterr().out
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "a.png"
-    assert command.main(["--from", *map(str, files), "--plot", str(picture)]) == 0
-    assert picture.stat().st_size > 10_000
 
 
 def test_results_of_the_kernels_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rows.json"
-    made_by = "python -m sglang_pat.bench.kernel --json FILE"
+    made_by = "python -m benchmarks.kernel --json FILE"
     file.write_text(json.dumps({"kind": "trees", "command": made_by, "settings": {}, "rows": []}))
     assert command.main(["--from", str(file)]) == 2
     said = capsys.readouterr().err
-    assert "rows of kind 'trees'" in said and f"bench.kernel --from {file}" in said
+    assert "rows of kind 'trees'" in said and f"benchmarks.kernel --from {file}" in said
 
 
 def test_the_default_workloads_are_those_of_the_goals() -> None:

@@ -18,7 +18,7 @@ from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefi
 from kit.trees import Batch, batch_of, batches, branches_of, check_plan, ranges_of, target
 
 from sglang_pat import _C
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Plan, plan
 from sglang_pat.target import Target

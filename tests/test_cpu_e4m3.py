@@ -13,9 +13,9 @@ from kit.cases import E4M3, by_hand, case, execute
 from kit.cpu import check, error
 from kit.pieces import Piece, forest, shared
 
+from benchmarks.kernel.kv import TreeBatch, make_batch
 from sglang_pat import _C, decode
-from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan, plan
 from sglang_pat.reference import attention
 from sglang_pat.target import Target

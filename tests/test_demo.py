@@ -19,11 +19,11 @@ from kit.forks import start_server
 from kit.start import cpu_server
 
 from sglang_pat import cli
-from sglang_pat.bench.common.server import Server, ServerError
 from sglang_pat.demo import run
 from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_FP32, MEAN_LOGPROB_DIFF_BF16
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.scale import SCALES
+from sglang_pat.demo.server import Server, ServerError
 from sglang_pat.demo.workload import AgentWorkload
 
 

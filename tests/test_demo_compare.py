@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.bench.common.counters import Counters, parse_counters
 from sglang_pat.demo.compare import compare, compare_forced
+from sglang_pat.demo.counters import Counters, parse_counters
 from sglang_pat.demo.forcing import BIAS, ForceTokens, force_all, forced_logprobs, unbias
 from sglang_pat.demo.workload import Generation
 

@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_pat.demo import workload as demo
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.scale import SCALES, VOCAB
+from sglang_pat.demo.server import Server
 from sglang_pat.demo.tokenizer import make_tokenizer
-from sglang_pat.demo.workload import AgentWorkload
+from sglang_pat.demo.workload import AgentWorkload, Generation
 
 SMALL = {"hidden": 64, "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 300}
 
@@ -211,3 +217,41 @@ def test_parts_are_conversations_of_their_own() -> None:
     assert once == AgentWorkload.load(parts=1) != AgentWorkload.load(parts=1, logprobs=False)
     assert twice.agents[0]["tasks"][0].startswith(once.agents[0]["tasks"][0])
     assert (twice.tools, twice.system) == (once.tools, once.system)
+
+
+class Pausing:
+    """In place of a server: what is asked in a turn is answered once all of it has come."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.turns: list[set[str]] = []
+        self._goes_on = threading.Event()
+        self._came = threading.Semaphore(0)
+
+    @contextmanager
+    def paused_until_arrived(self, requests: int) -> Iterator[None]:
+        self.turns.append(set())
+        self._goes_on.clear()
+        yield
+        for _ in range(requests):
+            assert self._came.acquire(timeout=10)
+        self._goes_on.set()
+
+    def answer(self, _client: Any, _workload: Any, name: str, *_args: Any, **_: Any) -> Generation:
+        if name != "warm-up":
+            self.turns[-1].add(name)
+            self._came.release()
+            assert self._goes_on.wait(10)
+        return Generation(name, [1], [2], [0.0], [0.0], "yes", 0.0)
+
+
+def test_the_requests_of_a_turn_are_answered_once_all_have_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, asked = Pausing(), AgentWorkload.load(max_tokens=1)
+    monkeypatch.setattr(demo, "_ask", server.answer)
+    answers, _ = demo.run_workload(cast(Server, server), asked, label="test")
+    talks = [f"{agent['name']}/{task}" for agent in asked.agents for task in range(4)]
+    assert server.turns == [{f"{talk}/{turn}" for talk in talks} for turn in range(2)]
+    assert [answer.name for answer in answers] == [f"{t}/{turn}" for t in talks for turn in (0, 1)]

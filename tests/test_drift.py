@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from kit.trees import Batch, batch_of, batches, target
 
+from benchmarks.common.forests import skew
+from benchmarks.common.trees import Requests
 from sglang_pat import _C
-from sglang_pat.bench.common.forests import skew
-from sglang_pat.bench.common.trees import Requests, Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan, plan
 from sglang_pat.target import Target
 

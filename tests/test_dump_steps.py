@@ -20,7 +20,7 @@ from kit.backend import BackendBed
 from kit.steps import OWN, QUERIES, SYSTEM, TARGET, TOOL, StepBed
 
 import sglang_pat
-from sglang_pat.bench.host.live import CACHES
+from benchmarks.host.live import CACHES
 from sglang_pat.config import PatConfig
 from sglang_pat.dump import Batch, Dump, read_dump
 from sglang_pat.planner import Plan, Planner

@@ -17,9 +17,9 @@ from kit.shell import fresh_shell
 from kit.start import NO_SPINNING, cpu_server
 
 from sglang_pat import cli
-from sglang_pat.bench.common.server import Server
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.scale import MODEL, VOCAB
+from sglang_pat.demo.server import Server
 from sglang_pat.demo.tokenizer import make_tokenizer
 
 pytest.importorskip("sglang", reason="the examples need a server of SGLang 0.5.23")

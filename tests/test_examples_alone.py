@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.bench.common.counters import Counters
+from sglang_pat.demo.counters import Counters
 
 pytest.importorskip("openai", reason="the examples ask servers through openai, which SGLang brings")
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 from kit.trees import ranges_of_query, target
 
-from sglang_pat.bench.common.forests import Forest, forest
-from sglang_pat.bench.common.trees import PAPER_TREES, Tree
+from benchmarks.common.forests import Forest, forest
+from benchmarks.common.trees import PAPER_TREES
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import plan
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from sglang_pat import _C, doctor, gpus, plan
-from sglang_pat.bench.common.server import default_device
+from sglang_pat.demo.server import default_device
 from sglang_pat.srt import refusals
 from sglang_pat.target import Target
 
@@ -22,11 +21,6 @@ HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_queries": 6
 
 def device(name: str, sms: int, major: int = 9, minor: int = 0, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(name=name, multi_processor_count=sms, major=major, minor=minor, **more)
-
-
-@pytest.fixture(autouse=True)
-def no_profiles_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def test_an_h200_is_what_was_measured() -> None:
@@ -65,14 +59,12 @@ def test_an_h200_is_what_was_measured() -> None:
 )
 def test_known_names(name: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="sglang_pat"):
-        found = gpus.profile_of(device(name, 100))
+        found = gpus.rates_of(device(name, 100))
     terabytes, teraflops = gpus.KNOWN[words]
-    bytes_per_s, flops_per_s = found.costs.bytes_per_s, found.costs.flops_per_s
-    assert found.sources["bytes_per_s"] == found.sources["flops_per_s"] == "vendor"
-    assert found.sources["merge_factor"] == "H200"
+    assert found.source == "vendor"
     # Kernels reach between half and all of what the vendor states.
-    assert 0.5 * terabytes < bytes_per_s / 1e12 < terabytes
-    assert 0.5 * teraflops < flops_per_s / 1e12 < teraflops
+    assert 0.5 * terabytes < found.bytes_per_s / 1e12 < terabytes
+    assert 0.5 * teraflops < found.flops_per_s / 1e12 < teraflops
     assert not caplog.records
 
 
@@ -92,23 +84,39 @@ def test_an_unknown_gpu_is_estimated_and_logged(caplog: pytest.LogCaptureFixture
     assert 0 < untold.flops_per_s < h200.flops_per_s / 2
 
 
-def test_the_log_says_which_profile_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_which_rates_count(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="sglang_pat"):
-        gpus.profile_of(device("NVIDIA H200", 132))
-        gpus.profile_of(device("NVIDIA H20", 78))
+        gpus.rates_of(device("NVIDIA H200", 132))
+        gpus.rates_of(device("NVIDIA H20", 78))
     measured, stated = caplog.messages
-    assert "NVIDIA H200, 132 SMs: 4.30 TB/s, 600 TFLOP/s (chosen, fitted, measured)" in measured
-    assert measured.endswith("nvidia-h200-132sm.json")
-    assert "NVIDIA H20, 78 SMs: 3.58 TB/s, 90 TFLOP/s (H200, vendor)" in stated
-    assert stated.endswith("without a profile of its own")
+    assert "NVIDIA H200, 132 SMs: 4.30 TB/s, 600 TFLOP/s (measured)" in measured
+    assert "NVIDIA H20, 78 SMs: 3.58 TB/s, 90 TFLOP/s (vendor)" in stated
+
+
+def test_a_slice_of_a_gpu_is_another_gpu() -> None:
+    half = gpus.rates_of(device("NVIDIA H100 80GB HBM3", 66))
+    assert half.source == "vendor"
+    assert half.bytes_per_s < gpus.rates_of(device("NVIDIA H100 80GB HBM3", 132)).bytes_per_s
+
+
+@pytest.mark.parametrize("name", gpus.GPUS)
+def test_plans_can_be_made_for_every_gpu_that_has_a_name(name: str) -> None:
+    machine = gpus.machine_of(name)
+    assert gpus.vendor_rates(machine.name) is not None
+    Target.gpu(machine, **HEADS)
+
+
+@pytest.mark.parametrize("name", ["rtx 4090", "4090", "NVIDIA RTX 4090", "RTX4090"])
+def test_a_gpu_has_several_spellings(name: str) -> None:
+    assert gpus.machine_of(name).name == "NVIDIA GeForce RTX 4090"
 
 
 def test_a_laptop_is_not_the_desktop_gpu_of_its_name(caplog: pytest.LogCaptureFixture) -> None:
     name = "NVIDIA GeForce RTX 4090 Laptop GPU"
     laptop = device(name, 76, 8, 9, memory_clock_rate=9001e3, memory_bus_width=256)
     with caplog.at_level(logging.WARNING, logger="sglang_pat"):
-        found = gpus.profile_of(laptop)
-    assert found.sources["bytes_per_s"] == "estimated" and "0.58 TB/s" in caplog.text
+        found = gpus.rates_of(laptop)
+    assert found.source == "estimated" and "0.58 TB/s" in caplog.text
 
 
 def test_options_count_for_more_than_properties() -> None:
@@ -170,12 +178,12 @@ def test_plans_for_blackwell_have_no_branches_and_what_shared_memory_allows() ->
 
 
 def test_a_b200_is_not_planned_for_at_the_rate_of_instructions_that_our_kernels_lack() -> None:
-    b200, h200 = gpus.profile_of(device("NVIDIA B200", 148, 10, 0)), gpus.h200()
-    assert b200.costs.flops_per_s == pytest.approx(h200.costs.flops_per_s * 148 / 132)
-    assert b200.sources["flops_per_s"] == "estimated"
-    assert b200.sources["bytes_per_s"] == "vendor"
-    rtx5090 = gpus.profile_of(device("NVIDIA GeForce RTX 5090", 170, 12, 0))
-    assert rtx5090.sources["flops_per_s"] == "vendor"  # mma.sync is its only one
+    b200, h200 = (gpus.rates_of(gpus.GPUS[name]) for name in ("b200", "h200"))
+    assert b200.flops_per_s == pytest.approx(h200.flops_per_s * 148 / 132)
+    assert b200.source == "vendor"
+    rtx5090 = gpus.rates_of(gpus.GPUS["rtx5090"])  # mma.sync is its only one
+    reached = h200.flops_per_s / gpus.KNOWN["H200"][1]
+    assert rtx5090.flops_per_s == pytest.approx(gpus.KNOWN["RTX 5090"][1] * reached)
 
 
 @pytest.fixture

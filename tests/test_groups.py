@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -14,10 +15,10 @@ from kit.cpu import check_any as check
 from kit.pieces import forest, paths_of
 from kit.trees import Batch, batches, branches_of, check_plan, target
 
-from sglang_pat.bench.common.forests import LENGTHS, skew
-from sglang_pat.bench.common.forests import forest as random_forest
-from sglang_pat.bench.common.trees import Requests, Tree
-from sglang_pat.bench.kernel.studies.lengths import alpaca, text2sql
+from benchmarks.common.forests import LENGTHS, skew
+from benchmarks.common.forests import forest as random_forest
+from benchmarks.common.trees import Requests
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan, Planner, plan
 from sglang_pat.target import Target
 
@@ -40,9 +41,9 @@ def tokens_of(made: Plan, seq_lens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("capacity", [512, 1024, 4096])
 def test_requests_that_share_nothing_make_even_groups(capacity: int) -> None:
-    batch = alpaca(64)
-    made = plan(batch.paths, batch.seq_lens, groups(capacity))
-    tokens, total = tokens_of(made, batch.seq_lens), sum(batch.seq_lens)
+    lengths = [random.Random(i).randint(20, 400) for i in range(64)]
+    made = plan([[]] * 64, lengths, groups(capacity))
+    tokens, total = tokens_of(made, lengths), sum(lengths)
     assert made.num_partials == 0 and made.num_items == len(tokens)  # each request in one group
     assert sum(tokens) == total and max(tokens) <= capacity
     # 16 requests of 4 packed rows fit a branch, so there may be more groups than tokens ask for.
@@ -52,11 +53,12 @@ def test_requests_that_share_nothing_make_even_groups(capacity: int) -> None:
 
 
 def test_what_a_group_shares_is_read_once() -> None:
-    batch = text2sql(64)
-    made = plan(batch.paths, batch.seq_lens, groups(4096))
+    shared = [200 + 180 * (i % 8) for i in range(64)]
+    lengths = [tokens + 20 + i for i, tokens in enumerate(shared)]
+    made = plan([[(i % 8, 0, shared[i])] for i in range(64)], lengths, groups(4096))
     assert made.num_partials == 0
-    alone = plan([[]] * 64, batch.seq_lens, groups(4096))
-    assert sum(tokens_of(made, batch.seq_lens)) < 0.4 * sum(tokens_of(alone, batch.seq_lens))
+    alone = plan([[]] * 64, lengths, groups(4096))
+    assert sum(tokens_of(made, lengths)) < 0.4 * sum(tokens_of(alone, lengths))
 
 
 def test_what_exceeds_the_capacity_is_cut() -> None:
@@ -105,7 +107,7 @@ def test_any_batch(batch: Batch) -> None:
     assert short <= members <= busy
 
 
-# Plans of these were timed on an H200 (docs/experiments/simulation.md, series 27). With groups of
+# Plans of these were timed on an H200 (docs/lessons.md). With groups of
 # so many tokens, with branches of 64 packed rows of nodes and tails of at most so many, or with
 # packs in pieces of so many, they took the given part of the time of packs that the cost model
 # splits.

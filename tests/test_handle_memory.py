@@ -26,6 +26,7 @@ class Request:
     def __init__(self, node: Any, row: int) -> None:
         self.held: Lock | None = Lock(node)
         self.tokens, self.row = 10 * row, row
+        self.generation = 1  # of the row
         self.looks = 0
 
     @property
@@ -41,11 +42,22 @@ class Reader:
         self.native = _C.HandleReader(("lock.node", "tokens", "row"), SETTLE, RECHECK)
         self.step = 0
 
-    def read(self, requests: Sequence[Any], steps: int = 1, *, anew: bool = False) -> list[int]:
-        """The nodes, ``steps`` after the last call."""
+    def read(
+        self,
+        requests: Sequence[Any],
+        steps: int = 1,
+        *,
+        anew: bool = False,
+        counted: bool = True,
+    ) -> list[int]:
+        """The nodes, ``steps`` after the last call. ``counted``: rows have generations."""
         self.step += steps
         rows = np.array([request.row for request in requests], dtype=np.int64)
-        out = self.native.read(requests, rows.ctypes.data, self.step, anew)
+        generations = np.zeros(1 + max(rows, default=0), dtype=np.int64)
+        generations[rows] = [request.generation for request in requests]
+        count = len(generations) if counted else 0
+        at = generations.ctypes.data
+        out = self.native.read(requests, rows.ctypes.data, at, count, self.step, anew)
         handles = np.frombuffer(out, dtype=np.int64).reshape(-1, 3)
         assert handles[:, 2].tolist() == rows.tolist()
         assert all(h[1] == 10 * h[2] for h in handles if h[0] >= 0)
@@ -119,6 +131,26 @@ def test_another_request_in_the_row_is_read() -> None:
     assert reader.read([one]) == [1]
 
 
+def test_a_request_that_gets_its_row_anew_settles_again() -> None:
+    """As after a pause, without having missed a step."""
+    reader, reqs = Reader(), many(3)
+    reader.settle(reqs)
+    looks(reqs)
+    reqs[1].generation += 1
+    reqs[1].held = Lock(7)
+    for _ in range(SETTLE + 1):
+        assert reader.read(reqs) == [100, 7, 102]
+    assert looks(reqs) == [0, SETTLE + 1, 0]
+    assert reader.read(reqs) == [100, 7, 102] and looks(reqs) == [0, 0, 0]
+
+
+def test_without_generations_all_are_read() -> None:
+    reader, reqs = Reader(), many(3)
+    reader.settle(reqs)
+    looks(reqs)
+    assert reader.read(reqs, counted=False) == [100, 101, 102] and looks(reqs) == [1] * 3
+
+
 def test_a_new_request_at_a_dead_ones_address_is_read() -> None:
     """And requests are not kept alive."""
     reader, addresses = Reader(), []
@@ -135,10 +167,10 @@ def test_a_new_request_at_a_dead_ones_address_is_read() -> None:
 
 def test_what_cannot_be_remembered_is_read_every_time() -> None:
     class NoReference:
-        __slots__ = ("lock", "row", "tokens")
+        __slots__ = ("generation", "lock", "row", "tokens")
 
     bare: Any = NoReference()
-    bare.row, bare.tokens = 1, 10
+    bare.row, bare.tokens, bare.generation = 1, 10, 1
     far: list[Any] = [bare, Request(5, 1 << 20), Request(5, -1)]
     reader = Reader()
     for node in range(SETTLE + 3):

@@ -22,12 +22,13 @@ import sglang_pat
 from sglang_pat import cli
 
 PACKAGE = Path(sglang_pat.__file__).parent
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
 
 
 def _programs() -> Iterator[Path]:
     """Files that are run by themselves and parse arguments."""
-    for path in sorted([*PACKAGE.rglob("*.py"), *EXAMPLES.glob("*.py")]):
+    beside = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    for path in sorted([*PACKAGE.rglob("*.py"), *beside]):
         source = path.read_text()
         if '__name__ == "__main__"' in source and ".parse_args(" in source:
             yield path
@@ -153,11 +154,6 @@ def test_wrong_usage_is_named(
     assert usage.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("usage: sglang-pat") and message in said
-
-
-def test_a_gpu_that_is_not_here_cannot_be_calibrated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["calibrate", "--gpu", "A100"]) == 2
-    assert "--gpu and --measured go with --tiles" in capsys.readouterr().err
 
 
 def test_a_demo_without_its_gpu_is_one_line(

@@ -13,7 +13,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.steps import TARGET, StepBed, count_calls
 
-from sglang_pat.bench.host.live import CACHES
+from benchmarks.host.live import CACHES
 from sglang_pat.planner import Plan
 from sglang_pat.srt.check import check_plan
 from sglang_pat.srt.hook import LiveBatch

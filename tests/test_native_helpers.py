@@ -24,7 +24,7 @@ def request(node=1, length=2, row=3) -> SimpleNamespace:
 
 def read(requests, rows, paths=PATHS) -> list[list[int]]:
     given = np.array(rows, dtype=np.int64)
-    out = _C.HandleReader(paths, 4, 64).read(requests, given.ctypes.data, 0, False)
+    out = _C.HandleReader(paths, 4, 64).read(requests, given.ctypes.data, 0, 0, 0, False)
     return np.frombuffer(out, dtype=np.int64).reshape(-1, 3).tolist()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kit.parsers import of_sglang, with_commands
 
+from benchmarks.kernel.options import make_parser as make_bench_parser
 from sglang_pat import sharing
-from sglang_pat.bench.kernel.options import make_parser as make_bench_parser
 from sglang_pat.cli import make_parser
 from sglang_pat.stats import _UNINTENDED_MODES, COUNTERS, LABELLED
 

@@ -13,7 +13,7 @@ from kit.pieces import DYNAMIC, Branch, Piece
 from kit.plans import BRANCH, Damage, HandPlan, paired, set_to
 from kit.trees import batch_of, check_plan, segments_of
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan, plan
 from sglang_pat.target import Target
 

@@ -18,8 +18,9 @@ from kit.trees import (
     targets,
 )
 
+from benchmarks.common.trees import PAPER_TREES
 from sglang_pat import _C
-from sglang_pat.bench.common.trees import PAPER_TREES, Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Planner, plan
 from sglang_pat.target import Target
 

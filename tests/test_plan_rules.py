@@ -13,7 +13,8 @@ from kit.trees import (
     target,
 )
 
-from sglang_pat.bench.common.trees import PAPER_TREES, Tree
+from benchmarks.common.trees import PAPER_TREES
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import plan
 from sglang_pat.target import Target
 

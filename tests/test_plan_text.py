@@ -12,7 +12,7 @@ from kit.trees import (
     targets,
 )
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import plan
 from sglang_pat.target import Target
 

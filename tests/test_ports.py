@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ports of spawned servers: ``bench.common.server.reserve_port``."""
+"""The ports of spawned servers: ``demo.server.reserve_port``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from sglang_pat.bench.common.server import reserve_port
+from sglang_pat.demo.server import reserve_port
 
 
 def listening(port: int) -> socket.socket:
@@ -44,7 +44,7 @@ def test_a_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nor_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     port, other = reserve_port(), reserve_port()
     code = (
-        "import random; from sglang_pat.bench.common.server import reserve_port\n"
+        "import random; from sglang_pat.demo.server import reserve_port\n"
         f"random.sample = lambda population, k: [{port}, {other}]\n"
         "reserve_port()"
     )

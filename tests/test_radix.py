@@ -16,7 +16,7 @@ from kit.trees import Path, target
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.session.session_controller import Session
 
-from sglang_pat.bench.host.live import CACHES, LiveCache
+from benchmarks.host.live import CACHES, LiveCache
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.check import SlotMismatch, check_plan
 from sglang_pat.srt.lengths import known

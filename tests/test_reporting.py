@@ -22,7 +22,7 @@ from sglang.srt.observability import metrics_collector
 from sglang.srt.runtime_context import SpawnRanks
 from sglang.srt.server_args import ServerArgs
 
-from sglang_pat.bench.common.counters import parse_counters
+from sglang_pat.demo.counters import parse_counters
 from sglang_pat.srt.reporting import exports_metrics, scheduler_labels
 
 RANKS = SpawnRanks(world_rank=0)

@@ -18,9 +18,9 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from kit.steps import OWN, QUERIES, SYSTEM, TOOL, StepBed, count_calls, shared_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_pat.bench.host.live import CACHES
+from benchmarks.host.live import CACHES
 from sglang_pat.srt.lengths import known
-from sglang_pat.srt.radix import RECHECK_STEPS
+from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
 
 
 @pytest.fixture(params=CACHES)
@@ -125,9 +125,36 @@ def test_a_request_that_comes_shares_with_the_settled_at_once(bed: StepBed) -> N
     bed.check(second)
 
 
+@pytest.mark.parametrize("pause", ["flush", "prompt logprobs"])
+@pytest.mark.parametrize("age", [0, RECHECK_STEPS - 10])
+def test_requests_that_a_pause_gave_the_same_rows_share_as_they_stand_then(
+    bed: StepBed, pause: str, age: int
+) -> None:
+    """Also before their prefill is processed, when each has slots of its own, and also where some
+    would have been read again anyway."""
+    bed.settle()
+    for _ in range(age):
+        bed.plan()
+    rows, in_order = bed.batch.rows, sorted(bed.reqs, key=lambda req: req.kv.req_pool_idx)
+    bed.cache.retract(in_order)
+    if pause == "flush":
+        bed.cache.flush()
+    bed.cache.prefill(in_order, most=0)
+    bed.batch, bed.lens = bed.cache.batch(bed.reqs)
+    assert torch.equal(bed.batch.rows, rows)
+    bed.check(bed.plan())
+    bed.cache.process(bed.reqs)
+    bed.batch = replace(bed.batch, others=1)
+    for _ in range(SETTLE_STEPS + 1):
+        plan = bed.plan()
+        bed.check(plan)
+    assert shared_tokens(plan) == SYSTEM + 2 * TOOL
+    assert not bed.stats.fallbacks
+
+
 @pytest.mark.parametrize("what", ["released", "gone"])
-def test_a_settled_node_that_is_gone_costs_the_sharing_of_one_step(bed: StepBed, what: str) -> None:
-    """At most: the request that held it has ended, and one step later the others share again."""
+def test_a_settled_node_that_is_gone_costs_the_others_nothing(bed: StepBed, what: str) -> None:
+    """Of the batch all is read anew, in the same step, if the tree does not know a node of it."""
     bed.settle()
     bed.plan()
     req = bed.reqs[3]
@@ -135,6 +162,9 @@ def test_a_settled_node_that_is_gone_costs_the_sharing_of_one_step(bed: StepBed,
     if what == "gone":
         bed.cache.tree.unlock(lock)
         bed.cache.tree.evict(EvictParams(num_tokens=OWN))
-    bed.batch, bed.lens = bed.cache.batch(bed.reqs[1:])
-    bed.plan()
-    assert shared_tokens(bed.plan()) == SYSTEM + 2 * TOOL
+    # Half of them are new: the tree is asked for the paths of all.
+    bed.batch, bed.lens = bed.cache.batch([*bed.reqs[2:4], bed.admit(0), bed.admit(0)])
+    plan = bed.plan()
+    bed.check(plan)
+    assert shared_tokens(plan) == SYSTEM + TOOL
+    assert not bed.stats.fallbacks

@@ -15,7 +15,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.steps import OWN, QUERIES, SYSTEM, TARGET, TOOL, StepBed, shared_tokens, sharing_queries
 
-from sglang_pat.bench.host.live import CACHES
+from benchmarks.host.live import CACHES
 from sglang_pat.srt.check import SlotMismatch
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.lengths import known
@@ -77,9 +77,7 @@ def test_a_batch_of_the_same_shape_after_a_flush_makes_a_new_plan(bed: StepBed) 
     of the new batch."""
     first = bed.plan()
     nodes = [getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs]
-    bed.cache.tree.reset()
-    bed.cache.table.clear()
-    bed.cache.allocator.clear()
+    bed.cache.flush()
     bed.reqs = [bed.admit(i // 4) for i in range(QUERIES)]
     assert not set(nodes) & {getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs}
     bed.batch, bed.lens = bed.cache.batch(bed.reqs)
@@ -116,6 +114,27 @@ def test_requests_that_cannot_be_read_cost_the_sharing_only(bed: StepBed) -> Non
     bed.batch = LiveBatch([object()] * QUERIES, bed.cache.tree, bed.batch.rows)
     assert bed.plan().num_shared_items == 0
     assert bed.stats.fallbacks == {"requests not readable": 1}
+
+
+def test_a_core_that_cannot_be_looked_into_costs_the_sharing_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Foreign:
+        """A tree core of somebody else's, with its nodes as hidden as those of SGLang's."""
+
+        @property
+        def root_node(self) -> None:
+            raise NotImplementedError
+
+    bed = StepBed("rust")
+    with monkeypatch.context() as patch:
+        patch.setattr(bed.cache.tree, "tree_core", Foreign())
+        for _ in range(2):
+            plan = bed.plan()
+            bed.check(plan)
+            assert plan.num_shared_items == 0
+    assert bed.stats.fallbacks == {"requests not readable": 2}
+    assert shared_tokens(bed.plan()) == SYSTEM + 2 * TOOL
 
 
 def test_a_batch_beyond_the_target_is_left_to_the_base(bed: StepBed) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_pat.bench.common.counters import Counters
-from sglang_pat.bench.serving.rows import Counted, counted_fields
+from benchmarks.serving.rows import Counted, counted_fields
+from sglang_pat.demo.counters import Counters
 from sglang_pat.srt.step_clock import StepClock
 from sglang_pat.stats import Stats
 

@@ -86,8 +86,9 @@ def test_patch_applies_every_hunk_without_fuzz(copy: Path, tmp_path: Path) -> No
 def test_a_patch_for_another_sglang_is_refused(tool: ModuleType, tmp_path: Path) -> None:
     text = PATCH.read_text()
     other = tmp_path / "other.patch"
-    other.write_text(text.replace("-            paths.append(tuple(path))", "-        return 1"))
-    with pytest.raises(tool.DoesNotFit, match=r"unified_tree_core\.py, line \d+: .*0\.5\.23"):
+    text = text.replace("-        if backend_type not in backend_map:", "-        return 1")
+    other.write_text(text)
+    with pytest.raises(tool.DoesNotFit, match=r"draft_utils\.py, line \d+: .*0\.5\.23"):
         tool.unpack(tmp_path / "copy", other)
     assert not (tmp_path / "copy").exists()
 

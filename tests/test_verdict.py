@@ -22,6 +22,7 @@ from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
 from sglang_pat import _C
 from sglang_pat.capacity import MB, fit_workspace
+from sglang_pat.gpus import GPUS
 from sglang_pat.srt import layers, machines
 from sglang_pat.srt.flags import QuestionError
 from sglang_pat.srt.verdict import Verdict, judge
@@ -251,7 +252,7 @@ def test_a_gpu_that_is_not_here_is_forgotten_afterwards(ask: Any) -> None:
 
 
 def test_questions_that_make_no_sense(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(QuestionError, match=r"'H900' is not known; the GPUs are H200, H100"):
+    with pytest.raises(QuestionError, match=r"'H900' is not known; the GPUs are h200, h100"):
         ask(kit_models.LLAMA, gpu="H900")
     with pytest.raises(QuestionError, match="--model /no/such/model: there is no such folder"):
         judge(["--model-path", "/no/such/model"], gpu="H100")
@@ -266,8 +267,9 @@ def test_questions_that_make_no_sense(ask: Any, capsys: pytest.CaptureFixture[st
 
 def test_names_of_gpus() -> None:
     assert machines.known_gpu("rtx 4090") == machines.known_gpu("4090")
-    for name in machines.KNOWN:
-        assert machines.known_gpu(name).name == name
+    for name, machine in GPUS.items():
+        found = machines.known_gpu(name)
+        assert found.name == name.upper() and found.capability == (machine.major, machine.minor)
 
 
 @pytest.mark.parametrize(

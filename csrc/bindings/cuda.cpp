@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
 #include <sstream>
 #include <string>
 
@@ -182,10 +183,16 @@ void read_draft_masks(int64_t cells, int64_t num_cells, const Vector& seq_lens, 
 
 void check_plan(int64_t plan, int64_t plan_bytes, int64_t max_bytes, int max_queries,
                 int max_partials, int max_context, int max_branch_tokens, int max_list_tokens,
-                int num_q_heads, int num_kv_heads, int draft_tokens) {
-  check_plan_fits(pointer<const void>(plan), plan_bytes,
-                  {max_bytes, max_queries, max_partials, max_context, max_branch_tokens,
-                   max_list_tokens, num_q_heads, num_kv_heads, draft_tokens});
+                int num_q_heads, int num_kv_heads, int draft_tokens,
+                const std::optional<std::array<int64_t, 2>>& made) {
+  const PlanRoom room{max_bytes,       max_queries, max_partials, max_context, max_branch_tokens,
+                      max_list_tokens, num_q_heads, num_kv_heads, draft_tokens};
+  const auto* bytes = pointer<const void>(plan);
+  if (made) {
+    check_made_plan_fits(bytes, plan_bytes, (*made)[0], (*made)[1], room);
+  } else {
+    check_plan_fits(bytes, plan_bytes, room);
+  }
 }
 
 py::dict probe(int device) {
@@ -246,9 +253,10 @@ void bind_staging(py::module_& m) {
       "check_plan_cuda", &check_plan, py::arg("plan"), py::arg("plan_bytes"), py::arg("max_bytes"),
       py::arg("max_queries"), py::arg("max_partials"), py::arg("max_context"),
       py::arg("max_branch_tokens"), py::arg("max_list_tokens"), py::arg("num_q_heads"),
-      py::arg("num_kv_heads"), py::arg("draft_tokens") = 1,
+      py::arg("num_kv_heads"), py::arg("draft_tokens") = 1, py::arg("made") = py::none(),
       "Raises ValueError, saying what was given and what fits, unless the plan at a host address\n"
-      "is sound and fits these capacities. Kernels trust a plan that passed.");
+      "is sound and fits these capacities. Kernels trust a plan that passed. `made`: (last_token,\n"
+      "most_rows) of a Plan of this process, which is taken to be sound.");
   py::class_<PlanStaging>(m, "PlanStaging", "A ring of pinned buffers on the current device.")
       .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("count"))
       .def(

@@ -241,6 +241,10 @@ void bind_plan_counts(py::class_<Plan>& plan) {
           "data_ptr", [](const Plan& p) { return reinterpret_cast<uintptr_t>(p.blob.data()); },
           "Address of the plan's buffer in host memory (csrc/plan.h).")
       .def_readonly(
+          "last_token", &Plan::last_token,
+          "Where the last tokens end that items read of a sequence, tails at their least.")
+      .def_readonly("most_rows", &Plan::most_rows, "The most packed rows of an item.")
+      .def_readonly(
           "degraded", &Plan::degraded,
           "Why the plan is simpler than the rules ask for, naming the capacity that was too "
           "small; \"\" if it is not.")
@@ -356,7 +360,7 @@ void bind_planner(py::module_& m) {
       .def("plan_again", &Planner::plan_again, py::arg("seq_lens"));
 }
 
-// What the cost model says of a plan that is made: calibration fits its factors with this.
+// What the cost model says of a plan that is made.
 void bind_cost_model(py::module_& m) {
   py::class_<PlanTerms>(m, "PlanTerms", "What the cost model counts of a plan, for one KV head.")
       .def_readonly("unique_tokens", &PlanTerms::unique_tokens)
@@ -365,8 +369,7 @@ void bind_cost_model(py::module_& m) {
       .def_readonly("branches", &PlanTerms::branches)
       .def_readonly("longest_branch_tokens", &PlanTerms::longest_branch_tokens)
       .def_readonly("partials", &PlanTerms::partials)
-      .def_readonly("items", &PlanTerms::items)
-      .def_readonly("longest_item_tokens", &PlanTerms::longest_item_tokens);
+      .def_readonly("items", &PlanTerms::items);
   m.def(
       "plan_terms",
       [](const Plan& plan, const Int64Array& seq_lens, int64_t unique_tokens) {
@@ -405,13 +408,15 @@ void bind_pack(py::module_& m) {
       .def(py::init<const std::array<std::string, 3>&, int64_t, int64_t>(), py::arg("paths"),
            py::arg("settle"), py::arg("recheck"))
       .def(
-          "read", &HandleReader::read, py::arg("requests"), py::arg("rows_ptr"), py::arg("step"),
-          py::arg("anew"),
+          "read", &HandleReader::read, py::arg("requests"), py::arg("rows_ptr"),
+          py::arg("generations_ptr"), py::arg("num_generations"), py::arg("step"), py::arg("anew"),
           "int64 [requests, 3] as bytes: node, tokens safe to share, row; a None on the way reads\n"
           "as -1, and a request whose row is not the one at rows_ptr (int64 [requests]) as\n"
-          "(-1, 0, that row). A request that was in every call for more than `settle` steps is\n"
-          "not looked at for `recheck` steps, unless `anew`: see handle_memory.h. Raises\n"
-          "AttributeError, and TypeError for what is no integer.");
+          "(-1, 0, that row). A request that was in every call for more than `settle` steps, in a\n"
+          "row of the same generation, is not looked at for `recheck` steps, unless `anew`: see\n"
+          "handle_memory.h. generations_ptr: int64 [num_generations], of all rows; none reads "
+          "everything.\n"
+          "Raises AttributeError, and TypeError for what is no integer.");
 }
 
 }  // namespace pat

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes down once a step, behind the snapshot, the first work unit of every half, the slots of its
 // first tiles and where its Q is. The forward of each layer would find the same by a chain of
-// look-ups, which takes 2 to 3 us where its code is in no cache (docs/experiments/host.md).
+// look-ups, which takes 2 to 3 us where its code is in no cache (docs/lessons.md).
 #include "cuda/first_units.h"
 #include "cuda/forward/footprint.cuh"
 #include "cuda/forward/scheduler.cuh"

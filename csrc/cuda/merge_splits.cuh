@@ -9,7 +9,7 @@
 namespace pat {
 
 // What the merge needs of DecodeParams. It is passed by value: as a __grid_constant__ small batches
-// take 0.2 us longer (docs/experiments/host.md).
+// take 0.2 us longer (docs/lessons.md).
 struct MergeParams {
   const PlanHeader* plan;
   const char* partials;

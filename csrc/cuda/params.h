@@ -95,7 +95,7 @@ constexpr uint32_t divisor_magic(uint32_t divisor) {
 
 // The forward kernel's parameters: what it needs of the caller's, and what launch.cu makes of them.
 // It gets no others, because small batches take 0.2 us longer with all of DecodeParams
-// (docs/experiments/host.md).
+// (docs/lessons.md).
 struct ForwardParams {
   const PlanHeader* plan;
   const char* q;

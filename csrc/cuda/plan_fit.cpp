@@ -31,21 +31,27 @@ void check_header(const PlanHeader& h, int64_t plan_bytes, const PlanRoom& room)
             "max_items, max_partials, max_segments and max_branch_tokens");
 }
 
+void check_context(int64_t end, const PlanRoom& room) {
+  PAT_CHECK(end <= room.max_context, "an item reads up to token ", end,
+            ", the workspace is for contexts of ", room.max_context,
+            " tokens: make it for a larger max_context");
+}
+
+void check_rows(int64_t rows, const PlanHeader& h) {
+  const int64_t most = max_item_rows(group_of(h));
+  PAT_CHECK(rows <= most, "an item has ", rows, " packed rows, at most ", most,
+            " fit: give the target smaller row_tiles");
+}
+
 void check_item(const PlanView& plan, int index, const PlanRoom& room) {
   check_item_shape(plan, index);
   const PlanHeader& h = *plan.header;
   const Item& item = plan.items[index];
   PAT_CHECK(item.row_tile >= 0, "damaged plan: item ", index, " has a row tile of ", item.row_tile);
   plan.for_each_segment(index, [&](const Segment& s) {
-    const int64_t end = int64_t{s.kv_start} + (s.kv_len == kDynamic ? 0 : s.kv_len);
-    PAT_CHECK(end <= room.max_context, "item ", index, " reads up to token ", end,
-              ", the workspace is for contexts of ", room.max_context,
-              " tokens: make it for a larger max_context");
+    check_context(int64_t{s.kv_start} + (s.kv_len == kDynamic ? 0 : s.kv_len), room);
   });
-  const int64_t rows = static_cast<int64_t>(item.num_queries) * group_of(h);
-  const int64_t most = max_item_rows(group_of(h));
-  PAT_CHECK(rows <= most, "item ", index, " has ", rows, " packed rows, at most ", most,
-            " fit: give the target smaller row_tiles");
+  check_rows(static_cast<int64_t>(item.num_queries) * group_of(h), h);
 }
 
 }  // namespace
@@ -62,6 +68,14 @@ void check_plan_fits(const void* plan, int64_t plan_bytes, const PlanRoom& room)
               "damaged plan: member ", i, " is query ", query, " of ", h.num_queries,
               " with partial ", partial, " of ", h.num_partials);
   }
+}
+
+void check_made_plan_fits(const void* plan, int64_t plan_bytes, int64_t last_token,
+                          int64_t most_rows, const PlanRoom& room) {
+  const PlanHeader& h = *view_plan(plan, plan_bytes).header;
+  check_header(h, plan_bytes, room);
+  check_context(last_token, room);
+  check_rows(most_rows, h);
 }
 
 }  // namespace pat

@@ -12,7 +12,11 @@ struct PlanRoom {
   int32_t num_q_heads, num_kv_heads, draft_tokens;
 };
 
-// Throws std::invalid_argument that names what was given and what fits. Host memory only.
+// Both throw std::invalid_argument that names what was given and what fits. Host memory only.
 void check_plan_fits(const void* plan, int64_t plan_bytes, const PlanRoom& room);
+// The same of a plan that this process made, in constant time: `last_token` and `most_rows` are the
+// Plan's (emit.h).
+void check_made_plan_fits(const void* plan, int64_t plan_bytes, int64_t last_token,
+                          int64_t most_rows, const PlanRoom& room);
 
 }  // namespace pat

@@ -8,6 +8,7 @@
 namespace pat {
 
 PlanStaging::PlanStaging(size_t bytes, int count) : bytes_(bytes), buffers_(count) {
+  free_retired();
   try {
     for (Buffer& buffer : buffers_) {
       check(cudaHostAlloc(&buffer.host, bytes, cudaHostAllocDefault), "pinned memory for plans");
@@ -15,22 +16,39 @@ PlanStaging::PlanStaging(size_t bytes, int count) : bytes_(bytes), buffers_(coun
             "event of a plan's copy");
     }
   } catch (...) {
-    release();
+    retire();
     throw;
   }
 }
 
-PlanStaging::~PlanStaging() { release(); }
+PlanStaging::~PlanStaging() { retire(); }
+
+PlanStaging::Retired& PlanStaging::retired() {
+  static auto* retired = new Retired;  // never freed: stagings outlive static objects
+  return *retired;
+}
+
+// Python may collect a staging at any time, also while a graph is captured. Waiting for an event or
+// freeing pinned memory then would invalidate the capture, so that is left to the next staging's
+// constructor, which allocates and so cannot run in a capture either.
+void PlanStaging::retire() noexcept {
+  Retired& all = retired();
+  const std::lock_guard lock(all.mutex);
+  all.buffers.splice(all.buffers.end(), buffers_);
+}
 
 // Errors are of a process that ends: its context, and so the memory, is gone already.
-void PlanStaging::release() noexcept {
-  for (const Buffer& buffer : buffers_) {
+void PlanStaging::free_retired() noexcept {
+  Retired& all = retired();
+  const std::lock_guard lock(all.mutex);
+  for (const Buffer& buffer : all.buffers) {
     if (buffer.copied != nullptr) {
       cudaEventSynchronize(buffer.copied);
       cudaEventDestroy(buffer.copied);
     }
     if (buffer.host != nullptr) cudaFreeHost(buffer.host);
   }
+  all.buffers.clear();
 }
 
 void PlanStaging::copy(const void* plan, size_t bytes, void* device, int32_t* list, void* stream) {
@@ -44,8 +62,8 @@ void PlanStaging::copy(const void* plan, size_t bytes, void* device, int32_t* li
   if (status != cudaStreamCaptureStatusNone) {
     throw_invalid("load() while a CUDA graph is captured: load the plan before");
   }
-  const Buffer& buffer = buffers_[next_];
-  next_ = (next_ + 1) % buffers_.size();
+  buffers_.splice(buffers_.end(), buffers_, buffers_.begin());  // the oldest copy's is next
+  const Buffer& buffer = buffers_.back();
   check(cudaEventSynchronize(buffer.copied), "wait for an earlier plan's copy");
   std::memcpy(buffer.host, plan, bytes);
   auto* header = static_cast<PlanHeader*>(buffer.host);

@@ -4,14 +4,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <list>
+#include <mutex>
 
 struct CUevent_st;  // what a cudaEvent_t points to
 
 namespace pat {
 
 // A ring of pinned buffers: a plan may be copied into the next one while copies of plans before it
-// are still under way. Made and used on one device. Not thread-safe.
+// are still under way. Made and used on one device. Not thread-safe. Destroying one calls nothing
+// of CUDA, so it may happen in a capture; its memory is freed when the next one is made.
 class PlanStaging {
  public:
   // Throws std::runtime_error with CUDA's error, as copy does.
@@ -32,11 +34,17 @@ class PlanStaging {
     CUevent_st* copied = nullptr;  // the event of its last copy
   };
 
-  void release() noexcept;
+  struct Retired {
+    std::mutex mutex;
+    std::list<Buffer> buffers;  // of stagings that are gone
+  };
+
+  static Retired& retired();
+  static void free_retired() noexcept;
+  void retire() noexcept;
 
   size_t bytes_;
-  std::vector<Buffer> buffers_;
-  size_t next_ = 0;
+  std::list<Buffer> buffers_;  // the one that was used last is the last
 };
 
 }  // namespace pat

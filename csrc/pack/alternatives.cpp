@@ -30,7 +30,7 @@ constexpr int32_t kLongPiece = 512;
 // halves take less time than is simulated, by kOverrated, unless they are shorter than kLongPiece.
 constexpr double kOverrated = 1.03;
 // Another plan is taken if the one at hand is simulated to take more than so many times as long.
-// Chosen by timed plans of both GPUs (docs/experiments/simulation.md, series 27).
+// Chosen by timed plans of both GPUs (docs/lessons.md).
 constexpr double kSimulatedGain = 1.02;
 
 // Tokens of a piece, in whole tiles, if the batch is cut into `parts` equal parts.

@@ -13,7 +13,7 @@ namespace pat {
 namespace {
 
 // What a pair must have in common. With 256 tokens pairs gain little: they took 0.97 to 1.02 of the
-// time without (docs/experiments/branches.md, series 23).
+// time without (docs/lessons.md).
 constexpr int32_t kLeastCommonTokens = 5 * kBranchAlign;
 // Pairs run before all other items, though branches and light items run well beside each other. So
 // there are none if the others read more than one part in so many of what the branches read.

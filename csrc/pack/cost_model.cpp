@@ -16,7 +16,7 @@ namespace {
 
 // How much longer an item takes if another one runs on the same SM, as a share of its time beyond
 // kStart overheads: the two share what an SM can read, but each begins as fast as alone. Fitted to
-// 403 batches on an H200 (docs/experiments/splits.md, series 11). Where queries share more than a
+// 403 batches on an H200 (docs/lessons.md). Where queries share more than a
 // few of the tokens it does not hold: an SM's second item then often reads what the L2 has.
 constexpr double kBesideAnother = 0.8;
 constexpr double kStart = 1.25;
@@ -26,7 +26,7 @@ constexpr double kFewShared = 0.1;  // of all tokens; verify steps were not time
 // which has fewer, takes no less than its longest item. Light items wait for memory most of the
 // time, and the fewer of them read at once, the less of its speed they use: so the last wave takes
 // the smooth maximum. Not with heavy items, where more plans were slower by that, and not with fp8,
-// where it gained nothing (docs/experiments/splits.md, series 26).
+// where it gained nothing (docs/lessons.md).
 double waves_seconds(const Target& target, const ItemLoad& load, double slot_token_s) {
   if (load.long_slots == 0.0) return 0.0;
   const double slots = load.long_slots * target.num_kv_heads;
@@ -58,7 +58,7 @@ double partial_seconds(const Target& target, double partials) {
 // Of few queries nearly every item is the first one of its half. The snapshot writes first units
 // down (cuda/first_units.cu), so such an item takes less time before its first tokens. Chosen by
 // batches of one and two queries on an H200, and timed with up to seven
-// (docs/experiments/splits.md, series 25). Not with fp8 or other head dims: there as many plans
+// (docs/lessons.md). Not with fp8 or other head dims: there as many plans
 // were slower as faster.
 constexpr double kOfOverhead = 0.5;
 
@@ -118,7 +118,6 @@ PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad
   terms.longest_branch_tokens = branches.longest_tokens;
   terms.partials = branches.partials;
   terms.items = terms.branches;
-  terms.longest_item_tokens = branches.longest_tokens;
   int64_t read = branches.tokens;
   for (int32_t i = 0; i < count_of(packs.packs); ++i) {
     const Pack& pack = packs.packs[i];
@@ -128,7 +127,6 @@ PlanTerms packs_terms(const Target& target, const Packs& packs, const BranchLoad
     read += tokens;
     if (target.row_tile_for(pack.queries) > kWideRows) terms.wide_tokens += tokens;
     terms.items += tiles * pack.pieces;
-    terms.longest_item_tokens = std::max<int64_t>(terms.longest_item_tokens, pack.chunk);
     // A tail that is its query's only item writes the output itself.
     const bool alone = packs.is_only_pack(i) && pack.pieces == 1;
     if (!alone) terms.partials += int64_t{pack.queries} * pack.pieces;
@@ -153,7 +151,6 @@ PlanTerms plan_terms(const Plan& plan, const int64_t* seq_lens, int64_t unique_t
       terms.wide_tokens += tokens;
     }
     read += tokens;
-    terms.longest_item_tokens = std::max(terms.longest_item_tokens, tokens);
   }
   terms.set_tokens(read, unique_tokens);
   return terms;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The cost model of plans: what packer, split and branch compare. Rates of a GPU are Target's,
-// where sglang_pat/profiles put them. What was fitted to times of Hoppers beside them stands where
+// of the table in sglang_pat/gpus.py. What was fitted to times of Hoppers beside them stands where
 // it is used, with the experiment that it comes from.
 //
 // There are four models of a plan's time, each fitted for one decision:
@@ -112,8 +112,7 @@ inline double take_over_gain_bytes(const Target& target, double tokens, int64_t 
          (left + moved - before) * tokens * target.token_bytes() * target.reread_weight;
 }
 
-// Counts of a plan, for one KV head. plan_seconds() asks for all but the last, which is for those
-// who judge a fit.
+// Counts of a plan, for one KV head.
 struct PlanTerms {
   int64_t unique_tokens = 0;  // of the batch, each node's once
   int64_t reread_tokens = 0;  // that items read beyond the unique ones
@@ -122,7 +121,6 @@ struct PlanTerms {
   int64_t longest_branch_tokens = 0;
   int64_t partials = 0;
   int64_t items = 0;  // branches among them
-  int64_t longest_item_tokens = 0;
 
   // `read`: tokens of all items.
   void set_tokens(int64_t read, int64_t unique) {

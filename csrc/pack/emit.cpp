@@ -147,6 +147,8 @@ void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
     plan.fixed_tokens -= from.seq_lens[query];
   }
   if (pack.queries == 0) return;
+  const int64_t most_queries = std::min(pack.queries, tile_queries_);
+  plan.most_rows = std::max(plan.most_rows, most_queries * from.target.group());
   for (int32_t piece = 0; piece < pack.pieces; ++piece) {
     const int32_t start = pack.start + piece * pack.chunk;
     const bool last = piece + 1 == pack.pieces;
@@ -159,6 +161,7 @@ void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
     } else {
       plan.fixed_tokens += tokens * from.target.num_row_tiles(pack.queries);
     }
+    plan.last_token = std::max<int64_t>(plan.last_token, dynamic ? start : start + tokens);
     const int64_t end = dynamic ? plan.max_seq_lens[query] : int64_t{start} + tokens;
     list_piece(from, index,
                {.index = piece,
@@ -201,9 +204,12 @@ void Emitter::list_piece(const Decisions& from, int32_t index, const Piece& piec
 
 void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& plan) {
   if (branch.num_queries == 0) return;
+  plan.most_rows = std::max(plan.most_rows, int64_t{branch.num_queries} * from.target.group());
   bool shared = false;
   for (int32_t i = 0; i < branch.num_segments; ++i) {
     const Segment& segment = from.brancher.segments()[branch.first_segment + i];
+    const int64_t end = int64_t{segment.kv_start} + (is_dynamic(segment) ? 0 : segment.kv_len);
+    plan.last_token = std::max(plan.last_token, end);
     shared |= segment.num_queries > 1;
     if (!is_dynamic(segment)) {
       plan.fixed_tokens += segment.kv_len;

@@ -26,6 +26,11 @@ struct Plan {
   // Tokens that the items read for one layer and KV head, re-reads counted, are fixed_tokens plus
   // sum(seq_lens): each query has at most one tail item, and its length enters once.
   int64_t fixed_tokens = 0;
+  // What an executor's buffers must hold, so that a plan that comes from here need not be read for
+  // it: where the last of the tokens ends that items read of any sequence, tails at their least,
+  // and the most packed rows of an item.
+  int64_t last_token = 0;
+  int64_t most_rows = 0;
   // Why a simpler plan was made than the rules ask for: empty, or the capacity that was too small.
   std::string degraded;
   // Factor on the cost model's time of a plan that the simulation chose, 1 for other plans. The

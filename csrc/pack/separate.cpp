@@ -12,7 +12,7 @@
 namespace pat {
 namespace {
 
-// Fitted to 2,877 plans of 614 batches on an H200 (docs/experiments/splits.md, series 9), 10 % rms:
+// Fitted to 2,877 plans of 614 batches on an H200 (docs/lessons.md), 10 % rms:
 // shares and multiples that do not depend on the rates of a GPU. Other models of a plan's time keep
 // factors of their own: what counts here is how plans of few items differ. kOfQueries was chosen,
 // and the reads of the L2 were added, by the measured times of 547 batches (series 12).

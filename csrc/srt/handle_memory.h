@@ -17,12 +17,10 @@ using Handle = std::array<int64_t, 3>;
 
 // The handles of one prefix cache's requests, by row. A handle is taken as remembered if this very
 // request has been in the batch of every call for more than `settle` steps without a change, and it
-// was last read less than `recheck` steps ago. A running request gets another node only when its
-// own prefill is processed, a step or two after it ran; a retracted one is missing from the decode
-// step that it is retracted for, so from one call; a released one is filtered out before the next.
-// Where that fails (a pause that retracts all requests and gives them the same rows again), only
-// sharing is lost: the nodes are those of the request's own tokens, under ids that are never given
-// out twice, and the slots are read anew every step.
+// was last read less than `recheck` steps ago, and its row has not been given out since. A running
+// request gets another node only when its own prefill is processed, a step or two after it ran. One
+// that is retracted loses its row with its node, and a pause may give it the same row again without
+// missing a step; but SGLang counts how often it gives each row out, the row's generation.
 //
 // A request is known by a weak reference. A strong one would make this the place where finished
 // requests are freed, in the middle of a step; an address, like a row, is soon another's.
@@ -46,11 +44,11 @@ class HandleMemory {
   }
 
   // The handle to be taken for a request of this call's batch, or nullptr if it must be read.
-  const Handle* find(const PyObject* request, int64_t row) {
+  const Handle* find(const PyObject* request, int64_t row, int64_t generation) {
     if (!knows(row)) return nullptr;
     Entry& entry = entries_[static_cast<size_t>(row)];
     if (!entry.is_of(request)) return nullptr;
-    const bool stayed = entry.seen == call_ - 1;
+    const bool stayed = entry.seen == call_ - 1 && entry.generation == generation;
     entry.seen = call_;
     if (!stayed) entry.first = step_;
     if (stayed && step_ - entry.first > settle_ && step_ < entry.until && !anew_) {
@@ -61,7 +59,7 @@ class HandleMemory {
   }
 
   // Remembers what was read of a request that `find` did not have.
-  void keep(PyObject* request, const Handle& handle) {
+  void keep(PyObject* request, const Handle& handle, int64_t generation) {
     const int64_t row = handle[2];
     if (row < 0 || row >= kMaxRows) return;
     if (!knows(row)) entries_.resize(static_cast<size_t>(row) + 1);
@@ -75,6 +73,7 @@ class HandleMemory {
     }
     if (entry.handle != handle) entry.first = step_;
     entry.handle = handle;
+    entry.generation = generation;
     // Requests that were read together are not all read again in one step.
     entry.until = step_ + recheck_ - row % (recheck_ / 2 + 1);
   }
@@ -85,9 +84,10 @@ class HandleMemory {
   struct alignas(64) Entry {
     pybind11::object owner;  // weak reference to the request, or nullptr
     Handle handle{};
-    int64_t first = 0;  // the step since which it has been here unchanged
-    int64_t until = 0;  // the step from which on it is read again
-    int64_t seen = 0;   // the last call with it
+    int64_t generation = 0;  // of its row
+    int64_t first = 0;       // the step since which it has been here unchanged
+    int64_t until = 0;       // the step from which on it is read again
+    int64_t seen = 0;        // the last call with it
 
     // PyWeakref_GetObject would touch the object too, which is as cold as the rest of it, to tell
     // whether it is still alive: `request` is.

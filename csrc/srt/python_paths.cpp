@@ -62,20 +62,25 @@ HandleReader::HandleReader(const std::array<std::string, 3>& paths, int64_t sett
   }
 }
 
-py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr, int64_t step,
+py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr,
+                             uintptr_t generations_ptr, int64_t num_generations, int64_t step,
                              bool anew) {
   const py::object list = fast_sequence(requests.ptr(), "requests must be a sequence");
   const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(list.ptr()));
   PyObject** items = PySequence_Fast_ITEMS(list.ptr());
   const auto* rows = reinterpret_cast<const int64_t*>(rows_ptr);
+  const auto* generations = reinterpret_cast<const int64_t*>(generations_ptr);
+  const auto generation = [&](size_t i) {
+    return rows[i] >= 0 && rows[i] < num_generations ? generations[rows[i]] : -1;
+  };
   constexpr size_t kAhead = 6;  // requests between one hint and the next
   std::vector<Handle> handles(count);
   std::vector<size_t> unread;
-  memory_.begin(step, anew);
+  memory_.begin(step, anew || num_generations == 0);
   for (size_t i = 0; i < count; ++i) {
     memory_.prefetch(rows[std::min(i + 32, count - 1)]);
     memory_.prefetch_owner(rows[std::min(i + 16, count - 1)]);
-    const Handle* known = memory_.find(items[i], rows[i]);
+    const Handle* known = memory_.find(items[i], rows[i], generation(i));
     if (known == nullptr) {
       unread.push_back(i);
     } else {
@@ -116,7 +121,7 @@ py::bytes HandleReader::read(const py::sequence& requests, uintptr_t rows_ptr, i
     }
     const int64_t row = rows[unread[i]];
     if (handle[2] != row) handle = {-1, 0, row};
-    memory_.keep(at(i), handle);
+    memory_.keep(at(i), handle, generation(unread[i]));
   }
   return {reinterpret_cast<const char*>(handles.data()), handles.size() * sizeof(handles[0])};
 }

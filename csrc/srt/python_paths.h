@@ -47,10 +47,12 @@ class HandleReader {
   HandleReader(const std::array<std::string, 3>& paths, int64_t settle, int64_t recheck);
 
   // int64 [requests, 3]; a None on the way reads as -1, and a request whose row is not the one at
-  // `rows_ptr` (int64 [requests]) as (-1, 0, that row). `step` and `anew` as in HandleMemory.
-  // Throws AttributeError, and TypeError for anything that is not an integer.
-  pybind11::bytes read(const pybind11::sequence& requests, uintptr_t rows_ptr, int64_t step,
-                       bool anew);
+  // `rows_ptr` (int64 [requests]) as (-1, 0, that row). `generations_ptr` (int64
+  // [num_generations]): of all rows; without any, where nobody counts them, everything is read.
+  // `step` and `anew` as in HandleMemory. Throws AttributeError, and TypeError for anything that is
+  // not an integer.
+  pybind11::bytes read(const pybind11::sequence& requests, uintptr_t rows_ptr,
+                       uintptr_t generations_ptr, int64_t num_generations, int64_t step, bool anew);
 
  private:
   struct Path {

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglang_pat.bench.common.counters import Counters
     from sglang_pat.demo.compare import Agreement
+    from sglang_pat.demo.counters import Counters
     from sglang_pat.demo.workload import Generation
 
 
@@ -21,7 +21,7 @@ class Run:
 
     backend: str
     generations: list[Generation]
-    seconds: float  # from the first request to the last answer
+    seconds: float  # of both turns, each from its requests to its last answer
     counters: Counters  # of this pass alone; all 0 on a stock backend
 
     @property

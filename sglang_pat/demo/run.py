@@ -23,11 +23,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.common.server import Server, ServerError, default_device
 from sglang_pat.demo import compare as agreement
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.report import Run, summary, table, to_line
 from sglang_pat.demo.scale import SCALES, VOCAB, Scale
+from sglang_pat.demo.server import LOG_REQUESTS, Server, ServerError, default_device
 from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.demo.workload import AgentWorkload, Generation, run_workload
 from sglang_pat.srt.launch import reason_against_options
@@ -180,7 +180,7 @@ def _measure_stock(server: Server, trial: _Trial) -> _Stock:
         return _Stock(run, run.generations, None)
     reference = run.generations
     if trial.compared_apart is not None:
-        reference = run_workload(server.url, trial.compared_apart, label="to compare")
+        reference, _ = run_workload(server, trial.compared_apart, label="to compare")
     return _Stock(run, reference, _force(server, reference))
 
 
@@ -219,7 +219,7 @@ def _start(servers: contextlib.ExitStack, *starting: Server) -> None:
 
 
 def _server(model: Path, backend: str | None, trial: _Trial) -> Server:
-    args = ["--dtype", trial.dtype, "--max-total-tokens", str(trial.scale.kv_tokens)]
+    args = ["--dtype", trial.dtype, "--max-total-tokens", str(trial.scale.kv_tokens), *LOG_REQUESTS]
     if trial.dtype != "float32":
         # Logits in fp32 leave the attention as the main thing that rounds.
         args += ["--enable-fp32-lm-head", "--enable-custom-logit-processor"]
@@ -230,12 +230,10 @@ def _server(model: Path, backend: str | None, trial: _Trial) -> Server:
 def _measure(server: Server, trial: _Trial) -> Run:
     backend = server.get("/server_info")["attention_backend"]
     if trial.scale.warm_up:
-        run_workload(server.url, trial.timed, label="warm-up")
+        run_workload(server, trial.timed, label="warm-up")
         server.post("/flush_cache?timeout=30")  # waits until the server is idle
     before = server.counters()
-    began = time.perf_counter()
-    generations = run_workload(server.url, trial.timed, label=f"{backend:>12}")
-    seconds = time.perf_counter() - began
+    generations, seconds = run_workload(server, trial.timed, label=f"{backend:>12}")
     server.check_alive()
     return Run(backend, generations, seconds, server.counters() - before)
 

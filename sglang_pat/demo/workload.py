@@ -9,16 +9,18 @@ the second one appends the first answer and a tool's result. The texts are in ``
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from openai import OpenAI
+
+    from sglang_pat.demo.server import Server
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,73 +83,80 @@ class AgentWorkload:
         return self.num_conversations * self.turns
 
 
-def run_workload(url: str, workload: AgentWorkload, *, label: str) -> list[Generation]:
-    """Ask the server at ``url``; answers are ordered by agent, task and turn, whenever they came.
+def run_workload(
+    server: Server, workload: AgentWorkload, *, label: str
+) -> tuple[list[Generation], float]:
+    """Ask the server, which must have ``LOG_REQUESTS``. Returns the answers ordered by agent, task
+    and turn, whenever they came, and the seconds from the arrival of a turn's requests to the last
+    of its answers, over all turns.
 
-    Shows a progress bar, named ``label``, on standard error.
+    The server is paused until all requests of a turn have come: they decode together, however slow
+    the machine is. Shows a progress bar, named ``label``, on standard error.
 
     Raises:
         openai.OpenAIError: the server refused a request or went away.
+        TimeoutError: not all requests of a turn came in time.
     """
-    return asyncio.run(_run(url, workload, label))
+    from openai import OpenAI
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-
-async def _run(url: str, workload: AgentWorkload, label: str) -> list[Generation]:
-    from openai import AsyncOpenAI
-    from tqdm import tqdm
-
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        system = {"role": "system", "content": workload.system}
-        # As on a server that has been up for a while: the common prompt is in the cache.
-        await _ask(client, workload, "warm-up", [system], max_tokens=1, progress=None)
-        total = workload.num_requests * workload.max_tokens
-        with tqdm(total=total, desc=label, unit=" tokens", dynamic_ncols=True) as progress:
-            conversations = [
-                _converse(client, workload, agent, task, progress)
-                for agent in workload.agents
-                for task in range(len(agent["tasks"]))
-            ]
-            answers = await asyncio.gather(*conversations)
-    return [answer for conversation in answers for answer in conversation]
-
-
-async def _converse(
-    client: AsyncOpenAI,
-    workload: AgentWorkload,
-    agent: dict[str, Any],
-    task: int,
-    progress: tqdm[Any],
-) -> list[Generation]:
-    messages = [
-        {"role": "system", "content": workload.system},
-        {"role": "system", "content": agent["prompt"]},
-        {"role": "user", "content": agent["tasks"][task]},
+    system = {"role": "system", "content": workload.system}
+    talks = [
+        (
+            f"{agent['name']}/{task}",
+            [
+                system,
+                {"role": "system", "content": agent["prompt"]},
+                {"role": "user", "content": text},
+            ],
+        )
+        for agent in workload.agents
+        for task, text in enumerate(agent["tasks"])
     ]
-    answers = []
-    for turn in range(workload.turns):
-        name = f"{agent['name']}/{task}/{turn}"
-        answer = await _ask(client, workload, name, messages, workload.max_tokens, progress)
-        answers.append(answer)
-        messages = [
-            *messages,
-            {"role": "assistant", "content": answer.text},
-            {"role": "user", "content": workload.follow_up},
-        ]
-    return answers
+    turns, seconds = [], 0.0
+    with (
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(len(talks)) as pool,
+        tqdm(
+            total=workload.num_requests * workload.max_tokens,
+            desc=label,
+            unit=" tokens",
+            dynamic_ncols=True,
+        ) as progress,
+    ):
+        # As on a server that has been up for a while: the common prompt is in the cache.
+        _ask(client, workload, "warm-up", [system], max_tokens=1)
+        for turn in range(workload.turns):
+            with server.paused_until_arrived(len(talks)):
+                asked = [
+                    pool.submit(
+                        _ask, client, workload, f"{name}/{turn}", messages, workload.max_tokens
+                    )
+                    for name, messages in talks
+                ]
+            began = time.perf_counter()
+            answers = []
+            for each, (_, messages) in zip(asked, talks, strict=True):
+                answers.append(answer := each.result())
+                progress.update(len(answer.output_ids))
+                messages.append({"role": "assistant", "content": answer.text})
+                messages.append({"role": "user", "content": workload.follow_up})
+            seconds += time.perf_counter() - began
+            turns.append(answers)
+    return [answer for talk in zip(*turns, strict=True) for answer in talk], seconds
 
 
-async def _ask(
-    client: AsyncOpenAI,
+def _ask(
+    client: OpenAI,
     workload: AgentWorkload,
     name: str,
     messages: list[dict[str, str]],
     max_tokens: int,
-    progress: tqdm[Any] | None,
 ) -> Generation:
     # Not streamed: SGLang's stream leaves out the log-probabilities of a token that is only a part
     # of a character. The server's own clock gives the time between tokens.
     asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if workload.logprobs else {}
-    response = await client.chat.completions.create(
+    response = client.chat.completions.create(
         model="default",
         messages=messages,  # type: ignore[arg-type]
         tools=workload.tools,  # type: ignore[arg-type]
@@ -166,8 +175,6 @@ async def _ask(
         logprobs = margins = [math.nan] * len(output_ids)
     meta = extra["meta_info"]
     decode_s = meta["e2e_latency"] - meta["first_token_latency"]
-    if progress is not None:
-        progress.update(len(output_ids))
     return Generation(
         name=name,
         prompt_ids=extra["prompt_token_ids"],

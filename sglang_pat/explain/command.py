@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.explain.machines import GPUS, Machine, machine_of
 from sglang_pat.explain.requests import DEFAULT_TREE
 from sglang_pat.explain.text import PARTS
+from sglang_pat.gpus import GPUS, Machine, machine_of
 
 if TYPE_CHECKING:
     from sglang_pat import Target

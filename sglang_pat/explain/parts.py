@@ -82,7 +82,6 @@ class Explanation:
     tokens_read: int  # by the items
     tokens_alone: int  # if every query read its own
     tokens_held: int  # of the batch, each counted once
-    utilisation: float  # see sglang_pat/utilisation.py
 
     @property
     def token_bytes(self) -> int:

@@ -14,7 +14,6 @@ from sglang_pat import Plan, Target
 from sglang_pat.dump import PathNodes, Requests
 from sglang_pat.explain.parts import Explanation, Item, Merge, Range, TreeNode
 from sglang_pat.planner import BRANCH
-from sglang_pat.utilisation import utilisation
 
 _DYNAMIC, _DIRECT = -1, -1  # kDynamic and kDirect of csrc/plan.h
 
@@ -34,7 +33,6 @@ def explain(plan: Plan, requests: Requests, target: Target) -> Explanation:
         plan.kv_tokens_read(sum(requests.seq_lens)),
         sum(requests.seq_lens),
         sum(node.end - node.start for node in nodes),
-        utilisation(plan, requests.seq_lens),
     )
 
 

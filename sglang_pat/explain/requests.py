@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NoReturn
 
 from sglang_pat.dump import MAX_REQUESTS, MAX_TOKENS, PathNodes, Requests
@@ -25,25 +24,14 @@ def parse_tree(spec: str) -> Requests:
     Raises ValueError that names the character for what is neither, and the limit for what is too
     large.
     """
-    spec = "".join(spec.split())
-    return _Parser(_nested(spec) if "_" in spec else spec).parse()
+    if "_" in spec:
+        from sglang_pat.explain.tree import Tree
 
-
-def _nested(spec: str) -> str:
-    """A tree by levels in the nested notation."""
-    halves = [half.split(",") for half in spec.split("_")]
-    counts, tokens = halves if len(halves) == 2 else ([], [])
-    good = len(counts) == len(tokens) > 0 and all(each.isdecimal() for each in counts + tokens)
-    numbers = [1, *map(int, counts)] if good else [0]
-    if 0 in numbers or any(below % above for above, below in pairwise(numbers)):
-        raise ValueError(
-            f"tree {spec!r} must be nodes of each level and their tokens, as 1,8,512_32,512,256, "
-            "where nodes divide those of the next level"
-        )
-    found = ""
-    for (above, below), length in zip([*pairwise(numbers)][::-1], tokens[::-1], strict=True):
-        found = f"{below // above}x{length}" + (f"({found})" if found else "")
-    return found
+        tree = Tree.parse(spec)
+        if tree.num_queries > MAX_REQUESTS:
+            raise ValueError(f"tree {spec!r} has more than {MAX_REQUESTS:,} requests")
+        return Requests(tree.paths, tree.seq_lens)
+    return _Parser("".join(spec.split())).parse()
 
 
 class _Parser:

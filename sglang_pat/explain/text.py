@@ -173,8 +173,6 @@ def sum_lines(found: Explanation, machine: str) -> list[str]:
         f"{size(found.partial_bytes)} written and read again, a layer",
         f"work units: {counted(plan.num_items, 'item')} x {target.num_kv_heads} KV heads = "
         f"{units:,}, for {machine}",
-        f"utilisation of the tiles: {found.utilisation:.1%} of their pairs of a packed row "
-        "and a token are needed",
         f"the plan: {plan.nbytes:,} bytes; it holds while {', '.join(bounds)} tokens",
     ]
 

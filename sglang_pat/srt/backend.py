@@ -104,7 +104,6 @@ class PatDecodeMixin(LayerMixin):
         if requests > room:
             why = beyond_workspace(requests, room)
             self._stats.fall_back("batch beyond the workspace", why)
-            self._steps.pass_over()
             return False
         self._clock.start()
         plan = self._steps.plan(batch, self._lengths(forward_batch, batch))
@@ -197,9 +196,8 @@ class PatDecodeMixin(LayerMixin):
     def _admit(self, forward_batch: Any, batch: LiveBatch | None) -> bool:
         """Admit a plain decode batch of enough rows, which pat can plan for; count any other by
         reason. Returns whether it was admitted. ``batch``: None where there is none to plan."""
-        mode = forward_batch.forward_mode
-        if not mode.is_decode():
-            self._stats.other_forward(mode.name)
+        if not forward_batch.forward_mode.is_decode():
+            self._count_other(forward_batch)
         elif forward_batch.spec_info is not None:
             self._stats.fall_back("speculative decoding")
         elif forward_batch.encoder_lens is not None:
@@ -207,6 +205,13 @@ class PatDecodeMixin(LayerMixin):
         else:
             return self._admit_rows(forward_batch, batch)
         return False
+
+    def _count_other(self, forward_batch: Any) -> None:
+        """Count a forward of a mode that pat does not serve by the one that the scheduler meant:
+        a prefill may hold decodes."""
+        capture = self._forward.phase is Phase.CAPTURE
+        scheduled = "" if capture else self._batches.scheduled_mode
+        self._stats.other_forward(scheduled or forward_batch.forward_mode.name)
 
     def _admit_rows(self, forward_batch: Any, batch: LiveBatch | None) -> bool:
         """Admit a batch of the right kind if it has enough rows and pat serves a layer; to replay
@@ -220,10 +225,8 @@ class PatDecodeMixin(LayerMixin):
             if phase is not Phase.REPLAY:
                 return True
             self._stats.fall_back("batch not plannable")  # nor was it in the capture
-            self._steps.pass_over()
         elif phase is not Phase.CAPTURE:  # too few requests to gain from sharing
             self._stats.small_batch(0 if batch is None else len(batch.reqs))
-            self._steps.pass_over()
         return False
 
     def _load(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> None:

@@ -40,6 +40,8 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._batch: LiveBatch | None = None
+        self._mode = ""
+        self.scheduled_mode = ""  # of the forward that was taken last, as ``scheduled_mode`` has it
         self.others = 0
 
     @classmethod
@@ -51,28 +53,42 @@ class Mailbox:
             setattr(runner, _ATTRIBUTE, mailbox)
         return mailbox
 
-    def put(self, batch: LiveBatch | None) -> None:
+    def put(self, batch: LiveBatch | None, mode: str) -> None:
         """Replace what is held, so that no forward ever sees an older one's batch."""
-        self._batch = batch
+        self._batch, self._mode = batch, mode
         self.others += batch is None
 
     def take(self, _forward_batch: Any = None) -> LiveBatch | None:
         batch, self._batch = self._batch, None
+        self.scheduled_mode, self._mode = self._mode, ""
         return batch
 
 
+def scheduled_mode(batch: Any) -> str:
+    """SGLang's name of the mode that its scheduler meant for ``batch``, a ``ScheduleBatch`` as
+    ``ForwardBatch.init_new`` gets it.
+
+    On its way to the backend SGLang gives a forward other modes: its runners make EXTEND of MIXED,
+    and the padding of data parallel attention makes it of DECODE and IDLE. One is rewritten before
+    that: while another rank prefills, ``convert_decode_to_extend`` makes a prefill of a decode
+    step, all requests of which are ``decoding_reqs`` then.
+    """
+    name: str = batch.forward_mode.name
+    return "DECODE" if name == "EXTEND" and batch.decoding_reqs else name
+
+
 def after_init_new(
-    forward_batch: Any, _cls: type, batch: Any, model_runner: Any, *_args: Any, **_kwargs: Any
+    _forward_batch: Any, _cls: type, batch: Any, model_runner: Any, *_args: Any, **_kwargs: Any
 ) -> None:
     """AFTER hook of ``ForwardBatch.init_new(batch, model_runner, ...)``; changes nothing."""
     mailbox = getattr(model_runner, _ATTRIBUTE, None)
     if mailbox is not None:
         live = None
-        mode = forward_batch.forward_mode
+        mode = batch.forward_mode
         if mode.is_decode() or mode.is_target_verify():
             rows = batch.req_pool_indices_cpu
             live = LiveBatch(batch.reqs, batch.tree_cache, rows, mailbox.others)
-        mailbox.put(live)
+        mailbox.put(live, scheduled_mode(batch))
 
 
 def is_installed(function: Any, wanted: Any = after_init_new) -> bool:

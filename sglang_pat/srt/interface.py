@@ -29,13 +29,17 @@ ATTRIBUTES = {
     "managers.schedule_batch.ReqKvInfo": (
         *("req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"),
     ),
-    "managers.schedule_batch.ScheduleBatch": ("reqs", "tree_cache", "req_pool_indices_cpu"),
+    "managers.schedule_batch.ScheduleBatch": (
+        *("reqs", "tree_cache", "req_pool_indices_cpu", "forward_mode", "decoding_reqs"),
+    ),
     "mem_cache.base_prefix_cache.TreeLock": ("node",),
-    "mem_cache.radix_cache.RadixCache": ("disable", "root_node", "path_device_indices"),
+    "mem_cache.radix_cache.RadixCache": (
+        *("disable", "root_node", "path_device_indices", "req_to_token_pool"),
+    ),
     "mem_cache.radix_cache.TreeNode": _NODE,
     "mem_cache.radix_cache.RadixKey": ("__len__",),
     "mem_cache.unified_radix_cache.UnifiedRadixCache": (
-        *("disable", "tree_core", "session", "path_device_indices"),
+        *("disable", "tree_core", "session", "path_device_indices", "req_to_token_pool"),
     ),
     "mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore": ("_node_arena",),
     "mem_cache.unified_cache.unified_tree_core.UnifiedTreeNode": _NODE,
@@ -70,7 +74,8 @@ ATTRIBUTES = {
         *("k_scale_float", "v_scale_float"),
         *("is_cross_attention", "attn_type", "sliding_window_size", "xai_temperature_len"),
     ),
-    "mem_cache.memory_pool.ReqToTokenPool": ("req_to_token", "size"),
+    "mem_cache.memory_pool.ReqToTokenPool": ("req_to_token", "req_generation", "size"),
+    "disaggregation.decode.DecodeReqToTokenPool": ("req_generation",),
     "mem_cache.memory_pool.MHATokenToKVPool": (
         *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer"),
         *("requires_physical_write_loc", "get_kv_cache_quant_method"),

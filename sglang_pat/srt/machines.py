@@ -10,8 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from sglang_pat.explain.machines import GPUS
-from sglang_pat.gpus import SHARED_PER_BLOCK
+from sglang_pat.gpus import GPUS, SHARED_PER_BLOCK, machine_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +24,13 @@ class Gpu:
     shared_per_block: int
 
 
-# MiB of memory as nvidia-smi shows them.
-_MEMORY_MIB = {
-    "H200": 143_771,
-    "H100": 81_559,
-    "A100": 81_920,
-    "A100-40GB": 40_960,
-    "L40S": 46_068,
-    "L4": 23_034,
-    "RTX4090": 24_564,
-    "RTX3090": 24_576,
-    "B200": 183_359,
-    "B300": 275_040,
-    "RTX5090": 32_607,
-    "RTXPRO6000": 97_887,
-}
-KNOWN = tuple(_MEMORY_MIB)
-
-
 def known_gpu(name: str) -> Gpu:
-    """The GPU of that name; "4090" and "rtx 4090" are "RTX4090".
-
-    Raises ValueError, listing the names, for one that is not known.
-    """
-    wanted = name.upper().replace(" ", "").replace("_", "-").removeprefix("RTX")
-    for known, memory_mib in _MEMORY_MIB.items():
-        if wanted == known.removeprefix("RTX"):
-            machine = GPUS[known.lower()]
-            capability = (machine.major, machine.minor)
-            return Gpu(known, capability, memory_mib, SHARED_PER_BLOCK[capability])
-    raise ValueError(f"{name!r} is not known; the GPUs are {', '.join(KNOWN)}")
+    """The GPU of that name; see ``machine_of``, which raises ValueError for one that is not
+    known."""
+    machine = machine_of(name)
+    (known,) = (key for key, each in GPUS.items() if each is machine)
+    capability = (machine.major, machine.minor)
+    return Gpu(known.upper(), capability, machine.memory_mib, SHARED_PER_BLOCK[capability])
 
 
 def gpu_here(index: int = 0) -> Gpu | None:

@@ -117,7 +117,8 @@ class RadixView:
         its handle is (NO_NODE, 0, row).
 
         ``step`` counts decode steps; in those without a call the batch was as in the call before.
-        Requests that have settled are not looked at, except with ``anew``.
+        Requests that have settled are not looked at, except with ``anew`` and where SGLang does not
+        count how often it gave out each row.
 
         Raises AttributeError or TypeError if SGLang's requests have changed their form, ValueError
         for other rows.
@@ -126,13 +127,10 @@ class RadixView:
             return Handles(num_queries, np.full(len(reqs), _NO_HANDLE).tobytes())
         if rows.numel() < len(reqs):
             raise ValueError(f"{len(reqs)} requests in a batch of {len(rows)} rows")
-        # They are read at their address.
-        if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
-            raise ValueError(
-                f"rows are {rows.dtype} on {rows.device} with strides {rows.stride()}, must be "
-                f"contiguous int64 on the CPU"
-            )
-        packed = self._handles.read(reqs, rows.data_ptr(), step, anew)
+        table = getattr(self.tree_cache, "req_to_token_pool", None)
+        generations = getattr(table, "req_generation", None)
+        count = 0 if generations is None else generations.numel()
+        packed = self._handles.read(reqs, _address(rows), _address(generations), count, step, anew)
         if self._sessions is not None and self._sessions.slots:
             packed = self._with_sessions(reqs, packed)
         return Handles(num_queries, packed)
@@ -183,3 +181,15 @@ class RadixView:
     def slots(self, lock: Any) -> Any:
         """Slots of the tokens from the root to a lock's node: int64 tensor (CHECK only)."""
         return self.tree_cache.path_device_indices(lock.node)
+
+
+def _address(numbers: torch.Tensor | None) -> int:
+    """Where they are read; 0 for None."""
+    if numbers is None:
+        return 0
+    if numbers.dtype is not torch.int64 or not numbers.is_cpu or not numbers.is_contiguous():
+        raise ValueError(
+            f"rows or their generations are {numbers.dtype} on {numbers.device} with strides "
+            f"{numbers.stride()}, must be contiguous int64 on the CPU"
+        )
+    return numbers.data_ptr()

@@ -14,14 +14,10 @@ new tensor of rows whenever a batch changes, and gives a running request another
 has processed its prefill, which under overlap is a step or two after it ran.
 
 If a node changed all the same, sharing would be lost for at most ``RECHECK_STEPS``, never a result.
-The slots are read anew at every step. A row is given to another request only after its own has
-ended, which changes the batch. What a released request shared, the others keep locked.
+The slots are read anew at every step. A row is given out anew only after its request has lost it,
+which changes the batch. What a released request shared, the others keep locked.
 
 Under pipeline parallelism micro-batches take turns, and each has a plan of its own.
-
-Decode steps that the base runs, such as those of a single request, do not come by here. A request
-that was retracted in one of them would seem never to have been away, so after such steps a changed
-batch is read in full.
 """
 
 from __future__ import annotations
@@ -30,6 +26,8 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_pat.planner import Plan, Planner
@@ -60,7 +58,6 @@ class MicroBatch:
     steps: int = 0  # decode steps of this micro-batch
     age: int = 0  # those since the batch last changed
     exact: bool = False  # whether the same rows and others mean that nothing has changed
-    passed_over: int = 0  # steps of the base before the last step
     suspect: bool = False  # whether what is remembered of its requests may be wrong
     handles: Handles | None = None  # what a plan depends on, as last read
     has_paths: bool = False  # whether the planner's last paths are those of the handles
@@ -72,11 +69,10 @@ class MicroBatch:
         """Whether what the plan depends on is as it was, without looking: see the module."""
         return self.age > (0 if self.exact else SETTLE_STEPS) and not self.suspect
 
-    def advance(self, batch: LiveBatch, passed_over: int) -> None:
-        """Note that ``batch`` is decoded next, after ``passed_over`` steps of the base in all."""
+    def advance(self, batch: LiveBatch) -> None:
+        """Note that ``batch`` is decoded next."""
         self.steps += 1
         self.exact = batch.exact
-        steps_of_base, self.passed_over = passed_over - self.passed_over, passed_over
         if (
             batch.rows is self.rows
             and batch.others == self.others
@@ -87,7 +83,6 @@ class MicroBatch:
                 self.suspect = True
         else:
             self.rows, self.others, self.age = batch.rows, batch.others, 0
-            self.suspect |= steps_of_base > 0
 
 
 class StepPlanner:
@@ -110,7 +105,6 @@ class StepPlanner:
         self._current = self._states[-1]
         self.made = False  # whether the last ``plan()`` made its plan
         self.tap: Tap | None = None  # where new plans' batches are dumped to, if anywhere
-        self._passed_over = 0  # decode steps of the base
         self._private_planner = Planner(target)
         self._private: Plan | None = None
 
@@ -129,7 +123,7 @@ class StepPlanner:
         state = self._current
         if batch.rows is not state.rows and len(self._states) > 1:
             state = self._switch_to(batch.rows)
-        state.advance(batch, self._passed_over)
+        state.advance(batch)
         plan, handles = state.plan, None
         settled = state.is_settled
         total = _total_tokens(plan, lengths) if settled else -1
@@ -151,10 +145,6 @@ class StepPlanner:
         if self.made and self.tap is not None:
             self.tap = self.tap.take(state, lengths.least, plan)
         return plan
-
-    def pass_over(self) -> None:
-        """Note a decode step that the base runs, without a plan."""
-        self._passed_over += 1
 
     def private(self, lengths: Lengths) -> Plan | None:
         """A plan that shares nothing, the last such one if that fits; None if there can be none
@@ -189,22 +179,22 @@ class StepPlanner:
 
     def _read(self, state: MicroBatch, batch: LiveBatch, num_queries: int) -> Handles | None:
         """What a plan depends on, read from the batch's requests; None if they are unreadable."""
-        if batch.tree_cache is not state.view.tree_cache:
-            self._look_into(state, batch.tree_cache)
         suspect, state.suspect = state.suspect, False
         try:
+            if batch.tree_cache is not state.view.tree_cache:
+                self._look_into(state, batch.tree_cache)
             return state.view.read_handles(
                 batch.reqs, batch.rows, num_queries, state.steps, anew=suspect
             )
-        except (AttributeError, TypeError, ValueError) as error:
-            self._stats.fall_back(NOT_READABLE, error)
+        except Exception as error:  # requests or a cache of another form: see plan()
+            self._stats.fall_back(NOT_READABLE, repr(error))
             return None
 
     def _look_into(self, state: MicroBatch, tree_cache: Any) -> None:
         """Make ``tree_cache`` the prefix cache of a micro-batch; logs one not seen before."""
         new = all(one.view.tree_cache is not tree_cache for one in self._states)
+        state.view, state.handles = RadixView(None), None  # no cache, should the new one be none
         state.view = RadixView(tree_cache)
-        state.handles = None
         if new:
             kind, disabled = state.view.kind, state.view.disabled
             where = f"in SGLang's radix cache ({kind})" if kind else f"nowhere: {disabled}"
@@ -231,7 +221,7 @@ class StepPlanner:
             plan = state.planner.plan_again(lens)
         else:
             assert handles is not None
-            plan, state.private = state.view.plan(state.planner, batch.reqs, handles, lens)
+            plan, state.private = self._plan_handles(state, batch, handles, lens)
             if len(seq_lens) > len(batch.reqs):
                 state.private[NO_REQUEST] = len(seq_lens) - len(batch.reqs)
             if state.view.unread:  # the next step reads on, and plans anew
@@ -239,6 +229,24 @@ class StepPlanner:
         state.has_paths = True
         self._stats.private(state.private)
         return plan
+
+    def _plan_handles(
+        self,
+        state: MicroBatch,
+        batch: LiveBatch,
+        handles: Handles,
+        lens: npt.NDArray[np.int64],
+    ) -> tuple[Plan, dict[str, int]]:
+        """A plan for ``handles``, or for what is read anew if one has a node that is gone; and how
+        many requests share nothing, by reason."""
+        try:
+            return state.view.plan(state.planner, batch.reqs, handles, lens)
+        except KeyError:
+            self._look_into(state, batch.tree_cache)  # forgets all that is remembered
+            state.handles = handles = state.view.read_handles(
+                batch.reqs, batch.rows, handles.num_queries, state.steps, anew=True
+            )
+            return state.view.plan(state.planner, batch.reqs, handles, lens)
 
 
 def _total_tokens(plan: Plan | None, lengths: Lengths) -> int:

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
-from sglang_pat.srt.hook import LiveBatch, Mailbox
+from sglang_pat.srt.hook import LiveBatch, Mailbox, scheduled_mode
 from sglang_pat.srt.interface import names_of
 from sglang_pat.srt.plugin import BACKEND
 
@@ -26,6 +26,9 @@ _HANDLES = "request_handles"
 
 class Batches(Protocol):
     """Where a backend finds the requests of the forward that it prepares."""
+
+    # Of the forward taken last, as ``hook.scheduled_mode`` has it; "" if no scheduler made it.
+    scheduled_mode: str
 
     def take(self, forward_batch: Any) -> LiveBatch | None:
         """Those of a decode or verify step, once; None for any other forward and for a warm-up."""
@@ -55,12 +58,14 @@ class CarriedRequests:
 
     def __init__(self) -> None:
         self._others = 0
+        self.scheduled_mode = ""
 
     def take(self, forward_batch: Any) -> LiveBatch | None:
         # A replay's view has the mode of the capture, and beside it that of the forward.
         mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode)
         # SGLang also makes views of a forward that leave the requests out, such as a draft's.
         handles = getattr(forward_batch, _HANDLES, None)
+        self.scheduled_mode = "" if handles is None else scheduled_mode(handles)
         if handles is None or not (mode.is_decode() or mode.is_target_verify()):
             self._others += 1
             return None

@@ -30,7 +30,7 @@ class PatVerifyMixin(PatDecodeMixin):
             if mode.is_decode():
                 self._stats.fall_back("decode step on a server that speculates")
             else:
-                self._stats.other_forward(mode.name)
+                self._count_other(forward_batch)
             return False
         given, planned = forward_batch.spec_info.draft_token_num, self._target.draft_tokens
         if given != planned:

@@ -22,7 +22,7 @@ from kit.drafts import drafted, drafted_forest, skip_unless_rows_fit
 from kit.e4m3 import check_e4m3
 from kit.pieces import DYNAMIC, Piece, forest, shared
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
 from sglang_pat.workspace import Workspace

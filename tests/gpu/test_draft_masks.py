@@ -14,8 +14,8 @@ from kit.drafts import custom_mask, drafted, drafted_forest, skip_unless_rows_fi
 from kit.e4m3 import check_e4m3
 from kit.pieces import DYNAMIC, Piece, forest
 
-from sglang_pat.bench.common.trees import Tree
 from sglang_pat.draft_masks import masks_of
+from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
 from sglang_pat.target import Target

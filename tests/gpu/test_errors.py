@@ -13,7 +13,7 @@ from kit.cases import Case, by_hand, case
 from kit.device import DevicePlan, case_of_tree, execute, on_device, target_of
 from kit.pieces import Piece, prefix
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import plan as make_plan
 from sglang_pat.workspace import Workspace
@@ -216,6 +216,21 @@ def test_no_load_in_a_capture(inputs: Case) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), pytest.raises(ValueError, match="while a CUDA graph is captured"):
         workspace.load(make_plan(TREE.paths, TREE.seq_lens, target))
+
+
+def test_a_workspace_that_goes_in_a_capture(inputs: Case) -> None:
+    """As garbage of earlier work may. What it freed would invalidate the capture."""
+    target = target_of(inputs)
+    workspace = Workspace(target, inputs.table.shape[1])
+    workspace.load(make_plan(TREE.paths, TREE.seq_lens, target))
+    total = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total.add_(1)
+        del workspace
+    Workspace(target, inputs.table.shape[1])  # frees what that one left
+    graph.replay()
+    assert total.item() == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kit.pieces import DYNAMIC, Piece
 from kit.plans import HEADER
 
 from sglang_pat import _C
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import plan as make_plan
 from sglang_pat.workspace import Workspace
 

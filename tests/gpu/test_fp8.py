@@ -21,7 +21,7 @@ from kit.device import (
 from kit.e4m3 import K_SCALE, V_SCALE, check_e4m3, stored, wide
 from kit.pieces import DYNAMIC, Piece, forest, prefix
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
 from sglang_pat.workspace import Workspace

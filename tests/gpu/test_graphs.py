@@ -11,7 +11,7 @@ import torch
 from kit.cases import Case
 from kit.device import POISON, case_of_tree, check, check_launches, execute, target_of
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.target import Target

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kit.device import case_of_tree, check, target_of
 
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import plan
 from sglang_pat.workspace import Workspace
 

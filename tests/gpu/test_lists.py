@@ -11,7 +11,7 @@ import torch
 from kit.device import attend, case_of_tree, execute, target_of
 
 from sglang_pat import list_length
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.workspace import LAUNCHES, Workspace
 

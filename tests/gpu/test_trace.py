@@ -10,20 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from kit.bars import Bar, bars_of, trace_rows
 from kit.cases import Case, case
 from kit.device import DevicePlan, execute, joins_halves, on_device, target_of
 from kit.pieces import Piece
 from kit.trees import first_segments
 
-from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel.clock import Clock
-from sglang_pat.bench.kernel.floor import Heads
-from sglang_pat.bench.kernel.layer import Layer, PatOptions, device_batch
-from sglang_pat.bench.kernel.timeline import Bar, bars_of, record, trace, trace_rows
-from sglang_pat.planner import plan
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.layer import Layer, PatOptions, device_batch
+from sglang_pat.explain.tree import Tree
 from sglang_pat.workspace import LAUNCHES, Workspace
 
-CALL_SLACK_NS = 2000  # two steps of a timer that advances every microsecond
 WIDE = Tree((1, 1024), (2048, 32))
 TREES = (Tree((3,), (20,)), Tree((1, 10), (4096, 416)), Tree((1, 4, 8, 256), (32, 256, 256, 32)))
 
@@ -48,25 +45,30 @@ def check(
     }
 
 
+def trace(layer: Layer) -> list[Bar]:
+    made = layer.plan
+    rows = trace_rows(made.items, made.num_q_heads // made.num_kv_heads, made.num_kv_heads)
+    words = torch.zeros((rows, 4), dtype=torch.int64, device="cuda")
+    layer.workspace.trace = words
+    layer.attend()
+    return bars_of(words.cpu().numpy(), made.items)
+
+
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("tree", [*TREES, WIDE], ids=str)
 def test_every_item_is_entered(tree: Tree, launch: str) -> None:
     layer = layer_of(tree, Heads(32, 8), PatOptions(launch=launch))
-    words, call_us = trace(layer, Clock(1.0))
-    bars = bars_of(words, layer.plan.items)
-    check(bars, layer.plan.items, 4, 8, joins_halves(layer.plan, launch))
-    assert max(bar.end_ns for bar in bars) <= call_us * 1e3 + CALL_SLACK_NS
+    check(trace(layer), layer.plan.items, 4, 8, joins_halves(layer.plan, launch))
 
 
 @pytest.mark.parametrize("heads", [Heads(32, 32), Heads(64, 8, 64), Heads(8, 2, 256)], ids=str)
 def test_other_heads(heads: Heads) -> None:
-    tree = TREES[-1]
-    line = record(tree, heads, False, PatOptions(), Clock(1.0))
-    made = plan(tree.paths, tree.seq_lens, PatOptions().target(tree, heads))
-    check(line.bars, made.items, heads.q // heads.kv, heads.kv, bool(made.joint))
-    assert {bar.half for bar in line.bars} <= set(range(line.halves))
-    assert len({bar.sm for bar in line.bars}) <= line.sms
-    assert line.span_ns <= line.call_us * 1e3 + CALL_SLACK_NS
+    layer = layer_of(TREES[-1], heads, PatOptions())
+    bars = trace(layer)
+    check(bars, layer.plan.items, heads.q // heads.kv, heads.kv, bool(layer.plan.joint))
+    assert {bar.half for bar in bars} <= {0, 1}
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert len({bar.sm for bar in bars}) <= sms
 
 
 def hand_case() -> Case:

@@ -5,7 +5,7 @@
 # KIT holds default.00, .01, ... of gpu-kit/make_default.sh (made with the project's wheel for Python
 # 3.12), default_host.sh beside them and, for the step more, nixl.tar.xz (tests/gpu_serving/README.md).
 # Steps, in this order unless named: unpack gpu serving more demo. Others: warm fp8 sleep spec hybrids
-# soak first curves agents capacity keep, and with two GPUs: ranks tp2 tp2agents tp2fp8 router. Each has a
+# soak agents keep, and with two GPUs: ranks tp2 tp2agents tp2fp8. Each has a
 # limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit status is the
 # number of steps that failed. $OUT (default: ./out) gets host.log, STEP.xml of pytest, JSON of the
 # benchmarks, and in servers.tar.gz the ends of the servers' logs. keep adds what the servers
@@ -18,11 +18,11 @@ root=$(cd "$(dirname "$0")/../.." && pwd); cd "$root" || exit 1
 out=${OUT:-$root/out}; mkdir -p "$out"
 site=${SITE:-/tmp/site}; work=${WORK:-/tmp/pat_work}; mkdir -p "$work"
 : "${LIMIT_WARM:=280}" "${LIMIT_GPU:=330}" "${LIMIT_SERVING:=520}" "${LIMIT_MORE:=400}" "${LIMIT_DEMO:=330}"
-: "${LIMIT_FP8:=400}" "${LIMIT_SLEEP:=240}" "${LIMIT_RANKS:=300}" "${LIMIT_SOAK:=450}" "${LIMIT_FIRST:=260}"
-: "${LIMIT_SPEC:=480}" "${LIMIT_HYBRIDS:=560}" "${LIMIT_CURVES:=1000}" "${LIMIT_CAPACITY:=360}"
+: "${LIMIT_FP8:=400}" "${LIMIT_SLEEP:=240}" "${LIMIT_RANKS:=300}" "${LIMIT_SOAK:=450}"
+: "${LIMIT_SPEC:=480}" "${LIMIT_HYBRIDS:=560}"
 : "${LIMIT_AGENTS:=500}"
-: "${LIMIT_TP2:=560}" "${LIMIT_TP2AGENTS:=500}" "${LIMIT_TP2FP8:=440}" "${LIMIT_ROUTER:=540}"
-export PYTHONPATH=$site:$root/tests:$kit/python PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 MAX_JOBS=16
+: "${LIMIT_TP2:=560}" "${LIMIT_TP2AGENTS:=500}" "${LIMIT_TP2FP8:=440}"
+export PYTHONPATH=$site:$root/tests:$kit/python:$root PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 MAX_JOBS=16
 export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1
 # No NVLink multicast between GPUs: on a shared host it can put them out of service.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
@@ -45,7 +45,6 @@ CHECK
 step_unpack() {
   bash "$kit/default_host.sh" "$site" "$kit"
   if [ -e "$kit/nixl.tar.xz" ]; then tar xJf "$kit/nixl.tar.xz" -C "$site"; fi
-  if [ -e "$kit/router.tar.xz" ]; then tar xJf "$kit/router.tar.xz" -C "$site"; fi
   if [ -e "$kit/jit.tar.xz" ]; then tar xJf "$kit/jit.tar.xz" -C "$HOME"; fi
   python3 -m sglang_pat doctor
 }
@@ -81,7 +80,7 @@ step_ranks() { stand_in; tests ranks "$LIMIT_RANKS" tests/gpu_serving/test_ranks
 bench() { # STEP SECONDS ARGUMENT...: the serving benchmark, which ends in time by itself
   local step=$1 seconds=$2
   shift 2
-  limited "$seconds" python3 -m sglang_pat.bench.serving --stream-interval 8 --runs 3 "$@" \
+  limited "$seconds" python3 -m benchmarks.serving --stream-interval 8 --runs 3 "$@" \
     --logs "$work/$step" --json "$out/$step.json" --budget-s $((seconds - 25))
 }
 # Two GPUs. Workloads, then agents on the same servers: tp2.json and tp2-agents.json.
@@ -89,7 +88,7 @@ step_tp2() {
   bench tp2 "$LIMIT_TP2" --tp 2 --backends pat fa3 flashinfer --duration-s 10 \
     --workloads 8192x1 8192x128 0x64 0x256 --agents
 }
-step_tp2agents() { # every token by itself, and contexts as in docs/measurements.md on one GPU
+step_tp2agents() { # every token by itself, and contexts as in docs/results.md on one GPU
   bench tp2agents "$LIMIT_TP2AGENTS" --tp 2 --backends pat fa3 flashinfer --duration-s 10 --agents \
     --agent-context 5120 --stream-interval 1
 }
@@ -97,32 +96,16 @@ step_tp2fp8() {
   bench tp2fp8 "$LIMIT_TP2FP8" --tp 2 --backends ${FP8_BACKENDS:-pat fa3 flashinfer} \
     --kv-cache-dtype fp8_e4m3 --workloads 8192x128
 }
-step_curves() { # two servers, so that their K/V pools are large enough to saturate the GPU
-  bench curves "$LIMIT_CURVES" --backends pat fa3 --duration-s 8 --rates 2 4 8 12 16 24 \
-    --trace conversation toolagent --model "${MODEL:-llama3-8b}"
-}
 step_agents() { # every token by itself; more agents than these do not fit beside a second server
   local team='3000+4*1200x'
   bench agents "$LIMIT_AGENTS" --backends pat fa3 --duration-s 8 --stream-interval 1 \
     --agents "$team"{8,16,32,64,96,128} --agent-context 5120 --model "${MODEL:-llama3-8b}"
-}
-step_capacity() {
-  bench capacity "$LIMIT_CAPACITY" --backends pat fa3 --duration-s 10 --rates 16 \
-    --capacity --trace conversation --model "${MODEL:-llama3-8b}"
-}
-step_router() { # a server a GPU
-  bench router "$LIMIT_ROUTER" --router '8*2048x16' '8*8192x16'
 }
 step_demo() {
   limited "$LIMIT_DEMO" python3 -m sglang_pat demo --device cuda --cache "$work/demo" --json "$out/demo.json"
 }
 step_soak() {
   limited "$LIMIT_SOAK" python3 -m gpu_serving.soak --device cuda --logs "$work/soak" --json "$out/soak.json"
-}
-step_first() {
-  limited "$LIMIT_FIRST" python3 -m sglang_pat.bench.serving --first-runs 10 --output-tokens 128 \
-    --stream-interval 4 --backends pat fa3 --logs "$work/first" --json "$out/first.json" \
-    --budget-s $((LIMIT_FIRST - 20)) ${FIRST:-}
 }
 
 failed=0

@@ -23,7 +23,7 @@ from typing import Any
 from serving.server import Config, ServingServer
 from serving.workloads import VOCAB, random_prompt
 
-from sglang_pat.bench.common.counters import Counters
+from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.model import make_model
 
 from . import footprint, traffic

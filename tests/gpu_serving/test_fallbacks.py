@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_pat.bench.common.server import ServerError
+from sglang_pat.demo.server import ServerError
 
 from .agreement import LOADS, Distance, answers, forced_logprobs
 from .fleet import REFUSED, Fleet

@@ -83,7 +83,7 @@ def test_ranks_agree_with_fa3(name: str, load_name: str, servers: dict[str, Serv
     assert (counted.decode_steps > 0) == (load_name != "single")
     assert (counted.base_forwards.get("small_batch", 0) > 0) >= (load_name == "single")
     assert (counted.packed_steps > 0) == (load_name == "multi_level")
-    assert set(counted.fallbacks) <= {"no batch from the scheduler"}
+    assert set(counted.fallbacks) <= {"no batch from the scheduler", "decode"}
 
 
 @pytest.mark.parametrize("load_name", ["multi_level", "disjoint"])

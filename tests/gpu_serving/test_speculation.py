@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 import pytest
 from serving.server import Answer, Prompt
 
-from sglang_pat.bench.common.counters import Counters
+from sglang_pat.demo.counters import Counters
 
 from .agreement import (
     FACTOR,

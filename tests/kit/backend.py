@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.bench.host.live import LiveCache
+from benchmarks.host.live import LiveCache
 from sglang_pat.config import PatConfig
 from sglang_pat.draft_masks import masks_of
 from sglang_pat.planner import Plan
@@ -151,8 +151,10 @@ class BackendBed:
             reqs=self.reqs,
             tree_cache=self.cache.tree,
             req_pool_indices_cpu=self.live.rows,
+            forward_mode=mode,
+            decoding_reqs=None,
         )
-        after_init_new(SimpleNamespace(forward_mode=mode), object, scheduled, self.runner)
+        after_init_new(None, object, scheduled, self.runner)
 
     def step(
         self,

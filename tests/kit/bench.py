@@ -11,41 +11,16 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import peers, ragged, rows
+from benchmarks.kernel.floor import Heads, Rates
+from benchmarks.kernel.kv import TreeBatch, make_batch
+from benchmarks.kernel.layer import PatOptions
+from benchmarks.kernel.report import PEER_NAMES, TreeRow
 from sglang_pat import decode, plan, reference
-from sglang_pat.bench.common.trees import Tree
-from sglang_pat.bench.kernel import __main__ as kernel
-from sglang_pat.bench.kernel import peers, ragged, rows, variants
-from sglang_pat.bench.kernel.floor import Heads, Rates
-from sglang_pat.bench.kernel.kv import TreeBatch, make_batch
-from sglang_pat.bench.kernel.layer import PatOptions
-from sglang_pat.bench.kernel.report import PEER_NAMES, TreeRow
-from sglang_pat.bench.kernel.studies import consolidated, engine
+from sglang_pat.explain.tree import Tree
 
-# Measured on one H200 before this benchmark was written, by other code: floor, FA3, FlashInfer,
-# levels and the published PAT at 32/8 heads, microseconds.
-MEASURED = {
-    "1,10_4096,416": (7.7, 58, 40, 40, 41),
-    "1,256_256,32": (8.8, 97, 86, 79, 48),
-    "1,1024_2048,32": (48.3, 1291, 1096, 274, 207),
-    "1,2,64_1024,256,256": (16.8, 81, 72, 77, 57),
-    "1,4,256_32,256,32": (9.5, 97, 88, 94, 51),
-    "1,8,512_32,512,256": (127.0, 326, 313, 221, 207),
-    "1,8,512_32,2048,256": (138.4, 747, 674, 245, 244),
-    "1,8,512_512,512,256": (127.5, 434, 402, 228, 217),
-    "1,4,8,256_32,256,256,32": (11.4, 132, 116, 110, 57),
-    "1,4,16,512_1024,256,128,32": (20.9, 487, 413, 173, 100),
-    "1,4,16,64,256,1024_256,32,256,64,32,256": (261.9, 629, 606, 515, 409),
-    "1,16,32,64,128,1024_256,128,64,32,32,32": (43.8, 468, 431, 347, 145),
-    "1,16,32,64,256,1024_256,128,64,32,32,32": (47.6, 469, 433, 372, 144),
-    "1,8,16,32,64,128,1024_256,128,64,32,32,32,32": (42.9, 468, 432, 369, 145),
-    "1,8,16,32,64,256,1024_256,128,64,32,32,32,32": (46.7, 469, 433, 394, 145),
-    "2,8,16,256_256,256,32,32": (11.4, 131, 116, 108, 57),
-    "4,16,256,512_512,32,128,32": (49.8, 282, 255, 222, 120),
-    "8,16,32,256_512,512,256,32": (27.5, 234, 203, 129, 80),
-    "256_1024": (243.6, 276, 273, 278, 273),
-    "256_4096": (971.5, 956, 975, 978, 1012),
-}
-RATES = Rates(bytes_per_s=4.4254e12, flops_per_s=722e12)  # of the run that gave these floors
+RATES = Rates(bytes_per_s=4.4254e12, flops_per_s=722e12)
 
 
 def row(spec: str = "1,4_64,16", **values: Any) -> TreeRow:
@@ -72,13 +47,6 @@ def row(spec: str = "1,4_64,16", **values: Any) -> TreeRow:
     return TreeRow(spec=spec, **(given | values))
 
 
-def measured_rows() -> list[TreeRow]:
-    return [
-        row(spec, floor_us=floor, fa3=float(fa3), flashinfer=float(fi), levels=float(lv), pat=pat)
-        for spec, (floor, fa3, fi, lv, pat) in MEASURED.items()
-    ]
-
-
 def chain_batch(tree: Tree, draft_tokens: int, permuted: bool) -> tuple[TreeBatch, torch.Tensor]:
     """A verify step on the CPU and what attention over it gives, with a scale of 0.25."""
     shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -97,11 +65,9 @@ class CpuLayer:
         heads: Heads,
         settings: PatOptions,
         scale: float,
-        age: int = 0,
     ) -> None:
         self.batch, self.scale = batch, scale
-        lengths = [length - age for length in tree.seq_lens]
-        self.plan = plan(tree.paths, lengths, settings.target(tree, heads))
+        self.plan = plan(tree.paths, tree.seq_lens, settings.target(tree, heads))
 
     def attend(self) -> torch.Tensor:
         b = self.batch
@@ -145,11 +111,6 @@ def fake_sgl_kernel() -> dict[str, ModuleType]:
     def attend(q: Any, k: Any, v: Any, **call: Any) -> Any:
         descales = [call.get(f"{name}_descale", torch.ones(())).flatten()[0] for name in "kv"]
         assert q.dtype == k.dtype == v.dtype
-        if "page_table" not in call:  # q [B, 1, Hq, D], K and V [B, L, Hkv, D]
-            shape = {"scale": call["softmax_scale"], "enable_gqa": True}
-            rows = [each.transpose(1, 2) for each in (q, k, v)]
-            assert call["cache_seqlens"].tolist() == [k.shape[1]] * len(q)
-            return torch.nn.functional.scaled_dot_product_attention(*rows, **shape).transpose(1, 2)
         out = torch.empty_like(q, dtype=torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
         lse = torch.empty(q.shape[1], q.shape[0])
         bounds = call["cu_seqlens_q"].tolist()
@@ -204,17 +165,13 @@ def replace_device(monkeypatch: Any) -> None:
 
     for name, module in fake_sgl_kernel().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for module in (rows, variants):
-        monkeypatch.setattr(module, "Layer", CpuLayer)
-        monkeypatch.setattr(module, "capture", CpuGraph)
-        monkeypatch.setattr(module, "device_batch", batch)
-    monkeypatch.setattr(consolidated, "Layer", CpuLayer)
+    monkeypatch.setattr(rows, "Layer", CpuLayer)
+    monkeypatch.setattr(rows, "capture", CpuGraph)
+    monkeypatch.setattr(rows, "device_batch", batch)
     monkeypatch.setattr(kernel, "Clock", CpuClock)
     monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
     monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
-    for module in (rows, engine):
-        found = peers.PEERS | {"flashinfer": broken, "levels": wrong}
-        monkeypatch.setattr(module, "PEERS", found)
+    monkeypatch.setattr(rows, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})
     monkeypatch.setattr(
         kernel, "usable", lambda heads, names=PEER_NAMES, **options: dict.fromkeys(names, "")
     )

@@ -13,7 +13,7 @@ import torch
 
 from kit.cases import E4M3, Case
 from kit.plans import HandPlan, joint
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.target import Target
 from sglang_pat.workspace import LAUNCHES, Workspace

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 
 from kit.start import STARTUP, search_path
-from sglang_pat.bench.common.server import Server
+from sglang_pat.demo.server import Server
 
 PROGRAM = Path(__file__).with_name("forker.py")
 STARTED_S = 300.0  # until SGLang is imported

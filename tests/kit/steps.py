@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.bench.host.live import LiveCache
+from benchmarks.host.live import LiveCache
 from sglang_pat.planner import Plan
 from sglang_pat.srt.check import check_plan
 from sglang_pat.srt.lengths import known

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kit.pieces import DYNAMIC, check_pieces
 from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DRAFTS, PACK, SINGLE
-from sglang_pat.bench.common.trees import Tree
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan
 from sglang_pat.target import POLICIES, SPLITS, Target
 

@@ -24,9 +24,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, RequestHandles
 from sglang.srt.plugins import load_plugins
 
+from benchmarks.host import upstream as benchmark
+from benchmarks.host.live import CACHES, LiveCache
 from sglang_pat import doctor
-from sglang_pat.bench.host import upstream as benchmark
-from sglang_pat.bench.host.live import CACHES, LiveCache
 from sglang_pat.srt import hook, plugin, upstream
 from sglang_pat.srt.interface import interface_mismatches
 from sglang_pat.srt.lengths import known
@@ -95,7 +95,7 @@ def test_a_replays_view_names_the_requests_of_its_forward() -> None:
 
 
 def forward_of(cache: Any, mode: ForwardMode = ForwardMode.DECODE, **more: Any) -> Any:
-    handles = RequestHandles([], cache, torch.arange(2))
+    handles = RequestHandles([], cache, torch.arange(2), mode, None)
     return SimpleNamespace(forward_mode=mode, request_handles=handles, **more)
 
 
@@ -113,6 +113,13 @@ def test_only_plain_decodes_have_requests_to_plan_for() -> None:
     assert live.reqs is forward.request_handles.reqs and live.tree_cache is cache
     assert live.rows is forward.request_handles.req_pool_indices_cpu
     assert live.others == 4 and not live.exact
+
+
+def test_a_forward_keeps_the_mode_that_was_scheduled() -> None:
+    batches = upstream.CarriedRequests()
+    forward = forward_of(SimpleNamespace(), ForwardMode.MIXED)
+    forward.forward_mode = ForwardMode.EXTEND  # by the runner
+    assert batches.take(forward) is None and batches.scheduled_mode == "MIXED"
 
 
 def test_a_cache_that_counts_is_believed() -> None:
@@ -151,7 +158,7 @@ def test_with_a_version_a_batch_is_read_once(kind: str, monkeypatch: pytest.Monk
     reads = count_calls(monkeypatch, "read_handles")
 
     def step() -> Any:
-        handles = RequestHandles(bed.reqs, bed.cache.tree, bed.batch.rows)
+        handles = RequestHandles(bed.reqs, bed.cache.tree, bed.batch.rows, ForwardMode.DECODE, None)
         forward = SimpleNamespace(forward_mode=ForwardMode.DECODE, request_handles=handles)
         live = batches.take(forward)
         assert live is not None

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.bench.common.server import reserve_port
 from sglang_pat.demo import forcing
+from sglang_pat.demo.server import reserve_port
 
 from .server import Config, Prompt, ServingServer
 

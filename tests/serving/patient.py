@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from .server import Answer, ServingServer
 from .workloads import WORKLOADS
@@ -13,11 +14,12 @@ PATIENT = WORKLOADS["patient"]
 
 
 def start_patient(
-    pool: ThreadPoolExecutor, server: ServingServer, rids: list[str]
+    pool: ThreadPoolExecutor, server: ServingServer, **options: Any
 ) -> Future[list[Answer]]:
-    """Send the long answers' prompts and return once they are being generated."""
+    """Send the long answers' prompts, with ``options`` of ``generate``, and return once they are
+    being generated."""
     before = len(server.text())
-    future = pool.submit(server.generate, PATIENT.prompts, PATIENT.new_tokens, rids=rids)
+    future = pool.submit(server.generate, PATIENT.prompts, PATIENT.new_tokens, **options)
     wait_until_decoded(server, before, len(PATIENT.prompts), future)
     return future
 

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from sglang_pat.bench.common.counters import Counters
-from sglang_pat.bench.common.router import Router
+from kit.router import Router
 
-from .server import ARRIVED_S, Prompt, ServingServer
+from sglang_pat.demo.counters import Counters
+from sglang_pat.demo.server import ARRIVED_S
+
+from .server import Prompt, ServingServer
 
 
 class WatchedRouter(Router):

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 from kit.forks import READ_LATE, start_server
 from kit.start import PLUGINS, cpu_server, search_path
 
-from sglang_pat.bench.common.server import Server, ServerError
+from sglang_pat.demo.server import Server, ServerError
 
 DEVICE_ARGS = {
     # SGLang serves fp32 weights in bf16 unless told otherwise.
@@ -22,10 +20,6 @@ DEVICE_ARGS = {
     # fraction of what was free when it started, the others' growth counted as its own.
     "cuda": ("--max-total-tokens", "60000", "--mem-fraction-static", "0.9"),
 }
-# With these a server logs a line when a request arrives, without the prompt.
-LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
-_ARRIVED = "Receive: obj=GenerateReqInput"
-ARRIVED_S = 60.0
 
 Prompt = tuple[int, ...]
 
@@ -101,34 +95,6 @@ class ServingServer(Server):
             return False
         return True
 
-    def text(self) -> str:
-        """All that the server has logged."""
-        return self.log.read_text(errors="replace")
-
-    def arrived(self) -> int:
-        """How many requests have come since the start; the server must have ``LOG_REQUESTS``."""
-        return self.text().count(_ARRIVED)
-
-    @contextmanager
-    def paused_until_arrived(self, requests: int) -> Iterator[None]:
-        """Nothing is decoded while requests are sent within this block and until as many as
-        ``requests`` have come. How many decode together does not depend on how fast they came.
-
-        Raises:
-            TimeoutError: they did not all come in ``ARRIVED_S`` seconds.
-        """
-        self.post("/pause_generation", {"mode": "in_place"})
-        try:
-            expected = self.arrived() + requests
-            yield
-            deadline = time.monotonic() + ARRIVED_S
-            while (now := self.arrived()) < expected:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{expected - now} of {requests} requests did not come")
-                time.sleep(0.01)
-        finally:
-            self.post("/continue_generation", {})
-
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -138,9 +104,11 @@ class ServingServer(Server):
         rids: Sequence[str] | None = None,
         adapters: Sequence[str | None] | None = None,
         ignore_eos: bool = True,
+        prompt_logprobs: bool = False,
     ) -> list[Answer]:
         """Greedy answers to all prompts, sent at once; ``samples`` in a row for each prompt.
         ``adapters``: the LoRA adapter of each prompt, by name; None is the bare model.
+        ``prompt_logprobs``: ask for those, too, for which SGLang computes the whole prompt.
 
         For an answer that ignores the end token SGLang keeps all its memory free beforehand.
         """
@@ -152,6 +120,7 @@ class ServingServer(Server):
                 for length in lengths
             ],
             "return_logprob": True,
+            "logprob_start_len": 0 if prompt_logprobs else -1,
         }
         if rids is not None:
             body["rid"] = list(rids)

@@ -104,4 +104,4 @@ def start_undrafted(
 ) -> Future[list[Answer]]:
     """Forget what was drafted, so that the long answers take their time, and start them."""
     server.post("/flush_cache")
-    return start_patient(pool, server, rids)
+    return start_patient(pool, server, rids=rids)

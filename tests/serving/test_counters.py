@@ -8,7 +8,7 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_pat.bench.common.counters import Counters
+from sglang_pat.demo.counters import Counters
 
 from .conftest import Serve
 from .server import Config

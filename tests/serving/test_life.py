@@ -12,7 +12,7 @@ import pytest
 
 from .compare import disagreements
 from .conftest import Serve
-from .patient import PATIENT, start_patient
+from .patient import PATIENT, start_patient, wait_until_decoded
 from .quitters import quit_after
 from .server import Answer, Config, ServingServer
 from .workloads import WORKLOADS
@@ -36,7 +36,7 @@ def test_requests_aborted_in_mid_batch(serve: Serve, stock: dict[str, list[Answe
     aborted = {1, 4, 5}
     rids = [f"abort-{i}" for i in range(8)]
     with ThreadPoolExecutor() as pool:
-        future = start_patient(pool, server, rids)
+        future = start_patient(pool, server, rids=rids)
         for index in sorted(aborted):
             server.post("/abort_request", {"rid": rids[index]})
         answers = future.result()
@@ -86,7 +86,7 @@ def test_flush_is_refused_while_running_and_forgets_when_idle(
 ) -> None:
     server = serve(DEFAULT)
     with ThreadPoolExecutor() as pool:
-        future = start_patient(pool, server, [f"flush-{i}" for i in range(8)])
+        future = start_patient(pool, server)
         with pytest.raises(urllib.error.HTTPError, match="400"):
             server.post("/flush_cache")
         assert not future.done()
@@ -123,6 +123,30 @@ def test_new_weights_leave_no_kv_of_the_old_ones(
         assert disagreements(cold, right) == [] and disagreements(warm, right) == []
         assert min(answer.cached_tokens for answer in cold) == 0
         assert (server.counters() - before).packed_steps > 0
+
+
+@pytest.mark.parametrize("meanwhile", ["flush", "new weights", "prompt logprobs"])
+def test_requests_that_all_have_to_start_again_after_a_pause(
+    meanwhile: str, model: Path, serve: Serve, stock: dict[str, list[Answer]]
+) -> None:
+    """As in every step of reinforcement learning."""
+    server = serve(DEFAULT)
+    before = server.counters()
+    with ThreadPoolExecutor() as pool:
+        future = start_patient(pool, server, prompt_logprobs=meanwhile == "prompt logprobs")
+        for _ in range(3):
+            server.post("/pause_generation", {"mode": "retract"})
+            if meanwhile == "flush":
+                server.post("/flush_cache")
+            elif meanwhile == "new weights":
+                told = server.post("/update_weights_from_disk", {"model_path": str(model)})
+                assert told["success"], told
+            logged = len(server.text())
+            server.post("/continue_generation")
+            wait_until_decoded(server, logged, len(PATIENT.prompts), future)
+        assert disagreements(future.result(), stock["patient"]) == []
+    counted = server.counters() - before
+    assert counted.packed_steps > 0 and not counted.fallbacks
 
 
 def test_retracted_requests_and_evicted_nodes(serve: Serve, stock: dict[str, list[Answer]]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kit import models as kit_models
 
-from sglang_pat.bench.common.server import ServerError
+from sglang_pat.demo.server import ServerError
 
 from .server import Config, ServingServer
 

@@ -4,11 +4,9 @@ and are packed; with round robin, the control, each prompt is read on both serve
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,14 +15,11 @@ pytest.importorskip(
     reason="needs SGLang's router: make install, or pip install sglang-router==0.3.2",
 )
 
-from sglang_pat.bench.common.counters import Counters
-from sglang_pat.bench.serving import __main__ as bench
-from sglang_pat.bench.serving.fleet import FleetConfig, Served
-from sglang_pat.bench.serving.routed import Routed
-from sglang_pat.bench.serving.router_rows import RouterRow
+from sglang_pat.demo.counters import Counters
+from sglang_pat.demo.server import LOG_REQUESTS
 
 from .router import WatchedRouter
-from .server import LOG_REQUESTS, Config, ServingServer
+from .server import Config, ServingServer
 from .workloads import random_prompt
 
 NAMES = ("0", "1")  # of the servers, in their answers
@@ -96,45 +91,3 @@ def test_requests_that_share_land_together_and_pack(routers: dict[str, WatchedRo
     # A system prompt is read once a step, and with round robin on each server: about 760 and 1360
     # of 2560 tokens that its four users have.
     assert _read_share(counted) < 0.4 < 0.48 < _read_share(control)
-
-
-def test_the_benchmark_measures_each_policy(
-    routers: dict[str, WatchedRouter],
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The command, on the servers that run already."""
-    servers = [Served("pat", server) for server in routers[POLICIES[0]].servers]
-    fleet = {policy: [Routed(servers, router)] for policy, router in routers.items()}
-
-    @contextmanager
-    def running(config: FleetConfig, backends: list[str], **_: Any) -> Iterator[Any]:
-        assert backends == ["pat"] and config.pool_tokens <= 20_000
-        yield fleet
-
-    monkeypatch.setattr(bench, "serve_routed", running)
-    file = tmp_path / "rows.json"
-    workload = f"{SYSTEM_PROMPTS}*{SYSTEM_TOKENS}x{USERS}"
-    options = ["--router", workload, "--new-tokens", str(USER_TOKENS), "--output-tokens", "400"]
-    options += ["--runs", "2", "--device", "cpu", "--model", str(model), "--backends", "pat"]
-    assert bench.main([*options, "--json", str(file)]) == 0
-    written = json.loads(file.read_text())
-    assert written["kind"] == "router" and written["left_out"] == []
-    rows = [RouterRow(**row) for row in written["rows"]]
-    assert [(row.run, row.policy) for row in rows] == [
-        (run, policy) for run, order in enumerate((POLICIES, POLICIES[::-1])) for policy in order
-    ]
-    for row in rows:
-        assert sum(row.by_server) == SYSTEM_PROMPTS * USERS and row.itl_p99_ms > 0
-        assert 0 < row.ttft_p50_ms <= row.ttft_p99_ms and row.tokens_per_s > 0
-        assert row.packed_steps and not row.fallbacks
-    together, spread = ([row for row in rows if row.policy == policy] for policy in POLICIES)
-    for row in together:
-        assert row.together == 1 and min(row.by_server) > 0
-        assert row.cached > 0.9 * SYSTEM_TOKENS / (SYSTEM_TOKENS + USER_TOKENS)
-    for row, other in zip(spread, together, strict=True):
-        assert row.together < 1 and row.by_server[0] == row.by_server[1]
-        assert (row.saved or 0) < (other.saved or 0)
-    assert "pat, cache_aware / round_robin: " in capsys.readouterr().out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.bench.common.server import ServerError
+from sglang_pat.demo.server import ServerError
 
 from .compare import disagreements
 from .conftest import Serve

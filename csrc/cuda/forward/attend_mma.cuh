@@ -72,7 +72,7 @@ __device__ __forceinline__ void add_values(float (&o)[kHeadDim / 2], const Fragm
 // units of one query have none: then state[1] and its values stay as they were, and nothing reads
 // them. `scratch`: memory for a Q tile, whose rows no warp needs any more once all are here. The
 // code is short, because a server's other kernels drive it out of the caches, and most SMs run it
-// once a layer (docs/experiments/host.md).
+// once a layer (docs/lessons.md).
 template <int kRowWarps, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void join_warps(const Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                            float (&o)[kHeadDim / 2], SoftmaxState (&state)[2],

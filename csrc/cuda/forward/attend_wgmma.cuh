@@ -43,7 +43,7 @@ __device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2], uint32
 // products. Hence the softmax is lazy, and whatever need not wait for products is done while they
 // run: the half looks whether the next stages are full, fences them, and finds whether the tile has
 // masks. It does not wait for stages there: as long as it holds stages that it has read, no others
-// can be loaded into them (docs/experiments/tiles.md, series 20 to 22).
+// can be loaded into them (docs/lessons.md).
 template <typename T, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                              const WorkUnit& unit) {

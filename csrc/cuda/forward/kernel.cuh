@@ -38,7 +38,7 @@ enum Job : int { kScheduler = 0, kFirstLoader = 1, kFetcher = 1 + kLoaderWarps, 
 
 // Waits until begin_half() and copy_first_unit() are over. A jump to code that is in no cache takes
 // half a microsecond. So every job jumps to its own code first and waits there
-// (docs/experiments/host.md). kJob makes the calls differ: of equal ones the compiler would make
+// (docs/lessons.md). kJob makes the calls differ: of equal ones the compiler would make
 // one, before the jumps. `threads`: of the CTA. To synccheck a barrier in several places is an
 // error, so in a build for it (PAT_SANITIZER) all meet before the jumps.
 template <Job kJob>
@@ -67,7 +67,7 @@ __device__ __forceinline__ void trace_unit(const ForwardParams& p, const WorkUni
 // Gives `condition`, and makes the compiler place the code that runs where it is true before the
 // code that runs where it is false. A launch fetches the first 64 KB of a kernel's code. In a
 // server the code behind that has left all caches since the last launch, and a jump to it waits for
-// memory (docs/experiments/tiles.md, series 21). So what most units need comes first.
+// memory (docs/lessons.md). So what most units need comes first.
 __device__ __forceinline__ bool placed_first(bool condition) { return computed_here(condition); }
 
 // Each consumer warp runs every fourth narrow unit and passes the stages of the others. Gives

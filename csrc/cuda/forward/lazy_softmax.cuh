@@ -22,7 +22,7 @@ namespace pat {
 //
 // From the last exponential of a tile to the next products no other work hides what a warp waits
 // for. So there is one vote of the warp between them, which tells both that no reference must be
-// raised and that the caller is ready (docs/experiments/tiles.md, series 22).
+// raised and that the caller is ready (docs/lessons.md).
 class LazySoftmax {
  public:
   // `rows`: of the warp's 16, how many have queries. The others hold what was in the Q buffer

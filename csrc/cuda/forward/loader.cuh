@@ -13,7 +13,7 @@ struct Loader {
   static constexpr int kTokens = kTileTokens / kLoaderWarps;   // of a tile, per warp
   static constexpr int kLaneRows = kTokens / S::kRowsPerCopy;  // rows of a tile, per lane
   // At head dim 128 one piece of code copies both K and V: what lies behind the first 64 KB of a
-  // kernel takes longer in a server (docs/experiments/host.md, series 24). Other head dims have
+  // kernel takes longer in a server (docs/lessons.md). Other head dims have
   // less code, and lose 3 % by that.
   static constexpr int kPartsAtOnce = kHeadDim == 128 ? 1 : 2;
 

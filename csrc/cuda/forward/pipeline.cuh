@@ -262,7 +262,7 @@ __device__ __forceinline__ bool by_wgmma(const WorkUnit& unit) {
 
 // Whether the consumers copy the Q of the half's first unit, and not the fetcher. The fetcher would
 // first look up the rows' queries, and by then K and V of all SMs would be on their way to memory,
-// and Q behind them (docs/experiments/host.md, series 24).
+// and Q behind them (docs/lessons.md).
 template <int kHeadDim>
 __device__ __forceinline__ bool consumers_copy_q(const WorkUnit& first) {
   return Shape<kHeadDim>::kQInRegisters && first.num_tokens > 0 && by_wgmma<kHeadDim>(first);

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks, run from a checkout. They print figures; they are not tests.
+
+- ``kernel``: the attention of one decode step and layer, ``python -m benchmarks.kernel`` on a GPU
+  and ``python -m benchmarks.kernel.attention`` on a CPU.
+- ``serving``: servers beside each other, ``python -m benchmarks.serving``.
+- ``host``: the host time of plans, ``python -m benchmarks.host.schedule``, and of decode steps on
+  SGLang's caches, ``python -m benchmarks.host.step``.
+- ``tile_solver``: PAT's offline choice of tiles, ``python -m benchmarks.tile_solver``.
+"""
+
+import sys
+from pathlib import Path
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+if not any((_CHECKOUT / "sglang_pat").glob("_C*.so")):
+    # `python -m` looks into the checkout first, whose sglang_pat has no extension: the installed
+    # one is meant.
+    sys.path.sort(key=lambda folder: Path(folder).resolve() == _CHECKOUT)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random decode batches whose requests differ: prefix forests, long beside short, samples of one
+prompt, windows of a recorded trace, and few long requests.
+
+A batch is named FAMILY-SEED, and ``GENERATOR``, the family and the seed decide all of it. The
+constants below were fixed before the seeds were drawn; whoever changes one gives ``GENERATOR``
+another name, so that results of two generators are never taken for each other.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GENERATOR = "ragged-1"
+SEEDS = range(5)
+
+MOONCAKE_BLOCK = 512  # tokens of a block of a Mooncake trace
+
+PrefixPath = list[tuple[int, int, int]]  # radix nodes as (node id, start, end)
+
+# Random forests: queries (log-uniform), levels of shared nodes, children of a node, tokens of a
+# node and of a tail on the scale that the four kinds of lengths have.
+FOREST_QUERIES, FOREST_DEPTH, FOREST_CHILDREN = (24, 480), (3, 6), (1, 4)
+FOREST_NODE_SCALES, FOREST_TAIL_SCALES = (64, 256, 1024), (32, 128, 512)
+ENDS_EARLY = 0.1  # how often a node has tails only, above the deepest level
+# One long request beside many short ones on a prefix.
+SKEW_LONG, SKEW_PREFIX, SKEW_QUERIES, SKEW_TAIL = (16_384, 65_536), (200, 2000), (20, 200), (4, 200)
+# Samples of several prompts, which may share a system prompt; every sample has come to an end of
+# its own.
+SAMPLES_PROMPTS, SAMPLES_EACH, SAMPLES_SYSTEM = (4, 24), (4, 8, 16), (0, 500)
+SAMPLES_PROMPT, SAMPLES_TAIL = (256, 6000), (1, 1000)
+# Consecutive requests of a trace with what each has answered so far.
+WINDOW_REQUESTS, WINDOW_CONTEXT, WINDOW_TAIL = (32, 64, 128), 16_384, (1, 300)
+# Of `single`, `pair` (nothing shared) and `fork` (two that share half): thousands of tokens.
+FEW_KILO_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Forest:
+    """A batch by its radix paths. ``name`` is FAMILY-SEED."""
+
+    name: str
+    paths: list[PrefixPath]
+    seq_lens: list[int]
+
+    @property
+    def num_queries(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def unique_tokens(self) -> int:
+        """K/V tokens that the batch holds, each counted once."""
+        nodes = {node: end - start for path in self.paths for node, start, end in path}
+        ends = [path[-1][2] if path else 0 for path in self.paths]
+        tails = sum(length - end for length, end in zip(self.seq_lens, ends, strict=True))
+        return sum(nodes.values()) + tails
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``from_json`` makes the same batch of."""
+        return {"name": self.name, "paths": self.paths, "seq_lens": self.seq_lens}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Forest:
+        paths = [[(node, start, end) for node, start, end in path] for path in found["paths"]]
+        return cls(found["name"], paths, found["seq_lens"])
+
+    @property
+    def family(self) -> str:
+        return self.name.partition("-")[0]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def uniform(rng: random.Random, scale: int) -> int:
+    return rng.randint(1, 2 * scale)
+
+
+def bimodal(rng: random.Random, scale: int) -> int:
+    """Four of five short, the fifth twenty times as long."""
+    if rng.random() < 0.8:
+        return rng.randint(scale // 8, scale // 4)
+    return rng.randint(3 * scale, 4 * scale)
+
+
+def zipf(rng: random.Random, scale: int) -> int:
+    """Up to four times ``scale``; a length twice as long is half as frequent."""
+    (rank,) = rng.choices(range(1, 65), [1 / rank for rank in range(1, 65)])
+    return max(1, scale * rank // 16)
+
+
+def bucketed(rng: random.Random, scale: int) -> int:
+    return rng.choice((scale // 4, scale // 2, scale, 2 * scale))
+
+
+Lengths = Callable[[random.Random, int], int]
+LENGTHS: dict[str, Lengths] = {
+    "uniform": uniform,
+    "bimodal": bimodal,
+    "zipf": zipf,
+    "bucketed": bucketed,
+}
+
+
+class _Growing:
+    """A forest that grows, node by node and query by query."""
+
+    def __init__(self) -> None:
+        self.paths: list[PrefixPath] = []
+        self.seq_lens: list[int] = []
+        self._nodes: dict[object, int] = {}
+
+    def below(self, path: PrefixPath, tokens: int, key: object = None) -> PrefixPath:
+        """``path`` with a node of ``tokens`` more; with a ``key``, the one that has it already."""
+        start = path[-1][2] if path else 0
+        key = key if key is not None else len(self._nodes)
+        node = self._nodes.setdefault(key, len(self._nodes))
+        return [*path, (node, start, start + tokens)]
+
+    def query(self, path: PrefixPath, tail: int) -> None:
+        self.paths.append(path)
+        self.seq_lens.append((path[-1][2] if path else 0) + tail)
+
+    def shuffled(self, name: str, rng: random.Random) -> Forest:
+        """Requests stand in the order in which they came, not in that of the tree."""
+        order = list(range(len(self.paths)))
+        rng.shuffle(order)
+        return Forest(name, [self.paths[i] for i in order], [self.seq_lens[i] for i in order])
+
+
+def forest(kind: str, seed: int) -> Forest:
+    """A random forest with lengths of ``kind``."""
+    name = f"{kind}-{seed}"
+    rng = random.Random(f"{GENERATOR} {name}")
+    least, most = FOREST_QUERIES
+    queries = round(least * (most / least) ** rng.random())
+    depth = rng.randint(*FOREST_DEPTH)
+    node_scale, tail_scale = rng.choice(FOREST_NODE_SCALES), rng.choice(FOREST_TAIL_SCALES)
+    length = LENGTHS[kind]
+    grown = _Growing()
+
+    def grow(path: PrefixPath, count: int, level: int) -> None:
+        if level == depth or count == 1 or (level > 1 and rng.random() < ENDS_EARLY):
+            for _ in range(count):
+                grown.query(path, length(rng, tail_scale))
+            return
+        for part in _parts(rng, count, rng.randint(*FOREST_CHILDREN)):
+            grow(grown.below(path, length(rng, node_scale)), part, level + 1)
+
+    for part in _parts(rng, queries, rng.randint(1, 2)):
+        grow(grown.below([], length(rng, node_scale)), part, 1)
+    return grown.shuffled(name, rng)
+
+
+def _parts(rng: random.Random, count: int, pieces: int) -> Iterator[int]:
+    """``count`` in at most ``pieces`` random parts, each at least 1."""
+    cuts = sorted(rng.randint(0, count) for _ in range(pieces - 1))
+    for start, end in zip([0, *cuts], [*cuts, count], strict=True):
+        if end > start:
+            yield end - start
+
+
+def skew(seed: int) -> Forest:
+    rng = random.Random(f"{GENERATOR} skew-{seed}")
+    grown = _Growing()
+    shared = grown.below([], rng.randint(*SKEW_PREFIX))
+    for _ in range(rng.randint(*SKEW_QUERIES)):
+        grown.query(shared, rng.randint(*SKEW_TAIL))
+    grown.query([], rng.randint(*SKEW_LONG))
+    return grown.shuffled(f"skew-{seed}", rng)
+
+
+def samples(seed: int) -> Forest:
+    rng = random.Random(f"{GENERATOR} samples-{seed}")
+    grown = _Growing()
+    system = rng.choice(SAMPLES_SYSTEM)
+    root = grown.below([], system) if system else []
+    each = rng.choice(SAMPLES_EACH)
+    for _ in range(rng.randint(*SAMPLES_PROMPTS)):
+        prompt = grown.below(root, rng.randint(*SAMPLES_PROMPT))
+        for _ in range(each):
+            grown.query(prompt, rng.randint(*SAMPLES_TAIL))
+    return grown.shuffled(f"samples-{seed}", rng)
+
+
+def mooncake(file: Path, context: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Prompts of a Mooncake trace (FAST'25) that fit ``context`` tokens, as (block, tokens)."""
+    with file.open() as lines:
+        for line in lines:
+            request = json.loads(line)
+            blocks = [(block, MOONCAKE_BLOCK) for block in request["hash_ids"]]
+            # The last block is only partly filled.
+            last = max(1, request["input_length"] - MOONCAKE_BLOCK * (len(blocks) - 1))
+            if (len(blocks) - 1) * MOONCAKE_BLOCK + last <= context:
+                yield (*blocks[:-1], (blocks[-1][0], last))
+
+
+def windows(file: Path, seeds: Sequence[int] = SEEDS) -> list[Forest]:
+    """Windows of a Mooncake trace; requests beyond ``WINDOW_CONTEXT`` tokens are left out.
+
+    Raises ValueError for a file with fewer requests than a window has.
+    """
+    prompts = list(mooncake(file, WINDOW_CONTEXT))
+    if len(prompts) < max(WINDOW_REQUESTS):
+        raise ValueError(
+            f"{file} has {len(prompts)} requests of at most {WINDOW_CONTEXT} tokens, but a window "
+            f"takes up to {max(WINDOW_REQUESTS)}: give a longer trace"
+        )
+    found = []
+    for seed in seeds:
+        rng = random.Random(f"{GENERATOR} window-{seed}")
+        count = rng.choice(WINDOW_REQUESTS)
+        first = rng.randint(0, len(prompts) - count)
+        grown = _Growing()
+        for segments in prompts[first : first + count]:
+            path: PrefixPath = []
+            for end, (_, tokens) in enumerate(segments, 1):
+                path = grown.below(path, tokens, segments[:end])
+            grown.query(path, rng.randint(*WINDOW_TAIL))
+        found.append(grown.shuffled(f"window-{seed}", rng))
+    return found
+
+
+def few() -> list[Forest]:
+    """One and two requests: ``single``, ``pair`` and ``fork``, by thousands of tokens each."""
+    found = []
+    for kilo in FEW_KILO_TOKENS:
+        tokens = 1024 * kilo
+        half = [(0, 0, tokens // 2)]
+        found += [
+            Forest(f"single-{kilo}k", [[]], [tokens]),
+            Forest(f"pair-{kilo}k", [[], []], [tokens] * 2),
+            Forest(f"fork-{kilo}k", [half, half], [tokens] * 2),
+        ]
+    return found
+
+
+def all_forests(trace: Path | None) -> list[Forest]:
+    """Every batch, family by family; windows only of a ``trace``."""
+    found = [forest(kind, seed) for kind in LENGTHS for seed in SEEDS]
+    found += [skew(seed) for seed in SEEDS]
+    found += [samples(seed) for seed in SEEDS]
+    if trace is not None:
+        found += windows(trace)
+    return found + few()

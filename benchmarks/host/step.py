@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host time of a decode step's planning on SGLang's own caches:
+``python -m benchmarks.host.step [--json]``. Needs SGLang, no server.
+
+Unchanged: what a step costs whose batch and tree are those of the step before. Changed: what it
+costs when one request of the batch is another, paths, plan and all. Cold: the same after something
+else has filled the CPU's caches, as the rest of a server's step does.
+
+Turns: conversations of so many turns on one system prompt, each two nodes of the tree; in every
+step one leaves and the next turn of another arrives. Deep: requests at the end of a text of which
+ever longer beginnings were prompts, a node each; the first plan, and those after one left and came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.host.live import CACHES, LiveCache
+from sglang_pat.srt.lengths import known
+from sglang_pat.srt.step import StepPlanner
+from sglang_pat.stats import Stats
+from sglang_pat.target import Target
+
+REPEATS, COLD_REPEATS, ARRIVALS = 400, 40, 60
+FLUSH_BYTES = 128 << 20  # more than a core has of a CPU's last cache
+
+Row = dict[str, float | int | str]
+
+
+def measure(kind: str, queries: int) -> Row:
+    """Median microseconds for ``queries`` requests: a system prompt, eight tools, own tails."""
+    rng = random.Random(0)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(1 << 15) for _ in range(length)]
+
+    cache = LiveCache(kind, slots=2000 * queries, rows=queries + 1, context=2048)
+    system, tools = text(1000), [text(300) for _ in range(8)]
+    reqs = [cache.admit(system + tools[i % 8] + text(40)) for i in range(queries + 1)]
+    # One leaves, one comes that was away for a step.
+    batches = [cache.batch(reqs[:i] + reqs[i + 1 :]) for i in range(len(reqs))]
+    target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=queries)
+    steps = StepPlanner(target, Stats())
+
+    def step(index: int, others: int) -> float:
+        """Microseconds of a step of a batch after ``others`` forwards that were not decodes."""
+        batch, lens = batches[index % len(batches)]
+        live = dataclasses.replace(batch, others=others)
+        start = time.perf_counter_ns()
+        steps.plan(live, known(lens))
+        return (time.perf_counter_ns() - start) / 1e3
+
+    flush = np.ones(FLUSH_BYTES, dtype=np.uint8)
+
+    def both(repeats: range, *, cold: bool) -> tuple[float, float]:
+        """Median microseconds of a step of an unchanged and of a changed batch."""
+        unchanged: list[float] = []
+        changed: list[float] = []
+        for repeat in repeats:
+            for times, others in ((changed, repeat), (unchanged, repeat + 1)):
+                if cold:
+                    flush.sum()
+                times.append(step(repeat, others))
+                assert steps.made == (times is changed)
+        return statistics.median(unchanged), statistics.median(changed)
+
+    settled = [step(0, 0) for _ in range(REPEATS)]
+    unchanged, changed = both(range(1, REPEATS), cold=False)
+    cold_unchanged, cold_changed = both(range(REPEATS, REPEATS + COLD_REPEATS), cold=True)
+    return {
+        "cache": kind,
+        "queries": queries,
+        "settled_us": round(statistics.median(settled), 1),
+        "unchanged_us": round(unchanged, 1),
+        "changed_us": round(changed, 1),
+        "cold_unchanged_us": round(cold_unchanged, 1),
+        "cold_changed_us": round(cold_changed, 1),
+    }
+
+
+def _steps(queries: int) -> StepPlanner:
+    target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=queries)
+    return StepPlanner(target, Stats())
+
+
+def _new_plan(steps: StepPlanner, cache: LiveCache, reqs: list[Any]) -> float:
+    """Microseconds of the first step of a batch, which makes a plan. Two more keep it."""
+    batch, lens = cache.batch(reqs)
+    start = time.perf_counter_ns()
+    plan = steps.plan(batch, known(lens))
+    us = (time.perf_counter_ns() - start) / 1e3
+    assert steps.made and plan is not None and plan.num_shared_items
+    for others in (1, 2):
+        steps.plan(dataclasses.replace(batch, others=others), known(lens))
+        assert not steps.made
+    return us
+
+
+def _row(kind: str, what: str, queries: int, depth: int, times: list[float]) -> Row:
+    return {
+        "cache": kind,
+        "queries": queries,
+        what: depth,
+        "first_us": round(times[0], 1),
+        "changed_us": round(statistics.median(times[1:]), 1),
+        "most_us": round(max(times[1:]), 1),
+    }
+
+
+def measure_turns(kind: str, queries: int, turns: int) -> Row:
+    """Microseconds of a plan when one conversation leaves and the next turn of another arrives."""
+    rng = random.Random(0)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(1 << 15) for _ in range(length)]
+
+    turn = 900 // turns  # tokens, so that the plans of all rows are alike
+    output = turn // 3
+    context = 2304
+    talks = queries + ARRIVALS
+    cache = LiveCache(kind, slots=1300 * talks, rows=talks, context=context)
+    histories = [text(1000)] * talks
+    for _ in range(turns - 1):
+        histories = [
+            cache.end(cache.admit(one + text(turn - output)), text(output)) for one in histories
+        ]
+    reqs = [cache.admit(history + text(turn)) for history in histories[:queries]]
+    steps = _steps(queries)
+    times = [_new_plan(steps, cache, reqs)]
+    for history in histories[queries:]:
+        cache.end(reqs.pop(rng.randrange(queries)), text(output))
+        reqs.append(cache.admit(history + text(turn)))
+        times.append(_new_plan(steps, cache, reqs))
+    return _row(kind, "turns", queries, turns, times)
+
+
+def measure_deep(kind: str, queries: int, depth: int) -> Row:
+    """Microseconds of a plan for requests at the end of a path of ``depth`` nodes."""
+    rng = random.Random(0)
+    context = depth + 64
+    cache = LiveCache(
+        kind, slots=8 * context + 8 * (queries + ARRIVALS), rows=queries + 1, context=context
+    )
+    text = [rng.randrange(1 << 15) for _ in range(depth + 1)]
+    for length in range(2, depth + 1):
+        cache.end(cache.admit(text[:length]), [])
+    steps = _steps(queries)
+    reqs = [cache.admit([*text, 1 << 16, own]) for own in range(queries)]
+    times = [_new_plan(steps, cache, reqs)]
+    for own in range(ARRIVALS):
+        cache.end(reqs.pop(rng.randrange(queries)), [])
+        reqs.append(cache.admit([*text, 1 << 16, queries + own]))
+        times.append(_new_plan(steps, cache, reqs))
+    return _row(kind, "deep", queries, depth, times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    as_json = parser.parse_args().json
+    for row in _rows():
+        if as_json:
+            print(json.dumps(row), flush=True)
+        else:
+            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+
+
+def _rows() -> Iterator[Row]:
+    for kind in CACHES:
+        for queries in (64, 256):
+            yield measure(kind, queries)
+        for queries, turns in ((64, 1), (64, 10), (256, 1), (256, 10), (256, 30)):
+            yield measure_turns(kind, queries, turns)
+        yield measure_deep(kind, 256, 2000)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our patch to SGLang buys in host time a decode step:
+``python patches/apply.py COPY && python -m benchmarks.host.upstream COPY [--json FILE]``.
+
+Stock and patched SGLang take turns, each in a process of its own. From the forward batch to the
+plan, with no server: kept, a step whose batch is that of the steps before; young, the second step
+of a batch; new, the first, in which one request is another. Handover is the part from the batch to
+the planner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.host.live import LiveCache
+from sglang_pat.srt import hook, upstream
+from sglang_pat.srt.lengths import known
+from sglang_pat.srt.radix import SETTLE_STEPS
+from sglang_pat.srt.step import StepPlanner
+from sglang_pat.stats import Stats
+from sglang_pat.target import Target
+
+REPEATS = 300
+QUERIES = (64, 256, 1024)
+STEPS = ("kept", "young", "new", "handover")
+
+
+class Forward(SimpleNamespace):
+    """Stands in for SGLang's ``ForwardBatch``: made from a batch, with our hook after it or with
+    the requests in it, and nothing else that would take time."""
+
+    handles: Callable[..., Any] | None = None  # SGLang's RequestHandles, where it has them
+
+    @classmethod
+    def init_new(cls, batch: Any, _runner: Any) -> Forward:
+        if cls.handles is None:
+            return cls(forward_mode=batch.forward_mode)
+        handles = cls.handles(
+            batch.reqs,
+            batch.tree_cache,
+            batch.req_pool_indices_cpu,
+            batch.forward_mode,
+            batch.decoding_reqs,
+        )
+        return cls(forward_mode=batch.forward_mode, request_handles=handles)
+
+
+def scheduled_batches(queries: int) -> tuple[LiveCache, list[tuple[Any, torch.Tensor]]]:
+    """A cache of ``queries`` + 1 requests under a system prompt and eight tools, and the batches
+    that lack one each, with their sequence lengths: as if one had left, and one come."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    rng = random.Random(0)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(1 << 15) for _ in range(length)]
+
+    cache = LiveCache("rust", slots=2000 * queries, rows=queries + 1, context=2048)
+    system, tools = text(1000), [text(300) for _ in range(8)]
+    reqs = [cache.admit(system + tools[i % 8] + text(40)) for i in range(queries + 1)]
+    batches = []
+    for i in range(len(reqs)):
+        live, lens = cache.batch(reqs[:i] + reqs[i + 1 :])
+        batch = SimpleNamespace(
+            reqs=live.reqs,
+            tree_cache=cache.tree,
+            req_pool_indices_cpu=live.rows,
+            forward_mode=ForwardMode.DECODE,
+            decoding_reqs=None,
+        )
+        batches.append((batch, lens))
+    return cache, batches
+
+
+def measure(queries: int) -> dict[str, float]:
+    """Median microseconds of each of ``STEPS``, in the SGLang that this process imports."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    cache, batches = scheduled_batches(queries)
+    prefill = SimpleNamespace(**vars(batches[0][0]) | {"forward_mode": ForwardMode.EXTEND})
+    runner = SimpleNamespace()
+    source = upstream.batches_of(runner)
+    target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=queries)
+    steps = StepPlanner(target, Stats())
+
+    def hand_over(batch: Any) -> Any:
+        return source.take(Forward.init_new(batch, runner))
+
+    found: dict[str, list[float]] = {name: [] for name in STEPS}
+
+    def note(name: str, call: Callable[[], Any]) -> None:
+        start = time.perf_counter_ns()
+        call()
+        found[name].append((time.perf_counter_ns() - start) / 1e3)
+
+    for repeat in range(REPEATS):
+        # A request ends and another is prefilled: a change of the batch comes with both.
+        if upstream.carries_requests():
+            cache.tree.anchor_version += 1
+        hand_over(prefill)
+        batch, lens = batches[repeat % len(batches)]
+        step = partial(lambda batch, lens: steps.plan(hand_over(batch), known(lens)), batch, lens)
+        note("new", step)
+        assert steps.made
+        note("young", step)
+        for _ in range(SETTLE_STEPS):
+            step()
+        note("kept", step)
+        assert not steps.made
+        note("handover", partial(hand_over, batch))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def measure_here() -> None:
+    """Print one JSON object a line for each of ``QUERIES``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if upstream.carries_requests():
+        from sglang.srt.model_executor.forward_batch_info import RequestHandles
+
+        Forward.handles = RequestHandles
+    else:
+        target = f"{Forward.__module__}.Forward.init_new"
+        HookRegistry.register(target, hook.after_init_new, HookType.AFTER)
+        HookRegistry.apply_hooks()
+        assert hook.is_installed(Forward.init_new)
+    for queries in QUERIES:
+        row = {"queries": queries, "patched": upstream.carries_requests(), **measure(queries)}
+        print(json.dumps(row), flush=True)
+
+
+def compare(copy: Path, rounds: int) -> list[dict[str, Any]]:
+    """All rows of ``rounds`` processes each of stock and patched SGLang, by turns."""
+    rows = []
+    inherited = [os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "benchmarks.host.upstream", "--here"]
+    for number in range(rounds):
+        for first in ([], [str(copy.resolve())]):
+            path = os.pathsep.join(filter(None, first + inherited))
+            env = os.environ | {"PYTHONPATH": path}
+            result = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+            for line in result.stdout.splitlines():
+                row = json.loads(line)
+                assert row["patched"] == bool(first), f"{copy} has no patched SGLang"
+                rows.append({"round": number, **row})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Stock -> patched in microseconds: the median over the rounds, the least in brackets."""
+    lines = ["queries  " + "  ".join(f"{name:>26}" for name in STEPS)]
+    for queries in QUERIES:
+        cells = []
+        for name in STEPS:
+            cell = []
+            for patched in (False, True):
+                times = [
+                    row[name]
+                    for row in rows
+                    if row["queries"] == queries and row["patched"] == patched
+                ]
+                cell.append(f"{statistics.median(times):.1f} ({min(times):.1f})")
+            cells.append(" -> ".join(cell).rjust(26))
+        lines.append(f"{queries:>7}  " + "  ".join(cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("copy", nargs="?", type=Path, help="what patches/apply.py made")
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each (%(default)s)")
+    parser.add_argument("--json", type=Path, help="write all rows here")
+    parser.add_argument("--here", action="store_true", help="only the SGLang of this process")
+    args = parser.parse_args()
+    if args.here:
+        measure_here()
+        return
+    if args.copy is None:
+        parser.error("name the copy that patches/apply.py made")
+    rows = compare(args.copy, args.rounds)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

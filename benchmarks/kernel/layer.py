@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step and layer of pat on a CUDA device, ready to be captured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.common.trees import Requests
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.kv import TreeBatch, make_batch, relative
+from sglang_pat import Target, decode, reference
+from sglang_pat.config import rules
+from sglang_pat.planner import Planner
+from sglang_pat.workspace import Workspace
+
+PLAN_REPEATS = 15
+CHECKED_QUERIES = 6
+# Room for the split `mean`, per query. The paper's trees take up to 17 partial results a query.
+MEAN_ITEMS, MEAN_PARTIALS = 16, 32
+
+# Dtypes of K and V, as ``--kv-cache-dtype`` of a server names them, with the bytes of an element.
+E4M3 = "fp8_e4m3"
+KV_DTYPES = {"bfloat16": 2, E4M3: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class PatOptions:
+    """What can be chosen about pat: see ``Target`` and ``Workspace``. ``kv_dtype``: of K and V, of
+    ``KV_DTYPES``. ``draft_tokens``: of a query, 1 in a decode step."""
+
+    policy: str = "bytes"
+    split: str = "cost"
+    launch: str = "queue"
+    branching: str = "cost"
+    kv_dtype: str = "bfloat16"
+    draft_tokens: int = 1
+
+    @property
+    def e4m3(self) -> bool:
+        """Whether K and V are in float8_e4m3fn, with scales."""
+        return self.kv_dtype == E4M3
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of an element of K or V."""
+        return KV_DTYPES[self.kv_dtype]
+
+    def target(self, tree: Requests, heads: Heads) -> Target:
+        """As a server makes its own: for the GPU at hand, an H200 if there is none. The paper's
+        split makes many pieces, so there is more room for them, lest plans are made without."""
+        values: dict[str, Any] = {
+            "num_q_heads": heads.q,
+            "num_kv_heads": heads.kv,
+            "head_dim": heads.dim,
+            "max_queries": tree.num_queries,
+            "draft_tokens": self.draft_tokens,
+            "kv_bytes": self.kv_bytes,
+            "policy": self.policy,
+            "split": self.split,
+        }
+        if self.split == "mean":
+            values["max_items"] = MEAN_ITEMS * tree.num_queries + 1024
+            values["max_partials"] = MEAN_PARTIALS * tree.num_queries + 2048
+        if self.branching != "cost":  # else as the GPU's target has it
+            values["branching"] = self.branching
+        if torch.cuda.device_count() == 0:
+            return Target.h200(**values)
+        return Target.gpu(torch.cuda.get_device_properties(), **values)
+
+
+# "pat": the paper to the letter.
+PRESETS = ("default", "pat")
+
+
+def options_of(preset: str) -> PatOptions:
+    """The rules of one of ``PRESETS``, as a server has them."""
+    chosen, _ = rules(preset, {})
+    return PatOptions(chosen["policy"], chosen["split"], chosen["launch"], chosen["branching"])
+
+
+def device_batch(
+    tree: Requests, heads: Heads, permuted: bool = False, draft_tokens: int = 1
+) -> TreeBatch:
+    """bf16 inputs on the GPU."""
+    return make_batch(
+        tree,
+        num_q_heads=heads.q,
+        num_kv_heads=heads.kv,
+        head_dim=heads.dim,
+        dtype=torch.bfloat16,
+        permuted=permuted,
+        device="cuda",
+        draft_tokens=draft_tokens,
+    )
+
+
+class Layer:
+    """What pat does for a batch: a plan, the snapshot of its slots, the attention of a layer."""
+
+    def __init__(
+        self,
+        batch: TreeBatch,
+        tree: Requests,
+        heads: Heads,
+        settings: PatOptions,
+        scale: float,
+    ) -> None:
+        target = settings.target(tree, heads)
+        self.batch, self.tree, self.scale = batch, tree, scale
+        self._planner = Planner(target)
+        self.plan = self._planner.plan(tree.paths, tree.seq_lens)
+        self.workspace = Workspace(
+            target,
+            batch.req_to_token.shape[1],
+            batch.q.device,
+            launch=settings.launch,
+        )
+        self.workspace.load(self.plan)
+        self.snapshot()
+        self._out = torch.empty_like(batch.q)
+
+    def snapshot(self) -> None:
+        batch = self.batch
+        self.workspace.snapshot(batch.req_to_token, batch.rows, batch.seq_lens)
+
+    def attend(self) -> torch.Tensor:
+        """Forward and merge, [B * T, Hq, D] with T draft tokens a query."""
+        return decode(
+            *self.batch.inputs,
+            self.plan,
+            scale=self.scale,
+            k_scale=self.batch.k_scale,
+            v_scale=self.batch.v_scale,
+            out=self._out,
+            workspace=self.workspace,
+        )
+
+    def plan_us(self) -> float:
+        """Median host time of a plan, all in, from paths in Python tuples."""
+        paths, seq_lens = self.tree.paths, self.tree.seq_lens
+        times = []
+        for _ in range(PLAN_REPEATS):
+            start = time.perf_counter_ns()
+            self._planner.plan(paths, seq_lens)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        return statistics.median(times)
+
+
+def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
+    """Relative norm of the difference of ``out`` [B * T, Hq, D] from fp32 attention of K and V as
+    they are stored, over a few queries from the first to the last, with all of their draft tokens.
+    """
+    queries, draft_tokens = len(batch.rows), batch.draft_tokens
+    count = min(CHECKED_QUERIES, queries)
+    some = torch.linspace(0, queries - 1, count, device=batch.q.device).round().long()
+    of_query = torch.arange(draft_tokens, device=batch.q.device)
+    rows = (some[:, None] * draft_tokens + of_query).flatten()
+    expected, _ = reference.attention(
+        batch.q[rows],
+        batch.k_cache,
+        batch.v_cache,
+        batch.req_to_token,
+        batch.rows[some],
+        batch.seq_lens[some],
+        scale=scale,
+        k_scale=batch.k_scale,
+        v_scale=batch.v_scale,
+        draft_tokens=draft_tokens,
+    )
+    return relative(out[rows], expected)

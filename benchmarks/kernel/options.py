@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the kernel benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common.document import value, whole_number
+from benchmarks.common.trees import HEADS, PAPER_TREES
+from benchmarks.kernel import batches, drafts, ragged
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.layer import KV_DTYPES, PRESETS, PatOptions, options_of
+from sglang_pat.explain.tree import Tree
+
+QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
+# Options that bound what is run, and what they go with.
+_BOUNDS = {
+    "only": ("ragged",),
+    "trace": ("ragged",),
+    "sample": ("batches",),
+    "budget_s": ("ragged", "batches"),
+    "pool_gb": ("ragged", "batches"),
+}
+# Modes that have batches of their own.
+_MODES = ("trees", "draft_tokens", "batches", "ragged")
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.kernel", description=description)
+    add = parser.add_argument
+    heads, tree = value(Heads.parse), value(Tree.parse)
+    add("--heads", nargs="+", type=heads, metavar="Q/KV", help="as 32/8 (default: all four)")
+    add("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
+    add("--permuted", action="store_true", help="slots at random places of the pool")
+    how = "of K and V; beside fp8_e4m3, pat is timed with bfloat16 too (default: bfloat16, or as "
+    add("--kv-dtype", choices=tuple(KV_DTYPES), help=f"{how}the server of --batches had it)")
+    how = "time verify steps, of so many draft tokens a request, as 4,8 (default: decode steps)"
+    add("--draft-tokens", type=value(drafts.parse), metavar="T[,T...]", help=how)
+    add("--ragged", action="store_true", help="batches whose requests differ, nine heads")
+    how = "replay the batches of a server, out of its SGLANG_PAT_DUMP"
+    add("--batches", type=Path, metavar="FILE", help=how)
+    how = "with --batches: N of them, from the first to the last (default: all)"
+    add("--sample", type=value(whole_number), metavar="N", help=how)
+    add("--only", nargs="+", default=[], metavar="PATTERN", help="rows by name, as 'skew*' or 8/1")
+    how = "a Mooncake trace for the family window of --ragged (default: leave that family out)"
+    add("--trace", type=Path, metavar="FILE", help=how)
+    how = "start no row of --ragged or --batches that would end later (default: no limit)"
+    add("--budget-s", type=float, default=math.inf, metavar="S", help=how)
+    how = f"leave out batches of them with more K and V (default: {ragged.POOL_GB:g})"
+    add("--pool-gb", type=float, default=ragged.POOL_GB, metavar="GB", help=how)
+    add("--preset", choices=PRESETS, default="default", help="pat: the paper's rules to the letter")
+    how = "before each repeat a layer's matrix products instead of a write of 256 MB: code, too, is"
+    add("--cold-code", action="store_true", help=f"{how} in no cache then, as in a server")
+    add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
+    add("--json", type=Path, metavar="FILE", help="write rows and conditions")
+    add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
+    return parser
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program with a message if an option would have no effect."""
+    modes = [name for name in _MODES if getattr(options, name)]
+    if len(modes) > 1 and modes != ["trees", "draft_tokens"]:
+        parser.error(f"{_flag(modes[-1])} has batches of its own: leave {_flag(modes[0])} out")
+    for name, owners in _BOUNDS.items():
+        given = getattr(options, name) != parser.get_default(name)
+        if given and not any(getattr(options, mode) for mode in owners):
+            parser.error(f"{_flag(name)} goes with {' or '.join(map(_flag, owners))} only")
+    try:
+        if options.draft_tokens:
+            drafts.trees(options)
+        if options.batches:
+            batches.replay(options)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def cases(options: argparse.Namespace) -> list[tuple[Heads, Tree]]:
+    """The regular trees to run."""
+    if options.draft_tokens:
+        return [(each, tree) for each in drafts.heads(options) for tree in drafts.trees(options)]
+    trees = options.trees or (QUICK_TREES if options.quick else PAPER_TREES)
+    every = [Heads(32, 8)] if options.quick else [Heads(*pair) for pair in HEADS]
+    return [(each, tree) for each in options.heads or every for tree in trees]
+
+
+def settings_of(options: argparse.Namespace) -> PatOptions:
+    """What is asked for about pat; with several numbers of draft tokens, for the first."""
+    chosen = options_of(options.preset)
+    if options.batches:
+        found = batches.replay(options)
+        return replace(chosen, kv_dtype=found.kv_dtype, draft_tokens=found.draft_tokens)
+    draft_tokens = options.draft_tokens[0] if options.draft_tokens else 1
+    return replace(chosen, kv_dtype=options.kv_dtype or "bfloat16", draft_tokens=draft_tokens)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row of the kernel benchmark: pat and the peers captured, checked and timed on one batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from benchmarks.common.trees import Requests
+from benchmarks.kernel.clock import Captured, Clock, capture
+from benchmarks.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
+from benchmarks.kernel.kv import TreeBatch, quantised, relative
+from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
+from benchmarks.kernel.peers import PEERS
+from benchmarks.kernel.report import TreeRow
+from sglang_pat.planner import BRANCH
+
+
+def measure(
+    tree: Requests,
+    heads: Heads,
+    permuted: bool,
+    names: list[str],
+    timer: Clock,
+    rates: Rates,
+    settings: PatOptions,
+    batch: TreeBatch | None = None,
+) -> TreeRow:
+    """Capture, check and time pat and the peers in ``names`` on one tree or forest.
+
+    ``batch``: its inputs, with the draft tokens of ``settings``; None makes them.
+    """
+    torch.cuda.empty_cache()
+    if batch is None:
+        batch = device_batch(tree, heads, permuted, settings.draft_tokens)
+    scale = heads.dim**-0.5
+    graphs: dict[str, Captured] = {}
+    if settings.e4m3:
+        wide = Layer(batch, tree, heads, replace(settings, kv_dtype="bfloat16"), scale)
+        graphs["bf16"] = capture(wide.attend)
+        batch = quantised(batch)
+    layer = Layer(batch, tree, heads, settings, scale)
+    graphs["pat"] = capture(layer.attend)
+    for name in names:
+        try:
+            graphs[name] = capture(PEERS[name](batch, tree, scale))
+        except Exception as error:  # the run goes on without it
+            print(f"{heads} {tree}: {name} did not run: {type(error).__name__}: {error}")
+    outs = {name: graph.out for name, graph in graphs.items() if graph.out is not None}
+    for name, out in outs.items():
+        out.fill_(float("nan"))
+        graphs[name].replay()
+    times, noise = timer.compare({name: graph.replay for name, graph in graphs.items()})
+    ours = outs.pop("pat")
+    outs.pop("bf16", None)  # of other K and V
+    made = layer.plan
+    counted = (settings.kv_bytes, settings.draft_tokens)
+    bytes_s = least_bytes(tree, heads, *counted) / rates.bytes_per_s
+    flops_s = flops(tree, heads, settings.draft_tokens) / rates.flops_per_s
+    return TreeRow(
+        heads=str(heads),
+        spec=str(tree),
+        permuted=permuted,
+        floor_us=floor_us(tree, heads, rates, *counted),
+        bound="memory" if bytes_s > flops_s else "compute",
+        pat=times["pat"],
+        fa3=times.get("fa3"),
+        flashinfer=times.get("flashinfer"),
+        levels=times.get("levels"),
+        noise=noise,
+        snapshot_us=timer.median_us(capture(layer.snapshot).replay),
+        plan_us=layer.plan_us(),
+        items=made.num_items,
+        shared_items=made.num_shared_items,
+        partials=made.num_partials,
+        kv_read_over_unique=made.kv_tokens_read(sum(tree.seq_lens)) / tree.unique_tokens,
+        degraded=made.degraded,
+        error=error_of(ours, batch, scale),
+        differences={name: relative(out, ours) for name, out in outs.items()},
+        branches=int(np.count_nonzero(made.items["kind"] == BRANCH)),
+        kv_dtype=settings.kv_dtype,
+        errors={name: error_of(out, batch, scale) for name, out in outs.items()}
+        if settings.e4m3
+        else {},
+        bf16=times.get("bf16"),
+        draft_tokens=settings.draft_tokens,
+    )

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A spawned SGLang server: started, waited for, stopped with everything it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_pat.config import CPU_PLATFORM
+from sglang_pat.demo.counters import Counters, read_counters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_LOG_LINES_SHOWN = 30
+_STOP_S = 15.0
+# With these a server logs a line when a request arrives, without the prompt.
+LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
+_ARRIVED = "Receive: obj=GenerateReqInput"
+ARRIVED_S = 60.0
+
+
+class ServerError(RuntimeError):
+    """The server ended, or was not ready in time; the message has the end of its log."""
+
+
+def default_device() -> str:
+    """``cuda`` if there is a GPU and ``pat`` serves it, else ``cpu``."""
+    import torch
+
+    from sglang_pat.srt.refusals import reason_against_gpu
+
+    return "cuda" if torch.cuda.is_available() and not reason_against_gpu() else "cpu"
+
+
+class Server:
+    """``python -m sglang.launch_server`` in a process group of its own; a context manager.
+
+    On a CPU it runs under the platform ``pat_cpu`` that this package brings, whatever the backend.
+
+    Args:
+        model: folder of the model.
+        backend: ``--attention-backend``; None leaves SGLang's own choice.
+        device: ``cpu`` or ``cuda``.
+        log: file that gets the server's output; it is kept.
+        args: further arguments of ``sglang.launch_server``.
+        env: environment variables to set, on top of this process's.
+        ready_s: seconds to wait for ``/health``.
+
+    Entering it is ``start()`` and ``wait_until_ready()``; leaving it is ``stop()``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        backend: str | None,
+        device: str,
+        log: str | Path,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        ready_s: float = 300.0,
+    ) -> None:
+        self.log = Path(log).resolve()
+        self.port = reserve_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._ready_s = ready_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._command = [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *("--model-path", str(Path(model).resolve()), "--device", device),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            # SGLang's own choice may be that of another server that starts right now.
+            *("--nccl-port", str(reserve_port())),
+            *(("--attention-backend", backend) if backend else ()),
+            "--enable-metrics",
+            "--sleep-on-idle",  # a scheduler without work would keep a core busy
+            *args,
+        ]
+        self._env = dict(os.environ)
+        # /health answers from the server's state then, instead of generating a token of its own,
+        # which takes a second and would appear in the counters.
+        self._env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+        if device == "cpu":
+            self._env["SGLANG_PLATFORM"] = CPU_PLATFORM
+        # SGLang leaves its temporary files (sockets, metrics) behind; here they go with the server.
+        self._tmp = tempfile.TemporaryDirectory(prefix="sglang_pat_", ignore_cleanup_errors=True)
+        self._env["TMPDIR"] = self._tmp.name
+        self._env.update(env or {})
+
+    def __enter__(self) -> Server:
+        self.start()
+        self.wait_until_ready()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process, so that several servers can start at the same time."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._process = self._spawn()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                cwd=self._tmp.name,  # a checkout as cwd would shadow the installed package
+                start_new_session=True,  # its own group: schedulers and detokenizer end with it
+            )
+
+    def wait_until_ready(self) -> None:
+        """Return when ``/health`` answers; a server that does not get there is stopped.
+
+        Raises:
+            ServerError: it ended before, or is not ready ``ready_s`` after this call.
+        """
+        try:
+            self._poll_health()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End the server and every process it started; harmless when it has ended already."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGINT)  # SIGTERM is looked at every 5 s only
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):  # the group has no process any more
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+        self._tmp.cleanup()
+
+    @property
+    def pid(self) -> int:
+        """Of its first process, so of its process group. Raises ServerError if it has ended."""
+        self.check_alive()
+        assert self._process is not None
+        return self._process.pid
+
+    def tail(self, lines: int = _LOG_LINES_SHOWN) -> str:
+        """The last lines of the log."""
+        with self.log.open(errors="replace") as log:
+            return "".join(deque(log, maxlen=lines))
+
+    def text(self) -> str:
+        """All that the server has logged."""
+        return self.log.read_text(errors="replace")
+
+    def arrived(self) -> int:
+        """How many requests have come since the start; the server must have ``LOG_REQUESTS``."""
+        return self.text().count(_ARRIVED)
+
+    @contextlib.contextmanager
+    def paused_until_arrived(self, requests: int) -> Iterator[None]:
+        """Nothing is decoded while requests are sent within this block and until as many as
+        ``requests`` have come. How many decode together does not depend on how fast they came.
+
+        Raises:
+            TimeoutError: they did not all come in ``ARRIVED_S`` seconds.
+        """
+        self.post("/pause_generation", {"mode": "in_place"})
+        try:
+            expected = self.arrived() + requests
+            yield
+            deadline = time.monotonic() + ARRIVED_S
+            while (now := self.arrived()) < expected:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{expected - now} of {requests} requests did not come")
+                time.sleep(0.01)
+        finally:
+            self.post("/continue_generation", {})
+
+    def check_alive(self) -> None:
+        """Raise ServerError, with the end of the log, if the server has ended."""
+        code = self._process.poll() if self._process else 0
+        if self._process is None or code is not None:
+            raise ServerError(
+                f"the server ended with code {code}; the last lines of {self.log}:\n{self.tail()}"
+            )
+
+    def get(self, path: str) -> Any:
+        """JSON of ``GET path``."""
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, body: Any = None, *, timeout: float = 300.0) -> Any:
+        """JSON of ``POST path``; None where the answer is empty or plain text.
+
+        Raises:
+            urllib.error.HTTPError: the server refused; its body says why.
+        """
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps({} if body is None else body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            is_json = "json" in answer.headers.get("Content-Type", "")
+            return json.load(answer) if is_json else None
+
+    def counters(self) -> Counters:
+        """What pat counted since the start; call it when no request runs."""
+        return read_counters(self.url)
+
+    def _poll_health(self) -> None:
+        deadline = time.monotonic() + self._ready_s
+        while True:
+            self.check_alive()
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, TimeoutError, ConnectionError):
+                pass  # not listening yet, or 503: still starting
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"the server is not ready after {self._ready_s:.0f} s; "
+                    f"the last lines of {self.log}:\n{self.tail()}"
+                )
+            time.sleep(0.2)
+
+
+# A port belongs to this process until it ends: two servers that start side by side bind theirs a
+# minute after they were chosen.
+_reserved: list[socket.socket] = []
+
+
+def reserve_port() -> int:
+    """A TCP port of this machine on which nobody listens, and which no process is given again by
+    this function as long as the caller's lives.
+
+    Below the range from which Linux, as it is set up by default, gives ports to whoever asks for
+    any.
+
+    Raises:
+        OSError: 100 ports, drawn at random, are all in use or reserved.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        holder = socket.socket()
+        try:
+            holder.bind(("127.0.0.1", port))
+        except OSError:
+            holder.close()
+            continue
+        # Bound, the port is refused to whoever asks as above. With this option from now on, a
+        # server that sets it too, as all of SGLang's do, may bind the port and listen.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _reserved.append(holder)
+        return port
+    raise OSError("100 ports between 20000 and 32000 are all in use: end servers, and try again")
