@@ -147,12 +147,11 @@ def make_parser() -> argparse.ArgumentParser:
     add_arguments(explain)
     gain = commands.add_parser(
         "estimate",
-        help="say what pat would gain on your prompts, a trace or a running server",
-        description="Say what pat would gain: on prompts or a trace, without a GPU and without "
-        "SGLang, or on a running server. Prints the K/V reads that are saved, the modelled time "
-        "per token, a verdict, the prefix tree of a typical step, and prompts that a timestamp or "
-        "an id near their start keeps from sharing (docs/estimate.md). Exit status: 0 estimated, 1 "
-        "the input or an option makes no sense, 2 wrong usage.",
+        help="say which K/V reads pat would save on your prompts or a trace",
+        description="Say which K/V reads pat would save on prompts or a trace, without a GPU and "
+        "without SGLang, and which text keeps prompts from sharing more: a date, an id, or parts "
+        "in another order (docs/estimate.md). Exit status: 0 estimated, 1 the input or an option "
+        "makes no sense, 2 wrong usage.",
     )
     estimate.add_arguments(gain)
     return parser

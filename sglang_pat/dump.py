@@ -74,12 +74,6 @@ class Dump:
         return Target(**(given | lists))
 
 
-def is_dump(file: Path) -> bool:
-    """Whether a file begins as a dump does. Raises OSError for one that cannot be read."""
-    with file.open("rb") as opened:
-        return f'"{KIND}"'.encode() in opened.read(2 * len(KIND))
-
-
 def read_dump(file: Path) -> Dump:
     """The dump in ``file``.
 

@@ -18,9 +18,6 @@ from kit.trees import Batch, batches, branches_of, check_plan, target
 from benchmarks.common.forests import LENGTHS, skew
 from benchmarks.common.forests import forest as random_forest
 from benchmarks.common.trees import Requests
-from sglang_pat.estimate.model import open_model
-from sglang_pat.estimate.planning import tokens_held
-from sglang_pat.estimate.step import StepModel
 from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan, Planner, plan
 from sglang_pat.target import Target
@@ -160,30 +157,6 @@ def test_plans_are_left_where_they_are_slower(
     heads: str, kind: str, seed: int, what: str, tokens: int, measured: float
 ) -> None:
     assert not is_told(heads, random_forest(kind, seed), what, tokens), f"{measured} of the time"
-
-
-def modelled_s(made: Plan, batch: Requests, made_for: Target) -> float:
-    """Seconds as ``sglang-pat estimate`` shows them."""
-    model = StepModel(open_model("llama3-8b"), made_for)
-    held = tokens_held(batch.paths, batch.seq_lens)
-    return model.attention_s(made, batch.seq_lens, held)
-
-
-@pytest.mark.parametrize(("heads", "kind", "seed", "what", "tokens", "measured"), FASTER)
-def test_the_time_of_such_a_plan_is_modelled_less_what_the_simulation_saves(
-    heads: str, kind: str, seed: int, what: str, tokens: int, measured: float
-) -> None:
-    batch = random_forest(kind, seed)
-    times, factors = [], []
-    # Without the simulation these batches have no branches.
-    for branching in ("cost", "never"):
-        made_for = h200(heads, batch.num_queries, branching=branching)
-        made = plan(batch.paths, batch.seq_lens, made_for)
-        times.append(modelled_s(made, batch, made_for))
-        factors.append(made.simulated_factor)
-    assert factors[0] != factors[1] == 1.0
-    assert times[0] / times[1] < 0.96
-    assert times[0] / times[1] == pytest.approx(measured, abs=0.1)
 
 
 @pytest.mark.parametrize(

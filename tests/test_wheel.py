@@ -126,7 +126,7 @@ def test_planning_and_decode_on_the_cpu(venv: Path) -> None:
 
 
 def test_explain_draws_a_plan(venv_with_sglang: Path) -> None:
-    assert "packs" in _run(venv_with_sglang, "sglang-pat", "explain")
+    assert "pack tree" in _run(venv_with_sglang, "sglang-pat", "explain")
 
 
 @of_a_release

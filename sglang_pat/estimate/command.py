@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subcommand ``sglang-pat estimate``: its options, and what it prints and writes."""
+"""The subcommand ``sglang-pat estimate``: its options, what it plans, and what it prints."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_pat.estimate.break_even.command import add_options, run_break_even
-from sglang_pat.estimate.options import DEFAULT_GPU, add_machine, make_model
+from sglang_pat.explain.command import add_target
 
 if TYPE_CHECKING:
-    from sglang_pat.estimate.requests import Prompts
-    from sglang_pat.estimate.tokenizing import Tokenizer
+    from sglang_pat import Target
+    from sglang_pat.estimate.differences import Difference
+    from sglang_pat.estimate.requests import Request
 
-_DEFAULTS = {"concurrency": 64, "output_tokens": 256, "steps": 16, "lines": 12, "seconds": 10}
-# Where the requests must come from for an option to mean anything.
-_ONLY_WITH = {
-    "concurrency": ("prompts", "trace"),
-    "output_tokens": ("prompts",),
-    "steps": ("prompts", "trace"),
-    "lines": ("prompts", "trace"),
-    "seconds": ("url",),
-}
+_NUMBERS = (
+    ("concurrency", 64, 16_384, "requests that decode at a time, neighbours in the file"),
+    ("output_tokens", 256, 2**24, "of an answer, or the request's max_tokens if that is less"),
+    ("steps", 16, 1_000, "batches that are planned, evenly spaced over the file"),
+)
+_SHOWN = 3  # differences
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,207 +33,123 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='one request a line: {"prompt": TEXT}, {"messages": [...]} or {"input_ids": [...]}, '
-        'each with "output_tokens" and "n" (answers asked for at once) if they are known',
+        help='one request a line: {"prompt": TEXT}, {"messages": [...]} or {"input_ids": [...]}; '
+        "of a .txt file each line is a prompt",
     )
     source.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="requests of a trace in Mooncake's format: input_length, output_length and hash_ids",
-    )
-    source.add_argument(
-        "--url",
-        metavar="URL",
-        help="a running server, as http://localhost:30000: with pat its counters, without what "
-        "SGLang's metrics say (--enable-metrics)",
-    )
-    source.add_argument(
-        "--break-even",
-        action="store_true",
-        help="no requests: from how many shared tokens on pat pays, for 1 to 256 requests on one "
-        "prefix",
+        help="requests in Mooncake's format: input_length, output_length and hash_ids",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
-        help="of the model: a folder or a name on Hugging Face; prompts as text need it, of token "
-        "ids it shows the text (default: no)",
+        help="of the model, for prompts as text: a folder or a name on Hugging Face (default: no)",
     )
-    for name, what in (
-        ("concurrency", "requests that decode at a time"),
-        (
-            "output_tokens",
-            "tokens of an answer where a prompt does not say, or its max_tokens if less",
-        ),
-        ("steps", "decode steps that are planned, evenly spaced over the run"),
-    ):
-        option = "--" + name.replace("_", "-")
-        help_of = f"{what} (default: {_DEFAULTS[name]})"
-        parser.add_argument(option, type=int, metavar="N", help=help_of)
-    add_machine(parser)
-    add_options(parser)
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help=f"with --url: how long to read its metrics (default: {_DEFAULTS['seconds']})",
-    )
-    parser.add_argument(
-        "--lines",
-        type=int,
-        metavar="N",
-        help="nodes of the tree that are drawn, those that save the most; 0 for all (default: "
-        f"{_DEFAULTS['lines']})",
-    )
-    parser.add_argument(
-        "--svg",
-        type=Path,
-        metavar="FILE",
-        help="draw the plan of a typical step to FILE, as explain does (default: no)",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the numbers to FILE, too (default: no)"
-    )
+    for name, default, _, what in _NUMBERS:
+        option, words = "--" + name.replace("_", "-"), f"{what} (default: {default})"
+        parser.add_argument(option, type=int, metavar="N", default=default, help=words)
+    add_target(parser)
 
 
 def run_estimate(arguments: argparse.Namespace) -> int:
-    """Estimates for the options; exit status 0, or 1 with a line that says what is wrong, which
-    value it has and what would do."""
+    """Estimates for the options; exit status 0, or 1 with a line that says what is wrong."""
     try:
-        _check(arguments)
-        said = _estimated(arguments)
+        print("\n".join(_estimated(arguments)))
     except (ValueError, OSError) as error:
-        print(f"sglang-pat estimate: {error}", file=sys.stderr)
+        print(f"sglang-pat estimate: {' '.join(f'{error}'.split())}", file=sys.stderr)
         return 1
-    print(said)
     return 0
 
 
-def _estimated(arguments: argparse.Namespace) -> str:
-    if arguments.break_even:
-        return run_break_even(arguments)
-    return _of_server(arguments) if arguments.url is not None else _of_prompts(arguments)
+def _estimated(arguments: argparse.Namespace) -> list[str]:
+    from sglang_pat.estimate import requests as reading
+    from sglang_pat.estimate.differences import find, moved
+    from sglang_pat.explain.command import make_target
 
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Gives options their defaults. Raises InputError that names the option, its value and what is
-    allowed."""
-    from sglang_pat.estimate.requests import MAX_TOKENS, InputError
-
-    for name, least, most in (
-        ("concurrency", 1, 16_384),
-        ("output_tokens", 1, MAX_TOKENS),
-        ("steps", 1, 1_000),
-        ("lines", 0, 1_000_000),
-        ("head_dim", 1, 1_024),
-        ("layers", 1, 10_000),
-        ("tp", 1, 1_024),
-        ("seconds", 0, 3_600),
-        ("base_ms", 0.001, 1e6),
-    ):
-        value = getattr(arguments, name)
-        if value is not None and not least <= value <= most:
+    for name, _, most, _ in _NUMBERS:
+        if not 0 < (value := getattr(arguments, name)) <= most:
             option = name.replace("_", "-")
-            raise InputError(f"--{option} is {value}, must be from {least} to {most:,}")
-    source = next(
-        name
-        for name in ("prompts", "trace", "url", "break_even")
-        if getattr(arguments, name) not in (None, False)
-    )
-    given = "--" + source.replace("_", "-")
-    for name, sources in _ONLY_WITH.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, _DEFAULTS[name])
-        elif source not in sources:
-            option, allowed = name.replace("_", "-"), " and ".join(f"--{each}" for each in sources)
-            raise InputError(f"--{option} is for {allowed}; drop it with {given}")
-    if arguments.tokenizer is not None and given != "--prompts":
-        raise InputError(f"--tokenizer is for --prompts: {given} has no text; drop it")
-    if arguments.url is not None and (arguments.svg or arguments.base_ms):
-        raise InputError("--svg and --base-ms are for --prompts and --trace; drop them with --url")
-    if arguments.break_even and arguments.svg:
-        raise InputError("--svg draws the plan of a step of requests: with --break-even use --plot")
-    if not arguments.break_even and (arguments.plot or arguments.private is not None):
-        raise InputError(f"--plot and --private are for --break-even; drop them with {given}")
-
-
-def _of_prompts(arguments: argparse.Namespace) -> str:
-    from sglang_pat.dump import Requests
-    from sglang_pat.estimate import differences, report
-    from sglang_pat.estimate.batches import closed_loop
-    from sglang_pat.estimate.picture import tree_lines
-    from sglang_pat.estimate.planning import estimate
-    from sglang_pat.estimate.verdict import judge
-    from sglang_pat.explain.reading import explain
-    from sglang_pat.srt.machines import known_gpu
-
-    requests, tokenizer = _read(arguments)
-    batches = closed_loop(requests.queue(), arguments.concurrency, arguments.steps)
-    model, machine = make_model(arguments, max(len(batch.requests) for batch in batches))
-    found = estimate(requests, batches, model)
-    named = moved = None
-    if requests.unit == 1:
-        decode = tokenizer.decode if tokenizer is not None else None
-        named, behind = differences.find_all(requests.requests, decode)
-        if named:
-            moved = estimate(replace(requests, requests=behind), batches, model)
-    result = report.Result(
-        requests,
-        arguments.concurrency,
-        machine,
-        arguments.kv_dtype,
-        model,
-        found,
-        judge(found, model, moved),
-        named,
-        moved,
-        known_gpu(arguments.gpu or DEFAULT_GPU).memory_mib * 2**20,
-    )
-    typical = found.typical
-    explained = explain(typical.plan, Requests(typical.paths, typical.seq_lens), model.target)
-    if arguments.svg is not None:
-        from sglang_pat.explain.svg import write_svg
-
-        arguments.svg.write_text(write_svg(explained, machine), encoding="utf-8")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report.data(result)) + "\n", encoding="utf-8")
-
-    def words(query: int, start: int, end: int) -> str:
-        symbols = requests.requests[typical.numbers[query]].symbols
-        return (
-            ""
-            if tokenizer is None
-            else tokenizer.decode(symbols[start : min(end, start + 24)].tolist())
-        )
-
-    return report.text(result, tree_lines(explained.nodes, arguments.lines, words))
-
-
-def _read(arguments: argparse.Namespace) -> tuple[Prompts, Tokenizer | None]:
+            raise ValueError(f"--{option} is {value}, must be from 1 to {most:,}")
+    target, machine = make_target(arguments, arguments.concurrency)
+    decode, differences = None, []
     if arguments.trace is not None:
-        from sglang_pat.estimate.trace import read_trace
+        unit, requests = reading.TRACE_BLOCK, reading.read_trace(arguments.trace)
+    else:
+        unit, tokenizer = 1, None
+        if arguments.tokenizer is not None:
+            tokenizer = reading.open_tokenizer(arguments.tokenizer)
+            decode = tokenizer.decode
+        requests = reading.read_prompts(arguments.prompts, tokenizer, arguments.output_tokens)
+        differences = find(requests, decode)
+    options = (unit, arguments.concurrency, arguments.steps, target)
+    reads = reads_of(requests, *options)
+    lines = [
+        f"{len(requests):,} prompts of {fmean(one.length for one in requests):,.0f} tokens, "
+        f"{min(arguments.concurrency, len(requests))} at a time, planned for {machine}",
+        f"shared with another of the batch: {reads.shared:,.0f} tokens of a prompt",
+        f"K/V tokens read a step: {reads.read:,.0f} with pat instead of {reads.alone:,.0f}, "
+        f"{reads.saved:.0%} saved",
+        *_difference_lines(differences),
+    ]
+    if differences:
+        saved = reads_of(moved(requests, differences), *options).saved
+        lines.append(f"  with what differs at the end of the prompts: {saved:.0%} saved")
+    return lines
 
-        return read_trace(arguments.trace), None
-    from sglang_pat.estimate.prompts import prompts_of, read_bodies
-    from sglang_pat.estimate.tokenizing import Tokenizer
 
-    bodies = read_bodies(arguments.prompts)
-    tokenizer = None if arguments.tokenizer is None else Tokenizer(arguments.tokenizer)
-    return prompts_of(bodies, tokenizer, arguments.output_tokens), tokenizer
+class Reads(NamedTuple):
+    """Mean K/V tokens of a batch, of one layer and KV head: ``alone`` with every request by itself,
+    ``read`` by pat's plan. ``shared``: mean tokens of a prompt that another one begins with."""
+
+    alone: float
+    read: float
+    shared: float
+
+    @property
+    def saved(self) -> float:
+        """Share of the reads that packing saves."""
+        return 1 - self.read / self.alone
 
 
-def _of_server(arguments: argparse.Namespace) -> str:
-    from sglang_pat.estimate import live
-    from sglang_pat.estimate.server import observe
+def reads_of(
+    requests: Sequence[Request], unit: int, concurrency: int, steps: int, target: Target
+) -> Reads:
+    """Plans ``steps`` batches of neighbours. Prompts are taken to be in the cache as a whole, and
+    the requests of a batch to be evenly spread over their answers. ``unit``: tokens of a symbol."""
+    from sglang_pat.estimate.requests import shared_paths
+    from sglang_pat.planner import Planner
 
-    seen = observe(arguments.url, arguments.seconds)
-    model = None
-    if arguments.gpu is not None:
-        if arguments.model is None:
-            arguments.model = seen.model
-        arguments.tp = arguments.tp or seen.tp
-        model, _ = make_model(arguments, max(1, round(seen.running or 1)))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(live.data(seen, model)) + "\n", encoding="utf-8")
-    return live.text(seen, model)
+    planner = Planner(target)
+    size = min(concurrency, len(requests))
+    last = len(requests) - size
+    found = []
+    for first in sorted({last * step // max(1, steps - 1) for step in range(steps)}):
+        batch = requests[first : first + size]
+        paths = shared_paths(batch, unit)
+        # The token that is being decoded is in the K/V cache, too.
+        seq_lens = [
+            one.length + (2 * n + 1) * one.output // (2 * size) + 1 for n, one in enumerate(batch)
+        ]
+        alone = sum(seq_lens)
+        shared = fmean(path[-1][2] if path else 0 for path in paths)
+        found.append((alone, planner.plan(paths, seq_lens).kv_tokens_read(alone), shared))
+    return Reads(*map(fmean, zip(*found, strict=True)))
+
+
+def _difference_lines(differences: Sequence[Difference]) -> Iterator[str]:
+    for found in differences[:_SHOWN]:
+        start = min(start for start, _ in found.cuts.values())
+        yield (
+            f"{len(found.cuts)} prompts, from number {min(found.cuts) + 1} on, differ at token "
+            f"{start:,}: {found.kind}, and {found.common:,} equal tokens behind it"
+        )
+        yield f"  {' and '.join(map(_quoted, found.texts))}"
+    if len(differences) > _SHOWN:
+        yield f"and {len(differences) - _SHOWN} more such differences"
+
+
+def _quoted(text: str) -> str:
+    words = " ".join(text.split())
+    return json.dumps(words if len(words) <= 60 else f"{words[:57]}...", ensure_ascii=False)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,29 +15,14 @@ from sglang_pat.gpus import GPUS, Machine, machine_of
 
 if TYPE_CHECKING:
     from sglang_pat import Target
-    from sglang_pat.config import PatConfig
     from sglang_pat.dump import Requests
 
 
 _TARGETS = (*GPUS, "cpu")
 _CPU_THREADS = 8
-# Options of a server that change a plan: SGLANG_PAT_<NAME>, and here --<name>.
-_RULES = {
-    "preset": "rules to start from: default, pat (the paper's), naive, or another paper's: chunk, "
-    "paged, paged-v1, relay, fasttree or packinfer; a rule beside it wins",
-    "policy": "when a node becomes a pack: bytes, paper, naive, root, queries or padding",
-    "split": "where a long pack is cut: cost, mean, fixed, chunks, none or phases",
-    "split_tokens": "tokens of a piece, with --split fixed, chunks or phases; of a branch, with "
-    "--branching groups",
-    "branching": "whether parts of the tree become one item: cost, always, never or groups",
-    "partial": "dtype of partial results: fp32 or bf16",
-}
 _LEAST_QUERIES = 256
 # Options that say what is planned for.
-_OF_TARGET = (
-    *("target", "heads", "head_dim", "draft_tokens", "kv_cache_dtype", "sms", "max_queries"),
-    *_RULES,
-)
+_OF_TARGET = ("target", "heads", "head_dim", "draft_tokens", "kv_cache_dtype", "sms")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--paths",
         type=Path,
         metavar="FILE",
-        help='the batch as JSON: {"paths": [[[id, start, end], ...], ...], "seq_lens": [...]}, '
-        "the radix nodes of each request and its tokens; or a server's SGLANG_PAT_DUMP (default: "
-        "--tree)",
+        help="the batch out of a server's SGLANG_PAT_DUMP (default: --tree)",
     )
     parser.add_argument(
         "--batch",
@@ -67,9 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="which batch of a dump, from 1 on (default: 1)",
     )
-    _add_target(parser)
+    add_target(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw to FILE, too (default: no)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument(
         "--part",
         choices=("all", *PARTS),
@@ -86,13 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is planned for."""
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Gives ``parser`` the options that say what is planned for."""
     parser.add_argument(
         "--target",
         metavar="NAME",
         help=f"what to plan for: {', '.join(_TARGETS)} (default: h200; of a dump, with no option "
-        "from here to --partial, what its server planned for)",
+        "from here to --sms, what its server planned for)",
     )
     parser.add_argument(
         "--heads",
@@ -124,19 +105,6 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"SMs or threads that run items (default: the GPU's SMs, {_CPU_THREADS} threads)",
     )
-    parser.add_argument(
-        "--max-queries",
-        type=int,
-        metavar="N",
-        help="requests that the buffers of the plan hold; a plan that they cannot hold is made "
-        f"simpler (default: those of the batch, at least {_LEAST_QUERIES})",
-    )
-    for name, meaning in _RULES.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            metavar="RULE",
-            help=f"{meaning} (default: SGLANG_PAT_{name.upper()}, else what a server does)",
-        )
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
@@ -155,7 +123,7 @@ def _explained(arguments: argparse.Namespace) -> str:
     import sglang_pat
     from sglang_pat.explain.reading import explain
     from sglang_pat.explain.svg import write_svg
-    from sglang_pat.explain.text import as_data, write_text
+    from sglang_pat.explain.text import write_text
 
     if arguments.lines < 0:
         raise ValueError(f"--lines is {arguments.lines}, must be 0 (all) or more")
@@ -164,27 +132,26 @@ def _explained(arguments: argparse.Namespace) -> str:
     found = explain(plan, requests, target)
     if arguments.svg is not None:
         arguments.svg.write_text(write_svg(found, machine), encoding="utf-8")
-    if arguments.json:
-        return json.dumps(as_data(found))
     return write_text(found, machine, arguments.lines, arguments.part)
 
 
 def _batch(arguments: argparse.Namespace) -> tuple[Requests, Target, str]:
     """The batch of the options, and the target and machine that ``make_target`` says; of a dump
     without an option about these, what its server planned for."""
-    from sglang_pat.dump import is_dump, read_dump
-    from sglang_pat.explain.requests import parse_tree, read_requests
+    from sglang_pat.dump import read_dump
+    from sglang_pat.explain.requests import parse_tree
 
-    file: Path | None = arguments.paths
-    if file is None or not is_dump(file):
+    if arguments.paths is None:
         if arguments.batch is not None:
             raise ValueError("--batch goes with a dump only: name one as --paths FILE")
-        requests = parse_tree(arguments.tree) if file is None else read_requests(file)
+        requests = parse_tree(arguments.tree)
         return requests, *make_target(arguments, len(requests.seq_lens))
-    dump = read_dump(file)
+    dump = read_dump(arguments.paths)
     number = 1 if arguments.batch is None else arguments.batch
     if not 0 < number <= len(dump.batches):
-        raise ValueError(f"--batch is {number}, {file} has batches 1 to {len(dump.batches)}")
+        raise ValueError(
+            f"--batch is {number}, {arguments.paths} has batches 1 to {len(dump.batches)}"
+        )
     requests = dump.batches[number - 1]
     if all(getattr(arguments, name) is None for name in _OF_TARGET):
         target, device = dump.target, dump.header.get("device", "unknown")
@@ -204,35 +171,17 @@ def _completed(arguments: argparse.Namespace, server: Target) -> argparse.Namesp
     return argparse.Namespace(**{**vars(arguments), **defaults, **given})
 
 
-def _config(arguments: argparse.Namespace) -> PatConfig:
-    """What a server's environment and, before that, the options say. Raises ValueError."""
-    from sglang_pat.config import PREFIX, PatConfig
-
-    chosen = {
-        PREFIX + name.upper(): value
-        for name in _RULES
-        if (value := getattr(arguments, name)) is not None
-    }
-    try:
-        return PatConfig.from_env({**os.environ, **chosen})
-    except ValueError as error:
-        words = str(error)
-        for variable, value in chosen.items():
-            option = "--" + variable.removeprefix(PREFIX).lower().replace("_", "-")
-            words = words.replace(f"{variable}={value}", f"{option} {value}")
-        raise ValueError(words) from None
-
-
 def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target, str]:
-    """The target of the options, made as a server makes its own, and the machine in words.
+    """The target of the options and of a server's environment, and the machine in words.
 
     Raises ValueError that names the option, its value and what is allowed.
     """
     from sglang_pat import Target
+    from sglang_pat.config import PatConfig
 
-    config = _config(arguments)
+    config = PatConfig.from_env(os.environ)
     for remark in config.remarks:
-        print(f"sglang-pat explain: {remark}", file=sys.stderr)
+        print(f"sglang-pat: {remark}", file=sys.stderr)
     name = arguments.target or "h200"
     machine = None if name.lower() == "cpu" else _gpu(name)
     num_q_heads, num_kv_heads = _heads("32/8" if arguments.heads is None else arguments.heads)
@@ -244,7 +193,6 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         ("--head-dim", head_dim, 1024),
         ("--draft-tokens", draft_tokens, 1024),
         ("--sms", arguments.sms, 65_536),
-        ("--max-queries", arguments.max_queries, 65_536),
     ):
         if value is not None and not 0 < value <= most:
             raise ValueError(f"{option} is {value}, must be from 1 to {most:,}")
@@ -261,8 +209,6 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     }
     if arguments.kv_cache_dtype == "fp8_e4m3":
         options["kv_bytes"] = 1
-    if arguments.max_queries is not None:
-        options["max_queries"] = arguments.max_queries
     if config.branching != "cost":  # else as the machine's target has it
         options["branching"] = config.branching
     if machine is None:

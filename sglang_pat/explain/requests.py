@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch to explain: radix paths and lengths, from a line of text or from a JSON file."""
+"""The batch to explain: radix paths and lengths, from a line of text."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from sglang_pat.dump import FORM, MAX_REQUESTS, MAX_TOKENS, PathNodes, Requests, checked
+from sglang_pat.dump import MAX_REQUESTS, MAX_TOKENS, PathNodes, Requests
 
 # Three requests: all begin with the same 512 tokens, the first two share 256 more.
 DEFAULT_TREE = "512(256(40,25),90)"
@@ -31,7 +29,7 @@ def parse_tree(spec: str) -> Requests:
 
         tree = Tree.parse(spec)
         if tree.num_queries > MAX_REQUESTS:
-            raise ValueError(_too_many(spec))
+            raise ValueError(f"tree {spec!r} has more than {MAX_REQUESTS:,} requests")
         return Requests(tree.paths, tree.seq_lens)
     return _Parser("".join(spec.split())).parse()
 
@@ -88,7 +86,7 @@ class _Parser:
 
     def _add(self, path: PathNodes, length: int) -> None:
         if len(self._requests.seq_lens) == MAX_REQUESTS:
-            raise ValueError(_too_many(self._spec))
+            raise ValueError(f"tree {self._spec!r} has more than {MAX_REQUESTS:,} requests")
         self._requests.paths.append(path)
         self._requests.seq_lens.append(length)
 
@@ -108,23 +106,3 @@ class _Parser:
             f"tree {self._spec!r}, character {self._at + 1}: {what}; write it as in {DEFAULT_TREE} "
             "or 32(8x512(64x256))"
         )
-
-
-def _too_many(spec: str) -> str:
-    return f"tree {spec!r} has more than {MAX_REQUESTS:,} requests: lower a count"
-
-
-def read_requests(file: Path) -> Requests:
-    """The requests of a JSON file: ``{"paths": [[[id, start, end], ...], ...], "seq_lens": [...]}``
-    with a path, which may be empty, and a length per request.
-
-    Raises OSError for a file that cannot be read, ValueError for another form. Whether the paths
-    are one tree is left to ``sglang_pat.plan``.
-    """
-    try:
-        given: Any = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}; write it as in {FORM}") from None
-    if not isinstance(given, dict) or set(given) != {"paths", "seq_lens"}:
-        raise ValueError(f"{file} must hold paths and seq_lens, and nothing else, as in {FORM}")
-    return checked(given["paths"], given["seq_lens"], str(file))

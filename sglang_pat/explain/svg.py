@@ -9,7 +9,7 @@ those of the queries' names say what is merged.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from math import ceil, sqrt
 from typing import NamedTuple
 from xml.sax.saxutils import escape
@@ -20,16 +20,8 @@ from sglang_pat.explain.text import counted, merge_line, node_line, numbers, sum
 _LEFT, _WIDTH, _RIGHT = 80, 880, 40  # pixels: names of queries, tokens, room for the last number
 _LARGEST_ROW, _SMALLEST_ROW, _MAP_HEIGHT = 24.0, 2.0, 560.0
 _TEXT_ROW, _LETTER = 12.0, 6.4  # height and width of text
-_COLORS = {
-    "node": ("#dfe7f1", "#7d8ea8"),
-    "shared": ("#cfe2f7", "#3b6ea5"),
-    "tail": ("#fbe6c2", "#b57f1d"),
-    "branch": ("#d6efd2", "#4b8b3f"),
-}
-_STYLE = (
-    "text{font:11px sans-serif;fill:#1d2733}"
-    ".head{font-size:14px;font-weight:bold}.inside{text-anchor:middle;pointer-events:none}"
-)
+_COLORS = {"node": "#dfe7f1", "shared": "#cfe2f7", "tail": "#fbe6c2", "branch": "#d6efd2"}
+_STYLE = "text{font:11px sans-serif;fill:#1d2733}rect{stroke:#5d6e88}"
 
 
 class _Box(NamedTuple):
@@ -61,19 +53,16 @@ def write_svg(found: Explanation, machine: str) -> str:
     merges = [merge_line(merge) for merge in found.merges]
     places = _places({token for box in (*nodes, *items) for token in (box.start, box.end)})
     row = min(_LARGEST_ROW, max(_SMALLEST_ROW, _MAP_HEIGHT / len(merges)))
-    top = 24.0
-    parts = [_text(16, top, f"{counted(len(merges), 'request')}, planned for {machine}", "head")]
+    parts = [_text(16, 24, f"{counted(len(merges), 'request')}, planned for {machine}")]
+    top = 60.0
     for head, boxes in (
         ("pack tree: what the queries share", nodes),
         ("items: who reads which tokens, together; each runs once per KV head", items),
     ):
-        parts.append(_text(16, top + 36, head, "head"))
-        parts += _map(boxes, merges, places, row, top + 48)
+        parts += [_text(16, top, head), *_map(boxes, merges, places, row, top + 12)]
         top += row * len(merges) + 72
-    for line in sum_lines(found, machine):
-        top += 17
-        parts.append(_text(16, top, line))
-    size = f'width="{_LEFT + _WIDTH + _RIGHT}" height="{top + 16:.0f}"'
+    parts += [_text(16, top + 17 * n, line) for n, line in enumerate(sum_lines(found, machine))]
+    size = f'width="{_LEFT + _WIDTH + _RIGHT}" height="{top + 120:.0f}"'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
@@ -91,10 +80,8 @@ def _places(tokens: Iterable[int]) -> dict[int, float]:
     ends = sorted({0, *tokens})
     widths = [sqrt(end - start) for start, end in pairwise(ends)]
     scale = _WIDTH / (sum(widths) or 1.0)
-    found = {0: float(_LEFT)}
-    for (start, end), width in zip(pairwise(ends), widths, strict=True):
-        found[end] = found[start] + width * scale
-    return found
+    before = accumulate(widths, initial=0.0)
+    return {end: _LEFT + scale * width for end, width in zip(ends, before, strict=True)}
 
 
 def _title(item: Item) -> str:
@@ -117,42 +104,25 @@ def _map(
         y = top + query * row + max(row, _TEXT_ROW) / 2 + 4
         yield _text(16, y, f"query {query}", title=merges[query])
     for box in boxes:
-        yield from _rectangles(box, places, row, top)
+        left, width = places[box.start], places[box.end] - places[box.start]
+        # One rectangle for each run of neighbouring queries, with the name if it fits.
+        for _, run in groupby(enumerate(box.queries), lambda pair: pair[1] - pair[0]):
+            queries = [query for _, query in run]
+            y, height = top + queries[0] * row, len(queries) * row
+            yield (
+                f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+                f'fill="{_COLORS[box.kind]}" stroke-width="{1 if row > 4 else 0.3}">'
+                f"<title>{escape(box.title)}</title></rect>"
+            )
+            if height >= _TEXT_ROW and len(box.name) * _LETTER <= width:
+                yield _text(left + 2, y + height / 2 + 4, box.name)
     free = 0.0  # from where on there is room for a number
     for token, x in places.items():
-        half = len(f"{token}") * _LETTER / 2
-        if x - half >= free:
-            yield _text(x, top + row * len(merges) + 14, f"{token}", "inside")
-            free = x + half + 4
+        if x >= free:
+            yield _text(x, top + row * len(merges) + 14, f"{token}")
+            free = x + len(f"{token}") * _LETTER + 4
 
 
-def _rectangles(box: _Box, places: dict[int, float], row: float, top: float) -> Iterator[str]:
-    """One for each run of neighbouring queries, with the name if it fits."""
-    fill, stroke = _COLORS[box.kind]
-    left, width = places[box.start], places[box.end] - places[box.start]
-    for first, last in _runs(box.queries):
-        y, height = top + first * row, (last + 1 - first) * row
-        yield (
-            f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-            f'fill="{fill}" stroke="{stroke}" stroke-width="{1 if row > 4 else 0.3}">'
-            f"<title>{escape(box.title)}</title></rect>"
-        )
-        if height >= _TEXT_ROW and len(box.name) * _LETTER <= width:
-            yield _text(left + width / 2, y + height / 2 + 4, box.name, "inside")
-
-
-def _runs(queries: Queries) -> Iterator[tuple[int, int]]:
-    """First and last of each run of consecutive numbers in an ascending tuple."""
-    first = last = queries[0]
-    for query in queries[1:]:
-        if query != last + 1:
-            yield first, last
-            first = query
-        last = query
-    yield first, last
-
-
-def _text(x: float, y: float, text: str, kind: str = "", title: str = "") -> str:
-    style = f' class="{kind}"' if kind else ""
+def _text(x: float, y: float, text: str, title: str = "") -> str:
     more = f"<title>{escape(title)}</title>" if title else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{style}>{escape(text)}{more}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}{more}</text>'

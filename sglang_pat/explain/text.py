@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An explained plan as text, and as data for JSON."""
+"""An explained plan as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from itertools import islice
-from typing import Any
 
 from sglang_pat.explain.parts import Explanation, Item, Merge, TreeNode
 
@@ -186,29 +184,3 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} GB"
-
-
-def as_data(found: Explanation) -> dict[str, Any]:
-    """The same as plain data, to be written as JSON."""
-    plan = found.plan
-    return {
-        "target": asdict(found.target),
-        "seq_lens": found.seq_lens,
-        "degraded": plan.degraded,
-        "nodes": [asdict(node) for node in found.nodes],
-        "items": [asdict(item) | {"tokens": item.tokens} for item in found.items],
-        "merges": [asdict(merge) for merge in found.merges],
-        "sums": {
-            "kv_tokens_read": found.tokens_read,
-            "kv_tokens_alone": found.tokens_alone,
-            "kv_tokens_held": found.tokens_held,
-            "kv_bytes_read": found.tokens_read * found.token_bytes,
-            "kv_bytes_alone": found.tokens_alone * found.token_bytes,
-            "partials": plan.num_partials,
-            "partial_bytes": found.partial_bytes,
-            "work_units": plan.num_items * found.target.num_kv_heads,
-            "plan_bytes": plan.nbytes,
-        },
-        "min_seq_lens": plan.min_seq_lens.tolist(),
-        "max_seq_lens": plan.max_seq_lens.tolist(),
-    }

@@ -7,10 +7,8 @@ import re
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
-from pytest import approx
 
 from sglang_pat.demo.counters import Counters
-from sglang_pat.estimate.server import observe
 
 from .conftest import Serve
 from .server import Config
@@ -77,18 +75,6 @@ def test_identical_requests_read_their_prompt_once(serve: Serve) -> None:
     assert counted.decode_steps == counted.plans_made + counted.plans_reused
     # Four requests of 200 + i tokens; packed, 200 shared tokens and four tails of i.
     assert counted.kv_tokens_read < 0.4 * counted.kv_tokens_unpacked
-
-
-def test_estimate_reports_the_counters(serve: Serve) -> None:
-    server = serve(EXACT)
-    prompt = random_prompt(seed=103, length=200)
-    server.generate([prompt], 1)
-    server.generate([prompt] * 3, 20)
-    counted = server.counters()
-    seen = observe(server.url, 0)
-    assert seen.by_pat and seen.serving and seen.backend == "pat"
-    assert (seen.steps, seen.packed) == (counted.decode_steps, counted.packed_steps)
-    assert seen.saved == approx(1 - counted.kv_tokens_read / counted.kv_tokens_unpacked)
 
 
 def test_steady_steps_reuse_plans(serve: Serve) -> None:

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sglang-pat estimate``: what prompts share, what a plan reads, and what keeps them apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.shell import fresh_shell
+
+from sglang_pat import Target, cli, plan
+from sglang_pat.demo.tokenizer import make_tokenizer
+from sglang_pat.estimate.command import reads_of
+from sglang_pat.estimate.differences import ORDER, find, kind_of, moved
+from sglang_pat.estimate.requests import Request, common_prefix, shared_paths
+
+H200 = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=64)
+RULES = "Answer for a shop. Look up the order before you promise anything. Be polite. " * 20
+PARTS = [list(range(1000 * n, 1000 * n + 300)) for n in range(1, 4)]
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with fresh_shell(monkeypatch):
+        yield
+
+
+def request(tokens: list[int], unit: int = 1, output: int = 1) -> Request:
+    return Request(np.array(tokens, np.int64), len(tokens) * unit, output)
+
+
+def write(folder: Path, lines: list[Any], name: str = "prompts.jsonl") -> Path:
+    file = folder / name
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    return file
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    assert cli.main(["estimate", *map(str, arguments)]) == status
+    out, err = capsys.readouterr()
+    assert err.count("\n") == status and (not out) == bool(status)
+    return out or err
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("unit", [1, 512])
+def test_nodes_are_what_requests_begin_with_in_common(seed: int, unit: int) -> None:
+    rng = random.Random(seed)
+    words = [rng.choices(range(3), k=rng.randint(1, 12)) for _ in range(rng.randint(1, 30))]
+    batch = [request(word, unit) for word in words]
+    paths = shared_paths(batch, unit)
+    for n, path in enumerate(paths):
+        assert [start for _, start, _ in path] == [0, *(end for *_, end in path)][: len(path)]
+        for m in set(range(len(batch))) - {n}:
+            both = max(
+                (end for node, _, end in path if node in [p[0] for p in paths[m]]), default=0
+            )
+            assert both == common_prefix(batch[n].symbols, batch[m].symbols) * unit
+
+
+def test_a_last_block_that_is_part_filled_ends_with_its_request() -> None:
+    batch = [Request(np.array([7, 8]), length, 1) for length in (700, 600, 1024)]
+    assert {end for path in shared_paths(batch, 512) for *_, end in path} == {600}
+
+
+def test_reads_are_those_of_the_plan() -> None:
+    tokens = list(range(4096))
+    batch = [request([*tokens, 5000 + n], output=100) for n in range(64)]
+    reads = reads_of(batch, 1, 64, 1, H200)
+    lengths = [4097 + (2 * n + 1) * 100 // 128 + 1 for n in range(64)]
+    made = plan([[(7, 0, 4096)]] * 64, lengths, H200)
+    assert reads == (sum(lengths), made.kv_tokens_read(sum(lengths)), 4096)
+    assert 0.9 < reads.saved < 1
+    apart = [request([n, *tokens]) for n in range(64)]
+    assert reads_of(apart, 1, 64, 4, H200).saved == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kind", "texts"),
+    [
+        ("at 2026-11-23 10:00, go", "at 2026-11-24 09:01, go", "date or time", "2026-11-23 10:00"),
+        ("on Nov 23, 2026.", "on Dec 1, 2026.", "date or time", "Nov 23, 2026"),
+        ("on Monday", "on Sunday", "date or time", "Monday"),
+        (f"s {uuid.UUID(int=1)} x", f"s {uuid.UUID(int=2)} x", "uuid", f"{uuid.UUID(int=1)}"),
+        ("session ab12cd34:", "session ff12cd99:", "id", "ab12cd34"),
+        ("order 17 of", "order 18 of", "number", "17"),
+        ("for Alice:", "for Robert:", ORDER, "for Alice:"),
+        ("at 10:00 for Alice:", "at 11:00 for Robert:", ORDER, "at 10:00 for Alice:"),
+    ],
+)
+def test_kinds_of_differences(one: str, other: str, kind: str, texts: str) -> None:
+    assert kind_of(one, other)[:2] == (kind, texts)
+    assert kind_of(other, one)[0] == kind
+
+
+def test_parts_in_another_order_are_found_and_moved() -> None:
+    a, b, c = PARTS
+    batch = [request([*a, *b, *c]), request([*a, *c, *b]), request([*a, *b, *c, 9])]
+    (found,) = find(batch, lambda tokens: " ".join(f"w{token}" for token in tokens.tolist()))
+    assert found.kind == ORDER and set(found.cuts) == {0, 1, 2}
+    assert len({found.cuts[n] for n in (0, 2)}) == 1, "a later turn has the cut of its first"
+    assert found.cuts[1][0] == 300 and found.common == 300
+    behind = moved(batch, [found])
+    assert [len(one.symbols) for one in behind] == [900, 900, 901]
+    assert common_prefix(behind[0].symbols, behind[1].symbols) >= 600
+    assert sorted(behind[0].symbols) == sorted(batch[0].symbols)
+
+
+def test_prompts_that_need_no_other_order_are_not_named() -> None:
+    rng = random.Random(1)
+    private = [rng.choices(range(5000, 50_000), k=200) for _ in range(8)]
+    assert find([request([*PARTS[0], *mine]) for mine in private], None) == []
+    assert find([request(mine) for mine in private], None) == []
+    # Too few equal tokens stand behind what differs.
+    assert find([request([*PARTS[0], *mine, *PARTS[1][:60]]) for mine in private], None) == []
+
+
+def test_a_timestamp_is_named_with_what_it_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    first = [{"prompt": f"Time: 2026-11-23 10:{n:02d}:00. {RULES} Order {n}"} for n in range(32)]
+    behind = [{"prompt": f"{RULES} Time: 2026-11-23 10:{n:02d}:00. Order {n}"} for n in range(32)]
+    text = said(capsys, "--prompts", write(tmp_path, first), "--tokenizer", tokenizer)
+    assert " 0% saved\n32 prompts" in text and ": date or time, and" in text
+    assert '"2026-11-23 10:00:00" and "2026-11-23 10:01:00"' in text
+    text_behind = said(capsys, "--prompts", write(tmp_path, behind), "--tokenizer", tokenizer)
+    saved = int(text.split()[-2][:-1])
+    assert saved > 40 and saved == pytest.approx(int(text_behind.split()[-2][:-1]), abs=2)
+    assert "differ" not in text_behind
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("\n\n".join(line["prompt"] for line in first))
+    assert said(capsys, "--prompts", plain, "--tokenizer", tokenizer) == text
+
+
+def test_conversations_of_the_openai_sdk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which write no text as None, and arguments of calls as JSON text, to be read by a template
+    as SGLang has them."""
+    config = make_tokenizer(tmp_path / "tokenizer") / "tokenizer_config.json"
+    said_and_called = "{{ m.content + '.' }}{{ m.tool_calls[0].function.arguments.a }}"
+    template = f"{{% for m in messages %}}{said_and_called}{{% endfor %}}"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
+
+    def tokens(content: str | None, arguments: object) -> str:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        body = {"messages": [message], "max_tokens": 3}
+        file = write(tmp_path, [{"custom_id": name, "body": body} for name in "ab"])
+        return said(capsys, "--prompts", file, "--tokenizer", config.parent)
+
+    text = tokens(None, json.dumps({"a": RULES}))
+    assert text == tokens("", {"a": RULES})
+    count = int(text.split()[3])
+    assert count > 500 and f"another of the batch: {count} tokens" in text
+    # A token is being decoded, and of answers of 3 tokens there are 0 and 2 before it.
+    assert f"instead of {2 * count + 2 + 0 + 2:,}," in text
+
+
+def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {"input_length": 4196, "output_length": 0, "hash_ids": [*range(6), *range(n, n + 3)]}
+        for n in range(100, 700, 3)
+    ]
+    text = said(capsys, "--trace", write(tmp_path, lines), "--target", "a100", "--heads", "64/8")
+    assert "200 prompts of 4,196 tokens, 64 at a time" in text and ": 3,072 tokens of a" in text
+    assert "64% saved" in text and "differ" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments", "message"),
+    [
+        ({"prompt": "text"}, [], "line 1: is text: name the model's tokenizer with --tokenizer"),
+        ({"input_ids": ["a"]}, [], "line 1: must have a form as"),
+        ({"input_ids": []}, [], "line 1: 0 tokens, must be 1 to"),
+        ([], [], "line 1 must be an object"),
+        ({"input_ids": [1]}, ["--concurrency", "0"], "--concurrency is 0, must be from 1"),
+        ({"input_ids": [1]}, ["--target", "H300"], "'H300' is not known; the GPUs are h200"),
+        ({"input_ids": [1]}, ["--tokenizer", "/nowhere"], "--tokenizer /nowhere: "),
+    ],
+)
+def test_mistakes_are_one_line(
+    line: object,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert message in said(capsys, "--prompts", write(tmp_path, [line]), *arguments, status=1)
+    trace = {"input_length": 700, "output_length": 1, "hash_ids": [1]}
+    assert "1 hash_ids for 700" in said(capsys, "--trace", write(tmp_path, [trace]), status=1)
+
+
+def test_neither_sglang_nor_a_gpu_is_touched(tmp_path: Path) -> None:
+    code = (
+        "import sys; from sglang_pat import cli; "
+        "status = cli.main(['estimate', '--prompts', sys.argv[1]]); "
+        "import torch; assert not torch.cuda.is_initialized(); "
+        "assert 'sglang' not in sys.modules; sys.exit(status)"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    file = write(tmp_path, [{"input_ids": [1, 2, 3]}] * 2)
+    assert not subprocess.run([sys.executable, "-c", code, file], env=env, timeout=120).returncode
