@@ -17,8 +17,8 @@ from benchmarks.serving.model import GIB, Model
 from benchmarks.serving.workload import Prompt
 from sglang_pat.demo.counters import Counters, parse_counters
 from sglang_pat.demo.server import Server, ServerError
+from sglang_pat.srt import BACKEND
 from sglang_pat.srt.metrics import FLUSH_SECONDS
-from sglang_pat.srt.plugin import BACKEND
 
 # Of a server's memory, what is neither weights nor K/V: the CUDA context, decode graphs, workspaces
 # and the activations of a prefill of 8,192 tokens. An estimate, see FleetConfig.overhead_gib.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.config import CPU_PLATFORM
-from sglang_pat.srt import launch
+from sglang_pat.srt import BACKEND, launch
 from sglang_pat.srt.machines import Gpu, as_if_here, known_gpu
 
 _BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
@@ -89,7 +89,7 @@ def _completed(arguments: Sequence[str], gpu: Gpu | None) -> list[str]:
     completed = list(arguments)
     names = {argument.split("=")[0] for argument in arguments}
     if not names.intersection(_BACKEND_FLAGS):
-        completed += ["--attention-backend", launch.BACKEND]
+        completed += ["--attention-backend", BACKEND]
     if "--log-level" not in names:
         completed += ["--log-level", "error"]
     if gpu is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_pat.config import DEFAULT_MIN_BATCH
-from sglang_pat.srt.plugin import BACKEND
+from sglang_pat.srt import BACKEND
 from sglang_pat.srt.speculation import obstacle
 
 CHOOSE_ANOTHER = "choose another --attention-backend"

@@ -15,9 +15,9 @@ from typing import Any
 
 from sglang_pat import gpus
 from sglang_pat.config import CPU_PLATFORM, PatConfig
+from sglang_pat.srt import BACKEND
 
 TARGET = "sglang.srt.server_args.ServerArgs.resolve_once"
-BACKEND = "pat"
 # Without --attention-backend SGLang runs torch_native there.
 ON_CPU = (
     f"start the server with SGLANG_PLATFORM={CPU_PLATFORM}, --device cpu and "

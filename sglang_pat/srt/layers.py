@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 SLIDING = "a sliding window"
 CHUNKED = "chunked attention (use_irope)"
@@ -21,6 +21,16 @@ BY_KIND = {
     "mamba": NO_ATTENTION,
     "conv": NO_ATTENTION,
 }
+
+
+class Heads(NamedTuple):
+    """What plans are made for: this rank's query and KV heads, the head dim, and the draft tokens
+    of a request (``Target``)."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    draft_tokens: int = 1
 
 
 def reasons_by_layer(model_config: Any) -> list[str]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-BACKEND = "pat"
+from sglang_pat.srt import BACKEND
 
 
 def register() -> None:

@@ -20,7 +20,7 @@ from sglang_pat.srt.scales import E4M3, reason_against_scales
 from sglang_pat.target import HEAD_DIM_STEP, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
-    from sglang_pat.srt.survey import Heads
+    from sglang_pat.srt.layers import Heads
     from sglang_pat.target import Target
 
 # With up to so many packed rows a request, those of its draft tokens, verify steps took at most

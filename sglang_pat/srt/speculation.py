@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_pat.draft_masks import MOST_MASKED_DRAFTS
-from sglang_pat.srt.plugin import BACKEND
+from sglang_pat.srt import BACKEND
 
 # Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")

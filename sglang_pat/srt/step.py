@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +37,6 @@ from sglang_pat.srt.lengths import Lengths
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, RadixView
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
-
-if TYPE_CHECKING:
-    from sglang_pat.srt.dump import Tap
 
 logger = logging.getLogger("sglang_pat")
 
@@ -83,6 +80,13 @@ class MicroBatch:
                 self.suspect = True
         else:
             self.rows, self.others, self.age = batch.rows, batch.others, 0
+
+
+class Tap(Protocol):
+    """Where the batches of new plans are dumped to."""
+
+    def take(self, state: MicroBatch, seq_lens: torch.Tensor, plan: Plan) -> Tap | None:
+        """Take a step with a new plan. Returns the tap of the next steps, None after the last."""
 
 
 class StepPlanner:

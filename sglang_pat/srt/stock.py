@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_pat.srt.plugin import BACKEND
+from sglang_pat.srt import BACKEND
 
 # Tokens of a page that trtllm_mha takes. Where SGLang chooses that backend it sets 64, for pat 1.
 _TRTLLM_PAGES = (16, 32, 64, 128)

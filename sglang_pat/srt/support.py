@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from sglang_pat.srt import checkpoint
+from sglang_pat.srt import BACKEND, checkpoint
 from sglang_pat.srt.idle import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
-from sglang_pat.srt.plugin import BACKEND
 from sglang_pat.srt.stock import stock_backend
 
 __all__ = [

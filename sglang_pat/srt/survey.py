@@ -7,23 +7,13 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_pat.srt import refusals
-from sglang_pat.srt.layers import SPARSE, ranges, sparse_layers
+from sglang_pat.srt.layers import SPARSE, Heads, ranges, sparse_layers
 from sglang_pat.srt.speculation import draft_tokens_of
 
 logger = logging.getLogger("sglang_pat")
-
-
-class Heads(NamedTuple):
-    """What plans are made for: this rank's query and KV heads, the head dim, and the draft tokens
-    of a request (``Target``)."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    draft_tokens: int = 1
 
 
 @dataclass(frozen=True)

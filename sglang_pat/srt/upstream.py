@@ -13,9 +13,9 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
+from sglang_pat.srt import BACKEND
 from sglang_pat.srt.hook import LiveBatch, Mailbox, scheduled_mode
-from sglang_pat.srt.interface import names_of
-from sglang_pat.srt.plugin import BACKEND
+from sglang_pat.srt.source import names_of
 
 logger = logging.getLogger("sglang_pat")
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
 from sglang_pat.gpus import untried
-from sglang_pat.srt import checkpoint, launch, layers
+from sglang_pat.srt import BACKEND, checkpoint, launch, layers
 from sglang_pat.srt.flags import SGLangRefused, asked_gpu, model_of, resolve
 from sglang_pat.srt.idle import CHOOSE_ANOTHER
 from sglang_pat.srt.machines import Gpu, as_if_here, gpu_here
@@ -256,7 +256,7 @@ def _split(reason: str) -> tuple[str, str]:
         # Trees of draft tokens on larger pages (S arg_groups/speculative_hook.py:1279 and 1362).
         if "speculative_eagle_topk" in reason and "page_size" in reason:
             return reason, "set --page-size 1"
-        names_pat = re.search(rf"\b{launch.BACKEND}\b", reason)
+        names_pat = re.search(rf"\b{BACKEND}\b", reason)
         return reason, CHOOSE_ANOTHER if names_pat else ""
     for mark in ("; ", ": "):
         head, found, tail = reason.rpartition(mark)
