@@ -23,6 +23,7 @@ from sglang_pat.estimate.command import reads_of
 from sglang_pat.estimate.differences import ORDER, find, kind_of, moved
 from sglang_pat.estimate.requests import Request, common_prefix, shared_paths
 
+Capture = pytest.CaptureFixture[str]
 H200 = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=64)
 RULES = "Answer for a shop. Look up the order before you promise anything. Be polite. " * 20
 PARTS = [list(range(1000 * n, 1000 * n + 300)) for n in range(1, 4)]
@@ -38,13 +39,13 @@ def request(tokens: list[int], unit: int = 1, output: int = 1) -> Request:
     return Request(np.array(tokens, np.int64), len(tokens) * unit, output)
 
 
-def write(folder: Path, lines: list[Any], name: str = "prompts.jsonl") -> Path:
-    file = folder / name
+def write(folder: Path, lines: list[Any]) -> Path:
+    file = folder / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines))
     return file
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+def said(capsys: Capture, *arguments: object, status: int = 0) -> str:
     assert cli.main(["estimate", *map(str, arguments)]) == status
     out, err = capsys.readouterr()
     assert err.count("\n") == status and (not out) == bool(status)
@@ -93,7 +94,6 @@ def test_reads_are_those_of_the_plan() -> None:
         (f"s {uuid.UUID(int=1)} x", f"s {uuid.UUID(int=2)} x", "uuid", f"{uuid.UUID(int=1)}"),
         ("session ab12cd34:", "session ff12cd99:", "id", "ab12cd34"),
         ("order 17 of", "order 18 of", "number", "17"),
-        ("for Alice:", "for Robert:", ORDER, "for Alice:"),
         ("at 10:00 for Alice:", "at 11:00 for Robert:", ORDER, "at 10:00 for Alice:"),
     ],
 )
@@ -115,6 +115,13 @@ def test_parts_in_another_order_are_found_and_moved() -> None:
     assert sorted(behind[0].symbols) == sorted(batch[0].symbols)
 
 
+def test_documents_in_many_orders_are_many_differences() -> None:
+    rng = random.Random(4)
+    orders = [[0, 1, 2], *(rng.sample(range(3), 3) for _ in range(30))]
+    found = find([request(sum((PARTS[n] for n in order), [7])) for order in orders], None)
+    assert len(found) > 1 and all(one.common >= 300 for one in found)
+
+
 def test_prompts_that_need_no_other_order_are_not_named() -> None:
     rng = random.Random(1)
     private = [rng.choices(range(5000, 50_000), k=200) for _ in range(8)]
@@ -124,9 +131,7 @@ def test_prompts_that_need_no_other_order_are_not_named() -> None:
     assert find([request([*PARTS[0], *mine, *PARTS[1][:60]]) for mine in private], None) == []
 
 
-def test_a_timestamp_is_named_with_what_it_costs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_timestamp_is_named_with_what_it_costs(tmp_path: Path, capsys: Capture) -> None:
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     first = [{"prompt": f"Time: 2026-11-23 10:{n:02d}:00. {RULES} Order {n}"} for n in range(32)]
     behind = [{"prompt": f"{RULES} Time: 2026-11-23 10:{n:02d}:00. Order {n}"} for n in range(32)]
@@ -142,9 +147,7 @@ def test_a_timestamp_is_named_with_what_it_costs(
     assert said(capsys, "--prompts", plain, "--tokenizer", tokenizer) == text
 
 
-def test_conversations_of_the_openai_sdk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversations_of_the_openai_sdk(tmp_path: Path, capsys: Capture) -> None:
     """Which write no text as None, and arguments of calls as JSON text, to be read by a template
     as SGLang has them."""
     config = make_tokenizer(tmp_path / "tokenizer") / "tokenizer_config.json"
@@ -167,7 +170,7 @@ def test_conversations_of_the_openai_sdk(
     assert f"instead of {2 * count + 2 + 0 + 2:,}," in text
 
 
-def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace(tmp_path: Path, capsys: Capture) -> None:
     lines = [
         {"input_length": 4196, "output_length": 0, "hash_ids": [*range(6), *range(n, n + 3)]}
         for n in range(100, 700, 3)
@@ -190,11 +193,7 @@ def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_mistakes_are_one_line(
-    line: object,
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    line: object, arguments: list[str], message: str, tmp_path: Path, capsys: Capture
 ) -> None:
     assert message in said(capsys, "--prompts", write(tmp_path, [line]), *arguments, status=1)
     trace = {"input_length": 700, "output_length": 1, "hash_ids": [1]}

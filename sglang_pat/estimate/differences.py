@@ -73,21 +73,26 @@ def find(requests: Sequence[Request], decode: Decode | None) -> list[Difference]
     """
     symbols = [request.symbols for request in requests]
     places: dict[int, tuple[int, int]] = {}  # first prompt with a hash, and where in it
-    groups: dict[tuple[int, str], dict[int, Pair]] = {}
+    groups: dict[tuple[int, str, int], dict[int, Pair]] = {}
     for number, mine in enumerate(symbols):
         anchors = list(_anchors(mine))
+        starts: dict[int, int] = {}  # where it begins to differ from another prompt
         for value, at in anchors:
             first, place = places.get(value, (number, at))
-            if first != number and (pair := _compare(symbols[first], mine, place, at)):
+            if first not in starts:
+                starts[first] = common_prefix(symbols[first], mine)
+            if pair := _compare(symbols[first], mine, starts[first], place, at):
                 pair = _named(pair, symbols[first], mine, decode)
-                groups.setdefault((first, pair.kind), {})[number] = pair
+                # Long ones are no variants of one text unless they end at the same place.
+                end = pair.end if pair.end - pair.start > _SHOWN else 0
+                groups.setdefault((first, pair.kind, end), {})[number] = pair
                 break
         else:
             for value, at in anchors:
                 places.setdefault(value, (number, at))
     alone = set(range(len(symbols)))
-    alone -= {number for (first, _), group in groups.items() for number in (first, *group)}
-    found = [_joined(symbols, alone, first, group) for (first, _), group in groups.items()]
+    alone -= {number for (first, *_), group in groups.items() for number in (first, *group)}
+    found = [_joined(symbols, alone, first, group) for (first, *_), group in groups.items()]
     return sorted(found, key=lambda one: -one.common * len(one.cuts))
 
 
@@ -115,10 +120,9 @@ def _anchors(symbols: Symbols) -> Iterator[tuple[int, int]]:
         yield int(hashes[at]), at
 
 
-def _compare(one: Symbols, other: Symbols, i: int, j: int) -> Pair | None:
-    """Of two prompts that have a window in common at ``i`` and ``j``, or None where that what
-    differs costs little."""
-    start = common_prefix(one, other)
+def _compare(one: Symbols, other: Symbols, start: int, i: int, j: int) -> Pair | None:
+    """Of two prompts that differ from ``start`` on and have a window in common at ``i`` and ``j``,
+    or None where what differs costs little."""
     if start >= min(i, j):  # they share it already, or one repeats what both begin with
         return None
     back = common_prefix(one[start:i][::-1], other[start:j][::-1])
