@@ -17,7 +17,17 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit import semantics as kit_semantics
 
-from sglang_pat.srt import backend, factory, refusals, scales, semantics, sizing, support, survey
+from sglang_pat.srt import (
+    backend,
+    factory,
+    layer_mixin,
+    refusals,
+    scales,
+    semantics,
+    sizing,
+    support,
+    survey,
+)
 
 ADVICE = "read what the backends do with it in decode, then enter it in sglang_pat/srt/semantics.py"
 
@@ -63,7 +73,7 @@ def test_a_new_attribute_would_be_found(source: str, expected: set[str]) -> None
 
 def test_what_we_say_of_layers_and_the_runner_is_in_our_code() -> None:
     """The attribute, or the one that the entry names instead, is in the code that acts on it."""
-    modules = (backend, factory, refusals, scales, sizing, support, survey)
+    modules = (backend, factory, layer_mixin, refusals, scales, sizing, support, survey)
     ours = "".join(map(inspect.getsource, modules))
     for name, entry in semantics.SEMANTICS.items():
         root, attribute = name.split(".")[0], name.split(".")[-1]
