@@ -209,4 +209,10 @@ def test_neither_sglang_nor_a_gpu_is_touched(tmp_path: Path) -> None:
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
     file = write(tmp_path, [{"input_ids": [1, 2, 3]}] * 2)
-    assert not subprocess.run([sys.executable, "-c", code, file], env=env, timeout=120).returncode
+    done = subprocess.run(
+        [sys.executable, "-c", code, file],
+        cwd=tmp_path,  # a checkout would shadow the installed package
+        env=env,
+        timeout=120,
+    )
+    assert not done.returncode
