@@ -149,11 +149,7 @@ void RadixPaths::release(int32_t leaf, int32_t queries) {
     const int32_t parent = node.parent;
     node.count -= queries;
     if (node.count == 0 && index != kRoot) {
-      if (parent >= 0) {
-        if (node.previous != kNoNode) at(node.previous).next = node.next;
-        if (node.next != kNoNode) at(node.next).previous = node.previous;
-        if (at(parent).child == index) at(parent).child = node.next;
-      }
+      if (parent >= 0) detach(index);
       table_.erase(node.id);
       node.object = py::object();
       node.parent = kFree;
@@ -179,12 +175,17 @@ void RadixPaths::link(int32_t index, int32_t parent) {
 }
 
 void RadixPaths::unlink(int32_t index) {
-  Node& node = at(index);
-  add_count(node.parent, -node.count);
+  add_count(at(index).parent, -at(index).count);
+  detach(index);
+  at(index).parent = kUnread;
+}
+
+// Takes a node out of its parent's list of children.
+void RadixPaths::detach(int32_t index) {
+  const Node& node = at(index);
   if (node.previous != kNoNode) at(node.previous).next = node.next;
   if (node.next != kNoNode) at(node.next).previous = node.previous;
   if (at(node.parent).child == index) at(node.parent).child = node.next;
-  node.parent = kUnread;
 }
 
 // Reads the parents of the frontier, theirs and so on, up to nodes that are known. All nodes of one

@@ -90,6 +90,7 @@ class RadixPaths {
   void release(int32_t leaf, int32_t queries);
   void link(int32_t index, int32_t parent);
   void unlink(int32_t index);
+  void detach(int32_t index);
   void read_upwards(size_t most);
   int32_t place(int32_t index, NodeAbove& above);
   void find_split();
