@@ -15,10 +15,10 @@ import time
 
 from benchmarks.common.trees import PAPER_TREES
 from benchmarks.kernel.floor import Heads
-from benchmarks.kernel.layer import PRESETS, options_of
+from benchmarks.kernel.layer import PatOptions
 from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Planner
-from sglang_pat.target import Target
+from sglang_pat.target import POLICIES, Target
 
 
 def measure(tree: Tree, target: Target, repeats: int) -> dict[str, float | int | str]:
@@ -55,17 +55,17 @@ def main() -> None:
         help="query and KV heads (default: 32 8)",
     )
     parser.add_argument(
-        "--preset",
+        "--policy",
         default="default",
-        choices=PRESETS,
-        help="pat: the paper's rules to the letter (default: default)",
+        choices=POLICIES,
+        help="pat: the paper to the letter (default: default)",
     )
     parser.add_argument(
         "--repeats", type=int, default=50, help="plans timed of each tree (default: 50)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
-    chosen = options_of(options.preset)
+    chosen = PatOptions(options.policy)
     if not options.json:
         print(f"{'tree':48} items shared partials  KV/unique   min us  median us")
     for tree in PAPER_TREES:

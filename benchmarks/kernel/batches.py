@@ -110,8 +110,8 @@ def _remarks(file: Path, dump: Dump, kv_dtype: str) -> Iterator[str]:
         yield f"K and V are {kv_dtype} here, the server's were {of_server}"
     if (page_size := header.get("page_size", 1)) != 1:
         yield f"the server had pages of {page_size} tokens; here every slot is a page"
-    if (preset := header.get("preset", "default")) != "default":
-        yield f"the server had the preset {preset}; here it is --preset's"
+    if (policy := header.get("policy", "default")) != "default":
+        yield f"the server had the policy {policy}; here it is --policy's"
     if not dump.end:
         yield f"{file} was cut off; what there is is replayed"
 

@@ -12,8 +12,9 @@ from benchmarks.common.document import value, whole_number
 from benchmarks.common.trees import HEADS, PAPER_TREES
 from benchmarks.kernel import batches, drafts, ragged
 from benchmarks.kernel.floor import Heads
-from benchmarks.kernel.layer import KV_DTYPES, PRESETS, PatOptions, options_of
+from benchmarks.kernel.layer import KV_DTYPES, PatOptions
 from sglang_pat.explain.tree import Tree
+from sglang_pat.target import POLICIES
 
 QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
 # Options that bound what is run, and what they go with.
@@ -51,7 +52,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--budget-s", type=float, default=math.inf, metavar="S", help=how)
     how = f"leave out batches of them with more K and V (default: {ragged.POOL_GB:g})"
     add("--pool-gb", type=float, default=ragged.POOL_GB, metavar="GB", help=how)
-    add("--preset", choices=PRESETS, default="default", help="pat: the paper's rules to the letter")
+    add("--policy", choices=POLICIES, default="default", help="pat: the paper to the letter")
     how = "before each repeat a layer's matrix products instead of a write of 256 MB: code, too, is"
     add("--cold-code", action="store_true", help=f"{how} in no cache then, as in a server")
     add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
@@ -93,7 +94,7 @@ def cases(options: argparse.Namespace) -> list[tuple[Heads, Tree]]:
 
 def settings_of(options: argparse.Namespace) -> PatOptions:
     """What is asked for about pat; with several numbers of draft tokens, for the first."""
-    chosen = options_of(options.preset)
+    chosen = PatOptions(options.policy)
     if options.batches:
         found = batches.replay(options)
         return replace(chosen, kv_dtype=found.kv_dtype, draft_tokens=found.draft_tokens)

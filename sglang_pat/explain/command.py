@@ -180,8 +180,6 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     from sglang_pat.config import PatConfig
 
     config = PatConfig.from_env(os.environ)
-    for remark in config.remarks:
-        print(f"sglang-pat: {remark}", file=sys.stderr)
     name = arguments.target or "h200"
     machine = None if name.lower() == "cpu" else _gpu(name)
     num_q_heads, num_kv_heads = _heads("32/8" if arguments.heads is None else arguments.heads)
@@ -204,13 +202,9 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         "max_queries": max(num_queries, _LEAST_QUERIES),
         "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
-        "split": config.split,
-        "split_tokens": config.split_tokens,
     }
     if arguments.kv_cache_dtype == "fp8_e4m3":
         options["kv_bytes"] = 1
-    if config.branching != "cost":  # else as the machine's target has it
-        options["branching"] = config.branching
     if machine is None:
         threads = _CPU_THREADS if arguments.sms is None else arguments.sms
         target = Target.cpu(threads=threads, **options)
