@@ -14,12 +14,18 @@ constexpr int64_t kMostPieces = 512;  // of a pack
 // piece before it.
 void cut_pack(const Target& target, Pack& pack, int32_t tokens) {
   const int64_t all = std::max(pack.tokens(), 1);
-  const int64_t chunk =
-      std::min(std::max<int64_t>(tokens, (all + kMostPieces - 1) / kMostPieces), all);
-  int64_t pieces = (all + chunk - 1) / chunk;
-  while (pieces > 1 && all - (pieces - 1) * chunk < target.draft_tokens) --pieces;
-  pack.chunk = static_cast<int32_t>(chunk);
-  pack.pieces = static_cast<int32_t>(pieces);
+  const int64_t least = (all + kMostPieces - 1) / kMostPieces;
+  pack.chunk = static_cast<int32_t>(std::clamp<int64_t>(tokens, least, all));
+  pack.pieces = static_cast<int32_t>((all + pack.chunk - 1) / pack.chunk);
+  const auto last = [&] { return all - int64_t{pack.pieces - 1} * pack.chunk; };
+  while (pack.pieces > 1 && last() < target.draft_tokens) --pack.pieces;
+}
+
+int32_t equal_tokens(const Target& target, const Pack& pack, int32_t most) {
+  if (pack.tokens() <= most) return most;
+  const int32_t pieces = (pack.tokens() + most - 1) / most;
+  const int32_t tile = target.kv_tiles.front();
+  return ((pack.tokens() + pieces - 1) / pieces + tile - 1) / tile * tile;
 }
 
 void Items::take(const Packs& packs) {
@@ -31,18 +37,33 @@ int64_t Items::branch(const TreeOrder& order, const Target& target, const Cut& c
   return brancher_.cut(order, {cut.limit, cut.branch_rows / target.group()}, packs_);
 }
 
-int32_t Items::piece_tokens(const Cut& cut, const Target& target, int64_t branch_tokens) const {
-  if (cut.tokens > 0) return cut.tokens;
-  int64_t read = branch_tokens;  // by halves, of which a wide item takes both
-  for (const Pack& pack : packs_.packs) {
-    if (pack.queries == 0) continue;
-    const int32_t slots = target.slots_of(target.row_tile_for(pack.queries));
-    read += target.num_row_tiles(pack.queries) * slots * pack.tokens();
-  }
-  const int64_t parts = int64_t{std::min(cut.parts, target.items_per_sm)} * target.num_sms;
+// The shortest pieces that make no more units than the cut wants. An SM that gets one piece more
+// than others takes that much longer, so these fill the SMs evenly, whatever is left for short
+// items.
+int32_t Items::piece_tokens(const Cut& cut, const Target& target) const {
+  const auto most = static_cast<int64_t>(cut.parts * target.slots() / target.num_kv_heads);
   const int64_t tile = target.kv_tiles.back();
-  const int64_t tiles = (read * target.num_kv_heads + parts * tile - 1) / (parts * tile);
-  return static_cast<int32_t>(std::min<int64_t>(std::max<int64_t>(tiles, 1) * tile, INT32_MAX));
+  int64_t few = 1, many = 0;  // tiles of a piece, of which there are too many or not
+  while (has_more_units(target, few * tile, most)) few *= 2;
+  while (few - many > 1) {
+    const int64_t middle = (few + many) / 2;
+    (has_more_units(target, middle * tile, most) ? many : few) = middle;
+  }
+  return static_cast<int32_t>(std::min<int64_t>(few * tile, INT32_MAX));
+}
+
+// Whether pieces of so many tokens make more than `most` units of one KV head. Units of less than
+// half of that are short: they fill what the others leave.
+bool Items::has_more_units(const Target& target, int64_t tokens, int64_t most) const {
+  int64_t units = 0;
+  for (const Pack& pack : packs_.packs) {
+    const int64_t length = pack.tokens();
+    if (2 * length <= tokens || pack.queries == 0) continue;
+    const int32_t slots = target.slots_of(target.row_tile_for(pack.queries));
+    units += target.num_row_tiles(pack.queries) * slots * ((length + tokens - 1) / tokens);
+    if (units > most) return true;
+  }
+  return false;
 }
 
 // A wide work unit takes all of an SM, which otherwise runs two smaller ones side by side: without

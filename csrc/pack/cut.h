@@ -19,10 +19,8 @@ namespace pat {
 // Packs are cut along their tokens into pieces, branches are parts of the tree that are read whole.
 struct Cut {
   const char* name;
-  // Pieces of so many tokens or, if that is 0, as long as all that the items read makes `parts`
-  // pieces for each SM.
-  int32_t tokens;
-  int32_t parts;
+  // Work units of long items, at most, for each half of an SM: it says how long pieces are.
+  double parts;
   // Packed rows of a branch, at most; 0: no branches. Nodes and tails of more than `limit` tokens
   // are no part of a branch.
   int32_t branch_rows;
@@ -32,12 +30,12 @@ struct Cut {
 // The judge gives up a plan that takes longer than one before it, so those that are often the
 // fastest come first.
 inline constexpr std::array kCuts = {
-    Cut{"branches", 0, 1, kBranchRows, INT32_MAX},
-    Cut{"short_branches", 0, 1, kBranchRows / 2, 128},
-    Cut{"half_parts", 0, 2, 0, 0},
-    Cut{"sm_parts", 0, 1, 0, 0},
-    Cut{"pieces_512", 512, 0, 0, 0},
-    Cut{"pieces_1024", 1024, 0, 0, 0},
+    Cut{"branches", 1.0, kBranchRows, INT32_MAX},
+    Cut{"half_branches", 1.0, kBranchRows / 2, INT32_MAX},
+    Cut{"short_branches", 0.5, kBranchRows / 2, 128},
+    Cut{"half_parts", 1.0, 0, 0},
+    Cut{"sm_parts", 0.5, 0, 0},
+    Cut{"quarter_parts", 2.0, 0, 0},
 };
 
 // A batch to be cut.
@@ -63,13 +61,17 @@ struct Assignment {
 // many.
 void cut_pack(const Target& target, Pack& pack, int32_t tokens);
 
+// Tokens of equal pieces of a pack, in whole tiles, of which none has more than `most`, itself
+// whole tiles.
+int32_t equal_tokens(const Target& target, const Pack& pack, int32_t most);
+
 // All items of a plan before it is emitted. Keeps its working memory from plan to plan.
 class Items {
  public:
   // Takes over packs, which it leaves whole, without branches.
   void take(const Packs& packs);
-  // Tokens of the pieces of a cut, in whole KV tiles. `branch_tokens`: that its branches read.
-  int32_t piece_tokens(const Cut& cut, const Target& target, int64_t branch_tokens) const;
+  // Tokens of the pieces of a cut of the packs at hand, in whole KV tiles.
+  int32_t piece_tokens(const Cut& cut, const Target& target) const;
   // Cuts pack i into pieces of tokens_of(i) tokens.
   template <typename TokensOf>
   void split(const Target& target, const Target& without_wide, const TokensOf& tokens_of) {
@@ -94,6 +96,7 @@ class Items {
  private:
   void choose_row_tiles(const Target& target, const Target& without_wide);
   int64_t wide_units(const Target& target) const;
+  bool has_more_units(const Target& target, int64_t tokens, int64_t most) const;
   void number_partials(int32_t query);
 
   const Target* target_ = nullptr;

@@ -104,7 +104,6 @@ bool Scheduler::make_least(const Batch& batch) {
 // Cuts into other_. Returns false for a cut that gives no branches where it should, that cannot
 // take the least time, or that does not fit the buffers.
 bool Scheduler::make(const Batch& batch, const Cut& cut) {
-  int64_t branch_tokens = 0;
   if (cut.branch_rows == 0) {
     other_.take(packs_);
   } else {
@@ -112,20 +111,21 @@ bool Scheduler::make(const Batch& batch, const Cut& cut) {
     if (!std::exchange(ordered_, true)) {
       order_.read(batch.tree, batch.seq_lens, batch.num_queries);
     }
-    branch_tokens = other_.branch(order_, target_, cut);
+    const int64_t branch_tokens = other_.branch(order_, target_, cut);
     if (branch_tokens == 0 || judge_.least_seconds(target_, branch_tokens) >= least_s_ ||
         !other_.list_branches(target_)) {
       return false;
     }
   }
   // Where all packs stay whole, so they do with longer pieces.
-  const int32_t tokens = other_.piece_tokens(cut, target_, branch_tokens);
+  const int32_t tokens = other_.piece_tokens(cut, target_);
   if (cut.branch_rows == 0) {
     const bool whole = tokens >= batch.longest;
     if (whole && whole_) return false;
     whole_ |= whole;
   }
-  other_.split(target_, without_wide_, [&](int32_t) { return tokens; });
+  other_.split(target_, without_wide_,
+               [&](int32_t i) { return equal_tokens(target_, other_.packs().packs[i], tokens); });
   return other_.assign(batch.num_queries);
 }
 
@@ -137,7 +137,7 @@ std::string Scheduler::make_simpler(const Batch& batch) {
     return least_.assign(batch.num_queries);
   };
   least_.take(packs_);
-  fits(least_.piece_tokens(kCuts.front(), target_, 0));
+  fits(least_.piece_tokens(kCuts.front(), target_));
   std::string why = "without splits: " + unfit(least_);
   if (!fits(INT32_MAX)) {
     why = "without packs: " + unfit(least_);
