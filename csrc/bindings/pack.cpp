@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -124,9 +125,9 @@ class Planner {
   // Of the last plan: parent (-1: none), start, end and queries of each node, parents first, and
   // the deepest node of each query.
   py::tuple last_tree() const {
-    std::vector<std::array<int32_t, 4>> nodes;
+    std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> nodes;
     for (const PackNode& node : tree_->nodes) {
-      nodes.push_back({node.parent, node.start, node.end, node.num_queries});
+      nodes.emplace_back(node.parent, node.start, node.end, node.num_queries);
     }
     return py::make_tuple(nodes, tree_->query_node);
   }
