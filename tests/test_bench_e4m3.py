@@ -22,10 +22,6 @@ from benchmarks.kernel.floor import Heads, floor_us, kv_bytes, least_bytes
 from benchmarks.kernel.kv import TreeBatch, make_batch, quantised, relative
 from benchmarks.kernel.layer import PatOptions, error_of
 from benchmarks.kernel.report import TreeRow, complaints
-from benchmarks.serving.__main__ import _shown
-from benchmarks.serving.model import open_model
-from benchmarks.serving.options import complete, make_parser
-from benchmarks.serving.sizing import fleet_config
 from sglang_pat import reference
 from sglang_pat.explain.tree import Tree
 
@@ -160,17 +156,3 @@ def test_a_row_that_is_less_exact_than_it_may_be_is_named() -> None:
     assert set(wrong.wrong) == {"fa3", "flashinfer"} and not wrong.is_sound
     assert "output of fa3 is off by 0.2 (at most 0.15" in complaints([wrong])[0]
     assert set(e4m3_row(error=0.06).wrong) == {"pat"}
-
-
-@pytest.mark.parametrize(("flags", "share"), [([], 1.0), (["--kv-cache-dtype", "fp8_e4m3"], 0.5)])
-def test_all_servers_get_the_dtype_and_pools_of_half_the_bytes(
-    flags: list[str], share: float, tmp_path: Path
-) -> None:
-    options = complete(make_parser(None).parse_args(flags))
-    choice = options.kv_cache_dtype
-    model = open_model("llama3-8b", tmp_path, "bfloat16", choice)
-    assert model.kv_bytes_per_token == share * 128 * 1024
-    config = fleet_config(options, model, "bfloat16", None)
-    given = config.arguments()
-    assert given[given.index("--kv-cache-dtype") + 1] == choice == config.kv_cache_dtype
-    assert _shown(options, config, "workloads").get("kv_cache_dtype") == (choice if flags else None)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of models, and how much memory they take. Speed needs a ``config.json`` and no weights."""
+"""Shapes of models, and how much memory they take. Speed needs a ``config.json`` and a tokenizer,
+and no weights."""
 
 from __future__ import annotations
 
@@ -49,6 +50,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 GIB = 1 << 30
+_END, _UNKNOWN = "<|end|>", "[UNK]"
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,6 @@ class Model:
     """A folder that SGLang loads, and its sizes. Bytes are of the whole model, over all GPUs."""
 
     folder: Path
-    vocab: int
-    positions: int
     weight_bytes: int
     kv_bytes_per_token: int
     has_weights: bool  # else random ones, ``--load-format dummy``
@@ -70,11 +71,12 @@ def open_model(name: str, scratch: Path, dtype: str, kv_cache_dtype: str = "auto
     Raises:
         ValueError: neither a shape nor a folder with a ``config.json``.
     """
-    folder = Path(name)
+    folder = Path(name).resolve()
     if name in SHAPES:
         folder = scratch / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(SHAPES[name]) + "\n")
+        write_tokenizer(folder, SHAPES[name]["vocab_size"], SHAPES[name]["eos_token_id"])
     elif not (folder / "config.json").is_file():
         raise ValueError(
             f"{name!r} is neither a folder with a config.json nor one of {', '.join(SHAPES)}"
@@ -82,8 +84,6 @@ def open_model(name: str, scratch: Path, dtype: str, kv_cache_dtype: str = "auto
     config = json.loads((folder / "config.json").read_text())
     return Model(
         folder=folder,
-        vocab=config["vocab_size"],
-        positions=config["max_position_embeddings"],
         weight_bytes=_parameters(config) * _itemsize(dtype),
         kv_bytes_per_token=2
         * config["num_hidden_layers"]
@@ -92,6 +92,32 @@ def open_model(name: str, scratch: Path, dtype: str, kv_cache_dtype: str = "auto
         * (1 if kv_cache_dtype == "fp8_e4m3" else _itemsize(dtype)),
         has_weights=any(folder.glob("*.safetensors")),
     )
+
+
+def write_tokenizer(folder: Path, vocab: int, end: int) -> None:
+    """A tokenizer of ``vocab`` ids to ``folder``, ``end`` being that of the end of a text.
+
+    Nearly every id is a word, ``t123``. The text of random ids has these ids again, so a turn of a
+    conversation finds the tokens of the last one in the cache; other text is cut into characters.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    characters = [chr(code) for code in range(33, 127)]
+    pieces = [_UNKNOWN, *characters, *(f"##{each}" for each in characters)]
+    words = dict(enumerate(pieces)) | {end: _END}
+    ids = {words.get(token, f"t{token}"): token for token in range(vocab)}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token=_UNKNOWN))
+    tokenizer.add_special_tokens([_END])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _END,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
 
 
 def _parameters(config: dict[str, Any]) -> int:
