@@ -5,8 +5,7 @@
   and ``python -m benchmarks.kernel.attention`` on a CPU.
 - ``serving``: servers beside each other, driven by SGLang's own client,
   ``python -m benchmarks.serving``.
-- ``host``: the host time of plans, ``python -m benchmarks.host.schedule``, and of decode steps on
-  SGLang's caches, ``python -m benchmarks.host.step``.
+- ``host``: the host time of decode steps on SGLang's caches, ``python -m benchmarks.host.step``.
 - ``tile_solver``: PAT's offline choice of tiles, ``python -m benchmarks.tile_solver``.
 """
 

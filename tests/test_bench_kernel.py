@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -26,32 +26,37 @@ from benchmarks.kernel.report import (
     PEER_NAMES,
     TreeRow,
     complaints,
-    mean_over_floor,
     summary,
 )
 from sglang_pat.explain.tree import Tree
 
 
-def test_summary_names_trees_that_lose() -> None:
-    lines = "\n".join(summary([row(), row("1,8_64,16", pat=31.0)]))
-    assert "slower than the best peer: 1,8_64,16 1.03" in lines
-    assert "nothing shared" not in lines
+def test_the_summary_compares_with_the_floor_and_with_peers() -> None:
+    """Geometric means, the worst row, and by name the rows that lose."""
+    rows = [row(), row("1,8_64,16", pat=31.0), row("5_64", pat=27.0, fa3=40.0, levels=20.0)]
+    floor, worst, decode, best = summary(rows)
+    assert "2 trees with sharing" in floor and "pat 2.16, best peer per tree 3.00" in floor
+    assert worst == "worst: 3.10 times the floor at 1,8_64,16"
+    assert decode.startswith("over the better of fa3 and flashinfer: 0.775 (shared 0.719, nothing")
+    assert "at most 1.033 at 1,8_64,16; more than 2% slower, 1 of 3: 1,8_64,16 1.033" in decode
+    assert best.startswith("over the best peer: ") and "2 of 3: 1,8_64,16 1.033, 5_64 1.350" in best
 
 
-def test_without_sharing_the_rival_is_fa3_or_flashinfer() -> None:
-    (line,) = summary([row("5_64", pat=33.0, fa3=40.0, flashinfer=30.0, levels=20.0)])
-    assert line.endswith("5_64 1.100")
+def test_the_summary_of_drawn_batches_is_by_family() -> None:
+    rows = [
+        row("skew-0", pat=30.5, levels=None),  # 1.017 is within the margin
+        row("skew-1", pat=31.0, fa3=30.0, flashinfer=40.0, levels=None),
+        row("single-8k", fa3=30.0, flashinfer=None, levels=None),
+    ]
+    (text,) = summary(rows)
+    assert "skew 1.025, single 0.500" in text and "1 of 3: skew-1 1.033" in text
+    alone = [row("skew-0", fa3=None, flashinfer=None, levels=None)]
+    assert summary(alone) == ["over the better of fa3 and flashinfer: nothing to compare with"]
 
 
 def test_a_peer_that_did_not_run_has_no_mean() -> None:
-    rows = [row(), row("1,8_64,16", fa3=None)]
-    assert mean_over_floor(rows, ["fa3"]) is None
-    # The best of the others still has one.
-    assert mean_over_floor(rows, PEER_NAMES) == pytest.approx(3.0)
-    assert "fa3 -" in "\n".join(summary(rows))
-    alone = row(fa3=None, flashinfer=None, levels=None, differences={})
-    assert mean_over_floor([alone], PEER_NAMES) is None
-    assert "best peer per tree -" in "\n".join(summary([alone, replace(alone, spec="4_64")]))
+    first, *_ = summary([row(), row("1,8_64,16", fa3=None)])
+    assert "best peer per tree 3.00, fa3 -, flashinfer 3.00" in first
 
 
 def test_rows_come_back_from_json() -> None:

@@ -22,25 +22,19 @@ import torch
 from benchmarks.common import document as documents
 from benchmarks.common.document import Document, write
 from benchmarks.common.forests import GENERATOR
-from benchmarks.kernel import batches, drafts, e4m3, ragged
+from benchmarks.kernel import batches, drafts, ragged
 from benchmarks.kernel.clock import Clock, device_rates, empty_us
 from benchmarks.kernel.floor import Heads, Rates
 from benchmarks.kernel.kv import TreeBatch
 from benchmarks.kernel.options import cases, check, make_parser, settings_of
 from benchmarks.kernel.peers import PEERS, usable
-from benchmarks.kernel.report import TreeRow, complaints, summary, table
+from benchmarks.kernel.report import TreeRow, complaints, table
 from benchmarks.kernel.rows import measure
 
 # Milliseconds of repeats for one time.
 BUDGET_MS, QUICK_BUDGET_MS = 50.0, 15.0
 VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
-# What is said of rows of equal heads, by the kind of their document.
-SUMMARIES = {
-    "trees": summary,
-    "drafts": drafts.summary,
-    "ragged": ragged.summary,
-    "batches": ragged.summary,
-}
+KINDS = ("trees", "drafts", "ragged", "batches")  # of documents
 
 
 def begin(kind: str, options: argparse.Namespace) -> tuple[Document, Clock, Rates]:
@@ -158,9 +152,8 @@ def about(document: Document) -> list[str]:
 def show(document: Document) -> int:
     """Print the rows of a document; exit status 1 if an output is wrong."""
     rows = [TreeRow(**row) for row in document["rows"]]
-    lines = table(rows, SUMMARIES[document["kind"]])
-    lines += [f"left out: {each}" for each in document.get("left_out", [])]
-    print("\n".join([*lines, *e4m3.summary(rows), *complaints(rows)]))
+    left_out = [f"left out: {each}" for each in document.get("left_out", [])]
+    print("\n".join([*table(rows), *left_out, *complaints(rows)]))
     return 0 if all(row.is_sound for row in rows) else 1
 
 
@@ -170,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     check(parser, options)
     try:
         if options.source:
-            document = documents.read(options.source, SUMMARIES)
+            document = documents.read(options.source, KINDS)
             print("\n".join(about(document)))
         elif not torch.cuda.is_available():
             raise ValueError(

@@ -10,7 +10,7 @@ none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -23,7 +23,7 @@ from benchmarks.common.document import Document, write
 from benchmarks.common.forests import Forest, all_forests
 from benchmarks.kernel.floor import Heads, kv_bytes
 from benchmarks.kernel.kv import TreeBatch, slot_table
-from benchmarks.kernel.report import DECODE_MARGIN, TreeRow, decode_ratio, geomean
+from benchmarks.kernel.report import TreeRow, decode_ratio
 
 # Query and KV heads of one GPU, as models have them at tensor-parallel sizes of 1 to 8.
 HEADS = tuple(
@@ -163,21 +163,3 @@ def run(
 
 def _leave_out(document: Document, case: RaggedCase, reason: str) -> None:
     document["left_out"].append(f"{case.name}: {reason}")
-
-
-def summary(rows: Sequence[TreeRow]) -> Iterator[str]:
-    """What rows of one head configuration say, as lines: geometric means of pat's time over the
-    better peer's by family, and the rows that lose."""
-    ratios = [(row, ratio) for row in rows if (ratio := decode_ratio(row)) is not None]
-    if not ratios:
-        yield "no peer ran"
-        return
-    families: dict[str, list[float]] = {}
-    for row, ratio in ratios:
-        families.setdefault(row.spec.partition("-")[0], []).append(ratio)
-    means = [f"{name} {geomean(found):.3f}" for name, found in families.items()]
-    every = geomean([ratio for _, ratio in ratios])
-    yield f"over the better of fa3 and flashinfer: {every:.3f}; {', '.join(means)}"
-    slow = [f"{row.spec} {ratio:.3f}" for row, ratio in ratios if ratio > DECODE_MARGIN]
-    named = ", ".join(slow) or "none"
-    yield f"more than {DECODE_MARGIN - 1:.0%} slower, {len(slow)} of {len(ratios)}: {named}"
