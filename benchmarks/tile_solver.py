@@ -56,17 +56,11 @@ class Hardware:
 
 def hardware_of(name: str) -> Hardware:
     """Raises ValueError for a GPU that is not known."""
-    machine = machine_of(name)
-    capability = (machine.major, machine.minor)
-    of_block = SHARED_PER_BLOCK[capability]
-    return Hardware(
-        machine.name,
-        machine.multi_processor_count,
-        rates_of(machine).bytes_per_s,
-        of_block + BLOCK_RESERVE,
-        of_block,
-        2048 if capability == (8, 0) else _THREADS[machine.major],
-    )
+    gpu = machine_of(name)
+    of_block = SHARED_PER_BLOCK[gpu.major, gpu.minor]
+    threads = 2048 if (gpu.major, gpu.minor) == (8, 0) else _THREADS[gpu.major]
+    rate, sms = rates_of(gpu).bytes_per_s, gpu.multi_processor_count
+    return Hardware(gpu.name, sms, rate, of_block + BLOCK_RESERVE, of_block, threads)
 
 
 @dataclass(frozen=True)
@@ -133,9 +127,9 @@ def table(hardware: Hardware, dims: Sequence[int], latency_ns: float) -> list[st
         tiles = solve(hardware, dim, latency_ns)
         lines += ["", f"head dim {dim}; m packed rows down, n tokens across"]
         lines.append(" " * 6 + "".join(f"{n:>9}" for n in SIZES))
-        for m in SIZES:
-            cells = [_cell(tile) for tile in tiles if tile.m == m]
-            lines.append(f"{m:>6}" + "".join(f"{cell:>9}" for cell in cells))
+        lines += [
+            f"{m:>6}" + "".join(f"{_cell(tile):>9}" for tile in tiles if tile.m == m) for m in SIZES
+        ]
     return lines
 
 

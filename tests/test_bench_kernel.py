@@ -19,6 +19,7 @@ from kit.bench import RATES, replace_device, row
 from benchmarks.common import document as documents
 from benchmarks.common.trees import PAPER_TREES
 from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel.cases import Case
 from benchmarks.kernel.floor import Heads, floor_us
 from benchmarks.kernel.layer import PatOptions
 from benchmarks.kernel.options import cases, settings_of
@@ -97,13 +98,15 @@ def test_heads() -> None:
 
 
 def test_what_is_measured() -> None:
-    def todo_of(*arguments: str) -> list[tuple[Heads, Tree]]:
-        return cases(kernel.make_parser("").parse_args(arguments))
+    def todo_of(*arguments: str) -> list[Case]:
+        kind, todo = cases(kernel.make_parser("").parse_args(arguments))
+        assert kind == "trees"
+        return todo
 
     assert len(set(todo_of())) == 80
     chosen = todo_of("--heads", "64/8", "28/4", "--trees", "1,4_64,16")
-    assert chosen == [(Heads(q, kv), Tree((1, 4), (64, 16))) for q, kv in ((64, 8), (28, 4))]
-    assert {str(heads) for heads, _ in todo_of("--quick")} == {"32/8"}
+    assert chosen == [Case(Heads(q, kv), Tree((1, 4), (64, 16))) for q, kv in ((64, 8), (28, 4))]
+    assert {str(case.heads) for case in todo_of("--quick")} == {"32/8"}
 
 
 def test_the_papers_rules() -> None:
@@ -123,7 +126,6 @@ def test_the_floor_is_bytes_or_operations() -> None:
         (["--ragged", "--trees", "1,2_3,4"], "batches of its own: leave --trees out"),
         (["--trees", "1,4"], "tree '1,4' is not NODES_TOKENS"),
         (["--only", "skew"], "--only goes with --ragged only"),
-        (["--quick", "--budget-s", "9"], "--budget-s goes with --ragged or --batches only"),
         (["--sample", "9" * 10], "9999999999 is too large, must be at"),
     ],
 )

@@ -16,7 +16,7 @@ from benchmarks.common import forests
 from benchmarks.common.budget import Budget
 from benchmarks.common.forests import GENERATOR, Forest, all_forests
 from benchmarks.kernel import __main__ as kernel
-from benchmarks.kernel import ragged
+from benchmarks.kernel.cases import RAGGED_HEADS, drawn
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import slot_table
 from benchmarks.kernel.report import TreeRow
@@ -99,19 +99,19 @@ def test_windows_of_a_trace(tmp_path: Path) -> None:
 
 def test_cases_of_one_pool_are_neighbours() -> None:
     heads = [Heads.parse(spec) for spec in ("32/8", "8/1", "64/8", "5/1")]
-    found = ragged.cases(heads, ["single-1k"], None)
+    found = drawn(heads, ["single-1k"], None)
     assert [case.name for case in found] == [
         "single-1k-32/8",
         "single-1k-64/8",
         "single-1k-8/1",
         "single-1k-5/1",
     ]
-    assert len(ragged.cases(ragged.HEADS, [], None)) == 9 * len(ALL)
-    assert {case.forest.family for case in ragged.cases(heads, ["*-3-8/1", "skew"], None)} == {
+    assert len(drawn(RAGGED_HEADS, [], None)) == 9 * len(ALL)
+    assert {case.requests.family for case in drawn(heads, ["*-3-8/1", "skew"], None)} == {
         *("uniform", "bimodal", "zipf", "bucketed", "skew", "samples")
     }
     with pytest.raises(ValueError, match=r"--only nothing matches no row; .* as uniform-0-32/8"):
-        ragged.cases(heads, ["nothing"], None)
+        drawn(heads, ["nothing"], None)
 
 
 @pytest.fixture
