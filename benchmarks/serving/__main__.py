@@ -121,8 +121,7 @@ def run(options: argparse.Namespace, budget: Budget) -> None:
         print("\n".join(commands(config, options.backends, loads, options.seed)))
         return
     device, gpu_gib = device_of(options.device, options.tp)
-    if gpu_gib is not None:
-        config.check_memory(len(options.backends), gpu_gib)
+    config.check_memory(len(options.backends), gpu_gib)
     document = conditions(KIND, "benchmarks.serving", device, VERSIONS_OF, shown(options))
     document |= {"loads": {load.name: shlex.join(load.arguments) for load in loads}, "rows": []}
     print(f"starting {', '.join(options.backends)}; logs in {folder}", flush=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
+
+import torch
 
 from benchmarks.serving.client import ClientError
 from benchmarks.serving.model import GIB, Model
@@ -176,20 +179,15 @@ def serve(
             list(pool_of_threads.map(Server.stop, servers))
 
 
-def device_of(device: str, gpus: int) -> tuple[str, float | None]:
-    """Name and memory of a GPU, in GiB; the memory of a CPU is not looked at.
+def device_of(device: str, gpus: int) -> tuple[str, float]:
+    """Name and memory of a GPU, in GiB; the memory of a CPU is not looked at, so without a limit.
 
     Raises:
         ValueError: there are fewer than ``gpus``.
     """
-    import torch
-
     if device == "cpu":
-        return f"CPU, {torch.get_num_threads()} threads", None
-    if torch.cuda.device_count() < gpus:
-        raise ValueError(
-            f"torch {torch.__version__} can use {torch.cuda.device_count()} GPUs here, but "
-            f"{gpus} are needed: use another machine, or --device cpu with a small --model"
-        )
+        return f"CPU, {torch.get_num_threads()} threads", math.inf
+    if (count := torch.cuda.device_count()) < gpus:
+        raise ValueError(f"torch can use {count} GPUs here, but {gpus} are needed, or --device cpu")
     found = torch.cuda.get_device_properties(0)
     return found.name, found.total_memory / GIB

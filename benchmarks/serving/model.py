@@ -9,44 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Both: bf16, untied embeddings, SiLU, hidden size 4096, 32 query and 8 K/V heads of 128.
-_COMMON: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 # The public numbers, but for Llama's 8,192 positions: its shape serves longer prompts here.
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama3-8b": _COMMON
-    | {
+    "llama3-8b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
         "vocab_size": 128256,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "bos_token_id": 128000,
         "eos_token_id": 128001,
-    },
-    "qwen3-8b": _COMMON
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
     },
 }
 GIB = 1 << 30

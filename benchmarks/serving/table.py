@@ -99,71 +99,53 @@ COMPARED = (
     ("median_tpot_ms", "time per output token", True),
     ("steady.output_throughput", "output tokens/s", False),
 )
-# Title, name, width and decimals of the columns.
+# Title, name, width and format of the columns.
 _COLUMNS = (
-    ("p99", "p99_itl_ms", 7, 2),
-    ("TPOT p50", "median_tpot_ms", 8, 2),
-    ("TTFT p50", "median_ttft_ms", 8, 1),
-    ("tokens/s", "steady.output_throughput", 8, 0),
-    ("step ms", "step_ms", 7, 2),
-    ("plan us", "counted.plan_us", 7, 0),
-    ("hidden", "counted.hidden_share", 6, 2),
-    ("exposed", "counted.exposed_us", 7, 0),
-    ("reuse us", "counted.reuse_us", 8, 0),
-    ("plans", "counted.plans_made", 6, 0),
-    ("packed", "counted.packed_steps", 6, 0),
-    ("steps", "counted.decode_steps", 6, 0),
-    ("K/V saved B", "counted.kv_saved_bytes", 11, None),
+    ("p99", "p99_itl_ms", 7, ".2f"),
+    ("TPOT p50", "median_tpot_ms", 8, ".2f"),
+    ("TTFT p50", "median_ttft_ms", 8, ".1f"),
+    ("tokens/s", "steady.output_throughput", 8, ".0f"),
+    ("step ms", "step_ms", 7, ".2f"),
+    ("plan us", "counted.plan_us", 7, ".0f"),
+    ("hidden", "counted.hidden_share", 6, ".0%"),
+    ("exposed", "counted.exposed_us", 7, ".0f"),
+    ("reuse us", "counted.reuse_us", 8, ".0f"),
+    ("plans", "counted.plans_made", 6, ".0f"),
+    ("packed", "counted.packed_steps", 6, ".0f"),
+    ("steps", "counted.decode_steps", 6, ".0f"),
+    ("K/V saved B", "counted.kv_saved_bytes", 11, ".3g"),
 )
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Medians by load and backend, of the inter-token time its spread, too; then pat against the
-    better of the others."""
-    backends = unique(row["backend"] for row in rows)
-    loads = unique(row["load"] for row in rows)
+    better of the others, and where the client or SGLang's HTTP process, not the engine, was the
+    limit."""
     heads = " ".join(f"{title:>{width}}" for title, _, width, _ in _COLUMNS)
-    lines = [f"{'load':16} {'backend':12} runs {'ITL p50 ms':>22} {heads}"]
-    for load in loads:
-        for backend in backends:
-            count = sum((row["load"], row["backend"]) == (load, backend) for row in rows)
-            if count:
-                lines.append(_line(rows, load, backend, count))
-    for load in loads:
-        for name, title, least in COMPARED:
-            if found := ratio(rows, load, name, least_is_best=least):
-                lines.append(f"{load}: {title}, pat / {found[1]}: {found[0]:.3f}")
-    return lines + warnings(rows)
-
-
-def _line(rows: Sequence[Row], load: str, backend: str, count: int) -> str:
-    times = values(rows, load, backend, "median_itl_ms")
-    itl = f"{statistics.median(times):.2f} ({min(times):.2f}..{max(times):.2f})" if times else "-"
-    cells = []
-    for _, name, width, digits in _COLUMNS:
-        found = values(rows, load, backend, name)
-        shown = "-"
-        if found:
-            middle = statistics.median(found)
-            shown = f"{middle:.3g}" if digits is None else f"{middle:.{digits}f}"
-        cells.append(f"{shown:>{width}}")
-    return f"{load:16} {backend:12} {count:4} {itl:>22} {' '.join(cells)}"
-
-
-def warnings(rows: Sequence[Row]) -> list[str]:
-    """Where the client or SGLang's HTTP process, not the engine, was the limit; a line each."""
-    lines = []
+    lines, remarks = [f"{'load':16} {'backend':12} runs {'ITL p50 ms':>22} {heads}"], []
     for load in unique(row["load"] for row in rows):
-        for backend in unique(row["backend"] for row in rows):
-            itl = values(rows, load, backend, "median_itl_ms")
-            step = values(rows, load, backend, "step_ms")
-            if not itl or not step:
-                continue
-            over = statistics.median(itl) / statistics.median(step)
+        for backend in unique(row["backend"] for row in rows if row["load"] == load):
+            lines.append(_line(rows, load, backend))
+            itl, step = (values(rows, load, backend, of) for of in ("median_itl_ms", "step_ms"))
+            over = statistics.median(itl) / statistics.median(step) if itl and step else 0.0
             if over > MAX_CLIENT_OVER_ENGINE:
-                lines.append(
+                remarks.append(
                     f"{load} {backend}: the client's inter-token time is {over:.2f} times the "
                     "engine's step, so the client or SGLang's HTTP process is the limit: raise "
                     "--stream-interval"
                 )
-    return lines
+        for name, title, least in COMPARED:
+            if found := ratio(rows, load, name, least_is_best=least):
+                remarks.append(f"{load}: {title}, pat / {found[1]}: {found[0]:.3f}")
+    return lines + remarks
+
+
+def _line(rows: Sequence[Row], load: str, backend: str) -> str:
+    count = sum((row["load"], row["backend"]) == (load, backend) for row in rows)
+    times = values(rows, load, backend, "median_itl_ms")
+    itl = f"{statistics.median(times):.2f} ({min(times):.2f}..{max(times):.2f})" if times else "-"
+    cells = []
+    for _, name, width, form in _COLUMNS:
+        found = values(rows, load, backend, name)
+        cells.append(f"{format(statistics.median(found), form) if found else '-':>{width}}")
+    return f"{load:16} {backend:12} {count:4} {itl:>22} {' '.join(cells)}"
