@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import asdict
-from importlib import metadata
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kit.bench import RATES, replace_device, row
 
-from benchmarks.common import document as documents
 from benchmarks.common.trees import PAPER_TREES
 from benchmarks.kernel import __main__ as kernel
 from benchmarks.kernel.cases import Case
@@ -210,24 +206,6 @@ def test_a_file_of_something_else_is_refused_in_one_line(
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("benchmarks.kernel: ")
     assert message in said.err and said.err.count("\n") == 1
-
-
-def test_versions_of_what_pip_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU host to which packages were carried as files."""
-
-    def unknown(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", unknown)
-    module = ModuleType("sgl_kernel")
-    module.__spec__ = ModuleSpec("sgl_kernel", None)
-    module.__version__ = "0.4.5"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sgl_kernel", module)
-    missing = "not installed as a package"
-    assert documents.versions(["sglang-kernel", "nobody's"]) == {
-        "sglang-kernel": "0.4.5 (module)",
-        "nobody's": missing,
-    }
 
 
 @pytest.fixture

@@ -46,10 +46,6 @@ CHAT = "sglang-oai-chat"  # the client takes an event of several tokens for one 
 BACKENDS = ("pat", "fa3", "flashinfer")
 VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 READY_S = 400.0
-SETTINGS_SHOWN = (
-    *("model", "tp", "kv_cache_dtype", "pool_tokens", "max_requests", "stream_interval"),
-    *("runs", "seed", "server_args"),
-)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -122,7 +118,7 @@ def run(options: argparse.Namespace, budget: Budget) -> None:
         return
     device, gpu_gib = device_of(options.device, options.tp)
     config.check_memory(len(options.backends), gpu_gib)
-    document = conditions(KIND, "benchmarks.serving", device, VERSIONS_OF, shown(options))
+    document = conditions(KIND, "benchmarks.serving", device, VERSIONS_OF, settings_of(options))
     document |= {"loads": {load.name: shlex.join(load.arguments) for load in loads}, "rows": []}
     print(f"starting {', '.join(options.backends)}; logs in {folder}", flush=True)
     ready_s = min(READY_S, budget.left_s())
@@ -211,12 +207,11 @@ def line_of(row: Row) -> str:
     return f"{row['load']} {row['backend']}: {itl}TPOT p50 {row['median_tpot_ms']:.2f} ms"
 
 
-def shown(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings that a document names."""
-    found = {name: getattr(options, name) for name in SETTINGS_SHOWN}
-    return found | {
-        name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")
-    }
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What a document names: options that are not those by default, and pat's variables."""
+    default, apart = make_parser().get_default, ("json", "folder", "budget_s")
+    found = {n: each for n, each in vars(options).items() if each != default(n) and n not in apart}
+    return found | {n: each for n, each in os.environ.items() if n.startswith("SGLANG_PAT_")}
 
 
 def show(documents: Sequence[Document]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -158,6 +159,7 @@ def serve(
     try:
         for server in servers:
             server.start()
+        import_module("sglang.benchmark.steady_state_serving")  # takes seconds: meanwhile
         for server in servers:
             server.wait_until_ready()
         for backend, server in zip(backends, servers, strict=True):

@@ -35,24 +35,14 @@ _TEAM = re.compile(r"(\d+)\+(\d+)\*(\d+)x(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
-    """Agents behind a system prompt in roles with a prompt each; sizes are in tokens."""
-
-    system: int
-    roles: int
-    role: int
-    agents: int
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
-    """``arguments`` of the client; ``output``: tokens of each answer, None if not known; ``trace``:
-    what ``write_trace`` has to write before."""
+    """``arguments`` of the client; ``output``: tokens of each answer, None if not known. Of agents:
+    ``team``, as in the notation, and the file ``trace`` that ``write_trace`` has to write."""
 
     name: str
     arguments: tuple[str, ...]
     output: int | None = None
-    team: Team | None = None
+    team: tuple[int, int, int, int] | None = None
     trace: Path = Path()
 
 
@@ -66,9 +56,11 @@ def parse(text: str, *, new: int, output: int, folder: Path) -> Load:
     if text.startswith("--"):
         return Load(text, tuple(shlex.split(text)))
     if found := _TEAM.fullmatch(text):
-        team = Team(*map(int, found.groups()))
-        if team.roles and team.agents:
-            return _of_team(text, team, folder / f"agents-{'-'.join(found.groups())}.json")
+        system, roles, role, agents = map(int, found.groups())
+        if roles and agents:
+            trace = folder / f"agents-{'-'.join(found.groups())}.json"
+            arguments = _conversations(agents, trace)
+            return Load(text, arguments, ANSWER_TOKENS, (system, roles, role, agents), trace)
     elif found := _BATCH.fullmatch(text):
         groups, prefix, private, each = (int(number or 0) for number in found.groups())
         groups = groups if found[1] else 1
@@ -96,14 +88,13 @@ def _batch(groups: int, each: int, prefix: int, question: int, output: int) -> t
     )
 
 
-def _of_team(name: str, team: Team, trace: Path) -> Load:
-    arguments = (
+def _conversations(agents: int, trace: Path) -> tuple[str, ...]:
+    return (
         *("--backend", "sglang-oai-chat", "--dataset-name", "agentic-trace"),
         *("--dataset-path", str(trace), "--sharegpt-output-len", str(ANSWER_TOKENS)),
-        *("--num-prompts", str(team.agents * CONVERSATIONS)),
-        *("--max-concurrency", str(team.agents), "--request-rate", str(START_RATE)),
+        *("--num-prompts", str(agents * CONVERSATIONS)),
+        *("--max-concurrency", str(agents), "--request-rate", str(START_RATE)),
     )
-    return Load(name, arguments, ANSWER_TOKENS, team, trace)
 
 
 def write_trace(load: Load, tokenizer: Any, context: int) -> None:
@@ -116,9 +107,9 @@ def write_trace(load: Load, tokenizer: Any, context: int) -> None:
     Raises:
         ValueError: ``context``, tokens with which a conversation ends, has no room for one turn.
     """
-    team = load.team
-    assert team is not None
-    shared = team.system + team.role
+    assert load.team
+    system_tokens, num_roles, role_tokens, agents = load.team
+    shared = system_tokens + role_tokens
     least = shared + NEW_TOKENS[1] + ANSWER_TOKENS
     if least > context:
         raise ValueError(f"{load.name}: --agent-context must be {least} or more, not {context}")
@@ -128,10 +119,10 @@ def write_trace(load: Load, tokenizer: Any, context: int) -> None:
     def text(tokens: int) -> str:
         return str(tokenizer.decode(rng.choices(ids, k=tokens)))
 
-    system = text(team.system)
-    roles = [f"{system} {text(team.role)}" for _ in range(team.roles)]
+    system = text(system_tokens)
+    roles = [f"{system} {text(role_tokens)}" for _ in range(num_roles)]
     conversations = []
-    for _ in range(team.agents * CONVERSATIONS):
+    for _ in range(agents * CONVERSATIONS):
         turns: list[dict[str, Any]] = []
         messages = [{"role": "system", "content": rng.choice(roles)}]
         length, new = shared, rng.randint(*NEW_TOKENS)
