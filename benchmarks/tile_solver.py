@@ -78,13 +78,12 @@ class Tile:
     ours: bool
 
 
-def solve(hardware: Hardware, head_dim: int, latency_ns: float = LATENCY_NS) -> list[Tile]:
+def solve(hardware: Hardware, head_dim: int) -> list[Tile]:
     """Every tile of SIZES, feasible or not."""
-    in_flight = hardware.bytes_per_s * latency_ns * 1e-9
-    return [_tile(hardware, in_flight, head_dim, m, n) for m in SIZES for n in SIZES]
+    return [_tile(hardware, head_dim, m, n) for m in SIZES for n in SIZES]
 
 
-def _tile(hardware: Hardware, in_flight: float, head_dim: int, m: int, n: int) -> Tile:
+def _tile(hardware: Hardware, head_dim: int, m: int, n: int) -> Tile:
     row = head_dim * KV_BYTES
     shared = m * row + n * row + m * head_dim * FP32_BYTES
     threads = WARP * max(LEAST_WARPS, m // WARP_ROWS)
@@ -95,66 +94,49 @@ def _tile(hardware: Hardware, in_flight: float, head_dim: int, m: int, n: int) -
         hardware.registers_per_sm // (registers * threads),
         hardware.threads_per_sm // threads,
     )
-    loads = hardware.sms * blocks * n * row
     broken = []
     if shared > hardware.shared_per_block:
         broken.append("memory")
     if registers > MAX_REGISTERS or registers * threads > hardware.registers_per_sm:
         broken.append("registers")
-    if not broken and loads < in_flight:
+    if not broken and hardware.sms * blocks * n * row < hardware.bytes_per_s * LATENCY_NS * 1e-9:
         broken.append("loads")
-    ours = (
-        head_dim in _C.CUDA_HEAD_DIMS and m in row_tiles_for(head_dim) and n == _C.CUDA_TILE_TOKENS
-    )
+    ours = head_dim in _C.CUDA_HEAD_DIMS and n == _C.CUDA_TILE_TOKENS
+    ours = ours and m in row_tiles_for(head_dim)
     return Tile(m, n, shared, registers, blocks, tuple(broken), ours)
 
 
-_MARKS = {"memory": "1s", "registers": "1r", "loads": "2"}
-
-
-def table(hardware: Hardware, dims: Sequence[int], latency_ns: float) -> list[str]:
+def table(hardware: Hardware, dims: Sequence[int]) -> list[str]:
     """A grid for each head dim, as lines."""
-    in_flight = hardware.bytes_per_s * latency_ns * 1e-9 / hardware.sms
     lines = [
         f"{hardware.name}, {hardware.sms} SMs: {hardware.shared_per_block / KIB:.0f} KiB of shared "
-        f"memory a block, {hardware.registers_per_sm} registers an SM",
-        f"{hardware.bytes_per_s / 1e12:.2f} TB/s x {latency_ns:.0f} ns: {in_flight / KIB:.1f} KiB "
-        "of loads in flight an SM",
+        f"memory a block, {hardware.bytes_per_s / 1e12:.2f} TB/s, {LATENCY_NS:.0f} ns a load",
         "a number: blocks at a time on an SM; *: our kernels have the tile",
-        "not feasible: (1s) shared memory, (1r) registers, estimated, (2) too few loads in flight",
+        "not feasible: (memory), (registers), estimated, too few (loads) in flight",
     ]
     for dim in dims:
-        tiles = solve(hardware, dim, latency_ns)
         lines += ["", f"head dim {dim}; m packed rows down, n tokens across"]
-        lines.append(" " * 6 + "".join(f"{n:>9}" for n in SIZES))
-        lines += [
-            f"{m:>6}" + "".join(f"{_cell(tile):>9}" for tile in tiles if tile.m == m) for m in SIZES
-        ]
+        lines.append(" " * 6 + "".join(f"{n:>20}" for n in SIZES))
+        tiles = solve(hardware, dim)
+        for m in SIZES:
+            cells = [f"{_cell(tile):>20}" for tile in tiles if tile.m == m]
+            lines.append(f"{m:>6}" + "".join(cells))
     return lines
 
 
 def _cell(tile: Tile) -> str:
-    marks = ",".join(_MARKS[each] for each in tile.broken)
-    return (f"({marks})" if marks else str(tile.blocks)) + ("*" if tile.ours else "")
+    broken = f"({', '.join(tile.broken)})" if tile.broken else str(tile.blocks)
+    return broken + "*" * tile.ours
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tile_solver",
-        description="Print which tiles a kernel can have on a GPU by the three constraints of the "
-        "PAT paper, and which of them ours have.",
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tile_solver", description=__doc__)
     parser.add_argument("--gpu", default="h200", help="name of a GPU (default: h200)")
-    how = f"nanoseconds of a load from memory (default: {LATENCY_NS:.0f})"
-    parser.add_argument("--latency-ns", type=float, default=LATENCY_NS, metavar="NS", help=how)
-    arguments = parser.parse_args(argv)
     try:
-        hardware = hardware_of(arguments.gpu)
+        hardware = hardware_of(parser.parse_args(argv).gpu)
     except ValueError as error:
         parser.error(f"--gpu {error}")
-    if not arguments.latency_ns > 0:
-        parser.error(f"--latency-ns is {arguments.latency_ns:g}, must be more than 0")
-    print("\n".join(table(hardware, _C.CUDA_HEAD_DIMS, arguments.latency_ns)))
+    print("\n".join(table(hardware, _C.CUDA_HEAD_DIMS)))
     return 0
 
 

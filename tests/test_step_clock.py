@@ -65,7 +65,7 @@ def test_hidden_plans_are_not_exposed() -> None:
 
 def test_a_row_says_what_was_hidden() -> None:
     counted = Counters(decode_steps=10, plans_made=4, hidden_plans=3, exposed_seconds=80e-6)
-    row = counted_fields(counted, kv_bytes_per_token=1)
+    row = counted_fields(counted)
     assert row["hidden_share"] == 0.75
     assert row["exposed_us"] == pytest.approx(20)
-    assert counted_fields(Counters(), kv_bytes_per_token=1)["hidden_share"] is None
+    assert counted_fields(Counters())["hidden_share"] is None

@@ -8,7 +8,8 @@ hand.
 
 Backends take turns, in another order every run, each from an empty cache; the table has medians and
 the spread. ``step ms`` is the engine's own time of a step, which SGLang's scheduler notes
-(SGLANG_RECORD_STEP_TIME). Plans and K/V bytes saved are pat's counters over the run.
+(SGLANG_RECORD_STEP_TIME). Plans and the share
+of K/V that is read are pat's counters over the run.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from benchmarks.common.budget import Budget
 from benchmarks.common.document import (
     Document,
@@ -35,7 +38,7 @@ from benchmarks.common.document import (
     write,
 )
 from benchmarks.serving.client import PROGRAM, ClientError, ask
-from benchmarks.serving.fleet import PAGE, FleetConfig, Served, device_of, serve
+from benchmarks.serving.fleet import Served, serve
 from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
 from benchmarks.serving.model import SHAPES, open_model
 from benchmarks.serving.table import Row, counted_fields, step_ms, table
@@ -46,6 +49,9 @@ CHAT = "sglang-oai-chat"  # the client takes an event of several tokens for one 
 BACKENDS = ("pat", "fa3", "flashinfer")
 VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 READY_S = 400.0
+MEM_FRACTION = "0.95"  # of a GPU, for all servers together
+# How many steps the engine's own step times are means of; 256 output tokens give a dozen.
+LOG_INTERVAL = 20
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -91,7 +97,7 @@ def run(options: argparse.Namespace, budget: Budget) -> None:
     """Start the servers, measure and print; ``--json`` has every run as soon as it has ended.
 
     Raises:
-        ValueError: what is asked for is no load, or the servers do not fit a GPU.
+        ValueError: what is asked for is no load or no model, or there is no GPU.
         ServerError: a server did not start or ended.
         ClientError: a request failed.
     """
@@ -99,38 +105,57 @@ def run(options: argparse.Namespace, budget: Budget) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lengths = {"new": options.new_tokens, "output": options.output_tokens}
     loads = [parse(text, **lengths, folder=folder) for text in options.loads]
-    dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
-    model = open_model(options.model, folder, dtype, options.kv_cache_dtype)
-    config = FleetConfig(
-        model,
-        options.device,
-        dtype,
-        options.tp,
-        pool_tokens=options.pool_tokens + -options.pool_tokens % PAGE,
-        max_requests=options.max_requests,
-        stream_interval=options.stream_interval,
-        kv_cache_dtype=options.kv_cache_dtype,
-        args=tuple(options.server_args),
-    )
-    write_traces(loads, model.folder, options.agent_context)
+    model = open_model(options.model, folder)
+    arguments = server_arguments(options, model)
+    write_traces(loads, model, options.agent_context)
     if options.show:
-        print("\n".join(commands(config, options.backends, loads, options.seed)))
+        print("\n".join(commands(model, options, arguments, loads)))
         return
-    device, gpu_gib = device_of(options.device, options.tp)
-    config.check_memory(len(options.backends), gpu_gib)
-    document = conditions(KIND, "benchmarks.serving", device, VERSIONS_OF, settings_of(options))
+    document = conditions(
+        KIND, "benchmarks.serving", device_name(options), VERSIONS_OF, settings_of(options)
+    )
     document |= {"loads": {load.name: shlex.join(load.arguments) for load in loads}, "rows": []}
     print(f"starting {', '.join(options.backends)}; logs in {folder}", flush=True)
+    started = {"device": options.device, "pool_tokens": options.pool_tokens, "logs": folder}
     ready_s = min(READY_S, budget.left_s())
-    with serve(config, options.backends, logs=folder, ready_s=ready_s) as fleet:
+    with serve(model, options.backends, arguments, **started, ready_s=ready_s) as fleet:
         print(f"servers are ready{budget}", flush=True)
         try:
-            measure(fleet, loads, options, model.kv_bytes_per_token, budget, document, folder)
+            measure(fleet, loads, options, budget, document, folder)
         finally:
             write(document, options.json)  # with the counters of the last runs
             if budget.spent_out:
                 print("the time is up: what follows is of the runs that ended")
             show([document])
+
+
+def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
+    """Of ``sglang.launch_server``, of every server."""
+    requests = str(options.max_requests)
+    found = [
+        *("--dtype", options.dtype or ("bfloat16" if options.device == "cuda" else "float32")),
+        *("--kv-cache-dtype", options.kv_cache_dtype, "--tp-size", str(options.tp)),
+        *("--max-total-tokens", str(options.pool_tokens), "--max-running-requests", requests),
+        *("--stream-interval", str(options.stream_interval)),
+        *("--decode-log-interval", str(LOG_INTERVAL)),
+        *(() if any(model.glob("*.safetensors")) else ("--load-format", "dummy")),
+    ]
+    if options.device == "cuda":
+        # Exceptions to SGLang's defaults: several servers share a GPU, and graphs of more requests
+        # than ever run would only take memory and time to start. SGLang takes so much of what was
+        # free when a server started, less what is not free any more, as room for its pool, and
+        # others grow meanwhile: all get the pool they ask for only if all fit together.
+        found += ["--mem-fraction-static", MEM_FRACTION, "--cuda-graph-max-bs-decode", requests]
+    return [*found, *options.server_args]
+
+
+def device_name(options: argparse.Namespace) -> str:
+    """Raises ValueError if there are fewer GPUs than one server needs."""
+    if options.device == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads"
+    if (count := torch.cuda.device_count()) < options.tp:
+        raise ValueError(f"torch can use {count} GPUs here, --tp {options.tp}: or --device cpu")
+    return torch.cuda.get_device_name()
 
 
 def write_traces(loads: Sequence[Load], model: Path, context: int) -> None:
@@ -144,17 +169,18 @@ def write_traces(loads: Sequence[Load], model: Path, context: int) -> None:
 
 
 def commands(
-    config: FleetConfig, backends: Sequence[str], loads: Sequence[Load], seed: int
+    model: Path, options: argparse.Namespace, arguments: Sequence[str], loads: Sequence[Load]
 ) -> list[str]:
     """Lines for a shell: the servers, on ports from 30000 on, and the client for the first one."""
     lines = [
-        f"python -m sglang.launch_server --model-path {shlex.quote(str(config.model.folder))} "
-        f"--attention-backend {backend} --port {port} {shlex.join(config.arguments())}"
-        for port, backend in enumerate(backends, 30_000)
+        f"python -m sglang.launch_server --model-path {shlex.quote(str(model))} "
+        f"--attention-backend {backend} --port {port} {shlex.join(arguments)}"
+        for port, backend in enumerate(options.backends, 30_000)
     ]
     program = shlex.join(["python", "-m", *PROGRAM])
     return lines + [
-        f"{program} {shlex.join(load.arguments)} --port 30000 --seed {seed}" for load in loads
+        f"{program} {shlex.join(load.arguments)} --port 30000 --seed {options.seed}"
+        for load in loads
     ]
 
 
@@ -162,7 +188,6 @@ def measure(
     fleet: Sequence[Served],
     loads: Sequence[Load],
     options: argparse.Namespace,
-    kv_bytes_per_token: int,
     budget: Budget,
     document: Document,
     folder: Path,
@@ -199,7 +224,7 @@ def measure(
                     print(f"{line_of(row)}{budget}", flush=True)
             for served, row, ended in rows:  # the counters appear late
                 if counted := served.counted(ended):
-                    row["counted"] = counted_fields(counted, kv_bytes_per_token)
+                    row["counted"] = counted_fields(counted)
 
 
 def line_of(row: Row) -> str:

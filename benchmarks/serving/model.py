@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of models, and how much memory they take. Speed needs a ``config.json`` and a tokenizer,
-and no weights."""
+"""Models without weights: speed needs a ``config.json``, and the client a tokenizer."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,49 +30,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 128001,
     },
 }
-GIB = 1 << 30
 _END, _UNKNOWN = "<|end|>", "[UNK]"
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A folder that SGLang loads, and its sizes. Bytes are of the whole model, over all GPUs."""
-
-    folder: Path
-    weight_bytes: int
-    kv_bytes_per_token: int
-    has_weights: bool  # else random ones, ``--load-format dummy``
-
-
-def open_model(name: str, scratch: Path, dtype: str, kv_cache_dtype: str = "auto") -> Model:
-    """A built-in shape, written to ``scratch``, or the folder ``name``; in ``dtype``, K/V in
-    ``kv_cache_dtype``, "auto" being the same.
+def open_model(name: str, scratch: Path) -> Path:
+    """The folder ``name``, or one in ``scratch`` with the built-in shape of that name.
 
     Raises:
         ValueError: neither a shape nor a folder with a ``config.json``.
     """
-    folder = Path(name).resolve()
     if name in SHAPES:
         folder = scratch / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(SHAPES[name]) + "\n")
         write_tokenizer(folder, SHAPES[name]["vocab_size"], SHAPES[name]["eos_token_id"])
-    elif not (folder / "config.json").is_file():
+        return folder
+    if not (Path(name) / "config.json").is_file():
         raise ValueError(
             f"{name!r} is neither a folder with a config.json nor one of {', '.join(SHAPES)}"
         )
-    config = json.loads((folder / "config.json").read_text())
-    return Model(
-        folder=folder,
-        weight_bytes=_parameters(config) * _itemsize(dtype),
-        kv_bytes_per_token=2
-        * config["num_hidden_layers"]
-        * config["num_key_value_heads"]
-        * _head_dim(config)
-        * (1 if kv_cache_dtype == "fp8_e4m3" else _itemsize(dtype)),
-        has_weights=any(folder.glob("*.safetensors")),
-    )
+    return Path(name).resolve()
 
 
 def write_tokenizer(folder: Path, vocab: int, end: int) -> None:
@@ -101,20 +77,3 @@ def write_tokenizer(folder: Path, vocab: int, end: int) -> None:
         "chat_template": _CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
-
-
-def _parameters(config: dict[str, Any]) -> int:
-    """Of a dense decoder with a gated MLP; norms are too small to count."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    attention = 2 * hidden * _head_dim(config) * (heads + config["num_key_value_heads"])
-    layer = attention + 3 * hidden * config["intermediate_size"]
-    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return int(config["num_hidden_layers"] * layer + embeddings)
-
-
-def _head_dim(config: dict[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def _itemsize(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2

@@ -19,14 +19,11 @@ Row = dict[str, Any]
 MAX_CLIENT_OVER_ENGINE = 1.10
 
 
-def counted_fields(counted: Counters, kv_bytes_per_token: int) -> dict[str, Any]:
+def counted_fields(counted: Counters) -> dict[str, Any]:
     """What pat counted in a run. Times are host times of a step in microseconds: of one that made
     a plan, how long the GPU waited for it at most in the mean, and of one that kept its plan.
-
-    pat counts K/V tokens of one layer and head; every layer and head reads as many.
-    """
+    K/V tokens are those of one layer and head; every layer and head reads as many."""
     made, kept = counted.plans_made, counted.decode_steps - counted.plans_made
-    saved = counted.kv_tokens_unpacked - counted.kv_tokens_read
     return {
         "decode_steps": counted.decode_steps,
         "packed_steps": counted.packed_steps,
@@ -35,9 +32,9 @@ def counted_fields(counted: Counters, kv_bytes_per_token: int) -> dict[str, Any]
         "hidden_share": counted.hidden_plans / made if made else None,
         "exposed_us": 1e6 * counted.exposed_seconds / max(made, 1),
         "reuse_us": 1e6 * (counted.host_seconds - counted.plan_seconds) / max(kept, 1),
-        "kv_saved_bytes": saved * kv_bytes_per_token,
         "kv_tokens_read": counted.kv_tokens_read,
         "kv_tokens_unpacked": counted.kv_tokens_unpacked,
+        "kv_read_share": counted.kv_tokens_read / max(counted.kv_tokens_unpacked, 1),
         "base_forwards": counted.base_forwards,
         "fallbacks": counted.fallbacks,
     }
@@ -113,7 +110,7 @@ _COLUMNS = (
     ("plans", "counted.plans_made", 6, ".0f"),
     ("packed", "counted.packed_steps", 6, ".0f"),
     ("steps", "counted.decode_steps", 6, ".0f"),
-    ("K/V saved B", "counted.kv_saved_bytes", 11, ".3g"),
+    ("K/V read", "counted.kv_read_share", 8, ".0%"),
 )
 
 
