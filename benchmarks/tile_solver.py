@@ -56,11 +56,17 @@ class Hardware:
 
 def hardware_of(name: str) -> Hardware:
     """Raises ValueError for a GPU that is not known."""
-    gpu = machine_of(name)
-    of_block = SHARED_PER_BLOCK[gpu.major, gpu.minor]
-    threads = 2048 if (gpu.major, gpu.minor) == (8, 0) else _THREADS[gpu.major]
-    rate, sms = rates_of(gpu).bytes_per_s, gpu.multi_processor_count
-    return Hardware(gpu.name, sms, rate, of_block + BLOCK_RESERVE, of_block, threads)
+    machine = machine_of(name)
+    capability = (machine.major, machine.minor)
+    of_block = SHARED_PER_BLOCK[capability]
+    return Hardware(
+        machine.name,
+        machine.multi_processor_count,
+        rates_of(machine).bytes_per_s,
+        of_block + BLOCK_RESERVE,
+        of_block,
+        2048 if capability == (8, 0) else _THREADS[machine.major],
+    )
 
 
 @dataclass(frozen=True)
@@ -78,12 +84,13 @@ class Tile:
     ours: bool
 
 
-def solve(hardware: Hardware, head_dim: int) -> list[Tile]:
+def solve(hardware: Hardware, head_dim: int, latency_ns: float = LATENCY_NS) -> list[Tile]:
     """Every tile of SIZES, feasible or not."""
-    return [_tile(hardware, head_dim, m, n) for m in SIZES for n in SIZES]
+    in_flight = hardware.bytes_per_s * latency_ns * 1e-9
+    return [_tile(hardware, in_flight, head_dim, m, n) for m in SIZES for n in SIZES]
 
 
-def _tile(hardware: Hardware, head_dim: int, m: int, n: int) -> Tile:
+def _tile(hardware: Hardware, in_flight: float, head_dim: int, m: int, n: int) -> Tile:
     row = head_dim * KV_BYTES
     shared = m * row + n * row + m * head_dim * FP32_BYTES
     threads = WARP * max(LEAST_WARPS, m // WARP_ROWS)
@@ -94,49 +101,66 @@ def _tile(hardware: Hardware, head_dim: int, m: int, n: int) -> Tile:
         hardware.registers_per_sm // (registers * threads),
         hardware.threads_per_sm // threads,
     )
+    loads = hardware.sms * blocks * n * row
     broken = []
     if shared > hardware.shared_per_block:
         broken.append("memory")
     if registers > MAX_REGISTERS or registers * threads > hardware.registers_per_sm:
         broken.append("registers")
-    if not broken and hardware.sms * blocks * n * row < hardware.bytes_per_s * LATENCY_NS * 1e-9:
+    if not broken and loads < in_flight:
         broken.append("loads")
-    ours = head_dim in _C.CUDA_HEAD_DIMS and n == _C.CUDA_TILE_TOKENS
-    ours = ours and m in row_tiles_for(head_dim)
+    ours = (
+        head_dim in _C.CUDA_HEAD_DIMS and m in row_tiles_for(head_dim) and n == _C.CUDA_TILE_TOKENS
+    )
     return Tile(m, n, shared, registers, blocks, tuple(broken), ours)
 
 
-def table(hardware: Hardware, dims: Sequence[int]) -> list[str]:
+_MARKS = {"memory": "1s", "registers": "1r", "loads": "2"}
+
+
+def table(hardware: Hardware, dims: Sequence[int], latency_ns: float) -> list[str]:
     """A grid for each head dim, as lines."""
+    in_flight = hardware.bytes_per_s * latency_ns * 1e-9 / hardware.sms
     lines = [
         f"{hardware.name}, {hardware.sms} SMs: {hardware.shared_per_block / KIB:.0f} KiB of shared "
-        f"memory a block, {hardware.bytes_per_s / 1e12:.2f} TB/s, {LATENCY_NS:.0f} ns a load",
+        f"memory a block, {hardware.registers_per_sm} registers an SM",
+        f"{hardware.bytes_per_s / 1e12:.2f} TB/s x {latency_ns:.0f} ns: {in_flight / KIB:.1f} KiB "
+        "of loads in flight an SM",
         "a number: blocks at a time on an SM; *: our kernels have the tile",
-        "not feasible: (memory), (registers), estimated, too few (loads) in flight",
+        "not feasible: (1s) shared memory, (1r) registers, estimated, (2) too few loads in flight",
     ]
     for dim in dims:
+        tiles = solve(hardware, dim, latency_ns)
         lines += ["", f"head dim {dim}; m packed rows down, n tokens across"]
-        lines.append(" " * 6 + "".join(f"{n:>20}" for n in SIZES))
-        tiles = solve(hardware, dim)
+        lines.append(" " * 6 + "".join(f"{n:>9}" for n in SIZES))
         for m in SIZES:
-            cells = [f"{_cell(tile):>20}" for tile in tiles if tile.m == m]
-            lines.append(f"{m:>6}" + "".join(cells))
+            cells = [_cell(tile) for tile in tiles if tile.m == m]
+            lines.append(f"{m:>6}" + "".join(f"{cell:>9}" for cell in cells))
     return lines
 
 
 def _cell(tile: Tile) -> str:
-    broken = f"({', '.join(tile.broken)})" if tile.broken else str(tile.blocks)
-    return broken + "*" * tile.ours
+    marks = ",".join(_MARKS[each] for each in tile.broken)
+    return (f"({marks})" if marks else str(tile.blocks)) + ("*" if tile.ours else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tile_solver", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tile_solver",
+        description="Print which tiles a kernel can have on a GPU by the three constraints of the "
+        "PAT paper, and which of them ours have.",
+    )
     parser.add_argument("--gpu", default="h200", help="name of a GPU (default: h200)")
+    how = f"nanoseconds of a load from memory (default: {LATENCY_NS:.0f})"
+    parser.add_argument("--latency-ns", type=float, default=LATENCY_NS, metavar="NS", help=how)
+    arguments = parser.parse_args(argv)
     try:
-        hardware = hardware_of(parser.parse_args(argv).gpu)
+        hardware = hardware_of(arguments.gpu)
     except ValueError as error:
         parser.error(f"--gpu {error}")
-    print("\n".join(table(hardware, _C.CUDA_HEAD_DIMS)))
+    if not arguments.latency_ns > 0:
+        parser.error(f"--latency-ns is {arguments.latency_ns:g}, must be more than 0")
+    print("\n".join(table(hardware, _C.CUDA_HEAD_DIMS, arguments.latency_ns)))
     return 0
 
 

@@ -90,4 +90,6 @@ def test_the_command_prints_a_grid_for_each_head_dim(capsys: pytest.CaptureFixtu
     assert out.startswith("NVIDIA A100-SXM4-80GB, 108 SMs: 163 KiB")
     for head_dim in _C.CUDA_HEAD_DIMS:
         assert f"head dim {head_dim};" in out
-    assert out.split("head dim 64;")[1].count("(loads)") > 0
+    few = out.split("head dim 64;")[1].count("(2)")
+    assert main(["--gpu", "A100", "--latency-ns", "2000"]) == 0
+    assert capsys.readouterr().out.split("head dim 64;")[1].count("(2)") > few > 0
