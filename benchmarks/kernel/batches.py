@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.forests import Forest, PrefixPath
-from benchmarks.kernel.drafts import reason_against
+from benchmarks.kernel.cases import Case, reason_against
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3, PatOptions
-from benchmarks.kernel.ragged import RaggedCase
 from sglang_pat.dump import Batch, Dump, read_dump
 from sglang_pat.planner import plan
 
@@ -40,13 +39,11 @@ class Replay:
     server: dict[str, Any]  # the dump's header, without its target
 
     @property
-    def cases(self) -> list[RaggedCase]:
+    def cases(self) -> list[Case]:
         """Each batch with each heads, those of equal KV heads side by side."""
         ordered = sorted(self.heads, key=lambda each: (each.kv, each.dim))
         return [
-            RaggedCase(heads, forest, self.draft_tokens)
-            for heads in ordered
-            for forest in self.forests
+            Case(each, forest, self.draft_tokens) for each in ordered for forest in self.forests
         ]
 
 
