@@ -66,11 +66,11 @@ def _run(argv: Sequence[str] | None) -> int:
         from sglang_pat.estimate.command import run_estimate
 
         return run_estimate(arguments)
-    from sglang_pat.demo.run import Options, run_demo
+    from sglang_pat.demo.run import run_demo
     from sglang_pat.demo.server import ServerError
 
     try:
-        return run_demo(Options(arguments.device, arguments.dtype, arguments.cache, arguments.json))
+        return run_demo(arguments.device, arguments.cache)
     except (ServerError, OSError) as error:
         print(f"sglang-pat demo: {error}", file=sys.stderr)
         return 1
@@ -107,11 +107,12 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, title="commands")
     demo = commands.add_parser(
         "demo",
-        help="run an agent workload on the stock backend and on pat, side by side",
+        help="run a shared-prefix workload on the stock backend and on pat, side by side",
         description="Run the conversations of a team of agents on two servers, one with SGLang's "
         "own backend and one with pat, and print the times, the K/V reads and whether the answers "
-        "agree. Nothing is downloaded: a small model with random weights is made. It takes a few "
-        "minutes. Exit status: 0 they agree and pat packed, 1 not, 2 wrong usage.",
+        "agree: in fp32 on a CPU the tokens, in bf16 on a GPU the log-probabilities. Nothing is "
+        "downloaded: a small model with random weights is made. It takes a few minutes. Exit "
+        "status: 0 they agree and pat packed, 1 not, 2 wrong usage.",
     )
     demo.add_argument(
         "--device",
@@ -121,19 +122,9 @@ def make_parser() -> argparse.ArgumentParser:
         "CPU (default: auto)",
     )
     demo.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="auto: float32 on a CPU, where tokens are compared; bfloat16 on a GPU, where "
-        "log-probabilities of forced tokens are (default: auto)",
-    )
-    demo.add_argument(
         "--cache",
         type=Path,
         help="folder for the model and the servers' logs (default: one of the user's cache)",
-    )
-    demo.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the results to FILE, too (default: no)"
     )
     _add_doctor(commands)
     explain = commands.add_parser(

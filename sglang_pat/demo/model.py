@@ -13,18 +13,12 @@ import hashlib
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
+from typing import Any, NamedTuple
 
 QK_SCALE = 2.0  # on q and on k: attention logits ~ N(0, 4^2) instead of N(0, 1)
-_RECIPE = (
-    1  # part of the fingerprint: raise it when the numbers written for equal parameters change
-)
+_RECIPE = 1  # of the fingerprint: raise it when other numbers are written for equal parameters
 FINGERPRINT = "sglang_pat_model.json"  # file that says how a model was made
 _MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
@@ -58,9 +52,8 @@ def make_model(
         seed: of the weights.
         architecture: ``LlamaForCausalLM``, or ``Qwen3ForCausalLM`` (with norms on q and k).
 
-    Raises:
-        ValueError: a size is not positive, the head counts do not divide, ``head_dim`` is odd (RoPE
-            rotates pairs), or dtype or architecture is unknown.
+    Raises ValueError for head counts that do not divide, an odd ``head_dim`` (RoPE rotates pairs),
+    and an architecture that is not known.
     """
     sizes = {
         "hidden": hidden,
@@ -71,7 +64,12 @@ def make_model(
         "vocab": vocab,
         "max_positions": max_positions,
     }
-    _check(sizes, dtype, architecture)
+    if q_heads % kv_heads or head_dim % 2 or architecture not in _MODEL_TYPES:
+        raise ValueError(
+            f"q_heads {q_heads}, kv_heads {kv_heads}, head_dim {head_dim}, {architecture}: "
+            "kv_heads must divide q_heads, head_dim be even, and the architecture one of "
+            f"{', '.join(_MODEL_TYPES)}"
+        )
     parameters = {**sizes, "dtype": dtype, "seed": seed, "architecture": architecture}
     recipe = json.dumps({"recipe": _RECIPE, **parameters}, sort_keys=True)
     folder = Path(path)
@@ -85,23 +83,6 @@ def make_model(
     _write_weights(folder / "model.safetensors", sizes, dtype, seed, architecture)
     fingerprint.write_text(recipe)
     return folder
-
-
-def _check(sizes: dict[str, int], dtype: str, architecture: str) -> None:
-    for name, value in sizes.items():
-        if value <= 0:
-            raise ValueError(f"{name} is {value}; it must be positive")
-    if sizes["q_heads"] % sizes["kv_heads"]:
-        raise ValueError(
-            f"q_heads is {sizes['q_heads']} and kv_heads {sizes['kv_heads']}; "
-            "q_heads must be a multiple of kv_heads"
-        )
-    if sizes["head_dim"] % 2:
-        raise ValueError(f"head_dim is {sizes['head_dim']}; it must be even, RoPE rotates pairs")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype is {dtype!r}; use float32, bfloat16 or float16")
-    if architecture not in _MODEL_TYPES:
-        raise ValueError(f"architecture is {architecture!r}; known: {', '.join(_MODEL_TYPES)}")
 
 
 def _config(sizes: dict[str, int], dtype: str, architecture: str) -> dict[str, Any]:

@@ -16,21 +16,15 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_pat.config import CPU_PLATFORM
 from sglang_pat.demo.counters import Counters, read_counters
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
 _LOG_LINES_SHOWN = 30
 _STOP_S = 15.0
-# With these a server logs a line when a request arrives, without the prompt.
-LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
-_ARRIVED = "Receive: obj=GenerateReqInput"
-ARRIVED_S = 60.0
 
 
 class ServerError(RuntimeError):
@@ -129,14 +123,28 @@ class Server:
     def wait_until_ready(self) -> None:
         """Return when ``/health`` answers; a server that does not get there is stopped.
 
-        Raises:
-            ServerError: it ended before, or is not ready ``ready_s`` after this call.
+        Raises ServerError if it ended before, or is not ready ``ready_s`` after this call.
         """
+        deadline = time.monotonic() + self._ready_s
         try:
-            self._poll_health()
+            while not self._answers():
+                self.check_alive()
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"the server is not ready after {self._ready_s:.0f} s; "
+                        f"the last lines of {self.log}:\n{self.tail()}"
+                    )
+                time.sleep(0.2)
         except BaseException:
             self.stop()
             raise
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return True
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return False  # not listening yet, or 503: still starting
 
     def stop(self) -> None:
         """End the server and every process it started; harmless when it has ended already."""
@@ -166,30 +174,6 @@ class Server:
     def text(self) -> str:
         """All that the server has logged."""
         return self.log.read_text(errors="replace")
-
-    def arrived(self) -> int:
-        """How many requests have come since the start; the server must have ``LOG_REQUESTS``."""
-        return self.text().count(_ARRIVED)
-
-    @contextlib.contextmanager
-    def paused_until_arrived(self, requests: int) -> Iterator[None]:
-        """Nothing is decoded while requests are sent within this block and until as many as
-        ``requests`` have come. How many decode together does not depend on how fast they came.
-
-        Raises:
-            TimeoutError: they did not all come in ``ARRIVED_S`` seconds.
-        """
-        self.post("/pause_generation", {"mode": "in_place"})
-        try:
-            expected = self.arrived() + requests
-            yield
-            deadline = time.monotonic() + ARRIVED_S
-            while (now := self.arrived()) < expected:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{expected - now} of {requests} requests did not come")
-                time.sleep(0.01)
-        finally:
-            self.post("/continue_generation", {})
 
     def check_alive(self) -> None:
         """Raise ServerError, with the end of the log, if the server has ended."""
@@ -222,22 +206,6 @@ class Server:
     def counters(self) -> Counters:
         """What pat counted since the start; call it when no request runs."""
         return read_counters(self.url)
-
-    def _poll_health(self) -> None:
-        deadline = time.monotonic() + self._ready_s
-        while True:
-            self.check_alive()
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except (urllib.error.URLError, TimeoutError, ConnectionError):
-                pass  # not listening yet, or 503: still starting
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"the server is not ready after {self._ready_s:.0f} s; "
-                    f"the last lines of {self.log}:\n{self.tail()}"
-                )
-            time.sleep(0.2)
 
 
 # A port belongs to this process until it ends: two servers that start side by side bind theirs a
