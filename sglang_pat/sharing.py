@@ -127,10 +127,10 @@ def describe_packed_step(plan: Plan, total: int) -> str:
     Requests with one prefix may be in several items, so these are not told apart.
     """
     # Imported here: a client that only reads counters needs no torch.
-    from sglang_pat.slots import shared_ranges
+    from sglang_pat.slots import ranges
 
     tokens: Counter[int] = Counter()  # shared ones of each query
-    for shared in shared_ranges(plan):
+    for shared in ranges(plan, shared=True):
         tokens.update(dict.fromkeys(shared.queries, shared.tokens))
     if not tokens:
         return ""
