@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglang_pat import sharing
+from sglang_pat import stats as counting
 from sglang_pat.planner import Plan, plan
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
@@ -23,7 +23,7 @@ STEPS = 10
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "STEPS_WITHOUT_SHARING", STEPS)
+    monkeypatch.setattr(counting, "STEPS_WITHOUT_SHARING", STEPS)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_message_that_fails_costs_the_message_only(
     def fail(*_: object) -> str:
         raise RuntimeError("no words")
 
-    monkeypatch.setattr(sharing, "describe_packed_step", fail)
+    monkeypatch.setattr(counting, "describe_packed_step", fail)
     stats = Stats()
     run(stats, *crowd(200, queries=3, own=20), steps=3)
     assert log.messages == ["sglang_pat: cannot tell what is shared: RuntimeError('no words')"]
