@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_pat.arguments import require_tensor
 from sglang_pat.planner import Plan
 
 DYNAMIC = -1  # kDynamic of csrc/plan.h: tokens up to the end of a sequence
@@ -18,6 +17,15 @@ DYNAMIC = -1  # kDynamic of csrc/plan.h: tokens up to the end of a sequence
 
 class SlotMismatch(ValueError):
     """Two places that must hold one slot hold two."""
+
+
+def require_tensor(name: str, value: object) -> None:
+    """Raise ValueError, saying what to do, unless ``value`` is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"{name} is of type {type(value).__name__}, must be a torch.Tensor: "
+            f"convert it with torch.as_tensor"
+        )
 
 
 def check_slots(plan: Plan, req_to_token: torch.Tensor, rows: torch.Tensor) -> None:

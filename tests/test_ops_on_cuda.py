@@ -13,7 +13,7 @@ from kit.arguments import Changes, meta
 from kit.trees import target
 
 from sglang_pat import _C
-from sglang_pat.arguments import KV, KV_DTYPES, SAME_KV, check_cuda
+from sglang_pat.ops import KV, KV_DTYPES, SAME_KV, check_cuda
 from sglang_pat.workspace import Workspace
 
 HEADS = (8, 2)
