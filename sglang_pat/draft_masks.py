@@ -80,4 +80,4 @@ def check_draft_masks(
             f"draft_masks is {masks.dtype} {tuple(masks.shape)}, must be contiguous int64 {shape}"
         )
     if masks.device != device:
-        raise ValueError(f"draft_masks is on {masks.device}, q on {device}: move one of them")
+        raise ValueError(f"draft_masks is on {masks.device}, must be on {device}")
