@@ -12,7 +12,6 @@ near-tie, so log-probabilities are compared, of each answer up to the first toke
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import random
@@ -140,11 +139,13 @@ class Run(NamedTuple):
 
 class Agreement(NamedTuple):
     """``max_diff`` and ``mean_diff`` of the log-probabilities that both backends give to the
-    stock's tokens: NaN if one is NaN, infinite if pat has it not among its likeliest tokens."""
+    stock's tokens: NaN if one is NaN, infinite if pat has it not among its likeliest tokens.
+    ``least_margin``: by how much the stock's tokens lead the next best, at least."""
 
     token_match_rate: float  # share of positions with the same token, 0 to 1
     max_diff: float
     mean_diff: float
+    least_margin: float
 
     def passes(self, scale: Scale) -> bool:
         """Whether no more than rounding keeps the two apart; false for NaN."""
@@ -169,7 +170,12 @@ def compare(pat: Sequence[Generation], stock: Sequence[Generation]) -> Agreement
         ):
             diffs.append(abs(mine.get(token, -math.inf) - other[token]))
     largest = math.nan if any(map(math.isnan, diffs)) else max(diffs)  # max() passes over a NaN
-    return Agreement(statistics.fmean(equal), largest, statistics.fmean(diffs))
+    margins = (
+        first - max(others)
+        for theirs in stock
+        for first, *others in map(dict.values, theirs.likeliest)
+    )
+    return Agreement(statistics.fmean(equal), largest, statistics.fmean(diffs), min(margins))
 
 
 def run_workload(server: Server, scale: Scale, *, logprobs: bool) -> tuple[list[Generation], float]:
@@ -217,8 +223,7 @@ def _ask(
 
 def run_demo(device: str, cache: Path | None) -> int:
     """Run the demo on ``device``, cpu, cuda or auto; ``cache``: folder for the model and the
-    servers' logs. The last line on standard output is a JSON object. 0 if the backends agree and
-    pat packed.
+    servers' logs. 0 if the backends agree and pat packed.
 
     Raises ServerError, with the end of the log, if a server did not start, if there is no GPU for
     cuda, and for a wrong option in the environment.
@@ -230,19 +235,13 @@ def run_demo(device: str, cache: Path | None) -> int:
     scale = SCALES[device]
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     cache = cache or Path(base) / "sglang_pat" / "demo"
-    facts = {
-        "device": name,
-        "sglang": metadata.version("sglang"),
-        "sglang_pat": metadata.version("sglang-pat"),
-        "workload": str(scale),
-    }
-    print(*(f"{key}: {value}" for key, value in facts.items()), f"logs: {cache}", sep="\n")
+    versions = (f"{each} {metadata.version(each)}" for each in ("sglang-pat", "sglang"))
+    print(", ".join(versions), name, scale, f"logs in {cache}", sep="\n", flush=True)
     model = make_model(cache / f"model-{device}", dtype=scale.dtype, **scale.model)
     pat, stock = run_both(model, scale, device, cache)
     agreed = compare(pat.compared, stock.compared)
     passed = agreed.passes(scale) and pat.counters.packed_steps > 0
-    print(report(pat, stock, agreed), "PASSED" if passed else "FAILED", sep="\n\n", flush=True)
-    print(json.dumps(facts | summary(pat, stock, agreed) | {"passed": passed}, allow_nan=False))
+    print(report(pat, stock, agreed), "PASSED" if passed else "FAILED", sep="\n")
     return 0 if passed else 1
 
 
@@ -310,69 +309,24 @@ def report(pat: Run, stock: Run, agreed: Agreement) -> str:
     """The two runs side by side, then what pat did and whether they agree."""
     counted = pat.counters
     steps = max(counted.decode_steps, 1)
+    read, unpacked = counted.kv_tokens_read, counted.kv_tokens_unpacked
     rows = [
         ("time per output token, median, ms", stock.tpot_ms, pat.tpot_ms),
         ("output tokens per second", stock.tokens_per_s, pat.tokens_per_s),
         ("total time, s", stock.seconds, pat.seconds),
-        (
-            "K/V tokens read per decode step",
-            counted.kv_tokens_unpacked / steps,
-            counted.kv_tokens_read / steps,
-        ),
+        ("K/V tokens read per decode step", unpacked / steps, read / steps),
     ]
-    lines = [f"{'':<36}{stock.backend:>14}{pat.backend:>14}"]
-    lines += [f"{name:<36}{theirs:>14,.1f}{mine:>14,.1f}" for name, theirs, mine in rows]
     return "\n".join(
         [
-            *lines,
-            f"K/V reads saved: {kv_reads_saved(counted):.0%}",
+            f"{'':<36}{stock.backend:>14}{pat.backend:>14}",
+            *(f"{name:<36}{theirs:>14,.1f}{mine:>14,.1f}" for name, theirs, mine in rows),
+            f"K/V reads saved: {1 - read / unpacked if unpacked else 0:.0%}",
             f"steps packed: {counted.packed_steps} of {counted.decode_steps}; "
             f"{counted.plans_made} plans made, {counted.plans_reused} reused, "
             f"{1e6 * counted.host_seconds / steps:.0f} us of host time a step",
             f"tokens equal to {stock.backend}: {agreed.token_match_rate:.1%}; log-probabilities "
-            f"differ by {agreed.mean_diff:.1e} on average, {agreed.max_diff:.1e} at most",
+            f"differ by {agreed.mean_diff:.1e} on average, {agreed.max_diff:.1e} at most, and the "
+            f"closest choice was by {agreed.least_margin:.1e}",
             *([f"not served by pat: {counted.fallbacks}"] if counted.fallbacks else []),
         ]
     )
-
-
-def kv_reads_saved(counted: Counters) -> float:
-    """Share of decode attention's K/V reads that were saved, 0 to 1."""
-    unpacked = counted.kv_tokens_unpacked
-    return 1 - counted.kv_tokens_read / unpacked if unpacked else 0.0
-
-
-def summary(pat: Run, stock: Run, agreed: Agreement) -> dict[str, Any]:
-    """The fields of the last line; what is not finite is None."""
-    counted = pat.counters
-    margins = (
-        first - max(others)
-        for each in stock.compared
-        for first, *others in map(dict.values, each.likeliest)
-    )
-    fields = {
-        "backend": pat.backend,
-        "stock_backend": stock.backend,
-        "requests": len(pat.timed),
-        "token_match_rate": agreed.token_match_rate,
-        "max_logprob_diff": agreed.max_diff,
-        "mean_logprob_diff": agreed.mean_diff,
-        "smallest_margin": min(margins),
-        "decode_steps": counted.decode_steps,
-        "packed_steps": counted.packed_steps,
-        "kv_tokens_read": counted.kv_tokens_read,
-        "kv_tokens_unpacked": counted.kv_tokens_unpacked,
-        "kv_reads_saved": kv_reads_saved(counted),
-        "plans_made": counted.plans_made,
-        "plans_reused": counted.plans_reused,
-        "base_forwards": counted.base_forwards,
-        "fallbacks": counted.fallbacks,
-        "tpot_ms": pat.tpot_ms,
-        "stock_tpot_ms": stock.tpot_ms,
-        "tokens_per_s": pat.tokens_per_s,
-        "stock_tokens_per_s": stock.tokens_per_s,
-    }
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in fields.items()
-    }
