@@ -87,11 +87,6 @@ def test_a_gpu_has_several_spellings(name: str) -> None:
     assert gpus.machine_of(name).name == "NVIDIA GeForce RTX 4090"
 
 
-def test_options_count_for_more_than_properties() -> None:
-    target = Target.gpu(device("NVIDIA L4", 58, 8, 9), **HEADS, num_sms=10, policy="paper")
-    assert (target.num_sms, target.policy) == (10, "paper")
-
-
 @pytest.mark.parametrize(
     ("capability", "code"),
     [
@@ -155,48 +150,40 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     def probed(ok: bool, arch: int, error: str = "") -> None:
         found = {"ok": ok, "arch": arch, "error": error}
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: divmod(arch, 10))
-        monkeypatch.setattr(
-            _C, "cuda_probe", lambda device: found | {"device": device}, raising=False
-        )
+        probe = lambda device: found | {"device": device}  # noqa: E731
+        monkeypatch.setattr(_C, "cuda_probe", probe, raising=False)
 
     return probed
 
 
+@needs_cuda
 def test_a_gpu_that_runs_our_kernels_is_taken(a_gpu: Any) -> None:
     a_gpu(True, 90)
-    assert refusals.reason_against_gpu() == ""
     assert list(refusals._device(SimpleNamespace(device="cuda"))) == []
-    assert default_device() == "cuda"
-    assert doctor._platform().status == "ok"
-
-
-@needs_cuda
-def test_the_doctor_says_on_which_gpus_nobody_ran_the_kernels(a_gpu: Any) -> None:
-    a_gpu(True, 120)
+    assert default_device() == "cuda" and doctor._platform().status == "ok"
+    a_gpu(True, 120)  # on which nobody ran them
     finding = doctor._platform()
     assert finding.status == "note"
     assert "12.0 (sm_120) are built, but were not run on such a GPU" in finding.found
 
 
-def test_a_gpu_without_a_kernel_is_named_and_passed_over(a_gpu: Any) -> None:
+def test_a_gpu_without_a_kernel_is_named_and_passed_over(
+    a_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a_gpu(False, 75, "no kernel image is available for execution on the device")
     (reason,) = refusals._device(SimpleNamespace(device="cuda"))
     assert "GPU 3 of 7.5 (no kernel image" in reason
     assert f"compute capability {gpus.built_for()}, do not run" in reason
     assert reason.endswith("choose another --attention-backend")
-    assert default_device() == "cpu"
     finding = doctor._platform()
     assert finding.status == "block" and "GPU 3 of 7.5" in finding.found
-
-
-def test_a_build_without_kernels_is_named(a_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(_C, "cuda_probe", raising=False)
-    (reason,) = refusals._device(SimpleNamespace(device="cuda"))
-    assert "PAT_CUDA=OFF" in reason
     assert default_device() == "cpu"
+    monkeypatch.delattr(_C, "cuda_probe", raising=False)  # as in a build without kernels
+    (reason,) = refusals._device(SimpleNamespace(device="cuda"))
+    assert "PAT_CUDA=OFF" in reason and default_device() == "cpu"
 
 
-@pytest.mark.skipif(not hasattr(_C, "cuda_probe"), reason="built without CUDA kernels")
+@needs_cuda
 def test_the_least_shared_memory_of_a_block() -> None:
     """One half, two stages and one Q buffer: 4096 bytes and three tiles of 64 tokens. Needs no GPU;
     the reasons against layers ask for it (tests/test_layer_refusals.py has the same values)."""
