@@ -15,7 +15,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 QK_SCALE = 2.0  # on q and on k: attention logits ~ N(0, 4^2) instead of N(0, 1)
 _RECIPE = 1  # of the fingerprint: raise it when other numbers are written for equal parameters
@@ -42,15 +42,10 @@ def make_model(
     Deterministic: equal parameters give equal bytes. A folder already made with the same parameters
     is left as it is (other files in it, such as a tokenizer, are never touched).
 
-    Args:
-        hidden: width of the residual stream; the MLP is twice as wide.
-        layers: number of decoder layers.
-        q_heads, kv_heads, head_dim: attention shape; ``q_heads`` is a multiple of ``kv_heads``.
-        vocab: number of token ids; also the rows of the (untied) output matrix.
-        max_positions: longest context, in tokens.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; of the weights, so of the K/V cache too.
-        seed: of the weights.
-        architecture: ``LlamaForCausalLM``, or ``Qwen3ForCausalLM`` (with norms on q and k).
+    ``hidden``: width of the residual stream; the MLP is twice as wide. ``vocab``: token ids, and
+    rows of the (untied) output matrix. ``max_positions``: longest context, in tokens. ``dtype``:
+    ``float32``, ``bfloat16`` or ``float16``, of the weights, so of the K/V cache too.
+    ``architecture``: ``LlamaForCausalLM``, or ``Qwen3ForCausalLM`` (with norms on q and k).
 
     Raises ValueError for head counts that do not divide, an odd ``head_dim`` (RoPE rotates pairs),
     and an architecture that is not known.
@@ -109,11 +104,8 @@ def _config(sizes: dict[str, int], dtype: str, architecture: str) -> dict[str, A
     }
 
 
-class _Spec(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    mean: float
-    std: float
+# Of a tensor: name, shape, mean and standard deviation.
+_Spec = tuple[str, tuple[int, ...], float, float]
 
 
 def _specs(sizes: dict[str, int], architecture: str) -> Iterator[_Spec]:
@@ -123,15 +115,15 @@ def _specs(sizes: dict[str, int], architecture: str) -> Iterator[_Spec]:
     qk_scale = 1.0 if has_qk_norm else QK_SCALE  # a norm would undo a scale before it
 
     def matrix(name: str, fan_out: int, fan_in: int, scale: float = 1.0) -> _Spec:
-        return _Spec(f"{name}.weight", (fan_out, fan_in), 0.0, scale / math.sqrt(fan_in))
+        return f"{name}.weight", (fan_out, fan_in), 0.0, scale / math.sqrt(fan_in)
 
     def norm(name: str, width: int, value: float = 1.0) -> _Spec:
-        return _Spec(f"{name}.weight", (width,), value, 0.0)
+        return f"{name}.weight", (width,), value, 0.0
 
     # A lookup has a fan-in of 1, but an embedding of unit variance outweighs the attention of a few
     # layers (13 % of the tokens survive zeroed attention with std 1, 0.1 % with 0.25), and a small
     # one lets fp32 rounding flip more near-ties (5 in a million tokens with std 1, 12 with 0.25).
-    yield _Spec("model.embed_tokens.weight", (vocab, hidden), 0.0, 0.5)
+    yield "model.embed_tokens.weight", (vocab, hidden), 0.0, 0.5
     for layer in range(sizes["layers"]):
         at = f"model.layers.{layer}."
         yield norm(at + "input_layernorm", hidden)
@@ -158,13 +150,13 @@ def _write_weights(
 
     to_dtype: torch.dtype = getattr(torch, dtype)
     weights: dict[str, torch.Tensor] = {}
-    for spec in _specs(sizes, architecture):
+    for name, shape, mean, std in _specs(sizes, architecture):
         # One generator per tensor, seeded by its name: a tensor's numbers do not depend on which
         # others exist, so more layers extend a model instead of changing it.
-        digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = torch.randn(spec.shape, generator=generator) * spec.std + spec.mean
-        weights[spec.name] = values.to(to_dtype)
+        values = torch.randn(shape, generator=generator) * std + mean
+        weights[name] = values.to(to_dtype)
     partial = path.with_suffix(".partial")
     save_file(weights, partial, metadata={"format": "pt"})
     shutil.move(partial, path)

@@ -44,17 +44,9 @@ class Server:
     """``python -m sglang.launch_server`` in a process group of its own; a context manager.
 
     On a CPU it runs under the platform ``pat_cpu`` that this package brings, whatever the backend.
-
-    Args:
-        model: folder of the model.
-        backend: ``--attention-backend``; None leaves SGLang's own choice.
-        device: ``cpu`` or ``cuda``.
-        log: file that gets the server's output; it is kept.
-        args: further arguments of ``sglang.launch_server``.
-        env: environment variables to set, on top of this process's.
-        ready_s: seconds to wait for ``/health``.
-
-    Entering it is ``start()`` and ``wait_until_ready()``; leaving it is ``stop()``.
+    ``backend``: None leaves SGLang's own choice. ``device``: ``cpu`` or ``cuda``. ``log``: file
+    that gets the server's output; it is kept. ``args``: further ones of ``sglang.launch_server``.
+    ``env``: variables on top of this process's. ``ready_s``: seconds to wait for ``/health``.
     """
 
     def __init__(
@@ -189,11 +181,8 @@ class Server:
             return json.load(answer)
 
     def post(self, path: str, body: Any = None, *, timeout: float = 300.0) -> Any:
-        """JSON of ``POST path``; None where the answer is empty or plain text.
-
-        Raises:
-            urllib.error.HTTPError: the server refused; its body says why.
-        """
+        """JSON of ``POST path``; None where the answer is empty or plain text. Raises
+        urllib.error.HTTPError, whose body says why, if the server refuses."""
         request = urllib.request.Request(
             self.url + path,
             data=json.dumps({} if body is None else body).encode(),
@@ -215,13 +204,8 @@ _reserved: list[socket.socket] = []
 
 def reserve_port() -> int:
     """A TCP port of this machine on which nobody listens, and which no process is given again by
-    this function as long as the caller's lives.
-
-    Below the range from which Linux, as it is set up by default, gives ports to whoever asks for
-    any.
-
-    Raises:
-        OSError: 100 ports, drawn at random, are all in use or reserved.
+    this function as long as the caller's lives: below the range from which Linux gives ports to
+    whoever asks for any. Raises OSError if 100 ports, drawn at random, are all in use or reserved.
     """
     for port in random.sample(range(20_000, 32_000), 100):
         holder = socket.socket()
