@@ -99,26 +99,12 @@ class Stats:
         self.decode_steps = self.verify_steps = self.packed_steps = self.branched_steps = 0
         self.kv_tokens_read = self.kv_tokens_unpacked = 0
         self.plans_made = self.degraded_plans = self.hidden_plans = self.plans_reused = 0
-        self.plan_ns = self.exposed_ns = self.host_ns = 0
+        self.plan_seconds = self.exposed_seconds = self.host_seconds = 0.0
         self.base_forwards: Counter[str] = Counter()
         self.base_layers: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.private_requests: Counter[str] = Counter()
         self._watch = SharingWatch()
-
-    @property
-    def plan_seconds(self) -> float:
-        return self.plan_ns / 1e9
-
-    @property
-    def exposed_seconds(self) -> float:
-        """At most so long did the GPU wait for plans: of a plan that it waited for a part may have
-        been hidden."""
-        return self.exposed_ns / 1e9
-
-    @property
-    def host_seconds(self) -> float:
-        return self.host_ns / 1e9
 
     def step(self, plan: Plan, total: int, *, made: bool) -> None:
         """Count a decode step that runs ``plan``; ``total``: the sum of its sequence lengths;
@@ -139,11 +125,13 @@ class Stats:
     def host_time(self, elapsed_ns: int, *, made: bool, hidden: bool) -> None:
         """Count what a step took the host; ``made``: whether a plan was made for it; ``hidden``:
         whether the GPU was busy all that time, asked only if one was made."""
-        self.host_ns += elapsed_ns
+        seconds = elapsed_ns / 1e9
+        self.host_seconds += seconds
         if made:
-            self.plan_ns += elapsed_ns
+            self.plan_seconds += seconds
             self.hidden_plans += hidden
-            self.exposed_ns += 0 if hidden else elapsed_ns
+            # At most so long did the GPU wait: a part of a plan that is not hidden may have been.
+            self.exposed_seconds += 0.0 if hidden else seconds
 
     def _degrade(self, plan: Plan) -> None:
         """Count a plan that is simpler than the rules ask for; tell of the first one."""
@@ -229,9 +217,9 @@ class Stats:
         line = (
             f"{self.decode_steps} decode steps on pat, in {self.packed_steps} of which requests "
             f"shared K/V reads; {self.kv_tokens_read} K/V tokens read instead of {unpacked} "
-            f"({saved:.1%} saved); {self.host_ns / steps / 1e3:.1f} us of host time a step, a new "
-            f"plan in {self.plans_made / steps:.1%}, "
-            f"{self.hidden_plans} of {self.plans_made} plans hidden behind the GPU"
+            f"({saved:.1%} saved); {1e6 * self.host_seconds / steps:.1f} us of host time a step, a "
+            f"new plan in {self.plans_made / steps:.1%}, {self.hidden_plans} of {self.plans_made} "
+            "plans hidden behind the GPU"
         )
         for words, counts in (
             ("on SGLang's attention as intended", self.base_forwards),

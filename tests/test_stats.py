@@ -221,7 +221,7 @@ def test_passes_of_the_base_are_intended_or_fallbacks(log: pytest.LogCaptureFixt
 def test_the_summary_is_for_users() -> None:
     stats = Stats()
     run(stats, *crowd(200, queries=4, own=50), steps=2)
-    stats.host_ns = 50_000
+    stats.host_seconds = 5e-5
     line = (
         "2 decode steps on pat, in 2 of which requests shared K/V reads; 800 K/V tokens read "
         "instead of 2000 (60.0% saved); 25.0 us of host time a step, a new plan in 50.0%, "
