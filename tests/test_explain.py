@@ -197,10 +197,12 @@ def test_kv_in_fp8_are_planned_by_the_byte(target: str, auto: int) -> None:
         assert make_target(cli.make_parser().parse_args(flags), 1)[0].kv_bytes == kv_bytes
 
 
-def test_the_command_needs_neither_sglang_nor_a_gpu(tmp_path: Path) -> None:
+def test_explain_and_estimate_need_neither_sglang_nor_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text('{"input_ids": [1, 2, 3]}\n' * 2)
     code = (
-        "import sys; from sglang_pat import cli; status = cli.main(['explain', '--svg', 'a.svg']); "
-        "import torch; print('sglang' in sys.modules, torch.cuda.is_initialized()); "
+        "import sys; from sglang_pat import cli; "
+        "status = cli.main(['explain', '--svg', 'a.svg']) or cli.main(['estimate', '--prompts', "
+        "'prompts']); import torch; print('sglang' in sys.modules, torch.cuda.is_initialized()); "
         "sys.exit(status)"
     )
     done = subprocess.run(
