@@ -336,7 +336,27 @@ class Workspace:
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
     ) -> int:
         """Check the arguments of ``snapshot`` and give B."""
-        check_batch(req_to_token, rows, seq_lens, self.device, self.max_context)
+        named = (("req_to_token", req_to_token, 2), ("rows", rows, 1), ("seq_lens", seq_lens, 1))
+        for name, tensor, dims in named:
+            if tensor.device != self.device:
+                raise ValueError(f"{name} is on {tensor.device}, the workspace on {self.device}")
+            if tensor.dim() != dims or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, must "
+                    f"have {dims} dimensions, the last of stride 1"
+                )
+        if req_to_token.dtype != torch.int32:
+            raise ValueError(f"req_to_token is {req_to_token.dtype}, must be int32")
+        for name, tensor in (("rows", rows), ("seq_lens", seq_lens)):
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"{name} is {tensor.dtype}, must be int32 or int64")
+        if rows.shape != seq_lens.shape:
+            raise ValueError(f"{len(rows)} rows and {len(seq_lens)} seq_lens: need one of each")
+        if req_to_token.shape[1] > self.max_context:
+            raise ValueError(
+                f"req_to_token has {req_to_token.shape[1]} tokens a row, the workspace holds "
+                f"{self.max_context}: make it for a larger max_context"
+            )
         self.check_rows(len(rows))
         return len(rows)
 
@@ -349,34 +369,3 @@ class Workspace:
                 f"room for {self.target.max_queries}; plan for this batch, or make the workspace "
                 f"for a target of larger max_queries"
             )
-
-
-def check_batch(
-    req_to_token: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    device: torch.device,
-    max_context: int,
-) -> None:
-    """Check the arguments of ``Workspace.snapshot`` for a workspace on ``device``."""
-    named = (("req_to_token", req_to_token, 2), ("rows", rows, 1), ("seq_lens", seq_lens, 1))
-    for name, tensor, dims in named:
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, the workspace on {device}")
-        if tensor.dim() != dims or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, must "
-                f"have {dims} dimensions, the last of stride 1"
-            )
-    if req_to_token.dtype != torch.int32:
-        raise ValueError(f"req_to_token is {req_to_token.dtype}, must be int32")
-    for name, tensor in (("rows", rows), ("seq_lens", seq_lens)):
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} is {tensor.dtype}, must be int32 or int64")
-    if rows.shape != seq_lens.shape:
-        raise ValueError(f"{len(rows)} rows and {len(seq_lens)} seq_lens: need one of each")
-    if req_to_token.shape[1] > max_context:
-        raise ValueError(
-            f"req_to_token has {req_to_token.shape[1]} tokens a row, the workspace holds "
-            f"{max_context}: make it for a larger max_context"
-        )
