@@ -20,15 +20,7 @@ if [ "$device" = cpu ]; then
 fi
 if [ "$model" = demo ]; then
     model=${XDG_CACHE_HOME:-$HOME/.cache}/sglang_pat/examples
-    "$PYTHON" - "$model" <<'PY'
-import sys
-
-from sglang_pat.demo.model import make_model
-from sglang_pat.demo.scale import MODEL, VOCAB
-from sglang_pat.demo.tokenizer import make_tokenizer
-
-make_tokenizer(make_model(sys.argv[1], **MODEL), vocab=VOCAB)
-PY
+    "$PYTHON" "$(dirname "$0")/demo_model.py" "$model"
     # Without a bound the pool would take most of the memory: millions of tokens of a toy model.
     set -- --max-total-tokens 65536 "$@"
 fi

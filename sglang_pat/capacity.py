@@ -19,6 +19,7 @@ is below that and below the 512 MB.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -36,35 +37,33 @@ _PARTIALS_OF_A_PATH = 4
 # The list at start, at most: 32 MB. It grows when a plan needs more.
 _MOST_LIST_TOKENS = 8 * MB
 
+# Fields of a ``Target`` that say how much its workspace holds.
+ROOM = ("max_queries", "max_items", "max_partials", "max_segments", "max_branch_tokens")
+
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def buffer_shapes(
-    *,
-    num_q_heads: int,
+    num_rows: int,
     head_dim: int,
     list_tokens: int,
     partial_dtype: torch.dtype,
-    max_queries: int,
-    max_items: int,
-    max_partials: int,
-    max_segments: int,
-    max_branch_tokens: int,
-    draft_tokens: int = 1,
+    room: Mapping[str, int],
 ) -> Buffers:
-    """Shape and dtype of each device tensor of a ``Workspace``, by name; the last six arguments
-    are the fields of its ``Target``."""
-    max_members = max_partials + max_queries
+    """Shape and dtype of each device tensor of a ``Workspace``, by name. ``num_rows``: rows of
+    partial results of a query, query heads x draft tokens; ``room``: the target's ``ROOM``."""
+    queries, partials = room["max_queries"], room["max_partials"]
     # Every item that is no branch has one segment.
-    plan_bytes = _C.plan_bytes(max_items, max_members, max_queries, max_segments + max_items)
+    items, segments = room["max_items"], room["max_segments"] + room["max_items"]
+    plan_bytes = _C.plan_bytes(items, partials + queries, queries, segments)
     queue_ints = _C.cuda_queue_ints() if hasattr(_C, "cuda_queue_ints") else 0
     first_unit_bytes = _C.cuda_first_unit_bytes() if hasattr(_C, "cuda_first_unit_bytes") else 0
     return {
         "plan": ((plan_bytes,), torch.uint8),
         "list": ((list_tokens,), torch.int32),
-        "row_masks": ((max_branch_tokens,), torch.int16),
-        "partials": ((max_partials, draft_tokens * num_q_heads, head_dim), partial_dtype),
-        "partial_lse": ((max_partials, draft_tokens * num_q_heads), torch.float32),
+        "row_masks": ((room["max_branch_tokens"],), torch.int16),
+        "partials": ((partials, num_rows, head_dim), partial_dtype),
+        "partial_lse": ((partials, num_rows), torch.float32),
         "queue": ((queue_ints,), torch.int32),
         "first_units": ((first_unit_bytes,), torch.uint8),
     }
@@ -171,18 +170,11 @@ def fit_workspace(
             raise ValueError(f"{name} is {number}, must be 1 or more")
     queries = max(pool_requests, largest_graph)
     list_tokens = list_tokens_for(pool_tokens, queries)
-    room = capacities(queries)
+    room = {"max_queries": queries} | capacities(queries)
 
     def parts(max_partials: int) -> dict[str, int]:
-        shapes = buffer_shapes(
-            num_q_heads=num_q_heads,
-            head_dim=head_dim,
-            list_tokens=list_tokens,
-            partial_dtype=partial_dtype,
-            max_queries=queries,
-            draft_tokens=draft_tokens,
-            **(room | {"max_partials": max_partials}),
-        )
+        rows, of_partials = draft_tokens * num_q_heads, room | {"max_partials": max_partials}
+        shapes = buffer_shapes(rows, head_dim, list_tokens, partial_dtype, of_partials)
         return {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
 
     fixed = sum(parts(0).values())

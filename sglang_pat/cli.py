@@ -66,11 +66,11 @@ def _run(argv: Sequence[str] | None) -> int:
         from sglang_pat.estimate.command import run_estimate
 
         return run_estimate(arguments)
-    from sglang_pat.demo.run import Options, run_demo
+    from sglang_pat.demo.run import run_demo
     from sglang_pat.demo.server import ServerError
 
     try:
-        return run_demo(Options(arguments.device, arguments.dtype, arguments.cache, arguments.json))
+        return run_demo(arguments.device, arguments.cache)
     except (ServerError, OSError) as error:
         print(f"sglang-pat demo: {error}", file=sys.stderr)
         return 1
@@ -93,25 +93,25 @@ def _run_doctor(
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line; flags of a server after ``doctor`` are not known to it."""
     from sglang_pat.estimate import command as estimate
-    from sglang_pat.explain.command import add_arguments
+    from sglang_pat.explain import command as explain
 
     parser = argparse.ArgumentParser(
-        prog="sglang-pat", description="Prefix-aware decode attention for SGLang."
+        prog="sglang-pat",
+        description="Prefix-aware decode attention for SGLang. Exit status: 0 all well, 1 not, "
+        "2 wrong usage.",
     )
+    version = f"sglang-pat {sglang_pat.__version__}"
     parser.add_argument(
-        "--version",
-        action="version",
-        version=f"sglang-pat {sglang_pat.__version__}",
-        help="print the version and exit",
+        "--version", action="version", version=version, help="print the version and exit"
     )
     commands = parser.add_subparsers(dest="command", required=True, title="commands")
     demo = commands.add_parser(
         "demo",
-        help="run an agent workload on the stock backend and on pat, side by side",
-        description="Run the conversations of a team of agents on two servers, one with SGLang's "
-        "own backend and one with pat, and print the times, the K/V reads and whether the answers "
-        "agree. Nothing is downloaded: a small model with random weights is made. It takes a few "
-        "minutes. Exit status: 0 they agree and pat packed, 1 not, 2 wrong usage.",
+        help="run a shared-prefix workload on the stock backend and on pat, side by side",
+        description="Serve one workload on two servers, one with SGLang's backend and one with "
+        "pat, and print times, K/V reads and whether the answers agree: in fp32 on a CPU the "
+        "tokens, in bf16 on a GPU the log-probabilities. The model is small and random: there is "
+        "no download. It takes a few minutes.",
     )
     demo.add_argument(
         "--device",
@@ -121,43 +121,24 @@ def make_parser() -> argparse.ArgumentParser:
         "CPU (default: auto)",
     )
     demo.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="auto: float32 on a CPU, where tokens are compared; bfloat16 on a GPU, where "
-        "log-probabilities of forced tokens are (default: auto)",
-    )
-    demo.add_argument(
         "--cache",
         type=Path,
         help="folder for the model and the servers' logs (default: one of the user's cache)",
     )
-    demo.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the results to FILE, too (default: no)"
-    )
     _add_doctor(commands)
-    explain = commands.add_parser(
-        "explain",
-        help="draw the plan of a batch: the pack tree, the items, who merges what",
-        description="Make the plan of a batch of requests, without a GPU and without SGLang, and "
-        "draw it as text: the pack tree, the items made of it, where each partial result "
-        "goes, and how many K/V tokens are read instead of how many. Exit status: 0 drawn, 1 the "
-        "batch or an option makes no sense, 2 wrong usage.",
+    what = "print and draw the plan of a batch, and what it reads; without a GPU or SGLang"
+    explain.add_arguments(commands.add_parser("explain", help=what, description=what))
+    what = (
+        "say which K/V reads pat would save on prompts or a trace, and which text keeps prompts "
+        "apart; without a GPU or SGLang (docs/estimate.md)"
     )
-    add_arguments(explain)
-    gain = commands.add_parser(
-        "estimate",
-        help="say which K/V reads pat would save on your prompts or a trace",
-        description="Say which K/V reads pat would save on prompts or a trace, without a GPU and "
-        "without SGLang, and which text keeps prompts from sharing more: a date, an id, or parts "
-        "in another order (docs/estimate.md). Exit status: 0 estimated, 1 the input or an option "
-        "makes no sense, 2 wrong usage.",
-    )
-    estimate.add_arguments(gain)
+    estimate.add_arguments(commands.add_parser("estimate", help=what, description=what))
     return parser
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from sglang_pat.gpus import GPUS
+
     doctor = commands.add_parser(
         "doctor",
         help="say what was found, and what would keep pat off; with --model, what pat would do "
@@ -179,8 +160,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--gpu",
         default="",
         metavar="NAME",
-        help="ask about a GPU that is not here: H200, H100, A100, A100-40GB, L40S, L4, RTX4090, "
-        "RTX3090, B200, B300, RTX5090 or RTXPRO6000 (default: what is here)",
+        help=f"ask about a GPU that is not here: {', '.join(GPUS)} (default: what is here)",
     )
 
 

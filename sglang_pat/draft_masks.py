@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from sglang_pat import _C
-
 MOST_MASKED_DRAFTS = 64  # bits of a draft mask
 
 
@@ -82,42 +80,4 @@ def check_draft_masks(
             f"draft_masks is {masks.dtype} {tuple(masks.shape)}, must be contiguous int64 {shape}"
         )
     if masks.device != device:
-        raise ValueError(f"draft_masks is on {masks.device}, q on {device}: move one of them")
-
-
-def write_masks(to: torch.Tensor, masks: torch.Tensor) -> None:
-    """Copy ``masks``, int64 [B, T], to the first rows of ``to``, the masks of a workspace, int64
-    [max_queries, T] on a GPU. Raises ValueError for masks of another shape, dtype or device."""
-    most, tokens = to.shape
-    if masks.dim() != 2 or len(masks) > most or masks.shape[1] != tokens:
-        raise ValueError(
-            f"draft masks of {tuple(masks.shape)}, must be [{most} or fewer, {tokens}]"
-        )
-    if masks.dtype != torch.int64 or masks.device != to.device:
-        raise ValueError(
-            f"draft masks are {masks.dtype} on {masks.device}, must be int64 on {to.device}"
-        )
-    to[: len(masks)].copy_(masks)
-
-
-def write_custom_mask(
-    to: torch.Tensor, custom_mask: torch.Tensor, seq_lens: torch.Tensor, *, with_prefix: bool
-) -> None:
-    """``masks_of`` into the first rows of ``to``, the masks of a workspace, on the current GPU. One
-    kernel. Raises ValueError as ``check_custom_mask`` does, and for more queries than there are
-    rows or a mask on another device."""
-    most, tokens = to.shape
-    check_custom_mask(custom_mask, seq_lens, tokens, with_prefix=with_prefix)
-    if custom_mask.device != to.device:
-        raise ValueError(f"custom_mask is on {custom_mask.device}, must be on {to.device}")
-    if len(seq_lens) > most:
-        raise ValueError(f"draft masks of {len(seq_lens)} queries, at most {most} fit")
-    _C.read_draft_masks_cuda(
-        cells=custom_mask.data_ptr(),
-        num_cells=len(custom_mask),
-        seq_lens=(seq_lens.data_ptr() if with_prefix else 0, seq_lens.element_size()),
-        num_rows=len(seq_lens),
-        draft_tokens=tokens,
-        masks=to.data_ptr(),
-        stream=torch.cuda.current_stream().cuda_stream,
-    )
+        raise ValueError(f"draft_masks is on {masks.device}, must be on {device}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode batches as JSON: of a running server (``SGLANG_PAT_DUMP``), and single ones.
+"""Decode batches of a running server as JSON lines (``SGLANG_PAT_DUMP``).
 
-A dump is JSON lines. The first is the header, an object with the key ``sglang_pat_dump``. Each
+The first line is the header, an object with the key ``sglang_pat_dump``. Each
 further line is a batch, an object with ``paths``, ``seq_lens`` and ``plan``. The last line has the
 key ``end``; the dump of a server that stopped before lacks it. No line has a token or a text.
 """
@@ -18,7 +18,6 @@ from sglang_pat.target import Target
 KIND, VERSION = "sglang_pat_dump", 1
 MAX_REQUESTS = 16_384
 MAX_TOKENS = 2**31 - 1
-MAX_ID = 2**63 - 1
 FORM = '{"paths": [[[1, 0, 512]], []], "seq_lens": [600, 90]}'
 
 PathNodes = list[tuple[int, int, int]]
@@ -80,54 +79,38 @@ def read_dump(file: Path) -> Dump:
     Raises OSError for a file that cannot be read, and ValueError that names the line for one of
     another form or version. Whether paths are one tree is left to ``sglang_pat.plan``.
     """
-    lines = file.read_text(encoding="utf-8").splitlines()
-    header = _object(file, 1, lines[0] if lines else "")
+    lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    header = _object(file, *next(lines, (1, "")))
     if header.get(KIND) != VERSION:
         raise ValueError(
             f"{file} is no dump of version {VERSION}: it must begin with an object that has "
             f'"{KIND}": {VERSION}, as a server with SGLANG_PAT_DUMP writes it'
         )
     batches: list[Batch] = []
-    end: dict[str, Any] = {}
-    for number, line in enumerate(lines[1:], 2):
+    for number, line in lines:
         found = _object(file, number, line)
         if "end" in found:
-            end = found
-            break
-        requests = checked(found.get("paths"), found.get("seq_lens"), f"{file}, line {number}")
-        batches.append(
-            Batch(requests.paths, requests.seq_lens, len(batches) + 1, found.get("plan", {}))
+            return Dump(header, batches, found)
+        paths, seq_lens = _requests(found, f"{file}, line {number}")
+        batches.append(Batch(paths, seq_lens, len(batches) + 1, found.get("plan", {})))
+    return Dump(header, batches, {})
+
+
+def _requests(found: dict[str, Any], where: str) -> tuple[list[PathNodes], list[int]]:
+    """Paths and lengths of a batch, which stands at ``where``."""
+    try:
+        paths = [[(node, start, end) for node, start, end in path] for path in found["paths"]]
+        seq_lens = [*found["seq_lens"]]
+        numbers = [*seq_lens, *(n for path in paths for node in path for n in node)]
+        good = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+    except (KeyError, TypeError, ValueError):
+        good = False
+    if not (good and len(paths) == len(seq_lens) and 0 < len(paths) <= MAX_REQUESTS):
+        raise ValueError(
+            f"{where} must have a path and a length, in whole numbers, of 1 to {MAX_REQUESTS:,} "
+            f"requests, as {FORM}"
         )
-    return Dump(header, batches, end)
-
-
-def checked(paths: object, seq_lens: object, where: str) -> Requests:
-    """The requests of two values out of JSON, which stand at ``where``; raises ValueError for
-    another form."""
-    if not (isinstance(paths, list) and isinstance(seq_lens, list)) or len(paths) != len(seq_lens):
-        raise ValueError(f"{where}: paths and seq_lens must be lists of one length, as in {FORM}")
-    if not 0 < len(paths) <= MAX_REQUESTS:
-        raise ValueError(f"{where} has {len(paths):,} requests, must have 1 to {MAX_REQUESTS:,}")
-    for query, (path, length) in enumerate(zip(paths, seq_lens, strict=True)):
-        if not _is_count(length, MAX_TOKENS):
-            raise ValueError(f"{where}: seq_lens[{query}] is {length!r}, must be 0 to {MAX_TOKENS}")
-        if not isinstance(path, list) or not all(_is_node(node) for node in path):
-            raise ValueError(
-                f"{where}: paths[{query}] is {path!r}, must be a list of [id, start, end], whole "
-                f"numbers from 0 on, id below 2**63, start and end up to {MAX_TOKENS}"
-            )
-    return Requests([[(i, s, e) for i, s, e in path] for path in paths], seq_lens)
-
-
-def _is_count(value: object, most: int) -> bool:
-    return type(value) is int and 0 <= value <= most
-
-
-def _is_node(value: object) -> bool:
-    if not isinstance(value, list) or len(value) != 3:
-        return False
-    node, *span = value
-    return _is_count(node, MAX_ID) and all(_is_count(token, MAX_TOKENS) for token in span)
+    return paths, seq_lens
 
 
 def _object(file: Path, number: int, line: str) -> dict[str, Any]:

@@ -105,13 +105,10 @@ class Executor:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         out: torch.Tensor,
-        *,
-        scale: float,
-        logit_cap: float,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        **factors: float,
     ) -> None:
-        """Attention of one layer; arguments as of ``ops.decode``."""
+        """Attention of one layer; arguments as of ``ops.decode``. ``factors``: its ``scale``,
+        ``logit_cap``, ``k_scale`` and ``v_scale``."""
         if self._plan is None or self._batch is None:
             raise RuntimeError("decode() before load() and snapshot()")
         ops.decode(
@@ -121,12 +118,9 @@ class Executor:
             self._table,
             *self._batch,
             self._plan,
-            scale=scale,
-            logit_cap=logit_cap,
-            k_scale=k_scale,
-            v_scale=v_scale,
             draft_masks=self._draft_masks,
             out=out,
             partial_dtype=self._partial_dtype,
             workspace=self._workspace,
+            **factors,  # type: ignore[arg-type]  # by name, all floats
         )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast a GPU moves and computes, as far as a plan has to know, and what runs on it.
 
-A GPU that was not measured has the vendor's rates, times what our kernels reach of the vendor's
-rates on an H200. A plan weighs bytes against products and both against the cost of an item, so a
-rate that is off by a fifth hardly changes it.
+A plan weighs bytes against products and both against the cost of an item, so a rate that is off by
+a fifth hardly changes it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_pat import _C
 
@@ -50,36 +49,14 @@ KNOWN: dict[str, tuple[float, float]] = {
     "A100-SXM4-80GB": (2.04, 312),
     "A100 80GB": (1.94, 312),
     "A100": (1.56, 312),
-    "A800-SXM4-80GB": (2.04, 312),
-    "A800 80GB": (1.94, 312),
-    "A800": (1.56, 312),
-    "A30": (0.933, 165),
-    "A40": (0.696, 150),
-    "A10G": (0.6, 70),
-    "A10": (0.6, 125),
     "L40S": (0.864, 362),
     "L40": (0.864, 181),
-    "L20": (0.864, 119.5),
     "L4": (0.3, 121),
     "RTX PRO 6000 Blackwell": (1.79, 500),
-    "RTX 6000 Ada": (0.96, 364),
-    "RTX A6000": (0.768, 155),
-    "RTX A5000": (0.768, 111),
     "RTX 5090": (1.79, 209),
-    "RTX 5080": (0.96, 113),
     "RTX 4090": (1.01, 165),
     "RTX 3090 Ti": (1.01, 80),
     "RTX 3090": (0.936, 71),
-}
-# Dense bf16 TFLOP/s of one SM by compute capability, of GPUs that are not known: of the H200, A100,
-# RTX 3090, RTX 4090, B200 and RTX 5090.
-_PER_SM = {
-    (9, 0): KNOWN["H200"][1] / 132,
-    (8, 0): KNOWN["A100"][1] / 108,
-    (8, 6): KNOWN["RTX 3090"][1] / 82,
-    (8, 9): KNOWN["RTX 4090"][1] / 128,
-    (10, 0): KNOWN["B200"][1] / 148,
-    (12, 0): KNOWN["RTX 5090"][1] / 170,
 }
 _KIB = 1024
 # Bytes of shared memory that a block can have, by compute capability: the CUDA C++ programming
@@ -200,8 +177,7 @@ def items_per_sm(capability: tuple[int, int], head_dim: int) -> int:
     return 2 if head_dim <= (64 if little else 128) else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(NamedTuple):
     """What a GPU moves and computes, all SMs together: bytes/s of memory, bf16 FLOP/s. ``source``:
     "measured", the "vendor"'s figures scaled to our kernels, or "estimated" of them."""
 
@@ -209,72 +185,45 @@ class Rates:
     flops_per_s: float
     source: str
 
-    def __str__(self) -> str:
-        return (
-            f"{self.bytes_per_s / 1e12:.2f} TB/s, {self.flops_per_s / 1e12:.0f} TFLOP/s "
-            f"({self.source})"
-        )
-
 
 def rates_of(properties: Any) -> Rates:
     """Of a device of ``torch.cuda.get_device_properties``: measured, else the vendor's, else
-    estimated from its memory's clock and width where torch tells them and from the number and kind
-    of its SMs. Logs which."""
-    measured = MEASURED.get((properties.name, properties.multi_processor_count))
-    found = Rates(*measured, "measured") if measured else _vendors(properties)
-    logger.info(
-        "sglang_pat: plans for %s, %d SMs: %s",
-        properties.name,
-        properties.multi_processor_count,
-        found,
+    estimated; logged, an estimate as a warning.
+
+    The vendor's rates and estimates count times what our kernels reach of them on an H200.
+    """
+    name, sms = properties.name, properties.multi_processor_count
+    if measured := MEASURED.get((name, sms)):
+        found = Rates(*measured, "measured")
+    else:
+        # A laptop's GPU has the name of a desktop's with other memory and more SMs.
+        words = (w for w in KNOWN if re.search(rf"\b{w}\b", name) and "Laptop" not in name)
+        known = next(words, None)
+        terabytes, teraflops = _estimate(properties) if known is None else KNOWN[known]
+        of_h200, most = MEASURED["NVIDIA H200", 132], KNOWN["H200"][1] / 132 * sms
+        if properties.major in (10, 11):
+            # The vendor's rate is that of tcgen05, and our kernels use mma.sync there. How fast
+            # that is was not measured; an SM is taken to reach what one of the H200 does.
+            teraflops = min(teraflops, most)
+        found = Rates(
+            of_h200[0] * terabytes / KNOWN["H200"][0],
+            of_h200[1] * teraflops / KNOWN["H200"][1],
+            "estimated" if known is None else "vendor",
+        )
+    logger.log(
+        logging.WARNING if found.source == "estimated" else logging.INFO,
+        "sglang_pat: plans for %s, %d SMs: %.2f TB/s, %.0f TFLOP/s (%s)",
+        *(name, sms, found.bytes_per_s / 1e12, found.flops_per_s / 1e12, found.source),
     )
     return found
 
 
-def vendor_rates(name: str) -> tuple[float, float] | None:
-    """TB/s and dense bf16 TFLOP/s as the vendor states them; None for a GPU that is not known."""
-    if "Laptop" in name:  # the name of a desktop GPU with other memory and fewer SMs
-        return None
-    known = (KNOWN[words] for words in KNOWN if re.search(rf"\b{words}\b", name))
-    return next(known, None)
-
-
-def _vendors(properties: Any) -> Rates:
-    """The vendor's rates or an estimate of them, times what our kernels reach of them on an
-    H200."""
-    stated, source = vendor_rates(properties.name), "vendor"
-    if stated is None:
-        stated, source = _estimate(properties), "estimated"
-        logger.warning(
-            "sglang_pat: plans for %s, which it does not know, with an estimate of %.2f TB/s and "
-            "%.0f TFLOP/s in bf16",
-            properties.name,
-            *stated,
-        )
-    terabytes, teraflops = stated
-    most = _PER_SM[9, 0] * properties.multi_processor_count
-    if properties.major in (10, 11) and teraflops > most:
-        # The vendor's rate is that of tcgen05, and our kernels use mma.sync there. How fast that is
-        # was not measured; an SM is taken to reach what one of the H200 does with wgmma.
-        teraflops = most
-    vendors_terabytes, vendors_teraflops = KNOWN["H200"]
-    bytes_per_s, flops_per_s = MEASURED["NVIDIA H200", 132]
-    return Rates(
-        bytes_per_s * terabytes / vendors_terabytes,
-        flops_per_s * teraflops / vendors_teraflops,
-        source,
-    )
-
-
 def _estimate(properties: Any) -> tuple[float, float]:
-    """TB/s and TFLOP/s, as the vendor would state them."""
+    """TB/s and TFLOP/s as the vendor would state them: from the memory's clock and width where
+    torch tells them, else as many as an H200's SMs have; products as of an H200's or an A100's."""
     sms = properties.multi_processor_count
-    capability = (properties.major, properties.minor)
-    per_sm = _PER_SM.get(capability, _PER_SM[8, 0])
     kilohertz = getattr(properties, "memory_clock_rate", 0)
     bits = getattr(properties, "memory_bus_width", 0)
-    if kilohertz and bits:
-        terabytes = 2 * kilohertz * 1e3 * bits / 8 / 1e12  # two transfers a clock
-    else:
-        terabytes = KNOWN["H200"][0] * sms / 132
-    return terabytes, per_sm * sms
+    terabytes = 2 * kilohertz * 1e3 * bits / 8 / 1e12  # two transfers a clock
+    per_sm = KNOWN["H200"][1] / 132 if properties.major == 9 else KNOWN["A100"][1] / 108
+    return terabytes or KNOWN["H200"][0] / 132 * sms, per_sm * sms

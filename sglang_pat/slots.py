@@ -10,12 +10,22 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_pat.arguments import require_tensor
 from sglang_pat.planner import Plan
+
+DYNAMIC = -1  # kDynamic of csrc/plan.h: tokens up to the end of a sequence
 
 
 class SlotMismatch(ValueError):
     """Two places that must hold one slot hold two."""
+
+
+def require_tensor(name: str, value: object) -> None:
+    """Raise ValueError, saying what to do, unless ``value`` is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"{name} is of type {type(value).__name__}, must be a torch.Tensor: "
+            f"convert it with torch.as_tensor"
+        )
 
 
 def check_slots(plan: Plan, req_to_token: torch.Tensor, rows: torch.Tensor) -> None:
@@ -47,7 +57,7 @@ def check_slots(plan: Plan, req_to_token: torch.Tensor, rows: torch.Tensor) -> N
     for query, row in enumerate(table_rows):
         if not 0 <= row < num_rows:
             raise ValueError(f"query {query}: row {row} is not one of the table's {num_rows}")
-    for shared in shared_ranges(plan):
+    for shared in ranges(plan, shared=True):
         end = shared.begin + shared.tokens
         if end > max_context:
             raise ValueError(
@@ -63,26 +73,28 @@ def check_slots(plan: Plan, req_to_token: torch.Tensor, rows: torch.Tensor) -> N
         ) from None
 
 
-class SharedRange(NamedTuple):
-    """Tokens that an item reads in the row of query ``reader`` for all of ``queries``."""
+class Range(NamedTuple):
+    """Tokens that an item reads in the row of query ``reader`` for all of ``queries``: as many as
+    ``tokens``, or up to the end of the sequence if that is DYNAMIC."""
 
+    item: int
     reader: int
     begin: int
     tokens: int
     queries: list[int]
 
 
-def shared_ranges(plan: Plan) -> Iterator[SharedRange]:
-    """What the plan's items read for more than one query."""
+def ranges(plan: Plan, *, shared: bool = False) -> Iterator[Range]:
+    """What the plan's items read; ``shared``: only what they read for more than one query."""
     members = plan.members["query"]
     segments = plan.segments
-    for index in np.flatnonzero(plan.items["num_queries"] > 1):
-        first_member = int(plan.items["member_offset"][index])
-        first, count = plan.item_segments[index].tolist()
+    for item in np.flatnonzero(plan.items["num_queries"] > int(shared)).tolist():
+        first_member = int(plan.items["member_offset"][item])
+        first, count = plan.item_segments[item].tolist()
         for reader, begin, tokens, _, offset, queries in segments[first : first + count].tolist():
-            if queries > 1:
+            if queries > int(shared):
                 at = first_member + offset
-                yield SharedRange(reader, begin, tokens, members[at : at + queries].tolist())
+                yield Range(item, reader, begin, tokens, members[at : at + queries].tolist())
 
 
 def compare_shared(
@@ -94,7 +106,7 @@ def compare_shared(
     """Compare the slots of the queries for which an item reads tokens once. ``name``: of a query,
     for the message of SlotMismatch. ``rows`` on the CPU; they and the plan's tokens must be in the
     table."""
-    for shared in shared_ranges(plan):
+    for shared in ranges(plan, shared=True):
         span = slice(shared.begin, shared.begin + shared.tokens)
         expected = req_to_token[rows[shared.reader], span]
         for query in shared.queries:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backend counts. Plain integers: the hot path only adds, others read."""
+"""What the backend counts, and what a server's log says of its sharing: its first packed step, or
+why there is none. Plain integers: the hot path only adds, others read."""
 
 from __future__ import annotations
 
@@ -7,8 +8,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-
-from sglang_pat.sharing import SharingWatch
 
 if TYPE_CHECKING:
     from sglang_pat.planner import Plan
@@ -32,15 +31,10 @@ COUNTERS = {
     "exposed_seconds": "Host time of the steps that made a plan that was not hidden.",
     "host_seconds": "Host time of pat in all decode steps, with a new plan or the last one.",
 }
-
-
 # Counters with a label: its name, and what they mean.
 LABELLED = {
     "base_forwards": ("kind", "Forward passes that SGLang's own attention runs as intended."),
-    "base_layers": (
-        "reason",
-        "Layers of decode steps that are SGLang's by their kind.",
-    ),
+    "base_layers": ("reason", "Layers of decode steps that are SGLang's by their kind."),
     "fallbacks": ("reason", "What pat should have served but did not: passes, plans."),
     "private_requests": ("reason", "Requests whose shared prefix was not known to the plan."),
 }
@@ -55,6 +49,40 @@ _UNINTENDED_MODES = {
     "target_verify": "speculative decoding verifies several tokens of a request at once",
 }
 
+# Decode steps without any sharing after which the likely reason is logged. At 10 to 30 ms a step,
+# a quarter to half a minute of work.
+STEPS_WITHOUT_SHARING = 1000
+
+# Why requests share nothing: reasons of ``Stats.private_requests``, and what users can do.
+RADIX_CACHE_DISABLED = "radix cache disabled"
+NOT_CACHED = "nothing cached yet"
+NO_LOCK = "no tree lock"
+NO_REQUEST = "row without a request"
+NOT_READ = "path not read yet"
+_REMEDIES = {
+    RADIX_CACHE_DISABLED: (
+        "SGLang's radix cache, which knows what requests share, is disabled: start the server "
+        "without --disable-radix-cache"
+    ),
+    NOT_CACHED: (
+        "the radix cache held nothing of most requests: their prompts are shorter than a page "
+        "(--page-size), or the cache is too small to keep them"
+    ),
+    NO_LOCK: "most requests held no prefix in the radix cache, as those just released",
+    NOT_READ: (
+        "most requests stand so deep in the radix cache that their paths are read over several "
+        "steps"
+    ),
+    NO_REQUEST: "most queries of the batches belonged to no request of the scheduler",
+}
+# Reasons of fallbacks: the requests, or what they share, could not be read.
+NOT_USABLE, NOT_READABLE = "sharing not usable", "requests not readable"
+_DIFFERENT_PROMPTS = (
+    "the prompts differ in their first tokens (a date, an id, another order of parts), or share "
+    "too few tokens to gain from: put what they share first (sglang-pat estimate names "
+    "such prompts)"
+)
+
 
 class Stats:
     """Counters of one scheduler process.
@@ -68,38 +96,15 @@ class Stats:
     """
 
     def __init__(self) -> None:
-        self.decode_steps = 0
-        self.verify_steps = 0
-        self.packed_steps = 0
-        self.branched_steps = 0
-        self.kv_tokens_read = 0
-        self.kv_tokens_unpacked = 0
-        self.plans_made = 0
-        self.degraded_plans = 0
-        self.hidden_plans = 0
-        self.plans_reused = 0
-        self.plan_ns = 0
-        self.exposed_ns = 0
-        self.host_ns = 0
+        self.decode_steps = self.verify_steps = self.packed_steps = self.branched_steps = 0
+        self.kv_tokens_read = self.kv_tokens_unpacked = 0
+        self.plans_made = self.degraded_plans = self.hidden_plans = self.plans_reused = 0
+        self.plan_seconds = self.exposed_seconds = self.host_seconds = 0.0
         self.base_forwards: Counter[str] = Counter()
         self.base_layers: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.private_requests: Counter[str] = Counter()
         self._watch = SharingWatch()
-
-    @property
-    def plan_seconds(self) -> float:
-        return self.plan_ns / 1e9
-
-    @property
-    def exposed_seconds(self) -> float:
-        """At most so long did the GPU wait for plans: of a plan that it waited for a part may have
-        been hidden."""
-        return self.exposed_ns / 1e9
-
-    @property
-    def host_seconds(self) -> float:
-        return self.host_ns / 1e9
 
     def step(self, plan: Plan, total: int, *, made: bool) -> None:
         """Count a decode step that runs ``plan``; ``total``: the sum of its sequence lengths;
@@ -120,11 +125,13 @@ class Stats:
     def host_time(self, elapsed_ns: int, *, made: bool, hidden: bool) -> None:
         """Count what a step took the host; ``made``: whether a plan was made for it; ``hidden``:
         whether the GPU was busy all that time, asked only if one was made."""
-        self.host_ns += elapsed_ns
+        seconds = elapsed_ns / 1e9
+        self.host_seconds += seconds
         if made:
-            self.plan_ns += elapsed_ns
+            self.plan_seconds += seconds
             self.hidden_plans += hidden
-            self.exposed_ns += 0 if hidden else elapsed_ns
+            # At most so long did the GPU wait: a part of a plan that is not hidden may have been.
+            self.exposed_seconds += 0.0 if hidden else seconds
 
     def _degrade(self, plan: Plan) -> None:
         """Count a plan that is simpler than the rules ask for; tell of the first one."""
@@ -210,18 +217,110 @@ class Stats:
         line = (
             f"{self.decode_steps} decode steps on pat, in {self.packed_steps} of which requests "
             f"shared K/V reads; {self.kv_tokens_read} K/V tokens read instead of {unpacked} "
-            f"({saved:.1%} saved); {self.host_ns / steps / 1e3:.1f} us of host time a step, a new "
-            f"plan in {self.plans_made / steps:.1%}, "
-            f"{self.hidden_plans} of {self.plans_made} plans hidden behind the GPU"
+            f"({saved:.1%} saved); {1e6 * self.host_seconds / steps:.1f} us of host time a step, a "
+            f"new plan in {self.plans_made / steps:.1%}, {self.hidden_plans} of {self.plans_made} "
+            "plans hidden behind the GPU"
         )
-        if self.base_forwards:
-            line += f"; on SGLang's attention as intended: {_list(self.base_forwards)}"
-        if self.base_layers:
-            line += f"; layers that are SGLang's by their kind: {_list(self.base_layers)}"
-        if self.fallbacks:
-            line += f"; not served by pat as it should have been: {_list(self.fallbacks)}"
+        for words, counts in (
+            ("on SGLang's attention as intended", self.base_forwards),
+            ("layers that are SGLang's by their kind", self.base_layers),
+            ("not served by pat as it should have been", self.fallbacks),
+        ):
+            if counts:
+                listed = ", ".join(f"{count} x {name}" for name, count in dict(counts).items())
+                line += f"; {words}: {listed}"
         return line
 
 
-def _list(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} x {name}" for name, count in dict(counts).items())
+class SharingWatch:
+    """Watches a server's decode steps until one is packed, and says so once, or why none is.
+
+    ``on``: whether it still watches; else it need not be called.
+    """
+
+    def __init__(self) -> None:
+        self.on = True
+        self._small_steps = 0  # decode steps of one request, or of fewer than pat serves
+        self._most_in_small_steps = 1  # requests
+        self._steps_of_several = 0
+        self._planned = 0  # requests, in all plans made
+
+    def step(self, plan: Plan, total: int, *, made: bool) -> bool:
+        """Watch a decode step that runs ``plan``, for ``total`` K/V tokens, ``made`` for it or
+        reused. Announces the first packed step. Returns whether it is time to call ``explain``."""
+        self._planned += plan.num_queries if made else 0
+        if plan.num_shared_items > 0 and (saving := describe_packed_step(plan, total)):
+            self.on = False
+            logger.info("sglang_pat: %s", saving)
+            return False
+        if plan.num_queries > 1:
+            self._steps_of_several += 1
+            return self._steps_of_several == STEPS_WITHOUT_SHARING
+        return self.small_step(plan.num_queries)
+
+    def small_step(self, requests: int) -> bool:
+        """Watch a decode step of one request, or of so few that the base runs it. Returns
+        whether it is time to call ``explain``."""
+        self._small_steps += 1
+        self._most_in_small_steps = max(self._most_in_small_steps, requests)
+        return self._small_steps == STEPS_WITHOUT_SHARING and not self._steps_of_several
+
+    def explain(self, private: Mapping[str, int], fallbacks: Mapping[str, int]) -> None:
+        """Log that nothing was shared, with the likely reason; the counts are those of ``Stats``.
+        A WARNING, unless there were no two requests at a time."""
+        if self._steps_of_several:
+            logger.warning(
+                "sglang_pat: %d decode steps had several requests, and none of them could share "
+                "K/V reads. The likely reason: %s. `sglang-pat doctor` lists what keeps pat from "
+                "sharing.",
+                self._steps_of_several,
+                self._likely_reason(private, fallbacks),
+            )
+        elif self._most_in_small_steps > 1:
+            logger.warning(
+                "sglang_pat: each of %d decode steps had at most %d requests, so few that SGLang's "
+                "attention ran them, unpacked: lower SGLANG_PAT_MIN_BATCH to have them packed",
+                self._small_steps,
+                self._most_in_small_steps,
+            )
+        else:
+            logger.info(
+                "sglang_pat: each of %d decode steps had a single request, so there was nothing to "
+                "share; pat saves K/V reads when several requests with a common beginning run at "
+                "the same time",
+                self._small_steps,
+            )
+
+    def _likely_reason(self, private: Mapping[str, int], fallbacks: Mapping[str, int]) -> str:
+        for reason in (NOT_USABLE, NOT_READABLE):
+            if fallbacks.get(reason):
+                return f"pat could not read SGLang's radix cache ({reason}; see the warning above)"
+        reason, count = Counter(private).most_common(1)[0] if private else ("", 0)
+        # Under overlap scheduling the first step after a prefill finds nothing cached yet.
+        if 2 * count > self._planned:
+            return _REMEDIES.get(reason, reason)
+        return _DIFFERENT_PROMPTS
+
+
+def describe_packed_step(plan: Plan, total: int) -> str:
+    """What a packed step of ``total`` K/V tokens saves, in a line: how many requests share tokens,
+    how many each, and the K/V reads of the whole step. Empty for a plan whose items of several
+    requests read no token for more than one of them.
+
+    Requests with one prefix may be in several items, so these are not told apart.
+    """
+    # Imported here: a client that only reads counters needs no torch.
+    from sglang_pat.slots import ranges
+
+    tokens: Counter[int] = Counter()  # shared ones of each query
+    for shared in ranges(plan, shared=True):
+        tokens.update(dict.fromkeys(shared.queries, shared.tokens))
+    if not tokens:
+        return ""
+    least, most = min(tokens.values()), max(tokens.values())
+    each = f"{most} tokens" if least == most else f"{least} to {most} tokens each"
+    ratio = total / plan.kv_tokens_read(total)
+    return (
+        f"{len(tokens)} requests share {each}: {ratio:.1f} x fewer K/V reads "
+        f"(the first decode step that shares, of {plan.num_queries} requests)"
+    )

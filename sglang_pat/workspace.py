@@ -9,16 +9,52 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from sglang_pat import _C
-from sglang_pat.arguments import check_batch, require_kernels
-from sglang_pat.capacity import buffer_shapes
-from sglang_pat.draft_masks import write_custom_mask, write_masks
-from sglang_pat.list_length import ListLength
+from sglang_pat.capacity import ROOM, buffer_shapes
+from sglang_pat.draft_masks import check_custom_mask, check_draft_masks
 from sglang_pat.planner import Plan
 from sglang_pat.target import Target
 
 LAUNCHES = _C.LAUNCHES
 LIST_TOKENS = 1 << 20  # of a workspace that is not told otherwise: 4 MB
 _STAGINGS = 3  # pinned buffers through which plans go to the device
+PATIENCE = 1000  # plans that a list is twice too long for before it becomes shorter
+
+
+def require_kernels() -> None:
+    """Raise ValueError if the extension has no CUDA kernels."""
+    if not hasattr(_C, "decode_cuda"):
+        raise ValueError(
+            "this sglang_pat was built without CUDA kernels: install it with PAT_CUDA=ON"
+        )
+
+
+class ListLength:
+    """Follows what plans need, with a quarter more for those to come; never below ``least`` tokens.
+
+    A plan that needs more gets a longer list at once. A list becomes shorter when it has been twice
+    too long for ``PATIENCE`` plans in a row: a single batch that shares nothing makes it many times
+    as long as it is needed again.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._begin()
+
+    def _begin(self) -> None:
+        self._plans = self._most = 0  # those that it was twice too long for, and what they needed
+
+    def after(self, held: int, needed: int) -> int:
+        """Tokens that the list is to have for a plan that needs ``needed``; it has ``held``."""
+        most = max(self._most, needed)
+        enough = max(self._least, most + most // 4)
+        if needed <= held < 2 * enough:
+            self._begin()
+            return held
+        self._plans, self._most = self._plans + 1, most
+        if needed <= held and self._plans < PATIENCE:
+            return held
+        self._begin()
+        return enough
 
 
 class Workspace:
@@ -75,16 +111,11 @@ class Workspace:
         self.partial_dtype = partial_dtype
         self.launch = launch
         shapes = buffer_shapes(
-            num_q_heads=target.num_q_heads,
-            head_dim=target.head_dim,
-            list_tokens=list_tokens,
-            partial_dtype=partial_dtype,
-            max_queries=target.max_queries,
-            max_items=target.max_items,
-            max_partials=target.max_partials,
-            max_segments=target.max_segments,
-            max_branch_tokens=target.max_branch_tokens,
-            draft_tokens=target.draft_tokens,
+            target.draft_tokens * target.num_q_heads,
+            target.head_dim,
+            list_tokens,
+            partial_dtype,
+            {name: getattr(target, name) for name in ROOM},
         )
         if draft_masks:
             shapes["draft_masks"] = ((target.max_queries, target.draft_tokens), torch.int64)
@@ -103,9 +134,8 @@ class Workspace:
         self.queue = self._buffers["queue"]
         self._draft_masks = self._buffers.get("draft_masks")
         self.bound = self._bind()
-        self._max_bytes = self._plan_buffer.nbytes
         with torch.cuda.device(self.device):
-            self._staging = _C.PlanStaging(self._max_bytes, _STAGINGS)
+            self._staging = _C.PlanStaging(self._plan_buffer.nbytes, _STAGINGS)
         self.trace: torch.Tensor | None = None  # uint64, see _C.decode_cuda
         self.plan: Plan | None
         self.reset()
@@ -138,7 +168,10 @@ class Workspace:
         """What the draft tokens of the queries at hand attend to, int64 [B, T], as ``decode`` takes
         it: from here on in the current stream. Raises ValueError for a workspace without masks, or
         masks of another shape, dtype or device."""
-        write_masks(self._masks_of_trees(), masks)
+        held = self._masks_of_trees()
+        rows = min(masks.shape[0], len(held)) if masks.dim() else 0
+        check_draft_masks(masks, self.device, rows, self.target.draft_tokens)
+        held[:rows].copy_(masks)
 
     def read_draft_masks(
         self, custom_mask: torch.Tensor, seq_lens: torch.Tensor, *, with_prefix: bool
@@ -146,9 +179,22 @@ class Workspace:
         """``set_draft_masks`` of the masks that serving engines give, a byte a cell: arguments as
         of ``draft_masks.masks_of``, on the workspace's device. One kernel. Raises ValueError as
         these do."""
-        masks = self._masks_of_trees()
+        held, tokens = self._masks_of_trees(), self.target.draft_tokens
+        check_custom_mask(custom_mask, seq_lens, tokens, with_prefix=with_prefix)
+        if custom_mask.device != self.device:
+            raise ValueError(f"custom_mask is on {custom_mask.device}, must be on {self.device}")
+        if len(seq_lens) > len(held):
+            raise ValueError(f"draft masks of {len(seq_lens)} queries, at most {len(held)} fit")
         with torch.cuda.device(self.device):
-            write_custom_mask(masks, custom_mask, seq_lens, with_prefix=with_prefix)
+            _C.read_draft_masks_cuda(
+                cells=custom_mask.data_ptr(),
+                num_cells=len(custom_mask),
+                seq_lens=(seq_lens.data_ptr() if with_prefix else 0, seq_lens.element_size()),
+                num_rows=len(seq_lens),
+                draft_tokens=tokens,
+                masks=held.data_ptr(),
+                stream=torch.cuda.current_stream().cuda_stream,
+            )
 
     def _masks_of_trees(self) -> torch.Tensor:
         if self._draft_masks is None:
@@ -202,7 +248,7 @@ class Workspace:
         _C.check_plan_cuda(
             plan=plan.data_ptr,
             plan_bytes=plan.nbytes,
-            max_bytes=self._max_bytes,
+            max_bytes=self._plan_buffer.nbytes,
             max_queries=target.max_queries,
             max_partials=target.max_partials,
             max_context=self.max_context,
@@ -290,7 +336,27 @@ class Workspace:
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
     ) -> int:
         """Check the arguments of ``snapshot`` and give B."""
-        check_batch(req_to_token, rows, seq_lens, self.device, self.max_context)
+        named = (("req_to_token", req_to_token, 2), ("rows", rows, 1), ("seq_lens", seq_lens, 1))
+        for name, tensor, dims in named:
+            if tensor.device != self.device:
+                raise ValueError(f"{name} is on {tensor.device}, the workspace on {self.device}")
+            if tensor.dim() != dims or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, must "
+                    f"have {dims} dimensions, the last of stride 1"
+                )
+        if req_to_token.dtype != torch.int32:
+            raise ValueError(f"req_to_token is {req_to_token.dtype}, must be int32")
+        for name, tensor in (("rows", rows), ("seq_lens", seq_lens)):
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"{name} is {tensor.dtype}, must be int32 or int64")
+        if rows.shape != seq_lens.shape:
+            raise ValueError(f"{len(rows)} rows and {len(seq_lens)} seq_lens: need one of each")
+        if req_to_token.shape[1] > self.max_context:
+            raise ValueError(
+                f"req_to_token has {req_to_token.shape[1]} tokens a row, the workspace holds "
+                f"{self.max_context}: make it for a larger max_context"
+            )
         self.check_rows(len(rows))
         return len(rows)
 

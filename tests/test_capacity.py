@@ -95,40 +95,28 @@ def test_every_batch_of_the_pool_is_served() -> None:
     assert fit(pool_requests=1, largest_graph=0).max_queries == 1
 
 
-def test_contexts_of_131072_and_4096_requests_take_less_than_32_mb_of_slots() -> None:
-    """The list is as long as the K/V pool, with room to grow: not as requests times context."""
-    pool = 6_000_000  # tokens, which takes 733 GB with Llama 3.1 8B
+def test_the_list_is_as_long_as_the_pool_with_room_to_grow() -> None:
+    """Not as requests times context; here 128 prompts of 40,000 tokens with 32 requests each."""
+    pool = 6_000_000  # tokens
     assert fit(pool_tokens=pool).parts["list"] == 4 * (pool * 5 // 4 + 128 * 4096) <= 32 * MB
     assert fit(pool_tokens=10**9).parts["list"] == 32 * MB
-    # 128 prompts of 40,000 tokens, each with 32 requests of 200 tokens of their own.
     paths = [[(i % 128, 0, 40_000)] for i in range(4096)]
-    target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=4096)
-    made = plan(paths, [40_200] * 4096, target)
+    made = plan(paths, [40_200] * 4096, target_of(fit()))
     held = 128 * 40_000 + 4096 * 200  # tokens in the pool
     assert held < made.list_tokens <= list_tokens_for(held, 4096) < 8 * MB
-
-
-def test_a_list_has_a_token_at_most_once_for_each_row_tile_that_reads_it() -> None:
-    """Children that are merged into their parent have its tokens once each."""
-    paths = [[(0, 0, 30_000), (1 + i % 4, 30_000, 60_000)] for i in range(512)]
-    target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=512)
-    made = plan(paths, [60_000] * 512, target)
-    shared = made.item_segments["num_segments"].sum()
-    assert made.kv_tokens_read(512 * 60_000) >= made.list_tokens > 5 * 30_000
-    assert shared == made.num_items  # none of them is a branch
 
 
 def test_partials_take_what_the_budget_leaves() -> None:
     found = fit(pool_requests=300)
     assert found.max_partials == 8 * 300 + 2048 and found.total < found.budget
-    heads = {"num_q_heads": 64, "num_kv_heads": 8}
     cut = fit(num_q_heads=64, pool_requests=1024)
     assert 4 * 1024 <= cut.max_partials < 8 * 1024 + 2048 and not cut.over_budget
     # Three nodes of 1024 tokens and a tail, four partials a query, are packed with fewer.
     paths = [
         [(0, 0, 1024), (1 + i // 64, 1024, 2048), (100 + i // 8, 2048, 3072)] for i in range(512)
     ]
-    made = plan(paths, [3200] * 512, replace(target_of(cut, **heads), max_partials=4 * 512))
+    target = replace(target_of(cut, num_q_heads=64), max_partials=4 * 512)
+    made = plan(paths, [3200] * 512, target)
     assert made.num_shared_items > 0 and made.degraded == ""
     for budget in (1, MB, 30 * MB):
         least = fit(budget=budget)
@@ -138,20 +126,18 @@ def test_partials_take_what_the_budget_leaves() -> None:
 def test_what_is_said_at_start() -> None:
     found = fit()
     assert found.packed_queries == found.max_partials // 4 < 4096
-    assert str(found) == (
-        f"workspace: 256 MB on the GPU, for batches of up to 4,096 requests; beyond "
-        f"{found.packed_queries:,} requests some may share less than they could unless "
-        "SGLANG_PAT_WORKSPACE_MB is raised"
-    )
+    assert str(found).startswith("workspace: 256 MB on the GPU, for batches of up to 4,096 req")
+    assert f"beyond {found.packed_queries:,} requests some may share less" in str(found)
     assert str(fit(pool_requests=300)).endswith("for batches of up to 300 requests")
     small = fit(budget=MB)
-    warning = small.warning()
-    assert (
-        f"takes {megabytes(small.total)} MB" in warning and "SGLANG_PAT_WORKSPACE_MB=1," in warning
-    )
-    assert "batches of up to 4,096 requests" in warning
-    for way_out in ("--max-running-requests", "raise SGLANG_PAT_WORKSPACE_MB"):
-        assert way_out in warning
+    for words in (
+        f"takes {megabytes(small.total)} MB",
+        "SGLANG_PAT_WORKSPACE_MB=1,",
+        "batches of up to 4,096 requests",
+        "--max-running-requests",
+        "raise SGLANG_PAT_WORKSPACE_MB",
+    ):
+        assert words in small.warning()
 
 
 @pytest.mark.parametrize(

@@ -162,38 +162,17 @@ def test_decode(batch: Batch, draft_tokens: int, branching: str, num_sms: int) -
     batch = batch.drafted(draft_tokens)
     if not batch.seq_lens:
         return
-    made_for = target(
-        num_q_heads=8,
-        num_kv_heads=2,
-        head_dim=32,
-        draft_tokens=draft_tokens,
-        branching=branching,
-        num_sms=num_sms,
-    )
+    heads = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 32}
+    rules = {"branching": branching, "num_sms": num_sms}
+    made_for = target(**heads, **rules, draft_tokens=draft_tokens)
     inputs = paths_case(batch, draft_tokens, (8, 2), seed=len(batch.paths))
     made = plan(batch.paths, batch.seq_lens, made_for)
     lse = torch.empty(inputs.q.shape[:2])
-    out = decode(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.table,
-        inputs.rows,
-        inputs.seq_lens,
-        made,
-        scale=inputs.scale,
-        lse=lse,
-    )
+    given = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
+    out = decode(*given, made, scale=inputs.scale, lse=lse)
     truth, truth_lse = inputs.truth()
     assert (out.double() - truth).norm() / truth.norm() < 2e-6
     torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
-
-
-def test_one_draft_token_is_a_decode_step() -> None:
-    batch = Batch([[(1, 0, 500)]] * 5, [510, 530, 600, 501, 900])
-    made = [plan(batch.paths, batch.seq_lens, target(**more)) for more in ({}, {"draft_tokens": 1})]
-    assert made[0].draft_tokens == 1
-    assert np.array_equal(made[0].items, made[1].items)
 
 
 def test_damaged_plans() -> None:
@@ -216,7 +195,7 @@ def test_damaged_plans() -> None:
     refused("the plan was made for other lengths", inputs.plan(), shorter)
 
 
-def test_what_a_plan_refuses() -> None:
+def test_what_is_refused() -> None:
     made_for = target(draft_tokens=4)
     with pytest.raises(ValueError, match=r"query 1: node 7 ends at 98, among the 4 draft tokens"):
         plan([[(7, 0, 96)], [(7, 0, 98)]], [101, 101], made_for)
@@ -232,21 +211,9 @@ def test_what_a_plan_refuses() -> None:
         target(draft_tokens=33)
     made = plan([[]], [0], made_for)
     assert made.num_items == 0
-
-
-def test_rows_of_q() -> None:
     inputs = drafted(shared(3, 70), (8, 2), 4)
-    made = plan(
-        [[]] * 3, inputs.seq_lens.tolist(), target(num_q_heads=8, num_kv_heads=2, draft_tokens=4)
-    )
+    heads = {"num_q_heads": 8, "num_kv_heads": 2}
+    made = plan([[]] * 3, inputs.seq_lens.tolist(), target(**heads, draft_tokens=4))
+    given = (inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens, made)
     with pytest.raises(ValueError, match=r"q has 11 rows, must be a multiple of the plan's 4"):
-        decode(
-            inputs.q[:11],
-            inputs.k,
-            inputs.v,
-            inputs.table,
-            inputs.rows,
-            inputs.seq_lens,
-            made,
-            scale=1.0,
-        )
+        decode(inputs.q[:11], *given, scale=1.0)

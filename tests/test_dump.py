@@ -34,9 +34,11 @@ def batch(spec: str = DEFAULT_TREE) -> dict[str, Any]:
     [
         ("{", "line 3 is not JSON"),
         ("[]", "line 3 must be an object"),
-        ('{"paths": [[]]}', "line 3: paths and seq_lens must be lists of one length"),
-        ('{"paths": [], "seq_lens": []}', "line 3 has 0 requests"),
-        ('{"paths": [[[1, 0]]], "seq_lens": [3]}', "line 3: paths[0] is"),
+        ('{"paths": [[]]}', "line 3 must have a path and a length"),
+        ('{"paths": [[]], "seq_lens": [3, 4]}', "line 3 must have a path and a length"),
+        ('{"paths": [], "seq_lens": []}', "line 3 must have"),
+        ('{"paths": [[[1, 0]]], "seq_lens": [3]}', "line 3 must have"),
+        ('{"paths": [[[1, 0, -1]]], "seq_lens": [3]}', "line 3 must have"),
     ],
 )
 def test_a_broken_line_is_named(line: str, said: str, tmp_path: Path) -> None:
@@ -70,20 +72,17 @@ def test_explain_draws_a_dumped_batch(tmp_path: Path, capsys: pytest.CaptureFixt
     file = written(tmp_path / "dump", batch(), batch("2000(8x40)"))
 
     def explained(*arguments: str) -> str:
-        assert cli.main(["explain", "--part", "structs", *arguments]) == 0
+        assert cli.main(["explain", *arguments]) == 0
         return capsys.readouterr().out
 
     own = explained("--paths", str(file), "--batch", "2")
-    heads = ["--heads", "8/2", "--head-dim", "64"]
-    assert own == explained("--tree", "2000(8x40)", "--target", "cpu", "--sms", "3", *heads)
-    # Heads and head dim are the dump's where another machine is asked for.
-    assert explained("--paths", str(file), "--target", "h200") == explained(*heads)
+    assert "cpu with 3 SMs or threads, as the server" in own
+    options = ["--target", "cpu", "--sms", "3", "--heads", "8/2", "--head-dim", "64"]
+    same = explained("--tree", "2000(8x40)", *options)
+    assert own.partition("planned for")[0] == same.partition("planned for")[0]
+    assert explained("--paths", str(file), *options[2:]) == explained(*options[2:])
     assert cli.main(["explain", "--paths", str(file), "--batch", "3"]) == 1
     assert "--batch is 3" in capsys.readouterr().err
-    assert cli.main(["explain", "--batch", "1"]) == 1
-    assert "--batch goes with a dump only" in capsys.readouterr().err
-    assert cli.main(["explain", "--paths", str(file)]) == 0
-    assert "cpu with 3 SMs or threads, as the server" in capsys.readouterr().out
 
 
 def test_explain_says_whose_target_it_does_not_know(
@@ -94,19 +93,3 @@ def test_explain_says_whose_target_it_does_not_know(
     assert cli.main(["explain", "--paths", str(file)]) == 1
     said = capsys.readouterr().err
     assert "another version of sglang_pat (colour): name one with --target" in said
-
-
-def test_a_verify_step_is_explained_with_its_draft_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = asdict(TARGET) | {"draft_tokens": 4}
-    file = written(tmp_path / "dump", batch(), target=target)
-    assert cli.main(["explain", "--paths", str(file)]) == 0
-    four = capsys.readouterr().out
-    options = ["--target", "cpu", "--sms", "3", "--part", "structs"]
-    assert cli.main(["explain", "--paths", str(file), *options]) == 0
-    as_asked = capsys.readouterr().out
-    assert cli.main(["explain", "--paths", str(file), "--part", "structs"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == as_asked.splitlines()[1:]
-    assert cli.main(["explain", "--paths", str(file), "--draft-tokens", "1"]) == 0
-    assert capsys.readouterr().out != four

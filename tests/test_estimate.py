@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +15,8 @@ import pytest
 from kit.shell import fresh_shell
 
 from sglang_pat import Target, cli, plan
-from sglang_pat.demo.tokenizer import make_tokenizer
 from sglang_pat.estimate.command import reads_of
-from sglang_pat.estimate.differences import ORDER, find, kind_of, moved
+from sglang_pat.estimate.differences import ORDER, find, kind_of
 from sglang_pat.estimate.requests import Request, common_prefix, shared_paths
 
 Capture = pytest.CaptureFixture[str]
@@ -50,6 +46,25 @@ def said(capsys: Capture, *arguments: object, status: int = 0) -> str:
     out, err = capsys.readouterr()
     assert err.count("\n") == status and (not out) == bool(status)
     return out or err
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """A byte-level one that has learnt the words of RULES."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([RULES], trainer)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -102,17 +117,12 @@ def test_kinds_of_differences(one: str, other: str, kind: str, texts: str) -> No
     assert kind_of(other, one)[0] == kind
 
 
-def test_parts_in_another_order_are_found_and_moved() -> None:
+def test_parts_in_another_order_are_found() -> None:
     a, b, c = PARTS
     batch = [request([*a, *b, *c]), request([*a, *c, *b]), request([*a, *b, *c, 9])]
     (found,) = find(batch, lambda tokens: " ".join(f"w{token}" for token in tokens.tolist()))
-    assert found.kind == ORDER and set(found.cuts) == {0, 1, 2}
-    assert len({found.cuts[n] for n in (0, 2)}) == 1, "a later turn has the cut of its first"
-    assert found.cuts[1][0] == 300 and found.common == 300
-    behind = moved(batch, [found])
-    assert [len(one.symbols) for one in behind] == [900, 900, 901]
-    assert common_prefix(behind[0].symbols, behind[1].symbols) >= 600
-    assert sorted(behind[0].symbols) == sorted(batch[0].symbols)
+    assert found.kind == ORDER and (found.first, found.prompts) == (0, [1])
+    assert (found.start, found.common) == (300, 300)
 
 
 def test_documents_in_many_orders_are_many_differences() -> None:
@@ -139,9 +149,7 @@ def test_a_timestamp_is_named_with_what_it_costs(tmp_path: Path, capsys: Capture
     assert " 0% saved\n32 prompts" in text and ": date or time, and" in text
     assert '"2026-11-23 10:00:00" and "2026-11-23 10:01:00"' in text
     text_behind = said(capsys, "--prompts", write(tmp_path, behind), "--tokenizer", tokenizer)
-    saved = int(text.split()[-2][:-1])
-    assert saved > 40 and saved == pytest.approx(int(text_behind.split()[-2][:-1]), abs=2)
-    assert "differ" not in text_behind
+    assert int(text_behind.split()[-2][:-1]) > 40 and "differ" not in text_behind
     plain = tmp_path / "prompts.txt"
     plain.write_text("\n\n".join(line["prompt"] for line in first))
     assert said(capsys, "--prompts", plain, "--tokenizer", tokenizer) == text
@@ -164,8 +172,8 @@ def test_conversations_of_the_openai_sdk(tmp_path: Path, capsys: Capture) -> Non
 
     text = tokens(None, json.dumps({"a": RULES}))
     assert text == tokens("", {"a": RULES})
-    count = int(text.split()[3])
-    assert count > 500 and f"another of the batch: {count} tokens" in text
+    count = int(text.split()[3].replace(",", ""))
+    assert count > 500 and f"another of the batch: {count:,} tokens" in text
     # A token is being decoded, and of answers of 3 tokens there are 0 and 2 before it.
     assert f"instead of {2 * count + 2 + 0 + 2:,}," in text
 
@@ -197,22 +205,6 @@ def test_mistakes_are_one_line(
 ) -> None:
     assert message in said(capsys, "--prompts", write(tmp_path, [line]), *arguments, status=1)
     trace = {"input_length": 700, "output_length": 1, "hash_ids": [1]}
-    assert "1 hash_ids for 700" in said(capsys, "--trace", write(tmp_path, [trace]), status=1)
-
-
-def test_neither_sglang_nor_a_gpu_is_touched(tmp_path: Path) -> None:
-    code = (
-        "import sys; from sglang_pat import cli; "
-        "status = cli.main(['estimate', '--prompts', sys.argv[1]]); "
-        "import torch; assert not torch.cuda.is_initialized(); "
-        "assert 'sglang' not in sys.modules; sys.exit(status)"
+    assert "an id for each 512 tokens" in said(
+        capsys, "--trace", write(tmp_path, [trace]), status=1
     )
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
-    file = write(tmp_path, [{"input_ids": [1, 2, 3]}] * 2)
-    done = subprocess.run(
-        [sys.executable, "-c", code, file],
-        cwd=tmp_path,  # a checkout would shadow the installed package
-        env=env,
-        timeout=120,
-    )
-    assert not done.returncode

@@ -17,14 +17,19 @@ from kit.shell import fresh_shell
 from kit.start import NO_SPINNING, cpu_server
 
 from sglang_pat import cli
-from sglang_pat.demo.model import make_model
-from sglang_pat.demo.scale import MODEL, VOCAB
 from sglang_pat.demo.server import Server
-from sglang_pat.demo.tokenizer import make_tokenizer
 
 pytest.importorskip("sglang", reason="the examples need a server of SGLang 0.5.23")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def make_model(folder: Path) -> str:
+    """What ``launch.sh demo`` serves."""
+    subprocess.run([sys.executable, EXAMPLES / "demo_model.py", folder], check=True, cwd="/")
+    return str(folder)
+
+
 ARGS = ["--dtype", "float32", "--max-total-tokens", "65536"]
 
 
@@ -174,7 +179,7 @@ def test_support_desk_shares_until_the_time_stands_first(
         assert [len(request["messages"]) for request in requests].count(6) == 12
     assert saved[0] > saved[1]
     with fresh_shell(monkeypatch):
-        tokenizer = str(make_tokenizer(tmp_path / "tokenizer", vocab=VOCAB))
+        tokenizer = make_model(tmp_path / "model")
         found = []
         for name in ("asked0.jsonl", "asked1.jsonl"):
             file = str(tmp_path / name)
@@ -187,7 +192,7 @@ def test_against_a_stock_server_the_savings_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Server, "_spawn", start_server)
-    model = make_tokenizer(make_model(tmp_path / "model", **MODEL), vocab=VOCAB)
+    model = make_model(tmp_path / "model")
     log = tmp_path / "server.log"
     with Server(
         model, backend="torch_native", device="cpu", log=log, args=ARGS, env=cpu_server()

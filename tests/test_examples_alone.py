@@ -262,3 +262,21 @@ def test_a_missing_sdk_is_named(programs: None, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "support_desk", raising=False)
     with pytest.raises(SystemExit, match=r"needs the OpenAI SDK .*: pip install openai"):
         import_module("support_desk")
+
+
+@pytest.mark.usefixtures("programs")
+def test_the_demos_tokenizer_keeps_any_text_and_puts_tools_first(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    demo_model = import_module("demo_model")
+    tokenizer = AutoTokenizer.from_pretrained(demo_model.make_tokenizer(tmp_path))
+    assert len(set(tokenizer.convert_ids_to_tokens(range(1024)))) == len(tokenizer) == 1024
+    assert tokenizer.eos_token_id == 0  # what make_model writes to config.json
+    for text in ("Zahl: 3,5 €\n\t'quoted'", "\x00 ¶ 漢字 🙂"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    chat, tools = [{"role": "user", "content": "Hello"}], [{"type": "function", "name": "look_up"}]
+    text = tokenizer.apply_chat_template(
+        chat, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    assert 0 < text.index("look_up") < text.index("Hello")
+    assert text.endswith("<|assistant|>\n")

@@ -14,8 +14,8 @@ from kit.machine_code import cuobjdump
 from kit.pieces import Piece
 
 from sglang_pat import _C, planner
-from sglang_pat.arguments import DTYPES, KV_DTYPES, SAME_KV
 from sglang_pat.config import PatConfig
+from sglang_pat.ops import DTYPES, KV_DTYPES, SAME_KV
 from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS, Target
 from sglang_pat.workspace import LAUNCHES
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_pat import list_length
-from sglang_pat.list_length import ListLength
-from sglang_pat.workspace import Workspace
+from sglang_pat import workspace as of_workspace
+from sglang_pat.workspace import ListLength, Workspace
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(list_length, "PATIENCE", 5)
+    monkeypatch.setattr(of_workspace, "PATIENCE", 5)
 
 
 def test_a_list_is_shortened_to_what_plans_have_long_needed() -> None:

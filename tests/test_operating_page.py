@@ -9,7 +9,7 @@ from pathlib import Path
 from kit.parsers import of_sglang, with_commands
 
 from benchmarks.kernel.options import make_parser as make_bench_parser
-from sglang_pat import sharing
+from sglang_pat import stats
 from sglang_pat.cli import make_parser
 from sglang_pat.stats import _UNINTENDED_MODES, COUNTERS, LABELLED
 
@@ -34,7 +34,7 @@ def test_every_reason_of_a_fallback_is_explained() -> None:
     sources = [*(ROOT / "sglang_pat" / "srt").glob("*.py"), ROOT / "sglang_pat" / "stats.py"]
     code = "".join(source.read_text(encoding="utf-8") for source in sources)
     given = {*re.findall(r'fall_back\(\s*"([^"]+)"', code)}
-    given |= {getattr(sharing, name) for name in re.findall(r"fall_back\(\s*([A-Z_]+),", code)}
+    given |= {getattr(stats, name) for name in re.findall(r"fall_back\(\s*([A-Z_]+),", code)}
     assert len(given) >= 12
     table = PAGE.split("What the reasons of `fallbacks` mean")[1].split("\n\n")[1]
     explained = {

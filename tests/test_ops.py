@@ -5,13 +5,14 @@ GPU is needed for is in tests/gpu/test_errors.py."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kit.arguments import Changes, meta
 from kit.cases import Case, case
 from kit.pieces import Piece
 
@@ -20,6 +21,7 @@ from sglang_pat.ops import decode
 # A prefix of 40 tokens and three tails of 10: 70 slots and 50 that nobody owns, a table [6, 55].
 PIECES = [Piece((0, 1, 2), 0, 40), *(Piece((i,), 40, 10) for i in range(3))]
 HEADS = (8, 2)
+meta = methodcaller("to", "meta")  # the only other device that every machine has
 
 
 def arguments_of(inputs: Case) -> dict[str, Any]:
@@ -75,127 +77,79 @@ def test_a_stride_that_nothing_takes_is_free() -> None:
 OUT = "must be (3, 8, 48) torch.float32 on cpu"
 LSE = "must be contiguous (3, 8) float32 on cpu"
 TENSOR = "must be a torch.Tensor: convert it with torch.as_tensor"
-WRONG: Changes = {
-    **{
-        f"{name} list": (name, torch.Tensor.tolist, f"{name} is of type list, {TENSOR}")
-        for name in ("q", "k_cache", "v_cache", "req_to_token", "rows", "seq_lens", "out", "lse")
-    },
-    "q None": ("q", lambda _: None, f"q is of type NoneType, {TENSOR}"),
-    "rows array": ("rows", torch.Tensor.numpy, f"rows is of type ndarray, {TENSOR}"),
-    "plan None": (
-        "plan",
-        lambda _: None,
-        "plan is of type NoneType, must be a Plan: make it with sglang_pat.plan",
-    ),
-    "plan tensor": ("plan", lambda _: torch.zeros(3), "plan is of type Tensor, must be a Plan"),
-    "q dims": ("q", lambda t: t[0], "q has shape (8, 64), must have 3 dimensions"),
-    "q stride": ("q", lambda t: t[..., ::2], "q has strides (536, 67, 2), the last must be 1"),
-    "q device": ("q", meta, "q is on meta: sglang_pat decodes on CPU and CUDA devices"),
-    "q dtype": ("q", torch.Tensor.int, "q is torch.int32, must be float32, bfloat16 or float16"),
-    "k dims": ("k_cache", lambda t: t[0], "k_cache has shape (2, 64), must have 3 dimensions"),
-    "k device": ("k_cache", meta, "k_cache is on meta, q on cpu: move one of them"),
-    "k dtype": (
-        "k_cache",
-        torch.Tensor.bfloat16,
-        "k_cache is torch.bfloat16 and v_cache torch.float32, must both be torch.float32 as q",
-    ),
-    "k head dim": ("k_cache", lambda t: t[..., :56], "k_cache has head dim 56, q has 64"),
-    "v dims": ("v_cache", lambda t: t[0], "v_cache has shape (2, 48), must have 3 dimensions"),
-    "v device": ("v_cache", meta, "v_cache is on meta, q on cpu: move one of them"),
-    "v dtype": (
+LISTS = ("q", "k_cache", "v_cache", "req_to_token", "rows", "seq_lens", "out", "lse")
+NAN, INF, E4M3 = float("nan"), float("inf"), torch.float8_e4m3fn
+OTHER_BATCH = [Piece((0, 1), 0, 40)]
+# Argument, what becomes of it, and what is said.
+WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
+    *((name, torch.Tensor.tolist, f"{name} is of type list, {TENSOR}") for name in LISTS),
+    ("q", lambda _: None, f"q is of type NoneType, {TENSOR}"),
+    ("plan", lambda _: None, "plan is of type NoneType, must be a Plan: make it with sglang_pat"),
+    ("plan", lambda _: torch.zeros(3), "plan is of type Tensor, must be a Plan"),
+    ("q", lambda t: t[0], "q has shape (8, 64), must have 3 dimensions"),
+    ("q", lambda t: t[..., ::2], "q has strides (536, 67, 2), the last must be 1"),
+    ("q", meta, "q is on meta: sglang_pat decodes on CPU and CUDA devices"),
+    ("q", torch.Tensor.int, "q is torch.int32, must be float32, bfloat16 or float16"),
+    ("k_cache", lambda t: t[0], "k_cache has shape (2, 64), must have 3 dimensions"),
+    ("k_cache", meta, "k_cache is on meta, q on cpu: move one of them"),
+    ("k_cache", torch.Tensor.bfloat16, "k_cache is torch.bfloat16 and v_cache torch.float32, must"),
+    ("k_cache", lambda t: t[..., :56], "k_cache has head dim 56, q has 64"),
+    ("v_cache", lambda t: t[0], "v_cache has shape (2, 48), must have 3 dimensions"),
+    ("v_cache", meta, "v_cache is on meta, q on cpu: move one of them"),
+    ("v_cache", torch.Tensor.half, "and v_cache torch.float16, must both be torch.float32 as q is"),
+    (
         "v_cache",
-        torch.Tensor.half,
-        "k_cache is torch.float32 and v_cache torch.float16, must both be torch.float32 as q is or",
+        lambda t: t.to(E4M3),
+        "and v_cache torch.float8_e4m3fn, must both be torch.float32",
     ),
-    "v e4m3 alone": (
-        "v_cache",
-        lambda t: t.to(torch.float8_e4m3fn),
-        "and v_cache torch.float8_e4m3fn, must both be torch.float32 as q is or both torch.float8",
-    ),
-    "v e5m2": (
-        "v_cache",
-        lambda t: t.to(torch.float8_e5m2),
-        "v_cache torch.float8_e5m2, must both",
-    ),
-    "k_scale": (
-        "k_scale",
-        lambda _: 2.0,
-        "k_scale is 2.0 and v_scale 1.0, must be 1 where K and V",
-    ),
-    "v_scale": ("v_scale", lambda _: 0.5, "only float8_e4m3fn has scales"),
-    "k_scale zero": ("k_scale", lambda _: 0.0, "k_scale is 0.0, must be from 1.2e-38 to 3.4e+38"),
-    "v_scale nan": ("v_scale", lambda _: float("nan"), "v_scale is nan, must be from 1.2e-38"),
-    "k_scale small": ("k_scale", lambda _: 1e-60, "k_scale is 1e-60, must be from 1.2e-38"),
-    "v_scale large": ("v_scale", lambda _: 1e60, "v_scale is 1e+60, must be from 1.2e-38"),
-    "k_scale tensor": ("k_scale", torch.tensor, "k_scale is of type Tensor, must be a float, one"),
-    "v slots": ("v_cache", lambda t: t[1:], "v_cache has 119 slots of 2 heads, k_cache 120 of 2"),
-    "v heads": ("v_cache", lambda t: t[:, 1:], "120 slots of 1 heads, k_cache 120 of 2"),
-    "table dims": ("req_to_token", lambda t: t[0], "has shape (55,), must have 2 dimensions"),
-    "table stride": ("req_to_token", lambda t: t[:, ::2], "strides (55, 2), the last must be 1"),
-    "table device": ("req_to_token", meta, "req_to_token is on meta, q on cpu"),
-    "table dtype": ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
-    "rows length": ("rows", lambda t: t[:2], "rows has shape (2,), q has 3 queries"),
-    "rows dims": ("rows", lambda t: t[:, None], "rows has shape (3, 1), q has 3 queries"),
-    "rows dtype": ("rows", torch.Tensor.float, "rows is torch.float32, must be an integer type"),
-    "rows value": ("rows", lambda t: t + 6, "is outside of req_to_token with 6 rows"),
-    "lens length": ("seq_lens", lambda t: t[:2], "seq_lens has shape (2,), q has 3 queries"),
-    "lens dims": ("seq_lens", lambda t: t[None], "seq_lens has shape (1, 3), q has 3 queries"),
-    "lens dtype": ("seq_lens", torch.Tensor.half, "torch.float16, must be an integer type"),
-    "lens value": ("seq_lens", lambda t: t + 6, "length 56 is outside of req_to_token with 55"),
-    "plan batch": (
-        "plan",
-        lambda _: case([Piece((0, 1), 0, 40)], HEADS).plan(),
-        "the plan is for 2 queries, the arguments have 3",
-    ),
-    "plan heads": (
-        "plan",
-        lambda _: case(PIECES, (8, 4)).plan(),
-        "the plan is for 8 query and 4 KV heads, the arguments have 8 and 2",
-    ),
-    "rows bool": ("rows", torch.Tensor.bool, "rows is torch.bool, must be an integer type"),
-    "rows device": ("rows", meta, "rows is on meta, where tensors have no values"),
-    "lens complex": ("seq_lens", lambda t: t + 0j, "seq_lens is torch.complex64, must be an int"),
-    "scale": ("scale", lambda _: float("nan"), "scale is nan, must be finite"),
-    "logit_cap": ("logit_cap", lambda _: -1.0, "is -1, must be finite and 0 (off) or more"),
-    "logit_cap inf": ("logit_cap", lambda _: float("inf"), "logit_cap is inf, must be finite"),
-    "out dims": ("out", lambda t: t[0], "out has shape (8, 48), must have 3 dimensions"),
-    "out stride": ("out", lambda t: t.mT.contiguous().mT, "(384, 1, 8), the last must be 1"),
-    "out shape": ("out", lambda t: t[1:], f"out is (2, 8, 48) torch.float32 on cpu, {OUT}"),
-    "out dtype": ("out", torch.Tensor.half, f"out is (3, 8, 48) torch.float16 on cpu, {OUT}"),
-    "out device": ("out", meta, f"out is (3, 8, 48) torch.float32 on meta, {OUT}"),
-    "lse stride": (
-        "lse",
-        lambda t: t.T.contiguous().T,
-        f"torch.float32 on cpu with strides (1, 3), {LSE}",
-    ),
-    "lse shape": (
-        "lse",
-        lambda t: t[1:],
-        f"lse is (2, 8) torch.float32 on cpu with strides (8, 1), {LSE}",
-    ),
-    "lse dtype": (
-        "lse",
-        torch.Tensor.double,
-        f"lse is (3, 8) torch.float64 on cpu with strides (8, 1), {LSE}",
-    ),
-    "lse device": ("lse", meta, f"lse is (3, 8) torch.float32 on meta with strides (8, 1), {LSE}"),
-    "partial_dtype": (
-        "partial_dtype",
-        lambda _: torch.float16,
-        "partial_dtype is torch.float16, must be float32 or bfloat16",
-    ),
-    "workspace": (
-        "workspace",
-        lambda _: SimpleNamespace(device=torch.device("cuda", 0)),
-        "workspace is on cuda:0, q on cpu: leave it out",
-    ),
-}
+    ("v_cache", lambda t: t.to(torch.float8_e5m2), "v_cache torch.float8_e5m2, must both"),
+    ("v_cache", lambda t: t[1:], "v_cache has 119 slots of 2 heads, k_cache 120 of 2"),
+    ("v_cache", lambda t: t[:, 1:], "120 slots of 1 heads, k_cache 120 of 2"),
+    ("k_scale", lambda _: 2.0, "k_scale is 2.0 and v_scale 1.0, must be 1 where K and V"),
+    ("v_scale", lambda _: 0.5, "only float8_e4m3fn has scales"),
+    ("k_scale", lambda _: 0.0, "k_scale is 0.0, must be from 1.2e-38 to 3.4e+38"),
+    ("v_scale", lambda _: NAN, "v_scale is nan, must be from 1.2e-38"),
+    ("k_scale", lambda _: 1e-60, "k_scale is 1e-60, must be from 1.2e-38"),
+    ("v_scale", lambda _: 1e60, "v_scale is 1e+60, must be from 1.2e-38"),
+    ("k_scale", torch.tensor, "k_scale is of type Tensor, must be a float, one"),
+    ("req_to_token", lambda t: t[0], "has shape (55,), must have 2 dimensions"),
+    ("req_to_token", lambda t: t[:, ::2], "strides (55, 2), the last must be 1"),
+    ("req_to_token", meta, "req_to_token is on meta, q on cpu"),
+    ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
+    ("rows", lambda t: t[:2], "rows has shape (2,), q has 3 queries"),
+    ("rows", lambda t: t[:, None], "rows has shape (3, 1), q has 3 queries"),
+    ("rows", torch.Tensor.float, "rows is torch.float32, must be an integer type"),
+    ("rows", torch.Tensor.bool, "rows is torch.bool, must be an integer type"),
+    ("rows", meta, "rows is on meta, where tensors have no values"),
+    ("rows", lambda t: t + 6, "is outside of req_to_token with 6 rows"),
+    ("seq_lens", lambda t: t[:2], "seq_lens has shape (2,), q has 3 queries"),
+    ("seq_lens", lambda t: t + 0j, "seq_lens is torch.complex64, must be an int"),
+    ("seq_lens", lambda t: t + 6, "length 56 is outside of req_to_token with 55"),
+    ("plan", lambda _: case(OTHER_BATCH, HEADS).plan(), "the plan is for 2 queries, the arguments"),
+    ("plan", lambda _: case(PIECES, (8, 4)).plan(), "for 8 query and 4 KV heads, the arguments"),
+    ("scale", lambda _: NAN, "scale is nan, must be finite"),
+    ("logit_cap", lambda _: -1.0, "is -1, must be finite and 0 (off) or more"),
+    ("logit_cap", lambda _: INF, "logit_cap is inf, must be finite"),
+    ("out", lambda t: t[0], "out has shape (8, 48), must have 3 dimensions"),
+    ("out", lambda t: t.mT.contiguous().mT, "(384, 1, 8), the last must be 1"),
+    ("out", lambda t: t[1:], f"out is (2, 8, 48) torch.float32 on cpu, {OUT}"),
+    ("out", torch.Tensor.half, f"out is (3, 8, 48) torch.float16 on cpu, {OUT}"),
+    ("out", meta, f"out is (3, 8, 48) torch.float32 on meta, {OUT}"),
+    ("lse", lambda t: t.T.contiguous().T, f"torch.float32 on cpu with strides (1, 3), {LSE}"),
+    ("lse", lambda t: t[1:], f"lse is (2, 8) torch.float32 on cpu with strides (8, 1), {LSE}"),
+    ("lse", torch.Tensor.double, f"lse is (3, 8) torch.float64 on cpu with strides (8, 1), {LSE}"),
+    ("lse", meta, f"lse is (3, 8) torch.float32 on meta with strides (8, 1), {LSE}"),
+    ("partial_dtype", lambda _: torch.half, "partial_dtype is torch.float16, must be float32 or b"),
+    ("workspace", lambda _: ON_GPU, "workspace is on cuda:0, q on cpu: leave it out"),
+]
+ON_GPU = SimpleNamespace(device=torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments_of_decode(inputs: Case, what: str) -> None:
+@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_arguments_of_decode(
+    inputs: Case, name: str, change: Callable[[Any], Any], message: str
+) -> None:
     """Each is refused before anything is written."""
-    name, change, message = WRONG[what]
     arguments = arguments_of(inputs)
     with pytest.raises(ValueError, match=re.escape(message)):
         decode(**(arguments | {name: change(arguments[name])}))

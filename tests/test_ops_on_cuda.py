@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kit.arguments import Changes, meta
 from kit.trees import target
 
 from sglang_pat import _C
-from sglang_pat.arguments import KV, KV_DTYPES, SAME_KV, check_cuda
+from sglang_pat.ops import KV, KV_DTYPES, SAME_KV, check_cuda
 from sglang_pat.workspace import Workspace
 
 HEADS = (8, 2)
+meta = methodcaller("to", "meta")  # the only other device that every machine has
 E4M3 = torch.float8_e4m3fn
 
 
@@ -76,42 +78,36 @@ def test_a_table_s_stride_that_nothing_takes_is_free() -> None:
     assert workspace_of().check_batch(**(batch(3) | {"req_to_token": table})) == 3
 
 
-@pytest.mark.parametrize(("planned", "num_rows"), [(2, 2), (2, 4), (None, 0), (None, 4)])
-def test_batches_that_fit(planned: int | None, num_rows: int) -> None:
-    """As many queries as the plan has, as the workspace has room for; none before a plan."""
-    assert workspace_of(planned).check_batch(**batch(num_rows)) == num_rows
-
-
-WRONG_BATCHES: Changes = {
-    "table device": ("req_to_token", meta, "req_to_token is on meta, the workspace on cpu"),
-    "table dims": ("req_to_token", lambda t: t[0], "strides (1,), must have 2 dimensions"),
-    "table stride": (
+WRONG_BATCHES: list[tuple[str, Callable[[Any], Any], str]] = [
+    *(
+        (name, meta, f"{name} is on meta, the workspace on cpu")
+        for name in ("req_to_token", "rows", "seq_lens")
+    ),
+    ("req_to_token", lambda t: t[0], "strides (1,), must have 2 dimensions"),
+    (
         "req_to_token",
         lambda t: t[:, ::2],
-        "shape (6, 28) and strides (55, 2), must have 2 dimensions, the last of stride 1",
+        "(6, 28) and strides (55, 2), must have 2 dimensions, th",
     ),
-    "table dtype": ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
-    "table width": (
+    ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
+    (
         "req_to_token",
         lambda t: t.repeat(1, 2),
-        "req_to_token has 110 tokens a row, the workspace holds 55: make it for a larger",
+        "has 110 tokens a row, the workspace holds 55: make",
     ),
-    "rows device": ("rows", meta, "rows is on meta, the workspace on cpu"),
-    "rows dims": ("rows", lambda t: t[:, None], "rows has shape (3, 1) and strides (1, 1), must"),
-    "rows stride": ("rows", lambda t: t.repeat(2)[::2], "rows has shape (3,) and strides (2,)"),
-    "rows dtype": ("rows", torch.Tensor.short, "rows is torch.int16, must be int32 or int64"),
-    "rows length": ("rows", lambda t: t[:2], "2 rows and 3 seq_lens: need one of each"),
-    "lens device": ("seq_lens", meta, "seq_lens is on meta, the workspace on cpu"),
-    "lens dims": ("seq_lens", lambda t: t[None], "seq_lens has shape (1, 3) and strides (3, 1)"),
-    "lens stride": ("seq_lens", lambda t: t.repeat(2)[::2], "(3,) and strides (2,), must have 1"),
-    "lens dtype": ("seq_lens", torch.Tensor.float, "is torch.float32, must be int32 or int64"),
-    "lens length": ("seq_lens", lambda t: t[:2], "3 rows and 2 seq_lens: need one of each"),
-}
+    ("rows", lambda t: t[:, None], "rows has shape (3, 1) and strides (1, 1), must"),
+    ("rows", lambda t: t.repeat(2)[::2], "rows has shape (3,) and strides (2,)"),
+    ("rows", torch.Tensor.short, "rows is torch.int16, must be int32 or int64"),
+    ("rows", lambda t: t[:2], "2 rows and 3 seq_lens: need one of each"),
+    ("seq_lens", lambda t: t[None], "seq_lens has shape (1, 3) and strides (3, 1)"),
+    ("seq_lens", torch.Tensor.float, "is torch.float32, must be int32 or int64"),
+]
 
 
-@pytest.mark.parametrize("what", WRONG_BATCHES)
-def test_wrong_batches_of_a_workspace(what: str) -> None:
-    name, change, message = WRONG_BATCHES[what]
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_BATCHES, ids=lambda v: str(v)[:40])
+def test_wrong_batches_of_a_workspace(
+    name: str, change: Callable[[Any], Any], message: str
+) -> None:
     given = batch(3)
     with pytest.raises(ValueError, match=re.escape(message)):
         workspace_of().check_batch(**(given | {name: change(given[name])}))
@@ -119,16 +115,15 @@ def test_wrong_batches_of_a_workspace(what: str) -> None:
 
 @pytest.mark.parametrize(("planned", "num_rows"), [(2, 1), (2, 5), (None, 5)])
 def test_batches_of_a_wrong_size(planned: int | None, num_rows: int) -> None:
-    """Smaller than the plan or larger than the buffers, asked of either check."""
-    workspace = workspace_of(planned)
+    """Smaller than the plan or larger than the buffers; between them there are those that fit."""
+    for fitting in (2, 4) if planned else (0, 4):
+        assert workspace_of(planned).check_batch(**batch(fitting)) == fitting
     message = (
         f"a batch of {num_rows}: the loaded plan has {planned or 0} queries and the workspace room "
         f"for 4; plan for this batch, or make the workspace for a target of larger max_queries"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        workspace.check_rows(num_rows)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        workspace.check_batch(**batch(num_rows))
+        workspace_of(planned).check_batch(**batch(num_rows))
 
 
 WRONG_ON_CUDA: dict[str, tuple[dict[str, Any], str]] = {

@@ -199,7 +199,7 @@ def test_one_request_costs_nothing_of_ours(
     assert bed.prepare(how, 1) == HOW[how]
     assert bed.layers() == ["layer", "layer"]
     assert not bed.executor.plans and not bed.executor.snapshots and not bed.executor.layers
-    assert bed.stats.decode_steps == bed.stats.host_ns == bed.stats.plans_made == 0
+    assert bed.stats.decode_steps == bed.stats.host_seconds == bed.stats.plans_made == 0
     # A capture is no step.
     assert bed.stats.base_forwards == ({} if how == "capture" else {"small_batch": 1})
     assert not bed.stats.fallbacks and not bed.stats.base_layers

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import time
 import urllib.request
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from sglang_pat.stats import COUNTERS, LABELLED, NAMESPACE
+from sglang_pat.stats import LABELLED, NAMESPACE
 
-_PREFIX = f"{NAMESPACE}_"
 _FLUSH_S = 1.25  # a server writes its counters about once a second
 
 
@@ -45,37 +44,14 @@ class Counters:
     base_layers: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
 
-    def __add__(self, other: Counters) -> Counters:
-        """Of two servers together."""
-        numbers: dict[str, Any] = {
-            name: getattr(self, name) + getattr(other, name) for name in COUNTERS
-        }
-        return Counters(
-            **numbers,
-            base_forwards=dict(Counter(self.base_forwards) + Counter(other.base_forwards)),
-            base_layers=dict(Counter(self.base_layers) + Counter(other.base_layers)),
-            fallbacks=dict(Counter(self.fallbacks) + Counter(other.fallbacks)),
-        )
-
     def __sub__(self, earlier: Counters) -> Counters:
-        numbers: dict[str, Any] = {
-            name: getattr(self, name) - getattr(earlier, name) for name in COUNTERS
-        }
-        return Counters(
-            **numbers,
-            base_forwards=_grown(self.base_forwards, earlier.base_forwards),
-            base_layers=_grown(self.base_layers, earlier.base_layers),
-            fallbacks=_grown(self.fallbacks, earlier.fallbacks),
-        )
-
-
-def _grown(now: dict[str, int], earlier: dict[str, int]) -> dict[str, int]:
-    """What came to each count; without those that stayed."""
-    return {
-        name: count - earlier.get(name, 0)
-        for name, count in now.items()
-        if count > earlier.get(name, 0)
-    }
+        """What came since; without the reasons and kinds that stayed."""
+        since: dict[str, Any] = {}
+        for each in fields(self):
+            now, before = getattr(self, each.name), getattr(earlier, each.name)
+            is_labelled = isinstance(now, dict)
+            since[each.name] = dict(Counter(now) - Counter(before)) if is_labelled else now - before
+        return Counters(**since)
 
 
 def parse_counters(exposition: str) -> Counters:
@@ -85,29 +61,18 @@ def parse_counters(exposition: str) -> Counters:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    totals: defaultdict[str, float] = defaultdict(float)
-    labelled: dict[str, defaultdict[str, int]] = {name: defaultdict(int) for name in LABELLED}
+    found: dict[str, Any] = asdict(Counters())
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
-            if not sample.name.startswith(_PREFIX) or not sample.name.endswith("_total"):
+            name = sample.name.removeprefix(f"{NAMESPACE}_").removesuffix("_total")
+            if sample.name != f"{NAMESPACE}_{name}_total" or name not in found:
                 continue
-            name = sample.name[len(_PREFIX) : -len("_total")]
-            if name in LABELLED:
-                label, _ = LABELLED[name]
-                if not sample.value:
-                    continue  # nothing was counted under it
-                labelled[name][sample.labels.get(label, "")] += int(sample.value)
-            else:
-                totals[name] += sample.value
-    numbers: dict[str, Any] = {
-        name: totals[name] if name.endswith("_seconds") else int(totals[name]) for name in COUNTERS
-    }
-    return Counters(
-        **numbers,
-        base_forwards=dict(labelled["base_forwards"]),
-        base_layers=dict(labelled["base_layers"]),
-        fallbacks=dict(labelled["fallbacks"]),
-    )
+            if name not in LABELLED:
+                found[name] += sample.value if name.endswith("_seconds") else int(sample.value)
+            elif sample.value:
+                reason = sample.labels.get(LABELLED[name][0], "")
+                found[name][reason] = found[name].get(reason, 0) + int(sample.value)
+    return Counters(**found)
 
 
 def read_counters(url: str, *, settle_s: float = 10.0) -> Counters:

@@ -13,18 +13,12 @@ import hashlib
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
+from typing import Any
 
 QK_SCALE = 2.0  # on q and on k: attention logits ~ N(0, 4^2) instead of N(0, 1)
-_RECIPE = (
-    1  # part of the fingerprint: raise it when the numbers written for equal parameters change
-)
+_RECIPE = 1  # of the fingerprint: raise it when other numbers are written for equal parameters
 FINGERPRINT = "sglang_pat_model.json"  # file that says how a model was made
 _MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
@@ -48,19 +42,13 @@ def make_model(
     Deterministic: equal parameters give equal bytes. A folder already made with the same parameters
     is left as it is (other files in it, such as a tokenizer, are never touched).
 
-    Args:
-        hidden: width of the residual stream; the MLP is twice as wide.
-        layers: number of decoder layers.
-        q_heads, kv_heads, head_dim: attention shape; ``q_heads`` is a multiple of ``kv_heads``.
-        vocab: number of token ids; also the rows of the (untied) output matrix.
-        max_positions: longest context, in tokens.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; of the weights, so of the K/V cache too.
-        seed: of the weights.
-        architecture: ``LlamaForCausalLM``, or ``Qwen3ForCausalLM`` (with norms on q and k).
+    ``hidden``: width of the residual stream; the MLP is twice as wide. ``vocab``: token ids, and
+    rows of the (untied) output matrix. ``max_positions``: longest context, in tokens. ``dtype``:
+    ``float32``, ``bfloat16`` or ``float16``, of the weights, so of the K/V cache too.
+    ``architecture``: ``LlamaForCausalLM``, or ``Qwen3ForCausalLM`` (with norms on q and k).
 
-    Raises:
-        ValueError: a size is not positive, the head counts do not divide, ``head_dim`` is odd (RoPE
-            rotates pairs), or dtype or architecture is unknown.
+    Raises ValueError for head counts that do not divide, an odd ``head_dim`` (RoPE rotates pairs),
+    and an architecture that is not known.
     """
     sizes = {
         "hidden": hidden,
@@ -71,7 +59,12 @@ def make_model(
         "vocab": vocab,
         "max_positions": max_positions,
     }
-    _check(sizes, dtype, architecture)
+    if q_heads % kv_heads or head_dim % 2 or architecture not in _MODEL_TYPES:
+        raise ValueError(
+            f"q_heads {q_heads}, kv_heads {kv_heads}, head_dim {head_dim}, {architecture}: "
+            "kv_heads must divide q_heads, head_dim be even, and the architecture one of "
+            f"{', '.join(_MODEL_TYPES)}"
+        )
     parameters = {**sizes, "dtype": dtype, "seed": seed, "architecture": architecture}
     recipe = json.dumps({"recipe": _RECIPE, **parameters}, sort_keys=True)
     folder = Path(path)
@@ -85,23 +78,6 @@ def make_model(
     _write_weights(folder / "model.safetensors", sizes, dtype, seed, architecture)
     fingerprint.write_text(recipe)
     return folder
-
-
-def _check(sizes: dict[str, int], dtype: str, architecture: str) -> None:
-    for name, value in sizes.items():
-        if value <= 0:
-            raise ValueError(f"{name} is {value}; it must be positive")
-    if sizes["q_heads"] % sizes["kv_heads"]:
-        raise ValueError(
-            f"q_heads is {sizes['q_heads']} and kv_heads {sizes['kv_heads']}; "
-            "q_heads must be a multiple of kv_heads"
-        )
-    if sizes["head_dim"] % 2:
-        raise ValueError(f"head_dim is {sizes['head_dim']}; it must be even, RoPE rotates pairs")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype is {dtype!r}; use float32, bfloat16 or float16")
-    if architecture not in _MODEL_TYPES:
-        raise ValueError(f"architecture is {architecture!r}; known: {', '.join(_MODEL_TYPES)}")
 
 
 def _config(sizes: dict[str, int], dtype: str, architecture: str) -> dict[str, Any]:
@@ -128,11 +104,8 @@ def _config(sizes: dict[str, int], dtype: str, architecture: str) -> dict[str, A
     }
 
 
-class _Spec(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    mean: float
-    std: float
+# Of a tensor: name, shape, mean and standard deviation.
+_Spec = tuple[str, tuple[int, ...], float, float]
 
 
 def _specs(sizes: dict[str, int], architecture: str) -> Iterator[_Spec]:
@@ -142,15 +115,15 @@ def _specs(sizes: dict[str, int], architecture: str) -> Iterator[_Spec]:
     qk_scale = 1.0 if has_qk_norm else QK_SCALE  # a norm would undo a scale before it
 
     def matrix(name: str, fan_out: int, fan_in: int, scale: float = 1.0) -> _Spec:
-        return _Spec(f"{name}.weight", (fan_out, fan_in), 0.0, scale / math.sqrt(fan_in))
+        return f"{name}.weight", (fan_out, fan_in), 0.0, scale / math.sqrt(fan_in)
 
     def norm(name: str, width: int, value: float = 1.0) -> _Spec:
-        return _Spec(f"{name}.weight", (width,), value, 0.0)
+        return f"{name}.weight", (width,), value, 0.0
 
     # A lookup has a fan-in of 1, but an embedding of unit variance outweighs the attention of a few
     # layers (13 % of the tokens survive zeroed attention with std 1, 0.1 % with 0.25), and a small
     # one lets fp32 rounding flip more near-ties (5 in a million tokens with std 1, 12 with 0.25).
-    yield _Spec("model.embed_tokens.weight", (vocab, hidden), 0.0, 0.5)
+    yield "model.embed_tokens.weight", (vocab, hidden), 0.0, 0.5
     for layer in range(sizes["layers"]):
         at = f"model.layers.{layer}."
         yield norm(at + "input_layernorm", hidden)
@@ -177,13 +150,13 @@ def _write_weights(
 
     to_dtype: torch.dtype = getattr(torch, dtype)
     weights: dict[str, torch.Tensor] = {}
-    for spec in _specs(sizes, architecture):
+    for name, shape, mean, std in _specs(sizes, architecture):
         # One generator per tensor, seeded by its name: a tensor's numbers do not depend on which
         # others exist, so more layers extend a model instead of changing it.
-        digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = torch.randn(spec.shape, generator=generator) * spec.std + spec.mean
-        weights[spec.name] = values.to(to_dtype)
+        values = torch.randn(shape, generator=generator) * std + mean
+        weights[name] = values.to(to_dtype)
     partial = path.with_suffix(".partial")
     save_file(weights, partial, metadata={"format": "pt"})
     shutil.move(partial, path)

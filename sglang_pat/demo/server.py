@@ -16,21 +16,15 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_pat.config import CPU_PLATFORM
 from sglang_pat.demo.counters import Counters, read_counters
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
 _LOG_LINES_SHOWN = 30
 _STOP_S = 15.0
-# With these a server logs a line when a request arrives, without the prompt.
-LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
-_ARRIVED = "Receive: obj=GenerateReqInput"
-ARRIVED_S = 60.0
 
 
 class ServerError(RuntimeError):
@@ -50,17 +44,9 @@ class Server:
     """``python -m sglang.launch_server`` in a process group of its own; a context manager.
 
     On a CPU it runs under the platform ``pat_cpu`` that this package brings, whatever the backend.
-
-    Args:
-        model: folder of the model.
-        backend: ``--attention-backend``; None leaves SGLang's own choice.
-        device: ``cpu`` or ``cuda``.
-        log: file that gets the server's output; it is kept.
-        args: further arguments of ``sglang.launch_server``.
-        env: environment variables to set, on top of this process's.
-        ready_s: seconds to wait for ``/health``.
-
-    Entering it is ``start()`` and ``wait_until_ready()``; leaving it is ``stop()``.
+    ``backend``: None leaves SGLang's own choice. ``device``: ``cpu`` or ``cuda``. ``log``: file
+    that gets the server's output; it is kept. ``args``: further ones of ``sglang.launch_server``.
+    ``env``: variables on top of this process's. ``ready_s``: seconds to wait for ``/health``.
     """
 
     def __init__(
@@ -129,14 +115,28 @@ class Server:
     def wait_until_ready(self) -> None:
         """Return when ``/health`` answers; a server that does not get there is stopped.
 
-        Raises:
-            ServerError: it ended before, or is not ready ``ready_s`` after this call.
+        Raises ServerError if it ended before, or is not ready ``ready_s`` after this call.
         """
+        deadline = time.monotonic() + self._ready_s
         try:
-            self._poll_health()
+            while not self._answers():
+                self.check_alive()
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"the server is not ready after {self._ready_s:.0f} s; "
+                        f"the last lines of {self.log}:\n{self.tail()}"
+                    )
+                time.sleep(0.2)
         except BaseException:
             self.stop()
             raise
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return True
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return False  # not listening yet, or 503: still starting
 
     def stop(self) -> None:
         """End the server and every process it started; harmless when it has ended already."""
@@ -167,30 +167,6 @@ class Server:
         """All that the server has logged."""
         return self.log.read_text(errors="replace")
 
-    def arrived(self) -> int:
-        """How many requests have come since the start; the server must have ``LOG_REQUESTS``."""
-        return self.text().count(_ARRIVED)
-
-    @contextlib.contextmanager
-    def paused_until_arrived(self, requests: int) -> Iterator[None]:
-        """Nothing is decoded while requests are sent within this block and until as many as
-        ``requests`` have come. How many decode together does not depend on how fast they came.
-
-        Raises:
-            TimeoutError: they did not all come in ``ARRIVED_S`` seconds.
-        """
-        self.post("/pause_generation", {"mode": "in_place"})
-        try:
-            expected = self.arrived() + requests
-            yield
-            deadline = time.monotonic() + ARRIVED_S
-            while (now := self.arrived()) < expected:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{expected - now} of {requests} requests did not come")
-                time.sleep(0.01)
-        finally:
-            self.post("/continue_generation", {})
-
     def check_alive(self) -> None:
         """Raise ServerError, with the end of the log, if the server has ended."""
         code = self._process.poll() if self._process else 0
@@ -205,11 +181,8 @@ class Server:
             return json.load(answer)
 
     def post(self, path: str, body: Any = None, *, timeout: float = 300.0) -> Any:
-        """JSON of ``POST path``; None where the answer is empty or plain text.
-
-        Raises:
-            urllib.error.HTTPError: the server refused; its body says why.
-        """
+        """JSON of ``POST path``; None where the answer is empty or plain text. Raises
+        urllib.error.HTTPError, whose body says why, if the server refuses."""
         request = urllib.request.Request(
             self.url + path,
             data=json.dumps({} if body is None else body).encode(),
@@ -223,22 +196,6 @@ class Server:
         """What pat counted since the start; call it when no request runs."""
         return read_counters(self.url)
 
-    def _poll_health(self) -> None:
-        deadline = time.monotonic() + self._ready_s
-        while True:
-            self.check_alive()
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except (urllib.error.URLError, TimeoutError, ConnectionError):
-                pass  # not listening yet, or 503: still starting
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"the server is not ready after {self._ready_s:.0f} s; "
-                    f"the last lines of {self.log}:\n{self.tail()}"
-                )
-            time.sleep(0.2)
-
 
 # A port belongs to this process until it ends: two servers that start side by side bind theirs a
 # minute after they were chosen.
@@ -247,13 +204,8 @@ _reserved: list[socket.socket] = []
 
 def reserve_port() -> int:
     """A TCP port of this machine on which nobody listens, and which no process is given again by
-    this function as long as the caller's lives.
-
-    Below the range from which Linux, as it is set up by default, gives ports to whoever asks for
-    any.
-
-    Raises:
-        OSError: 100 ports, drawn at random, are all in use or reserved.
+    this function as long as the caller's lives: below the range from which Linux gives ports to
+    whoever asks for any. Raises OSError if 100 ports, drawn at random, are all in use or reserved.
     """
     for port in random.sample(range(20_000, 32_000), 100):
         holder = socket.socket()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +15,6 @@ from sglang_pat.explain.command import add_target
 
 if TYPE_CHECKING:
     from sglang_pat import Target
-    from sglang_pat.estimate.differences import Difference
     from sglang_pat.estimate.requests import Request
 
 _NUMBERS = (
@@ -65,7 +64,7 @@ def run_estimate(arguments: argparse.Namespace) -> int:
 
 def _estimated(arguments: argparse.Namespace) -> list[str]:
     from sglang_pat.estimate import requests as reading
-    from sglang_pat.estimate.differences import find, moved
+    from sglang_pat.estimate.differences import find
     from sglang_pat.explain.command import make_target
 
     for name, _, most, _ in _NUMBERS:
@@ -73,29 +72,30 @@ def _estimated(arguments: argparse.Namespace) -> list[str]:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} is {value}, must be from 1 to {most:,}")
     target, machine = make_target(arguments, arguments.concurrency)
-    decode, differences = None, []
+    differences = []
     if arguments.trace is not None:
         unit, requests = reading.TRACE_BLOCK, reading.read_trace(arguments.trace)
     else:
-        unit, tokenizer = 1, None
-        if arguments.tokenizer is not None:
-            tokenizer = reading.open_tokenizer(arguments.tokenizer)
-            decode = tokenizer.decode
+        unit, name = 1, arguments.tokenizer
+        tokenizer = None if name is None else reading.open_tokenizer(name)
         requests = reading.read_prompts(arguments.prompts, tokenizer, arguments.output_tokens)
-        differences = find(requests, decode)
-    options = (unit, arguments.concurrency, arguments.steps, target)
-    reads = reads_of(requests, *options)
+        differences = find(requests, None if tokenizer is None else tokenizer.decode)
+    reads = reads_of(requests, unit, arguments.concurrency, arguments.steps, target)
     lines = [
         f"{len(requests):,} prompts of {fmean(one.length for one in requests):,.0f} tokens, "
         f"{min(arguments.concurrency, len(requests))} at a time, planned for {machine}",
         f"shared with another of the batch: {reads.shared:,.0f} tokens of a prompt",
         f"K/V tokens read a step: {reads.read:,.0f} with pat instead of {reads.alone:,.0f}, "
         f"{reads.saved:.0%} saved",
-        *_difference_lines(differences),
     ]
-    if differences:
-        saved = reads_of(moved(requests, differences), *options).saved
-        lines.append(f"  with what differs at the end of the prompts: {saved:.0%} saved")
+    for found in differences[:_SHOWN]:
+        lines += [
+            f"{len(found.prompts) + 1} prompts, from number {found.first + 1} on, differ at token "
+            f"{found.start:,}: {found.kind}, and {found.common:,} equal tokens behind it",
+            f"  {' and '.join(map(_quoted, found.texts))}",
+        ]
+    if len(differences) > _SHOWN:
+        lines.append(f"and {len(differences) - _SHOWN} more such differences")
     return lines
 
 
@@ -136,18 +136,6 @@ def reads_of(
         shared = fmean(path[-1][2] if path else 0 for path in paths)
         found.append((alone, planner.plan(paths, seq_lens).kv_tokens_read(alone), shared))
     return Reads(*map(fmean, zip(*found, strict=True)))
-
-
-def _difference_lines(differences: Sequence[Difference]) -> Iterator[str]:
-    for found in differences[:_SHOWN]:
-        start = min(start for start, _ in found.cuts.values())
-        yield (
-            f"{len(found.cuts)} prompts, from number {min(found.cuts) + 1} on, differ at token "
-            f"{start:,}: {found.kind}, and {found.common:,} equal tokens behind it"
-        )
-        yield f"  {' and '.join(map(_quoted, found.texts))}"
-    if len(differences) > _SHOWN:
-        yield f"and {len(differences) - _SHOWN} more such differences"
 
 
 def _quoted(text: str) -> str:

@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from sglang_pat.estimate.requests import Request, Symbols, common_prefix
 
@@ -17,152 +14,112 @@ ORDER = "order of parts"  # what differs has a meaning, but more text that is eq
 _LEAST_COMMON = 64  # tokens behind the difference that are equal
 _TIMES_BEFORE = 0.25  # and how many of them there must be for each token before
 _LOOKED_AT = 4096  # first tokens of each prompt in which equal runs are looked for
-_WINDOW, _NEIGHBOURS = 16, 32  # tokens of a hash; the least of so many hashes is kept
+_WINDOW = 16  # tokens that are equal where an equal run is found; it has 31 or more
 _CONTEXT = 24  # tokens on each side that tell what a difference is
 _SHOWN = 48  # tokens of a difference that are shown
-_FACTORS = np.array([pow(0x9E3779B97F4A7C15, n, 2**64) for n in range(1, _WINDOW + 1)], np.uint64)
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-_TIME = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?: ?(?:[ap]m\b|Z|UTC|GMT|[+-]\d{2}:?\d{2}))?"
+_TIME = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?"
 _KINDS = {  # in the order in which they are tried
     "uuid": r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}",
-    "date or time": (
-        rf"\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}(?:[T ]{_TIME})?"
-        r"|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}"
-        rf"|{_TIME}|\b{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?\b(?:,? \d{{4}}\b)?"
-        rf"|\b\d{{1,2}}(?:st|nd|rd|th)?\.? {_MONTH}(?:,? \d{{4}}\b)?"
-        r"|\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b"
-    ),
-    "id": r"\b(?=[\w-]*\d)(?=[\w-]*[a-z])[a-z0-9]+(?:[_-][a-z0-9]+)*\b(?<=[\w-]{6})"
-    r"|\b[0-9a-f]{8,}\b",
+    "date or time": rf"\d{{4}}[-/.]\d\d?[-/.]\d\d?(?:[T ]{_TIME})?|\d\d?[-/.]\d\d?[-/.]\d{{2,4}}"
+    rf"|{_TIME}|\b{_MONTH} \d\d?\b(?:,? \d{{4}}\b)?|\b\d\d?\.? {_MONTH}(?:,? \d{{4}}\b)?"
+    r"|\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b",
+    "id": r"\b(?=[\w-]*\d)(?=[\w-]*[a-z])[\w-]{6,}\b",
     "number": r"\d+(?:[.,]\d+)*",
 }
 _PATTERN = re.compile("|".join(f"({pattern})" for pattern in _KINDS.values()), re.IGNORECASE)
 
 
 class Pair(NamedTuple):
-    """Two prompts: where they begin to differ, the end of what differs in both, how many equal
-    tokens follow, and what differs: its kind and both texts."""
+    """Two prompts: where they begin to differ, the end of what differs in both, and how many equal
+    tokens follow."""
 
     start: int
     end: int
     other_end: int
     common: int
-    kind: str = ""
-    texts: tuple[str, str] = ("", "")
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Prompts that would share a long beginning, but for the tokens of ``cuts``, [start, end) by
-    the prompt's number. ``common``: equal tokens behind them. ``kind``: a key of ``_KINDS``, ORDER,
-    or "token ids" where no text is known; ``texts``: what differs, of the first two prompts."""
+class Difference(NamedTuple):
+    """``prompts`` would share a long beginning with prompt ``first``, but for what differs from
+    token ``start`` on, before ``common`` equal tokens. ``kind``: a key of ``_KINDS``, ORDER, or
+    "token ids" where no text is known; ``texts``: what differs, of the first two prompts."""
 
-    cuts: dict[int, tuple[int, int]]
+    first: int
+    prompts: list[int]
+    start: int
     common: int
     kind: str
     texts: tuple[str, str]
 
 
 def find(requests: Sequence[Request], decode: Decode | None) -> list[Difference]:
-    """The differences, the one that costs the most first; of a prompt only the first.
-
-    Every prompt is compared with the first one that has an equal run of tokens, at whatever depth.
-    Hashes of short windows find such runs: of each neighbourhood the least is kept, so that a run
-    of _WINDOW + _NEIGHBOURS - 1 tokens always has one of its own.
-    """
+    """The differences, the one that costs the most first; of a prompt only the first. Every prompt
+    is compared with the first one that has an equal run of tokens, at whatever depth."""
     symbols = [request.symbols for request in requests]
-    places: dict[int, tuple[int, int]] = {}  # first prompt with a hash, and where in it
-    groups: dict[tuple[int, str, int], dict[int, Pair]] = {}
+    places: dict[bytes, tuple[int, int]] = {}  # first prompt with a window, and where in it
+    found: dict[tuple[int, str, int], Difference] = {}
     for number, mine in enumerate(symbols):
-        anchors = list(_anchors(mine))
-        starts: dict[int, int] = {}  # where it begins to differ from another prompt
-        for value, at in anchors:
-            first, place = places.get(value, (number, at))
-            if first not in starts:
-                starts[first] = common_prefix(symbols[first], mine)
-            if pair := _compare(symbols[first], mine, starts[first], place, at):
-                pair = _named(pair, symbols[first], mine, decode)
-                # Long ones are no variants of one text unless they end at the same place.
-                end = pair.end if pair.end - pair.start > _SHOWN else 0
-                groups.setdefault((first, pair.kind, end), {})[number] = pair
+        partner = _partner(symbols, mine, places)
+        if partner is None:
+            for at in range(0, min(len(mine), _LOOKED_AT) - _WINDOW, _WINDOW):
+                places.setdefault(mine[at : at + _WINDOW].tobytes(), (number, at))
+            continue
+        first, pair = partner
+        kind, *texts = _named(pair, symbols[first], mine, decode)
+        new = Difference(first, [], pair.start, pair.common, kind, (texts[0], texts[1]))
+        # Long ones are no variants of one text unless they end at the same place.
+        group = (first, kind, pair.end if pair.end - pair.start > _SHOWN else 0)
+        one = found.setdefault(group, new)
+        one.prompts.append(number)
+        start, common = min(one.start, pair.start), min(one.common, pair.common)
+        found[group] = one._replace(start=start, common=common)
+    return sorted(found.values(), key=lambda one: -one.common * len(one.prompts))
+
+
+def _partner(
+    symbols: Sequence[Symbols], mine: Symbols, places: dict[bytes, tuple[int, int]]
+) -> tuple[int, Pair] | None:
+    """The prompt that has a long run of ``mine`` behind what differs, and the pair that they are;
+    None where what differs costs little, or where there is no such prompt."""
+    starts: dict[int, int] = {}  # where it begins to differ from another prompt
+    found: list[tuple[int, Pair]] = []
+    for j in range(min(len(mine), _LOOKED_AT) - _WINDOW + 1):
+        first, i = places.get(mine[j : j + _WINDOW].tobytes(), (-1, 0))
+        if first < 0:
+            continue
+        other = symbols[first]
+        if first not in starts:
+            starts[first] = common_prefix(other, mine)
+        start = starts[first]
+        if start >= min(i, j):  # they share it already, or one repeats what both begin with
+            continue
+        back = common_prefix(other[start:i][::-1], mine[start:j][::-1])
+        end, my_end = i - back, j - back
+        common = common_prefix(other[end:], mine[my_end:])
+        if common >= max(_LEAST_COMMON, _TIMES_BEFORE * max(end, my_end)):
+            found.append((first, Pair(start, end, my_end, common)))
+            if len(found) == _WINDOW:  # of a text that repeats itself, enough to have the best
                 break
-        else:
-            for value, at in anchors:
-                places.setdefault(value, (number, at))
-    alone = set(range(len(symbols)))
-    alone -= {number for (first, *_), group in groups.items() for number in (first, *group)}
-    found = [_joined(symbols, alone, first, group) for (first, *_), group in groups.items()]
-    return sorted(found, key=lambda one: -one.common * len(one.cuts))
+    return max(found, key=lambda one: one[1].common, default=None)
 
 
-def moved(requests: Sequence[Request], differences: Sequence[Difference]) -> list[Request]:
-    """The requests with what differs at the end of the prompt."""
-    found = list(requests)
-    for difference in differences:
-        for number, (start, end) in difference.cuts.items():
-            old = requests[number].symbols
-            parts = (old[:start], old[end:], old[start:end])
-            found[number] = replace(requests[number], symbols=np.concatenate(parts))
-    return found
-
-
-def _anchors(symbols: Symbols) -> Iterator[tuple[int, int]]:
-    """Hashes of windows of a prompt, and where these begin, in order."""
-    looked_at = symbols[:_LOOKED_AT].astype(np.uint64)
-    if len(looked_at) < _WINDOW + _NEIGHBOURS:
-        return
-    windows = np.lib.stride_tricks.sliding_window_view(looked_at, _WINDOW)
-    hashes = ((windows + np.uint64(1)) * _FACTORS).sum(axis=1)
-    hashes = (hashes ^ (hashes >> np.uint64(29))) * _FACTORS[0]
-    neighbours = np.lib.stride_tricks.sliding_window_view(hashes, _NEIGHBOURS)
-    for at in np.unique(neighbours.argmin(axis=1) + np.arange(len(neighbours))).tolist():
-        yield int(hashes[at]), at
-
-
-def _compare(one: Symbols, other: Symbols, start: int, i: int, j: int) -> Pair | None:
-    """Of two prompts that differ from ``start`` on and have a window in common at ``i`` and ``j``,
-    or None where what differs costs little."""
-    if start >= min(i, j):  # they share it already, or one repeats what both begin with
-        return None
-    back = common_prefix(one[start:i][::-1], other[start:j][::-1])
-    i, j = i - back, j - back
-    common = common_prefix(one[i:], other[j:])
-    least = max(_LEAST_COMMON, _TIMES_BEFORE * max(i, j))
-    return Pair(start, i, j, common) if common >= least else None
-
-
-def _named(pair: Pair, one: Symbols, other: Symbols, decode: Decode | None) -> Pair:
-    """The pair with what differs. A text is longer on both sides, so that words are whole."""
-    spans = ((one, pair.end), (other, pair.other_end))
+def _named(pair: Pair, one: Symbols, other: Symbols, decode: Decode | None) -> tuple[str, str, str]:
+    """The kind of what differs, and both texts. A text is longer on both sides, so that words are
+    whole."""
+    start, *ends, _ = pair
+    spans = list(zip((one, other), ends, strict=True))
     if decode is None:
-        texts = [str(symbols[pair.start : end][:_SHOWN].tolist()) for symbols, end in spans]
-        return pair._replace(kind="token ids", texts=(texts[0], texts[1]))
-    if max(end for _, end in spans) - pair.start <= _SHOWN:
-        before = max(0, pair.start - _CONTEXT)
-        kind, *words = kind_of(*(decode(tokens[before : end + _CONTEXT]) for tokens, end in spans))
-        if kind != ORDER:
-            return pair._replace(kind=kind, texts=(words[0], words[1]))
-    texts = [decode(symbols[pair.start : end][:_SHOWN]) for symbols, end in spans]
-    return pair._replace(kind=ORDER, texts=(texts[0], texts[1]))
-
-
-def _joined(
-    symbols: Sequence[Symbols], alone: set[int], first: int, group: dict[int, Pair]
-) -> Difference:
-    """One difference of pairs with the first prompt: it begins where the first of theirs does and
-    ends where the last one does. Prompts that are ``alone`` are in it if they begin as the first
-    does until behind what differs, as later turns of one conversation do."""
-    pairs = group.values()
-    start, end = min(pair.start for pair in pairs), max(pair.end for pair in pairs)
-    cuts = {first: (start, end)}
-    cuts |= {n: (start, pair.other_end + end - pair.end) for n, pair in group.items()}
-    for number in alone:
-        if common_prefix(symbols[first], symbols[number]) >= end + _LEAST_COMMON:
-            cuts[number] = (start, end)
-    common = min(pair.end + pair.common for pair in pairs) - end
-    one = next(iter(pairs))
-    return Difference(cuts, max(0, common), one.kind, one.texts)
+        shown = [str(tokens[start:end][:_SHOWN].tolist()) for tokens, end in spans]
+        return "token ids", shown[0], shown[1]
+    if max(ends) - start <= _SHOWN:
+        before = max(0, start - _CONTEXT)
+        found = kind_of(*(decode(tokens[before : end + _CONTEXT]) for tokens, end in spans))
+        if found[0] != ORDER:
+            return found
+    shown = [decode(tokens[start:end][:_SHOWN]) for tokens, end in spans]
+    return ORDER, shown[0], shown[1]
 
 
 def kind_of(one: str, other: str) -> tuple[str, str, str]:

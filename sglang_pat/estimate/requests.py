@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,10 @@ Symbols = npt.NDArray[np.int64]
 TRACE_BLOCK = 512  # tokens of a block in Mooncake's traces
 _MAX_TOKENS = 2**24
 _FORM = '{"prompt": "..."}, {"messages": [...]} or {"input_ids": [...]}'
-_TRACE_FORM = '{"input_length": 700, "output_length": 90, "hash_ids": [1, 2]}'
+_TRACE_FORM = (
+    f'{{"input_length": 700, "output_length": 90, "hash_ids": [1, 2]}}, an id for each '
+    f"{TRACE_BLOCK} tokens"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +83,8 @@ def read_trace(file: Path) -> list[Request]:
         output: Any = given.get("output_length")
         names: Any = given.get("hash_ids")
         good = _are_whole([length, output]) and _are_whole(names)
-        if not good or not 0 < length <= _MAX_TOKENS or output > _MAX_TOKENS:
+        if not (good and 0 < length <= _MAX_TOKENS and len(names) == -(-length // TRACE_BLOCK)):
             raise ValueError(f"{where} must have a form as {_TRACE_FORM}")
-        if len(names) != -(-length // TRACE_BLOCK):
-            raise ValueError(
-                f"{where}: {len(names)} hash_ids for {length} tokens, must be one for each "
-                f"{TRACE_BLOCK}"
-            )
         found.append(Request(np.array(names, dtype=np.int64), length, max(1, output)))
     return found
 
@@ -177,17 +176,10 @@ def _as_sglang_has_it(message: Any) -> Any:
     entrypoints/openai/serving_chat.py, ``normalize_assistant_tool_call_arguments``)."""
     if not isinstance(message, dict):
         return message
-    found = {**message, "content": message.get("content") or ""}
-    if isinstance(message.get("tool_calls"), list):
-        found["tool_calls"] = [*map(_with_parsed_arguments, message["tool_calls"])]
-    return found
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    try:
-        arguments = json.loads(call["function"]["arguments"])
-    except (ValueError, TypeError, KeyError):  # a model's mistake, which SGLang leaves as it is
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    message["content"] = message.get("content") or ""
+    for call in message.get("tool_calls") or ():
+        with suppress(ValueError, TypeError, KeyError):  # a model's mistake, which SGLang leaves
+            arguments = json.loads(call["function"]["arguments"])
+            if isinstance(arguments, dict):
+                call["function"]["arguments"] = arguments
+    return message

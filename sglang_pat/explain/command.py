@@ -10,19 +10,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat.explain.requests import DEFAULT_TREE
-from sglang_pat.explain.text import PARTS
-from sglang_pat.gpus import GPUS, Machine, machine_of
+from sglang_pat.gpus import GPUS, machine_of
 
 if TYPE_CHECKING:
-    from sglang_pat import Target
+    from sglang_pat import Plan, Target
     from sglang_pat.dump import Requests
 
 
-_TARGETS = (*GPUS, "cpu")
 _CPU_THREADS = 8
 _LEAST_QUERIES = 256
-# Options that say what is planned for.
-_OF_TARGET = ("target", "heads", "head_dim", "draft_tokens", "kv_cache_dtype", "sms")
+# Options that say what is planned for, their defaults, and what they mean.
+_TARGET_OPTIONS: dict[str, tuple[Any, str]] = {
+    "target": ("h200", f"the GPU to plan for ({', '.join(GPUS)}) or cpu"),
+    "heads": ("32/8", "query and KV heads of one rank"),
+    "head-dim": (128, "elements of a head"),
+    "draft-tokens": (
+        1,
+        "tokens of a request that attend at once, the last of its sequence: more than 1 where "
+        "speculative decoding verifies them",
+    ),
+    "kv-cache-dtype": ("auto", "of K and V: fp8_e4m3, or auto, 16 bits on a GPU and 32 on a CPU"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,64 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--paths",
         type=Path,
         metavar="FILE",
-        help="the batch out of a server's SGLANG_PAT_DUMP (default: --tree)",
+        help="the batch out of a server's SGLANG_PAT_DUMP, planned for what the server planned "
+        "for unless an option from --target on is given (default: --tree)",
     )
     parser.add_argument(
-        "--batch",
-        type=int,
-        metavar="N",
-        help="which batch of a dump, from 1 on (default: 1)",
+        "--batch", type=int, metavar="N", default=1, help="which batch of a dump (default: 1)"
     )
-    add_target(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw to FILE, too (default: no)")
-    parser.add_argument(
-        "--part",
-        choices=("all", *PARTS),
-        default="all",
-        help="print one part only; structs are the plan's arrays as in csrc/plan.h, which all "
-        "leaves out (default: all)",
-    )
-    parser.add_argument(
-        "--lines",
-        type=int,
-        metavar="N",
-        default=40,
-        help="lines of each list that are printed, 0 for all (default: 40)",
-    )
+    add_target(parser)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Gives ``parser`` the options that say what is planned for."""
-    parser.add_argument(
-        "--target",
-        metavar="NAME",
-        help=f"what to plan for: {', '.join(_TARGETS)} (default: h200; of a dump, with no option "
-        "from here to --sms, what its server planned for)",
-    )
-    parser.add_argument(
-        "--heads",
-        metavar="Q/KV",
-        help="query and KV heads of one rank (default: 32/8, or the dump's)",
-    )
-    parser.add_argument(
-        "--head-dim",
-        type=int,
-        metavar="D",
-        help="elements of a head (default: 128, or the dump's)",
-    )
-    parser.add_argument(
-        "--draft-tokens",
-        type=int,
-        metavar="T",
-        help="tokens of a request that attend at once, the last of its sequence: more than 1 where "
-        "speculative decoding verifies them (default: 1, or the dump's)",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", "fp8_e4m3"),
-        help="of K and V, as of a server; auto is 16 bits on a GPU and 32 on a CPU (default: auto, "
-        "or the dump's)",
-    )
+    for name, (default, meaning) in _TARGET_OPTIONS.items():
+        parser.add_argument(
+            f"--{name}",
+            type=type(default),
+            metavar=name.rpartition("-")[2].upper(),
+            help=f"{meaning} (default: {default})",
+        )
     parser.add_argument(
         "--sms",
         type=int,
@@ -110,29 +79,44 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def run_explain(arguments: argparse.Namespace) -> int:
     """Explains the batch of the options; exit status 0, or 1 with a line that says what is wrong,
     which value it has and what would do."""
+    import sglang_pat
+    from sglang_pat.explain.svg import write_svg
+
     try:
-        said = _explained(arguments)
+        requests, target, machine = _batch(arguments)
+        plan = sglang_pat.plan(requests.paths, requests.seq_lens, target)
+        sums = sum_lines(plan, target, requests.seq_lens, machine)
+        if arguments.svg is not None:
+            drawn = write_svg(plan, requests.seq_lens, sums)
+            arguments.svg.write_text(drawn, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"sglang-pat explain: {error}", file=sys.stderr)
         return 1
-    print(said)
+    print(plan, *sums, sep="\n")
     return 0
 
 
-def _explained(arguments: argparse.Namespace) -> str:
-    import sglang_pat
-    from sglang_pat.explain.reading import explain
-    from sglang_pat.explain.svg import write_svg
-    from sglang_pat.explain.text import write_text
-
-    if arguments.lines < 0:
-        raise ValueError(f"--lines is {arguments.lines}, must be 0 (all) or more")
-    requests, target, machine = _batch(arguments)
-    plan = sglang_pat.plan(requests.paths, requests.seq_lens, target)
-    found = explain(plan, requests, target)
-    if arguments.svg is not None:
-        arguments.svg.write_text(write_svg(found, machine), encoding="utf-8")
-    return write_text(found, machine, arguments.lines, arguments.part)
+def sum_lines(plan: Plan, target: Target, seq_lens: list[int], machine: str) -> list[str]:
+    """What the plan reads, writes and takes, in lines; ``machine``: what it is made for, in
+    words."""
+    alone = sum(seq_lens)
+    read = plan.kv_tokens_read(alone)
+    token_bytes = 2 * target.num_kv_heads * target.head_dim * target.kv_bytes
+    partial_bytes = target.num_q_heads * (target.head_dim * target.partial_bytes + 4)
+    bounds = zip(plan.min_seq_lens[:3].tolist(), plan.max_seq_lens[:3].tolist(), strict=True)
+    held = [f"query {query} has {low} to {high}" for query, (low, high) in enumerate(bounds)]
+    more = ", ..." if plan.num_queries > len(held) else ""
+    return [
+        f"planned for {machine}, heads of dim {target.head_dim}",
+        f"K/V tokens read: {read:,} instead of {alone:,}, {alone / read:.2f} x fewer, for each "
+        "layer and KV head"
+        if read
+        else "no K/V tokens to read",
+        f"K/V read: {read * token_bytes / 1e6:.1f} MB instead of {alone * token_bytes / 1e6:.1f}, "
+        f"a layer; partial results: {plan.num_partials * partial_bytes / 1e6:.1f} MB written and "
+        "read again",
+        f"the plan takes {plan.nbytes:,} bytes; it holds while {', '.join(held)}{more} tokens",
+    ]
 
 
 def _batch(arguments: argparse.Namespace) -> tuple[Requests, Target, str]:
@@ -142,33 +126,23 @@ def _batch(arguments: argparse.Namespace) -> tuple[Requests, Target, str]:
     from sglang_pat.explain.requests import parse_tree
 
     if arguments.paths is None:
-        if arguments.batch is not None:
-            raise ValueError("--batch goes with a dump only: name one as --paths FILE")
         requests = parse_tree(arguments.tree)
         return requests, *make_target(arguments, len(requests.seq_lens))
     dump = read_dump(arguments.paths)
-    number = 1 if arguments.batch is None else arguments.batch
-    if not 0 < number <= len(dump.batches):
+    if not 0 < arguments.batch <= len(dump.batches):
         raise ValueError(
-            f"--batch is {number}, {arguments.paths} has batches 1 to {len(dump.batches)}"
+            f"--batch is {arguments.batch}, {arguments.paths} has batches 1 to {len(dump.batches)}"
         )
-    requests = dump.batches[number - 1]
-    if all(getattr(arguments, name) is None for name in _OF_TARGET):
-        target, device = dump.target, dump.header.get("device", "unknown")
-        return requests, target, f"{device} with {target.num_sms} SMs or threads, as the server"
-    return requests, *make_target(_completed(arguments, dump.target), len(requests.seq_lens))
+    requests = dump.batches[arguments.batch - 1]
+    if any(_given(arguments, name) is not None for name in (*_TARGET_OPTIONS, "sms")):
+        return requests, *make_target(arguments, len(requests.seq_lens))
+    target = dump.target
+    device = dump.header.get("device", "unknown")
+    return requests, target, f"{device} with {target.num_sms} SMs or threads, as the server"
 
 
-def _completed(arguments: argparse.Namespace, server: Target) -> argparse.Namespace:
-    """Options with the heads, K/V and draft tokens of a server where they name no others."""
-    defaults = {
-        "heads": f"{server.num_q_heads}/{server.num_kv_heads}",
-        "head_dim": server.head_dim,
-        "kv_cache_dtype": "fp8_e4m3" if server.kv_bytes == 1 else "auto",
-        "draft_tokens": server.draft_tokens,
-    }
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    return argparse.Namespace(**{**vars(arguments), **defaults, **given})
+def _given(arguments: argparse.Namespace, name: str) -> Any:
+    return getattr(arguments, name.replace("-", "_"))
 
 
 def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target, str]:
@@ -180,20 +154,11 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     from sglang_pat.config import PatConfig
 
     config = PatConfig.from_env(os.environ)
-    name = arguments.target or "h200"
-    machine = None if name.lower() == "cpu" else _gpu(name)
-    num_q_heads, num_kv_heads = _heads("32/8" if arguments.heads is None else arguments.heads)
-    head_dim = 128 if arguments.head_dim is None else arguments.head_dim
-    draft_tokens = 1 if arguments.draft_tokens is None else arguments.draft_tokens
-    for option, value, most in (
-        ("--heads, query heads,", num_q_heads, 1024),
-        ("--heads, KV heads,", num_kv_heads, 1024),
-        ("--head-dim", head_dim, 1024),
-        ("--draft-tokens", draft_tokens, 1024),
-        ("--sms", arguments.sms, 65_536),
-    ):
-        if value is not None and not 0 < value <= most:
-            raise ValueError(f"{option} is {value}, must be from 1 to {most:,}")
+    name, heads, head_dim, draft_tokens, kv_dtype = (
+        default if _given(arguments, name) is None else _given(arguments, name)
+        for name, (default, _) in _TARGET_OPTIONS.items()
+    )
+    num_q_heads, num_kv_heads = _heads(heads)
     options: dict[str, Any] = {
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
@@ -203,28 +168,26 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
     }
-    if arguments.kv_cache_dtype == "fp8_e4m3":
+    if kv_dtype == "fp8_e4m3":
         options["kv_bytes"] = 1
-    if machine is None:
+    elif kv_dtype != "auto":
+        raise ValueError(f"--kv-cache-dtype is {kv_dtype!r}, must be auto or fp8_e4m3")
+    if name.lower() == "cpu":
         threads = _CPU_THREADS if arguments.sms is None else arguments.sms
-        target = Target.cpu(threads=threads, **options)
-        return target, f"a CPU with {threads} threads"
+        return Target.cpu(threads=threads, **options), f"a CPU with {threads} threads"
     if arguments.sms is not None:
         options["num_sms"] = arguments.sms
+    try:
+        machine = machine_of(name)
+    except ValueError as error:
+        way_out = "plan for the cpu, or for another GPU take the nearest with --sms"
+        raise ValueError(f"--target {error}; {way_out}") from None
     target = Target.gpu(machine, **options)
     return target, f"{machine.name} with {target.num_sms} SMs"
 
 
-def _gpu(name: str) -> Machine:
-    try:
-        return machine_of(name)
-    except ValueError as error:
-        way_out = "plan for the cpu, or for another GPU take the nearest with --sms"
-        raise ValueError(f"--target {error}; {way_out}") from None
-
-
 def _heads(given: str) -> tuple[int, int]:
     q_heads, _, kv_heads = given.partition("/")
-    if not (q_heads.isdecimal() and kv_heads.isdecimal()):
+    if not (q_heads.isdecimal() and kv_heads.isdecimal() and int(kv_heads)):
         raise ValueError(f"--heads is {given!r}, must be query heads / KV heads, as in 32/8")
     return int(q_heads), int(kv_heads)

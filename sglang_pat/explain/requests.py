@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import NoReturn
 
 from sglang_pat.dump import MAX_REQUESTS, MAX_TOKENS, PathNodes, Requests
+from sglang_pat.explain.tree import Tree
 
 # Three requests: all begin with the same 512 tokens, the first two share 256 more.
 DEFAULT_TREE = "512(256(40,25),90)"
@@ -17,16 +19,11 @@ def parse_tree(spec: str) -> Requests:
 
     Nested: a number is a request and counts its private tokens; ``TOKENS(...)`` is a radix node
     that the requests in parentheses share; ``COUNTx`` repeats what follows. ``512(2x256(40,25))``
-    is a node of 512 tokens over two nodes of 256 tokens with two requests each. By levels, as the
-    benchmarks name their trees: ``1,8,512_32,512,256`` is one node of 32 tokens over 8 nodes of 512
-    tokens over 512 requests of 256 private tokens.
+    is a node of 512 tokens over two nodes of 256 tokens with two requests each. Levels: ``Tree``.
 
-    Raises ValueError that names the character for what is neither, and the limit for what is too
-    large.
+    Raises ValueError that names the place for what is neither, and the limit for what is too large.
     """
     if "_" in spec:
-        from sglang_pat.explain.tree import Tree
-
         tree = Tree.parse(spec)
         if tree.num_queries > MAX_REQUESTS:
             raise ValueError(f"tree {spec!r} has more than {MAX_REQUESTS:,} requests")
@@ -46,60 +43,51 @@ class _Parser:
     def parse(self) -> Requests:
         self._siblings([])
         if self._at < len(self._spec):
-            self._fail(f"{self._next!r} is not expected")
+            self._fail("the end must stand here")
         return self._requests
 
-    @property
-    def _next(self) -> str:
-        return self._spec[self._at : self._at + 1]
+    def _take(self, letter: str) -> bool:
+        """Step over ``letter`` if it comes next."""
+        found = self._spec.startswith(letter, self._at)
+        self._at += found
+        return found
 
     def _siblings(self, path: PathNodes) -> None:
-        """Reads one or more nodes and requests under ``path``, with commas between them."""
+        """Read one or more nodes and requests under ``path``, with commas between them."""
         self._member(path)
-        while self._next == ",":
-            self._at += 1
+        while self._take(","):
             self._member(path)
 
     def _member(self, path: PathNodes) -> None:
         count, tokens = 1, self._number()
-        if self._next == "x":
-            self._at += 1
+        if self._take("x"):
             count, tokens = tokens, self._number()
         start = path[-1][2] if path else 0
         end = start + tokens
         if end > MAX_TOKENS:
             self._fail(f"a request has {end:,} tokens, more than {MAX_TOKENS:,}")
-        if self._next != "(":
-            for _ in range(count):
-                self._add(path, end)
+        if not self._take("("):
+            self._requests.paths.extend([path] * min(count, MAX_REQUESTS + 1))
+            self._requests.seq_lens.extend([end] * min(count, MAX_REQUESTS + 1))
+            if len(self._requests.paths) > MAX_REQUESTS:
+                self._fail(f"more than {MAX_REQUESTS:,} requests")
             return
         if len(path) == MAX_DEPTH:
             self._fail(f"nodes are nested deeper than {MAX_DEPTH}")
-        begin = self._at + 1
+        begin = self._at
         for _ in range(count):
             self._nodes += 1
             self._at = begin
             self._siblings([*path, (self._nodes, start, end)])
-            if self._next != ")":
+            if not self._take(")"):
                 self._fail('a ")" is missing')
-        self._at += 1
-
-    def _add(self, path: PathNodes, length: int) -> None:
-        if len(self._requests.seq_lens) == MAX_REQUESTS:
-            raise ValueError(f"tree {self._spec!r} has more than {MAX_REQUESTS:,} requests")
-        self._requests.paths.append(path)
-        self._requests.seq_lens.append(length)
 
     def _number(self) -> int:
-        begin = self._at
-        while self._next in set("0123456789"):
-            self._at += 1
-        digits = self._spec[begin : self._at]
-        if not digits or int(digits[:20]) == 0:
-            self._at = begin
-            found = repr(digits or self._next) if self._next else "the end"
-            self._fail(f"a number of 1 or more must stand here, not {found}")
-        return int(digits[:20])
+        found = re.compile("[0-9]{1,20}").match(self._spec, self._at)
+        if found is None or not int(found[0]):
+            self._fail("a number of 1 or more must stand here")
+        self._at = found.end()
+        return int(found[0])
 
     def _fail(self, what: str) -> NoReturn:
         raise ValueError(

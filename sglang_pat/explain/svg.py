@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An explained plan as one SVG file: tokens from left to right, queries from top to bottom.
-
-Every token of every query lies in one rectangle of the upper map, its radix node or tail, and in
-one of the lower map, its item. Titles, which a browser shows under the pointer, have the details;
-those of the queries' names say what is merged.
-"""
+"""A plan as a picture without scripts or links: a map of tokens by queries, in which each item
+covers what it reads. Titles, which browsers show under the pointer, have the rest."""
 
 from __future__ import annotations
 
@@ -14,64 +10,60 @@ from math import ceil, sqrt
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from sglang_pat.explain.parts import Explanation, Item, Queries
-from sglang_pat.explain.text import counted, merge_line, node_line, numbers, sum_lines
+from sglang_pat.planner import BRANCH, Plan
+from sglang_pat.slots import DYNAMIC, ranges
 
 _LEFT, _WIDTH, _RIGHT = 80, 880, 40  # pixels: names of queries, tokens, room for the last number
 _LARGEST_ROW, _SMALLEST_ROW, _MAP_HEIGHT = 24.0, 2.0, 560.0
 _TEXT_ROW, _LETTER = 12.0, 6.4  # height and width of text
-_COLORS = {"node": "#dfe7f1", "shared": "#cfe2f7", "tail": "#fbe6c2", "branch": "#d6efd2"}
+_COLORS = {"shared": "#cfe2f7", "tail": "#fbe6c2", "branch": "#d6efd2"}
 _STYLE = "text{font:11px sans-serif;fill:#1d2733}rect{stroke:#5d6e88}"
 
 
-class _Box(NamedTuple):
-    """Tokens [start, end) of ``queries``, with a name and a title."""
+class Box(NamedTuple):
+    """Tokens [start, end) that ``item`` reads for ``queries``, which ascend. ``kind``: shared
+    (several queries read the tokens), tail (one query does) or branch (a part of the tree, each
+    token for some of the queries)."""
 
+    item: int
+    kind: str
     start: int
     end: int
-    queries: Queries
-    kind: str
-    name: str
-    title: str
+    queries: tuple[int, ...]
 
 
-def write_svg(found: Explanation, machine: str) -> str:
-    """The document; ``machine``: what the plan is made for, in words."""
-    nodes = [
-        _Box(
-            *(node.start, node.end, node.queries),
-            *(("tail", "tail") if node.id is None else ("node", f"node {node.id}")),
-            node_line(node),
-        )
-        for node in found.nodes
-    ]
-    items = [
-        _Box(part.start, part.end, part.queries, item.kind, f"item {item.index}", _title(item))
-        for item in found.items
-        for part in item.ranges
-    ]
-    merges = [merge_line(merge) for merge in found.merges]
-    places = _places({token for box in (*nodes, *items) for token in (box.start, box.end)})
-    row = min(_LARGEST_ROW, max(_SMALLEST_ROW, _MAP_HEIGHT / len(merges)))
-    parts = [_text(16, 24, f"{counted(len(merges), 'request')}, planned for {machine}")]
-    top = 60.0
-    for head, boxes in (
-        ("pack tree: what the queries share", nodes),
-        ("items: who reads which tokens, together; each runs once per KV head", items),
-    ):
-        parts += [_text(16, top, head), *_map(boxes, merges, places, row, top + 12)]
-        top += row * len(merges) + 72
-    parts += [_text(16, top + 17 * n, line) for n, line in enumerate(sum_lines(found, machine))]
-    size = f'width="{_LEFT + _WIDTH + _RIGHT}" height="{top + 120:.0f}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
-            f"<style>{_STYLE}</style>",
-            f'<rect {size} fill="#ffffff"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
+def boxes_of(plan: Plan, seq_lens: Sequence[int]) -> list[Box]:
+    """What the items of a plan read, item by item."""
+    found = []
+    for one in ranges(plan):
+        end = seq_lens[one.reader] if one.tokens == DYNAMIC else one.begin + one.tokens
+        kind = "shared" if plan.items["num_queries"][one.item] > 1 else "tail"
+        kind = "branch" if plan.items["kind"][one.item] == BRANCH else kind
+        found.append(Box(one.item, kind, one.begin, end, tuple(sorted(one.queries))))
+    return found
+
+
+def write_svg(plan: Plan, seq_lens: Sequence[int], below: Sequence[str]) -> str:
+    """The document; ``below``: lines of text under the map."""
+    boxes = boxes_of(plan, seq_lens)
+    places = _places({token for box in boxes for token in (box.start, box.end)})
+    count = max(1, len(seq_lens))
+    row = min(_LARGEST_ROW, max(_SMALLEST_ROW, _MAP_HEIGHT / count))
+    top, bottom = 40.0, 40 + row * count
+    parts = [_text(16, 24, "items: who reads which tokens together; each runs once per KV head")]
+    for query in range(0, len(seq_lens), ceil(_TEXT_ROW / row)):
+        parts.append(_text(16, top + query * row + max(row, _TEXT_ROW) / 2 + 4, f"query {query}"))
+    for box in boxes:
+        parts += _rectangles(box, f"{_title(plan, box)}", places, row, top)
+    free = 0.0  # from where on there is room for a number
+    for token, x in places.items():
+        if x >= free:
+            parts.append(_text(x, bottom + 14, f"{token}"))
+            free = x + len(f"{token}") * _LETTER + 4
+    parts += [_text(16, bottom + 40 + 17 * n, line) for n, line in enumerate(below)]
+    size = f'width="{_LEFT + _WIDTH + _RIGHT}" height="{bottom + 60 + 17 * len(below):.0f}"'
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{_STYLE}</style>"]
+    return "\n".join([*head, f'<rect {size} fill="#ffffff"/>', *parts, "</svg>\n"])
 
 
 def _places(tokens: Iterable[int]) -> dict[int, float]:
@@ -84,45 +76,29 @@ def _places(tokens: Iterable[int]) -> dict[int, float]:
     return {end: _LEFT + scale * width for end, width in zip(ends, before, strict=True)}
 
 
-def _title(item: Item) -> str:
-    slots = sorted(slot for slot in item.partials.values() if slot is not None)
-    return (
-        f"item {item.index}: {item.kind} of {numbers('query', 'queries', item.queries)}; "
-        f"{item.rows} packed rows in a tile of {item.row_tile}; to "
-        f"{numbers('partial', 'partials', slots) if slots else 'output'}"
-    )
+def _title(plan: Plan, box: Box) -> str:
+    first, count = int(plan.items["member_offset"][box.item]), plan.items["num_queries"][box.item]
+    slots = plan.members["partial"][first : first + int(count)].tolist()
+    to = "output" if min(slots) < 0 else f"partial results {', '.join(map(str, sorted(slots)))}"
+    return f"item {box.item}: {box.kind}, tokens [{box.start}, {box.end}); to {to}"
 
 
-def _map(
-    boxes: Iterable[_Box],
-    merges: Sequence[str],
-    places: dict[int, float],
-    row: float,
-    top: float,
+def _rectangles(
+    box: Box, title: str, places: dict[int, float], row: float, top: float
 ) -> Iterator[str]:
-    for query in range(0, len(merges), ceil(_TEXT_ROW / row)):
-        y = top + query * row + max(row, _TEXT_ROW) / 2 + 4
-        yield _text(16, y, f"query {query}", title=merges[query])
-    for box in boxes:
-        left, width = places[box.start], places[box.end] - places[box.start]
-        # One rectangle for each run of neighbouring queries, with the name if it fits.
-        for _, run in groupby(enumerate(box.queries), lambda pair: pair[1] - pair[0]):
-            queries = [query for _, query in run]
-            y, height = top + queries[0] * row, len(queries) * row
-            yield (
-                f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-                f'fill="{_COLORS[box.kind]}" stroke-width="{1 if row > 4 else 0.3}">'
-                f"<title>{escape(box.title)}</title></rect>"
-            )
-            if height >= _TEXT_ROW and len(box.name) * _LETTER <= width:
-                yield _text(left + 2, y + height / 2 + 4, box.name)
-    free = 0.0  # from where on there is room for a number
-    for token, x in places.items():
-        if x >= free:
-            yield _text(x, top + row * len(merges) + 14, f"{token}")
-            free = x + len(f"{token}") * _LETTER + 4
+    """One for each run of neighbouring queries, with the item's name if it fits."""
+    left, width = places[box.start], places[box.end] - places[box.start]
+    for _, run in groupby(enumerate(box.queries), lambda pair: pair[1] - pair[0]):
+        queries = [query for _, query in run]
+        y, height = top + queries[0] * row, len(queries) * row
+        yield (
+            f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+            f'fill="{_COLORS[box.kind]}" stroke-width="{1 if row > 4 else 0.3}">'
+            f"<title>{escape(title)}</title></rect>"
+        )
+        if height >= _TEXT_ROW and len(f"item {box.item}") * _LETTER <= width:
+            yield _text(left + 2, y + height / 2 + 4, f"item {box.item}")
 
 
-def _text(x: float, y: float, text: str, title: str = "") -> str:
-    more = f"<title>{escape(title)}</title>" if title else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}{more}</text>'
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

@@ -24,7 +24,7 @@ import torch
 
 from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
-from sglang_pat.sharing import NO_LOCK, NOT_CACHED, NOT_READ, RADIX_CACHE_DISABLED
+from sglang_pat.stats import NO_LOCK, NOT_CACHED, NOT_READ, RADIX_CACHE_DISABLED
 
 # A request that has been in the batch unchanged for more than SETTLE_STEPS decode steps is not read
 # again, for RECHECK_STEPS at most: see csrc/srt/handle_memory.h.

@@ -31,11 +31,10 @@ import numpy.typing as npt
 import torch
 
 from sglang_pat.planner import Plan, Planner
-from sglang_pat.sharing import NO_REQUEST, NOT_READABLE, NOT_USABLE
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.lengths import Lengths
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, RadixView
-from sglang_pat.stats import Stats
+from sglang_pat.stats import NO_REQUEST, NOT_READABLE, NOT_USABLE, Stats
 from sglang_pat.target import Target
 
 logger = logging.getLogger("sglang_pat")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit.device import attend, case_of_tree, execute, target_of
 
-from sglang_pat import list_length
+from sglang_pat import workspace as of_workspace
 from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.workspace import LAUNCHES, Workspace
@@ -89,7 +89,7 @@ def test_a_list_is_replaced_while_kernels_read_it(
     launch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it leaves free goes to tensors of another stream, which write to it at once."""
-    monkeypatch.setattr(list_length, "PATIENCE", 3)
+    monkeypatch.setattr(of_workspace, "PATIENCE", 3)
     bed = GraphBed(launch)
     torch.cuda.synchronize()
     right = []

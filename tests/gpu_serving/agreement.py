@@ -2,7 +2,7 @@
 """How far two servers agree in half precision, where near-ties flip and texts part for good.
 
 Free: the share of equal tokens of greedy answers. Forced: how much the log-probabilities of one
-continuation differ, when each server decodes it token by token (``sglang_pat.demo.forcing``).
+continuation differ, when each server decodes it token by token (``kit.forcing``).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kit import forcing
 from serving.server import Answer, Prompt, ServingServer
 from serving.workloads import WORKLOADS, random_prompt
-
-from sglang_pat.demo import forcing
 
 NEW_TOKENS = 48
 PEERS = ("fa3", "flashinfer")
@@ -80,7 +79,7 @@ def forced_logprobs(server: ServingServer, load: Load, texts: Sequence[Answer]) 
 # A distance may be half as large again as another, for the one draw that each is, and these more.
 FACTOR, MEAN_MORE, LARGEST_MORE = 1.5, 0.005, 0.1
 # How far a backend may be from a peer on average and at most, where the other peer is not measured
-# beside it, or has NaN. Another prompt's K/V differ by 2.2 on average (sglang_pat.demo.compare).
+# beside it, or has NaN. Another prompt's K/V differ by 2.2 on average (sglang_pat.demo.run).
 MEAN_LIMIT, LARGEST_LIMIT = 0.05, 0.5
 
 

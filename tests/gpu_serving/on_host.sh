@@ -99,7 +99,7 @@ step_agents() { # every token by itself; more agents than these do not fit besid
     --loads "$team"{8,16,32,64,96,128} --model "${MODEL:-llama3-8b}"
 }
 step_demo() {
-  limited "$LIMIT_DEMO" python3 -m sglang_pat demo --device cuda --cache "$work/demo" --json "$out/demo.json"
+  limited "$LIMIT_DEMO" python3 -m sglang_pat demo --device cuda --cache "$work/demo"
 }
 step_soak() {
   limited "$LIMIT_SOAK" python3 -m gpu_serving.soak --device cuda --logs "$work/soak" --json "$out/soak.json"

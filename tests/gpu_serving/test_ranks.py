@@ -12,8 +12,8 @@ import torch
 from serving.server import Config, ServingServer
 from serving.workloads import VOCAB
 
-from sglang_pat.demo.compare import MAX_LOGPROB_DIFF_BF16, MEAN_LOGPROB_DIFF_BF16
 from sglang_pat.demo.model import make_model
+from sglang_pat.demo.run import MAX_LOGPROB_DIFF_BF16, MEAN_LOGPROB_DIFF_BF16
 
 from .agreement import LOADS, Distance, accepted, answers, apart, forced_logprobs
 from .fleet import COMPARED, FOLDER, drafted

@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-SERVING = Path(__file__).parent.parent / "serving"
+TESTS = Path(__file__).parent.parent
+SERVING = TESTS / "serving"
 STARTUP = SERVING / "startup"  # what a CPU server's processes run before all else
 PLUGINS = SERVING / "plugins"  # of the tests, for SGLang
 # Threads that spin while they wait starve the server on a small or busy machine.
@@ -14,8 +15,9 @@ NO_SPINNING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def search_path(*folders: Path) -> dict[str, str]:
-    """Environment that puts folders before those that Python searches here."""
-    paths = [*map(str, folders), os.environ.get("PYTHONPATH")]
+    """Environment that puts folders before those that Python searches here, and the tests' own, out
+    of which a server loads ``kit.forcing``."""
+    paths = [*map(str, (*folders, TESTS)), os.environ.get("PYTHONPATH")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

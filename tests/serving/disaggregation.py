@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.demo import forcing
+from kit import forcing
+
 from sglang_pat.demo.server import reserve_port
 
 from .server import Config, Prompt, ServingServer

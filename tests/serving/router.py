@@ -13,9 +13,8 @@ from pathlib import Path
 from kit.router import Router
 
 from sglang_pat.demo.counters import Counters
-from sglang_pat.demo.server import ARRIVED_S
 
-from .server import Prompt, ServingServer
+from .server import ARRIVED_S, Prompt, ServingServer
 
 
 class WatchedRouter(Router):

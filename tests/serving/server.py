@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ DEVICE_ARGS = {
     # fraction of what was free when it started, the others' growth counted as its own.
     "cuda": ("--max-total-tokens", "60000", "--mem-fraction-static", "0.9"),
 }
+
+# With these a server logs a line when a request arrives, without the prompt.
+LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
+ARRIVED_S = 60.0
 
 Prompt = tuple[int, ...]
 
@@ -94,6 +100,26 @@ class ServingServer(Server):
         except ServerError:
             return False
         return True
+
+    def arrived(self) -> int:
+        """How many requests have come since the start; the server must have ``LOG_REQUESTS``."""
+        return self.text().count("Receive: obj=GenerateReqInput")
+
+    @contextlib.contextmanager
+    def paused_until_arrived(self, requests: int) -> Iterator[None]:
+        """Nothing is decoded while requests are sent within this block and until as many as
+        ``requests`` have come. How many decode together does not depend on how fast they came."""
+        self.post("/pause_generation", {"mode": "in_place"})
+        try:
+            expected = self.arrived() + requests
+            yield
+            deadline = time.monotonic() + ARRIVED_S
+            while (now := self.arrived()) < expected:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{expected - now} of {requests} requests did not come")
+                time.sleep(0.01)
+        finally:
+            self.post("/continue_generation", {})
 
     def generate(
         self,

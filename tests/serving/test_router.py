@@ -16,10 +16,9 @@ pytest.importorskip(
 )
 
 from sglang_pat.demo.counters import Counters
-from sglang_pat.demo.server import LOG_REQUESTS
 
 from .router import WatchedRouter
-from .server import Config, ServingServer
+from .server import LOG_REQUESTS, Config, ServingServer
 from .workloads import random_prompt
 
 NAMES = ("0", "1")  # of the servers, in their answers

@@ -8,11 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_pat.demo.server import LOG_REQUESTS
-
 from .compare import disagreements
 from .conftest import Serve
-from .server import Answer, Config, Prompt, ServingServer, answer_of
+from .server import LOG_REQUESTS, Answer, Config, Prompt, ServingServer, answer_of
 from .workloads import random_prompt
 
 ARGS = ("--enable-streaming-session", *LOG_REQUESTS)

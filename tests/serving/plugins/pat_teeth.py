@@ -27,7 +27,7 @@ def load() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_pat import ops, sharing
+    from sglang_pat import ops, stats
     from sglang_pat.srt import hook, launch
 
     register_radix_cache_backend("classic", lambda context: RadixCache(params=context.params))
@@ -42,7 +42,7 @@ def load() -> None:
             get_device_module=lambda: torch.cpu,
         )
     if steps := os.environ.get("PAT_TEETH_STEPS_WITHOUT_SHARING"):
-        sharing.STEPS_WITHOUT_SHARING = int(steps)
+        stats.STEPS_WITHOUT_SHARING = int(steps)
     if os.environ.get("PAT_TEETH_UNHOOK_LAUNCH") == "1":
         HookRegistry._patched.add(launch.TARGET)
     if os.environ.get("PAT_TEETH_UNPINNED") == "1":

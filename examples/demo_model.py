@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level BPE tokenizer with a chat template, trained from ``corpus.txt`` beside this file."""
+"""Writes the model of ``launch.sh demo`` to a folder: the demo's, small with random weights, and a
+byte-level BPE tokenizer with a chat template, trained from the texts beside this file.
+
+    python demo_model.py FOLDER
+"""
 
 from __future__ import annotations
 
 import json
-from importlib.resources import files
+import sys
 from pathlib import Path
+
+from sglang_pat.demo.model import make_model
+from sglang_pat.demo.run import SCALES, VOCAB
 
 END = "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -22,21 +29,13 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(path: str | Path, *, vocab: int = 1024) -> Path:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` to the folder ``path``; return it.
+def make_tokenizer(folder: Path, *, vocab: int = VOCAB) -> Path:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``; return it.
 
-    Deterministic, and quick enough (a tenth of a second) to be written anew each time. Exactly
-    ``vocab`` token ids are given out, so a model with as many rows has no id without a text.
-
-    Raises:
-        ValueError: ``vocab`` is too small for 256 bytes and the special tokens, or larger than what
-            can be learnt from the text.
+    Exactly ``vocab`` token ids are given out: no row of the model is without a text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    smallest = 256 + len(_SPECIAL)
-    if vocab < smallest:
-        raise ValueError(f"vocab is {vocab}; 256 bytes and special tokens need {smallest}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,12 +45,10 @@ def make_tokenizer(path: str | Path, *, vocab: int = 1024) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = (files("sglang_pat.demo") / "corpus.txt").read_text(encoding="utf-8")
-    tokenizer.train_from_iterator(corpus.splitlines(), trainer)
-    learnt = tokenizer.get_vocab_size()
-    if learnt < vocab:
-        raise ValueError(f"vocab is {vocab}; corpus.txt has pairs for {learnt} tokens only")
-    folder = Path(path)
+    texts = sorted(Path(__file__).parent.glob("*.py"))
+    lines = [line for text in texts for line in text.read_text(encoding="utf-8").splitlines()]
+    tokenizer.train_from_iterator(lines, trainer)
+    assert tokenizer.get_vocab_size() == vocab
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -63,3 +60,7 @@ def make_tokenizer(path: str | Path, *, vocab: int = 1024) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
+
+
+if __name__ == "__main__":
+    make_tokenizer(make_model(sys.argv[1], **SCALES["cpu"].model))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/is-it-for-me.md and docs/estimate.md name commands that exist, and pages that do."""
+"""README.md and docs/estimate.md name commands that exist, and pages that do."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from sglang_pat import cli
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = ("is-it-for-me.md", "estimate.md")
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/estimate.md")
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_commands_of_the_page_are_understood(name: str) -> None:
-    page = (DOCS / name).read_text(encoding="utf-8")
+    page = (ROOT / name).read_text(encoding="utf-8")
     commands = re.findall(r"^(?:\$ )?sglang-pat (.*?)(?: +#.*)?$", page, re.M)
     assert commands
     for command in commands:
@@ -26,9 +26,9 @@ def test_the_commands_of_the_page_are_understood(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
-    page = (DOCS / name).read_text(encoding="utf-8")
-    for path, _, anchor in re.findall(r"\]\(([^)#]*)(#([^)]*))?\)", page):
-        target = DOCS / (path or name)
+    page = (ROOT / name).read_text(encoding="utf-8")
+    for path, _, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]*))?\)", page):
+        target = (ROOT / name).parent / path if path else ROOT / name
         assert target.exists(), path
         if anchor:
             heads = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)

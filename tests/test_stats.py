@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sglang_pat import sharing
+from sglang_pat import stats as counting
 from sglang_pat.planner import Plan, plan
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
@@ -23,7 +23,7 @@ STEPS = 10
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "STEPS_WITHOUT_SHARING", STEPS)
+    monkeypatch.setattr(counting, "STEPS_WITHOUT_SHARING", STEPS)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_message_that_fails_costs_the_message_only(
     def fail(*_: object) -> str:
         raise RuntimeError("no words")
 
-    monkeypatch.setattr(sharing, "describe_packed_step", fail)
+    monkeypatch.setattr(counting, "describe_packed_step", fail)
     stats = Stats()
     run(stats, *crowd(200, queries=3, own=20), steps=3)
     assert log.messages == ["sglang_pat: cannot tell what is shared: RuntimeError('no words')"]
@@ -148,96 +148,60 @@ def test_many_steps_without_sharing_are_explained_once(
     assert expected in record.getMessage()
 
 
-def test_requests_that_are_always_alone_are_no_warning(log: pytest.LogCaptureFixture) -> None:
-    stats = Stats()
-    run(stats, *crowd(0, queries=1, own=20), steps=2 * STEPS)
-    (record,) = log.records
-    assert record.levelno == logging.INFO
-    assert f"each of {STEPS} decode steps had a single request" in record.getMessage()
-    run(stats, *crowd(0, queries=2, own=20), steps=2 * STEPS)  # what comes later is no less heard
-    assert [record.levelno for record in log.records] == [logging.INFO, logging.WARNING]
-    run(stats, *crowd(200, queries=4, own=20))
-    assert "4 requests share 200 tokens" in log.messages[-1]
+ALONE, FEW = "each of 10 decode steps had a single request", "had at most 3 requests"
 
 
-def test_requests_that_the_base_serves_alone_are_no_warning(log: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("planned", "small", "level", "expected"),
+    [
+        ([1] * 2 * STEPS, [], logging.INFO, ALONE),
+        ([], [1] * 3 * STEPS, logging.INFO, ALONE),
+        ([], [1, 3, 2] * STEPS, logging.WARNING, FEW),
+    ],
+)
+def test_steps_of_few_requests_are_explained_once(
+    log: pytest.LogCaptureFixture,
+    planned: list[int],
+    small: list[int],
+    level: int,
+    expected: str,
+) -> None:
+    """``planned``: requests of the steps with a plan; ``small``: of those that the base runs."""
     stats = Stats()
-    for _ in range(3 * STEPS):
-        stats.small_batch(1)
+    for requests in small:
+        stats.small_batch(requests)
+    for requests in planned:
+        run(stats, *crowd(0, queries=requests, own=20))
     (record,) = log.records
-    assert record.levelno == logging.INFO
-    assert f"each of {STEPS} decode steps had a single request" in record.getMessage()
-    assert stats.base_forwards == {"small_batch": 3 * STEPS} and stats.decode_steps == 0
-    assert stats.summary().startswith("0 decode steps on pat, ")
-    assert stats.summary().endswith(
-        f"; on SGLang's attention as intended: {3 * STEPS} x small_batch"
-    )
+    assert record.levelno == level and expected in record.getMessage()
+    assert stats.base_forwards["small_batch"] == len(small)
     run(stats, *crowd(200, queries=4, own=20))
-    assert "4 requests share 200 tokens" in log.messages[-1]
+    assert len(log.records) == 2 and "4 requests share 200 tokens" in log.messages[-1]
     stats.small_batch(1)
     assert len(log.records) == 2
 
 
-def test_batches_that_an_option_keeps_from_pat_are_said_to_be(
-    log: pytest.LogCaptureFixture,
-) -> None:
-    stats = Stats()
-    for requests in [1, 3, 2] * STEPS:
-        stats.small_batch(requests)
-    (record,) = log.records
-    assert record.levelno == logging.WARNING
-    assert f"each of {STEPS} decode steps had at most 3 requests" in record.getMessage()
-    assert "lower SGLANG_PAT_MIN_BATCH" in record.getMessage()
-
-
 def test_small_steps_do_not_count_as_steps_of_several(log: pytest.LogCaptureFixture) -> None:
     stats = Stats()
-    made, total = crowd(0, queries=2, own=20)
-    stats.step(made, total, made=True)
+    run(stats, *crowd(0, queries=2, own=20))
     for _ in range(3 * STEPS):
         stats.small_batch(1)
     assert not log.messages  # there was a step of several, so a single request does not explain it
-    run(stats, made, total, steps=STEPS - 1)
+    run(stats, *crowd(0, queries=2, own=20), steps=STEPS - 1)
     assert f"{STEPS} decode steps had several requests" in log.messages[0]
 
 
-def test_decodes_that_nobody_asked_for_are_warm_ups_or_idle(log: pytest.LogCaptureFixture) -> None:
+def test_passes_of_the_base_are_intended_or_fallbacks(log: pytest.LogCaptureFixture) -> None:
     stats = Stats()
     stats.small_batch(0)
     stats.warm_up()
     assert stats.base_forwards == {"warm_up": 2} and stats.steps_asked_for == 0
     stats.small_batch(1)
     stats.small_batch(0)
-    assert stats.base_forwards == {"warm_up": 2, "small_batch": 1, "idle": 1}
-    assert not stats.fallbacks
-    stats.warm_up()  # the scheduler decodes, so this is none
-    assert stats.fallbacks == {"no batch from the scheduler": 1}
-
-
-def test_intended_work_of_the_base_is_no_fallback(log: pytest.LogCaptureFixture) -> None:
-    stats = Stats()
-    stats.warm_up()
     for mode in ("EXTEND", "IDLE", "EXTEND", "DRAFT_EXTEND_V2"):
         stats.other_forward(mode)
-    assert stats.base_forwards == {"warm_up": 1, "extend": 2, "idle": 1, "draft_extend_v2": 1}
-    assert not stats.fallbacks and not log.messages
-    assert "not served" not in stats.summary()
-    assert "as intended: 1 x warm_up, 2 x extend" in stats.summary()
-    stats.other_forward("MIXED")
-    stats.other_forward("MIXED")
-    run(stats, *crowd(0, queries=2, own=20))
-    stats.warm_up()  # the scheduler decodes, so this is none
-    assert stats.fallbacks == {"mixed": 2, "no batch from the scheduler": 1}
-    assert [record.levelno for record in log.records] == [logging.WARNING] * 2
-    assert "(mixed): --enable-mixed-chunk" in log.messages[0]
-    assert log.messages[1].endswith("(no batch from the scheduler)")
-    assert stats.summary().endswith(
-        "; not served by pat as it should have been: 2 x mixed, 1 x no batch from the scheduler"
-    )
-
-
-def test_layers_of_the_base_are_counted_and_logged_once(log: pytest.LogCaptureFixture) -> None:
-    stats = Stats()
+    intended = {"warm_up": 2, "small_batch": 1, "idle": 2, "extend": 2, "draft_extend_v2": 1}
+    assert stats.base_forwards == intended and not stats.fallbacks and not log.messages
     for reason in ("a sliding window", "arguments sinks", "a sliding window"):
         stats.base_layer(reason)
     assert stats.base_layers == {"a sliding window": 2, "arguments sinks": 1}
@@ -245,20 +209,31 @@ def test_layers_of_the_base_are_counted_and_logged_once(log: pytest.LogCaptureFi
         "sglang_pat: layers with a sliding window run on SGLang's attention",
         "sglang_pat: layers with arguments sinks run on SGLang's attention",
     ]
-    assert stats.summary().endswith(
-        "; layers that are SGLang's by their kind: 2 x a sliding window, 1 x arguments sinks"
-    )
+    log.clear()
+    stats.other_forward("MIXED")
+    stats.other_forward("MIXED")
+    stats.warm_up()  # the scheduler decodes, so this is none
+    assert stats.fallbacks == {"mixed": 2, "no batch from the scheduler": 1}
+    assert [record.levelno for record in log.records] == [logging.WARNING] * 2
+    assert "(mixed): --enable-mixed-chunk" in log.messages[0]
 
 
 def test_the_summary_is_for_users() -> None:
     stats = Stats()
     run(stats, *crowd(200, queries=4, own=50), steps=2)
-    stats.private({"nothing cached yet": 2})
-    stats.host_ns = 50_000
-    assert stats.summary() == (
+    stats.host_seconds = 5e-5
+    line = (
         "2 decode steps on pat, in 2 of which requests shared K/V reads; 800 K/V tokens read "
         "instead of 2000 (60.0% saved); 25.0 us of host time a step, a new plan in 50.0%, "
         "0 of 1 plans hidden behind the GPU"
+    )
+    assert stats.summary() == line
+    stats.other_forward("EXTEND")
+    stats.base_layer("a sliding window")
+    stats.fall_back("mixed")
+    assert stats.summary() == (
+        f"{line}; on SGLang's attention as intended: 1 x extend; layers that are SGLang's by their "
+        "kind: 1 x a sliding window; not served by pat as it should have been: 1 x mixed"
     )
     assert Stats().summary().startswith("0 decode steps on pat")
 
