@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.planner import Planner
-from sglang_pat.srt.survey import Survey
+from sglang_pat.srt.layers import Survey
 
 PRE, IN, POST, UNKNOWN = SharedReadEnds
 

@@ -13,7 +13,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from kit.backend import QUERIES, BackendBed
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.srt.check import SlotMismatch
+from sglang_pat.slots import SlotMismatch
 
 
 @pytest.fixture

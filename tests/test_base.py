@@ -16,7 +16,7 @@ from kit.semantics import HOME, definitions
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.runtime_context import override_platform
 
-from sglang_pat.srt import base
+from sglang_pat.srt import stock as base
 
 GPU = {"device": "cuda"}
 B200 = {"is_hopper_with_cuda_12_3": False, "is_sm90": False, "is_sm100": True}

@@ -15,7 +15,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.runner import BF16, E4M3, model_config
 
-from sglang_pat.srt import checkpoint
+from sglang_pat.srt import stock as checkpoint
 
 
 @pytest.mark.parametrize(

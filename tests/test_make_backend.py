@@ -25,7 +25,6 @@ from kit.runner import (
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
 from sglang_pat.srt import factory
-from sglang_pat.srt.survey import Survey
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +35,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 class FakeBackend:
     """In place of the class that ``extend`` makes: keeps what it is given."""
 
-    def __init__(self, runner: Any, config: Any, found: Survey, **arguments: Any) -> None:
-        self.survey, self.arguments = found, arguments
+    def __init__(self, *given: Any, **arguments: Any) -> None:
+        self.survey, self.arguments = given[3], arguments
 
 
 class FactoryBed:
@@ -49,8 +48,9 @@ class FactoryBed:
         self.extended: type | None = None
         self.mixin: type | None = None
         self.reported: list[bool] = []
-        monkeypatch.setattr(factory.refusals, "refuse_unsafe", self.checked.append)
+        monkeypatch.setattr(factory.launch, "refuse_unsafe", self.checked.append)
         monkeypatch.setattr(factory, "extend", self._extend)
+        monkeypatch.setattr(factory, "make_executor", lambda *_: None)
         monkeypatch.setattr(
             factory, "start_reporter", lambda _, *, serving: self.reported.append(serving)
         )

@@ -15,11 +15,9 @@ from kit.steps import TARGET, StepBed, count_calls
 
 from benchmarks.host.live import CACHES
 from sglang_pat.planner import Plan
-from sglang_pat.srt.check import check_plan
 from sglang_pat.srt.hook import LiveBatch
-from sglang_pat.srt.lengths import known
-from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
-from sglang_pat.srt.step import StepPlanner
+from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, check_plan
+from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 
 
@@ -116,7 +114,7 @@ def test_there_are_as_many_micro_batches_as_sglangs_scheduler_loop_has(
     from sglang.srt import runtime_context
     from sglang.srt.managers import scheduler_pp_mixin
 
-    from sglang_pat.srt.pipeline import micro_batches
+    from sglang_pat.srt.step import micro_batches
 
     parallel = SimpleNamespace(pp_size=pp_size, pp_async_batch_depth=depth)
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)

@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import SpawnRanks
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.demo.counters import parse_counters
-from sglang_pat.srt.reporting import exports_metrics, scheduler_labels
+from sglang_pat.srt.metrics import exports_metrics, scheduler_labels
 
 RANKS = SpawnRanks(world_rank=0)
 

@@ -19,8 +19,8 @@ from kit.steps import OWN, QUERIES, SYSTEM, TOOL, StepBed, count_calls, shared_t
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from benchmarks.host.live import CACHES
-from sglang_pat.srt.lengths import known
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
+from sglang_pat.srt.step import known
 
 
 @pytest.fixture(params=CACHES)

@@ -20,9 +20,9 @@ from sglang_pat.config import DEFAULT_MIN_BATCH, PatConfig
 from sglang_pat.planner import Plan
 from sglang_pat.srt import backend
 from sglang_pat.srt.hook import after_init_new
+from sglang_pat.srt.layers import Survey
 from sglang_pat.srt.radix import SETTLE_STEPS
 from sglang_pat.srt.step import StepPlanner
-from sglang_pat.srt.survey import Survey
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
@@ -96,11 +96,10 @@ class Bed:
         self.cache = LiveCache("python", slots=4000, rows=REQUESTS, context=512)
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
         self.executor = Executor()
-        monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: None)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
         config = PatConfig(check=True, min_batch=min_batch)
-        self.backend = backend.extend(Base)(self.runner, config, survey)
+        self.backend = backend.extend(Base)(self.runner, config, self.executor, survey)
         self.stats: Stats = self.backend._stats
         rng = random.Random(0)
         self.system = [rng.randrange(1000) for _ in range(SYSTEM)]

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang_pat.srt import factory, metrics
-from sglang_pat.srt.idle import IdleReason
+from sglang_pat.srt.support import Reason
 from sglang_pat.stats import Stats
 
 
@@ -21,16 +21,17 @@ def test_a_server_whose_batches_stay_too_small_gets_the_stock_backend(
 ) -> None:
     asked: list[int] = []
 
-    def reasons(*_: Any, min_batch: int) -> list[IdleReason]:
+    def reasons(_server: Any, min_batch: int) -> list[Reason]:
         asked.append(min_batch)
-        return [IdleReason("batches stay too small", "raise it")]
+        return [Reason("batches stay too small", "raise it")]
 
     stock = object()
     monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "3")
-    monkeypatch.setattr(factory, "idle_reasons", reasons)
-    monkeypatch.setattr(factory, "build_stock", lambda _: ("fa3", stock))
+    monkeypatch.setattr(factory.support, "idle_reasons", reasons)
+    monkeypatch.setattr(factory.support, "by_runner", lambda _: None)
+    monkeypatch.setattr(factory.stock, "build_stock", lambda _: ("fa3", stock))
     monkeypatch.setattr(factory, "start_reporter", lambda *_, **__: None)
-    monkeypatch.setattr(factory.refusals, "refuse_unsafe", lambda _: None)
+    monkeypatch.setattr(factory.launch, "refuse_unsafe", lambda _: None)
     runner = SimpleNamespace(
         is_draft_worker=False, server_args=None, model_config=None, kv_cache_dtype=None
     )

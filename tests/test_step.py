@@ -16,9 +16,9 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from kit.steps import OWN, QUERIES, SYSTEM, TARGET, TOOL, StepBed, shared_tokens, sharing_queries
 
 from benchmarks.host.live import CACHES
-from sglang_pat.srt.check import SlotMismatch
+from sglang_pat.slots import SlotMismatch
 from sglang_pat.srt.hook import LiveBatch
-from sglang_pat.srt.lengths import known
+from sglang_pat.srt.step import known
 
 
 @pytest.fixture(params=CACHES)

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.serving.rows import Counted, counted_fields
 from sglang_pat.demo.counters import Counters
-from sglang_pat.srt.step_clock import StepClock
+from sglang_pat.srt.step import StepClock
 from sglang_pat.stats import Stats
 
 

@@ -18,7 +18,7 @@ from benchmarks.kernel.layer import PatOptions
 from benchmarks.kernel.report import DECODE_MARGIN, TreeRow, decode_ratio, geomean
 from sglang_pat import _C
 from sglang_pat.explain.tree import Tree
-from sglang_pat.srt.refusals import MOST_DRAFT_ROWS
+from sglang_pat.srt.layers import MOST_DRAFT_ROWS
 
 # 64 requests on one prefix, 64 that share nothing, 16 of each kind.
 TREES = tuple(map(Tree.parse, ("1,64_8192,128", "64_1024", "1,16_4096,300", "16_2048")))

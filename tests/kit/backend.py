@@ -19,7 +19,7 @@ from sglang_pat.planner import Plan
 from sglang_pat.srt import backend
 from sglang_pat.srt.backend import PatDecodeMixin
 from sglang_pat.srt.hook import after_init_new
-from sglang_pat.srt.survey import Survey
+from sglang_pat.srt.layers import Survey
 from sglang_pat.target import Target
 
 QUERIES, HEADS, HEAD_DIM, LAYERS = 4, 2, 16, 3
@@ -133,13 +133,12 @@ class BackendBed:
         self.cache = LiveCache("python", slots=4000, rows=QUERIES, context=512)
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
         self.executor = RecordingExecutor(target)
-        monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
         self.serving: list[bool] = []  # what the reporter was told later
         reporter = SimpleNamespace(set_serving=self.serving.append)
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: reporter)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
         extended = backend.extend(RecordingBase, mixin)
-        self.backend = extended(self.runner, PatConfig(check=check), survey)
+        self.backend = extended(self.runner, PatConfig(check=check), self.executor, survey)
         rng = random.Random(0)
         system = [rng.randrange(1000) for _ in range(200)]
         self.reqs = [self.cache.admit([*system, 1000 + i]) for i in range(QUERIES)]
