@@ -101,6 +101,7 @@ def test_a_server_that_cannot_pack_is_served_and_warned(
         ({}, {"args": {"speculative_algorithm": "DFLASH"}}, "under --speculative-algorithm DFLASH"),
         ({}, {"args": {"disaggregation_mode": "prefill"}}, "never decodes"),
         ({}, {"config": {"is_generation": False}}, "embedding or reward"),
+        ({}, {"args": {"max_running_requests": 1}}, "lets at most 1 decode at a time"),
         ({}, {"config": {"hf_config": QSA}}, "(QSA)"),
         ({"use_irope": True}, {}, "none of 1 attention layers (1 with chunked attention"),
     ],
@@ -162,3 +163,12 @@ def test_where_the_options_leave_nothing_to_serve_layers_are_not_surveyed(
     monkeypatch.setattr(factory, "survey_layers", lambda _: pytest.fail("surveyed"))
     runner = make_runner([make_layer(0)], config={"is_generation": False})
     assert bed.make(runner) == "stock torch_native"
+
+
+def test_the_option_says_how_many_requests_are_enough(
+    bed: FactoryBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "3")
+    for requests, stock in ((2, True), (3, False)):
+        runner = make_runner([make_layer(0)], args={"max_running_requests": requests})
+        assert (bed.make(runner) == "stock torch_native") == stock

@@ -50,9 +50,10 @@ def after_resolve(_result: None, server_args: Any) -> None:
         return
     option = reason_against_options()  # not asked before where pat is the platform's default
     reasons = [*([option] if option else []), *foreign_reasons()]
-    # SGLang has no config.json for these two, and the rest reads what a foreign SGLang may lack.
-    if not reasons and str(args.model_path).lower() not in ("none", "dummy"):
-        server = support.by_arguments(server_args, model_config_of(server_args))
+    if not reasons:  # the rest reads what a foreign SGLang may lack
+        named = str(args.model_path).lower() not in ("none", "dummy")  # these have no config.json
+        model = model_config_of(server_args) if named else None
+        server = support.by_arguments(server_args, model)
         reasons = [str(reason) for reason in support.refusals(server)]
     if reasons:
         _refuse(server_args, reasons)

@@ -119,14 +119,14 @@ def by_arguments(
     if model_config is None:
         return Server(args, None, args.device, against)
     quantized = args.kv_cache_dtype if args.kv_cache_dtype in stock.SCALED_KV else ""
-    dtype = model_config.dtype
+    dtype, names = model_config.dtype, set(model_config.hf_config.architectures or ())
     return Server(
         args=args,
         model=model_config,
         device=args.device,
         against_gpu=against,
         uses_mla=model_config.attention_arch.name == "MLA",
-        prefill_aware_swa=_is_a(model_config, PREFILL_AWARE_SWA),
+        prefill_aware_swa=not names.isdisjoint(PREFILL_AWARE_SWA),
         dtype=dtype,
         kv_dtype=dtype if quantized else stock.kv_cache_dtype(args.kv_cache_dtype, model_config),
         quantized=quantized,
@@ -185,10 +185,6 @@ def reasons_of(table: tuple[Row, ...], server: Server) -> list[Reason]:
 def _sglang(path: str) -> Any:
     """What SGLang has at ``sglang.srt.{path}``, imported when it is asked for."""
     return resolve_name(f"sglang.srt.{path}")
-
-
-def _is_a(model_config: Any, architectures: tuple[str, ...]) -> bool:
-    return any(name in architectures for name in model_config.hf_config.architectures or ())
 
 
 def _mode_of(args: Any, path: str) -> Any:
@@ -460,9 +456,9 @@ IDLE = (
 
 
 def refusals(server: Server) -> list[Reason]:
-    """Every reason for which a server does not start, of those that no SGLang and no option of ours
-    has."""
-    return reasons_of((*MACHINE, *REFUSED), server)
+    """Every reason for which a server does not start, as far as the tables go: without a model,
+    only those of the machine."""
+    return reasons_of(MACHINE if server.model is None else (*MACHINE, *REFUSED), server)
 
 
 def idle_reasons(server: Server, min_batch: int) -> list[Reason]:
