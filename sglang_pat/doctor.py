@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from dataclasses import asdict, dataclass
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_pat.config import CPU_PLATFORM, PREFIX, SUPPORTED_SGLANG, TESTED_SGLANG, PatConfig
@@ -22,7 +22,6 @@ from sglang_pat.srt.support import MACHINE, ON_CPU, REFUSED, reason_against_gpu
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-_RUST_TREE = "sglang.srt.mem_cache.rust_tree_core.mem_cache"
 _ENTRY_POINTS = {"sglang.srt.plugins": "pat", "sglang.srt.platforms": CPU_PLATFORM}
 _MARKS = {"ok": "ok  ", "note": "note", "block": "BLOCK"}
 
@@ -117,7 +116,6 @@ def examine(*, any_gpu: bool = False) -> Iterator[Finding]:
     warnings.simplefilter("ignore")  # SGLang's imports warn of quantizations that a CPU lacks
     yield from _guarded("registration", _registration)
     yield from _guarded("interface", _interface)
-    yield from _guarded("tree core", _tree_core)
 
 
 def _guarded(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -263,27 +261,3 @@ def _interface() -> Iterator[Finding]:
         hooked = f"hooked after {hook.INIT_NEW.rsplit('.srt.', 1)[1]}"
         way = "batches carry their requests" if hook.carries_requests() else hooked
         yield Finding("interface", f"as expected; {way}")
-
-
-def _tree_core() -> Iterator[Finding]:
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.unified_cache.tree_core_registry import select_tree_core_backend
-
-    none: Any = None  # what the choice does not depend on
-    params = CacheInitParams(False, none, none, page_size=1)
-    name = select_tree_core_backend(params)
-    if name != "rust":
-        yield Finding(
-            "tree core",
-            f"{name}: works, reading the paths takes longer than from the Rust core",
-            "note",
-            "unset SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND" if name != "python" else "",
-        )
-        return
-    members = vars(import_module(_RUST_TREE)).values()
-    if any(isinstance(cls, type) and hasattr(cls, "collect_path_info") for cls in members):
-        yield Finding("tree core", "rust, with its own collect_path_info")
-    else:
-        yield Finding(
-            "tree core", "rust, without a collect_path_info of its own: paths take longer", "note"
-        )
