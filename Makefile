@@ -17,8 +17,7 @@ export SKBUILD_BUILD_DIR := build/cmake
 
 # The SGLangs beside the one in .venv on which `make test-versions` runs, and what it runs there.
 OLDER_SGLANG := 0.5.22
-VERSION_TESTS := tests/test_interface.py tests/test_support.py tests/test_step.py \
-	tests/test_settled_batch.py tests/test_micro_batches.py tests/test_radix.py \
+VERSION_TESTS := tests/test_interface.py tests/test_support.py tests/test_step.py tests/test_radix.py \
 	tests/test_backend.py tests/serving/test_tokens.py tests/serving/test_sessions.py
 
 # The Pythons of a release, and what names a wheel after the systems that it runs on.
