@@ -16,9 +16,8 @@ from kit.hybrid import CHUNK, STRATEGIES, HybridCache
 from kit.trees import target
 
 from sglang_pat.planner import Plan
-from sglang_pat.srt.check import check_plan
-from sglang_pat.srt.lengths import known
-from sglang_pat.srt.step import StepPlanner
+from sglang_pat.srt.radix import check_plan
+from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 
 TARGET = target(num_sms=1, policy="naive")

@@ -13,8 +13,8 @@ from kit.runner import server_args
 
 from sglang_pat import Target
 from sglang_pat.config import PatConfig
-from sglang_pat.srt import sizing
-from sglang_pat.srt.survey import Heads
+from sglang_pat.srt import factory
+from sglang_pat.srt.layers import Heads
 
 HEADS = Heads(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
@@ -22,16 +22,16 @@ HEADS = Heads(num_q_heads=8, num_kv_heads=2, head_dim=64)
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model runner on a CPU, as far as sizes are asked of it."""
-    monkeypatch.setattr(sizing, "heads_of", lambda runner: HEADS)
-    monkeypatch.setattr(sizing, "_largest_graph", lambda requests: 0)
-    monkeypatch.setattr(sizing.sleep, "reset_on_wake", lambda executor: None)
+    monkeypatch.setattr(factory, "heads_of", lambda runner: HEADS)
+    monkeypatch.setattr(factory, "_largest_graph", lambda requests: 0)
+    monkeypatch.setattr(factory.hook, "reset_on_wake", lambda executor: None)
     pool = SimpleNamespace(req_to_token=torch.zeros(5, 64, dtype=torch.int32), size=4)
     return SimpleNamespace(req_to_token_pool=pool, kv_cache_dtype=torch.float32)
 
 
 def planned(runner: Any, **options: str) -> Target:
     config = PatConfig.from_env({f"SGLANG_PAT_{name}": each for name, each in options.items()})
-    return sizing.make_executor(runner, config).target
+    return factory.make_executor(runner, config).target
 
 
 def test_a_server_has_the_rules_of_its_preset(
@@ -75,13 +75,13 @@ def test_masks_are_for_drafts_that_may_be_trees(
 ) -> None:
     """On a GPU plans for these have no branches."""
     heads = HEADS._replace(draft_tokens=draft_tokens)
-    monkeypatch.setattr(sizing, "heads_of", lambda runner: heads)
+    monkeypatch.setattr(factory, "heads_of", lambda runner: heads)
     runner.server_args = server_args(speculative_algorithm=algorithm, speculative_eagle_topk=top_k)
-    assert sizing.make_executor(runner, PatConfig()).has_draft_masks == masks
+    assert factory.make_executor(runner, PatConfig()).has_draft_masks == masks
     gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     capacity = SimpleNamespace(max_queries=4, max_partials=64)
     for config in (PatConfig(), PatConfig(branching="always")):
-        branching = sizing._gpu_target(runner, config, capacity).branching
+        branching = factory._gpu_target(runner, config, capacity).branching
         assert branching == ("never" if masks else config.branching)
     assert ("branching is never, not always" in caplog.text) == masks

@@ -32,7 +32,7 @@ def load() -> None:
 
     register_radix_cache_backend("classic", lambda context: RadixCache(params=context.params))
     if os.environ.get("PAT_TEETH_UNHOOK") == "1":
-        HookRegistry._patched.add(hook.TARGET)  # SGLang takes the hook for applied
+        HookRegistry._patched.add(hook.INIT_NEW)  # SGLang takes the hook for applied
     if os.environ.get("PAT_TEETH_SLEEP") == "1":
         from sglang.srt.managers.scheduler_components import weight_updater
 
@@ -44,7 +44,7 @@ def load() -> None:
     if steps := os.environ.get("PAT_TEETH_STEPS_WITHOUT_SHARING"):
         stats.STEPS_WITHOUT_SHARING = int(steps)
     if os.environ.get("PAT_TEETH_UNHOOK_LAUNCH") == "1":
-        HookRegistry._patched.add(launch.TARGET)
+        HookRegistry._patched.add(launch.RESOLVE)
     if os.environ.get("PAT_TEETH_UNPINNED") == "1":
         _unpin()
     fault_file = os.environ.get("PAT_TEETH_FAULT")
