@@ -110,6 +110,7 @@ class Planner {
   // Of the last plan: parent (-1: none), start, end and queries of each node, parents first, and
   // the deepest node of each query.
   py::tuple last_tree() const {
+    PAT_CHECK(tree_ != nullptr, "there is no last plan, or it has raised: plan a batch first");
     std::vector<std::array<int32_t, 4>> nodes;
     for (const PackNode& node : tree_->nodes) {
       nodes.push_back({node.parent, node.start, node.end, node.num_queries});
@@ -145,6 +146,7 @@ class Planner {
   }
 
   Plan make(const PathView& paths, const Int64Array& seq_lens) {
+    tree_ = nullptr;  // if the batch is refused
     tree_ = &builder_.build(paths, seq_lens.data(), draft_tokens_);
     return scheduler_.schedule(*tree_, seq_lens.data(), static_cast<int32_t>(paths.num_queries));
   }
