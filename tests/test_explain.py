@@ -18,21 +18,14 @@ from sglang_pat.explain.reading import explain, tree_nodes
 from sglang_pat.explain.requests import DEFAULT_TREE, parse_tree
 from sglang_pat.explain.svg import write_svg
 from sglang_pat.explain.text import merge_line, node_line, numbers, write_text
+from sglang_pat.target import WITHOUT_BRANCHES
 
 HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_queries": 1024}
 TARGETS = {
     "h200": Target.h200(**HEADS),
-    "branches": Target.h200(**HEADS, branching="always"),
-    "naive": Target.h200(**HEADS, policy="naive", branching="never"),
-    "paper": Target.h200(**HEADS, policy="paper", split="mean", branching="never"),
-    "chunk": Target.h200(
-        **HEADS, policy="naive", split="chunks", split_tokens=64, branching="never"
-    ),
-    "paged": Target.h200(**HEADS, policy="queries", split="fixed", branching="never"),
-    "groups": Target.h200(**HEADS, split="fixed", split_tokens=300, branching="groups"),
-    "relay": Target.h200(**HEADS, policy="root", branching="never"),
-    "fasttree": Target.h200(**HEADS, policy="padding", split="phases", branching="never"),
-    "small tiles": Target.h200(**HEADS, row_tiles=(16,), policy="naive", branching="never"),
+    "branches": Target.h200(**HEADS, cuts=("branches",)),
+    "paper": Target.h200(**HEADS, policy="pat"),
+    "small tiles": Target.h200(**HEADS, row_tiles=(16,), cuts=WITHOUT_BRANCHES),
     "cpu": Target.cpu(threads=4, **HEADS),
 }
 
@@ -194,7 +187,7 @@ def test_both_notations_of_a_tree_are_one_batch() -> None:
 
 
 def test_a_degraded_plan_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    target = Target.h200(**HEADS, max_partials=4, branching="never")
+    target = Target.h200(**HEADS, max_partials=4, cuts=WITHOUT_BRANCHES)
     found = explained(DEFAULT_TREE, target)
     assert found.plan.degraded
     assert f"a simpler plan than the rules ask for: {found.plan.degraded}" in write_text(
