@@ -49,7 +49,7 @@ def test_a_good_environment(tmp_path: Path) -> None:
     for topic, found in [
         ("SGLang ", doctor.SUPPORTED_SGLANG),
         ("sglang_pat ", "_C."),
-        ("settings ", "policy=bytes"),
+        ("settings ", "policy=default"),
         ("entry point pat ", "sglang_pat.srt.plugin:register"),
         ("entry point pat_cpu ", "sglang_pat.srt.platform:activate"),
         ("registration ", "--attention-backend pat"),

@@ -23,12 +23,14 @@ from sglang_pat.dump import MAX_REQUESTS, Requests
 from sglang_pat.explain.command import make_target
 from sglang_pat.explain.requests import DEFAULT_TREE, MAX_DEPTH, parse_tree
 from sglang_pat.explain.svg import boxes_of, write_svg
+from sglang_pat.target import WITHOUT_BRANCHES
 
 HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_queries": 1024}
 TARGETS = {
     "h200": Target.h200(**HEADS),
-    "branches": Target.h200(**HEADS, branching="always"),
-    "small tiles": Target.h200(**HEADS, row_tiles=(16,), branching="never"),
+    "branches": Target.h200(**HEADS, cuts=("branches",)),
+    "paper": Target.h200(**HEADS, policy="pat"),
+    "small tiles": Target.h200(**HEADS, row_tiles=(16,), cuts=WITHOUT_BRANCHES),
     "cpu": Target.cpu(threads=4, **HEADS),
 }
 SVG = "{http://www.w3.org/2000/svg}"

@@ -251,12 +251,9 @@ def test_the_options_of_the_server_reach_the_target(
 ) -> None:
     made = Made(monkeypatch)
     target = made.executor(64).target
-    found = (target.policy, target.split, target.branching, target.partial_bytes)
-    assert found == ("bytes", "cost", "cost", 4)
-    options = {"policy": "naive", "split": "mean", "branching": "never", "partial": "bf16"}
-    target = made.executor(64, **options).target
-    found = (target.policy, target.split, target.branching, target.partial_bytes)
-    assert found == ("naive", "mean", "never", 2)
+    assert (target.policy, target.partial_bytes) == ("default", 4)
+    target = made.executor(64, policy="pat", partial="bf16").target
+    assert (target.policy, target.partial_bytes) == ("pat", 2)
 
 
 def test_there_is_no_budget_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

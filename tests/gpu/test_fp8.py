@@ -24,6 +24,7 @@ from kit.pieces import DYNAMIC, Piece, forest, prefix
 from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
+from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 from sglang_pat.workspace import Workspace
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -171,22 +172,22 @@ def test_what_no_item_owns_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (2, 2), (32, 2)])
-@pytest.mark.parametrize("branching", ["never", "always"])
-def test_launch_modes_agree_and_repeat(heads: tuple[int, int], branching: str) -> None:
+@pytest.mark.parametrize("cuts", [WITHOUT_BRANCHES, ("short_branches",)])
+def test_launch_modes_agree_and_repeat(heads: tuple[int, int], cuts: tuple[str, ...]) -> None:
     tree = Tree((1, 3, 60), (300, 150, 40))
     inputs = case_of_tree(tree, heads).to_e4m3(K_SCALE, V_SCALE)
-    target = target_of(inputs, branching=branching, branch_limits=(200,))
+    target = target_of(inputs, cuts=cuts)
     plan = Planner(target).plan(tree.paths, tree.seq_lens)
     check_launches(inputs, plan, target, check_e4m3)
 
 
-@pytest.mark.parametrize("branching", ["cost", "always"])
+@pytest.mark.parametrize("cuts", [CUTS, ("branches",)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_one_graph_serves_many_plans(head_dim: int, branching: str) -> None:
+def test_one_graph_serves_many_plans(head_dim: int, cuts: tuple[str, ...]) -> None:
     """A graph that was captured with an empty plan gives what later plans give when they run."""
     tree = Tree((2, 8, 48), (500, 120, 60))
     inputs = case_of_tree(tree, (8, 2), head_dim).to_e4m3(K_SCALE, V_SCALE)
-    target = target_of(inputs, branching=branching)
+    target = target_of(inputs, cuts=cuts)
     workspace = Workspace(target, inputs.table.shape[1])
     planner = Planner(target)
     out, lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:2], device="cuda")

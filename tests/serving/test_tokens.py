@@ -17,17 +17,18 @@ CONFIGS = (
     Config(
         "page16-chunked-python-paper",
         args=("--page-size", "16", "--chunked-prefill-size", "128"),
-        env=(PYTHON_CORE, ("SGLANG_PAT_POLICY", "paper"), ("SGLANG_PAT_SPLIT", "mean")),
+        env=(PYTHON_CORE, ("SGLANG_PAT_POLICY", "pat")),
     ),
     BRANCHES := Config(
         "page16-no_overlap-rust-branches",
         args=("--page-size", "16", "--disable-overlap-schedule"),
-        env=(("SGLANG_PAT_BRANCHING", "always"),),
+        env=(("PAT_TEETH_CUT", "branches"),),
+        plugins=True,
     ),
     Config(
-        "page1-chunked-no_overlap-python-naive",
+        "page1-chunked-no_overlap-python",
         args=("--chunked-prefill-size", "64", "--disable-overlap-schedule"),
-        env=(PYTHON_CORE, ("SGLANG_PAT_POLICY", "naive")),
+        env=(PYTHON_CORE,),
     ),
     Config("classic-radix-cache", args=("--radix-cache-backend", "classic"), plugins=True),
     NO_CACHE := Config("no-radix-cache", args=("--disable-radix-cache",)),
