@@ -6,7 +6,7 @@
 - ``serving``: servers beside each other, ``python -m benchmarks.serving``.
 - ``host``: the host time of plans, ``python -m benchmarks.host.schedule``, and of decode steps on
   SGLang's caches, ``python -m benchmarks.host.step``.
-- ``tile_solver``: PAT's offline choice of tiles, ``python -m benchmarks.tile_solver``.
+- ``tiles``: PAT's offline choice of tiles, ``python -m benchmarks.tiles``.
 """
 
 import sys
