@@ -6,6 +6,7 @@
 - ``serving``: servers beside each other, ``python -m benchmarks.serving``.
 - ``host``: the host time of plans, ``python -m benchmarks.host.schedule``, and of decode steps on
   SGLang's caches, ``python -m benchmarks.host.step``.
+- ``papers``: other papers' rules as plans beside ours, ``python -m benchmarks.papers``.
 - ``tiles``: PAT's offline choice of tiles, ``python -m benchmarks.tiles``.
 """
 
