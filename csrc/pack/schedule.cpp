@@ -26,9 +26,8 @@ std::string unfit(const Items& items) {
 
 }  // namespace
 
-Scheduler::Scheduler(const Target& target) : target_(target), without_wide_(target.without_wide()) {
-  target_.validate();
-}
+Scheduler::Scheduler(const Target& target)
+    : target_((target.validate(), target)), without_wide_(target_.without_wide()) {}
 
 Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   const Batch batch = batch_of(tree, seq_lens, num_queries);
@@ -36,9 +35,13 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
   least_s_ = Judge::kNever;
   if (target_.by_paper) {
     packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kPaper, packs_);
-    const std::vector<int32_t> pieces = split_by_mean(target_, packs_);
     least_.take(packs_);
-    least_.split(target_, without_wide_, [&](int32_t i) { return pieces[i]; });
+    const auto split_for = [&](const Target& tiles) {  // the mean depends on the row tiles
+      const std::vector<int32_t> pieces = split_by_mean(tiles, packs_);
+      least_.split(tiles, without_wide_, [&](int32_t i) { return pieces[i]; });
+    };
+    split_for(target_);
+    if (&least_.target() == &without_wide_) split_for(without_wide_);
     if (!fits(least_, num_queries)) degraded = make_simpler(batch);
   } else {
     packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kBytes, packs_);
