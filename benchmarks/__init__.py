@@ -3,9 +3,9 @@
 
 - ``kernel``: the attention of one decode step and layer, ``python -m benchmarks.kernel`` on a GPU
   and ``python -m benchmarks.kernel.attention`` on a CPU.
-- ``serving``: servers beside each other, ``python -m benchmarks.serving``.
-- ``host``: the host time of plans, ``python -m benchmarks.host.schedule``, and of decode steps on
-  SGLang's caches, ``python -m benchmarks.host.step``.
+- ``serving``: servers beside each other, driven by SGLang's own client,
+  ``python -m benchmarks.serving``.
+- ``host``: the host time of decode steps on SGLang's caches, ``python -m benchmarks.host.step``.
 - ``tile_solver``: PAT's offline choice of tiles, ``python -m benchmarks.tile_solver``.
 """
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Signatures of the extension; tests/test_native_helpers.py keeps names and arguments true.
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ HEAVY_ROWS: int
 BRANCH_ROWS: int
 CUDA_MAX_GROUP: int
 CUDA_TILE_TOKENS: int
-MOST_DRIFT: float
-LEAST_GROWTH: int
+CUTS: tuple[str, ...]
+COST_NAMES: tuple[str, ...]
 CUDA_HEAD_DIMS: tuple[int, ...]
 CUDA_CODE: tuple[str, ...]
 CPU_HEAD_DIM_STEP: int
@@ -22,28 +21,6 @@ CPU_MAX_HEAD_DIM: int
 LAUNCHES: dict[str, int]
 DTYPES: dict[str, int]
 KV_DTYPES: dict[str, int]
-
-class Policy(Enum):
-    bytes = 0
-    paper = 1
-    naive = 2
-    root = 3
-    queries = 4
-    padding = 5
-
-class Split(Enum):
-    cost = 0
-    mean = 1
-    fixed = 2
-    chunks = 3
-    none = 4
-    phases = 5
-
-class Branching(Enum):
-    cost = 0
-    always = 1
-    never = 2
-    groups = 3
 
 class Target:
     num_sms: int
@@ -57,13 +34,8 @@ class Target:
     flops_per_s: float
     item_overhead_s: float
     sm_speedup: float
-    merge_round_s: float
     items_per_sm: int
     reread_weight: float
-    reread_factor: float
-    wide_factor: float
-    merge_factor: float
-    branch_overhead_s: float
     row_tiles: list[int]
     kv_tiles: list[int]
     max_queries: int
@@ -71,12 +43,9 @@ class Target:
     max_partials: int
     max_segments: int
     max_branch_tokens: int
-    policy: Policy
-    split: Split
-    split_tokens: int
-    branching: Branching
-    branch_rows: list[int]
-    branch_limits: list[int]
+    hopper: bool
+    cuts: int
+    by_paper: bool
     def __init__(self) -> None: ...
     def partial_cost_bytes(self) -> float: ...
 
@@ -122,7 +91,7 @@ class Plan:
     @property
     def degraded(self) -> str: ...
     @property
-    def simulated_factor(self) -> float: ...
+    def seconds(self) -> float: ...
     @property
     def items(self) -> npt.NDArray[Any]: ...
     @property
@@ -193,26 +162,16 @@ class Planner:
         leaf: Callable[[int, int], Any] | None,
     ) -> Plan: ...
     def last_paths(self) -> list[list[list[int]]]: ...
+    costs: list[float]
+    def last_tree(self) -> tuple[list[tuple[int, int, int, int]], list[int]]: ...
+    def plan_packs(
+        self,
+        seq_lens: npt.NDArray[np.int64],
+        takes_over: Sequence[bool],
+        piece_tokens: Sequence[int],
+    ) -> Plan: ...
     def plan_again(self, seq_lens: npt.NDArray[np.int64]) -> Plan: ...
 
-class PlanTerms:
-    @property
-    def unique_tokens(self) -> int: ...
-    @property
-    def reread_tokens(self) -> int: ...
-    @property
-    def wide_tokens(self) -> int: ...
-    @property
-    def branches(self) -> int: ...
-    @property
-    def longest_branch_tokens(self) -> int: ...
-    @property
-    def partials(self) -> int: ...
-    @property
-    def items(self) -> int: ...
-
-def plan_terms(plan: Plan, seq_lens: npt.NDArray[np.int64], unique_tokens: int) -> PlanTerms: ...
-def plan_seconds(target: Target, terms: PlanTerms) -> float: ...
 def cpu_isas() -> list[str]: ...
 def decode_cpu(
     plan: int,

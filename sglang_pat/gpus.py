@@ -28,12 +28,7 @@ MEASURED = {
 COSTS = {
     "item_overhead_s": 1.2e-6,
     "sm_speedup": 1.6,
-    "merge_round_s": 1.5e-6,
     "reread_weight": 1.0,
-    "reread_factor": 0.5,
-    "wide_factor": 0.3,
-    "merge_factor": 1.45,
-    "branch_overhead_s": 1e-7,
 }
 # The vendor's TB/s and dense bf16 TFLOP/s with fp32 sums, by a word or words of the device's name;
 # the first match counts.

@@ -72,7 +72,7 @@ def decode(
             multiplied; 1 for others.
         draft_masks: int64 [B, T], contiguous, for drafts that are a tree, T up to 64: bit j of
             [i, t] says that draft token t of query i attends to draft token j of the query. All
-            attend to draft token 0. On CUDA the plan has no branches (``branching="never"``).
+            attend to draft token 0. On CUDA the plan has no branches (``Target.cuts``).
             None: each attends to those before it. A workspace has masks of its own
             (``set_draft_masks``), and these beside it raise ValueError.
         out: [B, Hq, Dv] of q's dtype, with q's rows, to write to; made if None. On CUDA it is
@@ -399,7 +399,7 @@ def _check_workspace(workspace: Workspace, device: torch.device, plan: Plan, siz
         )
     workspace.check_rows(sizes.num_queries)
     if workspace.has_draft_masks and plan.branch_tokens:
-        raise ValueError("on CUDA a branch has no draft masks: plan with branching='never'")
+        raise ValueError("on CUDA a branch has no draft masks: plan with cuts=WITHOUT_BRANCHES")
 
 
 def _workspace_for_call(

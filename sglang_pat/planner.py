@@ -85,6 +85,33 @@ class Planner:
         on, as far as another query shares it."""
         return [[(n, start, end) for n, start, end in path] for path in self._native.last_paths()]
 
+    @property
+    def costs(self) -> list[float]:
+        """What the judge charges: values of ``_C.COST_NAMES`` (csrc/pack/costs.h)."""
+        return self._native.costs
+
+    def set_costs(self, costs: Sequence[float]) -> None:
+        """Raises ValueError for other than one value per name."""
+        self._native.costs = list(costs)
+
+    def last_tree(self) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+        """Pack tree of the last plan: (parent or -1, start, end, queries) of each node, parents
+        first, and the deepest node of each query or -1."""
+        return self._native.last_tree()
+
+    def plan_packs(
+        self, seq_lens: Integers, takes_over: Sequence[bool], piece_tokens: Sequence[int]
+    ) -> Plan:
+        """An explicit plan, without branches, for the batch and the lengths of the last plan.
+
+        ``takes_over`` [nodes + B]: whether a node of ``last_tree`` or a query's tail reads the
+        tokens of the pack above it with its own. ``piece_tokens``, likewise: of its pieces, at most
+        512. Raises ValueError for other numbers of values, and for what does not fit the target's
+        buffers.
+        """
+        lens = np.ascontiguousarray(seq_lens, dtype=np.int64)
+        return self._native.plan_packs(lens, list(takes_over), list(piece_tokens))
+
     def plan_again(self, seq_lens: Integers) -> Plan:
         """Plan the batch of the last ``plan`` or ``plan_handles``, which must not have raised, with
         the paths it read and other lengths.

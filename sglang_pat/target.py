@@ -9,12 +9,10 @@ from typing import Any
 
 from sglang_pat import _C, gpus
 
-# Values of the options, the default first.
-POLICIES = tuple(_C.Policy.__members__)
-SPLITS = tuple(_C.Split.__members__)
-BRANCHINGS = tuple(_C.Branching.__members__)
-# Tokens of a piece in PagedAttention V2.
-DEFAULT_SPLIT_TOKENS = 512
+# Ways to cut a batch into items, of which the judge takes the fastest (csrc/pack/cut.h).
+CUTS = tuple(_C.CUTS)
+WITHOUT_BRANCHES = tuple(cut for cut in CUTS if "branches" not in cut)
+POLICIES = ("default", "pat")
 # The CPU executor's head dims are multiples of the one up to the other.
 HEAD_DIM_STEP, MAX_HEAD_DIM = _C.CPU_HEAD_DIM_STEP, _C.CPU_MAX_HEAD_DIM
 LARGEST = 2**31 - 1  # what the extension's integers hold
@@ -29,39 +27,22 @@ class Target:
 
     ``num_sms`` are the SMs, or of a CPU the threads, that run items. ``row_tiles`` (packed rows,
     queries x GQA group x draft tokens) and ``kv_tiles`` (tokens) ascend. An SM runs
-    ``items_per_sm`` items side by side, or one wide one, and reads K/V ``sm_speedup`` times as fast
-    as by its share of ``bytes_per_s`` if it has the memory to itself. ``merge_round_s``: seconds of
-    the splits of a query that the merge joins at once (csrc/merge_rule.h). ``reread_weight`` in (0,
-    1] is what reading hot K/V again costs relative to the first read. ``reread_factor``,
-    ``wide_factor``, ``merge_factor`` and ``branch_overhead_s`` are fitted: what the model of a
-    plan's time charges for a token read again, for the arithmetic of a wide item's token (both
-    relative to a first read), for a partial's bytes (relative to their time in memory) and for a
-    branch (seconds on its SM). The ``max_*`` are the executor's buffers: a plan that would exceed
-    them is made with fewer splits, then without branches, then without any split, then without
-    packs, and says so in ``Plan.degraded``, except of branches, and of splits that were not worth
-    much.
+    ``items_per_sm`` items side by side, 1 or 2, or one wide one, and reads K/V ``sm_speedup`` times
+    as fast as by its share of ``bytes_per_s`` if it has the memory to itself. ``reread_weight`` in
+    (0, 1] is what reading hot K/V again costs relative to the first read. ``hopper``: whether the
+    judge takes what items cost on a Hopper (csrc/pack/costs.h) or computes it from the rates. The
+    ``max_*`` are the executor's buffers: cuts that would exceed them are not weighed, and if none
+    is left the plan is made without any split, then without packs, and says so in
+    ``Plan.degraded``.
 
     ``draft_tokens``: tokens of a query that attend in one step, 1 in a decode step; more where
     speculative decoding verifies draft tokens. A query then has a GQA group of packed
     rows for each, and lengths of sequences count them.
 
-    ``policy``: ``bytes`` compares the exact bytes of both schemes of PAT section 5.1, ``paper``
-    applies equations 1 and 2 of that section, ``naive`` packs every node, ``root`` the first node
-    of each path alone (RelayAttention), ``queries`` none (PagedAttention), ``padding`` compares
-    what tiles that are not full compute in vain (FastTree). ``split``: ``cost`` minimises the
-    modelled makespan, ``mean`` is the rule of PAT section 6: no piece longer than the mean.
-    ``fixed`` cuts pieces of ``split_tokens`` tokens (PagedAttention V2), ``chunks`` does so where
-    several queries read and leaves the rest whole (ChunkAttention), ``phases`` cuts pieces of an
-    eighth of that where these make few items (FastTree), ``none`` cuts nothing. Of one pack there
-    are at most 512 pieces. ``branching``: whether a part of the pack tree may become one item, a
-    branch, in which queries do not see each other's tokens: ``cost`` where the modelled time is
-    shorter, ``always`` or ``never``; ``groups`` makes branches of any queries, of about
-    ``split_tokens`` tokens each (PackInfer, section 3.1). With the default policy, split and
-    branching (``bytes``, ``cost``, ``cost``) other plans are weighed as well, and taken if they are
-    modelled to be clearly faster: each query of a small batch by itself; groups of any queries;
-    branches of short nodes and tails beside longer items; packs in equal pieces. ``branch_rows``
-    (packed rows of a branch) and ``branch_limits`` (tokens of a node or tail beyond which it stays
-    an item of its own) are what it chooses from.
+    ``policy``: ``default`` makes a plan for each of ``cuts`` and takes the one that the judge says
+    is the fastest, and without cuts leaves packs whole; ``pat`` is the paper to the letter:
+    equations 1 and 2 of section 5.1 say what is a pack, and no piece is longer than the mean
+    (section 6).
 
     Raises ValueError for a field that makes no sense.
     """
@@ -74,13 +55,9 @@ class Target:
     flops_per_s: float
     item_overhead_s: float
     sm_speedup: float
-    merge_round_s: float
     items_per_sm: int
     reread_weight: float
-    reread_factor: float
-    wide_factor: float
-    merge_factor: float
-    branch_overhead_s: float
+    hopper: bool
     row_tiles: tuple[int, ...]
     kv_tiles: tuple[int, ...]
     max_queries: int
@@ -91,21 +68,19 @@ class Target:
     draft_tokens: int = 1
     kv_bytes: int = 2
     partial_bytes: int = 4
-    policy: str = "bytes"
-    split: str = "cost"
-    split_tokens: int = DEFAULT_SPLIT_TOKENS
-    branching: str = "never"
-    branch_rows: tuple[int, ...] = (_C.BRANCH_ROWS, _C.BRANCH_ROWS // 2)
-    branch_limits: tuple[int, ...] = (2**31 - 1,)  # whole paths: branches of tails alone lose
+    policy: str = "default"
+    cuts: tuple[str, ...] = CUTS
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("policy", self.policy, POLICIES),
-            ("split", self.split, SPLITS),
-            ("branching", self.branching, BRANCHINGS),
+        for name, values, known in (
+            ("policy", (self.policy,), POLICIES),
+            ("cuts", self.cuts, CUTS),
         ):
-            if value not in known:
-                raise ValueError(f"Target.{name} is {value!r}, must be one of {', '.join(known)}")
+            for value in values:
+                if value not in known:
+                    raise ValueError(
+                        f"Target.{name} is {value!r}, must be one of {', '.join(known)}"
+                    )
         _C.Planner(self.native)  # checks the numbers
 
     @classmethod
@@ -134,14 +109,10 @@ class Target:
             "flops_per_s": 40e9 * threads,
             "item_overhead_s": 1e-6,
             "sm_speedup": 1.0,
-            "merge_round_s": 0.0,
             "items_per_sm": 1,
             "reread_weight": 0.7,
-            # Of branches, which are off by default: not fitted.
-            "reread_factor": 0.7,
-            "wide_factor": 0.0,
-            "merge_factor": 1.0,
-            "branch_overhead_s": 1e-6,
+            "hopper": False,
+            "cuts": WITHOUT_BRANCHES,
             "row_tiles": (16, 64, 256),
             "kv_tiles": (64,),
         }
@@ -194,7 +165,7 @@ class Target:
         such a GPU, else the vendor's (``sglang_pat.gpus``)."""
         rates = gpus.rates_of(properties)
         # Elsewhere than on a Hopper branches run with mma.sync, which was not measured.
-        branches = properties.major == 9
+        hopper = properties.major == 9
         capability = (properties.major, properties.minor)
         values: dict[str, Any] = {
             "num_sms": properties.multi_processor_count,
@@ -204,7 +175,8 @@ class Target:
             "items_per_sm": gpus.items_per_sm(capability, head_dim),
             "row_tiles": row_tiles_for(head_dim),
             "kv_tiles": (32, 64),
-            "branching": "cost" if branches else "never",
+            "hopper": hopper,
+            "cuts": CUTS if hopper else WITHOUT_BRANCHES,
         }
         values |= capacities(max_queries) | overrides
         return cls(
@@ -222,11 +194,10 @@ class Target:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "policy":
-                value = getattr(_C.Policy, value)
-            elif field.name == "split":
-                value = getattr(_C.Split, value)
-            elif field.name == "branching":
-                value = getattr(_C.Branching, value)
+                native.by_paper = value == "pat"
+                continue
+            if field.name == "cuts":
+                value = sum(1 << CUTS.index(cut) for cut in set(value))
             elif isinstance(value, tuple):
                 value = list(value)
             elif field.type == "int" and value > LARGEST:

@@ -198,6 +198,6 @@ def test_a_run_from_arguments_to_json(
         assert (each.heads, each.draft_tokens, each.permuted) == ("4/2/64", draft_tokens, True)
         assert each.differences.keys() == {"fa3"} and not each.wrong and each.error < 0.01
     assert "batches of 2026-11-23T12:00:00+00:00, NVIDIA H200, sglang 0.5.23" in printed
-    assert "fa3 and flashinfer: 0.909; batch 0.909" in printed
+    assert "fa3 and flashinfer: 0.909 (batch 0.909)" in printed
     assert kernel.main(["--from", str(file)]) == 0
     assert "batch 0.909" in capsys.readouterr().out

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.bench import RATES, chain_batch, replace_device, row
+from kit.bench import RATES, chain_batch, replace_device
 
 from benchmarks.common.trees import PAPER_TREES
 from benchmarks.kernel import __main__ as kernel
-from benchmarks.kernel import drafts, peers, rows
+from benchmarks.kernel import peers, rows
+from benchmarks.kernel.cases import Case, reason_against
 from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
 from benchmarks.kernel.layer import error_of
 from benchmarks.kernel.options import cases, settings_of
@@ -48,18 +49,20 @@ def test_the_floor_counts_draft_tokens() -> None:
 
 
 def test_what_is_measured() -> None:
-    def todo_of(*arguments: str) -> list[tuple[Heads, Tree]]:
-        return cases(kernel.make_parser("").parse_args(arguments))
+    def todo_of(*arguments: str) -> list[Case]:
+        kind, todo = cases(kernel.make_parser("").parse_args(arguments))
+        assert kind == "drafts"
+        return todo
 
     todo = todo_of("--draft-tokens", "4,8")
-    assert len(todo) == 3 * (4 + len(PAPER_TREES)) == len(set(todo))
-    assert {str(heads) for heads, _ in todo} == {"32/8", "64/8", "8/1"}
-    specs = [str(tree) for _, tree in todo[:4]]
+    assert len(todo) == 2 * 3 * (4 + len(PAPER_TREES)) == len(set(todo))
+    assert {str(case.heads) for case in todo} == {"32/8", "64/8", "8/1"}
+    specs = [str(case.requests) for case in todo[:4]]
     assert specs == ["1,64_8192,128", "64_1024", "1,16_4096,300", "16_2048"]
     quick = todo_of("--draft-tokens", "4", "--quick")
-    assert [(str(heads), str(tree)) for heads, tree in quick] == [("32/8", s) for s in specs]
+    assert [each.name for each in quick] == [f"{spec}-32/8 x 4" for spec in specs]
     chosen = todo_of("--draft-tokens", "2", "--heads", "28/4", "--trees", "5_64")
-    assert chosen == [(Heads(28, 4), Tree((5,), (64,)))]
+    assert chosen == [Case(Heads(28, 4), Tree((5,), (64,)), 2)]
     options = kernel.make_parser("").parse_args(["--draft-tokens", "8,4,8"])
     assert options.draft_tokens == (8, 4) and settings_of(options).draft_tokens == 8
 
@@ -86,45 +89,10 @@ def test_options_that_make_no_sense_are_refused(
 
 
 def test_what_the_kernels_do_not_take() -> None:
-    assert drafts.reason_against(Heads(32, 8), 32) == ""
-    assert "draft_tokens is 33" in drafts.reason_against(Heads(32, 8), 33)
-    assert drafts.reason_against(Heads(64, 8), 16) == ""
-    assert drafts.reason_against(Heads(32, 8, 256), 32)
-
-
-def verify_row(spec: str, pat: float, draft_tokens: int = 4, heads: str = "32/8") -> TreeRow:
-    """Beside peers of which the better takes 100 us."""
-    times = {"pat": pat, "fa3": 100.0, "flashinfer": 120.0, "levels": 50.0}
-    return row(spec, heads=heads, draft_tokens=draft_tokens, **times)
-
-
-def test_rows_over_their_limit_are_named() -> None:
-    at_limit = [
-        verify_row("1,64_8192,128", 55.0),
-        verify_row("1,16_4096,300", 102.0),
-        verify_row("64_1024", 103.0),
-    ]
-    (*_, named) = drafts.summary(at_limit)
-    assert named == "over the limit, 0 of 3: none"
-    over = [
-        verify_row("1,64_8192,128", 55.1),
-        verify_row("1,16_4096,300", 102.1),
-        verify_row("64_1024", 103.1),
-    ]
-    lines = list(drafts.summary(over))
-    assert lines[0] == (
-        "over the better of fa3 and flashinfer, 2 trees with sharing: 0.750 in the geometric mean"
-    )
-    assert lines[1].endswith("64_1024 1.031")
-    assert lines[2] == (
-        "over the limit, 3 of 3: 1,64_8192,128 0.551 (at most 0.55), 1,16_4096,300 1.021 (at most "
-        "1.02), 64_1024 1.031 (at most 1.03)"
-    )
-    # Other numbers of draft tokens, and decode steps, have the limit of decode steps.
-    eight = list(drafts.summary([verify_row("1,64_8192,128", 90.0, 8)]))
-    assert eight[-1] == "over the limit, 0 of 1: none"
-    (*_, decode) = drafts.summary([verify_row("64_1024", 102.5, 1)])
-    assert "1 of 1: 64_1024 1.025 (at most 1.02)" in decode
+    assert reason_against(Heads(32, 8), 32) == ""
+    assert "draft_tokens is 33" in reason_against(Heads(32, 8), 33)
+    assert reason_against(Heads(64, 8), 16) == ""
+    assert reason_against(Heads(32, 8, 256), 32)
 
 
 def test_a_run_from_arguments_to_json(
@@ -156,7 +124,7 @@ def test_a_run_from_arguments_to_json(
         assert (each.pat, each.fa3, each.levels) == (10.0, 11.0, 12.0)
         assert each.permuted and each.error < 0.01
     assert [each.draft_tokens for each in found] == [1] * 4 + [3] * 4 + [9] * 2
-    assert "4/2/64 5_20 x 9 10.0 us" in printed and "over the limit, 0 of 2: none" in printed
+    assert "5_20-4/2/64 x 9 10.0 us" in printed and "0.909 (shared 0.909, nothing" in printed
     assert kernel.main(["--from", str(file)]) == 0
     shown = capsys.readouterr().out
     assert shown.partition("\n\n")[2] in printed and "left out: 32/2/64 x 9" in shown

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from dataclasses import asdict, replace
-from importlib import metadata
-from importlib.machinery import ModuleSpec
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kit.bench import RATES, replace_device, row
 
-from benchmarks.common import document as documents
 from benchmarks.common.trees import PAPER_TREES
 from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel.cases import Case
 from benchmarks.kernel.floor import Heads, floor_us
 from benchmarks.kernel.layer import PatOptions
 from benchmarks.kernel.options import cases, settings_of
@@ -26,32 +23,37 @@ from benchmarks.kernel.report import (
     PEER_NAMES,
     TreeRow,
     complaints,
-    mean_over_floor,
     summary,
 )
 from sglang_pat.explain.tree import Tree
 
 
-def test_summary_names_trees_that_lose() -> None:
-    lines = "\n".join(summary([row(), row("1,8_64,16", pat=31.0)]))
-    assert "slower than the best peer: 1,8_64,16 1.03" in lines
-    assert "nothing shared" not in lines
+def test_the_summary_compares_with_the_floor_and_with_peers() -> None:
+    """Geometric means, the worst row, and by name the rows that lose."""
+    rows = [row(), row("1,8_64,16", pat=31.0), row("5_64", pat=27.0, fa3=40.0, levels=20.0)]
+    floor, worst, decode, best = summary(rows)
+    assert "2 trees with sharing" in floor and "pat 2.16, best peer per tree 3.00" in floor
+    assert worst == "worst: 3.10 times the floor at 1,8_64,16"
+    assert decode.startswith("over the better of fa3 and flashinfer: 0.775 (shared 0.719, nothing")
+    assert "at most 1.033 at 1,8_64,16; more than 2% slower, 1 of 3: 1,8_64,16 1.033" in decode
+    assert best.startswith("over the best peer: ") and "2 of 3: 1,8_64,16 1.033, 5_64 1.350" in best
 
 
-def test_without_sharing_the_rival_is_fa3_or_flashinfer() -> None:
-    (line,) = summary([row("5_64", pat=33.0, fa3=40.0, flashinfer=30.0, levels=20.0)])
-    assert line.endswith("5_64 1.100")
+def test_the_summary_of_drawn_batches_is_by_family() -> None:
+    rows = [
+        row("skew-0", pat=30.5, levels=None),  # 1.017 is within the margin
+        row("skew-1", pat=31.0, fa3=30.0, flashinfer=40.0, levels=None),
+        row("single-8k", fa3=30.0, flashinfer=None, levels=None),
+    ]
+    (text,) = summary(rows)
+    assert "skew 1.025, single 0.500" in text and "1 of 3: skew-1 1.033" in text
+    alone = [row("skew-0", fa3=None, flashinfer=None, levels=None)]
+    assert summary(alone) == ["over the better of fa3 and flashinfer: nothing to compare with"]
 
 
 def test_a_peer_that_did_not_run_has_no_mean() -> None:
-    rows = [row(), row("1,8_64,16", fa3=None)]
-    assert mean_over_floor(rows, ["fa3"]) is None
-    # The best of the others still has one.
-    assert mean_over_floor(rows, PEER_NAMES) == pytest.approx(3.0)
-    assert "fa3 -" in "\n".join(summary(rows))
-    alone = row(fa3=None, flashinfer=None, levels=None, differences={})
-    assert mean_over_floor([alone], PEER_NAMES) is None
-    assert "best peer per tree -" in "\n".join(summary([alone, replace(alone, spec="4_64")]))
+    first, *_ = summary([row(), row("1,8_64,16", fa3=None)])
+    assert "best peer per tree 3.00, fa3 -, flashinfer 3.00" in first
 
 
 def test_rows_come_back_from_json() -> None:
@@ -92,13 +94,15 @@ def test_heads() -> None:
 
 
 def test_what_is_measured() -> None:
-    def todo_of(*arguments: str) -> list[tuple[Heads, Tree]]:
-        return cases(kernel.make_parser("").parse_args(arguments))
+    def todo_of(*arguments: str) -> list[Case]:
+        kind, todo = cases(kernel.make_parser("").parse_args(arguments))
+        assert kind == "trees"
+        return todo
 
     assert len(set(todo_of())) == 80
     chosen = todo_of("--heads", "64/8", "28/4", "--trees", "1,4_64,16")
-    assert chosen == [(Heads(q, kv), Tree((1, 4), (64, 16))) for q, kv in ((64, 8), (28, 4))]
-    assert {str(heads) for heads, _ in todo_of("--quick")} == {"32/8"}
+    assert chosen == [Case(Heads(q, kv), Tree((1, 4), (64, 16))) for q, kv in ((64, 8), (28, 4))]
+    assert {str(case.heads) for case in todo_of("--quick")} == {"32/8"}
 
 
 def test_the_papers_rules() -> None:
@@ -118,7 +122,6 @@ def test_the_floor_is_bytes_or_operations() -> None:
         (["--ragged", "--trees", "1,2_3,4"], "batches of its own: leave --trees out"),
         (["--trees", "1,4"], "tree '1,4' is not NODES_TOKENS"),
         (["--only", "skew"], "--only goes with --ragged only"),
-        (["--quick", "--budget-s", "9"], "--budget-s goes with --ragged or --batches only"),
         (["--sample", "9" * 10], "9999999999 is too large, must be at"),
     ],
 )
@@ -203,24 +206,6 @@ def test_a_file_of_something_else_is_refused_in_one_line(
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("benchmarks.kernel: ")
     assert message in said.err and said.err.count("\n") == 1
-
-
-def test_versions_of_what_pip_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU host to which packages were carried as files."""
-
-    def unknown(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", unknown)
-    module = ModuleType("sgl_kernel")
-    module.__spec__ = ModuleSpec("sgl_kernel", None)
-    module.__version__ = "0.4.5"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sgl_kernel", module)
-    missing = "not installed as a package"
-    assert documents.versions(["sglang-kernel", "nobody's"]) == {
-        "sglang-kernel": "0.4.5 (module)",
-        "nobody's": missing,
-    }
 
 
 @pytest.fixture

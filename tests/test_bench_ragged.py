@@ -7,17 +7,16 @@ import hashlib
 import json
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kit.bench import replace_device, row
+from kit.bench import replace_device
 
 from benchmarks.common import forests
 from benchmarks.common.budget import Budget
 from benchmarks.common.forests import GENERATOR, Forest, all_forests
 from benchmarks.kernel import __main__ as kernel
-from benchmarks.kernel import ragged
+from benchmarks.kernel.cases import RAGGED_HEADS, drawn
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import slot_table
 from benchmarks.kernel.report import TreeRow
@@ -100,19 +99,19 @@ def test_windows_of_a_trace(tmp_path: Path) -> None:
 
 def test_cases_of_one_pool_are_neighbours() -> None:
     heads = [Heads.parse(spec) for spec in ("32/8", "8/1", "64/8", "5/1")]
-    found = ragged.cases(heads, ["single-1k"], None)
+    found = drawn(heads, ["single-1k"], None)
     assert [case.name for case in found] == [
         "single-1k-32/8",
         "single-1k-64/8",
         "single-1k-8/1",
         "single-1k-5/1",
     ]
-    assert len(ragged.cases(ragged.HEADS, [], None)) == 9 * len(ALL)
-    assert {case.forest.family for case in ragged.cases(heads, ["*-3-8/1", "skew"], None)} == {
+    assert len(drawn(RAGGED_HEADS, [], None)) == 9 * len(ALL)
+    assert {case.requests.family for case in drawn(heads, ["*-3-8/1", "skew"], None)} == {
         *("uniform", "bimodal", "zipf", "bucketed", "skew", "samples")
     }
     with pytest.raises(ValueError, match=r"--only nothing matches no row; .* as uniform-0-32/8"):
-        ragged.cases(heads, ["nothing"], None)
+        drawn(heads, ["nothing"], None)
 
 
 @pytest.fixture
@@ -139,7 +138,7 @@ def test_a_run_from_arguments_to_json(tmp_path: Path, capsys: pytest.CaptureFixt
         assert not each.wrong and each.differences.keys() == {"fa3"} and each.levels is None
     assert kernel.main(["--from", str(file)]) == 0
     shown = capsys.readouterr().out.partition("\n\n")[2]
-    assert "fa3 and flashinfer: 0.909; bucketed 0.909, fork 0.909" in shown and shown in printed
+    assert "fa3 and flashinfer: 0.909 (bucketed 0.909, fork 0.909)" in shown and shown in printed
 
 
 @pytest.mark.usefixtures("no_device")
@@ -170,17 +169,3 @@ def test_no_row_starts_that_would_not_end() -> None:
     endless = Budget(math.inf)
     endless.took("row", time.monotonic())
     assert endless.allows("row") and str(endless) == ""
-
-
-def test_the_summary_names_rows_that_lose() -> None:
-    rows = [
-        row("skew-0", pat=30.5, fa3=40.0, flashinfer=30.0),  # 1.017 is within the margin
-        row("skew-1", pat=31.0, fa3=30.0, flashinfer=40.0),
-        row("single-8k", pat=15.0, fa3=30.0, flashinfer=None),
-    ]
-    rows = [replace(each, levels=None) for each in rows]
-    text = "\n".join(ragged.summary(rows))
-    assert "more than 2% slower, 1 of 3: skew-1 1.033" in text
-    assert "skew 1.025, single 0.500" in text
-    alone = [replace(rows[0], fa3=None, flashinfer=None)]
-    assert list(ragged.summary(alone)) == ["no peer ran"]

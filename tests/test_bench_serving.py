@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving benchmark: its notation and arithmetic, and its command line against two servers."""
+"""The serving benchmark without servers: what it asks SGLang's client and servers for, and what is
+made of the client's rows."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from dataclasses import asdict, replace
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,183 +14,176 @@ import pytest
 
 from benchmarks.common.budget import Budget
 from benchmarks.serving import __main__ as command
-from benchmarks.serving import document
-from benchmarks.serving.client import AnswerTimes, RequestError, parse
-from benchmarks.serving.fleet import FleetConfig
-from benchmarks.serving.model import open_model
-from benchmarks.serving.rows import (
-    Spread,
-    WorkloadRow,
-    counted_fields,
-    ratio,
-    table,
-    warnings,
-)
-from benchmarks.serving.run import rotated
-from benchmarks.serving.timing import (
-    TooShort,
-    intervals_ms,
-    latencies,
-    step_ms,
-    window,
-)
-from benchmarks.serving.workload import DEFAULT_WORKLOADS, LIMITS, Workload, make_prompts
+from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
+from benchmarks.serving.model import write_tokenizer
+from benchmarks.serving.table import counted_fields, ratio, step_ms, table
 from sglang_pat.demo.counters import Counters
-from sglang_pat.demo.model import make_model
+
+
+def load(text: str, folder: Path = Path()) -> Load:
+    return parse(text, new=128, output=256, folder=folder)
+
+
+def asked(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The options that SGLang's client makes of its arguments."""
+    serving = pytest.importorskip("sglang.benchmark.serving", reason="needs SGLang 0.5.23")
+    caught: list[Any] = []
+    monkeypatch.setattr(serving, "run_benchmark", caught.append)
+    monkeypatch.setattr("sys.argv", ["client", *arguments])
+    serving.cli_main()
+    return caught[0]
 
 
 @pytest.mark.parametrize(
-    ("spec", "expected", "requests", "kv_tokens"),
+    ("spec", "groups", "each", "prefix", "question"),
     [
-        ("8192x128", Workload(1, 8192, 0, 128), 128, 8192 + 128 * 384),
-        ("8*2048x16", Workload(8, 2048, 0, 16), 128, 8 * 2048 + 128 * 384),
-        ("1024+512x256", Workload(1, 1024, 512, 256), 256, 1024 + 256 * (512 + 384)),
-        ("0x64", Workload(1, 0, 0, 64), 64, 64 * 384),
+        ("8192x128", 1, 128, 8192, 128),
+        ("8*2048x16", 8, 16, 2048, 128),
+        ("1024+512x256", 1, 256, 1024, 640),
     ],
 )
-def test_workloads_are_read_and_sized(
-    spec: str, expected: Workload, requests: int, kv_tokens: int
+def test_batches_become_generated_shared_prefixes(
+    spec: str, groups: int, each: int, prefix: int, question: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workload = Workload.parse(spec)
-    assert workload == expected
-    assert str(workload) == spec
-    assert workload.requests == requests
-    assert workload.kv_tokens(new=128, output=256) == kv_tokens
+    found = asked([*load(spec).arguments], monkeypatch)
+    assert (found.backend, found.dataset_name) == ("sglang", "generated-shared-prefix")
+    assert (found.gsp_num_groups, found.gsp_prompts_per_group) == (groups, each)
+    assert (found.gsp_system_prompt_len, found.gsp_question_len) == (prefix, question)
+    assert (found.gsp_output_len, found.gsp_range_ratio) == (256, 1.0)
+    assert found.tokenize_prompt and found.request_rate == float("inf")
 
 
-@pytest.mark.parametrize("text", ["8192", "x4", "4x", "2*x4", "1024+x4", "8x0", "0*8x4", "-1x4"])
-def test_what_is_no_workload_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a workload: write|has no requests"):
-        Workload.parse(text)
+def test_what_shares_nothing_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked([*load("0x64").arguments], monkeypatch)
+    assert (found.dataset_name, found.num_prompts, found.random_range_ratio) == (
+        "random-ids",
+        64,
+        1,
+    )
+    assert (found.random_input_len, found.random_output_len) == (128, 256)
 
 
-def test_only_declared_prefixes_are_shared() -> None:
-    workload = Workload.parse("2*50+20x3")
-    batch = make_prompts(workload, new=10, vocab=1000, seed="a")
-    assert batch == make_prompts(workload, new=10, vocab=1000, seed="a")
-    prefixes, cached = batch.prime
-    assert [len(prompt) for prompt in prefixes] == [50, 50] and prefixes[0] != prefixes[1]
-    assert [prompt[:50] for prompt in batch.prompts] == [prefixes[i // 3] for i in range(6)]
-    assert [prompt[:70] for prompt in batch.prompts] == cached
-    assert len({tuple(prompt[50:70]) for prompt in batch.prompts}) == 6
-    assert {len(prompt) for prompt in batch.prompts} == {80}
-    other = make_prompts(workload, new=10, vocab=1000, seed="b")
-    assert not any(map(list.__eq__, batch.prompts, other.prompts))
-    assert other.prime[0] != prefixes
-    assert make_prompts(Workload.parse("0x3"), new=10, vocab=1000, seed="a").prime == []
+def test_arguments_of_the_client_pass_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "--dataset-name mooncake --dataset-path 'a b' --goodput tpot:25"
+    found = asked([*load(text).arguments], monkeypatch)
+    assert found.dataset_path == "a b" and found.goodput == [("tpot", 25.0)]
+    parsed = command.make_parser().parse_args(["--loads", text, "0x4"])
+    assert parsed.loads == [text, "0x4"]
 
 
-# Two requests, two tokens an event. All decode from 3.0, the second's first event, to 7.0, when
-# the first ends; inside lie 3.0 to 5.0 and 5.0 to 7.0 of the first, 3.0 to 6.0 of the second.
-TIMELINES = [
-    AnswerTimes(sent=0.0, times=[1.0, 3.0, 5.0, 7.0], tokens=[1, 3, 5, 7], cached=4),
-    AnswerTimes(sent=0.5, times=[3.0, 6.0, 8.0, 9.5], tokens=[1, 3, 5, 7], cached=4),
-]
+@pytest.mark.parametrize(
+    "text",
+    ["", "8192", "x4", "4x", "2*x4", "1024+x4", "8x0", "0*8x4", "-1x4", "1+0*1x4", "1+1*1x0"],
+)
+def test_what_is_no_load_is_refused(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"is not a load, or has no requests: write .* as 8192x128"
+    ):
+        load(text)
 
 
-def test_inter_token_time_counts_only_while_all_decode() -> None:
-    assert window(TIMELINES) == (3.0, 7.0)
-    assert intervals_ms(TIMELINES, *window(TIMELINES)) == [1000, 1000, 1500]
-    assert intervals_ms(TIMELINES) == [1000, 1000, 1000, 1500, 1000, 750]
-    found = latencies(TIMELINES)
-    assert found.itl_p50_ms == 1000
-    assert found.itl_p99_ms == pytest.approx(1490)  # linear between 1,000 and 1,500
-    # Six seconds for six tokens, 6.5 for six.
-    assert found.tpot_ms == pytest.approx((1000 + 6500 / 6) / 2)
-    assert found.ttft_ms == pytest.approx((1000 + 2500) / 2)
-    assert found.tokens_per_s == pytest.approx(14 / 9.5)
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, vocab=1000, end=7)
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def test_requests_that_never_decode_together_are_an_error() -> None:
-    late = replace(TIMELINES[1], times=[8.0, 9.0, 10.0, 11.0])
-    with pytest.raises(TooShort, match="1000 ms before the last begins; ask for more output"):
-        latencies([TIMELINES[0], late])
+def test_the_text_of_random_ids_has_these_ids_again(tokenizer: Any) -> None:
+    ids = [*range(189, 1000), 7]
+    assert tokenizer.encode(tokenizer.decode(ids, skip_special_tokens=False)) == ids
+    assert len(tokenizer) == 1000 and tokenizer.eos_token_id == 7
+    assert tokenizer.encode("3hi hi") != tokenizer.encode("4hi hi"), "as Mooncake's blocks differ"
+    messages = [{"role": "user", "content": "t200 t201"}]
+    chat = {"tokenize": True, "return_dict": False}
+    assert tokenizer.apply_chat_template(messages, **chat) == [200, 201]
+
+
+def test_conversations_share_a_system_prompt_and_roles(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = load("300+2*60x4", tmp_path)
+    write_trace(agents, tokenizer, context=1200)
+    again = load("300+2*60x4", tmp_path / "again")
+    again.trace.parent.mkdir()
+    write_trace(again, tokenizer, context=1200)
+    assert agents.trace.read_bytes() == again.trace.read_bytes()
+    conversations = json.loads(agents.trace.read_text())["conversations"]
+    assert len(conversations) == 3 * 4
+    starts = {turns[0]["messages"][0]["content"] for turns in conversations}
+    prefixes = [tokenizer.encode(start) for start in starts]
+    assert sorted(map(len, prefixes)) == [360, 360]
+    assert prefixes[0][:300] == prefixes[1][:300] and prefixes[0][300:] != prefixes[1][300:]
+    for turns in conversations:
+        length = 360
+        for number, turn in enumerate(turns):
+            *system, user = turn["messages"]
+            assert [each["role"] for each in system] == ["system"] * (number == 0)
+            new = len(tokenizer.encode(user["content"]))
+            assert 20 <= new <= 300 and turn["prompt_tokens"] == length + new
+            length += new + 90
+        assert length <= 1200
+    found = asked([*agents.arguments], monkeypatch)
+    assert (found.backend, found.max_concurrency) == ("sglang-oai-chat", 4)
+    assert (found.dataset_path, found.num_prompts) == (str(agents.trace), 12)
+    assert found.sharegpt_output_len == 90
+    with pytest.raises(ValueError, match="--agent-context must be 750 or more, not 749"):
+        write_trace(agents, tokenizer, context=749)
 
 
 def test_engine_steps_are_those_of_this_run_without_the_first() -> None:
     before = {"4": [0.9]}
     after = {"4": [0.9, 0.5, 0.010, 0.011, 0.030], "3": [0.7]}
-    assert step_ms(before, after, 4) == pytest.approx(11)
-    assert step_ms(after, after, 4) is None
-    assert step_ms({}, {}, 4) is None
+    assert step_ms(before, after) == pytest.approx(11)
+    assert step_ms(after, after) is None
+    assert step_ms({}, {}) is None
 
 
-def _event(tokens: int) -> bytes:
-    meta = b'{"finish_reason":null,"completion_tokens":%d,"cached_tokens":7}' % tokens
-    data = b'data: {"output_ids":[1],"meta_info":%s}\n\n' % meta
-    return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-def test_an_event_has_arrived_with_its_last_byte() -> None:
-    head, done = b"HTTP/1.1 200 OK\r\n\r\n", b"data: [DONE]\n\n"
-    parts = [head + _event(1), _event(3)[:30], _event(3)[30:] + _event(5), done]
-    line = parse(0.25, [1.0, 2.0, 3.0, 4.0], parts)
-    assert line == AnswerTimes(sent=0.25, times=[1.0, 3.0, 3.0], tokens=[1, 3, 5], cached=7)
-    with pytest.raises(RequestError, match="whole stream"):
-        parse(0.0, [1.0, 2.0], parts[:2])  # broken off
-    with pytest.raises(RequestError, match="too long"):
-        parse(0.0, [1.0], [b'HTTP/1.1 400 Bad Request\r\n\r\n{"error":"too long"}'])
-    aborted = _event(3).replace(b"null", b'{"type":"abort"}')
-    with pytest.raises(RequestError, match="whole stream"):
-        parse(0.0, [1.0, 2.0, 3.0], [head, aborted, done])
-
-
-def _row(
-    backend: str, run: int, itl: float, workload: str = "8192x128", **more: Any
-) -> WorkloadRow:
-    shape = asdict(Workload.parse(workload))
-    times = {"itl_p99_ms": 2 * itl, "tpot_ms": itl + 1, "ttft_ms": 50.0, "step_ms": itl}
-    fields = {**shape, **times, "tokens_per_s": 1.0, "cached_tokens": shape["prefix"], **more}
-    return WorkloadRow(backend=backend, workload=workload, run=run, itl_p50_ms=itl, **fields)
+def row(backend: str, run: int, itl: float, spec: str = "8192x128", **more: Any) -> dict[str, Any]:
+    times = {"median_itl_ms": itl, "p99_itl_ms": 2 * itl, "median_tpot_ms": itl + 1}
+    times |= {"median_ttft_ms": 50.0, "step_ms": itl, "steady": {"output_throughput": 900 / itl}}
+    return {"load": spec, "backend": backend, "run": run, **times, **more}
 
 
 ROWS = [
-    *(_row("pat", run, itl) for run, itl in enumerate((9.0, 8.0, 30.0))),
-    *(_row("fa3", run, itl) for run, itl in enumerate((27.0, 26.0, 28.0))),
-    *(_row("flashinfer", run, itl, ttft_ms=10.0) for run, itl in enumerate((22.0, 24.0, 22.5))),
+    *(row("pat", run, itl) for run, itl in enumerate((9.0, 8.0, 30.0))),
+    *(row("fa3", run, itl) for run, itl in enumerate((27.0, 26.0, 28.0))),
+    *(row("flashinfer", run, itl) for run, itl in enumerate((22.0, 24.0, 22.5))),
 ]
 
 
 def test_medians_and_their_ratio_to_the_better_of_the_others() -> None:
-    assert Spread.of([9.0, 8.0, 30.0]) == Spread(9.0, 8.0, 30.0)
-    assert Spread.of([None]) is None
-    assert ratio(ROWS, "8192x128", "itl_p50_ms") == 9.0 / 22.5
-    assert ratio(ROWS, "8192x128", "ttft_ms", base="fa3") == 1.0
-    assert ratio(ROWS[:3], "8192x128", "itl_p50_ms") is None
-    at_once = [row if row.backend == "pat" else replace(row, itl_p50_ms=0.0) for row in ROWS]
-    assert ratio(at_once, "8192x128", "itl_p50_ms") is None
-    shown = "\n".join(table(ROWS, LIMITS[1]))
-    assert "9.00 (8.00..30.00)" in shown
-    assert "0.400   0.40" in shown and "met" in shown and "TTFT/fa3" in shown
-    slower = [_row("pat", 0, 9.1), *ROWS[3:]]
-    assert "MISSED" in "\n".join(table(slower, LIMITS[1]))
-    two_gpus = "\n".join(table(slower, LIMITS[2]))
-    assert "0.404   0.55" in two_gpus and "met" in two_gpus
-    assert "met" not in "\n".join(table(ROWS, {}))
-    assert warnings(ROWS) == []
+    assert ratio(ROWS, "8192x128", "median_itl_ms") == (9.0 / 22.5, "flashinfer")
+    faster = ratio(ROWS, "8192x128", "steady.output_throughput", least_is_best=False)
+    assert faster and faster[0] == pytest.approx(22.5 / 9.0)
+    assert ratio(ROWS[:3], "8192x128", "median_itl_ms") is None
+    at_once = [each if each["backend"] == "pat" else each | {"median_itl_ms": 0.0} for each in ROWS]
+    assert ratio(at_once, "8192x128", "median_itl_ms") is None
+    shown = table(ROWS)
+    assert "9.00 (8.00..30.00)" in shown[1]
+    assert "8192x128: inter-token time, pat / flashinfer: 0.400" in shown
+    assert "8192x128: output tokens/s, pat / flashinfer: 2.500" in shown
 
 
-def test_warnings_name_a_slow_client_and_a_cold_cache() -> None:
-    rows = [_row("pat", 0, 9.0, step_ms=8.0), _row("fa3", 0, 9.0, cached_tokens=17)]
-    slow, cold = warnings(rows)
-    assert "8192x128 pat" in slow and "1.12 times" in slow and "--stream-interval" in slow
-    assert "8192x128 fa3" in cold and "17 of 8192" in cold
+def test_a_slow_client_is_named() -> None:
+    line, *others = table([row("pat", 0, 9.0, step_ms=8.0), row("fa3", 0, 9.0)])[3:]
+    assert "8192x128 pat" in line and "1.12 times" in line and "--stream-interval" in line
+    assert not any("--stream-interval" in other for other in others)
 
 
-def test_saved_bytes_are_those_of_all_layers_and_heads() -> None:
+def test_what_pat_counted() -> None:
     counted = Counters(
-        decode_steps=10, kv_tokens_read=100, kv_tokens_unpacked=700, plans_made=2,
+        decode_steps=10, kv_tokens_read=100, kv_tokens_unpacked=400, plans_made=2,
         plan_seconds=1e-3, host_seconds=2e-3,
     )  # fmt: skip
-    fields = counted_fields(counted, kv_bytes_per_token=128)
-    assert fields["kv_saved_bytes"] == 600 * 128
+    fields = counted_fields(counted)
+    assert fields["kv_read_share"] == 0.25
     assert fields["plan_us"] == pytest.approx(500)
     assert fields["reuse_us"] == pytest.approx(125)
 
 
-def test_turns_rotate_and_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet: list[Any] = ["a", "b", "c"]
-    assert [rotated(fleet, run)[0] for run in range(4)] == ["a", "b", "c", "a"]
+def test_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 90.0)
     budget = Budget(deadline=100.0)
     budget.took("long", 11.0)
@@ -198,34 +193,36 @@ def test_turns_rotate_and_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert not budget.allows("short")  # once spent out, nothing starts any more
 
 
-def test_servers_that_do_not_fit_are_refused_with_what_does(tmp_path: Path) -> None:
-    model = open_model("llama3-8b", tmp_path, "bfloat16")
-    assert model.weight_bytes == pytest.approx(16.06e9, rel=0.001)  # 8.03 billion parameters
-    assert model.kv_bytes_per_token == 128 * 1024
-    # 16.06 GB are 14.96 GiB; 8192 tokens are one GiB of K/V.
-    config = FleetConfig(model, "cuda", "bfloat16", 1, 8 * 8192, 128, 0.9, 3.5, ())
-    assert config.server_gib == pytest.approx(14.957 + 8 + 3.5, abs=0.01)
-    config.check_memory(["pat", "fa3", "flashinfer"], 139.8)
-    large = replace(config, pool_tokens=32 * 8192)
-    with pytest.raises(ValueError, match=r"3 servers of 50\.5 GiB.*2 of the --backends") as error:
-        large.check_memory(["pat", "fa3", "flashinfer"], 139.8)
-    # 0.9 * 139.8 / 3 - 3.5 - 14.957 GiB
-    fits = config.largest_pool(3, 139.8)
-    assert fits == pytest.approx((41.94 - 18.457) * 8192, rel=1e-3)
-    assert f"at most {fits} K/V tokens" in str(error.value)
-    replace(large, tp=2).check_memory(["pat", "fa3", "flashinfer"], 139.8)
-
-
-def test_the_command_refuses_before_any_server_starts(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_the_commands_are_shown_as_sglang_takes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = str(make_model(tmp_path / "model", max_positions=100))
-    here = ["--device", "cpu", "--model", model]
+    server_args = pytest.importorskip("sglang.srt.server_args", reason="needs SGLang 0.5.23")
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    flags = ["--tp", "2", "--kv-cache-dtype", "fp8_e4m3", "--server-args", "--enable-metrics"]
+    assert command.main(["--show", "--folder", str(tmp_path), *flags]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 3 + len(DEFAULT_LOADS)
+    for line, backend in zip(lines, command.BACKENDS, strict=False):
+        assert (
+            line[:3] == ["python", "-m", "sglang.launch_server"] and "--attention-backend" in line
+        )
+        at = line.index("--attention-backend")
+        assert line[at + 1] == backend
+        served = parser.parse_args([*line[3:at], *line[at + 2 :]])
+        assert (served.kv_cache_dtype, served.tp_size, served.stream_interval) == ("fp8_e4m3", 2, 8)
+        assert served.enable_metrics and (tmp_path / "llama3-8b" / "tokenizer.json").is_file()
+    for line in lines[3:]:
+        assert line[2] == "sglang.benchmark.steady_state_serving"
+        assert asked(line[5:], monkeypatch).port == 30_000
+
+
+def test_the_command_refuses_before_any_server_starts(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        ([*here, "--workloads", "64x2"], "448 tokens is longer than the 100 positions"),
-        (["--device", "cpu", "--model", "nothing"], "neither a folder with a config.json nor"),
+        (["--loads", "64"], "'64' is not a load"),
+        (["--model", "nothing"], "neither a folder with a config.json nor"),
     ):
-        assert command.main(arguments) == 2
+        assert command.main(["--device", "cpu", *arguments]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -234,27 +231,13 @@ def test_results_are_shown_again_and_together(
 ) -> None:
     files = []
     for name, rows in (("a", ROWS[:3]), ("b", ROWS[3:])):
-        settings = {"model": "llama3-8b", "tp": 1, "new_tokens": 128, "output_tokens": 256}
-        written = document.new("workloads", "a GPU", settings)
-        written["rows"] = [asdict(row) for row in rows]
+        about = {"kind": "serving", "date": "today", "device": "a GPU", "versions": {}}
         files.append(tmp_path / name)
-        document.write(written, files[-1])
+        files[-1].write_text(json.dumps(about | {"settings": {}, "rows": rows}))
     assert command.main(["--from", *map(str, files)]) == 0
-    assert "0.400   0.40" in capsys.readouterr().out
-
-
-def test_results_of_the_kernels_are_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "rows.json"
+    assert "pat / flashinfer: 0.400" in capsys.readouterr().out
     made_by = "python -m benchmarks.kernel --json FILE"
-    file.write_text(json.dumps({"kind": "trees", "command": made_by, "settings": {}, "rows": []}))
-    assert command.main(["--from", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert "rows of kind 'trees'" in said and f"benchmarks.kernel --from {file}" in said
-
-
-def test_the_default_workloads_are_those_of_the_goals() -> None:
-    assert [str(Workload.parse(spec)) for spec in DEFAULT_WORKLOADS] == [
-        *("8192x128", "4096x64", "8*2048x16", "1024+512x256", "0x64", "0x256")
-    ]
+    other = {"kind": "trees", "command": made_by, "settings": {}, "rows": []}
+    files[0].write_text(json.dumps(other))
+    assert command.main(["--from", str(files[0])]) == 2
+    assert f"benchmarks.kernel --from {files[0]}" in capsys.readouterr().err

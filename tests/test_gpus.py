@@ -13,7 +13,7 @@ import torch
 from sglang_pat import _C, doctor, gpus
 from sglang_pat.demo.server import default_device
 from sglang_pat.srt import refusals
-from sglang_pat.target import Target
+from sglang_pat.target import WITHOUT_BRANCHES, Target
 
 needs_cuda = pytest.mark.skipif(not _C.CUDA_CODE, reason="built with PAT_CUDA=OFF")
 HEADS = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_queries": 64}
@@ -127,7 +127,7 @@ def test_plans_for_blackwell_have_no_branches_and_what_shared_memory_allows() ->
             ("NVIDIA GeForce RTX 5090", 170, 12, 0),
         )
     )
-    assert {b200.branching, b300.branching, rtx5090.branching} == {"never"}
+    assert {b200.cuts, b300.cuts, rtx5090.cuts} == {WITHOUT_BRANCHES}
     assert (b200.items_per_sm, b300.items_per_sm, rtx5090.items_per_sm) == (2, 2, 1)
 
 

@@ -17,7 +17,7 @@ from sglang_pat.target import Target
 Paths = list[list[tuple[int, int, int]]]
 SHAPE = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "max_queries": 64}
 TARGET = Target.cpu(threads=2, **SHAPE)
-BRANCHING = Target.h200(**SHAPE, branching="always")
+BRANCHING = Target.h200(**SHAPE, cuts=("branches",))
 STEPS = 10
 
 

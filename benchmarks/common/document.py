@@ -10,8 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
-from importlib import import_module, metadata
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,21 +36,14 @@ def conditions(
     }
 
 
-# Modules of packages that may be there without pip's record of them, as in our archives for a GPU.
-_MODULES = {"sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer"}
-
-
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of installed packages; of a module's own telling where pip knows nothing of it."""
+    """Of installed packages."""
     found = {}
     for name in packages:
-        module = _MODULES.get(name, "")
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed as a package"
-            if module and find_spec(module):
-                found[name] = f"{getattr(import_module(module), '__version__', 'unknown')} (module)"
     return found
 
 

@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 GENERATOR = "ragged-1"
 SEEDS = range(5)
@@ -59,15 +58,6 @@ class Forest:
         ends = [path[-1][2] if path else 0 for path in self.paths]
         tails = sum(length - end for length, end in zip(self.seq_lens, ends, strict=True))
         return sum(nodes.values()) + tails
-
-    def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` makes the same batch of."""
-        return {"name": self.name, "paths": self.paths, "seq_lens": self.seq_lens}
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Forest:
-        paths = [[(node, start, end) for node, start, end in path] for path in found["paths"]]
-        return cls(found["name"], paths, found["seq_lens"])
 
     @property
     def family(self) -> str:

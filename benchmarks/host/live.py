@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from typing import Any
 
@@ -130,3 +131,20 @@ class LiveCache:
         rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
         lens = torch.tensor([len(req.full_untruncated_fill_ids) + 1 for req in reqs])
         return LiveBatch(reqs, self.tree, rows), lens
+
+
+def text(rng: random.Random, tokens: int) -> list[int]:
+    """Random token ids."""
+    return [rng.randrange(1 << 15) for _ in range(tokens)]
+
+
+def changing_batches(
+    kind: str, queries: int
+) -> tuple[LiveCache, list[tuple[LiveBatch, torch.Tensor]]]:
+    """A cache of ``queries`` + 1 requests under a system prompt and eight tools, and the batches
+    that lack one each, with their sequence lengths: as if one had left, and one come."""
+    rng = random.Random(0)
+    cache = LiveCache(kind, slots=2000 * queries, rows=queries + 1, context=2048)
+    system, tools = text(rng, 1000), [text(rng, 300) for _ in range(8)]
+    reqs = [cache.admit(system + tools[i % 8] + text(rng, 40)) for i in range(queries + 1)]
+    return cache, [cache.batch(reqs[:i] + reqs[i + 1 :]) for i in range(len(reqs))]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host time of a decode step's planning on SGLang's own caches:
-``python -m benchmarks.host.step [--json]``. Needs SGLang, no server.
+``python -m benchmarks.host.step``, a JSON object a line. Needs SGLang, no server.
 
 Unchanged: what a step costs whose batch and tree are those of the step before. Changed: what it
 costs when one request of the batch is another, paths, plan and all. Cold: the same after something
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.host.live import CACHES, LiveCache
+from benchmarks.host.live import CACHES, LiveCache, changing_batches, text
 from sglang_pat.srt.lengths import known
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
@@ -38,18 +38,8 @@ Row = dict[str, float | int | str]
 
 def measure(kind: str, queries: int) -> Row:
     """Median microseconds for ``queries`` requests: a system prompt, eight tools, own tails."""
-    rng = random.Random(0)
-
-    def text(length: int) -> list[int]:
-        return [rng.randrange(1 << 15) for _ in range(length)]
-
-    cache = LiveCache(kind, slots=2000 * queries, rows=queries + 1, context=2048)
-    system, tools = text(1000), [text(300) for _ in range(8)]
-    reqs = [cache.admit(system + tools[i % 8] + text(40)) for i in range(queries + 1)]
-    # One leaves, one comes that was away for a step.
-    batches = [cache.batch(reqs[:i] + reqs[i + 1 :]) for i in range(len(reqs))]
-    target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=queries)
-    steps = StepPlanner(target, Stats())
+    _, batches = changing_batches(kind, queries)
+    steps = _steps(queries)
 
     def step(index: int, others: int) -> float:
         """Microseconds of a step of a batch after ``others`` forwards that were not decodes."""
@@ -119,26 +109,23 @@ def _row(kind: str, what: str, queries: int, depth: int, times: list[float]) -> 
 def measure_turns(kind: str, queries: int, turns: int) -> Row:
     """Microseconds of a plan when one conversation leaves and the next turn of another arrives."""
     rng = random.Random(0)
-
-    def text(length: int) -> list[int]:
-        return [rng.randrange(1 << 15) for _ in range(length)]
-
     turn = 900 // turns  # tokens, so that the plans of all rows are alike
     output = turn // 3
     context = 2304
     talks = queries + ARRIVALS
     cache = LiveCache(kind, slots=1300 * talks, rows=talks, context=context)
-    histories = [text(1000)] * talks
+    histories = [text(rng, 1000)] * talks
     for _ in range(turns - 1):
         histories = [
-            cache.end(cache.admit(one + text(turn - output)), text(output)) for one in histories
+            cache.end(cache.admit(one + text(rng, turn - output)), text(rng, output))
+            for one in histories
         ]
-    reqs = [cache.admit(history + text(turn)) for history in histories[:queries]]
+    reqs = [cache.admit(history + text(rng, turn)) for history in histories[:queries]]
     steps = _steps(queries)
     times = [_new_plan(steps, cache, reqs)]
     for history in histories[queries:]:
-        cache.end(reqs.pop(rng.randrange(queries)), text(output))
-        reqs.append(cache.admit(history + text(turn)))
+        cache.end(reqs.pop(rng.randrange(queries)), text(rng, output))
+        reqs.append(cache.admit(history + text(rng, turn)))
         times.append(_new_plan(steps, cache, reqs))
     return _row(kind, "turns", queries, turns, times)
 
@@ -150,28 +137,23 @@ def measure_deep(kind: str, queries: int, depth: int) -> Row:
     cache = LiveCache(
         kind, slots=8 * context + 8 * (queries + ARRIVALS), rows=queries + 1, context=context
     )
-    text = [rng.randrange(1 << 15) for _ in range(depth + 1)]
+    deep = text(rng, depth + 1)
     for length in range(2, depth + 1):
-        cache.end(cache.admit(text[:length]), [])
+        cache.end(cache.admit(deep[:length]), [])
     steps = _steps(queries)
-    reqs = [cache.admit([*text, 1 << 16, own]) for own in range(queries)]
+    reqs = [cache.admit([*deep, 1 << 16, own]) for own in range(queries)]
     times = [_new_plan(steps, cache, reqs)]
     for own in range(ARRIVALS):
         cache.end(reqs.pop(rng.randrange(queries)), [])
-        reqs.append(cache.admit([*text, 1 << 16, queries + own]))
+        reqs.append(cache.admit([*deep, 1 << 16, queries + own]))
         times.append(_new_plan(steps, cache, reqs))
     return _row(kind, "deep", queries, depth, times)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    as_json = parser.parse_args().json
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for row in _rows():
-        if as_json:
-            print(json.dumps(row), flush=True)
-        else:
-            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        print(json.dumps(row), flush=True)
 
 
 def _rows() -> Iterator[Row]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.host.live import LiveCache
+from benchmarks.host.live import LiveCache, changing_batches
 from sglang_pat.srt import hook, upstream
 from sglang_pat.srt.lengths import known
 from sglang_pat.srt.radix import SETTLE_STEPS
@@ -60,30 +59,15 @@ class Forward(SimpleNamespace):
 
 
 def scheduled_batches(queries: int) -> tuple[LiveCache, list[tuple[Any, torch.Tensor]]]:
-    """A cache of ``queries`` + 1 requests under a system prompt and eight tools, and the batches
-    that lack one each, with their sequence lengths: as if one had left, and one come."""
+    """``live.changing_batches`` as SGLang's scheduler has them."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    rng = random.Random(0)
-
-    def text(length: int) -> list[int]:
-        return [rng.randrange(1 << 15) for _ in range(length)]
-
-    cache = LiveCache("rust", slots=2000 * queries, rows=queries + 1, context=2048)
-    system, tools = text(1000), [text(300) for _ in range(8)]
-    reqs = [cache.admit(system + tools[i % 8] + text(40)) for i in range(queries + 1)]
-    batches = []
-    for i in range(len(reqs)):
-        live, lens = cache.batch(reqs[:i] + reqs[i + 1 :])
-        batch = SimpleNamespace(
-            reqs=live.reqs,
-            tree_cache=cache.tree,
-            req_pool_indices_cpu=live.rows,
-            forward_mode=ForwardMode.DECODE,
-            decoding_reqs=None,
-        )
-        batches.append((batch, lens))
-    return cache, batches
+    cache, batches = changing_batches("rust", queries)
+    common = {"tree_cache": cache.tree, "forward_mode": ForwardMode.DECODE, "decoding_reqs": None}
+    return cache, [
+        (SimpleNamespace(reqs=live.reqs, req_pool_indices_cpu=live.rows, **common), lens)
+        for live, lens in batches
+    ]
 
 
 def measure(queries: int) -> dict[str, float]:
@@ -146,36 +130,30 @@ def measure_here() -> None:
 def compare(copy: Path, rounds: int) -> list[dict[str, Any]]:
     """All rows of ``rounds`` processes each of stock and patched SGLang, by turns."""
     rows = []
-    inherited = [os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "benchmarks.host.upstream", "--here"]
     for number in range(rounds):
         for first in ([], [str(copy.resolve())]):
-            path = os.pathsep.join(filter(None, first + inherited))
+            path = os.pathsep.join(filter(None, [*first, os.environ.get("PYTHONPATH", "")]))
             env = os.environ | {"PYTHONPATH": path}
-            result = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-            for line in result.stdout.splitlines():
-                row = json.loads(line)
-                assert row["patched"] == bool(first), f"{copy} has no patched SGLang"
-                rows.append({"round": number, **row})
+            said = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+            found = [{"round": number, **json.loads(line)} for line in said.stdout.splitlines()]
+            assert all(row["patched"] == bool(first) for row in found), f"{copy}: not patched"
+            rows += found
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Stock -> patched in microseconds: the median over the rounds, the least in brackets."""
+
+    def cell(name: str, queries: int, patched: bool) -> str:
+        chosen = [row for row in rows if (row["queries"], row["patched"]) == (queries, patched)]
+        times = [row[name] for row in chosen]
+        return f"{statistics.median(times):.1f} ({min(times):.1f})"
+
     lines = ["queries  " + "  ".join(f"{name:>26}" for name in STEPS)]
     for queries in QUERIES:
-        cells = []
-        for name in STEPS:
-            cell = []
-            for patched in (False, True):
-                times = [
-                    row[name]
-                    for row in rows
-                    if row["queries"] == queries and row["patched"] == patched
-                ]
-                cell.append(f"{statistics.median(times):.1f} ({min(times):.1f})")
-            cells.append(" -> ".join(cell).rjust(26))
-        lines.append(f"{queries:>7}  " + "  ".join(cells))
+        pairs = [f"{cell(name, queries, False)} -> {cell(name, queries, True)}" for name in STEPS]
+        lines.append(f"{queries:>7}  " + "  ".join(f"{pair:>26}" for pair in pairs))
     return "\n".join(lines)
 
 

@@ -4,9 +4,10 @@ the floor: ``python -m benchmarks.kernel``. Needs a GPU, but not SGLang.
 
 By default the 20 trees and 4 head configurations of the PAT paper (section 8.2). Timed is forward
 and merge in a captured graph over a cold L2, the median of many; plan and snapshot stand apart.
-With ``--draft-tokens`` it times verify steps of speculative decoding (``drafts``), with
-``--ragged`` batches whose requests differ (``ragged``), with ``--batches`` those of a running
-server (``batches``). A peer that cannot run is left out, with the reason.
+With ``--draft-tokens`` it times verify steps of speculative decoding: the last T tokens of each
+request, each of which attends to all up to itself (docs/speculation.md). With ``--ragged`` it takes
+batches whose requests differ, with ``--batches`` those of a running server. A peer that cannot run
+is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -20,27 +21,24 @@ from dataclasses import asdict, replace
 import torch
 
 from benchmarks.common import document as documents
+from benchmarks.common.budget import Budget
 from benchmarks.common.document import Document, write
 from benchmarks.common.forests import GENERATOR
-from benchmarks.kernel import batches, drafts, e4m3, ragged
+from benchmarks.kernel import batches
+from benchmarks.kernel.cases import inputs, reason_against
 from benchmarks.kernel.clock import Clock, device_rates, empty_us
 from benchmarks.kernel.floor import Heads, Rates
-from benchmarks.kernel.kv import TreeBatch
 from benchmarks.kernel.options import cases, check, make_parser, settings_of
 from benchmarks.kernel.peers import PEERS, usable
-from benchmarks.kernel.report import TreeRow, complaints, summary, table
+from benchmarks.kernel.report import TreeRow, complaints, decode_ratio, table
 from benchmarks.kernel.rows import measure
 
 # Milliseconds of repeats for one time.
 BUDGET_MS, QUICK_BUDGET_MS = 50.0, 15.0
 VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
-# What is said of rows of equal heads, by the kind of their document.
-SUMMARIES = {
-    "trees": summary,
-    "drafts": drafts.summary,
-    "ragged": ragged.summary,
-    "batches": ragged.summary,
-}
+TREES = ("trees", "drafts")
+KINDS = (*TREES, "ragged", "batches")  # of documents
+FOREST_PEERS = ("fa3", "flashinfer")  # a cascade by levels needs a tree
 
 
 def begin(kind: str, options: argparse.Namespace) -> tuple[Document, Clock, Rates]:
@@ -80,64 +78,49 @@ def peers_of(
     return [name for name, reason in absent.items() if not reason]
 
 
-def tree_rows(options: argparse.Namespace) -> Document:
-    """Measure decode or verify steps of trees; the document that ``--json`` writes as it grows."""
-    todo, counts = cases(options), options.draft_tokens or (1,)
-    document, timer, rates = begin("drafts" if options.draft_tokens else "trees", options)
-    heads = list(dict.fromkeys(each for each, _ in todo))
-    left_out = {
-        (each, count): why
-        for each in heads
-        for count in counts
-        if (why := drafts.reason_against(each, count))
-    }
-    document["left_out"] = [f"{h} x {count}: {why}" for (h, count), why in left_out.items()]
-    names = peers_of(document, heads, tuple(PEERS), options)
-    for count in counts:
-        settings = replace(settings_of(options), draft_tokens=count)
-        for each, tree in todo:
-            if (each, count) in left_out:
-                continue
-            row = measure(tree, each, options.permuted, names, timer, rates, settings)
-            drafted = f" x {count}" if options.draft_tokens else ""
-            best = row.best()
-            print(f"{row.heads} {row.spec}{drafted} {row.pat:.1f} us, best peer {best}", flush=True)
-            document["rows"].append(asdict(row))
-            write(document, options.json)
-    return document
-
-
-def forest_rows(options: argparse.Namespace) -> Document:
-    """Measure batches whose requests differ, drawn or of a server; the document that ``--json``
-    writes as it grows. The budget of time holds what comes before the first row, too."""
-    began = time.monotonic()
-    if options.batches:
-        kind, todo = "batches", batches.replay(options).cases
-    else:
-        kind = "ragged"
+def run(options: argparse.Namespace) -> Document:
+    """Measure what is asked for; the document that ``--json`` writes as it grows. The budget of
+    time holds what comes before the first row, too."""
+    budget = Budget(time.monotonic() + options.budget_s)
+    kind, todo = cases(options)
+    document, timer, rates = begin(kind, options)
+    left_out: list[str] = document["left_out"]
+    if kind == "ragged":
+        document["generator"] = GENERATOR
         if options.trace is None:
             print("family window is left out: it needs a Mooncake trace, --trace FILE")
-        todo = ragged.cases(options.heads or ragged.HEADS, options.only, options.trace)
-    document, timer, rates = begin(kind, options)
-    if not options.batches:
-        document["generator"] = GENERATOR
     heads = list(dict.fromkeys(case.heads for case in todo))
-    names = peers_of(document, heads, ragged.PEERS, options)
-    settings = settings_of(options)
-
-    def make_row(case: ragged.RaggedCase, batch: TreeBatch) -> TreeRow:
-        forest = case.forest
-        return measure(forest, case.heads, options.permuted, names, timer, rates, settings, batch)
-
-    ragged.run(
-        todo,
-        make_row,
-        document,
-        permuted=options.permuted,
-        budget_s=options.budget_s - (time.monotonic() - began),
-        pool_gb=options.pool_gb,
-        path=options.json,
-    )
+    refused = {
+        (each, count): why
+        for each in heads
+        for count in options.draft_tokens or ()
+        if (why := reason_against(each, count))
+    }
+    left_out += [f"{each} x {count}: {why}" for (each, count), why in refused.items()]
+    todo = [case for case in todo if (case.heads, case.draft_tokens) not in refused]
+    most = options.pool_gb
+    large = [case for case in todo if case.gigabytes > most]
+    left_out += [
+        f"{each.name}: K and V of {each.gigabytes:.1f} GB, over {most:g}" for each in large
+    ]
+    todo = [case for case in todo if case.gigabytes <= most]
+    names = peers_of(document, heads, tuple(PEERS) if kind in TREES else FOREST_PEERS, options)
+    for number, (case, make) in enumerate(inputs(todo, options.permuted), 1):
+        if not budget.allows("row"):
+            left_out.append(f"{case.name}: the time is up")
+            continue
+        began = time.monotonic()
+        settings = replace(settings_of(options), draft_tokens=case.draft_tokens)
+        torch.cuda.empty_cache()
+        given = (case.requests, case.heads, options.permuted, names, timer, rates, settings)
+        row = measure(*given, make())
+        document["rows"].append(asdict(row))
+        budget.took("row", time.monotonic() - began)
+        ratio = decode_ratio(row)
+        against = f"{ratio:.3f} of the better peer" if ratio else "no peer ran"
+        print(f"{number}/{len(todo)} {case.name} {row.pat:.1f} us, {against}{budget}", flush=True)
+        write(document, options.json)
+    write(document, options.json)
     return document
 
 
@@ -158,9 +141,8 @@ def about(document: Document) -> list[str]:
 def show(document: Document) -> int:
     """Print the rows of a document; exit status 1 if an output is wrong."""
     rows = [TreeRow(**row) for row in document["rows"]]
-    lines = table(rows, SUMMARIES[document["kind"]])
-    lines += [f"left out: {each}" for each in document.get("left_out", [])]
-    print("\n".join([*lines, *e4m3.summary(rows), *complaints(rows)]))
+    left_out = [f"left out: {each}" for each in document.get("left_out", [])]
+    print("\n".join([*table(rows), *left_out, *complaints(rows)]))
     return 0 if all(row.is_sound for row in rows) else 1
 
 
@@ -170,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     check(parser, options)
     try:
         if options.source:
-            document = documents.read(options.source, SUMMARIES)
+            document = documents.read(options.source, KINDS)
             print("\n".join(about(document)))
         elif not torch.cuda.is_available():
             raise ValueError(
@@ -181,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.batches:
                 for remark in batches.replay(options).remarks:
                     print(f"note: {remark}", file=sys.stderr)
-            document = (forest_rows if options.ragged or options.batches else tree_rows)(options)
+            document = run(options)
     except (OSError, ValueError) as error:
         print(f"benchmarks.kernel: {error}", file=sys.stderr)
         return 2

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.forests import Forest, PrefixPath
-from benchmarks.kernel.drafts import reason_against
+from benchmarks.kernel.cases import Case, reason_against
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3, PatOptions
-from benchmarks.kernel.ragged import RaggedCase
 from sglang_pat.dump import Batch, Dump, read_dump
 from sglang_pat.planner import plan
 
@@ -40,13 +39,11 @@ class Replay:
     server: dict[str, Any]  # the dump's header, without its target
 
     @property
-    def cases(self) -> list[RaggedCase]:
+    def cases(self) -> list[Case]:
         """Each batch with each heads, those of equal KV heads side by side."""
         ordered = sorted(self.heads, key=lambda each: (each.kv, each.dim))
         return [
-            RaggedCase(heads, forest, self.draft_tokens)
-            for heads in ordered
-            for forest in self.forests
+            Case(each, forest, self.draft_tokens) for each in ordered for forest in self.forests
         ]
 
 
@@ -110,8 +107,8 @@ def _remarks(file: Path, dump: Dump, kv_dtype: str) -> Iterator[str]:
         yield f"K and V are {kv_dtype} here, the server's were {of_server}"
     if (page_size := header.get("page_size", 1)) != 1:
         yield f"the server had pages of {page_size} tokens; here every slot is a page"
-    if (preset := header.get("preset", "default")) != "default":
-        yield f"the server had the preset {preset}; here it is --preset's"
+    if (policy := header.get("policy", "default")) != "default":
+        yield f"the server had the policy {policy}; here it is --policy's"
     if not dump.end:
         yield f"{file} was cut off; what there is is replayed"
 

@@ -14,7 +14,7 @@ from benchmarks.common.trees import Requests
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import TreeBatch, make_batch, relative
 from sglang_pat import Target, decode, reference
-from sglang_pat.config import rules
+from sglang_pat.config import PatConfig
 from sglang_pat.planner import Planner
 from sglang_pat.workspace import Workspace
 
@@ -33,10 +33,8 @@ class PatOptions:
     """What can be chosen about pat: see ``Target`` and ``Workspace``. ``kv_dtype``: of K and V, of
     ``KV_DTYPES``. ``draft_tokens``: of a query, 1 in a decode step."""
 
-    policy: str = "bytes"
-    split: str = "cost"
-    launch: str = "queue"
-    branching: str = "cost"
+    policy: str = "default"
+    cuts: tuple[str, ...] | None = None  # None: the GPU's
     kv_dtype: str = "bfloat16"
     draft_tokens: int = 1
 
@@ -61,26 +59,15 @@ class PatOptions:
             "draft_tokens": self.draft_tokens,
             "kv_bytes": self.kv_bytes,
             "policy": self.policy,
-            "split": self.split,
         }
-        if self.split == "mean":
+        if self.cuts is not None:
+            values["cuts"] = self.cuts
+        if self.policy == "pat":
             values["max_items"] = MEAN_ITEMS * tree.num_queries + 1024
             values["max_partials"] = MEAN_PARTIALS * tree.num_queries + 2048
-        if self.branching != "cost":  # else as the GPU's target has it
-            values["branching"] = self.branching
         if torch.cuda.device_count() == 0:
             return Target.h200(**values)
         return Target.gpu(torch.cuda.get_device_properties(), **values)
-
-
-# "pat": the paper to the letter.
-PRESETS = ("default", "pat")
-
-
-def options_of(preset: str) -> PatOptions:
-    """The rules of one of ``PRESETS``, as a server has them."""
-    chosen, _ = rules(preset, {})
-    return PatOptions(chosen["policy"], chosen["split"], chosen["launch"], chosen["branching"])
 
 
 def device_batch(
@@ -118,7 +105,7 @@ class Layer:
             target,
             batch.req_to_token.shape[1],
             batch.q.device,
-            launch=settings.launch,
+            launch=PatConfig(policy=settings.policy).launch,
         )
         self.workspace.load(self.plan)
         self.snapshot()

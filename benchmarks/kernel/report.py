@@ -18,10 +18,8 @@ MAX_DIFFERENCE = 0.01
 FP8_LIMITS = {"pat": 0.05, "fa3": 0.15, "levels": 0.15}
 # pat's error with K/V in fp8_e4m3 may be so many times FA3's.
 MAX_OF_FA3 = 2.0
-# pat may be this much slower than a peer before a summary names it.
-MARGIN = 1.03
-# pat may be this much slower than the better of FA3 and FlashInfer: more is a row that loses.
-DECODE_MARGIN = 1.02
+# pat may be this much slower than what it is compared with: more is a row that loses.
+MARGIN = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,50 +90,70 @@ def geomean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def mean_over_floor(rows: Sequence[TreeRow], names: Sequence[str]) -> float | None:
-    """Geometric mean of the best of ``names`` as a multiple of the floor; None unless every row
-    has a time."""
-    times = [row.best(names) for row in rows]
-    if not times or None in times:
-        return None
-    return geomean([t / r.floor_us for t, r in zip(times, rows, strict=True) if t is not None])
-
-
 def title(row: TreeRow) -> str:
     """Heads and layout, and the draft tokens of a verify step."""
     layout = f"{row.heads} heads, slots {'permuted' if row.permuted else 'contiguous'}"
     return f"{layout}, {row.draft_tokens} draft tokens" if row.draft_tokens > 1 else layout
 
 
-def groups(rows: Iterable[TreeRow]) -> list[tuple[str, list[TreeRow]]]:
-    """Rows by heads and layout, with a title, in the order in which they come."""
-    return [(text, list(members)) for text, members in groupby(rows, title)]
+def family(row: TreeRow) -> str:
+    """Of a tree whether it shares; of another batch the first part of its name."""
+    if "_" in row.spec:
+        return "shared" if Tree.parse(row.spec).shares else "nothing shared"
+    return row.spec.partition("-")[0]
 
 
 def summary(rows: Sequence[TreeRow]) -> list[str]:
     """What the rows of one group say, as lines."""
-    shared = [row for row in rows if Tree.parse(row.spec).shares]
-    private = [row for row in rows if not Tree.parse(row.spec).shares]
+    shared = [row for row in rows if family(row) == "shared"]
     lines = []
     if shared:
-        means = [
-            f"{label} {_number(mean_over_floor(shared, names), 2)}"
-            for label, names in (
-                ("pat", ("pat",)),
-                ("best peer per tree", PEER_NAMES),
-                *((name, (name,)) for name in PEER_NAMES),
-            )
-        ]
         worst = max(shared, key=lambda row: row.over_floor)
+        kinds = {"pat": ("pat",), "best peer per tree": PEER_NAMES}
+        kinds |= {name: (name,) for name in PEER_NAMES}
+        means = [
+            f"{label} {_number(_over_floor(shared, names), 2)}" for label, names in kinds.items()
+        ]
         lines += [
             f"{len(shared)} trees with sharing, geometric mean over the floor: {', '.join(means)}",
             f"worst: {worst.over_floor:.2f} times the floor at {worst.spec}",
-            f"more than {MARGIN - 1:.0%} slower than the best peer: {_slower(shared)}",
         ]
-    if private:
-        ratios = [f"{row.spec} {_number(decode_ratio(row), 3)}" for row in private]
-        lines.append(f"nothing shared, over the better of fa3 and flashinfer: {', '.join(ratios)}")
+    lines.append(_against("the better of fa3 and flashinfer", rows, decode_ratio))
+    if any(row.levels for row in rows):
+        lines.append(_against("the best peer", rows, lambda row: _over(row.pat, row.best())))
+    if any(row.bf16 for row in rows):
+        lines.append(_against("pat's time in bf16", rows, lambda row: _over(row.pat, row.bf16)))
+    if found := [row.of_fa3 for row in rows if row.of_fa3 is not None]:
+        lines.append(f"pat's error over fa3's: at most {max(found):.3f}")
     return lines
+
+
+def _over_floor(rows: Sequence[TreeRow], names: Sequence[str]) -> float | None:
+    """Geometric mean of the best of ``names``; None unless every row has a time."""
+    ratios = [time / row.floor_us for row in rows if (time := row.best(names)) is not None]
+    return geomean(ratios) if len(ratios) == len(rows) else None
+
+
+def _over(time: float, other: float | None) -> float | None:
+    return time / other if other else None
+
+
+def _against(what: str, rows: Sequence[TreeRow], ratio: Callable[[TreeRow], float | None]) -> str:
+    """Geometric means, of all and by family, the worst row, and those that are slower."""
+    found = [(row, value) for row in rows if (value := ratio(row)) is not None]
+    if not found:
+        return f"over {what}: nothing to compare with"
+    families: dict[str, list[float]] = {}
+    for row, value in found:
+        families.setdefault(family(row), []).append(value)
+    means = [f"{name} {geomean(values):.3f}" for name, values in families.items()]
+    slow = [f"{row.spec} {value:.3f}" for row, value in found if value > MARGIN]
+    worst, most = max(found, key=lambda each: each[1])
+    return (
+        f"over {what}: {geomean([value for _, value in found]):.3f} ({', '.join(means)}), "
+        f"at most {most:.3f} at {worst.spec}; more than {MARGIN - 1:.0%} slower, {len(slow)} of "
+        f"{len(found)}: {', '.join(slow) or 'none'}"
+    )
 
 
 def title_line(title: str) -> str:
@@ -153,14 +171,13 @@ def line(row: TreeRow) -> str:
     )
 
 
-def table(
-    rows: Iterable[TreeRow], summarise: Callable[[Sequence[TreeRow]], Iterable[str]] = summary
-) -> list[str]:
-    """The rows as text, with what ``summarise`` says of those of equal heads and layout."""
+def table(rows: Iterable[TreeRow]) -> list[str]:
+    """The rows as text, with a summary of those of equal heads and layout."""
     lines = []
-    for title, members in groups(rows):
-        lines += ["", title_line(title), *map(line, members)]
-        lines += [f"  {text}" for text in summarise(members)]
+    for text, group in groupby(rows, title):
+        members = list(group)
+        lines += ["", title_line(text), *map(line, members)]
+        lines += [f"  {said}" for said in summary(members)]
     return lines
 
 
@@ -185,17 +202,7 @@ def complaints(rows: Iterable[TreeRow]) -> list[str]:
 
 def decode_ratio(row: TreeRow) -> float | None:
     """pat's time over that of the better of FA3 and FlashInfer; None if neither ran."""
-    best = row.best(("fa3", "flashinfer"))
-    return row.pat / best if best else None
-
-
-def _slower(rows: Iterable[TreeRow]) -> str:
-    found = [
-        f"{row.spec} {row.pat / best:.2f}"
-        for row in rows
-        if (best := row.best()) is not None and row.pat > MARGIN * best
-    ]
-    return ", ".join(found) or "none"
+    return _over(row.pat, row.best(("fa3", "flashinfer")))
 
 
 def _number(value: float | None, digits: int) -> str:

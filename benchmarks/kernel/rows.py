@@ -6,13 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from benchmarks.common.trees import Requests
 from benchmarks.kernel.clock import Captured, Clock, capture
 from benchmarks.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
 from benchmarks.kernel.kv import TreeBatch, quantised, relative
-from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
+from benchmarks.kernel.layer import Layer, PatOptions, error_of
 from benchmarks.kernel.peers import PEERS
 from benchmarks.kernel.report import TreeRow
 from sglang_pat.planner import BRANCH
@@ -26,15 +25,12 @@ def measure(
     timer: Clock,
     rates: Rates,
     settings: PatOptions,
-    batch: TreeBatch | None = None,
+    batch: TreeBatch,
 ) -> TreeRow:
     """Capture, check and time pat and the peers in ``names`` on one tree or forest.
 
-    ``batch``: its inputs, with the draft tokens of ``settings``; None makes them.
+    ``batch``: its inputs, with the draft tokens of ``settings``.
     """
-    torch.cuda.empty_cache()
-    if batch is None:
-        batch = device_batch(tree, heads, permuted, settings.draft_tokens)
     scale = heads.dim**-0.5
     graphs: dict[str, Captured] = {}
     if settings.e4m3:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving, backend beside backend: see ``__main__``."""
+"""Servers beside each other, driven by SGLang's own client: see ``__main__``."""

@@ -1,130 +1,265 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latencies of SGLang with pat beside other attention backends, one server each, all alive at the
-same time on the same GPUs: ``python -m benchmarks.serving``.
+"""SGLang with pat beside other attention backends, one server each, all alive at the same time on
+the same GPUs, driven by SGLang's own client: ``python -m benchmarks.serving``.
 
-Workloads (the default) are batches of requests sent at once whose declared prefixes are in the
-cache; see ``workload.py`` for their notation. Backends take turns, in another order every round;
-tables show medians and the spread. Inter-token latency (ITL) counts only while all requests decode.
-``step ms`` is the engine's own time per step, which SGLang's scheduler notes
-(SGLANG_RECORD_STEP_TIME): where ITL is over 10 % more, the client or SGLang's HTTP process is the
-limit. Plan times and K/V bytes saved are pat's counters over the run.
+A LOAD is a short form of the client's arguments, or these themselves; see ``loads.py``. With --show
+nothing runs: the commands that start the servers and those of the client are printed, for use by
+hand.
 
-Agents (``--agents``) come and go and wait for their answers; see ``agents.py``. Traces and requests
-that arrive over time are SGLang's own client's, ``python -m sglang.bench_serving``.
+Backends take turns, in another order every run, each from an empty cache; the table has medians and
+the spread. ``step ms`` is the engine's own time of a step, which SGLang's scheduler notes
+(SGLANG_RECORD_STEP_TIME). Plans and the share
+of K/V that is read are pat's counters over the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from benchmarks.common.budget import Budget
-from benchmarks.common.document import read, write
-from benchmarks.serving import document as documents
-from benchmarks.serving.client import RequestError
-from benchmarks.serving.closed_loop import run_agents
-from benchmarks.serving.fleet import FleetConfig, serve
-from benchmarks.serving.model import open_model
-from benchmarks.serving.options import complete, make_parser
-from benchmarks.serving.run import RunOptions, run_workloads
-from benchmarks.serving.sizing import device_of, fleet_config
+from benchmarks.common.document import (
+    Document,
+    conditions,
+    heading,
+    read,
+    value,
+    whole_number,
+    write,
+)
+from benchmarks.serving.client import PROGRAM, ClientError, ask
+from benchmarks.serving.fleet import Served, serve
+from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
+from benchmarks.serving.model import SHAPES, open_model
+from benchmarks.serving.table import Row, counted_fields, step_ms, table
 from sglang_pat.demo.server import ServerError
 
+KIND = "serving"
+CHAT = "sglang-oai-chat"  # the client takes an event of several tokens for one token there
+BACKENDS = ("pat", "fa3", "flashinfer")
+VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 READY_S = 400.0
-AGENTS_SETTINGS_SHOWN = ("agent_context", "duration_s")
-SETTINGS_SHOWN = ("new_tokens", "output_tokens", "stream_interval", "runs", "seed", "server_args")
+MEM_FRACTION = "0.95"  # of a GPU, for all servers together
+# How many steps the engine's own step times are means of; 256 output tokens give a dozen.
+LOG_INTERVAL = 20
 
 
-def run(options: argparse.Namespace, budget: Budget, scratch: Path) -> None:
-    """Start the servers, measure and print; ``--json`` has every run as soon as it has ended. A
-    document for each kind of runs.
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    number = value(whole_number)
+    add = parser.add_argument_group("what to run").add_argument
+    how = f"in the notation of loads.py (default: {' '.join(DEFAULT_LOADS)})"
+    add("--loads", nargs="+", metavar="LOAD", default=list(DEFAULT_LOADS), help=how)
+    how = f"attention backends (default: {' '.join(BACKENDS)})"
+    add("--backends", nargs="+", metavar="NAME", default=list(BACKENDS), help=how)
+    add("--runs", type=number, default=5, help="rounds over all of it (default: 5)")
+    add("--new-tokens", type=number, default=128, help="of a batch's prompts, behind the prefix")
+    add("--output-tokens", type=number, default=256, help="of a batch's requests (default: 256)")
+    how = "tokens with which an agent's conversation ends (default: 5120)"
+    add("--agent-context", type=number, default=5120, help=how)
+    add("--seed", type=int, default=0, help="of the first run; the next one's is one more")
+    add("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
+    add("--show", action="store_true", help="run nothing, print the commands")
+    add = parser.add_argument_group("servers").add_argument
+    add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)} or a folder")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="of servers (default: cuda)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and K/V")
+    how = "of K/V alone, of every server (default: auto, that of --dtype)"
+    add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help=how)
+    add("--tp", type=number, default=1, help="GPUs of every server")
+    add("--pool-tokens", type=number, default=131_072, help="of a server's K/V (default: 131072)")
+    add("--max-requests", type=number, default=256, help="that decode together (default: 256)")
+    add("--stream-interval", type=number, default=8, help="tokens a streamed event (default: 8)")
+    add("--server-args", nargs=argparse.REMAINDER, default=[], help="all that follows")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="every run, rewritten after each")
+    add("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="print such files")
+    how = "gets model, traces and logs (default: a new one, whose logs remain)"
+    add("--folder", type=Path, metavar="DIR", help=how)
+    return parser
+
+
+def run(options: argparse.Namespace, budget: Budget) -> None:
+    """Start the servers, measure and print; ``--json`` has every run as soon as it has ended.
 
     Raises:
-        ValueError: what is asked for does not fit the model or the memory.
+        ValueError: what is asked for is no load or no model, or there is no GPU.
         ServerError: a server did not start or ended.
-        RequestError: a request failed.
+        ClientError: a request failed.
     """
-    dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
-    model = open_model(options.model, scratch, dtype, options.kv_cache_dtype)
-    settings = RunOptions(
-        vocab=model.vocab,
-        kv_bytes_per_token=model.kv_bytes_per_token,
-        **{
-            name: getattr(options, name)
-            for name in RunOptions.__slots__
-            if name not in ("vocab", "kv_bytes_per_token")
-        },
+    folder = (options.folder or Path(tempfile.mkdtemp(prefix="sglang_pat_bench_"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    lengths = {"new": options.new_tokens, "output": options.output_tokens}
+    loads = [parse(text, **lengths, folder=folder) for text in options.loads]
+    model = open_model(options.model, folder)
+    arguments = server_arguments(options, model)
+    write_traces(loads, model, options.agent_context)
+    if options.show:
+        print("\n".join(commands(model, options, arguments, loads)))
+        return
+    document = conditions(
+        KIND, "benchmarks.serving", device_name(options), VERSIONS_OF, settings_of(options)
     )
-    device, gpu_gib = device_of(options.device, options.tp)
-    config = fleet_config(options, model, dtype, gpu_gib)
-    kinds = ["workloads"] * bool(options.workloads) + ["agents"] * bool(options.agents)
-    found = {kind: documents.new(kind, device, _shown(options, config, kind)) for kind in kinds}
-    paths = {kind: _path(options.json, kind if kind != kinds[0] else "") for kind in kinds}
-    memory = f", {config.server_gib:.1f} GiB a GPU each" if gpu_gib is not None else ""
-    print(
-        f"starting {', '.join(options.backends)} with pools of {config.pool_tokens} tokens"
-        f"{memory}; logs in {options.logs}",
-        flush=True,
-    )
+    document |= {"loads": {load.name: shlex.join(load.arguments) for load in loads}, "rows": []}
+    print(f"starting {', '.join(options.backends)}; logs in {folder}", flush=True)
+    started = {"device": options.device, "pool_tokens": options.pool_tokens, "logs": folder}
     ready_s = min(READY_S, budget.left_s())
-    with serve(config, options.backends, logs=options.logs, ready_s=ready_s) as fleet:
+    with serve(model, options.backends, arguments, **started, ready_s=ready_s) as fleet:
         print(f"servers are ready{budget}", flush=True)
         try:
-            for kind, document in found.items():
-                journal = documents.Journal(document, paths[kind], budget)
-                if kind == "agents":
-                    context = options.agent_context
-                    run_agents(fleet, options.agents, context, settings, budget, journal)
-                else:
-                    run_workloads(fleet, options.workloads, settings, budget, journal)
+            measure(fleet, loads, options, budget, document, folder)
         finally:
-            for kind, document in found.items():
-                write(document, paths[kind])  # with the counters of the last runs
+            write(document, options.json)  # with the counters of the last runs
             if budget.spent_out:
                 print("the time is up: what follows is of the runs that ended")
-            for document in found.values():
-                documents.show([document])
+            show([document])
 
 
-def _path(path: Path | None, kind: str) -> Path | None:
-    """Of a document; ``kind``: not the first one's."""
-    return path.with_stem(f"{path.stem}-{kind}") if path and kind else path
+def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
+    """Of ``sglang.launch_server``, of every server."""
+    requests = str(options.max_requests)
+    found = [
+        *("--dtype", options.dtype or ("bfloat16" if options.device == "cuda" else "float32")),
+        *("--kv-cache-dtype", options.kv_cache_dtype, "--tp-size", str(options.tp)),
+        *("--max-total-tokens", str(options.pool_tokens), "--max-running-requests", requests),
+        *("--stream-interval", str(options.stream_interval)),
+        *("--decode-log-interval", str(LOG_INTERVAL)),
+        *(() if any(model.glob("*.safetensors")) else ("--load-format", "dummy")),
+    ]
+    if options.device == "cuda":
+        # Exceptions to SGLang's defaults: several servers share a GPU, and graphs of more requests
+        # than ever run would only take memory and time to start. SGLang takes so much of what was
+        # free when a server started, less what is not free any more, as room for its pool, and
+        # others grow meanwhile: all get the pool they ask for only if all fit together.
+        found += ["--mem-fraction-static", MEM_FRACTION, "--cuda-graph-max-bs-decode", requests]
+    return [*found, *options.server_args]
 
 
-def _shown(options: argparse.Namespace, config: FleetConfig, kind: str) -> dict[str, Any]:
-    """The settings that a document of a kind names."""
-    shown = {"model": options.model, "tp": config.tp, "dtype": config.dtype}
-    shown |= {"pool_tokens": config.pool_tokens, "max_requests": config.max_requests}
-    if config.kv_cache_dtype != "auto":
-        shown["kv_cache_dtype"] = config.kv_cache_dtype
-    shown |= {name: getattr(options, name) for name in SETTINGS_SHOWN}
-    if kind == "agents":
-        shown |= {name: getattr(options, name) for name in AGENTS_SETTINGS_SHOWN}
-    return shown | {
-        name: value for name, value in os.environ.items() if name.startswith("SGLANG_PAT_")
-    }
+def device_name(options: argparse.Namespace) -> str:
+    """Raises ValueError if there are fewer GPUs than one server needs."""
+    if options.device == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads"
+    if (count := torch.cuda.device_count()) < options.tp:
+        raise ValueError(f"torch can use {count} GPUs here, --tp {options.tp}: or --device cpu")
+    return torch.cuda.get_device_name()
+
+
+def write_traces(loads: Sequence[Load], model: Path, context: int) -> None:
+    teams = [load for load in loads if load.team]
+    if teams:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        for load in teams:
+            write_trace(load, tokenizer, context)
+
+
+def commands(
+    model: Path, options: argparse.Namespace, arguments: Sequence[str], loads: Sequence[Load]
+) -> list[str]:
+    """Lines for a shell: the servers, on ports from 30000 on, and the client for the first one."""
+    lines = [
+        f"python -m sglang.launch_server --model-path {shlex.quote(str(model))} "
+        f"--attention-backend {backend} --port {port} {shlex.join(arguments)}"
+        for port, backend in enumerate(options.backends, 30_000)
+    ]
+    program = shlex.join(["python", "-m", *PROGRAM])
+    return lines + [
+        f"{program} {shlex.join(load.arguments)} --port 30000 --seed {options.seed}"
+        for load in loads
+    ]
+
+
+def measure(
+    fleet: Sequence[Served],
+    loads: Sequence[Load],
+    options: argparse.Namespace,
+    budget: Budget,
+    document: Document,
+    folder: Path,
+) -> None:
+    """All backends on a load, one after the other, then the next load, then all again. Before them
+    the first load once on each, of which no row tells: kernels are compiled at their first use.
+
+    Raises:
+        ClientError: a request failed.
+    """
+    log = folder / "client.log"
+    for turn in range(-1, options.runs):
+        for load in loads if turn >= 0 else loads[:1]:
+            rows: list[tuple[Served, Row, float]] = []
+            by = turn % len(fleet)  # another order every run, so that none is always first
+            for served in [*fleet[by:], *fleet[:by]]:
+                if not budget.allows(load.name):
+                    break
+                began = time.monotonic()
+                served.flush()
+                before = served.step_notes()
+                seed = options.seed + turn % (options.runs + 1)
+                port = served.server.port
+                row = ask(load, port=port, seed=seed, folder=folder, log=log)
+                row |= {"load": load.name, "backend": served.backend, "run": turn}
+                if options.stream_interval > 1 and CHAT in load.arguments:
+                    row = {name: each for name, each in row.items() if "itl" not in name}
+                row["step_ms"] = step_ms(before, served.step_notes())
+                rows.append((served, row, time.monotonic()))
+                budget.took(load.name, time.monotonic() - began)
+                if turn >= 0:
+                    document["rows"].append(row)
+                    write(document, options.json)
+                    print(f"{line_of(row)}{budget}", flush=True)
+            for served, row, ended in rows:  # the counters appear late
+                if counted := served.counted(ended):
+                    row["counted"] = counted_fields(counted)
+
+
+def line_of(row: Row) -> str:
+    itl = f"ITL p50 {row['median_itl_ms']:.2f} ms, " if "median_itl_ms" in row else ""
+    return f"{row['load']} {row['backend']}: {itl}TPOT p50 {row['median_tpot_ms']:.2f} ms"
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What a document names: options that are not those by default, and pat's variables."""
+    default, apart = make_parser().get_default, ("json", "folder", "budget_s")
+    found = {n: each for n, each in vars(options).items() if each != default(n) and n not in apart}
+    return found | {n: each for n, each in os.environ.items() if n.startswith("SGLANG_PAT_")}
+
+
+def show(documents: Sequence[Document]) -> None:
+    """Print the conditions of each document, and one table of all."""
+    for document in documents:
+        print("\n".join(heading(document)))
+    rows = [row for document in documents for row in document["rows"]]
+    print("\n".join(table(rows)) if rows else "no runs")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all well, 1 a server or a request failed, 2 what was asked for cannot be."""
     started = time.monotonic()
-    options = complete(make_parser(__doc__).parse_args(arguments))
+    options = make_parser().parse_args(arguments)
     try:
         if options.sources:
-            documents.show([read(path, documents.ROWS) for path in options.sources])
+            show([read(path, [KIND]) for path in options.sources])
         else:
-            with tempfile.TemporaryDirectory(prefix="sglang_pat_bench_") as scratch:
-                run(options, Budget(started + options.budget_s), Path(scratch))
+            run(options, Budget(started + options.budget_s))
     except ValueError as error:
         print(f"benchmarks.serving: {error}", file=sys.stderr)
         return 2
-    except (ServerError, RequestError, OSError) as error:
+    except (ServerError, ClientError, OSError) as error:
         print(f"benchmarks.serving: {error}", file=sys.stderr)
         return 1
     return 0

@@ -4,98 +4,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from benchmarks.serving.client import AnswerTimes, RequestError, converse, stream
-from benchmarks.serving.model import GIB, Model
-from benchmarks.serving.workload import Prompt
+from benchmarks.serving.client import ClientError
 from sglang_pat.demo.counters import Counters, parse_counters
 from sglang_pat.demo.server import Server, ServerError
 from sglang_pat.srt import BACKEND
 from sglang_pat.srt.metrics import FLUSH_SECONDS
 
-# Of a server's memory, what is neither weights nor K/V: the CUDA context, decode graphs, workspaces
-# and the activations of a prefill of 8,192 tokens. An estimate, see FleetConfig.overhead_gib.
-OVERHEAD_GIB = 3.5
-# How many steps the engine's own step times are means of; 256 output tokens give a dozen.
-LOG_INTERVAL = 20
+PAGE = 256  # tokens of the largest page
 DYING_S = 2.0  # between a failed scheduler and the end of its server
-
-
-@dataclass(frozen=True, slots=True)
-class FleetConfig:
-    """What every server gets. Sizes are in tokens; memory is per GPU."""
-
-    model: Model
-    device: str
-    dtype: str
-    tp: int
-    pool_tokens: int  # of the K/V pool
-    max_requests: int  # that decode at the same time, so also the largest decode graph
-    mem_fraction_static: float
-    overhead_gib: float
-    args: tuple[str, ...]  # any others
-    kv_cache_dtype: str = "auto"
-
-    @property
-    def server_gib(self) -> float:
-        """Of one server, on each of its GPUs."""
-        kv = self.pool_tokens * self.model.kv_bytes_per_token
-        return (self.model.weight_bytes + kv) / self.tp / GIB + self.overhead_gib
-
-    def check_memory(self, backends: Sequence[str], gpu_gib: float) -> None:
-        """Raise ValueError, with what does fit, if not all servers fit into a GPU.
-
-        SGLang takes ``mem_fraction_static`` of what was free when it started, less what is not free
-        any more, as room for the pool, and caps that by ``--max-total-tokens``. Servers that start
-        at the same time see each other's growth as their own. They all get the pool they ask for
-        if everything together stays within the fraction of the whole GPU, and only then.
-        """
-        room = gpu_gib * self.mem_fraction_static
-        if len(backends) * self.server_gib <= room:
-            return
-        fit, pool = int(room / self.server_gib), self.largest_pool(len(backends), gpu_gib)
-        raise ValueError(
-            f"{len(backends)} servers of {self.server_gib:.1f} GiB a GPU (a pool of "
-            f"{self.pool_tokens} tokens, overhead {self.overhead_gib:.1f} GiB) do not fit "
-            f"{room:.1f} GiB ({self.mem_fraction_static:.2f} of {gpu_gib:.1f}). "
-            + (f"What fits: {fit} of the --backends" if fit else "Not even one does")
-            + (f"; workloads of at most {pool} K/V tokens" if pool > 0 else "")
-            + "; more GPUs with --tp. Or change --overhead-gib and --mem-fraction-static"
-        )
-
-    def largest_pool(self, servers: int, gpu_gib: float) -> int:
-        """Tokens of the largest pool with which so many servers fit; below 0 if none does."""
-        left = gpu_gib * self.mem_fraction_static / servers - self.overhead_gib
-        kv_bytes = left * self.tp * GIB - self.model.weight_bytes
-        return int(kv_bytes // self.model.kv_bytes_per_token)
-
-    def arguments(self) -> list[str]:
-        """Of ``sglang.launch_server``."""
-        found = [
-            *("--dtype", self.dtype, "--skip-tokenizer-init"),
-            *("--kv-cache-dtype", self.kv_cache_dtype),
-            *("--max-total-tokens", str(self.pool_tokens)),
-            *("--max-running-requests", str(self.max_requests)),
-            *("--decode-log-interval", str(LOG_INTERVAL)),
-            "--incremental-streaming-output",  # an event has its own tokens only
-            *(() if self.model.has_weights else ("--load-format", "dummy")),
-            *(("--tp-size", str(self.tp)) if self.tp > 1 else ()),
-        ]
-        if self.device == "cuda":
-            found += [
-                # Exceptions to SGLang's defaults: several servers share a GPU, and graphs of more
-                # requests than ever run would only take memory and time to start.
-                *("--mem-fraction-static", str(self.mem_fraction_static)),
-                *("--cuda-graph-max-bs-decode", str(self.max_requests)),
-            ]
-        return [*found, *self.args]
 
 
 class Served:
@@ -104,54 +28,27 @@ class Served:
     def __init__(self, backend: str, server: Server) -> None:
         self.backend = backend
         self.server = server
-        self._idle_since = time.monotonic()
         self._counted = Counters()
 
     def flush(self) -> None:
         """Empty the prefix cache, once the last request is gone."""
         self.server.post("/flush_cache?timeout=10")
 
-    def prime(self, prompts: list[Prompt]) -> None:
-        """Put prompts into the prefix cache."""
-        parameters = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 1}
-        self.server.post("/generate", {"input_ids": prompts, "sampling_params": parameters})
-        self._idle_since = time.monotonic()
-
-    def stream(self, bodies: Sequence[bytes], *, timeout_s: float) -> list[AnswerTimes]:
-        """``client.stream`` to this server."""
-        answers = stream(self.server.port, bodies, timeout_s=timeout_s)
-        self._idle_since = time.monotonic()
-        return answers
-
-    def converse(
-        self,
-        places: int,
-        next_body: Callable[[int], bytes],
-        answered: Callable[[int, list[int]], None],
-        *,
-        duration_s: float,
-        timeout_s: float,
-    ) -> tuple[list[list[AnswerTimes]], float]:
-        """``client.converse`` with this server."""
-        limits = {"duration_s": duration_s, "timeout_s": timeout_s}
-        found = converse(self.server.port, places, next_body, answered, **limits)
-        self._idle_since = time.monotonic()
-        return found
-
     def step_notes(self) -> dict[str, list[float]]:
-        """The scheduler's own step times so far, by batch size: see ``timing.step_ms``."""
+        """The scheduler's own step times so far, by batch size: see ``table.step_ms``."""
         state: dict[str, Any] = self.server.get("/server_info")["internal_states"][0]
         notes: dict[str, list[float]] = state["step_time_dict"]
         return notes
 
-    def counted(self) -> Counters | None:
+    def counted(self, idle_since: float) -> Counters | None:
         """What pat counted since the last call; None for another backend.
 
-        Waits until the server, which must be idle, has written its counters: once a second.
+        Waits until the server, idle since then (``time.monotonic``), has written its counters: once
+        a second.
         """
         if self.backend != BACKEND:
             return None
-        time.sleep(max(0.0, self._idle_since + 1.25 * FLUSH_SECONDS - time.monotonic()))
+        time.sleep(max(0.0, idle_since + 1.25 * FLUSH_SECONDS - time.monotonic()))
         with urlopen(f"{self.server.url}/metrics", timeout=10) as answer:
             now = parse_counters(answer.read().decode())
         since, self._counted = now - self._counted, now
@@ -160,27 +57,33 @@ class Served:
 
 @contextmanager
 def serve(
-    config: FleetConfig, backends: Sequence[str], *, logs: Path, ready_s: float
+    model: Path,
+    backends: Sequence[str],
+    arguments: Sequence[str],
+    *,
+    device: str,
+    pool_tokens: int,
+    logs: Path,
+    ready_s: float,
 ) -> Iterator[list[Served]]:
-    """A server for each backend, started at the same time.
+    """A server of ``model`` for each backend, started at the same time with the same arguments.
 
     Raises:
-        ServerError: one did not start, its K/V pool is smaller than planned, or it ended while a
+        ServerError: one did not start, its K/V pool has not ``pool_tokens``, or it ended while a
             request to it failed.
     """
     env = {"SGLANG_RECORD_STEP_TIME": "1"}
-    if config.device == "cpu":
+    # While they start, servers of several GPUs take each other's growth for ranks out of balance.
+    env |= {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+    if device == "cpu":
         env |= {"OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads would starve the other servers
-    if config.tp > 1:
-        # The other servers' growth makes ranks look unbalanced while they start.
-        env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     servers = [
         Server(
-            config.model.folder,
+            model,
             backend=backend,
-            device=config.device,
+            device=device,
             log=logs / f"server-{backend}.log",
-            args=config.arguments(),
+            args=arguments,
             env=env,
             ready_s=ready_s,
         )
@@ -189,18 +92,18 @@ def serve(
     try:
         for server in servers:
             server.start()
+        import_module("sglang.benchmark.steady_state_serving")  # takes seconds: meanwhile
         for server in servers:
             server.wait_until_ready()
         for backend, server in zip(backends, servers, strict=True):
             pool = server.get("/server_info")["max_total_num_tokens"]
-            if pool < config.pool_tokens:
+            if pool + PAGE <= pool_tokens:  # SGLang rounds it down to whole pages
                 raise ServerError(
-                    f"{backend} has a K/V pool of {pool} tokens instead of "
-                    f"{config.pool_tokens}: something else uses the GPU, or --overhead-gib is too "
-                    "small"
+                    f"{backend} has a K/V pool of {pool} tokens instead of {pool_tokens}: not all "
+                    "servers fit the GPU; lower --pool-tokens, name fewer --backends or raise --tp"
                 )
         yield [Served(backend, server) for backend, server in zip(backends, servers, strict=True)]
-    except (RequestError, OSError):
+    except (ClientError, OSError):
         time.sleep(DYING_S)
         for server in servers:
             server.check_alive()

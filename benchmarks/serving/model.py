@@ -1,32 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of models, and how much memory they take. Speed needs a ``config.json`` and no weights."""
+"""Models without weights: speed needs a ``config.json``, and the client a tokenizer."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Both: bf16, untied embeddings, SiLU, hidden size 4096, 32 query and 8 K/V heads of 128.
-_COMMON: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 # The public numbers, but for Llama's 8,192 positions: its shape serves longer prompts here.
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama3-8b": _COMMON
-    | {
+    "llama3-8b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
         "vocab_size": 128256,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
@@ -34,78 +29,51 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 128000,
         "eos_token_id": 128001,
     },
-    "qwen3-8b": _COMMON
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-    },
 }
-GIB = 1 << 30
+_END, _UNKNOWN = "<|end|>", "[UNK]"
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A folder that SGLang loads, and its sizes. Bytes are of the whole model, over all GPUs."""
-
-    folder: Path
-    vocab: int
-    positions: int
-    weight_bytes: int
-    kv_bytes_per_token: int
-    has_weights: bool  # else random ones, ``--load-format dummy``
-
-
-def open_model(name: str, scratch: Path, dtype: str, kv_cache_dtype: str = "auto") -> Model:
-    """A built-in shape, written to ``scratch``, or the folder ``name``; in ``dtype``, K/V in
-    ``kv_cache_dtype``, "auto" being the same.
+def open_model(name: str, scratch: Path) -> Path:
+    """The folder ``name``, or one in ``scratch`` with the built-in shape of that name.
 
     Raises:
         ValueError: neither a shape nor a folder with a ``config.json``.
     """
-    folder = Path(name)
     if name in SHAPES:
         folder = scratch / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(SHAPES[name]) + "\n")
-    elif not (folder / "config.json").is_file():
+        write_tokenizer(folder, SHAPES[name]["vocab_size"], SHAPES[name]["eos_token_id"])
+        return folder
+    if not (Path(name) / "config.json").is_file():
         raise ValueError(
             f"{name!r} is neither a folder with a config.json nor one of {', '.join(SHAPES)}"
         )
-    config = json.loads((folder / "config.json").read_text())
-    return Model(
-        folder=folder,
-        vocab=config["vocab_size"],
-        positions=config["max_position_embeddings"],
-        weight_bytes=_parameters(config) * _itemsize(dtype),
-        kv_bytes_per_token=2
-        * config["num_hidden_layers"]
-        * config["num_key_value_heads"]
-        * _head_dim(config)
-        * (1 if kv_cache_dtype == "fp8_e4m3" else _itemsize(dtype)),
-        has_weights=any(folder.glob("*.safetensors")),
-    )
+    return Path(name).resolve()
 
 
-def _parameters(config: dict[str, Any]) -> int:
-    """Of a dense decoder with a gated MLP; norms are too small to count."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    attention = 2 * hidden * _head_dim(config) * (heads + config["num_key_value_heads"])
-    layer = attention + 3 * hidden * config["intermediate_size"]
-    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return int(config["num_hidden_layers"] * layer + embeddings)
+def write_tokenizer(folder: Path, vocab: int, end: int) -> None:
+    """A tokenizer of ``vocab`` ids to ``folder``, ``end`` being that of the end of a text.
 
+    Nearly every id is a word, ``t123``. The text of random ids has these ids again, so a turn of a
+    conversation finds the tokens of the last one in the cache; other text is cut into characters.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-def _head_dim(config: dict[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def _itemsize(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
+    characters = [chr(code) for code in range(33, 127)]
+    pieces = [_UNKNOWN, *characters, *(f"##{each}" for each in characters)]
+    words = dict(enumerate(pieces)) | {end: _END}
+    ids = {words.get(token, f"t{token}"): token for token in range(vocab)}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token=_UNKNOWN))
+    tokenizer.add_special_tokens([_END])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _END,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n")

@@ -4,16 +4,18 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "check.h"
 #include "cuda/tiles.h"
-#include "pack/cost_model.h"
-#include "pack/drift.h"
+#include "pack/costs.h"
+#include "pack/cut.h"
 #include "pack/plan_text.h"
 #include "pack/schedule.h"
 #include "srt/python_paths.h"
@@ -106,6 +108,42 @@ class Planner {
     return found;
   }
 
+  // What the judge charges: values of kCostNames.
+  std::vector<double> costs() const {
+    std::vector<double> values(kCostNames.size());
+    std::memcpy(values.data(), &scheduler_.costs(), sizeof(Costs));
+    return values;
+  }
+  void set_costs(const std::vector<double>& values) {
+    PAT_CHECK(values.size() == kCostNames.size(), values.size(), " costs, need ",
+              kCostNames.size());
+    Costs costs;
+    std::memcpy(static_cast<void*>(&costs), values.data(), sizeof(Costs));
+    scheduler_.set_costs(costs);
+  }
+
+  // Of the last plan: parent (-1: none), start, end and queries of each node, parents first, and
+  // the deepest node of each query.
+  py::tuple last_tree() const {
+    std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> nodes;
+    for (const PackNode& node : tree_->nodes) {
+      nodes.emplace_back(node.parent, node.start, node.end, node.num_queries);
+    }
+    return py::make_tuple(nodes, tree_->query_node);
+  }
+
+  // The last plan's batch as the caller wants it, see Scheduler::schedule().
+  Plan plan_packs(const Int64Array& seq_lens, const std::vector<uint8_t>& takes_over,
+                  const std::vector<int32_t>& piece_tokens) {
+    PAT_CHECK(tree_ != nullptr && static_cast<size_t>(seq_lens.size()) == tree_->query_node.size(),
+              seq_lens.size(), " sequence lengths do not belong to the last plan");
+    const size_t packs = tree_->nodes.size() + tree_->query_node.size();
+    PAT_CHECK(takes_over.size() == packs && piece_tokens.size() == packs, takes_over.size(),
+              " and ", piece_tokens.size(), " values for ", packs, " nodes and queries");
+    return scheduler_.schedule(*tree_, seq_lens.data(), static_cast<int32_t>(seq_lens.size()),
+                               takes_over.data(), piece_tokens.data());
+  }
+
   // The paths of the last plan_from_*, which must not have thrown, with other lengths.
   Plan plan_again(const Int64Array& seq_lens) {
     PAT_CHECK(seq_lens.size() == paths_.view().num_queries, seq_lens.size(),
@@ -122,12 +160,13 @@ class Planner {
   }
 
   Plan make(const PathView& paths, const Int64Array& seq_lens) {
-    const PackTree& tree = builder_.build(paths, seq_lens.data(), draft_tokens_);
-    return scheduler_.schedule(tree, seq_lens.data(), static_cast<int32_t>(paths.num_queries));
+    tree_ = &builder_.build(paths, seq_lens.data(), draft_tokens_);
+    return scheduler_.schedule(*tree_, seq_lens.data(), static_cast<int32_t>(paths.num_queries));
   }
 
   const int32_t draft_tokens_;
   TreeBuilder builder_;
+  const PackTree* tree_ = nullptr;  // the builder's, of the last plan
   Scheduler scheduler_;
   PathTable paths_;
 };
@@ -146,25 +185,6 @@ int64_t total_tokens(const Plan& plan, uintptr_t seq_lens, size_t count) {
 }
 
 void bind_target(py::module_& m) {
-  py::enum_<Policy>(m, "Policy")
-      .value("bytes", Policy::kBytes)
-      .value("paper", Policy::kPaper)
-      .value("naive", Policy::kNaive)
-      .value("root", Policy::kRoot)
-      .value("queries", Policy::kQueries)
-      .value("padding", Policy::kPadding);
-  py::enum_<Split>(m, "Split")
-      .value("cost", Split::kCost)
-      .value("mean", Split::kMean)
-      .value("fixed", Split::kFixed)
-      .value("chunks", Split::kChunks)
-      .value("none", Split::kNone)
-      .value("phases", Split::kPhases);
-  py::enum_<Branching>(m, "Branching")
-      .value("cost", Branching::kCost)
-      .value("always", Branching::kAlways)
-      .value("never", Branching::kNever)
-      .value("groups", Branching::kGroups);
   py::class_<Target>(m, "Target")
       .def(py::init<>())
       .def_readwrite("num_sms", &Target::num_sms)
@@ -178,13 +198,8 @@ void bind_target(py::module_& m) {
       .def_readwrite("flops_per_s", &Target::flops_per_s)
       .def_readwrite("item_overhead_s", &Target::item_overhead_s)
       .def_readwrite("sm_speedup", &Target::sm_speedup)
-      .def_readwrite("merge_round_s", &Target::merge_round_s)
       .def_readwrite("items_per_sm", &Target::items_per_sm)
       .def_readwrite("reread_weight", &Target::reread_weight)
-      .def_readwrite("reread_factor", &Target::reread_factor)
-      .def_readwrite("wide_factor", &Target::wide_factor)
-      .def_readwrite("merge_factor", &Target::merge_factor)
-      .def_readwrite("branch_overhead_s", &Target::branch_overhead_s)
       .def_readwrite("row_tiles", &Target::row_tiles)
       .def_readwrite("kv_tiles", &Target::kv_tiles)
       .def_readwrite("max_queries", &Target::max_queries)
@@ -192,12 +207,9 @@ void bind_target(py::module_& m) {
       .def_readwrite("max_partials", &Target::max_partials)
       .def_readwrite("max_segments", &Target::max_segments)
       .def_readwrite("max_branch_tokens", &Target::max_branch_tokens)
-      .def_readwrite("policy", &Target::policy)
-      .def_readwrite("split", &Target::split)
-      .def_readwrite("split_tokens", &Target::split_tokens)
-      .def_readwrite("branching", &Target::branching)
-      .def_readwrite("branch_rows", &Target::branch_rows)
-      .def_readwrite("branch_limits", &Target::branch_limits)
+      .def_readwrite("hopper", &Target::hopper)
+      .def_readwrite("cuts", &Target::cuts)
+      .def_readwrite("by_paper", &Target::by_paper)
       .def("partial_cost_bytes", &Target::partial_cost_bytes,
            "Bytes that a partial of a query costs per KV head, written and read.");
 }
@@ -248,9 +260,8 @@ void bind_plan_counts(py::class_<Plan>& plan) {
           "degraded", &Plan::degraded,
           "Why the plan is simpler than the rules ask for, naming the capacity that was too "
           "small; \"\" if it is not.")
-      .def_readonly("simulated_factor", &Plan::simulated_factor,
-                    "Factor on the cost model's time of a plan that the simulation chose; 1 for "
-                    "other plans.");
+      .def_readonly("seconds", &Plan::seconds,
+                    "Seconds that the judge expects of forward and merge, the launch included.");
 }
 
 // The fields of the arrays' elements are those of csrc/plan.h.
@@ -357,38 +368,12 @@ void bind_planner(py::module_& m) {
       .def("plan_from_handles", &Planner::plan_from_handles, py::arg("handles"),
            py::arg("seq_lens"), py::arg("paths"), py::arg("leaf"))
       .def("last_paths", &Planner::last_paths)
+      .def_property("costs", &Planner::costs, &Planner::set_costs,
+                    "What the judge charges: values of COST_NAMES (csrc/pack/costs.h).")
+      .def("last_tree", &Planner::last_tree)
+      .def("plan_packs", &Planner::plan_packs, py::arg("seq_lens"), py::arg("takes_over"),
+           py::arg("piece_tokens"))
       .def("plan_again", &Planner::plan_again, py::arg("seq_lens"));
-}
-
-// What the cost model says of a plan that is made.
-void bind_cost_model(py::module_& m) {
-  py::class_<PlanTerms>(m, "PlanTerms", "What the cost model counts of a plan, for one KV head.")
-      .def_readonly("unique_tokens", &PlanTerms::unique_tokens)
-      .def_readonly("reread_tokens", &PlanTerms::reread_tokens)
-      .def_readonly("wide_tokens", &PlanTerms::wide_tokens)
-      .def_readonly("branches", &PlanTerms::branches)
-      .def_readonly("longest_branch_tokens", &PlanTerms::longest_branch_tokens)
-      .def_readonly("partials", &PlanTerms::partials)
-      .def_readonly("items", &PlanTerms::items);
-  m.def(
-      "plan_terms",
-      [](const Plan& plan, const Int64Array& seq_lens, int64_t unique_tokens) {
-        PAT_CHECK(
-            total_tokens(plan, reinterpret_cast<uintptr_t>(seq_lens.data()), seq_lens.size()) >= 0,
-            "the plan does not hold for these ", seq_lens.size(),
-            " sequence lengths: give those that it was made for");
-        return plan_terms(plan, seq_lens.data(), unique_tokens);
-      },
-      py::arg("plan"), py::arg("seq_lens"), py::arg("unique_tokens"),
-      "Terms of a plan with sequences of `seq_lens`; `unique_tokens`: of the batch, each once.");
-  m.def(
-      "plan_seconds",
-      [](const Target& target, const PlanTerms& terms) {
-        target.validate();
-        return plan_seconds(target, terms);
-      },
-      py::arg("target"), py::arg("terms"),
-      "Modelled seconds of forward and merge of one layer, without the launch.");
 }
 
 }  // namespace
@@ -397,10 +382,12 @@ void bind_pack(py::module_& m) {
   bind_target(m);
   bind_plan(m);
   bind_planner(m);
-  bind_cost_model(m);
   m.attr("CUDA_TILE_TOKENS") = kTileTokens;
-  m.attr("MOST_DRIFT") = kMostDrift;      // see pack/drift.h
-  m.attr("LEAST_GROWTH") = kLeastGrowth;  // tokens
+  py::list cuts;
+  for (const Cut& cut : kCuts) cuts.append(cut.name);
+  m.attr("CUTS") = py::tuple(cuts);
+  m.attr("COST_NAMES") =
+      py::tuple(py::cast(std::vector<std::string>(kCostNames.begin(), kCostNames.end())));
   m.def("plan_bytes", &plan_bytes, py::arg("items"), py::arg("members"), py::arg("queries"),
         py::arg("segments"),
         "Bytes of a plan of so many items, members, queries and segments (csrc/plan.h).");

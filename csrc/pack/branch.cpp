@@ -2,50 +2,37 @@
 #include "branch.h"
 
 #include <algorithm>
-#include <functional>
-#include <queue>
 #include <utility>
 
 #include "../count_of.h"
-#include "headroom.h"
+#include "costs.h"
 
 namespace pat {
-namespace {
 
-// What a pair must have in common. With 256 tokens pairs gain little: they took 0.97 to 1.02 of the
-// time without (docs/lessons.md).
-constexpr int32_t kLeastCommonTokens = 5 * kBranchAlign;
-// Pairs run before all other items, though branches and light items run well beside each other. So
-// there are none if the others read more than one part in so many of what the branches read.
-constexpr int64_t kBranchesToOthers = 16;
-
-}  // namespace
-
-void Brancher::read(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
-  tree_ = &tree;
-  seq_lens_ = seq_lens;
-  const int32_t num_nodes = count_of(tree.nodes);
-  position_.resize(num_nodes);
+void TreeOrder::read(const PackTree& of, const int64_t* lens, int32_t num_queries) {
+  tree = &of;
+  seq_lens = lens;
+  const int32_t num_nodes = count_of(of.nodes);
+  position.resize(num_nodes);
   cursor_.resize(num_nodes);
   int32_t end = 0;
   for (int32_t i = 0; i < num_nodes; ++i) {  // parents come before their children
-    const PackNode& node = tree.nodes[i];
+    const PackNode& node = of.nodes[i];
     int32_t& next = node.parent == kNoNode ? end : cursor_[node.parent];
-    position_[i] = cursor_[i] = next;
+    position[i] = cursor_[i] = next;
     next += node.num_queries;
   }
-  sorted_.resize(end);
+  queries.resize(end);
   by_length_.clear();
   for (int32_t query = 0; query < num_queries; ++query) {
-    if (tree.query_node[query] != kNoNode) by_length_.push_back(query);
+    if (of.query_node[query] != kNoNode) by_length_.push_back(query);
   }
   // So that what a branch holds does not depend on the order of the batch.
-  const auto longer = [&](int32_t a, int32_t b) { return seq_lens[a] > seq_lens[b]; };
+  const auto longer = [&](int32_t a, int32_t b) { return lens[a] > lens[b]; };
   if (!std::is_sorted(by_length_.begin(), by_length_.end(), longer)) {
     std::stable_sort(by_length_.begin(), by_length_.end(), longer);
   }
-  for (const int32_t query : by_length_) sorted_[cursor_[tree.query_node[query]]++] = query;
-  clear();
+  for (const int32_t query : by_length_) queries[cursor_[of.query_node[query]]++] = query;
 }
 
 void Brancher::clear() {
@@ -56,31 +43,34 @@ void Brancher::clear() {
 }
 
 int32_t Brancher::tail_tokens(int32_t query) const {
-  const auto tokens = static_cast<int32_t>(seq_lens_[query] - tree_->query_prefix[query]);
+  const auto tokens =
+      static_cast<int32_t>(from_->seq_lens[query] - from_->tree->query_prefix[query]);
   return has_own_item(tokens) ? 0 : tokens;
 }
 
 int32_t Brancher::own_item_from(int32_t node) const {
   if (node == kNoNode) return kNoNode;
-  return has_own_item(tree_->nodes[node].end - tree_->nodes[node].start) ? node : above_[node];
+  return has_own_item(from_->tree->nodes[node].end - from_->tree->nodes[node].start) ? node
+                                                                                     : above_[node];
 }
 
-BranchLoad Brancher::cut(const Target& target, const BranchCut& cut, Packs& packs) {
+int64_t Brancher::cut(const TreeOrder& order, const BranchCut& cut, Packs& packs) {
+  from_ = &order;
   cut_ = cut;
-  others_ = 0;
-  packs.num_nodes = count_of(tree_->nodes);
-  packs.packs.resize(packs.num_nodes + count_of(tree_->query_node));
+  tokens_ = others_ = 0;
+  clear();
+  packs.num_nodes = count_of(from_->tree->nodes);
+  packs.packs.resize(packs.num_nodes + count_of(from_->tree->query_node));
   cut_nodes(packs);
-  const int64_t partials = cut_tails(packs);
+  cut_tails(packs);
   for (int32_t i = packs.num_nodes; i-- > 0;) {
-    const int32_t parent = tree_->nodes[i].parent;
+    const int32_t parent = from_->tree->nodes[i].parent;
     if (parent != kNoNode) subtree_[parent] += subtree_[i];
   }
   find_tops();
-  BranchLoad load = group(target);
-  load.partials = partials;
-  few_others_ = kBranchesToOthers * others_ <= load.tokens;
-  return load;
+  group();
+  few_others_ = kBranchesToOthers * others_ <= tokens_;
+  return tokens_;
 }
 
 void Brancher::cut_nodes(Packs& packs) {
@@ -89,7 +79,7 @@ void Brancher::cut_nodes(Packs& packs) {
   path_.resize(num_nodes);
   subtree_.resize(num_nodes);
   for (int32_t i = 0; i < num_nodes; ++i) {
-    const PackNode& node = tree_->nodes[i];
+    const PackNode& node = from_->tree->nodes[i];
     const int32_t tokens = node.end - node.start;
     const bool own_item = has_own_item(tokens);
     const bool root = node.parent == kNoNode;
@@ -102,44 +92,37 @@ void Brancher::cut_nodes(Packs& packs) {
 }
 
 void Brancher::find_tops() {
-  const int32_t num_nodes = count_of(tree_->nodes);
+  const int32_t num_nodes = count_of(from_->tree->nodes);
   top_.resize(num_nodes);
   for (int32_t i = 0; i < num_nodes; ++i) {
-    const PackNode& node = tree_->nodes[i];
+    const PackNode& node = from_->tree->nodes[i];
     const bool root = node.parent == kNoNode;
     top_[i] = root ? kNoNode : top_[node.parent];
-    if (top_[i] != kNoNode || node.num_queries > cut_.queries) continue;
-    if ((root ? 0 : path_[node.parent]) + subtree_[i] <= cut_.capacity) top_[i] = i;
+    if (top_[i] == kNoNode && node.num_queries <= cut_.queries) top_[i] = i;
   }
 }
 
-// Returns the partials of queries that have a branch and other items.
-int64_t Brancher::cut_tails(Packs& packs) {
-  int64_t partials = 0;
-  for (int32_t query = 0; query < count_of(tree_->query_node); ++query) {
-    const int32_t node = tree_->query_node[query];
-    const int32_t start = node == kNoNode ? 0 : tree_->query_prefix[query];
-    const auto end = static_cast<int32_t>(seq_lens_[query]);
+void Brancher::cut_tails(Packs& packs) {
+  for (int32_t query = 0; query < count_of(from_->tree->query_node); ++query) {
+    const int32_t node = from_->tree->query_node[query];
+    const int32_t start = node == kNoNode ? 0 : from_->tree->query_prefix[query];
+    const auto end = static_cast<int32_t>(from_->seq_lens[query]);
     const int32_t for_branch = node == kNoNode ? 0 : tail_tokens(query);
     const bool own_item = end - start > for_branch;
     others_ += own_item ? end - start : 0;
-    const int32_t above = own_item_from(node);
-    packs.packs[packs.num_nodes + query] = {start, end, own_item ? 1 : 0, above, 1, 0};
-    if (node == kNoNode) continue;
-    subtree_[node] += for_branch;
-    const bool member = path_[node] + for_branch > 0;
-    partials += member && (own_item || above != kNoNode);
+    packs.packs[packs.num_nodes + query] = {start, end, own_item ? 1 : 0, own_item_from(node),
+                                            1,     0};
+    if (node != kNoNode) subtree_[node] += for_branch;
   }
-  return partials;
 }
 
-// Deals `queries` of sorted_ from `first` on out to groups of `most`, so that each has long ones
+// Deals `queries` of the order from `first` on out to groups of `most`, so that each has long ones
 // and short ones.
 void Brancher::deal(int32_t first, int32_t queries, int32_t most) {
   const int32_t groups = (queries + most - 1) / most;
-  const int32_t* from = sorted_.data() + first;
+  const int32_t* from = from_->queries.data() + first;
   int32_t* to = order_.data() + first;
-  if (groups == 1 || seq_lens_[from[0]] == seq_lens_[from[queries - 1]]) return;
+  if (groups == 1 || from_->seq_lens[from[0]] == from_->seq_lens[from[queries - 1]]) return;
   for (int32_t group = 0; group < groups; ++group) {
     for (int32_t i = group; i < queries; i += groups) *to++ = from[i];
   }
@@ -152,59 +135,11 @@ struct Brancher::Group {
   int64_t tokens = 0;  // below the parent
 };
 
-// Makes groups of `queries` of sorted_ from `first` on, which end at one node (PackInfer, algorithm
-// 1): each, the longest first, goes to the group of the fewest tokens, or begins another if the
-// groups have no room.
-void Brancher::deal_by_tokens(const Target& target, int32_t first, int32_t queries,
-                              BranchLoad& load) {
-  const int32_t* const from = sorted_.data() + first;
-  const int32_t node = tree_->query_node[*from];
-  const int64_t room = std::max<int64_t>(cut_.capacity - path_[node], 1);
-  int64_t tokens = 0;
-  for (int32_t i = 0; i < queries; ++i) tokens += tail_tokens(from[i]);
-  const int64_t by_tokens = std::min<int64_t>((tokens + room - 1) / room, queries);
-  const int64_t least = std::max<int64_t>(by_tokens, (queries + cut_.queries - 1) / cut_.queries);
-  std::vector<Group> groups(least, Group{.parent = node});
-  std::vector<int32_t> chosen(queries);
-  // Groups with room for a query more, those of the fewest tokens on top.
-  using Entry = std::pair<int64_t, int32_t>;
-  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> open;
-  for (int32_t g = 0; g < count_of(groups); ++g) open.emplace(0, g);
-  for (int32_t i = 0; i < queries; ++i) {
-    const int32_t tail = tail_tokens(from[i]);
-    int32_t best = open.empty() ? -1 : open.top().second;
-    if (best >= 0 && groups[best].queries > 0 && groups[best].tokens + tail > room) best = -1;
-    if (best < 0) {
-      best = count_of(groups);
-      groups.push_back({.parent = node});
-    } else {
-      open.pop();
-    }
-    chosen[i] = best;
-    groups[best].tokens += tail;
-    if (++groups[best].queries < cut_.queries) open.emplace(groups[best].tokens, best);
-  }
-  std::vector<int32_t> next(groups.size());  // positions in order_
-  for (int32_t g = 0, at = first; g < count_of(groups); ++g) {
-    next[g] = at;
-    at += groups[g].queries;
-  }
-  for (int32_t i = 0; i < queries; ++i) order_[next[chosen[i]]++] = from[i];
-  for (int32_t g = 0; g < count_of(groups); ++g) finish(target, groups[g], next[g], load);
-}
-
-// Ends a group before position `end` of order_ and adds what it asks for.
-void Brancher::finish(const Target& target, Group& group, int32_t end, BranchLoad& load) {
+// Ends a group before position `end` of order_.
+void Brancher::finish(Group& group, int32_t end) {
   if (group.queries == 0) return;
   if (group.parent != kNoNode) group.tokens += path_[group.parent];
-  if (group.tokens > 0) {
-    const double seconds = item_seconds(target, kBranchRows, static_cast<double>(group.tokens));
-    load.seconds += seconds;
-    load.longest = std::max(load.longest, seconds);
-    load.items += 1.0;
-    load.tokens += group.tokens;
-    load.longest_tokens = std::max(load.longest_tokens, group.tokens);
-  }
+  tokens_ += group.tokens;
   ends_.push_back(end);
   group.queries = 0;
   group.tokens = 0;
@@ -212,34 +147,25 @@ void Brancher::finish(const Target& target, Group& group, int32_t end, BranchLoa
 
 // Cuts order_ into groups: subtrees of few enough queries, and the queries that end at one larger
 // node, side by side under the same node as long as they are few enough.
-BranchLoad Brancher::group(const Target& target) {
-  BranchLoad load;
+void Brancher::group() {
+  const PackTree& tree = *from_->tree;
   ends_.clear();
-  order_ = sorted_;
+  order_ = from_->queries;
   Group group;
   int32_t dealt = 0;
   for (int32_t i = 0; i < count_of(order_);) {
-    const int32_t node = tree_->query_node[sorted_[i]];
+    const int32_t node = tree.query_node[from_->queries[i]];
     const bool whole = top_[node] != kNoNode;  // a subtree
     const int32_t first = whole ? top_[node] : node;
-    const int32_t step = whole ? tree_->nodes[first].num_queries : 1;
-    const int32_t under = whole ? tree_->nodes[first].parent : node;
-    if (!whole && cut_.capacity < INT64_MAX) {
-      finish(target, group, i, load);
-      const int32_t rest = position_[first] + tree_->nodes[first].num_queries - i;
-      deal_by_tokens(target, i, rest, load);
-      i += rest;
-      continue;
-    }
-    // A single query counts 0: with a capacity deal_by_tokens() has dealt these out.
-    const int64_t tokens = whole ? subtree_[first] : 0;
+    const int32_t step = whole ? tree.nodes[first].num_queries : 1;
+    const int32_t under = whole ? tree.nodes[first].parent : node;
     if (group.queries == 0 || under != group.parent || under == kNoNode ||
-        group.queries + step > group.most || path_[under] + group.tokens + tokens > cut_.capacity) {
-      finish(target, group, i, load);
+        group.queries + step > group.most) {
+      finish(group, i);
       group.parent = under;
       group.most = cut_.queries;
       if (!whole) {  // the rest of the node's queries end there: groups of one size
-        const int32_t rest = position_[first] + tree_->nodes[first].num_queries - i;
+        const int32_t rest = from_->position[first] + tree.nodes[first].num_queries - i;
         const int32_t groups = (rest + group.most - 1) / group.most;
         group.most = (rest + groups - 1) / groups;
         if (i >= dealt) deal(i, rest, group.most);
@@ -250,8 +176,7 @@ BranchLoad Brancher::group(const Target& target) {
     group.tokens += whole ? subtree_[first] : tail_tokens(order_[i]);
     i += step;
   }
-  finish(target, group, count_of(order_), load);
-  return load;
+  finish(group, count_of(order_));
 }
 
 bool Brancher::build(const Target& target) {
@@ -273,7 +198,7 @@ void Brancher::list_members() {
   const int32_t num_groups = count_of(ends_);
   branch_at_.resize(order_.size());
   rank_.resize(order_.size() + 1);
-  branch_of_.assign(tree_->query_node.size(), kNoNode);
+  branch_of_.assign(from_->tree->query_node.size(), kNoNode);
   branches_.assign(num_groups, {});
   tail_counts_.assign(num_groups, 0);
   rank_[0] = 0;
@@ -285,7 +210,7 @@ void Brancher::list_members() {
       const int32_t query = order_[i];
       const int32_t tail = tail_tokens(query);
       branch_at_[i] = g;
-      if (path_[tree_->query_node[query]] + tail > 0) {
+      if (path_[from_->tree->query_node[query]] + tail > 0) {
         branch_of_[query] = g;
         members_.push_back(query);
       }
@@ -299,9 +224,10 @@ void Brancher::list_members() {
 // Tokens that all queries of a branch and of the one before it attend to, as whole KV tiles.
 int32_t Brancher::common_tokens(int32_t branch) const {
   const int32_t first = branch == 1 ? 0 : ends_[branch - 2];
-  int32_t node = tree_->query_node[order_[first]];
-  while (node != kNoNode && position_[node] + tree_->nodes[node].num_queries < ends_[branch]) {
-    node = tree_->nodes[node].parent;
+  int32_t node = from_->tree->query_node[order_[first]];
+  while (node != kNoNode &&
+         from_->position[node] + from_->tree->nodes[node].num_queries < ends_[branch]) {
+    node = from_->tree->nodes[node].parent;
   }
   return node == kNoNode ? 0 : static_cast<int32_t>(path_[node] / kBranchAlign * kBranchAlign);
 }
@@ -330,10 +256,10 @@ void Brancher::pair(const Target& target) {
 // Calls visit(branch, first position, end) for the branches that take tokens of a node.
 template <typename Visit>
 void Brancher::for_each_branch(int32_t node, const Visit& visit) {
-  const int32_t tokens = tree_->nodes[node].end - tree_->nodes[node].start;
+  const int32_t tokens = from_->tree->nodes[node].end - from_->tree->nodes[node].start;
   if (tokens == 0 || has_own_item(tokens)) return;
-  const int32_t end = position_[node] + tree_->nodes[node].num_queries;
-  for (int32_t at = position_[node]; at < end;) {
+  const int32_t end = from_->position[node] + from_->tree->nodes[node].num_queries;
+  for (int32_t at = from_->position[node]; at < end;) {
     const int32_t branch = branch_at_[at];
     const int32_t to = std::min(end, ends_[branch]);
     visit(branch, at, to);
@@ -343,7 +269,7 @@ void Brancher::for_each_branch(int32_t node, const Visit& visit) {
 
 // Gives the branches their ranges of segments. Returns false if one has too many.
 bool Brancher::count_segments() {
-  for (int32_t i = 0; i < count_of(tree_->nodes); ++i) {
+  for (int32_t i = 0; i < count_of(from_->tree->nodes); ++i) {
     for_each_branch(i, [&](int32_t g, int32_t, int32_t) { ++branches_[g].num_segments; });
   }
   int32_t total = 0;
@@ -365,8 +291,8 @@ bool Brancher::count_segments() {
 }
 
 void Brancher::list_nodes() {
-  for (int32_t i = 0; i < count_of(tree_->nodes); ++i) {
-    const PackNode& node = tree_->nodes[i];
+  for (int32_t i = 0; i < count_of(from_->tree->nodes); ++i) {
+    const PackNode& node = from_->tree->nodes[i];
     for_each_branch(i, [&](int32_t g, int32_t begin, int32_t end) {
       Branch& branch = branches_[g];
       const int32_t first = rank_[begin];
@@ -388,9 +314,9 @@ void Brancher::list_tails() {
     if (tail == 0) continue;
     Branch& branch = branches_[branch_at_[i]];
     segments_[next_tail_[branch_at_[i]]++] = {query,
-                                              tree_->query_prefix[query],
+                                              from_->tree->query_prefix[query],
                                               kDynamic,
-                                              tail + headroom(tail),
+                                              tail + kBranchHeadroom,
                                               rank_[i] - branch.first_member,
                                               1};
     branch.tokens += tail;

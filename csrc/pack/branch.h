@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "../plan.h"
-#include "cost_model.h"
-#include "packer.h"
+#include "packs.h"
 #include "target.h"
 #include "tree.h"
 
@@ -20,8 +19,21 @@ namespace pat {
 struct BranchCut {
   int32_t limit = 0;    // nodes and tails of more tokens stay items of their own
   int32_t queries = 0;  // of a branch, at most; 0: no branches
-  // Tokens of a branch, at most, unless one query alone has more.
-  int64_t capacity = INT64_MAX;
+};
+
+// The queries under the nodes of a tree, side by side as they stand in it.
+struct TreeOrder {
+  // Orders the queries of a tree, which is kept, with the lengths, until the next call.
+  void read(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
+
+  const PackTree* tree = nullptr;
+  const int64_t* seq_lens = nullptr;
+  std::vector<int32_t> queries;   // those that end at one node by length, the longest first
+  std::vector<int32_t> position;  // [nodes] of a node's first query in `queries`
+
+ private:
+  std::vector<int32_t> cursor_;     // [nodes]
+  std::vector<int32_t> by_length_;  // queries under any node
 };
 
 struct Branch {
@@ -40,10 +52,9 @@ struct Branch {
 // Keeps its working memory between calls.
 class Brancher {
  public:
-  // Orders the queries of a tree, which is kept, with the lengths, until the next call.
-  void read(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries);
-  // Leaves in `packs` what a cut leaves to ordinary items and adds up what its branches ask for.
-  BranchLoad cut(const Target& target, const BranchCut& cut, Packs& packs);
+  // Leaves in `packs` what a cut leaves to ordinary items. Returns the tokens that its branches
+  // read; `order` must live until build().
+  int64_t cut(const TreeOrder& order, const BranchCut& cut, Packs& packs);
   // Lists the branches of the last cut, with room for their tails to grow. Returns false, with no
   // branches, if one would have more than kBranchSegments segments or if they exceed the target's
   // max_segments or max_branch_tokens.
@@ -67,11 +78,10 @@ class Brancher {
   int32_t tail_tokens(int32_t query) const;   // that branches take
   void cut_nodes(Packs& packs);
   void find_tops();
-  int64_t cut_tails(Packs& packs);
-  BranchLoad group(const Target& target);
-  void finish(const Target& target, Group& group, int32_t end, BranchLoad& load);
+  void cut_tails(Packs& packs);
+  void group();
+  void finish(Group& group, int32_t end);
   void deal(int32_t first, int32_t queries, int32_t most);
-  void deal_by_tokens(const Target& target, int32_t first, int32_t queries, BranchLoad& load);
   template <typename Visit>
   void for_each_branch(int32_t node, const Visit& visit);
   void list_members();
@@ -82,15 +92,9 @@ class Brancher {
   void list_tails();
   bool place(const Target& target);
 
-  const PackTree* tree_ = nullptr;
-  const int64_t* seq_lens_ = nullptr;
+  const TreeOrder* from_ = nullptr;
   BranchCut cut_;
-  std::vector<int32_t> sorted_;     // queries under a node, as they stand in the tree; those that
-                                    // end at one node by length, the longest first
-  std::vector<int32_t> order_;      // the same, dealt out to the branches of a node
-  std::vector<int32_t> by_length_;  // queries under any node
-  std::vector<int32_t> position_;   // [nodes] of a node's first query in order_
-  std::vector<int32_t> cursor_;     // [nodes]
+  std::vector<int32_t> order_;  // as TreeOrder::queries, dealt out to the branches of a node
   std::vector<int32_t> top_;    // [nodes] root of the largest subtree with it that one branch holds
   std::vector<int32_t> above_;  // [nodes] nearest one above with an item of its own
   std::vector<int64_t> path_;   // [nodes] tokens for branches from the root to the node's end
@@ -106,6 +110,7 @@ class Brancher {
   std::vector<Segment> segments_;
   std::vector<int32_t> members_;
   int32_t list_tokens_ = 0;
+  int64_t tokens_ = 0;       // that the branches of the last cut read
   int64_t others_ = 0;       // tokens that the cut leaves to ordinary items
   bool few_others_ = false;  // beside those of its branches
 };

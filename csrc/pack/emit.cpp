@@ -7,7 +7,6 @@
 
 #include "../check.h"
 #include "../count_of.h"
-#include "cost_model.h"
 #include "headroom.h"
 
 namespace pat {
@@ -23,10 +22,10 @@ Weight weight_of(int32_t row_tile) {
 // Eight buckets per octave, longest first: a linear-time sort that is LPT (longest processing time
 // first) within 9 %.
 constexpr uint32_t kNumBuckets = 2048;
-uint32_t lpt_bucket(double seconds) {
-  const auto microseconds = static_cast<float>(seconds * 1e6);
+uint32_t lpt_bucket(int32_t tokens) {
+  const auto length = static_cast<float>(tokens);
   uint32_t bits;
-  std::memcpy(&bits, &microseconds, sizeof(bits));
+  std::memcpy(&bits, &length, sizeof(bits));
   return kNumBuckets - 1 - (bits >> 20);  // sign 0, exponent, 3 bits of mantissa
 }
 
@@ -180,8 +179,7 @@ void Emitter::list_piece(const Decisions& from, int32_t index, const Piece& piec
     const int32_t row_tile = from.target.row_tile_for(queries);
     const int32_t offset = from.assigned.member_offsets[index] + first;
     // Both are filled in place: a copy of what was just written stalls the processor.
-    Draft& draft =
-        add(weight_of(row_tile), row_tile, item_seconds(from.target, row_tile, piece.tokens));
+    Draft& draft = add(weight_of(row_tile), row_tile, piece.tokens);
     draft.item.member_offset = offset;
     draft.item.num_queries = queries;
     draft.item.list_start = static_cast<int32_t>(list_tokens_);
@@ -231,8 +229,7 @@ void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& pla
   const int32_t tokens = paired
                              ? std::max(branch.tokens, from.brancher.branches()[branch.peer].tokens)
                              : branch.tokens;
-  Draft& draft =
-      add(paired ? kPaired : kHeavy, kBranchRows, item_seconds(from.target, kBranchRows, tokens));
+  Draft& draft = add(paired ? kPaired : kHeavy, kBranchRows, tokens);
   draft.item.partial = whole_tiles(branch.common);
   draft.item.member_offset = num_packed + branch.first_member;
   draft.item.num_queries = branch.num_queries;
@@ -244,10 +241,10 @@ void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& pla
 }
 
 // Adds an item of zeros with its row tile and says where it sorts. Valid until the next call.
-Emitter::Draft& Emitter::add(uint32_t weight, int32_t row_tile, double seconds) {
+Emitter::Draft& Emitter::add(uint32_t weight, int32_t row_tile, int32_t tokens) {
   Draft& draft = drafts_.emplace_back();
   draft.item.row_tile = static_cast<int16_t>(row_tile);
-  draft.key = lpt_bucket(seconds) + weight * kNumBuckets;
+  draft.key = lpt_bucket(tokens) + weight * kNumBuckets;
   ++buckets_[draft.key];
   Range& keys = keys_[weight];
   ++keys.items;
@@ -265,7 +262,7 @@ void Emitter::clear_buckets() {
   }
 }
 
-// Wide items, then pairs, other heavy ones and light ones, each by descending cost; among equals
+// Wide items, then pairs, other heavy ones and light ones, each by descending length; among equals
 // shared ones first and the row tiles of one piece side by side, so that the second finds its K/V
 // in the cache.
 void Emitter::sort() {

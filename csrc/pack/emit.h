@@ -10,7 +10,8 @@
 
 #include "../plan.h"
 #include "branch.h"
-#include "packer.h"
+#include "cut.h"
+#include "packs.h"
 #include "target.h"
 
 namespace pat {
@@ -20,7 +21,7 @@ struct Plan {
   std::vector<uint8_t> blob;  // laid out as plan.h says
   // The plan holds while min_seq_lens[q] <= seq_lens[q] <= max_seq_lens[q] for every query. The
   // room above the scheduled length grows with the tail, so that plans get rarer as sequences get
-  // longer. Where a branch would come to hold up the other items, there is less (drift.h).
+  // longer; a branch has little (headroom.h).
   std::vector<int64_t> min_seq_lens;
   std::vector<int64_t> max_seq_lens;
   // Tokens that the items read for one layer and KV head, re-reads counted, are fixed_tokens plus
@@ -33,21 +34,9 @@ struct Plan {
   int64_t most_rows = 0;
   // Why a simpler plan was made than the rules ask for: empty, or the capacity that was too small.
   std::string degraded;
-  // Factor on the cost model's time of a plan that the simulation chose, 1 for other plans. The
-  // product is the cost model's time of the plan before, times the ratio of the simulated times.
-  double simulated_factor = 1.0;
+  double seconds = 0.0;  // that the judge expects of forward and merge, the launch included
 
   const PlanHeader& header() const { return *reinterpret_cast<const PlanHeader*>(blob.data()); }
-};
-
-// Which queries each pack and each branch has, and which partials they write.
-struct Assignment {
-  std::vector<QuerySplits> splits;      // [queries]; the offset of one split means nothing yet
-  std::vector<int32_t> member_offsets;  // [packs + 1] into members; branches follow the packs
-  std::vector<Member>
-      members;  // Member::partial: of the pack's first piece, from the query's first
-  int64_t num_items = 0;
-  int64_t num_partials = 0;
 };
 
 // All that a plan is made of.
@@ -90,7 +79,7 @@ class Emitter {
   void list_piece(const Decisions& from, int32_t index, const Piece& piece);
   void list_branch(const Decisions& from, const Branch& branch, Plan& plan);
   bool is_joint(const Target& target) const;
-  Draft& add(uint32_t weight, int32_t row_tile, double seconds);
+  Draft& add(uint32_t weight, int32_t row_tile, int32_t tokens);
   void clear_buckets();
   void sort();
   void write_items(const Decisions& from, Item* items, ItemSegments* item_segments,

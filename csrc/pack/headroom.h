@@ -5,19 +5,17 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "packer.h"
+#include "costs.h"
+#include "packs.h"
 
 namespace pat {
 
-inline constexpr int32_t kMinHeadroom = 128;
-
-// Of a tail that one item or branch reads: plans get rarer as sequences get longer.
-inline int32_t headroom(int32_t tokens) { return std::max(kMinHeadroom, tokens / 4); }
-
-// Of any tail. The last piece takes all of the growth: half a chunk more unbalances items little.
+// Of a tail that is an item of its own: plans get rarer as sequences get longer. The last piece
+// takes all of the growth: half a chunk more unbalances items little.
 inline int32_t headroom(const Pack& tail) {
-  if (tail.pieces == 1) return headroom(tail.tokens());
-  return std::max(kMinHeadroom, std::min(tail.tokens() / 4, tail.chunk / 2));
+  const int32_t most =
+      tail.pieces == 1 ? tail.tokens() / 4 : std::min(tail.tokens() / 4, tail.chunk / 2);
+  return std::max(kMinHeadroom, most);
 }
 
 }  // namespace pat

@@ -38,15 +38,8 @@ void Target::validate() const {
   PAT_CHECK(reread_weight > 0 && reread_weight <= 1, "Target.reread_weight is ", reread_weight,
             ", must be in (0, 1]");
   PAT_CHECK(sm_speedup >= 1, "Target.sm_speedup is ", sm_speedup, ", must be 1 or more");
-  PAT_CHECK(items_per_sm >= 1, "Target.items_per_sm is ", items_per_sm, ", must be 1 or more");
-  for (const auto& [name, value] : {std::pair{"reread_factor", reread_factor},
-                                    {"merge_round_s", merge_round_s},
-                                    {"wide_factor", wide_factor},
-                                    {"merge_factor", merge_factor},
-                                    {"branch_overhead_s", branch_overhead_s}}) {
-    PAT_CHECK(std::isfinite(value) && value >= 0, "Target.", name, " is ", value,
-              ", must be a finite number of 0 or more");
-  }
+  PAT_CHECK(items_per_sm == 1 || items_per_sm == 2, "Target.items_per_sm is ", items_per_sm,
+            ", must be 1 or 2");
   for (const auto* tiles : {&row_tiles, &kv_tiles}) {
     const char* name = tiles == &row_tiles ? "row_tiles" : "kv_tiles";
     PAT_CHECK(!tiles->empty() && tiles->front() > 0 && tiles->back() <= INT16_MAX &&
@@ -57,7 +50,6 @@ void Target::validate() const {
   PAT_CHECK(row_tiles.back() >= group(), "Target.row_tiles end at ", row_tiles.back(),
             " rows, fewer than the ", group(), " of one query: a GQA group of ",
             num_q_heads / num_kv_heads, " for each of its draft tokens, ", draft_tokens);
-  PAT_CHECK(split_tokens > 0, "Target.split_tokens is ", split_tokens, ", must be positive");
   PAT_CHECK(max_queries > 0, "Target.max_queries is ", max_queries, ", must be positive");
   PAT_CHECK(max_items >= max_queries, "Target.max_items is ", max_items,
             ", must hold one item per query, at least ", max_queries);
@@ -65,13 +57,6 @@ void Target::validate() const {
                                     {"max_segments", max_segments},
                                     {"max_branch_tokens", max_branch_tokens}}) {
     PAT_CHECK(value >= 0, "Target.", name, " is ", value, ", must not be negative");
-  }
-  for (const int32_t rows : branch_rows) {
-    PAT_CHECK(rows > 0 && rows <= kBranchRows, "Target.branch_rows has ", rows,
-              ", must be from 1 to ", kBranchRows);
-  }
-  for (const int32_t limit : branch_limits) {
-    PAT_CHECK(limit > 0, "Target.branch_limits has ", limit, ", must be positive");
   }
 }
 

@@ -7,35 +7,11 @@
 #include <vector>
 
 #include "../plan.h"
+#include "costs.h"
 
 namespace pat {
 
-enum class Policy : int {
-  kBytes = 0,  // default: compares bytes exactly (GQA ratio, row tiles, partial dtype)
-  kPaper = 1,  // PAT section 5.1: equations 1 and 2, with the tokens of the whole pack
-  kNaive = 2,  // every node of the tree is a pack (the paper's PAT-naive)
-  kRoot = 3,   // the first node of a path is a pack, all below is each query's own (RelayAttention)
-  kQueries = 4,  // no packs: each query reads its whole sequence (PagedAttention)
-  kPadding = 5,  // by what tiles that are not full compute in vain (FastTree)
-};
-
-enum class Split : int {
-  kCost = 0,    // default: minimises the modelled makespan
-  kMean = 1,    // PAT section 6: no item longer than the mean
-  kFixed = 2,   // pieces of split_tokens tokens (PagedAttention V2)
-  kChunks = 3,  // packs of several queries in pieces of split_tokens, what one query reads whole
-                // (ChunkAttention's two phases)
-  kNone = 4,    // no pack is cut (PagedAttention V1)
-  kPhases = 5,  // pieces of split_tokens, or an eighth where these make few items (FastTree)
-};
-
-enum class Branching : int {
-  kCost = 0,    // default: where the modelled time is shorter
-  kAlways = 1,  // wherever queries share anything
-  kNever = 2,
-  kGroups = 3,  // PackInfer: as kAlways, but also of queries that share nothing, of about
-                // split_tokens tokens each
-};
+inline constexpr uint32_t kAllCuts = UINT32_MAX;
 
 struct Target {
   int32_t num_sms;  // SMs that run items; of a CPU its threads
@@ -49,14 +25,10 @@ struct Target {
   double flops_per_s;      // matrix rate of all SMs together
   double item_overhead_s;  // fixed time of an item
   double sm_speedup;       // K/V rate of an SM that has the memory to itself, over its share; >= 1
-  double merge_round_s;    // time of the splits that the merge joins at once (MergeRule)
-  int32_t items_per_sm;    // that an SM runs side by side; a wide item takes all of it
+  int32_t items_per_sm;    // that an SM runs side by side, 1 or 2; a wide item takes all of it
   double reread_weight;    // the packer's: cost of a token read again, over a first read, in (0, 1]
-  // What plan_seconds() charges, as fitted to measured plans. Zero or more.
-  double reread_factor;            // a token read again, over a first read
-  double wide_factor;              // a wide item's token, beside its read: arithmetic
-  double merge_factor;             // a partial's bytes, as a multiple of their time in memory
-  double branch_overhead_s;        // fixed time of a branch on its SM
+  bool hopper;             // whether `costs` hold; other machines are judged by the rates above
+  Costs costs;
   std::vector<int32_t> row_tiles;  // ascending, packed rows
   std::vector<int32_t> kv_tiles;   // ascending, tokens
   int32_t max_queries;             // capacities of the executor's buffers
@@ -64,20 +36,9 @@ struct Target {
   int32_t max_partials;
   int32_t max_segments;       // of branches
   int32_t max_branch_tokens;  // of the snapshot's list of their tokens
-  Policy policy = Policy::kBytes;
-  Split split = Split::kCost;
-  Branching branching = Branching::kCost;
-  // Of a piece, with Split::kFixed, kChunks and kPhases, and of a branch, with Branching::kGroups.
-  int32_t split_tokens = 512;
-  // The cuts into branches that are compared: packed rows of a branch, and tokens of a node or tail
-  // beyond which it stays an item of its own.
-  std::vector<int32_t> branch_rows;
-  std::vector<int32_t> branch_limits;
+  uint32_t cuts = kAllCuts;   // bit i: whether cut i of kCuts (cut.h) is weighed; 0: no splits
+  bool by_paper = false;      // PAT to the letter (paper.h) instead of the cuts
 
-  // Whether packs, splits and branches are what the cost model makes of them.
-  bool has_default_rules() const {
-    return policy == Policy::kBytes && split == Split::kCost && branching == Branching::kCost;
-  }
   // Packed rows of a query and KV head.
   int32_t group() const { return draft_tokens * (num_q_heads / num_kv_heads); }
   // Queries of one KV head that fit the largest row tile.

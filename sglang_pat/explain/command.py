@@ -154,8 +154,6 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     from sglang_pat.config import PatConfig
 
     config = PatConfig.from_env(os.environ)
-    for remark in config.remarks:
-        print(f"sglang-pat: {remark}", file=sys.stderr)
     name, heads, head_dim, draft_tokens, kv_dtype = (
         default if _given(arguments, name) is None else _given(arguments, name)
         for name, (default, _) in _TARGET_OPTIONS.items()
@@ -169,15 +167,11 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         "max_queries": max(num_queries, _LEAST_QUERIES),
         "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
-        "split": config.split,
-        "split_tokens": config.split_tokens,
     }
     if kv_dtype == "fp8_e4m3":
         options["kv_bytes"] = 1
     elif kv_dtype != "auto":
         raise ValueError(f"--kv-cache-dtype is {kv_dtype!r}, must be auto or fp8_e4m3")
-    if config.branching != "cost":  # else as the machine's target has it
-        options["branching"] = config.branching
     if name.lower() == "cpu":
         threads = _CPU_THREADS if arguments.sms is None else arguments.sms
         return Target.cpu(threads=threads, **options), f"a CPU with {threads} threads"

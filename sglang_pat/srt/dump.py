@@ -166,7 +166,7 @@ def describe(runner: Any, config: PatConfig, target: Target) -> dict[str, Any]:
         "draft_tokens": target.draft_tokens,
         "kv_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
         "page_size": runner.page_size,
-        "preset": config.preset,
+        "policy": config.policy,
         "target": asdict(target),
     }
 

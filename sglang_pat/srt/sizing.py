@@ -15,7 +15,7 @@ from sglang_pat.executor import Executor
 from sglang_pat.srt import sleep
 from sglang_pat.srt.speculation import may_be_trees
 from sglang_pat.srt.survey import heads_of
-from sglang_pat.target import Target
+from sglang_pat.target import WITHOUT_BRANCHES, Target
 
 logger = logging.getLogger("sglang_pat")
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("sglang_pat")
 def make_executor(runner: Any, config: PatConfig) -> Executor:
     """The executor of a model runner. Its target is sized by the runner's pools and graphs and, on
     a GPU, by the budget of its workspace. After a sleep of the server it is as new."""
-    if config.preset != "default" or config.remarks:
+    if config.policy != "default":
         logger.info("sglang_pat: %s", config)
     table = runner.req_to_token_pool.req_to_token
     masks = _has_draft_masks(runner)
@@ -75,13 +75,7 @@ def _gpu_target(runner: Any, config: PatConfig, capacity: Capacity) -> Target:
     device = runner.req_to_token_pool.req_to_token.device
     options = _options(runner, config)
     if _has_draft_masks(runner):
-        if config.branching not in ("cost", "never"):
-            logger.warning(
-                "sglang_pat: the server may draft trees, of which branches have no masks on a GPU: "
-                "branching is never, not %s",
-                config.branching,
-            )
-        options["branching"] = "never"
+        options["cuts"] = WITHOUT_BRANCHES  # they have no masks of drafted trees on a GPU
     return Target.gpu(
         torch.cuda.get_device_properties(device),
         max_queries=capacity.max_queries,
@@ -92,17 +86,12 @@ def _gpu_target(runner: Any, config: PatConfig, capacity: Capacity) -> Target:
 
 def _options(runner: Any, config: PatConfig) -> dict[str, Any]:
     """Fields of the target that the model and the server's options decide."""
-    options: dict[str, Any] = {
+    return {
         **heads_of(runner)._asdict(),
         "kv_bytes": runner.kv_cache_dtype.itemsize,
         "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
-        "split": config.split,
-        "split_tokens": config.split_tokens,
     }
-    if config.branching != "cost":  # else as the device's target has it
-        options["branching"] = config.branching
-    return options
 
 
 def _has_draft_masks(runner: Any) -> bool:

@@ -161,7 +161,7 @@ class StepPlanner:
     def longest(self, num_queries: int, max_context: int) -> Plan | None:
         """A plan that holds for ``num_queries`` sequences of any lengths up to ``max_context``:
         each is one item that no other query shares. None if there can be none (counted)."""
-        whole = replace(self._private_planner.target, split="none", branching="never")
+        whole = replace(self._private_planner.target, policy="default", cuts=())
         return self._share_nothing(Planner(whole), torch.full((num_queries,), max_context))
 
     def _share_nothing(self, planner: Planner, seq_lens: torch.Tensor) -> Plan | None:

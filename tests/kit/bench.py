@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernel import __main__ as kernel
-from benchmarks.kernel import peers, ragged, rows
+from benchmarks.kernel import cases, peers, rows
 from benchmarks.kernel.floor import Heads, Rates
 from benchmarks.kernel.kv import TreeBatch, make_batch
 from benchmarks.kernel.layer import PatOptions
@@ -167,7 +167,7 @@ def replace_device(monkeypatch: Any) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(rows, "Layer", CpuLayer)
     monkeypatch.setattr(rows, "capture", CpuGraph)
-    monkeypatch.setattr(rows, "device_batch", batch)
+    monkeypatch.setattr(cases, "device_batch", batch)
     monkeypatch.setattr(kernel, "Clock", CpuClock)
     monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
     monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
@@ -175,6 +175,6 @@ def replace_device(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         kernel, "usable", lambda heads, names=PEER_NAMES, **options: dict.fromkeys(names, "")
     )
-    monkeypatch.setattr(ragged, "DEVICE", "cpu")
+    monkeypatch.setattr(cases, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")

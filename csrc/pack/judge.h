@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Simulates when the halves of a Hopper's SMs run the work units of a plan, to tell which of two
-// plans is faster. The cost model counts bytes and the longest item; what it cannot see is how
-// items of many lengths follow one another on the halves, and how fast each reads while others do.
+// Judge: how long a plan takes. Simulates when the halves of a GPU's SMs run its work units, as the
+// kernels do: a sum of bytes and the longest item do not tell how items of many lengths follow one
+// another on the halves, and how fast each reads while others do.
 #pragma once
 
 #include <array>
@@ -10,36 +10,31 @@
 #include <limits>
 #include <vector>
 
-#include "branch.h"
-#include "emit.h"
-#include "packer.h"
+#include "costs.h"
+#include "cut.h"
 #include "target.h"
 
 namespace pat {
 
 // Keeps its working memory between calls.
-class Simulation {
+class Judge {
  public:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
 
-  // Whether plans for the target are like those that the simulation was fitted to.
-  static bool knows(const Target& target);
-  // Seconds until the merge of a plan is done, the launch included, or infinity if these are more
-  // than `limit`. `target` has the row tiles of the plan's items; the packs are split; `assigned`
-  // numbers their partials.
-  double seconds(const Target& target, const Packs& packs, const Brancher& brancher,
-                 const Assignment& assigned, int64_t unique_tokens, double limit);
+  // Seconds until the merge of a plan is done, the launch included, or infinity if these are
+  // `limit` or more. The partials of `plan` are numbered.
+  double seconds(const Items& plan, int64_t unique_tokens, double limit);
   // Seconds that branches of so many tokens take at least.
-  static double least_seconds(const Target& target, int64_t branch_tokens);
+  double least_seconds(const Target& target, int64_t branch_tokens);
 
  private:
   // Of items, as the kernels run them. kJoint: any item of a joint plan.
-  enum Kind { kNarrow, kSingle, kLight, kHeavy, kBranch, kPaired, kWide, kJoint, kNumKinds };
+  enum Kind { kLight, kHeavy, kBranch, kPaired, kWide, kJoint, kNumKinds };
   struct Item {
     Kind kind;
     uint32_t order;   // in which the items run, the smallest first
     double start_us;  // before its first KV tile
-    double tiles;     // masked ones as more
+    double tiles;
 
     bool takes_as_long_as(const Item& other) const {
       return kind == other.kind && start_us == other.start_us && tiles == other.tiles;
@@ -49,7 +44,7 @@ class Simulation {
   enum class Doing { kNothing, kItem, kHelping, kEnded };
   struct Half {
     Doing doing = Doing::kNothing;
-    Kind kind = kNarrow;
+    Kind kind = kLight;
     double start_us = 0.0;  // left of what comes before the first tile
     double tiles = 0.0;     // left
     double left_us = 0.0;   // of the step
@@ -68,23 +63,27 @@ class Simulation {
     int32_t next;  // the first one that no half has been given
   };
 
-  void add(Kind kind, int32_t tokens, double further_start_us, double further_tiles);
+  void read_costs(const Target& target);
+  void add(Kind kind, int32_t tokens);
   void add_pack(const Target& target, const Pack& pack);
-  void list_items(const Target& target, const Packs& packs, const Brancher& brancher);
+  void list_items(const Items& plan);
+  double merge_us(const Items& plan) const;
   void number_units();
   int32_t first_item(int32_t sm, int32_t half) const;
   int32_t item_of_both(int32_t unit) const;
   bool run_alike(int32_t item, int32_t other) const;
   bool run_alike(const Sms& sms, int32_t sm, const std::array<int32_t, 2>& next) const;
   void group_sms();
-  void begin(Half& half, int32_t item, bool later) const;
-  void give(size_t index, bool later);
+  void begin(Half& half, int32_t item) const;
+  void give(size_t index);
   double begin_step(double step_us, double tile_us);
   bool advance(Sms& sms);
   double least_us(double tile_us) const;
   double run(double tile_us, double step_us, double limit_us);
 
-  int32_t num_sms_ = 1, num_kv_heads_ = 1;
+  int32_t num_sms_ = 1, num_kv_heads_ = 1, halves_ = 2;
+  Costs costs_;                              // of the target
+  std::array<ItemCost, kNumKinds> by_kind_;  // the same, by kind
   std::vector<Item> items_;  // wide ones, pairs, heavy ones, light ones, each the longest first
   int64_t read_tokens_ = 0;  // of a KV head
   // Work units have the numbers of cuda/forward/scheduler.cuh. Both halves of an SM run those below

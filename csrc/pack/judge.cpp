@@ -1,139 +1,120 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "simulation.h"
+#include "judge.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "../count_of.h"
-#include "cost_model.h"
+#include "../merge_rule.h"
 
 namespace pat {
 namespace {
 
 constexpr int32_t kNoItem = -1;
 constexpr int32_t kTileTokens = 64;
-
-// Fitted to timed plans of 875 batches on two H200s and an H100, head dim 128 and bf16, that take
-// no more than 1.4 of the best one's time (docs/lessons.md): within a
-// batch the times of plans are 2.6 % off, rms. They are times of an SM, so that GPUs
-// with the same SMs have them as well, whatever their memory is.
-
-// Microseconds of an item before its first KV tile and for each tile, where memory does not hold it
-// up. By Simulation::Kind.
-struct Cost {
-  double start_us, tile_us;
-};
-constexpr std::array<Cost, 8> kCosts = {{
-    {1.109, 0.442},  // narrow
-    {0.490, 0.630},  // of one query
-    {0.954, 0.594},  // of several, light
-    {0.721, 0.756},  // heavy
-    {0.968, 0.763},  // a branch
-    {1.077, 0.808},  // a branch of a pair
-    {1.442, 0.743},  // wide
-    {1.318, 0.527},  // any item of a joint plan
-}};
-// By Simulation::Kind: wide items and those of joint plans run first, then pairs, heavy items and
-// light ones, each the longest first.
-constexpr std::array<uint32_t, 8> kRanks = {3, 3, 3, 2, 2, 1, 0, 0};
 constexpr uint32_t kLongest = 1U << 30;  // tokens
-// The fit compares plans of one batch, so that kLaunchUs has what they share.
-constexpr double kLaunchUs = 10.2;
-constexpr double kRoundUs = 0.496;   // of each round of the merge: see merge_rounds()
-constexpr double kSplitUs = 0.0131;  // of each split of the query that has the most
-// Bytes a second: of partials, written and read, and of tokens that were read before, which come
-// from the L2.
-constexpr double kPartialRate = 4.51e12;
-constexpr double kRereadRate = 62.3e12;
-// What a branch takes longer: before its first tile for each segment, and for each masked tile, as
-// a part of that tile's time.
-constexpr double kSegmentUs = 0.067;
-constexpr double kOfMasked = 0.0526;
-// A tile takes so much longer, as a part of its time, while the other half of the SM reads.
-constexpr double kBeside = 0.356;
-// An item that follows another takes so many times as long before its first tile: a light one less,
-// as its half has asked for its tokens already.
-constexpr double kLightLater = 0.575;
-constexpr double kHeavyLater = 1.18;
-// Steps of a simulation, about: with more the plans above are hardly less off.
+// By Judge::Kind: wide items and those of joint plans run first, then pairs, heavy items and light
+// ones, each the longest first.
+constexpr std::array<uint32_t, 6> kRanks = {3, 2, 2, 1, 0, 0};
+// Steps of a simulation, about: with more the plans are hardly less off.
 constexpr double kSteps = 24.0;
 
-// Packed rows of a query, of the plans that it was fitted to at least. With 1 an earlier simulation
-// promised 0.87 to 0.90 for five of the paper's trees, which took 1.00 to 1.07 of the time (an
-// H200, f93d3f9).
-constexpr int32_t kLeastGroup = 4;
+// The larger of two times, and up to a fifth more where they are near each other: memory that is
+// almost busy slows the SMs, and SMs that are almost busy leave the memory gaps.
+double smooth_max(double a, double b) {
+  const double a2 = a * a, b2 = b * b;
+  return std::sqrt(std::sqrt(a2 * a2 + b2 * b2));
+}
 
 double tiles_of(int64_t tokens) {
   return static_cast<double>(std::max<int64_t>((tokens + kTileTokens - 1) / kTileTokens, 1));
 }
 
-double merge_us_of(const Target& target, const Assignment& assigned) {
+}  // namespace
+
+// What items cost on the target. On a Hopper, what was measured there; elsewhere the overhead of an
+// item and, for each tile, the K/V as fast as an SM alone can read and multiply them.
+void Judge::read_costs(const Target& target) {
+  costs_ = target.costs;
+  const auto by_rates = [&](int32_t row_tile) {
+    const double memory_s = target.token_bytes() / (target.bytes_per_s * target.sm_speedup);
+    const double arithmetic_s = 4.0 * row_tile * target.head_dim / target.flops_per_s;
+    return ItemCost{1e6 * target.item_overhead_s,
+                    1e6 * kTileTokens * target.num_sms * (memory_s + arithmetic_s)};
+  };
+  if (!target.hopper) {
+    const int32_t light = std::min(kHeavyRows, target.row_tiles.back());
+    const int32_t heavy = target.row_tile_for((kHeavyRows + target.group()) / target.group());
+    const ItemCost heavy_cost = by_rates(heavy), widest = by_rates(target.row_tiles.back());
+    by_kind_ = {by_rates(light), heavy_cost, heavy_cost, heavy_cost, widest, heavy_cost};
+    return;
+  }
+  by_kind_ = {costs_.light, costs_.heavy, costs_.branch, costs_.branch, costs_.heavy, costs_.joint};
+  const double factor = (target.head_dim <= 64    ? costs_.head_dim_64
+                         : target.head_dim <= 128 ? 1.0
+                                                  : costs_.head_dim_256) *
+                        (target.kv_bytes == 1 ? costs_.fp8 : 1.0);
+  for (ItemCost& cost : by_kind_) cost.tile_us *= factor;
+}
+
+double Judge::merge_us(const Items& plan) const {
+  const Target& target = plan.target();
+  const Assignment& assigned = plan.assigned();
   if (assigned.num_partials == 0) return 0.0;
   int32_t most_splits = 0;
   for (const QuerySplits& query : assigned.splits) {
     most_splits = std::max(most_splits, query.num_splits);
   }
+  const int64_t rows =
+      int64_t{count_of(assigned.splits)} * target.draft_tokens * target.num_q_heads;
+  const int32_t at_once = kMergeRules[merge_rule(rows, target.num_sms)].splits_at_once();
+  const int32_t rounds = (most_splits + at_once - 1) / at_once;
   const double bytes = static_cast<double>(assigned.num_partials) * target.num_kv_heads *
                        target.partial_cost_bytes();
-  const int32_t rounds = merge_rounds(target, count_of(assigned.splits), most_splits);
-  return kRoundUs * rounds + kSplitUs * most_splits + 1e6 * bytes / kPartialRate;
+  const double rate = target.hopper ? costs_.partial_rate : target.bytes_per_s;
+  return costs_.round_us * rounds + costs_.split_us * most_splits + 1e6 * bytes / rate;
 }
 
-}  // namespace
-
-bool Simulation::knows(const Target& target) {
-  return target.items_per_sm == 2 && target.head_dim == 128 && target.kv_bytes == 2 &&
-         target.draft_tokens == 1 && target.group() >= kLeastGroup;
-}
-
-void Simulation::add(Kind kind, int32_t tokens, double further_start_us, double further_tiles) {
+void Judge::add(Kind kind, int32_t tokens) {
   const uint32_t order =
       kRanks[kind] * kLongest + (kLongest - 1 - std::min<uint32_t>(tokens, kLongest - 1));
-  items_.push_back(
-      {kind, order, kCosts[kind].start_us + further_start_us, tiles_of(tokens) + further_tiles});
+  items_.push_back({kind, order, by_kind_[kind].start_us, tiles_of(tokens)});
   read_tokens_ += tokens;
 }
 
-void Simulation::add_pack(const Target& target, const Pack& pack) {
-  const auto kind_of = [&](int32_t queries, int32_t tokens) {
-    const int32_t row_tile = target.row_tile_for(queries);
-    if (is_narrow(target, queries, tokens)) return kNarrow;
-    if (row_tile > kWideRows) return kWide;
-    if (row_tile > kHeavyRows) return kHeavy;
-    return queries > 1 ? kLight : kSingle;
-  };
+void Judge::add_pack(const Target& target, const Pack& pack) {
   const int32_t most = target.max_tile_queries();
   for (int32_t left = pack.queries; left > 0; left -= most) {
+    const int32_t row_tile = target.row_tile_for(std::min(left, most));
+    const Kind kind = row_tile > kWideRows ? kWide : row_tile > kHeavyRows ? kHeavy : kLight;
     for (int32_t piece = 0; piece < pack.pieces; ++piece) {
-      const int32_t tokens = std::min(pack.chunk, pack.tokens() - piece * pack.chunk);
-      add(kind_of(std::min(left, most), tokens), tokens, 0.0, 0.0);
+      add(kind, std::min(pack.chunk, pack.tokens() - piece * pack.chunk));
     }
   }
 }
 
-void Simulation::list_items(const Target& target, const Packs& packs, const Brancher& brancher) {
+void Judge::list_items(const Items& plan) {
+  const Target& target = plan.target();
   items_.clear();
   read_tokens_ = 0;
-  for (const Branch& branch : brancher.branches()) {
+  for (const Branch& branch : plan.brancher().branches()) {
     if (branch.num_queries == 0) continue;
-    const double masked = std::max(tiles_of(branch.tokens) - branch.unmasked / kTileTokens, 0.0);
-    add(branch.peer == kNoNode ? kBranch : kPaired, branch.tokens, kSegmentUs * branch.num_segments,
-        kOfMasked * masked);
+    add(branch.peer == kNoNode ? kBranch : kPaired, branch.tokens);
   }
-  for (const Pack& pack : packs.packs) add_pack(target, pack);
+  for (const Pack& pack : plan.packs().packs) add_pack(target, pack);
   const auto is_heavy = [](const Item& item) {
     return item.kind == kHeavy || item.kind == kBranch;
   };
   if (!target.runs_jointly(count_of(items_), std::ranges::count_if(items_, is_heavy))) return;
   for (Item& item : items_) {
-    item.start_us += kCosts[kJoint].start_us - kCosts[item.kind].start_us;
+    item.start_us += by_kind_[kJoint].start_us - by_kind_[item.kind].start_us;
     item.kind = kJoint;
     item.order %= kLongest;
   }
 }
 
 // Puts the items into the order in which they run, and says which halves run them.
-void Simulation::number_units() {
+void Judge::number_units() {
   std::ranges::sort(items_, {}, &Item::order);
   const auto units_below = [&](uint32_t rank) {
     const auto at = std::ranges::lower_bound(items_, rank * kLongest, {}, &Item::order);
@@ -141,8 +122,13 @@ void Simulation::number_units() {
   };
   wide_ = units_below(1);
   const int32_t heavy = units_below(2), light = units_below(3);
-  both_ = wide_ + (heavy - wide_) / 2;
   const int32_t end = count_of(items_) * num_kv_heads_;
+  if (halves_ == 1) {  // one list of all
+    wide_ = both_ = 0;
+    lists_ = {{{0, end, num_sms_}, {end, end, end}}};
+    return;
+  }
+  both_ = wide_ + (heavy - wide_) / 2;
   // Halves that find no unit in their list begin with the other one.
   const int32_t of_heavy = num_sms_ + std::max(num_sms_ - (end - light), 0);
   const int32_t of_light = num_sms_ + std::max(num_sms_ - (light - heavy), 0);
@@ -151,7 +137,7 @@ void Simulation::number_units() {
 
 // The item of the lists that a half runs first, or kNoItem. SMs take the first units of a list in
 // turn, from the one that comes after the last one with a unit before.
-int32_t Simulation::first_item(int32_t sm, int32_t half) const {
+int32_t Judge::first_item(int32_t sm, int32_t half) const {
   const List& own = lists_[half];
   const List& other = lists_[1 - half];
   const int32_t before = own.first - (both_ - wide_);  // two units of a pair have one SM
@@ -162,18 +148,18 @@ int32_t Simulation::first_item(int32_t sm, int32_t half) const {
 }
 
 // Of a pair, its first item.
-int32_t Simulation::item_of_both(int32_t unit) const {
+int32_t Judge::item_of_both(int32_t unit) const {
   if (unit < wide_) return unit / num_kv_heads_;
   return wide_ / num_kv_heads_ + 2 * ((unit - wide_) / num_kv_heads_);
 }
 
-bool Simulation::run_alike(int32_t item, int32_t other) const {
+bool Judge::run_alike(int32_t item, int32_t other) const {
   if (item == kNoItem || other == kNoItem) return item == other;
   return items_[item].takes_as_long_as(items_[other]);
 }
 
 // Whether an SM that has been given nothing yet will take as long as some others.
-bool Simulation::run_alike(const Sms& sms, int32_t sm, const std::array<int32_t, 2>& next) const {
+bool Judge::run_alike(const Sms& sms, int32_t sm, const std::array<int32_t, 2>& next) const {
   if (!run_alike(sms.next[0], next[0]) || !run_alike(sms.next[1], next[1])) return false;
   for (int32_t a = sms.next_of_both, b = sm; a < both_ || b < both_; a += num_sms_, b += num_sms_) {
     if (a >= both_ || b >= both_ || (a < wide_) != (b < wide_)) return false;
@@ -183,10 +169,11 @@ bool Simulation::run_alike(const Sms& sms, int32_t sm, const std::array<int32_t,
   return true;
 }
 
-void Simulation::group_sms() {
+void Judge::group_sms() {
   sms_.clear();
   for (int32_t sm = 0; sm < num_sms_; ++sm) {
-    const std::array<int32_t, 2> next = {first_item(sm, 0), first_item(sm, 1)};
+    const std::array<int32_t, 2> next = {first_item(sm, 0),
+                                         halves_ == 2 ? first_item(sm, 1) : kNoItem};
     if (!sms_.empty() && run_alike(sms_.back(), sm, next)) {
       ++sms_.back().count;
     } else {
@@ -195,18 +182,17 @@ void Simulation::group_sms() {
   }
 }
 
-void Simulation::begin(Half& half, int32_t item, bool later) const {
+void Judge::begin(Half& half, int32_t item) const {
   const Item& of = items_[item];
-  const double start_factor = !later ? 1.0 : of.kind < kHeavy ? kLightLater : kHeavyLater;
   half.doing = Doing::kItem;
   half.kind = of.kind;
-  half.start_us = start_factor * of.start_us;
+  half.start_us = of.start_us;
   half.tiles = of.tiles;
 }
 
 // Gives work to halves of some SMs that do nothing. If a list has less than these SMs could take,
 // the others of them become SMs of their own behind all others.
-void Simulation::give(size_t index, bool later) {
+void Judge::give(size_t index) {
   {
     Sms& sms = sms_[index];
     auto& [first, second] = sms.halves;
@@ -214,21 +200,21 @@ void Simulation::give(size_t index, bool later) {
       if (first.doing != Doing::kNothing || second.doing != Doing::kNothing) return;
       const int32_t item = item_of_both(sms.next_of_both);
       first.left_us = second.left_us = std::min(first.left_us, second.left_us);
-      begin(first, item, later);
+      begin(first, item);
       if (sms.next_of_both < wide_) {
         second.doing = Doing::kHelping;
       } else {
-        begin(second, item + 1, later);
+        begin(second, item + 1);
       }
       sms.next_of_both += num_sms_;
       return;
     }
   }
-  for (int32_t half = 0; half < 2; ++half) {
+  for (int32_t half = 0; half < halves_; ++half) {
     Sms& sms = sms_[index];
     if (sms.halves[half].doing != Doing::kNothing) continue;
     if (sms.next[half] != kNoItem) {
-      begin(sms.halves[half], sms.next[half], later);
+      begin(sms.halves[half], sms.next[half]);
       sms.next[half] = kNoItem;
       continue;
     }
@@ -244,14 +230,14 @@ void Simulation::give(size_t index, bool later) {
     Sms others = sms;
     others.count -= count;
     sms.count = count;
-    begin(sms.halves[half], item, true);
+    begin(sms.halves[half], item);
     if (others.count > 0) sms_.push_back(others);
   }
 }
 
 // Says how long a tile takes in a step: a half that reads shares the memory with all others that
 // do. `tile_us`: of a tile if nothing else is read. Returns how many halves have an item.
-double Simulation::begin_step(double step_us, double tile_us) {
+double Judge::begin_step(double step_us, double tile_us) {
   double busy = 0.0, reading = 0.0;
   for (Sms& sms : sms_) {
     for (Half& half : sms.halves) {
@@ -264,17 +250,16 @@ double Simulation::begin_step(double step_us, double tile_us) {
   }
   const double memory_us = tile_us * std::max(reading, 1.0);
   for (size_t kind = 0; kind < kNumKinds; ++kind) {
-    const double alone_us = kCosts[kind].tile_us;
-    const double beside = kind == kPaired ? 0.0 : kBeside;  // its costs are of two halves that read
+    const double alone_us = by_kind_[kind].tile_us;
     tile_us_[kind] = {smooth_max(alone_us, memory_us),
-                      smooth_max((1.0 + beside) * alone_us, memory_us)};
+                      smooth_max((1.0 + costs_.beside) * alone_us, memory_us)};
   }
   return busy;
 }
 
 // Goes on until the step or an item ends. Returns whether an item did: left_us then has what is
 // left of the step.
-bool Simulation::advance(Sms& sms) {
+bool Judge::advance(Sms& sms) {
   bool ended = false;
   for (int32_t i = 0; i < 2; ++i) {
     Half& half = sms.halves[i];
@@ -303,38 +288,38 @@ bool Simulation::advance(Sms& sms) {
 }
 
 // Microseconds that the items take at least: all SMs together, the memory, and the longest.
-double Simulation::least_us(double tile_us) const {
+double Judge::least_us(double tile_us) const {
   double halves_us = 0.0, tiles = 0.0, longest_us = 0.0;
   for (const Item& item : items_) {
-    const double us = item.start_us + item.tiles * kCosts[item.kind].tile_us;
-    halves_us += item.kind == kWide || item.kind == kJoint ? 2.0 * us : us;
+    const double us = item.start_us + item.tiles * by_kind_[item.kind].tile_us;
+    halves_us += halves_ == 2 && (item.kind == kWide || item.kind == kJoint) ? 2.0 * us : us;
     longest_us = std::max(longest_us, us);
     tiles += item.tiles;
   }
-  return std::max(
-      {0.5 * halves_us * num_kv_heads_ / num_sms_, tiles * num_kv_heads_ * tile_us, longest_us});
+  return std::max({halves_us * num_kv_heads_ / (halves_ * num_sms_),
+                   tiles * num_kv_heads_ * tile_us, longest_us});
 }
 
 // Returns the microseconds until all work units have ended, or infinity if these are more than
 // `limit_us`.
-double Simulation::run(double tile_us, double step_us, double limit_us) {
+double Judge::run(double tile_us, double step_us, double limit_us) {
   number_units();
   group_sms();
   left_tiles_ = 0.0;
   for (const Item& item : items_) left_tiles_ += item.tiles * num_kv_heads_;
-  for (size_t i = 0; i < sms_.size(); ++i) give(i, false);
+  for (size_t i = 0; i < sms_.size(); ++i) give(i);
   double ended_us = 0.0;
   for (double now_us = 0.0; begin_step(step_us, tile_us) > 0.0; now_us += step_us) {
     const size_t as_before = sms_.size();
     for (size_t i = 0; i < sms_.size(); ++i) {
-      if (i >= as_before) give(i, true);
+      if (i >= as_before) give(i);
       while (advance(sms_[i])) {
         for (const Half& half : sms_[i].halves) {
           if (half.doing == Doing::kNothing) {
             ended_us = std::max(ended_us, now_us + step_us - half.left_us);
           }
         }
-        give(i, true);
+        give(i);
       }
     }
     // All tiles that are left need their bytes, one after the other.
@@ -343,27 +328,32 @@ double Simulation::run(double tile_us, double step_us, double limit_us) {
   return ended_us > limit_us ? kNever : ended_us;
 }
 
-double Simulation::least_seconds(const Target& target, int64_t branch_tokens) {
+double Judge::least_seconds(const Target& target, int64_t branch_tokens) {
+  read_costs(target);
   const double tiles = static_cast<double>(branch_tokens) / kTileTokens * target.num_kv_heads;
-  const double us = std::min(kCosts[kBranch].tile_us, 2.0 * kCosts[kJoint].tile_us);
-  return 1e-6 * (kLaunchUs + tiles * us / target.slots());
+  const double us = std::min(by_kind_[kBranch].tile_us, 2.0 * by_kind_[kJoint].tile_us);
+  return 1e-6 * (costs_.launch_us + tiles * us / target.slots());
 }
 
-double Simulation::seconds(const Target& target, const Packs& packs, const Brancher& brancher,
-                           const Assignment& assigned, int64_t unique_tokens, double limit) {
+double Judge::seconds(const Items& plan, int64_t unique_tokens, double limit) {
+  const Target& target = plan.target();
+  read_costs(target);
   num_sms_ = target.num_sms;
   num_kv_heads_ = target.num_kv_heads;
-  list_items(target, packs, brancher);
+  halves_ = target.items_per_sm;
+  list_items(plan);
   const auto unique = static_cast<double>(unique_tokens);
   const double reread = std::max(static_cast<double>(read_tokens_) - unique, 0.0);
+  const double reread_s = target.hopper ? reread / costs_.reread_rate
+                                        : target.reread_weight * reread / target.bytes_per_s;
   const double byte_us =
-      1e6 * (unique / target.bytes_per_s + reread / kRereadRate) / std::max(unique + reread, 1.0);
+      1e6 * (unique / target.bytes_per_s + reread_s) / std::max(unique + reread, 1.0);
   const double tile_us = kTileTokens * target.token_bytes() * byte_us;
-  const double fixed_us = kLaunchUs + merge_us_of(target, assigned);
+  const double fixed_us = costs_.launch_us + merge_us(plan);
   const double limit_us = 1e6 * limit - fixed_us;
   const double least = least_us(tile_us);
-  if (least > limit_us) return kNever;
-  return 1e-6 * (fixed_us + run(tile_us, least * (1.0 + kBeside) / kSteps, limit_us));
+  if (least >= limit_us) return kNever;
+  return 1e-6 * (fixed_us + run(tile_us, least * (1.0 + costs_.beside) / kSteps, limit_us));
 }
 
 }  // namespace pat

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ways to cut a pack tree into items. Each gives a plan; the judge says which takes the least
+// time (schedule.cpp). A way more is a row of kCuts.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "../count_of.h"
+#include "../plan.h"
+#include "branch.h"
+#include "packs.h"
+#include "target.h"
+#include "tree.h"
+
+namespace pat {
+
+// Packs are cut along their tokens into pieces, branches are parts of the tree that are read whole.
+struct Cut {
+  const char* name;
+  // Work units of long items, at most, for each half of an SM: it says how long pieces are.
+  double parts;
+  // Packed rows of a branch, at most; 0: no branches. Nodes and tails of more than `limit` tokens
+  // are no part of a branch.
+  int32_t branch_rows;
+  int32_t limit;
+};
+
+// The judge gives up a plan that takes longer than one before it, so those that are often the
+// fastest come first.
+inline constexpr std::array kCuts = {
+    Cut{"branches", 1.0, kBranchRows, INT32_MAX},
+    Cut{"half_branches", 1.0, kBranchRows / 2, INT32_MAX},
+    Cut{"short_branches", 0.5, kBranchRows / 2, 128},
+    Cut{"half_parts", 1.0, 0, 0},
+    Cut{"sm_parts", 0.5, 0, 0},
+    Cut{"quarter_parts", 2.0, 0, 0},
+};
+
+// A batch to be cut.
+struct Batch {
+  const PackTree& tree;
+  const int64_t* seq_lens;  // [num_queries]
+  int32_t num_queries;
+  int64_t unique_tokens;  // those of each node once
+  int64_t longest;        // tokens of its longest node or tail
+};
+
+// Which queries each pack and each branch has, and which partials they write.
+struct Assignment {
+  std::vector<QuerySplits> splits;      // [queries]; the offset of one split means nothing yet
+  std::vector<int32_t> member_offsets;  // [packs + 1] into members; branches follow the packs
+  std::vector<Member>
+      members;  // Member::partial: of the pack's first piece, from the query's first
+  int64_t num_items = 0;
+  int64_t num_partials = 0;
+};
+
+// Sets Pack::pieces and Pack::chunk: pieces of `tokens` tokens, or longer ones if these were too
+// many.
+void cut_pack(const Target& target, Pack& pack, int32_t tokens);
+
+// Tokens of equal pieces of a pack, in whole tiles, of which none has more than `most`, itself
+// whole tiles.
+int32_t equal_tokens(const Target& target, const Pack& pack, int32_t most);
+
+// All items of a plan before it is emitted. Keeps its working memory from plan to plan.
+class Items {
+ public:
+  // Takes over packs, which it leaves whole, without branches.
+  void take(const Packs& packs);
+  // Tokens of the pieces of a cut of the packs at hand, in whole KV tiles.
+  int32_t piece_tokens(const Cut& cut, const Target& target) const;
+  // Cuts pack i into pieces of tokens_of(i) tokens.
+  template <typename TokensOf>
+  void split(const Target& target, const Target& without_wide, const TokensOf& tokens_of) {
+    for (int32_t i = 0; i < count_of(packs_.packs); ++i) {
+      cut_pack(target, packs_.packs[i], tokens_of(i));
+    }
+    choose_row_tiles(target, without_wide);
+  }
+  // Makes branches by a cut; what they leave become the packs. Returns the tokens that they read.
+  int64_t branch(const TreeOrder& order, const Target& target, const Cut& cut);
+  // Lists the branches. Returns false, with none, if they do not fit the target's buffers.
+  bool list_branches(const Target& target) { return brancher_.build(target); }
+  // Numbers the partials. Returns whether items and partials fit the target's buffers.
+  bool assign(int32_t num_queries);
+
+  // With the row tiles that the items have.
+  const Target& target() const { return *target_; }
+  const Packs& packs() const { return packs_; }
+  const Brancher& brancher() const { return brancher_; }
+  const Assignment& assigned() const { return assigned_; }
+
+ private:
+  void choose_row_tiles(const Target& target, const Target& without_wide);
+  int64_t wide_units(const Target& target) const;
+  bool has_more_units(const Target& target, int64_t tokens, int64_t most) const;
+  void number_partials(int32_t query);
+
+  const Target* target_ = nullptr;
+  Packs packs_;
+  Brancher brancher_;
+  Assignment assigned_;
+};
+
+}  // namespace pat
