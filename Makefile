@@ -17,10 +17,8 @@ export SKBUILD_BUILD_DIR := build/cmake
 
 # The SGLangs beside the one in .venv on which `make test-versions` runs, and what it runs there.
 OLDER_SGLANG := 0.5.22
-VERSION_TESTS := tests/test_interface.py tests/test_refusals.py tests/test_step.py \
-	tests/test_settled_batch.py tests/test_micro_batches.py tests/test_radix.py \
-	tests/test_backend_base.py tests/test_backend_fallbacks.py tests/test_backend_layers.py \
-	tests/test_backend_plans.py tests/serving/test_tokens.py tests/serving/test_sessions.py
+VERSION_TESTS := tests/test_interface.py tests/test_support.py tests/test_step.py tests/test_radix.py \
+	tests/test_backend.py tests/serving/test_tokens.py tests/serving/test_sessions.py
 
 # The Pythons of a release, and what names a wheel after the systems that it runs on.
 WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13

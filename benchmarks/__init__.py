@@ -6,7 +6,8 @@
 - ``serving``: servers beside each other, driven by SGLang's own client,
   ``python -m benchmarks.serving``.
 - ``host``: the host time of decode steps on SGLang's caches, ``python -m benchmarks.host.step``.
-- ``tile_solver``: PAT's offline choice of tiles, ``python -m benchmarks.tile_solver``.
+- ``papers``: other papers' rules as plans beside ours, ``python -m benchmarks.papers``.
+- ``tiles``: PAT's offline choice of tiles, ``python -m benchmarks.tiles``.
 """
 
 import sys

@@ -12,24 +12,17 @@ import os
 import sys
 import warnings
 from dataclasses import asdict, dataclass
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_pat.config import CPU_PLATFORM, PREFIX, SUPPORTED_SGLANG, TESTED_SGLANG, PatConfig
 from sglang_pat.gpus import untried
-from sglang_pat.srt.launch import ON_CPU
+from sglang_pat.srt.support import MACHINE, ON_CPU, REFUSED, reason_against_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-_RUST_TREE = "sglang.srt.mem_cache.rust_tree_core.mem_cache"
 _ENTRY_POINTS = {"sglang.srt.plugins": "pat", "sglang.srt.platforms": CPU_PLATFORM}
-# Variables of SGLang under which the backend refuses to start.
-_REFUSED = (
-    "SGLANG_USE_CPU_ENGINE",
-    "SGLANG_USE_HND_KVCACHE",
-    "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
-)
 _MARKS = {"ok": "ok  ", "note": "note", "block": "BLOCK"}
 
 
@@ -51,7 +44,7 @@ def run_doctor(
     ``question``: flags of a server, ``--model-path`` among them, to be judged too; then 1 also if
     ``pat`` would serve nothing. ``gpu``: the name of a GPU to judge them for.
     """
-    from sglang_pat.srt.flags import QuestionError, asked_gpu
+    from sglang_pat.srt.verdict import QuestionError, asked_gpu, judge
 
     verdict = None
     try:
@@ -60,8 +53,6 @@ def run_doctor(
         findings = list(examine(any_gpu=bool(gpu)))
         blocked = sum(finding.status == "block" for finding in findings)
         if question is not None and not blocked:
-            from sglang_pat.srt.verdict import judge
-
             verdict = judge(question, gpu=gpu)
     except QuestionError as error:
         print(f"sglang-pat doctor: {error}", file=sys.stderr)
@@ -125,7 +116,6 @@ def examine(*, any_gpu: bool = False) -> Iterator[Finding]:
     warnings.simplefilter("ignore")  # SGLang's imports warn of quantizations that a CPU lacks
     yield from _guarded("registration", _registration)
     yield from _guarded("interface", _interface)
-    yield from _guarded("tree core", _tree_core)
 
 
 def _guarded(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -189,8 +179,9 @@ def _plugin_filter() -> Finding:
 
 
 def _environment() -> Iterator[Finding]:
-    for name in _REFUSED:
-        value = os.environ.get(name, "")
+    for row in (*MACHINE, *REFUSED):
+        name = row.variable
+        value = os.environ.get(name, "") if name else ""
         if value.lower() in ("1", "true", "yes", "y", "on"):
             yield Finding(name, value, "block", f"unset it: pat does not serve under {name}")
 
@@ -217,8 +208,6 @@ def _torch() -> Finding:
 
 def _platform(*, any_gpu: bool = False) -> Finding:
     import torch
-
-    from sglang_pat.srt.refusals import reason_against_gpu
 
     chosen = os.environ.get("SGLANG_PLATFORM", "")
     # A way to serve on this machine is no answer to a question about another one.
@@ -263,38 +252,12 @@ def _registration() -> Iterator[Finding]:
 
 
 def _interface() -> Iterator[Finding]:
-    from sglang_pat.srt import hook
-    from sglang_pat.srt.interface import interface_mismatches
-    from sglang_pat.srt.upstream import carries_requests
+    from sglang_pat.srt import hook, launch
 
-    mismatches = list(interface_mismatches())
+    mismatches = launch.foreign_reasons()
     for mismatch in mismatches:
         yield Finding("interface", mismatch, "block", f"use SGLang {SUPPORTED_SGLANG}")
     if not mismatches:
-        hooked = f"hooked after {hook.TARGET.rsplit('.srt.', 1)[1]}"
-        way = "batches carry their requests" if carries_requests() else hooked
+        hooked = f"hooked after {hook.INIT_NEW.rsplit('.srt.', 1)[1]}"
+        way = "batches carry their requests" if hook.carries_requests() else hooked
         yield Finding("interface", f"as expected; {way}")
-
-
-def _tree_core() -> Iterator[Finding]:
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.unified_cache.tree_core_registry import select_tree_core_backend
-
-    none: Any = None  # what the choice does not depend on
-    params = CacheInitParams(False, none, none, page_size=1)
-    name = select_tree_core_backend(params)
-    if name != "rust":
-        yield Finding(
-            "tree core",
-            f"{name}: works, reading the paths takes longer than from the Rust core",
-            "note",
-            "unset SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND" if name != "python" else "",
-        )
-        return
-    members = vars(import_module(_RUST_TREE)).values()
-    if any(isinstance(cls, type) and hasattr(cls, "collect_path_info") for cls in members):
-        yield Finding("tree core", "rust, with its own collect_path_info")
-    else:
-        yield Finding(
-            "tree core", "rust, without a collect_path_info of its own: paths take longer", "note"
-        )

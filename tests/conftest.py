@@ -25,7 +25,6 @@ hypothesis.settings.load_profile("repeatable")
 LONGEST = (
     "test_tokens.py",
     "test_state_spaces.py",
-    "test_verify_pat.py",
     "test_verify.py",
     "test_router.py",
     "test_patched.py",

@@ -16,29 +16,20 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit import semantics as kit_semantics
+from kit.dependencies import SEMANTICS
 
-from sglang_pat.srt import (
-    backend,
-    factory,
-    layer_mixin,
-    refusals,
-    scales,
-    semantics,
-    sizing,
-    support,
-    survey,
-)
+from sglang_pat.srt import backend, factory, layers, support
 
-ADVICE = "read what the backends do with it in decode, then enter it in sglang_pat/srt/semantics.py"
+ADVICE = "read what the backends do with it in decode, then enter it in tests/kit/dependencies.py"
 
 
 def test_every_dependency_is_in_our_table() -> None:
-    new = sorted(kit_semantics.dependencies() - set(semantics.SEMANTICS))
+    new = sorted(kit_semantics.dependencies() - set(SEMANTICS))
     assert not new, f"SGLang's decode attention also depends on {', '.join(new)}: {ADVICE}"
 
 
 def test_every_entry_of_ours_is_a_dependency() -> None:
-    stale = sorted(set(semantics.SEMANTICS) - kit_semantics.dependencies())
+    stale = sorted(set(SEMANTICS) - kit_semantics.dependencies())
     assert not stale, f"SGLang's decode attention no longer reads {', '.join(stale)}: remove it"
 
 
@@ -73,9 +64,9 @@ def test_a_new_attribute_would_be_found(source: str, expected: set[str]) -> None
 
 def test_what_we_say_of_layers_and_the_runner_is_in_our_code() -> None:
     """The attribute, or the one that the entry names instead, is in the code that acts on it."""
-    modules = (backend, factory, layer_mixin, refusals, scales, sizing, support, survey)
+    modules = (backend, factory, layers, support)
     ours = "".join(map(inspect.getsource, modules))
-    for name, entry in semantics.SEMANTICS.items():
+    for name, entry in SEMANTICS.items():
         root, attribute = name.split(".")[0], name.split(".")[-1]
         if root not in ("layer", "runner") or entry.verdict == "irrelevant":
             continue

@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
 from sglang_pat.reference import attention
-from sglang_pat.srt.scales import E4M3
-from sglang_pat.srt.survey import Survey
+from sglang_pat.srt.layers import Survey
+from sglang_pat.srt.support import E4M3
 
 SCALES = (0.037, 1.75)
 

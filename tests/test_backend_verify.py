@@ -20,9 +20,8 @@ from sglang.srt.speculative import eagle_utils
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.spec_info import SpecInputType
 
-from sglang_pat.srt.lengths import MAX_SLACK, bounds_of
-from sglang_pat.srt.speculation import draft_tokens_of, may_be_trees, reason_against
-from sglang_pat.srt.verify import PatVerifyMixin, have_prefix
+from sglang_pat.srt.backend import PatVerifyMixin, have_prefix
+from sglang_pat.srt.step import MAX_SLACK, bounds_of
 
 DRAFT_TOKENS = 3
 VERIFY = ForwardMode.TARGET_VERIFY
@@ -163,52 +162,6 @@ def test_what_is_no_such_verify_step_is_counted(bed: BackendBed) -> None:
         layer(bed)
     bed.backend.token_to_kv_pool.device = "cuda"
     assert layer(bed) == ["extend layer"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, ""),
-        ({"speculative_eagle_topk": 2}, ""),
-        ({"speculative_eagle_topk": 2, "device": "cuda"}, ""),
-        ({"speculative_num_draft_tokens": 65}, "NGRAM drafts trees of 65 tokens, and pat verifies"),
-        ({"speculative_num_draft_tokens": 65, "device": "cuda"}, "trees of 65 tokens"),
-        ({"speculative_algorithm": "DFLASH"}, "that is SGLang's attention: pat verifies those of"),
-        ({"speculative_algorithm": "EAGLE3", "device": "cuda"}, ""),
-        ({"speculative_adaptive": True}, "the number of draft tokens changes"),
-        ({"prefill_attention_backend": "fa3"}, "verified on --prefill-attention-backend fa3, as"),
-        ({"prefill_attention_backend": "pat"}, ""),
-        (
-            {"prefill_attention_backend": "fa3", "speculative_attention_mode": "decode"},
-            "",
-        ),
-    ],
-)
-def test_which_speculation_is_served(changes: dict[str, Any], reason: str) -> None:
-    values = dict(
-        device="cpu",
-        speculative_algorithm="NGRAM",
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=4,
-        speculative_adaptive=False,
-        speculative_attention_mode="prefill",
-        prefill_attention_backend=None,
-    )
-    args = SimpleNamespace(**(values | changes))
-    found = reason_against(args)
-    assert reason in found and bool(reason) == bool(found)
-    assert draft_tokens_of(args) == (1 if reason else 4)
-    args.speculative_algorithm = None
-    assert draft_tokens_of(args) == 1
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "top_k", "expected"),
-    [("EAGLE", 1, False), ("STANDALONE", 4, True), ("NGRAM", 1, True), ("EAGLE3", 1, False)],
-)
-def test_which_drafts_may_be_trees(algorithm: str, top_k: int, expected: bool) -> None:
-    args = SimpleNamespace(speculative_algorithm=algorithm, speculative_eagle_topk=top_k)
-    assert may_be_trees(args) == expected
 
 
 def requests_of(lengths: list[tuple[int, int]]) -> list[Any]:

@@ -33,7 +33,7 @@ HEADER = {
     "draft_tokens": 1,
     "kv_dtype": "bfloat16",
     "page_size": 1,
-    "preset": "default",
+    "policy": "default",
 }
 PATHS = [[(7, 0, 40), (2**40, 40, 60)], [(7, 0, 40), (2**40, 40, 60)], [(7, 0, 40)], []]
 LENGTHS = [70, 64, 45, 9]
@@ -69,12 +69,12 @@ def test_heads_and_kv_are_the_servers_unless_asked(tmp_path: Path) -> None:
 
 
 def test_what_differs_from_the_server_is_said(tmp_path: Path) -> None:
-    file = dump(tmp_path / "dump", page_size=64, kv_dtype="float32", preset="naive")
+    file = dump(tmp_path / "dump", page_size=64, kv_dtype="float32", policy="pat")
     file.write_text("\n".join(file.read_text().splitlines()[:-1]))
-    dtype, pages, preset, end = replay(str(file)).remarks
+    dtype, pages, policy, end = replay(str(file)).remarks
     assert dtype == "K and V are bfloat16 here, the server's were float32"
     assert "had pages of 64 tokens; here every slot is a page" in pages
-    assert "the server had the preset naive" in preset and "was cut off" in end
+    assert "the server had the policy pat" in policy and "was cut off" in end
 
 
 def test_a_sample_goes_from_the_first_to_the_last(tmp_path: Path) -> None:

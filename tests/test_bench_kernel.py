@@ -26,6 +26,7 @@ from benchmarks.kernel.report import (
     summary,
 )
 from sglang_pat.explain.tree import Tree
+from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 
 
 def test_the_summary_compares_with_the_floor_and_with_peers() -> None:
@@ -106,8 +107,8 @@ def test_what_is_measured() -> None:
 
 
 def test_the_papers_rules() -> None:
-    options = kernel.make_parser("").parse_args(["--preset", "pat"])
-    assert settings_of(options) == PatOptions("paper", "mean", "streams", "never")
+    options = kernel.make_parser("").parse_args(["--policy", "pat"])
+    assert settings_of(options) == PatOptions("pat")
 
 
 def test_the_floor_is_bytes_or_operations() -> None:
@@ -136,16 +137,15 @@ def test_options_without_effect_are_refused(
 def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a server's is: rates of an H200 would be wrong on an H100, branches on an A100."""
     tree, heads = PAPER_TREES[0], Heads(32, 8)
-    assert PatOptions().target(tree, heads).branching == "cost"
-    assert PatOptions().target(tree, Heads(32, 8, 256)).branching == "cost"
+    assert PatOptions().target(tree, heads).cuts == CUTS
+    assert PatOptions().target(tree, Heads(32, 8, 256)).cuts == CUTS
     a100 = SimpleNamespace(
         name="NVIDIA A100-SXM4-80GB", multi_processor_count=108, major=8, minor=0
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: a100)
     found = PatOptions().target(tree, heads)
-    assert (found.num_sms, found.branching) == (108, "never")
-    assert PatOptions(branching="always").target(tree, heads).branching == "always"
+    assert (found.num_sms, found.cuts) == (108, WITHOUT_BRANCHES)
 
 
 def test_without_a_gpu_it_says_so(

@@ -3,24 +3,19 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kit.cases import by_hand, case, execute, grown
 from kit.cpu import check_any as check
 from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
-from kit.trees import Batch, batch_of, batches, branches_of, check_plan, ranges_of, target
+from kit.trees import BRANCHING, Batch, branches_of, check_plan, ranges_of, target
 
 from sglang_pat import _C
-from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
-from sglang_pat.planner import Plan, plan
+from sglang_pat.planner import plan
 from sglang_pat.target import Target
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -28,53 +23,32 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 GROUPS = [1, 2, 4, 5, 7, 8, 16]
 
 
-def content(made: Plan) -> bytes:
-    return ctypes.string_at(made.data_ptr, made.nbytes)
-
-
-def cpu(heads: tuple[int, int], head_dim: int = 64, **overrides: Any) -> Target:
-    values: dict[str, Any] = {"threads": 4, "max_queries": 64, "branching": "always"}
-    values |= {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
-    return Target.cpu(**(values | overrides))
+def cpu(heads: tuple[int, int], cut: str = "branches") -> Target:
+    options = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 64}
+    return Target.cpu(threads=4, max_queries=64, cuts=(cut,), **options)
 
 
 @pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", GROUPS)
-def test_random_forests(isa: str, dtype: torch.dtype, group: int) -> None:
-    """Of planned branches, at the lengths of the plan and with tails as long as it allows."""
-    for seed in range(6):
+def test_planned_branches(isa: str, dtype: torch.dtype, group: int) -> None:
+    """Of random forests, at the lengths of the plan and with tails as long as it allows."""
+    for seed, cut in enumerate(BRANCHING):
         rng = np.random.default_rng(100 * group + seed)
         pieces = forest(rng, int(rng.integers(2, 30)))
         inputs = case(pieces, (2 * group, 2), 64, seed=seed, logit_cap=(0.0, 5.0)[seed % 2])
-        inputs = inputs.to(dtype)
-        made_for = cpu(
-            inputs.heads,
-            branch_rows=((64,), (32,), (16, 64))[seed % 3],
-            branch_limits=((2**31 - 1,), (64,), (20, 512))[seed // 2],
-        )
+        inputs, made_for = inputs.to(dtype), cpu(inputs.heads, cut)
         paths, lens = paths_of(pieces, len(inputs.q)), inputs.seq_lens.tolist()
         made = plan(paths, lens, made_for)
         check_plan(made, Batch(paths, lens), made_for, lens)
         assert made.branch_tokens > 0
         check(inputs, made, isa=isa)
-        longest = made.max_seq_lens.tolist()
-        check(grown(inputs, longest, seed), made, isa=isa)
-
-
-@settings(max_examples=60, deadline=None)
-@given(batches(), st.sampled_from(GROUPS), st.integers(0, 3))
-def test_any_batch(batch: Batch, group: int, limits: int) -> None:
-    """Radix paths of any form: queries that end in nodes, clipped paths, no nodes at all."""
-    made_for = cpu((group, 1), branch_limits=((2**31 - 1,), (64,), (512,), (1,))[limits])
-    made = plan(batch.paths, batch.seq_lens, made_for)
-    check_plan(made, batch, made_for, batch.seq_lens)
-    check_plan(made, batch, made_for, made.max_seq_lens.tolist())
+        check(grown(inputs, made.max_seq_lens.tolist(), seed), made, isa=isa)
 
 
 def test_the_order_of_the_batch_does_not_count() -> None:
     """Which of a node's queries make a branch: of nine, one of which has another tail."""
-    made_for = target(branching="always", branch_rows=(32,), branch_limits=(2**31 - 1,))
+    made_for = target(cuts=("half_branches",))
     results = []
     for place in range(9):
         batch = Batch([[(1, 0, 700)]] * 9, [704 if i == place else 700 for i in range(9)])
@@ -101,30 +75,16 @@ def test_hand_made_branches(isa: str, group: int, most: int) -> None:
 def test_branches_beside_other_items() -> None:
     """A query of both a branch and other items: the branch's partial is its last."""
     pieces = prefix(20, 200)
-    inputs = case(pieces, (4, 1))
     mixed: list[Piece | Branch] = [pieces[0], *branched(pieces[1:], 8)]
-    check(replace(inputs, pieces=mixed), replace(inputs, pieces=mixed).plan())
-
-
-def test_order_and_masks_change_little() -> None:
-    """Tails first or last, in branches or not: the same attention."""
-    pieces = prefix(8, 130)
-    inputs = case(pieces, (8, 2))
-    plain, _ = execute(inputs)
-    for tails_first in (False, True):
-        part = Branch(tuple(pieces), tails_first)
-        assert part.seen_by_all == (-2 if tails_first else 2)
-        one = replace(inputs, pieces=[part])
-        torch.testing.assert_close(execute(one)[0], plain, rtol=1e-5, atol=1e-5)
+    inputs = replace(case(pieces, (4, 1)), pieces=mixed)
+    check(inputs, inputs.plan())
 
 
 def test_empty_tails() -> None:
     """Beside a prefix they are neutral; a branch without tokens gives zeros and -inf."""
     inputs = by_hand(prefix(5, 40), (4, 1), tails=(0,))
     check(inputs, inputs.plan())
-    tails = [Piece((i,), 0, DYNAMIC) for i in range(5)]
-    alone = by_hand(tails, (4, 1), tails=(0,))
-    out, lse = execute(alone)
+    out, lse = execute(by_hand([Piece((i,), 0, DYNAMIC) for i in range(5)], (4, 1), tails=(0,)))
     assert not out.any() and torch.all(lse.isneginf())
 
 
@@ -146,81 +106,11 @@ def test_a_swapped_slot_is_seen() -> None:
         assert (out.double() - truth).norm() > 1e-4 * truth.norm()
 
 
-TREE = batch_of(Tree((1, 256), (256, 32)))
-
-
-def test_ops_run_planned_branches() -> None:
+def test_decode_runs_planned_branches() -> None:
     inputs = case(prefix(16, 100), (8, 2), tails=(5,))
     paths, lens = paths_of(prefix(16, 100), 16), inputs.seq_lens.tolist()
-    made = plan(paths, lens, cpu(inputs.heads, branch_rows=(64,)))
+    made = plan(paths, lens, cpu(inputs.heads))
     assert made.num_items == 1 and made.num_segments == 17 and made.num_partials == 0
     arguments = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
     out = decode(*arguments, made, scale=inputs.scale)
     torch.testing.assert_close(out.double(), inputs.truth()[0], rtol=1e-4, atol=1e-5)
-
-
-def needs(made: Plan) -> dict[str, int]:
-    """Room that the branches of a plan take, by the field of a target that bounds it."""
-    segments = sum(len(segments) for _, segments in branches_of(made))
-    return {"max_segments": segments, "max_branch_tokens": made.branch_tokens}
-
-
-@pytest.mark.parametrize("branching", ["always", "cost"])
-def test_branches_beyond_the_buffers_are_not_made(branching: str) -> None:
-    """Without rules for smaller ones a plan is then as if there were none, and not degraded."""
-    common: dict[str, Any] = {"branching": branching}
-    made = plan(TREE.paths, TREE.seq_lens, target(**common))
-    assert branches_of(made)
-    never = plan(TREE.paths, TREE.seq_lens, target(branching="never"))
-    for name, needed in needs(made).items():
-        fits = plan(TREE.paths, TREE.seq_lens, target(**common, **{name: needed}))
-        assert content(fits) == content(made)
-        less = plan(TREE.paths, TREE.seq_lens, target(**common, **{name: needed - 1}))
-        assert less.degraded == "" and needs(less)[name] < needed
-        assert branching == "cost" or content(less) == content(never)
-
-
-def test_branches_of_too_many_segments_are_not_made() -> None:
-    """A chain of nodes each of which one query leaves, and 64 queries: 63 nodes and 64 tails."""
-
-    def chain(depth: int, copies: int) -> Batch:
-        nodes = [(i, 3 * i, 3 * i + 3) for i in range(depth)]
-        paths = [nodes[: 1 + i] for i in range(depth) for _ in range(copies)]
-        return Batch(paths, [path[-1][2] + 5 for path in paths])
-
-    made_for = target(num_q_heads=8, branching="always", branch_rows=(64,))
-    small = chain(32, 2)
-    made = plan(small.paths, small.seq_lens, made_for)
-    assert [len(segments) for _, segments in branches_of(made)] == [32 + 64]
-    check_plan(made, small, made_for, small.seq_lens)
-    # Nodes of queries beyond one branch are above it: 200 of these and a branch's own are too many.
-    large = chain(300, 1)
-    made = plan(large.paths, large.seq_lens, made_for)
-    assert not branches_of(made) and made.branch_tokens == 0
-    check_plan(made, large, made_for, large.seq_lens)
-
-
-def modelled(**options: Any) -> Target:
-    """For three query heads a KV head: such plans are the cost model's, none is simulated."""
-    return target(num_q_heads=24, **options)
-
-
-@settings(max_examples=100, deadline=None)
-@given(batches())
-def test_never_gives_none(batch: Batch) -> None:
-    made = plan(batch.paths, batch.seq_lens, modelled(branching="never"))
-    assert not branches_of(made) and made.branch_tokens == 0
-    other = plan(batch.paths, batch.seq_lens, modelled(branching="cost"))
-    nothing_shared = other.num_shared_items == 0 and made.num_shared_items > 0
-    assert branches_of(other) or nothing_shared or content(other) == content(made)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 3000), max_size=64))
-def test_batches_that_share_nothing_have_none(seq_lens: list[int]) -> None:
-    made = {
-        branching: content(plan([[]] * len(seq_lens), seq_lens, modelled(branching=branching)))
-        for branching in ("cost", "always", "never")
-    }
-    assert made["cost"] == made["never"] == made["always"]
-    assert not branches_of(plan([[]] * len(seq_lens), seq_lens, target()))

@@ -18,12 +18,12 @@ from kit.cases import Case, by_hand, execute
 from kit.cpu import check_any
 from kit.pieces import DYNAMIC, Piece, forest, shared
 from kit.plans import HandPlan, set_to
-from kit.trees import Batch, batches, check_plan, ranges_of, segments_of, target, targets
+from kit.trees import Batch, batches, target
 
 from sglang_pat import _C
 from sglang_pat.ops import decode
-from sglang_pat.planner import Plan, plan
-from sglang_pat.target import Target
+from sglang_pat.planner import plan
+from sglang_pat.target import CUTS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -77,51 +77,14 @@ def test_every_draft_token_has_tokens_of_its_own() -> None:
         torch.testing.assert_close(lse[draft_token], torch.full((2,), float(np.log2(count))))
 
 
-def check_drafts(made: Plan, seq_lens: list[int]) -> None:
-    """All draft tokens of a query but the first are in a segment of its own that grows with it."""
-    masked = made.draft_tokens - 1
-    for index in range(made.num_items):
-        segments, ranges = segments_of(made, index), ranges_of(made, index, seq_lens)
-        for segment, part in zip(segments, ranges, strict=True):
-            if segment["kv_len"] == DYNAMIC:
-                assert part.length >= masked
-                continue
-            for query in part.queries:
-                assert part.start + part.length <= seq_lens[query] - masked
-    assert np.all(np.asarray(made.min_seq_lens) <= seq_lens)
-
-
-@settings(max_examples=300, deadline=None)
-@given(batches(), targets(), st.integers(2, 12))
-def test_plans(batch: Batch, made_for: Target, draft_tokens: int) -> None:
-    batch = batch.drafted(draft_tokens)
-    rows = made_for.num_q_heads // made_for.num_kv_heads * draft_tokens
-    tiles = tuple(max(tile, rows) for tile in made_for.row_tiles)
-    made_for = replace(made_for, draft_tokens=draft_tokens, row_tiles=tuple(sorted(set(tiles))))
-    made = plan(batch.paths, batch.seq_lens, made_for)
-    assert made.degraded == "" and made.draft_tokens == draft_tokens
-    check_plan(made, batch, made_for, batch.seq_lens)
-    check_drafts(made, batch.seq_lens)
-    check_drafts(made, made.min_seq_lens.tolist())
-
-
 @pytest.mark.parametrize("length", [193, 194, 195, 196, 65, 129])
-@pytest.mark.parametrize("split", ["cost", "mean"])
-def test_the_last_piece_holds_all_draft_tokens(length: int, split: str) -> None:
-    """Pieces of 64 and 96 tokens would leave 1 to 4 for the last."""
+@pytest.mark.parametrize("rules", [{"cuts": ("quarter_parts",)}, {"policy": "pat"}])
+def test_the_last_piece_holds_all_draft_tokens(length: int, rules: dict[str, Any]) -> None:
+    """Pieces of 64 tokens would leave 1 to 4 for the last."""
     for num_sms in (3, 132):
-        made_for = target(
-            draft_tokens=4,
-            split=split,
-            num_sms=num_sms,
-            item_overhead_s=1e-9,
-            merge_round_s=0.0,
-            max_queries=8,
-            branching="never",
-        )
-        made = plan([[], []], [length, 4000], made_for)
-        check_drafts(made, [length, 4000])
-        assert any(count > 1 for count in made.queries["num_splits"])
+        made = plan([[], []], [length, 4000], target(draft_tokens=4, num_sms=num_sms, **rules))
+        assert (made.min_seq_lens <= [length - 4, 3996]).all()
+        assert made.queries["num_splits"].max() > 1
 
 
 def paths_case(batch: Batch, draft_tokens: int, heads: tuple[int, int], seed: int) -> Case:
@@ -152,24 +115,18 @@ def paths_case(batch: Batch, draft_tokens: int, heads: tuple[int, int], seed: in
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    batches(8, 10),
-    st.integers(2, 6),
-    st.sampled_from(["never", "always"]),
-    st.sampled_from([1, 2, 132]),
-)
-def test_decode(batch: Batch, draft_tokens: int, branching: str, num_sms: int) -> None:
+@given(batches(8, 10), st.integers(2, 6), st.sampled_from(CUTS), st.sampled_from([1, 2, 132]))
+def test_decode(batch: Batch, draft_tokens: int, cut: str, num_sms: int) -> None:
     batch = batch.drafted(draft_tokens)
     if not batch.seq_lens:
         return
-    heads = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 32}
-    rules = {"branching": branching, "num_sms": num_sms}
-    made_for = target(**heads, **rules, draft_tokens=draft_tokens)
+    heads: dict[str, Any] = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 32}
+    made_for = target(draft_tokens=draft_tokens, cuts=(cut,), num_sms=num_sms, **heads)
     inputs = paths_case(batch, draft_tokens, (8, 2), seed=len(batch.paths))
     made = plan(batch.paths, batch.seq_lens, made_for)
     lse = torch.empty(inputs.q.shape[:2])
-    given = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
-    out = decode(*given, made, scale=inputs.scale, lse=lse)
+    arguments = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
+    out = decode(*arguments, made, scale=inputs.scale, lse=lse)
     truth, truth_lse = inputs.truth()
     assert (out.double() - truth).norm() / truth.norm() < 2e-6
     torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
@@ -195,25 +152,10 @@ def test_damaged_plans() -> None:
     refused("the plan was made for other lengths", inputs.plan(), shorter)
 
 
-def test_what_is_refused() -> None:
-    made_for = target(draft_tokens=4)
-    with pytest.raises(ValueError, match=r"query 1: node 7 ends at 98, among the 4 draft tokens"):
-        plan([[(7, 0, 96)], [(7, 0, 98)]], [101, 101], made_for)
-    with pytest.raises(
-        ValueError, match=r"a sequence of 3 tokens does not hold the 4 draft tokens"
-    ):
-        plan([[]], [3], made_for)
-    with pytest.raises(ValueError, match=r"Target.draft_tokens is 0, must be from 1 to 32767"):
-        target(draft_tokens=0)
-    with pytest.raises(
-        ValueError, match=r"end at 128 rows, fewer than the 132 of one query: a GQA group of 4"
-    ):
-        target(draft_tokens=33)
-    made = plan([[]], [0], made_for)
-    assert made.num_items == 0
+def test_rows_of_q() -> None:
     inputs = drafted(shared(3, 70), (8, 2), 4)
-    heads = {"num_q_heads": 8, "num_kv_heads": 2}
-    made = plan([[]] * 3, inputs.seq_lens.tolist(), target(**heads, draft_tokens=4))
-    given = (inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens, made)
+    made_for = target(num_q_heads=8, num_kv_heads=2, draft_tokens=4)
+    made = plan([[]] * 3, inputs.seq_lens.tolist(), made_for)
+    cache = (inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
     with pytest.raises(ValueError, match=r"q has 11 rows, must be a multiple of the plan's 4"):
-        decode(inputs.q[:11], *given, scale=1.0)
+        decode(inputs.q[:11], *cache, made, scale=1.0)

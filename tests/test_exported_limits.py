@@ -16,7 +16,7 @@ from kit.pieces import Piece
 from sglang_pat import _C, planner
 from sglang_pat.config import PatConfig
 from sglang_pat.ops import DTYPES, KV_DTYPES, SAME_KV
-from sglang_pat.target import BRANCHINGS, POLICIES, SPLITS, Target
+from sglang_pat.target import CUTS, POLICIES, WITHOUT_BRANCHES, Target
 from sglang_pat.workspace import LAUNCHES
 
 HEADS: dict[str, Any] = {"num_q_heads": 8, "num_kv_heads": 2, "max_queries": 4}
@@ -76,27 +76,18 @@ def test_head_dims_of_the_cpu_executor() -> None:
 
 
 def test_options_are_the_extensions() -> None:
-    """Their values, and the default first."""
-    policies = ("bytes", "paper", "naive", "root", "queries", "padding")
-    assert policies == POLICIES == tuple(_C.Policy.__members__)
-    splits = ("cost", "mean", "fixed", "chunks", "none", "phases")
-    assert splits == SPLITS == tuple(_C.Split.__members__)
-    assert BRANCHINGS == ("cost", "always", "never", "groups") == tuple(_C.Branching.__members__)
-    assert list(LAUNCHES) == ["queue", "streams", "serial"]
-    for name, values in (("POLICY", POLICIES), ("SPLIT", SPLITS), ("LAUNCH", LAUNCHES)):
-        for value in values:
-            config = PatConfig.from_env({f"SGLANG_PAT_{name}": value})
-            assert getattr(config, name.lower()) == value
+    assert CUTS == _C.CUTS and set(WITHOUT_BRANCHES) < set(CUTS)
+    for policy in POLICIES:
+        assert PatConfig.from_env({"SGLANG_PAT_POLICY": policy}).launch in LAUNCHES
     assert {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2} == DTYPES
     assert {torch.float8_e4m3fn: 1} == KV_DTYPES and SAME_KV == 0
 
 
 def test_tiles_of_a_target_are_the_kernels() -> None:
     made = Target.h200(head_dim=128, **HEADS)
-    assert made.row_tiles == (16, 64, 128) and made.branch_rows == (64, 32)
+    assert made.row_tiles == (16, 64, 128)
     assert Target.h200(head_dim=256, **HEADS).row_tiles == (16, 64)
     assert _C.HEAVY_ROWS in made.row_tiles and _C.WIDE_ROWS in made.row_tiles
-    assert max(made.branch_rows) == _C.BRANCH_ROWS
     assert planner.BRANCH == _C.BRANCH
 
 

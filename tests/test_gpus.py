@@ -12,7 +12,8 @@ import torch
 
 from sglang_pat import _C, doctor, gpus
 from sglang_pat.demo.server import default_device
-from sglang_pat.srt import refusals
+from sglang_pat.srt import support
+from sglang_pat.srt.layers import CUDA_HEAD_DIMS
 from sglang_pat.target import WITHOUT_BRANCHES, Target
 
 needs_cuda = pytest.mark.skipif(not _C.CUDA_CODE, reason="built with PAT_CUDA=OFF")
@@ -156,12 +157,23 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return probed
 
 
-@needs_cuda
+def refused() -> list[str]:
+    """Why a backend would not be made on this GPU."""
+    server = support.Server(None, None, "cuda", support.reason_against_gpu())
+    return [str(reason) for reason in support.reasons_of(support.MACHINE, server)]
+
+
 def test_a_gpu_that_runs_our_kernels_is_taken(a_gpu: Any) -> None:
     a_gpu(True, 90)
-    assert list(refusals._device(SimpleNamespace(device="cuda"))) == []
-    assert default_device() == "cuda" and doctor._platform().status == "ok"
-    a_gpu(True, 120)  # on which nobody ran them
+    assert support.reason_against_gpu() == ""
+    assert refused() == []
+    assert default_device() == "cuda"
+    assert doctor._platform().status == "ok"
+
+
+@needs_cuda
+def test_the_doctor_says_on_which_gpus_nobody_ran_the_kernels(a_gpu: Any) -> None:
+    a_gpu(True, 120)
     finding = doctor._platform()
     assert finding.status == "note"
     assert "12.0 (sm_120) are built, but were not run on such a GPU" in finding.found
@@ -171,7 +183,7 @@ def test_a_gpu_without_a_kernel_is_named_and_passed_over(
     a_gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_gpu(False, 75, "no kernel image is available for execution on the device")
-    (reason,) = refusals._device(SimpleNamespace(device="cuda"))
+    (reason,) = refused()
     assert "GPU 3 of 7.5 (no kernel image" in reason
     assert f"compute capability {gpus.built_for()}, do not run" in reason
     assert reason.endswith("choose another --attention-backend")
@@ -179,15 +191,15 @@ def test_a_gpu_without_a_kernel_is_named_and_passed_over(
     assert finding.status == "block" and "GPU 3 of 7.5" in finding.found
     assert default_device() == "cpu"
     monkeypatch.delattr(_C, "cuda_probe", raising=False)  # as in a build without kernels
-    (reason,) = refusals._device(SimpleNamespace(device="cuda"))
+    (reason,) = refused()
     assert "PAT_CUDA=OFF" in reason and default_device() == "cpu"
 
 
 @needs_cuda
 def test_the_least_shared_memory_of_a_block() -> None:
     """One half, two stages and one Q buffer: 4096 bytes and three tiles of 64 tokens. Needs no GPU;
-    the reasons against layers ask for it (tests/test_layer_refusals.py has the same values)."""
-    for head_dim in refusals.CUDA_HEAD_DIMS:
+    the reasons against layers ask for it (tests/test_layers.py has the same values)."""
+    for head_dim in CUDA_HEAD_DIMS:
         assert _C.cuda_min_shared_bytes(head_dim) == 4096 + 3 * 64 * 2 * head_dim
     with pytest.raises(ValueError, match="head_dim is 96, the CUDA kernels have 64, 128 and 256"):
         _C.cuda_min_shared_bytes(96)

@@ -25,9 +25,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
 from sglang_pat.reference import attention
-from sglang_pat.srt import refusals
-from sglang_pat.srt.survey import Survey, survey_layers
-from sglang_pat.srt.verify import PatVerifyMixin
+from sglang_pat.srt import support
+from sglang_pat.srt.backend import PatVerifyMixin
+from sglang_pat.srt.layers import Survey, survey_layers
 from sglang_pat.target import Target
 
 ATTENDS = (1, 3)  # of four layers
@@ -260,12 +260,8 @@ def hybrid_pool_of(layer: Any) -> HybridLinearKVPool:
 
 def test_what_is_asked_of_the_pool_before_a_server_starts() -> None:
     """The checks of the backend's construction see through the pool of hybrid models."""
-    runner = SimpleNamespace(
-        token_to_kv_pool=hybrid_pool(),
-        kv_index_translator=SimpleNamespace(is_translating=False),
-        kv_cache_dtype_str="auto",
-    )
-    assert list(refusals._pool(runner)) == []
+    runner = make_runner([], token_to_kv_pool=hybrid_pool())
+    found = support.by_runner(runner)
+    assert (found.virtual_slots, found.quantized, found.layout) == (False, "", "nhd")
     runner.token_to_kv_pool.full_kv_pool.kv_cache_layout = "hnd"
-    (reason,) = refusals._pool(runner)
-    assert "layout 'hnd'" in reason
+    assert support.by_runner(runner).layout == "hnd"

@@ -16,12 +16,11 @@ from kit.hybrid import CHUNK, STRATEGIES, HybridCache
 from kit.trees import target
 
 from sglang_pat.planner import Plan
-from sglang_pat.srt.check import check_plan
-from sglang_pat.srt.lengths import known
-from sglang_pat.srt.step import StepPlanner
+from sglang_pat.srt.radix import check_plan
+from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 
-TARGET = target(num_sms=1, policy="naive")
+TARGET = target(num_sms=1)
 CORES = ("rust", "python")
 SYSTEM = 100  # tokens that requests share; not a multiple of CHUNK
 ROUNDS = 14

@@ -8,7 +8,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("cli", "doctor", "demo", "estimate", "explain", "srt.verdict", "srt.flags")
+COMMANDS = ("cli", "doctor", "demo", "estimate", "explain", "srt.verdict")
 
 
 def modules() -> dict[str, Path]:

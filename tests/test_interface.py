@@ -19,14 +19,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_pat.config import SUPPORTED_SGLANG, TESTED_SGLANG
-from sglang_pat.srt import hook, interface, refusals
+from sglang_pat.srt import hook, interface, launch
 
 ROOT = Path(__file__).parents[1]
 INFO = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.TreePathNodeInfo"
 
 
 def _mismatches() -> list[str]:
-    return list(interface.interface_mismatches())
+    return launch.foreign_reasons()
 
 
 def test_the_interface_is_the_one_supported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,13 +35,9 @@ def test_the_interface_is_the_one_supported(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(HookRegistry, "_patched", set())
     # So that it is taken away again.
     monkeypatch.setattr(ForwardBatch, "init_new", ForwardBatch.__dict__["init_new"])
-    HookRegistry.register(hook.TARGET, hook.after_init_new, HookType.AFTER)
+    HookRegistry.register(hook.INIT_NEW, hook.after_init_new, HookType.AFTER)
     HookRegistry.apply_hooks()
     assert _mismatches() == []
-
-
-def test_the_launcher_and_the_backend_ask_the_same() -> None:
-    assert refusals.interface_mismatches is interface.interface_mismatches
 
 
 def test_the_versions_said_to_be_tested_are_those_that_make_tests() -> None:
@@ -54,7 +50,7 @@ def test_the_versions_said_to_be_tested_are_those_that_make_tests() -> None:
 def test_a_hook_that_is_not_there_is_named() -> None:
     (found,) = _mismatches()
     assert re.search(
-        f"the hook after {hook.TARGET} is not installed: .*'Failed to apply hooks'.*"
+        f"the hook after {hook.INIT_NEW} is not installed: .*'Failed to apply hooks'.*"
         "list pat in SGLANG_PLUGINS",
         found,
     )
@@ -63,7 +59,7 @@ def test_a_hook_that_is_not_there_is_named() -> None:
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> str:
     """Another SGLang, in which the hook still works."""
-    monkeypatch.setattr(hook, "is_installed", lambda _: True)
+    monkeypatch.setattr(hook, "is_installed", lambda *_: True)
     monkeypatch.setattr("sglang.version.__version__", "0.6.0")
     tested = " and ".join(TESTED_SGLANG)
     return f"sglang_pat is made for SGLang {tested} as released, this is 0.6.0"

@@ -21,8 +21,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
 
-from sglang_pat import _C
-from sglang_pat.srt import interface, launch
+from sglang_pat.srt import hook, launch, support
 
 BY_COMMAND = "--model-path M --attention-backend pat"
 
@@ -34,13 +33,13 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(HookRegistry, "_patched", set())
     # So that they are taken away again.
     monkeypatch.setattr(ServerArgs, "resolve_once", ServerArgs.__dict__["resolve_once"])
-    HookRegistry.register(launch.TARGET, launch.before_resolve, HookType.BEFORE)
-    HookRegistry.register(launch.TARGET, launch.after_resolve, HookType.AFTER)
+    HookRegistry.register(launch.RESOLVE, launch.before_resolve, HookType.BEFORE)
+    HookRegistry.register(launch.RESOLVE, launch.after_resolve, HookType.AFTER)
     HookRegistry.apply_hooks()
     monkeypatch.setattr(platforms, "_current_platform", CpuSRTPlatform())
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     # In this process no plugin is loaded.
-    monkeypatch.setattr(interface, "interface_mismatches", lambda: iter(()))
+    monkeypatch.setattr(hook, "carries_requests", lambda: True)
     with mock.patch.dict(os.environ):  # where SGLang leaves some, which later servers would inherit
         yield
 
@@ -127,19 +126,30 @@ def test_no_gpu_and_no_platform(
 def test_a_foreign_interface_is_named_alone(
     arguments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interface, "interface_mismatches", lambda: iter(("a class is gone",)))
+    monkeypatch.setattr(launch, "foreign_reasons", lambda: ["a class is gone"])
     with pytest.raises(SystemExit, match=r"pat: a class is gone$"):
         arguments(kit_models.DEEPSEEK).resolve_once()
 
 
-def test_gpus_by_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_C, "cuda_probe", None, raising=False)
-    monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_100"))
-    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (13, 0)):
-        assert launch.reason_against_capability(capability, "it") == ""
-    for capability in ((7, 5), (9, 1)):
-        reason = launch.reason_against_capability(capability, "it")
-        assert f"do not run on it of {capability[0]}.{capability[1]}: choose another" in reason
-        assert "8.x, 9.0, 10.x, 12.x, 10.0 and later as PTX" in reason
-    monkeypatch.delattr(_C, "cuda_probe")
-    assert "PAT_CUDA=ON" in launch.reason_against_capability((9, 0), "it")
+# When the backend is made.
+
+
+def test_all_reasons_are_given_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a runner, in one error."""
+    monkeypatch.setattr(launch, "foreign_reasons", list)
+    found = [support.Reason("uses MLA", "choose another"), support.Reason("--x: moves", "drop it")]
+    monkeypatch.setattr(support, "by_runner", lambda runner: runner)
+    monkeypatch.setattr(support, "refusals", lambda _: found)
+    with pytest.raises(RuntimeError) as refusal:
+        launch.refuse_unsafe(None)
+    first, *reasons = str(refusal.value).split("\n  - ")
+    assert first == "sglang_pat refuses to serve with --attention-backend pat:"
+    assert reasons == ["uses MLA: choose another", "--x: moves; drop it"]
+    found.clear()
+    launch.refuse_unsafe(None)
+
+
+def test_of_a_foreign_interface_nothing_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook, "carries_requests", lambda: False)
+    with pytest.raises(RuntimeError, match="is not installed"):
+        launch.refuse_unsafe(None)  # not AttributeError: there is no runner

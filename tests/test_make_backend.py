@@ -25,7 +25,6 @@ from kit.runner import (
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
 from sglang_pat.srt import factory
-from sglang_pat.srt.survey import Survey
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +35,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 class FakeBackend:
     """In place of the class that ``extend`` makes: keeps what it is given."""
 
-    def __init__(self, runner: Any, config: Any, found: Survey, **arguments: Any) -> None:
-        self.survey, self.arguments = found, arguments
+    def __init__(self, *given: Any, **arguments: Any) -> None:
+        self.survey, self.arguments = given[3], arguments
 
 
 class FactoryBed:
@@ -49,8 +48,9 @@ class FactoryBed:
         self.extended: type | None = None
         self.mixin: type | None = None
         self.reported: list[bool] = []
-        monkeypatch.setattr(factory.refusals, "refuse_unsafe", self.checked.append)
+        monkeypatch.setattr(factory.launch, "refuse_unsafe", self.checked.append)
         monkeypatch.setattr(factory, "extend", self._extend)
+        monkeypatch.setattr(factory, "make_executor", lambda *_: None)
         monkeypatch.setattr(
             factory, "start_reporter", lambda _, *, serving: self.reported.append(serving)
         )
@@ -101,6 +101,7 @@ def test_a_server_that_cannot_pack_is_served_and_warned(
         ({}, {"args": {"speculative_algorithm": "DFLASH"}}, "under --speculative-algorithm DFLASH"),
         ({}, {"args": {"disaggregation_mode": "prefill"}}, "never decodes"),
         ({}, {"config": {"is_generation": False}}, "embedding or reward"),
+        ({}, {"args": {"max_running_requests": 1}}, "lets at most 1 decode at a time"),
         ({}, {"config": {"hf_config": QSA}}, "(QSA)"),
         ({"use_irope": True}, {}, "none of 1 attention layers (1 with chunked attention"),
     ],
@@ -162,3 +163,12 @@ def test_where_the_options_leave_nothing_to_serve_layers_are_not_surveyed(
     monkeypatch.setattr(factory, "survey_layers", lambda _: pytest.fail("surveyed"))
     runner = make_runner([make_layer(0)], config={"is_generation": False})
     assert bed.make(runner) == "stock torch_native"
+
+
+def test_the_option_says_how_many_requests_are_enough(
+    bed: FactoryBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "3")
+    for requests, stock in ((2, True), (3, False)):
+        runner = make_runner([make_layer(0)], args={"max_running_requests": requests})
+        assert (bed.make(runner) == "stock torch_native") == stock

@@ -55,19 +55,6 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     return report
 
 
-def test_the_changelog_begins_with_the_version_and_its_date() -> None:
-    """As docs/release.md asks, or with what is not released yet."""
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    (version,) = re.findall(r'^version = "(.+)"$', project, re.M)
-    heads = re.findall(
-        r"^## \[(.+?)\](.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
-    )
-    released = [head for head in heads if head[0] != "Unreleased"]
-    assert heads[0] in (("Unreleased", ""), released[0])
-    assert released[0][0] == version
-    assert re.fullmatch(r" - \d{4}-\d{2}-\d{2}", released[0][1])
-
-
 def test_one_distribution_holds_both_entry_points() -> None:
     ours = metadata.distribution("sglang-pat").entry_points
     assert {(ep.group, ep.name, ep.value) for ep in ours} == {
@@ -92,15 +79,6 @@ def test_the_tests_run_against_the_installed_package() -> None:
     assert sources <= recorded, "files of the package that the wheel lacks"
 
 
-def test_the_wheel_carries_no_measurements() -> None:
-    """They and their pictures are in docs/results, for readers of the repository."""
-    recorded = {str(f) for f in metadata.files("sglang-pat") or ()}
-    data = {f for f in recorded if Path(f).suffix in {".json", ".png", ".svg", ".csv"}}
-    ours = {f for f in data if f.startswith("sglang_pat/")}
-    assert not ours
-    assert list((ROOT / "docs" / "results").glob("*.json"))
-
-
 def test_the_extension_names_no_path_of_the_machine_that_built_it() -> None:
     """Of all absolute paths only those that programs open at run time: /proc/self and the like."""
     extension = Path(_C.__file__).read_bytes()
@@ -110,35 +88,16 @@ def test_the_extension_names_no_path_of_the_machine_that_built_it() -> None:
     assert bytes(ROOT) not in extension and b"site-packages" not in extension
 
 
-def test_a_missing_native_module_is_named(tmp_path: Path) -> None:
-    """As in a checkout's folder, where the sources are found before what was installed."""
-    (tmp_path / "sglang_pat").mkdir()
-    source = ROOT / "sglang_pat" / "__init__.py"
-    (tmp_path / "sglang_pat" / "__init__.py").write_text(source.read_text())
-    code = "from sglang_pat import _C"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert f"sglang_pat has no native module in {tmp_path}" in done.stderr
-
-
-def test_version_is_the_distribution_s() -> None:
-    assert sglang_pat.__version__ == metadata.version("sglang-pat")
-
-
-def test_without_a_platform_named_the_stock_one_serves_and_pat_is_registered(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("platform", "ours"),
+    [({}, "sglang.srt.platforms."), ({"SGLANG_PLATFORM": "pat_cpu"}, "sglang_pat.")],
+)
+def test_pat_is_registered_on_the_stock_platform_and_on_ours(
+    platform: dict[str, str], ours: str, tmp_path: Path
 ) -> None:
-    report = last_json(run_python(REPORT, tmp_path))
-    assert str(report["platform"]).startswith("sglang.srt.platforms.")
-    assert report["registered"] is True
-    assert report["chosen"] == "pat"
-
-
-def test_pat_cpu_is_ours_and_pat_is_registered_on_it(tmp_path: Path) -> None:
-    # SGLang skips the plugins of a distribution whose platform is not the selected one.
-    report = last_json(run_python(REPORT, tmp_path, SGLANG_PLATFORM="pat_cpu"))
-    assert str(report["platform"]).startswith("sglang_pat.")
+    """SGLang skips the plugins of a distribution whose platform is not the selected one."""
+    report = last_json(run_python(REPORT, tmp_path, **platform))
+    assert str(report["platform"]).startswith(ours)
     assert report["registered"] is True
     assert report["chosen"] == "pat"
 

@@ -11,26 +11,23 @@ from kit.cases import Case, case, execute
 from kit.cpu import check_any
 from kit.pieces import DYNAMIC, Branch, Piece
 from kit.plans import BRANCH, Damage, HandPlan, paired, set_to
-from kit.trees import batch_of, check_plan, segments_of
+from kit.trees import Batch, check_plan, segments_of, target
 
 from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan, plan
-from sglang_pat.target import Target
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 TILE = 64
 
 
-def h200(heads: tuple[int, int] = (32, 8), **overrides: Any) -> Target:
-    values = {"max_queries": 1024} | overrides
-    return Target.h200(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, **values)
-
-
-def planned(tree: str, target: Target) -> Plan:
-    batch = batch_of(Tree.parse(tree))
-    made = plan(batch.paths, batch.seq_lens, target)
-    check_plan(made, batch, target, batch.seq_lens)
+def planned(tree: str, more: int = 0, **overrides: Any) -> Plan:
+    """In branches of 64 packed rows, 16 queries. ``more``: longer tails of every second query."""
+    made_for = target(cuts=("branches",), **overrides)
+    found = Tree.parse(tree)
+    lens = [length + more * (query % 2) for query, length in enumerate(found.seq_lens)]
+    made = plan(found.paths, lens, made_for)
+    check_plan(made, Batch(found.paths, lens), made_for, lens)
     return made
 
 
@@ -62,55 +59,38 @@ def common_of(made: Plan) -> list[int]:
 
 
 def test_neighbours_with_a_long_common_path_are_paired() -> None:
-    """Under each of 16 nodes two branches of 16 queries. 8 pairs x 8 KV heads take about half of
-    the SMs: these begin with the common tokens, the next ones with their own."""
-    common = common_of(planned("1,4,16,512_1024,256,128,32", h200()))
-    assert common == [22] * 8 + [-22] * 8
+    """Under each of 16 nodes two branches. 8 pairs x 8 KV heads take about half of the SMs: these
+    begin with the common tokens, the next ones with their own."""
+    for more in (0, 37):  # the two stand side by side though their tails differ
+        made = planned("1,4,16,512_1024,256,128,32", more)
+        assert common_of(made) == [22] * 8 + [-22] * 8
+    text = str(made)
+    assert "1408 tokens with item 1" in text and "1408 tokens with item 0" in text
 
 
 def test_pairs_have_the_most_in_common() -> None:
     """Three branches a node, of which one stays alone or has a partner under the next node, with
     which it shares the root alone."""
-    made = planned("1,10,480_512,256,32", h200())
+    made = planned("1,10,480_512,256,32")
     assert sorted(abs(tiles) for tiles in common_of(made)) == [8] * 5 + [12] * 10
     # Of an odd number one stays alone.
-    odd = planned("1,11,528_512,256,32", h200(branching="always", branch_rows=(64,)))
+    odd = planned("1,11,528_512,256,32")
     assert odd.num_paired_items == 32 < odd.num_items == 33
     assert sorted(abs(tiles) for tiles in common_of(odd)) == [8] * 5 + [12] * 11
 
 
-def test_few_common_tokens_make_no_pair() -> None:
-    assert planned("1,512_320,32", h200()).num_paired_items == 32
-    assert planned("1,512_319,32", h200()).num_paired_items == 0
-    roots = planned("32,512_1024,64", h200())  # a branch each
-    assert roots.num_paired_items == 0 and (roots.items["kind"] == BRANCH).all()
-
-
-def test_pairs_take_four_fifths_of_the_sms_at_least() -> None:
-    few = planned("1,256_1024,32", h200())  # 16 branches x 8 KV heads, for 132 SMs
+def test_what_is_not_paired() -> None:
+    """Branches with few common tokens or other roots, too few for the SMs, halves that there are
+    not, and those beside many other tokens, which would run after them."""
+    assert planned("1,512_1024,32").num_paired_items == 32
+    assert planned("1,512_64,32").num_paired_items == 0
+    assert planned("32,512_1024,64").num_paired_items == 0
+    few = planned("1,256_1024,32")  # 16 branches x 8 KV heads, for 132 SMs
     assert few.joint == 1 and few.num_paired_items == 0
-    assert planned("1,432_1024,32", h200()).num_paired_items == 0  # 13 pairs x 8 KV heads
-    assert planned("1,448_1024,32", h200()).num_paired_items == 28
-    one_half = h200(items_per_sm=1)
-    assert planned("1,512_1024,32", one_half).num_paired_items == 0
-
-
-def test_no_pairs_beside_many_other_tokens() -> None:
-    """They would run before the others, which are better run beside them."""
-    batch = batch_of(Tree.parse("1,512_1024,32"))
-    tokens = 32 * (1024 + 16 * 32)  # of the branches
-    for alone, paired_items in ((1, 32), (tokens // 16 // 1000 + 1, 0)):
-        paths = [*batch.paths, *([] for _ in range(alone))]
-        made = plan(paths, [*batch.seq_lens, *[1000] * alone], h200())
-        assert made.num_paired_items == paired_items
-
-
-def test_queries_of_unlike_lengths() -> None:
-    """The two of a pair stand side by side though their tails differ by a lot."""
-    batch = batch_of(Tree.parse("1,512_1024,32"))
-    lens = [length + 37 * (query % 29) for query, length in enumerate(batch.seq_lens)]
-    made = plan(batch.paths, lens, h200())
-    assert [abs(tiles) for tiles in common_of(made)] == [16] * 16
+    assert planned("1,512_1024,32", items_per_sm=1).num_paired_items == 0
+    tree = Tree.parse("1,512_1024,32")
+    paths, lens = [*tree.paths, *([] for _ in range(90))], [*tree.seq_lens, *[1000] * 90]
+    assert plan(paths, lens, target(cuts=("branches",))).num_paired_items == 0
 
 
 def two_branches() -> tuple[Case, HandPlan]:
@@ -162,9 +142,3 @@ def test_damaged_pairs_are_refused(damage: Damage, named: str) -> None:
     damage(hand)
     with pytest.raises(ValueError, match=named):
         execute(inputs, hand.encode())
-
-
-def test_a_pair_is_shown() -> None:
-    made = planned("1,4,16,512_1024,256,128,32", h200())
-    text = str(made)
-    assert "1408 tokens with item 1" in text and "1408 tokens with item 0" in text

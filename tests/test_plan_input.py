@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit.trees import (
-    ranges_of_query,
-    target,
-)
+from kit.trees import target
 
 from sglang_pat import decode
 from sglang_pat.planner import Planner, plan
@@ -34,7 +31,7 @@ from sglang_pat.target import Target
         ([[]], [1, 2], r"paths of 1 queries.*2 sequence lengths"),
         ([[]], [1.5], r"seq_lens is of type float64, must be integers"),
         ([[]], ["1"], r"seq_lens is of type <U1, must be integers"),
-        ([[]] * 5, [1] * 5, r"a batch of 5 queries does not fit the plan's 4 rows"),
+        ([[]] * 5, [1] * 5, r"a batch of 5 queries does not fit the plan's 4 rows .*max_queries"),
     ],
 )
 def test_bad_input_is_named(paths, lens, message) -> None:
@@ -43,7 +40,7 @@ def test_bad_input_is_named(paths, lens, message) -> None:
 
 
 @pytest.mark.parametrize("path", [[(1, 0)], [1, 2, 3], [("a", 0, 5)], 7, [(1, 0.5, 5)]])
-def test_elements_of_another_form_are_named(path) -> None:
+def test_elements_of_another_form_are_refused(path) -> None:
     with pytest.raises(TypeError):
         plan([path], [10], target())
 
@@ -60,12 +57,11 @@ def test_elements_of_another_form_are_named(path) -> None:
         ({"reread_weight": 0.0}, "reread_weight is 0"),
         ({"partial_bytes": 3}, "partial_bytes is 3"),
         ({"max_items": 10}, "max_items is 10"),
-        ({"policy": "magic"}, "policy is 'magic'"),
-        ({"split": "never"}, "split is 'never'"),
-        ({"branching": "maybe"}, "branching is 'maybe'"),
-        ({"branch_rows": (65,)}, "branch_rows has 65, must be from 1 to 64"),
-        ({"branch_rows": (0,)}, "branch_rows has 0"),
-        ({"branch_limits": (0,)}, "branch_limits has 0, must be positive"),
+        ({"policy": "magic"}, "policy is 'magic', must be one of default, pat"),
+        ({"cuts": ("halves",)}, "cuts is 'halves', must be one of branches, half_branches"),
+        ({"max_items": 2**31}, "max_items is 2147483648, must be at most 2147483647"),
+        ({"draft_tokens": 0}, "draft_tokens is 0, must be from 1 to 32767"),
+        ({"draft_tokens": 33}, "fewer than the 132 of one query: a GQA group of 4 .* tokens, 33"),
         ({"max_segments": -1}, "max_segments is -1"),
         ({"max_branch_tokens": -1}, "max_branch_tokens is -1"),
     ],
@@ -97,18 +93,35 @@ def test_head_dims_that_the_cpu_has(head_dim: int) -> None:
 
 def test_clipped_paths_share_what_both_have() -> None:
     # Query 2 is protected to token 30 of node 1: it shares these and keeps the rest private.
-    paths = [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 80)]]
-    made = Planner(target(num_sms=1, policy="naive", branching="never")).plan(
-        paths, [90, 90, 90], limits=[80, 80, 30]
-    )
-    assert ranges_of_query(made, 0) == [(0, 30), (30, 50), (80, -1)]
-    assert ranges_of_query(made, 2) == [(0, 30), (30, -1)]
+    planner = Planner(target())
+    planner.plan([[(1, 0, 80)]] * 3, [90] * 3, limits=[80, 80, 30])
+    assert planner.last_paths() == [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 30)]]
+    assert planner.last_tree() == ([(-1, 0, 30, 3), (0, 30, 80, 2)], [1, 1, 0])
 
 
 def test_sglangs_six_field_tuples() -> None:
     info = [(7, -1, 0, 40, 40, 2), (9, 7, 40, 60, 20, 0)]
-    made = Planner(target(policy="naive", branching="never")).plan(
-        [info, info, None], [70, 70, 10], limits=[60, 60, 0], fields=(0, 2, 3)
-    )
-    assert ranges_of_query(made, 1) == [(0, 60), (60, -1)]
-    assert ranges_of_query(made, 2) == [(0, -1)]
+    planner = Planner(target())
+    planner.plan([info, info, None], [70, 70, 10], limits=[60, 60, 0], fields=(0, 2, 3))
+    assert planner.last_tree() == ([(-1, 0, 60, 2)], [0, 0, -1])
+
+
+def test_planning_again_with_other_lengths() -> None:
+    planner = Planner(target())
+    paths = [[(1, 0, 80)], [(1, 0, 80)], None]
+    planner.plan(paths, [90, 95, 10])
+    again, fresh = planner.plan_again([500, 600, 700]), plan(paths, [500, 600, 700], target())
+    assert again.items.tobytes() == fresh.items.tobytes()
+    with pytest.raises(ValueError, match="2 sequence lengths for the paths of 3 queries"):
+        planner.plan_again([90, 95])
+    with pytest.raises(ValueError, match="query 1: node 1 ends at 80 beyond its sequence of 79"):
+        planner.plan_again([90, 79, 10])
+
+
+def test_draft_tokens_that_do_not_fit() -> None:
+    made_for = target(draft_tokens=4)
+    with pytest.raises(ValueError, match=r"query 1: node 7 ends at 98, among the 4 draft tokens"):
+        plan([[(7, 0, 96)], [(7, 0, 98)]], [101, 101], made_for)
+    with pytest.raises(ValueError, match="sequence of 3 tokens does not hold the 4 draft tokens"):
+        plan([[]], [3], made_for)
+    assert plan([[]], [0], made_for).num_items == 0

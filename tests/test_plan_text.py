@@ -13,8 +13,8 @@ from kit.trees import (
 )
 
 from sglang_pat.explain.tree import Tree
-from sglang_pat.planner import plan
-from sglang_pat.target import Target
+from sglang_pat.planner import Planner, plan
+from sglang_pat.target import WITHOUT_BRANCHES, Target
 
 SMALL = """\
 <Plan: 3 queries, 8 query and 2 KV heads, 5 items (2 shared), 8 partial results>
@@ -30,8 +30,9 @@ items, in the order in which they begin:
 
 def test_a_printed_plan_shows_its_tree_and_its_items() -> None:
     paths = [[(1, 0, 600), (2, 600, 900)], [(1, 0, 600)], [(1, 0, 600), (2, 600, 900)]]
-    made_for = target(num_sms=1, num_q_heads=8, num_kv_heads=2, policy="naive", branching="never")
-    made = plan(paths, [950, 640, 910], made_for)
+    planner = Planner(target(num_sms=1, num_q_heads=8, num_kv_heads=2))
+    planner.plan(paths, [950, 640, 910])
+    made = planner.plan_packs([950, 640, 910], [False] * 5, [1000] * 5)
     assert repr(made) == SMALL.splitlines()[0]
     assert str(made).startswith(SMALL)
     items = str(made).removeprefix(SMALL).splitlines()
@@ -51,7 +52,7 @@ def test_a_printed_plan_shows_its_tree_and_its_items() -> None:
 
 
 def test_a_split_node_is_printed_once() -> None:
-    made = plan([[(1, 0, 4096)]] * 2, [4100] * 2, target(branching="never"))
+    made = plan([[(1, 0, 4096)]] * 2, [4100] * 2, target(cuts=WITHOUT_BRANCHES))
     assert made.num_shared_items > 1
     assert str(made).count("of queries 0-1\n") == 1
     assert "  tokens [0, 4096) of queries 0-1\n    tokens [4096, end of sequence) of" in str(made)
@@ -77,12 +78,7 @@ def test_any_plan_prints_every_node_within_bounds(batch: Batch, made_for: Target
 
 def test_a_large_plan_prints_a_page() -> None:
     tree = Tree((1, 8, 512), (512, 512, 256))
-    made = plan(tree.paths, tree.seq_lens, target(branching="never"))
+    made = plan(tree.paths, tree.seq_lens, target(cuts=WITHOUT_BRANCHES))
     text = str(made)
     assert len(text) < 12_000 and f"... and {made.num_items - 24} more items" in text
     assert "more nodes\n" in text and "(" in repr(made) and "\n" not in repr(made)
-
-
-def test_a_degraded_plan_says_so() -> None:
-    made = plan([[(1, 0, 90)]] * 4, [100] * 4, target(max_queries=4, max_items=4, max_partials=0))
-    assert made.degraded and repr(made).endswith(f"degraded: {made.degraded}>")

@@ -18,13 +18,12 @@ from sglang.srt.session.session_controller import Session
 
 from benchmarks.host.live import CACHES, LiveCache
 from sglang_pat.planner import Plan, Planner
-from sglang_pat.srt.check import SlotMismatch, check_plan
-from sglang_pat.srt.lengths import known
-from sglang_pat.srt.radix import NO_NODE, RadixView
-from sglang_pat.srt.step import StepPlanner
+from sglang_pat.slots import SlotMismatch
+from sglang_pat.srt.radix import NO_NODE, RadixView, check_plan
+from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 
-TARGET = target(num_sms=1, policy="naive")
+TARGET = target(num_sms=1)
 ROUNDS = 12
 
 

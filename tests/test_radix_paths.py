@@ -18,7 +18,7 @@ from sglang_pat.planner import Plan, Planner
 from sglang_pat.target import Target
 
 # Every shared node is an item of its own: the plan shows the tree.
-TARGET = target(num_sms=1, policy="naive")
+TARGET = target(num_sms=1)
 HANDLE = np.dtype([("node", np.int64), ("tokens", np.int64), ("table_row", np.int64)])
 
 

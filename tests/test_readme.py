@@ -22,29 +22,13 @@ def snippet() -> str:
     return str(blocks[0])
 
 
-def test_the_snippet_runs_and_shares(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_snippet_shares_and_its_output_is_attention_s(snippet: str) -> None:
     names: dict[str, Any] = {}
-    exec(compile(snippet, str(README), "exec"), names)
-    printed = capsys.readouterr().out
-    assert printed.startswith("<Plan: 2 queries, 8 query and 2 KV heads, ")
-    assert "  tokens [0, 512) of queries 0-1\n" in printed
+    given = "torch.randn(2, 8, 64),"
+    assert snippet.count(given) == 1
+    exec(compile(snippet.replace(given, f"q := {given}"), str(README), "exec"), names)
     segments = names["plan"].segments
     assert segments["kv_len"][segments["num_queries"] == 2].sum() == 512  # the prompt, read once
-    assert names["plan"].num_shared_items > 0
-    assert names["out"].shape == (2, 8, 64) and names["out"].isfinite().all()
-
-
-def test_the_snippet_s_output_is_attention_s(snippet: str) -> None:
-    names: dict[str, Any] = {}
-    torch.manual_seed(0)
-    exec(
-        compile(
-            snippet.replace("torch.randn(2, 8, 64),", "q := torch.randn(2, 8, 64),"),
-            str(README),
-            "exec",
-        ),
-        names,
-    )
     lens = torch.tensor([710, 650])
     caches = (names["k_cache"], names["v_cache"], names["req_to_token"])
     truth, _ = attention(names["q"], *caches, torch.tensor([0, 1]), lens, scale=64**-0.5)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -23,7 +24,9 @@ from sglang.srt.runtime_context import SpawnRanks
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.demo.counters import parse_counters
-from sglang_pat.srt.reporting import exports_metrics, scheduler_labels
+from sglang_pat.srt import metrics
+from sglang_pat.srt.metrics import exports_metrics, scheduler_labels
+from sglang_pat.stats import Stats
 
 RANKS = SpawnRanks(world_rank=0)
 
@@ -175,3 +178,36 @@ def test_a_label_of_the_operators_does_not_displace_ours(tmp_path: Path) -> None
     """``--extra-metric-labels`` may have any name, ``reason`` too."""
     lines = _scrape(tmp_path, ("1", "reason=none", "cell=b"))
     assert 'sglang_pat_fallbacks_total{cell="b",reason="a reason"} 1.0' in lines
+
+
+def test_a_server_of_single_requests_logs_its_totals(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once a minute, as one that packs; not without any step."""
+
+    class Stopped(Exception):
+        pass
+
+    class Clock:
+        def __init__(self, minutes: int) -> None:
+            self.seconds, self.end = 0.0, 60.0 * minutes
+
+        def monotonic(self) -> float:
+            return self.seconds
+
+        def sleep(self, seconds: float) -> None:
+            self.seconds += seconds
+            if self.seconds > self.end + 1:
+                raise Stopped
+
+    caplog.set_level(logging.INFO, logger="sglang_pat")
+    stats = Stats()
+    for steps in (0, 3):
+        for _ in range(steps):
+            stats.small_batch(1)
+        monkeypatch.setattr(metrics, "time", Clock(minutes=2))
+        with pytest.raises(Stopped):
+            metrics.Reporter(stats, {}, export=False)._run()
+        said = [line for line in caplog.messages if "since its start" in line]
+        assert len(said) == bool(steps)
+    assert said[0].endswith("as intended: 3 x small_batch")

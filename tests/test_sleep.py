@@ -27,8 +27,8 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGH
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
-from sglang_pat.srt import sleep
-from sglang_pat.srt.sizing import make_executor
+from sglang_pat.srt import hook
+from sglang_pat.srt.factory import make_executor
 
 HEADS: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 LOST = 0x5A  # what stands in memory that came back
@@ -79,7 +79,7 @@ class Adapter:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sleepers of other tests, and no device to wait for."""
-    monkeypatch.setattr(sleep, "_sleepers", type(sleep._sleepers)())
+    monkeypatch.setattr(hook, "_sleepers", type(hook._sleepers)())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
 
 
@@ -87,7 +87,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def resume(monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's resume of a scheduler, hooked as the registry hooks it."""
     manager = weight_updater.SchedulerWeightUpdaterManager
-    hooked = _wrap_fn(manager.resume_memory_occupation, sleep.after_resume, HookType.AFTER)
+    hooked = _wrap_fn(manager.resume_memory_occupation, hook.after_resume, HookType.AFTER)
     monkeypatch.setattr(manager, "resume_memory_occupation", hooked)
     updater = SimpleNamespace(
         offload_tags={"kv_cache", "weights", "cuda_graph"},
@@ -107,7 +107,7 @@ def executor_of(monkeypatch: pytest.MonkeyPatch) -> tuple[Executor, FakeWorkspac
     target = Target.cpu(threads=1, max_queries=4, **HEADS)
     made = Executor(target, PatConfig(), torch.zeros(5, 64, dtype=torch.int32))
     made._workspace = workspace = FakeWorkspace(target)
-    sleep.reset_on_wake(made)
+    hook.reset_on_wake(made)
     return made, workspace
 
 
@@ -158,11 +158,11 @@ def test_without_the_hook_a_server_that_may_sleep_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also by an SGLang that does not have the function at all."""
-    for target in (sleep.TARGET, sleep.TARGET + "_of_old", "sglang.srt.nothing.resume"):
-        monkeypatch.setattr(sleep, "TARGET", target)
+    for target in (hook.RESUME, hook.RESUME + "_of_old", "sglang.srt.nothing.resume"):
+        monkeypatch.setattr(hook, "RESUME", target)
         with pytest.raises(RuntimeError, match=r"hook after .*resume.* is not installed"):
-            sleep.kv_cache_region(SimpleNamespace(memory_saver_adapter=Adapter()))
-    sleep.kv_cache_region(SimpleNamespace(memory_saver_adapter=Adapter(enabled=False)))
+            hook.kv_cache_region(SimpleNamespace(memory_saver_adapter=Adapter()))
+    hook.kv_cache_region(SimpleNamespace(memory_saver_adapter=Adapter(enabled=False)))
 
 
 class Made:
@@ -251,12 +251,9 @@ def test_the_options_of_the_server_reach_the_target(
 ) -> None:
     made = Made(monkeypatch)
     target = made.executor(64).target
-    found = (target.policy, target.split, target.branching, target.partial_bytes)
-    assert found == ("bytes", "cost", "cost", 4)
-    options = {"policy": "naive", "split": "mean", "branching": "never", "partial": "bf16"}
-    target = made.executor(64, **options).target
-    found = (target.policy, target.split, target.branching, target.partial_bytes)
-    assert found == ("naive", "mean", "never", 2)
+    assert (target.policy, target.partial_bytes) == ("default", 4)
+    target = made.executor(64, policy="pat", partial="bf16").target
+    assert (target.policy, target.partial_bytes) == ("pat", 2)
 
 
 def test_there_is_no_budget_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ TREE = Tree((1, 2, 6), (300, 200, 40))
 HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 TARGETS = {
     "packs": Target.cpu(threads=2, max_queries=8, **HEADS),
-    "branches": Target.h200(max_queries=8, branching="always", **HEADS),
+    "branches": Target.h200(max_queries=8, cuts=("branches",), **HEADS),
 }
 
 

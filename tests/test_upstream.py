@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from sglang_pat.srt import hook, upstream
+from sglang_pat.srt import factory, hook
 
 ROOT = Path(__file__).parents[1]
 PATCH = ROOT / "patches" / "0.5.23-pat.patch"
@@ -109,9 +109,9 @@ def test_the_proposal_counts_the_lines_of_each_part() -> None:
 
 def test_without_the_patch_the_plugin_does_as_before() -> None:
     """And is run on SGLang as released, not on a patched one."""
-    assert not upstream.carries_requests()
-    assert isinstance(upstream.batches_of(SimpleNamespace()), hook.Mailbox)
-    assert not upstream.draft_with("triton")
+    assert not hook.carries_requests()
+    assert isinstance(hook.batches_of(SimpleNamespace()), hook.Mailbox)
+    assert not factory.draft_with("triton")
 
 
 def test_the_patched_copy_does_what_the_plugin_takes_it_for(copy: Path, tmp_path: Path) -> None:

@@ -147,24 +147,6 @@ def test_a_cpu_server(venv_with_sglang: Path) -> None:
     _run(venv_with_sglang, *command, "-k", "page1-overlap-rust", seconds=1700)
 
 
-def test_pythons_are_found_by_what_they_say_of_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shim of pyenv is on PATH for versions that are not chosen, and only fails."""
-    shim = tmp_path / f"python{OURS}"
-    shim.write_text("#!/bin/sh\nexit 127\n")
-    shim.chmod(0o755)
-    installed = tmp_path / ".pyenv" / "versions" / f"{OURS}.9" / "bin" / "python"
-    installed.parent.mkdir(parents=True)
-    installed.symlink_to(sys.executable)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert wheels.find_python(OURS) == installed
-    assert wheels.find_python("3.9") is None
-    with pytest.raises(wheels.ReleaseError, match=r"no Python of 3\.9 is on PATH"):
-        wheels.main(["3.9"])
-
-
 def test_a_wheel_that_is_too_large_is_refused(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.host.live import CACHES, LiveCache, changing_batches, text
-from sglang_pat.srt.lengths import known
-from sglang_pat.srt.step import StepPlanner
+from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 

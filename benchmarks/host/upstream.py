@@ -26,10 +26,9 @@ from typing import Any
 import torch
 
 from benchmarks.host.live import LiveCache, changing_batches
-from sglang_pat.srt import hook, upstream
-from sglang_pat.srt.lengths import known
+from sglang_pat.srt import hook
 from sglang_pat.srt.radix import SETTLE_STEPS
-from sglang_pat.srt.step import StepPlanner
+from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
@@ -77,7 +76,7 @@ def measure(queries: int) -> dict[str, float]:
     cache, batches = scheduled_batches(queries)
     prefill = SimpleNamespace(**vars(batches[0][0]) | {"forward_mode": ForwardMode.EXTEND})
     runner = SimpleNamespace()
-    source = upstream.batches_of(runner)
+    source = hook.batches_of(runner)
     target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=queries)
     steps = StepPlanner(target, Stats())
 
@@ -93,7 +92,7 @@ def measure(queries: int) -> dict[str, float]:
 
     for repeat in range(REPEATS):
         # A request ends and another is prefilled: a change of the batch comes with both.
-        if upstream.carries_requests():
+        if hook.carries_requests():
             cache.tree.anchor_version += 1
         hand_over(prefill)
         batch, lens = batches[repeat % len(batches)]
@@ -113,7 +112,7 @@ def measure_here() -> None:
     """Print one JSON object a line for each of ``QUERIES``."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if upstream.carries_requests():
+    if hook.carries_requests():
         from sglang.srt.model_executor.forward_batch_info import RequestHandles
 
         Forward.handles = RequestHandles
@@ -121,9 +120,9 @@ def measure_here() -> None:
         target = f"{Forward.__module__}.Forward.init_new"
         HookRegistry.register(target, hook.after_init_new, HookType.AFTER)
         HookRegistry.apply_hooks()
-        assert hook.is_installed(Forward.init_new)
+        assert hook.is_installed(hook.INIT_NEW, hook.after_init_new)
     for queries in QUERIES:
-        row = {"queries": queries, "patched": upstream.carries_requests(), **measure(queries)}
+        row = {"queries": queries, "patched": hook.carries_requests(), **measure(queries)}
         print(json.dumps(row), flush=True)
 
 

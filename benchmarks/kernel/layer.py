@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import TreeBatch, make_batch, relative
 from sglang_pat import Target, decode, reference
 from sglang_pat.config import PatConfig
-from sglang_pat.planner import Planner
+from sglang_pat.planner import Plan, Planner
 from sglang_pat.workspace import Workspace
 
 PLAN_REPEATS = 15
@@ -96,13 +96,19 @@ class Layer:
         heads: Heads,
         settings: PatOptions,
         scale: float,
+        plan: Plan | None = None,
     ) -> None:
+        """``plan``: one of other rules, which gets the room that it needs."""
         target = settings.target(tree, heads)
         self.batch, self.tree, self.scale = batch, tree, scale
         self._planner = Planner(target)
-        self.plan = self._planner.plan(tree.paths, tree.seq_lens)
+        self.plan = plan or self._planner.plan(tree.paths, tree.seq_lens)
         self.workspace = Workspace(
-            target,
+            replace(
+                target,
+                max_items=max(target.max_items, self.plan.num_items),
+                max_partials=max(target.max_partials, self.plan.num_partials),
+            ),
             batch.req_to_token.shape[1],
             batch.q.device,
             launch=PatConfig(policy=settings.policy).launch,

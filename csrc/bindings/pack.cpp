@@ -125,6 +125,7 @@ class Planner {
   // Of the last plan: parent (-1: none), start, end and queries of each node, parents first, and
   // the deepest node of each query.
   py::tuple last_tree() const {
+    PAT_CHECK(tree_ != nullptr, "there is no last plan, or it has raised: plan a batch first");
     std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> nodes;
     for (const PackNode& node : tree_->nodes) {
       nodes.emplace_back(node.parent, node.start, node.end, node.num_queries);
@@ -160,6 +161,7 @@ class Planner {
   }
 
   Plan make(const PathView& paths, const Int64Array& seq_lens) {
+    tree_ = nullptr;  // if the batch is refused
     tree_ = &builder_.build(paths, seq_lens.data(), draft_tokens_);
     return scheduler_.schedule(*tree_, seq_lens.data(), static_cast<int32_t>(paths.num_queries));
   }

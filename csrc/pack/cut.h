@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -37,6 +38,13 @@ inline constexpr std::array kCuts = {
     Cut{"sm_parts", 0.5, 0, 0},
     Cut{"quarter_parts", 2.0, 0, 0},
 };
+
+// Bits of the cuts without branches, as in Target::cuts.
+inline constexpr uint32_t kPieceCuts = [] {
+  uint32_t bits = 0;
+  for (size_t i = 0; i < kCuts.size(); ++i) bits |= uint32_t{kCuts[i].branch_rows == 0} << i;
+  return bits;
+}();
 
 // A batch to be cut.
 struct Batch {

@@ -39,7 +39,7 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
     const std::vector<int32_t> pieces = split_by_mean(target_, packs_);
     least_.take(packs_);
     least_.split(target_, without_wide_, [&](int32_t i) { return pieces[i]; });
-    if (!least_.assign(num_queries)) degraded = make_simpler(batch);
+    if (!fits(least_, num_queries)) degraded = make_simpler(batch);
   } else {
     packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kBytes, packs_);
     if (!make_least(batch)) degraded = make_simpler(batch);
@@ -51,6 +51,14 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
 
 Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
                          const uint8_t* takes_over, const int32_t* piece_tokens) {
+  const int32_t drafts = target_.draft_tokens > 1 ? target_.draft_tokens : 0;
+  for (int32_t query = 0; query < num_queries; ++query) {
+    const bool alone = tree.query_node[query] == kNoNode;
+    const int64_t least = (alone ? 0 : tree.query_prefix[query]) + drafts;
+    PAT_CHECK((alone && seq_lens[query] == 0) || seq_lens[query] >= least, "query ", query,
+              ": sequence length ", seq_lens[query], " is less than the ", least,
+              " tokens that the last plan needs: give the lengths of that plan");
+  }
   const Batch batch = batch_of(tree, seq_lens, num_queries);
   packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kGiven, packs_,
                  takes_over);
@@ -87,7 +95,7 @@ bool Scheduler::make_least(const Batch& batch) {
   if (target_.cuts == 0) {
     least_.take(packs_);
     least_.split(target_, without_wide_, [](int32_t) { return INT32_MAX; });
-    if (!least_.assign(batch.num_queries)) return false;
+    if (!fits(least_, batch.num_queries)) return false;
     least_s_ = judge_.seconds(least_, batch.unique_tokens, Judge::kNever);
     return true;
   }
@@ -101,49 +109,56 @@ bool Scheduler::make_least(const Batch& batch) {
   return least_s_ < Judge::kNever;
 }
 
+bool Scheduler::fits(Items& items, int32_t num_queries) {
+  if (items.assign(num_queries)) return true;
+  unfit_ = unfit(items);
+  return false;
+}
+
 // Cuts into other_. Returns false for a cut that gives no branches where it should, that cannot
 // take the least time, or that does not fit the buffers.
 bool Scheduler::make(const Batch& batch, const Cut& cut) {
-  if (cut.branch_rows == 0) {
+  const bool branches = cut.branch_rows > 0 && make_branches(batch, cut);
+  if (!branches) {
+    // A cut without the branches that it should have is only made where no other is asked for.
+    if (cut.branch_rows > 0 && (target_.cuts & kPieceCuts) != 0) return false;
     other_.take(packs_);
-  } else {
-    if (batch.tree.nodes.empty() || cut.branch_rows < target_.group()) return false;
-    if (!std::exchange(ordered_, true)) {
-      order_.read(batch.tree, batch.seq_lens, batch.num_queries);
-    }
-    const int64_t branch_tokens = other_.branch(order_, target_, cut);
-    if (branch_tokens == 0 || judge_.least_seconds(target_, branch_tokens) >= least_s_ ||
-        !other_.list_branches(target_)) {
-      return false;
-    }
   }
   // Where all packs stay whole, so they do with longer pieces.
   const int32_t tokens = other_.piece_tokens(cut, target_);
-  if (cut.branch_rows == 0) {
+  if (!branches) {
     const bool whole = tokens >= batch.longest;
     if (whole && whole_) return false;
     whole_ |= whole;
   }
   other_.split(target_, without_wide_,
                [&](int32_t i) { return equal_tokens(target_, other_.packs().packs[i], tokens); });
-  return other_.assign(batch.num_queries);
+  return fits(other_, batch.num_queries);
+}
+
+// Makes the branches of a cut in other_. Returns false if there are none, if they cannot take the
+// least time, or if they do not fit the buffers.
+bool Scheduler::make_branches(const Batch& batch, const Cut& cut) {
+  if (batch.tree.nodes.empty() || cut.branch_rows < target_.group()) return false;
+  if (!std::exchange(ordered_, true)) order_.read(batch.tree, batch.seq_lens, batch.num_queries);
+  const int64_t branch_tokens = other_.branch(order_, target_, cut);
+  return branch_tokens > 0 && judge_.least_seconds(target_, branch_tokens) < least_s_ &&
+         other_.list_branches(target_);
 }
 
 // Where no cut fits the buffers: packs that are not split, else every query by itself. Returns why.
 std::string Scheduler::make_simpler(const Batch& batch) {
-  const auto fits = [&](int32_t tokens) {
+  const auto fits_whole = [&] {
     least_.take(packs_);
-    least_.split(target_, without_wide_, [&](int32_t) { return tokens; });
-    return least_.assign(batch.num_queries);
+    least_.split(target_, without_wide_, [](int32_t) { return INT32_MAX; });
+    return fits(least_, batch.num_queries);
   };
-  least_.take(packs_);
-  fits(least_.piece_tokens(kCuts.front(), target_));
-  std::string why = "without splits: " + unfit(least_);
-  if (!fits(INT32_MAX)) {
-    why = "without packs: " + unfit(least_);
+  std::string why = "without splits: " + unfit_;
+  if (!fits_whole()) {
+    why = "without packs: " + unfit_;
     packer_.choose(without_wide_, batch.tree, batch.seq_lens, batch.num_queries,
                    Packer::Rule::kNone, packs_);
-    fits(INT32_MAX);
+    fits_whole();
   }
   least_s_ = judge_.seconds(least_, batch.unique_tokens, Judge::kNever);
   return why;

@@ -40,6 +40,8 @@ class Scheduler {
   bool make_least(const Batch& batch);
   bool has_cut(size_t index) const { return target_.cuts >> index & 1; }
   bool make(const Batch& batch, const Cut& cut);
+  bool make_branches(const Batch& batch, const Cut& cut);
+  bool fits(Items& items, int32_t num_queries);
   std::string make_simpler(const Batch& batch);
   Plan emit(const Batch& batch);
 
@@ -51,6 +53,7 @@ class Scheduler {
   bool ordered_ = false;  // whether order_ is of the batch at hand
   bool whole_ = false;    // whether packs without branches that stay whole were judged
   Items least_, other_;   // the plan that takes the least time so far, and the one to be judged
+  std::string unfit_;     // what the last items that did not fit the buffers needed
   double least_s_ = 0.0;  // that the judge expects of least_
   Judge judge_;
   Emitter emitter_;

@@ -35,7 +35,7 @@ def default_device() -> str:
     """``cuda`` if there is a GPU and ``pat`` serves it, else ``cpu``."""
     import torch
 
-    from sglang_pat.srt.refusals import reason_against_gpu
+    from sglang_pat.srt.support import reason_against_gpu
 
     return "cuda" if torch.cuda.is_available() and not reason_against_gpu() else "cpu"
 

@@ -1,72 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend: SGLang's own for the device, with plain decode replaced.
+"""The attention backend: SGLang's own for the device, with plain decode replaced, or on a server
+that speculates the verification of drafts.
 
 A subclass rather than a wrapper: whatever SGLang asks of a backend beside decode is answered by
-the base, and a layer that is not ours is one ``super()`` call away.
+the base, and a layer that is not ours is one ``super()`` call away. ``S``: SGLang 0.5.23's
+``srt/``.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_pat.config import PatConfig
-from sglang_pat.srt import upstream
-from sglang_pat.srt.base import prefill_attention
-from sglang_pat.srt.check import check_plan
+from sglang_pat.executor import Executor
+from sglang_pat.planner import Plan
 from sglang_pat.srt.dump import make_tap
-from sglang_pat.srt.forward import Forward, Phase, beyond_workspace, no_memory
-from sglang_pat.srt.hook import LiveBatch
-from sglang_pat.srt.layer_mixin import LayerMixin
-from sglang_pat.srt.lengths import Lengths, lengths_of
-from sglang_pat.srt.pipeline import micro_batches
-from sglang_pat.srt.reporting import start_reporter
-from sglang_pat.srt.routes import LayerRoutes
-from sglang_pat.srt.scales import CapturedScales
-from sglang_pat.srt.sizing import make_executor
-from sglang_pat.srt.step import StepPlanner
-from sglang_pat.srt.step_clock import StepClock
+from sglang_pat.srt.hook import LiveBatch, batches_of
+from sglang_pat.srt.layers import LayerRoutes, Survey
+from sglang_pat.srt.metrics import start_reporter
+from sglang_pat.srt.radix import check_plan
+from sglang_pat.srt.step import (
+    Lengths,
+    StepClock,
+    StepPlanner,
+    bounds_of,
+    lengths_of,
+    micro_batches,
+)
+from sglang_pat.srt.stock import prefill_attention
+from sglang_pat.srt.support import E4M3
 from sglang_pat.stats import Stats
-
-if TYPE_CHECKING:
-    from sglang_pat.planner import Plan
-    from sglang_pat.srt.survey import Survey
 
 logger = logging.getLogger("sglang_pat")
 
 
-class PatDecodeMixin(LayerMixin):
+class Phase(Enum):
+    """What a forward is prepared for."""
+
+    EAGER = auto()
+    CAPTURE = auto()
+    REPLAY = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Forward:
+    """How one forward is served, from its preparation to its last layer.
+
+    ``served``: pat has a plan for it, so its layers run on pat. ``captured``: in the capture of a
+    decode graph, the plan that replays of it can always fall back to. ``unprepared``: the batch
+    that the base has not prepared yet, kept in case a layer turns out to be the base's.
+    ``in_base``: the base prepares it without a graph; some bases call the two methods of graphs
+    from there.
+    """
+
+    phase: Phase = Phase.EAGER
+    served: bool = False
+    captured: Plan | None = None
+    unprepared: Any = None
+    in_base: bool = False
+
+
+class Scales(NamedTuple):
+    """What the values of a layer's K and V in fp8_e4m3 are multiplied by.
+
+    SGLang stores K / k_scale and V / v_scale, and every attention multiplies by them again. A layer
+    has each as a tensor on the device (``k_scale``), with which the pool writes, and as a float on
+    the host (``k_scale_float``), which our kernels take; both are None for a checkpoint without
+    scales, which means 1 (S layers/quantization/kv_cache.py, layers/radix_attention.py:94).
+    """
+
+    k: float
+    v: float
+
+
+ONES = Scales(1.0, 1.0)
+
+
+def scales_of(layer: Any) -> Scales:
+    """The scales of a layer that is ours; reads no device memory."""
+    k, v = layer.k_scale_float, layer.v_scale_float
+    return Scales(1.0 if k is None else k, 1.0 if v is None else v)
+
+
+class CapturedScales:
+    """The scales that are in decode graphs, where they are parameters of launches: what SGLang
+    loads later does not reach them."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[Any, Scales]] = {}
+
+    def add(self, layer: Any, scales: Scales) -> None:
+        """Note a layer of a graph that is being captured. One without scales cannot get any."""
+        if layer.k_scale is not None or layer.v_scale is not None:
+            self._layers[id(layer)] = layer, scales
+
+    def check(self) -> None:
+        """Raise RuntimeError if a weight update has changed a scale since the capture."""
+        for layer, scales in self._layers.values():
+            if layer.k_scale_float != scales.k or layer.v_scale_float != scales.v:
+                raise RuntimeError(
+                    f"sglang_pat: the K/V scales of layer {layer.layer_id} are now "
+                    f"{tuple(scales_of(layer))}, but the decode graphs hold {tuple(scales)}: after "
+                    f"a weight update that changes them, restart the server, or run it with "
+                    f"--disable-cuda-graph"
+                )
+
+
+class PatDecodeMixin:
     """Plain decode by pack, forward and merge, in front of a base of SGLang."""
 
-    req_to_token_pool: Any  # of the base
+    req_to_token_pool: Any  # these two are of the base
+    token_to_kv_pool: Any
 
     def __init__(
         self,
         runner: Any,
         config: PatConfig,
+        executor: Executor,
         survey: Survey | None = None,
         *,
         packs: bool = True,
         **base_arguments: Any,
     ) -> None:
-        """``survey``: of the model's layers; those it lacks are decided when they come by.
-        ``packs``: whether a step may share anything on this server."""
+        """``executor``: for all batches of the runner. ``survey``: of the model's layers; those it
+        lacks are decided when they come by. ``packs``: whether a step may share anything."""
         super().__init__(runner, **base_arguments)  # type: ignore[call-arg]
         self._config = config
-        self._batches = upstream.batches_of(runner)
-        self._executor = make_executor(runner, config)
-        self._target = self._executor.target
+        self._batches = batches_of(runner)
+        self._executor = executor
+        self._target = executor.target
         self._stats = Stats()
         self._steps = StepPlanner(self._target, self._stats, micro_batches())
         self._steps.tap = make_tap(runner, config, self._target)
         self._clock = StepClock(on_gpu=runner.device == "cuda")
         self._forward = Forward()
         self._scales = CapturedScales()
-        self._captured = {}
+        # By its rows, of each graph that has captured a layer of ours: a plan for any batch of it.
+        self._captured: dict[int, Plan] = {}
         reporter = start_reporter(self._stats, serving=packs)
         self._layers = LayerRoutes(survey, self._target, reporter)
         logger.info(
@@ -102,7 +180,11 @@ class PatDecodeMixin(LayerMixin):
             return False
         requests, room = forward_batch.batch_size, self._target.max_queries
         if requests > room:
-            why = beyond_workspace(requests, room)
+            # The pool has no more requests, but data parallel attention may pad a batch beyond it.
+            why = (
+                f"a batch of {requests} requests, padding included, is beyond the {room} that the "
+                "server runs, so SGLang's attention serves it"
+            )
             self._stats.fall_back("batch beyond the workspace", why)
             return False
         self._clock.start()
@@ -112,7 +194,7 @@ class PatDecodeMixin(LayerMixin):
         try:
             self._load(plan, batch, forward_batch)
         except torch.cuda.OutOfMemoryError as error:
-            why = no_memory(plan, "SGLang's attention serves them")
+            why = _no_memory(plan, "SGLang's attention serves them")
             self._stats.fall_back("no memory for the slots", f"{why}: {error}")
             return False
         return True
@@ -238,7 +320,7 @@ class PatDecodeMixin(LayerMixin):
         except torch.cuda.OutOfMemoryError as error:
             if eager:  # the base can serve it
                 raise
-            why = no_memory(plan, "they are in the host's, which is slower")
+            why = _no_memory(plan, "they are in the host's, which is slower")
             self._stats.fall_back("no memory for the slots", f"{why}: {error}")
             self._executor.load(plan, rows, list_on_host=True)
         if eager:
@@ -251,6 +333,189 @@ class PatDecodeMixin(LayerMixin):
         if self._config.check:
             table = self.req_to_token_pool.req_to_token
             check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)
+
+    def _prepare_base(self, forward_batch: Any) -> None:
+        self._forward.in_base = True
+        try:
+            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        finally:
+            self._forward.in_base = False
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv]."""
+        out = self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        if out is not None:
+            return out
+        return super().forward_decode(  # type: ignore[misc, no-any-return]
+            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+        )
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """One layer of the forward that ``_forward`` says, or None if it is the base's, which is
+        prepared then."""
+        served = self._forward.served
+        pool = self.token_to_kv_pool
+        if served and (reason := self._layers.reason_against(layer, q.dtype, pool, kwargs)):
+            self._stats.base_layer(reason)
+            served = False
+        if not served:
+            if self._forward.unprepared is not None:  # a layer that had not come by before
+                self._prepare_base(self._forward.unprepared)
+                self._forward.unprepared = None
+            return None
+        captured = self._forward.captured
+        if captured is not None:
+            self._captured[captured.num_queries] = captured
+        if save_kv_cache and k is not None and v is not None:
+            loc = KVWriteLoc.for_layer(forward_batch, layer)
+            pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+        heads = layer.tp_q_head_num
+        out = q.new_empty((q.shape[0], heads * layer.v_head_dim))
+        keys = pool.get_key_buffer(layer.layer_id)
+        scales = ONES
+        if keys.dtype == E4M3:
+            scales = scales_of(layer)
+            if captured is not None:
+                self._scales.add(layer, scales)
+        self._executor.decode(
+            q.reshape(-1, heads, layer.qk_head_dim),
+            keys,
+            pool.get_value_buffer(layer.layer_id),
+            out.view(-1, heads, layer.v_head_dim),
+            scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            k_scale=scales.k,
+            v_scale=scales.v,
+        )
+        return out
+
+
+class PatVerifyMixin(PatDecodeMixin):
+    """Verification of draft tokens by pack, forward and merge, in front of a base.
+
+    A request is one query with ``Target.draft_tokens`` tokens: its own K/V are read once for all of
+    them, shared K/V once for all requests. SGLang sends the layers of a verify step to
+    ``forward_extend``, with the draft tokens of a request as neighbouring rows of q.
+    """
+
+    verify_mask: Any  # of the base
+
+    def _admit(self, forward_batch: Any, batch: LiveBatch | None) -> bool:
+        mode = forward_batch.forward_mode
+        if not mode.is_target_verify():
+            if mode.is_decode():
+                self._stats.fall_back("decode step on a server that speculates")
+            else:
+                self._count_other(forward_batch)
+            return False
+        given, planned = forward_batch.spec_info.draft_token_num, self._target.draft_tokens
+        if given != planned:
+            self._stats.fall_back("other draft tokens", f"{given} a request instead of {planned}")
+            return False
+        if self._on_cpu:
+            return True  # SGLang's attention on a CPU cannot verify
+        return self._admit_rows(forward_batch, batch)
+
+    @property
+    def _on_cpu(self) -> bool:
+        device: str = self.token_to_kv_pool.device
+        return device == "cpu"
+
+    def _lengths(self, forward_batch: Any, batch: LiveBatch | None) -> Lengths:
+        """SGLang's lengths of a verify step do not count the draft tokens, a plan's do."""
+        draft_tokens = self._target.draft_tokens
+        if forward_batch.seq_lens_cpu is None and batch is not None:
+            why = "the host's bounds are far apart"
+            try:
+                bounds = bounds_of(batch.reqs, draft_tokens)
+            except (AttributeError, TypeError) as error:  # not requests as SGLang has them
+                bounds, why = None, repr(error)
+            if bounds is not None:
+                return bounds
+            self._stats.fall_back("lengths read from the GPU", why)
+        return lengths_of(forward_batch, draft_tokens)
+
+    def _snapshot(self, forward_batch: Any) -> None:
+        with_drafts = forward_batch.seq_lens + self._target.draft_tokens
+        self._executor.snapshot(forward_batch.req_pool_indices, with_drafts)
+
+    def _load(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> None:
+        """Where drafts may be a tree, their masks first: without memory for these the step is not
+        served, and the time that they take is the step's."""
+        if self._executor.has_draft_masks:
+            spec_info = forward_batch.spec_info
+            self._executor.read_draft_masks(
+                spec_info.custom_mask,
+                forward_batch.seq_lens,
+                with_prefix=have_prefix(spec_info, self.verify_mask),
+            )
+        super()._load(plan, batch, forward_batch)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One layer of a verify step, q [B * T, Hq * D] -> [B * T, Hq * Dv]; or of another forward,
+        which is the base's."""
+        out = self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        if out is not None:
+            return out
+        if self._on_cpu and forward_batch.forward_mode.is_target_verify():
+            raise RuntimeError(
+                "sglang_pat: could not serve a verify step, for the reason in the last warning, "
+                "and SGLang's attention on a CPU has none: restart without --speculative-algorithm"
+            )
+        return super().forward_extend(  # type: ignore[misc, no-any-return]
+            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+        )
+
+
+def have_prefix(spec_info: Any, verify_mask: Any) -> bool:
+    """Whether the masks of a verify step are ``with_prefix``.
+
+    ``verify_mask``: the buffer of SGLang's backend, into which EAGLE's workers write their masks (S
+    speculative/eagle_worker_common.py:411); None without one. NGRAM's have a tensor of their own,
+    by the rule of EAGLE's without a buffer (S speculative/ngram_worker.py:350).
+    """
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
+    from sglang.srt.speculative.spec_info import SpecInputType
+
+    own = verify_mask is None or spec_info.spec_input_type == SpecInputType.NGRAM_VERIFY
+    mode = default_tree_mask_mode() if own else verify_mask.mode
+    full: bool = mode == TreeMaskMode.FULL_MASK
+    return full
+
+
+def _no_memory(plan: Plan, instead: str) -> str:
+    """Why the list of slots of a plan could not be made longer, and what is done ``instead``."""
+    return (
+        f"a plan for {plan.num_queries} requests lists {plan.list_tokens} slots, for which the GPU "
+        f"has no memory, so {instead}; lower --mem-fraction-static"
+    )
 
 
 @lru_cache

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the attention backend of a model runner: ours over the right base, or SGLang's own."""
+"""Makes the attention backend of a model runner: ours over the right base with an executor as large
+as the runner's pools and decode graphs need, or SGLang's own."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
+from importlib import import_module
 from typing import Any
 
+import torch
+
+from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
-from sglang_pat.srt import refusals, upstream
-from sglang_pat.srt.backend import PatDecodeMixin, extend
-from sglang_pat.srt.base import base_of, build_stock
-from sglang_pat.srt.reporting import start_reporter
-from sglang_pat.srt.stock import lost_states
-from sglang_pat.srt.support import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
-from sglang_pat.srt.survey import Survey, survey_layers
-from sglang_pat.srt.verify import PatVerifyMixin
+from sglang_pat.executor import Executor
+from sglang_pat.srt import BACKEND, hook, launch, stock, support
+from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin, extend
+from sglang_pat.srt.layers import Survey, heads_of, survey_layers
+from sglang_pat.srt.metrics import start_reporter
 from sglang_pat.stats import Stats
+from sglang_pat.target import WITHOUT_BRANCHES, Target
 
 logger = logging.getLogger("sglang_pat")
 
@@ -27,35 +31,153 @@ def make_pat_backend(runner: Any) -> Any:
     the way out, and ValueError for an ``SGLANG_PAT_*`` variable that is not known.
     """
     config = PatConfig.from_env()
-    refusals.refuse_unsafe(runner)
+    launch.refuse_unsafe(runner)
     if runner.is_draft_worker:  # drafts do not go through the scheduler's batches
-        name, stock = build_stock(runner)
-        if runner.draft_attention_backend is None and not upstream.draft_with(name):
+        name, backend = stock.build_stock(runner)
+        if runner.draft_attention_backend is None and not draft_with(name):
             # By this name, else by the server's, "pat", SGLang makes the draft's other backends
             # (speculative/draft_utils.py), and knows only its own there.
             runner.draft_attention_backend = name
         logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", name)
-        return stock
-    idle = idle_reasons(runner.server_args, runner.model_config, min_batch=config.min_batch)
+        return backend
+    idle = support.idle_reasons(support.by_runner(runner), config.min_batch)
     survey = Survey({})
     if all(reason.serves for reason in idle):
         survey = survey_layers(runner)
         if survey.serves_none:
-            idle = [IdleReason(f"of the model it could serve {survey}", CHOOSE_ANOTHER)]
+            idle = [support.Reason(f"of the model it could serve {survey}", support.CHOOSE_ANOTHER)]
     if idle:
-        logger.warning("sglang_pat: %s", idle_message(idle))
+        logger.warning("sglang_pat: %s", support.idle_message(idle))
     if not all(reason.serves for reason in idle):
         start_reporter(Stats(), serving=False)
-        name, stock = build_stock(runner)
+        name, backend = stock.build_stock(runner)
         logger.info("sglang_pat: attention is SGLang's own, %s", name)
-        return stock
-    if why := lost_states(runner.server_args, runner.model_config):
+        return backend
+    if why := stock.lost_states(runner.server_args, runner.model_config):
         logger.warning("sglang_pat: %s", why)
-    base = base_of(runner)
+    base = stock.base_of(runner)
     # Without a reason against it, a server that speculates has its verify steps served.
     speculates = runner.server_args.speculative_algorithm is not None
     mixin = PatVerifyMixin if speculates else PatDecodeMixin
-    backend = extend(base.cls, mixin)(runner, config, survey, packs=not idle, **base.arguments)
+    backend = extend(base.cls, mixin)(
+        runner, config, make_executor(runner, config), survey, packs=not idle, **base.arguments
+    )
     dtype = str(runner.kv_cache_dtype).removeprefix("torch.")
     logger.info("sglang_pat: serves %s, K/V in %s", survey, dtype)
     return backend
+
+
+def draft_with(name: str) -> bool:
+    """Let the drafts of a server with ``pat`` run on SGLang's own backend ``name``. Whether SGLang
+    has a registry to say so in, which it has with ``patches/0.5.23-pat.patch``."""
+    drafts = import_module("sglang.srt.speculative.draft_utils")
+    register = getattr(drafts, "register_draft_attention_backend", None)
+    if register is None:
+        return False
+
+    def built_in(_factory: Any, factories: dict[str, Any]) -> Any:
+        return factories[name]()
+
+    register(BACKEND, decode=built_in, extend=built_in)
+    return True
+
+
+def make_executor(runner: Any, config: PatConfig) -> Executor:
+    """The executor of a model runner. Its target is sized by the runner's pools and graphs and, on
+    a GPU, by the budget of its workspace. After a sleep of the server it is as new."""
+    if config.policy != "default":
+        logger.info("sglang_pat: %s", config)
+    table = runner.req_to_token_pool.req_to_token
+    masks = _has_draft_masks(runner)
+    if table.device.type == "cpu":
+        executor = Executor(_cpu_target(runner, config), config, table, draft_masks=masks)
+    else:
+        capacity = _capacity(runner, config)
+        target = _gpu_target(runner, config, capacity)
+        region = partial(hook.kv_cache_region, runner)
+        tokens = capacity.list_tokens
+        executor = Executor(target, config, table, region, tokens, draft_masks=masks)
+    hook.reset_on_wake(executor)
+    return executor
+
+
+def _cpu_target(runner: Any, config: PatConfig) -> Target:
+    """For all requests of the pool: a CPU has no workspace, and so no budget."""
+    requests = runner.req_to_token_pool.size
+    return Target.cpu(
+        threads=torch.get_num_threads(),
+        max_queries=max(requests, _largest_graph(requests)),
+        **_options(runner, config),
+    )
+
+
+def _capacity(runner: Any, config: PatConfig) -> Capacity:
+    """What the workspace is made for: every batch of the server's pools. It is logged.
+
+    SGLang may shrink the K/V pool after the graphs are captured (S model_executor/
+    model_runner_components/kv_pool_runtime.py:149): the list of slots is then longer than needed.
+    """
+    heads = heads_of(runner)
+    requests = runner.req_to_token_pool.size
+    capacity = fit_workspace(
+        num_q_heads=heads.num_q_heads,
+        head_dim=heads.head_dim,
+        draft_tokens=heads.draft_tokens,
+        pool_requests=requests,
+        pool_tokens=runner.max_total_num_tokens,
+        largest_graph=_largest_graph(requests),
+        partial_dtype=config.partial_dtype,
+        budget=config.workspace_mb * MB,
+    )
+    if capacity.over_budget:
+        logger.warning("sglang_pat: %s", capacity.warning())
+    logger.info("sglang_pat: %s", capacity)
+    return capacity
+
+
+def _gpu_target(runner: Any, config: PatConfig, capacity: Capacity) -> Target:
+    device = runner.req_to_token_pool.req_to_token.device
+    options = _options(runner, config)
+    if _has_draft_masks(runner):
+        options["cuts"] = WITHOUT_BRANCHES  # they have no masks of drafted trees on a GPU
+    return Target.gpu(
+        torch.cuda.get_device_properties(device),
+        max_queries=capacity.max_queries,
+        max_partials=capacity.max_partials,
+        **options,
+    )
+
+
+def _options(runner: Any, config: PatConfig) -> dict[str, Any]:
+    """Fields of the target that the model and the server's options decide."""
+    return {
+        **heads_of(runner)._asdict(),
+        "kv_bytes": runner.kv_cache_dtype.itemsize,
+        "partial_bytes": config.partial_dtype.itemsize,
+        "policy": config.policy,
+    }
+
+
+def _has_draft_masks(runner: Any) -> bool:
+    """Whether the steps that pat serves verify draft tokens that may be a tree."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return heads_of(runner).draft_tokens > 1 and support.may_be_trees(
+        resolving_view(runner.server_args)
+    )
+
+
+def _largest_graph(pool_requests: int) -> int:
+    """Queries of the largest decode graph that SGLang may capture, padding included; 0 without
+    graphs. As ``get_batch_sizes_to_capture`` (S model_executor/runner/base_cuda_graph_runner.py:65)
+    clamps them."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.runtime_context import get_exec
+    from sglang.srt.utils import get_cuda_graph_max_batch_size
+
+    decode = get_exec().graph.cuda_graph_config.decode
+    if decode.backend == Backend.DISABLED:
+        return 0
+    sizes: list[int] = [*(decode.bs or ()), decode.max_bs or 0]
+    captured: int = get_cuda_graph_max_batch_size(pool_requests)
+    return min(max(sizes), captured)

@@ -1,20 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the scheduler's batch reaches the backend: one hook after ``ForwardBatch.init_new``.
+"""What SGLang tells us while a server runs: the batch of a step, and that the server has woken up.
 
 A ``ForwardBatch`` carries tensors but not the requests, and it is copied field by field on its way
 to the attention backend, so nothing can be attached to it. But ``init_new`` and the forward that
 follows run on one thread, after all evictions and splits of the step, so a mailbox on the model
-runner is enough: the hook puts the batch in, ``init_forward_metadata`` takes it out.
+runner is enough: the hook puts the batch in, ``init_forward_metadata`` takes it out. Where
+``patches/0.5.23-pat.patch`` is in SGLang, batches carry their requests, and there is no such hook.
+
+With ``--enable-memory-saver`` a server gives its memory back while it sleeps
+(``release_memory_occupation``) and takes it again (``resume_memory_occupation``): addresses stay,
+contents do not, and captured graphs stay valid. What we hold is allocated in the region of the K/V
+pool (S mem_cache/memory_pool.py:405, ``S`` being SGLang 0.5.23's ``srt/``), and a hook after the
+resume resets it. Without ``--enable-memory-saver`` the same requests only flush the cache, nothing
+is released, and the reset costs one copy of a plan.
 """
 
 from __future__ import annotations
 
+import logging
+import pkgutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
-TARGET = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+from sglang_pat.srt.interface import names_of
+
+logger = logging.getLogger("sglang_pat")
+
+INIT_NEW = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+RESUME = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.resume_memory_occupation"
+)
+_REPLAY = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
+_HANDLES = "request_handles"
 _ATTRIBUTE = "_sglang_pat_mailbox"
 
 
@@ -35,13 +58,65 @@ class LiveBatch:
     exact: bool = False
 
 
+class Batches(Protocol):
+    """Where a backend finds the requests of the forward that it prepares."""
+
+    # Of the forward taken last, as ``scheduled_mode`` has it; "" if no scheduler made it.
+    scheduled_mode: str
+
+    def take(self, forward_batch: Any) -> LiveBatch | None:
+        """Those of a decode or verify step, once; None for any other forward and for a warm-up."""
+
+
+def batches_of(runner: Any) -> Batches:
+    """Where the backend of this model runner finds the requests of its forwards."""
+    if not carries_requests():
+        return Mailbox.on(runner)
+    logger.debug("sglang_pat: takes the requests of a step from SGLang's forward batch, no hook")
+    return CarriedRequests()
+
+
+@cache
+def carries_requests() -> bool:
+    """Whether a ``ForwardBatch`` and the view that a graph replay makes of it name the requests."""
+    forward = INIT_NEW.removesuffix(".init_new")
+    return all(_HANDLES in names_of(path) for path in (forward, _REPLAY))
+
+
+class CarriedRequests:
+    """Takes the requests from the forward itself.
+
+    With ``anchor_version``, a counter of the prefix cache, equal rows and counters mean that every
+    request stands where it stood; without one, as with the hook, other forwards are counted.
+    """
+
+    def __init__(self) -> None:
+        self._others = 0
+        self.scheduled_mode = ""
+
+    def take(self, forward_batch: Any) -> LiveBatch | None:
+        # A replay's view has the mode of the capture, and beside it that of the forward.
+        mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode)
+        # SGLang also makes views of a forward that leave the requests out, such as a draft's.
+        handles = getattr(forward_batch, _HANDLES, None)
+        self.scheduled_mode = "" if handles is None else scheduled_mode(handles)
+        if handles is None or not (mode.is_decode() or mode.is_target_verify()):
+            self._others += 1
+            return None
+        cache, rows = handles.tree_cache, handles.req_pool_indices_cpu
+        version = getattr(cache, "anchor_version", None)
+        if version is None:
+            return LiveBatch(handles.reqs, cache, rows, self._others)
+        return LiveBatch(handles.reqs, cache, rows, version, exact=True)
+
+
 class Mailbox:
     """Holds the batch of the forward that comes next, if that is a decode or verify step."""
 
     def __init__(self) -> None:
         self._batch: LiveBatch | None = None
         self._mode = ""
-        self.scheduled_mode = ""  # of the forward that was taken last, as ``scheduled_mode`` has it
+        self.scheduled_mode = ""
         self.others = 0
 
     @classmethod
@@ -91,8 +166,61 @@ def after_init_new(
         mailbox.put(live, scheduled_mode(batch))
 
 
-def is_installed(function: Any, wanted: Any = after_init_new) -> bool:
-    """Whether the hook ``wanted`` is in the chain of wrappers around a hooked function."""
+class Sleeper(Protocol):
+    """What holds device memory whose contents a sleep loses."""
+
+    def reset(self) -> None:
+        """Be as new, at the same addresses."""
+
+
+# All of this process: it has one scheduler, whose sleep is of all that the process holds.
+_sleepers: WeakSet[Any] = WeakSet()
+
+
+def reset_on_wake(sleeper: Sleeper) -> None:
+    """Call ``sleeper.reset()`` whenever the K/V pool's memory has come back; holds no reference."""
+    _sleepers.add(sleeper)
+
+
+def after_resume(_result: Any, _updater: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER hook of ``resume_memory_occupation(self, recv_req)``; changes nothing of SGLang's."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    # No tags are all tags. A server may wake in parts, and until the K/V pool's is back our memory
+    # is not there to be written to.
+    if request.tags and GPU_MEMORY_TYPE_KV_CACHE not in request.tags:
+        return
+    for sleeper in list(_sleepers):
+        sleeper.reset()
+        logger.info("sglang_pat: awake, the next plan is loaded anew")
+
+
+def kv_cache_region(runner: Any) -> AbstractContextManager[None]:
+    """The context in which to allocate what sleeps with a model runner's K/V pool; one that does
+    nothing without ``--enable-memory-saver``.
+
+    Raises RuntimeError if nobody would tell us of the wake.
+    """
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    adapter = runner.memory_saver_adapter
+    if adapter.enabled and not is_installed(RESUME, after_resume):
+        raise RuntimeError(
+            f"sglang_pat: the hook after {RESUME} is not installed, so after a sleep stale memory "
+            "would be read: look for 'Failed to apply hooks' in the log above, or drop "
+            "--enable-memory-saver"
+        )
+    region: AbstractContextManager[None] = adapter.region(GPU_MEMORY_TYPE_KV_CACHE)
+    return region
+
+
+def is_installed(target: str, wanted: Any) -> bool:
+    """Whether the hook ``wanted`` is in the chain of wrappers around the function at a dotted path
+    of SGLang; False where there is none."""
+    try:
+        function = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):  # another SGLang, to which no hook was applied either
+        return False
     function = getattr(function, "__func__", function)
     while function is not None:
         for cell in getattr(function, "__closure__", None) or ():

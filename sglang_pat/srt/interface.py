@@ -8,12 +8,11 @@ some of which take seconds; a class has what it or its bases define or assign to
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Iterator
-
-from sglang_pat.config import TESTED_SGLANG
-from sglang_pat.srt import hook, upstream
-from sglang_pat.srt.source import names_of
+from functools import cache
+from pathlib import Path
 
 _FORWARD = ("batch_size", "forward_mode", "spec_info", "encoder_lens", "req_pool_indices")
 _LENGTHS = ("seq_lens", "seq_lens_cpu")
@@ -98,21 +97,9 @@ ATTRIBUTES = {
 }
 
 
-def interface_mismatches() -> Iterator[str]:
-    """What SGLang lacks of the interface that the plugin uses, the hook included, by name."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.version import __version__
-
-    tested = " and ".join(TESTED_SGLANG)
-    other = f"sglang_pat is made for SGLang {tested} as released, this is {__version__}"
-    if not upstream.carries_requests() and not hook.is_installed(ForwardBatch.init_new):
-        yield (
-            f"the hook after {hook.TARGET} is not installed: look for 'Failed to apply hooks' or "
-            "'Failed to execute general plugin: pat' in the log above, and list pat in "
-            "SGLANG_PLUGINS if that is set"
-        )
-    for reason in (*_signatures(), *_attributes(), *_path_elements()):
-        yield f"{reason}: {other}"
+def interface_mismatches() -> list[str]:
+    """What SGLang lacks of the interface that the plugin uses, by name."""
+    return [*_signatures(), *_attributes(), *_path_elements()]
 
 
 def _signatures() -> Iterator[str]:
@@ -157,3 +144,76 @@ def _path_elements() -> Iterator[str]:
     found = TreePathNodeInfo.__struct_fields__[: len(expected)]
     if found != expected:
         yield f"TreePathNodeInfo begins with {found}, not {expected}"
+
+
+@cache
+def names_of(path: str) -> frozenset[str]:
+    """Names of the attributes of a class's instances, by its dotted path, from the source text:
+    what it and its bases define or assign to ``self``, and ``a.b`` where it uses ``self.a.b``. Of a
+    function the keywords that it makes a SimpleNamespace of. Empty for what is not there.
+    """
+    module, _, name = path.rpartition(".")
+    definitions, imports = _module(module)
+    node = definitions.get(name)
+    if node is None:
+        return frozenset()
+    if not isinstance(node, ast.ClassDef):
+        return frozenset(_keywords(node))
+    names = set(_own_names(node))
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            source = module if base.id in definitions else imports.get(base.id, "")
+            if source.startswith("sglang."):
+                names |= names_of(f"{source}.{base.id}")
+    return frozenset(names)
+
+
+@cache
+def _module(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
+    """A module's classes and functions by name, and the module that each import comes from."""
+    import sglang
+
+    path = Path(sglang.__path__[0], *name.split(".")[1:])
+    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    body = ast.parse(files[0].read_text(encoding="utf-8")).body if files else []
+    definitions: dict[str, ast.stmt] = {}
+    imports: dict[str, str] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            definitions[node.name] = node
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imports.update({alias.asname or alias.name: node.module for alias in node.names})
+    return definitions, imports
+
+
+def _own_names(cls: ast.ClassDef) -> Iterator[str]:
+    for statement in cls.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield statement.name
+        elif isinstance(statement, ast.AnnAssign):
+            yield from _targets(statement.target)
+        elif isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                yield from _targets(target)
+    for node in ast.walk(cls):
+        if not isinstance(node, ast.Attribute):
+            continue
+        if isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            yield node.attr
+        elif isinstance(node.value, ast.Attribute) and _is_self(node.value.value):
+            yield f"{node.value.attr}.{node.attr}"
+
+
+def _targets(target: ast.expr) -> Iterator[str]:
+    if isinstance(target, ast.Name):
+        yield target.id
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _keywords(function: ast.stmt) -> Iterator[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "SimpleNamespace":
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg)

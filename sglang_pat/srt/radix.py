@@ -24,6 +24,7 @@ import torch
 
 from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
+from sglang_pat.slots import SlotMismatch, compare, compare_shared
 from sglang_pat.stats import NO_LOCK, NOT_CACHED, NOT_READ, RADIX_CACHE_DISABLED
 
 # A request that has been in the batch unchanged for more than SETTLE_STEPS decode steps is not read
@@ -193,3 +194,50 @@ def _address(numbers: torch.Tensor | None) -> int:
             f"{numbers.stride()}, must be contiguous int64 on the CPU"
         )
     return numbers.data_ptr()
+
+
+def check_plan(
+    plan: Plan,
+    reqs: Sequence[Any],
+    view: RadixView,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Check a decode step's plan against ``req_to_token`` [rows, max_context]; ``rows`` on the CPU.
+
+    Members of an item must hold equal slots over the item's tokens, and a request's row must repeat
+    the slots of its radix path as far as that is protected. Raises SlotMismatch naming request,
+    node, token position and both slots.
+    """
+    try:
+        compare_shared(plan, req_to_token, rows, lambda query: _name(reqs, query))
+        _compare_with_tree(reqs, view, req_to_token, rows)
+    except SlotMismatch as mismatch:
+        raise SlotMismatch(f"SGLANG_PAT_CHECK: {mismatch}") from None
+
+
+def _compare_with_tree(
+    reqs: Sequence[Any], view: RadixView, req_to_token: torch.Tensor, rows: torch.Tensor
+) -> None:
+    if view.disabled:
+        return
+    for query, req in enumerate(reqs):
+        lock = view.lock_of(req)
+        if lock is None or req.kv.req_pool_idx != rows[query]:
+            continue
+        protected = req.kv.cache_protected_len
+        compare(
+            req_to_token[rows[query], :protected],
+            view.slots(lock)[:protected].to(req_to_token.dtype),
+            0,
+            _name(reqs, query),
+            "the radix tree",
+        )
+
+
+def _name(reqs: Sequence[Any], query: int) -> str:
+    if query >= len(reqs):
+        return f"query {query} (no request)"
+    req = reqs[query]
+    node = getattr(req.lock, "node", None)
+    return f"request {req.rid} (query {query}, node {getattr(node, 'id', node)})"

@@ -18,11 +18,20 @@ The slots are read anew at every step. A row is given out anew only after its re
 which changes the batch. What a released request shared, the others keep locked.
 
 Under pipeline parallelism micro-batches take turns, and each has a plan of its own.
+
+Lengths are on the host before a decode step runs. Where SGLang overlaps the scheduler with the GPU
+and speculates, they are not: how many draft tokens the last verify step accepted is known on the
+GPU only. The host then has bounds, which SGLang keeps of each request (S
+managers/schedule_batch.py:962, ``S`` being SGLang 0.5.23's ``srt/``): the tokens that were
+committed when it last looked, at most one step ago, and those that it has slots for, the draft
+tokens of the step to come among them.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -32,12 +41,64 @@ import torch
 
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.hook import LiveBatch
-from sglang_pat.srt.lengths import Lengths
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, RadixView
 from sglang_pat.stats import NO_REQUEST, NOT_READABLE, NOT_USABLE, Stats
 from sglang_pat.target import Target
 
 logger = logging.getLogger("sglang_pat")
+
+# Bounds further apart are not used: a plan made for the least lengths holds for at least 128 tokens
+# more (csrc/pack/headroom.h), of which the steps to come are to have some.
+MAX_SLACK = 96
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """``least``, ``most`` [B] int64, CPU, contiguous: bounds of each query's tokens, those that it
+    decodes or verifies included. The same tensor where the lengths are known."""
+
+    least: torch.Tensor
+    most: torch.Tensor
+
+    @property
+    def are_known(self) -> bool:
+        return self.least is self.most
+
+    def first(self, count: int) -> Lengths:
+        """Those of the first ``count`` queries."""
+        if count == len(self.least):
+            return self
+        least = self.least[:count]
+        return Lengths(least, least if self.are_known else self.most[:count])
+
+
+def known(seq_lens: torch.Tensor) -> Lengths:
+    """Lengths [B] int64, CPU, contiguous, that the host knows."""
+    return Lengths(seq_lens, seq_lens)
+
+
+def lengths_of(forward_batch: Any, added: int = 0) -> Lengths:
+    """SGLang's lengths of a batch, with ``added`` tokens each. Waits for the device where SGLang
+    keeps no copy of them on the host."""
+    lens: torch.Tensor | None = forward_batch.seq_lens_cpu
+    if lens is None:
+        lens = forward_batch.seq_lens.cpu()
+    if lens.dtype != torch.int64 or not lens.is_contiguous():
+        lens = lens.to(torch.int64).contiguous()
+    return known(lens + added if added else lens)
+
+
+def bounds_of(reqs: Sequence[Any], draft_tokens: int) -> Lengths | None:
+    """Bounds of the lengths of a verify step, from what SGLang keeps of its requests; None if they
+    are too far apart to plan with."""
+    owned = [req.kv for req in reqs]
+    # NumPy takes a third of torch's time for so few numbers.
+    least = np.array([kv.kv_committed_len for kv in owned], np.int64) + draft_tokens
+    most = np.array([kv.kv_allocated_len for kv in owned], np.int64)
+    slack = most - least
+    if slack.size and not (slack.min() >= 0 and slack.max() <= MAX_SLACK):
+        return None
+    return Lengths(torch.from_numpy(least), torch.from_numpy(most))
 
 
 @dataclass(slots=True, eq=False)
@@ -263,3 +324,42 @@ def _total_tokens(plan: Plan | None, lengths: Lengths) -> int:
             return -1
     least = lengths.least
     return plan.total_tokens(least.data_ptr(), least.numel())
+
+
+class StepClock:
+    """Times the preparation of one step at a time.
+
+    With SGLang's overlap scheduler the host prepares a step while the GPU runs the one before. Host
+    time costs a user something only if the GPU runs out of work meanwhile. So an event is recorded
+    behind the work that the GPU has when the preparation begins: if the event is not done when the
+    preparation ends, the GPU never waited, and the host time was hidden.
+
+    ``on_gpu``: False where there is no GPU to hide behind; nothing is hidden then.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._event: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._began = 0
+
+    def start(self) -> None:
+        """Begin; the step's work goes to the current stream."""
+        if self._event is not None:
+            self._event.record()
+        self._began = time.perf_counter_ns()
+
+    def elapsed_ns(self) -> int:
+        """Since ``start()``, in nanoseconds."""
+        return time.perf_counter_ns() - self._began
+
+    def is_hidden(self) -> bool:
+        """Whether the GPU still has work from before ``start()``."""
+        return self._event is not None and not self._event.query()
+
+
+def micro_batches() -> int:
+    """Batches that take turns in this scheduler: those of its loop for pipeline parallelism
+    (``SchedulerPPMixin.init_pp_loop_state``), and 1 without, where the other loops run."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return parallel.pp_size + parallel.pp_async_batch_depth if parallel.pp_size > 1 else 1

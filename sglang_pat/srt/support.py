@@ -1,205 +1,511 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said of a server before a weight is loaded, from SGLang's arguments and the model's
-configuration: why ``pat`` refuses it, why it would serve or pack nothing (``idle``), and which
-backend stock SGLang would choose (``stock``).
+"""Why ``pat`` does not serve a server: one table for all who ask.
 
-``server_args`` is SGLang's ``ServerArgs`` after ``resolve_once()``, ``model_config`` its
-``ModelConfig``. No function here needs a model runner or a GPU. The check when the backend is made
-(``sglang_pat.srt.refusals``) takes the same facts from the runner, and the texts from here.
+``MACHINE`` and ``REFUSED`` hold the reasons for which a server does not start, ``IDLE`` those for
+which it has nothing to gain; those that leave a layer to SGLang are in ``layers``. What the rows
+ask of a server is a ``Server``: ``by_arguments``, from SGLang's resolved arguments and the model's
+configuration, in the launcher and in ``sglang-pat doctor``; ``by_runner``, when the backend is
+made, from what the model runner has turned out to be. So all three give the same answers, each in
+the words of the table. ``S``: SGLang 0.5.23's ``srt/``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 import torch
 
-from sglang_pat.srt import BACKEND, checkpoint
-from sglang_pat.srt.idle import CHOOSE_ANOTHER, IdleReason, idle_message, idle_reasons
-from sglang_pat.srt.stock import stock_backend
+from sglang_pat import _C, gpus
+from sglang_pat.config import CPU_PLATFORM
+from sglang_pat.draft_masks import MOST_MASKED_DRAFTS
+from sglang_pat.srt import BACKEND, stock
 
-__all__ = [
-    "BACKEND",
-    "CHOOSE_ANOTHER",
-    "IdleReason",
-    "config_refusals",
-    "idle_message",
-    "idle_reasons",
-    "stock_backend",
-]
-
+CHOOSE_ANOTHER = "choose another --attention-backend"
+# Without --attention-backend SGLang runs torch_native there.
+ON_CPU = (
+    f"start the server with SGLANG_PLATFORM={CPU_PLATFORM}, --device cpu and "
+    f"--attention-backend {BACKEND}"
+)
 # Dtypes of a model that the executors take, by device. K/V are of the same, or in float8_e4m3fn.
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16, torch.float16),
 }
-DEVICES = tuple(DTYPES)
+E4M3 = torch.float8_e4m3fn
+_NO_GPU = "no GPU was found for --device cuda"
+_NO_KERNELS = "this sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
 # Models whose attention window is applied by SGLang's backend and stands in no layer: the queries
 # of a decode step see the prompt and the last tokens (``ModelRunner.prefill_aware_swa``).
 PREFILL_AWARE_SWA = ("UnlimitedOCRForCausalLM",)
-
-# Why a mode of SGLang is refused, by the fact that tells of it.
-_MODES = {
-    "two_batch_overlap": ("--enable-two-batch-overlap: half batches have no requests of their own"),
-    "pdmux": "--enable-pdmux: two backends share one model runner",
-    "deterministic": "--enable-deterministic-inference: packing depends on the batch",
-    "torch_compile": "--enable-torch-compile: it would freeze a plan",
-    "dcp": "--dcp-size > 1: a rank holds part of each sequence",
-    "cp": "--attn-cp-size > 1: a rank holds part of each sequence",
-    "kv_sharding": "--enable-kv-cache-sharding: pages are interleaved over ranks",
-    "hisparse": "--enable-hisparse: slots move during a request",
-    "no_kv_cache": "--prefill-only-disable-kv-cache: nothing is cached",
-    "glue_graph": "SGLANG_ENABLE_METADATA_GLUE_GRAPH: it would freeze a plan",
-}
+# Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
+ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 
 
-def config_refusals(server_args: Any, model_config: Any) -> list[str]:
-    """Every reason against serving with ``pat``, each with the way out; empty if there is none.
+class Reason(NamedTuple):
+    """Why not, and what to do about it. ``serves``: ``pat`` still runs decode steps, each request
+    on its own; else SGLang does."""
 
-    Beyond these, a server may still be refused for its GPU and for what its K/V pool turns out
-    to be.
+    words: str
+    way_out: str
+    serves: bool = False
+
+    def __str__(self) -> str:
+        if not self.way_out:
+            return self.words
+        return f"{self.words}{'; ' if ': ' in self.words else ': '}{self.way_out}"
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the tables ask of a server.
+
+    ``args``, ``model``: SGLang's resolved arguments and its ``ModelConfig``; without a model the
+    rest is not known. ``against_gpu``: why our kernels do not run on its GPU, or "". ``dtype``: of
+    the model and so of the queries. ``quantized``: what the K/V pool has beside its dtype, as
+    scales, or "". ``layout``: of the pool, the first that is not "nhd" of one with several parts.
+    ``mode``: the value of a mode of SGLang, by the path that it is published under.
     """
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.configs.model_config import AttentionArch
 
-    args = resolving_view(server_args)
-    device = args.device
-    reasons = list(device_refusals(device))
-    reasons += model_refusals(
-        uses_mla=model_config.attention_arch == AttentionArch.MLA,
-        is_encoder_decoder=model_config.is_encoder_decoder,
-        prefill_aware_swa=_has_architecture(model_config, PREFILL_AWARE_SWA),
-    )
-    reasons += state_refusals(device, model_config)
-    if device in DEVICES and args.kv_cache_dtype not in checkpoint.SCALED_KV:
-        cache = checkpoint.kv_cache_dtype(args.kv_cache_dtype, model_config)
-        reasons += kv_dtype_refusals(device, cache, model_config.dtype)
-    reasons += pool_refusals(
+    args: Any
+    model: Any
+    device: str
+    against_gpu: str = ""
+    uses_mla: bool = False
+    prefill_aware_swa: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    quantized: str = ""
+    virtual_slots: bool = False
+    layout: str = "nhd"
+    mode: Callable[[str], Any] = lambda _path: False
+
+    @property
+    def backends(self) -> tuple[str, str]:
+        """Of prefill and of decode."""
+        prefill, decode = _sglang("arg_groups.overrides.attention_backends_of")(self.args)
+        return prefill, decode
+
+    @property
+    def takes(self) -> tuple[torch.dtype, ...]:
+        return DTYPES.get(self.device, ())
+
+    @property
+    def names(self) -> str:
+        """Of the dtypes that pat takes."""
+        return ", ".join(str(dtype).removeprefix("torch.") for dtype in self.takes)
+
+
+def by_arguments(
+    server_args: Any,
+    model_config: Any,
+    gpu: tuple[str, tuple[int, int]] | None = None,
+) -> Server:
+    """A server that does not run yet. ``server_args``: SGLang's after ``resolve_once()``; ``gpu``:
+    name and compute capability of one that is not here."""
+    args = _sglang("arg_groups.overrides.resolving_view")(server_args)
+    against = ""
+    if args.device == "cuda":
+        name, capability = gpu or ("this GPU", None)
+        if capability is None and torch.cuda.is_available():
+            # Trying a kernel, as the backend does when it is made, would make a CUDA context, and a
+            # launcher would hold hundreds of megabytes for as long as the server runs.
+            capability = torch.cuda.get_device_capability(args.base_gpu_id)
+        against = reason_against_capability(capability, name)
+    if model_config is None:
+        return Server(args, None, args.device, against)
+    quantized = args.kv_cache_dtype if args.kv_cache_dtype in stock.SCALED_KV else ""
+    dtype, names = model_config.dtype, set(model_config.hf_config.architectures or ())
+    return Server(
+        args=args,
+        model=model_config,
+        device=args.device,
+        against_gpu=against,
+        uses_mla=model_config.attention_arch.name == "MLA",
+        prefill_aware_swa=not names.isdisjoint(PREFILL_AWARE_SWA),
+        dtype=dtype,
+        kv_dtype=dtype if quantized else stock.kv_cache_dtype(args.kv_cache_dtype, model_config),
+        quantized=quantized,
         virtual_slots=args.enable_unified_memory or args.enable_page_major_kv_layout,
-        layouts=("hnd",) if _hnd_is_set() else (),
-        quant_name=args.kv_cache_dtype if args.kv_cache_dtype in checkpoint.SCALED_KV else "",
+        layout="hnd" if _sglang("environ.envs").SGLANG_USE_HND_KVCACHE.get() else "nhd",
+        mode=partial(_mode_of, args),
     )
-    return reasons + list(mode_refusals(modes_of(server_args)))
 
 
-def device_refusals(device: str) -> Iterator[str]:
-    """Reasons against a device by its name; whether our kernels run on a GPU is asked elsewhere."""
-    if device not in DEVICES:
-        yield (
-            f"this version serves on {', '.join(DEVICES)}, not on {device!r}: set "
-            f"SGLANG_PLATFORM=pat_cpu, --device cpu and --attention-backend {BACKEND}, or "
-            f"{CHOOSE_ANOTHER}"
-        )
-    elif device == "cpu" and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        yield (
-            "SGLANG_USE_CPU_ENGINE=1 selects SGLang's own CPU engine: unset it and set "
-            "SGLANG_PLATFORM=pat_cpu"
-        )
+def by_runner(runner: Any) -> Server:
+    """A server that starts, by its model runner with its pools."""
+    pool, choice = runner.token_to_kv_pool, runner.kv_cache_dtype_str
+    method = pool.get_kv_cache_quant_method()
+    quantized = "" if method is None or method.name == "unquantized" else str(method.name)
+    parts = (pool, getattr(pool, "full_kv_pool", None))
+    layouts = [getattr(part, "kv_cache_layout", "nhd") for part in parts]
+    return Server(
+        args=_sglang("arg_groups.overrides.resolving_view")(runner.server_args),
+        model=runner.model_config,
+        device=runner.device,
+        against_gpu=reason_against_gpu() if runner.device == "cuda" else "",
+        uses_mla=runner.use_mla_backend,
+        prefill_aware_swa=runner.prefill_aware_swa,
+        dtype=runner.dtype,
+        kv_dtype=runner.kv_cache_dtype,
+        # mxfp8 is stored as fp8_e4m3, with scales that only --kv-cache-dtype tells of.
+        quantized=choice if choice in stock.SCALED_KV else quantized,
+        virtual_slots=(
+            runner.kv_index_translator.is_translating or pool.requires_physical_write_loc
+        ),
+        layout=max(layouts, key="nhd".__ne__),
+        mode=_published_mode,
+    )
 
 
-def model_refusals(
-    *, uses_mla: bool, is_encoder_decoder: bool, prefill_aware_swa: bool
-) -> Iterator[str]:
-    """Reasons against the kind of attention of a whole model."""
-    if uses_mla:
-        yield f"the model uses MLA, whose cache holds latents instead of K and V: {CHOOSE_ANOTHER}"
-    if is_encoder_decoder:
-        yield f"encoder-decoder models shift their rows of req_to_token: {CHOOSE_ANOTHER}"
-    if prefill_aware_swa:
-        yield (
-            "the model attends to its prompt and a window of its last tokens "
-            f"({', '.join(PREFILL_AWARE_SWA)}), which pat does not know: {CHOOSE_ANOTHER}"
-        )
+class Row(NamedTuple):
+    """A row of a table: whether it holds of a server, the words, in which ``{s}`` is the server,
+    and the way out. ``serves``: as in ``Reason``. ``variable``: of the environment, that is it."""
+
+    holds: Callable[[Server], object]
+    words: str
+    way_out: str = CHOOSE_ANOTHER
+    serves: bool = False
+    variable: str = ""
 
 
-def state_refusals(device: str, model_config: Any) -> Iterator[str]:
-    """Reasons against layers without attention: on a CPU the server would die in its first prefill,
-    for want of kernels."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    if device == "cpu" and mambaish_config(model_config) is not None:
-        yield (
-            "SGLang's kernels of linear attention and state spaces need a GPU: start the server on "
-            "one"
-        )
+def reasons_of(table: tuple[Row, ...], server: Server) -> list[Reason]:
+    """The reasons of a table that hold of a server."""
+    return [
+        Reason(row.words.format(s=server), row.way_out.format(s=server), row.serves)
+        for row in table
+        if row.holds(server)
+    ]
 
 
-def kv_dtype_refusals(
-    device: str, cache_dtype: torch.dtype, model_dtype: torch.dtype
-) -> Iterator[str]:
-    """Reasons against the dtype of the K/V cache, or of the queries, which are the model's."""
-    dtypes = DTYPES[device]
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    if model_dtype not in dtypes:
-        yield f"the model is {model_dtype}, on {device} pat takes {names}: set one as --dtype"
-    if cache_dtype in (torch.float8_e4m3fn, model_dtype):
-        return
-    if cache_dtype not in dtypes:
-        yield (
-            f"the K/V cache is {cache_dtype}, on {device} pat reads {names} and float8_e4m3fn: set "
-            "--kv-cache-dtype auto or fp8_e4m3"
-        )
-    else:
-        yield (
-            f"the K/V cache is {cache_dtype} but the model {model_dtype}: set --kv-cache-dtype auto"
-        )
+def _sglang(path: str) -> Any:
+    """What SGLang has at ``sglang.srt.{path}``, imported when it is asked for."""
+    return resolve_name(f"sglang.srt.{path}")
 
 
-def pool_refusals(
-    *, virtual_slots: bool, layouts: tuple[str, ...], quant_name: str
-) -> Iterator[str]:
-    """Reasons against the K/V pool: whether its slot ids are translated, the layouts of its parts
-    and the name of its quantization, "" for none."""
-    if virtual_slots:
-        yield (
-            "slot ids of a unified memory pool are virtual: drop --enable-unified-memory and "
-            "--enable-page-major-kv-layout"
-        )
-    for layout in layouts:
-        if layout != "nhd":
-            yield (
-                f"the K/V cache has layout {layout!r}, not 'nhd': unset SGLANG_USE_HND_KVCACHE or "
-                "the option that chose it"
+def _mode_of(args: Any, path: str) -> Any:
+    name = path.rpartition(".")[2]
+    if name == "attn_dcp_size":  # no argument, but computed when it is published
+        return _sglang("runtime_context.attn_dcp_size_of")(args)
+    return getattr(args, name)
+
+
+def _published_mode(path: str) -> Any:
+    first, *names = path.split(".")
+    value = _sglang(f"runtime_context.get_{first}")()
+    for name in names:
+        value = getattr(value, name)
+    return value
+
+
+def _is_on(path: str) -> Callable[[Server], bool]:
+    """Whether a mode is on: true, or a number above 1."""
+    return lambda s: s.mode(path) is True or int(s.mode(path)) > 1
+
+
+def _option(path: str) -> str:
+    name = path.rpartition(".")[2].replace("_", "-")
+    return "--dcp-size" if name == "attn-dcp-size" else f"--{name}"
+
+
+# Of the machine: asked before the model is looked at.
+MACHINE = (
+    Row(
+        lambda s: s.device not in DTYPES,
+        f"this version serves on {', '.join(DTYPES)}, not on {{s.device!r}}",
+        f"set SGLANG_PLATFORM={CPU_PLATFORM}, --device cpu and --attention-backend {BACKEND}, or "
+        f"{CHOOSE_ANOTHER}",
+    ),
+    Row(
+        lambda s: s.device == "cpu" and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1",
+        "SGLANG_USE_CPU_ENGINE=1 selects SGLang's own CPU engine",
+        f"unset it and set SGLANG_PLATFORM={CPU_PLATFORM}",
+        variable="SGLANG_USE_CPU_ENGINE",
+    ),
+    Row(lambda s: s.against_gpu == _NO_GPU, _NO_GPU, f"{ON_CPU}, or ask --gpu"),
+    Row(lambda s: s.against_gpu not in ("", _NO_GPU), "{s.against_gpu}"),
+)
+# Of the model and the options: the server does not start.
+REFUSED = (
+    Row(
+        lambda s: s.uses_mla,
+        "the model uses MLA, whose cache holds latents instead of K and V",
+    ),
+    Row(
+        lambda s: s.model.is_encoder_decoder,
+        "encoder-decoder models shift their rows of req_to_token",
+    ),
+    Row(
+        lambda s: s.prefill_aware_swa,
+        "the model attends to its prompt and a window of its last tokens "
+        f"({', '.join(PREFILL_AWARE_SWA)}), which pat does not know",
+    ),
+    Row(  # it would die in its first prefill, for want of kernels
+        lambda s: s.device == "cpu" and _sglang("configs.hybrid_arch.mambaish_config")(s.model),
+        "SGLang's kernels of linear attention and state spaces need a GPU",
+        "start the server on one",
+    ),
+    Row(  # attention_registry.attn_backend_wrapper would raise
+        lambda s: (
+            s.device == "cuda"
+            and _sglang("runtime_context.get_platform")().is_blackwell
+            and _sglang("configs.hybrid_arch.hybrid_gdn_config")(s.model)
+        ),
+        "on Blackwell GPUs SGLang takes only backends of its own for models with gated delta nets "
+        "(Qwen3-Next, Qwen3.5)",
+    ),
+    Row(
+        lambda s: s.takes and s.dtype not in s.takes,
+        "the model is {s.dtype}, on {s.device} pat takes {s.names}",
+        "set one as --dtype",
+    ),
+    Row(
+        lambda s: s.takes and s.kv_dtype not in (E4M3, s.dtype, *s.takes),
+        "the K/V cache is {s.kv_dtype}, on {s.device} pat reads {s.names} and float8_e4m3fn",
+        "set --kv-cache-dtype auto or fp8_e4m3",
+    ),
+    Row(
+        lambda s: s.kv_dtype in s.takes and s.kv_dtype != s.dtype,
+        "the K/V cache is {s.kv_dtype} but the model {s.dtype}",
+        "set --kv-cache-dtype auto",
+    ),
+    Row(
+        lambda s: s.quantized,
+        "the K/V cache is quantized by {s.quantized}",
+        "set --kv-cache-dtype auto",
+    ),
+    Row(
+        lambda s: s.virtual_slots,
+        "slot ids of a unified memory pool are virtual",
+        "drop --enable-unified-memory and --enable-page-major-kv-layout",
+    ),
+    Row(
+        lambda s: s.layout != "nhd",
+        "the K/V cache has layout {s.layout!r}, not 'nhd'",
+        "unset SGLANG_USE_HND_KVCACHE or the option that chose it",
+        variable="SGLANG_USE_HND_KVCACHE",
+    ),
+    *(
+        Row(_is_on(path), f"{_option(path)}: {why}", f"drop it or {CHOOSE_ANOTHER}")
+        for path, why in {
+            "exec.overlap.enable_two_batch_overlap": "half batches have no requests of their own",
+            "disagg.enable_pdmux": "two backends share one model runner",
+            "exec.deterministic.enable_deterministic_inference": "packing depends on the batch",
+            "exec.graph.enable_torch_compile": "it would freeze a plan",
+            "parallel.attn_dcp_size": "a rank holds part of each sequence",
+            "parallel.attn_cp_size": "a rank holds part of each sequence",
+            "parallel.enable_kv_cache_sharding": "pages are interleaved over ranks",
+            "memory.enable_hisparse": "slots move during a request",
+            "schedule.prefill_only_disable_kv_cache": "nothing is cached",
+        }.items()
+    ),
+    Row(
+        lambda _: _sglang("environ.envs").SGLANG_ENABLE_METADATA_GLUE_GRAPH.get(),
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH: it would freeze a plan",
+        f"drop it or {CHOOSE_ANOTHER}",
+        variable="SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+    ),
+)
+
+
+# In a verify step each request brings the same number of draft tokens, of which the first is known
+# to be right. In a chain, each follows the one before it; in a tree, one may have several
+# successors (top k above 1), which do not attend to each other.
+
+
+def verifies(args: Any) -> bool:
+    """Whether a server's drafts are verified as by the algorithms that pat can serve."""
+    return args.speculative_algorithm in ALGORITHMS
+
+
+def may_be_trees(args: Any) -> bool:
+    """Whether a server that speculates may draft trees. NGRAM does even with a breadth of 1: it
+    puts what followed matches of several lengths side by side (ngram_corpus/trie.cpp in SGLang).
+    """
+    ngram: bool = args.speculative_algorithm == "NGRAM"
+    return ngram or args.speculative_eagle_topk != 1
+
+
+def draft_tokens_of(args: Any) -> int:
+    """Draft tokens of a request in the verify steps that pat serves; 1 on a server whose decode
+    steps it serves."""
+    if not verifies(args) or reasons_of(SPECULATION, Server(args, None, args.device)):
+        return 1
+    tokens: int = args.speculative_num_draft_tokens
+    return tokens
+
+
+_DROP_ONE = "drop that option, or pat"
+# SGLang's own attention verifies: the first that holds.
+SPECULATION = (
+    Row(
+        lambda s: s.args.speculative_algorithm is not None and not verifies(s.args),
+        "under --speculative-algorithm {s.args.speculative_algorithm} the model verifies drafts "
+        "instead of decoding, and that is SGLang's attention: pat verifies those of "
+        f"{', '.join(ALGORITHMS)}",
+        _DROP_ONE,
+    ),
+    Row(
+        lambda s: (
+            verifies(s.args)
+            and may_be_trees(s.args)
+            and s.args.speculative_num_draft_tokens > MOST_MASKED_DRAFTS
+        ),
+        "--speculative-algorithm {s.args.speculative_algorithm} drafts trees of "
+        "{s.args.speculative_num_draft_tokens} tokens, and pat verifies trees of up to "
+        f"{MOST_MASKED_DRAFTS}",
+        f"set --speculative-num-draft-tokens to at most {MOST_MASKED_DRAFTS}",
+    ),
+    Row(
+        lambda s: verifies(s.args) and s.args.speculative_adaptive,
+        "under --speculative-adaptive the number of draft tokens changes, and pat verifies a fixed "
+        "one",
+        _DROP_ONE,
+    ),
+    Row(
+        lambda s: (
+            verifies(s.args)
+            and s.args.prefill_attention_backend not in (None, BACKEND)
+            and s.args.speculative_attention_mode != "decode"
+        ),
+        "drafts are verified on --prefill-attention-backend {s.args.prefill_attention_backend}, as "
+        "--speculative-attention-mode is {s.args.speculative_attention_mode}",
+        "set --speculative-attention-mode decode",
+    ),
+    # On its plan stream SGLang has the base fill in what it prepared (S
+    # layers/attention/base_attn_backend.py:309), which pat has nothing of.
+    Row(
+        lambda s: (
+            verifies(s.args) and _sglang("environ.envs").SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()
+        ),
+        "under SGLANG_ENABLE_OVERLAP_PLAN_STREAM drafts are verified on SGLang's attention",
+        _DROP_ONE,
+    ),
+)
+
+
+def _only_prefills(s: Server) -> bool:
+    """With --enable-pd-role-switch it may become a decode server while it runs."""
+    return s.args.disaggregation_mode == "prefill" and not s.args.enable_pd_role_switch
+
+
+# The server starts, and there is nothing to gain: SGLang runs decode, or nothing is ever shared.
+IDLE = (
+    Row(
+        lambda s: s.backends[0] == BACKEND != s.backends[1],
+        "decode runs on --decode-attention-backend {s.backends[1]}",
+        f"drop that option, or set it to {BACKEND}",
+    ),
+    Row(
+        lambda s: BACKEND not in s.backends,
+        "decode runs on {s.backends[1]}, which SGLang's configuration chose",
+        f"set --attention-backend {BACKEND}; where it is set, SGLang replaces it for this model",
+    ),
+    *SPECULATION,
+    Row(
+        lambda s: not s.model.is_generation,
+        "an embedding or reward model never decodes",
+        f"{CHOOSE_ANOTHER}: nothing is lost",
+    ),
+    Row(
+        lambda s: s.model.attention_arch.name == "SSM",
+        "the model has no attention, only state spaces",
+        "drop the option",
+    ),
+    Row(
+        lambda s: _sglang("layers.attention.qsa.config.is_qwen_qsa")(s.model.hf_config),
+        "SGLang runs the model's sparse attention (QSA) on a backend of its own",
+    ),
+    Row(
+        lambda s: (
+            _sglang("configs.model_config.is_minimax_sparse")(s.model.hf_config)
+            and _sglang("configs.model_config.uses_minimax_m3_nvfp4_native_stack")(
+                s.model.quantization
             )
-    if quant_name:
-        yield f"the K/V cache is quantized by {quant_name}: set --kv-cache-dtype auto"
+        ),
+        "SGLang runs the model's NVFP4 sparse attention on a backend of its own",
+    ),
+    Row(
+        _only_prefills,
+        "the prefill server of a disaggregated pair never decodes",
+        f"give --attention-backend {BACKEND} to the decode server",
+    ),
+    Row(
+        lambda s: s.args.disable_radix_cache and s.args.disaggregation_mode == "decode",
+        "the decode server of a disaggregated pair keeps no radix cache, which tells shared "
+        "prefixes",
+        "set --disaggregation-decode-enable-radix-cache",
+        serves=True,
+    ),
+    Row(
+        lambda s: (
+            s.args.disable_radix_cache
+            and s.args.disaggregation_mode != "decode"
+            and not _only_prefills(s)
+        ),
+        "the radix cache, which tells shared prefixes, is off",
+        "drop --disable-radix-cache; where it is not set, SGLang turned the cache off for this "
+        "model",
+        serves=True,
+    ),
+)
 
 
-def mode_refusals(modes: Mapping[str, bool]) -> Iterator[str]:
-    """Reasons against the modes that are on, of ``modes_of`` or of the published configuration."""
-    for name, why in _MODES.items():
-        if modes[name]:
-            yield f"{why}; drop it or {CHOOSE_ANOTHER}"
+def refusals(server: Server) -> list[Reason]:
+    """Every reason for which a server does not start, as far as the tables go: without a model,
+    only those of the machine."""
+    return reasons_of(MACHINE if server.model is None else (*MACHINE, *REFUSED), server)
 
 
-def modes_of(server_args: Any) -> dict[str, bool]:
-    """Which of the modes that ``mode_refusals`` knows these arguments turn on."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import attn_dcp_size_of
-
-    args = resolving_view(server_args)
-    return {
-        "two_batch_overlap": args.enable_two_batch_overlap,
-        "pdmux": args.enable_pdmux,
-        "deterministic": args.enable_deterministic_inference,
-        "torch_compile": args.enable_torch_compile,
-        "dcp": attn_dcp_size_of(args) > 1,
-        "cp": args.attn_cp_size > 1,
-        "kv_sharding": args.enable_kv_cache_sharding,
-        "hisparse": args.enable_hisparse,
-        "no_kv_cache": args.prefill_only_disable_kv_cache,
-        "glue_graph": envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get(),
-    }
+def idle_reasons(server: Server, min_batch: int) -> list[Reason]:
+    """Every reason for which ``pat`` would serve nothing, or could never pack. ``min_batch``: as in
+    ``PatConfig``."""
+    args = server.args
+    ranks, limit = max(1, int(args.attn_dp_size)), args.max_running_requests
+    # As SGLang shares them out (S mem_cache/kv_cache_configurator.py:3131).
+    most = min_batch if limit is None else max(1, limit // ranks)
+    reasons = reasons_of(IDLE, server)
+    if most < min_batch:
+        few = (
+            f"--max-running-requests {limit} lets at most {most} decode at a time, and pat serves "
+            f"batches of {min_batch} or more"
+        )
+        reasons.append(Reason(few, f"raise it to {min_batch * ranks} or more"))
+    return reasons
 
 
-def _has_architecture(model_config: Any, names: tuple[str, ...]) -> bool:
-    return any(name in names for name in model_config.hf_config.architectures or ())
+def idle_message(reasons: list[Reason]) -> str:
+    """All reasons for which there is nothing to gain, in one line for the log."""
+    what = "packs nothing" if all(reason.serves for reason in reasons) else "serves nothing"
+    listed = "; ".join(f"{reason.words} ({reason.way_out})" for reason in reasons)
+    return f"pat {what} on this server: {listed}"
 
 
-def _hnd_is_set() -> bool:
-    from sglang.srt.environ import envs
+def reason_against_gpu() -> str:
+    """Why our kernels do not run on the current CUDA device, or "": one of them is tried."""
+    if not hasattr(_C, "cuda_probe"):
+        return _NO_KERNELS
+    found = _C.cuda_probe(torch.cuda.current_device())
+    if found["ok"]:
+        return ""
+    return _cannot_run(f"GPU {found['device']}", found["arch"] / 10) + f" ({found['error']})"
 
-    return bool(envs.SGLANG_USE_HND_KVCACHE.get())
+
+def reason_against_capability(capability: tuple[int, int] | None, name: str) -> str:
+    """Why our kernels cannot run on a GPU of this compute capability, None without one, or ""."""
+    if capability is None:
+        return _NO_GPU
+    if not hasattr(_C, "cuda_probe"):
+        return _NO_KERNELS
+    if gpus.code_for(capability):
+        return ""
+    return _cannot_run(name, capability[0] + capability[1] / 10)
+
+
+def _cannot_run(name: str, capability: float) -> str:
+    built = f"our kernels, built for compute capability {gpus.built_for()},"
+    return f"{built} do not run on {name} of {capability:.1f}"

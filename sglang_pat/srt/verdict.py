@@ -1,67 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sglang-pat doctor --model``: what ``pat`` would do on a server, told without its weights.
 
-Server flags are parsed and resolved by SGLang itself (``flags``), and config.json is read by its
-``ModelConfig``. The reasons are those that the launcher and the backend give.
+Server flags are parsed and resolved by SGLang itself, and config.json is read by its
+``ModelConfig``. The reasons are the rows that the launcher and the backend ask (``support``).
 """
 
 from __future__ import annotations
 
+import io
+import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 from sglang_pat.capacity import MB, Capacity, fit_workspace
-from sglang_pat.config import PatConfig
-from sglang_pat.gpus import untried
-from sglang_pat.srt import BACKEND, checkpoint, launch, layers
-from sglang_pat.srt.flags import SGLangRefused, asked_gpu, model_of, resolve
-from sglang_pat.srt.idle import CHOOSE_ANOTHER
-from sglang_pat.srt.machines import Gpu, as_if_here, gpu_here
-from sglang_pat.srt.speculation import draft_tokens_of
+from sglang_pat.config import CPU_PLATFORM, PatConfig
+from sglang_pat.gpus import GPUS, SHARED_PER_BLOCK, machine_of, untried
+from sglang_pat.srt import BACKEND, launch, layers, stock, support
+from sglang_pat.srt.support import CHOOSE_ANOTHER, Reason
 
 # SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
 # (S mem_cache/kv_cache_configurator.py:3124); between them it depends on the free memory.
 _MOST_REQUESTS = 4096
-_BY_SGLANG = "SGLang itself refuses: "
+_BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
 
 Status = Literal["served", "served in part", "nothing to gain", "refused"]
 
 
-@dataclass(frozen=True)
-class Advice:
-    """A reason and what to do about it."""
-
-    reason: str
-    way_out: str
+class QuestionError(ValueError):
+    """The question makes no sense, and why."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What ``pat`` would do.
 
-    ``layers``: layer ids by the reason why SGLang's own code runs them, "" for those of ``pat``.
-    ``kv_dtype``: of K and V, where SGLang takes the flags. ``workspace``: on a GPU, where a layer
-    is served. ``notes``: what else to know of the GPU.
+    ``refused``: whether the server does not start; then ``reasons`` say why, else why there would
+    be nothing to gain. ``layers``: layer ids by the reason why SGLang's own code runs them, "" for
+    those of ``pat``. ``kv_dtype``: of K and V, where SGLang takes the flags. ``workspace``: on a
+    GPU, where a layer is served. ``notes``: what else to know of the GPU.
     """
 
     device: str
     model: str
     kv_dtype: str = ""
-    refusals: list[str] = field(default_factory=list)
-    idle: list[Advice] = field(default_factory=list)
+    refused: bool = False
+    reasons: list[Reason] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)
     workspace: Capacity | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
     def status(self) -> Status:
-        if self.refusals:
+        if self.refused:
             return "refused"
-        if self.idle or not self.layers.get(""):
+        if self.reasons or not self.layers.get(""):
             return "nothing to gain"
         of_attention = set(self.layers) - {layers.NO_ATTENTION}
         return "served" if of_attention == {""} else "served in part"
@@ -80,13 +80,14 @@ class Verdict:
                 "max_requests": self.workspace.max_queries,
                 "over_budget": self.workspace.over_budget,
             }
+        idle = [] if self.refused else self.reasons
         return {
             "verdict": self.status,
             "device": self.device,
             "model": self.model,
             "kv_dtype": self.kv_dtype,
-            "refused": self.refusals,
-            "nothing_to_gain": [vars(advice) for advice in self.idle],
+            "refused": [str(reason) for reason in self.reasons] if self.refused else [],
+            "nothing_to_gain": [{"reason": each.words, "way_out": each.way_out} for each in idle],
             "layers_served": self.layers.get("", []),
             "layers_of_sglang": {why: ids for why, ids in self.layers.items() if why},
             "workspace": workspace,
@@ -97,13 +98,13 @@ class Verdict:
         """Topic, what was found and the way out, for people."""
         stored = f", K/V in {self.kv_dtype}" if self.kv_dtype else ""
         found = [("server", f"{self.model} on {self.device}{stored}", "")]
-        found += [("refused", *_split(reason)) for reason in self.refusals]
-        found += [("nothing to gain", advice.reason, advice.way_out) for advice in self.idle]
-        for reason, ids in sorted(self.layers.items()):
+        topic = "refused" if self.refused else "nothing to gain"
+        found += [(topic, reason.words, reason.way_out) for reason in self.reasons]
+        for why, ids in sorted(self.layers.items()):
             words = f"{len(ids)} ({layers.ranges(ids)})"
-            if reason:
-                topic = "other layers" if reason == layers.NO_ATTENTION else "layers of SGLang"
-                found.append((topic, f"{words}: {reason}", ""))
+            if why:
+                topic = "other layers" if why == layers.NO_ATTENTION else "layers of SGLang"
+                found.append((topic, f"{words}: {why}", ""))
             else:
                 found.append(("layers of pat", words, ""))
         if self.workspace is not None:
@@ -112,9 +113,9 @@ class Verdict:
                 found.append(("workspace", self.workspace.warning(), ""))
         elif self.layers and self.device == "cpu":
             found.append(("workspace", "none: on a CPU nothing is allocated", ""))
-        elif not self.refusals:
+        elif not self.refused:
             found.append(("workspace", "none, as pat serves nothing", ""))
-        return found + [("note", *_split(note)) for note in self.notes]
+        return found + [("note", note, "") for note in self.notes]
 
 
 def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
@@ -125,69 +126,70 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
 
     Raises QuestionError, also for flags that SGLang does not know.
     """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.server_args import prepare_server_args
+
     asked = asked_gpu(arguments, gpu)
-    try:
-        server_args, model_config = resolve(arguments, asked)
-    except SGLangRefused as refused:
-        return Verdict(
-            device=asked.name if asked is not None else "this machine",
-            model=model_of(arguments),
-            refusals=[f"{_BY_SGLANG}{refused}"],
-        )
+    with _usage_left_out():
+        server_args = prepare_server_args(_completed(arguments, asked))
+    launch.mark_checked(server_args)  # the same reasons, not as an exception
     with as_if_here(asked) if asked is not None else nullcontext():
-        return weigh(server_args, model_config, asked)
+        try:
+            server_args.resolve_once()
+            model_config = model_config_of(server_args)
+        except Exception as error:  # SGLang's own refusal, whatever it is made of
+            machine = asked.name if asked is not None else "this machine"
+            said = _said(" ".join(f"{error}".split()) or type(error).__name__)
+            return Verdict(machine, _model_of(arguments), refused=True, reasons=[said])
+        return _weigh(server_args, model_config, asked)
 
 
-def weigh(server_args: Any, model_config: Any, gpu: Gpu | None = None) -> Verdict:
+def _said(words: str) -> Reason:
+    """SGLang's own words, with the way out where it is known."""
+    way_out = CHOOSE_ANOTHER if re.search(rf"\b{BACKEND}\b", words) else ""
+    # Trees of draft tokens on larger pages (S arg_groups/speculative_hook.py:1279 and 1362).
+    if "speculative_eagle_topk" in words and "page_size" in words:
+        way_out = "set --page-size 1"
+    return Reason(f"SGLang itself refuses: {words}", way_out)
+
+
+def _weigh(server_args: Any, model_config: Any, gpu: Gpu | None) -> Verdict:
     """The verdict on resolved arguments. ``gpu``: where not this machine's, ``as_if_here``."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    from sglang_pat.srt.support import config_refusals, idle_reasons
-
-    args = resolving_view(server_args)
-    refusals = list(config_refusals(server_args, model_config))
-    gpu = (gpu or gpu_here(args.base_gpu_id)) if args.device == "cuda" else None
-    if args.device == "cuda":
-        refusals += _gpu_refusals(gpu, model_config)
+    asked = None if gpu is None else (gpu.name, gpu.capability)
+    server = support.by_arguments(server_args, model_config, asked)
+    args = server.args
+    on_gpu = server.device == "cuda"
+    gpu = (gpu or gpu_here(args.base_gpu_id)) if on_gpu else None
+    refusals = support.refusals(server)
     config = PatConfig.from_env()
-    idle = idle_reasons(server_args, model_config, min_batch=config.min_batch)
+    idle = support.idle_reasons(server, config.min_batch)
     found: dict[str, list[int]] = {}
     workspace = None
     if not refusals and all(reason.serves for reason in idle):
-        found = _layers(args, model_config, gpu)
-        if "" in found and args.device == "cuda":
+        shared = None if gpu is None else gpu.shared_per_block
+        found = _layers(args, model_config, shared)
+        if "" in found and on_gpu:
             workspace = _workspace(args, model_config, config)
     return Verdict(
-        device=args.device if gpu is None else gpu.name,
+        device=server.device if gpu is None else gpu.name,
         model=_describe(model_config),
-        kv_dtype=_kv_dtype(args.kv_cache_dtype, model_config),
-        refusals=refusals,
-        idle=[Advice(reason.reason, reason.way_out) for reason in idle],
+        kv_dtype=server.quantized or str(server.kv_dtype).removeprefix("torch."),
+        refused=bool(refusals),
+        reasons=refusals or idle,
         layers=found,
         workspace=workspace,
-        notes=[] if gpu is None or refusals else list(_notes(gpu, server_args, model_config)),
+        notes=[] if gpu is None or refusals else _notes(gpu, server_args, model_config),
     )
 
 
-def _gpu_refusals(gpu: Gpu | None, model_config: Any) -> Iterator[str]:
-    if gpu is None:
-        yield f"no GPU was found for --device cuda: {launch.ON_CPU}, or ask --gpu"
-        return
-    if reason := launch.reason_against_capability(gpu.capability, gpu.name):
-        yield reason
-    yield from launch.blackwell_refusals(model_config)
-
-
-def _notes(gpu: Gpu, server_args: Any, model_config: Any) -> Iterator[str]:
-    from sglang_pat.srt.stock import fit_pages, lost_states, stock_backend
-
-    if words := untried(gpu.capability):
-        yield words
-    name = stock_backend(server_args, model_config)
-    if why := fit_pages(name, server_args, model_config)[1]:
-        yield why
-    if why := lost_states(server_args, model_config):
-        yield why
+def _notes(gpu: Gpu, server_args: Any, model_config: Any) -> list[str]:
+    name = stock.stock_backend(server_args, model_config)
+    notes = (
+        untried(gpu.capability),
+        stock.fit_pages(name, server_args, model_config)[1],
+        stock.lost_states(server_args, model_config),
+    )
+    return [note for note in notes if note]
 
 
 def _describe(model_config: Any) -> str:
@@ -198,34 +200,17 @@ def _describe(model_config: Any) -> str:
     )
 
 
-def _kv_dtype(choice: str, model_config: Any) -> str:
-    if choice in checkpoint.SCALED_KV:
-        return choice
-    return str(checkpoint.kv_cache_dtype(choice, model_config)).removeprefix("torch.")
-
-
-def _layers(args: Any, model_config: Any, gpu: Gpu | None) -> dict[str, list[int]]:
+def _layers(args: Any, model_config: Any, shared: int | None) -> dict[str, list[int]]:
+    """Layer ids by the reason why they are SGLang's; those that are ours under ""."""
     from sglang.srt.runtime_context import attn_tp_size_of
 
-    from sglang_pat.srt.refusals import reason_against_heads
-
-    ranks = attn_tp_size_of(args)
-    reasons = layers.reasons_by_layer(model_config)
-    heads = SimpleNamespace(
-        qk_head_dim=model_config.head_dim,
-        v_head_dim=model_config.v_head_dim,
-        tp_q_head_num=model_config.get_num_attention_heads(ranks),
-        tp_k_head_num=model_config.get_num_kv_heads(ranks),
+    groups: dict[str, list[int]] = {}
+    reasons = layers.reasons_by_layer(
+        model_config, attn_tp_size_of(args), args.device, shared, support.draft_tokens_of(args)
     )
-    against_heads = reason_against_heads(
-        heads,
-        args.device,
-        None if gpu is None else gpu.shared_per_block,
-        draft_tokens=draft_tokens_of(args),
-    )
-    if args.device != "cpu" and draft_tokens_of(args) > 1 and layers.caps_logits(model_config):
-        against_heads = layers.CAPPED
-    return layers.grouped([reason or against_heads for reason in reasons])
+    for layer, reason in enumerate(reasons):
+        groups.setdefault(reason, []).append(layer)
+    return groups
 
 
 def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
@@ -245,21 +230,144 @@ def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
         largest_graph=min(max(sizes), requests),
         partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,
-        draft_tokens=draft_tokens_of(args),
+        draft_tokens=support.draft_tokens_of(args),
     )
 
 
-def _split(reason: str) -> tuple[str, str]:
-    """A reason and its way out, which stands behind the last semicolon or colon; in SGLang's own
-    words it may stand anywhere."""
-    if reason.startswith(_BY_SGLANG):
-        # Trees of draft tokens on larger pages (S arg_groups/speculative_hook.py:1279 and 1362).
-        if "speculative_eagle_topk" in reason and "page_size" in reason:
-            return reason, "set --page-size 1"
-        names_pat = re.search(rf"\b{BACKEND}\b", reason)
-        return reason, CHOOSE_ANOTHER if names_pat else ""
-    for mark in ("; ", ": "):
-        head, found, tail = reason.rpartition(mark)
-        if found:
-            return head, tail
-    return reason, ""
+def asked_gpu(arguments: Sequence[str], gpu: str) -> Gpu | None:
+    """The GPU that a question names, None for this machine's. Needs no SGLang, which takes seconds
+    to import.
+
+    Raises QuestionError for a GPU that is not known, and for a model's path where nothing is.
+    """
+    model = _model_of(arguments)
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
+        raise QuestionError(
+            f"--model {model}: there is no such folder; give one with a config.json, or a name on "
+            "Hugging Face"
+        )
+    try:
+        return known_gpu(gpu) if gpu else None
+    except ValueError as error:
+        raise QuestionError(f"--gpu {error}") from None
+
+
+@contextmanager
+def _usage_left_out() -> Iterator[None]:
+    """Makes a QuestionError of what argparse ends with: SGLang's usage has 400 lines before it."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        _, found, message = said.getvalue().rpartition(": error: ")
+        if not found:
+            print(said.getvalue(), end="", file=sys.stderr)
+            raise
+        raise QuestionError(
+            f"SGLang refuses the flags: {message.strip()}; python -m sglang.launch_server --help "
+            "lists them"
+        ) from end
+    print(said.getvalue(), end="", file=sys.stderr)
+
+
+def _completed(arguments: Sequence[str], gpu: Gpu | None) -> list[str]:
+    """The flags, with what the question leaves out."""
+    completed = list(arguments)
+    names = {argument.split("=")[0] for argument in arguments}
+    if not names.intersection(_BACKEND_FLAGS):
+        completed += ["--attention-backend", BACKEND]
+    if "--log-level" not in names:
+        completed += ["--log-level", "error"]
+    if gpu is not None:
+        if "--device" in names:
+            raise QuestionError("--gpu and --device ask about different machines: drop one")
+        completed += ["--device", "cuda"]
+    elif "--device" not in names and os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
+        completed += ["--device", "cpu"]
+    return completed
+
+
+def _model_of(arguments: Sequence[str]) -> str:
+    """What the flags name as the model."""
+    return next(
+        (value for flag, value in pairwise(arguments) if flag == "--model-path"), "an unnamed model"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. ``capability``: compute capability; ``memory_mib``: what nvidia-smi shows in all;
+    ``shared_per_block``: bytes of shared memory that one block can have."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_mib: int
+    shared_per_block: int
+
+
+def known_gpu(name: str) -> Gpu:
+    """The GPU of that name; see ``machine_of``, which raises ValueError for one that is not
+    known."""
+    machine = machine_of(name)
+    (known,) = (key for key, each in GPUS.items() if each is machine)
+    capability = (machine.major, machine.minor)
+    return Gpu(known.upper(), capability, machine.memory_mib, SHARED_PER_BLOCK[capability])
+
+
+def gpu_here(index: int = 0) -> Gpu | None:
+    """CUDA device ``index`` of this machine, or None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    found: Any = torch.cuda.get_device_properties(index)
+    return Gpu(
+        found.name,
+        (found.major, found.minor),
+        found.total_memory // 2**20,
+        found.shared_memory_per_block_optin,
+    )
+
+
+@contextmanager
+def as_if_here(gpu: Gpu) -> Iterator[None]:
+    """Let SGLang resolve arguments as it would on a machine with that GPU.
+
+    Covers what the resolution asks about the machine: kind, compute capability and memory, and
+    whether FlashInfer is there, which SGLang denies without a GPU.
+    """
+    from sglang.srt.arg_groups import memory_hook
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import override_platform
+
+    major, minor = gpu.capability
+    facts = {
+        "is_cuda": True,
+        "is_sm90": major == 9,
+        "is_hopper_with_cuda_12_3": major == 9,
+        "is_sm100": major == 10,
+        "is_sm100_or_sm110": major in (10, 11),
+        "is_sm110": major == 11,
+        "is_sm120": major == 12,
+        "is_blackwell": major >= 10,
+        "device_sm": 10 * major + minor,
+        "device_capability": gpu.capability,
+        "has_flashinfer": find_spec("flashinfer") is not None,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(override_platform(**facts))
+        for owner, name, value in (
+            (memory_hook, "get_device_memory_capacity", lambda _device=None: gpu.memory_mib),
+            (current_platform, "is_out_of_tree", lambda: False),
+        ):
+            stack.callback(_put_back(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def _put_back(owner: Any, name: str) -> Callable[[], None]:
+    """What gives the attribute its present value again, or takes it away from an instance."""
+    if name in vars(owner):
+        return partial(setattr, owner, name, vars(owner)[name])
+    return partial(delattr, owner, name)

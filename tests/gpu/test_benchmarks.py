@@ -16,21 +16,21 @@ from benchmarks.common.forests import Forest, forest, samples, skew
 from benchmarks.kernel import __main__ as kernel
 from benchmarks.kernel.clock import Clock
 from benchmarks.kernel.floor import Heads
-from benchmarks.kernel.layer import PRESETS, Layer, device_batch, error_of, options_of
+from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
 from benchmarks.kernel.peers import NO_KERNEL
 from benchmarks.kernel.report import TreeRow
+from sglang_pat.target import POLICIES
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("heads", ["32/8", "8/1", "5/1", "24/8"])
-def test_presets_give_right_outputs(preset: str, heads: str) -> None:
+def test_policies_give_right_outputs(policy: str, heads: str) -> None:
     """The split of the paper makes pieces of any length from any token on."""
     shape = Heads.parse(heads)
     batches: list[Forest] = [forest(kind, 1) for kind in ("uniform", "bimodal", "zipf")]
     for batch in batches:
         inputs = device_batch(batch, shape, permuted=True)
-        settings = options_of(preset)
-        layer = Layer(inputs, batch, shape, settings, shape.dim**-0.5)
+        layer = Layer(inputs, batch, shape, PatOptions(policy), shape.dim**-0.5)
         assert error_of(layer.attend(), inputs, shape.dim**-0.5) < 0.01, (batch, layer.plan)
         torch.cuda.synchronize()
 

@@ -171,10 +171,10 @@ def planned(inputs: Case, target: Target) -> Plan:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_planned_branches_while_tails_grow(group: int, head_dim: int) -> None:
     """One plan, at its own lengths and at the longest it allows."""
-    for seed, limits in enumerate(((2**31 - 1,), (64,), (512,))):
+    for seed, cut in enumerate(("branches", "half_branches", "short_branches")):
         pieces = forest(np.random.default_rng(seed), 30)
         inputs = case(pieces, (2 * group, 2), head_dim, seed=seed)
-        target = target_of(inputs, branching="always", branch_limits=limits)
+        target = target_of(inputs, cuts=(cut,))
         made = planned(inputs, target)
         check(on_device(inputs, BF16), made)
         longest = grown(inputs, made.max_seq_lens.tolist())
@@ -199,7 +199,7 @@ def test_forty_forests(config: int) -> None:
         num_kv_heads=heads[1],
         head_dim=head_dim,
         max_queries=64,
-        branching="always",
+        cuts=("branches",),
     )
     workspace = Workspace(target, 4096)
     for seed in range(40):

@@ -25,6 +25,7 @@ from kit.pieces import DYNAMIC, Piece, forest, shared
 from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
+from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 from sglang_pat.workspace import Workspace
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -87,10 +88,12 @@ def test_branches(draft_tokens: int, most: int, head_dim: int) -> None:
         check(on_device(inputs, BF16))
 
 
-@pytest.mark.parametrize("branching", ["never", "always", "cost"])
+@pytest.mark.parametrize("cuts", [WITHOUT_BRANCHES, ("branches",), CUTS])
 @pytest.mark.parametrize("partial", [torch.float32, BF16])
 @pytest.mark.parametrize("heads", [(8, 2), (32, 8), (16, 1)])
-def test_plans_of_the_planner(heads: tuple[int, int], partial: torch.dtype, branching: str) -> None:
+def test_plans_of_the_planner(
+    heads: tuple[int, int], partial: torch.dtype, cuts: tuple[str, ...]
+) -> None:
     rng = np.random.default_rng(1)
     kinds = set()
     for draft_tokens in (2, 4, 8):
@@ -99,7 +102,7 @@ def test_plans_of_the_planner(heads: tuple[int, int], partial: torch.dtype, bran
             start = sum(tokens[:-1])
             lens = (start + draft_tokens + rng.integers(0, 5000, tree.num_queries)).tolist()
             inputs = case_of_tree(tree, heads, seq_lens=lens, draft_tokens=draft_tokens)
-            target = target_of(inputs, branching=branching, partial_bytes=partial.itemsize)
+            target = target_of(inputs, cuts=cuts, partial_bytes=partial.itemsize)
             workspace = Workspace(target, inputs.table.shape[1], partial_dtype=partial)
             plan = Planner(target).plan(tree.paths, lens)
             kinds |= set(plan.items["row_tile"].tolist())

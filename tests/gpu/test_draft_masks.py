@@ -18,7 +18,7 @@ from sglang_pat.draft_masks import masks_of
 from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
-from sglang_pat.target import Target
+from sglang_pat.target import WITHOUT_BRANCHES, Target
 from sglang_pat.workspace import Workspace
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -66,7 +66,7 @@ def test_plans_of_the_planner(heads: tuple[int, int]) -> None:
             masks = random_trees(inputs).draft_masks
             assert masks is not None
             inputs = replace(inputs, draft_masks=masks.cuda())
-            target = target_of(inputs, branching="never")
+            target = target_of(inputs, cuts=WITHOUT_BRANCHES)
             workspace = Workspace(target, inputs.table.shape[1], draft_masks=True)
             check(inputs, Planner(target).plan(tree.paths, lens), workspace=workspace)
 
@@ -91,7 +91,7 @@ def test_graphs_read_the_masks_that_were_set_last() -> None:
     tree = Tree((1, 12), (300, 40))
     lens = [348] * 12
     inputs = case_of_tree(tree, (8, 2), seq_lens=lens, draft_tokens=8)
-    target = target_of(inputs, branching="never")
+    target = target_of(inputs, cuts=WITHOUT_BRANCHES)
     workspace = Workspace(target, inputs.table.shape[1], draft_masks=True)
     plan = Planner(target).plan(tree.paths, lens)
     out = torch.empty_like(inputs.q.contiguous())
@@ -184,7 +184,7 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             workspace.read_draft_masks(*arguments, with_prefix=False)
-    branched = Planner(target_of(inputs, branching="always")).plan(tree.paths, [348] * 12)
+    branched = Planner(target_of(inputs, cuts=("branches",))).plan(tree.paths, [348] * 12)
     assert branched.branch_tokens
     with pytest.raises(ValueError, match="a branch has no draft masks"):
         decode(*given, branched, scale=inputs.scale, draft_masks=masks)

@@ -14,6 +14,7 @@ from kit.plans import HEADER
 from sglang_pat import _C
 from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import plan as make_plan
+from sglang_pat.target import CUTS
 from sglang_pat.workspace import Workspace
 
 BF16 = torch.bfloat16
@@ -182,8 +183,8 @@ def test_a_plan_without_a_snapshot_begins_with_no_other_s_units() -> None:
     """Its items have no tokens yet, those of the plan before it had."""
     inputs = case_of_tree(TREES["shared"], (32, 8))
     plans = [
-        make_plan(TREES["shared"].paths, TREES["shared"].seq_lens, target_of(inputs, split=split))
-        for split in ("cost", "none")
+        make_plan(TREES["shared"].paths, TREES["shared"].seq_lens, target_of(inputs, cuts=cuts))
+        for cuts in (CUTS, ())
     ]
     assert plans[0].num_items != plans[1].num_items
     workspace = workspace_of(inputs, plans[0])

@@ -14,7 +14,7 @@ from kit.device import POISON, case_of_tree, check, check_launches, execute, tar
 from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Plan, Planner
-from sglang_pat.target import Target
+from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target
 from sglang_pat.workspace import LAUNCHES, Workspace
 
 HEADS = (8, 2)
@@ -51,11 +51,11 @@ def output_of(step: Case, plan: Plan, target: Target, launch: str) -> torch.Tens
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize(("branching", "count"), [("cost", 100), ("always", 20)])
-def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) -> None:
+@pytest.mark.parametrize(("cuts", "count"), [(CUTS, 100), (("branches",), 20)])
+def test_one_graph_serves_many_plans(launch: str, cuts: tuple[str, ...], count: int) -> None:
     table = torch.zeros((ROWS + 1, 4096), dtype=torch.int32, device="cuda")
     static = replace(case_of_tree(Tree((ROWS,), (3000,)), HEADS), table=table)
-    target = target_of(static, branching=branching)
+    target = target_of(static, cuts=cuts)
     workspace = Workspace(target, 4096, launch=launch, list_tokens=64)
     planner = Planner(target)
     out = torch.empty_like(static.q)
@@ -101,20 +101,21 @@ def test_one_graph_serves_many_plans(launch: str, branching: str, count: int) ->
         assert not out[len(step.q) :].any()
         if seed % 10 == 0:
             assert torch.equal(output_of(step, plan, target, launch), out[: len(step.q)])
-    assert branching == "cost" or branched >= count / 2
+    assert cuts == CUTS or branched >= count / 2
     assert workspace.list_tokens >= 4864  # from 64, under the captured graph
 
 
-@pytest.mark.parametrize("branching", ["never", "always"])
+@pytest.mark.parametrize("cuts", [WITHOUT_BRANCHES, ("short_branches",)])
 @pytest.mark.parametrize("heads", [(8, 2), (2, 2), (32, 2)])
-def test_launch_modes_agree_and_repeat(heads: tuple[int, int], branching: str) -> None:
+def test_launch_modes_agree_and_repeat(heads: tuple[int, int], cuts: tuple[str, ...]) -> None:
     """Same bits from one kernel, from streams and one by one, and from run to run."""
     tree = Tree((1, 3, 60), (300, 150, 40))
     inputs = case_of_tree(tree, heads)
-    target = target_of(inputs, branching=branching, branch_limits=(200,))
+    target = target_of(inputs, cuts=cuts)
     plan = Planner(target).plan(tree.paths, tree.seq_lens)
-    assert (plan.branch_tokens > 0) == (branching == "always")
-    assert branching == "always" or len(set(plan.items["row_tile"].tolist())) > 1
+    branched = cuts != WITHOUT_BRANCHES
+    assert (plan.branch_tokens > 0) == branched
+    assert branched or len(set(plan.items["row_tile"].tolist())) > 1
     check_launches(inputs, plan, target)
 
 

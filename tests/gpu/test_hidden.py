@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_pat.srt.step_clock import StepClock
+from sglang_pat.srt.step import StepClock
 
 LONG = 200_000_000  # clock cycles: some 0.1 s
 

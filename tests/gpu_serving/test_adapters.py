@@ -14,8 +14,7 @@ OURS, STOCK = "ratio4-pat-adapters", "ratio4-fa3-adapters"
 SERVERS = (OURS, STOCK)
 COLOURS = (*ADAPTERS, None)
 SYSTEM = random_prompt(seed=31, length=800)
-# So many, and so short behind SYSTEM, that plans pack them (see ``LOADS``):
-# tests/test_gpu_loads.py checks it.
+# So many, and so short behind SYSTEM, that plans pack them (see ``LOADS``).
 REQUESTS = 36
 LOAD = Load(
     tuple(SYSTEM + random_prompt(seed=40 + i, length=10 + i) for i in range(REQUESTS)),

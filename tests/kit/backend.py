@@ -13,16 +13,17 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from benchmarks.host.live import LiveCache
-from sglang_pat.config import PatConfig
+from sglang_pat.config import DEFAULT_MIN_BATCH, PatConfig
 from sglang_pat.draft_masks import masks_of
 from sglang_pat.planner import Plan
 from sglang_pat.srt import backend
 from sglang_pat.srt.backend import PatDecodeMixin
 from sglang_pat.srt.hook import after_init_new
-from sglang_pat.srt.survey import Survey
+from sglang_pat.srt.layers import Survey
 from sglang_pat.target import Target
 
 QUERIES, HEADS, HEAD_DIM, LAYERS = 4, 2, 16, 3
+SYSTEM = 200  # tokens that the requests share
 TARGET = Target.cpu(
     threads=2, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM, max_queries=16
 )
@@ -119,6 +120,7 @@ class BackendBed:
         check: whether each step compares the slots of requests that share.
         mixin: what is put before the base.
         target: what plans are made for.
+        min_batch: requests from which on they are.
     """
 
     def __init__(
@@ -129,19 +131,21 @@ class BackendBed:
         check: bool = True,
         mixin: type = PatDecodeMixin,
         target: Target = TARGET,
+        min_batch: int = DEFAULT_MIN_BATCH,
     ) -> None:
         self.cache = LiveCache("python", slots=4000, rows=QUERIES, context=512)
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
         self.executor = RecordingExecutor(target)
-        monkeypatch.setattr(backend, "make_executor", lambda *_: self.executor)
         self.serving: list[bool] = []  # what the reporter was told later
         reporter = SimpleNamespace(set_serving=self.serving.append)
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: reporter)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
         extended = backend.extend(RecordingBase, mixin)
-        self.backend = extended(self.runner, PatConfig(check=check), survey)
+        self.backend = extended(
+            self.runner, PatConfig(check=check, min_batch=min_batch), self.executor, survey
+        )
         rng = random.Random(0)
-        system = [rng.randrange(1000) for _ in range(200)]
+        system = [rng.randrange(1000) for _ in range(SYSTEM)]
         self.reqs = [self.cache.admit([*system, 1000 + i]) for i in range(QUERIES)]
         self.live, self.lens = self.cache.batch(self.reqs)
 

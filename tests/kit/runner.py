@@ -85,7 +85,11 @@ def make_pool(
     """A pool of one slot a layer; ``sliding``: layers whose K/V are in its window's part."""
     cache = {layer: torch.zeros(1, KV_HEADS, DIM, dtype=dtype) for layer in range(layers)}
     pool = SimpleNamespace(
-        device="cpu", get_key_buffer=cache.__getitem__, get_value_buffer=cache.__getitem__
+        device="cpu",
+        get_key_buffer=cache.__getitem__,
+        get_value_buffer=cache.__getitem__,
+        get_kv_cache_quant_method=lambda: None,
+        requires_physical_write_loc=False,
     )
     if sliding:
         pool.layers_mapping = {layer: (layer, layer in sliding) for layer in range(layers)}
@@ -114,6 +118,10 @@ def make_runner(
         "device": options["device"],
         "dtype": BF16,
         "kv_cache_dtype": BF16,
+        "kv_cache_dtype_str": "auto",
+        "use_mla_backend": False,
+        "prefill_aware_swa": False,
+        "kv_index_translator": SimpleNamespace(is_translating=False),
         "token_to_kv_pool": make_pool(len(layers), sliding),
         "is_draft_worker": False,
         "draft_attention_backend": None,

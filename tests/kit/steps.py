@@ -10,10 +10,8 @@ import pytest
 
 from benchmarks.host.live import LiveCache
 from sglang_pat.planner import Plan
-from sglang_pat.srt.check import check_plan
-from sglang_pat.srt.lengths import known
-from sglang_pat.srt.radix import SETTLE_STEPS, RadixView
-from sglang_pat.srt.step import StepPlanner
+from sglang_pat.srt.radix import SETTLE_STEPS, RadixView, check_plan
+from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 

@@ -15,7 +15,7 @@ from kit.pieces import DYNAMIC, check_pieces
 from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DRAFTS, PACK, SINGLE
 from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan
-from sglang_pat.target import POLICIES, SPLITS, Target
+from sglang_pat.target import CUTS, POLICIES, WITHOUT_BRANCHES, Target
 
 Path = list[tuple[int, int, int]]
 
@@ -33,7 +33,9 @@ class Batch:
         return Batch(self.paths, [length + draft_tokens for length in self.seq_lens])
 
 
-MOST_GROUPED = 2048  # tokens of a group of requests that a plan may have by itself
+BRANCHING = tuple(cut for cut in CUTS if cut not in WITHOUT_BRANCHES)
+# Tokens that each tail of a plan may grow at least: in a branch, and in an item of its own.
+BRANCH_GROWTH, GROWTH = 64, 128
 
 
 def target(**overrides: Any) -> Target:
@@ -73,22 +75,19 @@ def batches(draw: st.DrawFn, max_nodes: int = 14, max_queries: int = 24) -> Batc
 
 
 def targets() -> st.SearchStrategy[Target]:
-    """Targets with room for every plan of ``batches()``: up to 512 items for each of a node's 24
-    row tiles, where a fixed split cuts after every token."""
+    """Targets of all rules, cuts and heads with room for every plan of ``batches()``."""
     return st.builds(
         target,
         max_items=st.just(1 << 18),
         max_partials=st.just(1 << 18),
         num_q_heads=st.sampled_from([8, 16, 40, 64]),
         policy=st.sampled_from(POLICIES),
-        split=st.sampled_from(SPLITS),
-        split_tokens=st.sampled_from([1, 64, 512]),
+        cuts=st.sampled_from([CUTS, *((cut,) for cut in CUTS), WITHOUT_BRANCHES, ()]),
+        hopper=st.booleans(),
+        items_per_sm=st.sampled_from([1, 2]),
         partial_bytes=st.sampled_from([2, 4]),
         num_sms=st.sampled_from([1, 2, 132]),
         row_tiles=st.sampled_from([(16,), (16, 32, 64, 128)]),
-        branching=st.sampled_from(["cost", "always", "never", "groups"]),
-        branch_rows=st.sampled_from([(64, 32), (64,), (16, 40)]),
-        branch_limits=st.sampled_from([(2**31 - 1,), (64,), (2**31 - 1, 512), (1,)]),
     )
 
 
@@ -156,14 +155,9 @@ def ranges_of_query(made: Plan, query: int) -> list[tuple[int, int]]:
 def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
     """Shapes of branches and of their segments."""
     group = packed_rows(made_for)
-    longest = max(made_for.branch_limits)
-    if made_for.branching == "groups":
-        longest = made_for.split_tokens
-    elif made_for.branching == "cost":
-        longest = max(longest, MOST_GROUPED)
     for item, segments in branches_of(plan):
         assert item["row_tile"] == BRANCH_ROWS
-        assert item["num_queries"] * group <= max(made_for.branch_rows)
+        assert item["num_queries"] * group <= BRANCH_ROWS
         assert 0 < len(segments) <= 256
         for s in segments:
             assert 0 <= s["first_member"] < s["first_member"] + s["num_queries"]
@@ -172,7 +166,7 @@ def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
                 assert s["num_queries"] == 1
                 assert seq_lens[s["query"]] - s["kv_start"] <= s["room"]
             else:
-                assert s["room"] == s["kv_len"] <= longest
+                assert s["room"] == s["kv_len"]
         # KV tiles that all see: the first ones or, if negative, the last ones.
         seen = int(item["num_unmasked_tiles"])
         leading = 0

@@ -21,16 +21,16 @@ from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, RequestHandles
+from sglang.srt.model_executor.forward_batch_info import ForwardMode, RequestHandles
 from sglang.srt.plugins import load_plugins
 
 from benchmarks.host import upstream as benchmark
 from benchmarks.host.live import CACHES, LiveCache
 from sglang_pat import doctor
-from sglang_pat.srt import hook, plugin, upstream
-from sglang_pat.srt.interface import interface_mismatches
-from sglang_pat.srt.lengths import known
+from sglang_pat.srt import hook, launch, plugin
+from sglang_pat.srt.factory import draft_with
 from sglang_pat.srt.radix import RECHECK_STEPS
+from sglang_pat.srt.step import known
 
 PATCH = Path(__file__).parents[2] / "patches" / "0.5.23-pat.patch"
 FILES = sorted(set(re.findall(r"^\+\+\+ b/(\S+)\.py$", PATCH.read_text(), re.MULTILINE)))
@@ -63,13 +63,13 @@ def test_patched_modules_import(path: str, ray: None) -> None:
 
 def test_the_plugin_needs_no_hook_on_the_forward_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     load_plugins()
-    assert upstream.carries_requests()
+    assert hook.carries_requests()
     assert ATTENTION_BACKENDS["pat"] is plugin._make_backend
-    assert not hook.is_installed(ForwardBatch.init_new)
-    assert list(interface_mismatches()) == []
-    assert isinstance(upstream.batches_of(SimpleNamespace()), upstream.CarriedRequests)
-    monkeypatch.setattr(upstream, "carries_requests", lambda: False)
-    assert any("is not installed" in reason for reason in interface_mismatches())
+    assert not hook.is_installed(hook.INIT_NEW, hook.after_init_new)
+    assert launch.foreign_reasons() == []
+    assert isinstance(hook.batches_of(SimpleNamespace()), hook.CarriedRequests)
+    monkeypatch.setattr(hook, "carries_requests", lambda: False)
+    assert any("is not installed" in reason for reason in launch.foreign_reasons())
 
 
 def test_the_doctor_says_that_batches_carry_their_requests() -> None:
@@ -100,7 +100,7 @@ def forward_of(cache: Any, mode: ForwardMode = ForwardMode.DECODE, **more: Any) 
 
 
 def test_only_plain_decodes_have_requests_to_plan_for() -> None:
-    batches = upstream.CarriedRequests()
+    batches = hook.CarriedRequests()
     cache = SimpleNamespace(anchor_version=None)
     warm_up = SimpleNamespace(forward_mode=ForwardMode.DECODE, request_handles=None)
     view = SimpleNamespace(forward_mode=ForwardMode.DECODE)
@@ -116,14 +116,14 @@ def test_only_plain_decodes_have_requests_to_plan_for() -> None:
 
 
 def test_a_forward_keeps_the_mode_that_was_scheduled() -> None:
-    batches = upstream.CarriedRequests()
+    batches = hook.CarriedRequests()
     forward = forward_of(SimpleNamespace(), ForwardMode.MIXED)
     forward.forward_mode = ForwardMode.EXTEND  # by the runner
     assert batches.take(forward) is None and batches.scheduled_mode == "MIXED"
 
 
 def test_a_cache_that_counts_is_believed() -> None:
-    batches = upstream.CarriedRequests()
+    batches = hook.CarriedRequests()
     cache = SimpleNamespace(anchor_version=7)
     assert batches.take(forward_of(cache, ForwardMode.EXTEND)) is None
     live = batches.take(forward_of(cache))
@@ -154,7 +154,7 @@ def test_the_version_grows_when_an_anchor_moves(kind: str) -> None:
 @pytest.mark.parametrize("kind", CACHES)
 def test_with_a_version_a_batch_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bed = StepBed(kind)
-    batches = upstream.CarriedRequests()
+    batches = hook.CarriedRequests()
     reads = count_calls(monkeypatch, "read_handles")
 
     def step() -> Any:
@@ -245,7 +245,7 @@ def test_drafts_of_pat_run_on_the_backend_that_it_names(
     factory = draft_utils.DraftBackendFactory(runner, topk=1, speculative_num_steps=3)
     with pytest.raises(ValueError, match=r"EAGLE is not supported in .*attention backend pat"):
         getattr(factory, method)()
-    assert upstream.draft_with("triton")
+    assert draft_with("triton")
     assert getattr(factory, method)() is made
     assert made.decode_attention_backend_str == "triton"
 

@@ -16,9 +16,9 @@ from benchmarks.kernel.kv import slot_table
 from sglang_pat import cli
 from sglang_pat.dump import Batch, Dump, read_dump
 
-from . import speculation
 from .conftest import Serve
 from .server import Config, ServingServer
+from .test_verify import DRAFT_TOKENS, speculating
 from .workloads import WORKLOADS
 
 SYSTEM = 120  # tokens that the prompts of "ragged" begin with
@@ -100,8 +100,8 @@ def test_verify_steps_are_dumped_with_their_draft_tokens(
 ) -> None:
     mask.write_text("")
     file = tmp_path / "dump.jsonl"
-    dump = dump_of(serve(dumping(speculation.speculating("pat", mask), file)), file)
-    assert dump.header["draft_tokens"] == dump.target.draft_tokens == speculation.DRAFT_TOKENS
+    dump = dump_of(serve(dumping(speculating(mask), file)), file)
+    assert dump.header["draft_tokens"] == dump.target.draft_tokens == DRAFT_TOKENS
     for batch in dump.batches:
         for path, length in zip(batch.paths, batch.seq_lens, strict=True):
-            assert not path or path[-1][2] <= length - speculation.DRAFT_TOKENS
+            assert not path or path[-1][2] <= length - DRAFT_TOKENS

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ from .quitters import quit_after
 from .server import Answer, Config, ServingServer
 from .workloads import WORKLOADS
 
-DEFAULT = Config("page1-overlap-rust", spawn=True)
+# Overlap scheduling and the Rust tree core, as SGLang has them; it may sleep.
+DEFAULT = Config("life", env=(("PAT_TEETH_SLEEP", "1"),), plugins=True)
 LITTLE_MEMORY = Config(
     "little-memory", args=("--max-total-tokens", "1100", "--schedule-conservativeness", "0.05")
 )
+AWAKE = "sglang_pat: awake, the next plan is loaded anew"
+LONG = 3000  # so many tokens that three other requests come and go meanwhile
 LEAVERS_TOKENS = 4000  # a minute of decoding, if the server did not notice
 
 
@@ -147,6 +151,64 @@ def test_requests_that_all_have_to_start_again_after_a_pause(
         assert disagreements(future.result(), stock["patient"]) == []
     counted = server.counters() - before
     assert counted.packed_steps > 0 and not counted.fallbacks
+
+
+def test_a_server_that_slept_answers_as_before(
+    serve: Serve, stock: dict[str, list[Answer]]
+) -> None:
+    """Without the memory saver no memory is released, but the plan is forgotten and made anew."""
+    server, work = serve(DEFAULT), WORKLOADS["multi_level"]
+    assert disagreements(server.generate(work.prompts, 9), _begins(stock["multi_level"], 9)) == []
+    for tags in (None, ["kv_cache"]):
+        server.post("/flush_cache?timeout=30")  # once it is idle, as it must be to sleep
+        server.post("/release_memory_occupation", {"tags": tags})
+        server.post("/resume_memory_occupation", {"tags": tags})
+        before = server.counters()
+        answers = server.generate(work.prompts, work.new_tokens)
+        assert disagreements(answers, stock["multi_level"]) == []
+        assert (server.counters() - before).packed_steps > 0
+    assert server.text().count(AWAKE) == 2
+
+
+def test_steps_of_several_are_ours_until_one_is_left(
+    serve: Serve, stock: dict[str, list[Answer]]
+) -> None:
+    """Of eight requests that leave one after another the last runs nine steps longer."""
+    server, work = serve(DEFAULT), WORKLOADS["ragged"]
+    for _ in range(2):  # cold and cached
+        before = server.counters()
+        answers = server.generate(work.prompts, work.new_tokens)
+        assert disagreements(answers, stock["ragged"]) == []
+        counted = server.counters() - before
+        assert counted.base_forwards["small_batch"] >= 8
+        assert counted.decode_steps >= work.new_tokens[-2] - 2 and counted.packed_steps > 0
+        assert not counted.fallbacks
+
+
+def test_one_then_two_then_one(serve: Serve, stock: dict[str, list[Answer]]) -> None:
+    """Another request joins and leaves, three times, while one runs on."""
+    server = serve(DEFAULT)
+    before = server.counters()
+    logged = len(server.text())
+    with ThreadPoolExecutor() as pool:
+        runs_on = pool.submit(server.generate, PATIENT.prompts[:1], LONG)
+        wait_until_decoded(server, logged, 1, runs_on)
+        for prompt, expected in zip(PATIENT.prompts[1:4], stock["patient"][1:4], strict=True):
+            assert disagreements(server.generate([prompt], 20), _begins([expected], 20)) == []
+        assert not runs_on.done()
+        answers = _begins(runs_on.result(), PATIENT.new_tokens[0])
+    assert disagreements(answers, stock["patient"][:1]) == []
+    counted = server.counters() - before
+    assert counted.base_forwards["small_batch"] > LONG // 2
+    assert counted.decode_steps >= 3 * 15 and counted.packed_steps > 0
+    assert not counted.fallbacks
+
+
+def _begins(answers: list[Answer], tokens: int) -> list[Answer]:
+    """The first ``tokens`` of each answer."""
+    return [
+        replace(one, tokens=one.tokens[:tokens], logprobs=one.logprobs[:tokens]) for one in answers
+    ]
 
 
 def test_retracted_requests_and_evicted_nodes(serve: Serve, stock: dict[str, list[Answer]]) -> None:

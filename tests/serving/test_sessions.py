@@ -6,15 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from .compare import disagreements
 from .conftest import Serve
 from .server import LOG_REQUESTS, Answer, Config, Prompt, ServingServer, answer_of
 from .workloads import random_prompt
 
 ARGS = ("--enable-streaming-session", *LOG_REQUESTS)
-PAGES = ("--page-size", "16", "--chunked-prefill-size", "128")
 TURNS, NEW_TOKENS = 3, 120
 SYSTEM = random_prompt(seed=200, length=256)
 NAMES = ("first", "second", "third")
@@ -60,23 +57,12 @@ def _talk(server: ServingServer) -> Iterator[list[Answer]]:
         server.post("/close_session", {"session_id": name})
 
 
-@pytest.fixture(scope="module")
-def stock_turns(serve: Serve) -> list[list[Answer]]:
-    return list(_talk(serve(Config("stock-sessions", backend="torch_native", args=ARGS))))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [Config("sessions", args=ARGS), Config("sessions-page16", args=(*ARGS, *PAGES))],
-    ids=str,
-)
-def test_turns_of_sessions_are_packed_and_answer_as_stock(
-    config: Config, serve: Serve, stock_turns: list[list[Answer]]
-) -> None:
-    server = serve(config)
+def test_turns_of_sessions_are_packed_and_answer_as_stock(serve: Serve) -> None:
+    stock = list(_talk(serve(Config("stock-sessions", backend="torch_native", args=ARGS))))
+    server = serve(Config("sessions", args=ARGS))
     before = server.counters()
     for turn, answers in enumerate(_talk(server)):
-        assert disagreements(answers, stock_turns[turn]) == []
+        assert disagreements(answers, stock[turn]) == []
         counted, before = server.counters() - before, server.counters()
         # One may begin a few steps before the others. In each packed step at least one session
         # need not read the system prompt, and in most of them two.

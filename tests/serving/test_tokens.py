@@ -8,26 +8,24 @@ import pytest
 from .compare import disagreements
 from .conftest import Serve
 from .server import Answer, Config
-from .workloads import WORKLOADS
+from .workloads import WORKLOADS, random_prompt
 
-PYTHON_CORE = ("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
-
+CHUNK = 128
 CONFIGS = (
     Config("page1-overlap-rust", spawn=True),
-    Config(
-        "page16-chunked-python-paper",
-        args=("--page-size", "16", "--chunked-prefill-size", "128"),
-        env=(PYTHON_CORE, ("SGLANG_PAT_POLICY", "paper"), ("SGLANG_PAT_SPLIT", "mean")),
+    MIXED := Config(
+        "page16-mixed_chunks-python-paper",
+        args=("--page-size", "16", "--chunked-prefill-size", str(CHUNK), "--enable-mixed-chunk"),
+        env=(
+            ("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python"),
+            ("SGLANG_PAT_POLICY", "pat"),
+        ),
     ),
     BRANCHES := Config(
         "page16-no_overlap-rust-branches",
         args=("--page-size", "16", "--disable-overlap-schedule"),
-        env=(("SGLANG_PAT_BRANCHING", "always"),),
-    ),
-    Config(
-        "page1-chunked-no_overlap-python-naive",
-        args=("--chunked-prefill-size", "64", "--disable-overlap-schedule"),
-        env=(PYTHON_CORE, ("SGLANG_PAT_POLICY", "naive")),
+        env=(("PAT_TEETH_CUT", "branches"), ("SGLANG_PAT_MIN_BATCH", "1")),
+        plugins=True,
     ),
     Config("classic-radix-cache", args=("--radix-cache-backend", "classic"), plugins=True),
     NO_CACHE := Config("no-radix-cache", args=("--disable-radix-cache",)),
@@ -68,3 +66,36 @@ def test_prefixes_are_packed_where_there_is_a_cache(config: Config, serve: Serve
     else:
         assert counted.packed_steps >= steps - 2  # the first may come before the prefill's nodes
         assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
+
+
+def test_a_request_alone_is_the_bases_unless_the_option_says_otherwise(
+    config: Config, serve: Serve, stock: dict[str, list[Answer]]
+) -> None:
+    server = serve(config)
+    before = server.counters()
+    prompt, tokens = WORKLOADS["disjoint"].prompts[-1], WORKLOADS["disjoint"].new_tokens[-1]
+    assert disagreements(server.generate([prompt], tokens), stock["disjoint"][-1:]) == []
+    counted = server.counters() - before
+    ours, base = counted.decode_steps, counted.base_forwards.get("small_batch", 0)
+    # The first token comes from a prefill; overlap may decode one token too many.
+    assert tokens - 1 <= (ours if config is BRANCHES else base) <= tokens
+    assert (ours > 0) == (base == 0) == (config is BRANCHES)
+    assert counted.packed_steps == 0 and not counted.fallbacks
+
+
+def test_mixed_steps_are_counted(config: Config, serve: Serve) -> None:
+    """SGLang rewrites their mode before the backend sees it. A prompt of 16 chunks comes in one
+    message with a short one, whose request decodes meanwhile. Requests that ask for
+    log-probabilities are not mixed."""
+    if config is not MIXED:
+        pytest.skip("its steps are not mixed")
+    server = serve(config)
+    before = server.counters()
+    prompts = [random_prompt(110, 10), random_prompt(111, 16 * CHUNK)]
+    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 40}
+    body = {"input_ids": [list(prompt) for prompt in prompts], "sampling_params": sampling}
+    server.post("/generate", body)
+    counted = server.counters() - before
+    # The first chunk has the short prompt, in each of the others one token is of its answer.
+    assert counted.base_forwards["extend"] == 1
+    assert counted.fallbacks == {"mixed": 16}

@@ -8,6 +8,7 @@ content of the file that ``PAT_TEETH_FAULT`` names, read at every call; empty me
 host memory unpinned, and ``PAT_TEETH_SLEEP=1`` lets a server sleep: SGLang pins some memory, and
 waits for torch's GPU, even on a CPU.
 ``PAT_TEETH_STEPS_WITHOUT_SHARING`` is how many steps pat lets go by before it says why none shares.
+``PAT_TEETH_CUT`` is the only cut that the planner makes on a CPU.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def load() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_pat import ops, stats
+    from sglang_pat import ops, stats, target
     from sglang_pat.srt import hook, launch
 
     register_radix_cache_backend("classic", lambda context: RadixCache(params=context.params))
     if os.environ.get("PAT_TEETH_UNHOOK") == "1":
-        HookRegistry._patched.add(hook.TARGET)  # SGLang takes the hook for applied
+        HookRegistry._patched.add(hook.INIT_NEW)  # SGLang takes the hook for applied
     if os.environ.get("PAT_TEETH_SLEEP") == "1":
         from sglang.srt.managers.scheduler_components import weight_updater
 
@@ -43,8 +44,10 @@ def load() -> None:
         )
     if steps := os.environ.get("PAT_TEETH_STEPS_WITHOUT_SHARING"):
         stats.STEPS_WITHOUT_SHARING = int(steps)
+    if cut := os.environ.get("PAT_TEETH_CUT"):
+        target.WITHOUT_BRANCHES = (cut,)
     if os.environ.get("PAT_TEETH_UNHOOK_LAUNCH") == "1":
-        HookRegistry._patched.add(launch.TARGET)
+        HookRegistry._patched.add(launch.RESOLVE)
     if os.environ.get("PAT_TEETH_UNPINNED") == "1":
         _unpin()
     fault_file = os.environ.get("PAT_TEETH_FAULT")

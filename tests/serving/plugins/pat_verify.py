@@ -4,38 +4,34 @@
 ``PAT_VERIFY=1`` switches it on. What SGLang's NGRAM worker calls is Triton, CUDA or sgl_kernel,
 none of which runs here: where the platform interface has a seam it is replaced through that,
 elsewhere by name.
-``--attention-backend torch_verify`` is SGLang's ``torch_native`` and attention for the verify step,
-which ``torch_native`` lacks (pat_drafts.py): with it a server can be compared.
+
+The content of the file that ``PAT_VERIFY_MASK`` names, read at every verify step, is a mistake to
+make in its mask: ``sees_next`` shows each draft the next one too, ``misses_own`` hides each draft
+from itself. Empty means none.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pat_drafts
 import torch
-
-BACKEND = "torch_verify"
 
 
 def load() -> None:
     if os.environ.get("PAT_VERIFY") != "1":
         return
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.server_args import add_attention_backend_choices
-
     from sglang_pat import ops
     from sglang_pat.srt.platform import PatCpuPlatform
 
     PatCpuPlatform.get_speculative_worker_cls = _worker_cls
     PatCpuPlatform.get_speculative_cache_locs_fn = lambda self: slots_of_drafts
     PatCpuPlatform.get_kv_pool_cls = _pool_cls
-    register_attention_backend(BACKEND)(pat_drafts.make_backend)
-    add_attention_backend_choices([BACKEND])
-    ops.decode = pat_drafts.mistaking(ops.decode)
+    ops.decode = mistaking(ops.decode)
 
 
 def _worker_cls(_platform: object, algorithm: str) -> type | None:
@@ -179,3 +175,48 @@ def slots_of_accepted(
     flat = accept_index.flatten()
     chosen = out_cache_loc[flat[flat >= 0].long()]
     accept_out_cache_loc[: len(chosen)] = chosen
+
+
+# By mistake: the rows that are wrong, and those whose tokens they see.
+ROWS = {
+    "sees_next": (slice(None, -1), slice(1, None)),
+    "misses_own": (slice(1, None), slice(None, -1)),
+}
+
+
+def mistaking(decode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``sglang_pat.ops.decode`` with the mistake in the mask of its draft tokens: a draft that is
+    to see what another one sees is computed in the other one's place."""
+
+    def decoded(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        plan: Any,
+        *,
+        out: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        batch = (k, v, table, rows, seq_lens, plan)
+        out = decode(q, *batch, out=out, **kwargs)
+        mistake = _mistake()
+        if not mistake or plan.draft_tokens == 1:
+            return out
+        ours, theirs = ROWS[mistake]
+        drafts = (len(rows), plan.draft_tokens)
+        moved = q.unflatten(0, drafts).clone()
+        moved[:, theirs] = q.unflatten(0, drafts)[:, ours]
+        wrong = decode(moved.flatten(0, 1), *batch, **kwargs)
+        out.unflatten(0, drafts)[:, ours] = wrong.unflatten(0, drafts)[:, theirs]
+        return out
+
+    return decoded
+
+
+def _mistake() -> str:
+    """The mistake to make now, or ""."""
+    path = os.environ.get("PAT_VERIFY_MASK")
+    return Path(path).read_text().strip() if path else ""

@@ -2,7 +2,7 @@
 """What decode attention in SGLang depends on, and what ``pat`` does about each.
 
 The keys are the attributes that the decode of SGLang's FlashAttention, FlashInfer, Triton and
-TRT-LLM backends reads, from the constructor on. ``tests/test_attention_semantics.py`` extracts them
+TRT-LLM backends reads, from the constructor on. ``test_attention_semantics.py`` extracts them
 from SGLang's source: one that is missing here, or no longer there, fails it by name. Before a new
 one is entered as handled or irrelevant, read what the backends do with it.
 """
@@ -66,7 +66,7 @@ _RUNNER = {
     **_all("base", "layers whose K/V are in the sliding-window pool", "runner.token_to_kv_pool"),
     **_all("refused", "virtual slot ids", "runner.kv_index_translator"),
     **_all("refused", "other than the model's or fp8_e4m3", "runner.kv_cache_dtype"),
-    **_all("refused", "quantized K/V, see pool_refusals(quant_name)", "runner.kv_cache_dtype_str"),
+    **_all("refused", "quantized K/V, see support.Server.quantized", "runner.kv_cache_dtype_str"),
     **_all("handled", "the rows that a step's queries read", "runner.req_to_token_pool"),
     **_all("handled", "speculative_algorithm says who verifies drafts", "runner.spec_algorithm"),
     **_all("base", "drafts run on SGLang's own backend", "runner.is_draft_worker"),
@@ -141,7 +141,7 @@ _CONFIGURATION = {
     ),
     **_all(
         "handled",
-        "chains and trees of draft tokens; the rest is the base's (srt/speculation.py)",
+        "chains and trees of draft tokens; the rest is the base's (support.SPECULATION)",
         *("spec.speculative_algorithm", "spec.speculative_eagle_topk"),
         *("spec.speculative_num_draft_tokens", "spec.speculative_num_steps"),
     ),
