@@ -178,7 +178,7 @@ class Fit:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("time", "costs"))
+    parser.add_argument("what", choices=("time", "costs"), help="what to do")
     parser.add_argument("file", type=Path, help="of the times, a JSON line a batch")
     options = parser.parse_args()
     if options.what == "time":
