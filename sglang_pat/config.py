@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -96,9 +97,10 @@ class PatConfig:
                     f"use one of {', '.join(allowed)} or unset it"
                 )
             given[name] = value
-        numbers = {name: int(given[name]) for name in _NUMBERS if name in given}
-        words = {name: given[name] for name in ("policy", "partial", "dump") if name in given}
-        return cls(check=given.get("check") == "1", **words, **numbers)
+        chosen: dict[str, Any] = {
+            name: int(value) if name in _NUMBERS else value for name, value in given.items()
+        }
+        return cls(**chosen | {"check": given.get("check") == "1"})
 
     @property
     def launch(self) -> str:

@@ -85,11 +85,19 @@ class Planner:
         on, as far as another query shares it."""
         return [[(n, start, end) for n, start, end in path] for path in self._native.last_paths()]
 
+    @property
+    def costs(self) -> list[float]:
+        """What the judge charges: values of ``_C.COST_NAMES`` (csrc/pack/costs.h)."""
+        return self._native.costs
+
+    def set_costs(self, costs: Sequence[float]) -> None:
+        """Raises ValueError for other than one value per name."""
+        self._native.costs = list(costs)
+
     def last_tree(self) -> tuple[list[tuple[int, int, int, int]], list[int]]:
         """Pack tree of the last plan: (parent or -1, start, end, queries) of each node, parents
         first, and the deepest node of each query or -1."""
-        nodes, of_queries = self._native.last_tree()
-        return [tuple(node) for node in nodes], of_queries
+        return self._native.last_tree()
 
     def plan_packs(
         self, seq_lens: Integers, takes_over: Sequence[bool], piece_tokens: Sequence[int]

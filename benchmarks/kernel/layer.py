@@ -34,6 +34,7 @@ class PatOptions:
     ``KV_DTYPES``. ``draft_tokens``: of a query, 1 in a decode step."""
 
     policy: str = "default"
+    cuts: tuple[str, ...] | None = None  # None: the GPU's
     kv_dtype: str = "bfloat16"
     draft_tokens: int = 1
 
@@ -59,6 +60,8 @@ class PatOptions:
             "kv_bytes": self.kv_bytes,
             "policy": self.policy,
         }
+        if self.cuts is not None:
+            values["cuts"] = self.cuts
         if self.policy == "pat":
             values["max_items"] = MEAN_ITEMS * tree.num_queries + 1024
             values["max_partials"] = MEAN_PARTIALS * tree.num_queries + 2048

@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -107,13 +108,27 @@ class Planner {
     return found;
   }
 
+  // What the judge charges: values of kCostNames.
+  std::vector<double> costs() const {
+    std::vector<double> values(kCostNames.size());
+    std::memcpy(values.data(), &scheduler_.costs(), sizeof(Costs));
+    return values;
+  }
+  void set_costs(const std::vector<double>& values) {
+    PAT_CHECK(values.size() == kCostNames.size(), values.size(), " costs, need ",
+              kCostNames.size());
+    Costs costs;
+    std::memcpy(static_cast<void*>(&costs), values.data(), sizeof(Costs));
+    scheduler_.set_costs(costs);
+  }
+
   // Of the last plan: parent (-1: none), start, end and queries of each node, parents first, and
   // the deepest node of each query.
   py::tuple last_tree() const {
     PAT_CHECK(tree_ != nullptr, "there is no last plan, or it has raised: plan a batch first");
-    std::vector<std::array<int32_t, 4>> nodes;
+    std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> nodes;
     for (const PackNode& node : tree_->nodes) {
-      nodes.push_back({node.parent, node.start, node.end, node.num_queries});
+      nodes.emplace_back(node.parent, node.start, node.end, node.num_queries);
     }
     return py::make_tuple(nodes, tree_->query_node);
   }
@@ -171,17 +186,6 @@ int64_t total_tokens(const Plan& plan, uintptr_t seq_lens, size_t count) {
   return inside ? total : -1;
 }
 
-std::vector<double> costs_of(const Target& target) {
-  std::vector<double> values(kCostNames.size());
-  std::memcpy(values.data(), &target.costs, sizeof(Costs));
-  return values;
-}
-
-void set_costs(Target& target, const std::vector<double>& values) {
-  PAT_CHECK(values.size() == kCostNames.size(), values.size(), " costs, need ", kCostNames.size());
-  std::memcpy(static_cast<void*>(&target.costs), values.data(), sizeof(Costs));
-}
-
 void bind_target(py::module_& m) {
   py::class_<Target>(m, "Target")
       .def(py::init<>())
@@ -208,7 +212,6 @@ void bind_target(py::module_& m) {
       .def_readwrite("hopper", &Target::hopper)
       .def_readwrite("cuts", &Target::cuts)
       .def_readwrite("by_paper", &Target::by_paper)
-      .def_property("costs", &costs_of, &set_costs, "Values of COST_NAMES (csrc/pack/costs.h).")
       .def("partial_cost_bytes", &Target::partial_cost_bytes,
            "Bytes that a partial of a query costs per KV head, written and read.");
 }
@@ -367,6 +370,8 @@ void bind_planner(py::module_& m) {
       .def("plan_from_handles", &Planner::plan_from_handles, py::arg("handles"),
            py::arg("seq_lens"), py::arg("paths"), py::arg("leaf"))
       .def("last_paths", &Planner::last_paths)
+      .def_property("costs", &Planner::costs, &Planner::set_costs,
+                    "What the judge charges: values of COST_NAMES (csrc/pack/costs.h).")
       .def("last_tree", &Planner::last_tree)
       .def("plan_packs", &Planner::plan_packs, py::arg("seq_lens"), py::arg("takes_over"),
            py::arg("piece_tokens"))

@@ -15,7 +15,7 @@ constexpr int32_t kTileTokens = 64;
 constexpr uint32_t kLongest = 1U << 30;  // tokens
 // By Judge::Kind: wide items and those of joint plans run first, then pairs, heavy items and light
 // ones, each the longest first.
-constexpr std::array<uint32_t, 8> kRanks = {3, 3, 3, 2, 2, 1, 0, 0};
+constexpr std::array<uint32_t, 6> kRanks = {3, 2, 2, 1, 0, 0};
 // Steps of a simulation, about: with more the plans are hardly less off.
 constexpr double kSteps = 24.0;
 
@@ -24,11 +24,6 @@ constexpr double kSteps = 24.0;
 double smooth_max(double a, double b) {
   const double a2 = a * a, b2 = b * b;
   return std::sqrt(std::sqrt(a2 * a2 + b2 * b2));
-}
-
-// Whether one warp runs an item, so that four such items share half an SM (csrc/cuda/tiles.h).
-bool is_narrow(const Target& target, int32_t queries, int32_t tokens) {
-  return queries * target.group() <= 8 && tokens <= 64;
 }
 
 double tiles_of(int64_t tokens) {
@@ -50,18 +45,11 @@ void Judge::read_costs(const Target& target) {
   if (!target.hopper) {
     const int32_t light = std::min(kHeavyRows, target.row_tiles.back());
     const int32_t heavy = target.row_tile_for((kHeavyRows + target.group()) / target.group());
-    by_kind_ = {by_rates(light),
-                by_rates(light),
-                by_rates(light),
-                by_rates(heavy),
-                by_rates(heavy),
-                by_rates(heavy),
-                by_rates(target.row_tiles.back()),
-                by_rates(heavy)};
+    const ItemCost heavy_cost = by_rates(heavy), widest = by_rates(target.row_tiles.back());
+    by_kind_ = {by_rates(light), heavy_cost, heavy_cost, heavy_cost, widest, heavy_cost};
     return;
   }
-  by_kind_ = {costs_.narrow, costs_.single, costs_.light, costs_.heavy,
-              costs_.branch, costs_.paired, costs_.wide,  costs_.joint};
+  by_kind_ = {costs_.light, costs_.heavy, costs_.branch, costs_.branch, costs_.heavy, costs_.joint};
   const double factor = (target.head_dim <= 64    ? costs_.head_dim_64
                          : target.head_dim <= 128 ? 1.0
                                                   : costs_.head_dim_256) *
@@ -87,27 +75,20 @@ double Judge::merge_us(const Items& plan) const {
   return costs_.round_us * rounds + costs_.split_us * most_splits + 1e6 * bytes / rate;
 }
 
-void Judge::add(Kind kind, int32_t tokens, double further_start_us, double further_tiles) {
+void Judge::add(Kind kind, int32_t tokens) {
   const uint32_t order =
       kRanks[kind] * kLongest + (kLongest - 1 - std::min<uint32_t>(tokens, kLongest - 1));
-  items_.push_back(
-      {kind, order, by_kind_[kind].start_us + further_start_us, tiles_of(tokens) + further_tiles});
+  items_.push_back({kind, order, by_kind_[kind].start_us, tiles_of(tokens)});
   read_tokens_ += tokens;
 }
 
 void Judge::add_pack(const Target& target, const Pack& pack) {
-  const auto kind_of = [&](int32_t queries, int32_t tokens) {
-    const int32_t row_tile = target.row_tile_for(queries);
-    if (is_narrow(target, queries, tokens)) return kNarrow;
-    if (row_tile > kWideRows) return kWide;
-    if (row_tile > kHeavyRows) return kHeavy;
-    return queries > 1 ? kLight : kSingle;
-  };
   const int32_t most = target.max_tile_queries();
   for (int32_t left = pack.queries; left > 0; left -= most) {
+    const int32_t row_tile = target.row_tile_for(std::min(left, most));
+    const Kind kind = row_tile > kWideRows ? kWide : row_tile > kHeavyRows ? kHeavy : kLight;
     for (int32_t piece = 0; piece < pack.pieces; ++piece) {
-      const int32_t tokens = std::min(pack.chunk, pack.tokens() - piece * pack.chunk);
-      add(kind_of(std::min(left, most), tokens), tokens, 0.0, 0.0);
+      add(kind, std::min(pack.chunk, pack.tokens() - piece * pack.chunk));
     }
   }
 }
@@ -118,9 +99,7 @@ void Judge::list_items(const Items& plan) {
   read_tokens_ = 0;
   for (const Branch& branch : plan.brancher().branches()) {
     if (branch.num_queries == 0) continue;
-    const double masked = std::max(tiles_of(branch.tokens) - branch.unmasked / kTileTokens, 0.0);
-    add(branch.peer == kNoNode ? kBranch : kPaired, branch.tokens,
-        costs_.segment_us * branch.num_segments, costs_.masked * masked);
+    add(branch.peer == kNoNode ? kBranch : kPaired, branch.tokens);
   }
   for (const Pack& pack : plan.packs().packs) add_pack(target, pack);
   const auto is_heavy = [](const Item& item) {
@@ -203,20 +182,17 @@ void Judge::group_sms() {
   }
 }
 
-void Judge::begin(Half& half, int32_t item, bool later) const {
+void Judge::begin(Half& half, int32_t item) const {
   const Item& of = items_[item];
-  const double start_factor = !later             ? 1.0
-                              : of.kind < kHeavy ? costs_.light_later
-                                                 : costs_.heavy_later;
   half.doing = Doing::kItem;
   half.kind = of.kind;
-  half.start_us = start_factor * of.start_us;
+  half.start_us = of.start_us;
   half.tiles = of.tiles;
 }
 
 // Gives work to halves of some SMs that do nothing. If a list has less than these SMs could take,
 // the others of them become SMs of their own behind all others.
-void Judge::give(size_t index, bool later) {
+void Judge::give(size_t index) {
   {
     Sms& sms = sms_[index];
     auto& [first, second] = sms.halves;
@@ -224,11 +200,11 @@ void Judge::give(size_t index, bool later) {
       if (first.doing != Doing::kNothing || second.doing != Doing::kNothing) return;
       const int32_t item = item_of_both(sms.next_of_both);
       first.left_us = second.left_us = std::min(first.left_us, second.left_us);
-      begin(first, item, later);
+      begin(first, item);
       if (sms.next_of_both < wide_) {
         second.doing = Doing::kHelping;
       } else {
-        begin(second, item + 1, later);
+        begin(second, item + 1);
       }
       sms.next_of_both += num_sms_;
       return;
@@ -238,7 +214,7 @@ void Judge::give(size_t index, bool later) {
     Sms& sms = sms_[index];
     if (sms.halves[half].doing != Doing::kNothing) continue;
     if (sms.next[half] != kNoItem) {
-      begin(sms.halves[half], sms.next[half], later);
+      begin(sms.halves[half], sms.next[half]);
       sms.next[half] = kNoItem;
       continue;
     }
@@ -254,7 +230,7 @@ void Judge::give(size_t index, bool later) {
     Sms others = sms;
     others.count -= count;
     sms.count = count;
-    begin(sms.halves[half], item, true);
+    begin(sms.halves[half], item);
     if (others.count > 0) sms_.push_back(others);
   }
 }
@@ -275,10 +251,8 @@ double Judge::begin_step(double step_us, double tile_us) {
   const double memory_us = tile_us * std::max(reading, 1.0);
   for (size_t kind = 0; kind < kNumKinds; ++kind) {
     const double alone_us = by_kind_[kind].tile_us;
-    const double beside =
-        kind == kPaired ? 0.0 : costs_.beside;  // its costs are of two halves that read
     tile_us_[kind] = {smooth_max(alone_us, memory_us),
-                      smooth_max((1.0 + beside) * alone_us, memory_us)};
+                      smooth_max((1.0 + costs_.beside) * alone_us, memory_us)};
   }
   return busy;
 }
@@ -333,19 +307,19 @@ double Judge::run(double tile_us, double step_us, double limit_us) {
   group_sms();
   left_tiles_ = 0.0;
   for (const Item& item : items_) left_tiles_ += item.tiles * num_kv_heads_;
-  for (size_t i = 0; i < sms_.size(); ++i) give(i, false);
+  for (size_t i = 0; i < sms_.size(); ++i) give(i);
   double ended_us = 0.0;
   for (double now_us = 0.0; begin_step(step_us, tile_us) > 0.0; now_us += step_us) {
     const size_t as_before = sms_.size();
     for (size_t i = 0; i < sms_.size(); ++i) {
-      if (i >= as_before) give(i, true);
+      if (i >= as_before) give(i);
       while (advance(sms_[i])) {
         for (const Half& half : sms_[i].halves) {
           if (half.doing == Doing::kNothing) {
             ended_us = std::max(ended_us, now_us + step_us - half.left_us);
           }
         }
-        give(i, true);
+        give(i);
       }
     }
     // All tiles that are left need their bytes, one after the other.

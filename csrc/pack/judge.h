@@ -29,12 +29,12 @@ class Judge {
 
  private:
   // Of items, as the kernels run them. kJoint: any item of a joint plan.
-  enum Kind { kNarrow, kSingle, kLight, kHeavy, kBranch, kPaired, kWide, kJoint, kNumKinds };
+  enum Kind { kLight, kHeavy, kBranch, kPaired, kWide, kJoint, kNumKinds };
   struct Item {
     Kind kind;
     uint32_t order;   // in which the items run, the smallest first
     double start_us;  // before its first KV tile
-    double tiles;     // masked ones as more
+    double tiles;
 
     bool takes_as_long_as(const Item& other) const {
       return kind == other.kind && start_us == other.start_us && tiles == other.tiles;
@@ -44,7 +44,7 @@ class Judge {
   enum class Doing { kNothing, kItem, kHelping, kEnded };
   struct Half {
     Doing doing = Doing::kNothing;
-    Kind kind = kNarrow;
+    Kind kind = kLight;
     double start_us = 0.0;  // left of what comes before the first tile
     double tiles = 0.0;     // left
     double left_us = 0.0;   // of the step
@@ -64,7 +64,7 @@ class Judge {
   };
 
   void read_costs(const Target& target);
-  void add(Kind kind, int32_t tokens, double further_start_us, double further_tiles);
+  void add(Kind kind, int32_t tokens);
   void add_pack(const Target& target, const Pack& pack);
   void list_items(const Items& plan);
   double merge_us(const Items& plan) const;
@@ -74,8 +74,8 @@ class Judge {
   bool run_alike(int32_t item, int32_t other) const;
   bool run_alike(const Sms& sms, int32_t sm, const std::array<int32_t, 2>& next) const;
   void group_sms();
-  void begin(Half& half, int32_t item, bool later) const;
-  void give(size_t index, bool later);
+  void begin(Half& half, int32_t item) const;
+  void give(size_t index);
   double begin_step(double step_us, double tile_us);
   bool advance(Sms& sms);
   double least_us(double tile_us) const;

@@ -31,6 +31,10 @@ class Scheduler {
   Plan schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
                 const uint8_t* takes_over, const int32_t* piece_tokens);
 
+  // What the judge charges.
+  const Costs& costs() const { return target_.costs; }
+  void set_costs(const Costs& costs) { target_.costs = without_wide_.costs = costs; }
+
  private:
   Batch batch_of(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) const;
   bool make_least(const Batch& batch);

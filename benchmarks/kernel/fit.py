@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the plan of each cut on the GPU at hand, and fits the judge's costs to these times:
+``python -m benchmarks.kernel.fit time FILE``, then ``python -m benchmarks.kernel.fit costs FILE``.
+
+The second needs no GPU and takes about ten minutes. It prints the values for ``Costs`` in
+csrc/pack/costs.h, in the order of ``COST_NAMES``, and how long the chosen plans take beside the
+best of each batch, now and with the new costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.common.forests import Forest, all_forests
+from benchmarks.common.trees import PAPER_TREES, Requests
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.layer import E4M3, Layer, PatOptions, device_batch
+from sglang_pat import _C
+from sglang_pat.planner import Planner
+from sglang_pat.target import CUTS
+
+Times = npt.NDArray[np.float64]
+
+# What is timed: heads, and what K, V and queries are.
+SETTINGS: tuple[tuple[Heads, PatOptions], ...] = (
+    *((Heads(q, kv), PatOptions()) for q, kv in ((32, 8), (64, 8), (16, 8), (32, 32))),
+    *((Heads(q, kv), PatOptions()) for q, kv in ((28, 4), (16, 2), (8, 1))),
+    *((heads, PatOptions()) for heads in (Heads(32, 8, 64), Heads(16, 2, 256), Heads(32, 8, 256))),
+    *((Heads(q, 8), PatOptions(kv_dtype=E4M3)) for q in (32, 64)),
+    *((Heads(32, 8), PatOptions(draft_tokens=tokens)) for tokens in (4, 8)),
+)
+BUDGET_MS = 4.0  # of all repeats of one plan
+MOST_NOISE = 0.12  # batches beyond are left out
+# A choice that is so much slower than the best counts twice what it is slower by.
+CLEARLY = 0.04
+SHARPNESS = 0.015  # relative difference of two judged times that makes a choice likely
+STEP, LEAST_STEP = 0.15, 0.015  # by which a cost is changed
+
+
+def batches() -> Iterator[Requests]:
+    """The paper's trees, the ragged batches, requests on one prefix, and agents of four roles."""
+    yield from PAPER_TREES
+    yield from all_forests(None)
+    for count in (8, 16, 32, 64, 128, 256):
+        for prefix in (512, 2048, 4096, 8192):
+            for tail in (20, 120, 300):
+                rng = random.Random(count * prefix + tail)
+                lengths = [prefix + round(tail * rng.uniform(0.7, 1.3)) for _ in range(count)]
+                yield Forest(f"served-{prefix}x{count}+{tail}", [[(0, 0, prefix)]] * count, lengths)
+    for count in (16, 32, 64, 128):
+        for own in (100, 600, 2000):
+            rng = random.Random(count + own)
+            paths = [[(0, 0, 3000), (1 + i % 4, 3000, 4200)] for i in range(count)]
+            lengths = [4200 + rng.randint(20, 2 * own) for _ in range(count)]
+            yield Forest(f"agents-{count}+{own}", paths, lengths)
+
+
+def cases() -> Iterator[tuple[Heads, PatOptions, Requests]]:
+    """What is timed, in a fixed order."""
+    for heads, settings in SETTINGS:
+        for tree in batches():
+            tails = (
+                length - (path[-1][2] if path else 0)
+                for path, length in zip(tree.paths, tree.seq_lens, strict=True)
+            )
+            if settings.draft_tokens == 1 or min(tails) >= settings.draft_tokens:
+                yield heads, settings, tree
+
+
+def plans(heads: Heads, settings: PatOptions, tree: Requests) -> dict[str, Planner]:
+    """A planner for each cut that gives the batch a plan of its own."""
+    found, seen = {}, set()
+    for cut in CUTS:
+        planner = Planner(replace(settings, cuts=(cut,)).target(tree, heads))
+        plan = planner.plan(tree.paths, tree.seq_lens)
+        told = (plan.items.tobytes(), plan.segments.tobytes())
+        if not plan.degraded and told not in seen:
+            seen.add(told)
+            found[cut] = planner
+    return found
+
+
+def time_cuts(file: Path) -> None:
+    """Writes a JSON line for each batch: its name and microseconds by cut."""
+    from benchmarks.kernel.clock import Clock, capture
+    from benchmarks.kernel.kv import quantised
+
+    clock = Clock(BUDGET_MS)
+    with file.open("w") as out:
+        for heads, settings, tree in cases():
+            batch = device_batch(tree, heads, draft_tokens=settings.draft_tokens)
+            if settings.e4m3:
+                batch = quantised(batch)
+            layers = {
+                cut: Layer(batch, tree, heads, replace(settings, cuts=(cut,)), heads.dim**-0.5)
+                for cut in plans(heads, settings, tree)
+            }
+            captured = {cut: capture(layer.attend) for cut, layer in layers.items()}
+            times, noise = clock.compare({cut: each.replay for cut, each in captured.items()})
+            row = {"batch": str(tree), "heads": str(heads), "noise": noise, "us": times}
+            out.write(json.dumps(row) + "\n")
+
+
+class Fit:
+    """Measured times of plans, and planners that judge the same plans with other costs."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._planners: list[tuple[Planner, list[int]]] = []
+        times: list[float] = []
+        starts: list[int] = []
+        for row, (heads, settings, tree) in zip(rows, cases(), strict=True):
+            if (row["batch"], row["heads"]) != (str(tree), str(heads)):
+                raise ValueError(f"{row['batch']} stands where {tree} was timed: time them anew")
+            if row["noise"] > MOST_NOISE or not row["us"]:
+                continue
+            starts.append(len(times))
+            for cut, planner in plans(heads, settings, tree).items():
+                self._planners.append((planner, tree.seq_lens))
+                times.append(row["us"][cut])
+        self._starts = np.array(starts)
+        best = np.minimum.reduceat(times, self._starts)
+        counts = np.diff([*starts, len(times)])
+        self._batch = np.repeat(np.arange(len(starts)), counts)
+        self._log = np.log(np.array(times) / best[self._batch])
+
+    def judged(self, costs: Sequence[float]) -> Times:
+        """log of the seconds that the judge expects of each plan."""
+        found = []
+        for planner, seq_lens in self._planners:
+            planner.set_costs(costs)
+            found.append(math.log(planner.plan_again(seq_lens).seconds))
+        return np.array(found)
+
+    def regret(self, costs: Sequence[float]) -> float:
+        """Time of the chosen plans over the best ones: geometric mean."""
+        judged = self.judged(costs)
+        chosen = judged == np.minimum.reduceat(judged, self._starts)[self._batch]
+        return math.exp(float(self._log[chosen].mean()))
+
+    def loss(self, costs: Sequence[float]) -> float:
+        """What the likely choices cost, and a quarter of how far the judge is off."""
+        judged = self.judged(costs)
+        ahead = judged - np.minimum.reduceat(judged, self._starts)[self._batch]
+        likely = np.exp(-ahead / SHARPNESS)
+        slower = np.minimum(self._log, 0.3)
+        slower = slower + 2 * np.maximum(slower - CLEARLY, 0)
+        sums = np.add.reduceat(likely, self._starts)
+        choice = np.add.reduceat(likely * slower, self._starts) / sums
+        off = judged - self._log
+        off -= (np.add.reduceat(off, self._starts) / np.bincount(self._batch))[self._batch]
+        return float(choice.mean()) + 0.25 * math.sqrt(float(np.minimum(off**2, 0.02).mean()))
+
+    def improved(self, costs: list[float]) -> list[float]:
+        """Costs that are changed one after the other as long as that lowers the loss."""
+        steps = [STEP] * len(costs)
+        best = self.loss(costs)
+        while max(steps) > LEAST_STEP:
+            for i in range(len(costs)):
+                for factor in (1 + steps[i], 1 / (1 + steps[i])):
+                    other = [*costs[:i], costs[i] * factor, *costs[i + 1 :]]
+                    if (loss := self.loss(other)) < best:
+                        costs, best = other, loss
+                        break
+                else:
+                    steps[i] *= 0.5
+        return costs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("time", "costs"))
+    parser.add_argument("file", type=Path, help="of the times, a JSON line a batch")
+    options = parser.parse_args()
+    if options.what == "time":
+        time_cuts(options.file)
+        return
+    fit = Fit([json.loads(line) for line in options.file.read_text().splitlines()])
+    before = Planner(PatOptions().target(PAPER_TREES[0], Heads(32, 8))).costs
+    after = fit.improved(list(before))
+    print(
+        f"over the best cut of each batch: {fit.regret(before):.4f}, {fit.regret(after):.4f} anew"
+    )
+    for name, old, new in zip(_C.COST_NAMES, before, after, strict=True):
+        print(f"{name:14} {old:10.4g} {new:10.4g}")
+
+
+if __name__ == "__main__":
+    main()
