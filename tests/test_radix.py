@@ -24,7 +24,7 @@ from sglang_pat.srt.radix import NO_NODE, RadixView
 from sglang_pat.srt.step import StepPlanner
 from sglang_pat.stats import Stats
 
-TARGET = target(num_sms=1)
+TARGET = target(num_sms=1, cuts=("branches",))
 ROUNDS = 12
 
 
