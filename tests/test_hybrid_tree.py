@@ -20,7 +20,7 @@ from sglang_pat.srt.radix import check_plan
 from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 
-TARGET = target(num_sms=1)
+TARGET = target(num_sms=1, cuts=("branches",))
 CORES = ("rust", "python")
 SYSTEM = 100  # tokens that requests share; not a multiple of CHUNK
 ROUNDS = 14

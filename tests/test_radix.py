@@ -23,7 +23,7 @@ from sglang_pat.srt.radix import NO_NODE, RadixView, check_plan
 from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 
-TARGET = target(num_sms=1)
+TARGET = target(num_sms=1, cuts=("branches",))
 ROUNDS = 12
 
 

@@ -18,7 +18,7 @@ from sglang_pat.planner import Plan, Planner
 from sglang_pat.target import Target
 
 # Every shared node is an item of its own: the plan shows the tree.
-TARGET = target(num_sms=1)
+TARGET = target(num_sms=1, cuts=("branches",))
 HANDLE = np.dtype([("node", np.int64), ("tokens", np.int64), ("table_row", np.int64)])
 
 
@@ -117,24 +117,24 @@ class Reader:
     def check(self, leaves: Sequence[Node | None], limits: list[int] | None = None) -> None:
         paths = [climb(leaf) for leaf in leaves]
         lens = [(path[-1][2] if path else 0) + 3 for path in paths]
-        made = self.plan(leaves, lens, limits)
-        expected = Planner(TARGET).plan(paths, lens, limits)
-        assert shared_tokens(made) == shared_tokens(expected)
-        assert made.num_shared_items == expected.num_shared_items
-        assert made.list_tokens == expected.list_tokens
+        other = Planner(TARGET)
+        self.plan(leaves, lens, limits)
+        other.plan(paths, lens, limits)
+        assert shared_tokens(self.planner) == shared_tokens(other)
 
 
-def shared_tokens(plan: Plan) -> list[set[tuple[int, int, tuple[int, ...]]]]:
-    """Of each query the spans of tokens that it reads together with others, and with whom."""
-    found: list[set[tuple[int, int, tuple[int, ...]]]] = [set() for _ in range(plan.num_queries)]
-    for segment in plan.segments:
-        members = plan.members["query"][segment["first_member"] :][: segment["num_queries"]]
-        queries = tuple(sorted(members.tolist()))
-        start, length = int(segment["kv_start"]), int(segment["kv_len"])
-        if len(queries) > 1:
-            for query in queries:
-                found[query].add((start, length, queries))
-    return found
+def shared_tokens(planner: Planner) -> list[list[tuple[int, int, list[bool]]]]:
+    """Of each query of the last plan the spans of tokens that it shares, and with whom."""
+    nodes, deepest = planner.last_tree()
+    ways: list[list[int]] = [[] for _ in deepest]
+    for way, last in zip(ways, deepest, strict=True):
+        node = last
+        while node >= 0:
+            way.append(node)
+            node = nodes[node][0]
+    return [
+        [(*nodes[node][1:3], [node in other for other in ways]) for node in way] for way in ways
+    ]
 
 
 def climb(leaf: Node | None) -> Path:
@@ -332,7 +332,7 @@ def test_the_same_paths_with_other_lengths() -> None:
     by.plan(leaves, [9] * 4)
     for lens in ([10, 11, 12, 13], [900, 800, 700, 600]):
         expected = Planner(TARGET).plan(paths, lens)
-        assert shared_tokens(by.planner.plan_again(lens)) == shared_tokens(expected)
+        assert by.planner.plan_again(lens).segments.tobytes() == expected.segments.tobytes()
     with pytest.raises(ValueError, match="3 sequence lengths for the paths of 4 queries"):
         by.planner.plan_again([9] * 3)
     with pytest.raises(ValueError, match="beyond its sequence of 4 tokens"):
