@@ -15,24 +15,20 @@ from kit.cpu import FP32_ERROR, check, error
 from kit.pieces import DYNAMIC, Piece, forest, shared, single
 from kit.plans import encode
 
-from sglang_pat import _C
-
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("seed", range(6))
-def test_random_forests(isa: str, seed: int) -> None:
+def test_random_forests(seed: int) -> None:
     rng = np.random.default_rng(seed)
     heads = [(8, 2), (4, 4), (5, 1), (14, 2), (16, 1), (6, 3)][seed]
-    check(case(forest(rng, 1 + 5 * seed), heads, seed=seed), isa=isa)
+    check(case(forest(rng, 1 + 5 * seed), heads, seed=seed))
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
-def test_head_dims_and_ratios(isa: str, head_dim: int, group: int) -> None:
-    check(case(shared(3, 70), (2 * group, 2), head_dim, seed=group), isa=isa)
+def test_head_dims_and_ratios(head_dim: int, group: int) -> None:
+    check(case(shared(3, 70), (2 * group, 2), head_dim, seed=group))
 
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 128), (192, 128), (128, 72), (80, 64)])
@@ -40,10 +36,9 @@ def test_values_of_another_dim(head_dim: int, v_head_dim: int) -> None:
     check(case(shared(5, 100), (6, 2), head_dim, v_head_dim))
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("num_queries", [*range(1, 35), 64, 65])
-def test_numbers_of_packed_rows(isa: str, num_queries: int) -> None:
-    check(case(shared(num_queries, 66), (1, 1), seed=num_queries), isa=isa)
+def test_numbers_of_packed_rows(num_queries: int) -> None:
+    check(case(shared(num_queries, 66), (1, 1), seed=num_queries))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
