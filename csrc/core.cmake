@@ -2,9 +2,7 @@
 # Builds pat_core: planning, the CPU executor and the CUDA kernels, all that knows no Python. Sets
 # PAT_CUDA_CODE: what the kernels were compiled to.
 
-# Every source but forward_isa.cpp is compiled once, for the baseline of the machine's architecture.
 file(GLOB core_sources CONFIGURE_DEPENDS pack/*.cpp cpu/*.cpp)
-list(FILTER core_sources EXCLUDE REGEX "/cpu/forward_isa\\.cpp$")
 add_library(pat_core STATIC ${core_sources})
 target_link_libraries(pat_core PRIVATE pat_options PUBLIC Threads::Threads)
 # The stages of pack/ are one unit for the compiler, so that small functions of one stage are inlined
@@ -13,25 +11,8 @@ file(GLOB pack_sources CONFIGURE_DEPENDS pack/*.cpp)
 set_source_files_properties(${pack_sources} PROPERTIES UNITY_GROUP pack)
 set_target_properties(pat_core PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
 
-# forward_isa.cpp is compiled once per instruction set, with PAT_ISA naming the copy; cpu/forward.cpp
-# picks one at run time. Order matters: of an inline function that several copies emit, the linker
-# keeps the first, which must be the one that every machine can run.
-set(isas base)
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
-  list(APPEND isas v3 v4)
-  target_compile_definitions(pat_core PRIVATE PAT_ISA_X86)
-endif()
-foreach(isa IN LISTS isas)
-  add_library(forward_${isa} OBJECT cpu/forward_isa.cpp)
-  target_link_libraries(forward_${isa} PRIVATE pat_options)
-  target_compile_definitions(forward_${isa} PRIVATE PAT_ISA=${isa})
-  # Wide vectors pass only between functions of one copy, so their ABI without AVX does not matter.
-  target_compile_options(forward_${isa} PRIVATE -Wno-psabi)
-  if(NOT isa STREQUAL "base")
-    target_compile_options(forward_${isa} PRIVATE -march=x86-64-${isa})
-  endif()
-  target_sources(pat_core PRIVATE $<TARGET_OBJECTS:forward_${isa}>)
-endforeach()
+# For its `omp simd`, which let sums be reordered; no library comes with it.
+set_source_files_properties(cpu/attend.cpp PROPERTIES COMPILE_OPTIONS -fopenmp-simd)
 
 # Compiles a target's CUDA sources, to each of the codes that follow: nvcc's --generate-code.
 function(pat_compile_cuda target)

@@ -13,7 +13,6 @@ from kit.cpu import check_any as check
 from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
 from kit.trees import BRANCHING, Batch, branches_of, check_plan, ranges_of, target
 
-from sglang_pat import _C
 from sglang_pat.ops import decode
 from sglang_pat.planner import plan
 from sglang_pat.target import Target
@@ -28,10 +27,9 @@ def cpu(heads: tuple[int, int], cut: str = "branches") -> Target:
     return Target.cpu(threads=4, max_queries=64, cuts=(cut,), **options)
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", GROUPS)
-def test_planned_branches(isa: str, dtype: torch.dtype, group: int) -> None:
+def test_planned_branches(dtype: torch.dtype, group: int) -> None:
     """Of random forests, at the lengths of the plan and with tails as long as it allows."""
     for seed, cut in enumerate(BRANCHING):
         rng = np.random.default_rng(100 * group + seed)
@@ -42,8 +40,8 @@ def test_planned_branches(isa: str, dtype: torch.dtype, group: int) -> None:
         made = plan(paths, lens, made_for)
         check_plan(made, Batch(paths, lens), made_for, lens)
         assert made.branch_tokens > 0
-        check(inputs, made, isa=isa)
-        check(grown(inputs, made.max_seq_lens.tolist(), seed), made, isa=isa)
+        check(inputs, made)
+        check(grown(inputs, made.max_seq_lens.tolist(), seed), made)
 
 
 def test_the_order_of_the_batch_does_not_count() -> None:
@@ -59,17 +57,16 @@ def test_the_order_of_the_batch_does_not_count() -> None:
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("most", [1, 3, 4])
-def test_hand_made_branches(isa: str, group: int, most: int) -> None:
+def test_hand_made_branches(group: int, most: int) -> None:
     """Every second one has its tails first."""
     for seed in range(3):
         pieces = forest(np.random.default_rng(seed), 17)
         inputs = by_hand(pieces, (2 * group, 2), most=most, seed=seed)
         firsts = [part.tails_first for part in inputs.pieces]  # type: ignore[union-attr]
         assert firsts[:4] == [False, True, False, True]
-        check(inputs, inputs.plan(), isa=isa)
+        check(inputs, inputs.plan())
 
 
 def test_branches_beside_other_items() -> None:

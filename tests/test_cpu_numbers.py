@@ -12,20 +12,17 @@ from kit.cases import case, execute
 from kit.cpu import check, error
 from kit.pieces import Piece, forest, shared, single
 
-from sglang_pat import _C
-
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (14, 2)])
-def test_half_precision(isa: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+def test_half_precision(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     """At most twice the error of attention computed in that dtype by torch."""
     inputs = case(forest(np.random.default_rng(1), 9), heads, 80, 96).to(dtype)
     truth, _ = inputs.truth()
     plain, _ = inputs.truth(dtype)
-    check(inputs, 2 * error(plain, truth) + 1e-6, isa=isa)
+    check(inputs, 2 * error(plain, truth) + 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -43,18 +40,16 @@ def test_every_half_value_is_read_and_written_as_torch_does(dtype: torch.dtype) 
         table=table,
         rows=torch.arange(count),
     )
-    for isa in _C.cpu_isas():
-        out, _ = execute(inputs, isa=isa)
-        finite = values.isfinite()
-        assert torch.equal(out[finite], values[finite])
-        assert torch.equal(out.isnan(), values.isnan())
-        assert torch.equal(out.isposinf(), values.isposinf())
-        assert torch.equal(out.isneginf(), values.isneginf())
+    out, _ = execute(inputs)
+    finite = values.isfinite()
+    assert torch.equal(out[finite], values[finite])
+    assert torch.equal(out.isnan(), values.isnan())
+    assert torch.equal(out.isposinf(), values.isposinf())
+    assert torch.equal(out.isneginf(), values.isneginf())
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves_are_rounded_as_torch_does(isa: str, dtype: torch.dtype) -> None:
+def test_halves_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
     """Two equal tokens average their V: exact in fp32, rounded once on the way out."""
     torch.manual_seed(0)
     size = torch.tensor([1e-7, 1e-5, 1.0, 300.0, 6e4]).repeat_interleave(200).view(-1, 1, 1)
@@ -67,7 +62,7 @@ def test_halves_are_rounded_as_torch_does(isa: str, dtype: torch.dtype) -> None:
         table=torch.arange(1000, dtype=torch.int32).view(500, 2).contiguous(),
         rows=torch.arange(500),
     )
-    out, _ = execute(inputs, isa=isa)
+    out, _ = execute(inputs)
     mean = values.float().view(500, 2, 256).sum(1) / 2
     assert torch.equal(out[:, 0], mean.to(dtype))
 
@@ -95,46 +90,42 @@ def test_merge_of_uneven_parts() -> None:
         check(replace(inputs, k=k))
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("token", [0, 63, 64, 149])
-def test_one_token_wins(isa: str, group: int, token: int) -> None:
+def test_one_token_wins(group: int, token: int) -> None:
     inputs = case(single(150), (group, 1))
     k = inputs.k.clone()
     slot = inputs.table[inputs.rows[0], token].long()
     k[slot] = 1e4 * inputs.q[0, 0].sign()
     v = inputs.v.clone()
     v[slot] = 1e4
-    out = check(replace(inputs, k=k, v=v), isa=isa)
+    out = check(replace(inputs, k=k, v=v))
     assert torch.all(out[0, 0] == 1e4)
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("group", [1, 4, 8])
-def test_equal_scores(isa: str, group: int) -> None:
+def test_equal_scores(group: int) -> None:
     """All keys alike: the mean of V, and log2 of the number of tokens above the score."""
     inputs = case(shared(2, 128, splits=2), (group, 1), tails=(7,))
     k = torch.ones_like(inputs.k)
     for size in (0.0, 1.0, 1e4):
-        check(replace(inputs, k=k * size), isa=isa)
+        check(replace(inputs, k=k * size))
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("group", [4, 8])
-def test_large_values(isa: str, group: int) -> None:
+def test_large_values(group: int) -> None:
     """V of 1e4 costs no relative accuracy; scores of 1e4 leave no second token."""
     inputs = case(shared(3, 100), (group, 1))
-    check(replace(inputs, v=inputs.v * 1e4), isa=isa)
+    check(replace(inputs, v=inputs.v * 1e4))
     sharp = replace(inputs, scale=1e4)
-    check(sharp, isa=isa)
+    check(sharp)
 
 
-@pytest.mark.parametrize("isa", _C.cpu_isas())
 @pytest.mark.parametrize("logit_cap", [0.5, 30.0, 1e3])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (8, 1)])
 @pytest.mark.parametrize("scale", [0.01, 0.125, 5.0])
-def test_soft_cap(isa: str, logit_cap: float, heads: tuple[int, int], scale: float) -> None:
+def test_soft_cap(logit_cap: float, heads: tuple[int, int], scale: float) -> None:
     inputs = case(shared(3, 100, splits=2), heads, logit_cap=logit_cap)
-    out = check(replace(inputs, scale=scale), isa=isa)
+    out = check(replace(inputs, scale=scale))
     uncapped, _ = replace(inputs, scale=scale, logit_cap=0.0).truth()
     assert logit_cap > 100 or scale < 0.1 or error(out, uncapped) > 1e-3

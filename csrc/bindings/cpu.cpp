@@ -4,7 +4,6 @@
 
 #include <array>
 #include <limits>
-#include <string>
 
 #include "bindings/args.h"
 #include "bindings/bindings.h"
@@ -28,7 +27,7 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
             int64_t num_slots, int64_t num_queries, int64_t num_q_heads, int64_t num_kv_heads,
             int64_t head_dim, int64_t v_head_dim, int dtype, int partial_dtype, float scale,
             float logit_cap, int num_threads, int64_t draft_tokens, int kv_dtype, float k_scale,
-            float v_scale, int64_t draft_masks, const std::string& isa) {
+            float v_scale, int64_t draft_masks) {
   const DecodeArgs args{
       .q = pointer<const void>(q[0]),
       .q_stride_row = q[1],
@@ -67,15 +66,12 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
       .num_threads = num_threads,
   };
   py::gil_scoped_release release;
-  decode_cpu(pointer<const void>(plan), plan_bytes, args, isa.empty() ? nullptr : isa.c_str());
+  decode_cpu(pointer<const void>(plan), plan_bytes, args);
 }
 
 }  // namespace
 
 void bind_cpu(py::module_& m) {
-  m.def("cpu_isas", &cpu_isas,
-        "Instruction sets of decode_cpu that this machine runs, best first: v4 (AVX-512), v3 "
-        "(AVX2), base.");
   m.def("decode_cpu", &decode, py::arg("plan"), py::arg("plan_bytes"), py::arg("q"),
         py::arg("k_cache"), py::arg("v_cache"), py::arg("out"), py::arg("lse"),
         py::arg("req_to_token"), py::arg("rows"), py::arg("seq_lens"), py::arg("num_slots"),
@@ -83,7 +79,7 @@ void bind_cpu(py::module_& m) {
         py::arg("head_dim"), py::arg("v_head_dim"), py::arg("dtype"), py::arg("partial_dtype"),
         py::arg("scale"), py::arg("logit_cap"), py::arg("num_threads"), py::arg("draft_tokens") = 1,
         py::arg("kv_dtype") = 0, py::arg("k_scale") = 1.0f, py::arg("v_scale") = 1.0f,
-        py::arg("draft_masks") = 0, py::arg("isa") = "",
+        py::arg("draft_masks") = 0,
         R"(Executes a plan on CPU memory: forward of all items, merge of the partials.
 
 plan, plan_bytes: address and size of the plan, ``Plan.data_ptr`` and ``Plan.nbytes``.
@@ -101,7 +97,7 @@ draft_masks: address of uint64 [num_queries, draft_tokens], or 0: bit j says tha
 partial_dtype: 0 (fp32) or 1 (bf16).
 kv_dtype: of k_cache and v_cache, one of KV_DTYPES: q's, or float8_e4m3fn, of which k_scale and
     v_scale are the factors; for q's both are 1.
-logit_cap: 0 = off. num_threads: the result does not depend on it. isa: one of cpu_isas().
+logit_cap: 0 = off. num_threads: the result does not depend on it.
 
 Raises ValueError for arguments that make no sense, for a plan that is damaged or was made for
 other heads, queries or lengths, and for a slot id outside of the cache. Releases the GIL.)");

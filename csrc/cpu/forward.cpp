@@ -10,47 +10,14 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <string>
 
 #include "check.h"
-#include "cpu/job.h"
+#include "cpu/attend.h"
 #include "cpu/plan_check.h"
 #include "cpu/thread_pool.h"
 
 namespace pat {
 namespace {
-
-struct Isa {
-  const char* name;
-  const CpuKernels* kernels;
-};
-
-std::vector<Isa> find_isas() {
-  std::vector<Isa> found;
-#ifdef PAT_ISA_X86
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("x86-64-v4")) found.push_back({"v4", &v4::kKernels});
-  if (__builtin_cpu_supports("x86-64-v3")) found.push_back({"v3", &v3::kKernels});
-#endif
-  found.push_back({"base", &base::kKernels});
-  return found;
-}
-
-const std::vector<Isa>& isas() {
-  static const std::vector<Isa> found = find_isas();
-  return found;
-}
-
-const CpuKernels& kernels_of(const char* isa) {
-  if (!isa) return *isas().front().kernels;
-  for (const Isa& known : isas()) {
-    if (std::strcmp(known.name, isa) == 0) return *known.kernels;
-  }
-  std::string names;
-  for (const Isa& known : isas()) names += std::string(names.empty() ? "" : ", ") + known.name;
-  PAT_CHECK(false, "isa is ", isa, ", this machine has ", names);
-  __builtin_unreachable();
-}
 
 // Memory that grows and is kept, aligned to a cache line.
 class Buffer {
@@ -74,28 +41,14 @@ class Buffer {
   size_t size_ = 0;
 };
 
-// What one thread needs: converted K and V, scores, and the tiles of the largest item, which end
-// with up to one tile of padding.
-int64_t scratch_floats(const DecodeArgs& args, int64_t rows) {
-  const int64_t dims = args.head_dim + args.v_head_dim;
-  const int64_t floats =
-      kBlockTokens * (dims + kMaxChunkRows) + (rows + kMaxChunkRows) * (dims + 2);
-  return (floats + 31) / 32 * 32;  // threads share no cache line
-}
-
 class Executor {
  public:
-  void decode(const void* blob, int64_t blob_bytes, const DecodeArgs& args,
-              const CpuKernels& kernels) {
+  void decode(const void* blob, int64_t blob_bytes, const DecodeArgs& args) {
     std::lock_guard lock(mutex_);
     const CheckedPlan plan = checker_.check(blob, blob_bytes, args);
     const int num_partials = plan.header->num_partials;
     DecodeJob job{.args = args,
-                  .items = plan.items,
-                  .item_segments = plan.item_segments,
-                  .members = plan.members,
-                  .queries = plan.queries,
-                  .segments = plan.segments,
+                  .plan = plan,
                   .head_group = args.num_q_heads / args.num_kv_heads,
                   .group = group_of(*plan.header),
                   .partials = nullptr,
@@ -109,7 +62,8 @@ class Executor {
 
     const int64_t work_units = int64_t{plan.header->num_items} * args.num_kv_heads;
     const int threads = num_threads(args, plan, work_units);
-    const int64_t floats = scratch_floats(args, int64_t{plan.max_item_queries} * job.group);
+    const int64_t needed = scratch_floats(args, int64_t{plan.max_item_queries} * job.group);
+    const int64_t floats = (needed + 31) / 32 * 32;  // threads share no cache line
     auto* scratch = static_cast<float*>(scratch_.at_least(threads * floats * sizeof(float)));
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{-1};
@@ -118,8 +72,8 @@ class Executor {
       for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < work_units;) {
         const int item = static_cast<int>(unit / args.num_kv_heads);
         const int kv_head = static_cast<int>(unit % args.num_kv_heads);
-        if (kernels.run_item(job, item, kv_head, own)) {
-          merge_completed(job, kernels, item, kv_head, own);
+        if (run_item(job, item, kv_head, own)) {
+          merge_completed(job, item, kv_head, own);
         } else {
           failed.store(item, std::memory_order_relaxed);
         }
@@ -150,22 +104,21 @@ class Executor {
       pending_size_ = count;
     }
     for (size_t i = 0; i < count; ++i) {
-      pending_[i].store(job.queries[i / job.args.num_kv_heads].num_splits,
+      pending_[i].store(job.plan.queries[i / job.args.num_kv_heads].num_splits,
                         std::memory_order_relaxed);
     }
   }
 
   // The thread that completes a query's partials merges them, always in order of position: there
   // is no barrier, and the result does not depend on who comes last.
-  void merge_completed(const DecodeJob& job, const CpuKernels& kernels, int item, int kv_head,
-                       float* scratch) {
-    const Member* members = job.members + job.items[item].member_offset;
-    for (int m = 0; m < job.items[item].num_queries; ++m) {
+  void merge_completed(const DecodeJob& job, int item, int kv_head, float* scratch) {
+    const Member* members = job.plan.members + job.plan.items[item].member_offset;
+    for (int m = 0; m < job.plan.items[item].num_queries; ++m) {
       if (members[m].partial == kDirect) continue;
       const int query = members[m].query;
       auto& pending = pending_[size_t(query) * job.args.num_kv_heads + kv_head];
       if (pending.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        kernels.merge(job, query, kv_head, scratch);
+        merge_query(job, query, kv_head, scratch);
       }
     }
   }
@@ -175,7 +128,7 @@ class Executor {
     const DecodeArgs& args = job.args;
     const int bytes = args.dtype == DType::kF32 ? 4 : 2;
     for (int64_t row = 0; row < int64_t{args.num_queries} * args.draft_tokens; ++row) {
-      if (job.queries[row / args.draft_tokens].num_splits > 0) continue;
+      if (job.plan.queries[row / args.draft_tokens].num_splits > 0) continue;
       for (int head = 0; head < args.num_q_heads; ++head) {
         char* out = static_cast<char*>(args.out) +
                     (row * args.out_stride_row + head * args.out_stride_head) * bytes;
@@ -211,17 +164,8 @@ Executor& executor() {
 
 }  // namespace
 
-const std::vector<const char*>& cpu_isas() {
-  static const std::vector<const char*> names = [] {
-    std::vector<const char*> result;
-    for (const Isa& isa : isas()) result.push_back(isa.name);
-    return result;
-  }();
-  return names;
-}
-
-void decode_cpu(const void* plan, int64_t plan_bytes, const DecodeArgs& args, const char* isa) {
-  executor().decode(plan, plan_bytes, args, kernels_of(isa));
+void decode_cpu(const void* plan, int64_t plan_bytes, const DecodeArgs& args) {
+  executor().decode(plan, plan_bytes, args);
 }
 
 }  // namespace pat

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 namespace pat {
 
@@ -42,17 +41,13 @@ struct DecodeArgs {
   int num_threads;
 };
 
-// Instruction sets compiled in that this machine runs, best first.
-const std::vector<const char*>& cpu_isas();
-
 // Executes the plan at `plan` (at most `plan_bytes` long, see plan.h) and writes every element of
 // `out`, and of `lse` unless null: 0 and -inf for a query without tokens. The result does not
-// depend on num_threads. Calls from several threads run one after another. `isa` names one of
-// cpu_isas(), null takes the first.
+// depend on num_threads. Calls from several threads run one after another.
 //
 // Throws std::invalid_argument, before anything is written, for arguments that make no sense, a
 // plan that is damaged or was made for other heads, queries or lengths; and, with `out` undefined,
 // for a slot id outside the pool.
-void decode_cpu(const void* plan, int64_t plan_bytes, const DecodeArgs& args, const char* isa);
+void decode_cpu(const void* plan, int64_t plan_bytes, const DecodeArgs& args);
 
 }  // namespace pat

@@ -180,7 +180,6 @@ def execute(
     hand: HandPlan | None = None,
     *,
     threads: int = 2,
-    isa: str = "",
     partial: torch.dtype = torch.float32,
     **changes: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,7 +223,6 @@ def execute(
         "kv_dtype": int(inputs.k.dtype == E4M3),
         "k_scale": inputs.k_scale,
         "v_scale": inputs.v_scale,
-        "isa": isa,
     }
     _C.decode_cpu(**(arguments | changes))
     return out, lse

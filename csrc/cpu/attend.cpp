@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention row by row, in loops over contiguous floats that the compiler vectorises. run_item()
+// and merge_query() are compiled for several instruction sets, with all that they call inlined; the
+// loader picks the machine's.
+#include "cpu/attend.h"
+
+#include <algorithm>
+
+#include "cpu/numbers.h"
+
+#ifdef __x86_64__
+#define PAT_FOR_EACH_ISA \
+  [[gnu::flatten, gnu::target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")]]
+#else
+#define PAT_FOR_EACH_ISA [[gnu::flatten]]
+#endif
+
+namespace pat {
+namespace {
+
+// Tokens whose K and V a thread holds as fp32: with head dims of 128 they fit a cache of 48 KB.
+constexpr int kBlockTokens = 32;
+constexpr float kNone = -INFINITY;
+
+// K and V of a block of tokens.
+struct Block {
+  int count;
+  const float* k[kBlockTokens];
+  const float* v[kBlockTokens];
+};
+
+// q . k of each token. Four at a time, so that q is loaded once for four and their sums overlap.
+inline void score(const float* q, const Block& block, int dim, float* scores) {
+  int t = 0;
+  for (; t + 4 <= block.count; t += 4) {
+    const float *a = block.k[t], *b = block.k[t + 1], *c = block.k[t + 2], *d = block.k[t + 3];
+    float sum_a = 0, sum_b = 0, sum_c = 0, sum_d = 0;
+#pragma omp simd reduction(+ : sum_a, sum_b, sum_c, sum_d)
+    for (int j = 0; j < dim; ++j) {
+      sum_a += q[j] * a[j];
+      sum_b += q[j] * b[j];
+      sum_c += q[j] * c[j];
+      sum_d += q[j] * d[j];
+    }
+    scores[t] = sum_a, scores[t + 1] = sum_b, scores[t + 2] = sum_c, scores[t + 3] = sum_d;
+  }
+  for (; t < block.count; ++t) {
+    const float* k = block.k[t];
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < dim; ++j) sum += q[j] * k[j];
+    scores[t] = sum;
+  }
+}
+
+// Turns scores into weights relative to the row's new maximum, updates its state and returns the
+// factor of its output so far.
+inline float weigh(float (&scores)[kBlockTokens], SoftmaxState& state) {
+  constexpr int kLanes = 8;
+  float highest[kLanes];
+  for (int i = 0; i < kLanes; ++i) highest[i] = scores[i];
+  for (int t = kLanes; t < kBlockTokens; t += kLanes) {
+    for (int i = 0; i < kLanes; ++i) {
+      highest[i] = highest[i] < scores[t + i] ? scores[t + i] : highest[i];
+    }
+  }
+  float max = state.max;
+  for (int i = 0; i < kLanes; ++i) max = max < highest[i] ? highest[i] : max;
+  const float reference = max == kNone ? 0.0f : max;
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int t = 0; t < kBlockTokens; ++t) {
+    scores[t] = exp2_of(scores[t] - reference);
+    sum += scores[t];
+  }
+  const float factor = rescale(state.max, max);
+  state = {max, state.sum * factor + sum};
+  return factor;
+}
+
+// o = o * factor + V * weights. The block has sums of its own, for accuracy.
+inline void add_values(const Block& block, const float* weights, float factor, int dim, float* sums,
+                       float* o) {
+  std::fill_n(sums, dim, 0.0f);
+  int t = 0;
+  for (; t + 4 <= block.count; t += 4) {
+    const float *a = block.v[t], *b = block.v[t + 1], *c = block.v[t + 2], *d = block.v[t + 3];
+    const float p = weights[t], q = weights[t + 1], r = weights[t + 2], s = weights[t + 3];
+#pragma omp simd
+    for (int j = 0; j < dim; ++j) sums[j] += p * a[j] + q * b[j] + (r * c[j] + s * d[j]);
+  }
+  for (; t < block.count; ++t) {
+    const float* v = block.v[t];
+    const float p = weights[t];
+#pragma omp simd
+    for (int j = 0; j < dim; ++j) sums[j] += p * v[j];
+  }
+#pragma omp simd
+  for (int j = 0; j < dim; ++j) o[j] = o[j] * factor + sums[j];
+}
+
+// T: of q and out. KV: of the cache, which k_scale and v_scale multiply.
+template <typename T, typename KV>
+class ItemRunner {
+ public:
+  ItemRunner(const DecodeJob& job, int index, int kv_head, float* scratch)
+      : job_(job),
+        args_(job.args),
+        item_(job.plan.items[index]),
+        members_(job.plan.members + item_.member_offset),
+        first_head_(kv_head * job.head_group),
+        num_rows_(item_.num_queries * job.group),
+        k_(static_cast<const KV*>(args_.k_cache) + kv_head * args_.k_stride_head),
+        v_(static_cast<const KV*>(args_.v_cache) + kv_head * args_.v_stride_head),
+        converted_(scratch),
+        sums_(converted_ + kBlockTokens * (args_.head_dim + args_.v_head_dim)),
+        q_(sums_ + args_.v_head_dim),
+        o_(q_ + int64_t{num_rows_} * args_.head_dim),
+        states_(reinterpret_cast<SoftmaxState*>(o_ + int64_t{num_rows_} * args_.v_head_dim)) {}
+
+  bool run(const ItemSegments& segments) {
+    for (int r = 0; r < num_rows_; ++r) begin(r);
+    for (int i = 0; i < segments.num_segments; ++i) {
+      if (!attend_segment(job_.plan.segments[segments.first_segment + i])) return false;
+    }
+    for (int r = 0; r < num_rows_; ++r) write(r);
+    return true;
+  }
+
+ private:
+  // Packed rows lie by member, draft token, head.
+  const Member& member(int row) const { return members_[row / job_.group]; }
+  int draft_token(int row) const { return row % job_.group / job_.head_group; }
+  int head(int row) const { return first_head_ + row % job_.head_group; }
+  // Of q, out and lse.
+  int64_t tensor_row(int row) const {
+    return int64_t{member(row).query} * args_.draft_tokens + draft_token(row);
+  }
+  float* q(int row) const { return q_ + int64_t{row} * args_.head_dim; }
+  float* o(int row) const { return o_ + int64_t{row} * args_.v_head_dim; }
+
+  // Reads q, so scaled that scores are base-2 logits, or logits over the cap, and has no output
+  // yet.
+  void begin(int row) {
+    const float logit =
+        args_.logit_cap == 0.0f ? args_.scale * kLog2E : args_.scale / args_.logit_cap;
+    const float scale = args_.k_scale * logit;
+    const T* from = static_cast<const T*>(args_.q) + tensor_row(row) * args_.q_stride_row +
+                    head(row) * args_.q_stride_head;
+    float* to = q(row);
+#pragma omp simd
+    for (int j = 0; j < args_.head_dim; ++j) to[j] = to_float(from[j]) * scale;
+    std::fill_n(o(row), args_.v_head_dim, 0.0f);
+    states_[row] = empty_state();
+  }
+
+  bool attend_segment(const Segment& s) {
+    const int32_t* slots =
+        args_.req_to_token + args_.rows[s.query] * args_.table_stride + s.kv_start;
+    const int64_t tokens = is_dynamic(s) ? args_.seq_lens[s.query] - s.kv_start : s.kv_len;
+    // From here on only some of the query's draft tokens attend.
+    const int64_t first_masked = tokens - (is_dynamic(s) ? args_.draft_tokens - 1 : 0);
+    const int begin = s.first_member * job_.group, end = begin + s.num_queries * job_.group;
+    Block block;
+    for (int64_t first = 0; first < tokens; first += kBlockTokens) {
+      block.count = static_cast<int>(std::min<int64_t>(tokens - first, kBlockTokens));
+      if (!read(slots + first, block)) return false;
+      for (int r = begin; r < end; ++r) attend(r, block, first - first_masked);
+    }
+    return true;
+  }
+
+  // Finds the rows of a block of slots and converts them; false if a slot lies outside the pool.
+  bool read(const int32_t* slots, Block& block) const {
+    bool inside = true;
+    for (int t = 0; t < block.count; ++t) inside &= slots[t] >= 0 && slots[t] < args_.num_slots;
+    if (!inside) return false;
+    float* to = converted_;
+    for (int t = 0; t < block.count; ++t) {
+      block.k[t] = widen(k_ + slots[t] * args_.k_stride_slot, args_.head_dim, to);
+      block.v[t] = widen(v_ + slots[t] * args_.v_stride_slot, args_.v_head_dim, to);
+    }
+    return true;
+  }
+
+  // A row as fp32, which itself stays where it is.
+  static const float* widen(const KV* from, int dim, float*& to) {
+    if constexpr (sizeof(KV) == sizeof(float)) {
+      return from;
+    } else {
+      float* const row = to;
+#pragma omp simd
+      for (int j = 0; j < dim; ++j) row[j] = to_float(from[j]);
+      to += dim;
+      return row;
+    }
+  }
+
+  // `past`: the first token of the block, counted from the segment's first masked one.
+  void attend(int row, const Block& block, int64_t past) {
+    float scores[kBlockTokens];
+    std::fill_n(scores, kBlockTokens, kNone);
+    score(q(row), block, args_.head_dim, scores);
+    if (args_.logit_cap != 0.0f) {
+      const float cap = args_.logit_cap * kLog2E;
+#pragma omp simd
+      for (int t = 0; t < kBlockTokens; ++t) scores[t] = cap * tanh_of(scores[t]);
+      std::fill(scores + block.count, scores + kBlockTokens, kNone);
+    }
+    for (int64_t t = std::max<int64_t>(-past, 0); t < block.count; ++t) {
+      if (!attends(row, static_cast<int>(past + t) + 1)) scores[t] = kNone;
+    }
+    const float factor = weigh(scores, states_[row]);
+    add_values(block, scores, factor, args_.v_head_dim, sums_, o(row));
+  }
+
+  // Whether a row's draft token attends to draft token `to` of its query.
+  bool attends(int row, int to) const {
+    const int from = draft_token(row);
+    if (!args_.draft_masks) return to <= from;
+    return args_.draft_masks[int64_t{member(row).query} * args_.draft_tokens + from] >> to & 1;
+  }
+
+  // Writes a row's output, normalised, and its log-sum-exp to the query's output or partial slot.
+  void write(int row) const {
+    const auto [query, partial] = member(row);
+    const SoftmaxState state = states_[row];
+    if (partial == kDirect) {
+      const int64_t to = tensor_row(row);
+      write_row(row, static_cast<T*>(args_.out) + to * args_.out_stride_row +
+                         head(row) * args_.out_stride_head);
+      if (args_.lse) args_.lse[to * args_.num_q_heads + head(row)] = lse(state);
+      return;
+    }
+    const int64_t partial_row = int64_t{partial} * args_.draft_tokens + draft_token(row);
+    const int64_t at = partial_row * args_.num_q_heads + head(row);
+    job_.partial_lse[at] = lse(state);
+    if (args_.partial_dtype == DType::kF32) {
+      write_row(row, static_cast<float*>(job_.partials) + at * args_.v_head_dim);
+    } else {
+      write_row(row, static_cast<BF16*>(job_.partials) + at * args_.v_head_dim);
+    }
+  }
+
+  template <typename Out>
+  void write_row(int row, Out* out) const {
+    const float factor = normalizer(states_[row]) * args_.v_scale;
+    const float* from = o(row);
+    for (int j = 0; j < args_.v_head_dim; ++j) assign(out[j], from[j] * factor);
+  }
+
+  const DecodeJob& job_;
+  const DecodeArgs& args_;
+  const Item& item_;
+  const Member* const members_;
+  const int first_head_, num_rows_;
+  const KV* const k_;
+  const KV* const v_;
+  float* const converted_;  // [kBlockTokens] rows of K and V
+  float* const sums_;       // [v_head_dim]
+  float* const q_;          // [num_rows, head_dim]
+  float* const o_;          // [num_rows, v_head_dim]
+  SoftmaxState* const states_;
+};
+
+template <typename T>
+bool run_item_of(const DecodeJob& job, int item, int kv_head, float* scratch) {
+  const ItemSegments& segments = job.plan.item_segments[item];
+  if (job.args.kv_dtype == KVDType::kE4M3) {
+    return ItemRunner<T, E4M3>(job, item, kv_head, scratch).run(segments);
+  }
+  return ItemRunner<T, T>(job, item, kv_head, scratch).run(segments);
+}
+
+// sum[0:dim] += weight * from[0:dim]
+template <typename T>
+void add_row(const T* from, float weight, int dim, float* sum) {
+#pragma omp simd
+  for (int j = 0; j < dim; ++j) sum[j] += weight * to_float(from[j]);
+}
+
+template <typename T>
+void merge_to(const DecodeJob& job, int query, int draft_token, int head, float* sum) {
+  const DecodeArgs& args = job.args;
+  const QuerySplits splits = job.plan.queries[query];
+  const int64_t slot = int64_t{args.draft_tokens} * args.num_q_heads;
+  const int64_t first =
+      splits.partial_offset * slot + int64_t{draft_token} * args.num_q_heads + head;
+  SoftmaxState total = empty_state();
+  for (int i = 0; i < splits.num_splits; ++i) {
+    total = join(total, stored_state(job.partial_lse[first + i * slot]));
+  }
+  std::fill_n(sum, args.v_head_dim, 0.0f);
+  for (int i = 0; i < splits.num_splits; ++i) {
+    const int64_t at = first + i * slot;
+    const float weight = share(job.partial_lse[at], total);
+    if (weight == 0.0f) continue;
+    const int64_t element = at * args.v_head_dim;
+    if (args.partial_dtype == DType::kF32) {
+      add_row(static_cast<const float*>(job.partials) + element, weight, args.v_head_dim, sum);
+    } else {
+      add_row(static_cast<const BF16*>(job.partials) + element, weight, args.v_head_dim, sum);
+    }
+  }
+  const int64_t row = int64_t{query} * args.draft_tokens + draft_token;
+  T* out = static_cast<T*>(args.out) + row * args.out_stride_row + head * args.out_stride_head;
+  for (int j = 0; j < args.v_head_dim; ++j) assign(out[j], sum[j]);
+  if (args.lse) args.lse[row * args.num_q_heads + head] = lse(total);
+}
+
+}  // namespace
+
+int64_t scratch_floats(const DecodeArgs& args, int64_t rows) {
+  const int64_t dims = args.head_dim + args.v_head_dim;
+  return kBlockTokens * dims + args.v_head_dim + rows * (dims + 2);
+}
+
+PAT_FOR_EACH_ISA bool run_item(const DecodeJob& job, int item, int kv_head, float* scratch) {
+  switch (job.args.dtype) {
+    case DType::kBF16:
+      return run_item_of<BF16>(job, item, kv_head, scratch);
+    case DType::kF16:
+      return run_item_of<F16>(job, item, kv_head, scratch);
+    default:
+      return run_item_of<float>(job, item, kv_head, scratch);
+  }
+}
+
+PAT_FOR_EACH_ISA void merge_query(const DecodeJob& job, int query, int kv_head, float* scratch) {
+  for (int row = 0; row < job.group; ++row) {
+    const int draft_token = row / job.head_group;
+    const int head = kv_head * job.head_group + row % job.head_group;
+    switch (job.args.dtype) {
+      case DType::kBF16:
+        merge_to<BF16>(job, query, draft_token, head, scratch);
+        break;
+      case DType::kF16:
+        merge_to<F16>(job, query, draft_token, head, scratch);
+        break;
+      default:
+        merge_to<float>(job, query, draft_token, head, scratch);
+    }
+  }
+}
+
+}  // namespace pat
