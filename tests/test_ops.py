@@ -145,7 +145,7 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
 ON_GPU = SimpleNamespace(device=torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("name", "change", "message"), WRONG)
 def test_wrong_arguments_of_decode(
     inputs: Case, name: str, change: Callable[[Any], Any], message: str
 ) -> None:
