@@ -40,7 +40,7 @@ help:
 	@echo 'make api        write docs/api.md from the docstrings'
 	@echo 'make clean      remove build products and caches; distclean: also .venv'
 	@echo 'PYTHON=python3.12 chooses the Python, JOBS=8 the number of compilers,'
-	@echo 'PAT_CUDA=OFF leaves out the CUDA kernels'
+	@echo 'PAT_CUDA=OFF leaves out the CUDA kernels, PAT_ARCHS=all compiles them for all GPUs'
 
 # Compiles the extension while pip installs SGLang.
 install:
@@ -100,7 +100,16 @@ test-versions: install $(OLDER_SGLANG:%=build/versions/%/ready)
 		$$venv/bin/pytest $(VERSION_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
 
-wheel: build/wheel/ready
+# With code for every GPU, and so in a build folder of its own.
+build/release/ready: export SKBUILD_BUILD_DIR := build/release/cmake
+build/release/ready: export PAT_ARCHS := all
+build/release/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
+	@echo 'building the wheel for all GPUs'
+	@rm -f build/release/*.whl
+	@build/venv/bin/pip wheel -q --no-build-isolation --no-deps -w build/release .
+	@touch $@
+
+wheel: build/release/ready
 	@build/venv/bin/python release/wheels.py $(WHEEL_PYTHONS)
 
 test-wheel: install
