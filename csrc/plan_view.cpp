@@ -2,7 +2,6 @@
 #include "plan_view.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "check.h"
 
@@ -55,9 +54,10 @@ void check_unmasked(const PlanView& plan, const Item& branch, int index) {
     at_begin += all ? s.kv_len : 0;
     at_end = by_all ? at_end + s.kv_len : 0;
   });
-  const int64_t unmasked = int64_t{branch.num_unmasked_tiles} * kBranchAlign;
-  PAT_CHECK(unmasked <= at_begin && -unmasked <= at_end, "damaged plan: branch ", index, " has ",
-            branch.num_unmasked_tiles, " KV tiles of ", kBranchAlign,
+  const int64_t there = branch.order == BranchOrder::kUnmaskedLast ? at_end : at_begin;
+  PAT_CHECK(branch.unmasked_tiles >= 0 && branch.unmasked_tiles * kBranchAlign <= there,
+            "damaged plan: branch ", index, " of order ", static_cast<int>(branch.order), " has ",
+            branch.unmasked_tiles, " KV tiles of ", kBranchAlign,
             " tokens for all of its queries, of ", at_begin, " tokens at its beginning and ",
             at_end, " at its end");
 }
@@ -73,14 +73,16 @@ void check_branch(const PlanView& plan, const Item& branch, int index) {
 // Checks that a branch and the one before it begin with the tokens that they are said to.
 void check_pair(const PlanView& plan, int index) {
   const Item &item = plan.items[index], &other = plan.items[index - 1];
-  int64_t left = std::abs(int64_t{item.partial}) * kBranchAlign;
-  PAT_CHECK(is_branch(item) && is_branch(other) && item.partial == other.partial && left > 0 &&
-                item.row_tile == other.row_tile &&
-                left <= int64_t{kBranchAlign} *
-                            std::min(item.num_unmasked_tiles, other.num_unmasked_tiles),
-            "damaged plan: items ", index - 1, " and ", index, " are paired with ", other.partial,
-            " and ", item.partial,
-            " common tiles, must be branches of one row tile with as many unmasked ones");
+  const int common = item.common_tiles;
+  PAT_CHECK(is_branch(item) && is_branch(other) && common == other.common_tiles && common > 0 &&
+                item.row_tile == other.row_tile && item.order == other.order &&
+                item.order != BranchOrder::kUnmaskedLast &&
+                common <= std::min(item.unmasked_tiles, other.unmasked_tiles),
+            "damaged plan: items ", index - 1, " and ", index, " are paired with ",
+            other.common_tiles, " and ", common, " common tiles and orders ",
+            static_cast<int>(other.order), " and ", static_cast<int>(item.order),
+            ", must be branches of one row tile and order that begin with as many unmasked tiles");
+  int64_t left = int64_t{common} * kBranchAlign;
   const auto [first, count] = plan.item_segments[index];
   const auto [other_first, other_count] = plan.item_segments[index - 1];
   for (int32_t i = 0; i < std::min(count, other_count) && left > 0; ++i) {
@@ -193,6 +195,8 @@ void check_item_shape(const PlanView& plan, int index) {
   const bool is_single = item.kind == ItemKind::kSingle || item.kind == ItemKind::kDrafts;
   PAT_CHECK(is_single || item.kind == ItemKind::kPack || is_branch(item), "damaged plan: item ",
             index, " is of kind ", static_cast<int>(item.kind));
+  PAT_CHECK(item.order >= BranchOrder::kUnmaskedFirst && item.order <= BranchOrder::kCommonLast,
+            "damaged plan: item ", index, " is of order ", static_cast<int>(item.order));
   check_segments(plan, item, index);
   const int peer = plan.peer_of(index);
   if (peer >= 0 && peer < index) check_pair(plan, index);

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the wheels of a release into dist/, one for each Python (``make wheel``; docs/release.md).
 
-All wheels have the same planner, CPU executor and CUDA kernels: the library that ``make install``
-left in build/cmake. Only the thin module around it is compiled for each Python. auditwheel then
-finds out which systems a wheel runs on, and names it after the oldest of them.
+All wheels have the same planner, CPU executor and CUDA kernels: the library that ``make wheel``
+built in build/release/cmake. Only the thin module around it is compiled for each Python.
+auditwheel then finds out which systems a wheel runs on, and names it after the oldest of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUILD, DIST = ROOT / "build", ROOT / "dist"
 TOOLS = BUILD / "venv" / "bin"
-CORE = BUILD / "cmake" / "pat_core.cmake"
+CORE = BUILD / "release" / "cmake" / "pat_core.cmake"
 MAX_BYTES = 30 * 10**6  # of a wheel
 
 
@@ -65,9 +65,9 @@ def find_python(version: str) -> Path | None:
 
 
 def raw_wheel(version: str, python: Path) -> Path:
-    """The wheel of a Python as this machine's compiler made it: of ``make install``, or built."""
+    """The wheel of a Python as this machine's compiler made it: of build/release, or built."""
     tag = f"cp{version.replace('.', '')}"
-    if installed := list((BUILD / "wheel").glob(f"*-{tag}-{tag}-linux_*.whl")):
+    if installed := list((BUILD / "release").glob(f"*-{tag}-{tag}-linux_*.whl")):
         return installed[0]
     print(f"building the module for Python {version}", flush=True)
     folder = BUILD / "wheels" / version

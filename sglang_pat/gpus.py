@@ -141,14 +141,17 @@ def code_for(capability: tuple[int, int]) -> str:
 
 
 def built_for() -> str:
-    """The compute capabilities that have code, in words; "" in a build without CUDA."""
+    """The compute capabilities that have code, in words, and how to build for later ones if they
+    have none; "" in a build without CUDA."""
     words = []
     for kind, (major, minor), exact in map(_named, _C.CUDA_CODE):
         if kind == "compute":
             words.append(f"{major}.{minor} and later as PTX")
         else:
             words.append(f"{major}.{minor}" if exact or minor else f"{major}.x")
-    return ", ".join(words)
+    if not words or _C.CUDA_CODE[-1].startswith("compute"):
+        return ", ".join(words)
+    return ", ".join(words) + " (with PAT_ARCHS=all for later ones too)"
 
 
 def untried(capability: tuple[int, int]) -> str:

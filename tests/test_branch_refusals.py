@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 def _few_for_the_last(hand: HandPlan) -> None:
     """The shared tokens for three of four queries, and that told."""
-    hand.items["num_unmasked_tiles"][0] = 0
+    hand.items["unmasked_tiles"][0] = 0
     hand.segments["num_queries"][0] = 3
 
 

@@ -55,6 +55,7 @@ def _one_token_less(plan: HandPlan) -> None:
         (set_to("segments", 0, "num_queries", 2), "has tokens for 2 of its 3 queries"),
         (set_to("segments", 0, "first_member", 1), "a segment for 1 \\+ 3"),
         (set_to("items", 0, "kind", 4), "item 0 is of kind 4"),
+        (set_to("items", 0, "order", 3), "item 0 is of order 3"),
         (set_to("items", 0, "kind", 0), "item 0 of 3 queries is of query -1"),
         (set_to("items", 0, "list_start", -1), "tokens -1 \\+ 20 of the list"),
         (set_to("item_segments", 0, "num_segments", 2), "segments 0 \\+ 2 of 5"),

@@ -37,8 +37,8 @@ def test_head_dims_of_the_cuda_kernels() -> None:
 
 @needs_cuda
 def test_the_extension_holds_the_code_that_it_names() -> None:
-    """Every kernel file has every cubin and the PTX, but for head dim 256 on sm_120, where it is
-    refused: its files, one for each type of K and V, are the only ones without that cubin."""
+    """Every kernel file has all code, but for head dim 256 on sm_120, where it is refused: its
+    files, one for each type of K and V, are the only ones without that cubin."""
     named = Counter(
         f"{kind}_{name}"
         for flag, kind in (("-lelf", "sm"), ("-lptx", "compute"))
@@ -46,12 +46,15 @@ def test_the_extension_holds_the_code_that_it_names() -> None:
     )
     assert tuple(sorted(named, key=list(_C.CUDA_CODE).index)) == _C.CUDA_CODE
     assert len({count for code, count in named.items() if code != "sm_120"}) == 1
-    assert named["sm_120"] == named["sm_100"] - 2
+    if "sm_120" in named:
+        assert named["sm_120"] == named["sm_100"] - 2
     dims = {
         code: set(re.findall(r"forward_kernel\w*Li(\d+)E", cuobjdump("-res-usage", "-arch", code)))
-        for code in ("sm_100", "sm_120")
+        for code in named
+        if code.startswith("sm_")
     }
-    assert dims == {"sm_100": {"64", "128", "256"}, "sm_120": {"64", "128"}}
+    most = {"64", "128", "256"}
+    assert dims == {code: most - ({"256"} if code == "sm_120" else set()) for code in dims}
 
 
 @needs_cuda

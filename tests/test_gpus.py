@@ -113,6 +113,9 @@ def test_what_a_gpu_runs(
     words = gpus.untried(capability)
     assert (words == "") == (code in ("", "sm_90a"))
     assert ("from PTX" in words) == code.startswith("compute")
+    assert "PAT_ARCHS" not in gpus.built_for()
+    monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a"))
+    assert gpus.built_for() == "8.x, 9.0 (with PAT_ARCHS=all for later ones too)"
     monkeypatch.setattr(_C, "CUDA_CODE", ())
     assert gpus.code_for(capability) == gpus.untried(capability) == gpus.built_for() == ""
 
@@ -150,6 +153,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def probed(ok: bool, arch: int, error: str = "") -> None:
         found = {"ok": ok, "arch": arch, "error": error}
+        monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "sm_120"))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: divmod(arch, 10))
         probe = lambda device: found | {"device": device}  # noqa: E731
         monkeypatch.setattr(_C, "cuda_probe", probe, raising=False)

@@ -10,7 +10,7 @@ import pytest
 from kit.cases import Case, case, execute
 from kit.cpu import check_any
 from kit.pieces import DYNAMIC, Branch, Piece
-from kit.plans import BRANCH, Damage, HandPlan, paired, set_to
+from kit.plans import BRANCH, COMMON_LAST, UNMASKED_LAST, Damage, HandPlan, paired, set_to
 from kit.trees import Batch, check_plan, segments_of, target
 
 from sglang_pat.explain.tree import Tree
@@ -39,10 +39,10 @@ def common_of(made: Plan) -> list[int]:
     for index in range(first, first + made.num_paired_items, 2):
         one, other = made.items[index], made.items[index + 1]
         assert one["kind"] == other["kind"] == BRANCH
-        tiles = int(one["partial"])
-        assert tiles == other["partial"] != 0
-        assert abs(tiles) <= min(one["num_unmasked_tiles"], other["num_unmasked_tiles"])
-        left = TILE * abs(tiles)
+        tiles = int(one["common_tiles"])
+        assert tiles == other["common_tiles"] > 0 and one["order"] == other["order"]
+        assert tiles <= min(one["unmasked_tiles"], other["unmasked_tiles"])
+        left = TILE * tiles
         for mine, theirs in zip(
             segments_of(made, index), segments_of(made, index + 1), strict=False
         ):
@@ -52,9 +52,9 @@ def common_of(made: Plan) -> list[int]:
                 assert mine[name] == theirs[name]
             left -= int(mine["kv_len"])
         assert left <= 0
-        found.append(tiles)
+        found.append(-tiles if one["order"] == COMMON_LAST else tiles)
     rest = made.items[first + made.num_paired_items :]
-    assert not rest["partial"][rest["kind"] == BRANCH].any()
+    assert not rest["common_tiles"].any()
     return found
 
 
@@ -125,9 +125,11 @@ DAMAGE: list[tuple[Damage, str]] = [
     (set_to("header", 0, "num_paired_items", -2), "-2 paired items"),
     (set_to("header", 0, "num_paired_items", 4), "4 paired items of 2"),
     (set_to("header", 0, "joint", 1), "2 paired items of 2 heavy ones, joint is 1"),
-    (set_to("items", 0, "partial", 0), "items 0 and 1 are paired with 0 and 3 common tiles"),
-    (set_to("items", 1, "partial", -3), "with 3 and -3 common tiles"),
-    (set_to("items", 1, "num_unmasked_tiles", 2), "one row tile with as many unmasked ones"),
+    (set_to("items", 0, "common_tiles", 0), "items 0 and 1 are paired with 0 and 3 common tiles"),
+    (set_to("items", 1, "common_tiles", -3), "with 3 and -3 common tiles"),
+    (set_to("items", 1, "order", COMMON_LAST), "3 and 3 common tiles and orders 0 and 2"),
+    (set_to("items", slice(0, 2), "order", UNMASKED_LAST), "branch 0 of order 1 has 4 KV tiles"),
+    (set_to("items", 1, "unmasked_tiles", 2), "that begin with as many unmasked tiles"),
     (set_to("items", 1, "row_tile", 32), "must be branches of one row tile"),
     (_shorter_for_the_second, r"begin with tokens 0 \+ 200 and 0 \+ 150, must be the same"),
 ]

@@ -269,7 +269,7 @@ void bind_plan_counts(py::class_<Plan>& plan) {
 // The fields of the arrays' elements are those of csrc/plan.h.
 void bind_plan_arrays(py::class_<Plan>& plan) {
   PYBIND11_NUMPY_DTYPE(Item, member_offset, num_queries, list_start, tokens, query, partial,
-                       row_tile, num_unmasked_tiles, kind);
+                       row_tile, unmasked_tiles, common_tiles, kind, order);
   PYBIND11_NUMPY_DTYPE(ItemSegments, first_segment, num_segments);
   PYBIND11_NUMPY_DTYPE(Member, query, partial);
   PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);

@@ -15,8 +15,8 @@ __device__ QRow q_row(const ForwardParams& p, const Control& control, const Work
                       int row) {
   const int packed_row = unit.first_packed_row + row, member = packed_row / p.group;
   const int in_member = packed_row - member * p.group;
-  const int query = unit.single_query ? unit.member.query
-                                      : load_member(control, unit.member_offset + member).query;
+  const int query = unit.single_query() ? unit.member.query
+                                        : load_member(control, unit.member_offset + member).query;
   return {static_cast<uint32_t>(query),
           static_cast<uint16_t>(unit.kv_head * p.head_group + in_member),
           static_cast<uint16_t>(in_member / p.head_group)};

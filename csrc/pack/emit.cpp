@@ -221,21 +221,21 @@ void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& pla
   num_shared_ += shared;
   const int32_t num_packed = from.assigned.member_offsets[count_of(from.packs.packs)];
   const auto whole_tiles = [](int32_t tokens) {
-    return std::min(tokens / kBranchAlign, int32_t{INT16_MAX});
+    return static_cast<int16_t>(std::min(tokens / kBranchAlign, int32_t{INT16_MAX}));
   };
-  const int32_t unmasked = whole_tiles(branch.unmasked);
   const bool paired = branch.peer != kNoNode;
   // Those of a pair have the same place, so that they stand side by side.
   const int32_t tokens = paired
                              ? std::max(branch.tokens, from.brancher.branches()[branch.peer].tokens)
                              : branch.tokens;
   Draft& draft = add(paired ? kPaired : kHeavy, kBranchRows, tokens);
-  draft.item.partial = whole_tiles(branch.common);
+  draft.item.unmasked_tiles = whole_tiles(branch.unmasked);
+  draft.item.common_tiles = whole_tiles(branch.common);
+  draft.item.order = branch.tails_first ? BranchOrder::kUnmaskedLast : BranchOrder::kUnmaskedFirst;
   draft.item.member_offset = num_packed + branch.first_member;
   draft.item.num_queries = branch.num_queries;
   draft.item.list_start = branch.list_start;
   draft.item.query = -1;
-  draft.item.num_unmasked_tiles = static_cast<int16_t>(branch.tails_first ? -unmasked : unmasked);
   draft.item.kind = ItemKind::kBranch;
   draft.segments = {branch.first_segment, branch.num_segments};
 }
@@ -288,7 +288,7 @@ void Emitter::write_items(const Decisions& from, Item* items, ItemSegments* item
     Item& item = *items++;
     item = draft.item;
     if (place >= paired && place < behind && (place - paired) / 2 / in_turn % 2 == 1) {
-      item.partial = -item.partial;
+      item.order = BranchOrder::kCommonLast;
     }
     for (int32_t m = 0; m < item.num_queries; ++m) {
       const Member& member = from.assigned.members[item.member_offset + m];

@@ -145,7 +145,7 @@ Cells cells_of(const PlanView& view, int32_t index) {
   if (is_branch(item)) {
     read = counted(num_segments, "segment");
     if (const int32_t peer = view.peer_of(index); peer >= 0) {
-      read += ", " + counted(std::abs(item.partial) * kBranchAlign, "token") + " with item " +
+      read += ", " + counted(item.common_tiles * kBranchAlign, "token") + " with item " +
               std::to_string(peer);
     }
   } else {

@@ -9,7 +9,7 @@ import torch
 from kit.cases import Case, case
 from kit.device import DevicePlan, attend, case_of_tree, check, execute, on_device, target_of
 from kit.pieces import DYNAMIC, Piece
-from kit.plans import HEADER
+from kit.plans import BRANCH, HEADER
 
 from sglang_pat import _C
 from sglang_pat.explain.tree import Tree
@@ -25,17 +25,17 @@ UNIT = np.dtype(
         ("slots", "<u4", (GIVEN_TILES, 64)),
         *((name, "<i4") for name in ("member_offset", "first_packed_row", "num_rows")),
         *((name, "<i4") for name in ("list_start", "num_tokens", "halved_tokens")),
-        *((name, "<i2") for name in ("kv_head", "num_unmasked_tiles")),
         ("item", "<i4"),
-        ("single_query", "<i2"),
-        *((name, "i1") for name in ("narrow", "wide")),
+        *((name, "<i2") for name in ("kv_head", "unmasked_tiles")),
         *((name, "<i4") for name in ("query", "partial")),
-        *((name, "<i2") for name in ("branch", "joint")),
+        ("pair", "<i2"),
+        *((name, "i1") for name in ("kind", "order", "narrow", "pairing", "joint")),
+        ("unused", "i1"),
         ("rows", [("query", "<u4"), ("head", "<u2"), ("draft", "<u2")], 64),
         ("padding", "V80"),
     ]
 )
-OWN_FIRST = 3  # of ``wide``
+OWN_FIRST = 2  # of ``pairing``
 TREES = {
     "one": Tree((1,), (3000,)),
     "few": Tree((2,), (2000,)),
@@ -89,7 +89,7 @@ def loaded_tiles(unit: np.void, half: int) -> list[int]:
     """First tokens of the tiles that the half loads of the unit, in order."""
     halved = list(range(64 * half, unit["halved_tokens"], 128))
     others = list(range(unit["halved_tokens"], unit["num_tokens"], 64))
-    return others + halved if unit["wide"] == OWN_FIRST else halved + others
+    return others + halved if unit["pairing"] == OWN_FIRST else halved + others
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 4])
@@ -103,13 +103,14 @@ def test_what_is_written_down(name: str, draft_tokens: int) -> None:
     units = written(workspace)
     sound = units["num_tokens"] > 0
     assert sound.any()
-    single = units[sound & (units["wide"] != 1) & (units["joint"] == 0)]
+    wide = (units["pairing"] > 0) & (units["kind"] != BRANCH)
+    single = units[sound & ~wide & (units["joint"] == 0)]
     names = list(zip(single["item"].tolist(), single["kv_head"].tolist(), strict=True))
     assert len(set(names)) == len(names)
     listed = workspace._buffers["list"].cpu().numpy()
     for (_, half), unit in zip(np.argwhere(sound), units[sound], strict=True):
         tiles = loaded_tiles(unit, half)
-        assert tiles or (half == 1 and unit["wide"])
+        assert tiles or (half == 1 and unit["pairing"])
         for slots, first in zip(unit["slots"], tiles, strict=False):
             count = min(64, unit["num_tokens"] - first)
             begin = unit["list_start"] + first
@@ -129,7 +130,7 @@ def test_rows_of_q(name: str, draft_tokens: int) -> None:
     hopper = torch.cuda.get_device_capability()[0] == 9
     seen = 0
     for unit in units:
-        heavy = unit["wide"] or unit["branch"] or unit["num_rows"] > 16
+        heavy = unit["pairing"] or unit["kind"] == BRANCH or unit["num_rows"] > 16
         count = unit["num_rows"] if hopper and heavy and unit["num_tokens"] > 0 else 0
         seen += count
         rows = unit["rows"]

@@ -45,13 +45,13 @@ class Branch:
 
     @property
     def seen_by_all(self) -> int:
-        """Item::num_unmasked_tiles: of 64 tokens, the first or, if negative, the last ones."""
+        """Item::unmasked_tiles, of 64 tokens."""
         tokens = 0
         for piece in self.segments[::-1] if self.tails_first else self.segments:
             if piece.queries != self.queries or piece.length == DYNAMIC:
                 break
             tokens += piece.length
-        return -(tokens // 64) if self.tails_first else tokens // 64
+        return tokens // 64
 
 
 Parts = Sequence[Piece | Branch]

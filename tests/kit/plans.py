@@ -14,6 +14,7 @@ from kit.pieces import DYNAMIC, LONG_TAIL_ROOM, Branch, Parts, Piece, pieces_of
 
 DIRECT = -1
 SINGLE, PACK, BRANCH, DRAFTS = 0, 1, 2, 3
+UNMASKED_FIRST, UNMASKED_LAST, COMMON_LAST = 0, 1, 2  # of a branch
 BRANCH_ROWS = 64
 
 PARTS = ("items", "item_segments", "members", "queries", "segments")  # as a plan has them
@@ -40,8 +41,8 @@ ITEM = np.dtype(
     [
         *((name, "<i4") for name in ("member_offset", "num_queries", "list_start", "tokens")),
         *((name, "<i4") for name in ("query", "partial")),
-        *((name, "<i2") for name in ("row_tile", "num_unmasked_tiles")),
-        ("kind", "<i4"),
+        *((name, "<i2") for name in ("row_tile", "unmasked_tiles", "common_tiles")),
+        *((name, "i1") for name in ("kind", "order")),
     ]
 )
 ITEM_SEGMENTS = np.dtype([("first_segment", "<i4"), ("num_segments", "<i4")])
@@ -104,7 +105,9 @@ def paired(plan: HandPlan, *common: int) -> HandPlan:
     header, items = plan.header.copy(), plan.items.copy()
     first = int(header["num_wide_items"][0])
     for pair, tiles in enumerate(common):
-        items["partial"][first + 2 * pair : first + 2 * pair + 2] = tiles
+        two = slice(first + 2 * pair, first + 2 * pair + 2)
+        items["common_tiles"][two] = abs(tiles)
+        items["order"][two] = COMMON_LAST if tiles < 0 else UNMASKED_FIRST
     header["num_paired_items"] = 2 * len(common)
     return replace(plan, header=header, items=items).encode()
 
@@ -112,8 +115,8 @@ def paired(plan: HandPlan, *common: int) -> HandPlan:
 Damage = Callable[[HandPlan], object]
 
 
-def set_to(part: str, index: int, name: str, value: int) -> Damage:
-    """What sets a field of a plan's part."""
+def set_to(part: str, index: int | slice, name: str, value: int) -> Damage:
+    """What sets a field of one element of a plan's part, or of some."""
 
     def apply(plan: HandPlan) -> None:
         getattr(plan, part)[name][index] = value
@@ -190,7 +193,8 @@ def _items_of(
         item["list_start"], item["row_tile"] = starts[part], tiles[i]
         item["query"], item["kind"] = -1, PACK
         if isinstance(part, Branch):
-            item["num_unmasked_tiles"], item["kind"] = part.seen_by_all, BRANCH
+            item["unmasked_tiles"], item["kind"] = part.seen_by_all, BRANCH
+            item["order"] = UNMASKED_LAST if part.tails_first else UNMASKED_FIRST
         elif len(part.queries) == 1:
             (query,) = part.queries
             drafts = draft_tokens > 1 and part.length == DYNAMIC
@@ -219,7 +223,7 @@ def _list_starts(parts: Parts) -> dict[Piece | Branch, int]:
 def _header_of(parts: dict[str, npt.NDArray[Any]], heads: tuple[int, int]) -> npt.NDArray[Any]:
     """A header with the sizes of ``parts``, and with where they lie, one behind the other."""
     header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 9
+    header["magic"], header["version"] = 0x50415431, 10
     header["num_q_heads"], header["num_kv_heads"] = heads
     offset = HEADER.itemsize
     for name in PARTS:

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kit.pieces import DYNAMIC, check_pieces
-from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DRAFTS, PACK, SINGLE
+from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DRAFTS, PACK, SINGLE, UNMASKED_LAST
 from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan
 from sglang_pat.target import CUTS, POLICIES, WITHOUT_BRANCHES, Target
@@ -167,14 +167,12 @@ def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
                 assert seq_lens[s["query"]] - s["kv_start"] <= s["room"]
             else:
                 assert s["room"] == s["kv_len"]
-        # KV tiles that all see: the first ones or, if negative, the last ones.
-        seen = int(item["num_unmasked_tiles"])
-        leading = 0
-        for s in segments if seen >= 0 else segments[::-1]:
+        leading = 0  # KV tiles that all see
+        for s in segments if item["order"] != UNMASKED_LAST else segments[::-1]:
             if s["kv_len"] == DYNAMIC or s["num_queries"] < item["num_queries"]:
                 break
             leading += int(s["kv_len"])
-        assert abs(seen) == leading // 64
+        assert item["unmasked_tiles"] == leading // 64
     assert sum(len(segments) for _, segments in branches_of(plan)) <= made_for.max_segments
     assert plan.branch_tokens <= made_for.max_branch_tokens
     assert plan.branch_tokens % 64 == 0
@@ -241,8 +239,7 @@ def check_fields(item: Any, members: Any, is_tail: bool, made_for: Target) -> No
         drafts = is_tail and made_for.draft_tokens > 1
         assert item["kind"] == (PACK if item["num_queries"] > 1 else DRAFTS if drafts else SINGLE)
     single = item["kind"] in (SINGLE, DRAFTS)
-    partial = item["partial"] if item["kind"] == BRANCH else 0  # of a pair: its common tiles
-    assert (item["query"], item["partial"]) == (members[0].item() if single else (-1, partial))
+    assert (item["query"], item["partial"]) == (members[0].item() if single else (-1, 0))
 
 
 def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) -> None:

@@ -279,7 +279,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
   softmax<kTiles, kTransforms>(p, exponent, scores, row_max, row_sum, factor, 0, unit.num_tokens,
                                [&](float (&s)[4 * kTiles]) {
                                  if constexpr (kDrafts != kNoDrafts) {
-                                   if (unit.num_unmasked_tiles) {
+                                   if (unit.has_drafts()) {
                                      mask_drafts<kTiles, kDrafts>(p, s, unit.member.query, 0, 0,
                                                                   unit.num_tokens);
                                    }

@@ -33,7 +33,7 @@ __device__ __forceinline__ Destination destination_of(const ForwardParams& p,
       head = unit.kv_head * p.head_group + in_query + draft_token * p.heads_between;
     }
     Member of = unit.member;
-    if (row < unit.num_rows && !unit.single_query) {
+    if (row < unit.num_rows && !unit.single_query()) {
       of = load_member(control, unit.member_offset + member);
     }
     const bool direct = of.partial == kDirect;

@@ -135,7 +135,7 @@ struct Fetcher {
 
   __device__ __forceinline__ void copy_q(const WorkUnit& unit, const uint32_t (&offsets)[2],
                                          uint32_t to, uint32_t panel) {
-    if (unit.single_query) {
+    if (unit.single_query()) {
       if constexpr (kDrafts != kNoDrafts) {
         copy_drafts(unit, to, panel);
       } else {
@@ -172,7 +172,7 @@ struct Fetcher {
         const int32_t* from = s.control().list + unit.list_start;
         const bool copies_q = given == 0 || !consumers_copy_q<kHeadDim>(unit);
         uint32_t offsets[2];
-        if (copies_q && !unit.single_query) {
+        if (copies_q && !unit.single_query()) {
           offsets[0] = q_offset(unit, lane);
           offsets[1] = q_offset(unit, lane + 32);
         }

@@ -100,9 +100,9 @@ __device__ __forceinline__ void attend_rows(Consumer<kHeadDim, kTransforms, kDra
     attend_wgmma<T>(c, unit);
   }
 #else
-  if (unit.branch) {
+  if (unit.is_branch()) {
     attend_mma<T, kFp8, 4, true>(c, unit);
-  } else if (rows <= 2 * kWarpRows && !unit.wide) {
+  } else if (rows <= 2 * kWarpRows) {
     attend_mma<T, kFp8, 2, false>(c, unit);
   } else {
     attend_mma<T, kFp8, 4, false>(c, unit);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
     if (unit.num_tokens < 0) break;
     const uint64_t begin = p.trace ? nanoseconds() : 0;
     bool busy = true;
-    if (placed_first(!unit.narrow && rows <= kWarpRows && !unit.wide && !unit.branch)) {
+    if (placed_first(!unit.narrow && rows <= kWarpRows && !unit.pairing && !unit.is_branch())) {
       attend_mma<T, kFp8, 1, false>(c, unit);
     } else if (placed_first(!unit.narrow)) {
       attend_rows<T, kFp8>(c, unit, rows);

@@ -126,12 +126,12 @@ struct Loader {
   __device__ __forceinline__ void load_tiles(const WorkUnit& unit, const char* k, const char* v) {
     const bool is_short = unit.narrow == kShort;
     // V must hold no NaN beyond the last token: wgmma multiplies whole tiles, mma.sync 16 tokens.
-    const bool whole = unit.wide || by_wgmma<kHeadDim>(unit);
+    const bool whole = by_wgmma<kHeadDim>(unit);
     const int token = is_short ? 0 : warp * kTokens;
 #pragma unroll 1  // short code: see join_warps()
     for (int number = TileRange::first_number(unit); number < 2; ++number) {
       const TileRange tiles(unit, number, s.sm_half);
-      const bool shared = tiles.halved && unit.wide;
+      const bool shared = tiles.halved && unit.pairing;
       const uint16_t* row_masks = p.row_masks + unit.list_start + tiles.first + 8 * lane;
       for (int left = tiles.end - tiles.first; left > 0;
            left -= tiles.step, row_masks += tiles.step) {
@@ -143,7 +143,7 @@ struct Loader {
         for (int part = 0; part < 2; ++part) {  // K, V
           if (is_short && part != warp) continue;
           wait_stage(shared);
-          if (unit.branch && part == 0) copy_row_masks(row_masks);
+          if (unit.is_branch() && part == 0) copy_row_masks(row_masks);
           copy_rows(part ? v : k, part ? p.v_stride_slot : p.k_stride_slot, token, warp * kTokens,
                     mine, part || is_short ? end : mine);
           finish_stage();

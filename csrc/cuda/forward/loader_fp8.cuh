@@ -128,7 +128,7 @@ struct Fp8Loader : Loader<kHeadDim> {
     for (int left = unit.num_tokens; left > 0; left -= kTileTokens, row_masks += kTileTokens) {
       slots.wait_full(s.base);
       Base::wait_stage(false);
-      if (unit.branch) Base::copy_row_masks(row_masks);
+      if (unit.is_branch()) Base::copy_row_masks(row_masks);
       // Of a tile that one warp could load alone, warp 0 copies K and warp 1 V.
       const bool apart = left <= kTokens;
       const int row = apart ? 0 : warp * kTokens;
@@ -150,12 +150,12 @@ struct Fp8Loader : Loader<kHeadDim> {
   __device__ __forceinline__ void load_for_wgmma(const char* k, const char* v) {
     // Looked up for each range: there are no registers to keep it in.
     const WorkUnit& unit = s.control().units[work.index];
-    const bool branch = unit.branch;
+    const bool branch = unit.is_branch();
     const int row = warp * kTokens;
 #pragma unroll 1  // short code: see join_warps()
     for (int number = TileRange::first_number(unit); number < 2; ++number) {
       const TileRange tiles(unit, number, s.sm_half);
-      const bool shared = tiles.halved && unit.wide;
+      const bool shared = tiles.halved && unit.pairing;
       int masks = unit.list_start + tiles.first + 8 * lane;  // in p.row_masks
       for (int left = tiles.end - tiles.first; left > 0; left -= tiles.step, masks += tiles.step) {
         Base::note_shared(shared, p.stages + 1);

@@ -14,12 +14,11 @@ namespace pat {
 // with masks. A kernel is compiled for one of the three: with code for masks in it, chains were 2 %
 // slower.
 enum Drafts : int { kNoDrafts = 0, kChains = 1, kTrees = 2 };
-enum Narrow : int { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
-// Whether both halves of an SM work on a unit, each on rows of its own: on all tiles of a wide
-// item, or, of paired branches, on the common tiles. The other tiles of a paired branch belong to
-// one half, which runs them after or before the common ones. Paired branches are no wide units,
-// though their `wide` is not 0.
-enum Wide : int { kNotWide = 0, kAllTiles = 1, kCommonFirst = 2, kOwnFirst = 3 };
+enum Narrow : int8_t { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
+// Whether the halves of an SM run two units at the same time that begin with the same tokens. They
+// are paired branches, each with tokens of its own behind these or before them, or the two parts of
+// a wide item, which have none of their own.
+enum Pairing : int8_t { kAlone = 0, kCommonFirst = 1, kOwnFirst = 2 };
 
 // One item of the plan for one KV head, or, of items with more packed rows than a Q buffer has, a
 // part of that. num_tokens < 0: the scheduler has no more work units.
@@ -31,21 +30,24 @@ struct alignas(16) WorkUnit {
   int32_t num_tokens;
   int32_t halved_tokens;  // so many of the first, of which each half loads every second tile: 0,
                           // whole tiles, or num_tokens
-  int16_t kv_head;
-  int16_t num_unmasked_tiles;  // of a branch: see Item; else whether it is a kDrafts, so that its
-                               // last tokens are masked
   int32_t item;
-  int16_t single_query;  // all packed rows belong to one query
-  int8_t narrow;         // Narrow
-  int8_t wide;           // Wide
-  union {
-    Member member;  // valid only if single_query; otherwise members are looked up
-    int32_t pair;   // of a paired branch: the pair's number among those of this SM, from 1 on
-  };
-  int16_t branch;  // it is a branch
-  int16_t joint;   // both halves work on it, each on all rows and on every second tile
+  int16_t kv_head;
+  int16_t unmasked_tiles;  // as in Item
+  Member member;           // of a single query; else members are looked up
+  int16_t pair;            // its number among the pairs of this SM, from 1 on
+  ItemKind kind;
+  BranchOrder order;
+  Narrow narrow;
+  Pairing pairing;
+  int8_t joint;  // both halves work on it, each on all rows and on every second tile
 
-  __device__ __forceinline__ bool paired() const { return wide >= kCommonFirst; }
+  __device__ __forceinline__ bool is_branch() const { return kind == ItemKind::kBranch; }
+  // Its last tokens are draft tokens, to which not all of its rows attend.
+  __device__ __forceinline__ bool has_drafts() const { return kind == ItemKind::kDrafts; }
+  // All packed rows belong to one query.
+  __device__ __forceinline__ bool single_query() const {
+    return kind == ItemKind::kSingle || kind == ItemKind::kDrafts;
+  }
 };
 
 // Which tiles a half loads of a unit: of the first `halved_tokens` tokens every second one, and all
@@ -54,11 +56,11 @@ struct alignas(16) WorkUnit {
 // First token of the first tile; not less than num_tokens if there is none.
 __device__ __forceinline__ int first_token(const WorkUnit& unit, int sm_half) {
   const int of_half = min(sm_half * kTileTokens, unit.halved_tokens);
-  return unit.wide == kOwnFirst ? unit.halved_tokens : of_half;
+  return unit.pairing == kOwnFirst ? unit.halved_tokens : of_half;
 }
 // That of the tile after the one that begins at `token`.
 __device__ __forceinline__ int next_token(const WorkUnit& unit, int sm_half, int token) {
-  const bool own_first = unit.wide == kOwnFirst;
+  const bool own_first = unit.pairing == kOwnFirst;
   if (token < unit.halved_tokens) {
     const int next = token + 2 * kTileTokens;
     if (next < unit.halved_tokens) return next;
@@ -79,7 +81,7 @@ struct TileRange {
     return unit.halved_tokens == 0;
   }
   __device__ __forceinline__ TileRange(const WorkUnit& unit, int number, int sm_half)
-      : halved((number == 1) == (unit.wide == kOwnFirst)) {
+      : halved((number == 1) == (unit.pairing == kOwnFirst)) {
     first = halved ? sm_half * kTileTokens : unit.halved_tokens;
     end = halved ? unit.halved_tokens : unit.num_tokens;
     step = halved ? 2 * kTileTokens : kTileTokens;
@@ -114,8 +116,7 @@ struct RingBarriers {
 // The head of a half's shared memory.
 struct alignas(1024) Control {
   RingBarriers<kMaxStages> stage_barriers;
-  // Of stages with a tile of a wide unit or a common tile of a pair: the other half's consumers
-  // have read it.
+  // Of stages with a common tile of a pair: the other half's consumers have read it.
   uint64_t peer_empty[kMaxStages];
   RingBarriers<2> q_barriers;
   RingBarriers<kWorkUnits> work_barriers;
@@ -129,7 +130,7 @@ struct alignas(1024) Control {
     float exchange[4][kWarpRows][2];  // softmax states: [warp][row][max, sum]
     QRow first_rows[4][kWarpRows];    // of the FirstUnit: read before any state is written
   };
-  alignas(16) int32_t messages[4][4];  // of paired branches: see Consumer::tell()
+  alignas(16) int32_t messages[4][4];  // of pairs: see Consumer::tell()
   int32_t loaded_tiles;
   // The plan's header and arrays, looked up once.
   int32_t num_queries, num_items, num_wide_items, num_paired_items, num_heavy_items, joint;
@@ -257,7 +258,8 @@ __device__ __forceinline__ Member load_member(const Control& control, int index)
 // Whether wgmma runs the unit; else mma.sync does.
 template <int kHeadDim>
 __device__ __forceinline__ bool by_wgmma(const WorkUnit& unit) {
-  return Shape<kHeadDim>::kWgmma && (unit.wide || unit.num_rows > kHeavyRows || unit.branch);
+  return Shape<kHeadDim>::kWgmma &&
+         (unit.pairing || unit.num_rows > kHeavyRows || unit.is_branch());
 }
 
 // Whether the consumers copy the Q of the half's first unit, and not the fetcher. The fetcher would

@@ -3,7 +3,7 @@
 // first, and puts them into the ring that fetcher, loaders and consumers read.
 //
 // Work units are numbered as the plan orders its items: unit i is KV head i % num_kv_heads of item
-// i / num_kv_heads. So wide units come first, then heavy ones, then light ones.
+// i / num_kv_heads. So those of wide items come first, then heavy, then light ones.
 #pragma once
 
 #include "cuda/forward/pipeline.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
                                          WorkUnit& unit) {
   const int item = item_of(p, index);
   // The fields of Item, as two loads: member_offset, num_queries, list_start, tokens; query,
-  // partial, row_tile and num_unmasked_tiles in one word, kind.
+  // partial, row_tile and unmasked_tiles in one word, common_tiles, kind and order in one.
   const auto* items = reinterpret_cast<const int4*>(control.items) + 2 * item;
   const int4 a = __ldg(items), b = __ldg(items + 1);
   unit.member_offset = a.x;
@@ -36,21 +36,18 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   unit.num_rows = a.y * p.group;
   unit.list_start = a.z;
   unit.num_tokens = a.w;
-  unit.halved_tokens = 0;
-  unit.kv_head = static_cast<int16_t>(index - item * p.num_kv_heads);
+  // The common tiles, if it is one of a pair: run_both() does the rest.
+  unit.halved_tokens = (b.w & 0xFFFF) * kTileTokens;
   unit.item = item;
-  unit.narrow = kNotNarrow;
-  unit.wide = kNotWide;
-  unit.joint = 0;
-  unit.branch = b.w == static_cast<int>(ItemKind::kBranch);
-  unit.num_unmasked_tiles = static_cast<int16_t>(b.z >> 16);
-  unit.single_query = b.w == static_cast<int>(ItemKind::kSingle);
-  if constexpr (kDrafts != kNoDrafts) {
-    const bool drafts = b.w == static_cast<int>(ItemKind::kDrafts);
-    unit.single_query |= drafts;
-    unit.num_unmasked_tiles |= drafts;
-  }
+  unit.kv_head = static_cast<int16_t>(index - item * p.num_kv_heads);
+  unit.unmasked_tiles = static_cast<int16_t>(b.z >> 16);
   unit.member = {b.x, b.y};
+  unit.pair = 0;
+  unit.kind = static_cast<ItemKind>(b.w >> 16 & 0xFF);
+  unit.order = static_cast<BranchOrder>(b.w >> 24);
+  unit.narrow = kNotNarrow;
+  unit.pairing = kAlone;
+  unit.joint = 0;
   const int row_tile = b.z & 0xFFFF;
   return row_tile >= p.min_row_tile && row_tile <= p.max_row_tile;
 }
@@ -112,8 +109,9 @@ struct UnitScheduler {
 
   // Pushes the units that the two halves of this CTA run at the same time. In a joint plan these
   // are all units, at most one a CTA; half 1 has no part in one of a single tile. Of other plans
-  // both halves push the same `wide` units, in the same order; of each pair behind these, up to
-  // `end`, each half pushes one branch. Most plans have few or none. Code that every plan runs
+  // they are pairs, in the same order in both halves: of each of the first `wide` units a part for
+  // each half, and of the units behind these, up to `end`, a branch each. Most plans have few or
+  // none. Code that every plan runs
   // should be contiguous, because it is often in no cache (see join_warps()).
   __device__ __forceinline__ void run_both(bool joint, int wide, int end) {
     int num_pairs = 0;
@@ -125,27 +123,27 @@ struct UnitScheduler {
       if (!describe<kDrafts>(p, s.control(), index + further * p.num_kv_heads, unit)) continue;
       const int tiles = tiles_of(unit.num_tokens);
       int halved = tiles;  // those of which each half loads every second one
-      unit.halved_tokens = unit.num_tokens;
       if (joint) {
         unit.joint = tiles > 1;
         if (!unit.joint) {
           if (s.sm_half == 1) return;
-          halved = unit.halved_tokens = 0;
+          halved = 0;
         }
+        unit.halved_tokens = unit.joint ? unit.num_tokens : 0;
       } else if (!paired) {
-        unit.wide = tiles > 0 ? kAllTiles : kNotWide;
+        unit.halved_tokens = unit.num_tokens;
+        unit.pairing = tiles > 0 ? kCommonFirst : kAlone;
       } else {
-        const int common = unit.member.partial;  // see Item::partial
         const int peer_tokens = __ldg(&s.control().items[unit.item + 1 - 2 * s.sm_half].tokens);
         const int least = min(unit.num_tokens, peer_tokens);
-        halved = abs(common);
-        unit.halved_tokens = halved * kTileTokens;
-        unit.pair = ++num_pairs;
+        halved = unit.halved_tokens / kTileTokens;
         // If one of the two has no own tiles, both begin with the common ones. Before a snapshot
         // items have no tokens.
-        unit.wide = common < 0 && least > unit.halved_tokens ? kOwnFirst : kCommonFirst;
+        unit.pairing = unit.order == BranchOrder::kCommonLast && least > unit.halved_tokens
+                           ? kOwnFirst
+                           : kCommonFirst;
         if (least < unit.halved_tokens) {
-          unit.wide = kNotWide;
+          unit.pairing = kAlone;
           halved = unit.halved_tokens = 0;
         }
       }
@@ -154,7 +152,8 @@ struct UnitScheduler {
       for (int row = skipped; row - skipped < rows; row += 2 * kTileRows) {
         unit.first_packed_row = row;
         unit.num_rows = min(max(rows - row, 0), kTileRows);
-        if (unit.wide || unit.num_rows > 0) push(unit, 0, loads);
+        unit.pair = static_cast<int16_t>(++num_pairs);
+        if (unit.pairing || unit.num_rows > 0) push(unit, 0, loads);
         if (kFirst && finder >= 0) return;
       }
     }
@@ -172,8 +171,9 @@ struct UnitScheduler {
   __device__ __forceinline__ bool describe_batch(int first, int count, WorkUnit& unit) const {
     if (lane >= count) return false;
     const bool mine = describe<kDrafts>(p, s.control(), first + lane, unit);
+    unit.halved_tokens = 0;  // of a pair that no two halves run at the same time
     if (p.narrow && unit.num_rows <= kNarrowRows && unit.num_tokens > 0 &&
-        unit.num_tokens <= kTileTokens && !unit.branch) {
+        unit.num_tokens <= kTileTokens && !unit.is_branch()) {
       unit.narrow = unit.num_tokens <= kShortTokens ? kShort : kNarrow;
     }
     return mine;

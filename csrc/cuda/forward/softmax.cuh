@@ -15,9 +15,10 @@ struct MaskedTiles {
                      // tokens left
 
   __device__ __forceinline__ explicit MaskedTiles(const WorkUnit& unit) {
-    const int unmasked = __shfl_sync(~0u, unit.num_unmasked_tiles, 0) * kTileTokens;
-    above = __shfl_sync(~0u, unit.branch, 0) ? max(-unmasked, 0) : INT_MAX;
-    below = __shfl_sync(~0u, unit.num_tokens, 0) + kTileTokens - max(unmasked, 0);
+    const int unmasked = __shfl_sync(~0u, unit.unmasked_tiles, 0) * kTileTokens;
+    const bool last = __shfl_sync(~0u, unit.order == BranchOrder::kUnmaskedLast, 0);
+    above = !__shfl_sync(~0u, unit.is_branch(), 0) ? INT_MAX : last ? unmasked : 0;
+    below = __shfl_sync(~0u, unit.num_tokens, 0) + kTileTokens - (last ? 0 : unmasked);
   }
   // `left`: tokens from the tile's first on.
   __device__ __forceinline__ bool has(int left) const { return left > above && left < below; }
@@ -26,8 +27,7 @@ struct MaskedTiles {
 // Tiles of a unit with fewer tokens left than this one gives hold draft tokens that only some of
 // its rows attend to.
 __device__ __forceinline__ int drafts_below(const ForwardParams& p, const WorkUnit& unit) {
-  const bool drafts = __shfl_sync(~0u, !unit.branch && unit.num_unmasked_tiles, 0);
-  return drafts ? p.masked_tokens + kTileTokens : 0;
+  return __shfl_sync(~0u, unit.has_drafts(), 0) ? p.masked_tokens + kTileTokens : 0;
 }
 
 // Draft masks of a lane's two rows, `row` and row + 8, of a query.

@@ -19,7 +19,7 @@ struct TileWalk {
   const ForwardParams& p;
   const WorkUnit& unit;
   const int first_row;  // of the warp
-  const int wide;       // the unit's Wide
+  const int pairing;    // the unit's Pairing
   const bool joint;     // it is joint
   const MaskedTiles masked;
   const int drafts;  // see drafts_below()
@@ -35,23 +35,23 @@ struct TileWalk {
       : p(c.p),
         unit(unit),
         first_row(c.warp * kWarpRows),
-        wide(kTwoHalves ? __shfl_sync(~0u, static_cast<int>(unit.wide), 0) : kNotWide),
+        pairing(kTwoHalves ? __shfl_sync(~0u, static_cast<int>(unit.pairing), 0) : kAlone),
         joint(Shape<kHeadDim>::kJoint && __shfl_sync(~0u, static_cast<int>(unit.joint), 0)),
         masked(unit),
         drafts(kDrafts != kNoDrafts ? drafts_below(c.p, unit) : 0),
         step(joint ? 2 * kTileTokens : kTileTokens),
         total(__shfl_sync(~0u, unit.num_tokens, 0)),
-        own(wide == kNotWide ? INT_MAX : total - __shfl_sync(~0u, unit.halved_tokens, 0)),
-        left(joint               ? total - c.s.sm_half * kTileTokens
-             : wide == kOwnFirst ? own
-                                 : total),
+        own(pairing == kAlone ? INT_MAX : total - __shfl_sync(~0u, unit.halved_tokens, 0)),
+        left(joint                  ? total - c.s.sm_half * kTileTokens
+             : pairing == kOwnFirst ? own
+                                    : total),
         bound(step) {}
 
-  __device__ __forceinline__ bool paired() const { return wide >= kCommonFirst; }
+  __device__ __forceinline__ bool paired() const { return pairing != kAlone; }
   // Whether the tile is the last one, or the last one before the common ones.
   __device__ __forceinline__ bool at_bound() const { return left <= bound; }
   __device__ __forceinline__ bool before_common() const {
-    return wide == kOwnFirst && bound == step && at_bound();
+    return pairing == kOwnFirst && bound == step && at_bound();
   }
   __device__ __forceinline__ bool last() const { return at_bound() && !before_common(); }
   // Whether both halves attend to the current tile, and to the next one.

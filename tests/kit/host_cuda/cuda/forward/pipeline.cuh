@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "plan.h"
 #include "state.h"
 
 #define __device__
@@ -30,7 +31,12 @@ struct ForwardParams {
   const uint64_t* draft_masks = nullptr;
 };
 struct WorkUnit {
-  int num_unmasked_tiles, branch, num_tokens;
+  int unmasked_tiles, num_tokens;
+  ItemKind kind;
+  BranchOrder order;
+
+  bool is_branch() const { return kind == ItemKind::kBranch; }
+  bool has_drafts() const { return kind == ItemKind::kDrafts; }
 };
 
 constexpr int kLanes = 4;
