@@ -5,7 +5,6 @@ said of savings, and how answers, chains and an agent's tool calls are treated."
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import re
 import subprocess
@@ -18,8 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from sglang_pat.demo.counters import Counters
 
 pytest.importorskip("openai", reason="the examples ask servers through openai, which SGLang brings")
 
@@ -51,14 +48,6 @@ def test_a_users_bound_of_the_pool_counts(tmp_path: Path) -> None:
     assert "--max-total-tokens" not in launch("a/model", "--port", "1")
 
 
-def test_the_agent_teams_folder_never_changes() -> None:
-    """The savings depend on it: after a change measure those in examples/README.md again."""
-    shop = sorted(path for path in (EXAMPLES / "shop").iterdir() if path.is_file())
-    assert len(shop) == 7
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in shop)).hexdigest()
-    assert digest == "5fd67b2ca0455542579855e8ee92b58ebd18d92b074ff8c95f3fb3b0185882cd"
-
-
 def test_a_server_without_metrics_is_named(
     programs: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,42 +65,12 @@ def test_a_server_without_metrics_is_named(
     )
 
 
-def test_documents_that_are_not_here_are_named(
-    programs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As the repository's are not beside a copy."""
-    import shared_documents
-
-    monkeypatch.setattr("sys.argv", ["shared_documents.py", "nowhere.txt"])
-    with pytest.raises(SystemExit, match="2"):
-        asyncio.run(shared_documents.main())
-    assert "there is no file nowhere.txt: name text files" in capsys.readouterr().err
-
-
-def test_a_url_may_end_with_a_slash(programs: None) -> None:
-    from saved import arguments
-
-    parsed = arguments(None, max_tokens=8).parse_args(["--url", "http://here:30000/"])
-    assert parsed.url == "http://here:30000"
-
-
 def test_a_missing_server_is_named_in_one_line(programs: None) -> None:
     from saved import savings
 
     said = r"^no server at http://127.0.0.1:1 \("
     with pytest.raises(SystemExit, match=said), savings("http://127.0.0.1:1"):
         pass
-
-
-def test_a_summary_without_savings_says_what_ran_instead(programs: None) -> None:
-    from saved import summary
-
-    prefills = Counters(base_forwards={"extend": 3})
-    assert summary(prefills).endswith("SGLang's own attention ran {'extend': 3}")
-    unwanted = Counters(base_forwards={"extend": 3}, fallbacks={"mixed": 2})
-    assert summary(unwanted).endswith("SGLang's own attention ran {'mixed': 2}")
-    alone = summary(Counters(decode_steps=5, kv_tokens_read=100, kv_tokens_unpacked=100))
-    assert alone.startswith("0% of the K/V reads")
 
 
 def test_the_answer_voted_on_is_the_one_stated(programs: None) -> None:
@@ -123,16 +82,6 @@ def test_the_answer_voted_on_is_the_one_stated(programs: None) -> None:
     assert final_answer("I do not know.") is None
     assert verdict(["7", None, "6", "6", None, None]) == ("6", 2)
     assert verdict([None, None]) == (None, 0)
-
-
-def test_chains_are_scored_per_token_and_told_in_turns(programs: None) -> None:
-    from tree_of_thoughts import FINISH, NEXT, PROBLEM, Chain, prune
-
-    long, short, bad = Chain(("a", "b"), -10.0, 20), Chain(("c",), -6.0, 10), Chain(("d",), -9.0, 9)
-    assert prune([bad, short, long], 2) == [long, short]
-    said = [message["content"] for message in long.messages(ask=FINISH)]
-    assert said[1:] == [PROBLEM, "a", NEXT, "b", FINISH]
-    assert long.messages()[:-1] == long.messages(ask=FINISH)[:-1]
 
 
 def test_an_agent_calls_tools_until_it_answers(programs: None) -> None:

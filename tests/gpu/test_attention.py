@@ -9,62 +9,76 @@ import numpy as np
 import pytest
 import torch
 from kit.cases import case, grown
-from kit.device import DevicePlan, check, error, execute, on_device, target_of
-from kit.pieces import DYNAMIC, Piece, forest, prefix
+from kit.device import (
+    BF16,
+    DevicePlan,
+    check,
+    error,
+    execute,
+    of_all_kinds,
+    of_both_kv,
+    on_device,
+    target_of,
+    wide,
+)
+from kit.pieces import DYNAMIC, Piece, branched, forest, prefix, shared
 
 from sglang_pat.ops import decode
 from sglang_pat.workspace import Workspace
 
-BF16, FP16 = torch.bfloat16, torch.float16
+Kind = tuple[torch.dtype, torch.dtype]
 
 
-def shared(num_queries: int, length: int, splits: int = 1) -> list[Piece]:
-    """Queries with one common prefix in equal pieces, and a tail each."""
-    size = length // splits
-    everyone = tuple(range(num_queries))
-    return [Piece(everyone, i * size, size) for i in range(splits)] + [
-        Piece((query,), splits * size, DYNAMIC) for query in everyone
-    ]
-
-
+@of_all_kinds
 @pytest.mark.parametrize("seed", range(8))
-def test_random_forests(seed: int) -> None:
+def test_random_forests(seed: int, kind: Kind) -> None:
     heads = [(8, 2), (4, 4), (5, 1), (14, 2), (16, 1), (6, 3), (32, 8), (64, 8)][seed]
     pieces = forest(np.random.default_rng(seed), 1 + 9 * seed)
-    check(on_device(case(pieces, heads, 128, seed=seed), BF16))
+    check(on_device(case(pieces, heads, (128, 64, 256)[seed % 3], seed=seed), *kind))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@of_all_kinds
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("group", range(1, 17))
-def test_head_dims_and_ratios(dtype: torch.dtype, head_dim: int, group: int) -> None:
+def test_head_dims_and_ratios(kind: Kind, head_dim: int, group: int) -> None:
     for num_queries in (2, 9):
         inputs = case(shared(num_queries, 150), (2 * group, 2), head_dim, seed=group)
-        check(on_device(inputs, dtype))
+        check(on_device(inputs, *kind))
 
 
+@of_both_kv
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("num_queries", [1, 15, 16, 17, 31, 33, 48, 63, 64, 65, 96, 127, 128, 129])
-def test_numbers_of_packed_rows(head_dim: int, num_queries: int) -> None:
+@pytest.mark.parametrize(
+    "num_queries", [1, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129]
+)
+def test_numbers_of_packed_rows(head_dim: int, num_queries: int, kind: Kind) -> None:
     """Around the row tiles and beyond the largest, which the kernel runs in parts."""
-    check(on_device(case(shared(num_queries, 130), (1, 1), head_dim, seed=num_queries), BF16))
-    check(on_device(case(shared(num_queries, 30), (4, 2), head_dim, seed=num_queries), BF16))
+    for length, heads in ((130, (1, 1)), (30, (4, 2))):
+        inputs = case(shared(num_queries, length), heads, head_dim, seed=num_queries)
+        check(on_device(inputs, *kind))
 
 
-@pytest.mark.parametrize("num_queries", [1, 20, 50, 100])
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 448, 1000])
-def test_lengths(num_queries: int, length: int) -> None:
+@of_both_kv
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_queries", [1, 8, 20, 50, 100])
+@pytest.mark.parametrize(
+    "length", [1, 15, 16, 17, 32, 33, 48, 63, 64, 65, 127, 128, 129, 448, 1000]
+)
+def test_lengths(num_queries: int, length: int, head_dim: int, kind: Kind) -> None:
     """Around the KV tiles, for every row tile."""
     everyone = tuple(range(num_queries))
-    inputs = case([Piece(everyone, 0, length)], (2, 2), 128, seed=length)
-    check(on_device(inputs, BF16))
+    inputs = on_device(case([Piece(everyone, 0, length)], (2, 2), head_dim, seed=length), *kind)
+    check(inputs)
+    if num_queries > 64:
+        check(inputs, wide(inputs))
 
 
+@of_both_kv
 @pytest.mark.parametrize("splits", [2, 3, 5, 32, 33, 70])
 @pytest.mark.parametrize("partial", [torch.float32, BF16])
-def test_splits(splits: int, partial: torch.dtype) -> None:
-    inputs = on_device(case(shared(4, 20 * splits, splits), (8, 2), 128, seed=splits), BF16)
-    check(inputs, partial_dtype=partial)
+def test_splits(splits: int, partial: torch.dtype, kind: Kind) -> None:
+    inputs = case(shared(4, 20 * splits, splits), (8, 2), 128, seed=splits)
+    check(on_device(inputs, *kind), partial_dtype=partial)
 
 
 @pytest.mark.parametrize("heads", [(7, 1), (8, 2)])
@@ -82,18 +96,21 @@ def test_half_partials_are_used() -> None:
     assert 1e-5 < error(rounded, exact.double()) < 6e-3
 
 
-@pytest.mark.parametrize("cap", [1.0, 30.0])
-@pytest.mark.parametrize("num_queries", [2, 20, 50])
-def test_logit_cap(cap: float, num_queries: int) -> None:
-    inputs = on_device(case(shared(num_queries, 150), (4, 2), 128, logit_cap=cap), BF16)
-    check(inputs)
-    check(replace(inputs, scale=1.0))
+@of_both_kv
+@pytest.mark.parametrize("cap", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("scale", [0.1, 1e-4, 0.0, -0.1])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_transformed_logits(cap: float, scale: float, head_dim: int, kind: Kind) -> None:
+    for num_queries in (2, 8, 20, 50):
+        inputs = case(shared(num_queries, 150), (4, 2), head_dim, logit_cap=cap)
+        check(replace(on_device(inputs, *kind), scale=scale))
 
 
-@pytest.mark.parametrize("scale", [1e-4, 0.5, 0.0, -0.1])
-@pytest.mark.parametrize("num_queries", [2, 50])
-def test_scales(scale: float, num_queries: int) -> None:
-    check(replace(on_device(case(shared(num_queries, 150), (4, 2), 128), BF16), scale=scale))
+@pytest.mark.parametrize(("cap", "scale"), [(0.0, 0.5), (1.0, 1.0), (30.0, 1.0)])
+def test_large_logits(cap: float, scale: float) -> None:
+    for num_queries in (2, 20, 50):
+        inputs = on_device(case(shared(num_queries, 150), (4, 2), 128, logit_cap=cap), BF16)
+        check(replace(inputs, scale=scale))
 
 
 @pytest.mark.parametrize("num_queries", [1, 9, 40])
@@ -133,14 +150,23 @@ def test_many_empty_tails() -> None:
         check(on_device(inputs, BF16))
 
 
-def test_what_no_item_owns_is_not_read() -> None:
-    """Poison in the list, in plan entries and partials; K and V of other slots are NaN already."""
-    inputs = on_device(case(forest(np.random.default_rng(3), 20), (8, 2), 128), BF16)
+@of_both_kv
+@pytest.mark.parametrize("branches", [False, True])
+def test_what_no_item_owns_is_not_read(branches: bool, kind: Kind) -> None:
+    """Poison in the list, in row masks, in plan entries and partials; K and V of other slots are
+    NaN already."""
+    inputs = case(forest(np.random.default_rng(3), 20), (8, 2), 128)
+    if branches:
+        parts = [part for part in inputs.pieces if isinstance(part, Piece)]
+        own = [part for part in parts if part.length > 60]
+        inputs = replace(inputs, pieces=[*own, *branched([p for p in parts if p not in own], 16)])
+    inputs = on_device(inputs, *kind)
     plan = DevicePlan(inputs.plan())
+    assert plan.num_partials > 0 and (plan.branch_tokens > 0) == branches
     clean, clean_lse = execute(inputs, plan)
-    target = target_of(inputs, max_queries=64)
-    workspace = Workspace(target, inputs.table.shape[1] + 64)
+    workspace = Workspace(target_of(inputs, max_queries=64), inputs.table.shape[1] + 64)
     workspace._buffers["list"].fill_(2**31 - 1)
+    workspace._buffers["row_masks"].fill_(-1)
     workspace.partials.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
     workspace._plan_buffer.fill_(0x7F)

@@ -11,7 +11,17 @@ import pytest
 import torch
 from kit import cases as kit_cases
 from kit.cases import Case, by_hand, case, grown
-from kit.device import DevicePlan, check, check_launches, error, execute, on_device, target_of
+from kit.device import (
+    DevicePlan,
+    check,
+    check_launches,
+    error,
+    execute,
+    of_all_kinds,
+    of_both_kv,
+    on_device,
+    target_of,
+)
 from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix
 
 from sglang_pat.planner import Plan, plan
@@ -19,19 +29,20 @@ from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
 
 BF16, FP16 = torch.bfloat16, torch.float16
+Kind = tuple[torch.dtype, torch.dtype]
 GROUPS = [1, 2, 3, 4, 5, 7, 8, 16]
 TAILS = (0, 1, 31, 32, 33, 64, 65)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@of_all_kinds
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("group", GROUPS)
-def test_hand_made_forests(group: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_hand_made_forests(group: int, head_dim: int, kind: Kind) -> None:
     """Every second branch has its tails first. Full branches and small ones."""
     for most in (64 // group, 3, 1):
         pieces = forest(np.random.default_rng(group), 40)
         inputs = by_hand(pieces, (2 * group, 2), head_dim=head_dim, most=most, tails=TAILS)
-        check(on_device(inputs, dtype))
+        check(on_device(inputs, *kind))
 
 
 @pytest.mark.parametrize("tails_first", [False, True])
@@ -97,14 +108,15 @@ def test_beside_other_items(group: int, partial: torch.dtype) -> None:
         check(inputs, partial_dtype=partial)
 
 
+@of_both_kv
 @pytest.mark.parametrize("cap", [0.0, 1.0, 30.0])
 @pytest.mark.parametrize("scale", [0.1, 1e-4, 0.0, -0.1])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_masks_of_transformed_logits(cap: float, scale: float, head_dim: int) -> None:
+def test_masks_of_transformed_logits(cap: float, scale: float, head_dim: int, kind: Kind) -> None:
     """Tokens of other queries stay hidden under a cap, a negative scale and none."""
     pieces = forest(np.random.default_rng(2), 30)
     inputs = by_hand(pieces, (8, 2), head_dim=head_dim, tails=TAILS, logit_cap=cap)
-    check(replace(on_device(inputs, BF16), scale=scale))
+    check(replace(on_device(inputs, *kind), scale=scale))
 
 
 @pytest.mark.parametrize("tails_first", [False, True])
@@ -121,21 +133,6 @@ def test_other_queries_tokens_have_no_weight(tails_first: bool) -> None:
     out = check(replace(inputs, q=q, k=k, v=v))
     assert torch.all(out[3] == torch.tensor(1e4, dtype=BF16))
     assert out[torch.arange(8) != 3].abs().max() < 10
-
-
-def test_what_no_branch_owns_is_not_read() -> None:
-    """Poison in the list, in the row masks and in partials."""
-    pieces = forest(np.random.default_rng(3), 40)
-    inputs = on_device(mixed(case(pieces, (8, 2), 128, tails=TAILS), 16, 60), BF16)
-    made = DevicePlan(inputs.plan())
-    clean, clean_lse = execute(inputs, made)
-    workspace = Workspace(target_of(inputs, max_queries=64), inputs.table.shape[1] + 64)
-    workspace._buffers["list"].fill_(2**31 - 1)
-    workspace._buffers["row_masks"].fill_(-1)
-    workspace.partials.fill_(float("nan"))
-    workspace.partial_lse.fill_(float("nan"))
-    out, lse = execute(inputs, made, workspace=workspace)
-    assert torch.equal(out, clean) and torch.equal(lse, clean_lse)
 
 
 def test_a_tail_beyond_its_room_takes_none_of_its_neighbours() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cases import Case, case, grown
+from kit.cases import E4M3, Case, case, grown
 from kit.device import (
     DevicePlan,
     attend,
@@ -19,7 +19,6 @@ from kit.device import (
     on_device,
     target_of,
 )
-from kit.e4m3 import check_e4m3, stored
 from kit.pieces import DYNAMIC, Branch, Piece, branched, paths_of, prefix
 from kit.plans import paired
 
@@ -116,11 +115,11 @@ def test_several_an_sm(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_e4m3(head_dim: int) -> None:
     made, tiles = several_an_sm((64, 16), head_dim)
-    inputs = stored(made, BF16)
+    inputs = on_device(made, BF16, E4M3)
     hand = inputs.plan()
-    check_e4m3(inputs, DevicePlan(paired(hand, *tiles)))
+    check(inputs, DevicePlan(paired(hand, *tiles)))
     common_first = DevicePlan(paired(hand, *(abs(each) for each in tiles)))
-    out = check_e4m3(inputs, common_first)
+    out = check(inputs, common_first)
     assert torch.equal(out, execute(inputs, DevicePlan(hand))[0])
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries of several draft tokens on the GPU: the causal mask of a chain, in every kind of unit."""
+"""Queries of several draft tokens on the GPU: the causal mask of a chain, and those of trees, in
+every kind of unit."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit.cases import Case, by_hand
+from kit.cases import Case, by_hand, random_trees
 from kit.device import (
     POISON,
     DevicePlan,
@@ -17,9 +18,9 @@ from kit.device import (
     execute,
     on_device,
     target_of,
+    wide,
 )
 from kit.drafts import drafted, drafted_forest, skip_unless_rows_fit
-from kit.e4m3 import check_e4m3
 from kit.pieces import DYNAMIC, Piece, forest, shared
 
 from sglang_pat.explain.tree import Tree
@@ -29,7 +30,6 @@ from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 from sglang_pat.workspace import Workspace
 
 BF16, FP16 = torch.bfloat16, torch.float16
-DRAFT_TOKENS = [2, 3, 4, 8]
 
 
 def alone(queries: int) -> list[Piece]:
@@ -41,33 +41,43 @@ def rows_of(inputs: Case) -> int:
     return inputs.heads[0] // inputs.heads[1] * inputs.draft_tokens
 
 
+chains_and_trees = pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+
+
+def with_masks(inputs: Case, trees: bool, seed: int = 0) -> Case:
+    return random_trees(inputs, seed) if trees else inputs
+
+
+@chains_and_trees
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, BF16), (128, FP16), (256, BF16)])
-@pytest.mark.parametrize("draft_tokens", DRAFT_TOKENS)
+@pytest.mark.parametrize("draft_tokens", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("heads", [(8, 2), (3, 3), (10, 2), (16, 1), (7, 1)])
 def test_random_forests(
-    heads: tuple[int, int], draft_tokens: int, head_dim: int, dtype: torch.dtype
+    heads: tuple[int, int], draft_tokens: int, head_dim: int, dtype: torch.dtype, trees: bool
 ) -> None:
     skip_unless_rows_fit(heads[0] // heads[1], draft_tokens, head_dim)
     for seed in range(3):
         pieces = drafted_forest(seed, heads, draft_tokens)
         inputs = drafted(pieces, heads, draft_tokens, head_dim, seed=seed)
-        check(on_device(inputs, dtype))
+        check(on_device(with_masks(inputs, trees, seed), dtype))
 
 
+@chains_and_trees
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("draft_tokens", [2, 4, 5, 8, 16, 32, 128])
 @pytest.mark.parametrize("group", [1, 4, 7, 16])
-def test_units_of_one_query(group: int, draft_tokens: int, head_dim: int) -> None:
+def test_units_of_one_query(group: int, draft_tokens: int, head_dim: int, trees: bool) -> None:
     """Narrow, short, light, heavy and wide ones, each with tails around its tiles."""
     skip_unless_rows_fit(group, draft_tokens, head_dim)
+    if trees and draft_tokens > 64:
+        pytest.skip("a mask has 64 bits")
     for more in (0, 1, 17, 32, 62, 63, 64, 65, 127, 300):
         tails = (draft_tokens + more, max(draft_tokens, more + 1))
-        inputs = on_device(
-            drafted(alone(3), (2 * group, 2), draft_tokens, head_dim, tails=tails, seed=more), BF16
-        )
+        inputs = drafted(alone(3), (2 * group, 2), draft_tokens, head_dim, tails=tails, seed=more)
+        inputs = on_device(with_masks(inputs, trees, more), BF16)
         check(inputs)
         if rows_of(inputs) > 64 and head_dim < 256:
-            check(inputs, DevicePlan(inputs.plan(wide=True)))
+            check(inputs, wide(inputs))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -88,11 +98,14 @@ def test_branches(draft_tokens: int, most: int, head_dim: int) -> None:
         check(on_device(inputs, BF16))
 
 
-@pytest.mark.parametrize("cuts", [WITHOUT_BRANCHES, ("branches",), CUTS])
+@pytest.mark.parametrize(
+    ("cuts", "trees"),
+    [(WITHOUT_BRANCHES, False), (("branches",), False), (CUTS, False), (WITHOUT_BRANCHES, True)],
+)
 @pytest.mark.parametrize("partial", [torch.float32, BF16])
 @pytest.mark.parametrize("heads", [(8, 2), (32, 8), (16, 1)])
 def test_plans_of_the_planner(
-    heads: tuple[int, int], partial: torch.dtype, cuts: tuple[str, ...]
+    heads: tuple[int, int], partial: torch.dtype, cuts: tuple[str, ...], trees: bool
 ) -> None:
     rng = np.random.default_rng(1)
     kinds = set()
@@ -102,8 +115,14 @@ def test_plans_of_the_planner(
             start = sum(tokens[:-1])
             lens = (start + draft_tokens + rng.integers(0, 5000, tree.num_queries)).tolist()
             inputs = case_of_tree(tree, heads, seq_lens=lens, draft_tokens=draft_tokens)
+            if trees:
+                masks = random_trees(inputs).draft_masks
+                assert masks is not None
+                inputs = replace(inputs, draft_masks=masks.cuda())
             target = target_of(inputs, cuts=cuts, partial_bytes=partial.itemsize)
-            workspace = Workspace(target, inputs.table.shape[1], partial_dtype=partial)
+            workspace = Workspace(
+                target, inputs.table.shape[1], partial_dtype=partial, draft_masks=trees
+            )
             plan = Planner(target).plan(tree.paths, lens)
             kinds |= set(plan.items["row_tile"].tolist())
             check(inputs, plan, workspace=workspace)
@@ -169,12 +188,13 @@ def test_a_graph_while_tokens_are_accepted(heads: tuple[int, int]) -> None:
         lens = lens + rng.integers(1, draft_tokens + 1, len(lens))
 
 
+@chains_and_trees
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("draft_tokens", [2, 4, 8])
-def test_fp8(draft_tokens: int, head_dim: int) -> None:
+def test_e4m3(draft_tokens: int, head_dim: int, trees: bool) -> None:
     for heads in ((8, 2), (4, 4), (8, 1)):
-        inputs = drafted(shared(9, 150), heads, draft_tokens, head_dim)
-        check_e4m3(on_device(inputs.to_e4m3(0.5, 2.0), BF16))
+        inputs = with_masks(drafted(shared(9, 150), heads, draft_tokens, head_dim), trees)
+        check(on_device(inputs.to_e4m3(0.5, 2.0), BF16))
 
 
 def test_rows_that_pad_a_batch() -> None:

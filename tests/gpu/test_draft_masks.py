@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft tokens that are a tree on the GPU: the masks of each row, in every kind of unit."""
+"""Masks of draft tokens that are a tree on the GPU: how they are read, set and refused; what
+attention makes of them is in test_chains.py."""
 
 from __future__ import annotations
 
@@ -9,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from kit.cases import random_trees
-from kit.device import DevicePlan, case_of_tree, check, execute, on_device, target_of
-from kit.drafts import custom_mask, drafted, drafted_forest, skip_unless_rows_fit
-from kit.e4m3 import check_e4m3
-from kit.pieces import DYNAMIC, Piece, forest
+from kit.device import case_of_tree, execute, on_device, target_of
+from kit.drafts import custom_mask, drafted
+from kit.pieces import forest
 
 from sglang_pat.draft_masks import masks_of
 from sglang_pat.explain.tree import Tree
@@ -24,53 +24,6 @@ from sglang_pat.workspace import Workspace
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, BF16), (128, FP16), (256, BF16)])
-@pytest.mark.parametrize("draft_tokens", [2, 4, 8, 64])
-@pytest.mark.parametrize("heads", [(8, 2), (3, 3), (16, 1), (7, 1)])
-def test_random_trees(
-    heads: tuple[int, int], draft_tokens: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    skip_unless_rows_fit(heads[0] // heads[1], draft_tokens, head_dim)
-    for seed in range(3):
-        pieces = drafted_forest(seed, heads, draft_tokens)
-        inputs = random_trees(drafted(pieces, heads, draft_tokens, head_dim, seed=seed), seed)
-        check(on_device(inputs, dtype))
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("draft_tokens", [2, 4, 8, 16, 32])
-@pytest.mark.parametrize("group", [1, 4, 7, 16])
-def test_units_of_one_query(group: int, draft_tokens: int, head_dim: int) -> None:
-    """Narrow, short, light, heavy and wide ones, each with tails around its tiles."""
-    skip_unless_rows_fit(group, draft_tokens, head_dim)
-    parts = [Piece((query,), 0, DYNAMIC) for query in range(3)]
-    for more in (0, 1, 32, 62, 63, 64, 65, 127, 300):
-        tails = (draft_tokens + more, max(draft_tokens, more + 1))
-        heads = (2 * group, 2)
-        inputs = drafted(parts, heads, draft_tokens, head_dim, tails=tails, seed=more)
-        inputs = on_device(random_trees(inputs, more), BF16)
-        check(inputs)
-        if group * draft_tokens > 64 and head_dim < 256:
-            check(inputs, DevicePlan(inputs.plan(wide=True)))
-
-
-@pytest.mark.parametrize("heads", [(8, 2), (32, 8), (16, 1)])
-def test_plans_of_the_planner(heads: tuple[int, int]) -> None:
-    rng = np.random.default_rng(1)
-    for draft_tokens in (2, 4, 8):
-        for levels, tokens in (((1, 40), (700, 60)), ((2, 6, 24), (200, 90, 30)), ((3,), (5000,))):
-            tree = Tree(levels, tokens)
-            start = sum(tokens[:-1])
-            lens = (start + draft_tokens + rng.integers(0, 5000, tree.num_queries)).tolist()
-            inputs = case_of_tree(tree, heads, seq_lens=lens, draft_tokens=draft_tokens)
-            masks = random_trees(inputs).draft_masks
-            assert masks is not None
-            inputs = replace(inputs, draft_masks=masks.cuda())
-            target = target_of(inputs, cuts=WITHOUT_BRANCHES)
-            workspace = Workspace(target, inputs.table.shape[1], draft_masks=True)
-            check(inputs, Planner(target).plan(tree.paths, lens), workspace=workspace)
-
-
 @pytest.mark.parametrize("heads", [(8, 2), (16, 1), (2, 2)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_masks_of_a_chain_change_no_bit(heads: tuple[int, int], head_dim: int) -> None:
@@ -79,12 +32,6 @@ def test_masks_of_a_chain_change_no_bit(heads: tuple[int, int], head_dim: int) -
     found = (execute(inputs), execute(replace(inputs, draft_masks=chain)))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-
-
-def test_e4m3() -> None:
-    for draft_tokens, heads in ((4, (8, 2)), (8, (16, 2)), (2, (2, 2))):
-        inputs = drafted(forest(np.random.default_rng(3), 6), heads, draft_tokens, 128, seed=4)
-        check_e4m3(on_device(random_trees(inputs).to_e4m3(), BF16))
 
 
 def test_graphs_read_the_masks_that_were_set_last() -> None:

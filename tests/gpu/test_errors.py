@@ -231,19 +231,3 @@ def test_a_workspace_that_goes_in_a_capture(inputs: Case) -> None:
     Workspace(target, inputs.table.shape[1])  # frees what that one left
     graph.replay()
     assert total.item() == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"device": "cpu"}, "on a CUDA device, not on cpu"),
-        ({"partial_dtype": torch.float16}, "partial_dtype is torch.float16"),
-        ({"launch": "fast"}, "launch is 'fast', must be one of queue, streams, serial"),
-        ({"max_context": 0}, "max_context is 0"),
-    ],
-)
-def test_workspaces_that_make_no_sense(
-    inputs: Case, arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        Workspace(target_of(inputs), **({"max_context": 100} | arguments))

@@ -9,8 +9,7 @@ from math import e, log2
 import pytest
 import torch
 from kit.cases import E4M3, case
-from kit.device import error, execute, on_device
-from kit.e4m3 import multiplies_e4m3, plans_of
+from kit.device import error, execute, multiplies_e4m3, on_device, plans_of
 from kit.pieces import DYNAMIC, Piece
 
 BF16, FP16 = torch.bfloat16, torch.float16

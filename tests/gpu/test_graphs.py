@@ -8,8 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kit.cases import Case
-from kit.device import POISON, case_of_tree, check, check_launches, execute, target_of
+from kit.cases import E4M3, Case
+from kit.device import (
+    K_SCALE,
+    POISON,
+    V_SCALE,
+    case_of_tree,
+    check,
+    check_launches,
+    execute,
+    of_both_kv,
+    target_of,
+)
 
 from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
@@ -45,16 +55,24 @@ def fill(static: Case, step: Case) -> None:
     static.seq_lens[:count] = step.seq_lens
 
 
+def stored(inputs: Case, kind: tuple[torch.dtype, torch.dtype]) -> Case:
+    """The case of a tree with its K and V in e4m3 if ``kind`` says so."""
+    return inputs.to_e4m3(K_SCALE, V_SCALE) if kind[1] == E4M3 else inputs
+
+
 def output_of(step: Case, plan: Plan, target: Target, launch: str) -> torch.Tensor:
     """The output of a step that runs without a graph, compared with fp64 attention."""
     return check(step, plan, workspace=Workspace(target, step.table.shape[1], launch=launch))
 
 
+@of_both_kv
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize(("cuts", "count"), [(CUTS, 100), (("branches",), 20)])
-def test_one_graph_serves_many_plans(launch: str, cuts: tuple[str, ...], count: int) -> None:
+def test_one_graph_serves_many_plans(
+    launch: str, cuts: tuple[str, ...], count: int, kind: tuple[torch.dtype, torch.dtype]
+) -> None:
     table = torch.zeros((ROWS + 1, 4096), dtype=torch.int32, device="cuda")
-    static = replace(case_of_tree(Tree((ROWS,), (3000,)), HEADS), table=table)
+    static = replace(stored(case_of_tree(Tree((ROWS,), (3000,)), HEADS), kind), table=table)
     target = target_of(static, cuts=cuts)
     workspace = Workspace(target, 4096, launch=launch, list_tokens=64)
     planner = Planner(target)
@@ -72,6 +90,8 @@ def test_one_graph_serves_many_plans(launch: str, cuts: tuple[str, ...], count: 
             static.seq_lens,
             workspace.plan,
             scale=static.scale,
+            k_scale=static.k_scale,
+            v_scale=static.v_scale,
             out=into,
             lse=into_lse,
             workspace=workspace,
@@ -87,7 +107,7 @@ def test_one_graph_serves_many_plans(launch: str, cuts: tuple[str, ...], count: 
     branched = 0
     for seed in range(count):
         tree, seq_lens = random_step(rng)
-        step = case_of_tree(tree, HEADS, seq_lens=seq_lens, seed=seed)
+        step = stored(case_of_tree(tree, HEADS, seq_lens=seq_lens, seed=seed), kind)
         fill(static, step)
         plan = planner.plan(tree.paths, seq_lens)
         branched += plan.branch_tokens > 0
@@ -105,12 +125,15 @@ def test_one_graph_serves_many_plans(launch: str, cuts: tuple[str, ...], count: 
     assert workspace.list_tokens >= 4864  # from 64, under the captured graph
 
 
+@of_both_kv
 @pytest.mark.parametrize("cuts", [WITHOUT_BRANCHES, ("short_branches",)])
 @pytest.mark.parametrize("heads", [(8, 2), (2, 2), (32, 2)])
-def test_launch_modes_agree_and_repeat(heads: tuple[int, int], cuts: tuple[str, ...]) -> None:
+def test_launch_modes_agree_and_repeat(
+    heads: tuple[int, int], cuts: tuple[str, ...], kind: tuple[torch.dtype, torch.dtype]
+) -> None:
     """Same bits from one kernel, from streams and one by one, and from run to run."""
     tree = Tree((1, 3, 60), (300, 150, 40))
-    inputs = case_of_tree(tree, heads)
+    inputs = stored(case_of_tree(tree, heads), kind)
     target = target_of(inputs, cuts=cuts)
     plan = Planner(target).plan(tree.paths, tree.seq_lens)
     branched = cuts != WITHOUT_BRANCHES

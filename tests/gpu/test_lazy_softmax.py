@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kit.cases import Case, case
-from kit.device import DevicePlan, check, execute, on_device
+from kit.device import check, execute, on_device, wide
 from kit.pieces import DYNAMIC, Branch, Piece, prefix
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -38,9 +38,7 @@ def check_all(inputs: Case, dtype: torch.dtype) -> None:
     inputs = on_device(inputs, dtype)
     check(inputs)
     if len(inputs.rows) > 64:
-        hand = inputs.plan(wide=True)
-        assert hand.header["num_wide_items"][0] > 0
-        check(inputs, DevicePlan(hand))
+        check(inputs, wide(inputs))
 
 
 @pytest.mark.parametrize("length", [511, 512, 513, 576, 577, 639, 640, 641, 1024, 1100, 1153])
@@ -103,22 +101,6 @@ def test_queries_of_nan_stay_alone() -> None:
     assert torch.equal(found[~nan], other[~nan])
     assert torch.equal(lse[~nan], other_lse[~nan])
     assert other[nan].isnan().all()
-
-
-def test_long_and_short_units_in_turn() -> None:
-    """The rings of stages go on where a unit ends: several wide units a CTA, which take every
-    second tile from the other half's ring, short ones after long ones."""
-    parts: list[Piece] = []
-    for group in range(40):
-        queries = tuple(range(20 * group, 20 * group + 20))
-        length = 1 + 97 * (7 * group % 20)
-        parts.append(Piece(queries, 0, length))
-        parts += [Piece((query,), length, DYNAMIC) for query in queries]
-    inputs = on_device(case(parts, (64, 16), 128, tails=(0, 30, 65, 700)), BF16)
-    hand = DevicePlan(inputs.plan(wide=True))
-    out = check(inputs, hand)
-    assert torch.equal(execute(inputs, hand)[0], out)
-    check(inputs)
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (3, 3)])

@@ -5,17 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit.cases import Case, case
-from kit.device import DevicePlan, check, execute, on_device
+from kit.cases import case
+from kit.device import BF16, check, execute, of_all_kinds, of_both_kv, on_device, wide
 from kit.pieces import DYNAMIC, Piece
 
-BF16 = torch.bfloat16
-
-
-def wide(inputs: Case) -> DevicePlan:
-    hand = inputs.plan(wide=True)
-    assert hand.header["num_wide_items"][0] > 0
-    return DevicePlan(hand)
+Kind = tuple[torch.dtype, torch.dtype]
 
 
 def prefixes(lengths: list[int], queries: int, tail: int = DYNAMIC) -> list[Piece]:
@@ -36,22 +30,40 @@ def test_rows_and_lengths(rows: int, length: int) -> None:
     check(inputs, wide(inputs))
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@of_all_kinds
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])
-def test_ratios(group: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_ratios(group: int, head_dim: int, kind: Kind) -> None:
     queries = 70 // group + 3
-    inputs = on_device(case(prefixes([150], queries), (2 * group, 2), head_dim, seed=group), dtype)
+    inputs = case(prefixes([150], queries), (2 * group, 2), head_dim, seed=group)
+    inputs = on_device(inputs, *kind)
     check(inputs, wide(inputs))
 
 
-def test_many_units_an_sm() -> None:
-    """Wide units of all lengths one after the other, then the other items in the same stages."""
-    lengths = [1 + 37 * i for i in range(40)]
-    inputs = case(prefixes(lengths, 20), (64, 16), 128, tails=(0, 1, 30, 33, 64, 65, 200))
-    inputs = on_device(inputs, BF16)
+@of_both_kv
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "lengths", [[1 + 37 * i for i in range(40)], [1 + 97 * (7 * i % 20) for i in range(40)]]
+)
+def test_units_of_all_kinds_one_after_the_other(
+    lengths: list[int], head_dim: int, kind: Kind
+) -> None:
+    """Wide units, then heavy and light ones, whose tiles differ, in the same stages; the rings go
+    on where a unit ends: several wide units a CTA, which take every second tile from the other
+    half's ring, short ones after long ones."""
+    pieces: list[Piece] = []
+    first = 0
+    for group, length in enumerate(lengths):
+        members = tuple(range(first, first + (20, 20, 12, 3)[group % 4]))
+        pieces.append(Piece(members, 0, length))
+        pieces += [Piece((query,), length, DYNAMIC) for query in members]
+        first = members[-1] + 1
+    tails = (0, 1, 15, 30, 31, 32, 33, 64, 65, 200, 700)
+    inputs = on_device(case(pieces, (64, 16), head_dim, tails=tails), *kind)
     out = check(inputs, wide(inputs))
-    assert torch.equal(execute(inputs, wide(inputs))[0], out)  # from run to run
+    for _ in range(5):  # from run to run
+        assert torch.equal(execute(inputs, wide(inputs))[0], out)
+    check(inputs)
 
 
 @pytest.mark.parametrize("cap", [0.0, 3.0])

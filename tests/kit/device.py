@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from kit.cases import E4M3, Case
@@ -19,6 +19,22 @@ from sglang_pat.target import Target
 from sglang_pat.workspace import LAUNCHES, Workspace
 
 POISON = 1e4
+BF16, FP16 = torch.bfloat16, torch.float16
+# Dtypes of q, and of K and V.
+of_all_kinds = pytest.mark.parametrize(
+    "kind",
+    [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3)],
+    ids=["bf16", "fp16", "bf16_e4m3", "fp16_e4m3"],
+)
+of_both_kv = pytest.mark.parametrize(
+    "kind", [(BF16, BF16), (BF16, E4M3)], ids=["bf16", "bf16_e4m3"]
+)
+K_SCALE, V_SCALE = 0.37, 2.3
+# Half of the distance between neighbouring numbers, relative: how far rounding goes.
+ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, E4M3: 2.0**-4}
+# Hopper adds up products of e4m3 with about 14 bits: a logit may be so far from the true one,
+# relative to the greatest sum on the way to it.
+SUMMING = 2.0**-11
 
 
 @dataclass(frozen=True)
@@ -46,9 +62,12 @@ class DevicePlan:
         return count == self.num_queries
 
 
-def on_device(inputs: Case, dtype: torch.dtype) -> Case:
+def on_device(inputs: Case, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> Case:
     """The case on the GPU, with strides wider than the tensors and NaN in between; K and V in
-    e4m3 stay so."""
+    e4m3 stay so, or become it by ``kv_dtype``, slots that no query owns NaN."""
+    if kv_dtype == E4M3:
+        inputs = inputs.to(dtype).to_e4m3(K_SCALE, V_SCALE)
+        assert all(cache.float().isnan().any() for cache in (inputs.k, inputs.v))
     moved = {name: getattr(inputs, name).cuda() for name in ("table", "rows", "seq_lens")}
     if inputs.draft_masks is not None:
         moved["draft_masks"] = inputs.draft_masks.cuda()
@@ -142,34 +161,65 @@ def joins_halves(plan: Any, launch: str) -> bool:
     return bool(plan.joint) and launch != "streams"
 
 
+def multiplies_e4m3(plan: Any) -> bool:
+    """Whether wgmma runs some of the plan's items, and with e4m3 in weights too if K and V are."""
+    on_hopper = torch.cuda.get_device_capability()[0] == 9
+    return on_hopper and plan.num_wide_items + plan.num_heavy_items > 0
+
+
+def wide(inputs: Case) -> DevicePlan:
+    """The case's plan with wide items."""
+    hand = inputs.plan(wide=True)
+    assert hand.header["num_wide_items"][0] > 0
+    return DevicePlan(hand)
+
+
+def plans_of(inputs: Case) -> list[DevicePlan]:
+    """The case's plan; and one with wide items, if any can be."""
+    rows = max(len(piece.queries) for piece in inputs.pieces) * inputs.heads[0] // inputs.heads[1]
+    return [DevicePlan(inputs.plan())] + ([wide(inputs)] if rows > 64 else [])
+
+
 def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
-    """Execute and compare with fp64 attention: at most twice the error of attention computed by
-    torch in the inputs' dtype. That of the LSE is the rounding of sums in fp32. A case's own plan
-    is executed a second time as a joint one if all items are heavy."""
+    """Execute and compare with fp64 attention; a case's own plan a second time as a joint one if
+    all items are heavy. The output has at most twice the error of attention computed by torch in
+    the inputs' dtype, the LSE the rounding of sums in fp32.
+
+    K and V in e4m3 are exact in fp16, and so is q, but for bf16 values below 6e-5; weights are
+    rounded once, to fp16 or, for wgmma, to e4m3, and the output to its dtype, once more if partials
+    have two bytes. The LSE has the errors of sums in fp32 or, for wgmma, of what it adds up with
+    fewer bits."""
     if plan is None:
         plan = DevicePlan(inputs.plan())
         if may_be_joint(inputs, plan):
             check(inputs, DevicePlan(joint(plan.hand)), **options)
     truth, truth_lse = inputs.truth(torch.float64)
-    plain, _ = inputs.truth(inputs.q.dtype)
     out, lse = execute(inputs, plan, **options)
-    assert error(out, truth) <= 2 * min(error(plain, truth), 0.02) + 1e-4
+    few_bits = inputs.k.dtype == E4M3 and multiplies_e4m3(plan)
+    if inputs.k.dtype == E4M3:
+        roundings = 1 + (options.get("partial_dtype", torch.float32) != torch.float32)
+        # Half of the distance is the most; of many numbers the mean of squares is half of that.
+        of_weights = ROUNDING[E4M3] / 2 if few_bits else ROUNDING[FP16]
+        most = of_weights + roundings * ROUNDING[inputs.q.dtype]
+    else:
+        plain, _ = inputs.truth(inputs.q.dtype)
+        most = 2 * min(error(plain, truth), 0.02) + 1e-4
+    assert error(out, truth) <= most
     empty = truth_lse.isneginf()
     assert torch.equal(lse.isneginf(), empty) and not out[empty].any()
     difference = (lse - truth_lse).abs()[~empty]
-    assert torch.all(difference <= 1e-5 + 4e-6 * truth_lse[~empty].abs())
+    greatest = truth_lse[~empty].abs() + 4 * few_bits  # of logits that cancel out, too
+    assert torch.all(difference <= 1e-5 + (SUMMING if few_bits else 4e-6) * greatest)
     return out
 
 
-def check_launches(
-    inputs: Case, plan: Any, target: Target, right: Callable[..., object] = check
-) -> None:
-    """Run a plan with each launch: ``right``, the same bits from run to run and from launches that
+def check_launches(inputs: Case, plan: Any, target: Target) -> None:
+    """Run a plan with each launch: right, the same bits from run to run and from launches that
     add up alike, and the queue left as it was found."""
     results: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for launch in LAUNCHES:
         workspace = Workspace(target, inputs.table.shape[1], launch=launch)
-        right(inputs, plan, workspace=workspace)
+        check(inputs, plan, workspace=workspace)
         same = results[joins_halves(plan, launch)]
         same += [execute(inputs, plan, workspace=workspace) for _ in range(5)]
         assert not workspace.queue.any()
