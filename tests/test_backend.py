@@ -418,7 +418,7 @@ def test_an_eager_batch_that_nobody_announced_is_left_to_the_base(bed: BackendBe
 
 
 # What data parallel attention makes prefills counts as what the scheduler meant: SGLang's own
-# batches, without a server, as that takes GPUs. tests/serving/test_modes.py has mixed steps.
+# batches, without a server, as that takes GPUs. tests/serving/test_tokens.py has mixed steps.
 
 
 def scheduled(bed: BackendBed, requests: int) -> ScheduleBatch:
