@@ -251,8 +251,10 @@ double Judge::begin_step(double step_us, double tile_us) {
   const double memory_us = tile_us * std::max(reading, 1.0);
   for (size_t kind = 0; kind < kNumKinds; ++kind) {
     const double alone_us = by_kind_[kind].tile_us;
+    // The branches of a pair load the tiles that they have in common for each other.
+    const double beside = kind == kPaired ? 0.0 : costs_.beside;
     tile_us_[kind] = {smooth_max(alone_us, memory_us),
-                      smooth_max((1.0 + costs_.beside) * alone_us, memory_us)};
+                      smooth_max((1.0 + beside) * alone_us, memory_us)};
   }
   return busy;
 }
