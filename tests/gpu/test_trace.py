@@ -18,8 +18,10 @@ from kit.trees import first_segments
 
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch
+from sglang_pat.config import PatConfig
 from sglang_pat.explain.tree import Tree
-from sglang_pat.workspace import LAUNCHES, Workspace
+from sglang_pat.target import POLICIES
+from sglang_pat.workspace import Workspace
 
 WIDE = Tree((1, 1024), (2048, 32))
 TREES = (Tree((3,), (20,)), Tree((1, 10), (4096, 416)), Tree((1, 4, 8, 256), (32, 256, 256, 32)))
@@ -54,11 +56,12 @@ def trace(layer: Layer) -> list[Bar]:
     return bars_of(words.cpu().numpy(), made.items)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tree", [*TREES, WIDE], ids=str)
-def test_every_item_is_entered(tree: Tree, launch: str) -> None:
-    layer = layer_of(tree, Heads(32, 8), PatOptions(launch=launch))
-    check(trace(layer), layer.plan.items, 4, 8, joins_halves(layer.plan, launch))
+def test_every_item_is_entered(tree: Tree, policy: str) -> None:
+    layer = layer_of(tree, Heads(32, 8), PatOptions(policy))
+    joint = joins_halves(layer.plan, PatConfig(policy=policy).launch)
+    check(trace(layer), layer.plan.items, 4, 8, joint)
 
 
 @pytest.mark.parametrize("heads", [Heads(32, 32), Heads(64, 8, 64), Heads(8, 2, 256)], ids=str)
