@@ -104,7 +104,7 @@ WRONG_BATCHES: list[tuple[str, Callable[[Any], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), WRONG_BATCHES, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_BATCHES)
 def test_wrong_batches_of_a_workspace(
     name: str, change: Callable[[Any], Any], message: str
 ) -> None:
