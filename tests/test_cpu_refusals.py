@@ -24,7 +24,7 @@ def _one_token_less(plan: HandPlan) -> None:
     ("damage", "named"),
     [
         (set_to("header", 0, "magic", 1), "not a plan: magic 1"),
-        (set_to("header", 0, "version", 10), "plan version 10"),
+        (set_to("header", 0, "version", 11), "plan version 11"),
         (set_to("header", 0, "total_bytes", 1 << 20), "truncated plan"),
         (set_to("header", 0, "num_q_heads", 16), "16 query"),
         (set_to("header", 0, "num_kv_heads", 1), "1 KV heads"),
