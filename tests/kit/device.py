@@ -208,7 +208,8 @@ def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
     empty = truth_lse.isneginf()
     assert torch.equal(lse.isneginf(), empty) and not out[empty].any()
     difference = (lse - truth_lse).abs()[~empty]
-    greatest = truth_lse[~empty].abs() + 4 * few_bits  # of logits that cancel out, too
+    # Sums on the way to a logit that cancels out are larger, the more so in longer rows.
+    greatest = truth_lse[~empty].abs() + few_bits * max(4, inputs.q.shape[-1] / 32)
     assert torch.all(difference <= 1e-5 + (SUMMING if few_bits else 4e-6) * greatest)
     return out
 
