@@ -135,7 +135,7 @@ def test_shared_documents_answers_every_question_from_its_document(
 ) -> None:
     output = _run_and_save("shared_documents", pat, tmp_path, 4.5)  # 6.7 measured
     documents = re.split(r"^(\S+)\n", output.partition("\nWhat was saved")[0], flags=re.M)[1:]
-    assert documents[::2] == ["README.md", "LICENSE", "packer.cpp", "radix.py"]
+    assert documents[::2] == ["README.md", "LICENSE", "packs.cpp", "radix.py"]
     answers = [re.findall(r"^  \S.*\?\n    (.*)", text, re.M) for text in documents[1::2]]
     assert [len(each) for each in answers] == [8, 8, 8, 8]
     # Without its document there would be 8 different answers, without its question 4.

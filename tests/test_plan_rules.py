@@ -78,6 +78,7 @@ def test_the_papers_rules(batch: Batch, num_q_heads: int, row_tiles: tuple[int, 
     made_for = target(policy="pat", num_q_heads=num_q_heads, row_tiles=row_tiles, **room)
     planner = Planner(made_for)
     made = planner.plan(batch.paths, batch.seq_lens)
+    assert np.isfinite(made.seconds)
     found = [ranges_of_query(made, query) for query in range(len(batch.seq_lens))]
     expected = papers_ranges(batch, planner)
     for query, ranges in enumerate(found):

@@ -371,7 +371,7 @@ void bind_planner(py::module_& m) {
            py::arg("seq_lens"), py::arg("paths"), py::arg("leaf"))
       .def("last_paths", &Planner::last_paths)
       .def_property("costs", &Planner::costs, &Planner::set_costs,
-                    "What the judge charges: values of COST_NAMES (csrc/pack/costs.h).")
+                    "What the judge charges: values of COST_NAMES, see costs.h.")
       .def("last_tree", &Planner::last_tree)
       .def("plan_packs", &Planner::plan_packs, py::arg("seq_lens"), py::arg("takes_over"),
            py::arg("piece_tokens"))

@@ -42,7 +42,11 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
     };
     split_for(target_);
     if (&least_.target() == &without_wide_) split_for(without_wide_);
-    if (!fits(least_, num_queries)) degraded = make_simpler(batch);
+    if (fits(least_, num_queries)) {
+      least_s_ = judge_.seconds(least_, batch.unique_tokens, Judge::kNever);
+    } else {
+      degraded = make_simpler(batch);
+    }
   } else {
     packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kBytes, packs_);
     if (!make_least(batch)) degraded = make_simpler(batch);
