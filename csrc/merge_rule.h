@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the merge kernel spreads the splits of a query over warps. The cost model asks, too: the more
-// splits a warp joins one after the other, the longer the merge takes.
+// How the merge kernel spreads the splits of a query over warps. The judge (pack/judge.h) asks,
+// too: the more splits a warp joins one after the other, the longer the merge takes.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct MergeRule {
 inline constexpr MergeRule kMergeRules[] = {{1, 8, 8}, {1, 8, 4}, {1, 8, 2}, {1, 8, 1}, {2, 2, 1}};
 
 // Which of kMergeRules holds for `rows` query heads of all queries, on a GPU of `num_sms`. The
-// kernel also counts the rows that pad a batch, the cost model does not: it may take a batch for
+// kernel also counts the rows that pad a batch, the judge does not: it may take a batch for
 // smaller. Few rows leave warps idle, so several warps share a head. But an SM has room for so many
 // CTAs only, and those that find none run after the others, which costs 1 to 2 us. So the more
 // rows, the fewer warps share a head. The bounds were timed when a warp that loads eight splits at

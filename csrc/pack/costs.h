@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every number of the planner that was fitted to measured times or chosen by them. They are of a
-// Hopper at head dim 128 and bf16; `python -m benchmarks.kernel.fit` times plans on the GPU at hand
-// and fits those of Costs anew. All times are microseconds.
+// Numbers of the planner that were fitted to measured times or chosen by them. Those of Costs are
+// of a Hopper at head dim 128 and bf16; `python -m benchmarks.kernel.fit` times plans on the GPU at
+// hand and fits them anew. The cuts' own numbers stand in kCuts (cut.h), the packer's in
+// sglang_pat/gpus.py.
 #pragma once
 
 #include <array>
@@ -42,7 +43,7 @@ inline constexpr std::array kCostNames = {
     "reread_rate", "beside",     "head_dim_64", "head_dim_256", "fp8"};
 static_assert(sizeof(Costs) == kCostNames.size() * sizeof(double));
 
-// Chosen: what a pair of branches must have in common. With 256 tokens pairs gain little.
+// Chosen: tokens that a pair of branches must have in common. With 256 pairs gain little.
 inline constexpr int32_t kLeastCommonTokens = 320;
 // Pairs run before all other items, though branches and light items run well beside each other. So
 // there are none if the others read more than one part in so many of what the branches read.

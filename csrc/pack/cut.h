@@ -20,7 +20,8 @@ namespace pat {
 // Packs are cut along their tokens into pieces, branches are parts of the tree that are read whole.
 struct Cut {
   const char* name;
-  // Work units of long items, at most, for each half of an SM: it says how long pieces are.
+  // Pieces are as short as they can be while long items make at most so many work units for each
+  // half of an SM.
   double parts;
   // Packed rows of a branch, at most; 0: no branches. Nodes and tails of more than `limit` tokens
   // are no part of a branch.

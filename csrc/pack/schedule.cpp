@@ -42,11 +42,7 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
     };
     split_for(target_);
     if (&least_.target() == &without_wide_) split_for(without_wide_);
-    if (fits(least_, num_queries)) {
-      least_s_ = judge_.seconds(least_, batch.unique_tokens, Judge::kNever);
-    } else {
-      degraded = make_simpler(batch);
-    }
+    if (!fits(least_, num_queries)) degraded = make_simpler(batch);
   } else {
     packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kBytes, packs_);
     if (!make_least(batch)) degraded = make_simpler(batch);
@@ -69,10 +65,10 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
   const Batch batch = batch_of(tree, seq_lens, num_queries);
   packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kGiven, packs_,
                  takes_over);
+  least_s_ = Judge::kNever;
   least_.take(packs_);
   least_.split(target_, without_wide_, [&](int32_t i) { return piece_tokens[i]; });
   PAT_CHECK(least_.assign(num_queries), unfit(least_), ": give longer pieces or fewer packs");
-  least_s_ = judge_.seconds(least_, batch.unique_tokens, Judge::kNever);
   return emit(batch);
 }
 
@@ -99,13 +95,7 @@ Batch Scheduler::batch_of(const PackTree& tree, const int64_t* seq_lens,
 // buffers.
 bool Scheduler::make_least(const Batch& batch) {
   ordered_ = whole_ = false;
-  if (target_.cuts == 0) {
-    least_.take(packs_);
-    least_.split(target_, without_wide_, [](int32_t) { return INT32_MAX; });
-    if (!fits(least_, batch.num_queries)) return false;
-    least_s_ = judge_.seconds(least_, batch.unique_tokens, Judge::kNever);
-    return true;
-  }
+  if (target_.cuts == 0) return take_whole(batch);
   for (size_t i = 0; i < kCuts.size(); ++i) {
     if (!has_cut(i) || !make(batch, kCuts[i])) continue;
     const double seconds = judge_.seconds(other_, batch.unique_tokens, least_s_);
@@ -114,6 +104,13 @@ bool Scheduler::make_least(const Batch& batch) {
     std::swap(least_, other_);
   }
   return least_s_ < Judge::kNever;
+}
+
+// Leaves the packs whole in least_. Returns whether they fit the buffers.
+bool Scheduler::take_whole(const Batch& batch) {
+  least_.take(packs_);
+  least_.split(target_, without_wide_, [](int32_t) { return INT32_MAX; });
+  return fits(least_, batch.num_queries);
 }
 
 bool Scheduler::fits(Items& items, int32_t num_queries) {
@@ -155,23 +152,20 @@ bool Scheduler::make_branches(const Batch& batch, const Cut& cut) {
 
 // Where no cut fits the buffers: packs that are not split, else every query by itself. Returns why.
 std::string Scheduler::make_simpler(const Batch& batch) {
-  const auto fits_whole = [&] {
-    least_.take(packs_);
-    least_.split(target_, without_wide_, [](int32_t) { return INT32_MAX; });
-    return fits(least_, batch.num_queries);
-  };
   std::string why = "without splits: " + unfit_;
-  if (!fits_whole()) {
+  if (!take_whole(batch)) {
     why = "without packs: " + unfit_;
     packer_.choose(without_wide_, batch.tree, batch.seq_lens, batch.num_queries,
                    Packer::Rule::kNone, packs_);
-    fits_whole();
+    take_whole(batch);
   }
-  least_s_ = judge_.seconds(least_, batch.unique_tokens, Judge::kNever);
   return why;
 }
 
 Plan Scheduler::emit(const Batch& batch) {
+  if (least_s_ == Judge::kNever) {  // no cut was chosen, so nobody has judged this plan
+    least_s_ = judge_.seconds(least_, batch.unique_tokens, Judge::kNever);
+  }
   Plan plan = emitter_.emit({least_.target(), least_.packs(), least_.brancher(), least_.assigned(),
                              batch.seq_lens, batch.num_queries});
   plan.seconds = least_s_;

@@ -41,6 +41,7 @@ class Scheduler {
   bool has_cut(size_t index) const { return target_.cuts >> index & 1; }
   bool make(const Batch& batch, const Cut& cut);
   bool make_branches(const Batch& batch, const Cut& cut);
+  bool take_whole(const Batch& batch);
   bool fits(Items& items, int32_t num_queries);
   std::string make_simpler(const Batch& batch);
   Plan emit(const Batch& batch);
@@ -54,7 +55,7 @@ class Scheduler {
   bool whole_ = false;    // whether packs without branches that stay whole were judged
   Items least_, other_;   // the plan that takes the least time so far, and the one to be judged
   std::string unfit_;     // what the last items that did not fit the buffers needed
-  double least_s_ = 0.0;  // that the judge expects of least_
+  double least_s_ = 0.0;  // that the judge expects of least_; Judge::kNever if it was not asked
   Judge judge_;
   Emitter emitter_;
 };
