@@ -17,8 +17,8 @@ export SKBUILD_BUILD_DIR := build/cmake
 
 # The SGLangs beside the one in .venv on which `make test-versions` runs, and what it runs there.
 OLDER_SGLANG := 0.5.22
-VERSION_TESTS := tests/test_interface.py tests/test_support.py tests/test_step.py tests/test_radix.py \
-	tests/test_backend.py tests/serving/test_tokens.py tests/serving/test_sessions.py
+VERSION_TESTS := $(addprefix tests/srt/test_,interface.py support.py step.py radix.py backend.py) \
+	tests/serving/test_tokens.py tests/serving/test_sessions.py
 
 # The Pythons of a release, and what names a wheel after the systems that it runs on.
 WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
@@ -115,7 +115,7 @@ wheel: build/release/ready
 	@build/venv/bin/python release/wheels.py $(WHEEL_PYTHONS)
 
 test-wheel: install
-	PAT_WHEELS="$(WHEEL_PYTHONS)" $(BIN)/pytest tests/test_wheel.py $(PYTEST_ARGS)
+	PAT_WHEELS="$(WHEEL_PYTHONS)" $(BIN)/pytest tests/project/test_wheel.py $(PYTEST_ARGS)
 
 lint: .venv/ready
 	$(BIN)/ruff check

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Signatures of the extension; tests/test_native_helpers.py keeps names and arguments true.
+# Signatures of the extension; tests/core/test_native_helpers.py keeps names and arguments true.
 from collections.abc import Callable, Sequence
 from typing import Any
 

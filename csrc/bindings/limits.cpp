@@ -21,7 +21,7 @@ namespace pat {
 namespace {
 
 // The sources have these as cases of a switch (cuda) and local to a check (cpu/plan_check.cpp);
-// tests/test_exported_limits.py compares them with what the executors take.
+// tests/core/test_exported_limits.py compares them with what the executors take.
 constexpr int kCudaHeadDims[] = {64, 128, 256};
 constexpr int kCpuHeadDimStep = 8;
 constexpr int kCpuMaxHeadDim = 512;

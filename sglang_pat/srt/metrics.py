@@ -129,7 +129,7 @@ def scheduler_labels() -> dict[str, str]:
     replicas told apart.
 
     SGLang builds them inside ``SchedulerMetricsCollector.init_new``, after the backend is made, so
-    they are repeated here; ``tests/test_reporting.py`` compares the two.
+    they are repeated here; ``tests/srt/test_reporting.py`` compares the two.
     """
     from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.runtime_context import (

@@ -3,7 +3,7 @@
 stay.
 
 Data parallel attention cannot run here (SGLang pins memory for it, which takes a GPU's driver):
-tests/test_backend.py has its padded batches and idle ranks, tests/gpu_serving the servers.
+tests/srt/test_backend.py has its padded batches and idle ranks, tests/gpu_serving the servers.
 """
 
 from __future__ import annotations

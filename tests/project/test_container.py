@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 # Each instruction with its arguments, continued lines joined.

@@ -20,7 +20,7 @@ import sglang_pat
 from sglang_pat import cli
 
 PACKAGE = Path(sglang_pat.__file__).parent
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def _programs() -> Iterator[Path]:

@@ -21,7 +21,7 @@ from sglang_pat.demo.server import Server
 
 pytest.importorskip("sglang", reason="the examples need a server of SGLang 0.5.23")
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def make_model(folder: Path) -> str:

@@ -21,7 +21,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_pat.config import SUPPORTED_SGLANG, TESTED_SGLANG
 from sglang_pat.srt import hook, interface, launch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 INFO = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.TreePathNodeInfo"
 
 

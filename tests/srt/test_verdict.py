@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sglang-pat doctor --model``: verdicts on tiny models and server flags. No weights, no GPU.
 
-What each reason says is in tests/test_support.py and test_layers.py; here, that SGLang's own
+What each reason says is in tests/srt/test_support.py and test_layers.py; here, that SGLang's own
 resolution of flags and its reading of config.json lead to them.
 """
 

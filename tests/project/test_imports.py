@@ -7,7 +7,7 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("cli", "doctor", "demo", "estimate", "explain", "srt.verdict")
 
 

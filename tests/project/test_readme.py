@@ -12,7 +12,7 @@ import torch
 
 from sglang_pat.reference import attention
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 @pytest.fixture(scope="module")

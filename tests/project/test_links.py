@@ -10,7 +10,7 @@ import pytest
 
 from sglang_pat import cli
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/estimate.md")
 
 

@@ -17,7 +17,7 @@ import pytest
 import sglang_pat
 from sglang_pat import _C
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 SYSTEM = {b"dev", b"proc", b"sys"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sglang_pat import stats
 from sglang_pat.stats import _UNINTENDED_MODES, COUNTERS, LABELLED
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
 
 

@@ -202,7 +202,7 @@ def test_a_gpu_without_a_kernel_is_named_and_passed_over(
 @needs_cuda
 def test_the_least_shared_memory_of_a_block() -> None:
     """One half, two stages and one Q buffer: 4096 bytes and three tiles of 64 tokens. Needs no GPU;
-    the reasons against layers ask for it (tests/test_layers.py has the same values)."""
+    the reasons against layers ask for it (tests/srt/test_layers.py has the same values)."""
     for head_dim in CUDA_HEAD_DIMS:
         assert _C.cuda_min_shared_bytes(head_dim) == 4096 + 3 * 64 * 2 * head_dim
     with pytest.raises(ValueError, match="head_dim is 96, the CUDA kernels have 64, 128 and 256"):

@@ -10,7 +10,7 @@ from kit import api_page
 
 import sglang_pat
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def test_the_page_is_what_make_api_writes() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("openai", reason="the examples ask servers through openai, which SGLang brings")
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SGLang with ``patches/0.5.23-pat.patch`` in it does, and that the plugin takes to it.
 
-Not collected by itself: ``tests/test_upstream.py`` runs it on a patched copy.
+Not collected by itself: ``tests/srt/test_upstream.py`` runs it on a patched copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_pat.srt.factory import draft_with
 from sglang_pat.srt.radix import RECHECK_STEPS
 from sglang_pat.srt.step import known
 
-PATCH = Path(__file__).parents[2] / "patches" / "0.5.23-pat.patch"
+PATCH = Path(__file__).parents[3] / "patches" / "0.5.23-pat.patch"
 FILES = sorted(set(re.findall(r"^\+\+\+ b/(\S+)\.py$", PATCH.read_text(), re.MULTILINE)))
 TOOLS = ("one_batch", "offline_throughput", "one_batch_server")
 

@@ -18,7 +18,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang_pat.srt import factory, hook
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PATCH = ROOT / "patches" / "0.5.23-pat.patch"
 
 pytestmark = pytest.mark.skipif(
@@ -116,7 +116,7 @@ def test_without_the_patch_the_plugin_does_as_before() -> None:
 
 def test_the_patched_copy_does_what_the_plugin_takes_it_for(copy: Path, tmp_path: Path) -> None:
     """``patched/checks.py``, and the tests of what reads SGLang's caches, on the copy."""
-    tests = [ROOT / "tests" / name for name in ("patched/checks.py", "test_radix.py")]
+    tests = [ROOT / "tests" / name for name in ("srt/patched/checks.py", "srt/test_radix.py")]
     path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", *tests],
