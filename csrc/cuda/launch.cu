@@ -97,13 +97,22 @@ ForwardParams forward_params(const DecodeParams& decode) {
   return p;
 }
 
-void launch_forward(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
+template <int kHeadDim>
+void launch_dim(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
   const bool fp8 = decode.kv_type == KVType::kE4M3;
-  const bool shares_sm = decode.launch == Launch::kStreams;
-  auto* launch = decode.head_dim == 64    ? (fp8 ? launch_forward_fp8_64 : launch_forward_64)
-                 : decode.head_dim == 128 ? (fp8 ? launch_forward_fp8_128 : launch_forward_128)
-                                          : (fp8 ? launch_forward_fp8_256 : launch_forward_256);
-  launch(params, decode.type, shares_sm, stream);
+  auto* launch = fp8 ? launch_forward<kHeadDim, true> : launch_forward<kHeadDim, false>;
+  launch(params, decode.type, decode.launch == Launch::kStreams, stream);
+}
+
+void launch_any(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
+  switch (decode.head_dim) {
+    case 64:
+      return launch_dim<64>(params, decode, stream);
+    case 128:
+      return launch_dim<128>(params, decode, stream);
+    default:  // check_decode() has refused others
+      return launch_dim<256>(params, decode, stream);
+  }
 }
 
 // One launch per row tile. If forks is null, all are on `stream`.
@@ -113,7 +122,7 @@ void launch_by_tile(ForwardParams params, const DecodeParams& decode, const Fork
     params.min_row_tile = i == 0 ? 0 : kRowTiles[i - 1] + 1;
     params.max_row_tile = kRowTiles[i];
     params.queue = decode.queue + i * (kQueueInts / kRowTiles.size());
-    launch_forward(params, decode, forks && i > 0 ? forks->streams[i - 1] : stream);
+    launch_any(params, decode, forks && i > 0 ? forks->streams[i - 1] : stream);
   }
 }
 
@@ -230,7 +239,7 @@ void decode_cuda(const DecodeParams& decode, void* stream_handle) {
   const ForwardParams params = forward_params(decode);
   switch (decode.launch) {
     case Launch::kQueue:
-      launch_forward(params, decode, stream);
+      launch_any(params, decode, stream);
       break;
     case Launch::kStreams:
       launch_streams(params, decode, stream);

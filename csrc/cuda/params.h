@@ -27,36 +27,41 @@ enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
 // A row mask says which packed rows of a branch attend to a token: first | count << kRowCountShift.
 inline constexpr int kRowCountShift = 8;
 
+// The device memory of a workspace and the heads that it is for: the same over all layers and
+// steps.
+struct Buffers {
+  PlanHeader* plan;     // 16-byte aligned; the snapshot writes Item::tokens and the list
+  uint16_t* row_masks;  // [max_branch_tokens], 16-byte aligned: see kRowCountShift
+  // [num_rows, draft_tokens], or null where each draft token attends to those before it. Bit j: the
+  // draft token attends to draft token j of its query.
+  const uint64_t* draft_masks;
+  char* partials;          // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
+                           // partial_bytes == 2, of q's type
+  float* partial_lse;      // [max_partials, draft_tokens, num_q_heads] base 2
+  int32_t* queue;          // kQueueInts zeros; the kernels leave zeros
+  FirstUnit* first_units;  // [kMostCtas, 2]: what each half of each CTA begins with
+  int32_t partial_bytes;   // 4 or 2
+  int32_t num_q_heads, num_kv_heads, head_dim;
+  int32_t draft_tokens;  // of a query (plan.h), 1 in a decode step
+  Launch launch;
+};
+
 // What a layer's decode works on: filled by the caller. Each kernel gets what it reads of it. All
 // strides are in bytes. Tensors are of CudaType, K and V of KVType, and their last dimension is
 // contiguous.
-struct DecodeParams {
-  const PlanHeader* plan;  // device memory, 16-byte aligned
-  const char* q;           // [num_rows * draft_tokens, num_q_heads, head_dim]
+struct DecodeParams : Buffers {
+  const char* q;  // [num_rows * draft_tokens, num_q_heads, head_dim]
   int64_t q_stride_row, q_stride_head;
   const char* k;  // [slots, num_kv_heads, head_dim]
   int64_t k_stride_slot, k_stride_head;
   const char* v;  // as k
   int64_t v_stride_slot, v_stride_head;
-  const uint16_t* row_masks;  // [max_branch_tokens], 16-byte aligned: see kRowCountShift
-  // [num_rows, draft_tokens], or null where each draft token attends to those before it. Bit j: the
-  // draft token attends to draft token j of its query.
-  const uint64_t* draft_masks;
   char* out;  // as q
   int64_t out_stride_row, out_stride_head;
-  float* lse;                    // [num_rows * draft_tokens, num_q_heads] base 2, or null
-  char* partials;                // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
-                                 // partial_bytes == 2, of q's type
-  float* partial_lse;            // [max_partials, draft_tokens, num_q_heads] base 2
-  int32_t* queue;                // kQueueInts zeros; the kernels leave zeros
-  const FirstUnit* first_units;  // [kMostCtas, 2]: see SnapshotArgs
-  uint64_t* trace;       // null, or zeros: 4 words, and 4 for each consumer warp of each unit
-  int32_t num_rows;      // of the batch, with those that pad it; rows without a query get zeros
-  int32_t draft_tokens;  // of a row (plan.h), 1 in a decode step
-  int32_t head_dim, num_q_heads, num_kv_heads;
-  int32_t partial_bytes;  // 4 or 2
+  float* lse;        // [num_rows * draft_tokens, num_q_heads] base 2, or null
+  uint64_t* trace;   // null, or zeros: 4 words, and 4 for each consumer warp of each unit
+  int32_t num_rows;  // of the batch, with those that pad it; rows without a query get zeros
   CudaType type;
-  Launch launch;
   float scale;
   float logit_cap;  // 0: none; else logits are cap * tanh(logit / cap)
   KVType kv_type;
@@ -70,21 +75,13 @@ inline constexpr int kMaxGroup = 16;                          // query heads per
 // Packed rows of a query and KV head, at most: they fit a wide unit.
 inline constexpr int kMaxQueryRows = 128;
 
-struct SnapshotArgs {
-  PlanHeader* plan;             // device memory; Item::tokens and the list are written
+struct SnapshotArgs : Buffers {
   const int32_t* req_to_token;  // [R, req_to_token_width], rows req_to_token_stride apart
-  int64_t req_to_token_stride;
-  int64_t req_to_token_width;
-  const void* rows;  // [B] row of req_to_token; int32 or int64
-  int32_t rows_bytes;
-  int32_t num_rows;      // B
-  const void* seq_lens;  // [B] int32 or int64
-  int32_t seq_lens_bytes;
-  uint16_t* row_masks;     // [max_branch_tokens], written
-  FirstUnit* first_units;  // [kMostCtas, 2], written: what each half of each CTA begins with
-  int32_t draft_tokens;    // of a query, as the plan has it
-  int32_t head_dim, num_q_heads, num_kv_heads;
-  Launch launch;
+  int64_t req_to_token_stride, req_to_token_width;
+  const void* rows;      // [num_rows] row of req_to_token; int32 or int64
+  const void* seq_lens;  // [num_rows] int32 or int64
+  int32_t rows_bytes, seq_lens_bytes;
+  int32_t num_rows;  // of the batch
 };
 
 // For divisions of work units in the kernel: value / divisor == value * magic >> 32 for values

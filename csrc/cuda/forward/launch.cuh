@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the forward kernel: one template per head dimension and type of K and V,
-// instantiated in instantiations/.
+// Launches of the forward kernel, instantiated in instantiate.cu.
 #pragma once
 
 #include "cuda/error.h"
@@ -34,8 +33,8 @@ void launch_forward_as(ForwardParams params, bool shares_sm, cudaStream_t stream
 }
 
 template <int kHeadDim, bool kFp8>
-void launch_forward_dim(const ForwardParams& params, CudaType type, bool shares_sm,
-                        cudaStream_t stream) {
+void launch_forward(const ForwardParams& params, CudaType type, bool shares_sm,
+                    cudaStream_t stream) {
   if (type == CudaType::kBF16) {
     launch_forward_as<__nv_bfloat16, kFp8, kHeadDim>(params, shares_sm, stream);
   } else {
