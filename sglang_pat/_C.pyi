@@ -286,7 +286,6 @@ def decode_cuda(
     v_cache: Sequence[int],
     out: Sequence[int],
     lse: int,
-    trace: int,
     num_rows: int,
     dtype: int,
     scale: float,

@@ -129,7 +129,6 @@ def decode(
         with torch.cuda.device(q.device):
             _C.decode_cuda(
                 workspace.bound,
-                trace=0 if workspace.trace is None else workspace.trace.data_ptr(),
                 num_rows=sizes.num_queries,
                 stream=torch.cuda.current_stream().cuda_stream,
                 **given,

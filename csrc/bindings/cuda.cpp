@@ -60,8 +60,8 @@ std::string describe(const Buffers& b) {
 }
 
 void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
-            const Tensor3& v_cache, const Tensor3& out, int64_t lse, int64_t trace, int num_rows,
-            int dtype, float scale, float logit_cap, int64_t stream, int kv_dtype, float k_scale,
+            const Tensor3& v_cache, const Tensor3& out, int64_t lse, int num_rows, int dtype,
+            float scale, float logit_cap, int64_t stream, int kv_dtype, float k_scale,
             float v_scale) {
   constexpr int64_t kBytes = 2;  // of an element; Python's strides are in elements
   const auto kv_type = static_cast<KVType>(kv_dtype);
@@ -81,7 +81,6 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
   params.out_stride_row = kBytes * out[1];
   params.out_stride_head = kBytes * out[2];
   params.lse = pointer<float>(lse);
-  params.trace = pointer<uint64_t>(trace);
   params.num_rows = num_rows;
   params.type = static_cast<CudaType>(dtype);
   params.scale = scale;
@@ -267,9 +266,9 @@ Only launches. Raises RuntimeError with CUDA's error.)");
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");
   m.def(
       "decode_cuda", &decode, py::arg("buffers"), py::kw_only(), py::arg("q"), py::arg("k_cache"),
-      py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("trace"), py::arg("num_rows"),
-      py::arg("dtype"), py::arg("scale"), py::arg("logit_cap"), py::arg("stream"),
-      py::arg("kv_dtype") = 0, py::arg("k_scale") = 1.0f, py::arg("v_scale") = 1.0f,
+      py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("num_rows"), py::arg("dtype"),
+      py::arg("scale"), py::arg("logit_cap"), py::arg("stream"), py::arg("kv_dtype") = 0,
+      py::arg("k_scale") = 1.0f, py::arg("v_scale") = 1.0f,
       R"(Executes the plan of a workspace on a stream: forward of all items, merge of the partials.
 
 All addresses are of device memory; it only launches, so that a CUDA graph can capture it.
@@ -283,8 +282,6 @@ kv_dtype: of k_cache and v_cache, one of KV_DTYPES: q's, or float8_e4m3fn, of wh
     With several draft tokens out is contiguous.
 lse: fp32 [num_rows * draft_tokens, num_q_heads], base 2, or 0.
 num_rows: queries, with the rows that pad the batch.
-trace: 0, or uint64 zeros [1 + warps that run units, 4]; gets the number of entries and from row 1 on
-    (item, KV head), (SM, half, warp, rows) as halves and bytes, begin and end in nanoseconds.
 logit_cap: 0 = off.
 
 Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");

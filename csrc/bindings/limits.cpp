@@ -37,7 +37,6 @@ py::dict launches() {
   py::dict values;
   values["queue"] = static_cast<int>(Launch::kQueue);
   values["streams"] = static_cast<int>(Launch::kStreams);
-  values["serial"] = static_cast<int>(Launch::kSerial);
   return values;
 }
 

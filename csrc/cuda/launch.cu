@@ -66,7 +66,6 @@ ForwardParams forward_params(const DecodeParams& decode) {
       .partials = decode.partials,
       .partial_lse = decode.partial_lse,
       .queue = decode.queue,
-      .trace = decode.trace,
       .first_units = has_first_units(decode.launch) ? decode.first_units : nullptr,
       .num_q_heads = decode.draft_tokens * decode.num_q_heads,
       .float_partials = decode.partial_bytes == 4,
@@ -115,27 +114,25 @@ void launch_any(const ForwardParams& params, const DecodeParams& decode, cudaStr
   }
 }
 
-// One launch per row tile. If forks is null, all are on `stream`.
-void launch_by_tile(ForwardParams params, const DecodeParams& decode, const Forks* forks,
-                    cudaStream_t stream) {
-  for (size_t i = 0; i < kRowTiles.size(); ++i) {
-    params.min_row_tile = i == 0 ? 0 : kRowTiles[i - 1] + 1;
-    params.max_row_tile = kRowTiles[i];
-    params.queue = decode.queue + i * (kQueueInts / kRowTiles.size());
-    launch_any(params, decode, forks && i > 0 ? forks->streams[i - 1] : stream);
-  }
-}
-
-void launch_streams(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
+// One launch per row tile, the first one on `stream` and the others beside it.
+void launch_streams(ForwardParams params, const DecodeParams& decode, cudaStream_t stream) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   const Forks& forks = forks_of_device();
   check(cudaEventRecord(forks.forked, stream), "cudaEventRecord");
-  for (auto* s : forks.streams) check(cudaStreamWaitEvent(s, forks.forked), "cudaStreamWaitEvent");
-  launch_by_tile(params, decode, &forks, stream);
-  for (size_t i = 0; i < forks.streams.size(); ++i) {
-    check(cudaEventRecord(forks.joined[i], forks.streams[i]), "cudaEventRecord");
-    check(cudaStreamWaitEvent(stream, forks.joined[i]), "cudaStreamWaitEvent");
+  for (size_t i = 0; i < kRowTiles.size(); ++i) {
+    params.min_row_tile = i == 0 ? 0 : kRowTiles[i - 1] + 1;
+    params.max_row_tile = kRowTiles[i];
+    params.queue = decode.queue + i * (kQueueInts / kRowTiles.size());
+    if (i == 0) {
+      launch_any(params, decode, stream);
+      continue;
+    }
+    auto* side = forks.streams[i - 1];
+    check(cudaStreamWaitEvent(side, forks.forked), "cudaStreamWaitEvent");
+    launch_any(params, decode, side);
+    check(cudaEventRecord(forks.joined[i - 1], side), "cudaEventRecord");
+    check(cudaStreamWaitEvent(stream, forks.joined[i - 1]), "cudaStreamWaitEvent");
   }
 }
 
@@ -237,16 +234,10 @@ void decode_cuda(const DecodeParams& decode, void* stream_handle) {
   if (decode.num_rows == 0) return;
   auto* stream = static_cast<cudaStream_t>(stream_handle);
   const ForwardParams params = forward_params(decode);
-  switch (decode.launch) {
-    case Launch::kQueue:
-      launch_any(params, decode, stream);
-      break;
-    case Launch::kStreams:
-      launch_streams(params, decode, stream);
-      break;
-    case Launch::kSerial:
-      launch_by_tile(params, decode, nullptr, stream);
-      break;
+  if (decode.launch == Launch::kStreams) {
+    launch_streams(params, decode, stream);
+  } else {
+    launch_any(params, decode, stream);
   }
   // To the merge, as to the forward, the heads of a query's draft tokens are heads of the query.
   DecodeParams queries = decode;

@@ -19,10 +19,9 @@ enum class KVType : int { kSame = 0, kE4M3 = 1 };
 
 inline constexpr int kv_bytes(KVType type) { return type == KVType::kE4M3 ? 1 : 2; }
 
-// How the forward is launched: one persistent kernel for all row tiles (kQueue, the default); one
-// kernel per row tile, each on a stream of its own, as in the paper (kStreams); or these kernels
-// one after the other (kSerial). The last two are for experiments.
-enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
+// How the forward is launched: one persistent kernel for all row tiles (kQueue, the default), or,
+// as in the paper, one kernel per row tile, each on a stream of its own (kStreams).
+enum class Launch : int { kQueue = 0, kStreams = 1 };
 
 // A row mask says which packed rows of a branch attend to a token: first | count << kRowCountShift.
 inline constexpr int kRowCountShift = 8;
@@ -59,7 +58,6 @@ struct DecodeParams : Buffers {
   char* out;  // as q
   int64_t out_stride_row, out_stride_head;
   float* lse;        // [num_rows * draft_tokens, num_q_heads] base 2, or null
-  uint64_t* trace;   // null, or zeros: 4 words, and 4 for each consumer warp of each unit
   int32_t num_rows;  // of the batch, with those that pad it; rows without a query get zeros
   CudaType type;
   float scale;
@@ -108,7 +106,6 @@ struct ForwardParams {
   char* partials;
   float* partial_lse;
   int32_t* queue;                // next ticket of heavy units, of light ones; halves that are done
-  uint64_t* trace;               // see trace_unit, or null
   const FirstUnit* first_units;  // [CTAs, 2], or null
   int32_t num_rows;
   // To the kernel the query heads of a query's draft tokens are heads of the query, one draft token

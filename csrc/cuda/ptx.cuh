@@ -137,19 +137,6 @@ __device__ __forceinline__ int32_t counted(int32_t& counter) {
 #endif
 }
 
-// ---- time
-
-__device__ __forceinline__ uint64_t nanoseconds() {
-  uint64_t t;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-  return t;
-}
-__device__ __forceinline__ uint32_t sm_id() {
-  uint32_t id;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
-  return id;
-}
-
 // ---- copies
 
 __device__ __forceinline__ void copy16(uint32_t dst, const void* src) {

@@ -38,7 +38,7 @@ inline constexpr int kGivenTiles = 3;     // tiles whose slots a FirstUnit has
 inline constexpr int kNarrowBuffers = 4;  // ring of Q buffers of narrow units: one a consumer warp
 inline constexpr int kAheadTiles = 4;     // the scheduler claims on when no more are left to load
 
-// Upper ends of the row tiles that Launch::kStreams and kSerial run in one kernel each.
+// Upper ends of the row tiles that Launch::kStreams runs in one kernel each.
 inline constexpr std::array<int, 4> kRowTiles = {kWarpRows, 2 * kWarpRows, kWideRows,
                                                  std::numeric_limits<int>::max()};
 

@@ -109,10 +109,10 @@ def test_the_buffers_of_a_workspace_are_bound_by_name() -> None:
     sizes = ["partial_bytes", "num_q_heads", "num_kv_heads", "head_dim", "draft_tokens"]
     given: dict[str, Any] = {name: 0x1000 + i for i, name in enumerate(addresses)}
     given |= {name: 10 + i for i, name in enumerate(sizes)}
-    bound = _C.CudaBuffers(launch=LAUNCHES["serial"], **given)
+    bound = _C.CudaBuffers(launch=LAUNCHES["streams"], **given)
     fields = dict(re.findall(r"(\w+)=(\w+)", repr(bound)))
     assert fields == {
         **{name: f"{given[name]:#x}" for name in addresses},
         **{name: str(given[name]) for name in sizes},
-        "launch": str(LAUNCHES["serial"]),
+        "launch": str(LAUNCHES["streams"]),
     }

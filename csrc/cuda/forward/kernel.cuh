@@ -49,35 +49,18 @@ __device__ __forceinline__ void meet_all([[maybe_unused]] int threads) {
   allow_next_kernel();
 }
 
-// Appends what a consumer warp did to p.trace. Word 0 counts the entries. Each entry has four
-// words, from word 4 on: (item, KV head), (SM, half, warp, packed rows), begin and end in
-// nanoseconds.
-__device__ __forceinline__ void trace_unit(const ForwardParams& p, const WorkUnit& unit, int half,
-                                           int warp, uint64_t begin) {
-  if (lane_id() != 0) return;
-  const uint64_t entry = atomicAdd(reinterpret_cast<unsigned long long*>(p.trace), 1ull);
-  uint64_t* to = p.trace + 4 * (entry + 1);
-  to[0] = static_cast<uint64_t>(unit.item) << 32 | static_cast<uint32_t>(unit.kv_head);
-  to[1] = static_cast<uint64_t>(sm_id()) << 32 |
-          static_cast<uint32_t>(half << 24 | warp << 16 | unit.num_rows);
-  to[2] = begin;
-  to[3] = nanoseconds();
-}
-
 // Gives `condition`, and makes the compiler place the code that runs where it is true before the
 // code that runs where it is false. A launch fetches the first 64 KB of a kernel's code. In a
 // server the code behind that has left all caches since the last launch, and a jump to it waits for
 // memory (docs/lessons.md). So what most units need comes first.
 __device__ __forceinline__ bool placed_first(bool condition) { return computed_here(condition); }
 
-// Each consumer warp runs every fourth narrow unit and passes the stages of the others. Gives
-// whether it has run this one.
+// Each consumer warp runs every fourth narrow unit and passes the stages of the others.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
-__device__ __forceinline__ bool take_narrow(Consumer<kHeadDim, kTransforms, kDrafts>& c,
+__device__ __forceinline__ void take_narrow(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                             const WorkUnit& unit) {
   const bool is_short = unit.narrow == kShort;
-  const bool mine = c.narrow.index == c.warp;
-  if (!mine) {
+  if (c.narrow.index != c.warp) {
     c.pass_stage();
     if (!kFp8 && !is_short) c.pass_stage();  // K and V have a stage each
   } else if (is_short) {
@@ -86,7 +69,6 @@ __device__ __forceinline__ bool take_narrow(Consumer<kHeadDim, kTransforms, kDra
     attend_narrow<T, kFp8, kTileTokens>(c, unit);
   }
   c.narrow.advance();
-  return mine;
 }
 
 // Runs a unit of more than kWarpRows rows, a wide one, or a branch. `rows`: of the unit.
@@ -145,16 +127,13 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
     const WorkUnit unit = s.control().units[work.index];
     const int rows = __shfl_sync(~0u, unit.num_rows, 0);
     if (unit.num_tokens < 0) break;
-    const uint64_t begin = p.trace ? nanoseconds() : 0;
-    bool busy = true;
     if (placed_first(!unit.narrow && rows <= kWarpRows && !unit.pairing && !unit.is_branch())) {
       attend_mma<T, kFp8, 1, false>(c, unit);
     } else if (placed_first(!unit.narrow)) {
       attend_rows<T, kFp8>(c, unit, rows);
     } else {
-      busy = take_narrow<T, kFp8>(c, unit);
+      take_narrow<T, kFp8>(c, unit);
     }
-    if (p.trace && busy) trace_unit(p, unit, s.sm_half, c.warp, begin);
     c.release(work.empty(s.base));
   }
 }

@@ -21,8 +21,7 @@ __device__ __forceinline__ int item_of(const ForwardParams& p, int index) {
   return divide(index, p.kv_heads_magic);
 }
 
-// Reads work unit `index` from the plan. kDrafts: see Drafts. Returns
-// false if another launch runs it (Launch::kStreams and kSerial).
+// Reads work unit `index` from the plan. Returns false if another launch runs it: kStreams.
 template <Drafts kDrafts>
 __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& control, int index,
                                          WorkUnit& unit) {
