@@ -107,42 +107,24 @@ struct Fetcher {
     }
   }
 
-  // Does the same for a unit of one query, whose rows are neighbouring heads.
+  // Does the same for a unit of one query, whose rows are neighbouring heads of each draft token.
   __device__ __forceinline__ void copy_query(const WorkUnit& unit, uint32_t to, uint32_t panel) {
     const int chunk = lane % S::kChunks;
     int row = lane / S::kChunks;
-    const char* from = p.q + unit.member.query * p.q_stride_query +
-                       (unit.kv_head * p.group + row) * p.q_stride_head + chunk * 16;
+    const char* from = p.q + unit.member.query * p.q_stride_query + chunk * 16;
+    if constexpr (kDrafts == kNoDrafts) {
+      from += (unit.kv_head * p.group + row) * p.q_stride_head;
+    }
     to += (chunk >> 3) * panel;
 #pragma unroll 1
     for (; row < unit.num_rows; row += S::kRowsPerCopy) {
-      copy16(to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4), from);
-      from += S::kRowsPerCopy * p.q_stride_head;
-    }
-  }
-
-  // And for one whose query has several draft tokens, with neighbouring heads each.
-  __device__ __forceinline__ void copy_drafts(const WorkUnit& unit, uint32_t to, uint32_t panel) {
-    const int chunk = lane % S::kChunks;
-    const char* from = p.q + unit.member.query * p.q_stride_query + chunk * 16;
-    to += (chunk >> 3) * panel;
-#pragma unroll 1
-    for (int row = lane / S::kChunks; row < unit.num_rows; row += S::kRowsPerCopy) {
-      copy16(to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4),
-             from + offset_in_query(unit, unit.first_packed_row + row));
-    }
-  }
-
-  __device__ __forceinline__ void copy_q(const WorkUnit& unit, const uint32_t (&offsets)[2],
-                                         uint32_t to, uint32_t panel) {
-    if (unit.single_query()) {
+      const uint32_t place = to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
       if constexpr (kDrafts != kNoDrafts) {
-        copy_drafts(unit, to, panel);
+        copy16(place, from + offset_in_query(unit, unit.first_packed_row + row));
       } else {
-        copy_query(unit, to, panel);
+        copy16(place, from);
+        from += S::kRowsPerCopy * p.q_stride_head;
       }
-    } else {
-      copy_rows(unit, offsets, to, panel);
     }
   }
 
@@ -151,8 +133,13 @@ struct Fetcher {
     const bool is_narrow = unit.narrow != kNotNarrow;
     barrier_wait(is_narrow ? narrow.empty(s.base) : q.empty(s.base),
                  (is_narrow ? narrow.phase : q.phase) ^ 1);
-    copy_q(unit, offsets, is_narrow ? s.narrow_q(narrow.index) : s.q(q.index),
-           is_narrow ? S::kNarrowPanelBytes : S::kPanelBytes);
+    const uint32_t to = is_narrow ? s.narrow_q(narrow.index) : s.q(q.index);
+    const uint32_t panel = is_narrow ? S::kNarrowPanelBytes : S::kPanelBytes;
+    if (unit.single_query()) {
+      copy_query(unit, to, panel);
+    } else {
+      copy_rows(unit, offsets, to, panel);
+    }
     barrier_arrive_copies(is_narrow ? narrow.full(s.base) : q.full(s.base));
     if (is_narrow) {
       narrow.advance();
