@@ -10,9 +10,7 @@
 #include "bindings/args.h"
 #include "bindings/bindings.h"
 #include "cuda/decode.h"
-#include "cuda/draft_masks.h"
 #include "cuda/plan_fit.h"
-#include "cuda/probe.h"
 #include "cuda/staging.h"
 
 namespace py = pybind11;

@@ -4,44 +4,32 @@
 #include <cmath>
 #include <limits>
 #include <mutex>
-#include <vector>
 
-#include "cuda/decode.h"
+#include "check.h"
 #include "cuda/error.h"
-#include "cuda/first_units.h"
 #include "cuda/forward/pipeline.cuh"
 #include "cuda/launch.h"
 
 namespace pat {
 namespace {
 
-// Streams and events of Launch::kStreams. They are never destroyed, because a captured graph may
-// refer to them.
+// Streams and events of Launch::kStreams on a device. They are never destroyed, because a captured
+// graph may refer to them.
 struct Forks {
+  explicit Forks(int) {
+    const auto event = [](cudaEvent_t* e) {
+      check(cudaEventCreateWithFlags(e, cudaEventDisableTiming), "cudaEventCreate");
+    };
+    event(&forked);
+    for (auto& e : joined) event(&e);
+    for (auto& s : streams) {
+      check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate");
+    }
+  }
   std::array<cudaStream_t, kRowTiles.size() - 1> streams;
   std::array<cudaEvent_t, kRowTiles.size() - 1> joined;
   cudaEvent_t forked;
 };
-
-Forks& forks_of_device() {  // the caller holds the mutex
-  static std::vector<Forks*> all;
-  int id = 0;
-  check(cudaGetDevice(&id), "cudaGetDevice");
-  if (static_cast<size_t>(id) >= all.size()) all.resize(id + 1);
-  if (!all[id]) {
-    auto* forks = new Forks;
-    const auto event = [](cudaEvent_t* e) {
-      check(cudaEventCreateWithFlags(e, cudaEventDisableTiming), "cudaEventCreate");
-    };
-    event(&forks->forked);
-    for (auto& e : forks->joined) event(&e);
-    for (auto& s : forks->streams) {
-      check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate");
-    }
-    all[id] = forks;
-  }
-  return *all[id];
-}
 
 // For divisions of packed rows, of which there are fewer than 65536.
 uint32_t row_magic(int divisor) { return static_cast<uint32_t>((65536 + divisor - 1) / divisor); }
@@ -96,29 +84,19 @@ ForwardParams forward_params(const DecodeParams& decode) {
   return p;
 }
 
-template <int kHeadDim>
-void launch_dim(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
-  const bool fp8 = decode.kv_type == KVType::kE4M3;
-  auto* launch = fp8 ? launch_forward<kHeadDim, true> : launch_forward<kHeadDim, false>;
-  launch(params, decode.type, decode.launch == Launch::kStreams, stream);
-}
-
 void launch_any(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
-  switch (decode.head_dim) {
-    case 64:
-      return launch_dim<64>(params, decode, stream);
-    case 128:
-      return launch_dim<128>(params, decode, stream);
-    default:  // check_decode() has refused others
-      return launch_dim<256>(params, decode, stream);
-  }
+  with_head_dim(decode.head_dim, [&](auto dim) {
+    auto* launch =
+        decode.kv_type == KVType::kE4M3 ? launch_forward<dim, true> : launch_forward<dim, false>;
+    launch(params, decode.type, decode.launch == Launch::kStreams, stream);
+  });
 }
 
 // One launch per row tile, the first one on `stream` and the others beside it.
 void launch_streams(ForwardParams params, const DecodeParams& decode, cudaStream_t stream) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  const Forks& forks = forks_of_device();
+  const auto& forks = of_device<Forks>();
   check(cudaEventRecord(forks.forked, stream), "cudaEventRecord");
   for (size_t i = 0; i < kRowTiles.size(); ++i) {
     params.min_row_tile = i == 0 ? 0 : kRowTiles[i - 1] + 1;
@@ -137,41 +115,26 @@ void launch_streams(ForwardParams params, const DecodeParams& decode, cudaStream
 }
 
 void check_kv_type(const DecodeParams& a) {
-  if (a.kv_type != KVType::kSame && a.kv_type != KVType::kE4M3) {
-    throw_invalid("kv_dtype is %d, must be 0 (q's) or 1 (float8_e4m3fn)",
-                  static_cast<int>(a.kv_type));
-  }
-  const bool scaled = a.k_scale != 1.0f || a.v_scale != 1.0f;
-  if (scaled && a.kv_type == KVType::kSame) {
-    throw_invalid("k_scale is %g and v_scale %g, must be 1 where K and V are of q's dtype",
-                  a.k_scale, a.v_scale);
-  }
+  PAT_CHECK(a.kv_type == KVType::kSame || a.kv_type == KVType::kE4M3, "kv_dtype is ",
+            static_cast<int>(a.kv_type), ", must be 0 (q's) or 1 (float8_e4m3fn)");
+  PAT_CHECK(a.kv_type == KVType::kE4M3 || (a.k_scale == 1.0f && a.v_scale == 1.0f), "k_scale is ",
+            a.k_scale, " and v_scale ", a.v_scale, ", must be 1 where K and V are of q's dtype");
   const auto usable = [](float scale) { return scale > 0.0f && std::isfinite(scale); };
-  if (!usable(a.k_scale) || !usable(a.v_scale)) {
-    throw_invalid("k_scale is %g and v_scale %g, both must be finite and more than 0", a.k_scale,
-                  a.v_scale);
-  }
+  PAT_CHECK(usable(a.k_scale) && usable(a.v_scale), "k_scale is ", a.k_scale, " and v_scale ",
+            a.v_scale, ", both must be finite and more than 0");
 }
 
 void check_drafts(const DecodeParams& a) {
   const int most = kMaxQueryRows / (a.num_q_heads / a.num_kv_heads);
-  if (a.draft_tokens < 1 || a.draft_tokens > most) {
-    throw_invalid("draft_tokens is %d: with %d query heads on %d KV heads it must be from 1 to %d",
-                  a.draft_tokens, a.num_q_heads, a.num_kv_heads, most);
-  }
-  if (a.draft_tokens > 1 && (a.logit_cap > 0.0f || a.scale <= 0.0f)) {
-    throw_invalid(
-        "scale is %g and logit_cap %g: with draft tokens the scale must be more than 0 "
-        "and the cap 0 (off)",
-        a.scale, a.logit_cap);
-  }
-  if (a.draft_tokens > 1 && a.out_stride_row != a.num_q_heads * a.out_stride_head) {
-    throw_invalid(
-        "out has rows %lld bytes apart for %d heads %lld bytes apart: with draft tokens "
-        "it must be contiguous",
-        static_cast<long long>(a.out_stride_row), a.num_q_heads,
-        static_cast<long long>(a.out_stride_head));
-  }
+  PAT_CHECK(a.draft_tokens >= 1 && a.draft_tokens <= most, "draft_tokens is ", a.draft_tokens,
+            ": with ", a.num_q_heads, " query heads on ", a.num_kv_heads,
+            " KV heads it must be from 1 to ", most);
+  if (a.draft_tokens == 1) return;
+  PAT_CHECK(a.logit_cap <= 0.0f && a.scale > 0.0f, "scale is ", a.scale, " and logit_cap ",
+            a.logit_cap, ": with draft tokens the scale must be more than 0 and the cap 0 (off)");
+  PAT_CHECK(a.out_stride_row == a.num_q_heads * a.out_stride_head, "out has rows ",
+            a.out_stride_row, " bytes apart for ", a.num_q_heads, " heads ", a.out_stride_head,
+            " bytes apart: with draft tokens it must be contiguous");
 }
 
 }  // namespace
@@ -189,41 +152,28 @@ void set_scheduling(ForwardParams& params, int num_rows, int num_q_heads, int nu
 }
 
 int min_shared_bytes(int head_dim) {
-  switch (head_dim) {
-    case 64:
-      return kMinSharedBytes<64>;
-    case 128:
-      return kMinSharedBytes<128>;
-    case 256:
-      return kMinSharedBytes<256>;
-    default:
-      throw_invalid("head_dim is %d, the CUDA kernels have 64, 128 and 256", head_dim);
-  }
+  return with_head_dim(head_dim, [](auto dim) { return kMinSharedBytes<dim>; });
 }
 
 void check_decode(const DecodeParams& a) {
   min_shared_bytes(a.head_dim);
-  if (a.num_kv_heads < 1 || a.num_q_heads < 1 || a.num_q_heads % a.num_kv_heads ||
-      a.num_q_heads / a.num_kv_heads > kMaxGroup) {
-    throw_invalid("%d query heads on %d KV heads: the ratio must be a whole number from 1 to %d",
-                  a.num_q_heads, a.num_kv_heads, kMaxGroup);
-  }
+  PAT_CHECK(a.num_kv_heads >= 1 && a.num_q_heads >= 1 && a.num_q_heads % a.num_kv_heads == 0 &&
+                a.num_q_heads / a.num_kv_heads <= kMaxGroup,
+            a.num_q_heads, " query heads on ", a.num_kv_heads,
+            " KV heads: the ratio must be a whole number from 1 to ", kMaxGroup);
   check_drafts(a);
-  if (a.partial_bytes != 2 && a.partial_bytes != 4) {
-    throw_invalid("partial_bytes is %d, must be 2 or 4", a.partial_bytes);
-  }
-  if (!(a.logit_cap >= 0.0f) || std::isinf(a.logit_cap) || !std::isfinite(a.scale)) {
-    throw_invalid("scale is %g and logit_cap %g, both must be finite and the cap 0 (off) or more",
-                  a.scale, a.logit_cap);
-  }
+  PAT_CHECK(a.partial_bytes == 2 || a.partial_bytes == 4, "partial_bytes is ", a.partial_bytes,
+            ", must be 2 or 4");
+  PAT_CHECK(a.logit_cap >= 0.0f && std::isfinite(a.logit_cap) && std::isfinite(a.scale),
+            "scale is ", a.scale, " and logit_cap ", a.logit_cap,
+            ", both must be finite and the cap 0 (off) or more");
   check_kv_type(a);
   const int64_t max_stride = std::numeric_limits<uint32_t>::max();
   const int bytes = kv_bytes(a.kv_type);
   const auto check_strides = [&](const char* what, int64_t of_k, int64_t of_v) {
-    if (std::max(of_k, of_v) <= max_stride) return;
-    throw_invalid("%s of k_cache and v_cache are %lld and %lld elements apart, at most %lld fit",
-                  what, static_cast<long long>(of_k / bytes), static_cast<long long>(of_v / bytes),
-                  static_cast<long long>(max_stride / bytes));
+    PAT_CHECK(std::max(of_k, of_v) <= max_stride, what, " of k_cache and v_cache are ",
+              of_k / bytes, " and ", of_v / bytes, " elements apart, at most ", max_stride / bytes,
+              " fit");
   };
   check_strides("slots", a.k_stride_slot, a.v_stride_slot);
   if (a.num_kv_heads > 1) check_strides("heads", a.k_stride_head, a.v_stride_head);

@@ -18,17 +18,6 @@ struct MergeParams {
   int64_t out_stride_query, out_stride_head;
   float* lse;
   int32_t num_rows, num_q_heads;
-
-  explicit MergeParams(const DecodeParams& p)
-      : plan(p.plan),
-        partials(p.partials),
-        partial_lse(p.partial_lse),
-        out(p.out),
-        out_stride_query(p.out_stride_row),
-        out_stride_head(p.out_stride_head),
-        lse(p.lse),
-        num_rows(p.num_rows),
-        num_q_heads(p.num_q_heads) {}
 };
 
 // A lane's neighbouring values of a partial output, kBytes in all, as they lie in memory.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "check.h"
 #include "cuda/error.h"
 #include "cuda/forward/pipeline.cuh"
 
@@ -48,12 +49,11 @@ Footprint fill(int bytes, int halves) {
 // half with what there is.
 template <int kHeadDim>
 Footprint footprint(const Device& device) {
-  for (int halves = Shape<kHeadDim>::kMaxHalves; halves > 0; --halves) {
-    const Footprint use = fill<kHeadDim>(device.shared_per_block, halves);
-    if (use.halves > 0) return use;
-  }
-  throw_invalid("head_dim %d needs %d bytes of shared memory per block, the device has %d",
-                kHeadDim, kMinSharedBytes<kHeadDim>, device.shared_per_block);
+  PAT_CHECK(device.shared_per_block >= kMinSharedBytes<kHeadDim>, "head_dim ", kHeadDim, " needs ",
+            kMinSharedBytes<kHeadDim>, " bytes of shared memory per block, the device has ",
+            device.shared_per_block);
+  const Footprint use = fill<kHeadDim>(device.shared_per_block, Shape<kHeadDim>::kMaxHalves);
+  return use.halves > 0 ? use : fill<kHeadDim>(device.shared_per_block, 1);
 }
 
 // Of a CTA of one half, which leaves room on its SM for one of a kernel on another stream. At head
