@@ -10,7 +10,6 @@
 #include "bindings/args.h"
 #include "bindings/bindings.h"
 #include "cuda/decode.h"
-#include "cuda/plan_fit.h"
 #include "cuda/staging.h"
 
 namespace py = pybind11;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode attention of a plan on a CUDA device: snapshot of the slots, forward, merge. The functions
-// only launch kernels on `stream`. They neither allocate nor synchronise, so a CUDA graph can
-// capture them; it then serves every plan that fits the buffers. They throw std::runtime_error with
-// the error of a launch, and std::invalid_argument for arguments that the kernels do not support.
+// Decode attention of a plan on a CUDA device: snapshot of the slots, forward, merge. Functions
+// that take a stream only launch kernels on it. They neither allocate nor synchronise, so a CUDA
+// graph can capture them; it then serves every plan that fits the buffers. They throw
+// std::runtime_error with the error of a launch, and std::invalid_argument for what the kernels do
+// not support.
 #pragma once
 
 #include <string>
@@ -60,5 +61,19 @@ struct ProbeResult {
 // Runs the probe kernel on `device` and waits for it. Never throws: a machine without a GPU or
 // driver is an answer, not an error. Leaves the calling thread's current device as it was.
 ProbeResult cuda_probe(int device);
+
+// What a plan is copied to. Kernels trust a plan that fits it.
+struct PlanRoom {
+  int64_t bytes;
+  int32_t max_queries, max_partials, max_context, max_branch_tokens, max_list_tokens;
+  int32_t num_q_heads, num_kv_heads, draft_tokens;
+};
+
+// Both throw std::invalid_argument that names what was given and what fits. Host memory only.
+void check_plan_fits(const void* plan, int64_t plan_bytes, const PlanRoom& room);
+// The same of a plan that this process made, in constant time: `last_token` and `most_rows` are the
+// Plan's (emit.h).
+void check_made_plan_fits(const void* plan, int64_t plan_bytes, int64_t last_token,
+                          int64_t most_rows, const PlanRoom& room);
 
 }  // namespace pat

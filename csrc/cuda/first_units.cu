@@ -21,7 +21,7 @@ __device__ QRow q_row(const ForwardParams& p, const Control& control, const Work
           static_cast<uint16_t>(in_member / p.head_group)};
 }
 
-// A warp for each half of the forward's CTA of the same number. kDrafts: see Drafts.
+// A warp for each half of the forward's CTA of the same number.
 template <int kHeadDim, Drafts kDrafts>
 __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, PlanHeader* plan,
                                    FirstUnit* units) {

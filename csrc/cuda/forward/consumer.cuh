@@ -6,7 +6,7 @@
 
 namespace pat {
 
-// kTransforms: the logits are not kPlain. kDrafts: see Drafts.
+// kTransforms: the logits are not kPlain.
 template <int kHeadDim, bool kTransforms, Drafts kDrafts>
 struct Consumer {
   const ForwardParams& p;

@@ -15,7 +15,6 @@ struct Destination {
   bool direct[2];  // to the output
 };
 
-// kDrafts: see Drafts.
 template <int kHeadDim, Drafts kDrafts>
 __device__ __forceinline__ Destination destination_of(const ForwardParams& p,
                                                       const Control& control, const WorkUnit& unit,

@@ -33,7 +33,6 @@ __device__ __forceinline__ void copy_first_unit(const ForwardParams& p, const Sh
   copies_wait<0>();
 }
 
-// kDrafts: see Drafts.
 template <int kHeadDim, Drafts kDrafts>
 struct Fetcher {
   using S = Shape<kHeadDim>;

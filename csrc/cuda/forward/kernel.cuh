@@ -16,12 +16,8 @@
 // bytes], 16-byte chunks XORed with row % 8, which both ldmatrix (free of bank conflicts) and wgmma
 // read. Where K and V are fp8 they share a stage, and wgmma multiplies e4m3: see loader_fp8.cuh.
 //
-// Wide units come first, and both halves work on them: each loads every second tile, and multiplies
-// all tiles with 64 packed rows of its own. Paired branches come next: the halves run one each and
-// do the same with the tiles that both begin with. Then one half starts with the heavy units, the
-// other with the light ones. Without wgmma or a second half, wide units run as heavy ones do, 64
-// rows at a time. Of a joint plan both halves run each unit: each attends to every second tile with
-// all rows, and join_halves() adds up the results. tiles.h defines these sizes.
+// Which units there are, in which order they run and why: docs/kernels.md. tiles.h defines the
+// sizes.
 #pragma once
 
 #include "cuda/forward/attend_mma.cuh"
@@ -162,7 +158,6 @@ __device__ __forceinline__ void begin_half(const ForwardParams& p, const Shared<
 }
 
 // T: of q and out. kFp8: K and V are float8_e4m3fn. kTransforms: the logits are not kPlain.
-// kDrafts: see Drafts.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {

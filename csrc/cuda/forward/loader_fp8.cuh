@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loader warps where K and V are fp8. Every unit gets raw tiles, K and V in one stage
-// (raw_tile.cuh). For units that wgmma runs, V is transposed (value_blocks.cuh) when its copies
+// (raw_tile.cuh). For units that wgmma runs, V is transposed (ValueBlocks) when its copies
 // have arrived, some fills later.
 #pragma once
 
 #include "cuda/forward/loader.cuh"
 #include "cuda/forward/raw_tile.cuh"
-#include "cuda/forward/value_blocks.cuh"
 
 namespace pat {
 
