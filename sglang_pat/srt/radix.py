@@ -49,16 +49,11 @@ class Handles(NamedTuple):
     """What a plan depends on, of one batch. Equal handles mean equal sharing.
 
     ``num_queries``: of the batch, those without a request included. ``packed``: a ``HANDLE`` of
-    each request, as bytes, because they are compared at every step; ``table`` gives them names.
+    each request, as bytes, because they are compared at every step.
     """
 
     num_queries: int
     packed: bytes
-
-    @property
-    def table(self) -> npt.NDArray[Any]:
-        """[requests] of ``HANDLE``, read-only."""
-        return np.frombuffer(self.packed, dtype=HANDLE)
 
 
 class RadixView:
@@ -211,28 +206,14 @@ def check_plan(
     """
     try:
         compare_shared(plan, req_to_token, rows, lambda query: _name(reqs, query))
-        _compare_with_tree(reqs, view, req_to_token, rows)
+        for query, req in enumerate(() if view.disabled else reqs):
+            lock = view.lock_of(req)
+            if lock is not None and req.kv.req_pool_idx == rows[query]:
+                held = req_to_token[rows[query], : req.kv.cache_protected_len]
+                cached = view.slots(lock)[: len(held)].to(held.dtype)
+                compare(held, cached, 0, _name(reqs, query), "the radix tree")
     except SlotMismatch as mismatch:
         raise SlotMismatch(f"SGLANG_PAT_CHECK: {mismatch}") from None
-
-
-def _compare_with_tree(
-    reqs: Sequence[Any], view: RadixView, req_to_token: torch.Tensor, rows: torch.Tensor
-) -> None:
-    if view.disabled:
-        return
-    for query, req in enumerate(reqs):
-        lock = view.lock_of(req)
-        if lock is None or req.kv.req_pool_idx != rows[query]:
-            continue
-        protected = req.kv.cache_protected_len
-        compare(
-            req_to_token[rows[query], :protected],
-            view.slots(lock)[:protected].to(req_to_token.dtype),
-            0,
-            _name(reqs, query),
-            "the radix tree",
-        )
 
 
 def _name(reqs: Sequence[Any], query: int) -> str:

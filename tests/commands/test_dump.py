@@ -53,19 +53,16 @@ def test_a_broken_line_is_named(line: str, said: str, tmp_path: Path) -> None:
 
 
 def test_a_dump_that_was_cut_off_is_read(tmp_path: Path) -> None:
-    file = written(tmp_path / "dump", batch(), batch("64x100"))
-    file.write_text("\n".join(file.read_text().splitlines()[:-1]))
-    dump = read_dump(file)
-    assert len(dump.batches) == 2 and dump.end == {}
-
-
-def test_node_ids_may_be_large(tmp_path: Path) -> None:
     """Ids of SGLang's compiled tree core are numbers of 64 bits."""
     large = 2**62 + 1
     paths = {"paths": [[[large, 0, 800]]] * 2, "seq_lens": [801] * 2}
-    (found,) = read_dump(written(tmp_path / "dump", paths)).batches
-    made = plan(found.paths, found.seq_lens, TARGET)
-    assert found.paths[0] == [(large, 0, 800)] and made.num_shared_items > 0
+    file = written(tmp_path / "dump", batch(), paths)
+    file.write_text("\n".join(file.read_text().splitlines()[:-1]))
+    dump = read_dump(file)
+    assert len(dump.batches) == 2 and dump.end == {}
+    found = dump.batches[1]
+    assert found.paths[0] == [(large, 0, 800)]
+    assert plan(found.paths, found.seq_lens, TARGET).num_shared_items > 0
 
 
 def test_explain_draws_a_dumped_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

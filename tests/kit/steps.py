@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.host.live import LiveCache
 from sglang_pat.planner import Plan
+from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import SETTLE_STEPS, RadixView, check_plan
 from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
@@ -29,8 +30,8 @@ class StepBed:
         self.rng = random.Random(0)
         self.cache = LiveCache(kind, slots=40_000, rows=queries + 2, context=1024)
         self.system, self.tools = self.text(SYSTEM), [self.text(TOOL), self.text(TOOL)]
-        self.reqs = [self.admit(i) for i in range(queries)]
-        self.batch, self.lens = self.cache.batch(self.reqs)
+        self.reqs: list[Any] = []
+        self.use([self.admit(i) for i in range(queries)])
         self.stats = Stats()
         self.steps = StepPlanner(TARGET, self.stats)
 
@@ -40,6 +41,11 @@ class StepBed:
     def admit(self, index: int) -> Any:
         """A new request of tool 0 or 1, if ``index`` is even or odd."""
         return self.cache.admit(self.system + self.tools[index % 2] + self.text(OWN))
+
+    def use(self, reqs: list[Any]) -> None:
+        """Make these the batch."""
+        self.reqs = reqs
+        self.batch, self.lens = self.cache.batch(reqs)
 
     def plan(self) -> Plan:
         """The plan of the next step."""
@@ -53,10 +59,11 @@ class StepBed:
             plan = self.plan()
         return plan
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: Plan, batch: LiveBatch | None = None) -> None:
         """Raises SlotMismatch where queries that read tokens together have different slots."""
+        batch = batch or self.batch
         table = self.cache.table.req_to_token
-        check_plan(plan, self.batch.reqs, self.steps.view, table, self.batch.rows)
+        check_plan(plan, batch.reqs, self.steps.view, table, batch.rows)
 
 
 def shared_tokens(plan: Plan) -> int:

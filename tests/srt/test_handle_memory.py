@@ -43,12 +43,7 @@ class Reader:
         self.step = 0
 
     def read(
-        self,
-        requests: Sequence[Any],
-        steps: int = 1,
-        *,
-        anew: bool = False,
-        counted: bool = True,
+        self, requests: Sequence[Any], steps: int = 1, *, anew: bool = False, counted: bool = True
     ) -> list[int]:
         """The nodes, ``steps`` after the last call. ``counted``: rows have generations."""
         self.step += steps
@@ -124,13 +119,6 @@ def test_all_are_read_again_in_time_but_not_at_once() -> None:
     assert looks(reqs) == [1] * len(reqs)
 
 
-def test_another_request_in_the_row_is_read() -> None:
-    reader, one = Reader(), Request(1, 3)
-    reader.settle([one])
-    assert reader.read([Request(2, 3)]) == [2]
-    assert reader.read([one]) == [1]
-
-
 def test_a_request_that_gets_its_row_anew_settles_again() -> None:
     """As after a pause, without having missed a step."""
     reader, reqs = Reader(), many(3)
@@ -151,9 +139,11 @@ def test_without_generations_all_are_read() -> None:
     assert reader.read(reqs, counted=False) == [100, 101, 102] and looks(reqs) == [1] * 3
 
 
-def test_a_new_request_at_a_dead_ones_address_is_read() -> None:
-    """And requests are not kept alive."""
-    reader, addresses = Reader(), []
+def test_another_request_in_the_row_is_read() -> None:
+    """Also at a dead one's address. Requests are not kept alive."""
+    reader, addresses, one = Reader(), [], Request(1, 3)
+    reader.settle([one])
+    assert reader.read([Request(2, 3)]) == [2] and reader.read([one]) == [1]
     for node in range(20):
         request = Request(node, 3)
         addresses.append(id(request))

@@ -20,30 +20,21 @@ from serving.workloads import VOCAB, random_prompt
 TOKENS = 120
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family: str = request.param
-    return make_hybrid(tmp_path_factory.mktemp("model") / family, family, dtype="float32")
-
-
-def test_weights_are_those_of_a_published_checkpoint(model: Path) -> None:
-    weights = load_file(model / "model.safetensors")
-    wanted = published_shapes(FAMILIES[model.name])
-    assert {name: tuple(value.shape) for name, value in weights.items()} == wanted
-    assert all(value.isfinite().all() for value in weights.values())
-    config = json.loads((model / "config.json").read_text())
-    assert config["vocab_size"] == VOCAB and "class" not in config
-    again = load_file(make_hybrid(model.parent / "again", model.name) / "model.safetensors")
-    for name, value in weights.items():
-        assert torch.equal(value.bfloat16(), again[name])
-
-
 @torch.no_grad()
-def test_attention_decides_the_tokens(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    parsed = getattr(transformers, FAMILIES[model.name]["class"])(**config)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_complete_and_attention_decides_its_tokens(family: str, tmp_path: Path) -> None:
+    folder = make_hybrid(tmp_path / family, family, dtype="float32")
+    weights = load_file(folder / "model.safetensors")
+    wanted = published_shapes(FAMILIES[family])
+    assert {name: tuple(value.shape) for name, value in weights.items()} == wanted
+    config = json.loads((folder / "config.json").read_text())
+    assert config["vocab_size"] == VOCAB and "class" not in config
+    again = load_file(make_hybrid(tmp_path / "again", family) / "model.safetensors")
+    assert all(torch.equal(value.bfloat16(), again[name]) for name, value in weights.items())
+
+    parsed = getattr(transformers, FAMILIES[family]["class"])(**config)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        model, config=parsed, dtype=torch.float32
+        folder, config=parsed, dtype=torch.float32
     ).eval()
     prompt = torch.tensor([random_prompt(seed=3, length=TOKENS)])
 

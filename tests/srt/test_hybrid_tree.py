@@ -15,7 +15,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from kit.hybrid import CHUNK, STRATEGIES, HybridCache
 from kit.trees import target
 
-from sglang_pat.planner import Plan
+from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.radix import check_plan
 from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
@@ -23,6 +23,7 @@ from sglang_pat.stats import Stats
 TARGET = target(num_sms=1, cuts=("branches",))
 CORES = ("rust", "python")
 SYSTEM = 100  # tokens that requests share; not a multiple of CHUNK
+BRANCH = SYSTEM // CHUNK * CHUNK  # as far as a state can be shared
 ROUNDS = 14
 
 
@@ -39,15 +40,16 @@ def text(seed: int, length: int) -> list[int]:
     return [rng.randrange(1 << 15) for _ in range(length)]
 
 
-def plan_of(cache: HybridCache, steps: StepPlanner, reqs: list[Any]) -> Plan:
+def plan_of(cache: HybridCache, reqs: list[Any], steps: StepPlanner | None = None) -> Plan:
     """The plan of a decode step of requests, compared with SGLang's own paths and slots."""
+    steps = steps or StepPlanner(TARGET, Stats())
     batch, lens = cache.batch(reqs)
     made = steps.plan(batch, known(lens))
     assert made is not None and not steps._stats.fallbacks
     check_plan(made, reqs, steps.view, cache.table.req_to_token, batch.rows)
-    limits = [req.kv.cache_protected_len for req in reqs]
-    paths = [cache.path(req) for req in reqs]
-    expected = StepPlanner(TARGET, Stats())._private_planner.plan(paths, lens.numpy(), limits)
+    limits = [req.kv.cache_protected_len if req.lock else 0 for req in reqs]
+    paths = [cache.path(req) if req.lock else [] for req in reqs]
+    expected = Planner(TARGET).plan(paths, lens.numpy(), limits)
     for part in ("items", "members", "queries", "min_seq_lens", "max_seq_lens"):
         assert np.array_equal(getattr(made, part), getattr(expected, part)), part
     return made
@@ -64,27 +66,23 @@ def test_a_prefix_is_shared_as_far_as_the_tree_holds_it(cache: HybridCache) -> N
     rounded down to ``CHUNK``, and holds the tree up to there; the later ones share more."""
     system = text(0, SYSTEM)
     reqs = [cache.admit([*system, *text(1 + i, 30 + 7 * i)]) for i in range(4)]
-    made = plan_of(cache, StepPlanner(TARGET, Stats()), reqs)
-    branch = SYSTEM // CHUNK * CHUNK
-    assert shared_tokens(made, 4) == (branch if cache.buffered else SYSTEM)
-    assert shared_tokens(made, 3) == (SYSTEM - branch if cache.buffered else 0)
+    made = plan_of(cache, reqs)
+    assert shared_tokens(made, 4) == (BRANCH if cache.buffered else SYSTEM)
+    assert shared_tokens(made, 3) == (SYSTEM - BRANCH if cache.buffered else 0)
     held = [req.kv.cache_protected_len for req in reqs]
-    if cache.buffered:
-        assert held == [128, branch, branch + 48, branch + 48]
-    else:
-        assert held == [len(req.full_untruncated_fill_ids) for req in reqs]
+    whole = [len(req.full_untruncated_fill_ids) for req in reqs]
+    assert held == ([128, BRANCH, BRANCH + 48, BRANCH + 48] if cache.buffered else whole)
 
 
 def test_a_short_question_shares_all_that_it_matched(cache: HybridCache) -> None:
     """With the extra buffer a prefill of less than ``CHUNK`` leaves no state and nothing in the
     tree: the request goes on holding what it matched."""
-    system = text(0, SYSTEM // CHUNK * CHUNK)
+    system = text(0, BRANCH)
     cache.release(cache.admit([*system, 1]))
     reqs = [cache.admit([*system, *text(1 + i, CHUNK - 1)]) for i in range(3)]
-    made = plan_of(cache, StepPlanner(TARGET, Stats()), reqs)
-    assert shared_tokens(made, 3) == len(system)
+    assert shared_tokens(plan_of(cache, reqs), 3) == BRANCH
     for req in reqs:
-        assert req.kv.cache_protected_len == len(system) + (0 if cache.buffered else CHUNK - 1)
+        assert req.kv.cache_protected_len == BRANCH + (0 if cache.buffered else CHUNK - 1)
 
 
 def test_a_step_before_the_prefill_is_processed_shares_what_was_matched(
@@ -94,14 +92,13 @@ def test_a_step_before_the_prefill_is_processed_shares_what_was_matched(
     system = text(0, SYSTEM)
     steps = StepPlanner(TARGET, Stats())
     reqs = [cache.prefill([*system, *text(1 + i, 40)]) for i in range(3)]
-    assert plan_of(cache, steps, reqs).num_shared_items == 0
+    assert plan_of(cache, reqs, steps).num_shared_items == 0
     for req in reqs:
         cache.checkpoint(req)
-    made = plan_of(cache, StepPlanner(TARGET, Stats()), reqs)
-    assert shared_tokens(made, 3) == SYSTEM
+    assert shared_tokens(plan_of(cache, reqs), 3) == SYSTEM
     again = cache.prefill([*system, *text(9, 40)])
-    assert 0 <= again.prefix_len <= SYSTEM // CHUNK * CHUNK
-    assert shared_tokens(plan_of(cache, steps, [*reqs, again]), 4) == again.prefix_len
+    assert 0 <= again.prefix_len <= BRANCH
+    assert shared_tokens(plan_of(cache, [*reqs, again], steps), 4) == again.prefix_len
 
 
 def test_a_second_turn_starts_from_the_state_of_the_first(cache: HybridCache) -> None:
@@ -110,13 +107,11 @@ def test_a_second_turn_starts_from_the_state_of_the_first(cache: HybridCache) ->
     cache.release(cache.admit(first))
     other = cache.admit([*system, *text(2, 60)])
     turn = cache.prefill([*first, *text(3, 50)])
-    kept = len(first) // CHUNK * CHUNK if cache.buffered else len(first)
-    assert turn.prefix_len == kept
+    assert turn.prefix_len == (len(first) // CHUNK * CHUNK if cache.buffered else len(first))
     assert turn.kv.mamba_cow_src_index is not None  # its state is the tree's
     cache.checkpoint(turn)
-    twin = cache.admit([*first, *text(4, 50)])
-    made = plan_of(cache, StepPlanner(TARGET, Stats()), [turn, twin, other])
-    common = SYSTEM // CHUNK * CHUNK if cache.buffered else SYSTEM  # as far as `other` holds
+    made = plan_of(cache, [turn, cache.admit([*first, *text(4, 50)]), other])
+    common = BRANCH if cache.buffered else SYSTEM  # as far as `other` holds
     assert shared_tokens(made, 3) == common
     assert shared_tokens(made, 2) == len(first) - common
 
@@ -128,29 +123,21 @@ def test_states_are_evicted_under_a_running_request(cache: HybridCache) -> None:
     reqs = [cache.admit([*system, *text(1 + i, 40)]) for i in range(2)]
     for i in range(3):
         cache.release(cache.admit([*system, *text(10 + i, 40)]))
-    before = [cache.path(req) for req in reqs], shared_tokens(plan_of(cache, steps, reqs), 2)
+    before = [cache.path(req) for req in reqs], shared_tokens(plan_of(cache, reqs, steps), 2)
     free = cache.table.mamba_allocator.available_size()
     cache.evict(states=80)
     assert cache.table.mamba_allocator.available_size() > free
     reqs[0].lock, lock = None, reqs[0].lock  # so that the batch is read anew
-    plan_missing = steps.plan(*_batch(cache, reqs))
-    assert plan_missing is not None
+    plan_of(cache, reqs, steps)
     reqs[0].lock = lock
-    assert ([cache.path(req) for req in reqs], shared_tokens(plan_of(cache, steps, reqs), 2)) == (
-        before
-    )
+    after = [cache.path(req) for req in reqs], shared_tokens(plan_of(cache, reqs, steps), 2)
+    assert after == before
     cold = cache.prefill([*system, *text(20, 40)])
     # The only state left on its way is that of the request which branched off, and runs.
-    branch = SYSTEM // CHUNK * CHUNK
-    assert cold.prefix_len == (branch if cache.buffered else 0)
+    assert cold.prefix_len == (BRANCH if cache.buffered else 0)
     cache.checkpoint(cold)
-    common = branch if cache.buffered else SYSTEM
-    assert shared_tokens(plan_of(cache, steps, [*reqs, cold]), 3) == common
-
-
-def _batch(cache: HybridCache, reqs: list[Any]) -> tuple[Any, Any]:
-    batch, lens = cache.batch(reqs)
-    return batch, known(lens)
+    common = BRANCH if cache.buffered else SYSTEM
+    assert shared_tokens(plan_of(cache, [*reqs, cold], steps), 3) == common
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -170,10 +157,10 @@ def test_plans_follow_splits_and_evictions(cache: HybridCache, seed: int) -> Non
             reqs.append(cache.admit(prompts[-1]))
         after = [len(cache.path(req)) for req in reqs[: len(before)]]
         splits += sum(a > b for a, b in zip(after, before, strict=True))
-        shared += plan_of(cache, steps, reqs).num_shared_items
+        shared += plan_of(cache, reqs, steps).num_shared_items
         while len(reqs) > 8:
             cache.release(reqs.pop(rng.randrange(len(reqs))))
         if turn % 3 == 2:
             cache.evict(tokens=rng.randrange(300), states=rng.randrange(12))
-        plan_of(cache, steps, reqs)
+        plan_of(cache, reqs, steps)
     assert splits > 0 and shared > 0
