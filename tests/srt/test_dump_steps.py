@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,68 +77,46 @@ def same(batch: Batch, plan: Plan) -> bool:
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_the_planner_makes_the_same_plan_of_a_dump(kind: str, tmp_path: Path) -> None:
-    bed = DumpBed(kind, tmp_path, batches=3)
+    bed = DumpBed(kind, tmp_path, batches=6)
     plans = [bed.plan()]
-    for _ in range(3):  # kept
-        bed.lens += 1
-        bed.plan()
+    bed.lens += 1
+    bed.plan()  # kept
+    limits = [0, 1, SYSTEM - 5, SYSTEM, SYSTEM + 7]
+    for req, limit in zip(bed.reqs, limits, strict=False):
+        req.kv.cache_protected_len = limit
+    plans.append(bed.plan())
     bed.use([*bed.reqs[1:], bed.admit(1)])
     plans.append(bed.plan())
     bed.settle()
     bed.lens += 300  # outgrown, and made of the paths that were read before
     plans.append(bed.plan())
+    # Rows without a request, and then requests that cannot be read.
+    rows = torch.cat([bed.batch.rows, torch.zeros(2, dtype=torch.int64)])
+    bed.batch = replace(bed.batch, rows=rows)
+    bed.lens = torch.cat([bed.lens, torch.tensor([7, 8])])
+    plans.append(bed.plan())
+    bed.batch = replace(bed.batch, reqs=[object()] * QUERIES, rows=rows.clone())
+    plans.append(bed.plan())
     found = bed.dumped()
-    assert len({id(plan) for plan in plans}) == 3
+    assert len({id(plan) for plan in plans}) == 6
     for batch, plan in zip(found.batches, plans, strict=True):
-        assert same(batch, plan) and plan.num_shared_items > 0
+        assert same(batch, plan)
         assert batch.plan == {
             "items": plan.num_items,
             "shared_items": plan.num_shared_items,
             "kv_tokens_read": plan.kv_tokens_read(sum(batch.seq_lens)),
         }
+    first, limited, _, _, padded, private = found.batches
+    assert first.seq_lens == [SYSTEM + TOOL + OWN + 1] * QUERIES
+    for path in first.paths:
+        assert {SYSTEM, SYSTEM + TOOL} <= {end for _, _, end in path}, "where prompts part"
+    assert [path[-1][2] if path else 0 for path in limited.paths][:5] == limits
+    assert padded.paths[-2:] == [[], []] and padded.seq_lens[-2:] == [7, 8]
+    assert private.paths == [[]] * (QUERIES + 2)
     assert found.end == {"end": "complete", "left_out": {}}
     header = found.header
     assert found.target == TARGET and set(header["versions"]) == {"sglang-pat", "sglang", "torch"}
     assert (header["kv_dtype"], header["device"], header["page_size"]) == ("float32", "cpu", 1)
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_paths_are_those_of_the_requests_as_far_as_they_share(kind: str, tmp_path: Path) -> None:
-    bed = DumpBed(kind, tmp_path, batches=2)
-    bed.plan()
-    limits = [0, 1, SYSTEM - 5, SYSTEM, SYSTEM + 7]
-    for req, limit in zip(bed.reqs, limits, strict=False):
-        req.kv.cache_protected_len = limit
-    plan = bed.plan()
-    first, second = bed.dumped().batches
-    assert first.seq_lens == [SYSTEM + TOOL + OWN + 1] * QUERIES
-    for path in first.paths:
-        ends = [end for _, _, end in path]
-        assert {SYSTEM, SYSTEM + TOOL} <= set(ends), "where prompts part"
-        assert ends[-1] <= SYSTEM + TOOL + OWN
-        assert path[0][1] == 0 and all(a[2] == b[1] for a, b in pairwise(path))
-    nodes_at_tool = {node for path in first.paths for node, _, end in path if end == SYSTEM + TOOL}
-    assert len(nodes_at_tool) == 2 and len({path[0][0] for path in first.paths}) == 1
-    assert [path[-1][2] if path else 0 for path in second.paths][:5] == limits
-    assert same(second, plan)
-
-
-def test_rows_without_a_request_and_unreadable_ones_share_nothing(tmp_path: Path) -> None:
-    bed = DumpBed("rust", tmp_path, batches=3)
-    bed.lens = torch.cat([bed.lens, torch.tensor([7, 8])])
-    rows = torch.cat([bed.batch.rows, torch.zeros(2, dtype=torch.int64)])
-    bed.batch = type(bed.batch)(bed.reqs, bed.cache.tree, rows)
-    plan = bed.plan()
-    bed.reqs[0].lock = None
-    bed.use(bed.reqs)
-    without_lock = bed.plan()
-    bed.reqs[1] = SimpleNamespace()
-    bed.batch = type(bed.batch)(bed.reqs, bed.cache.tree, bed.batch.rows.clone())
-    unreadable = bed.plan()
-    first, second, third = bed.dumped().batches
-    assert first.paths[-2:] == [[], []] and first.seq_lens[-2:] == [7, 8] and same(first, plan)
-    assert second.paths[0] == [] != second.paths[1] and same(second, without_lock)
-    assert third.paths == [[]] * QUERIES and same(third, unreadable)
 
 
 @pytest.mark.parametrize("why", ["not readable: KeyError", "more than 10 nodes"])

@@ -51,19 +51,15 @@ def published(context: Any) -> Iterator[None]:
 
 def _sglangs_own() -> dict[str, str]:
     """The labels that SGLang's scheduler gives to its collector."""
-
-    class Collector:
-        def __init__(self, *, labels: dict[str, Any], **_: Any) -> None:
-            self.labels = labels
-
-    with mock.patch.object(metrics_collector, "resolve_collector_class", lambda *_: Collector):
-        made: Any = metrics_collector.SchedulerMetricsCollector.init_new(
+    collector = mock.Mock()
+    with mock.patch.object(metrics_collector, "resolve_collector_class", lambda *_: collector):
+        metrics_collector.SchedulerMetricsCollector.init_new(
             server_args=runtime_context.get_server_args(),
             enable_priority_scheduling=runtime_context.get_schedule().enable_priority_scheduling,
             enable_lora=False,
             enable_hierarchical_cache=False,
         )
-    return {name: str(value) for name, value in made.collector.labels.items()}
+    return {name: str(value) for name, value in collector.call_args.kwargs["labels"].items()}
 
 
 @pytest.mark.parametrize(
