@@ -288,6 +288,8 @@ class PatDecodeMixin:
         eager = self._forward.phase is Phase.EAGER
         try:
             self._fill(plan, forward_batch)
+            if eager:
+                self._snapshot(forward_batch)
         except torch.cuda.OutOfMemoryError as error:
             so = "SGLang's attention serves them" if eager else "they are in the host's, slower"
             why = (
@@ -298,8 +300,6 @@ class PatDecodeMixin:
             if eager:
                 return False
             self._fill(plan, forward_batch, list_on_host=True)
-        if eager:
-            self._snapshot(forward_batch)
         self._forward.served = True
         if batch is not None:
             hidden = self._steps.made and self._clock.is_hidden()
@@ -340,13 +340,11 @@ class PatDecodeMixin:
     ) -> torch.Tensor | None:
         """One layer of the forward that ``_forward`` says, or None if it is the base's, which is
         prepared then. ``arguments``: what the model gives its attention beside these."""
-        pool = self.token_to_kv_pool
-        reason = ""
-        if self._forward.served:
-            reason = self._layers.reason_against(layer, q.dtype, pool, arguments)
-            if reason:
-                self._stats.base_layer(reason)
-        if reason or not self._forward.served:
+        served, pool = self._forward.served, self.token_to_kv_pool
+        if served and (reason := self._layers.reason_against(layer, q.dtype, pool, arguments)):
+            self._stats.base_layer(reason)
+            served = False
+        if not served:
             self._leave(forward_batch)
             return None
         captured = self._forward.captured

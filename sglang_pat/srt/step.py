@@ -150,13 +150,9 @@ class StepPlanner:
     them no name, but each keeps its tensor of rows until its requests change, and they take turns,
     so a tensor not seen before belongs to the one that was decoded the longest time ago. Where that
     guess is wrong, a plan is made that could have been reused; it is never another batch's.
-
-    Raises ValueError for less than one micro-batch.
     """
 
     def __init__(self, target: Target, stats: Stats, micro_batches: int = 1) -> None:
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches is {micro_batches}, must be 1 or more")
         self._stats = stats
         # The one decoded the longest time ago comes first.
         self._states = [MicroBatch(Planner(target), RadixView(None)) for _ in range(micro_batches)]

@@ -78,17 +78,6 @@ def test_the_base_is_prepared_for_a_layer_that_it_serves(
     assert not bed.stats.fallbacks  # what the layer is like is no failure of the step
 
 
-@pytest.mark.parametrize("reason", ["", "chunked attention (use_irope)"])
-def test_a_survey_says_before_the_first_step_whether_the_base_is_needed(
-    reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bed = BackendBed(monkeypatch, Survey({0: "", 1: reason}))
-    bed.capture()
-    assert bed.step("eager") == (EAGER if reason else [])
-    assert bed.step() == (REPLAY if reason else [])
-    assert bed.layer(0) == [] and bed.layer(1) == (["layer"] if reason else [])
-
-
 def test_a_server_whose_last_layer_is_lost_to_the_base_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small models of the tests on hybrid models: complete, and such that attention decides the
-tokens. The models run in transformers' own code. No server, no GPU."""
+"""Attention decides the tokens of the small hybrid models, in transformers' own code. No server, no
+GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 pytest.importorskip("transformers", reason="comes with SGLang")
 
 import transformers
-from kit.hybrid_models import FAMILIES, make_hybrid, published_shapes
+from kit.hybrid_models import FAMILIES, make_hybrid
 from serving.workloads import VOCAB, random_prompt
 
 TOKENS = 120
@@ -22,16 +21,10 @@ TOKENS = 120
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_is_complete_and_attention_decides_its_tokens(family: str, tmp_path: Path) -> None:
+def test_attention_decides_the_tokens(family: str, tmp_path: Path) -> None:
     folder = make_hybrid(tmp_path / family, family, dtype="float32")
-    weights = load_file(folder / "model.safetensors")
-    wanted = published_shapes(FAMILIES[family])
-    assert {name: tuple(value.shape) for name, value in weights.items()} == wanted
     config = json.loads((folder / "config.json").read_text())
-    assert config["vocab_size"] == VOCAB and "class" not in config
-    again = load_file(make_hybrid(tmp_path / "again", family) / "model.safetensors")
-    assert all(torch.equal(value.bfloat16(), again[name]) for name, value in weights.items())
-
+    assert config["vocab_size"] == VOCAB
     parsed = getattr(transformers, FAMILIES[family]["class"])(**config)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=parsed, dtype=torch.float32

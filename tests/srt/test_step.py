@@ -32,7 +32,6 @@ from sglang_pat.slots import SlotMismatch
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
 from sglang_pat.srt.step import StepClock, StepPlanner, known, micro_batches
-from sglang_pat.stats import Stats
 
 SHARED = SYSTEM + 2 * TOOL  # tokens of the bed's requests that several share
 
@@ -432,8 +431,3 @@ def test_a_preparation_is_hidden_while_the_gpu_is_busy(
         assert clock.is_hidden() == (on_gpu and not done)
     assert asked == (["record", "query", "query"] if on_gpu else [])
     assert clock.elapsed_ns() > 0
-
-
-def test_zero_micro_batches_are_refused() -> None:
-    with pytest.raises(ValueError, match="micro_batches is 0, must be 1 or more"):
-        StepPlanner(TARGET, Stats(), 0)
