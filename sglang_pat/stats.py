@@ -52,10 +52,10 @@ _UNINTENDED_MODES = {
 # a quarter to half a minute of work.
 STEPS_WITHOUT_SHARING = 1000
 
-# Why requests share nothing: reasons of ``Stats.private_requests``, and what users can do.
+# Why requests share nothing: reasons of ``Stats.private_requests``, and of some what users can do.
 RADIX_CACHE_DISABLED = "radix cache disabled"
 NOT_CACHED = "nothing cached yet"
-NO_LOCK = "no tree lock"
+NO_LOCK = "no tree lock"  # as of requests that were just released
 NO_REQUEST = "row without a request"
 NOT_READ = "path not read yet"
 _REMEDIES = {
@@ -67,9 +67,6 @@ _REMEDIES = {
         "the radix cache held nothing of most requests: their prompts are shorter than a page "
         "(--page-size), or the cache is too small to keep them"
     ),
-    NO_LOCK: "most requests held no prefix in the radix cache, as those just released",
-    NOT_READ: "most requests stand so deep in the radix cache that reading takes several steps",
-    NO_REQUEST: "most queries of the batches belonged to no request of the scheduler",
 }
 _DIFFERENT_PROMPTS = (
     "the prompts differ in their first tokens (a date, an id, another order of parts), or share "
@@ -233,42 +230,29 @@ class SharingWatch:
                 self._few += 1
                 self._most_of_few = max(self._most_of_few, requests)
                 if self._few == STEPS_WITHOUT_SHARING and not self._several:
-                    self._explain_few()
+                    logger.info(
+                        "sglang_pat: none of %d decode steps had more than %d requests, so there "
+                        "was nothing to share: pat saves K/V reads when several requests with a "
+                        "common beginning run at the same time (SGLANG_PAT_MIN_BATCH)",
+                        self._few,
+                        self._most_of_few,
+                    )
             elif plan.num_shared_items and (saving := describe_packed_step(plan, total)):
                 self.on = False
                 logger.info("sglang_pat: %s", saving)
             else:
                 self._several += 1
                 if self._several == STEPS_WITHOUT_SHARING:
-                    self._explain_several()
+                    logger.warning(
+                        "sglang_pat: %d decode steps had several requests, and none of them could "
+                        "share K/V reads. The likely reason: %s. `sglang-pat doctor` lists what "
+                        "keeps pat from sharing.",
+                        self._several,
+                        self._likely_reason(),
+                    )
         except Exception as error:  # it must not cost the server
             self.on = False
             logger.warning("sglang_pat: cannot tell what is shared: %r", error)
-
-    def _explain_few(self) -> None:
-        if self._most_of_few > 1:
-            logger.warning(
-                "sglang_pat: each of %d decode steps had at most %d requests, so few that SGLang's "
-                "attention ran them, unpacked: lower SGLANG_PAT_MIN_BATCH to have them packed",
-                self._few,
-                self._most_of_few,
-            )
-        else:
-            logger.info(
-                "sglang_pat: each of %d decode steps had a single request, so there was nothing to "
-                "share; pat saves K/V reads when several requests with a common beginning run at "
-                "the same time",
-                self._few,
-            )
-
-    def _explain_several(self) -> None:
-        logger.warning(
-            "sglang_pat: %d decode steps had several requests, and none of them could share "
-            "K/V reads. The likely reason: %s. `sglang-pat doctor` lists what keeps pat from "
-            "sharing.",
-            self._several,
-            self._likely_reason(),
-        )
 
     def _likely_reason(self) -> str:
         for failure in (NOT_USABLE, NOT_READABLE):

@@ -116,15 +116,12 @@ class PatDecodeMixin:
         self._layers = LayerRoutes(survey, self._target, reporter)
         logger.info(
             "sglang_pat: %s on pat, prefill on SGLang's own attention (%s), as intended; "
-            "%d query heads, %d KV heads, head dim %d, up to %d requests on %d %s; %s",
+            "%d query heads, %d KV heads, up to %d requests; %s",
             "decode runs" if self._target.draft_tokens == 1 else "verification of drafts runs",
             prefill_attention(runner, type(self).__bases__[1]),
             self._target.num_q_heads,
             self._target.num_kv_heads,
-            self._target.head_dim,
             self._target.max_queries,
-            self._target.num_sms,
-            "threads" if runner.device == "cpu" else "SMs",
             config,
         )
 
