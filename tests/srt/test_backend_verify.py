@@ -183,7 +183,7 @@ def test_bounds_of_lengths(given: list[tuple[int, int]], least: Any, most: Any) 
 def test_a_step_whose_lengths_the_host_does_not_know(bed: VerifyBed) -> None:
     """It is planned with bounds, and the plan holds for whatever was accepted."""
     committed = bed.lens.clone()
-    for _ in range(30):
+    for _ in range(80):
         for req, least in zip(bed.reqs, committed.tolist(), strict=True):
             req.kv.kv_committed_len = least
             req.kv.kv_allocated_len = least + 2 * DRAFT_TOKENS
@@ -191,7 +191,7 @@ def test_a_step_whose_lengths_the_host_does_not_know(bed: VerifyBed) -> None:
         for most in (DRAFT_TOKENS, 2 * DRAFT_TOKENS):
             bed.check_plan_holds(committed + most)
         committed += torch.tensor([1, 3, 2, 3])
-    assert bed.stats.plans_made == 1 and not bed.stats.fallbacks
+    assert 1 < bed.stats.plans_made < 5 and not bed.stats.fallbacks
 
 
 @pytest.mark.parametrize("committed", [1, None], ids=["far apart", "unreadable"])
