@@ -54,6 +54,9 @@ class FakeWorkspace(Workspace):
         self.plan = plan
         return True
 
+    def snapshot(self, *_: Any) -> None:
+        pass
+
     def lose(self) -> None:
         for buffer in self._buffers.values():
             buffer.fill_(LOST)
@@ -140,8 +143,9 @@ def test_after_a_wake_a_plan_is_copied_again(server: Server, tags: list[str] | N
     assert server.tags == [GPU_MEMORY_TYPE_KV_CACHE]
     workspace: Any = held._workspace
     made = plan([None, None], [10, 20], held.target)
-    held.load(made, 2)
-    held.load(made, 2)
+    for _ in range(2):
+        held.load(made, 2)
+        held.snapshot(torch.zeros(2), torch.zeros(2))
     assert workspace.copied == [made]
     workspace.lose()
     server.resume([GPU_MEMORY_TYPE_WEIGHTS])
