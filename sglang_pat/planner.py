@@ -32,9 +32,6 @@ class Node(NamedTuple):
 
 PathElement = Node | tuple[int, int, int]
 
-# Positions of (node id, start, end) in an element of ``plan``'s paths.
-_PLAIN_FIELDS = (0, 1, 2)
-
 
 class Planner:
     """Makes plans for one target and keeps the working memory. Not thread-safe."""
@@ -48,12 +45,11 @@ class Planner:
         paths: Sequence[Sequence[tuple[Any, ...]] | None],
         seq_lens: Integers,
         limits: Integers | None = None,
-        fields: tuple[int, int, int] = _PLAIN_FIELDS,
     ) -> Plan:
         """Plan one decode step of B queries.
 
-        ``paths[i]`` lists the radix nodes of query i from the root on, as tuples whose positions
-        ``fields`` hold (node id, start, end); ``None`` or empty means that it shares nothing.
+        ``paths[i]`` lists the radix nodes of query i from the root on, as tuples (node id, start,
+        end); ``None`` or empty means that it shares nothing.
         ``seq_lens`` [B] counts tokens, the one being decoded included. ``limits`` [B] clips paths
         to the tokens that are safe to share; by default all of the sequence.
 
@@ -61,7 +57,7 @@ class Planner:
         a batch larger than the target's ``max_queries``; TypeError for elements of another form.
         """
         lens, bounds = _lengths(seq_lens, limits)
-        return self._native.plan_from_info(paths, bounds, lens, fields)
+        return self._native.plan(paths, bounds, lens)
 
     def plan_handles(
         self,
@@ -83,7 +79,7 @@ class Planner:
     def last_paths(self) -> list[list[tuple[int, int, int]]]:
         """Of each query of the last plan what it was made from: (node id, start, end) from the root
         on, as far as another query shares it."""
-        return [[(n, start, end) for n, start, end in path] for path in self._native.last_paths()]
+        return self._native.last_paths()
 
     @property
     def costs(self) -> list[float]:

@@ -58,7 +58,6 @@ RADIX_CACHE_DISABLED = "radix cache disabled"
 NOT_CACHED = "nothing cached yet"
 NO_LOCK = "no tree lock"
 NO_REQUEST = "row without a request"
-NOT_READ = "path not read yet"
 _REMEDIES = {
     RADIX_CACHE_DISABLED: (
         "SGLang's radix cache, which knows what requests share, is disabled: start the server "
@@ -69,10 +68,6 @@ _REMEDIES = {
         "(--page-size), or the cache is too small to keep them"
     ),
     NO_LOCK: "most requests held no prefix in the radix cache, as those just released",
-    NOT_READ: (
-        "most requests stand so deep in the radix cache that their paths are read over several "
-        "steps"
-    ),
     NO_REQUEST: "most queries of the batches belonged to no request of the scheduler",
 }
 # Reasons of fallbacks: the requests, or what they share, could not be read.

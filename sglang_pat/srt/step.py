@@ -288,8 +288,6 @@ class StepPlanner:
             plan, state.private = self._plan_handles(state, batch, handles, lens)
             if len(seq_lens) > len(batch.reqs):
                 state.private[NO_REQUEST] = len(seq_lens) - len(batch.reqs)
-            if state.view.unread:  # the next step reads on, and plans anew
-                state.handles, state.suspect = None, True
         state.has_paths = True
         self._stats.private(state.private)
         return plan

@@ -99,13 +99,6 @@ def test_clipped_paths_share_what_both_have() -> None:
     assert planner.last_tree() == ([(-1, 0, 30, 3), (0, 30, 80, 2)], [1, 1, 0])
 
 
-def test_sglangs_six_field_tuples() -> None:
-    info = [(7, -1, 0, 40, 40, 2), (9, 7, 40, 60, 20, 0)]
-    planner = Planner(target())
-    planner.plan([info, info, None], [70, 70, 10], limits=[60, 60, 0], fields=(0, 2, 3))
-    assert planner.last_tree() == ([(-1, 0, 60, 2)], [0, 0, -1])
-
-
 def test_planning_again_with_other_lengths() -> None:
     planner = Planner(target())
     paths = [[(1, 0, 80)], [(1, 0, 80)], None]

@@ -103,24 +103,6 @@ def test_requests_without_a_node_are_counted(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_paths_that_are_too_long_for_one_plan_are_read_by_the_next(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sglang_pat.srt.radix.MOST_READ", 12)
-    cache = LiveCache(kind, slots=4000, rows=64, context=64)
-    text = list(range(50))
-    for length in range(2, 40):
-        cache.end(cache.admit(text[:length]), [])
-    reqs = [cache.admit([*text, own]) for own in range(100, 104)]
-    batch, lens = cache.batch(reqs)
-    steps = StepPlanner(TARGET, Stats())
-    shared = [steps.plan(batch, known(lens)).num_shared_items for _ in range(8)]
-    assert not shared[0] and shared[-1] and steps._stats.private_requests["path not read yet"]
-    steps.plan(batch, known(lens))
-    assert not steps.made and not steps._stats.fallbacks
-
-
-@pytest.mark.parametrize("kind", CACHES)
 def test_rows_of_another_form_are_refused(kind: str) -> None:
     """They are read at their address."""
     cache = LiveCache(kind, slots=1000, rows=4, context=64)

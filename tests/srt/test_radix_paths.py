@@ -83,20 +83,14 @@ class Core:
 class Reader:
     """Plans the same batches through a ``RadixPaths``: of Python nodes, or of a core's ids."""
 
-    def __init__(
-        self,
-        kind: str,
-        most_read: int = 1 << 14,
-        most_nodes: int = 1 << 17,
-        core: Core | None = None,
-    ) -> None:
+    def __init__(self, kind: str, core: Core | None = None) -> None:
         self.core = core or Core()
         self.planner = Planner(TARGET)
         self.by_id = kind == "ids"
         self.paths = (
-            _C.RadixPaths.of_tree_core(self.core, most_read, most_nodes)
+            _C.RadixPaths.of_tree_core(self.core)
             if self.by_id
-            else _C.RadixPaths.of_nodes("name", "up", "tokens", most_read, most_nodes)
+            else _C.RadixPaths.of_nodes("name", "up", "tokens")
         )
 
     def plan(
@@ -157,7 +151,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_tree_that_grows_and_splits_between_batches(kind: str, seed: int) -> None:
     rng = random.Random(seed)
-    by = Reader(kind, most_read=rng.choice((1 << 14, 400)))
+    by = Reader(kind)
     root = Node(None, 0)
     nodes = [root]
     leaves: list[Node | None] = []
@@ -229,44 +223,6 @@ def test_a_node_without_k_v_on_the_device_is_read_from_its_path() -> None:
     by = Reader("ids", core=core)
     system = Node(Node(None, 0), 50)
     by.check([Node(Node(system, 3), 2) for _ in range(4)])
-
-
-def test_deep_paths_are_read_over_several_plans(kind: str) -> None:
-    """They share nothing before, and share at last."""
-    by = Reader(kind, most_read=20)
-    node = Node(None, 0)
-    for _ in range(100):
-        node = Node(node, 2)
-    leaves = [Node(node, 1), Node(node, 1), Node(node.up, 1)]
-    unread = []
-    for _ in range(7):
-        made = by.plan(leaves, [300] * 3)
-        unread.append(by.paths.num_unread)
-    assert unread[0] == 3 and unread[-1] == 0 and made.num_shared_items > 0
-    by.check(leaves)
-    # One that leaves before it is read, and one that comes, leave nothing wrong behind.
-    other = Node(None, 0)
-    for _ in range(60):
-        other = Node(other, 1)
-    by.plan([*leaves, other], [300] * 4)
-    leaves += [Node(other, 1), Node(other, 2)]
-    for _ in range(5):
-        by.plan(leaves, [300] * 5)
-    by.check(leaves)
-
-
-def test_no_more_nodes_are_kept_than_the_bound(kind: str) -> None:
-    by = Reader(kind, most_nodes=50)
-    root = Node(None, 0)
-    shallow = [Node(Node(root, 5), 1)] * 2
-    node = root
-    for _ in range(100):
-        node = Node(node, 2)
-    for _ in range(5):
-        made = by.plan([*shallow, node, node], [300] * 4)
-        assert by.paths.num_unread == 2 and by.paths.num_nodes <= 51
-        assert made.num_shared_items > 0
-    by.check(shallow)
 
 
 class Broken:
@@ -341,10 +297,8 @@ def test_the_same_paths_with_other_lengths() -> None:
 
 def test_more_requests_than_rows_are_refused() -> None:
     handles = np.zeros(4, dtype=HANDLE).tobytes()
-    paths = _C.RadixPaths.of_nodes("name", "up", "tokens", 9, 9)
+    paths = _C.RadixPaths.of_nodes("name", "up", "tokens")
     with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
         Planner(
             Target.h200(num_q_heads=8, num_kv_heads=8, head_dim=64, max_queries=8)
         ).plan_handles(handles, np.ones(3, np.int64), paths, None)
-    with pytest.raises(ValueError, match="must be positive"):
-        _C.RadixPaths.of_nodes("name", "up", "tokens", 0, 9)

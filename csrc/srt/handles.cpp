@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "python_paths.h"
+#include "handles.h"
 
 #include <algorithm>
 #include <utility>
@@ -9,44 +9,6 @@
 namespace py = pybind11;
 
 namespace pat {
-void PathTable::clear() {
-  offsets_.assign(1, 0);
-  node_ids_.clear();
-  starts_.clear();
-  ends_.clear();
-}
-
-void PathTable::add(int64_t node_id, int64_t start, int64_t end) {
-  node_ids_.push_back(node_id);
-  starts_.push_back(start);
-  ends_.push_back(end);
-}
-
-void PathTable::read(const py::sequence& infos, const int64_t* limits, const PathFields& fields) {
-  const py::object queries = fast_sequence(infos.ptr(), "paths must be a sequence");
-  const py::ssize_t num_queries = PySequence_Fast_GET_SIZE(queries.ptr());
-  clear();
-  for (py::ssize_t query = 0; query < num_queries; ++query) {
-    PyObject* info = PySequence_Fast_GET_ITEM(queries.ptr(), query);
-    if (info != Py_None) {
-      const py::object path = fast_sequence(info, "a path must be a sequence of tuples or None");
-      const py::ssize_t depth = PySequence_Fast_GET_SIZE(path.ptr());
-      for (py::ssize_t level = 0; level < depth; ++level) {
-        PyObject* element = PySequence_Fast_GET_ITEM(path.ptr(), level);
-        const int64_t start = path_field(element, fields.start, "start");
-        if (start >= limits[query]) break;
-        add(path_field(element, fields.node_id, "node id"), start,
-            std::min(path_field(element, fields.end, "end"), limits[query]));
-      }
-    }
-    end_query();
-  }
-}
-
-PathView PathTable::view() const {
-  return {static_cast<int64_t>(offsets_.size()) - 1, offsets_.data(), node_ids_.data(),
-          starts_.data(), ends_.data()};
-}
 
 HandleReader::HandleReader(const std::array<std::string, 3>& paths, int64_t settle, int64_t recheck)
     : memory_(settle, recheck) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What was last read of the requests, so that a decode step looks only at those that may have
-// changed.
+// Reads of requests what a plan depends on, at C speed, and remembers it, so that a decode step
+// looks only at those that may have changed.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace pat {
@@ -104,6 +105,32 @@ class HandleMemory {
   int64_t step_ = 0;
   bool anew_ = false;
   std::vector<Entry> entries_;
+};
+
+// Reads what a plan depends on out of requests: three dotted integer attributes, such as
+// "lock.node": node, tokens safe to share, row of req_to_token. Remembers them: see HandleMemory.
+class HandleReader {
+ public:
+  HandleReader(const std::array<std::string, 3>& paths, int64_t settle, int64_t recheck);
+
+  // int64 [requests, 3]; a None on the way reads as -1, and a request whose row is not the one at
+  // `rows_ptr` (int64 [requests]) as (-1, 0, that row). `generations_ptr` (int64
+  // [num_generations]): of all rows; without any, where nobody counts them, everything is read.
+  // `step` and `anew` as in HandleMemory. Throws AttributeError, and TypeError for anything that is
+  // not an integer.
+  pybind11::bytes read(const pybind11::sequence& requests, uintptr_t rows_ptr,
+                       uintptr_t generations_ptr, int64_t num_generations, int64_t step, bool anew);
+
+ private:
+  struct Path {
+    std::string what;
+    std::vector<pybind11::str> names;
+    size_t first;  // of the distinct first names, which one is this path's
+  };
+
+  std::vector<Path> paths_;
+  std::vector<pybind11::str> firsts_;  // distinct among neighbouring paths
+  HandleMemory memory_;
 };
 
 }  // namespace pat
