@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "../count_of.h"
 #include "costs.h"
 
 namespace pat {

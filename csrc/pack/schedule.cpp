@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "../check.h"
-#include "../count_of.h"
 #include "paper.h"
 
 namespace pat {
@@ -27,7 +26,14 @@ std::string unfit(const Items& items) {
 }  // namespace
 
 Scheduler::Scheduler(const Target& target)
-    : target_((target.validate(), target)), without_wide_(target_.without_wide()) {}
+    : target_((target.validate(), target)),
+      without_wide_(target_.without_wide()),
+      judge_(target_) {}
+
+void Scheduler::set_costs(const Costs& costs) {
+  target_.costs = costs;
+  judge_ = Judge(target_);
+}
 
 Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   const Batch batch = batch_of(tree, seq_lens, num_queries);
@@ -146,7 +152,7 @@ bool Scheduler::make_branches(const Batch& batch, const Cut& cut) {
   if (batch.tree.nodes.empty() || cut.branch_rows < target_.group()) return false;
   if (!std::exchange(ordered_, true)) order_.read(batch.tree, batch.seq_lens, batch.num_queries);
   const int64_t branch_tokens = other_.branch(order_, target_, cut);
-  return branch_tokens > 0 && judge_.least_seconds(target_, branch_tokens) < least_s_ &&
+  return branch_tokens > 0 && judge_.least_seconds(branch_tokens) < least_s_ &&
          other_.list_branches(target_);
 }
 
@@ -166,8 +172,7 @@ Plan Scheduler::emit(const Batch& batch) {
   if (least_s_ == Judge::kNever) {  // no cut was chosen, so nobody has judged this plan
     least_s_ = judge_.seconds(least_, batch.unique_tokens, Judge::kNever);
   }
-  Plan plan = emitter_.emit({least_.target(), least_.packs(), least_.brancher(), least_.assigned(),
-                             batch.seq_lens, batch.num_queries});
+  Plan plan = emitter_.emit(least_);
   plan.seconds = least_s_;
   return plan;
 }

@@ -33,7 +33,7 @@ class Scheduler {
 
   // What the judge charges.
   const Costs& costs() const { return target_.costs; }
-  void set_costs(const Costs& costs) { target_.costs = without_wide_.costs = costs; }
+  void set_costs(const Costs& costs);
 
  private:
   Batch batch_of(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) const;

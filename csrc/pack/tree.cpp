@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "../check.h"
-#include "../count_of.h"
+#include "../plan.h"
 
 namespace pat {
 namespace {

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "../check.h"
-#include "../count_of.h"
+#include "../plan.h"
 
 namespace py = pybind11;
 

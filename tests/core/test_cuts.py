@@ -24,7 +24,7 @@ from kit.trees import (
 
 from sglang_pat import _C
 from sglang_pat.explain.tree import Tree
-from sglang_pat.planner import Plan, plan
+from sglang_pat.planner import Plan, Planner, plan
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target
 
 
@@ -108,17 +108,16 @@ def test_seconds_follow_the_machine() -> None:
 
 def test_costs_are_set_by_value() -> None:
     """As the program that fits them does."""
-    planner = _C.Planner(target().native)
+    planner = Planner(target())
     assert len(planner.costs) == len(_C.COST_NAMES) and min(planner.costs) > 0
-    offsets, none, lens = np.zeros(2, np.int64), np.zeros(0, np.int64), np.array([500])
-    before = planner.plan(offsets, none, none, none, lens)
+    before = planner.plan([[]], [500])
     values = planner.costs
     values[_C.COST_NAMES.index("launch_us")] += 1000.0
-    planner.costs = values
-    after = planner.plan(offsets, none, none, none, lens)
+    planner.set_costs(values)
+    after = planner.plan([[]], [500])
     assert after.seconds - before.seconds == pytest.approx(1e-3)
     with pytest.raises(ValueError, match="2 costs, need"):
-        planner.costs = [1.0, 2.0]
+        planner.set_costs([1.0, 2.0])
 
 
 TREE = Tree((1, 256), (256, 32))
