@@ -34,7 +34,7 @@ void Items::take(const Packs& packs) {
 }
 
 int64_t Items::branch(const TreeOrder& order, const Target& target, const Cut& cut) {
-  return brancher_.cut(order, {cut.limit, cut.branch_rows / target.group()}, packs_);
+  return brancher_.cut(order, cut.limit, cut.branch_rows / target.group(), packs_);
 }
 
 // The shortest pieces that make no more units than the cut wants. An SM that gets one piece more
