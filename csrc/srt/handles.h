@@ -36,14 +36,6 @@ class HandleMemory {
     anew_ = anew;
   }
 
-  // Hints that `find` will be called: first the one, some rows later the other.
-  void prefetch(int64_t row) const {
-    if (knows(row)) __builtin_prefetch(&entries_[static_cast<size_t>(row)]);
-  }
-  void prefetch_owner(int64_t row) const {
-    if (knows(row)) __builtin_prefetch(entries_[static_cast<size_t>(row)].owner.ptr());
-  }
-
   // The handle to be taken for a request of this call's batch, or nullptr if it must be read.
   const Handle* find(const PyObject* request, int64_t row, int64_t generation) {
     if (!knows(row)) return nullptr;
@@ -122,15 +114,11 @@ class HandleReader {
                        uintptr_t generations_ptr, int64_t num_generations, int64_t step, bool anew);
 
  private:
-  struct Path {
-    std::string what;
-    std::vector<pybind11::str> names;
-    size_t first;  // of the distinct first names, which one is this path's
-  };
+  Handle read_one(PyObject* request) const;
 
-  std::vector<Path> paths_;
-  std::vector<pybind11::str> firsts_;  // distinct among neighbouring paths
   HandleMemory memory_;
+  const std::array<std::string, 3> paths_;
+  std::array<std::vector<pybind11::str>, 3> names_;  // of each path
 };
 
 }  // namespace pat

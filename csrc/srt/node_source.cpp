@@ -90,10 +90,8 @@ NodeAbove PythonNodes::above(const NodeRef& node) const {
 }
 
 std::vector<size_t> PythonNodes::find_split(const std::vector<KnownNode>& nodes) const {
-  constexpr size_t kAhead = 8;  // nodes between a hint and the look-up of the parent
   std::vector<size_t> split;
   for (size_t i = 0; i < nodes.size(); ++i) {
-    if (i + kAhead < nodes.size()) prefetch_attributes(nodes[i + kAhead].node.object);
     if (get_attr(nodes[i].node.object, parent_.ptr()).ptr() != nodes[i].parent) split.push_back(i);
   }
   return split;
