@@ -210,9 +210,7 @@ void bind_target(py::module_& m) {
       .def_readwrite("max_branch_tokens", &Target::max_branch_tokens)
       .def_readwrite("hopper", &Target::hopper)
       .def_readwrite("cuts", &Target::cuts)
-      .def_readwrite("by_paper", &Target::by_paper)
-      .def("partial_cost_bytes", &Target::partial_cost_bytes,
-           "Bytes that a partial of a query costs per KV head, written and read.");
+      .def_readwrite("by_paper", &Target::by_paper);
 }
 
 // Fields of the header and what else counts; see csrc/plan.h and emit.h.
@@ -323,7 +321,6 @@ void bind_planner(py::module_& m) {
             return RadixPaths(std::make_unique<PythonNodes>(id, parent, key));
           },
           "id"_a, "parent"_a, "key"_a, "Of Python nodes with attributes of these names.")
-      .def("forget", &RadixPaths::forget, "Know no node any more.")
       .def_property_readonly("num_missing", &RadixPaths::num_missing,
                              "Requests of the last read without a node.")
       .def_property_readonly("num_uncached", &RadixPaths::num_uncached,

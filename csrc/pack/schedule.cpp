@@ -37,21 +37,12 @@ void Scheduler::set_costs(const Costs& costs) {
 
 Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   const Batch batch = batch_of(tree, seq_lens, num_queries);
-  std::string degraded;
   least_s_ = Judge::kNever;
-  if (target_.by_paper) {
-    packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kPaper, packs_);
-    least_.take(packs_);
-    const auto split_for = [&](const Target& tiles) {  // the mean depends on the row tiles
-      const std::vector<int32_t> pieces = split_by_mean(tiles, packs_);
-      least_.split(tiles, without_wide_, [&](int32_t i) { return pieces[i]; });
-    };
-    split_for(target_);
-    if (&least_.target() == &without_wide_) split_for(without_wide_);
-    if (!fits(least_, num_queries)) degraded = make_simpler(batch);
-  } else {
-    packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kBytes, packs_);
-    if (!make_least(batch)) degraded = make_simpler(batch);
+  packer_.choose(without_wide_, tree, seq_lens, num_queries,
+                 target_.by_paper ? Packer::Rule::kPaper : Packer::Rule::kBytes, packs_);
+  std::string degraded;
+  if (!(target_.by_paper ? make_by_paper(batch) : make_least(batch))) {
+    degraded = make_simpler(batch);
   }
   Plan plan = emit(batch);
   plan.degraded = std::move(degraded);
@@ -95,6 +86,18 @@ Batch Scheduler::batch_of(const PackTree& tree, const int64_t* seq_lens,
   PAT_CHECK(batch.unique_tokens <= kMostTokens, "a batch reads ", batch.unique_tokens,
             " different tokens, a plan can have ", kMostTokens, ": decode fewer requests at once");
   return batch;
+}
+
+// Leaves in least_ what the paper cuts. Returns whether that fits the buffers.
+bool Scheduler::make_by_paper(const Batch& batch) {
+  least_.take(packs_);
+  const auto split_for = [&](const Target& tiles) {  // the mean depends on the row tiles
+    const std::vector<int32_t> pieces = split_by_mean(tiles, packs_);
+    least_.split(tiles, without_wide_, [&](int32_t i) { return pieces[i]; });
+  };
+  split_for(target_);
+  if (&least_.target() == &without_wide_) split_for(without_wide_);
+  return fits(least_, batch.num_queries);
 }
 
 // Leaves in least_ what the judge says takes the least time. Returns false if no cut fits the

@@ -37,6 +37,7 @@ class Scheduler {
 
  private:
   Batch batch_of(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) const;
+  bool make_by_paper(const Batch& batch);
   bool make_least(const Batch& batch);
   bool has_cut(size_t index) const { return target_.cuts >> index & 1; }
   bool make(const Batch& batch, const Cut& cut);

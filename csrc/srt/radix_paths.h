@@ -36,7 +36,6 @@ class RadixPaths {
   // safe to share: nodes with the same queries are one element, under the id of the lowest. Queries
   // beyond `count` have no request. On what the source throws everything is forgotten.
   void read(const Handle* handles, size_t count, size_t num_queries, const Leaf& leaf, Paths& out);
-  void forget();
 
   // Of the last read: requests without a node, and with one but no tokens that are safe to share.
   int64_t num_missing() const { return num_missing_; }
@@ -72,6 +71,7 @@ class RadixPaths {
   };
 
   Node& at(int32_t index) { return nodes_[static_cast<size_t>(index)]; }
+  void forget();
   void try_read(const Handle* handles, size_t count, const Leaf& leaf);
   void name(size_t query, int32_t index);
   void count_leaves();
