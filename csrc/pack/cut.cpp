@@ -4,11 +4,6 @@
 #include <algorithm>
 
 namespace pat {
-namespace {
-
-constexpr int64_t kMostPieces = 512;  // of a pack
-
-}  // namespace
 
 // A tail's last piece holds all of the query's draft tokens, so a shorter one is joined to the
 // piece before it.

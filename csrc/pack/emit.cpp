@@ -29,9 +29,8 @@ uint32_t lpt_bucket(int32_t tokens) {
 // plan is made anew: plans get rarer as sequences get longer. The last piece takes all of the
 // growth: half a chunk more unbalances items little.
 int32_t headroom(const Pack& tail) {
-  const int32_t most =
-      tail.pieces == 1 ? tail.tokens() / 4 : std::min(tail.tokens() / 4, tail.chunk / 2);
-  return std::max(kMinHeadroom, most);
+  const int32_t share = tail.tokens() / kTailToHeadroom;
+  return std::max(kMinHeadroom, tail.pieces == 1 ? share : std::min(share, tail.chunk / 2));
 }
 
 // Where the parts of a plan begin, in bytes.

@@ -15,8 +15,6 @@ constexpr uint32_t kLongest = 1U << 30;  // tokens
 // By Judge::Kind: wide items and those of joint plans run first, then pairs, heavy items and light
 // ones, each the longest first.
 constexpr std::array<uint32_t, 6> kRanks = {3, 2, 2, 1, 0, 0};
-// Steps of a simulation, about: with more the plans are hardly less off.
-constexpr double kSteps = 24.0;
 
 // The larger of two times, and up to a fifth more where they are near each other: memory that is
 // almost busy slows the SMs, and SMs that are almost busy leave the memory gaps.
