@@ -54,7 +54,7 @@ ATTRIBUTES = {
         *("device", "dtype", "kv_cache_dtype", "is_draft_worker", "init_new_workspace"),
         *("draft_attention_backend", "kv_cache_dtype_str"),
         *("kv_index_translator", "model_config", "req_to_token_pool", "token_to_kv_pool"),
-        *("use_mla_backend", "memory_saver_adapter", "model", "prefill_aware_swa", "server_args"),
+        *("memory_saver_adapter", "model", "prefill_aware_swa", "server_args"),
     ),
     "model_executor.cuda_graph_config.PhaseConfig": ("backend", "bs", "max_bs"),
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (

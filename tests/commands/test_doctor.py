@@ -81,7 +81,7 @@ def test_a_refused_model_is_told_from_a_served_one(tmp_path: Path) -> None:
     report = json.loads(run.stdout)
     assert not report["ok"]
     assert report["server"]["verdict"] == "refused"
-    assert "uses MLA" in report["server"]["refused"][0]
+    assert "uses MLA" in report["server"]["reasons"][0]["words"]
     assert all(finding["status"] != "block" for finding in report["findings"])
 
 
