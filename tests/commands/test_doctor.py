@@ -108,15 +108,6 @@ def test_a_refused_model_is_told_from_a_wrong_option_of_a_served_one(
         assert refused in report["server"]["reasons"][0]["words"]
 
 
-def test_a_question_that_makes_no_sense_is_wrong_usage(tmp_path: Path) -> None:
-    model = kit_models.write_config(tmp_path / "model", kit_models.LLAMA)
-    run = _run(tmp_path, "--model", str(model), "--no-such-flag", fork=True)
-    assert run.returncode == 2, run.stdout + run.stderr
-    said = run.stderr.splitlines()[-1]
-    assert said.startswith("sglang-pat doctor: ") and "arguments: --no-such-flag" in said
-    assert "usage:" not in run.stderr
-
-
 def test_a_path_or_gpu_that_is_not_known_is_said_before_sglang_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,13 +27,11 @@ from kit.models import (
     PLAIN,
     QWEN3_MOE,
     STEP3P5,
-    VISION,
     write_config,
 )
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from sglang.srt.arg_groups import memory_hook
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
 from sglang_pat import _C
@@ -81,102 +79,30 @@ def published(family: str) -> dict[str, Any]:
     return {name: value for name, value in FAMILIES[family].items() if name != "class"}
 
 
-def with_vision(name: str, text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
-    """As it is published: text and pictures."""
-    return {
-        "architectures": [f"{name}ForConditionalGeneration"],
-        "model_type": name.lower(),
-        "torch_dtype": "bfloat16",
-        "text_config": {key: text[key] for key in text if key != "architectures"},
-        "vision_config": vision,
-    }
+def model(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    """What is not said is the default of the published model's own configuration."""
+    return PLAIN | {"architectures": [architecture], "model_type": model_type} | fields
 
 
-QWEN3_5_VISION = with_vision(
-    "Qwen3_5",
-    published("qwen3_5") | {"model_type": "qwen3_5_text"},
-    {
-        "model_type": "qwen3_5",
-        "depth": 1,
-        "hidden_size": 64,
-        "num_heads": 2,
-        "intermediate_size": 64,
-        "out_hidden_size": 512,
-    },
+def with_vision(name: str, family: str) -> dict[str, Any]:
+    kinds = ("num_hidden_layers", "layer_types", "full_attention_interval")
+    text = {key: FAMILIES[family][key] for key in kinds if key in FAMILIES[family]}
+    return model(f"{name}ForConditionalGeneration", family, text_config=text)
+
+
+CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
+LFM2 = model("Lfm2ForCausalLM", "lfm2", layer_types=CONVOLUTIONS)
+LAYERS = ["jet", "attn", "jet", "swa"]
+JET = model("JetNemotronForCausalLM", "jet_nemotron", layer_types=LAYERS)
+MIMO = model(  # K of 192, V of 128; windows in two of four layers
+    "MiMoV2FlashForCausalLM",
+    "mimo_v2_flash",
+    head_dim=192,
+    hybrid_layer_pattern=[0, 1, 1, 0],
+    attention_chunk_size=128,
 )
-GEMMA3_VISION = with_vision("Gemma3", published("gemma3"), VISION)
-LFM2 = PLAIN | {
-    "architectures": ["Lfm2ForCausalLM"],
-    "model_type": "lfm2",
-    "layer_types": ["conv", "conv", "full_attention", "conv"],
-    "conv_L_cache": 3,
-    "norm_eps": 1e-5,
-}
-JET = PLAIN | {
-    "architectures": ["JetNemotronForCausalLM"],
-    "model_type": "jet_nemotron",
-    "layer_types": ["jet", "attn", "jet", "swa"],
-    "efficient_attention_config": {
-        "jet": {
-            "num_heads": 4,
-            "head_dim": 64,
-            "expand_v": 2.0,
-            "conv_size": 4,
-            "mode": "chunk",
-            "dconv_generator_reduction": 8,
-            "dconv_implementation": "triton",
-            "norm_eps": 1e-5,
-        },
-        "swa": {"window_size": 1024},
-    },
-}
-MIMO = PLAIN | {  # K of 192, V of 128; windows in two of four layers
-    "architectures": ["MiMoV2FlashForCausalLM"],
-    "model_type": "mimo_v2_flash",
-    "head_dim": 192,
-    "v_head_dim": 128,
-    "swa_head_dim": 192,
-    "swa_v_head_dim": 128,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "hybrid_layer_pattern": [0, 1, 1, 0],
-    "sliding_window": 128,
-    "attention_chunk_size": 128,
-    "moe_layer_freq": [0, 1, 1, 1],
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-}
-_LATENTS = {
-    "kv_lora_rank": 64,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "pad_token_id": 0,
-}
-BAILING = (
-    PLAIN
-    | _LATENTS
-    | {
-        "architectures": ["BailingMoeV2_5ForCausalLM"],
-        "model_type": "bailing_hybrid",
-        "layer_group_size": 4,
-    }
-)
-KIMI = (PLAIN | _LATENTS) | {
-    "architectures": ["KimiLinearForCausalLM"],
-    "model_type": "kimi_linear",
-    "linear_attn_config": {
-        "full_attn_layers": [4],
-        "kda_layers": [1, 2, 3],
-        "head_dim": 64,
-        "num_heads": 4,
-        "short_conv_kernel_size": 4,
-    },
-}
-
-
+BAILING = model("BailingMoeV2_5ForCausalLM", "bailing_hybrid")
+KIMI = model("KimiLinearForCausalLM", "kimi_linear", qk_nope_head_dim=32, qk_rope_head_dim=16)
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 CHAINS = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
@@ -193,14 +119,14 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         (published("qwen3_next"), (), [3], {OFF: [0, 1, 2]}),
         (LLAMA4, ON_FA3, [3], {CHUNKED: [0, 1, 2]}),
         (published("qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
-        (QWEN3_5_VISION, (), [3], {OFF: [0, 1, 2]}),
+        (with_vision("Qwen3_5", "qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
         (published("falcon_h1"), (), [0, 1, 2], {}),
         (published("nemotron_h"), (), [3, 7, 11], {OFF: [0, 1, 2, 4, 5, 6, 8, 9, 10]}),
         (published("granite_hybrid"), (), [1, 3, 5], {OFF: [0, 2, 4]}),
         (LFM2, (), [2], {OFF: [0, 1, 3]}),
         (JET, (), [1], {SLIDING: [3], OFF: [0, 2]}),
         (published("gemma3"), (), [1, 3], {SLIDING: [0, 2]}),
-        (GEMMA3_VISION, (), [1, 3], {SLIDING: [0, 2]}),
+        (with_vision("Gemma3", "gemma3"), (), [1, 3], {SLIDING: [0, 2]}),
         # MiMo: the windows are named as such, though config.json has a chunk size.
         (MIMO, (), [], {"head dims 192 and 128, not both one of (64, 128, 256)": [0, 3],
                         SLIDING: [1, 2]}),
@@ -221,6 +147,7 @@ def test_which_layers_are_served(
     assert verdict.status == (whole if ours else "nothing to gain")
     assert verdict.reasons == [] and verdict.ok == bool(ours) == (verdict.workspace is not None)
     assert verdict.as_json()["layers"] == verdict.layers
+    assert (verdict.kv_dtype == "float8_e4m3fn") is (flags == FP8)
 
 
 CHOOSE, GAIN = "choose another --attention-backend", "nothing to gain"
@@ -235,10 +162,7 @@ GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_os
         (DEEPSEEK, ("--dtype", "bfloat16"), "", "refused", "uses MLA", CHOOSE),
         (KIMI, (), "H100", "refused", "the model uses MLA", CHOOSE),
         (BAILING, (), "H100", "refused", "the model uses MLA", CHOOSE),
-        (LLAMA, ("--dtype", "float32"), "H100", "refused",
-         "the model is torch.float32, on cuda pat takes bfloat16, float16", "set one as --dtype"),
-        (LLAMA, ("--enable-pdmux", "--chunked-prefill-size", "-1"), "H100", "refused",
-         "--enable-pdmux: two", f"drop it or {CHOOSE}"),
+        (LLAMA, ("--dtype", "float32"), "H100", "refused", "torch.float32", "set one as --dtype"),
         # In SGLang's own words, which are not cut.
         (LLAMA4, (), "H100", "refused", "is required for Llama4 model but got pat", CHOOSE),
         (GPT_OSS, (), "H100", "refused", "- Prefill: pat - Decode: pat", CHOOSE),
@@ -257,8 +181,6 @@ GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_os
         (LLAMA, (*CHAINS, "--prefill-attention-backend", "fa3"), "H100", GAIN,
          "drafts are verified on", "set --speculative-attention-mode decode"),
         (LLAMA, ("--is-embedding",), "H100", GAIN, "model never decodes", CHOOSE),
-        (LLAMA, ("--max-running-requests", "1"), "", GAIN, "at most 1 decode", "raise it"),
-        (LLAMA, ("--disaggregation-mode", "prefill"), "H100", GAIN, "prefill server", "give --att"),
         # The next two are served all the same, each request by itself.
         (LLAMA, ("--disaggregation-mode", "decode"), "H100", GAIN, "keeps no radix cache",
          "set --disaggregation-decode-enable-radix-cache"),
@@ -333,13 +255,6 @@ def test_notes_name_the_option_that_makes_them_go(ask: Any) -> None:
         assert ask(published(family), gpu="B200").ok and not ask(published(family)).notes
 
 
-def test_a_gpu_without_kernels_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a"))
-    (reason,) = ask(LLAMA, gpu="B200").reasons
-    assert "compute capability 8.x, 9.0 (with PAT_ARCHS=all" in reason.words
-    assert "B200 of 10.0" in reason.words
-
-
 def test_the_workspace_is_what_the_backend_would_size(
     ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,37 +275,13 @@ def test_the_workspace_is_what_the_backend_would_size(
     assert ("workspace", small.workspace.warning(), "") in small.lines()
 
 
-def test_a_gpu_that_is_not_here_is_forgotten_afterwards(ask: Any) -> None:
-    from sglang.srt.platforms import current_platform
-    from sglang.srt.runtime_context import get_platform
-
-    before = memory_hook.get_device_memory_capacity, current_platform.is_out_of_tree()
-    ask(LLAMA)
-    assert (memory_hook.get_device_memory_capacity, current_platform.is_out_of_tree()) == before
-    assert "is_out_of_tree" not in vars(current_platform)
-    assert get_platform().is_sm90 == torch.cuda.is_available()
-
-
 def test_questions_that_make_no_sense(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(QuestionError, match=r"'H900' is not known; the GPUs are h200, h100"):
-        ask(LLAMA, gpu="H900")
-    with pytest.raises(QuestionError, match="--model /no/such/model: there is no such folder"):
-        judge(["--model-path", "/no/such/model"], gpu="H100")
-    with pytest.raises(QuestionError, match="--gpu and --device"):
-        ask(LLAMA, "--device", "cpu")
-    with pytest.raises(QuestionError, match="unrecognized arguments: --no-such-flag; python -m"):
-        ask(LLAMA, "--no-such-flag")
-    with pytest.raises(QuestionError, match=r"--tp-size.*invalid int value: 'two'"):
-        ask(LLAMA, "--tp", "two")
+    """The rest of them is in tests/commands/test_doctor.py."""
+    for flags, said in (
+        (("--device", "cpu"), "--gpu and --device"),
+        (("--no-such-flag",), "unrecognized arguments: --no-such-flag; python -m"),
+        (("--tp", "two"), r"--tp-size.*invalid int value: 'two'"),
+    ):
+        with pytest.raises(QuestionError, match=said):
+            ask(LLAMA, *flags)
     assert capsys.readouterr().err == ""
-
-
-def test_what_people_read(ask: Any) -> None:
-    found = {topic: text for topic, text, _way_out in ask(GEMMA2).lines()}
-    assert found["server"].startswith("Gemma2ForCausalLM, 4 layers, 4 query and 2 KV heads")
-    assert found["server"].endswith("H100 80GB HBM3, K/V in bfloat16")
-    assert found["layers of pat"] == "2 (1, 3)"
-    assert found["layers of SGLang"] == "2 (0, 2): a sliding window"
-    assert "MB on the GPU" in found["workspace"]
-    assert ask(LLAMA, *FP8).as_json()["kv_dtype"] == "float8_e4m3fn"
-    assert ask(LLAMA, "--dtype", "float32", gpu="").kv_dtype == "float32"
