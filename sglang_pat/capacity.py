@@ -155,19 +155,7 @@ def fit_workspace(
     that would need more is made with fewer splits or packs. ``pool_requests``, ``pool_tokens``:
     requests and tokens that the server's pools hold. ``num_q_heads`` of one rank.
     ``largest_graph``: queries, padding included; may be 0, and beyond ``pool_requests``.
-
-    Raises ValueError unless the other numbers are 1 or more.
     """
-    numbers = {
-        "num_q_heads": num_q_heads,
-        "head_dim": head_dim,
-        "pool_requests": pool_requests,
-        "pool_tokens": pool_tokens,
-        "budget": budget,
-    }
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} is {number}, must be 1 or more")
     queries = max(pool_requests, largest_graph)
     list_tokens = list_tokens_for(pool_tokens, queries)
     room = {"max_queries": queries} | capacities(queries)
