@@ -70,7 +70,7 @@ def _run(argv: Sequence[str] | None) -> int:
     from sglang_pat.demo.server import ServerError
 
     try:
-        return run_demo(arguments.device, arguments.cache)
+        return run_demo(arguments.cache)
     except (ServerError, OSError) as error:
         print(f"sglang-pat demo: {error}", file=sys.stderr)
         return 1
@@ -108,17 +108,9 @@ def make_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="run a shared-prefix workload on the stock backend and on pat, side by side",
-        description="Serve one workload on two servers, one with SGLang's backend and one with "
-        "pat, and print times, K/V reads and whether the answers agree: in fp32 on a CPU the "
-        "tokens, in bf16 on a GPU the log-probabilities. The model is small and random: there is "
-        "no download. It takes a few minutes.",
-    )
-    demo.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="what both servers run on; auto: the GPU if there is one that pat serves, else the "
-        "CPU (default: auto)",
+        description="Serve one workload on two servers on this machine's CPU, one with SGLang's "
+        "backend and one with pat, and print times, K/V reads and whether the tokens agree. The "
+        "model is small and random: there is no download. It takes a few minutes.",
     )
     demo.add_argument(
         "--cache",
