@@ -15,9 +15,15 @@ import pytest
 from kit.shell import fresh_shell
 
 from sglang_pat import Target, cli, plan
-from sglang_pat.estimate.command import reads_of
-from sglang_pat.estimate.differences import ORDER, find, kind_of
-from sglang_pat.estimate.requests import Request, common_prefix, shared_paths
+from sglang_pat.estimate import (
+    ORDER,
+    Request,
+    common_prefix,
+    find_differences,
+    kind_of,
+    reads_of,
+    shared_paths,
+)
 
 Capture = pytest.CaptureFixture[str]
 H200 = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=64)
@@ -91,13 +97,13 @@ def test_a_last_block_that_is_part_filled_ends_with_its_request() -> None:
 def test_reads_are_those_of_the_plan() -> None:
     tokens = list(range(4096))
     batch = [request([*tokens, 5000 + n], output=100) for n in range(64)]
-    reads = reads_of(batch, 1, 64, 1, H200)
     lengths = [4097 + (2 * n + 1) * 100 // 128 + 1 for n in range(64)]
     made = plan([[(7, 0, 4096)]] * 64, lengths, H200)
-    assert reads == (sum(lengths), made.kv_tokens_read(sum(lengths)), 4096)
-    assert 0.9 < reads.saved < 1
-    apart = [request([n, *tokens]) for n in range(64)]
-    assert reads_of(apart, 1, 64, 4, H200).saved == 0
+    read = made.kv_tokens_read(sum(lengths))
+    assert reads_of(batch, 1, 64, H200) == (sum(lengths), read, 4096)
+    assert read < 0.1 * sum(lengths)
+    alone, read, shared = reads_of([request([n, *tokens]) for n in range(64)], 1, 64, H200)
+    assert alone == read and shared == 0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +126,9 @@ def test_kinds_of_differences(one: str, other: str, kind: str, texts: str) -> No
 def test_parts_in_another_order_are_found() -> None:
     a, b, c = PARTS
     batch = [request([*a, *b, *c]), request([*a, *c, *b]), request([*a, *b, *c, 9])]
-    (found,) = find(batch, lambda tokens: " ".join(f"w{token}" for token in tokens.tolist()))
+    (found,) = find_differences(
+        batch, lambda tokens: " ".join(f"w{token}" for token in tokens.tolist())
+    )
     assert found.kind == ORDER and (found.first, found.prompts) == (0, [1])
     assert (found.start, found.common) == (300, 300)
 
@@ -128,17 +136,23 @@ def test_parts_in_another_order_are_found() -> None:
 def test_documents_in_many_orders_are_many_differences() -> None:
     rng = random.Random(4)
     orders = [[0, 1, 2], *(rng.sample(range(3), 3) for _ in range(30))]
-    found = find([request(sum((PARTS[n] for n in order), [7])) for order in orders], None)
-    assert len(found) > 1 and all(one.common >= 300 for one in found)
+    found = find_differences(
+        [request(sum((PARTS[n] for n in order), [7])) for order in orders], None
+    )
+    assert found and all(one.kind == "token ids" and one.common >= 300 for one in found)
+    assert sum(len(one.prompts) for one in found) > 20
 
 
 def test_prompts_that_need_no_other_order_are_not_named() -> None:
     rng = random.Random(1)
     private = [rng.choices(range(5000, 50_000), k=200) for _ in range(8)]
-    assert find([request([*PARTS[0], *mine]) for mine in private], None) == []
-    assert find([request(mine) for mine in private], None) == []
+    assert find_differences([request([*PARTS[0], *mine]) for mine in private], None) == []
+    assert find_differences([request(mine) for mine in private], None) == []
     # Too few equal tokens stand behind what differs.
-    assert find([request([*PARTS[0], *mine, *PARTS[1][:60]]) for mine in private], None) == []
+    assert (
+        find_differences([request([*PARTS[0], *mine, *PARTS[1][:60]]) for mine in private], None)
+        == []
+    )
 
 
 def test_a_timestamp_is_named_with_what_it_costs(tmp_path: Path, capsys: Capture) -> None:
@@ -194,7 +208,7 @@ def test_a_trace(tmp_path: Path, capsys: Capture) -> None:
         ({"prompt": "text"}, [], "line 1: is text: name the model's tokenizer with --tokenizer"),
         ({"input_ids": ["a"]}, [], "line 1: must have a form as"),
         ({"input_ids": []}, [], "line 1: 0 tokens, must be 1 to"),
-        ([], [], "line 1 must be an object"),
+        ([], [], "line 1: must be an object"),
         ({"input_ids": [1]}, ["--concurrency", "0"], "--concurrency is 0, must be from 1"),
         ({"input_ids": [1]}, ["--target", "H300"], "'H300' is not known; the GPUs are h200"),
         ({"input_ids": [1]}, ["--tokenizer", "/nowhere"], "--tokenizer /nowhere: "),
