@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -80,11 +81,11 @@ def run(arguments: argparse.Namespace) -> None:
     target, machine = make_target(arguments, arguments.concurrency)
     differences: list[Difference] = []
     if arguments.trace is not None:
-        unit, requests = _TRACE_BLOCK, read_trace(arguments.trace)
+        unit, requests = _TRACE_BLOCK, _read(arguments.trace, _TRACE_FORM, _traced)
     else:
         tokenizer = None if arguments.tokenizer is None else _open_tokenizer(arguments.tokenizer)
-        unit = 1
-        requests = read_prompts(arguments.prompts, tokenizer, arguments.output_tokens)
+        prompt = partial(_prompt, tokenizer=tokenizer, output_tokens=arguments.output_tokens)
+        unit, requests = 1, _read(arguments.prompts, _FORM, prompt)
         differences = find_differences(requests, None if tokenizer is None else tokenizer.decode)
     alone, read, shared = reads_of(requests, unit, arguments.concurrency, target)
     print(
@@ -118,47 +119,8 @@ class Request(NamedTuple):
     output: int
 
 
-def read_prompts(file: Path, tokenizer: Any, output_tokens: int) -> list[Request]:
-    """One request a line: of a ``.txt`` file its text, else JSON with ``prompt``, ``messages`` (and
-    ``tools``) or ``input_ids``, which may stand in a ``body`` as in OpenAI's batch files. The
-    answer has ``output_tokens``, or ``max_completion_tokens`` or ``max_tokens`` if that is less.
-
-    Raises OSError for a file that cannot be read, ValueError that names the line.
-    """
-
-    def parse(given: dict[str, Any]) -> Request:
-        body = given["body"] if isinstance(given.get("body"), dict) else given
-        tokens = _tokens(body, tokenizer)
-        if not 0 < len(tokens) <= _MAX_TOKENS:
-            raise ValueError(f"{len(tokens):,} tokens, must be 1 to {_MAX_TOKENS:,}")
-        limits = [body.get(key) for key in ("max_completion_tokens", "max_tokens")]
-        output = min([output_tokens, *(n for n in limits if type(n) is int and n > 0)])
-        return Request(np.array(tokens, dtype=np.int64), len(tokens), output)
-
-    return _read(file, parse, _FORM)
-
-
-def read_trace(file: Path) -> list[Request]:
-    """One request a line in Mooncake's format: ``hash_ids`` has a name for each block of 512
-    tokens; equal names stand for equal blocks after equal ones. Times of arrival are not looked at.
-
-    Raises OSError for a file that cannot be read, ValueError that names the line.
-    """
-
-    def parse(given: dict[str, Any]) -> Request:
-        length: Any = given.get("input_length")
-        output: Any = given.get("output_length")
-        names: Any = given.get("hash_ids")
-        good = _are_whole([length, output]) and _are_whole(names)
-        if not (good and 0 < length <= _MAX_TOKENS and len(names) == -(-length // _TRACE_BLOCK)):
-            raise ValueError(f"must have a form as {_TRACE_FORM}")
-        return Request(np.array(names, dtype=np.int64), length, max(1, output))
-
-    return _read(file, parse, _TRACE_FORM)
-
-
-def _read(file: Path, parse: Callable[[dict[str, Any]], Request], form: str) -> list[Request]:
-    """What ``parse`` makes of the object in each line that is not blank."""
+def _read(file: Path, form: str, parse: Callable[[dict[str, Any]], Request]) -> list[Request]:
+    """What ``parse`` makes of each line: of a ``.txt`` file its text, else JSON."""
     found = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -167,16 +129,45 @@ def _read(file: Path, parse: Callable[[dict[str, Any]], Request], form: str) -> 
             given = {"prompt": line} if file.suffix == ".txt" else json.loads(line)
             if not isinstance(given, dict):
                 raise ValueError(f"must be an object, as {form}")
-            found.append(parse(given))
+            one = parse(given)
+            if not 0 < one.length <= _MAX_TOKENS:
+                raise ValueError(f"{one.length:,} tokens, must be 1 to {_MAX_TOKENS:,}")
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: {error}") from None
+        found.append(one)
     if not found:
         raise ValueError(f"{file} has no requests; write one a line, as {form}")
     return found
 
 
-def _are_whole(values: object) -> bool:
-    return isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
+def _traced(given: dict[str, Any]) -> Request:
+    """Of Mooncake's format: ``hash_ids`` has a name for each block of 512 tokens; equal names stand
+    for equal blocks after equal ones. Times of arrival are not looked at."""
+    length, output, names = (
+        given.get(key) for key in ("input_length", "output_length", "hash_ids")
+    )
+    numbers = _whole_numbers([length, output])
+    blocks = _whole_numbers(names)
+    if not (numbers and blocks is not None and len(blocks) == -(-numbers[0] // _TRACE_BLOCK)):
+        raise ValueError(f"must have a form as {_TRACE_FORM}")
+    return Request(np.array(blocks, dtype=np.int64), numbers[0], max(1, numbers[1]))
+
+
+def _prompt(given: dict[str, Any], tokenizer: Any, output_tokens: int) -> Request:
+    """Of ``prompt``, ``messages`` and ``tools``, or ``input_ids``, which may stand in a ``body`` as
+    in OpenAI's batch files. The answer has ``output_tokens``, or ``max_completion_tokens`` or
+    ``max_tokens`` if that is less."""
+    body = given["body"] if isinstance(given.get("body"), dict) else given
+    tokens = _tokens(body, tokenizer)
+    limits = [body.get(key) for key in ("max_completion_tokens", "max_tokens")]
+    output = min([output_tokens, *(n for n in limits if type(n) is int and n > 0)])
+    return Request(np.array(tokens, dtype=np.int64), len(tokens), output)
+
+
+def _whole_numbers(values: Any) -> list[int] | None:
+    """``values``, if they are a list of such."""
+    good = isinstance(values, list) and all(type(n) is int and 0 <= n < 2**63 for n in values)
+    return values if good else None
 
 
 def _open_tokenizer(name: str) -> Any:
@@ -192,8 +183,8 @@ def _open_tokenizer(name: str) -> Any:
 
 def _tokens(given: dict[str, Any], tokenizer: Any) -> list[int]:
     ids, text, messages = (given.get(key) for key in ("input_ids", "prompt", "messages"))
-    if isinstance(ids, list) and _are_whole(ids):
-        return ids
+    if (whole := _whole_numbers(ids)) is not None:
+        return whole
     if not isinstance(text, str) and not isinstance(messages, list):
         raise ValueError(f"must have a form as {_FORM}")
     if tokenizer is None:

@@ -133,16 +133,6 @@ def test_parts_in_another_order_are_found() -> None:
     assert (found.start, found.common) == (300, 300)
 
 
-def test_documents_in_many_orders_are_many_differences() -> None:
-    rng = random.Random(4)
-    orders = [[0, 1, 2], *(rng.sample(range(3), 3) for _ in range(30))]
-    found = find_differences(
-        [request(sum((PARTS[n] for n in order), [7])) for order in orders], None
-    )
-    assert found and all(one.kind == "token ids" and one.common >= 300 for one in found)
-    assert sum(len(one.prompts) for one in found) > 20
-
-
 def test_prompts_that_need_no_other_order_are_not_named() -> None:
     rng = random.Random(1)
     private = [rng.choices(range(5000, 50_000), k=200) for _ in range(8)]
