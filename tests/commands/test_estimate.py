@@ -8,6 +8,8 @@ import random
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from runpy import run_path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -54,23 +56,11 @@ def said(capsys: Capture, *arguments: object, status: int = 0) -> str:
     return out or err
 
 
-def make_tokenizer(folder: Path) -> Path:
-    """A byte-level one that has learnt the words of RULES."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
-        vocab_size=300, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([RULES], trainer)
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the one that the examples' model has."""
+    program = Path(__file__).parents[2] / "examples" / "demo_model.py"
+    return Path(run_path(str(program))["make_tokenizer"](tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -145,8 +135,9 @@ def test_prompts_that_need_no_other_order_are_not_named() -> None:
     )
 
 
-def test_a_timestamp_is_named_with_what_it_costs(tmp_path: Path, capsys: Capture) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+def test_a_timestamp_is_named_with_what_it_costs(
+    tokenizer: Path, tmp_path: Path, capsys: Capture
+) -> None:
     first = [{"prompt": f"Time: 2026-11-23 10:{n:02d}:00. {RULES} Order {n}"} for n in range(32)]
     behind = [{"prompt": f"{RULES} Time: 2026-11-23 10:{n:02d}:00. Order {n}"} for n in range(32)]
     text = said(capsys, "--prompts", write(tmp_path, first), "--tokenizer", tokenizer)
@@ -159,10 +150,10 @@ def test_a_timestamp_is_named_with_what_it_costs(tmp_path: Path, capsys: Capture
     assert said(capsys, "--prompts", plain, "--tokenizer", tokenizer) == text
 
 
-def test_conversations_of_the_openai_sdk(tmp_path: Path, capsys: Capture) -> None:
+def test_conversations_of_the_openai_sdk(tokenizer: Path, tmp_path: Path, capsys: Capture) -> None:
     """Which write no text as None, and arguments of calls as JSON text, to be read by a template
     as SGLang has them."""
-    config = make_tokenizer(tmp_path / "tokenizer") / "tokenizer_config.json"
+    config = copytree(tokenizer, tmp_path / "tokenizer") / "tokenizer_config.json"
     said_and_called = "{{ m.content + '.' }}{{ m.tool_calls[0].function.arguments.a }}"
     template = f"{{% for m in messages %}}{said_and_called}{{% endfor %}}"
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))

@@ -128,55 +128,36 @@ def test_a_b200_is_not_planned_for_at_the_rate_of_instructions_that_our_kernels_
     assert rtx5090.flops_per_s == pytest.approx(gpus.KNOWN["RTX 5090"][1] * reached)
 
 
-@pytest.fixture
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes torch see a GPU; sets what the probe of our kernels says of it."""
+@pytest.mark.parametrize(
+    ("arch", "error", "status", "said"),
+    [
+        (90, "", "ok", ""),
+        (120, "", "note", "12.0 (sm_120) are built, but were not run on such a GPU"),
+        (75, "no kernel image", "block", "do not run on GPU 3 of 7.5 (no kernel image)"),
+    ],
+)
+def test_what_a_backend_and_the_doctor_say_of_a_gpu(
+    arch: int, error: str, status: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that torch sees; ``error``: what the probe of our kernels says of it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: divmod(arch, 10))
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "sm_120"))
+    found = {"ok": not error, "arch": arch, "error": error}
+    monkeypatch.setattr(_C, "cuda_probe", lambda n: {**found, "device": n}, raising=False)
 
-    def probed(ok: bool, arch: int, error: str = "") -> None:
-        found = {"ok": ok, "arch": arch, "error": error}
-        monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "sm_120"))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: divmod(arch, 10))
-        probe = lambda device: found | {"device": device}  # noqa: E731
-        monkeypatch.setattr(_C, "cuda_probe", probe, raising=False)
+    def refused() -> list[str]:
+        server = support.Server(None, None, "cuda", support.reason_against_gpu())
+        return [str(reason) for reason in support.reasons_of(support.MACHINE, server)]
 
-    return probed
-
-
-def refused() -> list[str]:
-    """Why a backend would not be made on this GPU."""
-    server = support.Server(None, None, "cuda", support.reason_against_gpu())
-    return [str(reason) for reason in support.reasons_of(support.MACHINE, server)]
-
-
-def test_a_gpu_that_runs_our_kernels_is_taken(a_gpu: Any) -> None:
-    a_gpu(True, 90)
-    assert support.reason_against_gpu() == ""
-    assert refused() == []
-    assert doctor._platform().status == "ok"
-
-
-@needs_cuda
-def test_the_doctor_says_on_which_gpus_nobody_ran_the_kernels(a_gpu: Any) -> None:
-    a_gpu(True, 120)
     finding = doctor._platform()
-    assert finding.status == "note"
-    assert "12.0 (sm_120) are built, but were not run on such a GPU" in finding.found
-
-
-def test_a_gpu_without_a_kernel_is_named_and_passed_over(
-    a_gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a_gpu(False, 75, "no kernel image is available for execution on the device")
-    (reason,) = refused()
-    assert "GPU 3 of 7.5 (no kernel image" in reason
-    assert f"compute capability {gpus.built_for()}, do not run" in reason
-    assert reason.endswith("choose another --attention-backend")
-    finding = doctor._platform()
-    assert finding.status == "block" and "GPU 3 of 7.5" in finding.found
-    monkeypatch.delattr(_C, "cuda_probe", raising=False)  # as in a build without kernels
+    assert finding.status == status and said in finding.found
+    assert len(refused()) == bool(error)
+    if error:
+        assert said in refused()[0] and refused()[0].endswith("another --attention-backend")
+    monkeypatch.delattr(_C, "cuda_probe")  # as in a build without kernels
     assert "PAT_CUDA=OFF" in refused()[0]
 
 
