@@ -31,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    signal.signal(signal.SIGTERM, _exit)  # unwinds, so that a spawned server is stopped too
     try:
         import_module("sglang_pat._C")
     except ImportError as error:
@@ -63,6 +62,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
     from sglang_pat.demo.run import run_demo  # imports SGLang
     from sglang_pat.demo.server import ServerError
 
+    signal.signal(signal.SIGTERM, _exit)  # unwinds, so that the servers are stopped too
     try:
         return run_demo(arguments.cache)
     except (ServerError, OSError) as error:

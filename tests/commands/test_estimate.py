@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
 from shutil import copytree
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.shell import fresh_shell
+from kit.shell import fresh_shell  # noqa: F401
 
 from sglang_pat import Target, cli, plan
 from sglang_pat.estimate import (
@@ -27,16 +26,11 @@ from sglang_pat.estimate import (
     shared_paths,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_shell")
 Capture = pytest.CaptureFixture[str]
 H200 = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=64)
 RULES = "Answer for a shop. Look up the order before you promise anything. Be polite. " * 20
 PARTS = [list(range(1000 * n, 1000 * n + 300)) for n in range(1, 4)]
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with fresh_shell(monkeypatch):
-        yield
 
 
 def request(tokens: list[int], unit: int = 1, output: int = 1) -> Request:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from kit.forks import start_server
-from kit.shell import fresh_shell
+from kit.shell import fresh_shell  # noqa: F401
 from kit.start import NO_SPINNING, cpu_server
 
 from sglang_pat import cli
@@ -143,11 +143,9 @@ def test_agent_team_hears_every_helper(pat: Server, tmp_path: Path) -> None:
     assert result.partition("\nWhat was saved")[0].strip()
 
 
+@pytest.mark.usefixtures("fresh_shell")
 def test_support_desk_shares_until_the_time_stands_first(
-    pat: Server,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    pat: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     factors, named = [], []
     tokenizer = make_model(tmp_path / "model")
@@ -160,8 +158,7 @@ def test_support_desk_shares_until_the_time_stands_first(
         factors += re.findall(r"([\d.]+) x as many", output)
         requests = map(json.loads, Path(file).read_text(encoding="utf-8").splitlines())
         assert [len(request["messages"]) for request in requests].count(6) == 12
-        with fresh_shell(monkeypatch):
-            assert cli.main(["estimate", "--prompts", file, "--tokenizer", tokenizer]) == 0
+        assert cli.main(["estimate", "--prompts", file, "--tokenizer", tokenizer]) == 0
         named.append("date or time" in capsys.readouterr().out)
     assert float(factors[0]) > float(factors[1])
     assert named == [False, True]

@@ -10,12 +10,11 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from kit.shell import fresh_shell
+from kit.shell import fresh_shell  # noqa: F401
 
 import sglang_pat
 from sglang_pat import Target, cli
@@ -34,13 +33,8 @@ TARGETS = {
     "cpu": Target.cpu(threads=4, **HEADS),
 }
 SVG = "{http://www.w3.org/2000/svg}"
+pytestmark = pytest.mark.usefixtures("fresh_shell")
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with fresh_shell(monkeypatch):
-        yield
 
 
 def planned(requests: Requests, target: Target = TARGETS["h200"]) -> sglang_pat.Plan:

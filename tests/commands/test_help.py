@@ -7,7 +7,6 @@ import argparse
 import os
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,13 +28,6 @@ def _programs() -> Iterator[Path]:
         source = path.read_text()
         if '__name__ == "__main__"' in source and ".parse_args(" in source:
             yield path
-
-
-@pytest.fixture(autouse=True)
-def same_handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(
