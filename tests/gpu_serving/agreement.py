@@ -79,7 +79,7 @@ def forced_logprobs(server: ServingServer, load: Load, texts: Sequence[Answer]) 
 # A distance may be half as large again as another, for the one draw that each is, and these more.
 FACTOR, MEAN_MORE, LARGEST_MORE = 1.5, 0.005, 0.1
 # How far a backend may be from a peer on average and at most, where the other peer is not measured
-# beside it, or has NaN. Another prompt's K/V differ by 2.2 on average (sglang_pat.demo.run).
+# beside it, or has NaN. Another prompt's K/V differ by 2.2 on average.
 MEAN_LIMIT, LARGEST_LIMIT = 0.05, 0.5
 
 

@@ -34,6 +34,21 @@ def make_llama(
     )
 
 
+def as_qwen3(path: Path) -> Path:
+    """The model at ``path`` as a Qwen3, for which SGLang has data parallel attention; Qwen3's norms
+    on q and k undo the scales that ``make_model`` gives both, and bring their own."""
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (path / "config.json").write_text(json.dumps(config))
+    weights = load_file(path / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        for norm in ("q_norm", "k_norm"):
+            scale = torch.full((config["head_dim"],), QK_SCALE, dtype=torch.bfloat16)
+            weights[f"model.layers.{layer}.self_attn.{norm}.weight"] = scale
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 def with_kv_scales(path: Path) -> Path:
     """The model at ``path`` with K/V in fp8 as a checkpoint of ModelOpt has them: scales of each
     layer, the weights as they were."""

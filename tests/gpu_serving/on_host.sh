@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# All GPU tests and the demo on a GPU host without network, in the checkout's root:
+# All GPU tests on a GPU host without network, in the checkout's root:
 #     tests/gpu_serving/on_host.sh KIT [STEP...]
 # KIT holds default.00, .01, ... of gpu-kit/make_default.sh (made with the project's wheel for Python
 # 3.12), default_host.sh beside them and, for the step more, nixl.tar.xz (tests/gpu_serving/README.md).
-# Steps, in this order unless named: unpack gpu serving more demo. Others: warm fp8 sleep spec hybrids
+# Steps, in this order unless named: unpack gpu serving more. Others: warm fp8 sleep spec hybrids
 # soak agents keep, and with two GPUs: ranks tp2 tp2agents tp2fp8. Each has a
 # limit in seconds, LIMIT_STEP, and the next goes on after one that failed; the exit status is the
 # number of steps that failed. $OUT (default: ./out) gets host.log, STEP.xml of pytest, JSON of the
@@ -13,11 +13,11 @@
 # hold more Python packages; with pytest-xdist among them GPU_WORKERS=8 runs tests/gpu on 8 processes.
 set -uo pipefail
 kit=$(cd "${1:?usage: on_host.sh KIT [STEP...]}" && pwd); shift
-steps=("$@"); [ $# -gt 0 ] || steps=(unpack gpu serving more demo)
+steps=("$@"); [ $# -gt 0 ] || steps=(unpack gpu serving more)
 root=$(cd "$(dirname "$0")/../.." && pwd); cd "$root" || exit 1
 out=${OUT:-$root/out}; mkdir -p "$out"
 site=${SITE:-/tmp/site}; work=${WORK:-/tmp/pat_work}; mkdir -p "$work"
-: "${LIMIT_WARM:=280}" "${LIMIT_GPU:=330}" "${LIMIT_SERVING:=520}" "${LIMIT_MORE:=400}" "${LIMIT_DEMO:=330}"
+: "${LIMIT_WARM:=280}" "${LIMIT_GPU:=330}" "${LIMIT_SERVING:=520}" "${LIMIT_MORE:=400}"
 : "${LIMIT_FP8:=400}" "${LIMIT_SLEEP:=240}" "${LIMIT_RANKS:=300}" "${LIMIT_SOAK:=450}"
 : "${LIMIT_SPEC:=480}" "${LIMIT_HYBRIDS:=560}"
 : "${LIMIT_AGENTS:=500}"
@@ -97,9 +97,6 @@ step_agents() { # every token by itself; more agents than these do not fit besid
   local team='3000+4*1200x'
   bench agents "$LIMIT_AGENTS" --backends pat fa3 --stream-interval 1 --max-requests 128 \
     --loads "$team"{8,16,32,64,96,128} --model "${MODEL:-llama3-8b}"
-}
-step_demo() {
-  limited "$LIMIT_DEMO" python3 -m sglang_pat demo --device cuda --cache "$work/demo"
 }
 step_soak() {
   limited "$LIMIT_SOAK" python3 -m gpu_serving.soak --device cuda --logs "$work/soak" --json "$out/soak.json"

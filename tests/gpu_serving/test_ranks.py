@@ -10,14 +10,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 from serving.server import Config, ServingServer
-from serving.workloads import VOCAB
-
-from sglang_pat.demo.model import make_model
-from sglang_pat.demo.run import MAX_LOGPROB_DIFF_BF16, MEAN_LOGPROB_DIFF_BF16
 
 from .agreement import LOADS, Distance, accepted, answers, apart, forced_logprobs
 from .fleet import COMPARED, FOLDER, drafted
-from .models import HEAD_DIM, HIDDEN, LAYERS
+from .models import as_qwen3, make_llama
 
 RANKS = {
     "fa3": ("--tp-size", "2"),
@@ -26,6 +22,9 @@ RANKS = {
     # The model drafts for itself, so that many drafts are right.
     "pat-drafts": ("--tp-size", "2", *drafted("STANDALONE", "model")),
 }
+# In bf16 a model of these sizes differs from fp32 by 0.039 on average and 0.24 at most (by
+# transformers, 512 random tokens, on a CPU), two correct backends by less, in natural-log units.
+MEAN_DIFF, MAX_DIFF = 0.04, 0.3
 PLAIN = sorted(RANKS.keys() - {"fa3", "pat-drafts"})
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -34,17 +33,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServingServer]]:
     folder = tmp_path_factory.mktemp("ranks")
-    model = make_model(
-        folder / "model",
-        hidden=HIDDEN,
-        layers=LAYERS,
-        q_heads=8,
-        kv_heads=2,
-        head_dim=HEAD_DIM,
-        vocab=VOCAB,
-        dtype="bfloat16",
-        architecture="Qwen3ForCausalLM",
-    )
+    model = as_qwen3(make_llama(folder / "model", q_heads=8, kv_heads=2))
     with ExitStack() as stack:
         started: dict[str, ServingServer] = {}
         for name, arguments in RANKS.items():
@@ -78,7 +67,7 @@ def test_ranks_agree_with_fa3(name: str, load_name: str, servers: dict[str, Serv
     )
     counted = ours.counters() - before
     print(f"{name} {load_name}: {found}, {counted}")
-    assert found.mean <= MEAN_LOGPROB_DIFF_BF16 and found.largest <= MAX_LOGPROB_DIFF_BF16
+    assert found.mean <= MEAN_DIFF and found.largest <= MAX_DIFF
     # Of a request alone all ranks' steps are SGLang's.
     assert (counted.decode_steps > 0) == (load_name != "single")
     assert (counted.base_forwards.get("small_batch", 0) > 0) >= (load_name == "single")
@@ -99,7 +88,7 @@ def test_ranks_verify_drafts(load_name: str, servers: dict[str, ServingServer]) 
     counted = ours.counters() - before
     found = apart(texts, plain)
     print(f"drafts {load_name}: {found}, {accepted(texts):.2f} tokens a step, {counted}")
-    assert found.mean <= MEAN_LOGPROB_DIFF_BF16 and found.largest <= MAX_LOGPROB_DIFF_BF16
+    assert found.mean <= MEAN_DIFF and found.largest <= MAX_DIFF
     assert accepted(texts) > 1.2
     assert counted.verify_steps > 0
     assert (counted.packed_steps > 0) == (load_name == "multi_level")
