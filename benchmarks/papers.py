@@ -23,11 +23,10 @@ import torch
 
 from benchmarks.common.document import conditions, heading, value, write
 from benchmarks.common.forests import GENERATOR, Forest, all_forests
-from benchmarks.common.trees import PAPER_TREES
+from benchmarks.common.trees import PAPER_TREES, QUICK_TREES
 from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
-from benchmarks.kernel.options import QUICK_TREES
 from benchmarks.kernel.report import MAX_DIFFERENCE, geomean
 from sglang_pat import _C
 from sglang_pat.explain.tree import Tree
@@ -253,9 +252,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
     add("--quick", action="store_true", help="five trees, a batch of each family, fewer repeats")
     options = parser.parse_args(arguments)
-    batches: list[Tree | Forest] = [*PAPER_TREES, *all_forests(None)]
+    batches: list[Tree | Forest] = [*PAPER_TREES, *all_forests()]
     if options.quick:
-        forests = [each for each in all_forests(None) if each.name.endswith(("-0", "-8k"))]
+        forests = [each for each in all_forests() if each.name.endswith(("-0", "-8k"))]
         batches = [*QUICK_TREES, *forests]
     on_gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if on_gpu else "no GPU, plans for an H200"

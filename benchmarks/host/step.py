@@ -19,6 +19,7 @@ import json
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,9 +39,10 @@ Row = dict[str, float | int | str]
 def measure(kind: str, queries: int) -> Row:
     """Median microseconds for ``queries`` requests: a system prompt, eight tools, own tails."""
     _, batches = changing_batches(kind, queries)
-    steps = _steps(queries)
+    steps, flush = _steps(queries), np.ones(FLUSH_BYTES, dtype=np.uint8)
+    found: dict[str, list[float]] = defaultdict(list)
 
-    def step(index: int, others: int) -> float:
+    def us(index: int, others: int) -> float:
         """Microseconds of a step of a batch after ``others`` forwards that were not decodes."""
         batch, lens = batches[index % len(batches)]
         live = dataclasses.replace(batch, others=others)
@@ -48,32 +50,16 @@ def measure(kind: str, queries: int) -> Row:
         steps.plan(live, known(lens))
         return (time.perf_counter_ns() - start) / 1e3
 
-    flush = np.ones(FLUSH_BYTES, dtype=np.uint8)
-
-    def both(repeats: range, *, cold: bool) -> tuple[float, float]:
-        """Median microseconds of a step of an unchanged and of a changed batch."""
-        unchanged: list[float] = []
-        changed: list[float] = []
-        for repeat in repeats:
-            for times, others in ((changed, repeat), (unchanged, repeat + 1)):
-                if cold:
-                    flush.sum()
-                times.append(step(repeat, others))
-                assert steps.made == (times is changed)
-        return statistics.median(unchanged), statistics.median(changed)
-
-    settled = [step(0, 0) for _ in range(REPEATS)]
-    unchanged, changed = both(range(1, REPEATS), cold=False)
-    cold_unchanged, cold_changed = both(range(REPEATS, REPEATS + COLD_REPEATS), cold=True)
-    return {
-        "cache": kind,
-        "queries": queries,
-        "settled_us": round(statistics.median(settled), 1),
-        "unchanged_us": round(unchanged, 1),
-        "changed_us": round(changed, 1),
-        "cold_unchanged_us": round(cold_unchanged, 1),
-        "cold_changed_us": round(cold_changed, 1),
-    }
+    found["settled_us"] = [us(0, 0) for _ in range(REPEATS)]
+    for repeat in range(1, REPEATS + COLD_REPEATS):
+        cold = "" if repeat < REPEATS else "cold_"
+        for name, others in (("changed_us", repeat), ("unchanged_us", repeat + 1)):
+            if cold:
+                flush.sum()
+            found[cold + name].append(us(repeat, others))
+            assert steps.made == (name == "changed_us")
+    medians = {name: round(statistics.median(times), 1) for name, times in found.items()}
+    return {"cache": kind, "queries": queries, **medians}
 
 
 def _steps(queries: int) -> StepPlanner:

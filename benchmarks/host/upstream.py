@@ -18,15 +18,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from benchmarks.host.live import LiveCache, changing_batches
+from benchmarks.common.document import write
+from benchmarks.host.live import changing_batches
 from sglang_pat.srt import hook
+from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import SETTLE_STEPS
 from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
@@ -47,64 +48,53 @@ class Forward(SimpleNamespace):
     def init_new(cls, batch: Any, _runner: Any) -> Forward:
         if cls.handles is None:
             return cls(forward_mode=batch.forward_mode)
-        handles = cls.handles(
-            batch.reqs,
-            batch.tree_cache,
-            batch.req_pool_indices_cpu,
-            batch.forward_mode,
-            batch.decoding_reqs,
-        )
+        given = (batch.reqs, batch.tree_cache, batch.req_pool_indices_cpu, batch.forward_mode)
+        handles = cls.handles(*given, batch.decoding_reqs)
         return cls(forward_mode=batch.forward_mode, request_handles=handles)
-
-
-def scheduled_batches(queries: int) -> tuple[LiveCache, list[tuple[Any, torch.Tensor]]]:
-    """``live.changing_batches`` as SGLang's scheduler has them."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    cache, batches = changing_batches("rust", queries)
-    common = {"tree_cache": cache.tree, "forward_mode": ForwardMode.DECODE, "decoding_reqs": None}
-    return cache, [
-        (SimpleNamespace(reqs=live.reqs, req_pool_indices_cpu=live.rows, **common), lens)
-        for live, lens in batches
-    ]
 
 
 def measure(queries: int) -> dict[str, float]:
     """Median microseconds of each of ``STEPS``, in the SGLang that this process imports."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    cache, batches = scheduled_batches(queries)
-    prefill = SimpleNamespace(**vars(batches[0][0]) | {"forward_mode": ForwardMode.EXTEND})
-    runner = SimpleNamespace()
-    source = hook.batches_of(runner)
+    cache, batches = changing_batches("rust", queries)
     target = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=queries)
-    steps = StepPlanner(target, Stats())
+    steps, runner = StepPlanner(target, Stats()), SimpleNamespace()
+    source = hook.batches_of(runner)
+    found: dict[str, list[float]] = {name: [] for name in STEPS}
+
+    def scheduled(live: LiveBatch, mode: Any) -> SimpleNamespace:
+        """A batch as SGLang's scheduler has it."""
+        given = {"tree_cache": cache.tree, "forward_mode": mode, "decoding_reqs": None}
+        return SimpleNamespace(reqs=live.reqs, req_pool_indices_cpu=live.rows, **given)
 
     def hand_over(batch: Any) -> Any:
         return source.take(Forward.init_new(batch, runner))
 
-    found: dict[str, list[float]] = {name: [] for name in STEPS}
+    def step(batch: Any, lens: torch.Tensor) -> None:
+        steps.plan(hand_over(batch), known(lens))
 
-    def note(name: str, call: Callable[[], Any]) -> None:
+    def note(name: str, call: Callable[..., Any], *given: Any) -> None:
         start = time.perf_counter_ns()
-        call()
+        call(*given)
         found[name].append((time.perf_counter_ns() - start) / 1e3)
 
+    prefill = scheduled(batches[0][0], ForwardMode.EXTEND)
+    decodes = [(scheduled(live, ForwardMode.DECODE), lens) for live, lens in batches]
     for repeat in range(REPEATS):
         # A request ends and another is prefilled: a change of the batch comes with both.
         if hook.carries_requests():
             cache.tree.anchor_version += 1
         hand_over(prefill)
-        batch, lens = batches[repeat % len(batches)]
-        step = partial(lambda batch, lens: steps.plan(hand_over(batch), known(lens)), batch, lens)
-        note("new", step)
+        batch, lens = decodes[repeat % len(decodes)]
+        note("new", step, batch, lens)
         assert steps.made
-        note("young", step)
+        note("young", step, batch, lens)
         for _ in range(SETTLE_STEPS):
-            step()
-        note("kept", step)
+            step(batch, lens)
+        note("kept", step, batch, lens)
         assert not steps.made
-        note("handover", partial(hand_over, batch))
+        note("handover", hand_over, batch)
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -120,7 +110,7 @@ def measure_here() -> None:
         target = f"{Forward.__module__}.Forward.init_new"
         HookRegistry.register(target, hook.after_init_new, HookType.AFTER)
         HookRegistry.apply_hooks()
-        assert hook.is_installed(hook.INIT_NEW, hook.after_init_new)
+        assert hook.is_installed(target, hook.after_init_new)
     for queries in QUERIES:
         row = {"queries": queries, "patched": hook.carries_requests(), **measure(queries)}
         print(json.dumps(row), flush=True)
@@ -169,8 +159,7 @@ def main() -> None:
     if args.copy is None:
         parser.error("name the copy that patches/apply.py made")
     rows = compare(args.copy, args.rounds)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write(rows, args.json)
     print(table(rows))
 
 

@@ -34,7 +34,6 @@ Run = Callable[[], torch.Tensor]  # returns [B * T, Hq, D]
 Maker = Callable[[TreeBatch, Any, float], Run]
 
 FLASHINFER_WORKSPACE_BYTES = 512 << 20
-TRIAL = Tree((1, 2), (64, 16))
 NO_KERNEL = "sgl-kernel was built without FA3's kernels for this head dim and dtype"
 E4M3 = torch.float8_e4m3fn
 
@@ -224,56 +223,46 @@ def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
 
 
 PEERS: dict[str, Maker] = {"fa3": fa3, "flashinfer": flashinfer, "levels": levels}
-_BY_FA3 = ("fa3", "levels")
-
-
-def ends_process(work: Callable[..., object], *arguments: object) -> bool:
-    """Whether ``work``, which must not raise, ends the process that it runs in: a new one."""
-    child = get_context("spawn").Process(target=work, args=arguments)
-    child.start()
-    child.join()
-    return child.exitcode != 0
 
 
 @cache
 def fa3_lacks(dim: int, e4m3: bool) -> bool:
     """Whether sgl-kernel was built without FA3's kernels for a head dim, ``e4m3``: with K and V in
-    float8_e4m3fn. A launch of one that is missing ends the process, without a message."""
-    return ends_process(_try_fa3, dim, e4m3)
+    float8_e4m3fn. A launch of one that is missing ends the process, without a message, so it is
+    tried in a new one, which takes some seconds."""
+    child = get_context("spawn").Process(target=_try_fa3, args=(dim, e4m3))
+    child.start()
+    child.join()
+    return child.exitcode != 0
 
 
 def _try_fa3(dim: int, e4m3: bool) -> None:
     with suppress(Exception):  # what is raised there is raised here, too, where it is reported
-        batch = device_batch(TRIAL, Heads(8, 2, dim))
-        fa3(quantised(batch) if e4m3 else batch, TRIAL, 1.0)()
-        torch.cuda.synchronize()
+        _try("fa3", Heads(8, 2, dim), e4m3, 1)
 
 
-def usable(
-    heads: Iterable[Heads],
-    names: Iterable[str] = tuple(PEERS),
-    *,
-    e4m3: bool = False,
-    draft_tokens: int = 1,
-) -> dict[str, str]:
+def _try(name: str, heads: Heads, e4m3: bool, draft_tokens: int) -> None:
+    tree = Tree((1, 2), (64, 16 + draft_tokens))
+    batch = device_batch(tree, heads, draft_tokens=draft_tokens)
+    PEERS[name](quantised(batch) if e4m3 else batch, tree, 1.0)()
+    torch.cuda.synchronize()
+
+
+def usable(heads: Iterable[Heads], *, e4m3: bool = False, draft_tokens: int = 1) -> dict[str, str]:
     """Tries each peer on two queries, ``e4m3``: with K and V in float8_e4m3fn; ``draft_tokens``: of
-    a query. Returns by name '' or the reason why it cannot run. FA3 is first tried in a process of
-    its own, which takes some seconds. FlashInfer may compile its kernels
+    a query. Returns by name '' or the reason why it cannot run. FlashInfer may compile its kernels
     here, those with and those without tensor cores, or those of verify steps."""
     dtype = E4M3 if e4m3 else torch.bfloat16
     kinds = list({(uses_tensor_cores(each, dtype), each.dim): each for each in heads}.values())
-    return {name: _problem(name, kinds, e4m3, draft_tokens) for name in names}
+    return {name: _problem(name, kinds, e4m3, draft_tokens) for name in PEERS}
 
 
 def _problem(name: str, kinds: Iterable[Heads], e4m3: bool, draft_tokens: int) -> str:
-    if name in _BY_FA3 and any(fa3_lacks(kind.dim, e4m3) for kind in kinds):
+    if name != "flashinfer" and any(fa3_lacks(kind.dim, e4m3) for kind in kinds):
         return NO_KERNEL
-    trial = TRIAL if draft_tokens == 1 else Tree((1, 2), (64, 16 + draft_tokens))
     try:
         for kind in kinds:
-            batch = device_batch(trial, kind, draft_tokens=draft_tokens)
-            PEERS[name](quantised(batch) if e4m3 else batch, trial, 1.0)()
-        torch.cuda.synchronize()
+            _try(name, kind, e4m3, draft_tokens)
     except Exception as error:  # whatever it is, the caller prints it
         lines = str(error).strip().splitlines() or [""]
         return " ... ".join(dict.fromkeys([f"{type(error).__name__}: {lines[0]}", lines[-1]]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from sglang_pat.demo.counters import Counters
@@ -20,23 +21,14 @@ MAX_CLIENT_OVER_ENGINE = 1.10
 
 
 def counted_fields(counted: Counters) -> dict[str, Any]:
-    """What pat counted in a run. Times are host times of a step in microseconds: of one that made
-    a plan, how long the GPU waited for it at most in the mean, and of one that kept its plan.
-    K/V tokens are those of one layer and head; every layer and head reads as many."""
-    made, kept = counted.plans_made, counted.decode_steps - counted.plans_made
-    return {
-        "decode_steps": counted.decode_steps,
-        "packed_steps": counted.packed_steps,
-        "plans_made": made,
-        "plan_us": 1e6 * counted.plan_seconds / max(made, 1),
-        "hidden_share": counted.hidden_plans / made if made else None,
-        "exposed_us": 1e6 * counted.exposed_seconds / max(made, 1),
-        "reuse_us": 1e6 * (counted.host_seconds - counted.plan_seconds) / max(kept, 1),
-        "kv_tokens_read": counted.kv_tokens_read,
-        "kv_tokens_unpacked": counted.kv_tokens_unpacked,
+    """What pat counted in a run. ``plan_us``: host microseconds of a plan; ``exposed_us``: how long
+    the GPU waited for it at most, in the mean. K/V tokens are those of one layer and head; every
+    layer and head reads as many."""
+    made = max(counted.plans_made, 1)
+    return asdict(counted) | {
+        "plan_us": 1e6 * counted.plan_seconds / made,
+        "exposed_us": 1e6 * counted.exposed_seconds / made,
         "kv_read_share": counted.kv_tokens_read / max(counted.kv_tokens_unpacked, 1),
-        "base_forwards": counted.base_forwards,
-        "fallbacks": counted.fallbacks,
     }
 
 
@@ -104,9 +96,7 @@ _COLUMNS = (
     ("tokens/s", "steady.output_throughput", 8, ".0f"),
     ("step ms", "step_ms", 7, ".2f"),
     ("plan us", "counted.plan_us", 7, ".0f"),
-    ("hidden", "counted.hidden_share", 6, ".0%"),
     ("exposed", "counted.exposed_us", 7, ".0f"),
-    ("reuse us", "counted.reuse_us", 8, ".0f"),
     ("plans", "counted.plans_made", 6, ".0f"),
     ("packed", "counted.packed_steps", 6, ".0f"),
     ("steps", "counted.decode_steps", 6, ".0f"),

@@ -15,8 +15,8 @@ from kit.forks import start_server
 from kit.start import cpu_server
 
 from benchmarks.serving import __main__ as command
-from benchmarks.serving.fleet import Served, serve
 from benchmarks.serving.model import write_tokenizer
+from benchmarks.serving.servers import serve
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.server import Server
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     pytest.importorskip("sglang", reason="serving needs SGLang 0.5.23")
     arguments = ["--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS)]
     arguments += ["--max-running-requests", "8", "--decode-log-interval", "20"]
@@ -49,12 +49,14 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
 
 @pytest.fixture
 def bench(
-    fleet: list[Served], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: dict[str, Server], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Bench:
     """The command, on servers that run already; returns what it wrote."""
 
     @contextmanager
-    def running(folder: Path, backends: list[str], *_: Any, **how: Any) -> Iterator[list[Served]]:
+    def running(
+        folder: Path, backends: list[str], *_: Any, **how: Any
+    ) -> Iterator[dict[str, Server]]:
         assert (folder, backends, how["pool_tokens"]) == (model, BACKENDS, POOL_TOKENS)
         yield fleet
 

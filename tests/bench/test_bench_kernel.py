@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel benchmark: what is run and left out, its arithmetic, and runs from arguments to JSON
+with GPU and peers replaced."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.bench import RATES, chain_batch, replace_device, row
+
+from benchmarks.common.document import Budget
+from benchmarks.common.forests import GENERATOR, Forest
+from benchmarks.common.trees import PAPER_TREES
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import rows
+from benchmarks.kernel.batches import as_forest, read_batches
+from benchmarks.kernel.cases import Case, Work, asked
+from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
+from benchmarks.kernel.kv import slot_table
+from benchmarks.kernel.layer import PatOptions, error_of
+from benchmarks.kernel.report import TreeRow, complaints, summary
+from sglang_pat import Target, plan
+from sglang_pat.dump import Batch
+from sglang_pat.explain.tree import Tree
+from sglang_pat.target import CUTS, WITHOUT_BRANCHES
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+def work(*arguments: str) -> Work:
+    return asked(kernel.make_parser().parse_args(arguments))
+
+
+# What is run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "count", "heads", "first"),
+    [
+        ("", "trees", 80, "32/32 16/8 32/8 64/8", "1,10_4096,416-32/32"),
+        ("--quick", "trees", 5, "32/8", "1,10_4096,416-32/8"),
+        ("--heads 64/8 28/4 --trees 1,4_64,16", "trees", 2, "64/8 28/4", "1,4_64,16-64/8"),
+        ("--draft-tokens 4,8,4", "drafts", 2 * 3 * 24, "32/8 64/8 8/1", "1,64_8192,128-32/8 x 4"),
+        ("--draft-tokens 4 --quick", "drafts", 4, "32/8", "1,64_8192,128-32/8 x 4"),
+        ("--ragged --heads 8/1", "ragged", 54, "8/1", "uniform-0-8/1"),
+        ("--ragged --only skew *-3-8/1", "ragged", 9 * 5 + 5, None, "skew-0-32/8"),
+        ("--ragged --draft-tokens 2 --sample 3 --heads 8/1", "ragged", 3, "8/1", None),
+        ("--sample 1 --heads 8/1", "trees", 1, "8/1", "1,10_4096,416-8/1"),
+    ],
+)
+def test_what_is_run(
+    arguments: str, kind: str, count: int, heads: str | None, first: str | None
+) -> None:
+    found = work(*arguments.split())
+    names = [case.name for case in found.cases]
+    assert found.kind == kind and len(set(names)) == len(names) == count
+    if heads:
+        assert list(dict.fromkeys(str(case.heads) for case in found.cases)) == heads.split()
+    if first:
+        assert names[0] == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--ragged --trees 1,2_3,4", "not allowed with"),
+        ("--trees 1,4", "tree '1,4' is not NODES_TOKENS"),
+        ("--trees 4,6_16,16", "tree '4,6_16,16': counts must be 1 or more"),
+        ("--heads 7/2", "the KV heads must divide"),
+        ("--heads 32", "heads '32' are not"),
+        ("--sample 9999999999", "9999999999 is too large, must be at"),
+        ("--sample 0", "'0' is not a whole number, 1 or more"),
+        ("--draft-tokens 4,", "are not whole numbers from 1 to 128"),
+        ("--only nobody", "--only nobody matches no row; rows are named as 1,10_4096,416-32/32"),
+        ("--batches nowhere", "No such file"),
+        ("--from nowhere", "No such file"),
+        ("", "no CUDA device"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    arguments: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        assert kernel.main(arguments.split()) == 2
+    except SystemExit as end:
+        assert end.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_cases_that_the_kernels_do_not_take_have_a_reason() -> None:
+    tree = Tree((5,), (64,))
+    assert not Case(Heads(32, 8), tree, 32).reason_against()
+    assert "draft_tokens is 33" in Case(Heads(32, 8), tree, 33).reason_against()
+    assert Case(Heads(32, 8, 256), tree, 32).reason_against()
+    assert Case(Heads(64, 2), tree).reason_against()
+    short = Case(Heads(32, 8), Forest("short", [[(0, 0, 60)], []], [65, 9]), 6)
+    assert "a tail has 5 tokens, must hold the 6 draft tokens" in short.reason_against()
+
+
+def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server's is: rates of an H200 would be wrong on an H100, branches on an A100."""
+    tree, heads = PAPER_TREES[0], Heads(32, 8)
+    assert PatOptions().target(tree, heads).cuts == CUTS
+    assert PatOptions(kv_dtype="fp8_e4m3").target(tree, heads).kv_bytes == 1
+    a100 = SimpleNamespace(
+        name="NVIDIA A100-SXM4-80GB", multi_processor_count=108, major=8, minor=0
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: a100)
+    found = PatOptions().target(tree, heads)
+    assert (found.num_sms, found.cuts) == (108, WITHOUT_BRANCHES)
+
+
+# Arithmetic
+
+
+def test_the_floor_is_bytes_or_operations() -> None:
+    """As other code gave it for an H200's rates, in microseconds."""
+    heads = Heads(32, 8)
+    for spec, floor in (("1,10_4096,416", 7.7), ("1,1024_2048,32", 48.3), ("256_1024", 243.6)):
+        assert floor_us(Tree.parse(spec), heads, RATES) == pytest.approx(floor, abs=0.06)
+    tree = Tree((1, 64), (8192, 128))
+    saved = least_bytes(tree, heads) - least_bytes(tree, heads, 1)
+    assert saved == 2 * tree.unique_tokens * 8 * 128
+    assert least_bytes(tree, heads, 2, 4) == least_bytes(tree, heads) + 3 * 2 * 64 * 32 * 128 * 2
+    # The first of two draft tokens does not attend to the second.
+    assert flops(tree, heads, 2) == 2 * flops(tree, heads) - 4 * 64 * 32 * 128
+
+
+def test_errors_are_of_all_draft_tokens_of_the_first_to_the_last_query() -> None:
+    batch, expected = chain_batch(Tree((1, 20), (9, 5)), 2, permuted=False)
+    assert error_of(expected, batch, 0.25) < 1e-6
+    for wrong_row, is_seen in ((0, True), (1, True), (3, False), (38, True), (39, True)):
+        wrong = expected.clone()
+        wrong[wrong_row] *= 2
+        assert (error_of(wrong, batch, 0.25) > 0.01) is is_seen
+
+
+def test_the_summary_has_means_the_worst_row_and_those_that_lose() -> None:
+    found = [row(), row("1,8_64,16", pat=31.0), row("5_64", pat=27.0, levels=20.0, fa3=None)]
+    floor, decode, best = summary(found)
+    assert "pat 2.16, best peer per tree 3.00" in floor and "worst 3.10 at 1,8_64,16" in floor
+    assert "0.775 (shared 0.719, nothing shared 0.900)" in decode and "1,8_64,16 1.033" in decode
+    assert "5_64 1.350" in best
+    assert "fa3 -" in summary([row(), row("1,8_64,16", fa3=None)])[0], "no mean of some rows"
+    drawn = [row("skew-0", pat=30.5), row("skew-1", pat=31.0), row("single-8k", fa3=20.0)]
+    assert "skew 1.025, single 0.750" in summary(drawn)[0] and "1 of 3: skew-1" in summary(drawn)[0]
+    e4m3 = [row(pat=16.0, bf16=20.0, errors={"fa3": 0.03}), row("4_64", pat=22.0, bf16=20.0)]
+    *_, over, error = summary(e4m3)
+    assert "0.938 (shared 0.800, nothing shared 1.100)" in over and error.endswith("0.067")
+
+
+@pytest.mark.parametrize("bad", [0.02, math.nan, math.inf])
+def test_outputs_that_disagree_are_named(bad: float) -> None:
+    assert complaints([row()]) == [] and row().is_sound
+    peer = row(differences={"fa3": 0.003, "levels": bad})
+    assert list(peer.wrong) == ["levels"] and "levels" in complaints([peer])[0]
+    assert list(row(error=bad).wrong) == ["pat"] and not row(error=bad).is_sound
+    assert "too small" in complaints([row(degraded="max_items too small")])[0]
+
+
+def test_with_kv_of_8_bits_pat_may_be_twice_as_far_off_as_fa3() -> None:
+    def e4m3(error: float, **errors: float) -> TreeRow:
+        return row(kv_dtype="fp8_e4m3", error=error, errors=errors)
+
+    assert e4m3(0.05, fa3=0.14, flashinfer=0.003).is_sound
+    assert set(e4m3(0.06, fa3=0.2, flashinfer=0.02).wrong) == {"pat", "fa3", "flashinfer"}
+    worse = e4m3(0.008, fa3=0.003)
+    assert not worse.is_sound and not worse.wrong and "2.67" in complaints([worse])[0]
+
+
+def test_no_row_starts_that_would_not_end() -> None:
+    budget = Budget(time.monotonic() + 100.0)
+    assert budget.allows("row") and "s left" in str(budget)
+    budget.took("long", 101.0)
+    budget.took("short", 1.0)
+    assert budget.allows("short") and not budget.allows("long")
+    assert not budget.allows("short"), "once spent out, nothing starts any more"
+    assert Budget(math.inf).allows("row") and str(Budget(math.inf)) == ""
+
+
+# Batches of a server
+
+HEADER = {
+    "sglang_pat_dump": 1,
+    "date": "2026-11-23T12:00:00+00:00",
+    "device": "NVIDIA H200",
+    "versions": {"sglang": "0.5.23"},
+    "num_q_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "draft_tokens": 1,
+    "kv_dtype": "bfloat16",
+}
+PATHS = [[(7, 0, 40), (2**40, 40, 60)], [(7, 0, 40), (2**40, 40, 60)], [(7, 0, 40)], []]
+
+
+def dump(file: Path, count: int = 3, **header: Any) -> str:
+    lines: list[dict[str, Any]] = [HEADER | header]
+    for number in range(1, count + 1):
+        lengths = [length + number for length in (70, 64, 45, 9)]
+        lines.append({"paths": PATHS, "seq_lens": lengths})
+    lines.append({"end": "complete"})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def test_a_dump_is_run_as_on_its_server_unless_asked(tmp_path: Path) -> None:
+    file = dump(tmp_path / "dump", 11, draft_tokens=4, kv_dtype="float8_e4m3fn", policy="pat")
+    own = work("--batches", file, "--sample", "3")
+    names = ["batch-1-4/2/64 x 4", "batch-6-4/2/64 x 4", "batch-11-4/2/64 x 4"]
+    assert [case.name for case in own.cases] == names
+    assert own.kv_dtype == "fp8_e4m3" and own.server == HEADER | {
+        "draft_tokens": 4, "kv_dtype": "float8_e4m3fn", "policy": "pat"
+    }  # fmt: skip
+    assert len(own.remarks) == 1 and "policy pat" in own.remarks[0]
+    Path(file).write_text("\n".join(Path(file).read_text().splitlines()[:-1]))
+    other = work("--batches", file, "--heads", "8/2", "--kv-dtype", "bfloat16")
+    assert other.kv_dtype == "bfloat16" and {case.heads for case in other.cases} == {Heads(8, 2)}
+    said = "; ".join(other.remarks)
+    assert "the server's were float8_e4m3fn" in said and "was cut off" in said
+    assert "4 draft tokens" in "".join(work("--batches", file, "--draft-tokens", "1").remarks)
+
+
+@pytest.mark.parametrize(
+    ("count", "header", "said"), [(0, {}, "has no batch"), (1, {"head_dim": "64"}, "head_dim")]
+)
+def test_dumps_that_cannot_be_run(
+    count: int, header: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_batches(Path(dump(tmp_path / "dump", count, **header)))
+
+
+def test_nodes_of_which_a_query_shares_a_part_are_cut() -> None:
+    """Only then has each node its slots. The plan stays; queries without tokens are left out."""
+    paths = [
+        [(5, 0, 30), (6, 30, 50)],
+        [(5, 0, 30), (6, 30, 41)],
+        [(5, 0, 12)],
+        [(6 + 2**40, 0, 8)],
+        [(5, 0, 30), (6, 30, 50), (9, 50, 51)],
+    ]
+    lengths = [60, 41, 20, 9, 70]
+    found = as_forest(Batch([[], *paths], [0, *lengths], 4))
+    assert found == Forest(
+        "batch-4",
+        [
+            [(0, 0, 12), (1, 12, 30), (2, 30, 41), (3, 41, 50)],
+            [(0, 0, 12), (1, 12, 30), (2, 30, 41)],
+            [(0, 0, 12)],
+            [(4, 0, 8)],
+            [(0, 0, 12), (1, 12, 30), (2, 30, 41), (3, 41, 50), (5, 50, 51)],
+        ],
+        lengths,
+    )
+    assert found.unique_tokens == 50 + 8 + 1 + (10 + 0 + 8 + 1 + 19)
+    table, _ = slot_table(found, permuted=True)
+    assert set(table[table > 0].tolist()) == set(range(1, found.unique_tokens + 1))
+    assert table[1, :41].tolist() == table[2, :41].tolist() != table[1, 1:42].tolist()
+    target = Target.h200(num_q_heads=4, num_kv_heads=2, head_dim=64, max_queries=64)
+    of_server, here = (plan(each, lengths, target) for each in (paths, found.paths))
+    for name in ("items", "segments", "members"):
+        assert np.array_equal(getattr(of_server, name), getattr(here, name))
+
+
+# Runs
+
+
+@pytest.mark.parametrize("mode", ["trees", "drafts", "e4m3", "ragged", "batches"])
+def test_a_run_from_arguments_to_json(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pat's plans run on the CPU's executor, beside the peers by definition; times are made up: 10
+    us, and one more for each that was captured later."""
+    replace_device(monkeypatch)
+    file = tmp_path / "run.json"
+    trees = ["--trees", "1,6_40,9", "5_20"]
+    arguments, cases, drafts = {
+        "trees": (["--heads", "4/2/64", *trees], ["1,6_40,9", "5_20"], [1]),
+        "drafts": (["--heads", "8/1/64", "--draft-tokens", "1,3", *trees], None, [1, 3]),
+        "e4m3": (["--heads", "4/2/64", "--kv-dtype", "fp8_e4m3", *trees], None, [1]),
+        "ragged": (
+            ["--ragged", "--heads", "4/1/64", "--only", "fork-1k", "bucketed-2"],
+            ["bucketed-2", "fork-1k"],
+            [1],
+        ),
+        "batches": (
+            ["--batches", dump(tmp_path / "dump", 4, draft_tokens=4), "--sample", "2"],
+            ["batch-1", "batch-4"],
+            [4],
+        ),
+    }[mode]
+    assert kernel.main([*arguments, "--permuted", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    document = json.loads(file.read_text())
+    assert document["left_out"] == [] and document["settings"]["draft_tokens"] == drafts
+    assert (document.get("generator") == GENERATOR) == (mode == "ragged")
+    found = [TreeRow(**each) for each in document["rows"]]
+    if cases:
+        assert [each.spec for each in found] == cases
+    assert len(found) == 2 * len(drafts) and {each.draft_tokens for each in found} == {*drafts}
+    later = float(mode == "e4m3")
+    names = {"fa3", "flashinfer", *["levels"] * (mode in ("trees", "drafts", "e4m3"))}
+    for each in found:
+        assert each.permuted and each.is_sound and each.error < 0.01
+        assert each.differences.keys() == names and each.kv_read_over_unique >= 1
+        assert (each.pat, each.fa3, each.flashinfer) == (10.0 + later, 11.0 + later, 12.0 + later)
+        if mode == "e4m3":
+            assert each.bf16 == 10.0 and each.errors.keys() == names
+    assert kernel.main(["--from", str(file)]) == 0
+    assert capsys.readouterr().out.partition("\n\n")[2] in printed
+
+
+def test_what_fails_is_left_out_and_what_is_wrong_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(batch: Any, *_: Any) -> Any:
+        raise RuntimeError("workspace too small")
+
+    def wrong(batch: Any, *_: Any) -> Any:
+        return lambda: torch.ones_like(batch.q)
+
+    def small(tree: Any, *rest: Any) -> Any:
+        if tree.num_queries > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB")
+        return make(tree, *rest)
+
+    replace_device(monkeypatch)
+    make = rows.device_batch
+    monkeypatch.setattr(rows, "device_batch", small)
+    monkeypatch.setattr(rows, "PEERS", rows.PEERS | {"flashinfer": broken, "levels": wrong})
+    file = tmp_path / "run.json"
+    arguments = ["--heads", "4/2/64", "64/2", "--trees", "1,6_40,9", "7_20", "--json", str(file)]
+    assert kernel.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "flashinfer did not run: RuntimeError: workspace too small" in printed
+    assert "output of levels is off" in printed and "output of fa3" not in printed
+    document = json.loads(file.read_text())
+    assert [each["flashinfer"] for each in document["rows"]] == [None]
+    left_out = [text.partition(": ")[0] for text in document["left_out"]]
+    assert left_out == ["7_20-4/2/64", "1,6_40,9-64/2", "7_20-64/2"]
+    assert "out of memory" in document["left_out"][0]
+    assert kernel.main([*arguments, "--budget-s", "0"]) == 0
+    assert "left out: 1,6_40,9-4/2/64: the time is up" in capsys.readouterr().out
+
+
+def test_stored_results_are_printed_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    document: dict[str, Any] = {"kind": "trees", "date": "", "device": "", "versions": {}}
+    document |= {"bytes_per_s": 4.4e12, "flops_per_s": 7.2e14, "empty_us": 3.2}
+    document |= {"settings": asdict(PatOptions()), "absent": {"flashinfer": "ImportError"}}
+    for error, status in ((0.001, 0), (0.5, 1)):
+        kernel.write(document | {"rows": [asdict(row(error=error))]}, file)
+        assert kernel.main(["--from", str(file)]) == status
+        printed = capsys.readouterr().out
+        assert "4.40 TB/s" in printed and "without flashinfer: ImportError" in printed
+    other = {"kind": "serving", "command": "python -m benchmarks.serving --runs 3", "settings": {}}
+    for text, message in (
+        ("{}\n{}\n", "is not JSON"),
+        ('{"device": "NVIDIA H200", "rows": []}', "is JSON, but not of a benchmark"),
+        (json.dumps(other | {"rows": []}), "use python -m benchmarks.serving --from"),
+    ):
+        file.write_text(text)
+        assert kernel.main(["--from", str(file)]) == 2
+        assert message in capsys.readouterr().err
