@@ -48,8 +48,11 @@ class Forest:
 
     @property
     def unique_tokens(self) -> int:
-        """K/V tokens that the batch holds, each counted once."""
-        nodes = {node: end - start for path in self.paths for node, start, end in path}
+        """K/V tokens that the batch holds, each counted once, of nodes that some share in part the
+        whole."""
+        nodes: dict[int, int] = {}
+        for path in self.paths:
+            nodes |= {node: max(end - start, nodes.get(node, 0)) for node, start, end in path}
         ends = [path[-1][2] if path else 0 for path in self.paths]
         tails = sum(length - end for length, end in zip(self.seq_lens, ends, strict=True))
         return sum(nodes.values()) + tails

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.forests import Forest, PrefixPath
+from benchmarks.common.forests import Forest
 from benchmarks.kernel.floor import Heads
 from sglang_pat.dump import Batch, read_dump
 
@@ -69,27 +69,6 @@ def read_batches(file: Path) -> Batches:
 
 def as_forest(batch: Batch) -> Forest:
     """A dumped batch with its name; queries of no tokens, which have nothing to read, left out."""
-    held = [(path, n) for path, n in zip(batch.paths, batch.seq_lens, strict=True) if n]
-    return Forest(
-        f"batch-{batch.number}", cut([path for path, _ in held]), [length for _, length in held]
-    )
-
-
-def cut(paths: Sequence[PrefixPath]) -> list[PrefixPath]:
-    """The same paths with nodes that all queries have whole: where one may share only the first
-    tokens of a node, the node is cut in two. Nodes get ids of their own, from 0 on."""
-    ends: dict[int, set[int]] = {}
-    for path in paths:
-        for node, _, end in path:
-            ends.setdefault(node, set()).add(end)
-    ids: dict[tuple[int, int], int] = {}
-    found = []
-    for path in paths:
-        pieces: PrefixPath = []
-        for node, start, end in path:
-            for at in sorted(each for each in ends[node] if each <= end):
-                number = ids.setdefault((node, at), len(ids))
-                pieces.append((number, start, at))
-                start = at
-        found.append(pieces)
-    return found
+    held = [i for i, tokens in enumerate(batch.seq_lens) if tokens]
+    paths, seq_lens = [batch.paths[i] for i in held], [batch.seq_lens[i] for i in held]
+    return Forest(f"batch-{batch.number}", paths, seq_lens)

@@ -45,9 +45,9 @@ def _descales(batch: TreeBatch, queries: int) -> dict[str, torch.Tensor]:
         return {}
     shape = (queries, batch.k_cache.shape[1])
     scales = {"k_descale": batch.k_scale, "v_descale": batch.v_scale}
-    device = batch.q.device
     return {
-        name: torch.tensor(scale, device=device).expand(shape) for name, scale in scales.items()
+        name: torch.tensor(scale, device=batch.q.device).expand(shape)
+        for name, scale in scales.items()
     }
 
 
@@ -174,46 +174,29 @@ def query_offsets(batch: TreeBatch) -> torch.Tensor:
     return torch.arange(0, end, batch.draft_tokens, dtype=torch.int32, device=batch.q.device)
 
 
-def _planned(batch: TreeBatch, heads: Heads, scale: float) -> Any:
-    """FlashInfer's wrapper for the paged K/V of a decode or verify step, planned for this very
-    batch."""
-    device = batch.q.device
+def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
+    """``BatchDecodeWithPagedKVCacheWrapper``, or of a verify step
+    ``BatchPrefillWithPagedKVCacheWrapper``, planned for this very batch."""
+    heads = Heads(batch.q.shape[1], batch.k_cache.shape[1], batch.q.shape[2])
+    dtype, device = batch.k_cache.dtype, batch.q.device
     space = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     offsets = _offsets(batch.seq_lens)
     positions = torch.arange(batch.req_to_token.shape[1], device=device)
-    pages = (
-        offsets,
-        batch.req_to_token[batch.rows][positions < batch.seq_lens[:, None]],
-        torch.ones_like(offsets[1:]),
-    )
-    shape = (heads.q, heads.kv, heads.dim, 1)
-    options = {
-        "q_data_type": batch.q.dtype,
-        "kv_data_type": batch.k_cache.dtype,
-        "sm_scale": scale,
-    }
+    slots = batch.req_to_token[batch.rows][positions < batch.seq_lens[:, None]]
+    given = (offsets, slots, torch.ones_like(offsets[1:]), heads.q, heads.kv, heads.dim, 1)
+    types = {"q_data_type": batch.q.dtype, "kv_data_type": dtype, "sm_scale": scale}
     if batch.draft_tokens > 1:
         prefill = import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
         wrapper = prefill(space, "NHD", backend="fa2")
-        wrapper.plan(query_offsets(batch), *pages, *shape, causal=True, **options)
-        return wrapper
-    decode = import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
-    with_tensor_cores = uses_tensor_cores(heads, batch.k_cache.dtype)
-    wrapper = decode(space, "NHD", backend="fa2", use_tensor_cores=with_tensor_cores)
-    wrapper.plan(*pages, *shape, **options)
-    return wrapper
-
-
-def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
-    """``BatchDecodeWithPagedKVCacheWrapper``, or of a verify step
-    ``BatchPrefillWithPagedKVCacheWrapper``."""
-    heads = Heads(batch.q.shape[1], batch.k_cache.shape[1], batch.q.shape[2])
-    wrapper = _planned(batch, heads, scale)
+        wrapper.plan(query_offsets(batch), *given, causal=True, **types)
+    else:
+        decode = import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
+        with_tensor_cores = uses_tensor_cores(heads, dtype)
+        wrapper = decode(space, "NHD", backend="fa2", use_tensor_cores=with_tensor_cores)
+        wrapper.plan(*given, **types)
     pages = (batch.k_cache.unsqueeze(1), batch.v_cache.unsqueeze(1))
     out = torch.empty_like(batch.q)
-    scales = {}
-    if batch.k_cache.dtype == E4M3:
-        scales = {"k_scale": batch.k_scale, "v_scale": batch.v_scale}
+    scales = {"k_scale": batch.k_scale, "v_scale": batch.v_scale} if dtype == E4M3 else {}
 
     def run() -> torch.Tensor:
         wrapper.run(batch.q, pages, out=out, **scales)

@@ -68,18 +68,15 @@ def make_parser() -> argparse.ArgumentParser:
     how = f"attention backends (default: {' '.join(BACKENDS)})"
     add("--backends", nargs="+", metavar="NAME", default=list(BACKENDS), help=how)
     add("--runs", type=number, default=5, help="rounds over all of it (default: 5)")
-    add("--new-tokens", type=number, default=128, help="of a batch's prompts, behind the prefix")
     add("--output-tokens", type=number, default=256, help="of a batch's requests (default: 256)")
     how = "tokens with which an agent's conversation ends (default: 5120)"
     add("--agent-context", type=number, default=5120, help=how)
-    add("--seed", type=int, default=0, help="of the first run; the next one's is one more")
     add("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
     add("--show", action="store_true", help="run nothing, print the commands")
     add = parser.add_argument_group("servers").add_argument
     add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)} or a folder")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="of servers (default: cuda)")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and K/V")
-    how = "of K/V alone, of every server (default: auto, that of --dtype)"
+    how = "of K/V, of every server (default: auto, that of the weights)"
     add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help=how)
     add("--tp", type=number, default=1, help="GPUs of every server")
     add("--pool-tokens", type=number, default=131_072, help="of a server's K/V (default: 131072)")
@@ -104,8 +101,7 @@ def run(options: argparse.Namespace, budget: Budget) -> None:
     """
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="sglang_pat_bench_"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    lengths = {"new": options.new_tokens, "output": options.output_tokens}
-    loads = [parse(text, **lengths, folder=folder) for text in options.loads]
+    loads = [parse(text, output=options.output_tokens, folder=folder) for text in options.loads]
     model = open_model(options.model, folder)
     arguments = server_arguments(options, model)
     if teams := [load for load in loads if load.team]:
@@ -138,7 +134,7 @@ def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
     """Of ``sglang.launch_server``, of every server."""
     requests = str(options.max_requests)
     found = [
-        *("--dtype", options.dtype or ("bfloat16" if options.device == "cuda" else "float32")),
+        *("--dtype", "bfloat16" if options.device == "cuda" else "float32"),
         *("--kv-cache-dtype", options.kv_cache_dtype, "--tp-size", str(options.tp)),
         *("--max-total-tokens", str(options.pool_tokens), "--max-running-requests", requests),
         *("--stream-interval", str(options.stream_interval)),
@@ -174,8 +170,7 @@ def commands(
     ]
     program = shlex.join(["python", "-m", *PROGRAM])
     return lines + [
-        f"{program} {shlex.join(load.arguments)} --port 30000 --seed {options.seed}"
-        for load in loads
+        f"{program} {shlex.join(load.arguments)} --port 30000 --seed 0" for load in loads
     ]
 
 
@@ -208,7 +203,8 @@ def measure(
                 if turn >= 0:
                     document["rows"].append(rows[-1])
                     write(document, options.json)
-                    print(f"{line_of(rows[-1])}{budget}", flush=True)
+                    tpot = row["median_tpot_ms"]
+                    print(f"{load.name} {backend}: TPOT p50 {tpot:.2f} ms{budget}", flush=True)
             for row in rows:
                 if row["backend"] == BACKEND:  # its counters appear late
                     before, counted = counted, servers[BACKEND].counters()
@@ -221,16 +217,10 @@ def run_once(
     """What the client and the engine say of one run of a load, from an empty cache on."""
     server.post("/flush_cache?timeout=10")  # once the last request is gone
     before = step_notes(server)
-    seed = options.seed + turn % (options.runs + 1)
-    row = ask(load, port=server.port, seed=seed, folder=folder)
+    row = ask(load, port=server.port, seed=turn % (options.runs + 1), folder=folder)
     if options.stream_interval > 1 and CHAT in load.arguments:
         row = {name: each for name, each in row.items() if "itl" not in name}
     return row | {"step_ms": step_ms(before, step_notes(server))}
-
-
-def line_of(row: Row) -> str:
-    itl = f"ITL p50 {row['median_itl_ms']:.2f} ms, " if "median_itl_ms" in row else ""
-    return f"{row['load']} {row['backend']}: {itl}TPOT p50 {row['median_tpot_ms']:.2f} ms"
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

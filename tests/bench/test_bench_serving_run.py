@@ -77,7 +77,7 @@ def test_loads_run_on_two_servers_in_turns(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loads = ("2*200x2", "0x4", "100+2*60x3")
-    sizes = ("--new-tokens", "8", "--output-tokens", "60", "--stream-interval", "1")
+    sizes = ("--output-tokens", "60", "--stream-interval", "1")
     how = ("--runs", "2", "--agent-context", "700")
     rows = bench("--loads", *loads, *how, *sizes)["rows"]
     assert [(row["run"], row["load"], row["backend"]) for row in rows] == [
