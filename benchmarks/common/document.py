@@ -18,8 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang_pat.target import LARGEST
-
 Document = dict[str, Any]
 
 T = TypeVar("T")
@@ -122,13 +120,7 @@ def value(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def whole_number(text: str) -> int:
-    """From 1 to what the extension's integers hold.
-
-    Raises:
-        ValueError: ``text`` is none.
-    """
+    """1 or more. Raises ValueError if ``text`` is none."""
     if not (text.isascii() and text.isdecimal() and int(text)):
         raise ValueError(f"{text!r} is not a whole number, 1 or more")
-    if int(text) > LARGEST:
-        raise ValueError(f"{text} is too large, must be at most {LARGEST}")
     return int(text)

@@ -140,8 +140,10 @@ def about(document: Document) -> list[str]:
     """Where and how a document was measured, as lines."""
     lines = documents.heading(document)
     if server := document.get("server"):
-        versions = ", ".join(f"{name} {found}" for name, found in server["versions"].items())
-        lines.append(f"batches of {server['date']}, {server['device']}, {versions}")
+        had = ("kv_dtype", "draft_tokens", "page_size", "policy", "complete")
+        names = server["versions"] | {name: server[name] for name in had if name in server}
+        said = ", ".join(f"{name} {found}" for name, found in names.items())
+        lines.append(f"batches of {server['date']}, {server['device']}, there {said}")
     lines.append(
         f"ceilings: {document['bytes_per_s'] / 1e12:.2f} TB/s read, "
         f"{document['flops_per_s'] / 1e12:.0f} TFLOP/s bf16; an empty captured kernel: "
@@ -171,8 +173,6 @@ def main(arguments: list[str] | None = None) -> int:
                 f"no CUDA device that torch {torch.__version__} can use: run this on a machine "
                 "with a GPU, or print the results of one with --from FILE"
             )
-        for remark in work.remarks:
-            print(f"note: {remark}", file=sys.stderr)
         return show(run(options, work))
     except (OSError, ValueError) as error:
         print(f"benchmarks.kernel: {error}", file=sys.stderr)

@@ -7,64 +7,31 @@ random. ``batch-N`` is batch N of the file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.forests import Forest
-from benchmarks.kernel.floor import Heads
 from sglang_pat.dump import Batch, read_dump
 
-_NUMBERS = ("num_q_heads", "num_kv_heads", "head_dim", "draft_tokens")
+NUMBERS = ("num_q_heads", "num_kv_heads", "head_dim", "draft_tokens")
 
 
-@dataclass(frozen=True)
-class Batches:
-    """The batches of a dump and what the server ran them with. ``header``: without its target."""
+def read_batches(file: Path) -> tuple[dict[str, Any], list[Forest]]:
+    """The header of a dump, without its target, ``complete`` or cut off, and its batches.
 
-    file: Path
-    heads: Heads
-    forests: list[Forest]
-    draft_tokens: int
-    header: dict[str, Any]
-    whole: bool  # not cut off
-
-    @property
-    def kv_dtype(self) -> str:
-        return str(self.header.get("kv_dtype", "unknown"))
-
-    def remarks(self, kv_dtype: str, draft_tokens: Sequence[int]) -> tuple[str, ...]:
-        """What differs from the server, a sentence each, in runs with such K, V and drafts."""
-        found = []
-        if self.kv_dtype != {"fp8_e4m3": "float8_e4m3fn"}.get(kv_dtype, kv_dtype):
-            found.append(f"K and V are {kv_dtype} here, the server's were {self.kv_dtype}")
-        if list(draft_tokens) != [self.draft_tokens]:
-            found.append(f"the server's queries had {self.draft_tokens} draft tokens")
-        if (page_size := self.header.get("page_size", 1)) != 1:
-            found.append(f"the server had pages of {page_size} tokens; here every slot is a page")
-        if (policy := self.header.get("policy", "default")) != "default":
-            found.append(f"the server had the policy {policy}; here it is --policy's")
-        if not self.whole:
-            found.append(f"{self.file} was cut off; what there is is replayed")
-        return tuple(found)
-
-
-def read_batches(file: Path) -> Batches:
-    """Raises OSError or ValueError, in words, for a file that is no dump or has no batch."""
+    Raises OSError or ValueError, in words, for a file that is no dump or has no batch.
+    """
     dump = read_dump(file)
     if not dump.batches:
         raise ValueError(f"{file} has no batch: no decode step of several requests ran on pat")
     header = {name: value for name, value in dump.header.items() if name != "target"}
-    numbers: list[Any] = [header.get(name) for name in _NUMBERS]
+    numbers: list[Any] = [header.get(name) for name in NUMBERS]
     if not all(type(each) is int for each in numbers):
         raise ValueError(
-            f"{file}: {', '.join(_NUMBERS)} of its header are {numbers}, must be whole numbers: "
+            f"{file}: {', '.join(NUMBERS)} of its header are {numbers}, must be whole numbers: "
             "make the dump anew"
         )
-    *heads, draft_tokens = numbers
-    forests = [as_forest(batch) for batch in dump.batches]
-    return Batches(file, Heads(*heads), forests, draft_tokens, header, bool(dump.end))
+    return header | {"complete": bool(dump.end)}, [as_forest(batch) for batch in dump.batches]
 
 
 def as_forest(batch: Batch) -> Forest:

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.common.forests import Forest, all_forests
 from benchmarks.common.trees import HEADS, PAPER_TREES, QUICK_TREES, shortest_tail
-from benchmarks.kernel.batches import read_batches
+from benchmarks.kernel.batches import NUMBERS, read_batches
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3, PatOptions
 from sglang_pat import _C
@@ -57,14 +57,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Work:
-    """The ``kind`` of a document, its cases, and the dtype of K and V. Of a server's batches:
-    ``server``, the header of its dump, and ``remarks``, sentences on what differs from it."""
+    """The ``kind`` of a document, its cases, the dtype of K and V, and of a server's batches the
+    header of its dump."""
 
     kind: str
     cases: list[Case]
     kv_dtype: str
     server: dict[str, Any] | None = None
-    remarks: tuple[str, ...] = ()
 
 
 def asked(options: argparse.Namespace) -> Work:
@@ -78,13 +77,12 @@ def asked(options: argparse.Namespace) -> Work:
     kind, heads = "trees", [Heads(*each) for each in HEADS]
     requests: Sequence[Tree | Forest] = QUICK_TREES if quick else PAPER_TREES
     server: dict[str, Any] | None = None
-    remarks: tuple[str, ...] = ()
     if options.batches:
-        dump = read_batches(options.batches)
-        kind, requests, heads, server = "batches", dump.forests, [dump.heads], dump.header
-        drafts = options.draft_tokens or (dump.draft_tokens,)
-        kv_dtype = kv_dtype or (E4M3 if dump.kv_dtype == "float8_e4m3fn" else None)
-        remarks = dump.remarks(kv_dtype or "bfloat16", drafts)
+        kind, (server, requests) = "batches", read_batches(options.batches)
+        *shape, own_drafts = (server[name] for name in NUMBERS)
+        heads, drafts = [Heads(*shape)], options.draft_tokens or (own_drafts,)
+        own_dtype = E4M3 if server.get("kv_dtype") == "float8_e4m3fn" else "bfloat16"
+        kv_dtype = kv_dtype or own_dtype
     elif options.ragged:
         kind, requests, heads = "ragged", all_forests(), RAGGED_HEADS
     elif options.draft_tokens:
@@ -107,7 +105,7 @@ def asked(options: argparse.Namespace) -> Work:
         raise ValueError(
             f"--only {' '.join(options.only)} matches no row; rows are named as {every[0].name}"
         )
-    return Work(kind, chosen, kv_dtype or "bfloat16", server, remarks)
+    return Work(kind, chosen, kv_dtype or "bfloat16", server)
 
 
 def sample(every: Sequence[Tree | Forest], count: int | None) -> Sequence[Tree | Forest]:

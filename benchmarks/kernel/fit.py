@@ -35,8 +35,6 @@ from sglang_pat import _C
 from sglang_pat.planner import Planner
 from sglang_pat.target import CUTS
 
-Times = npt.NDArray[np.float64]
-
 # What is timed: heads, and what K, V and queries are.
 SETTINGS: tuple[tuple[Heads, PatOptions], ...] = (
     *((Heads(q, kv), PatOptions()) for q, kv in ((32, 8), (64, 8), (16, 8), (32, 32))),
@@ -122,8 +120,7 @@ def time_cuts(file: Path, budget_s: float) -> None:
             done += 1
             if done % 100 == 0:
                 print(f"{done} of {len(todo)}, {until - time.monotonic():.0f} s left", flush=True)
-    again = "" if done == len(todo) else ": run it again for the others"
-    print(f"{done} of {len(todo)} batches are timed{again}")
+    print(f"{done} of {len(todo)} batches are timed; to go on, run it again")
 
 
 def time_batch(
@@ -150,12 +147,14 @@ class Fit:
         times: list[float] = []
         starts: list[int] = []
         for row, (heads, settings, tree) in zip(rows, cases(), strict=False):
-            if (row["batch"], row["heads"]) != (str(tree), str(heads)):
-                raise ValueError(f"{row['batch']} stands where {tree} was timed: time them anew")
-            if row["noise"] > MOST_NOISE or not row["us"]:
+            planners = plans(heads, settings, tree)
+            found = (row["batch"], row["heads"], row["us"].keys())
+            if found != (str(tree), str(heads), planners.keys()):
+                raise ValueError(f"{row['batch']} was timed with other plans: time all anew")
+            if row["noise"] > MOST_NOISE or not planners:
                 continue
             starts.append(len(times))
-            for cut, planner in plans(heads, settings, tree).items():
+            for cut, planner in planners.items():
                 self._planners.append((planner, tree.seq_lens))
                 times.append(row["us"][cut])
         if not starts:
@@ -166,7 +165,7 @@ class Fit:
         self._batch = np.repeat(np.arange(len(starts)), counts)
         self._log = np.log(np.array(times) / best[self._batch])
 
-    def judged(self, costs: Sequence[float]) -> Times:
+    def judged(self, costs: Sequence[float]) -> npt.NDArray[np.float64]:
         """log of the seconds that the judge expects of each plan."""
         found = []
         for planner, seq_lens in self._planners:

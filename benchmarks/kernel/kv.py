@@ -11,7 +11,6 @@ import torch
 from benchmarks.common.trees import Requests
 
 _T: TypeAlias = torch.Tensor
-Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T]
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class TreeBatch:
     draft_tokens: int = 1
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> tuple[_T, _T, _T, _T, _T, _T]:
         """The leading arguments of ``decode``."""
         return self.q, self.k_cache, self.v_cache, self.req_to_token, self.rows, self.seq_lens
 

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.common.document import Document
 from benchmarks.kernel.cases import Case
 from benchmarks.kernel.clock import Captured, Clock, capture
-from benchmarks.kernel.floor import Rates, floor_us, flops, least_bytes
+from benchmarks.kernel.floor import Rates, floor_us
 from benchmarks.kernel.kv import quantised, relative
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
 from benchmarks.kernel.peers import PEERS
@@ -50,16 +50,14 @@ def measure(
     outs.pop("bf16", None)  # of other K and V
     made = layer.plan
     rates = Rates(document["bytes_per_s"], document["flops_per_s"])
-    counted = (settings.kv_bytes, settings.draft_tokens)
-    bytes_s = least_bytes(tree, heads, *counted) / rates.bytes_per_s
-    flops_s = flops(tree, heads, settings.draft_tokens) / rates.flops_per_s
+    floor, bound = floor_us(tree, heads, rates, settings.kv_bytes, settings.draft_tokens)
     errors = {name: error_of(out, batch, scale) for name, out in outs.items() if settings.e4m3}
     return TreeRow(
         heads=str(heads),
         spec=str(tree),
         permuted=permuted,
-        floor_us=floor_us(tree, heads, rates, *counted),
-        bound="memory" if bytes_s > flops_s else "compute",
+        floor_us=floor,
+        bound=bound,
         pat=times["pat"],
         fa3=times.get("fa3"),
         flashinfer=times.get("flashinfer"),

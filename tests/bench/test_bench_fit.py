@@ -35,7 +35,7 @@ def test_times_go_on_where_a_file_ends(
     monkeypatch.setattr(fit, "batches", lambda: (Tree((1, 4, 12), (300, 70, 9)), Tree((3,), (3,))))
     file = tmp_path / "times"
     assert fit.main(["time", str(file), "--budget-s", "0"]) == 0
-    assert "0 of 5 batches are timed: run it again" in capsys.readouterr().out
+    assert "0 of 5 batches are timed" in capsys.readouterr().out
     assert fit.main(["time", str(file)]) == 0
     rows = rows_of(file)
     assert [row["batch"] for row in rows] == ["1,4,12_300,70,9", "3_3"] * 2 + ["1,4,12_300,70,9"]
@@ -77,4 +77,4 @@ def test_costs_are_found_from_times(
     assert len(printed) == 1 + len(before)
     file.write_text(file.read_text().replace("1,10_4096,416", "2,10_4096,416"))
     assert fit.main(["costs", str(file)]) == 2
-    assert "time them anew" in capsys.readouterr().err
+    assert "time all anew" in capsys.readouterr().err
