@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +29,7 @@ from sglang_pat.dump import Batch
 from sglang_pat.explain.tree import Tree
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
@@ -248,50 +248,48 @@ def test_queries_without_tokens_are_left_out() -> None:
 # Runs
 
 
-@pytest.mark.parametrize("mode", ["trees", "drafts", "e4m3", "ragged", "batches"])
+TREES = ["1,6_40,9", "5_20"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "drafts", "specs", "peers"),
+    [
+        ("--heads 4/2/64 --trees 1,6_40,9 5_20", [1], TREES, 3),
+        ("--heads 8/1/64 --trees 1,6_40,9 5_20 --draft-tokens 1,3", [1, 3], TREES * 2, 3),
+        ("--heads 4/2/64 --trees 1,6_40,9 5_20 --kv-dtype fp8_e4m3", [1], TREES, 3),
+        ("--heads 4/1/64 --ragged --only fork-1k bucketed-2", [1], ["bucketed-2", "fork-1k"], 2),
+        ("--batches DUMP --sample 2", [4], ["batch-1", "batch-4"], 2),
+    ],
+)
 def test_a_run_from_arguments_to_json(
-    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: str,
+    drafts: list[int],
+    specs: list[str],
+    peers: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """pat's plans run on the CPU's executor, beside the peers by definition; times are made up: 10
-    us, and one more for each that was captured later."""
+    """pat's plans run on the CPU's executor, beside the peers by definition, of which a cascade
+    runs on trees only; times are made up: 10 us, and one more for each that was captured later."""
     replace_device(monkeypatch)
-    file = tmp_path / "run.json"
-    trees = ["--trees", "1,6_40,9", "5_20"]
-    arguments, cases, drafts = {
-        "trees": (["--heads", "4/2/64", *trees], ["1,6_40,9", "5_20"], [1]),
-        "drafts": (["--heads", "8/1/64", "--draft-tokens", "1,3", *trees], None, [1, 3]),
-        "e4m3": (["--heads", "4/2/64", "--kv-dtype", "fp8_e4m3", *trees], None, [1]),
-        "ragged": (
-            ["--ragged", "--heads", "4/1/64", "--only", "fork-1k", "bucketed-2"],
-            ["bucketed-2", "fork-1k"],
-            [1],
-        ),
-        "batches": (
-            ["--batches", dump(tmp_path / "dump", 4, draft_tokens=4), "--sample", "2"],
-            ["batch-1", "batch-4"],
-            [4],
-        ),
-    }[mode]
-    assert kernel.main([*arguments, "--permuted", "--json", str(file)]) == 0
+    file, source = tmp_path / "run.json", dump(tmp_path / "dump", 4, draft_tokens=4)
+    given = [*arguments.replace("DUMP", source).split(), "--permuted", "--json", str(file)]
+    assert kernel.main(given) == 0
     printed = capsys.readouterr().out
     document = json.loads(file.read_text())
     assert document["left_out"] == [] and document["settings"]["draft_tokens"] == drafts
-    assert (document.get("generator") == GENERATOR) == (mode == "ragged")
+    assert (document.get("generator") == GENERATOR) == ("--ragged" in given)
+    assert ("there sglang 0.5.23, kv_dtype bfloat16" in printed) == (source in given)
     found = [TreeRow(**each) for each in document["rows"]]
-    if cases:
-        assert [each.spec for each in found] == cases
-    assert len(found) == 2 * len(drafts) and {each.draft_tokens for each in found} == {*drafts}
-    later = float(mode == "e4m3")
-    names = {"fa3", "flashinfer", *["levels"] * (mode in ("trees", "drafts", "e4m3"))}
+    assert [each.spec for each in found] == specs
+    assert {each.draft_tokens for each in found} == set(drafts)
+    e4m3 = "fp8_e4m3" in given
     for each in found:
         assert each.permuted and each.is_sound and each.error < 0.01
-        assert each.differences.keys() == names and each.kv_read_over_unique >= 1
-        assert (each.pat, each.fa3, each.flashinfer) == (10.0 + later, 11.0 + later, 12.0 + later)
-        if mode == "e4m3":
-            assert each.bf16 == 10.0 and each.errors.keys() == names
-    assert ("there sglang 0.5.23, kv_dtype bfloat16, draft_tokens 4" in printed) == (
-        mode == "batches"
-    )
+        assert each.kv_read_over_unique >= 1 and len(each.differences) == peers
+        assert (each.pat, each.fa3, each.flashinfer) == (10.0 + e4m3, 11.0 + e4m3, 12.0 + e4m3)
+        assert (each.bf16, len(each.errors)) == ((10.0, peers) if e4m3 else (None, 0))
     assert kernel.main(["--from", str(file)]) == 0
     assert capsys.readouterr().out.partition("\n\n")[2] in printed
 
@@ -329,24 +327,26 @@ def test_what_fails_is_left_out_and_what_is_wrong_is_named(
     assert "left out: 1,6_40,9-4/2/64: the time is up" in capsys.readouterr().out
 
 
-def test_stored_results_are_printed_without_a_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "run.json"
-    document: dict[str, Any] = {"kind": "trees", "date": "", "device": "", "versions": {}}
-    document |= {"bytes_per_s": 4.4e12, "flops_per_s": 7.2e14, "empty_us": 3.2}
-    document |= {"settings": asdict(PatOptions()), "absent": {"flashinfer": "ImportError"}}
-    for error, status in ((0.001, 0), (0.5, 1)):
-        kernel.write(document | {"rows": [asdict(row(error=error))]}, file)
-        assert kernel.main(["--from", str(file)]) == status
-        printed = capsys.readouterr().out
-        assert "4.40 TB/s" in printed and "without flashinfer: ImportError" in printed
-    other = {"kind": "serving", "command": "python -m benchmarks.serving --runs 3", "settings": {}}
-    for text, message in (
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*kernel*.json")), ids=lambda file: file.stem)
+def test_the_results_of_the_pages_can_be_printed(file: Path) -> None:
+    assert kernel.main(["--from", str(file)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
         ("{}\n{}\n", "is not JSON"),
         ('{"device": "NVIDIA H200", "rows": []}', "is JSON, but not of a benchmark"),
-        (json.dumps(other | {"rows": []}), "use python -m benchmarks.serving --from"),
-    ):
-        file.write_text(text)
-        assert kernel.main(["--from", str(file)]) == 2
-        assert message in capsys.readouterr().err
+        (
+            '{"kind": "serving", "command": "python -m benchmarks.serving", "settings": {}, '
+            '"rows": []}',
+            "use python -m benchmarks.serving --from",
+        ),
+    ],
+)
+def test_a_file_of_something_else_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(text)
+    assert kernel.main(["--from", str(file)]) == 2 and message in capsys.readouterr().err

@@ -90,7 +90,9 @@ def test_chunk_attention_shares_chunks_of_64_and_reads_sequences_whole() -> None
     assert starts("chunk", [[]] * 2, 5000) == [[0]] * 2
 
 
-def test_fasttree_merges_where_less_is_padded() -> None:
+def test_fasttree_merges_where_less_is_padded_to_tiles_of_16_by_128_or_64_by_32() -> None:
+    assert padding(1, 16, 128) == padding(1, 64, 32) == padding(1, 0, 50) == 0.0
+    assert padding(4, 17, 20) == pytest.approx(4 * (0.66 * 47 * 20 + 0.33 * 12 * 17))
     # 32 queries on 64 tokens, 16 below each of two nodes of 64, one query head a KV head. Apart: 32
     # idle queries on 64 tokens are 1,351.7, the 64 idle tokens of each 16 queries 337.9. The first
     # to merge fills tiles of 16 and 128, and leaves 16 queries that lack 64 tokens: 337.9. It
@@ -103,12 +105,6 @@ def test_fasttree_merges_where_less_is_padded() -> None:
     # the first does: it leaves 16 queries, which fill a small tile.
     uneven = [*paths[:16], paths[0], *paths[17:]]
     assert starts("fasttree", uneven, 256, **heads) == [[0, 64]] + [[0, 64, 128]] * 31
-
-
-def test_fasttree_pads_to_tiles_of_16_by_128_or_64_by_32() -> None:
-    assert padding(1, 16, 128) == padding(1, 64, 32) == padding(1, 0, 50) == 0.0
-    assert padding(1, 10, 100) == pytest.approx(0.66 * 6 * 100 + 0.33 * 28 * 10)
-    assert padding(4, 17, 20) == pytest.approx(4 * (0.66 * 47 * 20 + 0.33 * 12 * 17))
 
 
 def test_fasttree_has_shorter_pieces_in_a_phase_of_few() -> None:
