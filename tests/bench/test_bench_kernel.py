@@ -290,6 +290,7 @@ def test_a_run_from_arguments_to_json(
         assert each.kv_read_over_unique >= 1 and len(each.differences) == peers
         assert (each.pat, each.fa3, each.flashinfer) == (10.0 + e4m3, 11.0 + e4m3, 12.0 + e4m3)
         assert (each.bf16, len(each.errors)) == ((10.0, peers) if e4m3 else (None, 0))
+        assert not e4m3 or each.errors["fa3"] > 0.01, "FA3 casts the queries"
     assert kernel.main(["--from", str(file)]) == 0
     assert capsys.readouterr().out.partition("\n\n")[2] in printed
 
