@@ -53,7 +53,7 @@ def trace(layer: Layer) -> list[Bar]:
     words = torch.zeros((rows, 4), dtype=torch.int64, device="cuda")
     layer.workspace.trace = words
     layer.attend()
-    return bars_of(words.cpu().numpy(), made.items)
+    return bars_of(words.cpu().numpy())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -102,7 +102,7 @@ def test_items_in_parts(wide: bool) -> None:
     for before, on, off in zip(plain, traced, untraced, strict=True):
         assert torch.equal(on, before) and torch.equal(off, before)
 
-    bars = bars_of(entries.cpu().numpy(), items)
+    bars = bars_of(entries.cpu().numpy())
     check(bars, items, 1, 2)
     # What one warp did are private tails, of one tile; all of those.
     tails = {

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode, RequestHandles
 from sglang.srt.plugins import load_plugins
 
+from benchmarks.host import step as benchmark
 from benchmarks.host.live import CACHES, LiveCache
 from sglang_pat import doctor
 from sglang_pat.srt import hook, launch, plugin
@@ -159,6 +160,13 @@ def test_with_a_version_a_batch_is_read_once(kind: str, monkeypatch: pytest.Monk
     assert len(reads) == 2
     assert step() is plan
     assert len(reads) == 2
+
+
+def test_the_benchmark_times_plans_that_are_kept_and_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asserts itself which plans are which."""
+    monkeypatch.setattr(benchmark, "REPEATS", 3)
+    medians = benchmark.measure("rust", 4)
+    assert medians.keys() >= {"new_us", "young_us", "kept_us", "handover_us"}
 
 
 # 3. Plugins in Ray's actor and in the benchmarks
