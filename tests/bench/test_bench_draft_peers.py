@@ -16,9 +16,9 @@ import pytest
 import torch
 from kit.bench import chain_batch, fake_sgl_kernel
 
+from benchmarks.common import reference
 from benchmarks.kernel import peers
 from benchmarks.kernel.kv import quantised, relative
-from sglang_pat import reference
 from sglang_pat.explain.tree import Tree
 
 SPECS = ["1,3_9,5", "2,4,12_6,3,5", "5_7", "1,1_4,4"]

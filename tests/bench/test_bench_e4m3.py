@@ -15,6 +15,7 @@ import pytest
 import torch
 from kit.bench import RATES, fake_sgl_kernel, replace_device, row
 
+from benchmarks.common import reference
 from benchmarks.common.trees import PAPER_TREES
 from benchmarks.kernel import __main__ as kernel
 from benchmarks.kernel import peers, rows
@@ -22,7 +23,6 @@ from benchmarks.kernel.floor import Heads, floor_us, kv_bytes, least_bytes
 from benchmarks.kernel.kv import TreeBatch, make_batch, quantised, relative
 from benchmarks.kernel.layer import PatOptions, error_of
 from benchmarks.kernel.report import TreeRow, complaints, summary
-from sglang_pat import reference
 from sglang_pat.explain.tree import Tree
 
 TREE = Tree((1, 6), (40, 9))

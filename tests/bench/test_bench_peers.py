@@ -16,10 +16,10 @@ import pytest
 import torch
 from kit.bench import fake_sgl_kernel
 
+from benchmarks.common import reference
 from benchmarks.kernel import clock, peers
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import TreeBatch, make_batch
-from sglang_pat import reference
 from sglang_pat.explain.tree import Tree
 
 

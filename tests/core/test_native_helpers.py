@@ -82,29 +82,27 @@ def test_the_stub_names_what_the_extension_has() -> None:
     spec = importlib.util.find_spec("sglang_pat")
     assert spec is not None and spec.origin is not None
     stub = ast.parse(Path(spec.origin).with_name("_C.pyi").read_text())
-    in_stub = {n.name: n for n in stub.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
-    constants = {n.target.id for n in stub.body if isinstance(n, ast.AnnAssign)}
+    of_cuda = ("CudaBuffers", "PlanStaging")
     public = {name for name in dir(_C) if not name.startswith("_")}
+    named = {name: node for node in stub.body if (name := _name(node))}
     if not hasattr(_C, "decode_cuda"):  # built without CUDA
-        for name in [*(name for name in in_stub if "cuda" in name), "CudaBuffers", "PlanStaging"]:
-            del in_stub[name]
-    assert set(in_stub) | constants == public
-    for name, node in in_stub.items():
-        native = getattr(_C, name)
+        named = {n: node for n, node in named.items() if "_cuda" not in n and n not in of_cuda}
+        named = {n: node for n, node in named.items() if not n.startswith("cuda_")}
+    assert set(named) == public
+    for name, node in named.items():
         if isinstance(node, ast.FunctionDef):
-            _same_arguments(node, native.__doc__)
-            continue
-        for member in node.body:
-            if isinstance(member, ast.FunctionDef):
-                assert hasattr(native, member.name), f"{name}.{member.name}"
-                is_property = any(
-                    isinstance(d, ast.Name) and d.id == "property" for d in member.decorator_list
-                )
-                if not is_property and member.name != "__init__":
-                    _same_arguments(member, getattr(native, member.name).__doc__)
-            else:
-                target = member.target if isinstance(member, ast.AnnAssign) else member.targets[0]
-                assert hasattr(native, target.id), f"{name}.{target.id}"
+            _same_arguments(node, getattr(_C, name).__doc__)
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            native = getattr(getattr(_C, name), _name(member))
+            if isinstance(member, ast.FunctionDef) and member.name != "__init__":
+                _same_arguments(member, native.__doc__)
+
+
+def _name(node: ast.stmt) -> str:
+    """Of a function, a class or an annotated value."""
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return node.target.id
+    return getattr(node, "name", "")
 
 
 def _same_arguments(node: ast.FunctionDef, doc: str) -> None:
