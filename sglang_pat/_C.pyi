@@ -107,14 +107,6 @@ class HandleReader:
 
 class Planner:
     def __init__(self, target: Target) -> None: ...
-    def plan(
-        self,
-        offsets: npt.NDArray[np.int64],
-        node_ids: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-        ends: npt.NDArray[np.int64],
-        seq_lens: npt.NDArray[np.int64],
-    ) -> Plan: ...
     def plan_from_info(
         self,
         infos: Sequence[Any],

@@ -168,12 +168,13 @@ def check_types(plan: object, inputs: tuple[object, ...], outputs: tuple[object,
 
     ``inputs``, ``outputs``: the arguments of ``decode`` that ``INPUTS`` and ``OUTPUTS`` name.
     """
-    if not _TENSORS.issuperset(map(type, inputs)):  # isinstance() of a tensor is slow
-        for name, value in zip(INPUTS, inputs, strict=True):
-            require_tensor(name, value)
-    if not _TENSORS_OR_NONE.issuperset(map(type, outputs)):
-        for name, value in zip(OUTPUTS, outputs, strict=True):
-            if value is not None:
+    # isinstance() of a tensor is slow.
+    if not (
+        _TENSORS.issuperset(map(type, inputs)) and _TENSORS_OR_NONE.issuperset(map(type, outputs))
+    ):
+        given = zip(INPUTS + OUTPUTS, (*inputs, *outputs), strict=True)
+        for name, value in given:
+            if value is not None or name not in OUTPUTS:
                 require_tensor(name, value)
     if not isinstance(getattr(plan, "data_ptr", None), int):
         raise ValueError(

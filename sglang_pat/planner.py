@@ -45,14 +45,12 @@ class Planner:
         paths: Sequence[Sequence[tuple[Any, ...]] | None],
         seq_lens: Integers,
         limits: Integers | None = None,
-        fields: tuple[int, int, int] = (0, 1, 2),
     ) -> Plan:
         """Plan one decode step of B queries.
 
-        ``paths[i]`` lists the radix nodes of query i from the root on, as tuples whose positions
-        ``fields`` hold (node id, start, end); ``None`` or empty means that it shares nothing.
-        ``seq_lens`` [B] counts tokens, the one being decoded included. ``limits`` [B] clips paths
-        to the tokens that are safe to share; by default all of the sequence.
+        ``paths[i]`` lists the radix nodes of query i from the root on, as tuples (node id, start,
+        end); ``None`` or empty means that it shares nothing. ``seq_lens`` [B] counts tokens, the
+        one being decoded included. ``limits`` [B] clips paths to the tokens that are safe to share.
 
         Raises ValueError naming query, node and position for paths that are not one tree, and for
         a batch larger than the target's ``max_queries``; TypeError for elements of another form.
@@ -67,7 +65,7 @@ class Planner:
             bounds = np.full(lens.shape, np.iinfo(np.int64).max)
         else:
             bounds = np.ascontiguousarray(limits, dtype=np.int64)
-        return self._native.plan_from_info(paths, bounds, lens, fields)
+        return self._native.plan_from_info(paths, bounds, lens, (0, 1, 2))
 
     def plan_handles(
         self,

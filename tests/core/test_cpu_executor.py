@@ -93,7 +93,11 @@ def test_plans_of_the_planner(
 @pytest.mark.parametrize("most", [1, 3, 4])
 @pytest.mark.parametrize("group", GROUPS)
 def test_branches_by_hand(group: int, most: int) -> None:
-    """Every second one has its tails first."""
+    """Every second one has its tails first. Of a query with other items beside it, the branch's
+    partial is the last."""
+    pieces = prefix(20, 200)
+    mixed: list[Piece | Branch] = [pieces[0], *branched(pieces[1:], most)]
+    check(replace(case(pieces, (group, 1)), pieces=mixed))
     for seed in range(3):
         pieces = forest(np.random.default_rng(seed), 17)
         inputs = by_hand(pieces, (2 * group, 2), most=most, seed=seed, logit_cap=seed * 10.0)
@@ -104,23 +108,19 @@ def test_branches_by_hand(group: int, most: int) -> None:
 @pytest.mark.parametrize("draft_tokens", [2, 3, 8, 60, 64])
 @pytest.mark.parametrize("heads", [(8, 2), (5, 1), (2, 2)])
 def test_drafts(draft_tokens: int, heads: tuple[int, int]) -> None:
-    """That are a chain or a tree, in items of their own and in branches."""
+    """That are a chain or a tree, in items of their own and in branches. A chain is the same tree,
+    bit by bit."""
     for seed in range(2):
         pieces = forest(np.random.default_rng(seed), 4)
         chain = drafted(pieces, heads, draft_tokens, seed=seed)
-        check(chain)
+        out = check(chain)
+        masked = replace(chain, draft_masks=drafts.chains(len(chain.rows), draft_tokens))
+        assert torch.equal(execute(masked)[0], out)
         check(random_trees(chain, seed))
         if draft_tokens * heads[0] // heads[1] <= 32:
             branches = replace(chain, pieces=branched(pieces, 2))
             check(branches)
             check(random_trees(branches, seed))
-
-
-def test_masks_of_a_chain_change_nothing() -> None:
-    inputs = drafted(forest(np.random.default_rng(1), 9), (8, 2), 6)
-    masked = replace(inputs, draft_masks=drafts.chains(len(inputs.rows), 6))
-    for one, other in zip(execute(inputs), execute(masked), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_siblings_do_not_see_each_other() -> None:
@@ -137,13 +137,6 @@ def test_siblings_do_not_see_each_other() -> None:
         out, _ = execute(replace(inputs, k=k, v=v))
         sees = (inputs.draft_masks[0] >> draft_token & 1).bool()
         assert torch.equal((out != before).flatten(1).any(1), sees)
-
-
-def test_a_query_of_branches_and_other_items() -> None:
-    """The branch's partial is its last."""
-    pieces = prefix(20, 200)
-    mixed: list[Piece | Branch] = [pieces[0], *branched(pieces[1:], 8)]
-    check(replace(case(pieces, (4, 1)), pieces=mixed))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])

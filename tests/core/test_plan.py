@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.trees import (
     Batch,
-    batch_of,
     batches,
     check_plan,
     common_tiles,
@@ -176,7 +175,7 @@ def branched(tree: str, **overrides: Any) -> Plan:
     """In branches of 64 packed rows, 16 queries."""
     found, made_for = Tree.parse(tree), target(cuts=("branches",), **overrides)
     made = plan(found.paths, found.seq_lens, made_for)
-    check_plan(made, batch_of(found), made_for, found.seq_lens)
+    check_plan(made, Batch(found.paths, found.seq_lens), made_for, found.seq_lens)
     return made
 
 

@@ -128,9 +128,9 @@ def paths_of(pieces: list[Piece], num_queries: int) -> list[list[tuple[int, int,
 
 def check_pieces(pieces: list[list[tuple[int, int]]], seq_lens: list[int]) -> None:
     """The (start, length) that items read of each query make up its sequence, without overlaps."""
-    for query_pieces, seq_len in zip(pieces, seq_lens, strict=True):
+    for of_query, seq_len in zip(pieces, seq_lens, strict=True):
         position = 0
-        for start, length in sorted(query_pieces):
+        for start, length in sorted(of_query):
             assert start == position
             position += length
         assert position == seq_len

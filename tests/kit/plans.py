@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ HEADER = np.dtype(
 # The extension's own, of a plan without queries.
 _none = plan([], [], Target.h200(num_q_heads=1, num_kv_heads=1, head_dim=64, max_queries=1))
 DTYPES = {part: getattr(_none, part).dtype for part in PARTS}
+EMPTY = np.frombuffer(ctypes.string_at(_none.data_ptr, HEADER.itemsize), HEADER)
 
 
 @dataclass
@@ -181,9 +183,7 @@ def _items_of(
 
 def _header_of(parts: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """A header with the sizes of ``parts``, and with where they lie, one behind the other."""
-    header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 10
-    offset = HEADER.itemsize
+    header, offset = EMPTY.copy(), HEADER.itemsize
     for name in PARTS:
         if name != "item_segments":
             header[f"num_{name}"] = len(parts[name])

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 
 from kit.pieces import DYNAMIC, check_pieces
 from kit.plans import BRANCH, BRANCH_ROWS, COMMON_LAST, DIRECT, DRAFTS, PACK, SINGLE, UNMASKED_LAST
-from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan
 from sglang_pat.target import CUTS, POLICIES, WITHOUT_BRANCHES, Target
 
@@ -43,10 +40,6 @@ def target(**overrides: Any) -> Target:
 def packed_rows(of: Target) -> int:
     """Of a query and KV head."""
     return of.num_q_heads // of.num_kv_heads * of.draft_tokens
-
-
-def batch_of(tree: Tree) -> Batch:
-    return Batch(tree.paths, tree.seq_lens)
 
 
 @st.composite
@@ -88,24 +81,17 @@ def targets() -> st.SearchStrategy[Target]:
     )
 
 
-def owners(batch: Batch, query: int, length: int) -> np.ndarray:
-    """[length] what each token of a query belongs to: its radix node, or the query itself."""
-    owner = np.full(length, -1 - query, dtype=np.int64)
-    for node_id, start, end in batch.paths[query]:
-        owner[start:end] = node_id
-    return owner
-
-
 @dataclass(frozen=True)
 class Range:
-    """Tokens [start, start + length) of query ``reader`` that ``queries`` attend to; ``tail``: as
-    many as its sequence has from there on."""
+    """Tokens [start, start + length) of query ``reader`` that ``queries`` attend to, from ``at`` on
+    in the list; ``tail``: as many as its sequence has from there on."""
 
     reader: int
     start: int
     length: int
     queries: list[int]
     tail: bool
+    at: int
 
 
 def content(plan: Plan) -> bytes:
@@ -124,12 +110,6 @@ def first_segments(plan: Plan) -> Any:
     return plan.segments[plan.item_segments["first_segment"]]
 
 
-def branches_of(plan: Plan) -> list[tuple[Any, Any]]:
-    """The items that are branches, and the segments of each."""
-    branches = np.flatnonzero(plan.items["kind"] == BRANCH)
-    return [(plan.items[i], segments_of(plan, i)) for i in branches]
-
-
 def members_of(plan: Plan, index: int) -> Any:
     item = plan.items[index]
     return plan.members[item["member_offset"] :][: item["num_queries"]]
@@ -138,14 +118,15 @@ def members_of(plan: Plan, index: int) -> Any:
 def ranges_of(plan: Plan, index: int, seq_lens: list[int]) -> list[Range]:
     """What an item reads: one range, or those of a branch's segments."""
     members = members_of(plan, index)["query"].tolist()
-    ranges = []
+    ranges, at = [], int(plan.items["list_start"][index])
     for query, start, length, room, first, count in segments_of(plan, index).tolist():
         assert 0 <= first < first + count <= len(members)
         queries, tail = members[first : first + count], length == DYNAMIC
-        assert queries == [query] if tail else length == room > 0
+        assert queries == [query] if tail else length == room > 0 and query in queries
         tokens = seq_lens[query] - start if tail else length
         assert start >= 0 and 0 <= tokens <= room
-        ranges.append(Range(query, start, tokens, queries, tail))
+        ranges.append(Range(query, start, tokens, queries, tail, at))
+        at += tokens
     return ranges
 
 
@@ -180,25 +161,26 @@ def check_item(plan: Plan, index: int, made_for: Target, ranges: list[Range]) ->
     assert (item["query"], item["partial"]) == (members[0].item() if single else (-1, 0))
 
 
-def check_listed(plan: Plan, ranges: list[list[Range]], held: list[Any]) -> None:
+def check_listed(plan: Plan, parts: list[Range], batch: Batch, seq_lens: list[int]) -> None:
     """As the snapshot and the forward do on a GPU: after all segments have been copied to the list,
-    the branches' first, each item finds there what its queries hold, token by token. Nothing else
-    is written there; row tiles of one piece have one place. ``held``: of each query its slots."""
+    each item finds there what its queries hold, token by token: so they share it. Nothing else is
+    written there; row tiles of one piece have one place."""
+    held = []  # of each query what its tokens belong to, a node or itself, as if slots
+    for query, (path, length) in enumerate(zip(batch.paths, seq_lens, strict=True)):
+        owner = np.full(length, -1 - query, dtype=np.int64)
+        for node_id, start, end in path:
+            owner[start:end] = node_id
+        held.append(owner * 2**32 + np.arange(length))
     listed = np.full(plan.list_tokens, -(2**62))
-    places = [
-        (part, at)
-        for item, of_item in enumerate(ranges)
-        for part, at in _placed(plan, item, of_item)
-    ]
-    for part, at in places:
+    for part in parts:
         slots = held[part.reader][part.start : part.start + part.length]
-        there = listed[at : at + part.length]
+        there = listed[part.at : part.at + part.length]
         assert np.all((there == slots) | (there == -(2**62)))
         there[:] = slots
-    for part, at in places:
+    for part in parts:
         for query in part.queries:
             slots = held[query][part.start : part.start + part.length]
-            assert np.array_equal(listed[at : at + part.length], slots)
+            assert np.array_equal(listed[part.at : part.at + part.length], slots)
     rooms = {}
     for index, item in enumerate(plan.items):
         room = int(segments_of(plan, index)["room"].sum())
@@ -207,42 +189,29 @@ def check_listed(plan: Plan, ranges: list[list[Range]], held: list[Any]) -> None
     assert sum(rooms.values()) == plan.list_tokens
 
 
-def _placed(plan: Plan, index: int, ranges: list[Range]) -> Iterator[tuple[Range, int]]:
-    """Where the ranges of an item stand in the list, one behind the other."""
-    at = int(plan.items["list_start"][index])
-    for part in ranges:
-        yield part, at
-        at += part.length
-
-
 def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) -> None:
     """Every token of every query lies in exactly one of its items, or of its segments of one, whose
     members all share it; draft tokens but the first are in tails; partial slots are consecutive,
     ordered by position, that of a branch last, and used once."""
-    token_owner = [owners(batch, query, length) for query, length in enumerate(seq_lens)]
     pieces: list[list[tuple[int, int]]] = [[] for _ in seq_lens]
     splits: list[list[tuple[bool, int, int]]] = [[] for _ in seq_lens]
     ranges = [ranges_of(plan, index, seq_lens) for index in range(plan.num_items)]
+    parts = [part for of_item in ranges for part in of_item]
     masked = made_for.draft_tokens - 1
     for index, of_item in enumerate(ranges):
         check_item(plan, index, made_for, of_item)
-        for part in of_item:
-            end = part.start + part.length
-            shared = token_owner[part.reader][part.start : end]
-            assert len(shared) == part.length and part.reader in part.queries
-            assert not part.tail or part.length >= masked
-            for query in part.queries:
-                pieces[query].append((part.start, part.length))
-                assert np.array_equal(token_owner[query][part.start : end], shared)
-                assert part.tail or end <= seq_lens[query] - masked
         is_branch, first = bool(plan.items["kind"][index] == BRANCH), min(p.start for p in of_item)
         for query, partial in members_of(plan, index).tolist():
             splits[query].append((is_branch, first, partial))
+    for part in parts:
+        assert not part.tail or part.length >= masked
+        for query in part.queries:
+            pieces[query].append((part.start, part.length))
+            assert part.tail or part.start + part.length <= seq_lens[query] - masked
     check_pieces(pieces, seq_lens)
+    check_listed(plan, parts, batch, seq_lens)
     check_splits(plan, splits)
     common_tiles(plan)
-    check_listed(plan, ranges, [owner * 2**32 + np.arange(len(owner)) for owner in token_owner])
-    parts = [part for of_item in ranges for part in of_item]
     assert sum(part.length for part in parts) == plan.kv_tokens_read(sum(seq_lens))
     spans = plan.item_segments.tolist()
     read = [at for first, count in spans for at in range(first, first + count)]
@@ -250,8 +219,8 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
     in_branches = plan.item_segments["num_segments"][plan.items["kind"] == BRANCH].sum()
     assert in_branches <= made_for.max_segments
     assert plan.branch_tokens <= made_for.max_branch_tokens and plan.branch_tokens % 64 == 0
-    assert plan.num_items == len(plan.items)
-    assert plan.num_members == plan.items["num_queries"].sum() == len(plan.members)
+    assert (plan.num_items, plan.num_members) == (len(plan.items), len(plan.members))
+    assert plan.num_members == plan.items["num_queries"].sum()
     shares = [any(len(part.queries) > 1 for part in of_item) for of_item in ranges]
     assert plan.num_shared_items == sum(shares)
 
@@ -259,13 +228,9 @@ def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) 
 def check_splits(plan: Plan, splits: list[list[tuple[bool, int, int]]]) -> None:
     """Partial slots of all queries. ``splits``: of each query whether the item is a branch, where
     it starts and its slot, for every item that the query is a member of."""
-    queries = plan.queries
-    assert Counter(len(s) for s in splits) == Counter(queries["num_splits"].tolist())
     used = []
-    for query, of_query in enumerate(splits):
-        offset, count = queries[query]
+    for of_query, (offset, count) in zip(splits, plan.queries.tolist(), strict=True):
         partials = [partial for _, _, partial in sorted(of_query)]
-        assert len(partials) == count
         assert sum(is_branch for is_branch, _, _ in of_query) <= 1
         assert partials == ([DIRECT] if count == 1 else list(range(offset, offset + count)))
         used += partials if count > 1 else []
