@@ -143,7 +143,16 @@ class Target:
         )
 
     @classmethod
-    def gpu(cls, properties: Any, *, head_dim: int, max_queries: int, **overrides: Any) -> Target:
+    def gpu(
+        cls,
+        properties: Any,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_queries: int,
+        **overrides: Any,
+    ) -> Target:
         """The GPU of ``torch.cuda.get_device_properties``, with the rates that were measured on
         such a GPU, else the vendor's (``sglang_pat.gpus``)."""
         rates = gpus.rates_of(properties)
@@ -151,6 +160,8 @@ class Target:
         hopper = properties.major == 9
         values: dict[str, Any] = {
             "num_sms": properties.multi_processor_count,
+            "num_q_heads": num_q_heads,
+            "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "max_queries": max_queries,
             "bytes_per_s": rates.bytes_per_s,
