@@ -15,7 +15,6 @@ from kit.pieces import Piece
 
 from sglang_pat import _C
 from sglang_pat.target import Target
-from sglang_pat.workspace import LAUNCHES
 
 HEADS: dict[str, Any] = {"num_q_heads": 8, "num_kv_heads": 2, "max_queries": 4}
 needs_cuda = pytest.mark.skipif(not hasattr(_C, "decode_cuda"), reason="built with PAT_CUDA=OFF")
@@ -73,20 +72,3 @@ def test_head_dims_of_the_cpu_executor() -> None:
 def test_tiles_of_a_target_are_the_kernels() -> None:
     for head_dim, tiles in ((128, (16, 64, 128)), (256, (16, 64))):
         assert Target.h200(head_dim=head_dim, **HEADS).row_tiles == tiles
-
-
-@needs_cuda
-def test_the_buffers_of_a_workspace_are_bound_by_name() -> None:
-    """Every argument lands in its own field."""
-    addresses = ["plan", "row_masks", "draft_masks", "partials", "partial_lse", "queue"]
-    addresses.append("first_units")
-    sizes = ["partial_bytes", "num_q_heads", "num_kv_heads", "head_dim", "draft_tokens"]
-    given: dict[str, Any] = {name: 0x1000 + i for i, name in enumerate(addresses)}
-    given |= {name: 10 + i for i, name in enumerate(sizes)}
-    bound = _C.CudaBuffers(launch=LAUNCHES["serial"], **given)
-    fields = dict(re.findall(r"(\w+)=(\w+)", repr(bound)))
-    assert fields == {
-        **{name: f"{given[name]:#x}" for name in addresses},
-        **{name: str(given[name]) for name in sizes},
-        "launch": str(LAUNCHES["serial"]),
-    }
