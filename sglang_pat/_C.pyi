@@ -22,32 +22,8 @@ LAUNCHES: dict[str, int]
 DTYPES: dict[str, int]
 KV_DTYPES: dict[str, int]
 
-class Target:
-    num_sms: int
-    num_q_heads: int
-    num_kv_heads: int
-    draft_tokens: int
-    head_dim: int
-    kv_bytes: int
-    partial_bytes: int
-    bytes_per_s: float
-    flops_per_s: float
-    item_overhead_s: float
-    sm_speedup: float
-    items_per_sm: int
-    reread_weight: float
-    row_tiles: list[int]
-    kv_tiles: list[int]
-    max_queries: int
-    max_items: int
-    max_partials: int
-    max_segments: int
-    max_branch_tokens: int
-    hopper: bool
-    cuts: int
-    by_paper: bool
+class Target:  # the fields of sglang_pat.target.Target, which sets them by name
     def __init__(self) -> None: ...
-    def partial_cost_bytes(self) -> float: ...
 
 class Plan:
     num_queries: int
