@@ -17,10 +17,10 @@ import pytest
 import torch
 from kit.bench import Calls, chain_batch, fake_peers
 
+from benchmarks.common import reference
 from benchmarks.kernel import clock, peers
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import quantised, relative
-from sglang_pat import reference
 from sglang_pat.explain.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

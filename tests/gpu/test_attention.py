@@ -169,7 +169,7 @@ def test_what_no_item_owns_is_not_read(branches: bool, kind: Kind) -> None:
     workspace._buffers["row_masks"].fill_(-1)
     workspace.partials.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
-    workspace._plan_buffer.fill_(0x7F)
+    workspace._buffers["plan"].fill_(0x7F)
     out, lse = execute(inputs, plan, workspace=workspace)
     assert torch.equal(out, clean) and torch.equal(lse, clean_lse)
 

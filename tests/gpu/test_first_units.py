@@ -65,7 +65,7 @@ def written(workspace: Workspace) -> np.ndarray:
 def flag(workspace: Workspace) -> torch.Tensor:
     """The header's ``first_units`` on the GPU, as a view."""
     _, begin = HEADER.fields["first_units"][:2]
-    return workspace._plan_buffer[begin : begin + 4].view(torch.int32)
+    return workspace._buffers["plan"][begin : begin + 4].view(torch.int32)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1), (4, 4)])

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common import reference
 from benchmarks.kernel import __main__ as kernel
 from benchmarks.kernel import peers, rows
 from benchmarks.kernel.floor import Heads, Rates
 from benchmarks.kernel.kv import TreeBatch, make_batch
 from benchmarks.kernel.layer import PatOptions
 from benchmarks.kernel.report import TreeRow
-from sglang_pat import decode, plan, reference
+from sglang_pat import decode, plan
 from sglang_pat.explain.tree import Tree
 
 RATES = Rates(bytes_per_s=4.4254e12, flops_per_s=722e12)
