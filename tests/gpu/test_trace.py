@@ -56,19 +56,20 @@ def trace(layer: Layer) -> list[Bar]:
     return bars_of(words.cpu().numpy(), made.items)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("tree", [*TREES, WIDE], ids=str)
-def test_every_item_is_entered(tree: Tree, policy: str) -> None:
-    layer = layer_of(tree, Heads(32, 8), PatOptions(policy))
+@pytest.mark.parametrize(
+    ("tree", "heads", "policy"),
+    [
+        *((tree, Heads(32, 8), policy) for tree in (*TREES, WIDE) for policy in POLICIES),
+        *((TREES[-1], heads, "default") for heads in (Heads(32, 32), Heads(64, 8, 64))),
+        (TREES[-1], Heads(8, 2, 256), "default"),
+    ],
+    ids=str,
+)
+def test_every_item_is_entered(tree: Tree, heads: Heads, policy: str) -> None:
+    layer = layer_of(tree, heads, PatOptions(policy))
     joint = joins_halves(layer.plan, PatConfig(policy=policy).launch)
-    check(trace(layer), layer.plan.items, 4, 8, joint)
-
-
-@pytest.mark.parametrize("heads", [Heads(32, 32), Heads(64, 8, 64), Heads(8, 2, 256)], ids=str)
-def test_other_heads(heads: Heads) -> None:
-    layer = layer_of(TREES[-1], heads, PatOptions())
     bars = trace(layer)
-    check(bars, layer.plan.items, heads.q // heads.kv, heads.kv, bool(layer.plan.joint))
+    check(bars, layer.plan.items, heads.q // heads.kv, heads.kv, joint)
     assert {bar.half for bar in bars} <= {0, 1}
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     assert len({bar.sm for bar in bars}) <= sms
