@@ -61,7 +61,7 @@ def workspace_of(inputs: Case, plan: object, **options: str) -> Workspace:
 def flag(workspace: Workspace) -> torch.Tensor:
     """The header's ``first_units`` on the GPU, as a view."""
     _, begin = HEADER.fields["first_units"][:2]
-    return workspace._plan_buffer[begin : begin + 4].view(torch.int32)
+    return workspace._buffers["plan"][begin : begin + 4].view(torch.int32)
 
 
 def bed_of(
