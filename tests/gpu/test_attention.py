@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit import cases as kit_cases
 from kit.cases import by_hand, case, grown
 from kit.device import (
     BF16,
     BOTH_KV,
-    FP16,
     HEAD_DIMS,
     DevicePlan,
     Dtypes,
@@ -38,9 +36,9 @@ from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefi
 from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import plan
-from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
 
+RANDOM = ("forest", "wide_forest", "branches", "small_branches")
 of_kinds = pytest.mark.parametrize("kind", SMALL)
 
 
@@ -48,10 +46,11 @@ of_kinds = pytest.mark.parametrize("kind", SMALL)
 @of_head_dims
 @of_kinds
 def test_kinds_of_items(kind: str, head_dim: int, dtypes: Dtypes) -> None:
-    """With all ratios of heads."""
+    """With all ratios of heads; of those that are random three each."""
     for group in range(1, 17):
-        inputs, hand = items_of(kind, (2 * group, 2), head_dim, seed=group)
-        check(on_device(inputs, *dtypes), DevicePlan(hand))
+        for seed in range(3 if kind in RANDOM else 1):
+            inputs, hand = items_of(kind, (2 * group, 2), head_dim, seed=16 * seed + group)
+            check(on_device(inputs, *dtypes), DevicePlan(hand))
 
 
 @of_both_kv
@@ -143,38 +142,6 @@ def test_half_partials_are_used() -> None:
     exact, _ = execute(inputs)
     rounded, _ = execute(inputs, partial_dtype=BF16)
     assert 1e-5 < error(rounded, exact.double()) < 6e-3
-
-
-FP32 = torch.float32
-CONFIGS = [
-    (heads, *config)
-    for heads in ((8, 2), (3, 3), (10, 2), (16, 1), (7, 1))
-    for config in ((128, BF16, FP32), (128, FP16, FP32), (64, BF16, BF16), (256, BF16, FP32))
-]
-
-
-@pytest.mark.parametrize(("heads", "head_dim", "dtype", "partial"), CONFIGS)
-def test_sixty_forests(
-    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, partial: torch.dtype
-) -> None:
-    """Against the CPU executor on the same plan, every third by hand in branches, every third with
-    wide items: 1,200 in all."""
-    target = Target.h200(
-        num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, max_queries=64
-    )
-    workspace = Workspace(target, 4096, partial_dtype=partial)
-    for seed in range(60):
-        rng = np.random.default_rng([seed, *heads, head_dim])
-        pieces = forest(rng, int(rng.integers(1, 41)))
-        inputs = case(pieces, heads, head_dim, seed=seed).to(dtype)
-        if seed % 3 == 0:
-            inputs = replace(inputs, pieces=branched(pieces, 64 * heads[1] // heads[0]))
-        hand = inputs.plan(wide=seed % 3 == 1)
-        # fp32 partials on both: the CPU's half precision is always bf16.
-        want, want_lse = kit_cases.execute(inputs, hand, threads=8)
-        out, lse = execute(on_device(inputs, dtype), DevicePlan(hand), workspace=workspace)
-        assert error(out.cpu(), want.double()) < (6e-3 if dtype == BF16 else 1e-3), seed
-        torch.testing.assert_close(lse.cpu(), want_lse, rtol=4e-6, atol=1e-5)
 
 
 # Pieces, heads, cut, and what the plan must have.

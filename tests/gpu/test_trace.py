@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit.bars import Bar, bars_of, trace_rows
 from kit.cases import Case, case
-from kit.device import DevicePlan, execute, joins_halves, on_device, target_of
+from kit.device import DevicePlan, execute, on_device, target_of
 from kit.pieces import Piece
 from kit.trees import first_segments
 
@@ -25,10 +25,6 @@ from sglang_pat.workspace import Workspace
 
 WIDE = Tree((1, 1024), (2048, 32))
 TREES = (Tree((3,), (20,)), Tree((1, 10), (4096, 416)), Tree((1, 4, 8, 256), (32, 256, 256, 32)))
-
-
-def layer_of(tree: Tree, heads: Heads, settings: PatOptions) -> Layer:
-    return Layer(device_batch(tree, heads, True), tree, heads, settings, heads.dim**-0.5)
 
 
 def check(
@@ -66,8 +62,9 @@ def trace(layer: Layer) -> list[Bar]:
     ids=str,
 )
 def test_every_item_is_entered(tree: Tree, heads: Heads, policy: str) -> None:
-    layer = layer_of(tree, heads, PatOptions(policy))
-    joint = joins_halves(layer.plan, PatConfig(policy=policy).launch)
+    batch = device_batch(tree, heads, True)
+    layer = Layer(batch, tree, heads, PatOptions(policy), heads.dim**-0.5)
+    joint = bool(layer.plan.joint) and PatConfig(policy=policy).launch != "streams"
     bars = trace(layer)
     check(bars, layer.plan.items, heads.q // heads.kv, heads.kv, joint)
     assert {bar.half for bar in bars} <= {0, 1}

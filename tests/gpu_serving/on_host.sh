@@ -54,7 +54,7 @@ run() {
       python3 -m sglang_pat doctor ;;
     keep) (cd "$HOME" && tar cJf "$out/jit.tar.xz" --exclude='*.o' .cache/sglang .cache/flashinfer) ;;
     gpu) tests 330 ${GPU_WORKERS:+-n "$GPU_WORKERS"} tests/gpu ;;
-    warm) timeout 280 python3 -m gpu_serving.warm ;;
+    warm) tests 280 $at/test_pairs.py -k 'ratio7 or flashinfer_prefill' ;;
     serving) tests 520 $at/test_pairs.py $at/test_life.py \
       -k '(ratio or gemma2 or test_life) and not fp8_e4m3' ;;
     more) tests 400 $at/test_features.py ;;

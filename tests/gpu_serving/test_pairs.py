@@ -90,6 +90,7 @@ TWO_GPUS = [
         ("qwen3-fa3-tp2",),
         ("multi_level", "disjoint", "single"),  # the last leaves a rank without a request
         fallbacks=frozenset({"no batch from the scheduler", "decode"}),
+        says=(),
     )
     for ranks in ("tp2", "dp2")
 ]
@@ -114,7 +115,7 @@ ROWS = [
         for kind in ("ratio4-{}-fp8_e4m3", "scaled4-{}")
     ),
     # Half of the layers are fa3's, the others cap their logits; all in one graph.
-    row_of("gemma2-{}", PEERS[:1], loads=("multi_level",), windows=LAYERS // 2),
+    row_of("gemma2-{}", PEERS[:1], loads=("multi_level",), windows=LAYERS // 2, says=()),
     *OF_FAMILIES,
     *(TWO_GPUS if torch.cuda.device_count() > 1 else []),
 ]

@@ -123,7 +123,7 @@ def test_answers(row: Row, server: Fleet, answers_of: AnswersOf) -> None:
     assert not theirs or accepted(ours) > accepted(theirs) - slack
     assert counted.verify_steps > 0 and (counted.packed_steps > 0) == row.packs
     assert not counted.fallbacks and not counted.base_layers
-    assert "attention layers" in one.text() and "serves nothing" not in one.text()
+    assert "serves all" in one.text() and "serves nothing" not in one.text()
 
 
 @pytest.mark.parametrize("row", [FIRST], ids=str)

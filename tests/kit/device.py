@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from kit.cases import E4M3, Case, case
 from kit.pieces import Piece
-from kit.plans import HandPlan, joint
+from kit.plans import COMMON_LAST, HandPlan, joint
 from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.target import Target
@@ -136,12 +137,6 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
     return float(distance.nan_to_num(nan=float("inf")))
 
 
-def joins_halves(plan: Any, launch: str) -> bool:
-    """Whether both halves of an SM run each unit and add up its results, which gives other bits
-    than one half. CTAs of ``streams`` have one half each."""
-    return bool(plan.joint) and launch != "streams"
-
-
 def multiplies_e4m3(plan: Any) -> bool:
     """Whether wgmma runs some of the plan's items, and with e4m3 in weights too if K and V are."""
     on_hopper = torch.cuda.get_device_capability()[0] == 9
@@ -200,28 +195,28 @@ def same(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bo
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-def poisoned(inputs: Case, target: Target | None = None, **options: Any) -> Workspace:
+def poisoned(inputs: Case, **options: Any) -> Workspace:
     """A workspace for the case with poison where no item may read before it is written: in the
     list, in row masks, in plan entries and in partials."""
-    made = Workspace(target or target_of(inputs), inputs.table.shape[1], **options)
-    nan = float("nan")
-    for name, value in {"list": 2**31 - 1, "row_masks": -1, "plan": 0x7F}.items():
+    made = Workspace(target_of(inputs), inputs.table.shape[1], **options)
+    poison = {"list": 2**31 - 1, "row_masks": -1, "plan": 0x7F}
+    for name, value in (poison | dict.fromkeys(("partials", "partial_lse"), math.nan)).items():
         made._buffers[name].fill_(value)
-    for name in ("partials", "partial_lse"):
-        made._buffers[name].fill_(nan)
     return made
 
 
-def check_launches(inputs: Case, plan: Any, target: Target | None = None) -> None:
+def check_launches(inputs: Case, plan: Any) -> None:
     """Run a plan with each launch: right, the same bits from run to run and from launches that
-    add up alike, and the queue left as it was found."""
+    add up alike, and the queue left as it was found. CTAs of ``streams`` have one half each: they
+    join no halves, and a branch of a pair does not begin with its own tokens."""
     results: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for launch in LAUNCHES:
-        workspace = poisoned(inputs, target, launch=launch)
-        joins = joins_halves(plan, launch)
-        if joins not in results:
+        workspace = poisoned(inputs, launch=launch)
+        own_first = bool((plan.items["order"] == COMMON_LAST).any())
+        alike = launch != "streams" or not (plan.joint or own_first)
+        if alike not in results:
             check(inputs, plan, workspace=workspace)
-        results[joins] += [execute(inputs, plan, workspace=workspace) for _ in range(6)]
+        results[alike] += [execute(inputs, plan, workspace=workspace) for _ in range(6)]
         assert not workspace.queue.any()
     for first, *others in results.values():
         assert all(same(first, other) for other in others)

@@ -59,14 +59,15 @@ PAIRED = {
     "beside": [7, -2],
     "many_pairs": [tokens // 64 * (1, -1, -1)[i % 3] for i, tokens in enumerate(MANY)],
 }
-WITH_WIDE = ("wide", "beside", "turns")
+WITH_WIDE = ("wide", "wide_forest", "beside", "turns")
 # By the queries that fit a branch.
 KINDS: dict[str, Callable[[int, np.random.Generator], Parts]] = {
     "light": lambda most, _: shared(max(1, most // 4), 150),
     "heavy": lambda most, _: shared(most, 150),
     "joint": lambda most, _: [Piece(tuple(range(most)), 0, 1000)],
     "wide": lambda most, _: prefixes([150, 321], [most + 3]),
-    "forest": lambda _, rng: forest(rng, 20),
+    "forest": lambda _, rng: forest(rng, int(rng.integers(10, 40))),
+    "wide_forest": lambda _, rng: forest(rng, int(rng.integers(10, 40))),
     "branches": lambda most, rng: branched(forest(rng, 40), most),
     "small_branches": lambda most, rng: branched(forest(rng, 40), min(most, 3)),
     "pairs": lambda most, _: shared_first(halves([300, 1000, 64], (0, 40, 130), most), most),
