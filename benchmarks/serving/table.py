@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from sglang_pat.demo.counters import Counters
@@ -25,7 +24,7 @@ def counted_fields(counted: Counters) -> dict[str, Any]:
     the GPU waited for it at most, in the mean. K/V tokens are those of one layer and head; every
     layer and head reads as many."""
     made = max(counted.plans_made, 1)
-    return asdict(counted) | {
+    return vars(counted) | {
         "plan_us": 1e6 * counted.plan_seconds / made,
         "exposed_us": 1e6 * counted.exposed_seconds / made,
         "kv_read_share": counted.kv_tokens_read / max(counted.kv_tokens_unpacked, 1),

@@ -64,7 +64,7 @@ def words_of(plan: HandPlan) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["packs", "branch", "pair", "drafts"])
+@pytest.mark.parametrize("name", ["packs", "branch", "pair", "drafts", "joint"])
 def test_a_damaged_word_is_refused_or_changes_nothing(name: str) -> None:
     inputs, plan = INPUTS[name], plan_of(name)
     check(inputs, plan)
