@@ -9,7 +9,7 @@ that is outgrown is made anew from the paths that were read for it.
 
 Reading the numbers costs a cache miss or six per request. So nothing is read of a batch that has
 been the same, with decodes only, for more than ``SETTLE_STEPS``; and in a changed batch nothing of
-the requests that have been in it that long (``csrc/srt/handle_memory.h``). SGLang makes a
+the requests that have been in it that long (``csrc/srt/handles.h``). SGLang makes a
 new tensor of rows whenever a batch changes, and gives a running request another node only when it
 has processed its prefill, which under overlap is a step or two after it ran.
 
@@ -296,8 +296,6 @@ class StepPlanner:
         if len(lens) > len(batch.reqs):
             private[NO_REQUEST] = len(lens) - len(batch.reqs)
         state.private = private
-        if state.view.unread:  # the next step reads on, and plans anew
-            state.handles, state.suspect = None, True
         return plan
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_pat import Target, cli, plan
 from sglang_pat.dump import read_dump
-from sglang_pat.explain.requests import DEFAULT_TREE, parse_tree
+from sglang_pat.explain.tree import DEFAULT_TREE, parse_tree
 
 TARGET = Target.cpu(threads=3, num_q_heads=8, num_kv_heads=2, head_dim=64, max_queries=64)
 HEADER = {"sglang_pat_dump": 1, "device": "cpu", "page_size": 1, "target": asdict(TARGET)}

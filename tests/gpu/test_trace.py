@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit.bars import Bar, bars_of, trace_rows
 from kit.cases import Case, case
-from kit.device import DevicePlan, execute, joins_halves, on_device, target_of
+from kit.device import DevicePlan, execute, on_device, target_of
 from kit.pieces import Piece
 from kit.trees import first_segments
 
@@ -25,10 +25,6 @@ from sglang_pat.workspace import Workspace
 
 WIDE = Tree((1, 1024), (2048, 32))
 TREES = (Tree((3,), (20,)), Tree((1, 10), (4096, 416)), Tree((1, 4, 8, 256), (32, 256, 256, 32)))
-
-
-def layer_of(tree: Tree, heads: Heads, settings: PatOptions) -> Layer:
-    return Layer(device_batch(tree, heads, True), tree, heads, settings, heads.dim**-0.5)
 
 
 def check(
@@ -53,22 +49,24 @@ def trace(layer: Layer) -> list[Bar]:
     words = torch.zeros((rows, 4), dtype=torch.int64, device="cuda")
     layer.workspace.trace = words
     layer.attend()
-    return bars_of(words.cpu().numpy(), made.items)
+    return bars_of(words.cpu().numpy())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("tree", [*TREES, WIDE], ids=str)
-def test_every_item_is_entered(tree: Tree, policy: str) -> None:
-    layer = layer_of(tree, Heads(32, 8), PatOptions(policy))
-    joint = joins_halves(layer.plan, PatConfig(policy=policy).launch)
-    check(trace(layer), layer.plan.items, 4, 8, joint)
-
-
-@pytest.mark.parametrize("heads", [Heads(32, 32), Heads(64, 8, 64), Heads(8, 2, 256)], ids=str)
-def test_other_heads(heads: Heads) -> None:
-    layer = layer_of(TREES[-1], heads, PatOptions())
+@pytest.mark.parametrize(
+    ("tree", "heads", "policy"),
+    [
+        *((tree, Heads(32, 8), policy) for tree in (*TREES, WIDE) for policy in POLICIES),
+        *((TREES[-1], heads, "default") for heads in (Heads(32, 32), Heads(64, 8, 64))),
+        (TREES[-1], Heads(8, 2, 256), "default"),
+    ],
+    ids=str,
+)
+def test_every_item_is_entered(tree: Tree, heads: Heads, policy: str) -> None:
+    batch = device_batch(tree, heads, True)
+    layer = Layer(batch, tree, heads, PatOptions(policy), heads.dim**-0.5)
+    joint = bool(layer.plan.joint) and PatConfig(policy=policy).launch != "streams"
     bars = trace(layer)
-    check(bars, layer.plan.items, heads.q // heads.kv, heads.kv, bool(layer.plan.joint))
+    check(bars, layer.plan.items, heads.q // heads.kv, heads.kv, joint)
     assert {bar.half for bar in bars} <= {0, 1}
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     assert len({bar.sm for bar in bars}) <= sms
@@ -102,7 +100,7 @@ def test_items_in_parts(wide: bool) -> None:
     for before, on, off in zip(plain, traced, untraced, strict=True):
         assert torch.equal(on, before) and torch.equal(off, before)
 
-    bars = bars_of(entries.cpu().numpy(), items)
+    bars = bars_of(entries.cpu().numpy())
     check(bars, items, 1, 2)
     # What one warp did are private tails, of one tile; all of those.
     tails = {

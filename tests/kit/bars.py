@@ -27,7 +27,6 @@ class Bar:
     half: int
     warp: int | None  # that did it alone, as narrow units are done; None: all four
     rows: int  # packed; 0: the half only loaded K/V for the other
-    row_tile: int  # of the item
     begin_ns: int
     end_ns: int
 
@@ -39,8 +38,8 @@ def trace_rows(items: npt.NDArray[Any], group: int, num_kv_heads: int) -> int:
     return 1 + 2 * WARPS * num_kv_heads * int(parts.sum())
 
 
-def bars_of(words: npt.NDArray[np.int64], items: npt.NDArray[Any]) -> list[Bar]:
-    """What a trace int64 [rows, 4] of the plan of ``items`` says (``_C.decode_cuda`` has its form).
+def bars_of(words: npt.NDArray[np.int64]) -> list[Bar]:
+    """What a trace int64 [rows, 4] says (``_C.decode_cuda`` has its form).
 
     The entries of a half's warps for the same rows become one bar. Raises ValueError for a trace
     that was not written, is too short for its entries or lacks some warp's.
@@ -71,6 +70,5 @@ def bars_of(words: npt.NDArray[np.int64], items: npt.NDArray[Any]) -> list[Bar]:
                 f"of one or of all {WARPS}"
             )
         warp = warps[0] if len(warps) == 1 else None
-        tile = int(items["row_tile"][item])
-        bars.append(Bar(item, head, sm, half, warp, rows, tile, min(begins), max(ends)))
-    return sorted(bars, key=lambda bar: (bar.begin_ns, bar.sm, bar.half))
+        bars.append(Bar(item, head, sm, half, warp, rows, min(begins), max(ends)))
+    return bars

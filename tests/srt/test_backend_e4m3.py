@@ -14,9 +14,9 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from kit.backend import HEAD_DIM, HEADS, LAYERS, QUERIES, TARGET, BackendBed, make_layer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from benchmarks.common.reference import attention
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
-from sglang_pat.reference import attention
 from sglang_pat.srt.layers import Survey
 from sglang_pat.srt.support import E4M3
 

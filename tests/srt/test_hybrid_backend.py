@@ -23,9 +23,9 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from benchmarks.common.reference import attention
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
-from sglang_pat.reference import attention
 from sglang_pat.srt import support
 from sglang_pat.srt.backend import PatVerifyMixin
 from sglang_pat.srt.layers import Survey, survey_layers

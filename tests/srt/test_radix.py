@@ -24,7 +24,7 @@ from benchmarks.host.live import CACHES, LiveCache, text
 from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.slots import SlotMismatch, ranges
-from sglang_pat.srt.radix import HANDLE, MOST_NODES, MOST_READ, NO_NODE, RadixView, check_plan
+from sglang_pat.srt.radix import HANDLE, NO_NODE, RadixView, check_plan
 from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 
@@ -38,17 +38,13 @@ def reads(plan: Plan) -> list[tuple[int, int, list[int]]]:
 
 
 class ViewBed:
-    """A test bed: a real cache, and a view and a planner that follow it. ``bounds``: of the nodes
-    that are read and kept."""
+    """A test bed: a real cache, and a view and a planner that follow it."""
 
-    def __init__(self, kind: str, **bounds: int) -> None:
+    def __init__(self, kind: str) -> None:
         self.kind = kind
         self.cache = LiveCache(kind, slots=40_000, rows=256, context=1024)
         self.planner = Planner(TARGET)
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in bounds.items():
-                patch.setattr(f"sglang_pat.srt.radix.{name}", value)
-            self.view = RadixView(self.cache.tree)
+        self.view = RadixView(self.cache.tree)
 
     def path(self, req: Any) -> Path:
         """A request's path as SGLang tells it, or climbed where it has no call for that."""
@@ -143,7 +139,7 @@ class CountingCore:
     def __init__(self, bed: ViewBed, *, knows: bool = True) -> None:
         self._core, self._knows = bed.cache.tree.tree_core._binding, knows
         self.parents = self.lengths = 0
-        bed.view._paths = _C.RadixPaths.of_tree_core(self, MOST_READ, MOST_NODES)
+        bed.view._paths = _C.RadixPaths.of_tree_core(self)
 
     def get_node_key_lengths(self, ids: list[int]) -> Any:
         self.lengths += len(ids)
@@ -193,41 +189,6 @@ def test_a_node_without_k_v_on_the_device_is_read_from_its_path() -> None:
     bed.check([bed.cache.admit([1, 2, 3, own, own]) for own in range(10, 14)])
 
 
-@pytest.mark.parametrize("kind", CACHES)
-def test_paths_that_are_too_long_for_one_plan_are_read_by_the_next(kind: str) -> None:
-    """They share nothing before. One that leaves before it is read leaves nothing wrong behind."""
-    bed = ViewBed(kind, MOST_READ=12)
-    prompt = list(range(50))
-    for length in range(2, 40):
-        bed.cache.end(bed.cache.admit(prompt[:length]), [])
-    reqs = [bed.cache.admit([*prompt, own]) for own in range(100, 104)]
-    steps = StepPlanner(TARGET, Stats())
-    steps._current.view = bed.view
-    for batch, lens in (bed.cache.batch(reqs), bed.cache.batch(reqs[1:])):
-        plans = [steps.plan(batch, known(lens)) for _ in range(8)]
-    assert all(plan is not None for plan in plans)
-    assert steps._stats.private_requests["path not read yet"] >= 4
-    assert not steps.made and not steps._stats.fallbacks
-    assert bed.check(reqs).num_shared_items > 0
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_no_more_nodes_are_kept_than_the_bound(kind: str) -> None:
-    bed = ViewBed(kind, MOST_NODES=30)
-    prompt = list(range(50))
-    for length in range(2, 40):
-        bed.cache.end(bed.cache.admit(prompt[:length]), [])
-    deep = [bed.cache.admit([*prompt, own]) for own in range(100, 102)]
-    shallow = [bed.cache.admit([7, 7, 7, own]) for own in range(2)]
-    for _ in range(5):
-        made = bed.plan(shallow + deep)
-        assert bed.view.unread == 2 and bed.num_nodes <= 31
-        assert made.num_shared_items > 0
-    bed.check(shallow)
-    with pytest.raises(ValueError, match="must be positive"):
-        ViewBed(kind, MOST_READ=0)
-
-
 def node(up: object, **attributes: object) -> SimpleNamespace:
     return SimpleNamespace(parent=up, **attributes)
 
@@ -246,7 +207,7 @@ ROOT = node(None, id=0, key=())
     ],
 )
 def test_a_bad_node_raises_and_all_is_read_anew(leaf: Any, error: Any, message: str) -> None:
-    paths, planner = _C.RadixPaths.of_nodes("id", "parent", "key", 99, 99), Planner(TARGET)
+    paths, planner = _C.RadixPaths.of_nodes("id", "parent", "key"), Planner(TARGET)
     good = node(node(ROOT, id=1, key=(1, 2, 3, 4, 5)), id=2, key=(6, 7))
 
     def plan(*leaves: Any) -> Plan:
