@@ -60,11 +60,12 @@ class Plan:
 
 class RadixPaths:
     @staticmethod
-    def of_tree_core(core: Any) -> RadixPaths: ...
+    def of_tree_core(core: Any, most_read: int) -> RadixPaths: ...
     @staticmethod
-    def of_nodes(id: str, parent: str, key: str) -> RadixPaths: ...
+    def of_nodes(id: str, parent: str, key: str, most_read: int) -> RadixPaths: ...
     num_missing: int
     num_uncached: int
+    num_unread: int
     num_nodes: int
 
 class HandleReader:

@@ -57,6 +57,7 @@ RADIX_CACHE_DISABLED = "radix cache disabled"
 NOT_CACHED = "nothing cached yet"
 NO_LOCK = "no tree lock"  # as of requests that were just released
 NO_REQUEST = "row without a request"
+NOT_READ = "path not read yet"
 _REMEDIES = {
     RADIX_CACHE_DISABLED: (
         "SGLang's radix cache, which knows what requests share, is disabled: start the server "

@@ -79,7 +79,7 @@ void bind_cpu(py::module_& m) {
         "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_masks"_a = 0,
         R"(Executes a plan on CPU memory: forward of all items, merge of the partials.
 
-Shapes and numbers are those of DecodeArgs (csrc/cpu/forward.h). plan, plan_bytes: ``Plan.data_ptr``
+Shapes and numbers are those of DecodeArgs in C++. plan, plan_bytes: ``Plan.data_ptr``
 and ``Plan.nbytes``. q, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements.
 req_to_token: (address, row stride, rows, columns). lse and draft_masks may be 0.
 

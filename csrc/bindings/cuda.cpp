@@ -228,7 +228,7 @@ void bind_probe(py::module_& m) {
 void bind_buffers(py::module_& m) {
   py::class_<Buffers>(m, "CudaBuffers", R"(The device memory of a workspace and the heads it is for.
 
-Shapes and dtypes are those of DecodeParams (csrc/cuda/params.h). queue: of cuda_queue_ints() zeros.
+Shapes and dtypes are those of DecodeParams in C++. queue: of cuda_queue_ints() zeros.
 first_units: of cuda_first_unit_bytes() bytes. launch: one of LAUNCHES.
 Holds addresses only: who made it keeps the memory.)")
       .def(py::init(&make_buffers), py::kw_only(), "plan"_a, "row_masks"_a, "partials"_a,
@@ -293,7 +293,7 @@ Only launches. Raises RuntimeError with CUDA's error.)");
       "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f,
       R"(Executes the plan of a workspace on a stream: forward of all items, merge of the partials.
 
-Shapes, dtypes and numbers are those of DecodeParams (csrc/cuda/params.h), all addresses of device
+Shapes, dtypes and numbers are those of DecodeParams in C++, all addresses of device
 memory. buffers: they hold a plan that check_plan_cuda accepted. q, k_cache, v_cache, out: (address,
 stride 0, stride 1), strides in elements. dtype: 1 (bf16) or 2 (fp16). num_rows: with the rows that
 pad the batch. Only launches, so that a CUDA graph can capture it.

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -213,36 +212,58 @@ void bind_target(py::module_& m) {
       .def_readwrite("by_paper", &Target::by_paper);
 }
 
-// Fields of the header and what else counts; see csrc/plan.h and emit.h.
+struct Count {
+  const char* name;
+  int32_t PlanHeader::* field;
+  const char* doc;
+};
+constexpr Count kCounts[] = {
+    {"num_queries", &PlanHeader::num_queries, "Queries of the batch."},
+    {"num_items", &PlanHeader::num_items, "Items."},
+    {"num_shared_items", &PlanHeader::num_shared_items,
+     "Items with tokens that several queries share."},
+    {"num_wide_items", &PlanHeader::num_wide_items,
+     "Items of more than 64 packed rows: the first of items."},
+    {"num_heavy_items", &PlanHeader::num_heavy_items,
+     "Items of more than 16 packed rows, and branches: those after the wide ones."},
+    {"num_paired_items", &PlanHeader::num_paired_items,
+     "Branches that the halves of an SM run two by two: the first of the heavy items."},
+    {"joint", &PlanHeader::joint,
+     "1 if both halves of an SM work on each item, which all are heavy."},
+    {"num_segments", &PlanHeader::num_segments,
+     "Segments: those of the branches, then those of the other items."},
+    {"branch_tokens", &PlanHeader::branch_tokens,
+     "Tokens that the branches take in the list, which begins with them."},
+    {"list_tokens", &PlanHeader::list_tokens,
+     "Tokens of the list: the slots that all items read, with the room that tails may grow into."},
+    {"num_members", &PlanHeader::num_members, "Members of all items."},
+    {"num_partials", &PlanHeader::num_partials, "Partial results that the merge reads."},
+    {"num_q_heads", &PlanHeader::num_q_heads, "Query heads that the plan is for."},
+    {"num_kv_heads", &PlanHeader::num_kv_heads, "KV heads that the plan is for."},
+    {"draft_tokens", &PlanHeader::draft_tokens,
+     "Draft tokens of a query: 1 in a plan for a decode step."},
+};
+
 void bind_plan_counts(py::class_<Plan>& plan) {
-  for (const auto& [name, field] :
-       std::initializer_list<std::pair<const char*, int32_t PlanHeader::*>>{
-           {"num_queries", &PlanHeader::num_queries},
-           {"num_items", &PlanHeader::num_items},
-           {"num_shared_items", &PlanHeader::num_shared_items},
-           {"num_wide_items", &PlanHeader::num_wide_items},
-           {"num_heavy_items", &PlanHeader::num_heavy_items},
-           {"num_paired_items", &PlanHeader::num_paired_items},
-           {"joint", &PlanHeader::joint},
-           {"num_segments", &PlanHeader::num_segments},
-           {"branch_tokens", &PlanHeader::branch_tokens},
-           {"list_tokens", &PlanHeader::list_tokens},
-           {"num_members", &PlanHeader::num_members},
-           {"num_partials", &PlanHeader::num_partials},
-           {"num_q_heads", &PlanHeader::num_q_heads},
-           {"num_kv_heads", &PlanHeader::num_kv_heads},
-           {"draft_tokens", &PlanHeader::draft_tokens}}) {
-    plan.def_property_readonly(name, [field](const Plan& p) { return p.header().*field; });
+  for (const Count& count : kCounts) {
+    plan.def_property_readonly(
+        count.name, [field = count.field](const Plan& p) { return p.header().*field; }, count.doc);
   }
   plan.def_property_readonly(
           "nbytes", [](const Plan& p) { return p.blob.size(); }, "Bytes of the plan's buffer.")
       .def_property_readonly(
           "data_ptr", [](const Plan& p) { return reinterpret_cast<uintptr_t>(p.blob.data()); },
           "Address of the plan's buffer in host memory (csrc/plan.h).")
-      .def_readonly("last_token", &Plan::last_token)
-      .def_readonly("most_rows", &Plan::most_rows)
-      .def_readonly("degraded", &Plan::degraded)
-      .def_readonly("seconds", &Plan::seconds);
+      .def_readonly(
+          "last_token", &Plan::last_token,
+          "Where the last tokens end that items read of a sequence, tails at their least.")
+      .def_readonly("most_rows", &Plan::most_rows, "The most packed rows of an item.")
+      .def_readonly(
+          "degraded", &Plan::degraded,
+          "Why the plan is simpler than the rules ask for, naming the capacity that was too "
+          "small; \"\" if it is not.")
+      .def_readonly("seconds", &Plan::seconds,
+                    "Seconds that the judge expects of forward and merge, the launch included.");
 }
 
 // The fields of the arrays' elements are those of csrc/plan.h.
@@ -313,18 +334,25 @@ void bind_planner(py::module_& m) {
                          "Keeps the nodes that a batch stands on: see radix_paths.h.")
       .def_static(
           "of_tree_core",
-          [](const py::object& core) { return RadixPaths(std::make_unique<TreeCoreNodes>(core)); },
-          "core"_a, "Of SGLang's compiled tree core. Raises AttributeError if it lacks a call.")
+          [](const py::object& core, size_t most_read) {
+            return RadixPaths(std::make_unique<TreeCoreNodes>(core), most_read);
+          },
+          "core"_a, "most_read"_a,
+          "Of SGLang's compiled tree core. Raises AttributeError if it lacks a call.")
       .def_static(
           "of_nodes",
-          [](const std::string& id, const std::string& parent, const std::string& key) {
-            return RadixPaths(std::make_unique<PythonNodes>(id, parent, key));
+          [](const std::string& id, const std::string& parent, const std::string& key,
+             size_t most_read) {
+            return RadixPaths(std::make_unique<PythonNodes>(id, parent, key), most_read);
           },
-          "id"_a, "parent"_a, "key"_a, "Of Python nodes with attributes of these names.")
+          "id"_a, "parent"_a, "key"_a, "most_read"_a,
+          "Of Python nodes with attributes of these names.")
       .def_property_readonly("num_missing", &RadixPaths::num_missing,
                              "Requests of the last read without a node.")
       .def_property_readonly("num_uncached", &RadixPaths::num_uncached,
                              "Those with a node but no tokens that are safe to share.")
+      .def_property_readonly("num_unread", &RadixPaths::num_unread,
+                             "Those whose paths are left to the next read.")
       .def_property_readonly("num_nodes", &RadixPaths::num_nodes, "Nodes that are kept.");
   py::class_<Planner>(m, "Planner")
       .def(py::init<const Target&>(), "target"_a)

@@ -11,7 +11,8 @@ namespace py = pybind11;
 
 namespace pat {
 
-RadixPaths::RadixPaths(std::unique_ptr<NodeSource> source) : source_(std::move(source)) {
+RadixPaths::RadixPaths(std::unique_ptr<NodeSource> source, size_t most_read)
+    : source_(std::move(source)), most_read_(most_read) {
   forget();
 }
 
@@ -44,7 +45,7 @@ void RadixPaths::read(const Handle* handles, size_t count, size_t num_queries, c
 // Brings the tree up to date for a batch.
 void RadixPaths::try_read(const Handle* handles, size_t count, const Leaf& leaf) {
   ++read_;
-  num_missing_ = num_uncached_ = 0;
+  num_missing_ = num_uncached_ = num_unread_ = 0;
   named_.clear();
   parents_of_new_.clear();
   query_leaf_.assign(count, kNoNode);
@@ -63,10 +64,15 @@ void RadixPaths::try_read(const Handle* handles, size_t count, const Leaf& leaf)
   }
   // Nodes of requests that have left may be gone, so they are forgotten before the tree is read.
   count_leaves();
+  const size_t before = num_nodes();
   for (const size_t query : unknown) {
     const int64_t id = handles[query][0];
     int32_t index = table_.find(id);
     if (index == kNoNode) {
+      if (num_nodes() - before >= most_read_) {
+        ++num_unread_;
+        continue;
+      }
       index = add(id, leaf(query, id));
       climb(index);
     }

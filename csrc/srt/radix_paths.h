@@ -30,16 +30,21 @@ class RadixPaths {
   // Gives the Python node of query i, for a source that needs it.
   using Leaf = std::function<pybind11::object(size_t query, int64_t id)>;
 
-  explicit RadixPaths(std::unique_ptr<NodeSource> source);
+  // `most_read`: nodes after which one read() begins no other path, so that no plan stalls a server
+  // whose clients have built deep trees. The requests that are left share nothing before a later
+  // read() comes to them.
+  RadixPaths(std::unique_ptr<NodeSource> source, size_t most_read);
 
   // Writes the path of each query as far as another query shares it and its request's tokens are
   // safe to share: nodes with the same queries are one element, under the id of the lowest. Queries
   // beyond `count` have no request. On what the source throws everything is forgotten.
   void read(const Handle* handles, size_t count, size_t num_queries, const Leaf& leaf, Paths& out);
 
-  // Of the last read: requests without a node, and with one but no tokens that are safe to share.
+  // Of the last read: requests without a node, with one but no tokens that are safe to share, and
+  // those whose paths are left to the next.
   int64_t num_missing() const { return num_missing_; }
   int64_t num_uncached() const { return num_uncached_; }
+  int64_t num_unread() const { return num_unread_; }
   size_t num_nodes() const { return nodes_.size() - free_.size(); }
 
  private:
@@ -87,6 +92,7 @@ class RadixPaths {
   void write(int32_t leaf, int64_t limit, Paths& out);
 
   std::unique_ptr<NodeSource> source_;
+  size_t most_read_;
   std::vector<Node> nodes_;  // [0]: the root of all
   std::vector<int32_t> free_;
   NodeTable table_;
@@ -97,7 +103,7 @@ class RadixPaths {
   std::vector<int32_t> climbed_;         // nodes that wait for the end of the one above them
   std::vector<int32_t> parents_of_new_;  // known ones
   std::vector<PathElement> path_;
-  int64_t num_missing_ = 0, num_uncached_ = 0;
+  int64_t num_missing_ = 0, num_uncached_ = 0, num_unread_ = 0;
 };
 
 }  // namespace pat

@@ -49,7 +49,7 @@ from sglang_pat.target import Target
 logger = logging.getLogger("sglang_pat")
 
 # Bounds further apart are not used: a plan made for the least lengths holds for at least 128 tokens
-# more (csrc/pack/headroom.h), of which the steps to come are to have some.
+# more (csrc/pack/costs.h), of which the steps to come are to have some.
 MAX_SLACK = 96
 
 
@@ -296,6 +296,8 @@ class StepPlanner:
         if len(lens) > len(batch.reqs):
             private[NO_REQUEST] = len(lens) - len(batch.reqs)
         state.private = private
+        if state.view.unread:  # the next step reads on, and plans anew
+            state.handles, state.suspect = None, True
         return plan
 
 

@@ -24,9 +24,10 @@ from benchmarks.host.live import CACHES, LiveCache, text
 from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.slots import SlotMismatch, ranges
+from sglang_pat.srt import radix
 from sglang_pat.srt.radix import HANDLE, NO_NODE, RadixView, check_plan
 from sglang_pat.srt.step import StepPlanner, known
-from sglang_pat.stats import Stats
+from sglang_pat.stats import NOT_READ, Stats
 
 # Every shared node is an item of its own: the plan shows the tree.
 TARGET = target(num_sms=1, cuts=("branches",))
@@ -132,6 +133,30 @@ def test_plans_follow_a_tree_that_changes_between_batches(kind: str, seed: int) 
     assert splits and shared
 
 
+@pytest.mark.parametrize("kind", CACHES)
+def test_deep_paths_are_read_by_several_plans(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan reads more than so many nodes and the rest of a path; those that are left share
+    nothing yet, and the next steps read on although the batch stays the same."""
+    rng, bed = random.Random(1), ViewBed(kind)
+    monkeypatch.setattr(radix, "MOST_READ", 30)
+    reqs = []
+    for _ in range(4):
+        prompt = text(rng, 2)
+        for _ in range(25):  # a node for each beginning
+            prompt += text(rng, 3)
+            bed.cache.admit(prompt)
+        reqs += [bed.cache.admit(prompt) for _ in range(2)]
+    batch, lens = bed.cache.batch(reqs)
+    steps = StepPlanner(TARGET, stats := Stats())
+    for made, shared in ((True, 4), (True, 8), (False, 8)):
+        plan = steps.plan(batch, known(lens))
+        assert plan is not None and steps.made is made
+        together = [one.queries for one in ranges(plan) if len(one.queries) > 1]
+        assert len({query for queries in together for query in queries}) == shared
+    assert stats.private_requests == {NOT_READ: 4} and not stats.fallbacks
+    bed.check(reqs)
+
+
 class CountingCore:
     """SGLang's compiled tree core; counts the nodes that it is asked for. ``knows``: whether it
     says a node's parent, as it does while the node's K/V are on the device."""
@@ -139,7 +164,7 @@ class CountingCore:
     def __init__(self, bed: ViewBed, *, knows: bool = True) -> None:
         self._core, self._knows = bed.cache.tree.tree_core._binding, knows
         self.parents = self.lengths = 0
-        bed.view._paths = _C.RadixPaths.of_tree_core(self)
+        bed.view._paths = _C.RadixPaths.of_tree_core(self, radix.MOST_READ)
 
     def get_node_key_lengths(self, ids: list[int]) -> Any:
         self.lengths += len(ids)
@@ -207,7 +232,7 @@ ROOT = node(None, id=0, key=())
     ],
 )
 def test_a_bad_node_raises_and_all_is_read_anew(leaf: Any, error: Any, message: str) -> None:
-    paths, planner = _C.RadixPaths.of_nodes("id", "parent", "key"), Planner(TARGET)
+    paths, planner = _C.RadixPaths.of_nodes("id", "parent", "key", radix.MOST_READ), Planner(TARGET)
     good = node(node(ROOT, id=1, key=(1, 2, 3, 4, 5)), id=2, key=(6, 7))
 
     def plan(*leaves: Any) -> Plan:
