@@ -7,6 +7,8 @@ import random
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import retract_all
+from sglang.srt.runtime_context import get_context
 
 from benchmarks.host.live import LiveCache
 from sglang_pat.planner import Plan
@@ -20,6 +22,25 @@ TARGET = Target.cpu(threads=4, num_q_heads=8, num_kv_heads=2, head_dim=64, max_q
 QUERIES = 8
 # How many tokens all requests, those of a tool, and one request alone have.
 SYSTEM, TOOL, OWN = 200, 100, 30
+
+
+def retract(cache: LiveCache, reqs: list[Any]) -> None:
+    """Take all requests out of their rows, as a pause of SGLang's does."""
+    with get_context().override_server_args():  # it reads the configuration of a server
+        retract_all(
+            reqs=reqs,
+            req_to_token_pool=cache.table,
+            token_to_kv_pool_allocator=cache.allocator,
+            tree_cache=cache.tree,
+            hisparse_coordinator=None,
+        )
+
+
+def flush(cache: LiveCache) -> None:
+    """Forget everything, as SGLang does for new weights; no request may be in a row."""
+    cache.tree.reset()
+    cache.table.clear()
+    cache.allocator.clear()
 
 
 class StepBed:

@@ -24,6 +24,7 @@ from kit.backend import (
     BackendBed,
     make_layer,
 )
+from kit.steps import retract
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -491,7 +492,7 @@ def test_a_request_that_left_and_came_back_between_single_steps_is_read_again(
     for _ in range(SETTLE_STEPS + 3):
         small.prepare("replay", pair)
     assert small.plan.kv_tokens_read(0) == -SYSTEM
-    small.cache.retract(pair[1:])
+    retract(small.cache, pair[1:])
     small.prepare("replay", pair[:1])
     small.cache.prefill(pair[1:], most=SYSTEM - 50)
     small.prepare("replay", pair)

@@ -21,6 +21,8 @@ from kit.steps import (
     TOOL,
     StepBed,
     count_calls,
+    flush,
+    retract,
     shared_tokens,
     sharing_queries,
 )
@@ -89,7 +91,7 @@ def test_a_batch_of_the_same_shape_after_a_flush_makes_a_new_plan(bed: StepBed) 
         return {getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs}
 
     first, before = bed.plan(), nodes()
-    bed.cache.flush()
+    flush(bed.cache)
     bed.use([bed.admit(i // 4) for i in range(QUERIES)])
     assert not before & nodes()
     second = bed.plan()
@@ -291,9 +293,9 @@ def test_requests_that_a_pause_gave_the_same_rows_share_as_they_stand_then(
     for _ in range(age):
         bed.plan()
     rows, in_order = bed.batch.rows, sorted(bed.reqs, key=lambda req: req.kv.req_pool_idx)
-    bed.cache.retract(in_order)
+    retract(bed.cache, in_order)
     if pause == "flush":
-        bed.cache.flush()
+        flush(bed.cache)
     bed.cache.prefill(in_order, most=0)
     bed.use(bed.reqs)
     assert torch.equal(bed.batch.rows, rows)
