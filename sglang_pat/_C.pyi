@@ -66,6 +66,7 @@ class RadixPaths:
     num_missing: int
     num_uncached: int
     num_unread: int
+    num_too_long: int
     num_nodes: int
 
 class HandleReader:

@@ -58,6 +58,7 @@ NOT_CACHED = "nothing cached yet"
 NO_LOCK = "no tree lock"  # as of requests that were just released
 NO_REQUEST = "row without a request"
 NOT_READ = "path not read yet"
+TOO_LONG = "path of too many nodes"
 _REMEDIES = {
     RADIX_CACHE_DISABLED: (
         "SGLang's radix cache, which knows what requests share, is disabled: start the server "
@@ -230,13 +231,7 @@ class SharingWatch:
                 self._few += 1
                 self._most_of_few = max(self._most_of_few, requests)
                 if self._few == STEPS_WITHOUT_SHARING and not self._several:
-                    logger.info(
-                        "sglang_pat: none of %d decode steps had more than %d requests, so there "
-                        "was nothing to share: pat saves K/V reads when several requests with a "
-                        "common beginning run at the same time (SGLANG_PAT_MIN_BATCH)",
-                        self._few,
-                        self._most_of_few,
-                    )
+                    self._say_few()
             elif plan.num_shared_items and (saving := describe_packed_step(plan, total)):
                 self.on = False
                 logger.info("sglang_pat: %s", saving)
@@ -253,6 +248,22 @@ class SharingWatch:
         except Exception as error:  # it must not cost the server
             self.on = False
             logger.warning("sglang_pat: cannot tell what is shared: %r", error)
+
+    def _say_few(self) -> None:
+        if self._most_of_few > 1:
+            logger.warning(
+                "sglang_pat: none of %d decode steps had more than %d requests, so few that "
+                "SGLang's attention ran them, unpacked: lower SGLANG_PAT_MIN_BATCH",
+                self._few,
+                self._most_of_few,
+            )
+            return
+        logger.info(
+            "sglang_pat: each of %d decode steps had one request, so there was nothing to share: "
+            "pat saves K/V reads when several requests with a common beginning run at the same "
+            "time",
+            self._few,
+        )
 
     def _likely_reason(self) -> str:
         for failure in (NOT_USABLE, NOT_READABLE):

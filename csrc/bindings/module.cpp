@@ -47,7 +47,7 @@ void bind_limits(py::module_& m) {
   m.attr("CUDA_HEAD_DIMS") = py::make_tuple(64, 128, 256);
   m.attr("CPU_HEAD_DIM_STEP") = 8;
   m.attr("CPU_MAX_HEAD_DIM") = 512;
-  // Names as in SGLANG_PAT_LAUNCH.
+  // Names as Workspace takes them.
   m.attr("LAUNCHES") = py::dict("queue"_a = static_cast<int>(Launch::kQueue),
                                 "streams"_a = static_cast<int>(Launch::kStreams),
                                 "serial"_a = static_cast<int>(Launch::kSerial));

@@ -53,8 +53,11 @@ py::array bounds_view(const py::object& self, const std::vector<int64_t>& bounds
 // infos: per query a sequence (list or tuple) of (node id, start, end), or None. An element that
 // starts at or beyond its query's limit is dropped, one that crosses it is clipped. At C speed: at
 // 256 requests a loop in Python would cost more than the whole schedule.
-void read_paths(const py::sequence& infos, const int64_t* limits, Paths& out) {
+void read_paths(const py::sequence& infos, const int64_t* limits, py::ssize_t num_queries,
+                Paths& out) {
   const py::object queries = fast_sequence(infos.ptr(), "paths must be a sequence");
+  PAT_CHECK(PySequence_Fast_GET_SIZE(queries.ptr()) == num_queries,
+            PySequence_Fast_GET_SIZE(queries.ptr()), " paths for ", num_queries, " queries");
   out.clear();
   for (py::ssize_t query = 0; query < PySequence_Fast_GET_SIZE(queries.ptr()); ++query) {
     PyObject* info = PySequence_Fast_GET_ITEM(queries.ptr(), query);
@@ -85,7 +88,7 @@ class Planner {
         static_cast<py::ssize_t>(queries) == seq_lens.size() && seq_lens.size() == limits.size(),
         "paths of ", queries, " queries, ", limits.size(), " limits and ", seq_lens.size(),
         " sequence lengths: need one of each per query");
-    read_paths(infos, limits.data(), paths_);
+    read_paths(infos, limits.data(), seq_lens.size(), paths_);
     return make(seq_lens);
   }
 
@@ -353,6 +356,8 @@ void bind_planner(py::module_& m) {
                              "Those with a node but no tokens that are safe to share.")
       .def_property_readonly("num_unread", &RadixPaths::num_unread,
                              "Those whose paths are left to the next read.")
+      .def_property_readonly("num_too_long", &RadixPaths::num_too_long,
+                             "Those whose paths have more unknown nodes than one read takes.")
       .def_property_readonly("num_nodes", &RadixPaths::num_nodes, "Nodes that are kept.");
   py::class_<Planner>(m, "Planner")
       .def(py::init<const Target&>(), "target"_a)

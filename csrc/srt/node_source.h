@@ -22,6 +22,7 @@ struct NodeAbove {
   int64_t parent = 0;
   int64_t length = 0;  // tokens of the node's own key
   bool root = false;
+  size_t num_read = 1;      // nodes that the tree was asked for
   pybind11::object object;  // the parent, of a tree of Python nodes
 };
 

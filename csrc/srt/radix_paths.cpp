@@ -45,7 +45,8 @@ void RadixPaths::read(const Handle* handles, size_t count, size_t num_queries, c
 // Brings the tree up to date for a batch.
 void RadixPaths::try_read(const Handle* handles, size_t count, const Leaf& leaf) {
   ++read_;
-  num_missing_ = num_uncached_ = num_unread_ = 0;
+  num_missing_ = num_uncached_ = num_unread_ = num_too_long_ = 0;
+  num_read_ = 0;
   named_.clear();
   parents_of_new_.clear();
   query_leaf_.assign(count, kNoNode);
@@ -64,19 +65,26 @@ void RadixPaths::try_read(const Handle* handles, size_t count, const Leaf& leaf)
   }
   // Nodes of requests that have left may be gone, so they are forgotten before the tree is read.
   count_leaves();
-  const size_t before = num_nodes();
+  const std::vector<int64_t> too_long = std::exchange(too_long_, {});
   for (const size_t query : unknown) {
     const int64_t id = handles[query][0];
     int32_t index = table_.find(id);
-    if (index == kNoNode) {
-      if (num_nodes() - before >= most_read_) {
+    bool known = index != kNoNode;
+    bool long_path = !known && std::find(too_long.begin(), too_long.end(), id) != too_long.end();
+    if (!known && !long_path) {
+      if (num_read_ >= most_read_) {
         ++num_unread_;
         continue;
       }
       index = add(id, leaf(query, id));
-      climb(index);
+      known = climb(index, most_read_);
+      long_path = !known;
     }
-    name(query, index);
+    if (known) name(query, index);
+    if (long_path) {
+      ++num_too_long_;
+      too_long_.push_back(id);
+    }
   }
   count_leaves();
   find_split();
@@ -142,22 +150,35 @@ void RadixPaths::release(int32_t leaf, int32_t queries) {
     node.count -= queries;
     if (node.count > 0 || index == kRoot) continue;
     detach(index);
-    table_.erase(node.id);
-    node.object = py::object();
-    free_.push_back(index);
+    drop(index);
   }
 }
 
-// Reads what stands above a node, up to one that is known, and puts each below its parent.
-void RadixPaths::climb(int32_t index) {
+void RadixPaths::drop(int32_t index) {
+  table_.erase(at(index).id);
+  at(index).object = py::object();
+  free_.push_back(index);
+}
+
+// Reads what stands above a node, up to one that is known, and puts each below its parent. Forgets
+// the node and returns false if that takes more than `most` nodes.
+bool RadixPaths::climb(int32_t index, size_t most) {
   climbed_.clear();
+  size_t read = 0;
   int32_t parent = kNoNode;
   while (parent == kNoNode) {
     NodeAbove above = source_->above({at(index).id, at(index).object.ptr()});
     at(index).length = static_cast<int32_t>(above.length);
     climbed_.push_back(index);
+    read += above.num_read;
     parent = above.root ? kRoot : table_.find(above.parent);
+    if (parent == kNoNode && read >= most) break;
     if (parent == kNoNode) index = add(above.parent, std::move(above.object));
+  }
+  num_read_ += read;
+  if (parent == kNoNode) {
+    for (const int32_t dropped : climbed_) drop(dropped);
+    return false;
   }
   PAT_CHECK(at(parent).end != kUnknown, "node ", at(parent).id,
             " is among its own ancestors: the nodes are no tree");
@@ -166,6 +187,7 @@ void RadixPaths::climb(int32_t index) {
     link(climbed_[i], parent);
     at(climbed_[i]).end = at(parent).end + at(climbed_[i]).length;
   }
+  return true;
 }
 
 // Puts a node, and what stands below it, under a parent.
@@ -213,7 +235,7 @@ void RadixPaths::find_split() {
     add_count(node.parent, -node.count);
     detach(indices[i]);
     node.end = kUnknown;
-    climb(indices[i]);
+    climb(indices[i], SIZE_MAX);
   }
 }
 

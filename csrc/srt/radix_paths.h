@@ -32,7 +32,7 @@ class RadixPaths {
 
   // `most_read`: nodes after which one read() begins no other path, so that no plan stalls a server
   // whose clients have built deep trees. The requests that are left share nothing before a later
-  // read() comes to them.
+  // read() comes to them, and those with as many unknown nodes on one path not at all.
   RadixPaths(std::unique_ptr<NodeSource> source, size_t most_read);
 
   // Writes the path of each query as far as another query shares it and its request's tokens are
@@ -40,11 +40,12 @@ class RadixPaths {
   // beyond `count` have no request. On what the source throws everything is forgotten.
   void read(const Handle* handles, size_t count, size_t num_queries, const Leaf& leaf, Paths& out);
 
-  // Of the last read: requests without a node, with one but no tokens that are safe to share, and
-  // those whose paths are left to the next.
+  // Of the last read: requests without a node, with one but no tokens that are safe to share,
+  // those whose paths are left to the next, and those whose paths are too long.
   int64_t num_missing() const { return num_missing_; }
   int64_t num_uncached() const { return num_uncached_; }
   int64_t num_unread() const { return num_unread_; }
+  int64_t num_too_long() const { return num_too_long_; }
   size_t num_nodes() const { return nodes_.size() - free_.size(); }
 
  private:
@@ -83,7 +84,8 @@ class RadixPaths {
   int32_t add(int64_t id, pybind11::object object);
   void add_count(int32_t index, int32_t delta);
   void release(int32_t leaf, int32_t queries);
-  void climb(int32_t index);
+  void drop(int32_t index);
+  bool climb(int32_t index, size_t most);
   void link(int32_t index, int32_t parent);
   void detach(int32_t index);
   void find_split();
@@ -93,7 +95,9 @@ class RadixPaths {
 
   std::unique_ptr<NodeSource> source_;
   size_t most_read_;
-  std::vector<Node> nodes_;  // [0]: the root of all
+  size_t num_read_ = 0;            // nodes, by this read
+  std::vector<int64_t> too_long_;  // nodes of this batch whose paths are too long to be read
+  std::vector<Node> nodes_;        // [0]: the root of all
   std::vector<int32_t> free_;
   NodeTable table_;
   uint32_t read_ = 0;
@@ -103,7 +107,7 @@ class RadixPaths {
   std::vector<int32_t> climbed_;         // nodes that wait for the end of the one above them
   std::vector<int32_t> parents_of_new_;  // known ones
   std::vector<PathElement> path_;
-  int64_t num_missing_ = 0, num_uncached_ = 0, num_unread_ = 0;
+  int64_t num_missing_ = 0, num_uncached_ = 0, num_unread_ = 0, num_too_long_ = 0;
 };
 
 }  // namespace pat

@@ -25,7 +25,7 @@ import torch
 from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.slots import SlotMismatch, compare, compare_shared
-from sglang_pat.stats import NO_LOCK, NOT_CACHED, NOT_READ, RADIX_CACHE_DISABLED
+from sglang_pat.stats import NO_LOCK, NOT_CACHED, NOT_READ, RADIX_CACHE_DISABLED, TOO_LONG
 
 # A request that has been in the batch unchanged for more than SETTLE_STEPS decode steps is not read
 # again, for RECHECK_STEPS at most: see csrc/srt/handles.h.
@@ -35,7 +35,8 @@ NO_NODE = -1  # read in place of a node handle when the request holds no lock
 # Id, parent and key of a node in SGLang's caches of Python nodes.
 _NODE_ATTRS = ("id", "parent", "key")
 # Nodes that one plan reads before it begins no other path: 4 to 7 ms. The requests that are left
-# share nothing before the plans that follow have read on.
+# share nothing before the plans that follow have read on, and one with as many nodes on its own
+# path does not share.
 MOST_READ = 1 << 14
 
 # What a request is known by: the node it holds or NO_NODE, its tokens that are safe to share, and
@@ -153,6 +154,7 @@ class RadixView:
             NO_LOCK: self._paths.num_missing,
             NOT_CACHED: self._paths.num_uncached,
             NOT_READ: self.unread,
+            TOO_LONG: self._paths.num_too_long,
         }
         return plan, {reason: times for reason, times in reasons.items() if times}
 

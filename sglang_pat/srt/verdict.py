@@ -72,8 +72,12 @@ class Verdict:
         return self.status in ("served", "served in part")
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``: all fields, those of the parts included, and the status."""
-        return {"verdict": self.status, **asdict(self)}
+        """For ``--json``: all fields, those of the parts included, and what follows from them."""
+        found = {"verdict": self.status, **asdict(self)}
+        if self.workspace is not None:
+            sums = {"bytes": self.workspace.total, "over_budget": self.workspace.over_budget}
+            found["workspace"] |= sums
+        return found
 
     def lines(self) -> list[tuple[str, str, str]]:
         """Topic, what was found and the way out, for people."""

@@ -95,3 +95,15 @@ def test_draft_tokens_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="sequence of 3 tokens does not hold the 4 draft tokens"):
         plan([[]], [3], made_for)
     assert plan([[]], [0], made_for).num_items == 0
+
+
+def test_paths_that_are_fewer_than_they_say_are_refused() -> None:
+    class Short:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, query: int) -> list[tuple[int, int, int]]:
+            return [[(1, 0, 5)]][query]
+
+    with pytest.raises(ValueError, match="1 paths for 3 queries"):
+        plan(Short(), [9, 9, 9], target(max_queries=4))

@@ -77,7 +77,9 @@ def test_launches_agree_and_repeat(kind: str, head_dim: int, dtypes: Dtypes) -> 
     """Same bits from one kernel, from streams and one by one, and from run to run; buffers hold
     poison before."""
     many = kind in ("turns", "many_pairs")
-    tails = (0, 1, 15, 30, 31, 32, 33, 64, 65, 200, 700) if many else TAILS
+    tails = (0, 1, 15, 30, 31, 32, 33, 64, 65) if many else TAILS
+    if kind == "turns":  # a branch has no room for such tails
+        tails += (200, 700)
     for heads in [(64, 16)] if many else [(8, 2), (2, 2), (7, 1), (32, 2)]:
         inputs, hand = items_of(kind, heads, head_dim, tails=tails)
         check_launches(on_device(inputs, *dtypes), DevicePlan(hand))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does not fit is refused before any launch, with what was given and what fits. What is found
-without a GPU is in tests/core: test_ops.py, test_ops_on_cuda.py and the refusals of damaged plans.
+without a GPU is in tests/core: test_ops.py, test_workspace.py and the refusals of damaged plans.
 """
 
 from __future__ import annotations

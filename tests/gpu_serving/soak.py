@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def _row(server: ServingServer, ledger: traffic.Ledger) -> dict[str, Any]:
         **ledger.counts,
         "wrong": ledger.wrong,
         "kv_tokens_answered": ledger.kv_tokens,
-        **asdict(server.counters()),
+        **vars(server.counters()),
         "retractions": len(re.findall(r"#retracted|[Rr]etract requests", log)),
         "tracebacks": log.count("Traceback (most recent call last)"),
     }

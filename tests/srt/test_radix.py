@@ -27,7 +27,7 @@ from sglang_pat.slots import SlotMismatch, ranges
 from sglang_pat.srt import radix
 from sglang_pat.srt.radix import HANDLE, NO_NODE, RadixView, check_plan
 from sglang_pat.srt.step import StepPlanner, known
-from sglang_pat.stats import NOT_READ, Stats
+from sglang_pat.stats import NOT_READ, TOO_LONG, Stats
 
 # Every shared node is an item of its own: the plan shows the tree.
 TARGET = target(num_sms=1, cuts=("branches",))
@@ -155,6 +155,35 @@ def test_deep_paths_are_read_by_several_plans(kind: str, monkeypatch: pytest.Mon
         assert len({query for queries in together for query in queries}) == shared
     assert stats.private_requests == {NOT_READ: 4} and not stats.fallbacks
     bed.check(reqs)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_path_of_too_many_nodes_is_not_read_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests share nothing, and neither keep others from being read nor plans from lasting;
+    what of the path is known already does not count."""
+    rng, bed = random.Random(1), ViewBed(kind)
+    monkeypatch.setattr(radix, "MOST_READ", 30)
+    prompt, middle = text(rng, 2), []
+    for depth in range(25):
+        prompt += text(rng, 3)
+        middle += [bed.cache.admit(prompt)] * (depth == 12)
+        bed.cache.admit(prompt)
+    deep, own = [bed.cache.admit(prompt) for _ in range(2)], text(rng, 9)
+    reqs = [*deep, *(bed.cache.admit(own) for _ in range(2))]
+    steps = StepPlanner(TARGET, stats := Stats())
+    batch, lens = bed.cache.batch(reqs)
+    for made in (True, True, False):
+        plan = steps.plan(batch, known(lens))
+        assert plan is not None and steps.made is made
+    assert [one.queries for one in ranges(plan) if len(one.queries) > 1] == [[2, 3]]
+    # The first plan had read enough with the first of the two.
+    assert stats.private_requests == {TOO_LONG: 3, NOT_READ: 3} and not stats.fallbacks
+    for some in ([*middle, *reqs[2:]], [*middle, *reqs]):
+        batch, lens = bed.cache.batch(some)
+        plan = steps.plan(batch, known(lens))
+    assert plan is not None and max(len(one.queries) for one in ranges(plan)) == 3
 
 
 class CountingCore:

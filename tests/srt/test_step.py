@@ -423,7 +423,7 @@ def test_there_are_as_many_micro_batches_as_sglangs_scheduler_loop_has(
 def test_a_preparation_is_hidden_while_the_gpu_is_busy(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An event, recorded when it begins, says so; tests/gpu/test_hidden.py has a real one."""
+    """An event, recorded when it begins, says so; tests/gpu/test_graphs.py has a real one."""
     asked: list[Any] = []
     event = SimpleNamespace(
         record=lambda: asked.append("record"), query=lambda: asked.append("query") or done
