@@ -116,16 +116,17 @@ def test_lengths(num_queries: int, head_dim: int, dtypes: Dtypes) -> None:
 
 @of_both_kv
 @pytest.mark.parametrize("partial", [torch.float32, BF16])
-def test_splits(partial: torch.dtype, dtypes: Dtypes) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_splits(head_dim: int, partial: torch.dtype, dtypes: Dtypes) -> None:
     """Partials of branches are merged with those of ordinary items."""
     for splits in (2, 3, 5, 32, 33, 70):
-        inputs = case(shared(4, 20 * splits, splits), (8, 2), 128, seed=splits)
+        inputs = case(shared(4, 20 * splits, splits), (8, 2), head_dim, seed=splits)
         check(on_device(inputs, *dtypes), partial_dtype=partial)
     for seed, group in enumerate((1, 4, 7)):
         parts = forest(np.random.default_rng(seed), 60)
         own = [part for part in parts if part.length > 50]
         rest = branched([part for part in parts if part not in own], 64 // group)
-        inputs = case(parts, (2 * group, 2), 128, tails=TAILS, seed=seed)
+        inputs = case(parts, (2 * group, 2), head_dim, tails=TAILS, seed=seed)
         inputs = on_device(replace(inputs, pieces=[*own, *rest]), *dtypes)
         assert DevicePlan(inputs.plan()).num_partials > 0
         check(inputs, partial_dtype=partial)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.cases import case
 from kit.device import BF16, DevicePlan, attend, check, execute, on_device, same, target_of
-from kit.kinds import TAILS, halves, items_of, shared_first
+from kit.kinds import PAIRED, TAILS, halves, items_of, shared_first
 from kit.pieces import DYNAMIC, Branch, Piece, prefix
 from kit.plans import paired
 
@@ -55,6 +55,19 @@ def test_lengths_of_pairs(common: int, tails: tuple[int, ...], own_first: bool) 
         hand, tiles = inputs.plan(), common // 64
         out = check(inputs, DevicePlan(paired(hand, -tiles if own_first else tiles)))
         assert own_first or torch.equal(out, execute(inputs, DevicePlan(hand))[0])
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_pairs_compute_what_their_branches_do_alone(head_dim: int, draft_tokens: int) -> None:
+    """Bit by bit where no half begins with its own tokens: a norm over all rows would not see that
+    one is wrong."""
+    options = {"draft_tokens": draft_tokens, "tails": (8, 9, 40, 65)}
+    inputs, hand = items_of("many_pairs", (32, 16), head_dim, **options)
+    inputs = on_device(inputs, BF16)
+    together = paired(hand, *map(abs, PAIRED["many_pairs"]))
+    alone = execute(inputs, DevicePlan(inputs.plan()))
+    assert same(execute(inputs, DevicePlan(together)), alone)
 
 
 def test_without_a_snapshot_nothing_hangs() -> None:

@@ -17,7 +17,7 @@ from kit.plans import COMMON_LAST, HandPlan, joint
 from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.target import Target
-from sglang_pat.workspace import LAUNCHES, Workspace
+from sglang_pat.workspace import LAUNCHES, LIST_TOKENS, Workspace
 
 POISON = 1e4
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -211,7 +211,8 @@ def check_launches(inputs: Case, plan: Any) -> None:
     join no halves, and a branch of a pair does not begin with its own tokens."""
     results: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for launch in LAUNCHES:
-        workspace = poisoned(inputs, launch=launch)
+        room = max(LIST_TOKENS, plan.list_tokens)  # else load() takes a list without poison
+        workspace = poisoned(inputs, launch=launch, list_tokens=room)
         own_first = bool((plan.items["order"] == COMMON_LAST).any())
         alike = launch != "streams" or not (plan.joint or own_first)
         if alike not in results:
