@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks, run from a checkout. They print figures; they are not tests.
 
-- ``kernel``: the attention of one decode step and layer, ``python -m benchmarks.kernel`` on a GPU
-  and ``python -m benchmarks.kernel.attention`` on a CPU.
+- ``kernel``: the attention of one decode step and layer, ``python -m benchmarks.kernel``, and the
+  planner's costs, ``python -m benchmarks.kernel.fit``.
 - ``serving``: servers beside each other, driven by SGLang's own client,
   ``python -m benchmarks.serving``.
 - ``host``: the host time of decode steps on SGLang's caches, ``python -m benchmarks.host.step``.

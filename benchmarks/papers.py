@@ -23,11 +23,10 @@ import torch
 
 from benchmarks.common.document import conditions, heading, value, write
 from benchmarks.common.forests import GENERATOR, Forest, all_forests
-from benchmarks.common.trees import PAPER_TREES
+from benchmarks.common.trees import PAPER_TREES, QUICK_TREES
 from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
-from benchmarks.kernel.options import QUICK_TREES
 from benchmarks.kernel.report import MAX_DIFFERENCE, geomean
 from sglang_pat import _C
 from sglang_pat.explain.tree import Tree
@@ -227,12 +226,10 @@ def measure(batch: Tree | Forest, heads: Heads, clock: Clock | None) -> list[dic
     return list(rows.values())
 
 
-Mean = Callable[[list[float]], float]
-COUNTS: dict[str, Mean] = {"items": geomean, "read": geomean, "partials": statistics.mean}
-
-
-def table(rows: Sequence[dict[str, Any]], key: str, mean: Mean) -> list[str]:
-    """A line for each rule with the means of families, and of all batches."""
+def table(rows: Sequence[dict[str, Any]], key: str) -> list[str]:
+    """A line for each rule with the means of families, and of all batches: geometric ones, but of
+    partial results, of which a plan may have none."""
+    mean = statistics.mean if key == "partials" else geomean
     families = [*dict.fromkeys(row["family"] for row in rows), "all"]
     lines = [f"{key:10}" + "".join(f"{family:>9}" for family in families)]
     for name in NAMES:
@@ -253,9 +250,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
     add("--quick", action="store_true", help="five trees, a batch of each family, fewer repeats")
     options = parser.parse_args(arguments)
-    batches: list[Tree | Forest] = [*PAPER_TREES, *all_forests(None)]
+    batches: list[Tree | Forest] = [*PAPER_TREES, *all_forests()]
     if options.quick:
-        forests = [each for each in all_forests(None) if each.name.endswith(("-0", "-8k"))]
+        forests = [each for each in all_forests() if each.name.endswith(("-0", "-8k"))]
         batches = [*QUICK_TREES, *forests]
     on_gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if on_gpu else "no GPU, plans for an H200"
@@ -267,8 +264,8 @@ def main(arguments: list[str] | None = None) -> int:
     for batch in batches:
         rows += measure(batch, options.heads, clock)
         write(found, options.json)
-    for key, mean in ({"over_ours": geomean} if on_gpu else COUNTS).items():
-        print("\n".join(table(rows, key, mean)))
+    for key in ("over_ours",) if on_gpu else ("items", "read", "partials"):
+        print("\n".join(table(rows, key)))
     wrong = [row for row in rows if not row.get("error", 0.0) <= MAX_DIFFERENCE]
     for row in wrong:
         print(f"{row['batch']}: the output of {row['rule']} is off by {row['error']:.2g}")

@@ -76,12 +76,12 @@ class Tile:
         return (f"({marks})" if marks else str(self.blocks)) + ("*" if self.ours else "")
 
 
-def solve(gpu: Hardware, head_dim: int, latency_ns: float = LATENCY_NS) -> list[Tile]:
+def solve(gpu: Hardware, head_dim: int) -> list[Tile]:
     """Every tile of SIZES, feasible or not."""
-    return [_tile(gpu, head_dim, latency_ns, m, n) for m in SIZES for n in SIZES]
+    return [_tile(gpu, head_dim, m, n) for m in SIZES for n in SIZES]
 
 
-def _tile(gpu: Hardware, head_dim: int, latency_ns: float, m: int, n: int) -> Tile:
+def _tile(gpu: Hardware, head_dim: int, m: int, n: int) -> Tile:
     row = head_dim * KV_BYTES
     shared = m * row + n * row + m * head_dim * FP32_BYTES
     threads = WARP * max(LEAST_WARPS, m // WARP_ROWS)
@@ -96,26 +96,26 @@ def _tile(gpu: Hardware, head_dim: int, latency_ns: float, m: int, n: int) -> Ti
         broken.append("1s")
     if registers > MAX_REGISTERS or registers * threads > gpu.registers_per_sm:
         broken.append("1r")
-    if not broken and gpu.sms * blocks * n * row < gpu.bytes_per_s * latency_ns * 1e-9:
+    if not broken and gpu.sms * blocks * n * row < gpu.bytes_per_s * LATENCY_NS * 1e-9:
         broken.append("2")
     has_kernels = head_dim in _C.CUDA_HEAD_DIMS and n == _C.CUDA_TILE_TOKENS
     ours = has_kernels and m in row_tiles_for(head_dim)
     return Tile(m, n, shared, registers, blocks, tuple(broken), ours)
 
 
-def table(gpu: Hardware, dims: Sequence[int], latency_ns: float) -> list[str]:
+def table(gpu: Hardware) -> list[str]:
     """A grid for each head dim, as lines."""
-    in_flight = gpu.bytes_per_s * latency_ns * 1e-9 / gpu.sms
+    in_flight = gpu.bytes_per_s * LATENCY_NS * 1e-9 / gpu.sms
     lines = [
         f"{gpu.name}, {gpu.sms} SMs: {gpu.shared_per_block / KIB:.0f} KiB of shared memory a "
         f"block, {gpu.registers_per_sm} registers an SM",
-        f"{gpu.bytes_per_s / 1e12:.2f} TB/s x {latency_ns:.0f} ns: {in_flight / KIB:.1f} KiB "
+        f"{gpu.bytes_per_s / 1e12:.2f} TB/s x {LATENCY_NS:.0f} ns: {in_flight / KIB:.1f} KiB "
         "of loads in flight an SM",
         "a number: blocks at a time on an SM; *: our kernels have the tile",
         "not feasible: (1s) shared memory, (1r) registers, estimated, (2) too few loads in flight",
     ]
-    for dim in dims:
-        tiles = solve(gpu, dim, latency_ns)
+    for dim in _C.CUDA_HEAD_DIMS:
+        tiles = solve(gpu, dim)
         lines += ["", f"head dim {dim}; m packed rows down, n tokens across"]
         lines.append(" " * 6 + "".join(f"{n:>9}" for n in SIZES))
         for m in SIZES:
@@ -125,14 +125,9 @@ def table(gpu: Hardware, dims: Sequence[int], latency_ns: float) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tiles", description=__doc__)
-    add = parser.add_argument
-    add("--gpu", type=value(Hardware.of), default="h200", help="name of a GPU (default: h200)")
-    how = f"nanoseconds of a load from memory (default: {LATENCY_NS:.0f})"
-    add("--latency-ns", type=float, default=LATENCY_NS, metavar="NS", help=how)
-    options = parser.parse_args(arguments)
-    if not options.latency_ns > 0:
-        parser.error(f"--latency-ns is {options.latency_ns:g}, must be more than 0")
-    print("\n".join(table(options.gpu, _C.CUDA_HEAD_DIMS, options.latency_ns)))
+    how = "name of a GPU (default: h200)"
+    parser.add_argument("--gpu", type=value(Hardware.of), default="h200", help=how)
+    print("\n".join(table(parser.parse_args(arguments).gpu)))
     return 0
 
 

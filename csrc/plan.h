@@ -204,4 +204,11 @@ constexpr int64_t plan_bytes(int64_t items, int64_t members, int64_t queries, in
          segments * static_cast<int64_t>(sizeof(Segment));
 }
 
+// The size of a container as a plan counts: queries, nodes, items and members of one batch fit 32
+// bits.
+template <typename Container>
+constexpr int32_t count_of(const Container& container) {
+  return static_cast<int32_t>(container.size());
+}
+
 }  // namespace pat

@@ -137,6 +137,10 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
             ", this executor is of ", kPlanVersion);
   PAT_CHECK(header.draft_tokens > 0 && header.draft_tokens <= INT16_MAX,
             "damaged plan: ", header.draft_tokens, " draft tokens a query");
+  PAT_CHECK(header.num_kv_heads > 0 && header.num_q_heads > 0 &&
+                header.num_q_heads % header.num_kv_heads == 0,
+            "damaged plan: ", header.num_q_heads, " query heads on ", header.num_kv_heads,
+            " KV heads");
   PAT_CHECK(header.total_bytes <= plan_bytes, "truncated plan: ", plan_bytes, " of ",
             header.total_bytes, " bytes");
   PAT_CHECK(header.num_partials >= 0 && header.num_partials <= header.num_members,

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from sglang_pat.demo.model import make_model
-from sglang_pat.demo.run import SCALES, VOCAB
+from sglang_pat.demo.run import MODEL, VOCAB
 
 END = "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -63,4 +63,4 @@ def make_tokenizer(folder: Path, *, vocab: int = VOCAB) -> Path:
 
 
 if __name__ == "__main__":
-    make_tokenizer(make_model(sys.argv[1], **SCALES["cpu"].model))
+    make_tokenizer(make_model(sys.argv[1], **MODEL))

@@ -14,7 +14,9 @@ shift
 PYTHON=${PYTHON:-python}
 export PYTHONSAFEPATH=1 # a checkout as the current folder would shadow the installed package
 
-device=$("$PYTHON" -c 'from sglang_pat.demo.server import default_device as d; print(d())')
+device=$("$PYTHON" -c 'import torch
+from sglang_pat.srt.support import reason_against_gpu
+print("cuda" if torch.cuda.is_available() and not reason_against_gpu() else "cpu")')
 if [ "$device" = cpu ]; then
     export SGLANG_PLATFORM=pat_cpu
 fi

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_pat.demo.counters import Counters, read_counters
-from sglang_pat.demo.model import FINGERPRINT
+from sglang_pat.demo.model import RANDOM_WEIGHTS
 
 
 def arguments(doc: str | None, *, max_tokens: int) -> argparse.ArgumentParser:
@@ -102,8 +102,9 @@ def _token_times(url: str) -> tuple[float, float]:
 
 def _is_demo_model(url: str) -> bool:
     """Whether the server is of this machine and serves what ``launch.sh demo`` made."""
-    with suppress(urllib.error.HTTPError), _open(f"{url}/model_info") as answer:
-        return (Path(json.load(answer)["model_path"]) / FINGERPRINT).exists()
+    with suppress(OSError), _open(f"{url}/model_info") as answer:
+        config = Path(json.load(answer)["model_path"]) / "config.json"
+        return RANDOM_WEIGHTS in json.loads(config.read_text())
     return False
 
 

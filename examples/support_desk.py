@@ -20,10 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-try:
-    from openai import AsyncOpenAI
-except ImportError as error:
-    raise SystemExit(f"this example needs the OpenAI SDK ({error}): pip install openai") from None
+from openai import AsyncOpenAI
 from saved import arguments, first_line, savings
 
 Message = dict[str, Any]

@@ -22,108 +22,52 @@ LAUNCHES: dict[str, int]
 DTYPES: dict[str, int]
 KV_DTYPES: dict[str, int]
 
-class Target:
-    num_sms: int
+class Target:  # the fields of sglang_pat.target.Target, which sets them by name
+    def __init__(self) -> None: ...
+
+class Plan:
+    num_queries: int
+    num_items: int
+    num_shared_items: int
+    num_wide_items: int
+    num_heavy_items: int
+    num_paired_items: int
+    joint: int
+    num_segments: int
+    branch_tokens: int
+    list_tokens: int
+    num_members: int
+    num_partials: int
     num_q_heads: int
     num_kv_heads: int
     draft_tokens: int
-    head_dim: int
-    kv_bytes: int
-    partial_bytes: int
-    bytes_per_s: float
-    flops_per_s: float
-    item_overhead_s: float
-    sm_speedup: float
-    items_per_sm: int
-    reread_weight: float
-    row_tiles: list[int]
-    kv_tiles: list[int]
-    max_queries: int
-    max_items: int
-    max_partials: int
-    max_segments: int
-    max_branch_tokens: int
-    hopper: bool
-    cuts: int
-    by_paper: bool
-    def __init__(self) -> None: ...
-    def partial_cost_bytes(self) -> float: ...
-
-class Plan:
-    @property
-    def num_queries(self) -> int: ...
-    @property
-    def num_items(self) -> int: ...
-    @property
-    def num_shared_items(self) -> int: ...
-    @property
-    def num_wide_items(self) -> int: ...
-    @property
-    def num_heavy_items(self) -> int: ...
-    @property
-    def num_paired_items(self) -> int: ...
-    @property
-    def joint(self) -> int: ...
-    @property
-    def num_segments(self) -> int: ...
-    @property
-    def branch_tokens(self) -> int: ...
-    @property
-    def list_tokens(self) -> int: ...
-    @property
-    def num_members(self) -> int: ...
-    @property
-    def num_partials(self) -> int: ...
-    @property
-    def num_q_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def draft_tokens(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def data_ptr(self) -> int: ...
-    @property
-    def last_token(self) -> int: ...
-    @property
-    def most_rows(self) -> int: ...
-    @property
-    def degraded(self) -> str: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def items(self) -> npt.NDArray[Any]: ...
-    @property
-    def item_segments(self) -> npt.NDArray[Any]: ...
-    @property
-    def members(self) -> npt.NDArray[Any]: ...
-    @property
-    def queries(self) -> npt.NDArray[Any]: ...
-    @property
-    def segments(self) -> npt.NDArray[Any]: ...
-    @property
-    def min_seq_lens(self) -> npt.NDArray[np.int64]: ...
-    @property
-    def max_seq_lens(self) -> npt.NDArray[np.int64]: ...
+    nbytes: int
+    data_ptr: int
+    last_token: int
+    most_rows: int
+    degraded: str
+    seconds: float
+    items: npt.NDArray[Any]
+    item_segments: npt.NDArray[Any]
+    members: npt.NDArray[Any]
+    queries: npt.NDArray[Any]
+    segments: npt.NDArray[Any]
+    min_seq_lens: npt.NDArray[np.int64]
+    max_seq_lens: npt.NDArray[np.int64]
     def fits(self, seq_lens_ptr: int, count: int) -> bool: ...
     def total_tokens(self, seq_lens_ptr: int, count: int) -> int: ...
     def kv_tokens_read(self, total_tokens: int) -> int: ...
 
 class RadixPaths:
     @staticmethod
-    def of_tree_core(core: Any, most_read: int, most_nodes: int) -> RadixPaths: ...
+    def of_tree_core(core: Any, most_read: int) -> RadixPaths: ...
     @staticmethod
-    def of_nodes(id: str, parent: str, key: str, most_read: int, most_nodes: int) -> RadixPaths: ...
-    def forget(self) -> None: ...
-    @property
-    def num_missing(self) -> int: ...
-    @property
-    def num_uncached(self) -> int: ...
-    @property
-    def num_unread(self) -> int: ...
-    @property
-    def num_nodes(self) -> int: ...
+    def of_nodes(id: str, parent: str, key: str, most_read: int) -> RadixPaths: ...
+    num_missing: int
+    num_uncached: int
+    num_unread: int
+    num_too_long: int
+    num_nodes: int
 
 class HandleReader:
     def __init__(self, paths: tuple[str, str, str], settle: int, recheck: int) -> None: ...
@@ -141,18 +85,9 @@ class Planner:
     def __init__(self, target: Target) -> None: ...
     def plan(
         self,
-        offsets: npt.NDArray[np.int64],
-        node_ids: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-        ends: npt.NDArray[np.int64],
-        seq_lens: npt.NDArray[np.int64],
-    ) -> Plan: ...
-    def plan_from_info(
-        self,
         infos: Sequence[Any],
         limits: npt.NDArray[np.int64],
         seq_lens: npt.NDArray[np.int64],
-        fields: tuple[int, int, int],
     ) -> Plan: ...
     def plan_from_handles(
         self,
@@ -161,7 +96,7 @@ class Planner:
         paths: RadixPaths,
         leaf: Callable[[int, int], Any] | None,
     ) -> Plan: ...
-    def last_paths(self) -> list[list[list[int]]]: ...
+    def last_paths(self) -> list[list[tuple[int, int, int]]]: ...
     costs: list[float]
     def last_tree(self) -> tuple[list[tuple[int, int, int, int]], list[int]]: ...
     def plan_packs(

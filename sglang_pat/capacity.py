@@ -3,18 +3,10 @@
 
 The workspace is paid from what SGLang leaves free beside weights and K/V pool, because backends
 are built after the pool was sized (S model_runner.py:971 and 1105, ``S`` being SGLang 0.5.23's
-``srt/``). There are two ways in which SGLang sizes the pool:
-
-- before the graphs: it leaves ``total * (1 - mem_fraction_static)`` free
-  (S mem_cache/kv_cache_configurator.py:3007), by default 512 MB for "constant meta data (e.g., from
-  attention backend)", 1.5 MB a token of a prefill chunk, 2 MB a request of the largest decode
-  graph, and 10 GB in all on a GPU of more than 60 GB (S arg_groups/memory_hook.py:309-315);
-- after the graphs: it measures what is free by then, our workspace taken
-  (S model_runner_components/kv_pool_runtime.py:60, arg_groups/memory_hook.py:291).
-
-FlashInfer takes its workspace in the same place: 384 MB, 512 MB for Qwen2 and Qwen3
-(S environ.py:1221, layers/attention/flashinfer_backend.py:431 and 457). The default budget, 256 MB,
-is below that and below the 512 MB.
+``srt/``). SGLang sizes the pool before the graphs, and by default leaves 512 MB for "constant meta
+data (e.g., from attention backend)" and more (S arg_groups/memory_hook.py:309-315); or after them,
+with our workspace taken (S model_runner_components/kv_pool_runtime.py:60). FlashInfer takes 384 or
+512 MB in the same place (S environ.py:1221); the default budget, 256 MB, is below that.
 """
 
 from __future__ import annotations
@@ -90,7 +82,7 @@ class Capacity:
 
     @property
     def over_budget(self) -> bool:
-        """Whether what every server needs is more than the budget, and so was taken."""
+        """Whether the least that every server needs is more than the budget; it was taken."""
         return self.total > self.budget
 
     @property
@@ -100,16 +92,16 @@ class Capacity:
         return min(self.max_queries, self.max_partials // _PARTIALS_OF_A_PATH)
 
     def __str__(self) -> str:
-        text = (
-            f"workspace: {megabytes(self.total):,} MB on the GPU, for batches of up to "
-            f"{self.max_queries:,} requests"
-        )
+        less = ""
         if self.packed_queries < self.max_queries:
-            text += (
+            less = (
                 f"; beyond {self.packed_queries:,} requests some may share less than they could "
-                f"unless SGLANG_PAT_WORKSPACE_MB is raised"
+                "unless SGLANG_PAT_WORKSPACE_MB is raised"
             )
-        return text
+        return (
+            f"workspace: {megabytes(self.total):,} MB on the GPU, for batches of up to "
+            f"{self.max_queries:,} requests{less}"
+        )
 
     def warning(self) -> str:
         """Why the budget was exceeded and what to do about it."""
@@ -130,7 +122,7 @@ def list_tokens_for(pool_tokens: int, max_queries: int) -> int:
     """Tokens of the list that the plans of a K/V pool of ``pool_tokens`` need as a rule.
 
     A plan lists each token of the batch once, and tails with the room that they may grow into, a
-    quarter or 128 tokens (csrc/pack/headroom.h). It lists more, and the list then grows, where
+    quarter or 128 tokens (csrc/pack/costs.h). It lists more, and the list then grows, where
     children take over their parent's tokens, which then stand before those of each child, and where
     requests that hold the same slots are not known to share them.
     """
@@ -155,19 +147,7 @@ def fit_workspace(
     that would need more is made with fewer splits or packs. ``pool_requests``, ``pool_tokens``:
     requests and tokens that the server's pools hold. ``num_q_heads`` of one rank.
     ``largest_graph``: queries, padding included; may be 0, and beyond ``pool_requests``.
-
-    Raises ValueError unless the other numbers are 1 or more.
     """
-    numbers = {
-        "num_q_heads": num_q_heads,
-        "head_dim": head_dim,
-        "pool_requests": pool_requests,
-        "pool_tokens": pool_tokens,
-        "budget": budget,
-    }
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} is {number}, must be 1 or more")
     queries = max(pool_requests, largest_graph)
     list_tokens = list_tokens_for(pool_tokens, queries)
     room = {"max_queries": queries} | capacities(queries)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
 import sys
 from importlib import import_module
@@ -25,23 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _reader_left():  # another pipe or socket broke
-            raise
         # Python flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status
 
 
-def _reader_left() -> bool:
-    """Whether nobody reads the standard output any more."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)  # no event is asked for: errors are always told
-    return any(event & select.POLLERR for _, event in output.poll(0))
-
-
 def _run(argv: Sequence[str] | None) -> int:
-    signal.signal(signal.SIGTERM, _exit)  # unwinds, so that a spawned server is stopped too
     try:
         import_module("sglang_pat._C")
     except ImportError as error:
@@ -57,20 +46,25 @@ def _run(argv: Sequence[str] | None) -> int:
         return _run_doctor(parser, arguments, flags)
     if flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    # What a command needs is imported with it: most of that loads the native module.
-    if arguments.command == "explain":
-        from sglang_pat.explain.command import run_explain
+    if arguments.command == "demo":
+        return _run_demo(arguments)
+    try:
+        arguments.run(arguments)
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError) as error:
+        print(f"sglang-pat {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
-        return run_explain(arguments)
-    if arguments.command == "estimate":
-        from sglang_pat.estimate.command import run_estimate
 
-        return run_estimate(arguments)
-    from sglang_pat.demo.run import run_demo
+def _run_demo(arguments: argparse.Namespace) -> int:
+    from sglang_pat.demo.run import run_demo  # imports SGLang
     from sglang_pat.demo.server import ServerError
 
+    signal.signal(signal.SIGTERM, _exit)  # unwinds, so that the servers are stopped too
     try:
-        return run_demo(arguments.device, arguments.cache)
+        return run_demo(arguments.cache)
     except (ServerError, OSError) as error:
         print(f"sglang-pat demo: {error}", file=sys.stderr)
         return 1
@@ -92,7 +86,7 @@ def _run_doctor(
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line; flags of a server after ``doctor`` are not known to it."""
-    from sglang_pat.estimate import command as estimate
+    from sglang_pat import estimate  # these load the native module
     from sglang_pat.explain import command as explain
 
     parser = argparse.ArgumentParser(
@@ -108,17 +102,9 @@ def make_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="run a shared-prefix workload on the stock backend and on pat, side by side",
-        description="Serve one workload on two servers, one with SGLang's backend and one with "
-        "pat, and print times, K/V reads and whether the answers agree: in fp32 on a CPU the "
-        "tokens, in bf16 on a GPU the log-probabilities. The model is small and random: there is "
-        "no download. It takes a few minutes.",
-    )
-    demo.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="what both servers run on; auto: the GPU if there is one that pat serves, else the "
-        "CPU (default: auto)",
+        description="Serve one workload on two servers on this machine's CPU, one with SGLang's "
+        "backend and one with pat, and print times, K/V reads and whether the tokens agree. The "
+        "model is small and random: there is no download. It takes a few minutes.",
     )
     demo.add_argument(
         "--cache",
@@ -126,13 +112,22 @@ def make_parser() -> argparse.ArgumentParser:
         help="folder for the model and the servers' logs (default: one of the user's cache)",
     )
     _add_doctor(commands)
-    what = "print and draw the plan of a batch, and what it reads; without a GPU or SGLang"
-    explain.add_arguments(commands.add_parser("explain", help=what, description=what))
-    what = (
-        "say which K/V reads pat would save on prompts or a trace, and which text keeps prompts "
-        "apart; without a GPU or SGLang (docs/estimate.md)"
-    )
-    estimate.add_arguments(commands.add_parser("estimate", help=what, description=what))
+    for name, module, what in (
+        (
+            "explain",
+            explain,
+            "print and draw the plan of a batch, and what it reads; without a GPU or SGLang",
+        ),
+        (
+            "estimate",
+            estimate,
+            "say which K/V reads pat would save on prompts or a trace, and which text keeps "
+            "prompts apart; without a GPU or SGLang (docs/estimate.md)",
+        ),
+    ):
+        command = commands.add_parser(name, help=what, description=what)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -19,24 +19,17 @@ SUPPORTED_SGLANG = TESTED_SGLANG[-1]
 # Not taken from sglang_pat.srt.platform: only SGLang may import that, while it picks its platform.
 CPU_PLATFORM = "pat_cpu"
 
-# First value = default.
-_ALLOWED = {
-    "check": ("0", "1"),
-    "policy": POLICIES,
-    "partial": ("fp32", "bf16"),
+# The values of an option, or what an option counts, a whole number from 1.
+_ALLOWED: dict[str, dict[str, Any]] = {
+    "check": {"0": False, "1": True},
+    "policy": {policy: policy for policy in POLICIES},
+    "partial": {"fp32": "fp32", "bf16": "bf16"},
 }
-
-
+_UNITS = {"workspace_mb": "MB", "min_batch": "requests", "dump_batches": "batches"}
 DEFAULT_MB = 256  # below the 384 MB that FlashInfer takes in the same place
 # One request has nobody to share with, so SGLang's attention serves it at its own speed.
 DEFAULT_MIN_BATCH = 2
 DEFAULT_DUMP_BATCHES = 1000  # seconds to minutes of a busy server: beyond its first requests
-# Options that are whole numbers from 1: the default and what they count.
-_NUMBERS = {
-    "workspace_mb": (DEFAULT_MB, "MB"),
-    "min_batch": (DEFAULT_MIN_BATCH, "requests"),
-    "dump_batches": (DEFAULT_DUMP_BATCHES, "batches"),
-}
 
 
 @dataclass(frozen=True)
@@ -70,9 +63,8 @@ class PatConfig:
         Raises ValueError that names the variable, its value and what is allowed, for a name or a
         value that is not known: a misspelt option must not be served as the default.
         """
-        names = ("dump", *_ALLOWED, *_NUMBERS)
-        known = {PREFIX + name.upper(): name for name in names}
-        given: dict[str, str] = {}
+        known = {PREFIX + field.name.upper(): field for field in fields(cls)}
+        chosen: dict[str, Any] = {}
         for variable, value in environ.items():
             if not variable.startswith(PREFIX):
                 continue
@@ -81,26 +73,9 @@ class PatConfig:
                     f"{variable}={value} is not an option of sglang_pat; "
                     f"the options are {', '.join(known)}: correct or unset it"
                 )
-            name = known[variable]
-            if name in _NUMBERS:
-                _check_whole(variable, value, *_NUMBERS[name])
-                given[name] = value
-                continue
-            if name == "dump":
-                _check_absolute(variable, value)
-                given[name] = value
-                continue
-            allowed = _ALLOWED[name]
-            if value not in allowed:
-                raise ValueError(
-                    f"{variable}={value} is not a known value; "
-                    f"use one of {', '.join(allowed)} or unset it"
-                )
-            given[name] = value
-        chosen: dict[str, Any] = {
-            name: int(value) if name in _NUMBERS else value for name, value in given.items()
-        }
-        return cls(**chosen | {"check": given.get("check") == "1"})
+            field = known[variable]
+            chosen[field.name] = _read(variable, value, field.name, field.default)
+        return cls(**chosen)
 
     @property
     def launch(self) -> str:
@@ -115,17 +90,19 @@ class PatConfig:
         return " ".join(f"{name}={value}" for name, value in asdict(self).items() if value != "")
 
 
-def _check_absolute(variable: str, value: str) -> None:
-    if not os.path.isabs(value):
-        raise ValueError(
-            f"{variable}={value} is not an absolute path: give one, such as "
-            f"{os.path.abspath('batches.jsonl')}, or unset it"
-        )
-
-
-def _check_whole(variable: str, value: str, default: int, unit: str) -> None:
-    if not (value.isascii() and value.isdecimal() and int(value) > 0):
-        raise ValueError(
-            f"{variable}={value} is not a whole number of {unit}, 1 or more: "
-            f"give one, such as {default}, or unset it"
-        )
+def _read(variable: str, value: str, name: str, default: Any) -> Any:
+    """The value of the option ``name``. Raises ValueError as ``PatConfig.from_env``."""
+    if name in _ALLOWED:
+        if value in _ALLOWED[name]:
+            return _ALLOWED[name][value]
+        wrong, ways = "a known value", f"use one of {', '.join(_ALLOWED[name])}"
+    elif name in _UNITS:
+        if value.isascii() and value.isdecimal() and int(value) > 0:
+            return int(value)
+        wrong, ways = f"a whole number of {_UNITS[name]}, 1 or more", f"give one, such as {default}"
+    else:
+        if os.path.isabs(value):
+            return value
+        example = os.path.abspath("batches.jsonl")
+        wrong, ways = "an absolute path", f"give one, such as {example}"
+    raise ValueError(f"{variable}={value} is not {wrong}; {ways}, or unset it")

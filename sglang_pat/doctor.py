@@ -15,6 +15,10 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
+import sglang_pat
+from sglang_pat import _C
 from sglang_pat.config import CPU_PLATFORM, PREFIX, SUPPORTED_SGLANG, TESTED_SGLANG, PatConfig
 from sglang_pat.gpus import untried
 from sglang_pat.srt.support import MACHINE, ON_CPU, REFUSED, reason_against_gpu
@@ -92,23 +96,24 @@ def examine(*, any_gpu: bool = False) -> Iterator[Finding]:
     Where no GPU is found and ``SGLANG_PLATFORM`` is not set, it is set to ``pat_cpu`` in this
     process, as a server on this machine needs it.
     """
-    yield _package()
-    yield _settings()
-    yield from _entry_points()
-    yield _plugin_filter()
+    yield Finding("sglang_pat", f"{sglang_pat.__version__}, {_C.__file__}")
     yield from _environment()
+    yield from _entry_points()
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
-        yield Finding(
-            "SGLang",
-            "not installed in this environment",
-            "block",
-            f"pip install sglang=={SUPPORTED_SGLANG}, where sglang-pat is installed",
-        )
+        way_out = f"pip install sglang=={SUPPORTED_SGLANG}, where sglang-pat is installed"
+        yield Finding("SGLang", "not installed in this environment", "block", way_out)
         return
-    yield _sglang(version)
-    yield _torch()
+    if version in TESTED_SGLANG:
+        yield Finding("SGLang", version)
+    else:
+        found = f"{version}; tested with {' and '.join(TESTED_SGLANG)}"
+        yield Finding("SGLang", found, "note", "see 'interface' below")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_name(index) for index in range(count)]
+    machine = ", ".join(gpus) or f"no GPU, {torch.get_num_threads()} threads"
+    yield Finding("torch", f"{torch.__version__}, {machine}")
     platform = _platform(any_gpu=any_gpu)
     yield platform
     if platform.status == "block":
@@ -123,92 +128,45 @@ def _guarded(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Fin
     try:
         yield from check()
     except Exception as error:  # whatever it is, it is shown
-        yield Finding(
-            topic,
-            f"{type(error).__name__}: {error}",
-            "block",
-            f"use SGLang {SUPPORTED_SGLANG}, which this version was made for",
-        )
-
-
-def _package() -> Finding:
-    import sglang_pat
-    from sglang_pat import _C
-
-    return Finding("sglang_pat", f"{sglang_pat.__version__}, {_C.__file__}")
-
-
-def _settings() -> Finding:
-    set_here = sorted(name for name in os.environ if name.startswith(PREFIX))
-    try:
-        config = PatConfig.from_env()
-    except ValueError as error:
-        return Finding("settings", str(error), "block", "the server refuses to start with it")
-    return Finding("settings", f"{config} ({', '.join(set_here) or 'all defaults'})")
-
-
-def _entry_points() -> Iterator[Finding]:
-    for group, name in _ENTRY_POINTS.items():
-        found = [entry.value for entry in metadata.entry_points(group=group, name=name)]
-        if not found:
-            yield Finding(
-                f"entry point {name}",
-                f"not in the group {group}",
-                "block",
-                "pip install sglang-pat into the environment that SGLang runs in",
-            )
-        elif len(found) > 1:
-            yield Finding(
-                f"entry point {name}",
-                f"{len(found)} times in the group {group}: {', '.join(found)}",
-                "note",
-                "one sglang-pat is enough; uninstall the other",
-            )
-        else:
-            yield Finding(f"entry point {name}", found[0])
-
-
-def _plugin_filter() -> Finding:
-    allowed = os.environ.get("SGLANG_PLUGINS", "")
-    names = {name.strip() for name in allowed.split(",") if name.strip()}
-    if names and "pat" not in names:
-        return Finding(
-            "SGLANG_PLUGINS", allowed, "block", f"add pat to it: SGLANG_PLUGINS={allowed},pat"
-        )
-    return Finding("SGLANG_PLUGINS", allowed or "not set, all plugins are loaded")
+        way_out = f"use SGLang {SUPPORTED_SGLANG}, which this version was made for"
+        yield Finding(topic, f"{type(error).__name__}: {error}", "block", way_out)
 
 
 def _environment() -> Iterator[Finding]:
-    for row in (*MACHINE, *REFUSED):
-        name = row.variable
-        value = os.environ.get(name, "") if name else ""
+    set_here = sorted(name for name in os.environ if name.startswith(PREFIX))
+    try:
+        config = PatConfig.from_env()
+        yield Finding("settings", f"{config} ({', '.join(set_here) or 'all defaults'})")
+    except ValueError as error:
+        yield Finding("settings", str(error), "block", "the server refuses to start with it")
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    names = {name.strip() for name in allowed.split(",") if name.strip()}
+    if names and "pat" not in names:
+        way_out = f"add pat to it: SGLANG_PLUGINS={allowed},pat"
+        yield Finding("SGLANG_PLUGINS", allowed, "block", way_out)
+    else:
+        yield Finding("SGLANG_PLUGINS", allowed or "not set, all plugins are loaded")
+    for name in (row.variable for row in (*MACHINE, *REFUSED) if row.variable):
+        value = os.environ.get(name, "")
         if value.lower() in ("1", "true", "yes", "y", "on"):
             yield Finding(name, value, "block", f"unset it: pat does not serve under {name}")
 
 
-def _sglang(version: str) -> Finding:
-    if version in TESTED_SGLANG:
-        return Finding("SGLang", version)
-    return Finding(
-        "SGLang",
-        f"{version}; tested with {' and '.join(TESTED_SGLANG)}",
-        "note",
-        "see 'interface' below",
-    )
-
-
-def _torch() -> Finding:
-    import torch
-
-    if not torch.cuda.is_available():
-        return Finding("torch", f"{torch.__version__}, no GPU, {torch.get_num_threads()} threads")
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding("torch", f"{torch.__version__}, {', '.join(names)}")
+def _entry_points() -> Iterator[Finding]:
+    for group, name in _ENTRY_POINTS.items():
+        topic = f"entry point {name}"
+        found = [entry.value for entry in metadata.entry_points(group=group, name=name)]
+        if not found:
+            way_out = "pip install sglang-pat into the environment that SGLang runs in"
+            yield Finding(topic, f"not in the group {group}", "block", way_out)
+        elif len(found) > 1:
+            words = f"{len(found)} times in the group {group}: {', '.join(found)}"
+            yield Finding(topic, words, "note", "one sglang-pat is enough; uninstall the other")
+        else:
+            yield Finding(topic, found[0])
 
 
 def _platform(*, any_gpu: bool = False) -> Finding:
-    import torch
-
     chosen = os.environ.get("SGLANG_PLATFORM", "")
     # A way to serve on this machine is no answer to a question about another one.
     elsewhere, on_cpu = ("; --gpu asks about another machine", "") if any_gpu else ("", ON_CPU)
@@ -216,12 +174,9 @@ def _platform(*, any_gpu: bool = False) -> Finding:
         found = f"SGLANG_PLATFORM={CPU_PLATFORM}: SGLang runs on the CPU{elsewhere}"
         return Finding("platform", found)
     if chosen:
-        return Finding(
-            "platform",
-            f"SGLANG_PLATFORM={chosen}: SGLang skips all plugins of packages with another platform",
-            "block",
-            f"unset SGLANG_PLATFORM, or set it to {CPU_PLATFORM} for a CPU",
-        )
+        found = f"SGLANG_PLATFORM={chosen}: SGLang skips all plugins of packages with another one"
+        way_out = f"unset SGLANG_PLATFORM, or set it to {CPU_PLATFORM} for a CPU"
+        return Finding("platform", found, "block", way_out)
     if not torch.cuda.is_available():
         os.environ["SGLANG_PLATFORM"] = CPU_PLATFORM
         found = f"no GPU, SGLANG_PLATFORM is not set{elsewhere}"

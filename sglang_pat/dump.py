@@ -61,15 +61,14 @@ class Dump:
     def target(self) -> Target:
         """What the server made its plans for. Raises ValueError if this version does not know it,
         or knows more."""
-        given = self.header.get("target")
-        names = {each.name for each in fields(Target)}
-        if not isinstance(given, dict) or set(given) != names:
-            other = sorted(names ^ set(given)) if isinstance(given, dict) else ["target"]
+        found = self.header.get("target")
+        given: dict[str, Any] = found if isinstance(found, dict) else {}
+        if other := {each.name for each in fields(Target)} ^ set(given):
             raise ValueError(
                 f"the dump's target was written by another version of sglang_pat "
-                f"({', '.join(other)}): name one with --target"
+                f"({', '.join(sorted(other))}): name one with --target"
             )
-        lists = {name: tuple(v) for name, v in given.items() if isinstance(v, list)}
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         return Target(**(given | lists))
 
 
@@ -79,25 +78,26 @@ def read_dump(file: Path) -> Dump:
     Raises OSError for a file that cannot be read, and ValueError that names the line for one of
     another form or version. Whether paths are one tree is left to ``sglang_pat.plan``.
     """
-    lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-    header = _object(file, *next(lines, (1, "")))
+    lines = [
+        _object(f"{file}, line {number}", line)
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    ]
+    header = lines[0] if lines else {}
     if header.get(KIND) != VERSION:
         raise ValueError(
             f"{file} is no dump of version {VERSION}: it must begin with an object that has "
             f'"{KIND}": {VERSION}, as a server with SGLANG_PAT_DUMP writes it'
         )
-    batches: list[Batch] = []
-    for number, line in lines:
-        found = _object(file, number, line)
-        if "end" in found:
-            return Dump(header, batches, found)
-        paths, seq_lens = _requests(found, f"{file}, line {number}")
-        batches.append(Batch(paths, seq_lens, len(batches) + 1, found.get("plan", {})))
-    return Dump(header, batches, {})
+    end = lines.pop() if "end" in lines[-1] else {}
+    batches = [
+        Batch(*_requests(f"{file}, line {number + 1}", found), number, found.get("plan", {}))
+        for number, found in enumerate(lines[1:], 1)
+    ]
+    return Dump(header, batches, end)
 
 
-def _requests(found: dict[str, Any], where: str) -> tuple[list[PathNodes], list[int]]:
-    """Paths and lengths of a batch, which stands at ``where``."""
+def _requests(where: str, found: dict[str, Any]) -> tuple[list[PathNodes], list[int]]:
+    """Paths and lengths of the batch that stands at ``where``."""
     try:
         paths = [[(node, start, end) for node, start, end in path] for path in found["paths"]]
         seq_lens = [*found["seq_lens"]]
@@ -113,11 +113,11 @@ def _requests(found: dict[str, Any], where: str) -> tuple[list[PathNodes], list[
     return paths, seq_lens
 
 
-def _object(file: Path, number: int, line: str) -> dict[str, Any]:
+def _object(where: str, line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{file}, line {number} is not JSON: {error}") from None
+        raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{file}, line {number} must be an object")
+        raise ValueError(f"{where} must be an object")
     return found

@@ -87,12 +87,7 @@ class Executor:
         self, custom_mask: torch.Tensor, seq_lens: torch.Tensor, *, with_prefix: bool
     ) -> None:
         """The draft masks of the next step, for a B that includes padding: arguments as of
-        ``draft_masks.masks_of``. Raises ValueError as that does, and where this executor was made
-        without masks."""
-        if not self.has_draft_masks:
-            raise ValueError(
-                "this executor is for chains of draft tokens: make it with draft_masks=True"
-            )
+        ``draft_masks.masks_of``. Raises ValueError as that does."""
         if self._workspace is not None:
             self._workspace.read_draft_masks(custom_mask, seq_lens, with_prefix=with_prefix)
         else:

@@ -129,13 +129,8 @@ def code_for(capability: tuple[int, int]) -> str:
     best = ""
     for name in _C.CUDA_CODE:  # in ascending order, PTX last
         kind, version, exact = _named(name)
-        if kind == "compute":
-            runs = not best and version <= capability
-        elif exact:
-            runs = version == capability
-        else:
-            runs = version[0] == capability[0] and version <= capability
-        if runs:
+        may_run = not best if kind == "compute" else version[0] == capability[0]
+        if may_run and (version == capability or (not exact and version < capability)):
             best = name
     return best
 

@@ -7,7 +7,7 @@ ValueError with what was given and what fits.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,18 +16,16 @@ from sglang_pat.draft_masks import check_draft_masks
 from sglang_pat.planner import Plan
 from sglang_pat.slots import check_slots, require_tensor
 from sglang_pat.target import Target
-from sglang_pat.workspace import Workspace, require_kernels
+from sglang_pat.workspace import Workspace, check_partial_dtype, require_kernels
 
 INPUTS = ("q", "k_cache", "v_cache", "req_to_token", "rows", "seq_lens")
 OUTPUTS = ("out", "lse")
 _TENSORS, _TENSORS_OR_NONE = frozenset({torch.Tensor}), frozenset({torch.Tensor, type(None)})
-# Element types of both executors, with their numbers in the extension.
+# Element types of both executors, with their numbers in the extension; and of K/V.
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): at for name, at in _C.DTYPES.items()}
-# Of K/V that are not of q's dtype, likewise; and the number of those that are.
 KV_DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): at for name, at in _C.KV_DTYPES.items() if name != "same"
 }
-SAME_KV: int = _C.KV_DTYPES["same"]
 _FLOAT32 = torch.finfo(torch.float32)
 _LEAST_SCALE, _LARGEST_SCALE = _FLOAT32.tiny, _FLOAT32.max  # the executors' scales are float32
 
@@ -97,89 +95,71 @@ def decode(
     """
     check_types(plan, (q, k_cache, v_cache, req_to_token, rows, seq_lens), (out, lse))
     draft_tokens = plan.draft_tokens
-    sizes = check_inputs(q, k_cache, v_cache, req_to_token, partial_dtype, draft_tokens)
-    kv = check_kv(q, k_cache, v_cache, k_scale, v_scale)
-    check_draft_masks(draft_masks, q.device, sizes.num_queries, draft_tokens)
-    out = check_outputs(q, out, lse, (sizes.num_q_rows, sizes.num_q_heads, sizes.v_head_dim))
+    check_inputs(q, k_cache, v_cache, req_to_token, draft_tokens)
+    check_partial_dtype(partial_dtype)
+    num_q_rows, num_q_heads, head_dim = q.shape
+    num_slots, num_kv_heads, v_head_dim = v_cache.shape
+    num_queries = num_q_rows // draft_tokens
+    check_draft_masks(draft_masks, q.device, num_queries, draft_tokens)
+    out = check_outputs(q, out, lse, (num_q_rows, num_q_heads, v_head_dim))
+    factors: dict[str, Any] = {
+        "scale": scale,
+        "logit_cap": logit_cap,
+        "kv_dtype": check_kv(q, k_cache, v_cache, k_scale, v_scale),
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
     if check:
         check_slots(plan, req_to_token, rows)
-    given: dict[str, Any] = {  # what both executors are told
+    tensors: dict[str, Any] = {
         "q": _address(q),
         "k_cache": _address(k_cache),
         "v_cache": _address(v_cache),
         "out": _address(out),
         "lse": 0 if lse is None else lse.data_ptr(),
         "dtype": DTYPES[q.dtype],
-        "scale": scale,
-        "logit_cap": logit_cap,
-        "kv_dtype": kv.dtype,
-        "k_scale": kv.k_scale,
-        "v_scale": kv.v_scale,
     }
     if q.is_cuda:
-        check_cuda(q, k_cache, v_cache, out, scale, logit_cap, kv, draft_tokens)
+        check_cuda(q, k_cache, v_cache, out, draft_tokens, factors)
         if workspace is None:
-            workspace = _workspace_for_call(plan, sizes, q.device, partial_dtype, draft_masks)
-            check_lengths(plan, per_query("seq_lens", seq_lens, sizes.num_queries))
-            workspace.load(plan)
-            workspace.snapshot(req_to_token, rows, seq_lens)
+            batch = (req_to_token, rows, seq_lens)
+            workspace = _workspace_for_call(plan, q, v_cache, batch, partial_dtype, draft_masks)
         elif draft_masks is not None:
             raise ValueError("draft_masks beside a workspace: call its set_draft_masks() instead")
-        _check_workspace(workspace, q.device, plan, sizes)
+        _check_workspace(workspace, plan, q, num_kv_heads, num_queries)
         with torch.cuda.device(q.device):
             _C.decode_cuda(
                 workspace.bound,
-                num_rows=sizes.num_queries,
+                num_rows=num_queries,
                 stream=torch.cuda.current_stream().cuda_stream,
-                **given,
+                **tensors,
+                **factors,
             )
         return out
     if workspace is not None:
         raise ValueError(f"workspace is on {workspace.device}, q on {q.device}: leave it out")
-    rows = per_query("rows", rows, sizes.num_queries)
-    seq_lens = per_query("seq_lens", seq_lens, sizes.num_queries)
+    rows = per_query("rows", rows, num_queries)
+    seq_lens = per_query("seq_lens", seq_lens, num_queries)
     _C.decode_cpu(
         plan=plan.data_ptr,
         plan_bytes=plan.nbytes,
-        req_to_token=(req_to_token.data_ptr(), req_to_token.stride(0), *sizes.table),
+        req_to_token=(req_to_token.data_ptr(), req_to_token.stride(0), *req_to_token.shape),
         rows=rows.data_ptr(),
         seq_lens=seq_lens.data_ptr(),
-        num_slots=sizes.num_slots,
-        num_queries=sizes.num_queries,
-        num_q_heads=sizes.num_q_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        v_head_dim=sizes.v_head_dim,
+        num_slots=num_slots,
+        num_queries=num_queries,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
         partial_dtype=DTYPES[partial_dtype],
         num_threads=torch.get_num_threads(),
         draft_tokens=draft_tokens,
         draft_masks=0 if draft_masks is None else draft_masks.data_ptr(),
-        **given,
+        **tensors,
+        **factors,
     )
     return out
-
-
-class KV(NamedTuple):
-    """How K/V are stored: the extension's number of their dtype, and what their values are
-    multiplied by, 1 where they are of q's dtype."""
-
-    dtype: int
-    k_scale: float
-    v_scale: float
-
-
-class Sizes(NamedTuple):
-    """Of a call of ``decode``. ``num_q_rows``: rows of q, num_queries x draft tokens. ``table``:
-    the shape of ``req_to_token``, [R, max_context]."""
-
-    num_q_rows: int
-    num_queries: int
-    num_q_heads: int
-    head_dim: int
-    num_slots: int
-    num_kv_heads: int
-    v_head_dim: int
-    table: tuple[int, ...]
 
 
 def check_types(plan: object, inputs: tuple[object, ...], outputs: tuple[object, ...]) -> None:
@@ -187,12 +167,13 @@ def check_types(plan: object, inputs: tuple[object, ...], outputs: tuple[object,
 
     ``inputs``, ``outputs``: the arguments of ``decode`` that ``INPUTS`` and ``OUTPUTS`` name.
     """
-    if not _TENSORS.issuperset(map(type, inputs)):  # isinstance() of a tensor is slow
-        for name, value in zip(INPUTS, inputs, strict=True):
-            require_tensor(name, value)
-    if not _TENSORS_OR_NONE.issuperset(map(type, outputs)):
-        for name, value in zip(OUTPUTS, outputs, strict=True):
-            if value is not None:
+    # isinstance() of a tensor is slow.
+    if not (
+        _TENSORS.issuperset(map(type, inputs)) and _TENSORS_OR_NONE.issuperset(map(type, outputs))
+    ):
+        given = zip(INPUTS + OUTPUTS, (*inputs, *outputs), strict=True)
+        for name, value in given:
+            if value is not None or name not in OUTPUTS:
                 require_tensor(name, value)
     if not isinstance(getattr(plan, "data_ptr", None), int):
         raise ValueError(
@@ -205,58 +186,45 @@ def check_inputs(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     req_to_token: torch.Tensor,
-    partial_dtype: torch.dtype,
     draft_tokens: int,
-) -> Sizes:
+) -> None:
     """Check devices, dtypes, strides and shapes of what ``decode`` reads. q has ``draft_tokens``
     rows a query."""
-    num_q_rows, num_q_heads, head_dim = _shape("q", q, 3)
-    num_slots, num_kv_heads, k_head_dim = _shape("k_cache", k_cache, 3)
-    v_slots, v_heads, v_head_dim = _shape("v_cache", v_cache, 3)
-    table = _shape("req_to_token", req_to_token, 2)
-    device, dtype = q.device, q.dtype
+    num_q_rows, _, head_dim = _shape("q", q, 3)
     if not (q.is_cpu or q.is_cuda):
-        raise ValueError(f"q is on {device}: sglang_pat decodes on CPU and CUDA devices")
-    for name, tensor in (
-        ("k_cache", k_cache),
-        ("v_cache", v_cache),
-        ("req_to_token", req_to_token),
+        raise ValueError(f"q is on {q.device}: sglang_pat decodes on CPU and CUDA devices")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q is {q.dtype}, must be float32, bfloat16 or float16")
+    for name, tensor, dims in (
+        ("k_cache", k_cache, 3),
+        ("v_cache", v_cache, 3),
+        ("req_to_token", req_to_token, 2),
     ):
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {device}: move one of them")
-    if dtype not in DTYPES:
-        raise ValueError(f"q is {dtype}, must be float32, bfloat16 or float16")
+        _shape(name, tensor, dims)
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}: move one of them")
     if req_to_token.dtype != torch.int32:
         raise ValueError(f"req_to_token is {req_to_token.dtype}, must be int32")
-    if partial_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"partial_dtype is {partial_dtype}, must be float32 or bfloat16")
     if num_q_rows % draft_tokens:
         raise ValueError(
             f"q has {num_q_rows} rows, must be a multiple of the plan's {draft_tokens} draft "
             f"tokens a query"
         )
+    num_slots, num_kv_heads, k_head_dim = k_cache.shape
     if k_head_dim != head_dim:
         raise ValueError(f"k_cache has head dim {k_head_dim}, q has {head_dim}")
-    if v_slots != num_slots or v_heads != num_kv_heads:
+    if v_cache.shape[:2] != (num_slots, num_kv_heads):
         raise ValueError(
-            f"v_cache has {v_slots} slots of {v_heads} heads, k_cache {num_slots} of {num_kv_heads}"
+            f"v_cache has {v_cache.shape[0]} slots of {v_cache.shape[1]} heads, k_cache "
+            f"{num_slots} of {num_kv_heads}"
         )
-    return Sizes(
-        num_q_rows,
-        num_q_rows // draft_tokens,
-        num_q_heads,
-        head_dim,
-        num_slots,
-        num_kv_heads,
-        v_head_dim,
-        table,
-    )
 
 
 def check_kv(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: float, v_scale: float
-) -> KV:
-    """Check the dtypes of K and V and the scales; ``q`` has passed ``check_inputs``."""
+) -> int:
+    """Check the dtypes of K and V and the scales, and give the extension's number of the dtype;
+    ``q`` has passed ``check_inputs``."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not isinstance(scale, (float, int)):
             raise ValueError(
@@ -268,20 +236,17 @@ def check_kv(
                 f"{name} is {scale}, must be from {_LEAST_SCALE:.2g} to {_LARGEST_SCALE:.2g}"
             )
     dtype = k_cache.dtype
-    if dtype == v_cache.dtype:
-        if dtype in KV_DTYPES:
-            return KV(KV_DTYPES[dtype], k_scale, v_scale)
-        if dtype == q.dtype and k_scale == v_scale == 1:
-            return KV(SAME_KV, 1.0, 1.0)
-        if dtype == q.dtype:
-            raise ValueError(
-                f"k_scale is {k_scale} and v_scale {v_scale}, must be 1 where K and V are {dtype} "
-                f"as q is: only float8_e4m3fn has scales"
-            )
-    raise ValueError(
-        f"k_cache is {dtype} and v_cache {v_cache.dtype}, must both be {q.dtype} as q is or both "
-        f"torch.float8_e4m3fn"
-    )
+    if dtype != v_cache.dtype or not (dtype == q.dtype or dtype in KV_DTYPES):
+        raise ValueError(
+            f"k_cache is {dtype} and v_cache {v_cache.dtype}, must both be {q.dtype} as q is or "
+            f"both torch.float8_e4m3fn"
+        )
+    if dtype == q.dtype and not k_scale == v_scale == 1:
+        raise ValueError(
+            f"k_scale is {k_scale} and v_scale {v_scale}, must be 1 where K and V are {dtype} "
+            f"as q is: only float8_e4m3fn has scales"
+        )
+    return KV_DTYPES.get(dtype, _C.KV_DTYPES["same"])
 
 
 def check_outputs(
@@ -316,14 +281,13 @@ def check_cuda(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     out: torch.Tensor,
-    scale: float,
-    logit_cap: float,
-    kv: KV,
-    draft_tokens: int = 1,
+    draft_tokens: int,
+    factors: dict[str, Any],
 ) -> None:
-    """Check what the CUDA kernels ask for beyond the CPU's executor, before a launch."""
+    """Check what the CUDA kernels ask for beyond the CPU's executor, before a launch. ``factors``:
+    of the scores and of K and V, as the extension takes them."""
     require_kernels()
-    head_dim = q.shape[2]
+    _, num_q_heads, head_dim = q.shape
     if q.dtype == torch.float32:
         raise ValueError("q is float32, the CUDA kernels take bfloat16 and float16")
     if v_cache.shape[2] != head_dim:
@@ -338,27 +302,14 @@ def check_cuda(
                 f"rows must begin at multiples of 16 bytes; make it contiguous"
             )
     _C.check_decode_cuda(
-        q.shape[1],
+        num_q_heads,
         k_cache.shape[1],
         head_dim,
         k_cache.stride(0),
         v_cache.stride(0),
-        scale,
-        logit_cap,
-        kv_dtype=kv.dtype,
-        k_scale=kv.k_scale,
-        v_scale=kv.v_scale,
         draft_tokens=draft_tokens,
+        **factors,
     )
-
-
-def check_lengths(plan: Plan, seq_lens: torch.Tensor) -> None:
-    """Check that ``plan`` holds for ``seq_lens`` [B] int64, on the CPU, contiguous."""
-    if not plan.fits(seq_lens.data_ptr(), len(seq_lens)):
-        raise ValueError(
-            f"the plan was made for other lengths than {seq_lens.tolist()[:8]}...: every length "
-            f"must lie in its [min_seq_lens, max_seq_lens]; make a new plan"
-        )
 
 
 def per_query(name: str, tensor: torch.Tensor, num_queries: int) -> torch.Tensor:
@@ -383,38 +334,49 @@ def _shape(name: str, tensor: torch.Tensor, dims: int) -> torch.Size:
     return shape
 
 
-def _check_workspace(workspace: Workspace, device: torch.device, plan: Plan, sizes: Sizes) -> None:
+def _check_workspace(
+    workspace: Workspace, plan: Plan, q: torch.Tensor, num_kv_heads: int, num_queries: int
+) -> None:
     """Check that the workspace is for this call."""
     target = workspace.target
-    if workspace.device != device:
-        raise ValueError(f"the workspace is on {workspace.device}, q on {device}")
+    if workspace.device != q.device:
+        raise ValueError(f"the workspace is on {workspace.device}, q on {q.device}")
     if plan is not workspace.plan:
         raise ValueError("the workspace holds another plan: load() it and snapshot() first")
-    heads = (sizes.num_q_heads, sizes.num_kv_heads, sizes.head_dim)
+    heads = (q.shape[1], num_kv_heads, q.shape[2])
     if heads != (target.num_q_heads, target.num_kv_heads, target.head_dim):
         raise ValueError(
             f"{heads[0]} query heads, {heads[1]} KV heads and head dim {heads[2]}; the "
             f"workspace is for {target.num_q_heads}, {target.num_kv_heads} and {target.head_dim}"
         )
-    workspace.check_rows(sizes.num_queries)
+    workspace.check_rows(num_queries)
     if workspace.has_draft_masks and plan.branch_tokens:
         raise ValueError("on CUDA a branch has no draft masks: plan with cuts=WITHOUT_BRANCHES")
 
 
 def _workspace_for_call(
     plan: Plan,
-    sizes: Sizes,
-    device: torch.device,
+    q: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     partial_dtype: torch.dtype,
     draft_masks: torch.Tensor | None,
 ) -> Workspace:
-    """The buffers that ``plan`` needs on ``device``, for this call alone."""
-    if sizes.num_queries != plan.num_queries:
-        raise ValueError(f"the plan is for {plan.num_queries} queries, q has {sizes.num_queries}")
+    """The buffers that ``plan`` needs for this call alone, with the plan and the slots of
+    ``batch``: ``req_to_token``, ``rows`` and ``seq_lens``."""
+    num_queries = q.shape[0] // plan.draft_tokens
+    if num_queries != plan.num_queries:
+        raise ValueError(f"the plan is for {plan.num_queries} queries, q has {num_queries}")
+    lens = per_query("seq_lens", batch[2], num_queries)
+    if not plan.fits(lens.data_ptr(), num_queries):
+        raise ValueError(
+            f"the plan was made for other lengths than {lens.tolist()[:8]}...: every length "
+            f"must lie in its [min_seq_lens, max_seq_lens]; make a new plan"
+        )
     target = Target.h200(  # of its fields only the sizes are used
-        num_q_heads=sizes.num_q_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
+        num_q_heads=q.shape[1],
+        num_kv_heads=v_cache.shape[1],
+        head_dim=q.shape[2],
         draft_tokens=plan.draft_tokens,
         max_queries=max(1, plan.num_queries),
         max_items=max(1, plan.num_items, plan.num_queries),
@@ -424,14 +386,16 @@ def _workspace_for_call(
     )
     workspace = Workspace(
         target,
-        max(1, sizes.table[1]),
-        device,
+        max(1, batch[0].shape[1]),
+        q.device,
         list_tokens=max(1, plan.list_tokens),
         partial_dtype=partial_dtype,
         draft_masks=draft_masks is not None,
     )
     if draft_masks is not None:
         workspace.set_draft_masks(draft_masks)
+    workspace.load(plan)
+    workspace.snapshot(*batch)
     return workspace
 
 

@@ -32,9 +32,6 @@ class Node(NamedTuple):
 
 PathElement = Node | tuple[int, int, int]
 
-# Positions of (node id, start, end) in an element of ``plan``'s paths.
-_PLAIN_FIELDS = (0, 1, 2)
-
 
 class Planner:
     """Makes plans for one target and keeps the working memory. Not thread-safe."""
@@ -48,20 +45,27 @@ class Planner:
         paths: Sequence[Sequence[tuple[Any, ...]] | None],
         seq_lens: Integers,
         limits: Integers | None = None,
-        fields: tuple[int, int, int] = _PLAIN_FIELDS,
     ) -> Plan:
         """Plan one decode step of B queries.
 
-        ``paths[i]`` lists the radix nodes of query i from the root on, as tuples whose positions
-        ``fields`` hold (node id, start, end); ``None`` or empty means that it shares nothing.
-        ``seq_lens`` [B] counts tokens, the one being decoded included. ``limits`` [B] clips paths
-        to the tokens that are safe to share; by default all of the sequence.
+        ``paths[i]`` lists the radix nodes of query i from the root on, as tuples (node id, start,
+        end); ``None`` or empty means that it shares nothing. ``seq_lens`` [B] counts tokens, the
+        one being decoded included. ``limits`` [B] clips paths to the tokens that are safe to share.
 
         Raises ValueError naming query, node and position for paths that are not one tree, and for
         a batch larger than the target's ``max_queries``; TypeError for elements of another form.
         """
-        lens, bounds = _lengths(seq_lens, limits)
-        return self._native.plan_from_info(paths, bounds, lens, fields)
+        given = np.asarray(seq_lens)
+        if given.size and given.dtype.kind not in "iu":
+            raise ValueError(
+                f"seq_lens is of type {given.dtype}, must be integers: round them first"
+            )
+        lens = np.ascontiguousarray(given, dtype=np.int64)
+        if limits is None:  # paths are taken whole, so that one beyond its sequence is an error
+            bounds = np.full(lens.shape, np.iinfo(np.int64).max)
+        else:
+            bounds = np.ascontiguousarray(limits, dtype=np.int64)
+        return self._native.plan(paths, bounds, lens)
 
     def plan_handles(
         self,
@@ -83,7 +87,7 @@ class Planner:
     def last_paths(self) -> list[list[tuple[int, int, int]]]:
         """Of each query of the last plan what it was made from: (node id, start, end) from the root
         on, as far as another query shares it."""
-        return [[(n, start, end) for n, start, end in path] for path in self._native.last_paths()]
+        return self._native.last_paths()
 
     @property
     def costs(self) -> list[float]:
@@ -119,20 +123,6 @@ class Planner:
         Raises ValueError for other than one length per query, and for one shorter than its path.
         """
         return self._native.plan_again(np.ascontiguousarray(seq_lens, dtype=np.int64))
-
-
-def _lengths(
-    seq_lens: Integers, limits: Integers | None
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Sequence lengths and limits [B] as the core takes them."""
-    given = np.asarray(seq_lens)
-    if given.size and given.dtype.kind not in "iu":
-        raise ValueError(f"seq_lens is of type {given.dtype}, must be integers: round them first")
-    lens = np.ascontiguousarray(given, dtype=np.int64)
-    # Without limits a path is taken whole, so that one beyond its sequence is an error.
-    if limits is None:
-        return lens, np.full(lens.shape, np.iinfo(np.int64).max)
-    return lens, np.ascontiguousarray(limits, dtype=np.int64)
 
 
 _planners_lock = Lock()

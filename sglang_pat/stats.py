@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,12 +52,13 @@ _UNINTENDED_MODES = {
 # a quarter to half a minute of work.
 STEPS_WITHOUT_SHARING = 1000
 
-# Why requests share nothing: reasons of ``Stats.private_requests``, and what users can do.
+# Why requests share nothing: reasons of ``Stats.private_requests``, and of some what users can do.
 RADIX_CACHE_DISABLED = "radix cache disabled"
 NOT_CACHED = "nothing cached yet"
-NO_LOCK = "no tree lock"
+NO_LOCK = "no tree lock"  # as of requests that were just released
 NO_REQUEST = "row without a request"
 NOT_READ = "path not read yet"
+TOO_LONG = "path of too many nodes"
 _REMEDIES = {
     RADIX_CACHE_DISABLED: (
         "SGLang's radix cache, which knows what requests share, is disabled: start the server "
@@ -68,20 +68,14 @@ _REMEDIES = {
         "the radix cache held nothing of most requests: their prompts are shorter than a page "
         "(--page-size), or the cache is too small to keep them"
     ),
-    NO_LOCK: "most requests held no prefix in the radix cache, as those just released",
-    NOT_READ: (
-        "most requests stand so deep in the radix cache that their paths are read over several "
-        "steps"
-    ),
-    NO_REQUEST: "most queries of the batches belonged to no request of the scheduler",
 }
-# Reasons of fallbacks: the requests, or what they share, could not be read.
-NOT_USABLE, NOT_READABLE = "sharing not usable", "requests not readable"
 _DIFFERENT_PROMPTS = (
     "the prompts differ in their first tokens (a date, an id, another order of parts), or share "
     "too few tokens to gain from: put what they share first (sglang-pat estimate names "
     "such prompts)"
 )
+# Reasons of fallbacks: the requests, or what they share, could not be read.
+NOT_USABLE, NOT_READABLE = "sharing not usable", "requests not readable"
 
 
 class Stats:
@@ -104,23 +98,32 @@ class Stats:
         self.base_layers: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.private_requests: Counter[str] = Counter()
-        self._watch = SharingWatch()
+        self._watch = SharingWatch(self)
 
     def step(self, plan: Plan, total: int, *, made: bool) -> None:
         """Count a decode step that runs ``plan``; ``total``: the sum of its sequence lengths;
         ``made``: whether the plan was made for it. Logs, once, what the first packed step saves, or
-        after many steps why none was packed."""
+        after many steps why none was packed, and the first plan simpler than the rules ask for."""
         self.plans_made += made
         self.plans_reused += not made
         if made and plan.degraded:
-            self._degrade(plan)
+            self.degraded_plans += 1
+            if self.degraded_plans == 1:
+                logger.warning(
+                    "sglang_pat: a plan for %d requests was made %s: they run slower than they "
+                    "could; raise SGLANG_PAT_WORKSPACE_MB, or decode fewer requests at once "
+                    "(--max-running-requests)",
+                    plan.num_queries,
+                    plan.degraded,
+                )
         self.decode_steps += 1
         self.verify_steps += plan.draft_tokens > 1
         self.packed_steps += plan.num_shared_items > 0
         self.branched_steps += plan.branch_tokens > 0
         self.kv_tokens_unpacked += total
         self.kv_tokens_read += plan.kv_tokens_read(total)
-        self._tell(lambda: self._watch.step(plan, total, made=made))
+        if self._watch.on:
+            self._watch.step(plan.num_queries, plan, total, made=made)
 
     def host_time(self, elapsed_ns: int, *, made: bool, hidden: bool) -> None:
         """Count what a step took the host; ``made``: whether a plan was made for it; ``hidden``:
@@ -133,29 +136,10 @@ class Stats:
             # At most so long did the GPU wait: a part of a plan that is not hidden may have been.
             self.exposed_seconds += 0.0 if hidden else seconds
 
-    def _degrade(self, plan: Plan) -> None:
-        """Count a plan that is simpler than the rules ask for; tell of the first one."""
-        if not self.degraded_plans:
-            logger.warning(
-                "sglang_pat: a plan for %d requests was made %s: they run slower than they could; "
-                "raise SGLANG_PAT_WORKSPACE_MB, or decode fewer requests at once "
-                "(--max-running-requests)",
-                plan.num_queries,
-                plan.degraded,
-            )
-        self.degraded_plans += 1
-
-    def _tell(self, is_due: Callable[[], bool]) -> None:
-        """Log what there is to say about sharing; what goes wrong here costs the message only.
-        ``is_due``: watches the step and returns whether to explain."""
-        if not self._watch.on:
-            return
-        try:
-            if is_due():
-                self._watch.explain(self.private_requests, self.fallbacks)
-        except Exception as error:  # it must not cost the server
-            self._watch.on = False
-            logger.warning("sglang_pat: cannot tell what is shared: %r", error)
+    @property
+    def steps_asked_for(self) -> int:
+        """Decode steps that the scheduler asked for: those on pat and those of few requests."""
+        return self.decode_steps + self.base_forwards[SMALL_BATCH]
 
     def other_forward(self, mode: str) -> None:
         """Count a forward pass that pat does not serve for its kind, by SGLang's name of the mode
@@ -166,17 +150,13 @@ class Stats:
         else:
             self.fall_back(kind, _UNINTENDED_MODES.get(kind))
 
-    @property
-    def steps_asked_for(self) -> int:
-        """Decode steps that the scheduler asked for: those on pat and those of few requests."""
-        return self.decode_steps + self.base_forwards[SMALL_BATCH]
-
     def small_batch(self, requests: int) -> None:
         """Count a decode step that the base runs because it has too few requests. ``requests``: 0
         if the scheduler did not ask for it, as in a warm-up or on an idle rank."""
         if requests:
             self.base_forwards[SMALL_BATCH] += 1
-            self._tell(lambda: self._watch.small_step(requests))
+            if self._watch.on:
+                self._watch.step(requests)
         else:
             self.base_forwards["idle" if self.steps_asked_for else WARM_UP] += 1
 
@@ -200,10 +180,6 @@ class Stats:
             text = "" if detail is None else f": {detail}"
             logger.warning("sglang_pat: not served by pat (%s)%s", reason, text)
         self.fallbacks[reason] += 1
-
-    def private(self, reasons: dict[str, int]) -> None:
-        """Count requests planned without a path."""
-        self.private_requests.update(reasons)
 
     def snapshot(self) -> dict[str, Any]:
         """All counters by name; those with a label are dicts by its value."""
@@ -233,79 +209,76 @@ class Stats:
 
 
 class SharingWatch:
-    """Watches a server's decode steps until one is packed, and says so once, or why none is.
+    """Watches decode steps until one is packed, and says so once, or why none is. ``on``: whether
+    it still watches."""
 
-    ``on``: whether it still watches; else it need not be called.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, stats: Stats) -> None:
         self.on = True
-        self._small_steps = 0  # decode steps of one request, or of fewer than pat serves
-        self._most_in_small_steps = 1  # requests
-        self._steps_of_several = 0
+        self._stats = stats
+        self._several = 0  # steps with a plan for several requests
+        self._few = 0  # steps of one request, or of fewer than pat serves
+        self._most_of_few = 1  # requests
         self._planned = 0  # requests, in all plans made
 
-    def step(self, plan: Plan, total: int, *, made: bool) -> bool:
-        """Watch a decode step that runs ``plan``, for ``total`` K/V tokens, ``made`` for it or
-        reused. Announces the first packed step. Returns whether it is time to call ``explain``."""
-        self._planned += plan.num_queries if made else 0
-        if plan.num_shared_items > 0 and (saving := describe_packed_step(plan, total)):
+    def step(
+        self, requests: int, plan: Plan | None = None, total: int = 0, *, made: bool = False
+    ) -> None:
+        """Watch a decode step, to which the other arguments are as to ``Stats.step``; without a
+        plan it is the base's for its few requests. What goes wrong costs the message only."""
+        try:
+            self._planned += requests if made else 0
+            if plan is None or requests == 1:
+                self._few += 1
+                self._most_of_few = max(self._most_of_few, requests)
+                if self._few == STEPS_WITHOUT_SHARING and not self._several:
+                    self._say_few()
+            elif plan.num_shared_items and (saving := describe_packed_step(plan, total)):
+                self.on = False
+                logger.info("sglang_pat: %s", saving)
+            else:
+                self._several += 1
+                if self._several == STEPS_WITHOUT_SHARING:
+                    logger.warning(
+                        "sglang_pat: %d decode steps had several requests, and none of them could "
+                        "share K/V reads. The likely reason: %s. `sglang-pat doctor` lists what "
+                        "keeps pat from sharing.",
+                        self._several,
+                        self._likely_reason(),
+                    )
+        except Exception as error:  # it must not cost the server
             self.on = False
-            logger.info("sglang_pat: %s", saving)
-            return False
-        if plan.num_queries > 1:
-            self._steps_of_several += 1
-            return self._steps_of_several == STEPS_WITHOUT_SHARING
-        return self.small_step(plan.num_queries)
+            logger.warning("sglang_pat: cannot tell what is shared: %r", error)
 
-    def small_step(self, requests: int) -> bool:
-        """Watch a decode step of one request, or of so few that the base runs it. Returns
-        whether it is time to call ``explain``."""
-        self._small_steps += 1
-        self._most_in_small_steps = max(self._most_in_small_steps, requests)
-        return self._small_steps == STEPS_WITHOUT_SHARING and not self._steps_of_several
-
-    def explain(self, private: Mapping[str, int], fallbacks: Mapping[str, int]) -> None:
-        """Log that nothing was shared, with the likely reason; the counts are those of ``Stats``.
-        A WARNING, unless there were no two requests at a time."""
-        if self._steps_of_several:
+    def _say_few(self) -> None:
+        if self._most_of_few > 1:
             logger.warning(
-                "sglang_pat: %d decode steps had several requests, and none of them could share "
-                "K/V reads. The likely reason: %s. `sglang-pat doctor` lists what keeps pat from "
-                "sharing.",
-                self._steps_of_several,
-                self._likely_reason(private, fallbacks),
+                "sglang_pat: none of %d decode steps had more than %d requests, so few that "
+                "SGLang's attention ran them, unpacked: lower SGLANG_PAT_MIN_BATCH",
+                self._few,
+                self._most_of_few,
             )
-        elif self._most_in_small_steps > 1:
-            logger.warning(
-                "sglang_pat: each of %d decode steps had at most %d requests, so few that SGLang's "
-                "attention ran them, unpacked: lower SGLANG_PAT_MIN_BATCH to have them packed",
-                self._small_steps,
-                self._most_in_small_steps,
-            )
-        else:
-            logger.info(
-                "sglang_pat: each of %d decode steps had a single request, so there was nothing to "
-                "share; pat saves K/V reads when several requests with a common beginning run at "
-                "the same time",
-                self._small_steps,
-            )
+            return
+        logger.info(
+            "sglang_pat: each of %d decode steps had one request, so there was nothing to share: "
+            "pat saves K/V reads when several requests with a common beginning run at the same "
+            "time",
+            self._few,
+        )
 
-    def _likely_reason(self, private: Mapping[str, int], fallbacks: Mapping[str, int]) -> str:
-        for reason in (NOT_USABLE, NOT_READABLE):
-            if fallbacks.get(reason):
-                return f"pat could not read SGLang's radix cache ({reason}; see the warning above)"
-        reason, count = Counter(private).most_common(1)[0] if private else ("", 0)
-        # Under overlap scheduling the first step after a prefill finds nothing cached yet.
-        if 2 * count > self._planned:
-            return _REMEDIES.get(reason, reason)
+    def _likely_reason(self) -> str:
+        for failure in (NOT_USABLE, NOT_READABLE):
+            if self._stats.fallbacks[failure]:
+                return f"pat could not read SGLang's radix cache ({failure}; see the warning above)"
+        for reason, count in self._stats.private_requests.most_common(1):
+            # Under overlap scheduling the first step after a prefill finds nothing cached yet.
+            if 2 * count > self._planned:
+                return _REMEDIES.get(reason, reason)
         return _DIFFERENT_PROMPTS
 
 
 def describe_packed_step(plan: Plan, total: int) -> str:
-    """What a packed step of ``total`` K/V tokens saves, in a line: how many requests share tokens,
-    how many each, and the K/V reads of the whole step. Empty for a plan whose items of several
-    requests read no token for more than one of them.
+    """What a step of ``total`` K/V tokens saves, in a line: how many requests share tokens, how
+    many each, and the K/V reads of the whole step. Empty where no token is read for several.
 
     Requests with one prefix may be in several items, so these are not told apart.
     """

@@ -72,15 +72,10 @@ class Target:
     cuts: tuple[str, ...] = CUTS
 
     def __post_init__(self) -> None:
-        for name, values, known in (
-            ("policy", (self.policy,), POLICIES),
-            ("cuts", self.cuts, CUTS),
-        ):
-            for value in values:
-                if value not in known:
-                    raise ValueError(
-                        f"Target.{name} is {value!r}, must be one of {', '.join(known)}"
-                    )
+        choices = [("policy", self.policy, POLICIES), *(("cuts", cut, CUTS) for cut in self.cuts)]
+        for name, value, known in choices:
+            if value not in known:
+                raise ValueError(f"Target.{name} is {value!r}, must be one of {', '.join(known)}")
         _C.Planner(self.native)  # checks the numbers
 
     @classmethod
@@ -105,6 +100,12 @@ class Target:
                 f"{HEAD_DIM_STEP} up to {MAX_HEAD_DIM}: pad q, k_cache and v_cache with zeros"
             )
         values: dict[str, Any] = {
+            "num_sms": threads,
+            "num_q_heads": num_q_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "max_queries": max_queries,
+            "kv_bytes": kv_bytes,
             "bytes_per_s": 12e9 * threads,
             "flops_per_s": 40e9 * threads,
             "item_overhead_s": 1e-6,
@@ -116,16 +117,7 @@ class Target:
             "row_tiles": (16, 64, 256),
             "kv_tiles": (64,),
         }
-        values |= capacities(max_queries) | overrides
-        return cls(
-            num_sms=threads,
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_queries=max_queries,
-            kv_bytes=kv_bytes,
-            **values,
-        )
+        return cls(**values | capacities(max_queries) | overrides)
 
     @classmethod
     def h200(
@@ -166,43 +158,38 @@ class Target:
         rates = gpus.rates_of(properties)
         # Elsewhere than on a Hopper branches run with mma.sync, which was not measured.
         hopper = properties.major == 9
-        capability = (properties.major, properties.minor)
         values: dict[str, Any] = {
             "num_sms": properties.multi_processor_count,
+            "num_q_heads": num_q_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "max_queries": max_queries,
             "bytes_per_s": rates.bytes_per_s,
             "flops_per_s": rates.flops_per_s,
             **gpus.COSTS,
-            "items_per_sm": gpus.items_per_sm(capability, head_dim),
+            "items_per_sm": gpus.items_per_sm((properties.major, properties.minor), head_dim),
             "row_tiles": row_tiles_for(head_dim),
             "kv_tiles": (32, 64),
             "hopper": hopper,
             "cuts": CUTS if hopper else WITHOUT_BRANCHES,
         }
-        values |= capacities(max_queries) | overrides
-        return cls(
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_queries=max_queries,
-            **values,
-        )
+        return cls(**values | capacities(max_queries) | overrides)
 
     @cached_property
     def native(self) -> _C.Target:
         """The same values for the extension."""
         native = _C.Target()
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "policy":
-                native.by_paper = value == "pat"
-                continue
-            if field.name == "cuts":
+            name, value = field.name, getattr(self, field.name)
+            if name == "policy":
+                name, value = "by_paper", value == "pat"
+            elif name == "cuts":
                 value = sum(1 << CUTS.index(cut) for cut in set(value))
             elif isinstance(value, tuple):
                 value = list(value)
             elif field.type == "int" and value > LARGEST:
-                raise ValueError(f"Target.{field.name} is {value}, must be at most {LARGEST}")
-            setattr(native, field.name, value)
+                raise ValueError(f"Target.{name} is {value}, must be at most {LARGEST}")
+            setattr(native, name, value)
         return native
 
 

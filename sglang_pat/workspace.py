@@ -28,6 +28,12 @@ def require_kernels() -> None:
         )
 
 
+def check_partial_dtype(dtype: torch.dtype) -> None:
+    """Raise ValueError for a dtype that partial outputs cannot have."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"partial_dtype is {dtype}, must be float32 or bfloat16")
+
+
 class ListLength:
     """Follows what plans need, with a quarter more for those to come; never below ``least`` tokens.
 
@@ -99,8 +105,7 @@ class Workspace:
         self.device = torch.empty(0, device=device).device  # with its index
         if self.device.type != "cuda":
             raise ValueError(f"a workspace is on a CUDA device, not on {self.device}")
-        if partial_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"partial_dtype is {partial_dtype}, must be float32 or bfloat16")
+        check_partial_dtype(partial_dtype)
         if launch not in LAUNCHES:
             raise ValueError(f"launch is {launch!r}, must be one of {', '.join(LAUNCHES)}")
         for name, tokens in (("max_context", max_context), ("list_tokens", list_tokens)):
@@ -108,8 +113,6 @@ class Workspace:
                 raise ValueError(f"{name} is {tokens}, must be 1 or more")
         self.target = target
         self.max_context = max_context
-        self.partial_dtype = partial_dtype
-        self.launch = launch
         shapes = buffer_shapes(
             target.draft_tokens * target.num_q_heads,
             target.head_dim,
@@ -128,35 +131,28 @@ class Workspace:
             }
         self._list_length = ListLength(list_tokens)
         self._host_list: torch.Tensor | None = None
-        self._plan_buffer = self._buffers["plan"]
         self.partials = self._buffers["partials"]
         self.partial_lse = self._buffers["partial_lse"]
         self.queue = self._buffers["queue"]
         self._draft_masks = self._buffers.get("draft_masks")
-        self.bound = self._bind()
-        with torch.cuda.device(self.device):
-            self._staging = _C.PlanStaging(self._plan_buffer.nbytes, _STAGINGS)
-        self.plan: Plan | None
-        self.reset()
-
-    def _bind(self) -> _C.CudaBuffers:
-        """The addresses and sizes that every launch needs, once: they never change."""
-        target = self.target
-        return _C.CudaBuffers(
-            plan=self.plan_ptr,
-            row_masks=self._buffers["row_masks"].data_ptr(),
-            partials=self.partials.data_ptr(),
-            partial_lse=self.partial_lse.data_ptr(),
-            queue=self.queue.data_ptr(),
-            first_units=self._buffers["first_units"].data_ptr(),
+        # The addresses and sizes that every launch needs, once: they never change.
+        self.bound = _C.CudaBuffers(
+            **{
+                name: self._buffers[name].data_ptr()
+                for name in ("plan", "row_masks", "partials", "partial_lse", "queue", "first_units")
+            },
             partial_bytes=self.partials.element_size(),
             num_q_heads=target.num_q_heads,
             num_kv_heads=target.num_kv_heads,
             head_dim=target.head_dim,
-            launch=LAUNCHES[self.launch],
+            launch=LAUNCHES[launch],
             draft_tokens=target.draft_tokens,
-            draft_masks=self._draft_masks.data_ptr() if self._draft_masks is not None else 0,
+            draft_masks=0 if self._draft_masks is None else self._draft_masks.data_ptr(),
         )
+        with torch.cuda.device(self.device):
+            self._staging = _C.PlanStaging(self._buffers["plan"].nbytes, _STAGINGS)
+        self.plan: Plan | None
+        self.reset()
 
     @property
     def has_draft_masks(self) -> bool:
@@ -224,11 +220,6 @@ class Workspace:
         """Tokens that the list has room for."""
         return len(self._buffers["list"])
 
-    @property
-    def plan_ptr(self) -> int:
-        """Device address of the plan that was loaded last."""
-        return self._plan_buffer.data_ptr()
-
     def load(self, plan: Plan, *, list_on_host: bool = False) -> bool:
         """Make ``plan`` the one that ``snapshot`` and ``decode`` run, from here on in the current
         stream: one copy to the device, none for the plan that is loaded already. Returns whether
@@ -247,7 +238,7 @@ class Workspace:
         _C.check_plan_cuda(
             plan=plan.data_ptr,
             plan_bytes=plan.nbytes,
-            max_bytes=self._plan_buffer.nbytes,
+            max_bytes=self._buffers["plan"].nbytes,
             max_queries=target.max_queries,
             max_partials=target.max_partials,
             max_context=self.max_context,
@@ -265,8 +256,9 @@ class Workspace:
             stream = torch.cuda.current_stream()
             held = self._buffers["list"]
             fitting = (self._list_on_host if list_on_host else self._fitting_list)(plan.list_tokens)
+            to = self._buffers["plan"].data_ptr()
             self._staging.copy(
-                plan.data_ptr, plan.nbytes, self.plan_ptr, fitting.data_ptr(), stream.cuda_stream
+                plan.data_ptr, plan.nbytes, to, fitting.data_ptr(), stream.cuda_stream
             )
             if fitting is not held and not list_on_host:
                 # Kernels that were launched before may still read it, those after the copy do not.
@@ -335,8 +327,11 @@ class Workspace:
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
     ) -> int:
         """Check the arguments of ``snapshot`` and give B."""
-        named = (("req_to_token", req_to_token, 2), ("rows", rows, 1), ("seq_lens", seq_lens, 1))
-        for name, tensor, dims in named:
+        for name, tensor, dims, dtypes in (
+            ("req_to_token", req_to_token, 2, ("int32",)),
+            ("rows", rows, 1, ("int32", "int64")),
+            ("seq_lens", seq_lens, 1, ("int32", "int64")),
+        ):
             if tensor.device != self.device:
                 raise ValueError(f"{name} is on {tensor.device}, the workspace on {self.device}")
             if tensor.dim() != dims or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
@@ -344,11 +339,8 @@ class Workspace:
                     f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, must "
                     f"have {dims} dimensions, the last of stride 1"
                 )
-        if req_to_token.dtype != torch.int32:
-            raise ValueError(f"req_to_token is {req_to_token.dtype}, must be int32")
-        for name, tensor in (("rows", rows), ("seq_lens", seq_lens)):
-            if tensor.dtype not in (torch.int32, torch.int64):
-                raise ValueError(f"{name} is {tensor.dtype}, must be int32 or int64")
+            if str(tensor.dtype).removeprefix("torch.") not in dtypes:
+                raise ValueError(f"{name} is {tensor.dtype}, must be {' or '.join(dtypes)}")
         if rows.shape != seq_lens.shape:
             raise ValueError(f"{len(rows)} rows and {len(seq_lens)} seq_lens: need one of each")
         if req_to_token.shape[1] > self.max_context:

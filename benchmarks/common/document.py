@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks share: a document of how and where they measured, and types of arguments."""
+"""What benchmarks share: a document of how and where they measured, a limit of time, and types of
+arguments."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
-
-from sglang_pat.target import LARGEST
 
 Document = dict[str, Any]
 
@@ -31,20 +33,16 @@ def conditions(
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "device": device,
-        "versions": versions(packages),
+        "versions": {name: _version(name) for name in packages},
         "settings": dict(settings),
     }
 
 
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of installed packages."""
-    found = {}
-    for name in packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed as a package"
 
 
 def heading(document: Document) -> list[str]:
@@ -84,6 +82,31 @@ def write(found: Any, path: Path | None, indent: int | None = 1) -> None:
         os.replace(part, path)
 
 
+@dataclass(slots=True)
+class Budget:
+    """Time for runs: none starts that would not end before ``deadline`` (``time.monotonic``), if
+    it takes as long as the longest of its kind so far."""
+
+    deadline: float
+    spent_out: bool = False
+    _longest: dict[str, float] = field(default_factory=dict)
+
+    def allows(self, kind: str) -> bool:
+        longest = self._longest.get(kind, max(self._longest.values(), default=0.0))
+        self.spent_out = self.spent_out or time.monotonic() + longest > self.deadline
+        return not self.spent_out
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def __str__(self) -> str:
+        """To go behind a line; nothing without a limit."""
+        return f"; {self.left_s():.0f} s left" if math.isfinite(self.deadline) else ""
+
+    def took(self, kind: str, seconds: float) -> None:
+        self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+
+
 def value(parse: Callable[[str], T]) -> Callable[[str], T]:
     """``parse`` as a type of argparse, which shows the message of no other error."""
 
@@ -97,13 +120,7 @@ def value(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def whole_number(text: str) -> int:
-    """From 1 to what the extension's integers hold.
-
-    Raises:
-        ValueError: ``text`` is none.
-    """
+    """1 or more. Raises ValueError if ``text`` is none."""
     if not (text.isascii() and text.isdecimal() and int(text)):
         raise ValueError(f"{text!r} is not a whole number, 1 or more")
-    if int(text) > LARGEST:
-        raise ValueError(f"{text} is too large, must be at most {LARGEST}")
     return int(text)

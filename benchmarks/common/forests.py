@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random decode batches whose requests differ: prefix forests, long beside short, samples of one
-prompt, windows of a recorded trace, and few long requests.
+prompt, and few long requests.
 
 A batch is named FAMILY-SEED, and ``GENERATOR``, the family and the seed decide all of it. The
 constants below were fixed before the seeds were drawn; whoever changes one gives ``GENERATOR``
@@ -9,16 +9,13 @@ another name, so that results of two generators are never taken for each other.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import count
 
 GENERATOR = "ragged-1"
 SEEDS = range(5)
-
-MOONCAKE_BLOCK = 512  # tokens of a block of a Mooncake trace
 
 PrefixPath = list[tuple[int, int, int]]  # radix nodes as (node id, start, end)
 
@@ -33,8 +30,6 @@ SKEW_LONG, SKEW_PREFIX, SKEW_QUERIES, SKEW_TAIL = (16_384, 65_536), (200, 2000),
 # its own.
 SAMPLES_PROMPTS, SAMPLES_EACH, SAMPLES_SYSTEM = (4, 24), (4, 8, 16), (0, 500)
 SAMPLES_PROMPT, SAMPLES_TAIL = (256, 6000), (1, 1000)
-# Consecutive requests of a trace with what each has answered so far.
-WINDOW_REQUESTS, WINDOW_CONTEXT, WINDOW_TAIL = (32, 64, 128), 16_384, (1, 300)
 # Of `single`, `pair` (nothing shared) and `fork` (two that share half): thousands of tokens.
 FEW_KILO_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -53,8 +48,11 @@ class Forest:
 
     @property
     def unique_tokens(self) -> int:
-        """K/V tokens that the batch holds, each counted once."""
-        nodes = {node: end - start for path in self.paths for node, start, end in path}
+        """K/V tokens that the batch holds, each counted once, of nodes that some share in part the
+        whole."""
+        nodes: dict[int, int] = {}
+        for path in self.paths:
+            nodes |= {node: max(end - start, nodes.get(node, 0)) for node, start, end in path}
         ends = [path[-1][2] if path else 0 for path in self.paths]
         tails = sum(length - end for length, end in zip(self.seq_lens, ends, strict=True))
         return sum(nodes.values()) + tails
@@ -88,8 +86,7 @@ def bucketed(rng: random.Random, scale: int) -> int:
     return rng.choice((scale // 4, scale // 2, scale, 2 * scale))
 
 
-Lengths = Callable[[random.Random, int], int]
-LENGTHS: dict[str, Lengths] = {
+LENGTHS: dict[str, Callable[[random.Random, int], int]] = {
     "uniform": uniform,
     "bimodal": bimodal,
     "zipf": zipf,
@@ -103,14 +100,12 @@ class _Growing:
     def __init__(self) -> None:
         self.paths: list[PrefixPath] = []
         self.seq_lens: list[int] = []
-        self._nodes: dict[object, int] = {}
+        self._nodes = count()
 
-    def below(self, path: PrefixPath, tokens: int, key: object = None) -> PrefixPath:
-        """``path`` with a node of ``tokens`` more; with a ``key``, the one that has it already."""
+    def below(self, path: PrefixPath, tokens: int) -> PrefixPath:
+        """``path`` with a new node of ``tokens`` more."""
         start = path[-1][2] if path else 0
-        key = key if key is not None else len(self._nodes)
-        node = self._nodes.setdefault(key, len(self._nodes))
-        return [*path, (node, start, start + tokens)]
+        return [*path, (next(self._nodes), start, start + tokens)]
 
     def query(self, path: PrefixPath, tail: int) -> None:
         self.paths.append(path)
@@ -134,12 +129,12 @@ def forest(kind: str, seed: int) -> Forest:
     length = LENGTHS[kind]
     grown = _Growing()
 
-    def grow(path: PrefixPath, count: int, level: int) -> None:
-        if level == depth or count == 1 or (level > 1 and rng.random() < ENDS_EARLY):
-            for _ in range(count):
+    def grow(path: PrefixPath, queries: int, level: int) -> None:
+        if level == depth or queries == 1 or (level > 1 and rng.random() < ENDS_EARLY):
+            for _ in range(queries):
                 grown.query(path, length(rng, tail_scale))
             return
-        for part in _parts(rng, count, rng.randint(*FOREST_CHILDREN)):
+        for part in _parts(rng, queries, rng.randint(*FOREST_CHILDREN)):
             grow(grown.below(path, length(rng, node_scale)), part, level + 1)
 
     for part in _parts(rng, queries, rng.randint(1, 2)):
@@ -147,10 +142,10 @@ def forest(kind: str, seed: int) -> Forest:
     return grown.shuffled(name, rng)
 
 
-def _parts(rng: random.Random, count: int, pieces: int) -> Iterator[int]:
-    """``count`` in at most ``pieces`` random parts, each at least 1."""
-    cuts = sorted(rng.randint(0, count) for _ in range(pieces - 1))
-    for start, end in zip([0, *cuts], [*cuts, count], strict=True):
+def _parts(rng: random.Random, whole: int, pieces: int) -> Iterator[int]:
+    """``whole`` in at most ``pieces`` random parts, each at least 1."""
+    cuts = sorted(rng.randint(0, whole) for _ in range(pieces - 1))
+    for start, end in zip([0, *cuts], [*cuts, whole], strict=True):
         if end > start:
             yield end - start
 
@@ -178,44 +173,6 @@ def samples(seed: int) -> Forest:
     return grown.shuffled(f"samples-{seed}", rng)
 
 
-def mooncake(file: Path, context: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Prompts of a Mooncake trace (FAST'25) that fit ``context`` tokens, as (block, tokens)."""
-    with file.open() as lines:
-        for line in lines:
-            request = json.loads(line)
-            blocks = [(block, MOONCAKE_BLOCK) for block in request["hash_ids"]]
-            # The last block is only partly filled.
-            last = max(1, request["input_length"] - MOONCAKE_BLOCK * (len(blocks) - 1))
-            if (len(blocks) - 1) * MOONCAKE_BLOCK + last <= context:
-                yield (*blocks[:-1], (blocks[-1][0], last))
-
-
-def windows(file: Path, seeds: Sequence[int] = SEEDS) -> list[Forest]:
-    """Windows of a Mooncake trace; requests beyond ``WINDOW_CONTEXT`` tokens are left out.
-
-    Raises ValueError for a file with fewer requests than a window has.
-    """
-    prompts = list(mooncake(file, WINDOW_CONTEXT))
-    if len(prompts) < max(WINDOW_REQUESTS):
-        raise ValueError(
-            f"{file} has {len(prompts)} requests of at most {WINDOW_CONTEXT} tokens, but a window "
-            f"takes up to {max(WINDOW_REQUESTS)}: give a longer trace"
-        )
-    found = []
-    for seed in seeds:
-        rng = random.Random(f"{GENERATOR} window-{seed}")
-        count = rng.choice(WINDOW_REQUESTS)
-        first = rng.randint(0, len(prompts) - count)
-        grown = _Growing()
-        for segments in prompts[first : first + count]:
-            path: PrefixPath = []
-            for end, (_, tokens) in enumerate(segments, 1):
-                path = grown.below(path, tokens, segments[:end])
-            grown.query(path, rng.randint(*WINDOW_TAIL))
-        found.append(grown.shuffled(f"window-{seed}", rng))
-    return found
-
-
 def few() -> list[Forest]:
     """One and two requests: ``single``, ``pair`` and ``fork``, by thousands of tokens each."""
     found = []
@@ -230,11 +187,9 @@ def few() -> list[Forest]:
     return found
 
 
-def all_forests(trace: Path | None) -> list[Forest]:
-    """Every batch, family by family; windows only of a ``trace``."""
+def all_forests() -> list[Forest]:
+    """Every batch, family by family."""
     found = [forest(kind, seed) for kind in LENGTHS for seed in SEEDS]
     found += [skew(seed) for seed in SEEDS]
     found += [samples(seed) for seed in SEEDS]
-    if trace is not None:
-        found += windows(trace)
     return found + few()

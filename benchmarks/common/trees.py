@@ -24,6 +24,12 @@ class Requests(Protocol):
     def paths(self) -> list[list[tuple[int, int, int]]]: ...
 
 
+def shortest_tail(batch: Requests) -> int:
+    """Tokens of a query that no other reads, of the query with the fewest."""
+    ends = (path[-1][2] if path else 0 for path in batch.paths)
+    return min(length - end for length, end in zip(batch.seq_lens, ends, strict=True))
+
+
 PAPER_TREES = (
     Tree((1, 10), (4096, 416)),
     Tree((1, 256), (256, 32)),
@@ -46,3 +52,4 @@ PAPER_TREES = (
     Tree((256,), (1024,)),
     Tree((256,), (4096,)),
 )
+QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))

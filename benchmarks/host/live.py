@@ -106,26 +106,6 @@ class LiveCache:
         for req in reqs:
             self.tree.checkpoint(req, up_to=len(req.full_untruncated_fill_ids))
 
-    def retract(self, reqs: list[Any]) -> None:
-        """Take all requests out of their rows, as a pause of SGLang's does."""
-        from sglang.srt.managers.schedule_batch import retract_all
-        from sglang.srt.runtime_context import get_context
-
-        with get_context().override_server_args():  # it reads the configuration of a server
-            retract_all(
-                reqs=reqs,
-                req_to_token_pool=self.table,
-                token_to_kv_pool_allocator=self.allocator,
-                tree_cache=self.tree,
-                hisparse_coordinator=None,
-            )
-
-    def flush(self) -> None:
-        """Forget everything, as SGLang does for new weights; no request may be in a row."""
-        self.tree.reset()
-        self.table.clear()
-        self.allocator.clear()
-
     def batch(self, reqs: list[Any]) -> tuple[LiveBatch, torch.Tensor]:
         """The decode step of requests: batch and sequence lengths, int64 [B]."""
         rows = torch.tensor([req.kv.req_pool_idx for req in reqs])

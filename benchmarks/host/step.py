@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of a decode step's planning on SGLang's own caches:
-``python -m benchmarks.host.step``, a JSON object a line. Needs SGLang, no server.
+"""Host time of a decode step, from SGLang's forward batch to the plan, on SGLang's own caches:
+``python -m benchmarks.host.step``, a JSON object a line. Needs SGLang, no server. With a patched
+SGLang (``python patches/apply.py COPY``) in ``PYTHONPATH`` it says what the patch buys.
 
-Unchanged: what a step costs whose batch and tree are those of the step before. Changed: what it
-costs when one request of the batch is another, paths, plan and all. Cold: the same after something
-else has filled the CPU's caches, as the rest of a server's step does.
+Median microseconds. New: the first step of a batch in which one request is another, paths, plan and
+all; young: the second; kept: a step whose batch is that of many before; cold: the same after
+something else has filled the CPU's caches, as the rest of a server's step does. Handover is the
+part from the forward batch to the planner.
 
 Turns: conversations of so many turns on one system prompt, each two nodes of the tree; in every
 step one leaves and the next turn of another arrives. Deep: requests at the end of a text of which
-ever longer beginnings were prompts, a node each; the first plan, and those after one left and came.
+ever longer beginnings were prompts, a node each. First: the first plan; changed and most: the
+median and the longest of those after one left and came.
 """
 
 from __future__ import annotations
@@ -19,12 +22,18 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.host.live import CACHES, LiveCache, changing_batches, text
+from sglang_pat.srt import hook
+from sglang_pat.srt.radix import SETTLE_STEPS
 from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
@@ -35,45 +44,61 @@ FLUSH_BYTES = 128 << 20  # more than a core has of a CPU's last cache
 Row = dict[str, float | int | str]
 
 
+def hand_over_of(cache: LiveCache) -> Callable[..., Any]:
+    """A function of a ``LiveBatch`` and a forward's mode that does what comes between SGLang's
+    forward batch and the planner: with our hook, or with the requests in the forward batch."""
+    runner = SimpleNamespace()
+    source = hook.batches_of(runner)
+
+    def hand_over(live: hook.LiveBatch, mode: Any) -> hook.LiveBatch | None:
+        forward = SimpleNamespace(forward_mode=mode)
+        if hook.carries_requests():
+            from sglang.srt.model_executor.forward_batch_info import RequestHandles
+
+            handles = RequestHandles(live.reqs, cache.tree, live.rows, mode, None)
+            forward.request_handles = handles
+        else:
+            batch = SimpleNamespace(reqs=live.reqs, tree_cache=cache.tree, forward_mode=mode)
+            batch.req_pool_indices_cpu, batch.decoding_reqs = live.rows, None
+            hook.after_init_new(forward, SimpleNamespace, batch, runner)
+        return source.take(forward)
+
+    return hand_over
+
+
 def measure(kind: str, queries: int) -> Row:
-    """Median microseconds for ``queries`` requests: a system prompt, eight tools, own tails."""
-    _, batches = changing_batches(kind, queries)
-    steps = _steps(queries)
+    """For ``queries`` requests: a system prompt, eight tools, own tails."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    def step(index: int, others: int) -> float:
-        """Microseconds of a step of a batch after ``others`` forwards that were not decodes."""
-        batch, lens = batches[index % len(batches)]
-        live = dataclasses.replace(batch, others=others)
+    cache, batches = changing_batches(kind, queries)
+    hand_over = hand_over_of(cache)
+    steps, flush = _steps(queries), np.ones(FLUSH_BYTES, dtype=np.uint8)
+    found: dict[str, list[float]] = defaultdict(list)
+
+    def step(live: hook.LiveBatch, lens: torch.Tensor) -> None:
+        steps.plan(hand_over(live, ForwardMode.DECODE), known(lens))
+
+    def note(name: str, call: Callable[..., Any], *given: Any) -> None:
         start = time.perf_counter_ns()
-        steps.plan(live, known(lens))
-        return (time.perf_counter_ns() - start) / 1e3
+        call(*given)
+        found[name].append((time.perf_counter_ns() - start) / 1e3)
 
-    flush = np.ones(FLUSH_BYTES, dtype=np.uint8)
-
-    def both(repeats: range, *, cold: bool) -> tuple[float, float]:
-        """Median microseconds of a step of an unchanged and of a changed batch."""
-        unchanged: list[float] = []
-        changed: list[float] = []
-        for repeat in repeats:
-            for times, others in ((changed, repeat), (unchanged, repeat + 1)):
-                if cold:
-                    flush.sum()
-                times.append(step(repeat, others))
-                assert steps.made == (times is changed)
-        return statistics.median(unchanged), statistics.median(changed)
-
-    settled = [step(0, 0) for _ in range(REPEATS)]
-    unchanged, changed = both(range(1, REPEATS), cold=False)
-    cold_unchanged, cold_changed = both(range(REPEATS, REPEATS + COLD_REPEATS), cold=True)
-    return {
-        "cache": kind,
-        "queries": queries,
-        "settled_us": round(statistics.median(settled), 1),
-        "unchanged_us": round(unchanged, 1),
-        "changed_us": round(changed, 1),
-        "cold_unchanged_us": round(cold_unchanged, 1),
-        "cold_changed_us": round(cold_changed, 1),
-    }
+    for repeat in range(REPEATS + COLD_REPEATS):
+        # A request ends and another is prefilled: a change of the batch comes with both.
+        if hook.carries_requests():
+            cache.tree.anchor_version += 1
+        hand_over(batches[0][0], ForwardMode.EXTEND)
+        cold = "" if repeat < REPEATS else "cold_"
+        for name, steps_before in (("new", 0), ("young", 0), ("kept", SETTLE_STEPS)):
+            for _ in range(steps_before):
+                step(*batches[repeat % len(batches)])
+            if cold:
+                flush.sum()
+            note(f"{cold}{name}_us", step, *batches[repeat % len(batches)])
+            assert steps.made == (name == "new")
+        note("handover_us", hand_over, batches[0][0], ForwardMode.DECODE)
+    medians = {name: round(statistics.median(times), 1) for name, times in found.items()}
+    return {"cache": kind, "queries": queries, **medians}
 
 
 def _steps(queries: int) -> StepPlanner:
@@ -81,87 +106,69 @@ def _steps(queries: int) -> StepPlanner:
     return StepPlanner(target, Stats())
 
 
-def _new_plan(steps: StepPlanner, cache: LiveCache, reqs: list[Any]) -> float:
-    """Microseconds of the first step of a batch, which makes a plan. Two more keep it."""
-    batch, lens = cache.batch(reqs)
-    start = time.perf_counter_ns()
-    plan = steps.plan(batch, known(lens))
-    us = (time.perf_counter_ns() - start) / 1e3
-    assert steps.made and plan is not None and plan.num_shared_items
-    for others in (1, 2):
-        steps.plan(dataclasses.replace(batch, others=others), known(lens))
-        assert not steps.made
-    return us
-
-
-def _row(kind: str, what: str, queries: int, depth: int, times: list[float]) -> Row:
-    return {
-        "cache": kind,
-        "queries": queries,
-        what: depth,
-        "first_us": round(times[0], 1),
-        "changed_us": round(statistics.median(times[1:]), 1),
-        "most_us": round(max(times[1:]), 1),
-    }
+def _arrivals(
+    cache: LiveCache, queries: int, prompts: Iterator[list[int]], output: list[int]
+) -> Row:
+    """Microseconds of the step that makes a plan: the first one of ``queries`` requests, and those
+    after one left with an ``output`` and the next came. Two more steps keep each plan."""
+    rng, steps = random.Random(0), _steps(queries)
+    reqs = [cache.admit(next(prompts)) for _ in range(queries)]
+    times: list[float] = []
+    while True:
+        batch, lens = cache.batch(reqs)
+        start = time.perf_counter_ns()
+        plan = steps.plan(batch, known(lens))
+        times.append((time.perf_counter_ns() - start) / 1e3)
+        assert steps.made and plan is not None and plan.num_shared_items
+        for others in (1, 2):
+            steps.plan(dataclasses.replace(batch, others=others), known(lens))
+            assert not steps.made
+        if len(times) > ARRIVALS:
+            break
+        cache.end(reqs.pop(rng.randrange(queries)), output)
+        reqs.append(cache.admit(next(prompts)))
+    first, *later = times
+    found = {"first_us": first, "changed_us": statistics.median(later), "most_us": max(later)}
+    return {"queries": queries, **{name: round(us, 1) for name, us in found.items()}}
 
 
 def measure_turns(kind: str, queries: int, turns: int) -> Row:
-    """Microseconds of a plan when one conversation leaves and the next turn of another arrives."""
+    """Of a plan when one conversation leaves and the next turn of another arrives."""
     rng = random.Random(0)
     turn = 900 // turns  # tokens, so that the plans of all rows are alike
     output = turn // 3
-    context = 2304
     talks = queries + ARRIVALS
-    cache = LiveCache(kind, slots=1300 * talks, rows=talks, context=context)
+    cache = LiveCache(kind, slots=1300 * talks, rows=talks, context=2304)
     histories = [text(rng, 1000)] * talks
     for _ in range(turns - 1):
         histories = [
             cache.end(cache.admit(one + text(rng, turn - output)), text(rng, output))
             for one in histories
         ]
-    reqs = [cache.admit(history + text(rng, turn)) for history in histories[:queries]]
-    steps = _steps(queries)
-    times = [_new_plan(steps, cache, reqs)]
-    for history in histories[queries:]:
-        cache.end(reqs.pop(rng.randrange(queries)), text(rng, output))
-        reqs.append(cache.admit(history + text(rng, turn)))
-        times.append(_new_plan(steps, cache, reqs))
-    return _row(kind, "turns", queries, turns, times)
+    prompts = (history + text(rng, turn) for history in histories)
+    return {"cache": kind, "turns": turns, **_arrivals(cache, queries, prompts, text(rng, output))}
 
 
 def measure_deep(kind: str, queries: int, depth: int) -> Row:
-    """Microseconds of a plan for requests at the end of a path of ``depth`` nodes."""
-    rng = random.Random(0)
+    """Of a plan for requests at the end of a path of ``depth`` nodes."""
     context = depth + 64
-    cache = LiveCache(
-        kind, slots=8 * context + 8 * (queries + ARRIVALS), rows=queries + 1, context=context
-    )
-    deep = text(rng, depth + 1)
+    slots = 8 * context + 8 * (queries + ARRIVALS)
+    cache = LiveCache(kind, slots=slots, rows=queries + 1, context=context)
+    deep = text(random.Random(0), depth + 1)
     for length in range(2, depth + 1):
         cache.end(cache.admit(deep[:length]), [])
-    steps = _steps(queries)
-    reqs = [cache.admit([*deep, 1 << 16, own]) for own in range(queries)]
-    times = [_new_plan(steps, cache, reqs)]
-    for own in range(ARRIVALS):
-        cache.end(reqs.pop(rng.randrange(queries)), [])
-        reqs.append(cache.admit([*deep, 1 << 16, queries + own]))
-        times.append(_new_plan(steps, cache, reqs))
-    return _row(kind, "deep", queries, depth, times)
+    prompts = ([*deep, 1 << 16, own] for own in count())
+    return {"cache": kind, "deep": depth, **_arrivals(cache, queries, prompts, [])}
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    for row in _rows():
-        print(json.dumps(row), flush=True)
-
-
-def _rows() -> Iterator[Row]:
     for kind in CACHES:
         for queries in (64, 256):
-            yield measure(kind, queries)
+            print(json.dumps(measure(kind, queries)), flush=True)
         for queries, turns in ((64, 1), (64, 10), (256, 1), (256, 10), (256, 30)):
-            yield measure_turns(kind, queries, turns)
-        yield measure_deep(kind, 256, 2000)
+            print(json.dumps(measure_turns(kind, queries, turns)), flush=True)
+        print(json.dumps(measure_deep(kind, 256, 2000)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention of one step and layer: see ``__main__`` for a GPU, ``attention`` for a CPU."""
+"""Decode attention of one step and layer on a GPU: see ``__main__``."""

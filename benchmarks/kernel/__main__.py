@@ -6,119 +6,131 @@ By default the 20 trees and 4 head configurations of the PAT paper (section 8.2)
 and merge in a captured graph over a cold L2, the median of many; plan and snapshot stand apart.
 With ``--draft-tokens`` it times verify steps of speculative decoding: the last T tokens of each
 request, each of which attends to all up to itself (docs/speculation.md). With ``--ragged`` it takes
-batches whose requests differ, with ``--batches`` those of a running server. A peer that cannot run
-is left out, with the reason.
+batches whose requests differ, with ``--batches`` those of a running server. A peer or a batch that
+cannot run is left out, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from benchmarks.common import document as documents
-from benchmarks.common.budget import Budget
-from benchmarks.common.document import Document, write
+from benchmarks.common.document import Budget, Document, value, whole_number, write
 from benchmarks.common.forests import GENERATOR
-from benchmarks.kernel import batches
-from benchmarks.kernel.cases import inputs, reason_against
+from benchmarks.kernel.cases import Work, asked
 from benchmarks.kernel.clock import Clock, device_rates, empty_us
-from benchmarks.kernel.floor import Heads, Rates
-from benchmarks.kernel.options import cases, check, make_parser, settings_of
-from benchmarks.kernel.peers import PEERS, usable
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.layer import KV_DTYPES, PatOptions
+from benchmarks.kernel.peers import usable
 from benchmarks.kernel.report import TreeRow, complaints, decode_ratio, table
 from benchmarks.kernel.rows import measure
+from sglang_pat.explain.tree import Tree
+from sglang_pat.target import POLICIES
 
 # Milliseconds of repeats for one time.
 BUDGET_MS, QUICK_BUDGET_MS = 50.0, 15.0
 VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
-TREES = ("trees", "drafts")
-KINDS = (*TREES, "ragged", "batches")  # of documents
-FOREST_PEERS = ("fa3", "flashinfer")  # a cascade by levels needs a tree
+KINDS = ("trees", "drafts", "ragged", "batches")  # of documents
 
 
-def begin(kind: str, options: argparse.Namespace) -> tuple[Document, Clock, Rates]:
-    """A document of ``kind`` without rows, with what the device reaches; a clock; and the rates."""
-    settings = asdict(settings_of(options))
-    if options.draft_tokens:
-        settings["draft_tokens"] = list(options.draft_tokens)
-    if options.cold_code:
-        settings["cold_code"] = True
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.kernel", description=__doc__)
+    add = parser.add_argument
+    heads, tree = value(Heads.parse), value(Tree.parse)
+    add("--heads", nargs="+", type=heads, metavar="Q/KV", help="as 32/8 (default: all four)")
+    group = parser.add_mutually_exclusive_group()
+    one_of = group.add_argument
+    one_of("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
+    one_of("--ragged", action="store_true", help="batches whose requests differ, nine heads")
+    how = "replay the batches of a server, out of its SGLANG_PAT_DUMP"
+    one_of("--batches", type=Path, metavar="FILE", help=how)
+    add("--permuted", action="store_true", help="slots at random places of the pool")
+    how = "of K and V; beside fp8_e4m3, pat is timed with bfloat16 too (default: bfloat16, or as "
+    add("--kv-dtype", choices=tuple(KV_DTYPES), help=f"{how}the server of --batches had it)")
+    how = "time verify steps, of so many draft tokens a request, as 4,8 (default: decode steps)"
+    add("--draft-tokens", type=value(draft_tokens), metavar="T[,T...]", help=how)
+    how = "N of the batches, from the first to the last (default: all)"
+    add("--sample", type=value(whole_number), metavar="N", help=how)
+    add("--only", nargs="+", default=[], metavar="PATTERN", help="rows by name, as 'skew*' or 8/1")
+    how = "start no row that would end later (default: no limit)"
+    add("--budget-s", type=float, default=math.inf, metavar="S", help=how)
+    add("--policy", choices=POLICIES, default="default", help="pat: the paper to the letter")
+    how = "before each repeat a layer's matrix products instead of a write of 256 MB: code, too, is"
+    add("--cold-code", action="store_true", help=f"{how} in no cache then, as in a server")
+    add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
+    add("--json", type=Path, metavar="FILE", help="write rows and conditions")
+    add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
+    return parser
+
+
+def draft_tokens(text: str) -> tuple[int, ...]:
+    """Numbers of draft tokens, ``T[,T...]``. Raises ValueError for others than 1 to 128."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= 128 for part in parts):
+        raise ValueError(f"draft tokens {text!r} are not whole numbers from 1 to 128, as in 4,8")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def begin(options: argparse.Namespace, work: Work) -> tuple[Document, Clock]:
+    """A document without rows, with what the device reaches and which peers can run; a clock."""
     timer = Clock(QUICK_BUDGET_MS if options.quick else BUDGET_MS)
     rates = device_rates(timer)
     if options.cold_code:
         timer = Clock(timer.budget_ms, cold_code=True)
+    drafts = {case.draft_tokens for case in work.cases}
+    settings = {"policy": options.policy, "kv_dtype": work.kv_dtype, "draft_tokens": sorted(drafts)}
+    if options.cold_code:
+        settings["cold_code"] = True
     device = torch.cuda.get_device_name()
-    document = documents.conditions(kind, "benchmarks.kernel", device, VERSIONS_OF, settings) | {
+    found = documents.conditions(work.kind, "benchmarks.kernel", device, VERSIONS_OF, settings) | {
         "bytes_per_s": rates.bytes_per_s,
         "flops_per_s": rates.flops_per_s,
         "empty_us": empty_us(timer),
         "rows": [],
         "left_out": [],
     }
-    if options.batches:
-        document["server"] = batches.replay(options).server
-    return document, timer, rates
+    found |= {"server": work.server} if work.server else {}
+    found |= {"generator": GENERATOR} if work.kind == "ragged" else {}
+    heads = dict.fromkeys(case.heads for case in work.cases)
+    tried = usable(heads, e4m3=work.kv_dtype != "bfloat16", draft_tokens=max(drafts))
+    found["absent"] = {name: reason for name, reason in tried.items() if reason}
+    found["peers"] = [name for name, reason in tried.items() if not reason]
+    return found, timer
 
 
-def peers_of(
-    document: Document, heads: Iterable[Heads], names: Sequence[str], options: argparse.Namespace
-) -> list[str]:
-    """Those of ``names`` that can run; the document says why the others cannot."""
-    settings = settings_of(options)
-    drafted = max(options.draft_tokens or (settings.draft_tokens,))
-    absent = usable(heads, names, e4m3=settings.e4m3, draft_tokens=drafted)
-    document["absent"] = {name: reason for name, reason in absent.items() if reason}
-    print("\n".join(about(document)), flush=True)
-    write(document, options.json)
-    return [name for name, reason in absent.items() if not reason]
-
-
-def run(options: argparse.Namespace) -> Document:
-    """Measure what is asked for; the document that ``--json`` writes as it grows. The budget of
-    time holds what comes before the first row, too."""
+def run(options: argparse.Namespace, work: Work) -> Document:
+    """Measure; the document that ``--json`` writes as it grows. The budget of time holds what comes
+    before the first row, too."""
     budget = Budget(time.monotonic() + options.budget_s)
-    kind, todo = cases(options)
-    document, timer, rates = begin(kind, options)
+    document, timer = begin(options, work)
+    print("\n".join(about(document)), flush=True)
     left_out: list[str] = document["left_out"]
-    if kind == "ragged":
-        document["generator"] = GENERATOR
-        if options.trace is None:
-            print("family window is left out: it needs a Mooncake trace, --trace FILE")
-    heads = list(dict.fromkeys(case.heads for case in todo))
-    refused = {
-        (each, count): why
-        for each in heads
-        for count in options.draft_tokens or ()
-        if (why := reason_against(each, count))
-    }
-    left_out += [f"{each} x {count}: {why}" for (each, count), why in refused.items()]
-    todo = [case for case in todo if (case.heads, case.draft_tokens) not in refused]
-    most = options.pool_gb
-    large = [case for case in todo if case.gigabytes > most]
-    left_out += [
-        f"{each.name}: K and V of {each.gigabytes:.1f} GB, over {most:g}" for each in large
-    ]
-    todo = [case for case in todo if case.gigabytes <= most]
-    names = peers_of(document, heads, tuple(PEERS) if kind in TREES else FOREST_PEERS, options)
-    for number, (case, make) in enumerate(inputs(todo, options.permuted), 1):
-        if not budget.allows("row"):
-            left_out.append(f"{case.name}: the time is up")
+    settings = PatOptions(options.policy, kv_dtype=work.kv_dtype)
+    for number, case in enumerate(work.cases, 1):
+        reason = case.reason_against()
+        if reason or not budget.allows("row"):
+            left_out.append(f"{case.name}: {reason or 'the time is up'}")
             continue
         began = time.monotonic()
-        settings = replace(settings_of(options), draft_tokens=case.draft_tokens)
         torch.cuda.empty_cache()
-        given = (case.requests, case.heads, options.permuted, names, timer, rates, settings)
-        row = measure(*given, make())
+        try:
+            row = measure(case, settings, options.permuted, document, timer)
+        except torch.OutOfMemoryError as error:
+            left_out.append(f"{case.name}: {str(error).partition('. ')[0]}")
+            continue
         document["rows"].append(asdict(row))
         budget.took("row", time.monotonic() - began)
         ratio = decode_ratio(row)
         against = f"{ratio:.3f} of the better peer" if ratio else "no peer ran"
-        print(f"{number}/{len(todo)} {case.name} {row.pat:.1f} us, {against}{budget}", flush=True)
+        where = f"{number}/{len(work.cases)} {case.name}"
+        print(f"{where} {row.pat:.1f} us, {against}{budget}", flush=True)
         write(document, options.json)
     write(document, options.json)
     return document
@@ -128,8 +140,10 @@ def about(document: Document) -> list[str]:
     """Where and how a document was measured, as lines."""
     lines = documents.heading(document)
     if server := document.get("server"):
-        versions = ", ".join(f"{name} {found}" for name, found in server["versions"].items())
-        lines.append(f"batches of {server['date']}, {server['device']}, {versions}")
+        had = ("kv_dtype", "draft_tokens", "page_size", "policy", "complete")
+        names = server["versions"] | {name: server[name] for name in had if name in server}
+        said = ", ".join(f"{name} {found}" for name, found in names.items())
+        lines.append(f"batches of {server['date']}, {server['device']}, there {said}")
     lines.append(
         f"ceilings: {document['bytes_per_s'] / 1e12:.2f} TB/s read, "
         f"{document['flops_per_s'] / 1e12:.0f} TFLOP/s bf16; an empty captured kernel: "
@@ -147,27 +161,22 @@ def show(document: Document) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    options = parser.parse_args(arguments)
-    check(parser, options)
+    options = make_parser().parse_args(arguments)
     try:
         if options.source:
             document = documents.read(options.source, KINDS)
             print("\n".join(about(document)))
-        elif not torch.cuda.is_available():
+            return show(document)
+        work = asked(options)
+        if not torch.cuda.is_available():
             raise ValueError(
                 f"no CUDA device that torch {torch.__version__} can use: run this on a machine "
                 "with a GPU, or print the results of one with --from FILE"
             )
-        else:
-            if options.batches:
-                for remark in batches.replay(options).remarks:
-                    print(f"note: {remark}", file=sys.stderr)
-            document = run(options)
+        return show(run(options, work))
     except (OSError, ValueError) as error:
         print(f"benchmarks.kernel: {error}", file=sys.stderr)
         return 2
-    return show(document)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 """Times the plan of each cut on the GPU at hand, and fits the judge's costs to these times:
 ``python -m benchmarks.kernel.fit time FILE``, then ``python -m benchmarks.kernel.fit costs FILE``.
 
-The second needs no GPU and takes about ten minutes. It prints the values for ``Costs`` in
+The first takes some ten minutes, and goes on where FILE ends. The second takes about as long, on
+the same GPU or, for an H200's times, on none. It prints the values for ``Costs`` in
 csrc/pack/costs.h, in the order of ``COST_NAMES``, and how long the chosen plans take beside the
 best of each batch, now and with the new costs.
 """
@@ -13,6 +14,8 @@ import argparse
 import json
 import math
 import random
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +23,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from benchmarks.common.forests import Forest, all_forests
-from benchmarks.common.trees import PAPER_TREES, Requests
+from benchmarks.common.trees import PAPER_TREES, Requests, shortest_tail
+from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.kv import quantised
 from benchmarks.kernel.layer import E4M3, Layer, PatOptions, device_batch
 from sglang_pat import _C
 from sglang_pat.planner import Planner
 from sglang_pat.target import CUTS
-
-Times = npt.NDArray[np.float64]
 
 # What is timed: heads, and what K, V and queries are.
 SETTINGS: tuple[tuple[Heads, PatOptions], ...] = (
@@ -50,7 +54,7 @@ STEP, LEAST_STEP = 0.15, 0.015  # by which a cost is changed
 def batches() -> Iterator[Requests]:
     """The paper's trees, the ragged batches, requests on one prefix, and agents of four roles."""
     yield from PAPER_TREES
-    yield from all_forests(None)
+    yield from all_forests()
     for count in (8, 16, 32, 64, 128, 256):
         for prefix in (512, 2048, 4096, 8192):
             for tail in (20, 120, 300):
@@ -69,11 +73,7 @@ def cases() -> Iterator[tuple[Heads, PatOptions, Requests]]:
     """What is timed, in a fixed order."""
     for heads, settings in SETTINGS:
         for tree in batches():
-            tails = (
-                length - (path[-1][2] if path else 0)
-                for path, length in zip(tree.paths, tree.seq_lens, strict=True)
-            )
-            if settings.draft_tokens == 1 or min(tails) >= settings.draft_tokens:
+            if settings.draft_tokens == 1 or shortest_tail(tree) >= settings.draft_tokens:
                 yield heads, settings, tree
 
 
@@ -90,25 +90,53 @@ def plans(heads: Heads, settings: PatOptions, tree: Requests) -> dict[str, Plann
     return found
 
 
-def time_cuts(file: Path) -> None:
-    """Writes a JSON line for each batch: its name and microseconds by cut."""
-    from benchmarks.kernel.clock import Clock, capture
-    from benchmarks.kernel.kv import quantised
+def device_name() -> str:
+    """Of the GPU that plans are made for here."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "NVIDIA H200"
 
-    clock = Clock(BUDGET_MS)
-    with file.open("w") as out:
-        for heads, settings, tree in cases():
-            batch = device_batch(tree, heads, draft_tokens=settings.draft_tokens)
-            if settings.e4m3:
-                batch = quantised(batch)
-            layers = {
-                cut: Layer(batch, tree, heads, replace(settings, cuts=(cut,)), heads.dim**-0.5)
-                for cut in plans(heads, settings, tree)
-            }
-            captured = {cut: capture(layer.attend) for cut, layer in layers.items()}
-            times, noise = clock.compare({cut: each.replay for cut, each in captured.items()})
-            row = {"batch": str(tree), "heads": str(heads), "noise": noise, "us": times}
-            out.write(json.dumps(row) + "\n")
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """What was timed so far. Raises ValueError for the times of another GPU."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    for row in rows:
+        if row["device"] != device_name():
+            raise ValueError(f"{file} has times of {row['device']}, here is {device_name()}")
+    return rows
+
+
+def time_cuts(file: Path, budget_s: float) -> None:
+    """Appends a JSON line for each batch: where and what it is, and microseconds by cut."""
+    until, clock, done = time.monotonic() + budget_s, Clock(BUDGET_MS), len(rows_of(file))
+    todo = list(cases())
+    with file.open("a") as out:
+        for heads, settings, tree in todo[done:]:
+            if time.monotonic() > until:
+                break
+            torch.cuda.empty_cache()
+            us, noise = time_batch(clock, heads, settings, tree)
+            row = {"device": device_name(), "batch": str(tree), "heads": str(heads)}
+            out.write(json.dumps(row | {"noise": noise, "us": us}) + "\n")
+            out.flush()
+            done += 1
+            if done % 100 == 0:
+                print(f"{done} of {len(todo)}, {until - time.monotonic():.0f} s left", flush=True)
+    print(f"{done} of {len(todo)} batches are timed; to go on, run it again")
+
+
+def time_batch(
+    clock: Clock, heads: Heads, settings: PatOptions, tree: Requests
+) -> tuple[dict[str, float], float]:
+    """Microseconds by cut, and the noise."""
+    batch = device_batch(tree, heads, draft_tokens=settings.draft_tokens)
+    if settings.e4m3:
+        batch = quantised(batch)
+    captured = {}
+    for cut in plans(heads, settings, tree):
+        chosen = replace(settings, cuts=(cut,))
+        captured[cut] = capture(Layer(batch, tree, heads, chosen, heads.dim**-0.5).attend)
+    if not captured:
+        return {}, 0.0
+    return clock.compare({cut: each.replay for cut, each in captured.items()})
 
 
 class Fit:
@@ -118,22 +146,26 @@ class Fit:
         self._planners: list[tuple[Planner, list[int]]] = []
         times: list[float] = []
         starts: list[int] = []
-        for row, (heads, settings, tree) in zip(rows, cases(), strict=True):
-            if (row["batch"], row["heads"]) != (str(tree), str(heads)):
-                raise ValueError(f"{row['batch']} stands where {tree} was timed: time them anew")
-            if row["noise"] > MOST_NOISE or not row["us"]:
+        for row, (heads, settings, tree) in zip(rows, cases(), strict=False):
+            planners = plans(heads, settings, tree)
+            found = (row["batch"], row["heads"], row["us"].keys())
+            if found != (str(tree), str(heads), planners.keys()):
+                raise ValueError(f"{row['batch']} was timed with other plans: time all anew")
+            if row["noise"] > MOST_NOISE or not planners:
                 continue
             starts.append(len(times))
-            for cut, planner in plans(heads, settings, tree).items():
+            for cut, planner in planners.items():
                 self._planners.append((planner, tree.seq_lens))
                 times.append(row["us"][cut])
+        if not starts:
+            raise ValueError(f"none of {len(rows)} batches can be used: time some first")
         self._starts = np.array(starts)
         best = np.minimum.reduceat(times, self._starts)
         counts = np.diff([*starts, len(times)])
         self._batch = np.repeat(np.arange(len(starts)), counts)
         self._log = np.log(np.array(times) / best[self._batch])
 
-    def judged(self, costs: Sequence[float]) -> Times:
+    def judged(self, costs: Sequence[float]) -> npt.NDArray[np.float64]:
         """log of the seconds that the judge expects of each plan."""
         found = []
         for planner, seq_lens in self._planners:
@@ -173,26 +205,39 @@ class Fit:
                         break
                 else:
                     steps[i] *= 0.5
+            print(f"loss {best:.5f}, steps up to {max(steps):.3f}", file=sys.stderr, flush=True)
         return costs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.kernel.fit", description=__doc__)
     parser.add_argument("what", choices=("time", "costs"), help="what to do")
     parser.add_argument("file", type=Path, help="of the times, a JSON line a batch")
-    options = parser.parse_args()
-    if options.what == "time":
-        time_cuts(options.file)
-        return
-    fit = Fit([json.loads(line) for line in options.file.read_text().splitlines()])
+    how = "with time: start no batch later (default: no limit)"
+    parser.add_argument("--budget-s", type=float, default=math.inf, metavar="S", help=how)
+    options = parser.parse_args(arguments)
+    try:
+        if options.what == "costs":
+            print("\n".join(fitted(Fit(rows_of(options.file)))))
+        elif torch.cuda.is_available():
+            time_cuts(options.file, options.budget_s)
+        else:
+            raise ValueError("torch finds no CUDA device: run it on a machine with a GPU")
+    except (OSError, ValueError) as error:
+        print(f"benchmarks.kernel.fit: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def fitted(fit: Fit) -> list[str]:
+    """Lines for the costs, as they are and anew."""
     before = Planner(PatOptions().target(PAPER_TREES[0], Heads(32, 8))).costs
     after = fit.improved(list(before))
-    print(
-        f"over the best cut of each batch: {fit.regret(before):.4f}, {fit.regret(after):.4f} anew"
-    )
-    for name, old, new in zip(_C.COST_NAMES, before, after, strict=True):
-        print(f"{name:14} {old:10.4g} {new:10.4g}")
+    now, then = fit.regret(before), fit.regret(after)
+    lines = [f"over the best cut of each batch: {now:.4f}, {then:.4f} anew"]
+    rows = zip(_C.COST_NAMES, before, after, strict=True)
+    return lines + [f"{name:14} {old:10.4g} {new:10.4g}" for name, old, new in rows]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -40,16 +40,11 @@ class Rates:
     flops_per_s: float
 
 
-def kv_bytes(tokens: int, heads: Heads, itemsize: int = 2) -> int:
-    """K and V of so many tokens, all KV heads of a layer."""
-    return 2 * tokens * heads.kv * heads.dim * itemsize
-
-
 def least_bytes(tree: Requests, heads: Heads, kv_itemsize: int = 2, draft_tokens: int = 1) -> int:
     """Every K/V slot of the batch and q read once, the output written once; q and the output of
     two bytes an element, with ``draft_tokens`` rows a query."""
     q_and_out = 2 * tree.num_queries * draft_tokens * heads.q * heads.dim * 2
-    return kv_bytes(tree.unique_tokens, heads, kv_itemsize) + q_and_out
+    return 2 * tree.unique_tokens * heads.kv * heads.dim * kv_itemsize + q_and_out
 
 
 def flops(tree: Requests, heads: Heads, draft_tokens: int = 1) -> int:
@@ -62,9 +57,10 @@ def flops(tree: Requests, heads: Heads, draft_tokens: int = 1) -> int:
 
 def floor_us(
     tree: Requests, heads: Heads, rates: Rates, kv_itemsize: int = 2, draft_tokens: int = 1
-) -> float:
-    """Microseconds, the larger of the time of the bytes and that of the operations."""
-    return 1e6 * max(
-        least_bytes(tree, heads, kv_itemsize, draft_tokens) / rates.bytes_per_s,
-        flops(tree, heads, draft_tokens) / rates.flops_per_s,
+) -> tuple[float, str]:
+    """Microseconds, the larger of the time of the bytes and that of the operations, and which it
+    is: ``memory`` or ``compute``."""
+    return max(
+        (1e6 * least_bytes(tree, heads, kv_itemsize, draft_tokens) / rates.bytes_per_s, "memory"),
+        (1e6 * flops(tree, heads, draft_tokens) / rates.flops_per_s, "compute"),
     )

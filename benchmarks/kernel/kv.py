@@ -11,7 +11,6 @@ import torch
 from benchmarks.common.trees import Requests
 
 _T: TypeAlias = torch.Tensor
-Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T]
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class TreeBatch:
     draft_tokens: int = 1
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> tuple[_T, _T, _T, _T, _T, _T]:
         """The leading arguments of ``decode``."""
         return self.q, self.k_cache, self.v_cache, self.req_to_token, self.rows, self.seq_lens
 
@@ -39,21 +38,25 @@ def slot_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [1 + queries, tokens of the longest] slots of each query from row 1 on, and int64
     [queries] lengths, on the CPU. Slots are 1 to ``unique_tokens``; slot 0 and row 0 belong to
-    nobody, as in SGLang. ``permuted`` scatters them, else every node's slots are consecutive."""
+    nobody, as in SGLang. ``permuted`` scatters them, else every node's slots are consecutive. A
+    query may share the first tokens of a node only."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.arange(1, tree.unique_tokens + 1, dtype=torch.int32)
     if permuted:
         order = order[torch.randperm(len(order), generator=generator)]
     seq_lens = torch.tensor(tree.seq_lens)
     table = torch.zeros((tree.num_queries + 1, int(seq_lens.max())), dtype=torch.int32)
+    ends: dict[int, int] = {}
+    for path in tree.paths:
+        ends |= {node: max(end, ends.get(node, 0)) for node, _, end in path}
     taken = 0
     slots: dict[int, torch.Tensor] = {}
     for query, path in enumerate(tree.paths):
         for node, start, end in path:
             if node not in slots:
-                slots[node] = order[taken : taken + end - start]
-                taken += end - start
-            table[query + 1, start:end] = slots[node]
+                slots[node] = order[taken : taken + ends[node] - start]
+                taken += len(slots[node])
+            table[query + 1, start:end] = slots[node][: end - start]
         shared = path[-1][2] if path else 0
         tail = int(seq_lens[query]) - shared
         table[query + 1, shared : shared + tail] = order[taken : taken + tail]

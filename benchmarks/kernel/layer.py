@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import reference
 from benchmarks.common.trees import Requests
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import TreeBatch, make_batch, relative
-from sglang_pat import Target, decode, reference
+from sglang_pat import Target, decode
 from sglang_pat.config import PatConfig
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.workspace import Workspace

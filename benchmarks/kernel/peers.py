@@ -34,7 +34,6 @@ Run = Callable[[], torch.Tensor]  # returns [B * T, Hq, D]
 Maker = Callable[[TreeBatch, Any, float], Run]
 
 FLASHINFER_WORKSPACE_BYTES = 512 << 20
-TRIAL = Tree((1, 2), (64, 16))
 NO_KERNEL = "sgl-kernel was built without FA3's kernels for this head dim and dtype"
 E4M3 = torch.float8_e4m3fn
 
@@ -46,9 +45,9 @@ def _descales(batch: TreeBatch, queries: int) -> dict[str, torch.Tensor]:
         return {}
     shape = (queries, batch.k_cache.shape[1])
     scales = {"k_descale": batch.k_scale, "v_descale": batch.v_scale}
-    device = batch.q.device
     return {
-        name: torch.tensor(scale, device=device).expand(shape) for name, scale in scales.items()
+        name: torch.tensor(scale, device=batch.q.device).expand(shape)
+        for name, scale in scales.items()
     }
 
 
@@ -175,46 +174,29 @@ def query_offsets(batch: TreeBatch) -> torch.Tensor:
     return torch.arange(0, end, batch.draft_tokens, dtype=torch.int32, device=batch.q.device)
 
 
-def _planned(batch: TreeBatch, heads: Heads, scale: float) -> Any:
-    """FlashInfer's wrapper for the paged K/V of a decode or verify step, planned for this very
-    batch."""
-    device = batch.q.device
+def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
+    """``BatchDecodeWithPagedKVCacheWrapper``, or of a verify step
+    ``BatchPrefillWithPagedKVCacheWrapper``, planned for this very batch."""
+    heads = Heads(batch.q.shape[1], batch.k_cache.shape[1], batch.q.shape[2])
+    dtype, device = batch.k_cache.dtype, batch.q.device
     space = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     offsets = _offsets(batch.seq_lens)
     positions = torch.arange(batch.req_to_token.shape[1], device=device)
-    pages = (
-        offsets,
-        batch.req_to_token[batch.rows][positions < batch.seq_lens[:, None]],
-        torch.ones_like(offsets[1:]),
-    )
-    shape = (heads.q, heads.kv, heads.dim, 1)
-    options = {
-        "q_data_type": batch.q.dtype,
-        "kv_data_type": batch.k_cache.dtype,
-        "sm_scale": scale,
-    }
+    slots = batch.req_to_token[batch.rows][positions < batch.seq_lens[:, None]]
+    given = (offsets, slots, torch.ones_like(offsets[1:]), heads.q, heads.kv, heads.dim, 1)
+    types = {"q_data_type": batch.q.dtype, "kv_data_type": dtype, "sm_scale": scale}
     if batch.draft_tokens > 1:
         prefill = import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
         wrapper = prefill(space, "NHD", backend="fa2")
-        wrapper.plan(query_offsets(batch), *pages, *shape, causal=True, **options)
-        return wrapper
-    decode = import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
-    with_tensor_cores = uses_tensor_cores(heads, batch.k_cache.dtype)
-    wrapper = decode(space, "NHD", backend="fa2", use_tensor_cores=with_tensor_cores)
-    wrapper.plan(*pages, *shape, **options)
-    return wrapper
-
-
-def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
-    """``BatchDecodeWithPagedKVCacheWrapper``, or of a verify step
-    ``BatchPrefillWithPagedKVCacheWrapper``."""
-    heads = Heads(batch.q.shape[1], batch.k_cache.shape[1], batch.q.shape[2])
-    wrapper = _planned(batch, heads, scale)
+        wrapper.plan(query_offsets(batch), *given, causal=True, **types)
+    else:
+        decode = import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
+        with_tensor_cores = uses_tensor_cores(heads, dtype)
+        wrapper = decode(space, "NHD", backend="fa2", use_tensor_cores=with_tensor_cores)
+        wrapper.plan(*given, **types)
     pages = (batch.k_cache.unsqueeze(1), batch.v_cache.unsqueeze(1))
     out = torch.empty_like(batch.q)
-    scales = {}
-    if batch.k_cache.dtype == E4M3:
-        scales = {"k_scale": batch.k_scale, "v_scale": batch.v_scale}
+    scales = {"k_scale": batch.k_scale, "v_scale": batch.v_scale} if dtype == E4M3 else {}
 
     def run() -> torch.Tensor:
         wrapper.run(batch.q, pages, out=out, **scales)
@@ -224,56 +206,46 @@ def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
 
 
 PEERS: dict[str, Maker] = {"fa3": fa3, "flashinfer": flashinfer, "levels": levels}
-_BY_FA3 = ("fa3", "levels")
-
-
-def ends_process(work: Callable[..., object], *arguments: object) -> bool:
-    """Whether ``work``, which must not raise, ends the process that it runs in: a new one."""
-    child = get_context("spawn").Process(target=work, args=arguments)
-    child.start()
-    child.join()
-    return child.exitcode != 0
 
 
 @cache
 def fa3_lacks(dim: int, e4m3: bool) -> bool:
     """Whether sgl-kernel was built without FA3's kernels for a head dim, ``e4m3``: with K and V in
-    float8_e4m3fn. A launch of one that is missing ends the process, without a message."""
-    return ends_process(_try_fa3, dim, e4m3)
+    float8_e4m3fn. A launch of one that is missing ends the process, without a message, so it is
+    tried in a new one, which takes some seconds."""
+    child = get_context("spawn").Process(target=_try_fa3, args=(dim, e4m3))
+    child.start()
+    child.join()
+    return child.exitcode != 0
 
 
 def _try_fa3(dim: int, e4m3: bool) -> None:
     with suppress(Exception):  # what is raised there is raised here, too, where it is reported
-        batch = device_batch(TRIAL, Heads(8, 2, dim))
-        fa3(quantised(batch) if e4m3 else batch, TRIAL, 1.0)()
-        torch.cuda.synchronize()
+        _try("fa3", Heads(8, 2, dim), e4m3, 1)
 
 
-def usable(
-    heads: Iterable[Heads],
-    names: Iterable[str] = tuple(PEERS),
-    *,
-    e4m3: bool = False,
-    draft_tokens: int = 1,
-) -> dict[str, str]:
+def _try(name: str, heads: Heads, e4m3: bool, draft_tokens: int) -> None:
+    tree = Tree((1, 2), (64, 16 + draft_tokens))
+    batch = device_batch(tree, heads, draft_tokens=draft_tokens)
+    PEERS[name](quantised(batch) if e4m3 else batch, tree, 1.0)()
+    torch.cuda.synchronize()
+
+
+def usable(heads: Iterable[Heads], *, e4m3: bool = False, draft_tokens: int = 1) -> dict[str, str]:
     """Tries each peer on two queries, ``e4m3``: with K and V in float8_e4m3fn; ``draft_tokens``: of
-    a query. Returns by name '' or the reason why it cannot run. FA3 is first tried in a process of
-    its own, which takes some seconds. FlashInfer may compile its kernels
+    a query. Returns by name '' or the reason why it cannot run. FlashInfer may compile its kernels
     here, those with and those without tensor cores, or those of verify steps."""
     dtype = E4M3 if e4m3 else torch.bfloat16
     kinds = list({(uses_tensor_cores(each, dtype), each.dim): each for each in heads}.values())
-    return {name: _problem(name, kinds, e4m3, draft_tokens) for name in names}
+    return {name: _problem(name, kinds, e4m3, draft_tokens) for name in PEERS}
 
 
 def _problem(name: str, kinds: Iterable[Heads], e4m3: bool, draft_tokens: int) -> str:
-    if name in _BY_FA3 and any(fa3_lacks(kind.dim, e4m3) for kind in kinds):
+    if name != "flashinfer" and any(fa3_lacks(kind.dim, e4m3) for kind in kinds):
         return NO_KERNEL
-    trial = TRIAL if draft_tokens == 1 else Tree((1, 2), (64, 16 + draft_tokens))
     try:
         for kind in kinds:
-            batch = device_batch(trial, kind, draft_tokens=draft_tokens)
-            PEERS[name](quantised(batch) if e4m3 else batch, trial, 1.0)()
-        torch.cuda.synchronize()
+            _try(name, kind, e4m3, draft_tokens)
     except Exception as error:  # whatever it is, the caller prints it
         lines = str(error).strip().splitlines() or [""]
         return " ... ".join(dict.fromkeys([f"{type(error).__name__}: {lines[0]}", lines[-1]]))

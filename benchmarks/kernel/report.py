@@ -18,6 +18,7 @@ MAX_DIFFERENCE = 0.01
 FP8_LIMITS = {"pat": 0.05, "fa3": 0.15, "levels": 0.15}
 # pat's error with K/V in fp8_e4m3 may be so many times FA3's.
 MAX_OF_FA3 = 2.0
+COLUMNS = "floor us    pat     fa3  flashinf  levels  /floor  peer/pat  read  plan us"
 # pat may be this much slower than what it is compared with: more is a row that loses.
 MARGIN = 1.02
 
@@ -90,17 +91,16 @@ def geomean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def title(row: TreeRow) -> str:
-    """Heads and layout, and the draft tokens of a verify step."""
-    layout = f"{row.heads} heads, slots {'permuted' if row.permuted else 'contiguous'}"
-    return f"{layout}, {row.draft_tokens} draft tokens" if row.draft_tokens > 1 else layout
-
-
 def family(row: TreeRow) -> str:
     """Of a tree whether it shares; of another batch the first part of its name."""
     if "_" in row.spec:
         return "shared" if Tree.parse(row.spec).shares else "nothing shared"
     return row.spec.partition("-")[0]
+
+
+def decode_ratio(row: TreeRow) -> float | None:
+    """pat's time over that of the better of FA3 and FlashInfer; None if neither ran."""
+    return _over(row.pat, row.best(("fa3", "flashinfer")))
 
 
 def summary(rows: Sequence[TreeRow]) -> list[str]:
@@ -111,13 +111,11 @@ def summary(rows: Sequence[TreeRow]) -> list[str]:
         worst = max(shared, key=lambda row: row.over_floor)
         kinds = {"pat": ("pat",), "best peer per tree": PEER_NAMES}
         kinds |= {name: (name,) for name in PEER_NAMES}
-        means = [
-            f"{label} {_number(_over_floor(shared, names), 2)}" for label, names in kinds.items()
-        ]
-        lines += [
-            f"{len(shared)} trees with sharing, geometric mean over the floor: {', '.join(means)}",
-            f"worst: {worst.over_floor:.2f} times the floor at {worst.spec}",
-        ]
+        means = [f"{label} {_over_floor(shared, names)}" for label, names in kinds.items()]
+        lines.append(
+            f"{len(shared)} trees with sharing, geometric mean over the floor: {', '.join(means)}; "
+            f"worst {worst.over_floor:.2f} at {worst.spec}"
+        )
     lines.append(_against("the better of fa3 and flashinfer", rows, decode_ratio))
     if any(row.levels for row in rows):
         lines.append(_against("the best peer", rows, lambda row: _over(row.pat, row.best())))
@@ -128,10 +126,10 @@ def summary(rows: Sequence[TreeRow]) -> list[str]:
     return lines
 
 
-def _over_floor(rows: Sequence[TreeRow], names: Sequence[str]) -> float | None:
-    """Geometric mean of the best of ``names``; None unless every row has a time."""
+def _over_floor(rows: Sequence[TreeRow], names: Sequence[str]) -> str:
+    """Geometric mean of the best of ``names``; "-" unless every row has a time."""
     ratios = [time / row.floor_us for row in rows if (time := row.best(names)) is not None]
-    return geomean(ratios) if len(ratios) == len(rows) else None
+    return _number(geomean(ratios) if len(ratios) == len(rows) else None, 2)
 
 
 def _over(time: float, other: float | None) -> float | None:
@@ -156,12 +154,25 @@ def _against(what: str, rows: Sequence[TreeRow], ratio: Callable[[TreeRow], floa
     )
 
 
-def title_line(title: str) -> str:
-    """The heads of the columns of ``line``."""
-    return f"{title:44} floor us    pat     fa3  flashinf  levels  /floor  peer/pat  read  plan us"
+def table(rows: Iterable[TreeRow]) -> list[str]:
+    """The rows as text, with a summary of those of equal heads, layout and draft tokens."""
+    lines = []
+    for (heads, permuted, drafts), group in groupby(
+        rows, lambda row: (row.heads, row.permuted, row.draft_tokens)
+    ):
+        title = f"{heads} heads, slots {'permuted' if permuted else 'contiguous'}"
+        title += f", {drafts} draft tokens" if drafts > 1 else ""
+        members = list(group)
+        lines += [
+            "",
+            f"{title:44} {COLUMNS}",
+            *map(_line, members),
+            *(f"  {said}" for said in summary(members)),
+        ]
+    return lines
 
 
-def line(row: TreeRow) -> str:
+def _line(row: TreeRow) -> str:
     best = row.best()
     return (
         f"{row.spec:44} {row.floor_us:8.1f} {row.pat:6.1f} {_number(row.fa3, 1):>7} "
@@ -171,39 +182,21 @@ def line(row: TreeRow) -> str:
     )
 
 
-def table(rows: Iterable[TreeRow]) -> list[str]:
-    """The rows as text, with a summary of those of equal heads and layout."""
-    lines = []
-    for text, group in groupby(rows, title):
-        members = list(group)
-        lines += ["", title_line(text), *map(line, members)]
-        lines += [f"  {said}" for said in summary(members)]
-    return lines
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def complaints(rows: Iterable[TreeRow]) -> list[str]:
     """Outputs that disagree and plans that ran out of room, a line each."""
     lines = []
     for row in rows:
-        lines += [
-            f"{row.heads} {row.spec}: output of {name} is off by {value:.2g} (at most "
-            f"{row.limit_of(name):g}, relative norm)"
+        said = [
+            f"output of {name} is off by {value:.2g} (at most {row.limit_of(name):g}, relative "
+            "norm)"
             for name, value in row.wrong.items()
         ]
         if row.of_fa3 is not None and not row.of_fa3 <= MAX_OF_FA3:
-            lines.append(
-                f"{row.heads} {row.spec}: pat's error is {row.of_fa3:.2f} times fa3's (at most "
-                f"{MAX_OF_FA3:g})"
-            )
-        if row.degraded:
-            lines.append(f"{row.heads} {row.spec}: {row.degraded}")
+            said.append(f"pat's error is {row.of_fa3:.2f} times fa3's (at most {MAX_OF_FA3:g})")
+        said += [row.degraded] if row.degraded else []
+        lines += [f"{row.heads} {row.spec}: {each}" for each in said]
     return lines
-
-
-def decode_ratio(row: TreeRow) -> float | None:
-    """pat's time over that of the better of FA3 and FlashInfer; None if neither ran."""
-    return _over(row.pat, row.best(("fa3", "flashinfer")))
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -7,43 +7,40 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.common.trees import Requests
+from benchmarks.common.document import Document
+from benchmarks.kernel.cases import Case
 from benchmarks.kernel.clock import Captured, Clock, capture
-from benchmarks.kernel.floor import Heads, Rates, floor_us, flops, least_bytes
-from benchmarks.kernel.kv import TreeBatch, quantised, relative
-from benchmarks.kernel.layer import Layer, PatOptions, error_of
+from benchmarks.kernel.floor import Rates, floor_us
+from benchmarks.kernel.kv import quantised, relative
+from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
 from benchmarks.kernel.peers import PEERS
 from benchmarks.kernel.report import TreeRow
+from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import BRANCH
 
 
 def measure(
-    tree: Requests,
-    heads: Heads,
-    permuted: bool,
-    names: list[str],
-    timer: Clock,
-    rates: Rates,
-    settings: PatOptions,
-    batch: TreeBatch,
+    case: Case, settings: PatOptions, permuted: bool, document: Document, timer: Clock
 ) -> TreeRow:
-    """Capture, check and time pat and the peers in ``names`` on one tree or forest.
-
-    ``batch``: its inputs, with the draft tokens of ``settings``.
-    """
-    scale = heads.dim**-0.5
+    """Capture, check and time pat and the ``peers`` of a document, whose rates are the floor's.
+    A cascade by levels is left out where there are none."""
+    tree, heads, scale = case.requests, case.heads, case.heads.dim**-0.5
+    settings = replace(settings, draft_tokens=case.draft_tokens)
+    batch = device_batch(tree, heads, permuted, case.draft_tokens)
     graphs: dict[str, Captured] = {}
     if settings.e4m3:
-        wide = Layer(batch, tree, heads, replace(settings, kv_dtype="bfloat16"), scale)
-        graphs["bf16"] = capture(wide.attend)
+        bf16 = Layer(batch, tree, heads, replace(settings, kv_dtype="bfloat16"), scale)
+        graphs["bf16"] = capture(bf16.attend)
         batch = quantised(batch)
     layer = Layer(batch, tree, heads, settings, scale)
     graphs["pat"] = capture(layer.attend)
-    for name in names:
+    for name in document["peers"]:
+        if name == "levels" and not isinstance(tree, Tree):
+            continue
         try:
             graphs[name] = capture(PEERS[name](batch, tree, scale))
         except Exception as error:  # the run goes on without it
-            print(f"{heads} {tree}: {name} did not run: {type(error).__name__}: {error}")
+            print(f"{case.name}: {name} did not run: {type(error).__name__}: {error}")
     outs = {name: graph.out for name, graph in graphs.items() if graph.out is not None}
     for name, out in outs.items():
         out.fill_(float("nan"))
@@ -52,15 +49,15 @@ def measure(
     ours = outs.pop("pat")
     outs.pop("bf16", None)  # of other K and V
     made = layer.plan
-    counted = (settings.kv_bytes, settings.draft_tokens)
-    bytes_s = least_bytes(tree, heads, *counted) / rates.bytes_per_s
-    flops_s = flops(tree, heads, settings.draft_tokens) / rates.flops_per_s
+    rates = Rates(document["bytes_per_s"], document["flops_per_s"])
+    floor, bound = floor_us(tree, heads, rates, settings.kv_bytes, settings.draft_tokens)
+    errors = {name: error_of(out, batch, scale) for name, out in outs.items() if settings.e4m3}
     return TreeRow(
         heads=str(heads),
         spec=str(tree),
         permuted=permuted,
-        floor_us=floor_us(tree, heads, rates, *counted),
-        bound="memory" if bytes_s > flops_s else "compute",
+        floor_us=floor,
+        bound=bound,
         pat=times["pat"],
         fa3=times.get("fa3"),
         flashinfer=times.get("flashinfer"),
@@ -77,9 +74,7 @@ def measure(
         differences={name: relative(out, ours) for name, out in outs.items()},
         branches=int(np.count_nonzero(made.items["kind"] == BRANCH)),
         kv_dtype=settings.kv_dtype,
-        errors={name: error_of(out, batch, scale) for name, out in outs.items()}
-        if settings.e4m3
-        else {},
+        errors=errors,
         bf16=times.get("bf16"),
         draft_tokens=settings.draft_tokens,
     )

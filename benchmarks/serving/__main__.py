@@ -21,14 +21,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from benchmarks.common.budget import Budget
 from benchmarks.common.document import (
+    Budget,
     Document,
     conditions,
     heading,
@@ -37,12 +37,13 @@ from benchmarks.common.document import (
     whole_number,
     write,
 )
-from benchmarks.serving.client import PROGRAM, ClientError, ask
-from benchmarks.serving.fleet import Served, serve
 from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
 from benchmarks.serving.model import SHAPES, open_model
+from benchmarks.serving.servers import PROGRAM, ClientError, ask, serve, step_notes
 from benchmarks.serving.table import Row, counted_fields, step_ms, table
-from sglang_pat.demo.server import ServerError
+from sglang_pat.demo.counters import Counters
+from sglang_pat.demo.server import Server, ServerError
+from sglang_pat.srt import BACKEND
 
 KIND = "serving"
 CHAT = "sglang-oai-chat"  # the client takes an event of several tokens for one token there
@@ -67,18 +68,15 @@ def make_parser() -> argparse.ArgumentParser:
     how = f"attention backends (default: {' '.join(BACKENDS)})"
     add("--backends", nargs="+", metavar="NAME", default=list(BACKENDS), help=how)
     add("--runs", type=number, default=5, help="rounds over all of it (default: 5)")
-    add("--new-tokens", type=number, default=128, help="of a batch's prompts, behind the prefix")
     add("--output-tokens", type=number, default=256, help="of a batch's requests (default: 256)")
     how = "tokens with which an agent's conversation ends (default: 5120)"
     add("--agent-context", type=number, default=5120, help=how)
-    add("--seed", type=int, default=0, help="of the first run; the next one's is one more")
     add("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
     add("--show", action="store_true", help="run nothing, print the commands")
     add = parser.add_argument_group("servers").add_argument
     add("--model", default="llama3-8b", help=f"{', '.join(SHAPES)} or a folder")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="of servers (default: cuda)")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and K/V")
-    how = "of K/V alone, of every server (default: auto, that of --dtype)"
+    how = "of K/V, of every server (default: auto, that of the weights)"
     add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help=how)
     add("--tp", type=number, default=1, help="GPUs of every server")
     add("--pool-tokens", type=number, default=131_072, help="of a server's K/V (default: 131072)")
@@ -103,25 +101,28 @@ def run(options: argparse.Namespace, budget: Budget) -> None:
     """
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="sglang_pat_bench_"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    lengths = {"new": options.new_tokens, "output": options.output_tokens}
-    loads = [parse(text, **lengths, folder=folder) for text in options.loads]
+    loads = [parse(text, output=options.output_tokens, folder=folder) for text in options.loads]
     model = open_model(options.model, folder)
     arguments = server_arguments(options, model)
-    write_traces(loads, model, options.agent_context)
+    if teams := [load for load in loads if load.team]:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        for load in teams:
+            write_trace(load, tokenizer, options.agent_context)
     if options.show:
         print("\n".join(commands(model, options, arguments, loads)))
         return
-    document = conditions(
-        KIND, "benchmarks.serving", device_name(options), VERSIONS_OF, settings_of(options)
-    )
+    device = device_name(options)
+    document = conditions(KIND, "benchmarks.serving", device, VERSIONS_OF, settings_of(options))
     document |= {"loads": {load.name: shlex.join(load.arguments) for load in loads}, "rows": []}
     print(f"starting {', '.join(options.backends)}; logs in {folder}", flush=True)
     started = {"device": options.device, "pool_tokens": options.pool_tokens, "logs": folder}
     ready_s = min(READY_S, budget.left_s())
-    with serve(model, options.backends, arguments, **started, ready_s=ready_s) as fleet:
+    with serve(model, options.backends, arguments, **started, ready_s=ready_s) as servers:
         print(f"servers are ready{budget}", flush=True)
         try:
-            measure(fleet, loads, options, budget, document, folder)
+            measure(servers, loads, options, budget, document, folder)
         finally:
             write(document, options.json)  # with the counters of the last runs
             if budget.spent_out:
@@ -133,7 +134,7 @@ def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
     """Of ``sglang.launch_server``, of every server."""
     requests = str(options.max_requests)
     found = [
-        *("--dtype", options.dtype or ("bfloat16" if options.device == "cuda" else "float32")),
+        *("--dtype", "bfloat16" if options.device == "cuda" else "float32"),
         *("--kv-cache-dtype", options.kv_cache_dtype, "--tp-size", str(options.tp)),
         *("--max-total-tokens", str(options.pool_tokens), "--max-running-requests", requests),
         *("--stream-interval", str(options.stream_interval)),
@@ -158,16 +159,6 @@ def device_name(options: argparse.Namespace) -> str:
     return torch.cuda.get_device_name()
 
 
-def write_traces(loads: Sequence[Load], model: Path, context: int) -> None:
-    teams = [load for load in loads if load.team]
-    if teams:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        for load in teams:
-            write_trace(load, tokenizer, context)
-
-
 def commands(
     model: Path, options: argparse.Namespace, arguments: Sequence[str], loads: Sequence[Load]
 ) -> list[str]:
@@ -179,13 +170,12 @@ def commands(
     ]
     program = shlex.join(["python", "-m", *PROGRAM])
     return lines + [
-        f"{program} {shlex.join(load.arguments)} --port 30000 --seed {options.seed}"
-        for load in loads
+        f"{program} {shlex.join(load.arguments)} --port 30000 --seed 0" for load in loads
     ]
 
 
 def measure(
-    fleet: Sequence[Served],
+    servers: Mapping[str, Server],
     loads: Sequence[Load],
     options: argparse.Namespace,
     budget: Budget,
@@ -198,38 +188,39 @@ def measure(
     Raises:
         ClientError: a request failed.
     """
-    log = folder / "client.log"
+    counted = Counters()
     for turn in range(-1, options.runs):
         for load in loads if turn >= 0 else loads[:1]:
-            rows: list[tuple[Served, Row, float]] = []
-            by = turn % len(fleet)  # another order every run, so that none is always first
-            for served in [*fleet[by:], *fleet[:by]]:
+            rows: list[Row] = []
+            by = turn % len(servers)  # another order every run, so that none is always first
+            for backend in [*servers, *servers][by : by + len(servers)]:
                 if not budget.allows(load.name):
                     break
                 began = time.monotonic()
-                served.flush()
-                before = served.step_notes()
-                seed = options.seed + turn % (options.runs + 1)
-                port = served.server.port
-                row = ask(load, port=port, seed=seed, folder=folder, log=log)
-                row |= {"load": load.name, "backend": served.backend, "run": turn}
-                if options.stream_interval > 1 and CHAT in load.arguments:
-                    row = {name: each for name, each in row.items() if "itl" not in name}
-                row["step_ms"] = step_ms(before, served.step_notes())
-                rows.append((served, row, time.monotonic()))
+                row = run_once(servers[backend], load, options, turn, folder)
+                rows.append(row | {"load": load.name, "backend": backend, "run": turn})
                 budget.took(load.name, time.monotonic() - began)
                 if turn >= 0:
-                    document["rows"].append(row)
+                    document["rows"].append(rows[-1])
                     write(document, options.json)
-                    print(f"{line_of(row)}{budget}", flush=True)
-            for served, row, ended in rows:  # the counters appear late
-                if counted := served.counted(ended):
-                    row["counted"] = counted_fields(counted)
+                    tpot = row["median_tpot_ms"]
+                    print(f"{load.name} {backend}: TPOT p50 {tpot:.2f} ms{budget}", flush=True)
+            for row in rows:
+                if row["backend"] == BACKEND:  # its counters appear late
+                    before, counted = counted, servers[BACKEND].counters()
+                    row["counted"] = counted_fields(counted - before)
 
 
-def line_of(row: Row) -> str:
-    itl = f"ITL p50 {row['median_itl_ms']:.2f} ms, " if "median_itl_ms" in row else ""
-    return f"{row['load']} {row['backend']}: {itl}TPOT p50 {row['median_tpot_ms']:.2f} ms"
+def run_once(
+    server: Server, load: Load, options: argparse.Namespace, turn: int, folder: Path
+) -> Row:
+    """What the client and the engine say of one run of a load, from an empty cache on."""
+    server.post("/flush_cache?timeout=10")  # once the last request is gone
+    before = step_notes(server)
+    row = ask(load, port=server.port, seed=turn % (options.runs + 1), folder=folder)
+    if options.stream_interval > 1 and CHAT in load.arguments:
+        row = {name: each for name, each in row.items() if "itl" not in name}
+    return row | {"step_ms": step_ms(before, step_notes(server))}
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

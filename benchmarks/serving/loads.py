@@ -5,7 +5,7 @@ A load is written in one of three ways:
 
 - ``[GROUPS*]PREFIX[+PRIVATE]xREQUESTS``, as ``8192x128``, ``8*2048x16``, ``1024+512x256``: requests
   sent at once, GROUPS groups (default 1) of REQUESTS each on a prefix of PREFIX tokens of their own
-  (``0x64``: 64 that share nothing), with PRIVATE and ``--new-tokens`` tokens behind it.
+  (``0x64``: 64 that share nothing), with PRIVATE and 128 tokens behind it.
 - ``SYSTEM+ROLES*ROLExAGENTS``, as ``3000+4*1200x64``: AGENTS conversations at a time, each behind a
   system prompt of SYSTEM tokens and one of ROLES prompts of ROLE tokens. A turn adds 20 to 300
   tokens and is sent when the last one is answered; the next conversation begins when one ends.
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_LOADS = ("8192x128", "4096x64", "8*2048x16", "0x64", "0x256")
+QUESTION = 128  # tokens of a request of a batch, beyond what is shared or private
 NEW_TOKENS = (20, 300)  # of an agent's turn
 # Of an agent's answer. The client takes one length for all: answers of one length end at different
 # steps because the conversations begin at different times, START_RATE a second.
@@ -46,9 +47,8 @@ class Load:
     trace: Path = Path()
 
 
-def parse(text: str, *, new: int, output: int, folder: Path) -> Load:
-    """``new``, ``output``: tokens of each request of a batch, beyond what is shared or private.
-    ``folder``: of traces.
+def parse(text: str, *, output: int, folder: Path) -> Load:
+    """``output``: tokens of each answer of a batch. ``folder``: of traces.
 
     Raises:
         ValueError: ``text`` is no load, or one without requests; with examples of loads.
@@ -59,13 +59,18 @@ def parse(text: str, *, new: int, output: int, folder: Path) -> Load:
         system, roles, role, agents = map(int, found.groups())
         if roles and agents:
             trace = folder / f"agents-{'-'.join(found.groups())}.json"
-            arguments = _conversations(agents, trace)
+            arguments = (
+                *("--backend", "sglang-oai-chat", "--dataset-name", "agentic-trace"),
+                *("--dataset-path", str(trace), "--sharegpt-output-len", str(ANSWER_TOKENS)),
+                *("--num-prompts", str(agents * CONVERSATIONS)),
+                *("--max-concurrency", str(agents), "--request-rate", str(START_RATE)),
+            )
             return Load(text, arguments, ANSWER_TOKENS, (system, roles, role, agents), trace)
     elif found := _BATCH.fullmatch(text):
         groups, prefix, private, each = (int(number or 0) for number in found.groups())
         groups = groups if found[1] else 1
         if groups and each:
-            return Load(text, _batch(groups, each, prefix, private + new, output), output)
+            return Load(text, _batch(groups, each, prefix, private + QUESTION, output), output)
     raise ValueError(
         f"{text!r} is not a load, or has no requests: write [GROUPS*]PREFIX[+PRIVATE]xREQUESTS as "
         "8192x128 or 8*2048x16, SYSTEM+ROLES*ROLExAGENTS as 3000+4*1200x64, or arguments of "
@@ -85,15 +90,6 @@ def _batch(groups: int, each: int, prefix: int, question: int, output: int) -> t
         *("--gsp-prompts-per-group", str(each), "--gsp-system-prompt-len", str(prefix)),
         *("--gsp-question-len", str(question), "--gsp-output-len", str(output)),
         "--tokenize-prompt",
-    )
-
-
-def _conversations(agents: int, trace: Path) -> tuple[str, ...]:
-    return (
-        *("--backend", "sglang-oai-chat", "--dataset-name", "agentic-trace"),
-        *("--dataset-path", str(trace), "--sharegpt-output-len", str(ANSWER_TOKENS)),
-        *("--num-prompts", str(agents * CONVERSATIONS)),
-        *("--max-concurrency", str(agents), "--request-rate", str(START_RATE)),
     )
 
 

@@ -20,23 +20,14 @@ MAX_CLIENT_OVER_ENGINE = 1.10
 
 
 def counted_fields(counted: Counters) -> dict[str, Any]:
-    """What pat counted in a run. Times are host times of a step in microseconds: of one that made
-    a plan, how long the GPU waited for it at most in the mean, and of one that kept its plan.
-    K/V tokens are those of one layer and head; every layer and head reads as many."""
-    made, kept = counted.plans_made, counted.decode_steps - counted.plans_made
-    return {
-        "decode_steps": counted.decode_steps,
-        "packed_steps": counted.packed_steps,
-        "plans_made": made,
-        "plan_us": 1e6 * counted.plan_seconds / max(made, 1),
-        "hidden_share": counted.hidden_plans / made if made else None,
-        "exposed_us": 1e6 * counted.exposed_seconds / max(made, 1),
-        "reuse_us": 1e6 * (counted.host_seconds - counted.plan_seconds) / max(kept, 1),
-        "kv_tokens_read": counted.kv_tokens_read,
-        "kv_tokens_unpacked": counted.kv_tokens_unpacked,
+    """What pat counted in a run. ``plan_us``: host microseconds of a plan; ``exposed_us``: how long
+    the GPU waited for it at most, in the mean. K/V tokens are those of one layer and head; every
+    layer and head reads as many."""
+    made = max(counted.plans_made, 1)
+    return vars(counted) | {
+        "plan_us": 1e6 * counted.plan_seconds / made,
+        "exposed_us": 1e6 * counted.exposed_seconds / made,
         "kv_read_share": counted.kv_tokens_read / max(counted.kv_tokens_unpacked, 1),
-        "base_forwards": counted.base_forwards,
-        "fallbacks": counted.fallbacks,
     }
 
 
@@ -55,35 +46,29 @@ def step_ms(
     return 1e3 * statistics.median(most[1:] or most) if most else None
 
 
-def unique(values: Iterable[str]) -> list[str]:
-    """In the order in which they first come."""
-    return list(dict.fromkeys(values))
-
-
-def value(row: Row, name: str) -> float | None:
-    """A number of a row by its name; ``steady.NAME`` and ``counted.NAME`` are in these parts. None
-    where there is none, or a busy client read all tokens at once."""
-    part, _, inner = name.rpartition(".")
-    found = (row.get(part) or {}).get(inner) if part else row.get(name)
-    return float(found) if found else None
-
-
-def values(rows: Sequence[Row], load: str, backend: str, name: str) -> list[float]:
-    """``value`` of the runs of a load on a backend that have one."""
-    found = [value(row, name) for row in rows if (row["load"], row["backend"]) == (load, backend)]
-    return [each for each in found if each is not None]
+def numbers(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Those of all runs by load, backend and name; what a row has in ``steady`` and ``counted`` as
+    ``steady.NAME``. A time of 0, of a client that read all tokens at once, is none."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in rows:
+        flat = row | {
+            f"{part}.{name}": each
+            for part in ("steady", "counted")
+            for name, each in row.get(part, {}).items()
+        }
+        names = found.setdefault(row["load"], {}).setdefault(row["backend"], {})
+        for name, each in flat.items():
+            if isinstance(each, int | float) and (each or name == "run"):
+                names.setdefault(name, []).append(float(each))
+    return found
 
 
 def ratio(
-    rows: Sequence[Row], load: str, name: str, *, least_is_best: bool = True
+    of_load: Mapping[str, Mapping[str, Sequence[float]]], name: str, least_is_best: bool = True
 ) -> tuple[float, str] | None:
     """pat's median over the best of the other backends', and that backend; None if there is nothing
     to divide."""
-    medians = {
-        backend: statistics.median(found)
-        for backend in unique(row["backend"] for row in rows)
-        if (found := values(rows, load, backend, name))
-    }
+    medians = {b: statistics.median(each[name]) for b, each in of_load.items() if name in each}
     ours = medians.pop("pat", None)
     if ours is None or not medians:
         return None
@@ -104,9 +89,7 @@ _COLUMNS = (
     ("tokens/s", "steady.output_throughput", 8, ".0f"),
     ("step ms", "step_ms", 7, ".2f"),
     ("plan us", "counted.plan_us", 7, ".0f"),
-    ("hidden", "counted.hidden_share", 6, ".0%"),
     ("exposed", "counted.exposed_us", 7, ".0f"),
-    ("reuse us", "counted.reuse_us", 8, ".0f"),
     ("plans", "counted.plans_made", 6, ".0f"),
     ("packed", "counted.packed_steps", 6, ".0f"),
     ("steps", "counted.decode_steps", 6, ".0f"),
@@ -114,17 +97,18 @@ _COLUMNS = (
 )
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Iterable[Row]) -> list[str]:
     """Medians by load and backend, of the inter-token time its spread, too; then pat against the
     better of the others, and where the client or SGLang's HTTP process, not the engine, was the
     limit."""
     heads = " ".join(f"{title:>{width}}" for title, _, width, _ in _COLUMNS)
     lines, remarks = [f"{'load':16} {'backend':12} runs {'ITL p50 ms':>22} {heads}"], []
-    for load in unique(row["load"] for row in rows):
-        for backend in unique(row["backend"] for row in rows if row["load"] == load):
-            lines.append(_line(rows, load, backend))
-            itl, step = (values(rows, load, backend, of) for of in ("median_itl_ms", "step_ms"))
-            over = statistics.median(itl) / statistics.median(step) if itl and step else 0.0
+    for load, of_load in numbers(rows).items():
+        for backend, found in of_load.items():
+            lines.append(f"{load:16} {backend:12} {_cells(found)}")
+            if not found.keys() >= {"median_itl_ms", "step_ms"}:
+                continue
+            over = statistics.median(found["median_itl_ms"]) / statistics.median(found["step_ms"])
             if over > MAX_CLIENT_OVER_ENGINE:
                 remarks.append(
                     f"{load} {backend}: the client's inter-token time is {over:.2f} times the "
@@ -132,17 +116,16 @@ def table(rows: Sequence[Row]) -> list[str]:
                     "--stream-interval"
                 )
         for name, title, least in COMPARED:
-            if found := ratio(rows, load, name, least_is_best=least):
-                remarks.append(f"{load}: {title}, pat / {found[1]}: {found[0]:.3f}")
+            if best := ratio(of_load, name, least):
+                remarks.append(f"{load}: {title}, pat / {best[1]}: {best[0]:.3f}")
     return lines + remarks
 
 
-def _line(rows: Sequence[Row], load: str, backend: str) -> str:
-    count = sum((row["load"], row["backend"]) == (load, backend) for row in rows)
-    times = values(rows, load, backend, "median_itl_ms")
+def _cells(found: Mapping[str, Sequence[float]]) -> str:
+    times = found.get("median_itl_ms")
     itl = f"{statistics.median(times):.2f} ({min(times):.2f}..{max(times):.2f})" if times else "-"
-    cells = []
-    for _, name, width, form in _COLUMNS:
-        found = values(rows, load, backend, name)
-        cells.append(f"{format(statistics.median(found), form) if found else '-':>{width}}")
-    return f"{load:16} {backend:12} {count:4} {itl:>22} {' '.join(cells)}"
+    cells = [
+        f"{format(statistics.median(found[name]), form) if name in found else '-':>{width}}"
+        for _, name, width, form in _COLUMNS
+    ]
+    return f"{len(found['run']):4} {itl:>22} {' '.join(cells)}"

@@ -5,12 +5,12 @@
 #include <array>
 #include <limits>
 
-#include "bindings/args.h"
 #include "bindings/bindings.h"
 #include "check.h"
 #include "cpu/forward.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace pat {
 namespace {
@@ -72,32 +72,16 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
 }  // namespace
 
 void bind_cpu(py::module_& m) {
-  m.def("decode_cpu", &decode, py::arg("plan"), py::arg("plan_bytes"), py::arg("q"),
-        py::arg("k_cache"), py::arg("v_cache"), py::arg("out"), py::arg("lse"),
-        py::arg("req_to_token"), py::arg("rows"), py::arg("seq_lens"), py::arg("num_slots"),
-        py::arg("num_queries"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
-        py::arg("head_dim"), py::arg("v_head_dim"), py::arg("dtype"), py::arg("partial_dtype"),
-        py::arg("scale"), py::arg("logit_cap"), py::arg("num_threads"), py::arg("draft_tokens") = 1,
-        py::arg("kv_dtype") = 0, py::arg("k_scale") = 1.0f, py::arg("v_scale") = 1.0f,
-        py::arg("draft_masks") = 0,
+  m.def("decode_cpu", &decode, "plan"_a, "plan_bytes"_a, "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
+        "lse"_a, "req_to_token"_a, "rows"_a, "seq_lens"_a, "num_slots"_a, "num_queries"_a,
+        "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "dtype"_a,
+        "partial_dtype"_a, "scale"_a, "logit_cap"_a, "num_threads"_a, "draft_tokens"_a = 1,
+        "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_masks"_a = 0,
         R"(Executes a plan on CPU memory: forward of all items, merge of the partials.
 
-plan, plan_bytes: address and size of the plan, ``Plan.data_ptr`` and ``Plan.nbytes``.
-q, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements, of
-    [num_queries * draft_tokens, num_q_heads, head_dim], [num_slots, num_kv_heads, head_dim],
-    [num_slots, num_kv_heads, v_head_dim] and [num_queries * draft_tokens, num_q_heads,
-    v_head_dim]; the last dimension contiguous; q and out of ``dtype`` 0 (fp32), 1 (bf16) or 2
-    (fp16).
-lse: address of fp32 [num_queries * draft_tokens, num_q_heads], base 2, or 0.
-req_to_token: (address, row stride, rows, columns) of int32 slot ids.
-rows, seq_lens: addresses of int64 [num_queries], rows of req_to_token and lengths in tokens.
-draft_tokens: of each query, the last tokens of its sequence (csrc/plan.h); 1 in a decode step.
-draft_masks: address of uint64 [num_queries, draft_tokens], or 0: bit j says that the draft token
-    attends to draft token j of its query; without them each attends to those before it.
-partial_dtype: 0 (fp32) or 1 (bf16).
-kv_dtype: of k_cache and v_cache, one of KV_DTYPES: q's, or float8_e4m3fn, of which k_scale and
-    v_scale are the factors; for q's both are 1.
-logit_cap: 0 = off. num_threads: the result does not depend on it.
+Shapes and numbers are those of DecodeArgs in C++. plan, plan_bytes: ``Plan.data_ptr``
+and ``Plan.nbytes``. q, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements.
+req_to_token: (address, row stride, rows, columns). lse and draft_masks may be 0.
 
 Raises ValueError for arguments that make no sense, for a plan that is damaged or was made for
 other heads, queries or lengths, and for a slot id outside of the cache. Releases the GIL.)");

@@ -7,12 +7,12 @@
 #include <sstream>
 #include <string>
 
-#include "bindings/args.h"
 #include "bindings/bindings.h"
 #include "cuda/decode.h"
 #include "cuda/staging.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace pat {
 namespace {
@@ -176,10 +176,10 @@ void bind_probe(py::module_& m) {
   m.def(
       "cuda_first_unit_bytes", [] { return kFirstUnitBytes; },
       "Bytes of the first_units of CudaBuffers.");
-  m.def("cuda_min_shared_bytes", &min_shared_bytes, py::arg("head_dim"),
+  m.def("cuda_min_shared_bytes", &min_shared_bytes, "head_dim"_a,
         "Bytes of shared memory that a block of the forward needs at least. Raises ValueError for\n"
         "a head dim that has no kernel.");
-  m.def("cuda_probe", &probe, py::arg("device") = 0,
+  m.def("cuda_probe", &probe, "device"_a = 0,
         "Run a tiny kernel of this module on a CUDA device.\n\n"
         "Returns a dict: ok, device, arch (10 * major + minor), kernel_arch (what the kernel was\n"
         "compiled for), driver_version (0 without a driver), error (\"\" if ok). Never raises.");
@@ -188,37 +188,25 @@ void bind_probe(py::module_& m) {
 void bind_buffers(py::module_& m) {
   py::class_<Buffers>(m, "CudaBuffers", R"(The device memory of a workspace and the heads it is for.
 
-plan: address of a plan, whose header has the address of the list of slots.
-row_masks: address of uint16 [max_branch_tokens]: the packed rows that attend to each token of the
-    branches.
-partials: [max_partials, draft_tokens, num_q_heads, head_dim] of ``partial_bytes`` 4 (fp32) or 2
-    (q's dtype).
-partial_lse: fp32 [max_partials, draft_tokens, num_q_heads]. queue: int32 [cuda_queue_ints()],
-    zeros. first_units: of cuda_first_unit_bytes() bytes.
-launch: one of LAUNCHES. draft_tokens: of a query, 1 in a decode step. draft_masks: uint64
-    [max_queries, draft_tokens], or 0: bit j says that the draft token attends to draft token j of
-    its query; without them each attends to those before it.
-
+Shapes and dtypes are those of DecodeParams in C++. queue: of cuda_queue_ints() zeros.
+first_units: of cuda_first_unit_bytes() bytes. launch: one of LAUNCHES.
 Holds addresses only: who made it keeps the memory.)")
-      .def(py::init(&make_buffers), py::kw_only(), py::arg("plan"), py::arg("row_masks"),
-           py::arg("partials"), py::arg("partial_lse"), py::arg("queue"), py::arg("first_units"),
-           py::arg("partial_bytes"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
-           py::arg("head_dim"), py::arg("launch"), py::arg("draft_tokens") = 1,
-           py::arg("draft_masks") = 0)
+      .def(py::init(&make_buffers), py::kw_only(), "plan"_a, "row_masks"_a, "partials"_a,
+           "partial_lse"_a, "queue"_a, "first_units"_a, "partial_bytes"_a, "num_q_heads"_a,
+           "num_kv_heads"_a, "head_dim"_a, "launch"_a, "draft_tokens"_a = 1, "draft_masks"_a = 0)
       .def("__repr__", &describe);
 }
 
 void bind_staging(py::module_& m) {
   m.def(
-      "check_plan_cuda", &check_plan, py::arg("plan"), py::arg("plan_bytes"), py::arg("max_bytes"),
-      py::arg("max_queries"), py::arg("max_partials"), py::arg("max_context"),
-      py::arg("max_branch_tokens"), py::arg("max_list_tokens"), py::arg("num_q_heads"),
-      py::arg("num_kv_heads"), py::arg("draft_tokens") = 1, py::arg("made") = py::none(),
+      "check_plan_cuda", &check_plan, "plan"_a, "plan_bytes"_a, "max_bytes"_a, "max_queries"_a,
+      "max_partials"_a, "max_context"_a, "max_branch_tokens"_a, "max_list_tokens"_a,
+      "num_q_heads"_a, "num_kv_heads"_a, "draft_tokens"_a = 1, "made"_a = py::none(),
       "Raises ValueError, saying what was given and what fits, unless the plan at a host address\n"
       "is sound and fits these capacities. Kernels trust a plan that passed. `made`: (last_token,\n"
       "most_rows) of a Plan of this process, which is taken to be sound.");
   py::class_<PlanStaging>(m, "PlanStaging", "A ring of pinned buffers on the current device.")
-      .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("count"))
+      .def(py::init<size_t, int>(), "bytes"_a, "count"_a)
       .def(
           "copy",
           [](PlanStaging& self, int64_t plan, size_t bytes, int64_t device, int64_t list,
@@ -226,7 +214,7 @@ void bind_staging(py::module_& m) {
             self.copy(pointer<const void>(plan), bytes, pointer<void>(device),
                       pointer<int32_t>(list), pointer<void>(stream));
           },
-          py::arg("plan"), py::arg("bytes"), py::arg("device"), py::arg("list"), py::arg("stream"),
+          "plan"_a, "bytes"_a, "device"_a, "list"_a, "stream"_a,
           py::call_guard<py::gil_scoped_release>(),
           "Copies a plan from a host to a device address in stream order; `list`: the device "
           "address\n"
@@ -237,17 +225,16 @@ void bind_staging(py::module_& m) {
 
 void bind_launches(py::module_& m) {
   m.def(
-      "snapshot_cuda", &snapshot, py::arg("buffers"), py::kw_only(), py::arg("req_to_token"),
-      py::arg("rows"), py::arg("seq_lens"), py::arg("num_rows"), py::arg("stream"),
+      "snapshot_cuda", &snapshot, "buffers"_a, py::kw_only(), "req_to_token"_a, "rows"_a,
+      "seq_lens"_a, "num_rows"_a, "stream"_a,
       R"(Copies the slots of all tokens that a plan's items read into its list, on a stream, and writes
 into the plan how many tokens each item has.
 
 req_to_token: (device address, row stride, tokens of a row) of an int32 table.
 rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows].
 Only launches. Raises RuntimeError with CUDA's error.)");
-  m.def("read_draft_masks_cuda", &read_draft_masks, py::kw_only(), py::arg("cells"),
-        py::arg("num_cells"), py::arg("seq_lens"), py::arg("num_rows"), py::arg("draft_tokens"),
-        py::arg("masks"), py::arg("stream"),
+  m.def("read_draft_masks_cuda", &read_draft_masks, py::kw_only(), "cells"_a, "num_cells"_a,
+        "seq_lens"_a, "num_rows"_a, "draft_tokens"_a, "masks"_a, "stream"_a,
         R"(Writes the masks of draft trees on a stream, from a byte a cell.
 
 cells: address of ``num_cells`` bytes: one query after the other, a row for each of its draft
@@ -256,30 +243,20 @@ seq_lens: (address, bytes of an element: 4 or 8) of [num_rows], the tokens befor
     each of which a row begins with a cell more; address 0: there are none of these cells.
 masks: address of uint64 [num_rows, draft_tokens]. Bits of cells beyond num_cells are 0.
 Only launches. Raises RuntimeError with CUDA's error.)");
-  m.def("check_decode_cuda", &check_arguments, py::arg("num_q_heads"), py::arg("num_kv_heads"),
-        py::arg("head_dim"), py::arg("k_stride_slot"), py::arg("v_stride_slot"), py::arg("scale"),
-        py::arg("logit_cap"), py::arg("kv_dtype") = 0, py::arg("k_scale") = 1.0f,
-        py::arg("v_scale") = 1.0f, py::arg("draft_tokens") = 1,
+  m.def("check_decode_cuda", &check_arguments, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+        "k_stride_slot"_a, "v_stride_slot"_a, "scale"_a, "logit_cap"_a, "kv_dtype"_a = 0,
+        "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_tokens"_a = 1,
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");
   m.def(
-      "decode_cuda", &decode, py::arg("buffers"), py::kw_only(), py::arg("q"), py::arg("k_cache"),
-      py::arg("v_cache"), py::arg("out"), py::arg("lse"), py::arg("num_rows"), py::arg("dtype"),
-      py::arg("scale"), py::arg("logit_cap"), py::arg("stream"), py::arg("kv_dtype") = 0,
-      py::arg("k_scale") = 1.0f, py::arg("v_scale") = 1.0f,
+      "decode_cuda", &decode, "buffers"_a, py::kw_only(), "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
+      "lse"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a, "kv_dtype"_a = 0,
+      "k_scale"_a = 1.0f, "v_scale"_a = 1.0f,
       R"(Executes the plan of a workspace on a stream: forward of all items, merge of the partials.
 
-All addresses are of device memory; it only launches, so that a CUDA graph can capture it.
-buffers: they hold a plan that check_plan_cuda accepted.
-q, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements, of
-    [num_rows * draft_tokens, num_q_heads, head_dim], [slots, num_kv_heads, head_dim] twice and
-    [num_rows * draft_tokens, num_q_heads, head_dim]; last dimension contiguous, rows aligned to 16 bytes; q
-    and out of ``dtype`` 1 (bf16) or 2 (fp16).
-kv_dtype: of k_cache and v_cache, one of KV_DTYPES: q's, or float8_e4m3fn, of which k_scale and
-    v_scale are the factors; for q's both are 1.
-    With several draft tokens out is contiguous.
-lse: fp32 [num_rows * draft_tokens, num_q_heads], base 2, or 0.
-num_rows: queries, with the rows that pad the batch.
-logit_cap: 0 = off.
+Shapes, dtypes and numbers are those of DecodeParams in C++, all addresses of device
+memory. buffers: they hold a plan that check_plan_cuda accepted. q, k_cache, v_cache, out: (address,
+stride 0, stride 1), strides in elements. dtype: 1 (bf16) or 2 (fp16). num_rows: with the rows that
+pad the batch. Only launches, so that a CUDA graph can capture it.
 
 Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");
 }

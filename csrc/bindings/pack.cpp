@@ -3,12 +3,14 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -18,10 +20,12 @@
 #include "pack/cut.h"
 #include "pack/plan_text.h"
 #include "pack/schedule.h"
-#include "srt/python_paths.h"
+#include "srt/handles.h"
+#include "srt/python_objects.h"
 #include "srt/radix_paths.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace pat {
 namespace {
@@ -30,17 +34,12 @@ using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecas
 
 constexpr int kPrintedLines = 24;  // of a printed plan's tree, and of its items
 
-template <int32_t PlanHeader::* kField>
-int32_t header_field(const Plan& plan) {
-  return plan.header().*kField;
-}
-
 // View of one of a plan's arrays, which keeps the plan alive.
 template <typename T, int32_t PlanHeader::* kOffset, int32_t PlanHeader::* kCount>
 py::array plan_view(const py::object& self) {
   const auto& plan = self.cast<const Plan&>();
-  const uint8_t* data = plan.blob.data() + header_field<kOffset>(plan);
-  py::array view(py::dtype::of<T>(), {header_field<kCount>(plan)}, {sizeof(T)}, data, self);
+  const uint8_t* data = plan.blob.data() + plan.header().*kOffset;
+  py::array view(py::dtype::of<T>(), {plan.header().*kCount}, {sizeof(T)}, data, self);
   py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
   return view;
 }
@@ -51,37 +50,46 @@ py::array bounds_view(const py::object& self, const std::vector<int64_t>& bounds
   return view;
 }
 
+// infos: per query a sequence (list or tuple) of (node id, start, end), or None. An element that
+// starts at or beyond its query's limit is dropped, one that crosses it is clipped. At C speed: at
+// 256 requests a loop in Python would cost more than the whole schedule.
+void read_paths(const py::sequence& infos, const int64_t* limits, py::ssize_t num_queries,
+                Paths& out) {
+  const py::object queries = fast_sequence(infos.ptr(), "paths must be a sequence");
+  PAT_CHECK(PySequence_Fast_GET_SIZE(queries.ptr()) == num_queries,
+            PySequence_Fast_GET_SIZE(queries.ptr()), " paths for ", num_queries, " queries");
+  out.clear();
+  for (py::ssize_t query = 0; query < PySequence_Fast_GET_SIZE(queries.ptr()); ++query) {
+    PyObject* info = PySequence_Fast_GET_ITEM(queries.ptr(), query);
+    if (info != Py_None) {
+      const py::object path = fast_sequence(info, "a path must be a sequence of tuples or None");
+      for (py::ssize_t level = 0; level < PySequence_Fast_GET_SIZE(path.ptr()); ++level) {
+        PyObject* element = PySequence_Fast_GET_ITEM(path.ptr(), level);
+        const int64_t start = path_field(element, 1, "start");
+        if (start >= limits[query]) break;
+        out.elements.push_back({path_field(element, 0, "node id"), start,
+                                std::min(path_field(element, 2, "end"), limits[query])});
+      }
+    }
+    out.end_query();
+  }
+}
+
 // Tree builder and scheduler of one target, with their working memory.
 class Planner {
  public:
   explicit Planner(const Target& target) : draft_tokens_(target.draft_tokens), scheduler_(target) {}
 
-  Plan plan(const Int64Array& offsets, const Int64Array& node_ids, const Int64Array& starts,
-            const Int64Array& ends, const Int64Array& seq_lens) {
-    const py::ssize_t num_queries = seq_lens.size();
-    PAT_CHECK(offsets.size() == num_queries + 1, "path offsets hold ", offsets.size(),
-              " entries for ", num_queries, " queries, need one more than queries");
-    PAT_CHECK(node_ids.size() == starts.size() && node_ids.size() == ends.size(),
-              "node ids, starts and ends differ in length: ", node_ids.size(), ", ", starts.size(),
-              ", ", ends.size());
-    PAT_CHECK(offsets.data()[0] == 0 && offsets.data()[num_queries] == node_ids.size(),
-              "path offsets run from ", offsets.data()[0], " to ", offsets.data()[num_queries],
-              ", not from 0 to ", node_ids.size(), " elements");
-    for (py::ssize_t i = 0; i < num_queries; ++i) {
-      PAT_CHECK(offsets.data()[i] <= offsets.data()[i + 1], "query ", i,
-                ": path offsets decrease from ", offsets.data()[i], " to ", offsets.data()[i + 1]);
-    }
-    return make({num_queries, offsets.data(), node_ids.data(), starts.data(), ends.data()},
-                seq_lens);
-  }
-
-  // infos: per query a sequence of tuples; `fields` are the positions of (node id, start, end) in
-  // them; limits: tokens per query that are safe to share, beyond which paths are clipped.
-  Plan plan_from_info(const py::sequence& infos, const Int64Array& limits,
-                      const Int64Array& seq_lens, const PathFields& fields) {
-    check_counts(infos.size(), limits, seq_lens);
-    paths_.read(infos, limits.data(), fields);
-    return make(paths_.view(), seq_lens);
+  // infos: per query a sequence of (node id, start, end), or None; limits: tokens per query that
+  // are safe to share. A path is clipped to its query's.
+  Plan plan(const py::sequence& infos, const Int64Array& limits, const Int64Array& seq_lens) {
+    const size_t queries = infos.size();
+    PAT_CHECK(
+        static_cast<py::ssize_t>(queries) == seq_lens.size() && seq_lens.size() == limits.size(),
+        "paths of ", queries, " queries, ", limits.size(), " limits and ", seq_lens.size(),
+        " sequence lengths: need one of each per query");
+    read_paths(infos, limits.data(), seq_lens.size(), paths_);
+    return make(seq_lens);
   }
 
   // handles: of the requests, as HandleReader gives them; leaf: see RadixPaths.
@@ -93,16 +101,16 @@ class Planner {
     };
     paths.read(reinterpret_cast<const Handle*>(bytes.data()), bytes.size() / sizeof(Handle),
                static_cast<size_t>(seq_lens.size()), leaf_of, paths_);
-    return make(paths_.view(), seq_lens);
+    return make(seq_lens);
   }
 
   // Of each query, what the last plan was made from: (node id, start, end), from the root on.
-  std::vector<std::vector<std::array<int64_t, 3>>> last_paths() const {
-    const PathView paths = paths_.view();
-    std::vector<std::vector<std::array<int64_t, 3>>> found(static_cast<size_t>(paths.num_queries));
+  std::vector<std::vector<std::tuple<int64_t, int64_t, int64_t>>> last_paths() const {
+    std::vector<std::vector<std::tuple<int64_t, int64_t, int64_t>>> found(paths_.num_queries());
     for (size_t query = 0; query < found.size(); ++query) {
-      for (int64_t i = paths.offsets[query]; i < paths.offsets[query + 1]; ++i) {
-        found[query].push_back({paths.node_ids[i], paths.starts[i], paths.ends[i]});
+      for (int64_t i = paths_.offsets[query]; i < paths_.offsets[query + 1]; ++i) {
+        const auto& [id, start, end] = paths_.elements[i];
+        found[query].emplace_back(id, start, end);
       }
     }
     return found;
@@ -145,32 +153,25 @@ class Planner {
                                takes_over.data(), piece_tokens.data());
   }
 
-  // The paths of the last plan_from_*, which must not have thrown, with other lengths.
+  // The paths of the last plan, which must not have thrown, with other lengths.
   Plan plan_again(const Int64Array& seq_lens) {
-    PAT_CHECK(seq_lens.size() == paths_.view().num_queries, seq_lens.size(),
-              " sequence lengths for the paths of ", paths_.view().num_queries, " queries");
-    return make(paths_.view(), seq_lens);
+    PAT_CHECK(seq_lens.size() == paths_.num_queries(), seq_lens.size(),
+              " sequence lengths for the paths of ", paths_.num_queries(), " queries");
+    return make(seq_lens);
   }
 
  private:
-  static void check_counts(size_t num_paths, const Int64Array& limits, const Int64Array& seq_lens) {
-    PAT_CHECK(
-        static_cast<py::ssize_t>(num_paths) == seq_lens.size() && limits.size() == seq_lens.size(),
-        "paths of ", num_paths, " queries, ", limits.size(), " limits and ", seq_lens.size(),
-        " sequence lengths: need one of each per query");
-  }
-
-  Plan make(const PathView& paths, const Int64Array& seq_lens) {
+  Plan make(const Int64Array& seq_lens) {
     tree_ = nullptr;  // if the batch is refused
-    tree_ = &builder_.build(paths, seq_lens.data(), draft_tokens_);
-    return scheduler_.schedule(*tree_, seq_lens.data(), static_cast<int32_t>(paths.num_queries));
+    tree_ = &builder_.build(paths_, seq_lens.data(), draft_tokens_);
+    return scheduler_.schedule(*tree_, seq_lens.data(), static_cast<int32_t>(seq_lens.size()));
   }
 
   const int32_t draft_tokens_;
   TreeBuilder builder_;
   const PackTree* tree_ = nullptr;  // the builder's, of the last plan
   Scheduler scheduler_;
-  PathTable paths_;
+  Paths paths_;
 };
 
 // Sum of lengths that lie within the plan's bounds, else -1. `seq_lens`: int64 host memory.
@@ -211,45 +212,47 @@ void bind_target(py::module_& m) {
       .def_readwrite("max_branch_tokens", &Target::max_branch_tokens)
       .def_readwrite("hopper", &Target::hopper)
       .def_readwrite("cuts", &Target::cuts)
-      .def_readwrite("by_paper", &Target::by_paper)
-      .def("partial_cost_bytes", &Target::partial_cost_bytes,
-           "Bytes that a partial of a query costs per KV head, written and read.");
+      .def_readwrite("by_paper", &Target::by_paper);
 }
 
+struct Count {
+  const char* name;
+  int32_t PlanHeader::* field;
+  const char* doc;
+};
+constexpr Count kCounts[] = {
+    {"num_queries", &PlanHeader::num_queries, "Queries of the batch."},
+    {"num_items", &PlanHeader::num_items, "Items."},
+    {"num_shared_items", &PlanHeader::num_shared_items,
+     "Items with tokens that several queries share."},
+    {"num_wide_items", &PlanHeader::num_wide_items,
+     "Items of more than 64 packed rows: the first of items."},
+    {"num_heavy_items", &PlanHeader::num_heavy_items,
+     "Items of more than 16 packed rows, and branches: those after the wide ones."},
+    {"num_paired_items", &PlanHeader::num_paired_items,
+     "Branches that the halves of an SM run two by two: the first of the heavy items."},
+    {"joint", &PlanHeader::joint,
+     "1 if both halves of an SM work on each item, which all are heavy."},
+    {"num_segments", &PlanHeader::num_segments,
+     "Segments: those of the branches, then those of the other items."},
+    {"branch_tokens", &PlanHeader::branch_tokens,
+     "Tokens that the branches take in the list, which begins with them."},
+    {"list_tokens", &PlanHeader::list_tokens,
+     "Tokens of the list: the slots that all items read, with the room that tails may grow into."},
+    {"num_members", &PlanHeader::num_members, "Members of all items."},
+    {"num_partials", &PlanHeader::num_partials, "Partial results that the merge reads."},
+    {"num_q_heads", &PlanHeader::num_q_heads, "Query heads that the plan is for."},
+    {"num_kv_heads", &PlanHeader::num_kv_heads, "KV heads that the plan is for."},
+    {"draft_tokens", &PlanHeader::draft_tokens,
+     "Draft tokens of a query: 1 in a plan for a decode step."},
+};
+
 void bind_plan_counts(py::class_<Plan>& plan) {
-  plan.def_property_readonly("num_queries", &header_field<&PlanHeader::num_queries>,
-                             "Queries of the batch.")
-      .def_property_readonly("num_items", &header_field<&PlanHeader::num_items>, "Items.")
-      .def_property_readonly("num_shared_items", &header_field<&PlanHeader::num_shared_items>,
-                             "Items with tokens that several queries share.")
-      .def_property_readonly("num_wide_items", &header_field<&PlanHeader::num_wide_items>,
-                             "Items of more than 64 packed rows: the first of items.")
-      .def_property_readonly(
-          "num_heavy_items", &header_field<&PlanHeader::num_heavy_items>,
-          "Items of more than 16 packed rows, and branches: those after the wide ones.")
-      .def_property_readonly(
-          "num_paired_items", &header_field<&PlanHeader::num_paired_items>,
-          "Branches that the halves of an SM run two by two: the first of the heavy items.")
-      .def_property_readonly("joint", &header_field<&PlanHeader::joint>,
-                             "1 if both halves of an SM work on each item, which all are heavy.")
-      .def_property_readonly("num_segments", &header_field<&PlanHeader::num_segments>,
-                             "Segments: those of the branches, then those of the other items.")
-      .def_property_readonly("branch_tokens", &header_field<&PlanHeader::branch_tokens>,
-                             "Tokens that the branches take in the list, which begins with them.")
-      .def_property_readonly("list_tokens", &header_field<&PlanHeader::list_tokens>,
-                             "Tokens of the list: the slots that all items read, with the room "
-                             "that tails may grow into.")
-      .def_property_readonly("num_members", &header_field<&PlanHeader::num_members>,
-                             "Members of all items.")
-      .def_property_readonly("num_partials", &header_field<&PlanHeader::num_partials>,
-                             "Partial results that the merge reads.")
-      .def_property_readonly("num_q_heads", &header_field<&PlanHeader::num_q_heads>,
-                             "Query heads that the plan is for.")
-      .def_property_readonly("num_kv_heads", &header_field<&PlanHeader::num_kv_heads>,
-                             "KV heads that the plan is for.")
-      .def_property_readonly("draft_tokens", &header_field<&PlanHeader::draft_tokens>,
-                             "Draft tokens of a query: 1 in a plan for a decode step.")
-      .def_property_readonly(
+  for (const Count& count : kCounts) {
+    plan.def_property_readonly(
+        count.name, [field = count.field](const Plan& p) { return p.header().*field; }, count.doc);
+  }
+  plan.def_property_readonly(
           "nbytes", [](const Plan& p) { return p.blob.size(); }, "Bytes of the plan's buffer.")
       .def_property_readonly(
           "data_ptr", [](const Plan& p) { return reinterpret_cast<uintptr_t>(p.blob.data()); },
@@ -318,14 +321,14 @@ void bind_plan(py::module_& m) {
           [](const Plan& p, uintptr_t lens, size_t count) {
             return total_tokens(p, lens, count) >= 0;
           },
-          py::arg("seq_lens_ptr"), py::arg("count"),
+          "seq_lens_ptr"_a, "count"_a,
           "Whether the plan holds for `count` int64 lengths at a host address.")
-      .def("total_tokens", &total_tokens, py::arg("seq_lens_ptr"), py::arg("count"),
+      .def("total_tokens", &total_tokens, "seq_lens_ptr"_a, "count"_a,
            "Sum of `count` int64 lengths at a host address; -1 if the plan does not hold for them.")
       .def(
           "kv_tokens_read",
           [](const Plan& p, int64_t total_tokens) { return p.fixed_tokens + total_tokens; },
-          py::arg("total_tokens"),
+          "total_tokens"_a,
           "K/V tokens that the items read for one layer and KV head, given sum(seq_lens).");
 }
 
@@ -334,48 +337,39 @@ void bind_planner(py::module_& m) {
                          "Keeps the nodes that a batch stands on: see radix_paths.h.")
       .def_static(
           "of_tree_core",
-          [](const py::object& core, int64_t most_read, int64_t most_nodes) {
-            return RadixPaths(std::make_unique<TreeCoreNodes>(core), most_read, most_nodes);
+          [](const py::object& core, size_t most_read) {
+            return RadixPaths(std::make_unique<TreeCoreNodes>(core), most_read);
           },
-          py::arg("core"), py::arg("most_read"), py::arg("most_nodes"),
+          "core"_a, "most_read"_a,
           "Of SGLang's compiled tree core. Raises AttributeError if it lacks a call.")
       .def_static(
           "of_nodes",
           [](const std::string& id, const std::string& parent, const std::string& key,
-             int64_t most_read, int64_t most_nodes) {
-            return RadixPaths(std::make_unique<PythonNodes>(id, parent, key), most_read,
-                              most_nodes);
+             size_t most_read) {
+            return RadixPaths(std::make_unique<PythonNodes>(id, parent, key), most_read);
           },
-          py::arg("id"), py::arg("parent"), py::arg("key"), py::arg("most_read"),
-          py::arg("most_nodes"), "Of Python nodes with attributes of these names.")
-      .def("forget", &RadixPaths::forget, "Know no node any more.")
+          "id"_a, "parent"_a, "key"_a, "most_read"_a,
+          "Of Python nodes with attributes of these names.")
       .def_property_readonly("num_missing", &RadixPaths::num_missing,
                              "Requests of the last read without a node.")
       .def_property_readonly("num_uncached", &RadixPaths::num_uncached,
                              "Those with a node but no tokens that are safe to share.")
       .def_property_readonly("num_unread", &RadixPaths::num_unread,
-                             "Those whose paths are not read to the root yet.")
+                             "Those whose paths are left to the next read.")
+      .def_property_readonly("num_too_long", &RadixPaths::num_too_long,
+                             "Those whose paths have more unknown nodes than one read takes.")
       .def_property_readonly("num_nodes", &RadixPaths::num_nodes, "Nodes that are kept.");
   py::class_<Planner>(m, "Planner")
-      .def(py::init<const Target&>(), py::arg("target"))
-      .def("plan", &Planner::plan, py::arg("offsets"), py::arg("node_ids"), py::arg("starts"),
-           py::arg("ends"), py::arg("seq_lens"))
-      .def(
-          "plan_from_info",
-          [](Planner& self, const py::sequence& infos, const Int64Array& limits,
-             const Int64Array& seq_lens, const std::array<py::ssize_t, 3>& fields) {
-            return self.plan_from_info(infos, limits, seq_lens, {fields[0], fields[1], fields[2]});
-          },
-          py::arg("infos"), py::arg("limits"), py::arg("seq_lens"), py::arg("fields"))
-      .def("plan_from_handles", &Planner::plan_from_handles, py::arg("handles"),
-           py::arg("seq_lens"), py::arg("paths"), py::arg("leaf"))
+      .def(py::init<const Target&>(), "target"_a)
+      .def("plan", &Planner::plan, "infos"_a, "limits"_a, "seq_lens"_a)
+      .def("plan_from_handles", &Planner::plan_from_handles, "handles"_a, "seq_lens"_a, "paths"_a,
+           "leaf"_a)
       .def("last_paths", &Planner::last_paths)
       .def_property("costs", &Planner::costs, &Planner::set_costs,
                     "What the judge charges: values of COST_NAMES, see costs.h.")
       .def("last_tree", &Planner::last_tree)
-      .def("plan_packs", &Planner::plan_packs, py::arg("seq_lens"), py::arg("takes_over"),
-           py::arg("piece_tokens"))
-      .def("plan_again", &Planner::plan_again, py::arg("seq_lens"));
+      .def("plan_packs", &Planner::plan_packs, "seq_lens"_a, "takes_over"_a, "piece_tokens"_a)
+      .def("plan_again", &Planner::plan_again, "seq_lens"_a);
 }
 
 }  // namespace
@@ -390,20 +384,19 @@ void bind_pack(py::module_& m) {
   m.attr("CUTS") = py::tuple(cuts);
   m.attr("COST_NAMES") =
       py::tuple(py::cast(std::vector<std::string>(kCostNames.begin(), kCostNames.end())));
-  m.def("plan_bytes", &plan_bytes, py::arg("items"), py::arg("members"), py::arg("queries"),
-        py::arg("segments"),
+  m.def("plan_bytes", &plan_bytes, "items"_a, "members"_a, "queries"_a, "segments"_a,
         "Bytes of a plan of so many items, members, queries and segments (csrc/plan.h).");
-  py::class_<HandleReader>(m, "HandleReader", "Reads requests: see python_paths.h.")
-      .def(py::init<const std::array<std::string, 3>&, int64_t, int64_t>(), py::arg("paths"),
-           py::arg("settle"), py::arg("recheck"))
+  py::class_<HandleReader>(m, "HandleReader", "Reads requests: see handles.h.")
+      .def(py::init<const std::array<std::string, 3>&, int64_t, int64_t>(), "paths"_a, "settle"_a,
+           "recheck"_a)
       .def(
-          "read", &HandleReader::read, py::arg("requests"), py::arg("rows_ptr"),
-          py::arg("generations_ptr"), py::arg("num_generations"), py::arg("step"), py::arg("anew"),
+          "read", &HandleReader::read, "requests"_a, "rows_ptr"_a, "generations_ptr"_a,
+          "num_generations"_a, "step"_a, "anew"_a,
           "int64 [requests, 3] as bytes: node, tokens safe to share, row; a None on the way reads\n"
           "as -1, and a request whose row is not the one at rows_ptr (int64 [requests]) as\n"
           "(-1, 0, that row). A request that was in every call for more than `settle` steps, in a\n"
           "row of the same generation, is not looked at for `recheck` steps, unless `anew`: see\n"
-          "handle_memory.h. generations_ptr: int64 [num_generations], of all rows; none reads "
+          "handles.h. generations_ptr: int64 [num_generations], of all rows; none reads "
           "everything.\n"
           "Raises AttributeError, and TypeError for what is no integer.");
 }

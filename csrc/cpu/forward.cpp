@@ -45,7 +45,7 @@ class Executor {
  public:
   void decode(const void* blob, int64_t blob_bytes, const DecodeArgs& args) {
     std::lock_guard lock(mutex_);
-    const CheckedPlan plan = checker_.check(blob, blob_bytes, args);
+    const CheckedPlan plan = check_plan(blob, blob_bytes, args);
     const int num_partials = plan.header->num_partials;
     DecodeJob job{.args = args,
                   .plan = plan,
@@ -67,7 +67,7 @@ class Executor {
     auto* scratch = static_cast<float*>(scratch_.at_least(threads * floats * sizeof(float)));
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{-1};
-    auto work = [&](int thread) noexcept {
+    const auto work = [&](int thread) noexcept {
       float* own = scratch + thread * floats;
       for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < work_units;) {
         const int item = static_cast<int>(unit / args.num_kv_heads);
@@ -139,7 +139,6 @@ class Executor {
   }
 
   std::mutex mutex_;
-  PlanChecker checker_;
   ThreadPool pool_;
   Buffer partials_, partial_lse_, scratch_;
   std::unique_ptr<std::atomic<int32_t>[]> pending_;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <utility>
+#include <vector>
 
 #include "check.h"
 
@@ -91,67 +92,69 @@ int64_t count_tokens(const DecodeArgs& args, int index, const Segment& s) {
   return tokens;
 }
 
-}  // namespace
-
-CheckedPlan PlanChecker::check(const void* plan, int64_t plan_bytes, const DecodeArgs& args) {
-  check_args(args);
-  CheckedPlan checked{view_plan(plan, plan_bytes)};
-  const PlanHeader& header = *checked.header;
-  check_header(header, args);
-  splits_seen_.assign(header.num_queries, 0);
-  tokens_seen_.assign(header.num_queries, 0);
-  partial_seen_.assign(header.num_partials, 0);
-  check_splits(checked);
-  for (int i = 0; i < header.num_items; ++i) check_item(checked, args, i);
-  for (int q = 0; q < header.num_queries; ++q) {
-    PAT_CHECK(splits_seen_[q] == checked.queries[q].num_splits, "damaged plan: query ", q,
-              " is a member of ", splits_seen_[q], " items and has ", checked.queries[q].num_splits,
-              " splits");
-    PAT_CHECK(tokens_seen_[q] == args.seq_lens[q], "the plan covers ", tokens_seen_[q],
-              " tokens of query ", q, ", whose length is ", args.seq_lens[q],
-              ": it was made for other lengths, make a new one");
-  }
-  return checked;
-}
+// What the items have given so far.
+struct Seen {
+  std::vector<int32_t> splits;   // [num_queries]
+  std::vector<int64_t> tokens;   // [num_queries]
+  std::vector<char> is_written;  // [num_partials]
+};
 
 // Gives each of an item's members its tokens.
-void PlanChecker::check_tokens(CheckedPlan& plan, const DecodeArgs& args, int index) {
-  const Item& item = plan.items[index];
+void check_tokens(CheckedPlan& plan, const DecodeArgs& args, int index, Seen& seen) {
   plan.for_each_segment(index, [&](const Segment& s) {
     const int64_t tokens = count_tokens(args, index, s);
     PAT_CHECK(tokens <= s.room, "item ", index, " has room for ", s.room, " tokens of query ",
               s.query, ", which has ", tokens, " from ", s.kv_start,
               " on: the plan was made for other lengths, make a new one");
     plan.query_tokens += tokens * s.num_queries;
-    const Member* members = plan.members + item.member_offset + s.first_member;
-    for (int m = 0; m < s.num_queries; ++m) tokens_seen_[members[m].query] += tokens;
+    const Member* members = plan.members + plan.items[index].member_offset + s.first_member;
+    for (int m = 0; m < s.num_queries; ++m) seen.tokens[members[m].query] += tokens;
   });
 }
 
-void PlanChecker::check_item(CheckedPlan& plan, const DecodeArgs& args, int index) {
+void check_item(CheckedPlan& plan, const DecodeArgs& args, int index, Seen& seen) {
   check_item_shape(plan, index);
   const Item& item = plan.items[index];
-  const PlanHeader& header = *plan.header;
   plan.max_item_queries = std::max(plan.max_item_queries, item.num_queries);
   for (int m = item.member_offset; m < item.member_offset + item.num_queries; ++m) {
     const auto [query, partial] = plan.members[m];
-    PAT_CHECK(query >= 0 && query < header.num_queries, "damaged plan: item ", index, " has query ",
-              query, " of ", header.num_queries);
-    const QuerySplits splits = plan.queries[query];
-    if (splits.num_splits == 1) {
+    PAT_CHECK(query >= 0 && query < args.num_queries, "damaged plan: item ", index, " has query ",
+              query, " of ", args.num_queries);
+    const auto [offset, splits] = plan.queries[query];
+    if (splits == 1) {
       PAT_CHECK(partial == kDirect, "damaged plan: query ", query, " has one split, item ", index,
                 " writes it to partial ", partial);
     } else {
-      PAT_CHECK(partial >= splits.partial_offset &&
-                    partial - splits.partial_offset < splits.num_splits && !partial_seen_[partial],
+      PAT_CHECK(partial >= offset && partial - offset < splits && !seen.is_written[partial],
                 "damaged plan: item ", index, " writes partial ", partial, " of query ", query,
-                ", which owns ", splits.partial_offset, " + ", splits.num_splits,
-                ", each written once");
-      partial_seen_[partial] = 1;
+                ", which owns ", offset, " + ", splits, ", each written once");
+      seen.is_written[partial] = 1;
     }
-    ++splits_seen_[query];
+    ++seen.splits[query];
   }
-  check_tokens(plan, args, index);
+  check_tokens(plan, args, index, seen);
+}
+
+}  // namespace
+
+CheckedPlan check_plan(const void* plan, int64_t plan_bytes, const DecodeArgs& args) {
+  check_args(args);
+  CheckedPlan checked{view_plan(plan, plan_bytes)};
+  const PlanHeader& header = *checked.header;
+  check_header(header, args);
+  check_splits(checked);
+  Seen seen{std::vector<int32_t>(header.num_queries), std::vector<int64_t>(header.num_queries),
+            std::vector<char>(header.num_partials)};
+  for (int i = 0; i < header.num_items; ++i) check_item(checked, args, i, seen);
+  for (int q = 0; q < header.num_queries; ++q) {
+    PAT_CHECK(seen.splits[q] == checked.queries[q].num_splits, "damaged plan: query ", q,
+              " is a member of ", seen.splits[q], " items and has ", checked.queries[q].num_splits,
+              " splits");
+    PAT_CHECK(seen.tokens[q] == args.seq_lens[q], "the plan covers ", seen.tokens[q],
+              " tokens of query ", q, ", whose length is ", args.seq_lens[q],
+              ": it was made for other lengths, make a new one");
+  }
+  return checked;
 }
 
 }  // namespace pat

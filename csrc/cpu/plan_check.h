@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "cpu/forward.h"
 #include "plan_view.h"
@@ -17,21 +16,9 @@ struct CheckedPlan : PlanView {
   int64_t query_tokens = 0;  // sum over items of queries x tokens
 };
 
-// Proves plans; keeps its working memory.
-class PlanChecker {
- public:
-  // Throws std::invalid_argument with the values if an argument makes no sense, if the plan is
-  // damaged or made for other heads or queries, or if its items do not cover every query's tokens
-  // exactly as often as they must: each split of each query written once, tokens adding up.
-  CheckedPlan check(const void* plan, int64_t plan_bytes, const DecodeArgs& args);
-
- private:
-  void check_item(CheckedPlan& plan, const DecodeArgs& args, int index);
-  void check_tokens(CheckedPlan& plan, const DecodeArgs& args, int index);
-
-  std::vector<int32_t> splits_seen_;  // [num_queries]
-  std::vector<int64_t> tokens_seen_;  // [num_queries]
-  std::vector<char> partial_seen_;    // [num_partials]
-};
+// Throws std::invalid_argument with the values if an argument makes no sense, if the plan is
+// damaged or made for other heads or queries, or if its items do not cover every query's tokens
+// exactly as often as they must: each split of each query written once, tokens adding up.
+CheckedPlan check_plan(const void* plan, int64_t plan_bytes, const DecodeArgs& args);
 
 }  // namespace pat

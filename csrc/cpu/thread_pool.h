@@ -2,34 +2,59 @@
 // Threads that sleep between decode calls.
 #pragma once
 
+#include <pthread.h>
+
 #include <condition_variable>
+#include <functional>
 #include <mutex>
-#include <type_traits>
+#include <thread>
 
 namespace pat {
 
 // Workers are started when a call first wants them and never end. One run() at a time.
 class ThreadPool {
  public:
-  ThreadPool() = default;
-  ThreadPool(const ThreadPool&) = delete;
-  ThreadPool& operator=(const ThreadPool&) = delete;
-
   // Calls work(i) on up to `threads` threads, each with its own i < threads, i = 0 on the calling
   // thread, and returns when all that began have ended. `work` takes its pieces from a shared
   // counter until none are left: a worker that the system wakes too late is not waited for.
   // `work` must not throw.
-  template <typename Work>
-  void run(int threads, Work& work) {
-    static_assert(std::is_nothrow_invocable_v<Work&, int>);
-    run(threads, [](void* context, int thread) { (*static_cast<Work*>(context))(thread); }, &work);
+  void run(int threads, const std::function<void(int)>& work) {
+    if (threads > 1) {
+      std::lock_guard lock(mutex_);
+      for (; workers_ < threads - 1; ++workers_) std::thread([this] { work_forever(); }).detach();
+      work_ = &work;
+      vacancies_ = threads - 1;
+      wake_.notify_all();
+    }
+    work(0);
+    if (threads > 1) {
+      std::unique_lock lock(mutex_);
+      vacancies_ = 0;
+      wait_until(done_, lock, [this] { return active_ == 0; });
+    }
   }
 
  private:
-  using Call = void (*)(void* context, int thread);
+  // What std::condition_variable::wait() does. That one is in libstdc++ under a version of GCC 12,
+  // and wheels are to run beside the libstdc++ of GCC 11 too (docs/release.md).
+  template <typename Condition>
+  static void wait_until(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                         const Condition& holds) {
+    while (!holds()) pthread_cond_wait(changed.native_handle(), lock.mutex()->native_handle());
+  }
 
-  void run(int threads, Call call, void* context);
-  void work_forever();
+  void work_forever() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wait_until(wake_, lock, [this] { return vacancies_ > 0; });
+      const int thread = vacancies_--;
+      ++active_;
+      lock.unlock();
+      (*work_)(thread);
+      lock.lock();
+      if (--active_ == 0) done_.notify_one();
+    }
+  }
 
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -38,8 +63,7 @@ class ThreadPool {
   int workers_ = 0;
   int vacancies_ = 0;  // how often a worker may still enter the run
   int active_ = 0;     // workers inside it
-  Call call_ = nullptr;
-  void* context_ = nullptr;
+  const std::function<void(int)>* work_ = nullptr;
 };
 
 }  // namespace pat

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "../count_of.h"
 #include "costs.h"
 
 namespace pat {
@@ -54,9 +53,10 @@ int32_t Brancher::own_item_from(int32_t node) const {
                                                                                      : above_[node];
 }
 
-int64_t Brancher::cut(const TreeOrder& order, const BranchCut& cut, Packs& packs) {
+int64_t Brancher::cut(const TreeOrder& order, int32_t limit, int32_t queries, Packs& packs) {
   from_ = &order;
-  cut_ = cut;
+  limit_ = limit;
+  most_queries_ = queries;
   tokens_ = others_ = 0;
   clear();
   packs.num_nodes = count_of(from_->tree->nodes);
@@ -67,14 +67,13 @@ int64_t Brancher::cut(const TreeOrder& order, const BranchCut& cut, Packs& packs
     const int32_t parent = from_->tree->nodes[i].parent;
     if (parent != kNoNode) subtree_[parent] += subtree_[i];
   }
-  find_tops();
   group();
-  few_others_ = kBranchesToOthers * others_ <= tokens_;
   return tokens_;
 }
 
 void Brancher::cut_nodes(Packs& packs) {
   const int32_t num_nodes = packs.num_nodes;
+  top_.resize(num_nodes);
   above_.resize(num_nodes);
   path_.resize(num_nodes);
   subtree_.resize(num_nodes);
@@ -83,22 +82,13 @@ void Brancher::cut_nodes(Packs& packs) {
     const int32_t tokens = node.end - node.start;
     const bool own_item = has_own_item(tokens);
     const bool root = node.parent == kNoNode;
+    top_[i] = root ? kNoNode : top_[node.parent];
+    if (top_[i] == kNoNode && node.num_queries <= most_queries_) top_[i] = i;
     above_[i] = own_item_from(node.parent);
     subtree_[i] = own_item ? 0 : tokens;
     others_ += own_item ? tokens : 0;
     path_[i] = (root ? 0 : path_[node.parent]) + subtree_[i];
     packs.packs[i] = {node.start, node.end, own_item ? node.num_queries : 0, above_[i], 1, 0};
-  }
-}
-
-void Brancher::find_tops() {
-  const int32_t num_nodes = count_of(from_->tree->nodes);
-  top_.resize(num_nodes);
-  for (int32_t i = 0; i < num_nodes; ++i) {
-    const PackNode& node = from_->tree->nodes[i];
-    const bool root = node.parent == kNoNode;
-    top_[i] = root ? kNoNode : top_[node.parent];
-    if (top_[i] == kNoNode && node.num_queries <= cut_.queries) top_[i] = i;
   }
 }
 
@@ -110,8 +100,7 @@ void Brancher::cut_tails(Packs& packs) {
     const int32_t for_branch = node == kNoNode ? 0 : tail_tokens(query);
     const bool own_item = end - start > for_branch;
     others_ += own_item ? end - start : 0;
-    packs.packs[packs.num_nodes + query] = {start, end, own_item ? 1 : 0, own_item_from(node),
-                                            1,     0};
+    packs.packs[packs.num_nodes + query] = {start, end, own_item, own_item_from(node), 1, 0};
     if (node != kNoNode) subtree_[node] += for_branch;
   }
 }
@@ -163,7 +152,7 @@ void Brancher::group() {
         group.queries + step > group.most) {
       finish(group, i);
       group.parent = under;
-      group.most = cut_.queries;
+      group.most = most_queries_;
       if (!whole) {  // the rest of the node's queries end there: groups of one size
         const int32_t rest = from_->position[first] + tree.nodes[first].num_queries - i;
         const int32_t groups = (rest + group.most - 1) / group.most;
@@ -181,50 +170,97 @@ void Brancher::group() {
 
 bool Brancher::build(const Target& target) {
   clear();
-  list_members();
+  const int32_t num_groups = count_of(ends_);
+  branch_of_.assign(from_->tree->query_node.size(), kNoNode);
+  seen_by_.assign(from_->tree->nodes.size(), kNoNode);
+  rank_.assign(order_.size() + 1, 0);
+  branches_.assign(num_groups, {});
+  for (Branch& branch : branches_) branch.peer = kNoNode;
   pair(target);
-  if (!count_segments()) {
-    clear();
-    return false;
+  int64_t tokens = 0;  // of the snapshot's list
+  for (int32_t g = 0; g < num_groups; ++g) {
+    list_members(g);
+    list_segments(g);
+    const Branch& branch = branches_[g];
+    branches_[g].list_start = static_cast<int32_t>(tokens);
+    for (int32_t i = 0; i < branch.num_segments; ++i) {
+      tokens += segments_[branch.first_segment + i].room;
+    }
+    tokens = (tokens + kBranchAlign - 1) / kBranchAlign * kBranchAlign;
+    if (branch.num_segments > kBranchSegments || tokens > target.max_branch_tokens ||
+        count_of(segments_) > target.max_segments) {
+      clear();
+      return false;
+    }
   }
-  list_nodes();
-  list_tails();
-  if (place(target)) return true;
-  clear();
-  return false;
+  list_tokens_ = static_cast<int32_t>(tokens);
+  return true;
 }
 
-void Brancher::list_members() {
-  const int32_t num_groups = count_of(ends_);
-  branch_at_.resize(order_.size());
-  rank_.resize(order_.size() + 1);
-  branch_of_.assign(from_->tree->query_node.size(), kNoNode);
-  branches_.assign(num_groups, {});
-  tail_counts_.assign(num_groups, 0);
-  rank_[0] = 0;
-  for (int32_t g = 0, i = 0; g < num_groups; ++g) {
-    Branch& branch = branches_[g];
-    branch.first_member = count_of(members_);
-    branch.peer = kNoNode;
-    for (; i < ends_[g]; ++i) {
-      const int32_t query = order_[i];
-      const int32_t tail = tail_tokens(query);
-      branch_at_[i] = g;
-      if (path_[from_->tree->query_node[query]] + tail > 0) {
-        branch_of_[query] = g;
-        members_.push_back(query);
-      }
-      tail_counts_[g] += tail > 0;
-      rank_[i + 1] = count_of(members_);
+// Lists those queries of a branch that have tokens in it.
+void Brancher::list_members(int32_t g) {
+  branches_[g].first_member = count_of(members_);
+  for (int32_t i = begin_of(g); i < ends_[g]; ++i) {
+    const int32_t query = order_[i];
+    if (path_[from_->tree->query_node[query]] + tail_tokens(query) > 0) {
+      branch_of_[query] = g;
+      members_.push_back(query);
     }
-    branch.num_queries = count_of(members_) - branch.first_member;
+    rank_[i + 1] = count_of(members_);
+  }
+  branches_[g].num_queries = count_of(members_) - branches_[g].first_member;
+}
+
+// Lists the nodes of a branch from the root on, then its tails, or the other way round.
+void Brancher::list_segments(int32_t g) {
+  Branch& branch = branches_[g];
+  branch.first_segment = count_of(segments_);
+  branch.tails_first = g % 2 == 1 && branch.peer == kNoNode;
+  nodes_.clear();
+  for (int32_t i = begin_of(g); i < ends_[g]; ++i) {
+    int32_t node = from_->tree->query_node[order_[i]];
+    for (; node != kNoNode && seen_by_[node] != g; node = from_->tree->nodes[node].parent) {
+      seen_by_[node] = g;
+      const int32_t tokens = from_->tree->nodes[node].end - from_->tree->nodes[node].start;
+      if (tokens > 0 && !has_own_item(tokens)) nodes_.push_back(node);
+    }
+  }
+  std::sort(nodes_.begin(), nodes_.end());
+  if (branch.tails_first) {
+    list_tails(g);
+    std::reverse(nodes_.begin(), nodes_.end());
+  }
+  for (const int32_t node : nodes_) list_node(g, node);
+  if (!branch.tails_first) list_tails(g);
+  branch.num_segments = count_of(segments_) - branch.first_segment;
+}
+
+void Brancher::list_node(int32_t g, int32_t index) {
+  Branch& branch = branches_[g];
+  const PackNode& node = from_->tree->nodes[index];
+  const int32_t begin = std::max(from_->position[index], begin_of(g));
+  const int32_t end = std::min(from_->position[index] + node.num_queries, ends_[g]);
+  const int32_t queries = rank_[end] - rank_[begin], tokens = node.end - node.start;
+  segments_.push_back(
+      {order_[begin], node.start, tokens, tokens, rank_[begin] - branch.first_member, queries});
+  branch.tokens += tokens;
+  if (queries == branch.num_queries) branch.unmasked += tokens;
+}
+
+void Brancher::list_tails(int32_t g) {
+  Branch& branch = branches_[g];
+  for (int32_t i = begin_of(g); i < ends_[g]; ++i) {
+    const int32_t query = order_[i], tail = tail_tokens(query);
+    if (tail == 0) continue;
+    segments_.push_back({query, from_->tree->query_prefix[query], kDynamic, tail + kBranchHeadroom,
+                         rank_[i] - branch.first_member, 1});
+    branch.tokens += tail;
   }
 }
 
 // Tokens that all queries of a branch and of the one before it attend to, as whole KV tiles.
 int32_t Brancher::common_tokens(int32_t branch) const {
-  const int32_t first = branch == 1 ? 0 : ends_[branch - 2];
-  int32_t node = from_->tree->query_node[order_[first]];
+  int32_t node = from_->tree->query_node[order_[begin_of(branch - 1)]];
   while (node != kNoNode &&
          from_->position[node] + from_->tree->nodes[node].num_queries < ends_[branch]) {
     node = from_->tree->nodes[node].parent;
@@ -236,7 +272,10 @@ int32_t Brancher::common_tokens(int32_t branch) const {
 void Brancher::pair(const Target& target) {
   const int32_t num_branches = count_of(branches_);
   const int64_t pairs = int64_t{num_branches} / 2 * target.num_kv_heads;  // at most
-  if (!target.pairs_branches() || !target.fills_sms(pairs) || !few_others_) return;
+  if (!target.pairs_branches() || !target.fills_sms(pairs) ||
+      kBranchesToOthers * others_ > tokens_) {
+    return;
+  }
   common_.assign(num_branches, 0);
   most_common_.assign(num_branches + 1, 0);
   for (int32_t g = 1; g < num_branches; ++g) {
@@ -251,91 +290,6 @@ void Brancher::pair(const Target& target) {
     branches_[g - 1].peer = g;
     --g;
   }
-}
-
-// Calls visit(branch, first position, end) for the branches that take tokens of a node.
-template <typename Visit>
-void Brancher::for_each_branch(int32_t node, const Visit& visit) {
-  const int32_t tokens = from_->tree->nodes[node].end - from_->tree->nodes[node].start;
-  if (tokens == 0 || has_own_item(tokens)) return;
-  const int32_t end = from_->position[node] + from_->tree->nodes[node].num_queries;
-  for (int32_t at = from_->position[node]; at < end;) {
-    const int32_t branch = branch_at_[at];
-    const int32_t to = std::min(end, ends_[branch]);
-    visit(branch, at, to);
-    at = to;
-  }
-}
-
-// Gives the branches their ranges of segments. Returns false if one has too many.
-bool Brancher::count_segments() {
-  for (int32_t i = 0; i < count_of(from_->tree->nodes); ++i) {
-    for_each_branch(i, [&](int32_t g, int32_t, int32_t) { ++branches_[g].num_segments; });
-  }
-  int32_t total = 0;
-  next_node_.resize(branches_.size());
-  next_tail_.resize(branches_.size());
-  for (int32_t g = 0; g < count_of(branches_); ++g) {
-    Branch& branch = branches_[g];
-    const int32_t num_nodes = branch.num_segments;
-    branch.num_segments += tail_counts_[g];
-    if (branch.num_segments > kBranchSegments) return false;
-    branch.first_segment = total;
-    total += branch.num_segments;
-    branch.tails_first = g % 2 == 1 && branch.peer == kNoNode;
-    next_node_[g] = branch.tails_first ? total - 1 : branch.first_segment;
-    next_tail_[g] = branch.first_segment + (branch.tails_first ? 0 : num_nodes);
-  }
-  segments_.resize(total);
-  return true;
-}
-
-void Brancher::list_nodes() {
-  for (int32_t i = 0; i < count_of(from_->tree->nodes); ++i) {
-    const PackNode& node = from_->tree->nodes[i];
-    for_each_branch(i, [&](int32_t g, int32_t begin, int32_t end) {
-      Branch& branch = branches_[g];
-      const int32_t first = rank_[begin];
-      const int32_t queries = rank_[end] - first;
-      const int32_t tokens = node.end - node.start;
-      segments_[next_node_[g]] = {
-          order_[begin], node.start, tokens, tokens, first - branch.first_member, queries};
-      next_node_[g] += branch.tails_first ? -1 : 1;
-      branch.tokens += tokens;
-      if (queries == branch.num_queries) branch.unmasked += tokens;
-    });
-  }
-}
-
-void Brancher::list_tails() {
-  for (int32_t i = 0; i < count_of(order_); ++i) {
-    const int32_t query = order_[i];
-    const int32_t tail = tail_tokens(query);
-    if (tail == 0) continue;
-    Branch& branch = branches_[branch_at_[i]];
-    segments_[next_tail_[branch_at_[i]]++] = {query,
-                                              from_->tree->query_prefix[query],
-                                              kDynamic,
-                                              tail + kBranchHeadroom,
-                                              rank_[i] - branch.first_member,
-                                              1};
-    branch.tokens += tail;
-  }
-}
-
-// Gives the branches their places in the snapshot's list. Returns false if they do not fit.
-bool Brancher::place(const Target& target) {
-  int64_t tokens = 0;
-  for (Branch& branch : branches_) {
-    branch.list_start = static_cast<int32_t>(tokens);
-    for (int32_t i = 0; i < branch.num_segments; ++i) {
-      tokens += segments_[branch.first_segment + i].room;
-    }
-    tokens = (tokens + kBranchAlign - 1) / kBranchAlign * kBranchAlign;
-    if (tokens > target.max_branch_tokens) return false;
-  }
-  list_tokens_ = static_cast<int32_t>(tokens);
-  return count_of(segments_) <= target.max_segments;
 }
 
 }  // namespace pat

@@ -15,12 +15,6 @@
 
 namespace pat {
 
-// A way to cut a tree into branches.
-struct BranchCut {
-  int32_t limit = 0;    // nodes and tails of more tokens stay items of their own
-  int32_t queries = 0;  // of a branch, at most; 0: no branches
-};
-
 // The queries under the nodes of a tree, side by side as they stand in it.
 struct TreeOrder {
   // Orders the queries of a tree, which is kept, with the lengths, until the next call.
@@ -52,9 +46,10 @@ struct Branch {
 // Keeps its working memory between calls.
 class Brancher {
  public:
-  // Leaves in `packs` what a cut leaves to ordinary items. Returns the tokens that its branches
-  // read; `order` must live until build().
-  int64_t cut(const TreeOrder& order, const BranchCut& cut, Packs& packs);
+  // Cuts a tree into branches of at most so many queries; nodes and tails of more than `limit`
+  // tokens, which it leaves in `packs`, stay items of their own. Returns the tokens that the
+  // branches read; `order` must live until build().
+  int64_t cut(const TreeOrder& order, int32_t limit, int32_t queries, Packs& packs);
   // Lists the branches of the last cut, with room for their tails to grow. Returns false, with no
   // branches, if one would have more than kBranchSegments segments or if they exceed the target's
   // max_segments or max_branch_tokens.
@@ -73,46 +68,42 @@ class Brancher {
   struct Group;  // a branch to be, see branch.cpp
 
   // Whether a node or tail of so many tokens stays an item of its own, which no branch reads.
-  bool has_own_item(int32_t tokens) const { return tokens > cut_.limit; }
+  bool has_own_item(int32_t tokens) const { return tokens > limit_; }
   int32_t own_item_from(int32_t node) const;  // nearest such node from `node` upwards
   int32_t tail_tokens(int32_t query) const;   // that branches take
   void cut_nodes(Packs& packs);
-  void find_tops();
   void cut_tails(Packs& packs);
   void group();
   void finish(Group& group, int32_t end);
   void deal(int32_t first, int32_t queries, int32_t most);
-  template <typename Visit>
-  void for_each_branch(int32_t node, const Visit& visit);
-  void list_members();
+  int32_t begin_of(int32_t branch) const { return branch == 0 ? 0 : ends_[branch - 1]; }
   int32_t common_tokens(int32_t branch) const;
   void pair(const Target& target);
-  bool count_segments();
-  void list_nodes();
-  void list_tails();
-  bool place(const Target& target);
+  void list_members(int32_t branch);
+  void list_segments(int32_t branch);
+  void list_node(int32_t branch, int32_t index);
+  void list_tails(int32_t branch);
 
   const TreeOrder* from_ = nullptr;
-  BranchCut cut_;
+  int32_t limit_ = 0, most_queries_ = 0;  // of the last cut
   std::vector<int32_t> order_;  // as TreeOrder::queries, dealt out to the branches of a node
   std::vector<int32_t> top_;    // [nodes] root of the largest subtree with it that one branch holds
   std::vector<int32_t> above_;  // [nodes] nearest one above with an item of its own
   std::vector<int64_t> path_;   // [nodes] tokens for branches from the root to the node's end
   std::vector<int64_t> subtree_;      // [nodes] tokens for branches of the node and all below
   std::vector<int32_t> ends_;         // in order_, of groups of queries: each is a branch
-  std::vector<int32_t> branch_at_;    // [order_]
   std::vector<int32_t> rank_;         // [order_ + 1] members before a position
   std::vector<int32_t> branch_of_;    // [queries]
   std::vector<int32_t> common_;       // [branches] tokens in common with the branch before
   std::vector<int64_t> most_common_;  // [branches + 1] of pairs of the branches before
-  std::vector<int32_t> tail_counts_, next_node_, next_tail_;  // [branches]
+  std::vector<int32_t> nodes_;        // of a branch
+  std::vector<int32_t> seen_by_;      // [nodes] the last branch that has come across a node
   std::vector<Branch> branches_;
   std::vector<Segment> segments_;
   std::vector<int32_t> members_;
   int32_t list_tokens_ = 0;
-  int64_t tokens_ = 0;       // that the branches of the last cut read
-  int64_t others_ = 0;       // tokens that the cut leaves to ordinary items
-  bool few_others_ = false;  // beside those of its branches
+  int64_t tokens_ = 0;  // that the branches of the last cut read
+  int64_t others_ = 0;  // that it leaves to ordinary items
 };
 
 }  // namespace pat

@@ -48,8 +48,16 @@ inline constexpr int32_t kLeastCommonTokens = 320;
 // Pairs run before all other items, though branches and light items run well beside each other. So
 // there are none if the others read more than one part in so many of what the branches read.
 inline constexpr int64_t kBranchesToOthers = 16;
-// Tokens that a tail may grow before its plan is made anew: at least so many, of a branch just so
-// many, as its items then no longer take equally long.
+// Work units that take an SM each, wide ones or pairs, must have one for so many of the SMs.
+inline constexpr int64_t kFilledPercent = 80;
+// Pieces of a pack, at most.
+inline constexpr int64_t kMostPieces = 512;
+// Steps of a simulation, about: with more the plans are hardly less off.
+inline constexpr double kSteps = 24.0;
+// Tokens that a tail may grow before its plan is made anew: one part in so many of its length, but
+// at least the next so many; of a branch just so many, as its items then no longer take equally
+// long.
+inline constexpr int32_t kTailToHeadroom = 4;
 inline constexpr int32_t kMinHeadroom = 128;
 inline constexpr int32_t kBranchHeadroom = 64;
 

@@ -4,11 +4,6 @@
 #include <algorithm>
 
 namespace pat {
-namespace {
-
-constexpr int64_t kMostPieces = 512;  // of a pack
-
-}  // namespace
 
 // A tail's last piece holds all of the query's draft tokens, so a shorter one is joined to the
 // piece before it.
@@ -34,7 +29,7 @@ void Items::take(const Packs& packs) {
 }
 
 int64_t Items::branch(const TreeOrder& order, const Target& target, const Cut& cut) {
-  return brancher_.cut(order, {cut.limit, cut.branch_rows / target.group()}, packs_);
+  return brancher_.cut(order, cut.limit, cut.branch_rows / target.group(), packs_);
 }
 
 // The shortest pieces that make no more units than the cut wants. An SM that gets one piece more

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "../count_of.h"
 #include "../plan.h"
 #include "branch.h"
 #include "packs.h"

@@ -2,12 +2,12 @@
 #include "emit.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
 #include "../check.h"
-#include "../count_of.h"
-#include "headroom.h"
+#include "costs.h"
 
 namespace pat {
 namespace {
@@ -19,14 +19,18 @@ Weight weight_of(int32_t row_tile) {
   return row_tile > kWideRows ? kWide : row_tile > kHeavyRows ? kHeavy : kLight;
 }
 
-// Eight buckets per octave, longest first: a linear-time sort that is LPT (longest processing time
-// first) within 9 %.
-constexpr uint32_t kNumBuckets = 2048;
+// Longest first: a linear-time sort that is LPT (longest processing time first) within 9 %.
 uint32_t lpt_bucket(int32_t tokens) {
-  const auto length = static_cast<float>(tokens);
-  uint32_t bits;
-  std::memcpy(&bits, &length, sizeof(bits));
-  return kNumBuckets - 1 - (bits >> 20);  // sign 0, exponent, 3 bits of mantissa
+  const uint32_t bits = std::bit_cast<uint32_t>(static_cast<float>(std::max(tokens, 1)));
+  return kNumBuckets - 1 - ((bits >> 20) - (127 << 3));  // exponent, 3 bits of mantissa
+}
+
+// Tokens that a tail that is an item of its own may grow beyond its scheduled length before the
+// plan is made anew: plans get rarer as sequences get longer. The last piece takes all of the
+// growth: half a chunk more unbalances items little.
+int32_t headroom(const Pack& tail) {
+  const int32_t share = tail.tokens() / kTailToHeadroom;
+  return std::max(kMinHeadroom, tail.pieces == 1 ? share : std::min(share, tail.chunk / 2));
 }
 
 // Where the parts of a plan begin, in bytes.
@@ -64,41 +68,43 @@ void check_list(int64_t tokens) {
 
 }  // namespace
 
-Plan Emitter::emit(const Decisions& from) {
+Plan Emitter::emit(const Items& from) {
   drafts_.clear();
-  clear_buckets();
+  buckets_.fill(0);
+  weights_.fill(0);
   num_shared_ = 0;
-  tile_queries_ = from.target.max_tile_queries();
+  tile_queries_ = from.target().max_tile_queries();
   segments_.clear();
-  num_branch_segments_ = count_of(from.brancher.segments());
-  list_tokens_ = from.brancher.list_tokens();
+  num_branch_segments_ = count_of(from.brancher().segments());
+  list_tokens_ = from.brancher().list_tokens();
   Plan plan;
-  plan.min_seq_lens.resize(from.num_queries);
-  plan.max_seq_lens.resize(from.num_queries);
-  for (int32_t i = 0; i < count_of(from.packs.packs); ++i) list_pack(from, i, plan);
-  for (const Branch& branch : from.brancher.branches()) list_branch(from, branch, plan);
+  const int32_t num_queries = count_of(from.assigned().splits);
+  plan.min_seq_lens.resize(num_queries);
+  plan.max_seq_lens.resize(num_queries);
+  for (int32_t i = 0; i < count_of(from.packs().packs); ++i) list_pack(from, i, plan);
+  for (const Branch& branch : from.brancher().branches()) list_branch(from, branch, plan);
   sort();
   check_list(list_tokens_);
 
   size_t num_members = 0;
   for (const Draft& draft : drafts_) num_members += draft.item.num_queries;
-  const Layout at(drafts_.size(), num_members, from.num_queries);
+  const Layout at(drafts_.size(), num_members, num_queries);
   const int32_t num_segments = num_branch_segments_ + count_of(segments_);
   plan.blob.resize(at.segments + num_segments * sizeof(Segment));
   uint8_t* const blob = plan.blob.data();
   write_items(from, reinterpret_cast<Item*>(blob + at.items),
               reinterpret_cast<ItemSegments*>(blob + at.item_segments),
               reinterpret_cast<Member*>(blob + at.members));
-  write_splits(from.assigned.splits, reinterpret_cast<QuerySplits*>(blob + at.queries));
-  write_segments(segments_, write_segments(from.brancher.segments(), blob + at.segments));
+  write_splits(from.assigned().splits, reinterpret_cast<QuerySplits*>(blob + at.queries));
+  write_segments(segments_, write_segments(from.brancher().segments(), blob + at.segments));
   const PlanHeader header{
       .magic = kPlanMagic,
       .version = kPlanVersion,
-      .num_queries = from.num_queries,
+      .num_queries = num_queries,
       .num_items = count_of(drafts_),
       .num_members = static_cast<int32_t>(num_members),
       .num_segments = num_segments,
-      .num_partials = static_cast<int32_t>(from.assigned.num_partials),
+      .num_partials = static_cast<int32_t>(from.assigned().num_partials),
       .num_shared_items = num_shared_,
       .items_offset = static_cast<int32_t>(at.items),
       .item_segments_offset = static_cast<int32_t>(at.item_segments),
@@ -106,17 +112,17 @@ Plan Emitter::emit(const Decisions& from) {
       .queries_offset = static_cast<int32_t>(at.queries),
       .segments_offset = static_cast<int32_t>(at.segments),
       .total_bytes = count_of(plan.blob),
-      .num_q_heads = from.target.num_q_heads,
-      .num_kv_heads = from.target.num_kv_heads,
-      .num_wide_items = keys_[kWide].items,
-      .num_heavy_items = keys_[kPaired].items + keys_[kHeavy].items,
-      .branch_tokens = from.brancher.list_tokens(),
+      .num_q_heads = from.target().num_q_heads,
+      .num_kv_heads = from.target().num_kv_heads,
+      .num_wide_items = weights_[kWide],
+      .num_heavy_items = weights_[kPaired] + weights_[kHeavy],
+      .branch_tokens = from.brancher().list_tokens(),
       .list_tokens = static_cast<int32_t>(list_tokens_),
       .list = nullptr,
-      .draft_tokens = from.target.draft_tokens,
-      .joint = is_joint(from.target),
+      .draft_tokens = from.target().draft_tokens,
+      .joint = is_joint(from.target()),
       .first_units = 0,
-      .num_paired_items = keys_[kPaired].items,
+      .num_paired_items = weights_[kPaired],
       .unused = {},
   };
   std::memcpy(blob, &header, sizeof(header));
@@ -130,24 +136,24 @@ bool Emitter::is_joint(const Target& target) const {
   const auto by_both = [&](const Draft& draft) {
     return is_branch(draft.item) || draft.item.num_queries * target.group() > kHeavyRows;
   };
-  return target.runs_jointly(count_of(drafts_), keys_[kHeavy].items) &&
+  return target.runs_jointly(count_of(drafts_), weights_[kHeavy]) &&
          std::all_of(drafts_.begin(), drafts_.end(), by_both);
 }
 
 // Makes a pack items: one for each piece and row tile. A tail's last piece is as long as the
 // sequence at run time.
-void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
-  const Pack& pack = from.packs.packs[index];
-  const int32_t query = index - from.packs.num_nodes;   // < 0: the pack is no tail
-  const int32_t masked = from.target.draft_tokens - 1;  // see masked_tokens()
+void Emitter::list_pack(const Items& from, int32_t index, Plan& plan) {
+  const Pack& pack = from.packs().packs[index];
+  const int32_t query = index - from.packs().num_nodes;   // < 0: the pack is no tail
+  const int32_t masked = from.target().draft_tokens - 1;  // see masked_tokens()
   if (query >= 0 && pack.queries == 0 && pack.tokens() == 0) {
     // The sequence ends with a shared node: no room to grow.
-    plan.min_seq_lens[query] = plan.max_seq_lens[query] = from.seq_lens[query];
-    plan.fixed_tokens -= from.seq_lens[query];
+    plan.min_seq_lens[query] = plan.max_seq_lens[query] = pack.end;
+    plan.fixed_tokens -= pack.end;
   }
   if (pack.queries == 0) return;
   const int64_t most_queries = std::min(pack.queries, tile_queries_);
-  plan.most_rows = std::max(plan.most_rows, most_queries * from.target.group());
+  plan.most_rows = std::max(plan.most_rows, most_queries * from.target().group());
   for (int32_t piece = 0; piece < pack.pieces; ++piece) {
     const int32_t start = pack.start + piece * pack.chunk;
     const bool last = piece + 1 == pack.pieces;
@@ -158,7 +164,7 @@ void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
       plan.min_seq_lens[query] = start + masked;
       plan.max_seq_lens[query] = std::min<int64_t>(int64_t{pack.end} + headroom(pack), INT32_MAX);
     } else {
-      plan.fixed_tokens += tokens * from.target.num_row_tiles(pack.queries);
+      plan.fixed_tokens += tokens * from.target().num_row_tiles(pack.queries);
     }
     plan.last_token = std::max<int64_t>(plan.last_token, dynamic ? start : start + tokens);
     const int64_t end = dynamic ? plan.max_seq_lens[query] : int64_t{start} + tokens;
@@ -172,25 +178,25 @@ void Emitter::list_pack(const Decisions& from, int32_t index, Plan& plan) {
 }
 
 // Makes a piece one item for each row tile. All of them read the same part of the list.
-void Emitter::list_piece(const Decisions& from, int32_t index, const Piece& piece) {
-  const int32_t num_queries = from.packs.packs[index].queries;
+void Emitter::list_piece(const Items& from, int32_t index, const Piece& piece) {
+  const int32_t num_queries = from.packs().packs[index].queries;
   for (int32_t first = 0; first < num_queries; first += tile_queries_) {
     const int32_t queries = std::min(tile_queries_, num_queries - first);
-    const int32_t row_tile = from.target.row_tile_for(queries);
-    const int32_t offset = from.assigned.member_offsets[index] + first;
+    const int32_t row_tile = from.target().row_tile_for(queries);
+    const int32_t offset = from.assigned().member_offsets[index] + first;
     // Both are filled in place: a copy of what was just written stalls the processor.
     Draft& draft = add(weight_of(row_tile), row_tile, piece.tokens);
     draft.item.member_offset = offset;
     draft.item.num_queries = queries;
     draft.item.list_start = static_cast<int32_t>(list_tokens_);
     draft.item.query = -1;
-    draft.item.kind = queries > 1                                     ? ItemKind::kPack
-                      : piece.dynamic && from.target.draft_tokens > 1 ? ItemKind::kDrafts
-                                                                      : ItemKind::kSingle;
+    draft.item.kind = queries > 1                                       ? ItemKind::kPack
+                      : piece.dynamic && from.target().draft_tokens > 1 ? ItemKind::kDrafts
+                                                                        : ItemKind::kSingle;
     draft.segments = {num_branch_segments_ + count_of(segments_), 1};
     draft.piece = piece.index;
     Segment& segment = segments_.emplace_back();
-    segment.query = from.assigned.members[offset].query;
+    segment.query = from.assigned().members[offset].query;
     segment.kv_start = piece.start;
     segment.kv_len = piece.dynamic ? kDynamic : piece.tokens;
     segment.room = piece.room;
@@ -200,12 +206,12 @@ void Emitter::list_piece(const Decisions& from, int32_t index, const Piece& piec
   list_tokens_ += piece.room;
 }
 
-void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& plan) {
+void Emitter::list_branch(const Items& from, const Branch& branch, Plan& plan) {
   if (branch.num_queries == 0) return;
-  plan.most_rows = std::max(plan.most_rows, int64_t{branch.num_queries} * from.target.group());
+  plan.most_rows = std::max(plan.most_rows, int64_t{branch.num_queries} * from.target().group());
   bool shared = false;
   for (int32_t i = 0; i < branch.num_segments; ++i) {
-    const Segment& segment = from.brancher.segments()[branch.first_segment + i];
+    const Segment& segment = from.brancher().segments()[branch.first_segment + i];
     const int64_t end = int64_t{segment.kv_start} + (is_dynamic(segment) ? 0 : segment.kv_len);
     plan.last_token = std::max(plan.last_token, end);
     shared |= segment.num_queries > 1;
@@ -214,20 +220,20 @@ void Emitter::list_branch(const Decisions& from, const Branch& branch, Plan& pla
       continue;
     }
     plan.fixed_tokens -= segment.kv_start;
-    plan.min_seq_lens[segment.query] = segment.kv_start + from.target.draft_tokens - 1;
+    plan.min_seq_lens[segment.query] = segment.kv_start + from.target().draft_tokens - 1;
     plan.max_seq_lens[segment.query] =
         std::min<int64_t>(int64_t{segment.kv_start} + segment.room, INT32_MAX);
   }
   num_shared_ += shared;
-  const int32_t num_packed = from.assigned.member_offsets[count_of(from.packs.packs)];
+  const int32_t num_packed = from.assigned().member_offsets[count_of(from.packs().packs)];
   const auto whole_tiles = [](int32_t tokens) {
     return static_cast<int16_t>(std::min(tokens / kBranchAlign, int32_t{INT16_MAX}));
   };
   const bool paired = branch.peer != kNoNode;
   // Those of a pair have the same place, so that they stand side by side.
-  const int32_t tokens = paired
-                             ? std::max(branch.tokens, from.brancher.branches()[branch.peer].tokens)
-                             : branch.tokens;
+  const int32_t tokens =
+      paired ? std::max(branch.tokens, from.brancher().branches()[branch.peer].tokens)
+             : branch.tokens;
   Draft& draft = add(paired ? kPaired : kHeavy, kBranchRows, tokens);
   draft.item.unmasked_tiles = whole_tiles(branch.unmasked);
   draft.item.common_tiles = whole_tiles(branch.common);
@@ -246,20 +252,8 @@ Emitter::Draft& Emitter::add(uint32_t weight, int32_t row_tile, int32_t tokens) 
   draft.item.row_tile = static_cast<int16_t>(row_tile);
   draft.key = lpt_bucket(tokens) + weight * kNumBuckets;
   ++buckets_[draft.key];
-  Range& keys = keys_[weight];
-  ++keys.items;
-  keys.first = std::min(keys.first, draft.key);
-  keys.end = std::max(keys.end, draft.key + 1);
+  ++weights_[weight];
   return draft;
-}
-
-// Only those that the plan before has used: most plans use few of them.
-void Emitter::clear_buckets() {
-  buckets_.resize(keys_.size() * kNumBuckets);
-  for (Range& keys : keys_) {
-    for (uint32_t key = keys.first; key < keys.end; ++key) buckets_[key] = 0;
-    keys = {};
-  }
 }
 
 // Wide items, then pairs, other heavy ones and light ones, each by descending length; among equals
@@ -267,22 +261,20 @@ void Emitter::clear_buckets() {
 // in the cache.
 void Emitter::sort() {
   int32_t before = 0;
-  for (const Range& keys : keys_) {
-    for (uint32_t key = keys.first; key < keys.end; ++key) {
-      before += std::exchange(buckets_[key], before);
-    }
+  for (uint32_t key = 0; key < buckets_.size(); ++key) {
+    if (weights_[key / kNumBuckets] > 0) before += std::exchange(buckets_[key], before);
   }
   order_.resize(drafts_.size());
   for (int32_t i = 0; i < count_of(drafts_); ++i) order_[buckets_[drafts_[i].key]++] = i;
 }
 
-void Emitter::write_items(const Decisions& from, Item* items, ItemSegments* item_segments,
+void Emitter::write_items(const Items& from, Item* items, ItemSegments* item_segments,
                           Member* members) {
   int32_t num_members = 0;
   // Every second group of `in_turn` pairs, about as many as run at once on half of the SMs, begins
   // with its own tokens. Neighbours share more with each other, so they are in one group.
-  const int32_t in_turn = std::max(from.target.num_sms / (2 * from.target.num_kv_heads), 1);
-  const int32_t paired = keys_[kWide].items, behind = paired + keys_[kPaired].items;
+  const int32_t in_turn = std::max(from.target().num_sms / (2 * from.target().num_kv_heads), 1);
+  const int32_t paired = weights_[kWide], behind = paired + weights_[kPaired];
   for (int32_t place = 0; place < count_of(order_); ++place) {
     const Draft& draft = drafts_[order_[place]];
     Item& item = *items++;
@@ -291,8 +283,8 @@ void Emitter::write_items(const Decisions& from, Item* items, ItemSegments* item
       item.order = BranchOrder::kCommonLast;
     }
     for (int32_t m = 0; m < item.num_queries; ++m) {
-      const Member& member = from.assigned.members[item.member_offset + m];
-      const QuerySplits& splits = from.assigned.splits[member.query];
+      const Member& member = from.assigned().members[item.member_offset + m];
+      const QuerySplits& splits = from.assigned().splits[member.query];
       const int32_t slot = splits.partial_offset + member.partial + draft.piece;
       members[num_members + m] = {member.query, splits.num_splits > 1 ? slot : kDirect};
     }

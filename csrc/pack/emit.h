@@ -21,7 +21,7 @@ struct Plan {
   std::vector<uint8_t> blob;  // laid out as plan.h says
   // The plan holds while min_seq_lens[q] <= seq_lens[q] <= max_seq_lens[q] for every query. The
   // room above the scheduled length grows with the tail, so that plans get rarer as sequences get
-  // longer; a branch has little (headroom.h).
+  // longer; a branch has little (kBranchHeadroom).
   std::vector<int64_t> min_seq_lens;
   std::vector<int64_t> max_seq_lens;
   // Tokens that the items read for one layer and KV head, re-reads counted, are fixed_tokens plus
@@ -39,20 +39,14 @@ struct Plan {
   const PlanHeader& header() const { return *reinterpret_cast<const PlanHeader*>(blob.data()); }
 };
 
-// All that a plan is made of.
-struct Decisions {
-  const Target& target;  // with the row tiles that the items have
-  const Packs& packs;
-  const Brancher& brancher;
-  const Assignment& assigned;
-  const int64_t* seq_lens;  // [num_queries]
-  int32_t num_queries;
-};
+// Of the lengths of items: eight per octave.
+inline constexpr uint32_t kNumBuckets = 256;
 
 // Writes plans. Keeps its working memory between calls.
 class Emitter {
  public:
-  Plan emit(const Decisions& from);
+  // The items' partials are numbered (Items::assign).
+  Plan emit(const Items& from);
 
  private:
   // An item before it has its place. Until then member_offset counts in Assignment::members.
@@ -62,12 +56,6 @@ class Emitter {
     int32_t piece;  // of its pack
     uint32_t key;   // where it sorts
   };
-  // The keys that items of one weight have.
-  struct Range {
-    uint32_t first = UINT32_MAX;
-    uint32_t end = 0;
-    int32_t items = 0;
-  };
   struct Piece {
     int32_t index;   // of its pack's pieces
     int32_t start;   // token position
@@ -75,25 +63,23 @@ class Emitter {
     int32_t room;    // in the list
     bool dynamic;    // it ends where the sequence does
   };
-  void list_pack(const Decisions& from, int32_t index, Plan& plan);
-  void list_piece(const Decisions& from, int32_t index, const Piece& piece);
-  void list_branch(const Decisions& from, const Branch& branch, Plan& plan);
+  void list_pack(const Items& from, int32_t index, Plan& plan);
+  void list_piece(const Items& from, int32_t index, const Piece& piece);
+  void list_branch(const Items& from, const Branch& branch, Plan& plan);
   bool is_joint(const Target& target) const;
   Draft& add(uint32_t weight, int32_t row_tile, int32_t tokens);
-  void clear_buckets();
   void sort();
-  void write_items(const Decisions& from, Item* items, ItemSegments* item_segments,
-                   Member* members);
+  void write_items(const Items& from, Item* items, ItemSegments* item_segments, Member* members);
 
   std::vector<Draft> drafts_;
-  std::vector<int32_t> order_;       // drafts, as the plan lists them
-  std::vector<int32_t> buckets_;     // by key: items, then where the next one goes in order_
-  std::array<Range, 4> keys_;        // of wide, paired, heavy and light items
-  std::vector<Segment> segments_;    // one for each item that is no branch
-  int32_t num_branch_segments_ = 0;  // which a plan has before them
-  int64_t list_tokens_ = 0;          // of the list, so far
-  int32_t num_shared_ = 0;           // items that several queries share tokens of
-  int32_t tile_queries_ = 0;         // that the largest row tile holds
+  std::vector<int32_t> order_;                    // drafts, as the plan lists them
+  std::array<int32_t, 4> weights_;                // wide, paired, heavy and light items
+  std::array<int32_t, 4 * kNumBuckets> buckets_;  // by key: items, then where the next one goes
+  std::vector<Segment> segments_;                 // one for each item that is no branch
+  int32_t num_branch_segments_ = 0;               // which a plan has before them
+  int64_t list_tokens_ = 0;                       // of the list, so far
+  int32_t num_shared_ = 0;                        // items that several queries share tokens of
+  int32_t tile_queries_ = 0;                      // that the largest row tile holds
 };
 
 }  // namespace pat

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../count_of.h"
 #include "../merge_rule.h"
 
 namespace pat {
@@ -16,8 +15,6 @@ constexpr uint32_t kLongest = 1U << 30;  // tokens
 // By Judge::Kind: wide items and those of joint plans run first, then pairs, heavy items and light
 // ones, each the longest first.
 constexpr std::array<uint32_t, 6> kRanks = {3, 2, 2, 1, 0, 0};
-// Steps of a simulation, about: with more the plans are hardly less off.
-constexpr double kSteps = 24.0;
 
 // The larger of two times, and up to a fifth more where they are near each other: memory that is
 // almost busy slows the SMs, and SMs that are almost busy leave the memory gaps.
@@ -34,8 +31,11 @@ double tiles_of(int64_t tokens) {
 
 // What items cost on the target. On a Hopper, what was measured there; elsewhere the overhead of an
 // item and, for each tile, the K/V as fast as an SM alone can read and multiply them.
-void Judge::read_costs(const Target& target) {
-  costs_ = target.costs;
+Judge::Judge(const Target& target)
+    : num_sms_(target.num_sms),
+      num_kv_heads_(target.num_kv_heads),
+      halves_(target.items_per_sm),
+      costs_(target.costs) {
   const auto by_rates = [&](int32_t row_tile) {
     const double memory_s = target.token_bytes() / (target.bytes_per_s * target.sm_speedup);
     const double arithmetic_s = 4.0 * row_tile * target.head_dim / target.flops_per_s;
@@ -330,19 +330,14 @@ double Judge::run(double tile_us, double step_us, double limit_us) {
   return ended_us > limit_us ? kNever : ended_us;
 }
 
-double Judge::least_seconds(const Target& target, int64_t branch_tokens) {
-  read_costs(target);
-  const double tiles = static_cast<double>(branch_tokens) / kTileTokens * target.num_kv_heads;
+double Judge::least_seconds(int64_t branch_tokens) const {
+  const double tiles = static_cast<double>(branch_tokens) / kTileTokens * num_kv_heads_;
   const double us = std::min(by_kind_[kBranch].tile_us, 2.0 * by_kind_[kJoint].tile_us);
-  return 1e-6 * (costs_.launch_us + tiles * us / target.slots());
+  return 1e-6 * (costs_.launch_us + tiles * us / (num_sms_ * halves_));
 }
 
 double Judge::seconds(const Items& plan, int64_t unique_tokens, double limit) {
   const Target& target = plan.target();
-  read_costs(target);
-  num_sms_ = target.num_sms;
-  num_kv_heads_ = target.num_kv_heads;
-  halves_ = target.items_per_sm;
   list_items(plan);
   const auto unique = static_cast<double>(unique_tokens);
   const double reread = std::max(static_cast<double>(read_tokens_) - unique, 0.0);

@@ -16,16 +16,19 @@
 
 namespace pat {
 
-// Keeps its working memory between calls.
+// Judges plans for one target, with or without its row tile of wide items. Keeps its working memory
+// between calls.
 class Judge {
  public:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
+
+  explicit Judge(const Target& target);
 
   // Seconds until the merge of a plan is done, the launch included, or infinity if these are
   // `limit` or more. The partials of `plan` are numbered.
   double seconds(const Items& plan, int64_t unique_tokens, double limit);
   // Seconds that branches of so many tokens take at least.
-  double least_seconds(const Target& target, int64_t branch_tokens);
+  double least_seconds(int64_t branch_tokens) const;
 
  private:
   // Of items, as the kernels run them. kJoint: any item of a joint plan.
@@ -63,7 +66,6 @@ class Judge {
     int32_t next;  // the first one that no half has been given
   };
 
-  void read_costs(const Target& target);
   void add(Kind kind, int32_t tokens);
   void add_pack(const Target& target, const Pack& pack);
   void list_items(const Items& plan);
@@ -81,8 +83,8 @@ class Judge {
   double least_us(double tile_us) const;
   double run(double tile_us, double step_us, double limit_us);
 
-  int32_t num_sms_ = 1, num_kv_heads_ = 1, halves_ = 2;
-  Costs costs_;                              // of the target
+  int32_t num_sms_, num_kv_heads_, halves_;
+  Costs costs_;
   std::array<ItemCost, kNumKinds> by_kind_;  // the same, by kind
   std::vector<Item> items_;  // wide ones, pairs, heavy ones, light ones, each the longest first
   int64_t read_tokens_ = 0;  // of a KV head
@@ -90,12 +92,12 @@ class Judge {
   // wide_, and one branch each of the pairs, which have a number each, up to both_. Then half 0
   // begins with the heavy ones, half 1 with the light ones.
   int32_t wide_ = 0, both_ = 0;
-  std::array<List, 2> lists_;
+  std::array<List, 2> lists_{};
   std::vector<Sms> sms_;
   double left_tiles_ = 0.0;  // of all work units that have not ended
   // By kind, in the present step: a tile's time, if the other half of the SM does not read and if
   // it does.
-  std::array<std::array<double, 2>, kNumKinds> tile_us_;
+  std::array<std::array<double, 2>, kNumKinds> tile_us_{};
 };
 
 }  // namespace pat

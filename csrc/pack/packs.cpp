@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "../count_of.h"
 #include "paper.h"
 
 namespace pat {

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "../check.h"
-#include "../count_of.h"
 #include "paper.h"
 
 namespace pat {
@@ -27,25 +26,23 @@ std::string unfit(const Items& items) {
 }  // namespace
 
 Scheduler::Scheduler(const Target& target)
-    : target_((target.validate(), target)), without_wide_(target_.without_wide()) {}
+    : target_((target.validate(), target)),
+      without_wide_(target_.without_wide()),
+      judge_(target_) {}
+
+void Scheduler::set_costs(const Costs& costs) {
+  target_.costs = costs;
+  judge_ = Judge(target_);
+}
 
 Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) {
   const Batch batch = batch_of(tree, seq_lens, num_queries);
-  std::string degraded;
   least_s_ = Judge::kNever;
-  if (target_.by_paper) {
-    packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kPaper, packs_);
-    least_.take(packs_);
-    const auto split_for = [&](const Target& tiles) {  // the mean depends on the row tiles
-      const std::vector<int32_t> pieces = split_by_mean(tiles, packs_);
-      least_.split(tiles, without_wide_, [&](int32_t i) { return pieces[i]; });
-    };
-    split_for(target_);
-    if (&least_.target() == &without_wide_) split_for(without_wide_);
-    if (!fits(least_, num_queries)) degraded = make_simpler(batch);
-  } else {
-    packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kBytes, packs_);
-    if (!make_least(batch)) degraded = make_simpler(batch);
+  packer_.choose(without_wide_, tree, seq_lens, num_queries,
+                 target_.by_paper ? Packer::Rule::kPaper : Packer::Rule::kBytes, packs_);
+  std::string degraded;
+  if (!(target_.by_paper ? make_by_paper(batch) : make_least(batch))) {
+    degraded = make_simpler(batch);
   }
   Plan plan = emit(batch);
   plan.degraded = std::move(degraded);
@@ -89,6 +86,18 @@ Batch Scheduler::batch_of(const PackTree& tree, const int64_t* seq_lens,
   PAT_CHECK(batch.unique_tokens <= kMostTokens, "a batch reads ", batch.unique_tokens,
             " different tokens, a plan can have ", kMostTokens, ": decode fewer requests at once");
   return batch;
+}
+
+// Leaves in least_ what the paper cuts. Returns whether that fits the buffers.
+bool Scheduler::make_by_paper(const Batch& batch) {
+  least_.take(packs_);
+  const auto split_for = [&](const Target& tiles) {  // the mean depends on the row tiles
+    const std::vector<int32_t> pieces = split_by_mean(tiles, packs_);
+    least_.split(tiles, without_wide_, [&](int32_t i) { return pieces[i]; });
+  };
+  split_for(target_);
+  if (&least_.target() == &without_wide_) split_for(without_wide_);
+  return fits(least_, batch.num_queries);
 }
 
 // Leaves in least_ what the judge says takes the least time. Returns false if no cut fits the
@@ -146,7 +155,7 @@ bool Scheduler::make_branches(const Batch& batch, const Cut& cut) {
   if (batch.tree.nodes.empty() || cut.branch_rows < target_.group()) return false;
   if (!std::exchange(ordered_, true)) order_.read(batch.tree, batch.seq_lens, batch.num_queries);
   const int64_t branch_tokens = other_.branch(order_, target_, cut);
-  return branch_tokens > 0 && judge_.least_seconds(target_, branch_tokens) < least_s_ &&
+  return branch_tokens > 0 && judge_.least_seconds(branch_tokens) < least_s_ &&
          other_.list_branches(target_);
 }
 
@@ -166,8 +175,7 @@ Plan Scheduler::emit(const Batch& batch) {
   if (least_s_ == Judge::kNever) {  // no cut was chosen, so nobody has judged this plan
     least_s_ = judge_.seconds(least_, batch.unique_tokens, Judge::kNever);
   }
-  Plan plan = emitter_.emit({least_.target(), least_.packs(), least_.brancher(), least_.assigned(),
-                             batch.seq_lens, batch.num_queries});
+  Plan plan = emitter_.emit(least_);
   plan.seconds = least_s_;
   return plan;
 }

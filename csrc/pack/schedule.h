@@ -33,10 +33,11 @@ class Scheduler {
 
   // What the judge charges.
   const Costs& costs() const { return target_.costs; }
-  void set_costs(const Costs& costs) { target_.costs = without_wide_.costs = costs; }
+  void set_costs(const Costs& costs);
 
  private:
   Batch batch_of(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries) const;
+  bool make_by_paper(const Batch& batch);
   bool make_least(const Batch& batch);
   bool has_cut(size_t index) const { return target_.cuts >> index & 1; }
   bool make(const Batch& batch, const Cut& cut);

@@ -61,9 +61,8 @@ struct Target {
     return items_per_sm == 2 && items > 0 && items == heavy_items &&
            items * num_kv_heads <= num_sms;
   }
-  // Whether work units that take an SM each, wide ones or pairs, have one for four fifths of the
-  // SMs.
-  bool fills_sms(int64_t units) const { return 5 * units >= int64_t{4} * num_sms; }
+  // Whether work units that take an SM each, wide ones or pairs, are enough to be worth it.
+  bool fills_sms(int64_t units) const { return 100 * units >= kFilledPercent * num_sms; }
   // Whether the halves of an SM can run two branches as a pair (plan.h).
   bool pairs_branches() const { return items_per_sm == 2; }
   // Packed rows of the smallest row tile that holds `queries` queries, else of the largest: a pack

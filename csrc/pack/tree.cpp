@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "../check.h"
-#include "../count_of.h"
+#include "../plan.h"
 
 namespace pat {
 namespace {
@@ -13,10 +13,10 @@ constexpr int32_t kRoot = 0;  // raw node 0: virtual root of the forest, no toke
 
 }  // namespace
 
-const PackTree& TreeBuilder::build(const PathView& paths, const int64_t* seq_lens,
+const PackTree& TreeBuilder::build(const Paths& paths, const int64_t* seq_lens,
                                    int32_t draft_tokens) {
-  reset(paths.num_queries);
-  for (int64_t query = 0; query < paths.num_queries; ++query) {
+  reset(paths.num_queries());
+  for (int64_t query = 0; query < paths.num_queries(); ++query) {
     PAT_CHECK(seq_lens[query] >= 0 && seq_lens[query] <= INT32_MAX, "query ", query,
               ": sequence length ", seq_lens[query], " is not in [0, 2^31)");
     PAT_CHECK(seq_lens[query] == 0 || seq_lens[query] >= draft_tokens, "query ", query,
@@ -25,12 +25,9 @@ const PackTree& TreeBuilder::build(const PathView& paths, const int64_t* seq_len
     int32_t node = kRoot;
     int64_t position = 0;
     const int64_t first = paths.offsets[query];
-    const int64_t last = paths.offsets[query + 1];
-    PAT_CHECK(first <= last, "query ", query, ": path offsets decrease from ", first, " to ", last);
-    for (int64_t level = 0; level < last - first; ++level) {
-      const int64_t id = paths.node_ids[first + level];
-      const int64_t start = paths.starts[first + level];
-      const int64_t end = paths.ends[first + level];
+    const int64_t depth = paths.offsets[query + 1] - first;
+    for (int64_t level = 0; level < depth; ++level) {
+      const auto [id, start, end] = paths.elements[first + level];
       PAT_CHECK(start == position, "query ", query, ": node ", id, " starts at ", start,
                 start > position ? " and leaves a gap after " : " and overlaps the tokens before ",
                 position);

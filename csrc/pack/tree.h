@@ -10,13 +10,24 @@
 
 namespace pat {
 
-// Root-to-node paths in CSR form: query q owns the elements [offsets[q], offsets[q + 1]).
-struct PathView {
-  int64_t num_queries;
-  const int64_t* offsets;   // [num_queries + 1]
-  const int64_t* node_ids;  // any distinct values
-  const int64_t* starts;    // token positions: an element covers [start, end)
-  const int64_t* ends;
+// Consecutive tokens of a query's sequence that stand under one radix node.
+struct PathElement {
+  int64_t node_id;     // any distinct values
+  int64_t start, end;  // token positions: [start, end)
+};
+
+// Root-to-node paths of a batch: query q owns the elements [offsets[q], offsets[q + 1]).
+struct Paths {
+  std::vector<int64_t> offsets{0};
+  std::vector<PathElement> elements;
+
+  int64_t num_queries() const { return static_cast<int64_t>(offsets.size()) - 1; }
+  void clear() {
+    offsets.assign(1, 0);
+    elements.clear();
+  }
+  // What was added since the last query is the next query's path.
+  void end_query() { offsets.push_back(static_cast<int64_t>(elements.size())); }
 };
 
 // A node that at least two queries share. Chains of nodes with equal query sets are one node.
@@ -43,7 +54,7 @@ struct PackTree {
 // parents or two starts (which is what a cycle comes down to).
 class TreeBuilder {
  public:
-  const PackTree& build(const PathView& paths, const int64_t* seq_lens, int32_t draft_tokens);
+  const PackTree& build(const Paths& paths, const int64_t* seq_lens, int32_t draft_tokens);
 
  private:
   struct RawNode {

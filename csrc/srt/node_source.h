@@ -22,6 +22,7 @@ struct NodeAbove {
   int64_t parent = 0;
   int64_t length = 0;  // tokens of the node's own key
   bool root = false;
+  size_t num_read = 1;      // nodes that the tree was asked for
   pybind11::object object;  // the parent, of a tree of Python nodes
 };
 
@@ -35,31 +36,23 @@ struct KnownNode {
 class NodeSource {
  public:
   virtual ~NodeSource() = default;
-  // For each of `nodes` what is above it. Throws what the look-up of a node that is gone raises.
-  virtual void read(const std::vector<NodeRef>& nodes, std::vector<NodeAbove>& above) const = 0;
-  // Whether `read_path` gives the path to a node, from the node itself up to the highest below the
-  // root (empty for the root), in one call that takes less time than a `read` of each node.
-  virtual bool gives_paths() const { return false; }
-  virtual void read_path(const NodeRef&, std::vector<NodeAbove>&) const {}
+  // Throws what the look-up of a node that is gone raises.
+  virtual NodeAbove above(const NodeRef& node) const = 0;
   // The indices of those that were split since they were read: the lower part of a split keeps the
   // node's id and gets a new parent.
-  virtual void find_split(const std::vector<KnownNode>& nodes,
-                          std::vector<size_t>& split) const = 0;
+  virtual std::vector<size_t> find_split(const std::vector<KnownNode>& nodes) const = 0;
 };
 
 // SGLang's compiled tree core, by three of its calls, which take node ids: the lengths of the keys
-// of many nodes; the parent of a node, given the length of its key; and paths from the root.
+// of nodes; the parent of a node, given the length of its key; and paths from the root.
 class TreeCoreNodes final : public NodeSource {
  public:
   explicit TreeCoreNodes(const pybind11::object& core);
-  void read(const std::vector<NodeRef>& nodes, std::vector<NodeAbove>& above) const override;
-  bool gives_paths() const override { return true; }
-  void read_path(const NodeRef& node, std::vector<NodeAbove>& path) const override;
-  void find_split(const std::vector<KnownNode>& nodes, std::vector<size_t>& split) const override;
+  NodeAbove above(const NodeRef& node) const override;
+  std::vector<size_t> find_split(const std::vector<KnownNode>& nodes) const override;
 
  private:
-  template <typename Id>
-  std::vector<int64_t> lengths(size_t count, const Id& id) const;
+  NodeAbove above_by_path(int64_t id) const;
 
   const pybind11::object key_lengths_, parent_, paths_;
   const pybind11::str parent_id_, is_root_;
@@ -70,8 +63,8 @@ class TreeCoreNodes final : public NodeSource {
 class PythonNodes final : public NodeSource {
  public:
   PythonNodes(const std::string& id, const std::string& parent, const std::string& key);
-  void read(const std::vector<NodeRef>& nodes, std::vector<NodeAbove>& above) const override;
-  void find_split(const std::vector<KnownNode>& nodes, std::vector<size_t>& split) const override;
+  NodeAbove above(const NodeRef& node) const override;
+  std::vector<size_t> find_split(const std::vector<KnownNode>& nodes) const override;
 
  private:
   const std::string what_id_;

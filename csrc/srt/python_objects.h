@@ -43,33 +43,6 @@ inline pybind11::str attr_name(const std::string& name) {
   return pybind11::reinterpret_steal<pybind11::str>(interned);
 }
 
-// Hints that an object's attributes will be looked up: first, some objects later and again some
-// later, each once what it looks at has come. A decode step finds the requests cold, after a
-// forward of Python and a GPU's worth of time, and their look-ups, one after the other, wait for
-// memory. What CPython keeps in front of an object is only read where the object's type says that
-// it is there.
-inline void prefetch_object(PyObject* object) {
-  __builtin_prefetch(object);
-  __builtin_prefetch(reinterpret_cast<const char*>(object) - 32);
-}
-inline uintptr_t attributes_of([[maybe_unused]] PyObject* object) {
-#if PY_VERSION_HEX >= 0x030B0000 && !defined(Py_GIL_DISABLED)
-  if (Py_TYPE(object)->tp_flags & Py_TPFLAGS_MANAGED_DICT) {
-    return reinterpret_cast<const uintptr_t*>(object)[-3];  // a dict, or 1 below its values
-  }
-#endif
-  return 0;
-}
-inline void prefetch_attributes(PyObject* object) {
-  __builtin_prefetch(reinterpret_cast<const void*>((attributes_of(object) + 1) & ~uintptr_t{1}));
-}
-inline void prefetch_keys(PyObject* object) {
-  const uintptr_t dict = attributes_of(object);
-  if (dict == 0 || dict & 1) return;
-  const auto* keys = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(dict)->ma_keys);
-  for (int line = 0; line < 4; ++line) __builtin_prefetch(keys + 64 * line);
-}
-
 // Owning view of a sequence, with borrowed items. Throws TypeError saying `what`.
 inline pybind11::object fast_sequence(PyObject* sequence, const char* what) {
   PyObject* fast = PySequence_Fast(sequence, what);

@@ -5,18 +5,14 @@
 #include <utility>
 
 #include "../check.h"
-#include "../count_of.h"
+#include "../plan.h"
 
 namespace py = pybind11;
 
 namespace pat {
 
-RadixPaths::RadixPaths(std::unique_ptr<NodeSource> source, int64_t most_read, int64_t most_nodes)
-    : source_(std::move(source)),
-      most_read_(static_cast<size_t>(most_read)),
-      most_nodes_(static_cast<size_t>(most_nodes)) {
-  PAT_CHECK(most_read > 0 && most_nodes > 0, "bounds of ", most_read, " nodes a read and ",
-            most_nodes, " in all: must be positive");
+RadixPaths::RadixPaths(std::unique_ptr<NodeSource> source, size_t most_read)
+    : source_(std::move(source)), most_read_(most_read) {
   forget();
 }
 
@@ -25,16 +21,12 @@ void RadixPaths::forget() {
   free_.clear();
   table_.clear();
   leaves_.clear();
-  frontier_.clear();
-  unmeasured_.clear();
-  deepest_ = 0;
   nodes_.emplace_back();
   nodes_[kRoot].end = 0;
-  nodes_[kRoot].parent = kNoNode;
 }
 
 void RadixPaths::read(const Handle* handles, size_t count, size_t num_queries, const Leaf& leaf,
-                      PathTable& out) {
+                      Paths& out) {
   PAT_CHECK(num_queries >= count, count, " requests in a batch of ", num_queries, " rows");
   try {
     try_read(handles, count, leaf);
@@ -43,7 +35,6 @@ void RadixPaths::read(const Handle* handles, size_t count, size_t num_queries, c
     throw;
   }
   out.clear();
-  num_unread_ = 0;
   for (size_t query = 0; query < count; ++query) {
     if (query_leaf_[query] != kNoNode) write(query_leaf_[query], handles[query][1], out);
     out.end_query();
@@ -54,51 +45,61 @@ void RadixPaths::read(const Handle* handles, size_t count, size_t num_queries, c
 // Brings the tree up to date for a batch.
 void RadixPaths::try_read(const Handle* handles, size_t count, const Leaf& leaf) {
   ++read_;
-  num_missing_ = num_uncached_ = 0;
+  num_missing_ = num_uncached_ = num_unread_ = num_too_long_ = 0;
+  num_read_ = 0;
   named_.clear();
+  parents_of_new_.clear();
   query_leaf_.assign(count, kNoNode);
-  const size_t room = std::min(most_read_, most_nodes_ - std::min(most_nodes_, num_nodes()));
-  short_paths_ = true;
   std::vector<size_t> unknown;
-  const auto count_query = [&](size_t query, int32_t index) {
-    Node& node = at(index);
-    if (node.named_read != read_) {
-      node.named_read = read_;
-      node.next_ends = 0;
-      named_.push_back(index);
-    }
-    ++node.next_ends;
-    query_leaf_[query] = index;
-  };
   for (size_t query = 0; query < count; ++query) {
-    const int64_t id = handles[query][0];
+    const auto [id, tokens, row] = handles[query];
     if (id < 0) {
       ++num_missing_;
-    } else if (handles[query][1] <= 0) {
+    } else if (tokens <= 0) {
       ++num_uncached_;
     } else if (const int32_t index = table_.find(id); index != kNoNode) {
-      count_query(query, index);
+      name(query, index);
     } else {
       unknown.push_back(query);
-      short_paths_ = short_paths_ && static_cast<size_t>(handles[query][1]) <= room;
     }
   }
   // Nodes of requests that have left may be gone, so they are forgotten before the tree is read.
   count_leaves();
+  const std::vector<int64_t> too_long = std::exchange(too_long_, {});
   for (const size_t query : unknown) {
     const int64_t id = handles[query][0];
     int32_t index = table_.find(id);
-    if (index == kNoNode) {
+    bool known = index != kNoNode;
+    bool long_path = !known && std::find(too_long.begin(), too_long.end(), id) != too_long.end();
+    if (!known && !long_path) {
+      if (num_read_ >= most_read_) {
+        ++num_unread_;
+        continue;
+      }
       index = add(id, leaf(query, id));
-      frontier_.push_back(index);
+      known = climb(index, most_read_);
+      long_path = !known;
     }
-    count_query(query, index);
+    if (known) name(query, index);
+    if (long_path) {
+      ++num_too_long_;
+      too_long_.push_back(id);
+    }
   }
   count_leaves();
-  parents_of_new_.clear();
-  read_upwards(room);
   find_split();
-  measure();
+}
+
+// A query of this read stands on a node.
+void RadixPaths::name(size_t query, int32_t index) {
+  Node& node = at(index);
+  if (node.named_read != read_) {
+    node.named_read = read_;
+    node.named = 0;
+    named_.push_back(index);
+  }
+  ++node.named;
+  query_leaf_[query] = index;
 }
 
 // Counts the queries on the nodes that this read has named so far, and releases the leaves that it
@@ -106,14 +107,14 @@ void RadixPaths::try_read(const Handle* handles, size_t count, const Leaf& leaf)
 void RadixPaths::count_leaves() {
   for (const int32_t index : named_) {
     Node& node = at(index);
-    if (node.next_ends <= node.ends) continue;
+    if (node.named <= node.ends) continue;
     if (node.ends == 0) leaves_.push_back(index);
-    add_count(index, node.next_ends - std::exchange(node.ends, node.next_ends));
+    add_count(index, node.named - std::exchange(node.ends, node.named));
   }
   size_t kept = 0;
   for (size_t i = 0; i < leaves_.size(); ++i) {
     const int32_t index = leaves_[i];
-    const int32_t wanted = at(index).named_read == read_ ? at(index).next_ends : 0;
+    const int32_t wanted = at(index).named_read == read_ ? at(index).named : 0;
     if (wanted > 0) leaves_[kept++] = index;
     if (wanted < at(index).ends) release(index, at(index).ends - wanted);
   }
@@ -131,9 +132,8 @@ int32_t RadixPaths::add(int64_t id, py::object object) {
   }
   at(index).id = id;
   at(index).object = std::move(object);
-  at(index).born = read_;
+  at(index).born_read = read_;
   table_.find_or_add(id, index);
-  unmeasured_.push_back(index);
   return index;
 }
 
@@ -144,25 +144,56 @@ void RadixPaths::add_count(int32_t index, int32_t delta) {
 // Takes queries off a leaf and frees the nodes that no query stands on any more.
 void RadixPaths::release(int32_t leaf, int32_t queries) {
   at(leaf).ends -= queries;
-  for (int32_t index = leaf; index >= 0;) {
+  for (int32_t index = leaf, parent; index >= 0; index = parent) {
     Node& node = at(index);
-    const int32_t parent = node.parent;
+    parent = node.parent;
     node.count -= queries;
-    if (node.count == 0 && index != kRoot) {
-      if (parent >= 0) detach(index);
-      table_.erase(node.id);
-      node.object = py::object();
-      node.parent = kFree;
-      free_.push_back(index);
-    }
-    index = parent;
+    if (node.count > 0 || index == kRoot) continue;
+    detach(index);
+    drop(index);
   }
+}
+
+void RadixPaths::drop(int32_t index) {
+  table_.erase(at(index).id);
+  at(index).object = py::object();
+  free_.push_back(index);
+}
+
+// Reads what stands above a node, up to one that is known, and puts each below its parent. Forgets
+// the node and returns false if that takes more than `most` nodes.
+bool RadixPaths::climb(int32_t index, size_t most) {
+  climbed_.clear();
+  size_t read = 0;
+  int32_t parent = kNoNode;
+  while (parent == kNoNode) {
+    NodeAbove above = source_->above({at(index).id, at(index).object.ptr()});
+    at(index).length = static_cast<int32_t>(above.length);
+    climbed_.push_back(index);
+    read += above.num_read;
+    parent = above.root ? kRoot : table_.find(above.parent);
+    if (parent == kNoNode && read >= most) break;
+    if (parent == kNoNode) index = add(above.parent, std::move(above.object));
+  }
+  num_read_ += read;
+  if (parent == kNoNode) {
+    for (const int32_t dropped : climbed_) drop(dropped);
+    return false;
+  }
+  PAT_CHECK(at(parent).end != kUnknown, "node ", at(parent).id,
+            " is among its own ancestors: the nodes are no tree");
+  if (at(parent).born_read != read_) parents_of_new_.push_back(parent);
+  for (size_t i = climbed_.size(); i-- > 0; parent = climbed_[i]) {
+    link(climbed_[i], parent);
+    at(climbed_[i]).end = at(parent).end + at(climbed_[i]).length;
+  }
+  return true;
 }
 
 // Puts a node, and what stands below it, under a parent.
 void RadixPaths::link(int32_t index, int32_t parent) {
   Node& node = at(index);
-  for (int32_t above = parent; above >= 0; above = at(above).parent) {
+  for (int32_t above = parent; node.count > 0 && above >= 0; above = at(above).parent) {
     PAT_CHECK(above != index, "node ", node.id,
               " is among its own ancestors: the nodes are no tree");
     at(above).count += node.count;
@@ -174,72 +205,12 @@ void RadixPaths::link(int32_t index, int32_t parent) {
   at(parent).child = index;
 }
 
-void RadixPaths::unlink(int32_t index) {
-  add_count(at(index).parent, -at(index).count);
-  detach(index);
-  at(index).parent = kUnread;
-}
-
 // Takes a node out of its parent's list of children.
 void RadixPaths::detach(int32_t index) {
   const Node& node = at(index);
   if (node.previous != kNoNode) at(node.previous).next = node.next;
   if (node.next != kNoNode) at(node.next).previous = node.previous;
   if (at(node.parent).child == index) at(node.parent).child = node.next;
-}
-
-// Reads the parents of the frontier, theirs and so on, up to nodes that are known. All nodes of one
-// level are asked for together. Stops where more than `most` would be read, or kept in all, and
-// then leaves the frontier to the next read.
-void RadixPaths::read_upwards(size_t most) {
-  std::vector<NodeRef> asked;
-  std::vector<NodeAbove> above;
-  for (int32_t levels = 0; !frontier_.empty(); ++levels) {
-    // Entries may have been freed, or be there twice, since a read that stopped.
-    std::erase_if(frontier_, [&](int32_t index) { return at(index).parent != kUnread; });
-    std::sort(frontier_.begin(), frontier_.end());
-    frontier_.erase(std::unique(frontier_.begin(), frontier_.end()), frontier_.end());
-    if (frontier_.size() > most) return;
-    most = std::min(most - frontier_.size(), most_nodes_ - std::min(most_nodes_, num_nodes()));
-    // A path takes less time in one call, unless most of it is known already.
-    const bool whole = source_->gives_paths() && short_paths_ && levels >= kClimbed &&
-                       deepest_ <= kClimbed * levels;
-    asked.clear();
-    for (const int32_t index : frontier_) asked.push_back({at(index).id, at(index).object.ptr()});
-    if (!whole) source_->read(asked, above);
-    const std::vector<int32_t> level = std::exchange(frontier_, {});
-    for (size_t i = 0; i < level.size(); ++i) {
-      if (!whole) {
-        place(level[i], above[i]);
-        continue;
-      }
-      source_->read_path(asked[i], above);
-      if (above.empty()) above.emplace_back().root = true;
-      int32_t index = level[i];
-      for (size_t up = 0; at(index).parent == kUnread; ++up) {
-        index = place(index, above[up]);
-        most -= std::min<size_t>(most, 1);
-      }
-      std::erase_if(frontier_, [&](int32_t one) { return at(one).parent != kUnread; });
-    }
-  }
-}
-
-// Puts a node below the parent that was read for it, which is added if it is not known. Returns the
-// parent.
-int32_t RadixPaths::place(int32_t index, NodeAbove& above) {
-  at(index).length = static_cast<int32_t>(above.length);
-  int32_t parent = kRoot;
-  if (!above.root) {
-    parent = table_.find(above.parent);
-    if (parent == kNoNode) {
-      parent = add(above.parent, std::move(above.object));
-      frontier_.push_back(parent);
-    }
-  }
-  if (at(parent).born != read_) parents_of_new_.push_back(parent);
-  link(index, parent);
-  return parent;
 }
 
 // Under known parents that have got a new child: finds the child that was split for it, if any, and
@@ -250,50 +221,22 @@ void RadixPaths::find_split() {
                         parents_of_new_.end());
   std::vector<KnownNode> known;
   std::vector<int32_t> indices;
-  std::vector<size_t> split;
   for (const int32_t parent : parents_of_new_) {
     for (int32_t child = at(parent).child; child != kNoNode; child = at(child).next) {
       const Node& node = at(child);
-      if (node.born == read_) continue;
+      if (node.born_read == read_) continue;
       known.push_back({{node.id, node.object.ptr()}, node.length, at(parent).object.ptr()});
       indices.push_back(child);
     }
   }
   if (known.empty()) return;
-  source_->find_split(known, split);
-  if (split.empty()) return;
-  const std::vector<int32_t> unfinished = std::exchange(frontier_, {});
-  for (const size_t i : split) {
-    unlink(indices[i]);
-    frontier_.push_back(indices[i]);
+  for (const size_t i : source_->find_split(known)) {
+    Node& node = at(indices[i]);
+    add_count(node.parent, -node.count);
+    detach(indices[i]);
+    node.end = kUnknown;
+    climb(indices[i], SIZE_MAX);
   }
-  // What was split has to find its place at once: its path is known to the requests on it.
-  read_upwards(SIZE_MAX);
-  frontier_.insert(frontier_.end(), unfinished.begin(), unfinished.end());
-}
-
-// Sets the ends of new nodes whose paths have reached the root.
-void RadixPaths::measure() {
-  std::erase_if(unmeasured_, [&](int32_t index) {
-    climbed_.clear();
-    for (; at(index).end == kUnknown; index = at(index).parent) {
-      Node& node = at(index);
-      // Not read to the root, as this read has found before of a node above, or finds here.
-      if (node.parent == kUnread || node.unread_read == read_) {
-        for (const int32_t below : climbed_) at(below).unread_read = read_;
-        return false;
-      }
-      if (node.parent == kFree) return true;
-      climbed_.push_back(index);
-    }
-    for (size_t i = climbed_.size(); i-- > 0;) {
-      Node& node = at(climbed_[i]);
-      node.end = at(node.parent).end + node.length;
-      node.depth = at(node.parent).depth + 1;
-      deepest_ = std::max(deepest_, node.depth);
-    }
-    return true;
-  });
 }
 
 // The lowest node on a leaf's path on which several queries stand, or kRoot.
@@ -322,11 +265,7 @@ int32_t RadixPaths::chain_top(int32_t index) {
 }
 
 // Writes a query's path, from the root on, as far as it is shared and below `limit` tokens.
-void RadixPaths::write(int32_t leaf, int64_t limit, PathTable& out) {
-  if (at(leaf).end == kUnknown) {
-    ++num_unread_;
-    return;
-  }
+void RadixPaths::write(int32_t leaf, int64_t limit, Paths& out) {
   path_.clear();
   for (int32_t index = lowest_shared(leaf); index != kRoot;) {
     const int32_t above = at(chain_top(index)).parent;
@@ -335,9 +274,7 @@ void RadixPaths::write(int32_t leaf, int64_t limit, PathTable& out) {
     if (start < end) path_.push_back({at(index).id, start, end});
     index = above;
   }
-  for (size_t level = path_.size(); level-- > 0;) {
-    out.add(path_[level].id, path_[level].start, path_[level].end);
-  }
+  out.elements.insert(out.elements.end(), path_.rbegin(), path_.rend());
 }
 
 }  // namespace pat

@@ -9,10 +9,9 @@
 #include <memory>
 #include <vector>
 
-#include "handle_memory.h"
+#include "handles.h"
 #include "node_source.h"
-#include "pack/node_table.h"
-#include "python_paths.h"
+#include "pack/tree.h"
 
 namespace pat {
 
@@ -31,51 +30,46 @@ class RadixPaths {
   // Gives the Python node of query i, for a source that needs it.
   using Leaf = std::function<pybind11::object(size_t query, int64_t id)>;
 
-  // A read asks for at most `most_read` nodes that it does not know, and at most `most_nodes` are
-  // kept. Paths beyond that share nothing until the reads that follow have reached the root.
-  RadixPaths(std::unique_ptr<NodeSource> source, int64_t most_read, int64_t most_nodes);
+  // `most_read`: nodes after which one read() begins no other path, so that no plan stalls a server
+  // whose clients have built deep trees. The requests that are left share nothing before a later
+  // read() comes to them, and those with as many unknown nodes on one path not at all.
+  RadixPaths(std::unique_ptr<NodeSource> source, size_t most_read);
 
   // Writes the path of each query as far as another query shares it and its request's tokens are
   // safe to share: nodes with the same queries are one element, under the id of the lowest. Queries
   // beyond `count` have no request. On what the source throws everything is forgotten.
-  void read(const Handle* handles, size_t count, size_t num_queries, const Leaf& leaf,
-            PathTable& out);
-  void forget();
+  void read(const Handle* handles, size_t count, size_t num_queries, const Leaf& leaf, Paths& out);
 
-  // Of the last read: requests without a node, with one but no tokens that are safe to share, and
-  // with a path that is not read to the root yet.
+  // Of the last read: requests without a node, with one but no tokens that are safe to share,
+  // those whose paths are left to the next, and those whose paths are too long.
   int64_t num_missing() const { return num_missing_; }
   int64_t num_uncached() const { return num_uncached_; }
   int64_t num_unread() const { return num_unread_; }
+  int64_t num_too_long() const { return num_too_long_; }
   size_t num_nodes() const { return nodes_.size() - free_.size(); }
 
  private:
-  // In place of a parent: it has not been read; the entry is free.
-  static constexpr int32_t kUnread = -2;
-  static constexpr int32_t kFree = -3;
   static constexpr int32_t kRoot = 0;
   static constexpr int32_t kUnknown = -1;
-  static constexpr int32_t kClimbed = 4;  // levels that are climbed before whole paths are read
 
   // `..._read`: a value of read_, compared for equality alone.
   struct Node {
     int64_t id = 0;
     pybind11::object object;  // of a tree of Python nodes
-    int32_t parent = kUnread;
+    int32_t parent = kNoNode;
     int32_t count = 0;       // queries that stand on it or below
-    int32_t end = kUnknown;  // tokens, until the path is read to the root
+    int32_t end = kUnknown;  // tokens, unless it is being read
+    int32_t length = 0;
+    uint32_t born_read = 0;
+    // Queries that stand on it, as counted and as this read has named them; the last such read.
+    int32_t ends = 0;
+    int32_t named = 0;
+    uint32_t named_read = 0;
     // Of a node with one query: one above it that had the same query alone.
     int32_t top = kNoNode;
-    int32_t ends = 0;  // queries that stand on it, as counted
-    int32_t next_ends = 0;
-    uint32_t named_read = 0;   // the last with a query that stands on it
-    uint32_t unread_read = 0;  // the last that did not find its path to the root
     // Of the lowest of a chain of nodes with the same queries: the highest, as of a read.
-    uint32_t chain_read = 0;
     int32_t chain_top = kNoNode;
-    uint32_t born = 0;
-    int32_t length = 0;
-    int32_t depth = 0;  // nodes from the root
+    uint32_t chain_read = 0;
     // Children form a list.
     int32_t child = kNoNode;
     int32_t previous = kNoNode;
@@ -83,42 +77,37 @@ class RadixPaths {
   };
 
   Node& at(int32_t index) { return nodes_[static_cast<size_t>(index)]; }
+  void forget();
   void try_read(const Handle* handles, size_t count, const Leaf& leaf);
+  void name(size_t query, int32_t index);
   void count_leaves();
   int32_t add(int64_t id, pybind11::object object);
   void add_count(int32_t index, int32_t delta);
   void release(int32_t leaf, int32_t queries);
+  void drop(int32_t index);
+  bool climb(int32_t index, size_t most);
   void link(int32_t index, int32_t parent);
-  void unlink(int32_t index);
   void detach(int32_t index);
-  void read_upwards(size_t most);
-  int32_t place(int32_t index, NodeAbove& above);
   void find_split();
-  void measure();
   int32_t chain_top(int32_t index);
   int32_t lowest_shared(int32_t leaf);
-  void write(int32_t leaf, int64_t limit, PathTable& out);
+  void write(int32_t leaf, int64_t limit, Paths& out);
 
   std::unique_ptr<NodeSource> source_;
-  const size_t most_read_, most_nodes_;
-  std::vector<Node> nodes_;  // [0]: the root of all
+  size_t most_read_;
+  size_t num_read_ = 0;            // nodes, by this read
+  std::vector<int64_t> too_long_;  // nodes of this batch whose paths are too long to be read
+  std::vector<Node> nodes_;        // [0]: the root of all
   std::vector<int32_t> free_;
   NodeTable table_;
   uint32_t read_ = 0;
-  int32_t deepest_ = 0;              // nodes of the longest path since all was forgotten
-  bool short_paths_ = true;          // of the requests that are new to this read
-  std::vector<int32_t> leaves_;      // nodes that queries stand on
-  std::vector<int32_t> named_;       // those of this read
-  std::vector<int32_t> query_leaf_;  // [queries]
-  std::vector<int32_t> frontier_;    // nodes whose parent is to be read
-  std::vector<int32_t> unmeasured_;  // nodes whose end is not known
-  std::vector<int32_t> climbed_;
-  std::vector<int32_t> parents_of_new_;
-  struct Element {
-    int64_t id, start, end;
-  };
-  std::vector<Element> path_;
-  int64_t num_missing_ = 0, num_uncached_ = 0, num_unread_ = 0;
+  std::vector<int32_t> leaves_;          // nodes that queries stand on
+  std::vector<int32_t> named_;           // those of this read
+  std::vector<int32_t> query_leaf_;      // [queries]
+  std::vector<int32_t> climbed_;         // nodes that wait for the end of the one above them
+  std::vector<int32_t> parents_of_new_;  // known ones
+  std::vector<PathElement> path_;
+  int64_t num_missing_ = 0, num_uncached_ = 0, num_unread_ = 0, num_too_long_ = 0;
 };
 
 }  // namespace pat

@@ -6,51 +6,31 @@ from __future__ import annotations
 import time
 import urllib.request
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
-from sglang_pat.stats import LABELLED, NAMESPACE
+from sglang_pat.stats import COUNTERS, LABELLED, NAMESPACE
 
 _FLUSH_S = 1.25  # a server writes its counters about once a second
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
+class Counters(SimpleNamespace):
     """What pat counted since the server's start, or between two readings (see ``__sub__``).
 
-    ``kv_tokens_read`` is what the plans' items read, of one layer and KV head, over all decode
-    steps; ``kv_tokens_unpacked`` is the sum of sequence lengths, what an attention that shares
-    nothing would read. ``plan_seconds`` is of the steps that made a plan, ``exposed_seconds`` of
-    those of them that the GPU waited for, ``host_seconds`` of all steps. ``base_forwards`` counts
-    by kind what the stock attention is meant to serve, ``base_layers`` by reason the layers that
-    are its own by their kind, ``fallbacks`` by reason what it served, or what was not shared,
-    without being meant to.
+    An attribute for each of ``stats.COUNTERS``, a number, and of ``stats.LABELLED``, numbers by
+    kind or reason; what is not given is 0 or empty.
     """
 
-    decode_steps: int = 0
-    verify_steps: int = 0
-    packed_steps: int = 0
-    branched_steps: int = 0
-    kv_tokens_read: int = 0
-    kv_tokens_unpacked: int = 0
-    plans_made: int = 0
-    degraded_plans: int = 0
-    hidden_plans: int = 0
-    plans_reused: int = 0
-    plan_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    host_seconds: float = 0.0
-    base_forwards: dict[str, int] = field(default_factory=dict)
-    base_layers: dict[str, int] = field(default_factory=dict)
-    fallbacks: dict[str, int] = field(default_factory=dict)
+    def __init__(self, **counted: Any) -> None:
+        none: dict[str, Any] = dict.fromkeys(COUNTERS, 0) | {name: {} for name in LABELLED}
+        super().__init__(**none | counted)
 
     def __sub__(self, earlier: Counters) -> Counters:
         """What came since; without the reasons and kinds that stayed."""
-        since: dict[str, Any] = {}
-        for each in fields(self):
-            now, before = getattr(self, each.name), getattr(earlier, each.name)
-            is_labelled = isinstance(now, dict)
-            since[each.name] = dict(Counter(now) - Counter(before)) if is_labelled else now - before
+        since = {}
+        for name, now in vars(self).items():
+            before = getattr(earlier, name)
+            since[name] = dict(Counter(now) - Counter(before)) if name in LABELLED else now - before
         return Counters(**since)
 
 
@@ -61,7 +41,7 @@ def parse_counters(exposition: str) -> Counters:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    found: dict[str, Any] = asdict(Counters())
+    found = vars(Counters())
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
             name = sample.name.removeprefix(f"{NAMESPACE}_").removesuffix("_total")
@@ -78,14 +58,13 @@ def parse_counters(exposition: str) -> Counters:
 def read_counters(url: str, *, settle_s: float = 10.0) -> Counters:
     """Counters of the idle server at ``url``, once two readings a flush apart agree.
 
-    Raises:
-        TimeoutError: they still change after ``settle_s`` seconds; the server is not idle.
+    Raises TimeoutError if they still change after ``settle_s`` seconds: the server is not idle.
     """
     deadline = time.monotonic() + settle_s
-    before = _scrape(url)
+    before: Counters | None = None
     while True:
-        time.sleep(_FLUSH_S)
-        after = _scrape(url)
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            after = parse_counters(answer.read().decode())
         if after == before:
             return after
         if time.monotonic() > deadline:
@@ -94,8 +73,4 @@ def read_counters(url: str, *, settle_s: float = 10.0) -> Counters:
                 "read them when no request runs"
             )
         before = after
-
-
-def _scrape(url: str) -> Counters:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        return parse_counters(answer.read().decode())
+        time.sleep(_FLUSH_S)

@@ -13,9 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,15 +27,6 @@ _STOP_S = 15.0
 
 class ServerError(RuntimeError):
     """The server ended, or was not ready in time; the message has the end of its log."""
-
-
-def default_device() -> str:
-    """``cuda`` if there is a GPU and ``pat`` serves it, else ``cpu``."""
-    import torch
-
-    from sglang_pat.srt.support import reason_against_gpu
-
-    return "cuda" if torch.cuda.is_available() and not reason_against_gpu() else "cpu"
 
 
 class Server:
@@ -76,16 +65,17 @@ class Server:
             "--sleep-on-idle",  # a scheduler without work would keep a core busy
             *args,
         ]
-        self._env = dict(os.environ)
-        # /health answers from the server's state then, instead of generating a token of its own,
-        # which takes a second and would appear in the counters.
-        self._env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-        if device == "cpu":
-            self._env["SGLANG_PLATFORM"] = CPU_PLATFORM
         # SGLang leaves its temporary files (sockets, metrics) behind; here they go with the server.
         self._tmp = tempfile.TemporaryDirectory(prefix="sglang_pat_", ignore_cleanup_errors=True)
-        self._env["TMPDIR"] = self._tmp.name
-        self._env.update(env or {})
+        self._env = {
+            **os.environ,
+            # /health answers from the server's state then, instead of generating a token of its
+            # own, which takes a second and would appear in the counters.
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            **({"SGLANG_PLATFORM": CPU_PLATFORM} if device == "cpu" else {}),
+            "TMPDIR": self._tmp.name,
+            **(env or {}),
+        }
 
     def __enter__(self) -> Server:
         self.start()
@@ -122,21 +112,16 @@ class Server:
             while not self._answers():
                 self.check_alive()
                 if time.monotonic() > deadline:
-                    raise ServerError(
-                        f"the server is not ready after {self._ready_s:.0f} s; "
-                        f"the last lines of {self.log}:\n{self.tail()}"
-                    )
+                    raise self._error(f"is not ready after {self._ready_s:.0f} s")
                 time.sleep(0.2)
         except BaseException:
             self.stop()
             raise
 
     def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return True
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            return False  # not listening yet, or 503: still starting
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            return True
+        return False  # not listening yet, or 503: still starting
 
     def stop(self) -> None:
         """End the server and every process it started; harmless when it has ended already."""
@@ -158,22 +143,19 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
-    def tail(self, lines: int = _LOG_LINES_SHOWN) -> str:
-        """The last lines of the log."""
-        with self.log.open(errors="replace") as log:
-            return "".join(deque(log, maxlen=lines))
-
     def text(self) -> str:
         """All that the server has logged."""
         return self.log.read_text(errors="replace")
 
     def check_alive(self) -> None:
         """Raise ServerError, with the end of the log, if the server has ended."""
-        code = self._process.poll() if self._process else 0
-        if self._process is None or code is not None:
-            raise ServerError(
-                f"the server ended with code {code}; the last lines of {self.log}:\n{self.tail()}"
-            )
+        code = 0 if self._process is None else self._process.poll()
+        if code is not None:
+            raise self._error(f"ended with code {code}")
+
+    def _error(self, what: str) -> ServerError:
+        tail = "\n".join(self.text().splitlines()[-_LOG_LINES_SHOWN:])
+        return ServerError(f"the server {what}; the last lines of {self.log}:\n{tail}")
 
     def get(self, path: str) -> Any:
         """JSON of ``GET path``."""

@@ -5,31 +5,30 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat.explain.requests import DEFAULT_TREE
+from sglang_pat.explain.tree import DEFAULT_TREE, parse_tree
 from sglang_pat.gpus import GPUS, machine_of
 
 if TYPE_CHECKING:
     from sglang_pat import Plan, Target
     from sglang_pat.dump import Requests
 
-
 _CPU_THREADS = 8
 _LEAST_QUERIES = 256
-# Options that say what is planned for, their defaults, and what they mean.
+# Options that say what is planned for: names, defaults, and what they mean.
 _TARGET_OPTIONS: dict[str, tuple[Any, str]] = {
     "target": ("h200", f"the GPU to plan for ({', '.join(GPUS)}) or cpu"),
     "heads": ("32/8", "query and KV heads of one rank"),
-    "head-dim": (128, "elements of a head"),
-    "draft-tokens": (
+    "head_dim": (128, "elements of a head"),
+    "draft_tokens": (
         1,
         "tokens of a request that attend at once, the last of its sequence: more than 1 where "
         "speculative decoding verifies them",
     ),
-    "kv-cache-dtype": ("auto", "of K and V: fp8_e4m3, or auto, 16 bits on a GPU and 32 on a CPU"),
+    "kv_cache_dtype": ("auto", "of K and V: fp8_e4m3, or auto, 16 bits on a GPU and 32 on a CPU"),
+    "sms": (None, f"SMs or threads that run items: the GPU's SMs, or {_CPU_THREADS} threads"),
 }
 
 
@@ -60,62 +59,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Gives ``parser`` the options that say what is planned for."""
+    """Gives ``parser`` the options that say what is planned for. They are None if not given."""
     for name, (default, meaning) in _TARGET_OPTIONS.items():
         parser.add_argument(
-            f"--{name}",
-            type=type(default),
-            metavar=name.rpartition("-")[2].upper(),
-            help=f"{meaning} (default: {default})",
+            f"--{name.replace('_', '-')}",
+            type=str if isinstance(default, str) else int,
+            metavar=name.rpartition("_")[2].upper(),
+            help=meaning if default is None else f"{meaning} (default: {default})",
         )
-    parser.add_argument(
-        "--sms",
-        type=int,
-        metavar="N",
-        help=f"SMs or threads that run items (default: the GPU's SMs, {_CPU_THREADS} threads)",
-    )
 
 
-def run_explain(arguments: argparse.Namespace) -> int:
-    """Explains the batch of the options; exit status 0, or 1 with a line that says what is wrong,
-    which value it has and what would do."""
-    import sglang_pat
+def run(arguments: argparse.Namespace) -> None:
+    """Prints and draws the plan of the batch of the options. Raises OSError for a file that cannot
+    be read or written, and ValueError that says what is wrong, which value it has and what would
+    do."""
+    from sglang_pat import plan
     from sglang_pat.explain.svg import write_svg
 
-    try:
-        requests, target, machine = _batch(arguments)
-        plan = sglang_pat.plan(requests.paths, requests.seq_lens, target)
-        sums = sum_lines(plan, target, requests.seq_lens, machine)
-        if arguments.svg is not None:
-            drawn = write_svg(plan, requests.seq_lens, sums)
-            arguments.svg.write_text(drawn, encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"sglang-pat explain: {error}", file=sys.stderr)
-        return 1
-    print(plan, *sums, sep="\n")
-    return 0
+    requests, target, machine = _batch(arguments)
+    made = plan(requests.paths, requests.seq_lens, target)
+    sums = _sums(made, target, requests.seq_lens, machine)
+    if arguments.svg is not None:
+        drawn = write_svg(made, requests.seq_lens, sums)
+        arguments.svg.write_text(drawn, encoding="utf-8")
+    print(made, *sums, sep="\n")
 
 
-def sum_lines(plan: Plan, target: Target, seq_lens: list[int], machine: str) -> list[str]:
+def _sums(plan: Plan, target: Target, seq_lens: list[int], machine: str) -> list[str]:
     """What the plan reads, writes and takes, in lines; ``machine``: what it is made for, in
     words."""
     alone = sum(seq_lens)
     read = plan.kv_tokens_read(alone)
     token_bytes = 2 * target.num_kv_heads * target.head_dim * target.kv_bytes
     partial_bytes = target.num_q_heads * (target.head_dim * target.partial_bytes + 4)
-    bounds = zip(plan.min_seq_lens[:3].tolist(), plan.max_seq_lens[:3].tolist(), strict=True)
-    held = [f"query {query} has {low} to {high}" for query, (low, high) in enumerate(bounds)]
-    more = ", ..." if plan.num_queries > len(held) else ""
     return [
         f"planned for {machine}, heads of dim {target.head_dim}",
-        f"K/V tokens read: {read:,} instead of {alone:,}, {alone / read:.2f} x fewer, for each "
-        "layer and KV head"
-        if read
-        else "no K/V tokens to read",
+        f"K/V tokens read: {read:,} instead of {alone:,}, {alone / max(read, 1):.2f} x fewer, for "
+        "each layer and KV head",
         f"K/V read: {read * token_bytes / 1e6:.1f} MB instead of {alone * token_bytes / 1e6:.1f}, "
         f"a layer; partial results: {plan.num_partials * partial_bytes / 1e6:.1f} MB written and "
         "read again",
-        f"the plan takes {plan.nbytes:,} bytes; it holds while {', '.join(held)}{more} tokens",
+        f"the plan takes {plan.nbytes:,} bytes; it holds while query 0 has "
+        f"{plan.min_seq_lens[0]} to {plan.max_seq_lens[0]} tokens, and the others likewise",
     ]
 
 
@@ -123,7 +108,6 @@ def _batch(arguments: argparse.Namespace) -> tuple[Requests, Target, str]:
     """The batch of the options, and the target and machine that ``make_target`` says; of a dump
     without an option about these, what its server planned for."""
     from sglang_pat.dump import read_dump
-    from sglang_pat.explain.requests import parse_tree
 
     if arguments.paths is None:
         requests = parse_tree(arguments.tree)
@@ -134,15 +118,11 @@ def _batch(arguments: argparse.Namespace) -> tuple[Requests, Target, str]:
             f"--batch is {arguments.batch}, {arguments.paths} has batches 1 to {len(dump.batches)}"
         )
     requests = dump.batches[arguments.batch - 1]
-    if any(_given(arguments, name) is not None for name in (*_TARGET_OPTIONS, "sms")):
+    if any(getattr(arguments, name) is not None for name in _TARGET_OPTIONS):
         return requests, *make_target(arguments, len(requests.seq_lens))
     target = dump.target
     device = dump.header.get("device", "unknown")
     return requests, target, f"{device} with {target.num_sms} SMs or threads, as the server"
-
-
-def _given(arguments: argparse.Namespace, name: str) -> Any:
-    return getattr(arguments, name.replace("-", "_"))
 
 
 def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target, str]:
@@ -154,40 +134,32 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     from sglang_pat.config import PatConfig
 
     config = PatConfig.from_env(os.environ)
-    name, heads, head_dim, draft_tokens, kv_dtype = (
-        default if _given(arguments, name) is None else _given(arguments, name)
-        for name, (default, _) in _TARGET_OPTIONS.items()
+    name, heads, head_dim, draft_tokens, kv_dtype, sms = (
+        default if getattr(arguments, option) is None else getattr(arguments, option)
+        for option, (default, _) in _TARGET_OPTIONS.items()
     )
-    num_q_heads, num_kv_heads = _heads(heads)
+    q_heads, _, kv_heads = heads.partition("/")
+    if not (q_heads.isdecimal() and kv_heads.isdecimal() and int(kv_heads)):
+        raise ValueError(f"--heads is {heads!r}, must be query heads / KV heads, as in 32/8")
+    if kv_dtype not in ("auto", "fp8_e4m3"):
+        raise ValueError(f"--kv-cache-dtype is {kv_dtype!r}, must be auto or fp8_e4m3")
     options: dict[str, Any] = {
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": num_kv_heads,
+        "num_q_heads": int(q_heads),
+        "num_kv_heads": int(kv_heads),
         "head_dim": head_dim,
         "draft_tokens": draft_tokens,
         "max_queries": max(num_queries, _LEAST_QUERIES),
         "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
+        **({"kv_bytes": 1} if kv_dtype == "fp8_e4m3" else {}),
     }
-    if kv_dtype == "fp8_e4m3":
-        options["kv_bytes"] = 1
-    elif kv_dtype != "auto":
-        raise ValueError(f"--kv-cache-dtype is {kv_dtype!r}, must be auto or fp8_e4m3")
     if name.lower() == "cpu":
-        threads = _CPU_THREADS if arguments.sms is None else arguments.sms
+        threads = _CPU_THREADS if sms is None else sms
         return Target.cpu(threads=threads, **options), f"a CPU with {threads} threads"
-    if arguments.sms is not None:
-        options["num_sms"] = arguments.sms
     try:
         machine = machine_of(name)
     except ValueError as error:
         way_out = "plan for the cpu, or for another GPU take the nearest with --sms"
         raise ValueError(f"--target {error}; {way_out}") from None
-    target = Target.gpu(machine, **options)
+    target = Target.gpu(machine, **options, **({} if sms is None else {"num_sms": sms}))
     return target, f"{machine.name} with {target.num_sms} SMs"
-
-
-def _heads(given: str) -> tuple[int, int]:
-    q_heads, _, kv_heads = given.partition("/")
-    if not (q_heads.isdecimal() and kv_heads.isdecimal() and int(kv_heads)):
-        raise ValueError(f"--heads is {given!r}, must be query heads / KV heads, as in 32/8")
-    return int(q_heads), int(kv_heads)

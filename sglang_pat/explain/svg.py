@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan as a picture without scripts or links: a map of tokens by queries, in which each item
-covers what it reads. Titles, which browsers show under the pointer, have the rest."""
+covers what it reads. Titles, which browsers show under the pointer, name the item."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from xml.sax.saxutils import escape
 from sglang_pat.planner import BRANCH, Plan
 from sglang_pat.slots import DYNAMIC, ranges
 
-_LEFT, _WIDTH, _RIGHT = 80, 880, 40  # pixels: names of queries, tokens, room for the last number
+_LEFT, _TOP, _WIDTH, _RIGHT = 80, 40, 880, 40  # pixels: names of queries, heading, tokens, margin
 _LARGEST_ROW, _SMALLEST_ROW, _MAP_HEIGHT = 24.0, 2.0, 560.0
 _TEXT_ROW, _LETTER = 12.0, 6.4  # height and width of text
 _COLORS = {"shared": "#cfe2f7", "tail": "#fbe6c2", "branch": "#d6efd2"}
-_STYLE = "text{font:11px sans-serif;fill:#1d2733}rect{stroke:#5d6e88}"
+_STYLE = "<style>text{font:11px sans-serif;fill:#1d2733}rect{stroke:#5d6e88}</style>"
 
 
 class Box(NamedTuple):
@@ -47,14 +47,13 @@ def write_svg(plan: Plan, seq_lens: Sequence[int], below: Sequence[str]) -> str:
     """The document; ``below``: lines of text under the map."""
     boxes = boxes_of(plan, seq_lens)
     places = _places({token for box in boxes for token in (box.start, box.end)})
-    count = max(1, len(seq_lens))
-    row = min(_LARGEST_ROW, max(_SMALLEST_ROW, _MAP_HEIGHT / count))
-    top, bottom = 40.0, 40 + row * count
+    row = min(_LARGEST_ROW, max(_SMALLEST_ROW, _MAP_HEIGHT / len(seq_lens)))
+    bottom = _TOP + row * len(seq_lens)
     parts = [_text(16, 24, "items: who reads which tokens together; each runs once per KV head")]
     for query in range(0, len(seq_lens), ceil(_TEXT_ROW / row)):
-        parts.append(_text(16, top + query * row + max(row, _TEXT_ROW) / 2 + 4, f"query {query}"))
+        parts.append(_text(16, _TOP + query * row + max(row, _TEXT_ROW) / 2 + 4, f"query {query}"))
     for box in boxes:
-        parts += _rectangles(box, f"{_title(plan, box)}", places, row, top)
+        parts += _rectangles(box, places, row)
     free = 0.0  # from where on there is room for a number
     for token, x in places.items():
         if x >= free:
@@ -62,7 +61,7 @@ def write_svg(plan: Plan, seq_lens: Sequence[int], below: Sequence[str]) -> str:
             free = x + len(f"{token}") * _LETTER + 4
     parts += [_text(16, bottom + 40 + 17 * n, line) for n, line in enumerate(below)]
     size = f'width="{_LEFT + _WIDTH + _RIGHT}" height="{bottom + 60 + 17 * len(below):.0f}"'
-    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{_STYLE}</style>"]
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', _STYLE]
     return "\n".join([*head, f'<rect {size} fill="#ffffff"/>', *parts, "</svg>\n"])
 
 
@@ -76,28 +75,20 @@ def _places(tokens: Iterable[int]) -> dict[int, float]:
     return {end: _LEFT + scale * width for end, width in zip(ends, before, strict=True)}
 
 
-def _title(plan: Plan, box: Box) -> str:
-    first, count = int(plan.items["member_offset"][box.item]), plan.items["num_queries"][box.item]
-    slots = plan.members["partial"][first : first + int(count)].tolist()
-    to = "output" if min(slots) < 0 else f"partial results {', '.join(map(str, sorted(slots)))}"
-    return f"item {box.item}: {box.kind}, tokens [{box.start}, {box.end}); to {to}"
-
-
-def _rectangles(
-    box: Box, title: str, places: dict[int, float], row: float, top: float
-) -> Iterator[str]:
+def _rectangles(box: Box, places: dict[int, float], row: float) -> Iterator[str]:
     """One for each run of neighbouring queries, with the item's name if it fits."""
-    left, width = places[box.start], places[box.end] - places[box.start]
+    name, left = f"item {box.item}", places[box.start]
+    width = places[box.end] - left
     for _, run in groupby(enumerate(box.queries), lambda pair: pair[1] - pair[0]):
         queries = [query for _, query in run]
-        y, height = top + queries[0] * row, len(queries) * row
+        y, height = _TOP + queries[0] * row, len(queries) * row
         yield (
             f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
             f'fill="{_COLORS[box.kind]}" stroke-width="{1 if row > 4 else 0.3}">'
-            f"<title>{escape(title)}</title></rect>"
+            f"<title>{name}: {box.kind}, tokens [{box.start}, {box.end})</title></rect>"
         )
-        if height >= _TEXT_ROW and len(f"item {box.item}") * _LETTER <= width:
-            yield _text(left + 2, y + height / 2 + 4, f"item {box.item}")
+        if height >= _TEXT_ROW and len(name) * _LETTER <= width:
+            yield _text(left + 2, y + height / 2 + 4, name)
 
 
 def _text(x: float, y: float, text: str) -> str:

@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
@@ -68,50 +68,16 @@ class Forward:
     in_base: bool = False
 
 
-class Scales(NamedTuple):
-    """What the values of a layer's K and V in fp8_e4m3 are multiplied by.
+def scales_of(layer: Any) -> tuple[float, float]:
+    """What the values of a layer's K and V in fp8_e4m3 are multiplied by; reads no device memory.
 
     SGLang stores K / k_scale and V / v_scale, and every attention multiplies by them again. A layer
     has each as a tensor on the device (``k_scale``), with which the pool writes, and as a float on
     the host (``k_scale_float``), which our kernels take; both are None for a checkpoint without
     scales, which means 1 (S layers/quantization/kv_cache.py, layers/radix_attention.py:94).
     """
-
-    k: float
-    v: float
-
-
-ONES = Scales(1.0, 1.0)
-
-
-def scales_of(layer: Any) -> Scales:
-    """The scales of a layer that is ours; reads no device memory."""
     k, v = layer.k_scale_float, layer.v_scale_float
-    return Scales(1.0 if k is None else k, 1.0 if v is None else v)
-
-
-class CapturedScales:
-    """The scales that are in decode graphs, where they are parameters of launches: what SGLang
-    loads later does not reach them."""
-
-    def __init__(self) -> None:
-        self._layers: dict[int, tuple[Any, Scales]] = {}
-
-    def add(self, layer: Any, scales: Scales) -> None:
-        """Note a layer of a graph that is being captured. One without scales cannot get any."""
-        if layer.k_scale is not None or layer.v_scale is not None:
-            self._layers[id(layer)] = layer, scales
-
-    def check(self) -> None:
-        """Raise RuntimeError if a weight update has changed a scale since the capture."""
-        for layer, scales in self._layers.values():
-            if layer.k_scale_float != scales.k or layer.v_scale_float != scales.v:
-                raise RuntimeError(
-                    f"sglang_pat: the K/V scales of layer {layer.layer_id} are now "
-                    f"{tuple(scales_of(layer))}, but the decode graphs hold {tuple(scales)}: after "
-                    f"a weight update that changes them, restart the server, or run it with "
-                    f"--disable-cuda-graph"
-                )
+    return 1.0 if k is None else k, 1.0 if v is None else v
 
 
 class PatDecodeMixin:
@@ -142,22 +108,20 @@ class PatDecodeMixin:
         self._steps.tap = make_tap(runner, config, self._target)
         self._clock = StepClock(on_gpu=runner.device == "cuda")
         self._forward = Forward()
-        self._scales = CapturedScales()
         # By its rows, of each graph that has captured a layer of ours: a plan for any batch of it.
         self._captured: dict[int, Plan] = {}
+        # By its id, each layer with scales of a graph: they are parameters of the graph's launches.
+        self._scaled: dict[int, tuple[Any, tuple[float, float]]] = {}
         reporter = start_reporter(self._stats, serving=packs)
         self._layers = LayerRoutes(survey, self._target, reporter)
         logger.info(
             "sglang_pat: %s on pat, prefill on SGLang's own attention (%s), as intended; "
-            "%d query heads, %d KV heads, head dim %d, up to %d requests on %d %s; %s",
+            "%d query heads, %d KV heads, up to %d requests; %s",
             "decode runs" if self._target.draft_tokens == 1 else "verification of drafts runs",
             prefill_attention(runner, type(self).__bases__[1]),
             self._target.num_q_heads,
             self._target.num_kv_heads,
-            self._target.head_dim,
             self._target.max_queries,
-            self._target.num_sms,
-            "threads" if runner.device == "cpu" else "SMs",
             config,
         )
 
@@ -189,15 +153,7 @@ class PatDecodeMixin:
             return False
         self._clock.start()
         plan = self._steps.plan(batch, self._lengths(forward_batch, batch))
-        if plan is None:
-            return False
-        try:
-            self._load(plan, batch, forward_batch)
-        except torch.cuda.OutOfMemoryError as error:
-            why = _no_memory(plan, "SGLang's attention serves them")
-            self._stats.fall_back("no memory for the slots", f"{why}: {error}")
-            return False
-        return True
+        return plan is not None and self._load(plan, batch, forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare the capture or a replay of a decode graph: our plan, and the base in a capture,
@@ -235,7 +191,7 @@ class PatDecodeMixin:
 
     def _plan_replay(self, batch: LiveBatch | None, forward_batch: Any) -> None:
         self._clock.start()
-        self._scales.check()  # graphs hold scales: raises if a weight update has changed one
+        self._check_scales()
         count = forward_batch.batch_size - forward_batch.num_padding
         lens = self._lengths(forward_batch, batch).first(count)
         if batch is not None:
@@ -248,6 +204,17 @@ class PatDecodeMixin:
             plan, batch = self._captured[forward_batch.batch_size], None
         self._count_base_layers()  # a replay does not come by forward_decode
         self._load(plan, batch, forward_batch)
+
+    def _check_scales(self) -> None:
+        """Raise RuntimeError if a weight update has changed a scale that decode graphs hold."""
+        for layer, captured in self._scaled.values():
+            if scales_of(layer) != captured:
+                raise RuntimeError(
+                    f"sglang_pat: the K/V scales of layer {layer.layer_id} are now "
+                    f"{scales_of(layer)}, but the decode graphs hold {captured}: after a weight "
+                    "update that changes them, restart the server, or run it with "
+                    "--disable-cuda-graph"
+                )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Captured, and so replayed, between the above and the layers: the snapshot, after
@@ -311,28 +278,37 @@ class PatDecodeMixin:
             self._stats.small_batch(0 if batch is None else len(batch.reqs))
         return False
 
-    def _load(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> None:
+    def _load(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> bool:
         """Make ``plan`` the one that the layers run. Without a ``batch`` nothing is timed or
-        checked. Without a graph the snapshot is taken, too, which graphs have captured."""
-        rows, eager = forward_batch.batch_size, self._forward.phase is Phase.EAGER
+        checked. Without a graph the snapshot is taken, too, which graphs have captured; and where
+        the GPU has no memory for it, the base can serve the step: that returns False."""
+        eager = self._forward.phase is Phase.EAGER
         try:
-            self._executor.load(plan, rows)
+            self._fill(plan, forward_batch)
+            if eager:
+                self._snapshot(forward_batch)
         except torch.cuda.OutOfMemoryError as error:
-            if eager:  # the base can serve it
-                raise
-            why = _no_memory(plan, "they are in the host's, which is slower")
-            self._stats.fall_back("no memory for the slots", f"{why}: {error}")
-            self._executor.load(plan, rows, list_on_host=True)
-        if eager:
-            self._snapshot(forward_batch)
+            so = "SGLang's attention serves them" if eager else "they are in the host's, slower"
+            why = (
+                f"a plan for {plan.num_queries} requests lists {plan.list_tokens} slots, for which "
+                f"the GPU has no memory, so {so}; lower --mem-fraction-static: {error}"
+            )
+            self._stats.fall_back("no memory for the slots", why)
+            if eager:
+                return False
+            self._fill(plan, forward_batch, list_on_host=True)
         self._forward.served = True
-        if batch is None:
-            return
-        hidden = self._steps.made and self._clock.is_hidden()
-        self._stats.host_time(self._clock.elapsed_ns(), made=self._steps.made, hidden=hidden)
-        if self._config.check:
-            table = self.req_to_token_pool.req_to_token
-            check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)
+        if batch is not None:
+            hidden = self._steps.made and self._clock.is_hidden()
+            self._stats.host_time(self._clock.elapsed_ns(), made=self._steps.made, hidden=hidden)
+            if self._config.check:
+                table = self.req_to_token_pool.req_to_token
+                check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)
+        return True
+
+    def _fill(self, plan: Plan, forward_batch: Any, *, list_on_host: bool = False) -> None:
+        """Put a plan where the kernels read it. Raises OutOfMemoryError."""
+        self._executor.load(plan, forward_batch.batch_size, list_on_host=list_on_host)
 
     def _prepare_base(self, forward_batch: Any) -> None:
         self._forward.in_base = True
@@ -341,23 +317,13 @@ class PatDecodeMixin:
         finally:
             self._forward.in_base = False
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv]."""
-        out = self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-        if out is not None:
-            return out
-        return super().forward_decode(  # type: ignore[misc, no-any-return]
-            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-        )
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv].
+        Arguments as of ``_attend``."""
+        out = self._attend(*args, **kwargs)
+        if out is None:
+            out = super().forward_decode(*args, **kwargs)  # type: ignore[misc]
+        return out
 
     def _attend(
         self,
@@ -366,20 +332,17 @@ class PatDecodeMixin:
         v: torch.Tensor | None,
         layer: Any,
         forward_batch: Any,
-        save_kv_cache: bool,
-        kwargs: dict[str, Any],
+        save_kv_cache: bool = True,
+        **arguments: Any,
     ) -> torch.Tensor | None:
         """One layer of the forward that ``_forward`` says, or None if it is the base's, which is
-        prepared then."""
-        served = self._forward.served
-        pool = self.token_to_kv_pool
-        if served and (reason := self._layers.reason_against(layer, q.dtype, pool, kwargs)):
+        prepared then. ``arguments``: what the model gives its attention beside these."""
+        served, pool = self._forward.served, self.token_to_kv_pool
+        if served and (reason := self._layers.reason_against(layer, q.dtype, pool, arguments)):
             self._stats.base_layer(reason)
             served = False
         if not served:
-            if self._forward.unprepared is not None:  # a layer that had not come by before
-                self._prepare_base(self._forward.unprepared)
-                self._forward.unprepared = None
+            self._leave(forward_batch)
             return None
         captured = self._forward.captured
         if captured is not None:
@@ -390,11 +353,12 @@ class PatDecodeMixin:
         heads = layer.tp_q_head_num
         out = q.new_empty((q.shape[0], heads * layer.v_head_dim))
         keys = pool.get_key_buffer(layer.layer_id)
-        scales = ONES
+        scales = (1.0, 1.0)
         if keys.dtype == E4M3:
             scales = scales_of(layer)
-            if captured is not None:
-                self._scales.add(layer, scales)
+            # A layer without scales cannot get any.
+            if captured is not None and (layer.k_scale is not None or layer.v_scale is not None):
+                self._scaled[layer.layer_id] = layer, scales
         self._executor.decode(
             q.reshape(-1, heads, layer.qk_head_dim),
             keys,
@@ -402,10 +366,16 @@ class PatDecodeMixin:
             out.view(-1, heads, layer.v_head_dim),
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
-            k_scale=scales.k,
-            v_scale=scales.v,
+            k_scale=scales[0],
+            v_scale=scales[1],
         )
         return out
+
+    def _leave(self, _forward_batch: Any) -> None:
+        """Leave a layer to the base, and prepare it if all layers so far were ours."""
+        if self._forward.unprepared is not None:
+            self._prepare_base(self._forward.unprepared)
+            self._forward.unprepared = None
 
 
 class PatVerifyMixin(PatDecodeMixin):
@@ -457,9 +427,9 @@ class PatVerifyMixin(PatDecodeMixin):
         with_drafts = forward_batch.seq_lens + self._target.draft_tokens
         self._executor.snapshot(forward_batch.req_pool_indices, with_drafts)
 
-    def _load(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> None:
+    def _fill(self, plan: Plan, forward_batch: Any, *, list_on_host: bool = False) -> None:
         """Where drafts may be a tree, their masks first: without memory for these the step is not
-        served, and the time that they take is the step's."""
+        served."""
         if self._executor.has_draft_masks:
             spec_info = forward_batch.spec_info
             self._executor.read_draft_masks(
@@ -467,31 +437,23 @@ class PatVerifyMixin(PatDecodeMixin):
                 forward_batch.seq_lens,
                 with_prefix=have_prefix(spec_info, self.verify_mask),
             )
-        super()._load(plan, batch, forward_batch)
+        super()._fill(plan, forward_batch, list_on_host=list_on_host)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One layer of a verify step, q [B * T, Hq * D] -> [B * T, Hq * Dv]; or of another forward,
-        which is the base's."""
-        out = self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-        if out is not None:
-            return out
+        which is the base's. Arguments as of ``_attend``."""
+        out = self._attend(*args, **kwargs)
+        if out is None:
+            out = super().forward_extend(*args, **kwargs)  # type: ignore[misc]
+        return out
+
+    def _leave(self, forward_batch: Any) -> None:
         if self._on_cpu and forward_batch.forward_mode.is_target_verify():
             raise RuntimeError(
                 "sglang_pat: could not serve a verify step, for the reason in the last warning, "
                 "and SGLang's attention on a CPU has none: restart without --speculative-algorithm"
             )
-        return super().forward_extend(  # type: ignore[misc, no-any-return]
-            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-        )
+        super()._leave(forward_batch)
 
 
 def have_prefix(spec_info: Any, verify_mask: Any) -> bool:
@@ -508,14 +470,6 @@ def have_prefix(spec_info: Any, verify_mask: Any) -> bool:
     mode = default_tree_mask_mode() if own else verify_mask.mode
     full: bool = mode == TreeMaskMode.FULL_MASK
     return full
-
-
-def _no_memory(plan: Plan, instead: str) -> str:
-    """Why the list of slots of a plan could not be made longer, and what is done ``instead``."""
-    return (
-        f"a plan for {plan.num_queries} requests lists {plan.list_tokens} slots, for which the GPU "
-        f"has no memory, so {instead}; lower --mem-fraction-static"
-    )
 
 
 @lru_cache

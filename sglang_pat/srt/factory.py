@@ -40,7 +40,8 @@ def make_pat_backend(runner: Any) -> Any:
             runner.draft_attention_backend = name
         logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", name)
         return backend
-    idle = support.idle_reasons(support.by_runner(runner), config.min_batch)
+    server = support.by_runner(runner)
+    idle = support.idle_reasons(server, config.min_batch)
     survey = Survey({})
     if all(reason.serves for reason in idle):
         survey = survey_layers(runner)
@@ -53,8 +54,8 @@ def make_pat_backend(runner: Any) -> Any:
         name, backend = stock.build_stock(runner)
         logger.info("sglang_pat: attention is SGLang's own, %s", name)
         return backend
-    if why := stock.lost_states(runner.server_args, runner.model_config):
-        logger.warning("sglang_pat: %s", why)
+    for deadly in support.reasons_of(support.DEADLY, server):
+        logger.warning("sglang_pat: %s", deadly)
     base = stock.base_of(runner)
     # Without a reason against it, a server that speculates has its verify steps served.
     speculates = runner.server_args.speculative_algorithm is not None
@@ -171,13 +172,9 @@ def _largest_graph(pool_requests: int) -> int:
     """Queries of the largest decode graph that SGLang may capture, padding included; 0 without
     graphs. As ``get_batch_sizes_to_capture`` (S model_executor/runner/base_cuda_graph_runner.py:65)
     clamps them."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.runtime_context import get_exec
     from sglang.srt.utils import get_cuda_graph_max_batch_size
 
-    decode = get_exec().graph.cuda_graph_config.decode
-    if decode.backend == Backend.DISABLED:
-        return 0
-    sizes: list[int] = [*(decode.bs or ()), decode.max_bs or 0]
+    asked = support.largest_graph(get_exec().graph.cuda_graph_config.decode)
     captured: int = get_cuda_graph_max_batch_size(pool_requests)
-    return min(max(sizes), captured)
+    return min(asked, captured)

@@ -22,7 +22,7 @@ import pkgutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -58,22 +58,19 @@ class LiveBatch:
     exact: bool = False
 
 
-class Batches(Protocol):
-    """Where a backend finds the requests of the forward that it prepares."""
+def batches_of(runner: Any) -> Mailbox | CarriedRequests:
+    """Where the backend of this model runner finds the requests of a forward that it prepares.
 
-    # Of the forward taken last, as ``scheduled_mode`` has it; "" if no scheduler made it.
-    scheduled_mode: str
-
-    def take(self, forward_batch: Any) -> LiveBatch | None:
-        """Those of a decode or verify step, once; None for any other forward and for a warm-up."""
-
-
-def batches_of(runner: Any) -> Batches:
-    """Where the backend of this model runner finds the requests of its forwards."""
-    if not carries_requests():
-        return Mailbox.on(runner)
-    logger.debug("sglang_pat: takes the requests of a step from SGLang's forward batch, no hook")
-    return CarriedRequests()
+    ``take(forward_batch)``: those of a decode or verify step, once; None for any other forward and
+    for a warm-up. ``scheduled_mode``: of the forward taken last, as the function of that name has
+    it; "" if no scheduler made it.
+    """
+    if carries_requests():
+        logger.debug("sglang_pat: takes the requests of a step from SGLang's forward batch")
+        return CarriedRequests()
+    mailbox = getattr(runner, _ATTRIBUTE, None) or Mailbox()
+    setattr(runner, _ATTRIBUTE, mailbox)
+    return mailbox
 
 
 @cache
@@ -119,15 +116,6 @@ class Mailbox:
         self.scheduled_mode = ""
         self.others = 0
 
-    @classmethod
-    def on(cls, runner: Any) -> Mailbox:
-        """The mailbox of a model runner; made on first use."""
-        mailbox = getattr(runner, _ATTRIBUTE, None)
-        if mailbox is None:
-            mailbox = cls()
-            setattr(runner, _ATTRIBUTE, mailbox)
-        return mailbox
-
     def put(self, batch: LiveBatch | None, mode: str) -> None:
         """Replace what is held, so that no forward ever sees an older one's batch."""
         self._batch, self._mode = batch, mode
@@ -166,18 +154,11 @@ def after_init_new(
         mailbox.put(live, scheduled_mode(batch))
 
 
-class Sleeper(Protocol):
-    """What holds device memory whose contents a sleep loses."""
-
-    def reset(self) -> None:
-        """Be as new, at the same addresses."""
-
-
 # All of this process: it has one scheduler, whose sleep is of all that the process holds.
 _sleepers: WeakSet[Any] = WeakSet()
 
 
-def reset_on_wake(sleeper: Sleeper) -> None:
+def reset_on_wake(sleeper: Any) -> None:
     """Call ``sleeper.reset()`` whenever the K/V pool's memory has come back; holds no reference."""
     _sleepers.add(sleeper)
 

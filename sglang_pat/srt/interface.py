@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 
 _FORWARD = ("batch_size", "forward_mode", "spec_info", "encoder_lens", "req_pool_indices")
 _LENGTHS = ("seq_lens", "seq_lens_cpu")
@@ -54,7 +55,7 @@ ATTRIBUTES = {
         *("device", "dtype", "kv_cache_dtype", "is_draft_worker", "init_new_workspace"),
         *("draft_attention_backend", "kv_cache_dtype_str"),
         *("kv_index_translator", "model_config", "req_to_token_pool", "token_to_kv_pool"),
-        *("use_mla_backend", "memory_saver_adapter", "model", "prefill_aware_swa", "server_args"),
+        *("memory_saver_adapter", "model", "prefill_aware_swa", "server_args"),
     ),
     "model_executor.cuda_graph_config.PhaseConfig": ("backend", "bs", "max_bs"),
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (
@@ -97,33 +98,31 @@ ATTRIBUTES = {
 }
 
 
+_LAYER = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
+_NATIVE = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_ANY = "layers.attention.base_attn_backend.AttentionBackend"
+# The first parameters of what is called or overridden.
+SIGNATURES = {
+    "model_executor.forward_batch_info.ForwardBatch.init_new": ("batch", "model_runner"),
+    f"{_NATIVE}.forward_decode": _LAYER,
+    f"{_NATIVE}.init_forward_metadata": ("self", "forward_batch"),
+    f"{_ANY}.init_forward_metadata_out_graph": ("self", "forward_batch", "in_capture"),
+    f"{_ANY}.init_forward_metadata_in_graph": ("self", "forward_batch"),
+    "mem_cache.memory_pool.KVWriteLoc.for_layer": ("forward_batch", "layer"),
+}
+
+
 def interface_mismatches() -> list[str]:
     """What SGLang lacks of the interface that the plugin uses, by name."""
     return [*_signatures(), *_attributes(), *_path_elements()]
 
 
 def _signatures() -> Iterator[str]:
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    layer = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
-    for cls, name, expected in (
-        (ForwardBatch, "init_new", ("batch", "model_runner")),
-        (TorchNativeAttnBackend, "forward_decode", layer),
-        (TorchNativeAttnBackend, "init_forward_metadata", ("self", "forward_batch")),
-        (
-            AttentionBackend,
-            "init_forward_metadata_out_graph",
-            ("self", "forward_batch", "in_capture"),
-        ),
-        (AttentionBackend, "init_forward_metadata_in_graph", ("self", "forward_batch")),
-        (KVWriteLoc, "for_layer", ("forward_batch", "layer")),
-    ):
-        found = tuple(inspect.signature(getattr(cls, name)).parameters)[: len(expected)]
+    for path, expected in SIGNATURES.items():
+        function = resolve_name(f"sglang.srt.{path}")
+        found = tuple(inspect.signature(function).parameters)[: len(expected)]
         if found != expected:
-            yield f"{cls.__name__}.{name} takes {found}, not {expected}"
+            yield f"{'.'.join(path.split('.')[-2:])} takes {found}, not {expected}"
 
 
 def _attributes() -> Iterator[str]:
@@ -153,7 +152,7 @@ def names_of(path: str) -> frozenset[str]:
     function the keywords that it makes a SimpleNamespace of. Empty for what is not there.
     """
     module, _, name = path.rpartition(".")
-    definitions, imports = _module(module)
+    definitions, imports = parsed(module)
     node = definitions.get(name)
     if node is None:
         return frozenset()
@@ -169,48 +168,38 @@ def names_of(path: str) -> frozenset[str]:
 
 
 @cache
-def _module(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
-    """A module's classes and functions by name, and the module that each import comes from."""
+def parsed(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
+    """A module's classes and functions by name, and the module that each import comes from, of its
+    source text; both empty where there is no such module."""
     import sglang
 
     path = Path(sglang.__path__[0], *name.split(".")[1:])
     files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
-    body = ast.parse(files[0].read_text(encoding="utf-8")).body if files else []
+    tree = ast.parse(files[0].read_text(encoding="utf-8") if files else "")
     definitions: dict[str, ast.stmt] = {}
     imports: dict[str, str] = {}
-    for node in body:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            imports.update({alias.asname or alias.name: node.module for alias in node.names})
+    for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             definitions[node.name] = node
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            imports.update({alias.asname or alias.name: node.module for alias in node.names})
     return definitions, imports
 
 
 def _own_names(cls: ast.ClassDef) -> Iterator[str]:
     for statement in cls.body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield statement.name
-        elif isinstance(statement, ast.AnnAssign):
-            yield from _targets(statement.target)
-        elif isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                yield from _targets(target)
+        match statement:
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
+                yield name
+            case ast.AnnAssign(ast.Name(name)) | ast.Assign([ast.Name(name)]):
+                yield name
     for node in ast.walk(cls):
-        if not isinstance(node, ast.Attribute):
-            continue
-        if isinstance(node.ctx, ast.Store) and _is_self(node.value):
-            yield node.attr
-        elif isinstance(node.value, ast.Attribute) and _is_self(node.value.value):
-            yield f"{node.value.attr}.{node.attr}"
-
-
-def _targets(target: ast.expr) -> Iterator[str]:
-    if isinstance(target, ast.Name):
-        yield target.id
-
-
-def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
+        match node:
+            case ast.Attribute(ast.Name("self"), name, ast.Store()):
+                yield name
+            case ast.Attribute(ast.Attribute(ast.Name("self"), owner), name):
+                yield f"{owner}.{name}"
 
 
 def _keywords(function: ast.stmt) -> Iterator[str]:

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from math import inf
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -64,7 +65,6 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Tar
     """
     return (
         _against_kind(layer, pool, planned)
-        or _against_other_heads(layer, planned)
         or reason_against_heads(layer, pool.device, draft_tokens=planned.draft_tokens)
         or _against_cache(layer, dtype, pool)
     )
@@ -73,31 +73,30 @@ def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Tar
 def _against_kind(layer: Any, pool: Any, planned: Target | Heads) -> str:
     mapping = getattr(pool, "layers_mapping", None)  # layer -> (its id in its pool, sliding?)
     window = layer.sliding_window_size
+    heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
     for holds, reason in (
         (layer.is_cross_attention, "cross attention"),
         (layer.attn_type.value != "decoder", f"attention type {layer.attn_type.value}"),
         (window is not None and window > -1, SLIDING),
         (layer.use_irope, CHUNKED),  # FlashAttention attends within chunks of the sequence there
+        (layer.xai_temperature_len > 0, "a temperature by position"),
+        (
+            heads != (planned.num_q_heads, planned.num_kv_heads, planned.num_kv_heads),
+            f"{heads} query, K and V heads, planned for others",
+        ),
+        (
+            layer.qk_head_dim != planned.head_dim,
+            f"head dim {layer.qk_head_dim}, planned for {planned.head_dim}",
+        ),
     ):
         if holds:
             return reason
     if mapping is not None and mapping[layer.layer_id][1]:
         return "its K/V in the sliding-window pool"  # slots beyond it are freed while it runs
-    if layer.xai_temperature_len > 0:
-        return "a temperature by position"
     if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
         return f"logit capping by {layer.logit_capping_method}"
     if layer.logit_cap > 0 and planned.draft_tokens > 1 and pool.device != "cpu":
         return CAPPED
-    return ""
-
-
-def _against_other_heads(layer: Any, planned: Target | Heads) -> str:
-    heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num)
-    if heads != (planned.num_q_heads, planned.num_kv_heads, planned.num_kv_heads):
-        return f"{heads} query, K and V heads, planned for others"
-    if layer.qk_head_dim != planned.head_dim:
-        return f"head dim {layer.qk_head_dim}, planned for {planned.head_dim}"
     return ""
 
 
@@ -126,8 +125,6 @@ def reason_against_heads(
             f"{draft_tokens} draft tokens of {group} query heads per KV head: from "
             f"{MOST_DRAFT_ROWS + 1} packed rows a request on, SGLang's attention serves them"
         )
-    if not hasattr(_C, "cuda_min_shared_bytes"):
-        return "no CUDA kernel: this sglang_pat was built without (PAT_CUDA=OFF)"
     needed = _C.cuda_min_shared_bytes(dims[0])
     if shared is None:
         properties: Any = torch.cuda.get_device_properties(device)
@@ -244,13 +241,10 @@ def sparse_layers(model_config: Any) -> list[int]:
 
 def ranges(layers: list[int]) -> str:
     """Ascending layer ids in words: "0-3, 7", or "0, 2, ... 24 (13 layers)" for many ranges."""
-    parts: list[tuple[int, int]] = []
-    for layer in layers:
-        if parts and layer == parts[-1][1] + 1:
-            parts[-1] = (parts[-1][0], layer)
-        else:
-            parts.append((layer, layer))
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
+    words = []
+    for _, run in groupby(enumerate(layers), lambda numbered: numbered[1] - numbered[0]):
+        ids = [layer for _, layer in run]
+        words.append(str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}")
     if len(words) > 6:
         return f"{', '.join(words[:3])}, ... {words[-1]} ({len(layers)} layers)"
     return ", ".join(words)
@@ -360,19 +354,16 @@ class LayerRoutes:
         attention beside what every model gives; one that is None is none."""
         given = sorted(name for name, value in arguments.items() if value is not None)
         reason = self._reasons.get(layer.layer_id)
-        if reason is None or (given and not reason):
-            reason = (
-                f"arguments {', '.join(given)}"
-                if given
-                else reason_against_layer(layer, dtype, pool, self._target)
+        if reason is not None and (reason or not given):
+            return reason
+        reason = f"arguments {', '.join(given)}" if given else ""
+        reason = reason or reason_against_layer(layer, dtype, pool, self._target)
+        self._reasons[layer.layer_id] = reason
+        self.of_base = [reason for reason in self._reasons.values() if reason]
+        if self._surveyed and self.none_is_ours:
+            self._reporter.set_serving(False)
+            logger.warning(
+                "sglang_pat: serves nothing on this server: the last layer has %s; %s",
+                *(reason, CHOOSE_ANOTHER),
             )
-            self._reasons[layer.layer_id] = reason
-            self.of_base = [reason for reason in self._reasons.values() if reason]
-            if self._surveyed and self.none_is_ours:
-                self._reporter.set_serving(False)
-                logger.warning(
-                    "sglang_pat: serves nothing on this server: the last layer has %s; %s",
-                    reason,
-                    CHOOSE_ANOTHER,
-                )
         return reason

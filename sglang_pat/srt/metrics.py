@@ -35,8 +35,7 @@ class Reporter:
     def __init__(self, stats: Stats, labels: Mapping[str, str], *, export: bool) -> None:
         self._stats = stats
         self._labels = dict(labels)
-        self._counters = _make_counters(tuple(labels)) if export else {}
-        self._serving = _make_gauge(tuple(labels)).labels(**labels) if export else None
+        self._metrics = _make_metrics(tuple(labels)) if export else {}
         self._exported: dict[tuple[str, ...], float] = {}
         self._add("fallbacks", {LABELLED["fallbacks"][0]: NO_REASON}, 0)
 
@@ -46,8 +45,8 @@ class Reporter:
 
     def set_serving(self, serving: bool) -> None:
         """Say whether pat runs this server's decode and can pack."""
-        if self._serving is not None:
-            self._serving.set(int(serving))
+        if self._metrics:
+            self._metrics["serving"].labels(**self._labels).set(int(serving))
 
     def flush(self) -> None:
         """Add what came since the last call to the exported counters."""
@@ -59,10 +58,10 @@ class Reporter:
                 self._add(name, {label: kind}, count)
 
     def _add(self, name: str, label: dict[str, str], value: float) -> None:
-        if name not in self._counters:
+        if not self._metrics:
             return
         key = (name, *label.values())
-        counter = self._counters[name].labels(**(self._labels | label))
+        counter = self._metrics[name].labels(**(self._labels | label))
         counter.inc(value - self._exported.get(key, 0))
         self._exported[key] = value
 
@@ -78,28 +77,24 @@ class Reporter:
 
 
 @lru_cache
-def _make_counters(labels: tuple[str, ...]) -> dict[str, Any]:
-    """The exported counters. Prometheus knows each once per process, however many backends."""
+def _make_metrics(labels: tuple[str, ...]) -> dict[str, Any]:
+    """What is exported. Prometheus knows each once per process, however many backends."""
     # Imported here: it must come after SGLang has set PROMETHEUS_MULTIPROC_DIR.
-    from prometheus_client import Counter
+    from prometheus_client import Counter, Gauge
 
-    counters = {
+    metrics: dict[str, Any] = {
         name: Counter(f"{NAMESPACE}_{name}", text, labels) for name, text in COUNTERS.items()
     }
     for name, (label, text) in LABELLED.items():
         # An operator's extra label may have the name of ours, which then goes before it.
         names = tuple(dict.fromkeys((*labels, label)))
-        counters[name] = Counter(f"{NAMESPACE}_{name}", text, names)
-    return counters
-
-
-@lru_cache
-def _make_gauge(labels: tuple[str, ...]) -> Any:
-    from prometheus_client import Gauge
-
+        metrics[name] = Counter(f"{NAMESPACE}_{name}", text, names)
     # Ranks differ in their labels. Of a rank that was started again the newest value counts, and
     # one that prometheus_client's mark_process_dead() was told of is forgotten.
-    return Gauge(f"{NAMESPACE}_serving", SERVING, labels, multiprocess_mode="livemostrecent")
+    metrics["serving"] = Gauge(
+        f"{NAMESPACE}_serving", SERVING, labels, multiprocess_mode="livemostrecent"
+    )
+    return metrics
 
 
 def start_reporter(stats: Stats, *, serving: bool) -> Reporter:

@@ -25,19 +25,19 @@ import torch
 from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.slots import SlotMismatch, compare, compare_shared
-from sglang_pat.stats import NO_LOCK, NOT_CACHED, NOT_READ, RADIX_CACHE_DISABLED
+from sglang_pat.stats import NO_LOCK, NOT_CACHED, NOT_READ, RADIX_CACHE_DISABLED, TOO_LONG
 
 # A request that has been in the batch unchanged for more than SETTLE_STEPS decode steps is not read
-# again, for RECHECK_STEPS at most: see csrc/srt/handle_memory.h.
+# again, for RECHECK_STEPS at most: see csrc/srt/handles.h.
 SETTLE_STEPS = 2
 RECHECK_STEPS = 64
 NO_NODE = -1  # read in place of a node handle when the request holds no lock
 # Id, parent and key of a node in SGLang's caches of Python nodes.
 _NODE_ATTRS = ("id", "parent", "key")
-# Nodes that one plan reads at most, 4 to 7 ms, and that are kept at most, about 20 MB. Paths beyond
-# that share nothing until the plans that follow have read the rest.
+# Nodes that one plan reads before it begins no other path: 4 to 7 ms. The requests that are left
+# share nothing before the plans that follow have read on, and one with as many nodes on its own
+# path does not share.
 MOST_READ = 1 << 14
-MOST_NODES = 1 << 17
 
 # What a request is known by: the node it holds or NO_NODE, its tokens that are safe to share, and
 # its row of req_to_token.
@@ -49,23 +49,18 @@ class Handles(NamedTuple):
     """What a plan depends on, of one batch. Equal handles mean equal sharing.
 
     ``num_queries``: of the batch, those without a request included. ``packed``: a ``HANDLE`` of
-    each request, as bytes, because they are compared at every step; ``table`` gives them names.
+    each request, as bytes, because they are compared at every step.
     """
 
     num_queries: int
     packed: bytes
-
-    @property
-    def table(self) -> npt.NDArray[Any]:
-        """[requests] of ``HANDLE``, read-only."""
-        return np.frombuffer(self.packed, dtype=HANDLE)
 
 
 class RadixView:
     """Reads where requests stand in one prefix cache.
 
     ``kind`` names the cache; ``disabled`` says why no request has a path in it, or is empty.
-    ``unread``: requests of the last plan whose paths were too long to be read at once.
+    ``unread``: requests of the last plan whose paths are left to the next.
     """
 
     def __init__(self, tree_cache: Any) -> None:
@@ -85,15 +80,15 @@ class RadixView:
             self.disabled = RADIX_CACHE_DISABLED
         elif nodes is not None:
             self.kind = f"{type(core).__name__} tree core"
-            self._paths = _C.RadixPaths.of_nodes(*_NODE_ATTRS, MOST_READ, MOST_NODES)
+            self._paths = _C.RadixPaths.of_nodes(*_NODE_ATTRS, MOST_READ)
             self._leaf = lambda _reqs: lambda _query, node: nodes[node]
         elif hasattr(getattr(core, "_binding", None), "get_node_key_lengths"):
             self.kind = "rust tree core"
-            self._paths = _C.RadixPaths.of_tree_core(core._binding, MOST_READ, MOST_NODES)
+            self._paths = _C.RadixPaths.of_tree_core(core._binding, MOST_READ)
         elif hasattr(tree_cache, "root_node"):
             self.kind = f"{type(tree_cache).__name__} nodes"
             node = "lock.node.id"
-            self._paths = _C.RadixPaths.of_nodes(*_NODE_ATTRS, MOST_READ, MOST_NODES)
+            self._paths = _C.RadixPaths.of_nodes(*_NODE_ATTRS, MOST_READ)
             self._leaf = lambda reqs: lambda query, _node: reqs[query].lock.node
         else:
             self.disabled = f"unknown cache {type(tree_cache).__name__}"
@@ -159,6 +154,7 @@ class RadixView:
             NO_LOCK: self._paths.num_missing,
             NOT_CACHED: self._paths.num_uncached,
             NOT_READ: self.unread,
+            TOO_LONG: self._paths.num_too_long,
         }
         return plan, {reason: times for reason, times in reasons.items() if times}
 
@@ -211,28 +207,14 @@ def check_plan(
     """
     try:
         compare_shared(plan, req_to_token, rows, lambda query: _name(reqs, query))
-        _compare_with_tree(reqs, view, req_to_token, rows)
+        for query, req in enumerate(() if view.disabled else reqs):
+            lock = view.lock_of(req)
+            if lock is not None and req.kv.req_pool_idx == rows[query]:
+                held = req_to_token[rows[query], : req.kv.cache_protected_len]
+                cached = view.slots(lock)[: len(held)].to(held.dtype)
+                compare(held, cached, 0, _name(reqs, query), "the radix tree")
     except SlotMismatch as mismatch:
         raise SlotMismatch(f"SGLANG_PAT_CHECK: {mismatch}") from None
-
-
-def _compare_with_tree(
-    reqs: Sequence[Any], view: RadixView, req_to_token: torch.Tensor, rows: torch.Tensor
-) -> None:
-    if view.disabled:
-        return
-    for query, req in enumerate(reqs):
-        lock = view.lock_of(req)
-        if lock is None or req.kv.req_pool_idx != rows[query]:
-            continue
-        protected = req.kv.cache_protected_len
-        compare(
-            req_to_token[rows[query], :protected],
-            view.slots(lock)[:protected].to(req_to_token.dtype),
-            0,
-            _name(reqs, query),
-            "the radix tree",
-        )
 
 
 def _name(reqs: Sequence[Any], query: int) -> str:

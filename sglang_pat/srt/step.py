@@ -9,7 +9,7 @@ that is outgrown is made anew from the paths that were read for it.
 
 Reading the numbers costs a cache miss or six per request. So nothing is read of a batch that has
 been the same, with decodes only, for more than ``SETTLE_STEPS``; and in a changed batch nothing of
-the requests that have been in it that long (``csrc/srt/handle_memory.h``). SGLang makes a
+the requests that have been in it that long (``csrc/srt/handles.h``). SGLang makes a
 new tensor of rows whenever a batch changes, and gives a running request another node only when it
 has processed its prefill, which under overlap is a step or two after it ran.
 
@@ -33,13 +33,14 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang_pat.planner import Plan, Planner
+from sglang_pat.srt.dump import Tap
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, RadixView
 from sglang_pat.stats import NO_REQUEST, NOT_READABLE, NOT_USABLE, Stats
@@ -48,7 +49,7 @@ from sglang_pat.target import Target
 logger = logging.getLogger("sglang_pat")
 
 # Bounds further apart are not used: a plan made for the least lengths holds for at least 128 tokens
-# more (csrc/pack/headroom.h), of which the steps to come are to have some.
+# more (csrc/pack/costs.h), of which the steps to come are to have some.
 MAX_SLACK = 96
 
 
@@ -142,13 +143,6 @@ class MicroBatch:
             self.rows, self.others, self.age = batch.rows, batch.others, 0
 
 
-class Tap(Protocol):
-    """Where the batches of new plans are dumped to."""
-
-    def take(self, state: MicroBatch, seq_lens: torch.Tensor, plan: Plan) -> Tap | None:
-        """Take a step with a new plan. Returns the tap of the next steps, None after the last."""
-
-
 class StepPlanner:
     """Holds the plans of the last decode steps of one model runner, one per micro-batch.
 
@@ -156,13 +150,9 @@ class StepPlanner:
     them no name, but each keeps its tensor of rows until its requests change, and they take turns,
     so a tensor not seen before belongs to the one that was decoded the longest time ago. Where that
     guess is wrong, a plan is made that could have been reused; it is never another batch's.
-
-    Raises ValueError for less than one micro-batch.
     """
 
     def __init__(self, target: Target, stats: Stats, micro_batches: int = 1) -> None:
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches is {micro_batches}, must be 1 or more")
         self._stats = stats
         # The one decoded the longest time ago comes first.
         self._states = [MicroBatch(Planner(target), RadixView(None)) for _ in range(micro_batches)]
@@ -207,7 +197,8 @@ class StepPlanner:
             return None
         self._stats.step(plan, total, made=self.made)
         if self.made and self.tap is not None:
-            self.tap = self.tap.take(state, lengths.least, plan)
+            planner = state.planner if state.has_paths else None
+            self.tap = self.tap.take(planner, lengths.least, plan)
         return plan
 
     def private(self, lengths: Lengths) -> Plan | None:
@@ -267,31 +258,23 @@ class StepPlanner:
     def _make(
         self, state: MicroBatch, batch: LiveBatch, lengths: Lengths, handles: Handles | None
     ) -> Plan | None:
+        """A plan for the last paths if the batch still stands on them, or else for ``handles``.
+        One that shares nothing where there are none and where planning fails."""
+        again, state.has_paths = state.has_paths, False
+        lens = lengths.least.numpy()
         try:
-            if state.has_paths or handles is not None:
-                return self._pack(state, batch, lengths.least, handles)
+            if again:
+                plan = state.planner.plan_again(lens)
+            elif handles is not None:
+                plan = self._plan_handles(state, batch, handles, lens)
+            else:
+                return self.private(lengths)
         except Exception as error:  # a tree that is not one, a node that is gone: see plan()
             self._stats.fall_back(NOT_USABLE, repr(error))
             state.suspect = True
-        return self.private(lengths)
-
-    def _pack(
-        self, state: MicroBatch, batch: LiveBatch, seq_lens: torch.Tensor, handles: Handles | None
-    ) -> Plan:
-        """A plan for the last paths, or else for those of ``handles``."""
-        lens = seq_lens.numpy()
-        again, state.has_paths = state.has_paths, False
-        if again:
-            plan = state.planner.plan_again(lens)
-        else:
-            assert handles is not None
-            plan, state.private = self._plan_handles(state, batch, handles, lens)
-            if len(seq_lens) > len(batch.reqs):
-                state.private[NO_REQUEST] = len(seq_lens) - len(batch.reqs)
-            if state.view.unread:  # the next step reads on, and plans anew
-                state.handles, state.suspect = None, True
+            return self.private(lengths)
         state.has_paths = True
-        self._stats.private(state.private)
+        self._stats.private_requests.update(state.private)
         return plan
 
     def _plan_handles(
@@ -300,17 +283,22 @@ class StepPlanner:
         batch: LiveBatch,
         handles: Handles,
         lens: npt.NDArray[np.int64],
-    ) -> tuple[Plan, dict[str, int]]:
-        """A plan for ``handles``, or for what is read anew if one has a node that is gone; and how
-        many requests share nothing, by reason."""
+    ) -> Plan:
+        """A plan for ``handles``, or for what is read anew if one has a node that is gone."""
         try:
-            return state.view.plan(state.planner, batch.reqs, handles, lens)
+            plan, private = state.view.plan(state.planner, batch.reqs, handles, lens)
         except KeyError:
             self._look_into(state, batch.tree_cache)  # forgets all that is remembered
             state.handles = handles = state.view.read_handles(
                 batch.reqs, batch.rows, handles.num_queries, state.steps, anew=True
             )
-            return state.view.plan(state.planner, batch.reqs, handles, lens)
+            plan, private = state.view.plan(state.planner, batch.reqs, handles, lens)
+        if len(lens) > len(batch.reqs):
+            private[NO_REQUEST] = len(lens) - len(batch.reqs)
+        state.private = private
+        if state.view.unread:  # the next step reads on, and plans anew
+            state.handles, state.suspect = None, True
+        return plan
 
 
 def _total_tokens(plan: Plan | None, lengths: Lengths) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -46,7 +45,8 @@ PREFILL_AWARE_SWA = ("UnlimitedOCRForCausalLM",)
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 
 
-class Reason(NamedTuple):
+@dataclass(frozen=True)
+class Reason:
     """Why not, and what to do about it. ``serves``: ``pat`` still runs decode steps, each request
     on its own; else SGLang does."""
 
@@ -65,24 +65,26 @@ class Server:
     """What the tables ask of a server.
 
     ``args``, ``model``: SGLang's resolved arguments and its ``ModelConfig``; without a model the
-    rest is not known. ``against_gpu``: why our kernels do not run on its GPU, or "". ``dtype``: of
-    the model and so of the queries. ``quantized``: what the K/V pool has beside its dtype, as
-    scales, or "". ``layout``: of the pool, the first that is not "nhd" of one with several parts.
-    ``mode``: the value of a mode of SGLang, by the path that it is published under.
+    rest is not known. ``against_gpu``: why our kernels do not run on its GPU, or "".
+    ``quantized``: what the K/V pool has beside its dtype, as scales, or "". ``layout``: of the
+    pool, the first that is not "nhd" of one with several parts.
     """
 
     args: Any
     model: Any
     device: str
     against_gpu: str = ""
-    uses_mla: bool = False
     prefill_aware_swa: bool = False
-    dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     quantized: str = ""
     virtual_slots: bool = False
     layout: str = "nhd"
-    mode: Callable[[str], Any] = lambda _path: False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model and so of the queries."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def backends(self) -> tuple[str, str]:
@@ -103,36 +105,36 @@ class Server:
 def by_arguments(
     server_args: Any,
     model_config: Any,
-    gpu: tuple[str, tuple[int, int]] | None = None,
+    gpu: gpus.Machine | None = None,
 ) -> Server:
     """A server that does not run yet. ``server_args``: SGLang's after ``resolve_once()``; ``gpu``:
-    name and compute capability of one that is not here."""
+    one that is not here."""
     args = _sglang("arg_groups.overrides.resolving_view")(server_args)
     against = ""
     if args.device == "cuda":
-        name, capability = gpu or ("this GPU", None)
-        if capability is None and torch.cuda.is_available():
+        if gpu is not None:
+            against = reason_against_capability((gpu.major, gpu.minor), gpu.name)
+        elif torch.cuda.is_available():
             # Trying a kernel, as the backend does when it is made, would make a CUDA context, and a
             # launcher would hold hundreds of megabytes for as long as the server runs.
             capability = torch.cuda.get_device_capability(args.base_gpu_id)
-        against = reason_against_capability(capability, name)
+            against = reason_against_capability(capability, "this GPU")
+        else:
+            against = _NO_GPU
     if model_config is None:
         return Server(args, None, args.device, against)
-    quantized = args.kv_cache_dtype if args.kv_cache_dtype in stock.SCALED_KV else ""
-    dtype, names = model_config.dtype, set(model_config.hf_config.architectures or ())
+    choice, scaled = args.kv_cache_dtype, args.kv_cache_dtype in stock.SCALED_KV
+    names = set(model_config.hf_config.architectures or ())
     return Server(
         args=args,
         model=model_config,
         device=args.device,
         against_gpu=against,
-        uses_mla=model_config.attention_arch.name == "MLA",
         prefill_aware_swa=not names.isdisjoint(PREFILL_AWARE_SWA),
-        dtype=dtype,
-        kv_dtype=dtype if quantized else stock.kv_cache_dtype(args.kv_cache_dtype, model_config),
-        quantized=quantized,
+        kv_dtype=model_config.dtype if scaled else stock.kv_cache_dtype(choice, model_config),
+        quantized=choice if scaled else "",
         virtual_slots=args.enable_unified_memory or args.enable_page_major_kv_layout,
         layout="hnd" if _sglang("environ.envs").SGLANG_USE_HND_KVCACHE.get() else "nhd",
-        mode=partial(_mode_of, args),
     )
 
 
@@ -148,9 +150,7 @@ def by_runner(runner: Any) -> Server:
         model=runner.model_config,
         device=runner.device,
         against_gpu=reason_against_gpu() if runner.device == "cuda" else "",
-        uses_mla=runner.use_mla_backend,
         prefill_aware_swa=runner.prefill_aware_swa,
-        dtype=runner.dtype,
         kv_dtype=runner.kv_cache_dtype,
         # mxfp8 is stored as fp8_e4m3, with scales that only --kv-cache-dtype tells of.
         quantized=choice if choice in stock.SCALED_KV else quantized,
@@ -158,7 +158,6 @@ def by_runner(runner: Any) -> Server:
             runner.kv_index_translator.is_translating or pool.requires_physical_write_loc
         ),
         layout=max(layouts, key="nhd".__ne__),
-        mode=_published_mode,
     )
 
 
@@ -187,29 +186,9 @@ def _sglang(path: str) -> Any:
     return resolve_name(f"sglang.srt.{path}")
 
 
-def _mode_of(args: Any, path: str) -> Any:
-    name = path.rpartition(".")[2]
-    if name == "attn_dcp_size":  # no argument, but computed when it is published
-        return _sglang("runtime_context.attn_dcp_size_of")(args)
-    return getattr(args, name)
-
-
-def _published_mode(path: str) -> Any:
-    first, *names = path.split(".")
-    value = _sglang(f"runtime_context.get_{first}")()
-    for name in names:
-        value = getattr(value, name)
-    return value
-
-
-def _is_on(path: str) -> Callable[[Server], bool]:
-    """Whether a mode is on: true, or a number above 1."""
-    return lambda s: s.mode(path) is True or int(s.mode(path)) > 1
-
-
-def _option(path: str) -> str:
-    name = path.rpartition(".")[2].replace("_", "-")
-    return "--dcp-size" if name == "attn-dcp-size" else f"--{name}"
+def _is_on(option: str) -> Callable[[Server], bool]:
+    """Whether an argument is true, or a number above 1."""
+    return lambda s: getattr(s.args, option) is True or int(getattr(s.args, option)) > 1
 
 
 # Of the machine: asked before the model is looked at.
@@ -232,7 +211,7 @@ MACHINE = (
 # Of the model and the options: the server does not start.
 REFUSED = (
     Row(
-        lambda s: s.uses_mla,
+        lambda s: s.model.attention_arch.name == "MLA",
         "the model uses MLA, whose cache holds latents instead of K and V",
     ),
     Row(
@@ -290,17 +269,21 @@ REFUSED = (
         variable="SGLANG_USE_HND_KVCACHE",
     ),
     *(
-        Row(_is_on(path), f"{_option(path)}: {why}", f"drop it or {CHOOSE_ANOTHER}")
-        for path, why in {
-            "exec.overlap.enable_two_batch_overlap": "half batches have no requests of their own",
-            "disagg.enable_pdmux": "two backends share one model runner",
-            "exec.deterministic.enable_deterministic_inference": "packing depends on the batch",
-            "exec.graph.enable_torch_compile": "it would freeze a plan",
-            "parallel.attn_dcp_size": "a rank holds part of each sequence",
-            "parallel.attn_cp_size": "a rank holds part of each sequence",
-            "parallel.enable_kv_cache_sharding": "pages are interleaved over ranks",
-            "memory.enable_hisparse": "slots move during a request",
-            "schedule.prefill_only_disable_kv_cache": "nothing is cached",
+        Row(
+            _is_on(option),
+            f"--{option.replace('_', '-')}: {why}",
+            f"drop it or {CHOOSE_ANOTHER}",
+        )
+        for option, why in {
+            "enable_two_batch_overlap": "half batches have no requests of their own",
+            "enable_pdmux": "two backends share one model runner",
+            "enable_deterministic_inference": "packing depends on the batch",
+            "enable_torch_compile": "it would freeze a plan",
+            "dcp_size": "a rank holds part of each sequence",
+            "attn_cp_size": "a rank holds part of each sequence",
+            "enable_kv_cache_sharding": "pages are interleaved over ranks",
+            "enable_hisparse": "slots move during a request",
+            "prefill_only_disable_kv_cache": "nothing is cached",
         }.items()
     ),
     Row(
@@ -339,8 +322,13 @@ def draft_tokens_of(args: Any) -> int:
     return tokens
 
 
+def _drafts(holds: Callable[[Any], object]) -> Callable[[Server], object]:
+    """Whether a server's drafts are verified as pat can, and this holds of its arguments."""
+    return lambda s: verifies(s.args) and holds(s.args)
+
+
 _DROP_ONE = "drop that option, or pat"
-# SGLang's own attention verifies: the first that holds.
+# SGLang's own attention verifies.
 SPECULATION = (
     Row(
         lambda s: s.args.speculative_algorithm is not None and not verifies(s.args),
@@ -350,27 +338,24 @@ SPECULATION = (
         _DROP_ONE,
     ),
     Row(
-        lambda s: (
-            verifies(s.args)
-            and may_be_trees(s.args)
-            and s.args.speculative_num_draft_tokens > MOST_MASKED_DRAFTS
-        ),
+        _drafts(lambda a: may_be_trees(a) and a.speculative_num_draft_tokens > MOST_MASKED_DRAFTS),
         "--speculative-algorithm {s.args.speculative_algorithm} drafts trees of "
         "{s.args.speculative_num_draft_tokens} tokens, and pat verifies trees of up to "
         f"{MOST_MASKED_DRAFTS}",
         f"set --speculative-num-draft-tokens to at most {MOST_MASKED_DRAFTS}",
     ),
     Row(
-        lambda s: verifies(s.args) and s.args.speculative_adaptive,
+        _drafts(lambda a: a.speculative_adaptive),
         "under --speculative-adaptive the number of draft tokens changes, and pat verifies a fixed "
         "one",
         _DROP_ONE,
     ),
     Row(
-        lambda s: (
-            verifies(s.args)
-            and s.args.prefill_attention_backend not in (None, BACKEND)
-            and s.args.speculative_attention_mode != "decode"
+        _drafts(
+            lambda a: (
+                a.prefill_attention_backend not in (None, BACKEND)
+                and a.speculative_attention_mode != "decode"
+            )
         ),
         "drafts are verified on --prefill-attention-backend {s.args.prefill_attention_backend}, as "
         "--speculative-attention-mode is {s.args.speculative_attention_mode}",
@@ -379,9 +364,7 @@ SPECULATION = (
     # On its plan stream SGLang has the base fill in what it prepared (S
     # layers/attention/base_attn_backend.py:309), which pat has nothing of.
     Row(
-        lambda s: (
-            verifies(s.args) and _sglang("environ.envs").SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()
-        ),
+        _drafts(lambda _: _sglang("environ.envs").SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()),
         "under SGLANG_ENABLE_OVERLAP_PLAN_STREAM drafts are verified on SGLang's attention",
         _DROP_ONE,
     ),
@@ -455,6 +438,28 @@ IDLE = (
 )
 
 
+def _captures_states(s: Server) -> bool:
+    """Whether the state spaces of a Falcon-H1 are captured in prefill graphs. SGLang 0.5.23 takes a
+    model of which every layer attends for one without them; the graphs then read freed memory."""
+    if s.device != "cuda" or "FalconH1ForCausalLM" not in (s.model.hf_config.architectures or ()):
+        return False
+    if not _sglang("utils.is_cuda")():  # a GPU elsewhere: here SGLang leaves these graphs out
+        return not (s.args.disable_prefill_cuda_graph or s.args.disable_cuda_graph)
+    disabled = _sglang("model_executor.cuda_graph_config.Backend").DISABLED
+    return bool(s.args.cuda_graph_config.prefill.backend != disabled)
+
+
+# The server starts and dies later, under any attention backend.
+DEADLY = (
+    Row(
+        _captures_states,
+        "SGLang 0.5.23 captures the state spaces of a Falcon-H1 in prefill graphs, and the server "
+        "dies at its first prompts, also without pat",
+        "restart with --disable-prefill-cuda-graph",
+    ),
+)
+
+
 def refusals(server: Server) -> list[Reason]:
     """Every reason for which a server does not start, as far as the tables go: without a model,
     only those of the machine."""
@@ -478,6 +483,15 @@ def idle_reasons(server: Server, min_batch: int) -> list[Reason]:
     return reasons
 
 
+def largest_graph(decode: Any) -> int:
+    """Requests of the largest decode graph that the options ask for, ``decode`` being SGLang's
+    ``PhaseConfig`` of these; 0 without graphs."""
+    if decode.backend == _sglang("model_executor.cuda_graph_config.Backend").DISABLED:
+        return 0
+    sizes: list[int] = [*(decode.bs or ()), decode.max_bs or 0]
+    return max(sizes)
+
+
 def idle_message(reasons: list[Reason]) -> str:
     """All reasons for which there is nothing to gain, in one line for the log."""
     what = "packs nothing" if all(reason.serves for reason in reasons) else "serves nothing"
@@ -495,10 +509,8 @@ def reason_against_gpu() -> str:
     return _cannot_run(f"GPU {found['device']}", found["arch"] / 10) + f" ({found['error']})"
 
 
-def reason_against_capability(capability: tuple[int, int] | None, name: str) -> str:
-    """Why our kernels cannot run on a GPU of this compute capability, None without one, or ""."""
-    if capability is None:
-        return _NO_GPU
+def reason_against_capability(capability: tuple[int, int], name: str) -> str:
+    """Why our kernels cannot run on a GPU of this compute capability, or ""."""
     if not hasattr(_C, "cuda_probe"):
         return _NO_KERNELS
     if gpus.code_for(capability):

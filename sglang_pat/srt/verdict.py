@@ -11,18 +11,18 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import CPU_PLATFORM, PatConfig
-from sglang_pat.gpus import GPUS, SHARED_PER_BLOCK, machine_of, untried
+from sglang_pat.gpus import SHARED_PER_BLOCK, Machine, machine_of, untried
 from sglang_pat.srt import BACKEND, launch, layers, stock, support
 from sglang_pat.srt.support import CHOOSE_ANOTHER, Reason
 
@@ -72,27 +72,12 @@ class Verdict:
         return self.status in ("served", "served in part")
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``: bytes, layer ids, and words for people."""
-        workspace = None
+        """For ``--json``: all fields, those of the parts included, and what follows from them."""
+        found = {"verdict": self.status, **asdict(self)}
         if self.workspace is not None:
-            workspace = {
-                "bytes": self.workspace.total,
-                "max_requests": self.workspace.max_queries,
-                "over_budget": self.workspace.over_budget,
-            }
-        idle = [] if self.refused else self.reasons
-        return {
-            "verdict": self.status,
-            "device": self.device,
-            "model": self.model,
-            "kv_dtype": self.kv_dtype,
-            "refused": [str(reason) for reason in self.reasons] if self.refused else [],
-            "nothing_to_gain": [{"reason": each.words, "way_out": each.way_out} for each in idle],
-            "layers_served": self.layers.get("", []),
-            "layers_of_sglang": {why: ids for why, ids in self.layers.items() if why},
-            "workspace": workspace,
-            "notes": self.notes,
-        }
+            sums = {"bytes": self.workspace.total, "over_budget": self.workspace.over_budget}
+            found["workspace"] |= sums
+        return found
 
     def lines(self) -> list[tuple[str, str, str]]:
         """Topic, what was found and the way out, for people."""
@@ -101,12 +86,9 @@ class Verdict:
         topic = "refused" if self.refused else "nothing to gain"
         found += [(topic, reason.words, reason.way_out) for reason in self.reasons]
         for why, ids in sorted(self.layers.items()):
+            topic = "other layers" if why == layers.NO_ATTENTION else "layers of SGLang"
             words = f"{len(ids)} ({layers.ranges(ids)})"
-            if why:
-                topic = "other layers" if why == layers.NO_ATTENTION else "layers of SGLang"
-                found.append((topic, f"{words}: {why}", ""))
-            else:
-                found.append(("layers of pat", words, ""))
+            found.append((topic, f"{words}: {why}", "") if why else ("layers of pat", words, ""))
         if self.workspace is not None:
             found.append(("workspace", str(self.workspace).removeprefix("workspace: "), ""))
             if self.workspace.over_budget:
@@ -133,12 +115,12 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
     with _usage_left_out():
         server_args = prepare_server_args(_completed(arguments, asked))
     launch.mark_checked(server_args)  # the same reasons, not as an exception
-    with as_if_here(asked) if asked is not None else nullcontext():
+    with nullcontext() if asked is None else _as_if_here(asked):
         try:
             server_args.resolve_once()
             model_config = model_config_of(server_args)
         except Exception as error:  # SGLang's own refusal, whatever it is made of
-            machine = asked.name if asked is not None else "this machine"
+            machine = "this machine" if asked is None else asked.name
             said = _said(" ".join(f"{error}".split()) or type(error).__name__)
             return Verdict(machine, _model_of(arguments), refused=True, reasons=[said])
         return _weigh(server_args, model_config, asked)
@@ -153,23 +135,25 @@ def _said(words: str) -> Reason:
     return Reason(f"SGLang itself refuses: {words}", way_out)
 
 
-def _weigh(server_args: Any, model_config: Any, gpu: Gpu | None) -> Verdict:
-    """The verdict on resolved arguments. ``gpu``: where not this machine's, ``as_if_here``."""
-    asked = None if gpu is None else (gpu.name, gpu.capability)
+def _weigh(server_args: Any, model_config: Any, asked: Machine | None) -> Verdict:
+    """The verdict on resolved arguments. ``asked``: a GPU that SGLang takes to be here."""
     server = support.by_arguments(server_args, model_config, asked)
-    args = server.args
-    on_gpu = server.device == "cuda"
-    gpu = (gpu or gpu_here(args.base_gpu_id)) if on_gpu else None
-    refusals = support.refusals(server)
+    gpu = _gpu_here(server.args.base_gpu_id) if asked is None else asked
+    if server.device != "cuda":
+        gpu = None
     config = PatConfig.from_env()
+    refusals = support.refusals(server)
     idle = support.idle_reasons(server, config.min_batch)
     found: dict[str, list[int]] = {}
-    workspace = None
     if not refusals and all(reason.serves for reason in idle):
-        shared = None if gpu is None else gpu.shared_per_block
-        found = _layers(args, model_config, shared)
-        if "" in found and on_gpu:
-            workspace = _workspace(args, model_config, config)
+        shared = None if asked is None else SHARED_PER_BLOCK[asked.major, asked.minor]
+        found = _layers(server, shared)
+    notes = []
+    if gpu is not None and not refusals:
+        name = stock.stock_backend(server_args, model_config)
+        _, pages = stock.fit_pages(name, server_args, model_config)
+        notes = [untried((gpu.major, gpu.minor)), pages]
+        notes += map(str, support.reasons_of(support.DEADLY, server))
     return Verdict(
         device=server.device if gpu is None else gpu.name,
         model=_describe(model_config),
@@ -177,19 +161,9 @@ def _weigh(server_args: Any, model_config: Any, gpu: Gpu | None) -> Verdict:
         refused=bool(refusals),
         reasons=refusals or idle,
         layers=found,
-        workspace=workspace,
-        notes=[] if gpu is None or refusals else _notes(gpu, server_args, model_config),
+        workspace=_workspace(server, config) if "" in found and gpu is not None else None,
+        notes=[note for note in notes if note],
     )
-
-
-def _notes(gpu: Gpu, server_args: Any, model_config: Any) -> list[str]:
-    name = stock.stock_backend(server_args, model_config)
-    notes = (
-        untried(gpu.capability),
-        stock.fit_pages(name, server_args, model_config)[1],
-        stock.lost_states(server_args, model_config),
-    )
-    return [note for note in notes if note]
 
 
 def _describe(model_config: Any) -> str:
@@ -200,41 +174,38 @@ def _describe(model_config: Any) -> str:
     )
 
 
-def _layers(args: Any, model_config: Any, shared: int | None) -> dict[str, list[int]]:
+def _layers(server: support.Server, shared: int | None) -> dict[str, list[int]]:
     """Layer ids by the reason why they are SGLang's; those that are ours under ""."""
     from sglang.srt.runtime_context import attn_tp_size_of
 
     groups: dict[str, list[int]] = {}
-    reasons = layers.reasons_by_layer(
-        model_config, attn_tp_size_of(args), args.device, shared, support.draft_tokens_of(args)
-    )
+    ranks, drafts = attn_tp_size_of(server.args), support.draft_tokens_of(server.args)
+    reasons = layers.reasons_by_layer(server.model, ranks, server.device, shared, drafts)
     for layer, reason in enumerate(reasons):
         groups.setdefault(reason, []).append(layer)
     return groups
 
 
-def _workspace(args: Any, model_config: Any, config: PatConfig) -> Capacity:
+def _workspace(server: support.Server, config: PatConfig) -> Capacity:
     """What the backend will allocate on each GPU, for as many requests as the server may run."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.runtime_context import attn_tp_size_of
 
+    args, model = server.args, server.model
     requests = (args.max_running_requests or _MOST_REQUESTS) // max(1, int(args.attn_dp_size))
     requests = max(1, requests)
-    decode = args.cuda_graph_config.decode
-    sizes = [0] if decode.backend == Backend.DISABLED else [*(decode.bs or ()), decode.max_bs or 0]
     return fit_workspace(
-        num_q_heads=model_config.get_num_attention_heads(attn_tp_size_of(args)),
-        head_dim=model_config.head_dim,
+        num_q_heads=model.get_num_attention_heads(attn_tp_size_of(args)),
+        head_dim=model.head_dim,
         pool_requests=requests,
-        pool_tokens=requests * model_config.context_len,  # the pool's size is not known yet
-        largest_graph=min(max(sizes), requests),
+        pool_tokens=requests * model.context_len,  # the pool's size is not known yet
+        largest_graph=min(support.largest_graph(args.cuda_graph_config.decode), requests),
         partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,
         draft_tokens=support.draft_tokens_of(args),
     )
 
 
-def asked_gpu(arguments: Sequence[str], gpu: str) -> Gpu | None:
+def asked_gpu(arguments: Sequence[str], gpu: str) -> Machine | None:
     """The GPU that a question names, None for this machine's. Needs no SGLang, which takes seconds
     to import.
 
@@ -247,7 +218,7 @@ def asked_gpu(arguments: Sequence[str], gpu: str) -> Gpu | None:
             "Hugging Face"
         )
     try:
-        return known_gpu(gpu) if gpu else None
+        return machine_of(gpu) if gpu else None
     except ValueError as error:
         raise QuestionError(f"--gpu {error}") from None
 
@@ -271,7 +242,7 @@ def _usage_left_out() -> Iterator[None]:
     print(said.getvalue(), end="", file=sys.stderr)
 
 
-def _completed(arguments: Sequence[str], gpu: Gpu | None) -> list[str]:
+def _completed(arguments: Sequence[str], gpu: Machine | None) -> list[str]:
     """The flags, with what the question leaves out."""
     completed = list(arguments)
     names = {argument.split("=")[0] for argument in arguments}
@@ -279,9 +250,9 @@ def _completed(arguments: Sequence[str], gpu: Gpu | None) -> list[str]:
         completed += ["--attention-backend", BACKEND]
     if "--log-level" not in names:
         completed += ["--log-level", "error"]
+    if gpu is not None and "--device" in names:
+        raise QuestionError("--gpu and --device ask about different machines: drop one")
     if gpu is not None:
-        if "--device" in names:
-            raise QuestionError("--gpu and --device ask about different machines: drop one")
         completed += ["--device", "cuda"]
     elif "--device" not in names and os.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM:
         completed += ["--device", "cpu"]
@@ -295,43 +266,15 @@ def _model_of(arguments: Sequence[str]) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU. ``capability``: compute capability; ``memory_mib``: what nvidia-smi shows in all;
-    ``shared_per_block``: bytes of shared memory that one block can have."""
-
-    name: str
-    capability: tuple[int, int]
-    memory_mib: int
-    shared_per_block: int
-
-
-def known_gpu(name: str) -> Gpu:
-    """The GPU of that name; see ``machine_of``, which raises ValueError for one that is not
-    known."""
-    machine = machine_of(name)
-    (known,) = (key for key, each in GPUS.items() if each is machine)
-    capability = (machine.major, machine.minor)
-    return Gpu(known.upper(), capability, machine.memory_mib, SHARED_PER_BLOCK[capability])
-
-
-def gpu_here(index: int = 0) -> Gpu | None:
-    """CUDA device ``index`` of this machine, or None without one."""
+def _gpu_here(index: int) -> Any:
+    """What torch says of CUDA device ``index`` of this machine, or None without one."""
     import torch
 
-    if not torch.cuda.is_available():
-        return None
-    found: Any = torch.cuda.get_device_properties(index)
-    return Gpu(
-        found.name,
-        (found.major, found.minor),
-        found.total_memory // 2**20,
-        found.shared_memory_per_block_optin,
-    )
+    return torch.cuda.get_device_properties(index) if torch.cuda.is_available() else None
 
 
 @contextmanager
-def as_if_here(gpu: Gpu) -> Iterator[None]:
+def _as_if_here(gpu: Machine) -> Iterator[None]:
     """Let SGLang resolve arguments as it would on a machine with that GPU.
 
     Covers what the resolution asks about the machine: kind, compute capability and memory, and
@@ -341,7 +284,7 @@ def as_if_here(gpu: Gpu) -> Iterator[None]:
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import override_platform
 
-    major, minor = gpu.capability
+    major, minor = gpu.major, gpu.minor
     facts = {
         "is_cuda": True,
         "is_sm90": major == 9,
@@ -352,22 +295,12 @@ def as_if_here(gpu: Gpu) -> Iterator[None]:
         "is_sm120": major == 12,
         "is_blackwell": major >= 10,
         "device_sm": 10 * major + minor,
-        "device_capability": gpu.capability,
+        "device_capability": (major, minor),
         "has_flashinfer": find_spec("flashinfer") is not None,
     }
-    with ExitStack() as stack:
-        stack.enter_context(override_platform(**facts))
-        for owner, name, value in (
-            (memory_hook, "get_device_memory_capacity", lambda _device=None: gpu.memory_mib),
-            (current_platform, "is_out_of_tree", lambda: False),
-        ):
-            stack.callback(_put_back(owner, name))
-            setattr(owner, name, value)
+    with (
+        override_platform(**facts),
+        patch.object(memory_hook, "get_device_memory_capacity", lambda _=None: gpu.memory_mib),
+        patch.object(current_platform, "is_out_of_tree", lambda: False),
+    ):
         yield
-
-
-def _put_back(owner: Any, name: str) -> Callable[[], None]:
-    """What gives the attribute its present value again, or takes it away from an instance."""
-    if name in vars(owner):
-        return partial(setattr, owner, name, vars(owner)[name])
-    return partial(delattr, owner, name)

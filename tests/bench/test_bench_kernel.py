@@ -1,144 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic, reports and inputs of the kernel benchmark; no GPU needed."""
+"""The kernel benchmark: what is run and left out, its arithmetic, and runs from arguments to JSON
+with GPU and peers replaced."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from kit.bench import RATES, replace_device, row
+from kit.bench import RATES, chain_batch, replace_device, row
 
+from benchmarks.common.document import Budget
+from benchmarks.common.forests import GENERATOR, Forest
 from benchmarks.common.trees import PAPER_TREES
 from benchmarks.kernel import __main__ as kernel
-from benchmarks.kernel.cases import Case
-from benchmarks.kernel.floor import Heads, floor_us
-from benchmarks.kernel.layer import PatOptions
-from benchmarks.kernel.options import cases, settings_of
-from benchmarks.kernel.report import (
-    PEER_NAMES,
-    TreeRow,
-    complaints,
-    summary,
-)
+from benchmarks.kernel import rows
+from benchmarks.kernel.batches import as_forest, read_batches
+from benchmarks.kernel.cases import Case, Work, asked
+from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
+from benchmarks.kernel.layer import PatOptions, error_of
+from benchmarks.kernel.report import TreeRow, complaints, summary
+from sglang_pat.dump import Batch
 from sglang_pat.explain.tree import Tree
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 
-
-def test_the_summary_compares_with_the_floor_and_with_peers() -> None:
-    """Geometric means, the worst row, and by name the rows that lose."""
-    rows = [row(), row("1,8_64,16", pat=31.0), row("5_64", pat=27.0, fa3=40.0, levels=20.0)]
-    floor, worst, decode, best = summary(rows)
-    assert "2 trees with sharing" in floor and "pat 2.16, best peer per tree 3.00" in floor
-    assert worst == "worst: 3.10 times the floor at 1,8_64,16"
-    assert decode.startswith("over the better of fa3 and flashinfer: 0.775 (shared 0.719, nothing")
-    assert "at most 1.033 at 1,8_64,16; more than 2% slower, 1 of 3: 1,8_64,16 1.033" in decode
-    assert best.startswith("over the best peer: ") and "2 of 3: 1,8_64,16 1.033, 5_64 1.350" in best
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-def test_the_summary_of_drawn_batches_is_by_family() -> None:
-    rows = [
-        row("skew-0", pat=30.5, levels=None),  # 1.017 is within the margin
-        row("skew-1", pat=31.0, fa3=30.0, flashinfer=40.0, levels=None),
-        row("single-8k", fa3=30.0, flashinfer=None, levels=None),
-    ]
-    (text,) = summary(rows)
-    assert "skew 1.025, single 0.500" in text and "1 of 3: skew-1 1.033" in text
-    alone = [row("skew-0", fa3=None, flashinfer=None, levels=None)]
-    assert summary(alone) == ["over the better of fa3 and flashinfer: nothing to compare with"]
+def work(*arguments: str) -> Work:
+    return asked(kernel.make_parser().parse_args(arguments))
 
 
-def test_a_peer_that_did_not_run_has_no_mean() -> None:
-    first, *_ = summary([row(), row("1,8_64,16", fa3=None)])
-    assert "best peer per tree 3.00, fa3 -, flashinfer 3.00" in first
+# What is run
 
 
-def test_rows_come_back_from_json() -> None:
-    for each in (row(), row(fa3=None, permuted=True)):
-        assert TreeRow(**json.loads(json.dumps(asdict(each)))) == each
-    assert {"heads", "spec", "floor_us", "pat", *PEER_NAMES} <= asdict(row()).keys()
-
-
-@pytest.mark.parametrize("bad", [0.02, math.nan, math.inf])
-def test_outputs_that_disagree_are_named(bad: float) -> None:
-    assert complaints([row()]) == []
-    assert not row().wrong
-    peer = row(differences={"fa3": 0.003, "levels": bad})
-    assert list(peer.wrong) == ["levels"]
-    assert "output of levels" in complaints([peer])[0]
-    assert list(row(error=bad).wrong) == ["pat"]
-    assert "too small" in complaints([row(degraded="max_items too small")])[0]
-
-
-@pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
-def test_trees_are_parsed_back(tree: Tree) -> None:
-    assert Tree.parse(str(tree)) == tree
-
-
-@pytest.mark.parametrize("spec", ["", "1,2", "1,2_3", "1_2_3", "a_b", "0,4_16,16", "4,6_16,16"])
-def test_a_spec_that_is_no_tree_is_named(spec: str) -> None:
-    with pytest.raises(ValueError, match="tree '" + spec):
-        Tree.parse(spec)
-
-
-def test_heads() -> None:
-    for spec in ("32/8", "64/8/64"):
-        assert str(Heads.parse(spec)) == spec
-    assert Heads.parse("64/8/64") == Heads(64, 8, 64)
-    for spec in ("32", "32/8/128/1", "7/2", "8/0", "x/1"):
-        with pytest.raises(ValueError, match=f"heads '{spec}'"):
-            Heads.parse(spec)
-
-
-def test_what_is_measured() -> None:
-    def todo_of(*arguments: str) -> list[Case]:
-        kind, todo = cases(kernel.make_parser("").parse_args(arguments))
-        assert kind == "trees"
-        return todo
-
-    assert len(set(todo_of())) == 80
-    chosen = todo_of("--heads", "64/8", "28/4", "--trees", "1,4_64,16")
-    assert chosen == [Case(Heads(q, kv), Tree((1, 4), (64, 16))) for q, kv in ((64, 8), (28, 4))]
-    assert {str(case.heads) for case in todo_of("--quick")} == {"32/8"}
-
-
-def test_the_papers_rules() -> None:
-    options = kernel.make_parser("").parse_args(["--policy", "pat"])
-    assert settings_of(options) == PatOptions("pat")
-
-
-def test_the_floor_is_bytes_or_operations() -> None:
-    """As other code gave it for an H200's rates, in microseconds."""
-    for spec, floor in (("1,10_4096,416", 7.7), ("1,1024_2048,32", 48.3), ("256_1024", 243.6)):
-        assert floor_us(Tree.parse(spec), Heads(32, 8), RATES) == pytest.approx(floor, abs=0.06)
+@pytest.mark.parametrize(
+    ("arguments", "kind", "count", "heads", "first"),
+    [
+        ("", "trees", 80, "32/32 16/8 32/8 64/8", "1,10_4096,416-32/32"),
+        ("--quick", "trees", 5, "32/8", "1,10_4096,416-32/8"),
+        ("--heads 64/8 28/4 --trees 1,4_64,16", "trees", 2, "64/8 28/4", "1,4_64,16-64/8"),
+        ("--draft-tokens 4,8,4", "drafts", 2 * 3 * 24, "32/8 64/8 8/1", "1,64_8192,128-32/8 x 4"),
+        ("--draft-tokens 4 --quick", "drafts", 4, "32/8", "1,64_8192,128-32/8 x 4"),
+        ("--ragged --heads 8/1", "ragged", 54, "8/1", "uniform-0-8/1"),
+        ("--ragged --only skew *-3-8/1", "ragged", 9 * 5 + 5, None, "skew-0-32/8"),
+        ("--ragged --draft-tokens 2 --sample 3 --heads 8/1", "ragged", 3, "8/1", None),
+        ("--sample 1 --heads 8/1", "trees", 1, "8/1", "1,10_4096,416-8/1"),
+    ],
+)
+def test_what_is_run(
+    arguments: str, kind: str, count: int, heads: str | None, first: str | None
+) -> None:
+    found = work(*arguments.split())
+    names = [case.name for case in found.cases]
+    assert found.kind == kind and len(set(names)) == len(names) == count
+    if heads:
+        assert list(dict.fromkeys(str(case.heads) for case in found.cases)) == heads.split()
+    if first:
+        assert names[0] == first
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--ragged", "--trees", "1,2_3,4"], "batches of its own: leave --trees out"),
-        (["--trees", "1,4"], "tree '1,4' is not NODES_TOKENS"),
-        (["--only", "skew"], "--only goes with --ragged only"),
-        (["--sample", "9" * 10], "9999999999 is too large, must be at"),
+        ("--ragged --trees 1,2_3,4", "not allowed with"),
+        ("--trees 1,4", "tree '1,4' is not NODES_TOKENS"),
+        ("--trees 4,6_16,16", "tree '4,6_16,16': counts must be 1 or more"),
+        ("--heads 7/2", "the KV heads must divide"),
+        ("--heads 32", "heads '32' are not"),
+        ("--sample 0", "'0' is not a whole number, 1 or more"),
+        ("--draft-tokens 4,", "are not whole numbers from 1 to 128"),
+        ("--only nobody", "--only nobody matches no row; rows are named as 1,10_4096,416-32/32"),
+        ("--batches nowhere", "No such file"),
+        ("--from nowhere", "No such file"),
+        ("", "no CUDA device"),
     ],
 )
-def test_options_without_effect_are_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_run_is_refused(
+    arguments: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(SystemExit):
-        kernel.main(arguments)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        assert kernel.main(arguments.split()) == 2
+    except SystemExit as end:
+        assert end.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_cases_that_the_kernels_do_not_take_have_a_reason() -> None:
+    tree = Tree((5,), (64,))
+    assert not Case(Heads(32, 8), tree, 32).reason_against()
+    assert "draft_tokens is 33" in Case(Heads(32, 8), tree, 33).reason_against()
+    assert Case(Heads(32, 8, 256), tree, 32).reason_against()
+    assert Case(Heads(64, 2), tree).reason_against()
+    short = Case(Heads(32, 8), Forest("short", [[(0, 0, 60)], []], [65, 9]), 6)
+    assert "a tail has 5 tokens, must hold the 6 draft tokens" in short.reason_against()
 
 
 def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a server's is: rates of an H200 would be wrong on an H100, branches on an A100."""
     tree, heads = PAPER_TREES[0], Heads(32, 8)
     assert PatOptions().target(tree, heads).cuts == CUTS
-    assert PatOptions().target(tree, Heads(32, 8, 256)).cuts == CUTS
+    assert PatOptions(kv_dtype="fp8_e4m3").target(tree, heads).kv_bytes == 1
     a100 = SimpleNamespace(
         name="NVIDIA A100-SXM4-80GB", multi_processor_count=108, major=8, minor=0
     )
@@ -148,84 +120,234 @@ def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) 
     assert (found.num_sms, found.cuts) == (108, WITHOUT_BRANCHES)
 
 
-def test_without_a_gpu_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kernel.main([]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
+# Arithmetic
 
 
-def test_stored_results_are_printed_without_a_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_floor_is_bytes_or_operations() -> None:
+    """As other code gave it for an H200's rates, in microseconds."""
+    heads = Heads(32, 8)
+    for spec, floor in (("1,10_4096,416", 7.7), ("1,1024_2048,32", 48.3), ("256_1024", 243.6)):
+        us, bound = floor_us(Tree.parse(spec), heads, RATES)
+        assert us == pytest.approx(floor, abs=0.06)
+        assert bound == ("compute" if spec.startswith("1,1024") else "memory")
+    tree = Tree((1, 64), (8192, 128))
+    saved = least_bytes(tree, heads) - least_bytes(tree, heads, 1)
+    assert saved == 2 * tree.unique_tokens * 8 * 128
+    assert least_bytes(tree, heads, 2, 4) == least_bytes(tree, heads) + 3 * 2 * 64 * 32 * 128 * 2
+    # The first of two draft tokens does not attend to the second.
+    assert flops(tree, heads, 2) == 2 * flops(tree, heads) - 4 * 64 * 32 * 128
+
+
+def test_errors_are_of_all_draft_tokens_of_the_first_to_the_last_query() -> None:
+    batch, expected = chain_batch(Tree((1, 20), (9, 5)), 2, permuted=False)
+    assert error_of(expected, batch, 0.25) < 1e-6
+    for wrong_row, is_seen in ((0, True), (1, True), (3, False), (38, True), (39, True)):
+        wrong = expected.clone()
+        wrong[wrong_row] *= 2
+        assert (error_of(wrong, batch, 0.25) > 0.01) is is_seen
+
+
+def test_the_summary_has_means_the_worst_row_and_those_that_lose() -> None:
+    found = [row(), row("1,8_64,16", pat=31.0), row("5_64", pat=27.0, levels=20.0, fa3=None)]
+    floor, decode, best = summary(found)
+    assert "pat 2.16, best peer per tree 3.00" in floor and "worst 3.10 at 1,8_64,16" in floor
+    assert "0.775 (shared 0.719, nothing shared 0.900)" in decode and "1,8_64,16 1.033" in decode
+    assert "5_64 1.350" in best
+    assert "fa3 -" in summary([row(), row("1,8_64,16", fa3=None)])[0], "no mean of some rows"
+    drawn = [row("skew-0", pat=30.5), row("skew-1", pat=31.0), row("single-8k", fa3=20.0)]
+    assert "skew 1.025, single 0.750" in summary(drawn)[0] and "1 of 3: skew-1" in summary(drawn)[0]
+    e4m3 = [row(pat=16.0, bf16=20.0, errors={"fa3": 0.03}), row("4_64", pat=22.0, bf16=20.0)]
+    *_, over, error = summary(e4m3)
+    assert "0.938 (shared 0.800, nothing shared 1.100)" in over and error.endswith("0.067")
+
+
+@pytest.mark.parametrize("bad", [0.02, math.nan, math.inf])
+def test_outputs_that_disagree_are_named(bad: float) -> None:
+    assert complaints([row()]) == [] and row().is_sound
+    peer = row(differences={"fa3": 0.003, "levels": bad})
+    assert list(peer.wrong) == ["levels"] and "levels" in complaints([peer])[0]
+    assert list(row(error=bad).wrong) == ["pat"] and not row(error=bad).is_sound
+    assert "too small" in complaints([row(degraded="max_items too small")])[0]
+
+
+def test_with_kv_of_8_bits_pat_may_be_twice_as_far_off_as_fa3() -> None:
+    def e4m3(error: float, **errors: float) -> TreeRow:
+        return row(kv_dtype="fp8_e4m3", error=error, errors=errors)
+
+    assert e4m3(0.05, fa3=0.14, flashinfer=0.003).is_sound
+    assert set(e4m3(0.06, fa3=0.2, flashinfer=0.02).wrong) == {"pat", "fa3", "flashinfer"}
+    worse = e4m3(0.008, fa3=0.003)
+    assert not worse.is_sound and not worse.wrong and "2.67" in complaints([worse])[0]
+
+
+def test_no_row_starts_that_would_not_end() -> None:
+    budget = Budget(time.monotonic() + 100.0)
+    assert budget.allows("row") and "s left" in str(budget)
+    budget.took("long", 101.0)
+    budget.took("short", 1.0)
+    assert budget.allows("short") and not budget.allows("long")
+    assert not budget.allows("short"), "once spent out, nothing starts any more"
+    assert Budget(math.inf).allows("row") and str(Budget(math.inf)) == ""
+
+
+# Batches of a server
+
+HEADER = {
+    "sglang_pat_dump": 1,
+    "date": "2026-11-23T12:00:00+00:00",
+    "device": "NVIDIA H200",
+    "versions": {"sglang": "0.5.23"},
+    "num_q_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "draft_tokens": 1,
+    "kv_dtype": "bfloat16",
+}
+PATHS = [[(7, 0, 40), (2**40, 40, 60)], [(7, 0, 40), (2**40, 40, 60)], [(7, 0, 40)], []]
+
+
+def dump(file: Path, count: int = 3, **header: Any) -> str:
+    lines: list[dict[str, Any]] = [HEADER | header]
+    for number in range(1, count + 1):
+        lengths = [length + number for length in (70, 64, 45, 9)]
+        lines.append({"paths": PATHS, "seq_lens": lengths})
+    lines.append({"end": "complete"})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def test_a_dump_is_run_as_on_its_server_unless_asked(tmp_path: Path) -> None:
+    file = dump(tmp_path / "dump", 11, draft_tokens=4, kv_dtype="float8_e4m3fn")
+    own = work("--batches", file, "--sample", "3")
+    names = ["batch-1-4/2/64 x 4", "batch-6-4/2/64 x 4", "batch-11-4/2/64 x 4"]
+    assert [case.name for case in own.cases] == names
+    assert own.kv_dtype == "fp8_e4m3" and own.server and own.server["complete"]
+    Path(file).write_text("\n".join(Path(file).read_text().splitlines()[:-1]))
+    other = work("--batches", file, "--heads", "8/2", "--kv-dtype", "bfloat16")
+    assert other.kv_dtype == "bfloat16" and {case.heads for case in other.cases} == {Heads(8, 2)}
+    assert other.server == own.server | {"complete": False}
+    drafted = work("--batches", file, "--draft-tokens", "1", "--sample", "1")
+    assert [case.name for case in drafted.cases] == ["batch-1-4/2/64"]
+
+
+@pytest.mark.parametrize(
+    ("count", "header", "said"), [(0, {}, "has no batch"), (1, {"head_dim": "64"}, "head_dim")]
+)
+def test_dumps_that_cannot_be_run(
+    count: int, header: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    file = tmp_path / "run.json"
-    document = {
-        "kind": "trees",
-        "date": "2026-11-21T11:00:00+00:00",
-        "device": "NVIDIA H200",
-        "settings": asdict(PatOptions()),
-        "versions": {"torch": "2.11.0"},
-        "bytes_per_s": 4.4e12,
-        "flops_per_s": 7.2e14,
-        "empty_us": 3.2,
-        "absent": {"flashinfer": "ImportError: No module named 'flashinfer'"},
-        "rows": [asdict(row())],
-    }
-    kernel.write(document, file)
-    assert kernel.main(["--from", str(file)]) == 0
+    with pytest.raises(ValueError, match=said):
+        read_batches(Path(dump(tmp_path / "dump", count, **header)))
+
+
+def test_queries_without_tokens_are_left_out() -> None:
+    found = as_forest(Batch([[], [(1, 0, 5)]], [0, 9], 4))
+    assert found == Forest("batch-4", [[(1, 0, 5)]], [9])
+
+
+# Runs
+
+
+TREES = ["1,6_40,9", "5_20"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "drafts", "specs", "peers"),
+    [
+        ("--heads 4/2/64 --trees 1,6_40,9 5_20", [1], TREES, 3),
+        ("--heads 8/1/64 --trees 1,6_40,9 5_20 --draft-tokens 1,3", [1, 3], TREES * 2, 3),
+        ("--heads 4/2/64 --trees 1,6_40,9 5_20 --kv-dtype fp8_e4m3", [1], TREES, 3),
+        ("--heads 4/1/64 --ragged --only fork-1k bucketed-2", [1], ["bucketed-2", "fork-1k"], 2),
+        ("--batches DUMP --sample 2", [4], ["batch-1", "batch-4"], 2),
+    ],
+)
+def test_a_run_from_arguments_to_json(
+    arguments: str,
+    drafts: list[int],
+    specs: list[str],
+    peers: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """pat's plans run on the CPU's executor, beside the peers by definition, of which a cascade
+    runs on trees only; times are made up: 10 us, and one more for each that was captured later."""
+    replace_device(monkeypatch)
+    file, source = tmp_path / "run.json", dump(tmp_path / "dump", 4, draft_tokens=4)
+    given = [*arguments.replace("DUMP", source).split(), "--permuted", "--json", str(file)]
+    assert kernel.main(given) == 0
     printed = capsys.readouterr().out
-    assert "4.40 TB/s" in printed and "720 TFLOP/s" in printed
-    assert "without flashinfer: ImportError" in printed and "worst: 1.50" in printed
-    document["rows"] = [asdict(row(error=0.5))]
-    kernel.write(document, file)
-    assert kernel.main(["--from", str(file)]) == 1
+    document = json.loads(file.read_text())
+    assert document["left_out"] == [] and document["settings"]["draft_tokens"] == drafts
+    assert (document.get("generator") == GENERATOR) == ("--ragged" in given)
+    assert ("there sglang 0.5.23, kv_dtype bfloat16" in printed) == (source in given)
+    found = [TreeRow(**each) for each in document["rows"]]
+    assert [each.spec for each in found] == specs
+    assert {each.draft_tokens for each in found} == set(drafts)
+    e4m3 = "fp8_e4m3" in given
+    for each in found:
+        assert each.permuted and each.is_sound and each.error < 0.01
+        assert each.kv_read_over_unique >= 1 and len(each.differences) == peers
+        assert (each.pat, each.fa3, each.flashinfer) == (10.0 + e4m3, 11.0 + e4m3, 12.0 + e4m3)
+        assert (each.bf16, len(each.errors)) == ((10.0, peers) if e4m3 else (None, 0))
+        assert not e4m3 or each.errors["fa3"] > 0.01, "FA3 casts the queries"
+    assert kernel.main(["--from", str(file)]) == 0
+    assert capsys.readouterr().out.partition("\n\n")[2] in printed
+
+
+def test_what_fails_is_left_out_and_what_is_wrong_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(batch: Any, *_: Any) -> Any:
+        raise RuntimeError("workspace too small")
+
+    def wrong(batch: Any, *_: Any) -> Any:
+        return lambda: torch.ones_like(batch.q)
+
+    def small(tree: Any, *rest: Any) -> Any:
+        if tree.num_queries > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB")
+        return make(tree, *rest)
+
+    replace_device(monkeypatch)
+    make = rows.device_batch
+    monkeypatch.setattr(rows, "device_batch", small)
+    monkeypatch.setattr(rows, "PEERS", rows.PEERS | {"flashinfer": broken, "levels": wrong})
+    file = tmp_path / "run.json"
+    arguments = ["--heads", "4/2/64", "64/2", "--trees", "1,6_40,9", "7_20", "--json", str(file)]
+    assert kernel.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "flashinfer did not run: RuntimeError: workspace too small" in printed
+    assert "output of levels is off" in printed and "output of fa3" not in printed
+    document = json.loads(file.read_text())
+    assert [each["flashinfer"] for each in document["rows"]] == [None]
+    left_out = [text.partition(": ")[0] for text in document["left_out"]]
+    assert left_out == ["7_20-4/2/64", "1,6_40,9-64/2", "7_20-64/2"]
+    assert "out of memory" in document["left_out"][0]
+    assert kernel.main([*arguments, "--budget-s", "0"]) == 0
+    assert "left out: 1,6_40,9-4/2/64: the time is up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*kernel*.json")), ids=lambda file: file.stem)
+def test_the_results_of_the_pages_can_be_printed(file: Path) -> None:
+    assert kernel.main(["--from", str(file)]) == 0
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}\n{}\n", "is not JSON (Extra data"),
+        ("{}\n{}\n", "is not JSON"),
         ('{"device": "NVIDIA H200", "rows": []}', "is JSON, but not of a benchmark"),
         (
-            '{"kind": "traces", "command": "python -m benchmarks.serving --runs 3", '
-            '"settings": {}, "rows": []}',
-            "rows of kind 'traces', which this program does not print: use python -m "
-            "benchmarks.serving --from",
+            '{"kind": "serving", "command": "python -m benchmarks.serving", "settings": {}, '
+            '"rows": []}',
+            "use python -m benchmarks.serving --from",
         ),
-        (None, "No such file"),
     ],
 )
-def test_a_file_of_something_else_is_refused_in_one_line(
-    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_of_something_else_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "rows.json"
-    if text is not None:
-        file.write_text(text)
-    assert kernel.main(["--from", str(file)]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("benchmarks.kernel: ")
-    assert message in said.err and said.err.count("\n") == 1
-
-
-@pytest.fixture
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_device(monkeypatch)
-
-
-@pytest.mark.usefixtures("no_device")
-def test_a_run_from_arguments_to_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.json"
-    arguments = ["--heads", "4/2/64", "--trees", "1,6_40,9", "5_20", "--permuted"]
-    assert kernel.main([*arguments, "--json", str(file)]) == 1
-    printed = capsys.readouterr().out
-    assert "flashinfer did not run: RuntimeError: workspace too small" in printed
-    assert "output of levels is off" in printed and "output of fa3" not in printed
-    document = json.loads(file.read_text())
-    assert document["settings"] == asdict(PatOptions())
-    assert [each["spec"] for each in document["rows"]] == ["1,6_40,9", "5_20"]
-    first = TreeRow(**document["rows"][0])
-    assert (first.heads, first.permuted, first.bound) == ("4/2/64", True, "memory")
-    assert (first.pat, first.fa3, first.flashinfer, first.levels) == (10.0, 11.0, None, 12.0)
-    assert first.error < 0.01 and set(first.wrong) == {"levels"}
-    assert first.items > 0 and first.kv_read_over_unique >= 1
+    file.write_text(text)
+    assert kernel.main(["--from", str(file)]) == 2 and message in capsys.readouterr().err

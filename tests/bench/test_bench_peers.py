@@ -1,133 +1,171 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the kernel benchmark calls its peers and takes times; no GPU needed, both are replaced."""
+"""How the kernel benchmark calls its peers and takes times. No GPU: peers are replaced by attention
+by definition."""
 
 from __future__ import annotations
 
-import os
-import sys
+import ast
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kit.bench import fake_sgl_kernel
+from kit.bench import Calls, chain_batch, fake_peers
 
+from benchmarks.common import reference
 from benchmarks.kernel import clock, peers
 from benchmarks.kernel.floor import Heads
-from benchmarks.kernel.kv import TreeBatch, make_batch
-from sglang_pat import reference
+from benchmarks.kernel.kv import quantised, relative
 from sglang_pat.explain.tree import Tree
 
-
-def test_slots_lie_as_asked() -> None:
-    heads = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 8}
-    tree = Tree((1, 2), (40, 9))
-    for permuted in (False, True):
-        table = make_batch(tree, **heads, dtype=torch.float32, permuted=permuted).req_to_token
-        shared, own = table[1, :40], table[1:, 40:]
-        assert torch.equal(shared, table[2, :40])
-        used = torch.cat([shared, own.flatten()])
-        assert sorted(used.tolist()) == list(range(1, 59))  # each once; slot 0 belongs to nobody
-        assert bool((shared.diff() == 1).all()) is not permuted
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+TREE = Tree((1, 3), (9, 5))
 
 
-def small_batch(tree: Tree, permuted: bool) -> tuple[TreeBatch, torch.Tensor]:
-    """A batch on the CPU and what attention over it gives."""
-    batch = make_batch(
-        tree, num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, permuted=permuted
-    )
-    inputs = (batch.q, batch.k_cache, batch.v_cache, batch.req_to_token, batch.rows, batch.seq_lens)
-    return batch, reference.attention(*inputs, scale=0.25)[0]
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return fake_peers(monkeypatch)
 
 
+def given_to(calls: Calls, call: str) -> dict[str, Any]:
+    """What the only call of that name was given."""
+    (found,) = [each for each in calls if each["call"] == call]
+    return found
+
+
+@pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("permuted", [False, True])
-@pytest.mark.parametrize("spec", ["1,3_9,5", "2,4,12_6,3,2", "5_7", "1,1_4,4"])
-@pytest.mark.parametrize("peer", ["fa3", "levels"])
-def test_peers_attend_to_the_whole_batch(
-    peer: str, spec: str, permuted: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("drafts", [1, 4])
+@pytest.mark.parametrize("spec", ["1,3_9,5", "2,4,12_6,3,5", "5_7", "1,1_4,4"])
+@pytest.mark.parametrize("peer", peers.PEERS)
+def test_peers_attend_to_the_whole_batch_and_drafts_as_a_chain(
+    peer: str, spec: str, drafts: int, permuted: bool
 ) -> None:
-    for name, module in fake_sgl_kernel().items():
-        monkeypatch.setitem(sys.modules, name, module)
     tree = Tree.parse(spec)
-    batch, expected = small_batch(tree, permuted)
-    torch.testing.assert_close(peers.PEERS[peer](batch, tree, 0.25)(), expected)
+    batch, expected = chain_batch(tree, drafts, permuted)
+    out = peers.PEERS[peer](batch, tree, 0.25)()
+    torch.testing.assert_close(out, expected)
 
 
-def test_flashinfer_is_given_every_slot_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: dict[str, Any] = {}
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("drafts", [1, 4])
+@pytest.mark.parametrize("peer", peers.PEERS)
+def test_kv_of_8_bits_comes_with_both_scales(peer: str, drafts: int) -> None:
+    """FA3 takes queries of 8 bits only; FlashInfer's stay as they are."""
+    tree = Tree((1, 6), (40, 9))
+    batch = quantised(chain_batch(tree, drafts, dtype=torch.bfloat16)[0])
+    for cache in (batch.k_cache, batch.v_cache):
+        assert cache.float().abs().max() == torch.finfo(peers.E4M3).max
+    scales = {"k_scale": batch.k_scale, "v_scale": batch.v_scale}
+    expected, _ = reference.attention(*batch.inputs, scale=0.25, draft_tokens=drafts, **scales)
+    error = relative(peers.PEERS[peer](batch, tree, 0.25)(), expected)
+    assert error < 0.005 if peer == "flashinfer" else 0.005 < error < 0.1
 
-    class Wrapper:
-        def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
-            planned.update(options, layout=layout)
 
-        def plan(self, offsets: Any, indices: Any, last: Any, *shape: int, **options: Any) -> None:
-            planned.update(options, offsets=offsets, indices=indices, last=last, shape=shape)
+def parameters_of(package: str, file: str, *path: str) -> list[str]:
+    """Names of the parameters of a function of an installed package, "**" for any others. The
+    package is not imported: on a machine without a GPU that may fail."""
+    spec = PathFinder.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"needs {package}")
+    tree: Any = ast.parse(Path(spec.submodule_search_locations[0], file).read_text())
+    for name in path:
+        found = [each for each in tree.body if getattr(each, "name", "") == name]
+        tree = found[-1]  # after overloads
+    named = (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)
+    return [*(each.arg for each in named), *["**"] * bool(tree.args.kwarg)]
 
-    module = ModuleType("flashinfer.decode")
-    vars(module)["BatchDecodeWithPagedKVCacheWrapper"] = Wrapper
-    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
-    monkeypatch.setitem(sys.modules, "flashinfer.decode", module)
-    monkeypatch.setattr(peers, "FLASHINFER_WORKSPACE_BYTES", 16)
-    tree = Tree((1, 3), (9, 5))
-    batch, _ = small_batch(tree, permuted=True)
-    lens = [14, 10, 3]
-    peers.flashinfer(replace(batch, seq_lens=torch.tensor(lens)), tree, 0.25)
-    assert planned["offsets"].tolist() == [0, 14, 24, 27]
-    slots = [batch.req_to_token[i + 1, :length].tolist() for i, length in enumerate(lens)]
-    assert planned["indices"].tolist() == [slot for each in slots for slot in each]
-    assert planned["last"].tolist() == [1, 1, 1]
-    assert planned["shape"] == (4, 2, 16, 1)
-    assert planned["sm_scale"] == 0.25 and planned["use_tensor_cores"] is False
+
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_fa3_is_called_as_sglang_calls_it(drafts: int, calls: Calls) -> None:
+    """Its scheduler's metadata are made once for all layers, in decode steps alone; the lengths of
+    K are given in verify steps alone."""
+    batch, _ = chain_batch(TREE, drafts)
+    layer = peers.fa3(quantised(batch), TREE, 0.25)
+    layer()
+    layer()
+    first, given = (each for each in calls if each["call"] == "attend")
+    assert given["cu_seqlens_q"].tolist() == [0, drafts, 2 * drafts, 3 * drafts]
+    assert given["cache_seqlens"].tolist() == [14, 14, 14], "draft tokens included"
+    assert given["page_table"].tolist() == batch.req_to_token[1:].tolist()
+    assert given["causal"] is True and given["max_seqlen_q"] == drafts
+    for name in ("cu_seqlens_q", "cache_seqlens", "page_table"):
+        assert given[name].dtype == torch.int32 and given[name].is_contiguous()
+    known = parameters_of("sgl_kernel", "flash_attn.py", "flash_attn_with_kvcache")
+    assert known[:3] == ["q", "k_cache", "v_cache"]
+    assert given.keys() - {"call"} <= set(known) and "k_descale" in given
+    assert ("scheduler_metadata" in given) is (drafts == 1)
+    if drafts > 1:
+        assert given["cu_seqlens_k_new"].tolist() == [0, 14, 28, 42]
+        return
+    assert "cu_seqlens_k_new" not in given
+    asked = given_to(calls, "metadata")
+    assert first["scheduler_metadata"] is given["scheduler_metadata"]
+    assert asked.keys() - {"call"} <= set(
+        parameters_of("sgl_kernel", "flash_attn.py", "get_scheduler_metadata")
+    )
+    shape = {"batch_size": 3, "max_seqlen_q": 1, "max_seqlen_k": 14, "num_heads": 4}
+    shape |= {"num_heads_k": 2, "headdim": 16, "page_size": 1, "causal": True}
+    assert asked.items() >= (shape | {"qkv_dtype": peers.E4M3}).items()
+
+
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_flashinfer_is_called_as_sglang_calls_it(drafts: int, calls: Calls) -> None:
+    batch, _ = chain_batch(TREE, drafts)
+    batch.seq_lens[1:] = torch.tensor([10, 4])
+    peers.flashinfer(quantised(batch), TREE, 0.25)()
+    made, plan, run = (given_to(calls, name) for name in ("made", "plan", "run"))
+    assert (made["layout"], made["backend"], plan["shape"]) == ("NHD", "fa2", (4, 2, 16, 1))
+    slots = [batch.req_to_token[i + 1, :n].tolist() for i, n in enumerate((14, 10, 4))]
+    assert plan["begins"].tolist() == [0, 14, 24, 28]
+    assert plan["slots"].tolist() == [slot for each in slots for slot in each]
+    assert (plan["q_data_type"], plan["kv_data_type"]) == (torch.float32, peers.E4M3)
+    assert plan.get("causal", False) is (drafts > 1)
+    assert run["q"] is batch.q and {"k_scale", "v_scale"} <= run.keys()
+    kind, file = ("Prefill", "prefill.py") if drafts > 1 else ("Decode", "decode.py")
+    where = ("flashinfer", file, f"Batch{kind}WithPagedKVCacheWrapper")
+    for found, method in ((made, "__init__"), (plan, "plan"), (run, "run")):
+        own = {"call", "layout", "shape", "slots", "begins", "q", "pages"}
+        known = parameters_of(*where, method)
+        assert "**" in known or found.keys() - own <= set(known)
 
 
 def test_tensor_cores_from_four_queries_a_kv_head() -> None:
-    few, many = [Heads(q, 8) for q in (8, 16, 24)], [Heads(q, 8) for q in (32, 64)]
-    for heads in few + many:
-        assert peers.uses_tensor_cores(heads, torch.bfloat16) is (heads in many)
-        assert peers.uses_tensor_cores(heads, peers.E4M3), "as SGLang has it for fp8"
+    for q in (8, 16, 24, 32, 64):
+        assert peers.uses_tensor_cores(Heads(q, 8), torch.bfloat16) is (q >= 32)
+        assert peers.uses_tensor_cores(Heads(q, 8), peers.E4M3), "as SGLang has it for fp8"
 
 
 def test_peers_that_cannot_run_give_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
+    """FA3 is not even launched where its kernels are missing: that would end the process."""
+
+    def missing(*_: Any) -> peers.Run:
         raise ImportError("No module named 'nothing'\nand more\nthe last")
 
-    monkeypatch.setattr(peers, "device_batch", lambda *_, draft_tokens: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    works: peers.Maker = lambda batch, tree, scale: lambda: torch.zeros(1)  # noqa: E731
-    monkeypatch.setattr(peers, "PEERS", {"a": works, "b": missing})
-    assert peers.usable([Heads(32, 8), Heads(16, 8)], ["a", "b"]) == {
-        "a": "",
-        "b": "ImportError: No module named 'nothing' ... the last",
-    }
-
-
-def test_fa3_is_not_launched_where_its_kernels_are_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The launch would end the process."""
-    assert peers.ends_process(os._exit, 1) and not peers.ends_process(abs, 1)
     asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(peers, "device_batch", lambda *_, draft_tokens: None)
+    monkeypatch.setattr(peers, "quantised", lambda batch: batch)
     monkeypatch.setattr(peers, "fa3_lacks", lambda *kernel: asked.append(kernel) or True)
-    found = peers.usable([Heads(32, 8, 64)], ["fa3", "levels"], e4m3=True)
-    assert found == dict.fromkeys(["fa3", "levels"], peers.NO_KERNEL)
-    assert set(asked) == {(64, True)}
+    monkeypatch.setattr(peers, "PEERS", {"fa3": missing, "flashinfer": missing})
+    assert peers.usable([Heads(32, 8, 64)], e4m3=True) == {
+        "fa3": peers.NO_KERNEL,
+        "flashinfer": "ImportError: No module named 'nothing' ... the last",
+    }
+    assert asked == [(64, True)]
 
 
 def test_a_graph_keeps_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freed inputs are memory that others get, which replays would read."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, value in (
-        ("Stream", lambda: stream),
-        ("current_stream", lambda: stream),
-        ("stream", nullcontext),
-        ("CUDAGraph", lambda: None),
-        ("graph", nullcontext),
-    ):
-        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    for name in ("stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, nullcontext)
     table = torch.zeros(3)
     alive = weakref.ref(table)
     captured = clock.capture(partial(torch.add, table, 1))
@@ -136,20 +174,14 @@ def test_a_graph_keeps_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert captured.out.tolist() == [1, 1, 1]
 
 
-class Scripted(clock.Clock):
-    """Runs return their own times."""
-
-    def __init__(self) -> None:
-        pass
-
-    def repeats(self, run: Any) -> int:
-        return 3
-
-    def times_us(self, run: Any, repeats: int) -> list[float]:
-        return [run() for _ in range(repeats)]
-
-
-def test_times_are_medians_and_noise_is_what_the_turns_differ_by() -> None:
-    steady, drifting = [5.0] * 4, [10.0, 10.0, 20.0, 20.0]
-    runs = {name: iter(times).__next__ for name, times in (("a", steady), ("b", drifting))}
-    assert Scripted().compare(runs) == ({"a": 5.0, "b": 15.0}, 0.5)
+def test_times_are_medians_and_noise_is_what_the_turns_differ_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timer = object.__new__(clock.Clock)
+    monkeypatch.setattr(timer, "repeats", lambda run: 3, raising=False)
+    monkeypatch.setattr(
+        timer, "times_us", lambda run, count: [run() for _ in range(count)], raising=False
+    )
+    steady, drifting = iter([5.0] * 4), iter([10.0, 10.0, 20.0, 20.0])
+    runs = {"a": steady.__next__, "b": drifting.__next__}
+    assert timer.compare(runs) == ({"a": 5.0, "b": 15.0}, 0.5)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teacher forcing, by which servers in half precision are compared (``kit/forcing.py``)."""
+"""How servers in half precision are compared: by teacher forcing (``kit/forcing.py``), and by
+judging the log-probabilities of forced tokens. No server, no GPU."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.forcing import BIAS, ForceTokens, force_all, forced_logprobs, unbias
+
+pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
+
+from gpu_serving.agreement import LARGEST_LIMIT, MEAN_LIMIT, Distance, check_forced
 
 
 @given(st.floats(-6.0, -0.1))
@@ -55,3 +61,58 @@ def test_all_texts_are_forced_after_their_own_prompts() -> None:
     assert found == [[unbias(-1 / 8)] * 2, [unbias(-2 / 8)], [unbias(-3 / 8)] * 3]
     with pytest.raises(ValueError, match="3 prompts, 1 texts"):
         force_all(ask, [(1,), (2,), (3,)], [(7,)])
+
+
+FA3 = [-0.1 * i for i in range(40)]  # so many that one alone hardly moves the mean
+NAN = math.nan
+
+
+def moved(by: float) -> list[float]:
+    return [value + by for value in FA3]
+
+
+def last_moved(by: float) -> list[float]:
+    return [*FA3[:-1], FA3[-1] + by]
+
+
+@pytest.mark.parametrize(
+    ("pat", "flashinfer", "fa3", "said"),
+    [
+        (moved(0.01), moved(0.02), FA3, ""),
+        (moved(0.04), moved(0.02), FA3, "a load: pat to"),  # the mean from fa3
+        (last_moved(0.12), FA3, FA3, "a load: pat to"),  # the largest from fa3
+        (moved(-0.03), moved(0.02), FA3, "a load: pat to"),  # from flashinfer alone
+        (last_moved(NAN), FA3, FA3, "1 NaN of pat"),
+        (last_moved(NAN), [NAN] * 40, FA3, "1 NaN of pat"),
+        (FA3, [NAN] * 40, last_moved(NAN), "NaN of both peers"),
+    ],
+)
+def test_far_from_a_peer_or_nan(
+    pat: list[float], flashinfer: list[float], fa3: list[float], said: str
+) -> None:
+    found = {"fa3": fa3, "flashinfer": flashinfer, "pat": pat}
+    with pytest.raises(AssertionError, match=said) if said else warnings.catch_warnings():
+        if not said:
+            warnings.simplefilter("error")
+        check_forced("a load", found)
+
+
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+@pytest.mark.parametrize("values", [[NAN] * 40, last_moved(NAN)])
+def test_nan_of_a_peer_is_named_and_the_other_alone_compared(
+    name: str, values: list[float]
+) -> None:
+    """A single one, too: that of a token that could not be forced."""
+    message = f"{sum(map(math.isnan, values))} of 40 log-probabilities of {name} are NaN"
+    found = {"fa3": FA3, "flashinfer": FA3, name: values}
+    with pytest.warns(UserWarning, match=message):
+        check_forced("a load", {**found, "pat": moved(MEAN_LIMIT - 0.001)})
+    for pat in (moved(MEAN_LIMIT + 0.001), last_moved(LARGEST_LIMIT + 0.001)):
+        with pytest.warns(UserWarning, match=message), pytest.raises(AssertionError, match="over"):
+            check_forced("a load", {**found, "pat": pat})
+
+
+def test_a_distance_of_nan_is_beside_no_other() -> None:
+    nothing, found = Distance.between([NAN], [0.0]), Distance(0.0, 0.0)
+    assert not found.about_as_small_as(nothing) and not nothing.about_as_small_as(found)
+    assert not nothing.small

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_pat import Target, cli, plan
 from sglang_pat.dump import read_dump
-from sglang_pat.explain.requests import DEFAULT_TREE, parse_tree
+from sglang_pat.explain.tree import DEFAULT_TREE, parse_tree
 
 TARGET = Target.cpu(threads=3, num_q_heads=8, num_kv_heads=2, head_dim=64, max_queries=64)
 HEADER = {"sglang_pat_dump": 1, "device": "cpu", "page_size": 1, "target": asdict(TARGET)}
@@ -32,40 +32,41 @@ def batch(spec: str = DEFAULT_TREE) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 3 is not JSON"),
-        ("[]", "line 3 must be an object"),
-        ('{"paths": [[]]}', "line 3 must have a path and a length"),
-        ('{"paths": [[]], "seq_lens": [3, 4]}', "line 3 must have a path and a length"),
-        ('{"paths": [], "seq_lens": []}', "line 3 must have"),
-        ('{"paths": [[[1, 0]]], "seq_lens": [3]}', "line 3 must have"),
-        ('{"paths": [[[1, 0, -1]]], "seq_lens": [3]}', "line 3 must have"),
+        ("{", "is not JSON"),
+        ("[]", "must be an object"),
+        ('{"paths": [[]]}', "must have a path and a length"),
+        ('{"paths": [[]], "seq_lens": [3, 4]}', "must have a path and a length"),
+        ('{"paths": [], "seq_lens": []}', "must have"),
+        ('{"paths": [[[1, 0]]], "seq_lens": [3]}', "must have"),
+        ('{"paths": [[[1, 0, -1]]], "seq_lens": [3]}', "must have"),
     ],
 )
 def test_a_broken_line_is_named(line: str, said: str, tmp_path: Path) -> None:
     file = written(tmp_path / "dump", batch())
     lines = file.read_text().splitlines()
     file.write_text("\n".join([*lines[:2], line, *lines[2:]]))
-    with pytest.raises(ValueError, match=said.replace("[", r"\[")):
+    with pytest.raises(ValueError, match=f"line 3 {said}"):
         read_dump(file)
-    file.write_text(json.dumps({"sglang_pat_dump": 2}))
+
+
+@pytest.mark.parametrize("first", ["", json.dumps({"sglang_pat_dump": 2})])
+def test_another_file_is_refused(first: str, tmp_path: Path) -> None:
+    (tmp_path / "dump").write_text(first)
     with pytest.raises(ValueError, match="is no dump of version 1"):
-        read_dump(file)
+        read_dump(tmp_path / "dump")
 
 
 def test_a_dump_that_was_cut_off_is_read(tmp_path: Path) -> None:
-    file = written(tmp_path / "dump", batch(), batch("64x100"))
-    file.write_text("\n".join(file.read_text().splitlines()[:-1]))
-    dump = read_dump(file)
-    assert len(dump.batches) == 2 and dump.end == {}
-
-
-def test_node_ids_may_be_large(tmp_path: Path) -> None:
     """Ids of SGLang's compiled tree core are numbers of 64 bits."""
     large = 2**62 + 1
     paths = {"paths": [[[large, 0, 800]]] * 2, "seq_lens": [801] * 2}
-    (found,) = read_dump(written(tmp_path / "dump", paths)).batches
-    made = plan(found.paths, found.seq_lens, TARGET)
-    assert found.paths[0] == [(large, 0, 800)] and made.num_shared_items > 0
+    file = written(tmp_path / "dump", batch(), paths)
+    file.write_text("\n".join(file.read_text().splitlines()[:-1]))
+    dump = read_dump(file)
+    assert len(dump.batches) == 2 and dump.end == {}
+    found = dump.batches[1]
+    assert found.paths[0] == [(large, 0, 800)]
+    assert plan(found.paths, found.seq_lens, TARGET).num_shared_items > 0
 
 
 def test_explain_draws_a_dumped_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,29 +6,31 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
+from runpy import run_path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
 import pytest
-from kit.shell import fresh_shell
+from kit.shell import fresh_shell  # noqa: F401
 
 from sglang_pat import Target, cli, plan
-from sglang_pat.estimate.command import reads_of
-from sglang_pat.estimate.differences import ORDER, find, kind_of
-from sglang_pat.estimate.requests import Request, common_prefix, shared_paths
+from sglang_pat.estimate import (
+    ORDER,
+    Request,
+    common_prefix,
+    find_differences,
+    kind_of,
+    reads_of,
+    shared_paths,
+)
 
+pytestmark = pytest.mark.usefixtures("fresh_shell")
 Capture = pytest.CaptureFixture[str]
 H200 = Target.h200(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=64)
 RULES = "Answer for a shop. Look up the order before you promise anything. Be polite. " * 20
 PARTS = [list(range(1000 * n, 1000 * n + 300)) for n in range(1, 4)]
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_fresh_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with fresh_shell(monkeypatch):
-        yield
 
 
 def request(tokens: list[int], unit: int = 1, output: int = 1) -> Request:
@@ -48,23 +50,11 @@ def said(capsys: Capture, *arguments: object, status: int = 0) -> str:
     return out or err
 
 
-def make_tokenizer(folder: Path) -> Path:
-    """A byte-level one that has learnt the words of RULES."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
-        vocab_size=300, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([RULES], trainer)
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the one that the examples' model has."""
+    program = Path(__file__).parents[2] / "examples" / "demo_model.py"
+    return Path(run_path(str(program))["make_tokenizer"](tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -91,13 +81,13 @@ def test_a_last_block_that_is_part_filled_ends_with_its_request() -> None:
 def test_reads_are_those_of_the_plan() -> None:
     tokens = list(range(4096))
     batch = [request([*tokens, 5000 + n], output=100) for n in range(64)]
-    reads = reads_of(batch, 1, 64, 1, H200)
     lengths = [4097 + (2 * n + 1) * 100 // 128 + 1 for n in range(64)]
     made = plan([[(7, 0, 4096)]] * 64, lengths, H200)
-    assert reads == (sum(lengths), made.kv_tokens_read(sum(lengths)), 4096)
-    assert 0.9 < reads.saved < 1
-    apart = [request([n, *tokens]) for n in range(64)]
-    assert reads_of(apart, 1, 64, 4, H200).saved == 0
+    read = made.kv_tokens_read(sum(lengths))
+    assert reads_of(batch, 1, 64, H200) == (sum(lengths), read, 4096)
+    assert read < 0.1 * sum(lengths)
+    alone, read, shared = reads_of([request([n, *tokens]) for n in range(64)], 1, 64, H200)
+    assert alone == read and shared == 0
 
 
 @pytest.mark.parametrize(
@@ -120,29 +110,28 @@ def test_kinds_of_differences(one: str, other: str, kind: str, texts: str) -> No
 def test_parts_in_another_order_are_found() -> None:
     a, b, c = PARTS
     batch = [request([*a, *b, *c]), request([*a, *c, *b]), request([*a, *b, *c, 9])]
-    (found,) = find(batch, lambda tokens: " ".join(f"w{token}" for token in tokens.tolist()))
+    (found,) = find_differences(
+        batch, lambda tokens: " ".join(f"w{token}" for token in tokens.tolist())
+    )
     assert found.kind == ORDER and (found.first, found.prompts) == (0, [1])
     assert (found.start, found.common) == (300, 300)
-
-
-def test_documents_in_many_orders_are_many_differences() -> None:
-    rng = random.Random(4)
-    orders = [[0, 1, 2], *(rng.sample(range(3), 3) for _ in range(30))]
-    found = find([request(sum((PARTS[n] for n in order), [7])) for order in orders], None)
-    assert len(found) > 1 and all(one.common >= 300 for one in found)
 
 
 def test_prompts_that_need_no_other_order_are_not_named() -> None:
     rng = random.Random(1)
     private = [rng.choices(range(5000, 50_000), k=200) for _ in range(8)]
-    assert find([request([*PARTS[0], *mine]) for mine in private], None) == []
-    assert find([request(mine) for mine in private], None) == []
+    assert find_differences([request([*PARTS[0], *mine]) for mine in private], None) == []
+    assert find_differences([request(mine) for mine in private], None) == []
     # Too few equal tokens stand behind what differs.
-    assert find([request([*PARTS[0], *mine, *PARTS[1][:60]]) for mine in private], None) == []
+    assert (
+        find_differences([request([*PARTS[0], *mine, *PARTS[1][:60]]) for mine in private], None)
+        == []
+    )
 
 
-def test_a_timestamp_is_named_with_what_it_costs(tmp_path: Path, capsys: Capture) -> None:
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+def test_a_timestamp_is_named_with_what_it_costs(
+    tokenizer: Path, tmp_path: Path, capsys: Capture
+) -> None:
     first = [{"prompt": f"Time: 2026-11-23 10:{n:02d}:00. {RULES} Order {n}"} for n in range(32)]
     behind = [{"prompt": f"{RULES} Time: 2026-11-23 10:{n:02d}:00. Order {n}"} for n in range(32)]
     text = said(capsys, "--prompts", write(tmp_path, first), "--tokenizer", tokenizer)
@@ -155,10 +144,10 @@ def test_a_timestamp_is_named_with_what_it_costs(tmp_path: Path, capsys: Capture
     assert said(capsys, "--prompts", plain, "--tokenizer", tokenizer) == text
 
 
-def test_conversations_of_the_openai_sdk(tmp_path: Path, capsys: Capture) -> None:
+def test_conversations_of_the_openai_sdk(tokenizer: Path, tmp_path: Path, capsys: Capture) -> None:
     """Which write no text as None, and arguments of calls as JSON text, to be read by a template
     as SGLang has them."""
-    config = make_tokenizer(tmp_path / "tokenizer") / "tokenizer_config.json"
+    config = copytree(tokenizer, tmp_path / "tokenizer") / "tokenizer_config.json"
     said_and_called = "{{ m.content + '.' }}{{ m.tool_calls[0].function.arguments.a }}"
     template = f"{{% for m in messages %}}{said_and_called}{{% endfor %}}"
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
@@ -194,7 +183,7 @@ def test_a_trace(tmp_path: Path, capsys: Capture) -> None:
         ({"prompt": "text"}, [], "line 1: is text: name the model's tokenizer with --tokenizer"),
         ({"input_ids": ["a"]}, [], "line 1: must have a form as"),
         ({"input_ids": []}, [], "line 1: 0 tokens, must be 1 to"),
-        ([], [], "line 1 must be an object"),
+        ([], [], "line 1: must be an object"),
         ({"input_ids": [1]}, ["--concurrency", "0"], "--concurrency is 0, must be from 1"),
         ({"input_ids": [1]}, ["--target", "H300"], "'H300' is not known; the GPUs are h200"),
         ({"input_ids": [1]}, ["--tokenizer", "/nowhere"], "--tokenizer /nowhere: "),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of the programs in ``examples/`` that need no server: what ``launch.sh`` runs, what is
-said of savings, and how answers, chains and an agent's tool calls are treated."""
+said of savings, and how answers and an agent's tool calls are treated."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import asyncio
 import os
 import re
 import subprocess
-import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ pytest.importorskip("openai", reason="the examples ask servers through openai, w
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the examples importable, as they import each other."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -48,8 +46,8 @@ def test_a_users_bound_of_the_pool_counts(tmp_path: Path) -> None:
     assert "--max-total-tokens" not in launch("a/model", "--port", "1")
 
 
-def test_a_server_without_metrics_is_named(
-    programs: None, capsys: pytest.CaptureFixture[str]
+def test_a_server_without_metrics_and_no_server_are_named(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from saved import savings
 
@@ -63,17 +61,12 @@ def test_a_server_without_metrics_is_named(
         r"  seconds in all +\d+\.\d\n$",
         capsys.readouterr().out,
     )
-
-
-def test_a_missing_server_is_named_in_one_line(programs: None) -> None:
-    from saved import savings
-
     said = r"^no server at http://127.0.0.1:1 \("
     with pytest.raises(SystemExit, match=said), savings("http://127.0.0.1:1"):
         pass
 
 
-def test_the_answer_voted_on_is_the_one_stated(programs: None) -> None:
+def test_the_answer_voted_on_is_the_one_stated() -> None:
     from self_consistency import final_answer, verdict
 
     assert final_answer("2 x 3 are 6. The answer is 6. Then there are 7 left.") == "6"
@@ -84,148 +77,116 @@ def test_the_answer_voted_on_is_the_one_stated(programs: None) -> None:
     assert verdict([None, None]) == (None, 0)
 
 
-def test_an_agent_calls_tools_until_it_answers(programs: None) -> None:
+def client_of(answer: Any) -> Any:
+    """An OpenAI client whose chat completions are what ``answer`` makes of a request."""
+
+    async def create(**request: Any) -> Any:
+        return answer(request)
+
+    return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+
+
+def answers(*messages: Any) -> Any:
+    return SimpleNamespace(choices=[SimpleNamespace(message=each) for each in messages])
+
+
+def test_an_agent_calls_tools_until_it_answers() -> None:
     from agent_team import ROUNDS, TOOLS, Team
     from openai.types.chat import ChatCompletionMessageToolCall
 
-    def call(tool: str, arguments: str) -> ChatCompletionMessageToolCall:
-        function = {"name": tool, "arguments": arguments}
-        return ChatCompletionMessageToolCall(id=tool, type="function", function=function)
-
     calls = [
-        call("read_file", '{"name": "a.py"}'),
-        call("search", '{"text": "two"}'),
-        call("read_file", '{"name": "../secret"}'),
-        call("read_file", "not JSON"),
-        call("search", "[]"),
-        call("delete_file", "{}"),
+        ChatCompletionMessageToolCall(
+            id=tool, type="function", function={"name": tool, "arguments": given}
+        )
+        for tool, given in (
+            ("read_file", '{"name": "a.py"}'),
+            ("search", '{"text": "two"}'),
+            ("read_file", '{"name": "../secret"}'),
+            ("read_file", "not JSON"),
+            ("search", "[]"),
+            ("delete_file", "{}"),
+        )
     ]
     asked: list[dict[str, Any]] = []
 
-    async def create(**request: Any) -> Any:
+    def answer(request: dict[str, Any]) -> Any:
         asked.append(request)
-        said = SimpleNamespace(content=None, tool_calls=calls)
-        if len(request["messages"]) > 2 and request["messages"][0]["content"] != "stubborn":
-            said = SimpleNamespace(content="done", tool_calls=None)
-        return SimpleNamespace(choices=[SimpleNamespace(message=said)])
+        ends = len(request["messages"]) > 2 and request["messages"][0]["content"] != "stubborn"
+        text, called = ("done", None) if ends else (None, calls)
+        return answers(SimpleNamespace(content=text, tool_calls=called))
 
-    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-    team = Team(client, "m", 8, {"a.py": "one\ntwo\n", "b.py": "two + two\n"})
+    team = Team(client_of(answer), "m", 8, {"a.py": "one\ntwo\n", "b.py": "two + two\n"})
     talk = asyncio.run(team.work([{"role": "system", "content": "rules"}], "task"))
-
     assert [request["tools"] for request in asked] == [TOOLS, TOOLS]
-    assert [message["role"] for message in talk] == [
-        *("system", "user", "assistant", *["tool"] * 6, "assistant")
-    ]
+    roles = [message["role"] for message in talk]
+    assert roles == ["system", "user", "assistant", *["tool"] * 6, "assistant"]
     found = [message["content"] for message in talk if message["role"] == "tool"]
     assert found[:2] == ["one\ntwo\n", "a.py: two\nb.py: two + two"]
-    assert all(answer.startswith("error: ") for answer in found[2:])
+    assert all(result.startswith("error: ") for result in found[2:])
     assert talk[-1]["content"] == "done"
-
     asked.clear()
     endless = asyncio.run(team.work([{"role": "system", "content": "stubborn"}], "task"))
     assert len(asked) == ROUNDS
     assert endless[-1] == {"role": "assistant", "content": "I came to no result."}
 
 
-def _delta(text: str = "", calls: list[tuple[int, str, str, str]] | None = None) -> Any:
+def delta(text: str = "", *calls: tuple[int, str, str, str]) -> Any:
+    """A piece of a streamed answer; of a call its index, id, name and arguments."""
     pieces = [
         SimpleNamespace(
-            index=index, id=name, function=SimpleNamespace(name=tool or None, arguments=arguments)
+            index=index, id=name, function=SimpleNamespace(name=tool or None, arguments=given)
         )
-        for index, name, tool, arguments in calls or []
+        for index, name, tool, given in calls
     ]
     return SimpleNamespace(content=text or None, tool_calls=pieces or None)
 
 
-def test_pieces_of_streamed_parallel_calls_are_joined(programs: None) -> None:
-    from support_desk import joined
-
-    text, calls = joined(
-        [
-            _delta("I look "),
-            _delta("it up."),
-            _delta(calls=[(1, "b", "stock", "")]),
-            _delta(calls=[(0, "a", "order", '{"num'), (1, "", "", '{"article": "lamp"}')]),
-            _delta(calls=[(0, "", "", 'ber": "7"}'), (2, "c", "policy", '{"subj')]),
-        ]
-    )
-    assert text == "I look it up."
-    assert [(call["id"], call["function"]["name"]) for call in calls] == [
-        ("a", "order"),
-        ("b", "stock"),
-    ]  # the third was cut off
-    assert calls[0]["function"]["arguments"] == '{"number": "7"}'
-
-
-def test_a_support_conversation_sends_all_results_in_one_turn(programs: None) -> None:
+def test_a_support_conversation_sends_all_results_in_one_turn() -> None:
     from support_desk import RULES, TOOLS, Desk
 
     asked: list[dict[str, Any]] = []
     streamed: list[Any] = []
 
     async def chunks() -> Any:
-        for delta in streamed:
-            yield SimpleNamespace(choices=[SimpleNamespace(delta=delta)])
+        for each in streamed:
+            yield SimpleNamespace(choices=[SimpleNamespace(delta=each)])
         yield SimpleNamespace(choices=[])  # the usage comes without a choice
 
-    async def create(**request: Any) -> Any:
+    def answer(request: dict[str, Any]) -> Any:
         asked.append(request)
-        if request.get("stream"):
-            return chunks()
-        texts = ["a longer draft", " ", "short", None][: request["n"]]
-        return SimpleNamespace(
-            choices=[SimpleNamespace(message=SimpleNamespace(content=text)) for text in texts]
+        texts = ["a longer draft", " ", "short", None]
+        return (
+            chunks()
+            if "stream" in request
+            else answers(*(SimpleNamespace(content=t) for t in texts))
         )
 
-    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-    desk = Desk(client, "m", 8, 4, timestamp_first=False)
+    desk = Desk(client_of(answer), "m", 8, 4, timestamp_first=False)
     assert asyncio.run(desk.serve(1)) == "short"
-    streamed += [
-        _delta(calls=[(0, "a", "order", "{}"), (1, "b", "sell", "{}"), (2, "c", "stock", "{}")])
+    streamed += [  # parallel calls in pieces; max_tokens cuts off the third
+        delta("I look "),
+        delta("", (1, "b", "sell", "{")),
+        delta("", (0, "a", "order", '{"num'), (1, "", "", "}")),
+        delta("", (0, "", "", 'ber": "7"}'), (2, "c", "policy", '{"subj')),
     ]
-    assert asyncio.run(desk.serve(2)) == "short"
-    assert desk.called == 1
-
+    assert asyncio.run(desk.serve(2)) == "short" and desk.called == 1
     assert [request.get("n", 1) for request in asked] == [1, 4, 1, 4]
     assert all(request["tools"] == TOOLS for request in asked)
     assert not any("tool_choice" in request for request in asked), "none would hide the tools"
     for before, after in (asked[0:2], asked[2:4]):
         assert before["messages"] == after["messages"][:2]
         said, *results = after["messages"][2:]
-        assert said["role"] == "assistant" and said["content"] is None
+        assert said["role"] == "assistant" and len(results) > 1
         assert [call["id"] for call in said["tool_calls"]] == [r["tool_call_id"] for r in results]
-        assert len(results) == 3 and all(result["role"] == "tool" for result in results)
-    assert [r["content"] for r in asked[3]["messages"][3:]] == [
+        assert {result["role"] for result in results} == {"tool"}
+    assert asked[1]["messages"][2]["content"] is None
+    said, *results = asked[3]["messages"][2:]
+    assert said["content"] == "I look "
+    assert said["tool_calls"][0]["function"] == {"name": "order", "arguments": '{"number": "7"}'}
+    assert [result["content"] for result in results] == [
         "on its way since Thursday",
         "error: there is no tool sell",
-        "4 in the warehouse",
     ]
     assert all(request["messages"][0]["content"] == RULES for request in asked)
-    late = Desk(client, "m", 8, 4, timestamp_first=True).begin("Where?")
+    late = Desk(client_of(answer), "m", 8, 4, timestamp_first=True).begin("Where?")
     assert late[0]["content"].startswith("Current time: 2") and late[1]["content"] == "Where?"
-
-
-def test_a_missing_sdk_is_named(programs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openai", None)
-    monkeypatch.delitem(sys.modules, "support_desk", raising=False)
-    with pytest.raises(SystemExit, match=r"needs the OpenAI SDK .*: pip install openai"):
-        import_module("support_desk")
-
-
-@pytest.mark.usefixtures("programs")
-def test_the_demos_tokenizer_keeps_any_text_and_puts_tools_first(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    demo_model = import_module("demo_model")
-    tokenizer = AutoTokenizer.from_pretrained(demo_model.make_tokenizer(tmp_path))
-    assert len(set(tokenizer.convert_ids_to_tokens(range(1024)))) == len(tokenizer) == 1024
-    assert tokenizer.eos_token_id == 0  # what make_model writes to config.json
-    for text in ("Zahl: 3,5 €\n\t'quoted'", "\x00 ¶ 漢字 🙂"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    chat, tools = [{"role": "user", "content": "Hello"}], [{"type": "function", "name": "look_up"}]
-    text = tokenizer.apply_chat_template(
-        chat, tools=tools, tokenize=False, add_generation_prompt=True
-    )
-    assert 0 < text.index("look_up") < text.index("Hello")
-    assert text.endswith("<|assistant|>\n")

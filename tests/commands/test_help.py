@@ -7,14 +7,12 @@ import argparse
 import os
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import sglang_pat
 from sglang_pat import cli
@@ -32,22 +30,6 @@ def _programs() -> Iterator[Path]:
             yield path
 
 
-def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and those of its subcommands."""
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                yield from _commands(command)
-
-
-@pytest.fixture(autouse=True)
-def same_handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
 @pytest.mark.parametrize(
     "program", [*_programs()], ids=lambda path: f"{path.parent.name}/{path.name}"
 )
@@ -61,22 +43,24 @@ def test_a_program_prints_its_help(
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
 
 
-@pytest.mark.parametrize(
-    "command", list(_commands(cli.make_parser())), ids=lambda parser: parser.prog
-)
-def test_help_of_a_command_can_be_printed(command: argparse.ArgumentParser) -> None:
+def test_help_of_all_commands_can_be_printed() -> None:
     """A help text with a single % ends --help with a traceback."""
-    assert command.format_help().startswith(f"usage: {command.prog}")
+    parsers = [cli.make_parser()]
+    for parser in parsers:
+        assert parser.format_help().startswith(f"usage: {parser.prog}")
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    assert len(parsers) == 5
 
 
-@pytest.mark.parametrize("command", ["--version", "doctor", "explain"])
-def test_a_native_module_that_does_not_load_is_one_line(tmp_path: Path, command: str) -> None:
+def test_a_native_module_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     """As in a checkout, whose folder has the sources only and comes first on the path."""
     shutil.copytree(PACKAGE, tmp_path / "sglang_pat", ignore=shutil.ignore_patterns("_C.*.so"))
     run = subprocess.run(
-        [sys.executable, "-m", "sglang_pat", command],
+        [sys.executable, "-m", "sglang_pat", "--version"],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHONSAFEPATH", "PYTHONPATH")},
         capture_output=True,
         text=True,
         timeout=120,
@@ -103,13 +87,3 @@ def test_wrong_usage_is_named(
     assert usage.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("usage: sglang-pat") and message in said
-
-
-def test_a_demo_without_its_gpu_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["demo", "--device", "cuda"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("sglang-pat demo: --device cuda: there is no CUDA device")
-    assert said.count("\n") == 1 and "give cpu" in said

@@ -5,34 +5,34 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
-import torch
 from kit.cases import case, execute
 from kit.machine_code import cuobjdump
 from kit.pieces import Piece
 
-from sglang_pat import _C, planner
-from sglang_pat.config import PatConfig
-from sglang_pat.ops import DTYPES, KV_DTYPES, SAME_KV
-from sglang_pat.target import CUTS, POLICIES, WITHOUT_BRANCHES, Target
-from sglang_pat.workspace import LAUNCHES
+from sglang_pat import _C
+from sglang_pat.target import Target
 
 HEADS: dict[str, Any] = {"num_q_heads": 8, "num_kv_heads": 2, "max_queries": 4}
 needs_cuda = pytest.mark.skipif(not hasattr(_C, "decode_cuda"), reason="built with PAT_CUDA=OFF")
 
 
 @needs_cuda
-def test_head_dims_of_the_cuda_kernels() -> None:
+def test_head_dims_and_groups_of_the_cuda_kernels() -> None:
     served = []
     for head_dim in range(0, 2 * max(_C.CUDA_HEAD_DIMS) + 1, 4):
-        try:
+        with suppress(ValueError):
             _C.cuda_min_shared_bytes(head_dim)
-        except ValueError:
-            continue
-        served.append(head_dim)
+            served.append(head_dim)
     assert tuple(served) == _C.CUDA_HEAD_DIMS
+    given: dict[str, Any] = {"head_dim": 64, "scale": 1.0, "logit_cap": 0.0}
+    given |= {"k_stride_slot": 64, "v_stride_slot": 64, "num_kv_heads": 1}
+    _C.check_decode_cuda(num_q_heads=_C.CUDA_MAX_GROUP, **given)
+    with pytest.raises(ValueError, match=f"from 1 to {_C.CUDA_MAX_GROUP}"):
+        _C.check_decode_cuda(num_q_heads=_C.CUDA_MAX_GROUP + 1, **given)
 
 
 @needs_cuda
@@ -57,15 +57,6 @@ def test_the_extension_holds_the_code_that_it_names() -> None:
     assert dims == {code: most - ({"256"} if code == "sm_120" else set()) for code in dims}
 
 
-@needs_cuda
-def test_group_of_the_cuda_kernels() -> None:
-    given: dict[str, Any] = {"head_dim": 64, "scale": 1.0, "logit_cap": 0.0}
-    strides = {"k_stride_slot": 64, "v_stride_slot": 64}
-    _C.check_decode_cuda(_C.CUDA_MAX_GROUP, 1, **given, **strides)
-    with pytest.raises(ValueError, match=f"from 1 to {_C.CUDA_MAX_GROUP}"):
-        _C.check_decode_cuda(_C.CUDA_MAX_GROUP + 1, 1, **given, **strides)
-
-
 def test_head_dims_of_the_cpu_executor() -> None:
     step, most = _C.CPU_HEAD_DIM_STEP, _C.CPU_MAX_HEAD_DIM
     for head_dim in (step, most):
@@ -78,41 +69,6 @@ def test_head_dims_of_the_cpu_executor() -> None:
             Target.cpu(threads=1, head_dim=head_dim, **HEADS)
 
 
-def test_options_are_the_extensions() -> None:
-    assert CUTS == _C.CUTS and set(WITHOUT_BRANCHES) < set(CUTS)
-    for policy in POLICIES:
-        assert PatConfig.from_env({"SGLANG_PAT_POLICY": policy}).launch in LAUNCHES
-    assert {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2} == DTYPES
-    assert {torch.float8_e4m3fn: 1} == KV_DTYPES and SAME_KV == 0
-
-
 def test_tiles_of_a_target_are_the_kernels() -> None:
-    made = Target.h200(head_dim=128, **HEADS)
-    assert made.row_tiles == (16, 64, 128)
-    assert Target.h200(head_dim=256, **HEADS).row_tiles == (16, 64)
-    assert _C.HEAVY_ROWS in made.row_tiles and _C.WIDE_ROWS in made.row_tiles
-    assert planner.BRANCH == _C.BRANCH
-
-
-@needs_cuda
-def test_the_buffers_of_a_workspace_are_bound_by_name() -> None:
-    """Every argument lands in its own field."""
-    addresses = [
-        "plan",
-        "row_masks",
-        "draft_masks",
-        "partials",
-        "partial_lse",
-        "queue",
-        "first_units",
-    ]
-    sizes = ["partial_bytes", "num_q_heads", "num_kv_heads", "head_dim", "draft_tokens"]
-    given: dict[str, Any] = {name: 0x1000 + i for i, name in enumerate(addresses)}
-    given |= {name: 10 + i for i, name in enumerate(sizes)}
-    bound = _C.CudaBuffers(launch=LAUNCHES["streams"], **given)
-    fields = dict(re.findall(r"(\w+)=(\w+)", repr(bound)))
-    assert fields == {
-        **{name: f"{given[name]:#x}" for name in addresses},
-        **{name: str(given[name]) for name in sizes},
-        "launch": str(LAUNCHES["streams"]),
-    }
+    for head_dim, tiles in ((128, (16, 64, 128)), (256, (16, 64))):
+        assert Target.h200(head_dim=head_dim, **HEADS).row_tiles == tiles

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from sglang_pat import _C, doctor, gpus
-from sglang_pat.demo.server import default_device
 from sglang_pat.srt import support
 from sglang_pat.srt.layers import CUDA_HEAD_DIMS
 from sglang_pat.target import WITHOUT_BRANCHES, Target
@@ -33,13 +32,10 @@ def test_an_h200_is_what_was_measured() -> None:
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
         ("NVIDIA A100-SXM4-40GB", "A100"),
-        ("NVIDIA L40S", "L40S"),
         ("NVIDIA L4", "L4"),
         ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
         ("NVIDIA H20", "H20"),
-        ("NVIDIA GH200 144G HBM3e", "GH200 144G"),
         ("NVIDIA GB200", "GB200"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell"),
     ],
@@ -52,9 +48,7 @@ def test_known_names(name: str, words: str, caplog: pytest.LogCaptureFixture) ->
     # Kernels reach between half and all of what the vendor states.
     assert 0.5 * terabytes < found.bytes_per_s / 1e12 < terabytes
     assert 0.5 * teraflops < found.flops_per_s / 1e12 < teraflops
-    (record,) = caplog.records
-    assert record.levelno == logging.INFO
-    assert f"{name}, 100 SMs: {found.bytes_per_s / 1e12:.2f} TB/s" in record.getMessage()
+    assert caplog.records[0].levelno == logging.INFO and f"{name}, 100 SMs" in caplog.text
 
 
 def test_an_unknown_gpu_is_estimated_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,19 +67,16 @@ def test_an_unknown_gpu_is_estimated_and_logged(caplog: pytest.LogCaptureFixture
 def test_a_slice_of_a_gpu_is_another_gpu() -> None:
     half = gpus.rates_of(device("NVIDIA H100 80GB HBM3", 66))
     assert half.source == "vendor"
-    assert half.bytes_per_s < gpus.rates_of(device("NVIDIA H100 80GB HBM3", 132)).bytes_per_s
+    assert half != gpus.rates_of(device("NVIDIA H100 80GB HBM3", 132))
 
 
-@pytest.mark.parametrize("name", gpus.GPUS)
-def test_plans_can_be_made_for_every_gpu_that_has_a_name(name: str) -> None:
-    machine = gpus.machine_of(name)
-    assert gpus.rates_of(machine).source != "estimated"
-    Target.gpu(machine, **HEADS)
-
-
-@pytest.mark.parametrize("name", ["rtx 4090", "4090", "NVIDIA RTX 4090"])
-def test_a_gpu_has_several_spellings(name: str) -> None:
-    assert gpus.machine_of(name).name == "NVIDIA GeForce RTX 4090"
+def test_plans_can_be_made_for_every_gpu_that_has_a_name() -> None:
+    for name in gpus.GPUS:
+        machine = gpus.machine_of(name)
+        assert gpus.rates_of(machine).source != "estimated"
+        Target.gpu(machine, **HEADS)
+    for name in ("rtx 4090", "4090", "NVIDIA RTX 4090"):
+        assert gpus.machine_of(name) is gpus.GPUS["rtx4090"]
 
 
 @pytest.mark.parametrize(
@@ -123,16 +114,9 @@ def test_what_a_gpu_runs(
 @needs_cuda
 def test_plans_for_blackwell_have_no_branches_and_what_shared_memory_allows() -> None:
     """Its kernels are those without wgmma; an SM of 12.0 has as little shared memory as an L40S."""
-    b200, b300, rtx5090 = (
-        Target.gpu(device(name, sms, major, minor), **HEADS)
-        for name, sms, major, minor in (
-            ("NVIDIA B200", 148, 10, 0),
-            ("NVIDIA B300 SXM6 AC", 148, 10, 3),
-            ("NVIDIA GeForce RTX 5090", 170, 12, 0),
-        )
-    )
-    assert {b200.cuts, b300.cuts, rtx5090.cuts} == {WITHOUT_BRANCHES}
-    assert (b200.items_per_sm, b300.items_per_sm, rtx5090.items_per_sm) == (2, 2, 1)
+    for name, items_per_sm in (("b200", 2), ("b300", 2), ("rtx5090", 1)):
+        made = Target.gpu(gpus.GPUS[name], **HEADS)
+        assert (made.cuts, made.items_per_sm) == (WITHOUT_BRANCHES, items_per_sm)
 
 
 def test_a_b200_is_not_planned_for_at_the_rate_of_instructions_that_our_kernels_lack() -> None:
@@ -144,59 +128,37 @@ def test_a_b200_is_not_planned_for_at_the_rate_of_instructions_that_our_kernels_
     assert rtx5090.flops_per_s == pytest.approx(gpus.KNOWN["RTX 5090"][1] * reached)
 
 
-@pytest.fixture
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes torch see a GPU; sets what the probe of our kernels says of it."""
+@pytest.mark.parametrize(
+    ("arch", "error", "status", "said"),
+    [
+        (90, "", "ok", ""),
+        (120, "", "note", "12.0 (sm_120) are built, but were not run on such a GPU"),
+        (75, "no kernel image", "block", "do not run on GPU 3 of 7.5 (no kernel image)"),
+    ],
+)
+def test_what_a_backend_and_the_doctor_say_of_a_gpu(
+    arch: int, error: str, status: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that torch sees; ``error``: what the probe of our kernels says of it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: divmod(arch, 10))
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "sm_120"))
+    found = {"ok": not error, "arch": arch, "error": error}
+    monkeypatch.setattr(_C, "cuda_probe", lambda n: {**found, "device": n}, raising=False)
 
-    def probed(ok: bool, arch: int, error: str = "") -> None:
-        found = {"ok": ok, "arch": arch, "error": error}
-        monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "sm_120"))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: divmod(arch, 10))
-        probe = lambda device: found | {"device": device}  # noqa: E731
-        monkeypatch.setattr(_C, "cuda_probe", probe, raising=False)
+    def refused() -> list[str]:
+        server = support.Server(None, None, "cuda", support.reason_against_gpu())
+        return [str(reason) for reason in support.reasons_of(support.MACHINE, server)]
 
-    return probed
-
-
-def refused() -> list[str]:
-    """Why a backend would not be made on this GPU."""
-    server = support.Server(None, None, "cuda", support.reason_against_gpu())
-    return [str(reason) for reason in support.reasons_of(support.MACHINE, server)]
-
-
-def test_a_gpu_that_runs_our_kernels_is_taken(a_gpu: Any) -> None:
-    a_gpu(True, 90)
-    assert support.reason_against_gpu() == ""
-    assert refused() == []
-    assert default_device() == "cuda"
-    assert doctor._platform().status == "ok"
-
-
-@needs_cuda
-def test_the_doctor_says_on_which_gpus_nobody_ran_the_kernels(a_gpu: Any) -> None:
-    a_gpu(True, 120)
     finding = doctor._platform()
-    assert finding.status == "note"
-    assert "12.0 (sm_120) are built, but were not run on such a GPU" in finding.found
-
-
-def test_a_gpu_without_a_kernel_is_named_and_passed_over(
-    a_gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a_gpu(False, 75, "no kernel image is available for execution on the device")
-    (reason,) = refused()
-    assert "GPU 3 of 7.5 (no kernel image" in reason
-    assert f"compute capability {gpus.built_for()}, do not run" in reason
-    assert reason.endswith("choose another --attention-backend")
-    finding = doctor._platform()
-    assert finding.status == "block" and "GPU 3 of 7.5" in finding.found
-    assert default_device() == "cpu"
-    monkeypatch.delattr(_C, "cuda_probe", raising=False)  # as in a build without kernels
-    (reason,) = refused()
-    assert "PAT_CUDA=OFF" in reason and default_device() == "cpu"
+    assert finding.status == status and said in finding.found
+    assert len(refused()) == bool(error)
+    if error:
+        assert said in refused()[0] and refused()[0].endswith("another --attention-backend")
+    monkeypatch.delattr(_C, "cuda_probe")  # as in a build without kernels
+    assert "PAT_CUDA=OFF" in refused()[0]
 
 
 @needs_cuda

@@ -29,42 +29,21 @@ def read(requests, rows, paths=PATHS) -> list[list[int]]:
 
 
 def test_reads_handles() -> None:
-    released = request(row=4)
+    """A request that does not own its row has none."""
+    released, taken = request(row=4), request()
     released.lock = None
     assert read([request(node=2**40, length=7), released], [3, 4]) == [[2**40, 7, 3], [-1, 2, 4]]
+    assert read([request(), request(row=9)], [3, 4]) == [[1, 2, 3], [-1, 0, 4]]
+    assert read([request(row=None)], [3]) == [[-1, 0, 3]]
     assert read([], []) == []
     many = [request(node=i, length=2 * i, row=1000 + i) for i in range(100)]
     assert read(many, range(1000, 1100)) == [[i, 2 * i, 1000 + i] for i in range(100)]
     assert read([request()], [3], ("kv.row", "lock.node", "kv.row")) == [[3, 1, 3]]
-
-
-def test_a_request_that_does_not_own_its_row_has_no_handle() -> None:
-    assert read([request(), request(row=9)], [3, 4]) == [[1, 2, 3], [-1, 0, 4]]
-    assert read([request(row=None)], [3]) == [[-1, 0, 3]]
-
-
-def test_reads_what_keeps_its_attributes_otherwise() -> None:
-    """In slots, in a dict of many names, in one that was taken out of the object."""
-
-    class Slots:
-        __slots__ = ("node",)
-
-    slots = Slots()
+    vars(taken).update(vars(request(node=8)))  # its dict was taken out of the object
+    slots = type("Slots", (), {"__slots__": ("node",)})()
     slots.node = 5
-    large = request()
-    for name in range(100):
-        setattr(large, f"name{name}", name)
-    large.lock = slots
-    taken = request()
-    vars(taken).update(vars(request(node=8)))
-
-    class Plain:
-        pass
-
-    plain = Plain()
-    plain.lock, plain.kv = slots, request().kv
-    rows = [[5, 2, 3], [8, 2, 3], [5, 2, 3]]
-    assert read([large, taken, plain], [3, 3, 3]) == rows
+    large = SimpleNamespace(**{f"name{i}": i for i in range(100)}, lock=slots, kv=request().kv)
+    assert read([large, taken], [3, 3]) == [[5, 2, 3], [8, 2, 3]]
 
 
 @pytest.mark.parametrize("value", [1.5, "x", object(), [1]])
@@ -82,29 +61,27 @@ def test_the_stub_names_what_the_extension_has() -> None:
     spec = importlib.util.find_spec("sglang_pat")
     assert spec is not None and spec.origin is not None
     stub = ast.parse(Path(spec.origin).with_name("_C.pyi").read_text())
-    in_stub = {n.name: n for n in stub.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
-    constants = {n.target.id for n in stub.body if isinstance(n, ast.AnnAssign)}
+    of_cuda = ("CudaBuffers", "PlanStaging")
     public = {name for name in dir(_C) if not name.startswith("_")}
+    named = {name: node for node in stub.body if (name := _name(node))}
     if not hasattr(_C, "decode_cuda"):  # built without CUDA
-        for name in [*(name for name in in_stub if "cuda" in name), "CudaBuffers", "PlanStaging"]:
-            del in_stub[name]
-    assert set(in_stub) | constants == public
-    for name, node in in_stub.items():
-        native = getattr(_C, name)
+        named = {n: node for n, node in named.items() if "_cuda" not in n and n not in of_cuda}
+        named = {n: node for n, node in named.items() if not n.startswith("cuda_")}
+    assert set(named) == public
+    for name, node in named.items():
         if isinstance(node, ast.FunctionDef):
-            _same_arguments(node, native.__doc__)
-            continue
-        for member in node.body:
-            if isinstance(member, ast.FunctionDef):
-                assert hasattr(native, member.name), f"{name}.{member.name}"
-                is_property = any(
-                    isinstance(d, ast.Name) and d.id == "property" for d in member.decorator_list
-                )
-                if not is_property and member.name != "__init__":
-                    _same_arguments(member, getattr(native, member.name).__doc__)
-            else:
-                target = member.target if isinstance(member, ast.AnnAssign) else member.targets[0]
-                assert hasattr(native, target.id), f"{name}.{target.id}"
+            _same_arguments(node, getattr(_C, name).__doc__)
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            native = getattr(getattr(_C, name), _name(member))
+            if isinstance(member, ast.FunctionDef) and member.name != "__init__":
+                _same_arguments(member, native.__doc__)
+
+
+def _name(node: ast.stmt) -> str:
+    """Of a function, a class or an annotated value."""
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return node.target.id
+    return getattr(node, "name", "")
 
 
 def _same_arguments(node: ast.FunctionDef, doc: str) -> None:

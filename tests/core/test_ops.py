@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``decode`` and ``Workspace`` refuse what does not fit, with what was given and what fits; what a
-GPU is needed for is in tests/gpu/test_errors.py."""
+"""``decode`` refuses what does not fit, with what was given and what fits; what a GPU is needed for
+is in tests/gpu/test_errors.py."""
 
 from __future__ import annotations
 
@@ -13,34 +13,31 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cases import Case, case
-from kit.pieces import Piece
+from kit.cases import Case, case, random_trees
+from kit.drafts import drafted
+from kit.pieces import Piece, shared
 
-from sglang_pat.ops import decode
+from sglang_pat import _C
+from sglang_pat.ops import check_cuda, check_kv, decode
+from sglang_pat.planner import plan
+from sglang_pat.target import Target
 
 # A prefix of 40 tokens and three tails of 10: 70 slots and 50 that nobody owns, a table [6, 55].
 PIECES = [Piece((0, 1, 2), 0, 40), *(Piece((i,), 40, 10) for i in range(3))]
 HEADS = (8, 2)
 meta = methodcaller("to", "meta")  # the only other device that every machine has
+masks = torch.ones(3, 1, dtype=torch.int64)
 
 
 def arguments_of(inputs: Case) -> dict[str, Any]:
     """All of ``decode``'s arguments; what it writes to holds NaN."""
-    num_queries, num_q_heads, _ = inputs.q.shape
+    names = ("q", "k_cache", "v_cache", "req_to_token", "rows", "seq_lens")
     return {
-        "q": inputs.q,
-        "k_cache": inputs.k,
-        "v_cache": inputs.v,
-        "req_to_token": inputs.table,
-        "rows": inputs.rows,
-        "seq_lens": inputs.seq_lens,
+        **dict(zip(names, inputs.inputs, strict=True)),
+        **inputs.options,
         "plan": inputs.plan(),
-        "scale": inputs.scale,
-        "logit_cap": inputs.logit_cap,
-        "k_scale": inputs.k_scale,
-        "v_scale": inputs.v_scale,
-        "out": torch.full((num_queries, num_q_heads, inputs.v.shape[2]), float("nan")),
-        "lse": torch.full((num_queries, num_q_heads), float("nan")),
+        "out": torch.full((*inputs.q.shape[:2], inputs.v.shape[2]), float("nan")),
+        "lse": torch.full(inputs.q.shape[:2], float("nan")),
         "partial_dtype": torch.float32,
         "workspace": None,
     }
@@ -83,25 +80,15 @@ OTHER_BATCH = [Piece((0, 1), 0, 40)]
 # Argument, what becomes of it, and what is said.
 WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     *((name, torch.Tensor.tolist, f"{name} is of type list, {TENSOR}") for name in LISTS),
-    ("q", lambda _: None, f"q is of type NoneType, {TENSOR}"),
     ("plan", lambda _: None, "plan is of type NoneType, must be a Plan: make it with sglang_pat"),
-    ("plan", lambda _: torch.zeros(3), "plan is of type Tensor, must be a Plan"),
     ("q", lambda t: t[0], "q has shape (8, 64), must have 3 dimensions"),
     ("q", lambda t: t[..., ::2], "q has strides (536, 67, 2), the last must be 1"),
     ("q", meta, "q is on meta: sglang_pat decodes on CPU and CUDA devices"),
     ("q", torch.Tensor.int, "q is torch.int32, must be float32, bfloat16 or float16"),
-    ("k_cache", lambda t: t[0], "k_cache has shape (2, 64), must have 3 dimensions"),
     ("k_cache", meta, "k_cache is on meta, q on cpu: move one of them"),
     ("k_cache", torch.Tensor.bfloat16, "k_cache is torch.bfloat16 and v_cache torch.float32, must"),
     ("k_cache", lambda t: t[..., :56], "k_cache has head dim 56, q has 64"),
-    ("v_cache", lambda t: t[0], "v_cache has shape (2, 48), must have 3 dimensions"),
-    ("v_cache", meta, "v_cache is on meta, q on cpu: move one of them"),
-    ("v_cache", torch.Tensor.half, "and v_cache torch.float16, must both be torch.float32 as q is"),
-    (
-        "v_cache",
-        lambda t: t.to(E4M3),
-        "and v_cache torch.float8_e4m3fn, must both be torch.float32",
-    ),
+    ("v_cache", lambda t: t.to(E4M3), "v_cache torch.float8_e4m3fn, must both be torch.float32"),
     ("v_cache", lambda t: t.to(torch.float8_e5m2), "v_cache torch.float8_e5m2, must both"),
     ("v_cache", lambda t: t[1:], "v_cache has 119 slots of 2 heads, k_cache 120 of 2"),
     ("v_cache", lambda t: t[:, 1:], "120 slots of 1 heads, k_cache 120 of 2"),
@@ -110,26 +97,35 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("k_scale", lambda _: 0.0, "k_scale is 0.0, must be from 1.2e-38 to 3.4e+38"),
     ("v_scale", lambda _: NAN, "v_scale is nan, must be from 1.2e-38"),
     ("k_scale", lambda _: 1e-60, "k_scale is 1e-60, must be from 1.2e-38"),
-    ("v_scale", lambda _: 1e60, "v_scale is 1e+60, must be from 1.2e-38"),
     ("k_scale", torch.tensor, "k_scale is of type Tensor, must be a float, one"),
     ("req_to_token", lambda t: t[0], "has shape (55,), must have 2 dimensions"),
     ("req_to_token", lambda t: t[:, ::2], "strides (55, 2), the last must be 1"),
     ("req_to_token", meta, "req_to_token is on meta, q on cpu"),
     ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
     ("rows", lambda t: t[:2], "rows has shape (2,), q has 3 queries"),
-    ("rows", lambda t: t[:, None], "rows has shape (3, 1), q has 3 queries"),
     ("rows", torch.Tensor.float, "rows is torch.float32, must be an integer type"),
-    ("rows", torch.Tensor.bool, "rows is torch.bool, must be an integer type"),
     ("rows", meta, "rows is on meta, where tensors have no values"),
     ("rows", lambda t: t + 6, "is outside of req_to_token with 6 rows"),
+    ("rows", lambda t: t - 6, "query 0: row -"),
     ("seq_lens", lambda t: t[:2], "seq_lens has shape (2,), q has 3 queries"),
     ("seq_lens", lambda t: t + 0j, "seq_lens is torch.complex64, must be an int"),
+    ("seq_lens", lambda t: t - 60, "query 0: length -10"),
     ("seq_lens", lambda t: t + 6, "length 56 is outside of req_to_token with 55"),
+    *(
+        (
+            "req_to_token",
+            lambda t, w=w: t.index_fill(1, torch.tensor(45), w),
+            "names a slot outside",
+        )
+        for w in (-1, 10**9)
+    ),
+    ("draft_masks", lambda _: masks[:2], "must be contiguous int64 (3, 1)"),
+    ("draft_masks", lambda _: masks.int(), "draft_masks is torch.int32 (3, 1), must be"),
+    ("draft_masks", lambda _: meta(masks), "draft_masks is on meta, must be on cpu"),
     ("plan", lambda _: case(OTHER_BATCH, HEADS).plan(), "the plan is for 2 queries, the arguments"),
     ("plan", lambda _: case(PIECES, (8, 4)).plan(), "for 8 query and 4 KV heads, the arguments"),
     ("scale", lambda _: NAN, "scale is nan, must be finite"),
     ("logit_cap", lambda _: -1.0, "is -1, must be finite and 0 (off) or more"),
-    ("logit_cap", lambda _: INF, "logit_cap is inf, must be finite"),
     ("out", lambda t: t[0], "out has shape (8, 48), must have 3 dimensions"),
     ("out", lambda t: t.mT.contiguous().mT, "(384, 1, 8), the last must be 1"),
     ("out", lambda t: t[1:], f"out is (2, 8, 48) torch.float32 on cpu, {OUT}"),
@@ -138,7 +134,6 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("lse", lambda t: t.T.contiguous().T, f"torch.float32 on cpu with strides (1, 3), {LSE}"),
     ("lse", lambda t: t[1:], f"lse is (2, 8) torch.float32 on cpu with strides (8, 1), {LSE}"),
     ("lse", torch.Tensor.double, f"lse is (3, 8) torch.float64 on cpu with strides (8, 1), {LSE}"),
-    ("lse", meta, f"lse is (3, 8) torch.float32 on meta with strides (8, 1), {LSE}"),
     ("partial_dtype", lambda _: torch.half, "partial_dtype is torch.float16, must be float32 or b"),
     ("workspace", lambda _: ON_GPU, "workspace is on cuda:0, q on cpu: leave it out"),
 ]
@@ -154,3 +149,59 @@ def test_wrong_arguments_of_decode(
     with pytest.raises(ValueError, match=re.escape(message)):
         decode(**(arguments | {name: change(arguments[name])}))
     assert arguments["out"].isnan().all() and arguments["lse"].isnan().all()
+
+
+def test_plans_and_masks_of_draft_tokens() -> None:
+    """A plan of the planner; and what is not a whole number of drafts, or heads that it cannot
+    have."""
+    inputs = random_trees(drafted(shared(3, 70), HEADS, 4, before=(0, 7)), seed=2)
+    heads: dict[str, int] = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    made_for = Target.cpu(threads=2, max_queries=8, draft_tokens=4, **heads)
+    made = plan([[(1, 0, 70)]] * 3, inputs.seq_lens.tolist(), made_for)
+    out = decode(*inputs.inputs, made, **inputs.options)
+    torch.testing.assert_close(out.double(), inputs.truth()[0], rtol=1e-4, atol=1e-5)
+    q, k, v, *batch = inputs.inputs
+    unmasked = inputs.options | {"draft_masks": None}
+    for wrong, message in (
+        ((q[:11], k, v), "q has 11 rows, must be a multiple of the plan's 4 draft"),
+        ((q[..., :60], k[..., :60], v), "head_dim is 60, must be a multiple of 8 up to 512"),
+        ((q, k, v[..., :0]), "v_head_dim is 0, must be a multiple of 8"),
+        ((q[:, :7], k, v), "7 query heads do not divide into 2 KV heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode(*wrong, *batch, made, **unmasked)
+
+
+WRONG_ON_CUDA: dict[str, tuple[dict[str, Any], str]] = {
+    "fp32": ({"dtype": torch.float32}, "q is float32, the CUDA kernels take bfloat16 and float16"),
+    "v head dim": ({"v_dim": 128}, "v_cache has head dim 128, q 64: must be alike on CUDA"),
+    "alignment": ({"shift": 1}, "rows must begin at multiples of 16 bytes; make it contiguous"),
+    "of 1 byte": ({"kv_dtype": E4M3, "shift": 8}, "rows must begin at multiples of 16 bytes"),
+    "k_scale": ({"kv_dtype": E4M3, "k_scale": INF}, "k_scale is inf"),
+    "head dim": ({"dim": 72, "v_dim": 72}, "head_dim is 72, the CUDA kernels have 64, 128 and 256"),
+    "ratio": ({"heads": (34, 2)}, "34 query heads on 2 KV heads: the ratio must be a whole number"),
+    "scale": ({"scale": INF}, "scale is inf and logit_cap 0, both must be finite"),
+    "logit_cap": ({"logit_cap": -1.0}, "logit_cap -1, both must be finite and the cap 0 (off)"),
+    "": ({}, ""),
+    "e4m3": ({"kv_dtype": E4M3, "k_scale": 0.5}, ""),
+}
+
+
+@pytest.mark.skipif(not hasattr(_C, "check_decode_cuda"), reason="built with PAT_CUDA=OFF")
+@pytest.mark.parametrize(("changes", "message"), WRONG_ON_CUDA.values(), ids=WRONG_ON_CUDA)
+def test_what_cuda_kernels_do_not_have(changes: dict[str, Any], message: str) -> None:
+    """Told before anything is launched, so without a device."""
+    given = {"dtype": torch.bfloat16, "heads": HEADS, "dim": 64, "v_dim": 64, "shift": 0} | changes
+    dtype, (q_heads, kv_heads), dim = given["dtype"], given["heads"], given["dim"]
+    kv_dtype, shift = given.get("kv_dtype", dtype), given["shift"]
+    q = torch.zeros(3, q_heads, dim, dtype=dtype)
+    k = torch.zeros(10 * kv_heads * dim + shift, dtype=kv_dtype)[shift:].view(10, kv_heads, dim)
+    v = torch.zeros(10, kv_heads, given["v_dim"], dtype=kv_dtype)
+    names = {"scale": 0.125, "logit_cap": 0.0, "k_scale": 1.0, "v_scale": 1.0}
+    factors = {name: given.get(name, value) for name, value in names.items()}
+    factors["kv_dtype"] = check_kv(q, k, v, 1.0, 1.0)
+    if not message:
+        check_cuda(q, k, v, torch.zeros_like(q), 1, factors)
+        return
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_cuda(q, k, v, torch.zeros_like(q), 1, factors)

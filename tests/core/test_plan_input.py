@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from kit.trees import target
 
-from sglang_pat import decode
 from sglang_pat.planner import Planner, plan
-from sglang_pat.target import Target
 
 
 @pytest.mark.parametrize(
@@ -71,39 +68,12 @@ def test_targets_are_checked(overrides, message) -> None:
         target(**overrides)
 
 
-@pytest.mark.parametrize("head_dim", [65, 0, -8, 520])
-def test_head_dims_that_the_cpu_does_not_have(head_dim: int) -> None:
-    message = f"head_dim is {head_dim}, the CPU executor takes multiples of 8 up to 512: pad"
-    with pytest.raises(ValueError, match=message):
-        Target.cpu(threads=2, num_q_heads=8, num_kv_heads=2, head_dim=head_dim, max_queries=4)
-
-
-@pytest.mark.parametrize("head_dim", [8, 80, 512])
-def test_head_dims_that_the_cpu_has(head_dim: int) -> None:
-    """The bounds of the target are the executor's."""
-    heads = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": head_dim}
-    made = plan([[]], [3], Target.cpu(threads=2, max_queries=4, **heads))
-    k_cache = torch.randn(4, 2, head_dim)
-    table, rows = torch.arange(3, dtype=torch.int32)[None], torch.tensor([0])
-    out = decode(
-        torch.randn(1, 8, head_dim), k_cache, k_cache, table, rows, rows + 3, made, scale=1.0
-    )
-    assert out.isfinite().all()
-
-
 def test_clipped_paths_share_what_both_have() -> None:
     # Query 2 is protected to token 30 of node 1: it shares these and keeps the rest private.
     planner = Planner(target())
     planner.plan([[(1, 0, 80)]] * 3, [90] * 3, limits=[80, 80, 30])
     assert planner.last_paths() == [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 30)]]
     assert planner.last_tree() == ([(-1, 0, 30, 3), (0, 30, 80, 2)], [1, 1, 0])
-
-
-def test_sglangs_six_field_tuples() -> None:
-    info = [(7, -1, 0, 40, 40, 2), (9, 7, 40, 60, 20, 0)]
-    planner = Planner(target())
-    planner.plan([info, info, None], [70, 70, 10], limits=[60, 60, 0], fields=(0, 2, 3))
-    assert planner.last_tree() == ([(-1, 0, 60, 2)], [0, 0, -1])
 
 
 def test_planning_again_with_other_lengths() -> None:
@@ -125,3 +95,15 @@ def test_draft_tokens_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="sequence of 3 tokens does not hold the 4 draft tokens"):
         plan([[]], [3], made_for)
     assert plan([[]], [0], made_for).num_items == 0
+
+
+def test_paths_that_are_fewer_than_they_say_are_refused() -> None:
+    class Short:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, query: int) -> list[tuple[int, int, int]]:
+            return [[(1, 0, 5)]][query]
+
+    with pytest.raises(ValueError, match="1 paths for 3 queries"):
+        plan(Short(), [9, 9, 9], target(max_queries=4))

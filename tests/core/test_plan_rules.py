@@ -10,17 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.trees import Batch, batches, check_plan, ranges_of_query, target
+from kit.trees import Batch, batches, check_plan, packed_rows, ranges_of_query, target
 
-from benchmarks.common.trees import PAPER_TREES
-from sglang_pat.explain.tree import Tree
-from sglang_pat.planner import Plan, Planner, plan
-from sglang_pat.target import Target
+from sglang_pat.planner import Planner, plan
 
 
 def papers_packs(nodes: list[Any], of_queries: list[int], lens: list[int]) -> list[list[int]]:
     """[start, end, queries, pack above or -1] of the nodes, then of the tails, by equations 1 and 2
-    of PAT section 5.1: a child merges where ``merge`` is at least ``split``."""
+    of PAT section 5.1: a child merges where that saves as much as its split."""
     packs = [[start, end, queries, parent] for parent, start, end, queries in nodes]
     for node, length in zip(of_queries, lens, strict=True):
         start = nodes[node][2] if node >= 0 else 0
@@ -31,13 +28,10 @@ def papers_packs(nodes: list[Any], of_queries: list[int], lens: list[int]) -> li
         above = packs[u][3]
         for child in children:
             start, end, size, _ = packs[child]
+            rest, whole = left - size, end - packs[u][0]
             split = (left - 1) * tokens - 4 * left + (size - 1) * (end - start)
-            merge = (
-                (left - size - 1) * tokens - 4 * (left - size) + (size - 1) * (end - packs[u][0])
-            )
-            if merge >= split:
-                packs[child][0], packs[child][3] = packs[u][0], above
-                left -= size
+            if (rest - 1) * tokens - 4 * rest + (size - 1) * whole >= split:
+                packs[child][0], packs[child][3], left = packs[u][0], above, rest
         packs[u][2] = left
     return packs
 
@@ -47,31 +41,26 @@ def papers_ranges(batch: Batch, planner: Planner, row_tile: int) -> list[list[tu
     equal pieces of at most the mean (section 6), a pack counted once for each row tile."""
     nodes, of_queries = planner.last_tree()
     packs = papers_packs(nodes, of_queries, batch.seq_lens)
-    made_for = planner.target
-    most = row_tile // (made_for.num_q_heads // made_for.num_kv_heads)
+    most = row_tile // packed_rows(planner.target)
     tiles = [-(-queries // most) for _, _, queries, _ in packs]
     tokens = sum(n * (end - start) for n, (start, end, *_) in zip(tiles, packs, strict=True))
     mean = max(tokens // max(sum(tiles), 1), 1)
     found = []
     for query in range(len(batch.seq_lens)):
-        at, ranges = len(nodes) + query, []
-        dynamic = packs[at][2] > 0
-        if not dynamic:
-            at = packs[at][3]
+        tail, ranges = len(nodes) + query, []
+        at = tail if packs[tail][2] > 0 else packs[tail][3]
         while at >= 0:
             start, end, _, above = packs[at]
             size = -(-(end - start) // -(-(end - start) // mean))
-            cuts = [*range(start, end, size), end]
-            pieces = [(a, b - a) for a, b in pairwise(cuts)]
-            if at == len(nodes) + query:
-                pieces[-1] = (pieces[-1][0], -1)
-            ranges += pieces
+            ranges += [(a, b - a) for a, b in pairwise([*range(start, end, size), end])]
+            if at == tail:
+                ranges[-1] = (ranges[-1][0], -1)
             at = above
         found.append(sorted(ranges))
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(batches(), st.sampled_from([8, 32]), st.sampled_from([(16, 64), (16, 32, 64, 128)]))
 def test_the_papers_rules(batch: Batch, num_q_heads: int, row_tiles: tuple[int, ...]) -> None:
     room = {"max_items": 1 << 18, "max_partials": 1 << 18}
@@ -87,43 +76,8 @@ def test_the_papers_rules(batch: Batch, num_q_heads: int, row_tiles: tuple[int, 
             assert ranges == expected[query]
 
 
-def whole_by_paper(planner: Planner, batch: Batch) -> Plan:
-    """The plan of the paper's packs, not split."""
-    planner.plan(batch.paths, batch.seq_lens)
-    nodes, of_queries = planner.last_tree()
-    packs = papers_packs(nodes, of_queries, batch.seq_lens)
-    above = [node[0] for node in nodes] + of_queries
-    starts = [node[1] for node in nodes] + [nodes[n][2] if n >= 0 else 0 for n in of_queries]
-    takes_over = [
-        up >= 0 and pack[0] < start for pack, up, start in zip(packs, above, starts, strict=True)
-    ]
-    return planner.plan_packs(batch.seq_lens, takes_over, [2**31 - 1] * len(packs))
-
-
-def bytes_of(made: Plan, made_for: Target, seq_lens: list[int]) -> float:
-    """K/V and partials of one KV head."""
-    kv = made.kv_tokens_read(sum(seq_lens)) * 2 * made_for.head_dim * made_for.kv_bytes
-    group = made_for.num_q_heads // made_for.num_kv_heads
-    return kv + made.num_partials * 2 * group * (made_for.head_dim * made_for.partial_bytes + 4)
-
-
 # One SM, and neither overhead nor a cache, so that bytes are all there is.
 BYTES: dict[str, Any] = {"num_sms": 1, "item_overhead_s": 1e-12, "reread_weight": 1.0, "cuts": ()}
-
-
-@pytest.mark.parametrize("num_q_heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("tree", PAPER_TREES, ids=str)
-def test_the_byte_rule_beats_the_papers_and_a_pack_for_each_node(
-    tree: Tree, num_q_heads: int
-) -> None:
-    batch = Batch(tree.paths, tree.seq_lens)
-    made_for = target(num_q_heads=num_q_heads, row_tiles=(16, 32, 64), **BYTES)
-    planner = Planner(made_for)
-    best = planner.plan(batch.paths, batch.seq_lens)
-    packs = len(planner.last_tree()[0]) + len(batch.seq_lens)
-    each = planner.plan_packs(batch.seq_lens, [False] * packs, [2**31 - 1] * packs)
-    for other in (each, whole_by_paper(planner, batch)):
-        assert bytes_of(best, made_for, batch.seq_lens) <= bytes_of(other, made_for, batch.seq_lens)
 
 
 def test_the_byte_rule_counts_group_tiles_and_partials() -> None:
@@ -144,8 +98,8 @@ def test_the_byte_rule_counts_group_tiles_and_partials() -> None:
     assert sorted(made.queries["num_splits"].tolist()) == [1] + [2] * 16
 
 
-@settings(max_examples=150)
-@given(batches(), st.integers(0, 2**32), st.integers(1, 6))
+@settings(max_examples=60)
+@given(batches(8, 8), st.integers(0, 2**32), st.integers(1, 6))
 def test_explicit_plans(batch: Batch, seed: int, draft_tokens: int) -> None:
     """Any choice of packs and pieces reads every token once, and is judged."""
     batch = batch.drafted(draft_tokens)

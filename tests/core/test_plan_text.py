@@ -4,15 +4,8 @@
 from __future__ import annotations
 
 from hypothesis import given, settings
-from kit.trees import (
-    Batch,
-    batches,
-    first_segments,
-    target,
-    targets,
-)
+from kit.trees import Batch, batches, first_segments, target, targets
 
-from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Planner, plan
 from sglang_pat.target import WITHOUT_BRANCHES, Target
 
@@ -37,16 +30,11 @@ def test_a_printed_plan_shows_its_tree_and_its_items() -> None:
     assert str(made).startswith(SMALL)
     items = str(made).removeprefix(SMALL).splitlines()
     assert len(items) == made.num_items
-    first = made.items[0]
-    read = first_segments(made)[0]
-    assert (read["kv_start"], read["kv_len"], first["num_queries"]) == (0, 600, 3)
-    assert (
-        items[0].split()
-        == (
-            f"item 0: light queries 0-2 tokens [0, 600) in the row of query {read['query']} "
-            f"tile of {first['row_tile']} rows, to partials 0, 3, 5"
-        ).split()
-    )
+    row, tile = first_segments(made)[0]["query"], made.items[0]["row_tile"]
+    assert items[0].split() == (
+        f"item 0: light queries 0-2 tokens [0, 600) in the row of query {row} "
+        f"tile of {tile} rows, to partials 0, 3, 5"
+    ).split()  # fmt: skip
     private = plan([[]], [5], target())
     assert "to output" in str(private) and repr(private).startswith("<Plan: 1 query, 32 query and")
 
@@ -58,27 +46,15 @@ def test_a_split_node_is_printed_once() -> None:
     assert "  tokens [0, 4096) of queries 0-1\n    tokens [4096, end of sequence) of" in str(made)
 
 
-@settings(max_examples=100, deadline=None)
-@given(batches(), targets())
-def test_any_plan_prints_every_node_within_bounds(batch: Batch, made_for: Target) -> None:
+@settings(max_examples=100)
+@given(batches(24, 100), targets())
+def test_any_plan_prints_a_page(batch: Batch, made_for: Target) -> None:
+    """At most 25 lines of the tree and of the items."""
     made = plan(batch.paths, batch.seq_lens, made_for)
     lines = str(made).splitlines()
-    assert lines[0] == repr(made) and len(lines) <= 2 * 25 + 3
+    assert lines[0] == repr(made) and len(lines) <= 2 * 25 + 3 and len(str(made)) < 12_000
     if made.num_items:
         at = lines.index("items, in the order in which they begin:")
         more = made.num_items - 24
         assert len(lines) - at - 1 == min(made.num_items, 25)
         assert lines[-1].startswith(f"  ... and {more} more item" if more > 0 else "  item ")
-        if at - 2 < 25 and "..." not in "".join(lines[1:at]):
-            listed = [line.rpartition(" of quer")[2].partition(" ")[2] for line in lines[2:at]]
-            runs = [run.split("-") for queries in listed for run in queries.split(", ")]
-            shown = {query for run in runs for query in range(int(run[0]), int(run[-1]) + 1)}
-            assert shown == set(made.members["query"].tolist())
-
-
-def test_a_large_plan_prints_a_page() -> None:
-    tree = Tree((1, 8, 512), (512, 512, 256))
-    made = plan(tree.paths, tree.seq_lens, target(cuts=WITHOUT_BRANCHES))
-    text = str(made)
-    assert len(text) < 12_000 and f"... and {made.num_items - 24} more items" in text
-    assert "more nodes\n" in text and "(" in repr(made) and "\n" not in repr(made)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,49 +21,41 @@ TARGETS = {
 }
 
 
+BATCH = make_batch(TREE, **HEADS, dtype=torch.float32)
+
+
 @pytest.fixture(params=TARGETS)
 def made(request: pytest.FixtureRequest) -> Plan:
     return plan(TREE.paths, TREE.seq_lens, TARGETS[request.param])
 
 
-def _table_and_rows() -> tuple[torch.Tensor, torch.Tensor]:
-    batch = make_batch(TREE, **HEADS, dtype=torch.float32)
-    return batch.req_to_token, batch.rows
-
-
 def test_true_paths_pass(made: Plan) -> None:
+    """Padding is not read, and tokens of one query are its own."""
     assert made.num_shared_items > 0
-    table, rows = _table_and_rows()
-    check_slots(made, table, rows)
-    check_slots(made, table, torch.cat([rows, torch.tensor([-1, 99])]))  # padding is not read
+    table = BATCH.req_to_token.clone()
+    table[BATCH.rows[3], 510] += 1
+    check_slots(made, table, BATCH.rows)
+    check_slots(made, table, torch.cat([BATCH.rows, torch.tensor([-1, 99])]))
 
 
 @pytest.mark.parametrize(("query", "token"), [(1, 0), (4, 299), (2, 300), (5, 499)])
 def test_a_wrong_slot_is_named(made: Plan, query: int, token: int) -> None:
-    table, rows = _table_and_rows()
-    row = int(rows[query])
+    table, row = BATCH.req_to_token.clone(), int(BATCH.rows[query])
     right = int(table[row, token])
     table[row, token] = right + 1
     with pytest.raises(SlotMismatch, match=rf"at token {token}, .*req_to_token") as raised:
-        check_slots(made, table, rows)
+        check_slots(made, table, BATCH.rows)
     assert f"query {query} " in str(raised.value)
     assert re.search(rf"slot {right}\b", str(raised.value))
 
 
-def test_tokens_of_one_query_are_its_own(made: Plan) -> None:
-    table, rows = _table_and_rows()
-    table[rows[3], 510] += 1
-    check_slots(made, table, rows)
-
-
 def test_decode_checks_when_asked() -> None:
     """Without the check the output is wrong without a word; with it nothing is written."""
-    batch = make_batch(TREE, **HEADS, dtype=torch.float32)
     made = plan(TREE.paths, TREE.seq_lens, TARGETS["packs"])
-    right = decode(*batch.inputs, made, scale=0.125, check=True)
-    k_cache, other = batch.k_cache, batch.req_to_token.clone()
-    other[batch.rows[1], :300] = torch.randperm(len(k_cache))[:300].to(torch.int32)
-    inputs = [batch.q, k_cache, batch.v_cache, other, batch.rows, batch.seq_lens]
+    right = decode(*BATCH.inputs, made, scale=0.125, check=True)
+    table = BATCH.req_to_token.clone()
+    table[BATCH.rows[1], :300] = torch.randperm(len(BATCH.k_cache))[:300].to(torch.int32)
+    inputs = replace(BATCH, req_to_token=table).inputs
     assert torch.equal(decode(*inputs, made, scale=0.125), right)  # not what row 1 holds
     out = torch.full_like(right, float("nan"))
     with pytest.raises(ValueError, match=r"query 1 (of its pack|holds)"):
@@ -92,8 +85,5 @@ def test_what_cannot_be_compared_is_named(
 def test_nodes_are_tuples_with_names() -> None:
     paths = [[Node(id=7, start=0, end=40), Node(9, 40, 60)], [Node(id=7, start=0, end=40)]]
     plain = [[tuple(node) for node in path] for path in paths]
-    target = TARGETS["packs"]
-    assert (
-        plan(paths, [70, 50], target).items.tobytes()
-        == plan(plain, [70, 50], target).items.tobytes()
-    )
+    named, other = (plan(given, [70, 50], TARGETS["packs"]) for given in (paths, plain))
+    assert named.items.tobytes() == other.items.tobytes()

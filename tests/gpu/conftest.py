@@ -14,8 +14,8 @@ from sglang_pat import _C
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the kits of the other tests
 
-# Most tests compare with attention in fp32 on the CPU. Workers that each take all cores for it
-# wait for one another: 14 of them on 16 cores were 4 times slower than 10.
+# Workers that each take all cores for their inputs wait for one another: 14 of them on 16 cores
+# were 4 times slower than 10.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

@@ -1,34 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs, launch modes, and results that repeat bit by bit."""
+"""A captured CUDA graph serves every plan that is loaded later: as eager, bit by bit, while tokens
+are accepted, masks are set, and the list of slots is replaced: longer, shorter, in host memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from kit.cases import E4M3, Case
+from kit.cases import E4M3, Case, random_trees
 from kit.device import (
     K_SCALE,
-    POISON,
     V_SCALE,
+    Dtypes,
+    attend,
     case_of_tree,
     check,
-    check_launches,
     execute,
     of_both_kv,
+    same,
     target_of,
 )
 
+from sglang_pat import workspace as of_workspace
 from sglang_pat.explain.tree import Tree
-from sglang_pat.ops import decode
 from sglang_pat.planner import Plan, Planner
-from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target
+from sglang_pat.srt.step import StepClock
+from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 from sglang_pat.workspace import LAUNCHES, Workspace
 
 HEADS = (8, 2)
 ROWS = 64  # of the captured batch
+of_launches = pytest.mark.parametrize("launch", LAUNCHES)
+
+
+class Captured:
+    """Snapshot and attention of a batch in a graph, as the workspace's plan has it."""
+
+    def __init__(self, inputs: Case, workspace: Workspace) -> None:
+        self.inputs, self.workspace = inputs, workspace
+        self.run()  # as before any capture
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.results = self.run()
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Eagerly, into outputs that held poison, as the graph's do at each replay."""
+        inputs, workspace = self.inputs, self.workspace
+        workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
+        return attend(inputs, workspace.plan, workspace=workspace)
+
+    def replay(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.graph.replay()
+        return self.results
 
 
 def random_step(rng: np.random.Generator) -> tuple[Tree, list[int]]:
@@ -36,8 +64,8 @@ def random_step(rng: np.random.Generator) -> tuple[Tree, list[int]]:
     levels = np.cumprod(rng.integers(1, 5, int(rng.integers(1, 4)))).tolist()
     tokens = rng.choice([3, 40, 200, 700], len(levels)).tolist()
     tree = Tree(tuple(levels), tuple(tokens))
-    shared = sum(tokens[:-1])
-    return tree, (shared + rng.integers(1, 300, tree.num_queries)).tolist()
+    start = sum(tokens[:-1])
+    return tree, (start + rng.integers(1, 300, tree.num_queries)).tolist()
 
 
 def fill(static: Case, step: Case) -> None:
@@ -55,91 +83,88 @@ def fill(static: Case, step: Case) -> None:
     static.seq_lens[:count] = step.seq_lens
 
 
-def stored(inputs: Case, kind: tuple[torch.dtype, torch.dtype]) -> Case:
-    """The case of a tree with its K and V in e4m3 if ``kind`` says so."""
-    return inputs.to_e4m3(K_SCALE, V_SCALE) if kind[1] == E4M3 else inputs
-
-
-def output_of(step: Case, plan: Plan, target: Target, launch: str) -> torch.Tensor:
-    """The output of a step that runs without a graph, compared with fp64 attention."""
-    return check(step, plan, workspace=Workspace(target, step.table.shape[1], launch=launch))
-
-
 @of_both_kv
-@pytest.mark.parametrize("launch", LAUNCHES)
+@of_launches
 @pytest.mark.parametrize(("cuts", "count"), [(CUTS, 100), (("branches",), 20)])
 def test_one_graph_serves_many_plans(
-    launch: str, cuts: tuple[str, ...], count: int, kind: tuple[torch.dtype, torch.dtype]
+    launch: str, cuts: tuple[str, ...], count: int, dtypes: Dtypes
 ) -> None:
-    table = torch.zeros((ROWS + 1, 4096), dtype=torch.int32, device="cuda")
-    static = replace(stored(case_of_tree(Tree((ROWS,), (3000,)), HEADS), kind), table=table)
+    def batch(tree: Tree, seq_lens: list[int] | None = None, seed: int = 0) -> Case:
+        made = case_of_tree(tree, HEADS, seq_lens=seq_lens, seed=seed)
+        return made.to_e4m3(K_SCALE, V_SCALE) if dtypes[1] == E4M3 else made
+
+    table = torch.zeros((ROWS + 3, 4096), dtype=torch.int32, device="cuda")
+    static = replace(batch(Tree((ROWS,), (3000,))), table=table)
     target = target_of(static, cuts=cuts)
     workspace = Workspace(target, 4096, launch=launch, list_tokens=64)
     planner = Planner(target)
-    out = torch.empty_like(static.q)
-    lse = torch.empty(static.q.shape[:2], device="cuda")
-
-    def run(into: torch.Tensor, into_lse: torch.Tensor) -> None:
-        workspace.snapshot(static.table, static.rows, static.seq_lens)
-        decode(
-            static.q,
-            static.k,
-            static.v,
-            static.table,
-            static.rows,
-            static.seq_lens,
-            workspace.plan,
-            scale=static.scale,
-            k_scale=static.k_scale,
-            v_scale=static.v_scale,
-            out=into,
-            lse=into_lse,
-            workspace=workspace,
-        )
-
     workspace.load(planner.plan([], []))
-    run(out, lse)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(out, lse)
+    captured = Captured(static, workspace)
     rng = np.random.default_rng(5)
     branched = 0
     for seed in range(count):
         tree, seq_lens = random_step(rng)
-        step = stored(case_of_tree(tree, HEADS, seq_lens=seq_lens, seed=seed), kind)
+        step = batch(tree, seq_lens, seed)
         fill(static, step)
         plan = planner.plan(tree.paths, seq_lens)
         branched += plan.branch_tokens > 0
         assert workspace.load(plan) and not workspace.load(plan)
-        out.fill_(POISON)
-        lse.fill_(POISON)
-        graph.replay()
-        eager, eager_lse = torch.full_like(out, -POISON), torch.full_like(lse, -POISON)
-        run(eager, eager_lse)
-        assert torch.equal(out, eager) and torch.equal(lse, eager_lse), seed
+        out, lse = captured.replay()
+        assert same((out, lse), captured.run()), seed
         assert not out[len(step.q) :].any()
         if seed % 10 == 0:
-            assert torch.equal(output_of(step, plan, target, launch), out[: len(step.q)])
+            other = Workspace(target, step.table.shape[1], launch=launch)
+            assert torch.equal(check(step, plan, workspace=other), out[: len(step.q)])
     assert cuts == CUTS or branched >= count / 2
     assert workspace.list_tokens >= 4864  # from 64, under the captured graph
 
 
-@of_both_kv
-@pytest.mark.parametrize("cuts", [WITHOUT_BRANCHES, ("short_branches",)])
-@pytest.mark.parametrize("heads", [(8, 2), (2, 2), (32, 2)])
-def test_launch_modes_agree_and_repeat(
-    heads: tuple[int, int], cuts: tuple[str, ...], kind: tuple[torch.dtype, torch.dtype]
-) -> None:
-    """Same bits from one kernel, from streams and one by one, and from run to run."""
-    tree = Tree((1, 3, 60), (300, 150, 40))
-    inputs = stored(case_of_tree(tree, heads), kind)
-    target = target_of(inputs, cuts=cuts)
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8), (16, 1)])
+def test_a_graph_while_tokens_are_accepted(heads: tuple[int, int]) -> None:
+    """One plan and one graph over steps in which each query grows by 1 to T tokens; the slots of
+    what was rejected hold NaN."""
+    draft_tokens, steps = 4, 20
+    rng = np.random.default_rng(0)
+    tree = Tree((1, 24), (300, 80))
+    longest = [380 + draft_tokens * (steps + 1)] * tree.num_queries
+    inputs = case_of_tree(tree, heads, seq_lens=longest, draft_tokens=draft_tokens)
+    lens = 300 + rng.integers(draft_tokens, 40, tree.num_queries)
+    target = target_of(inputs)
+    workspace = Workspace(target, inputs.table.shape[1])
+    plan = Planner(target).plan(tree.paths, lens.tolist())
+    workspace.load(plan)
+    static = replace(
+        inputs, seq_lens=torch.tensor(lens).cuda(), k=inputs.k.clone(), v=inputs.v.clone()
+    )
+    captured = Captured(static, workspace)
+    rows = inputs.rows.tolist()
+    for _ in range(steps):
+        assert plan.total_tokens(np.ascontiguousarray(lens).ctypes.data, len(lens)) >= 0
+        static.seq_lens.copy_(torch.tensor(lens))
+        static.q.normal_()
+        for cache, full in ((static.k, inputs.k), (static.v, inputs.v)):
+            cache.copy_(full)
+            for row, length in zip(rows, lens.tolist(), strict=True):
+                cache[inputs.table[row, length : longest[0]].long()] = float("nan")
+        out, _ = captured.replay()
+        assert torch.equal(check(static, plan, workspace=workspace), out)
+        lens = lens + rng.integers(1, draft_tokens + 1, len(lens))
+
+
+def test_graphs_read_the_masks_that_were_set_last() -> None:
+    tree = Tree((1, 12), (300, 48))
+    inputs = case_of_tree(tree, HEADS, draft_tokens=8)
+    target = target_of(inputs, cuts=WITHOUT_BRANCHES)
+    workspace = Workspace(target, inputs.table.shape[1], draft_masks=True)
     plan = Planner(target).plan(tree.paths, tree.seq_lens)
-    branched = cuts != WITHOUT_BRANCHES
-    assert (plan.branch_tokens > 0) == branched
-    assert branched or len(set(plan.items["row_tile"].tolist())) > 1
-    check_launches(inputs, plan, target)
+    workspace.load(plan)
+    captured = Captured(inputs, workspace)
+    for seed in range(3):
+        masks = random_trees(inputs, seed).draft_masks
+        assert masks is not None
+        workspace.set_draft_masks(masks.cuda())
+        want = execute(replace(inputs, draft_masks=masks.cuda()), plan)
+        assert same(captured.replay(), want)
 
 
 def test_loads_do_not_overtake_copies_in_flight() -> None:
@@ -148,10 +173,113 @@ def test_loads_do_not_overtake_copies_in_flight() -> None:
     inputs = case_of_tree(tree, HEADS)
     workspace = Workspace(target_of(inputs), inputs.table.shape[1])
     planner = Planner(workspace.target)
-    shared = planner.plan(tree.paths, tree.seq_lens)
-    private = planner.plan([[]] * 16, tree.seq_lens)
-    want = [execute(inputs, plan, workspace=workspace) for plan in (shared, private)]
+    plans = [planner.plan(paths, tree.seq_lens) for paths in (tree.paths, [[]] * 16)]
+    want = [execute(inputs, plan, workspace=workspace) for plan in plans]
     torch.cuda._sleep(200_000_000)
-    results = [execute(inputs, (shared, private)[i % 2], workspace=workspace) for i in range(12)]
-    for i, (out, lse) in enumerate(results):
-        assert torch.equal(out, want[i % 2][0]) and torch.equal(lse, want[i % 2][1]), i
+    found = [execute(inputs, plans[i % 2], workspace=workspace) for i in range(12)]
+    for i, results in enumerate(found):
+        assert same(results, want[i % 2]), i
+
+
+TREE = Tree((1, 64), (2000, 30))
+SHORT = 16384  # tokens: a list for the plans that share
+
+
+class ListBed(Captured):
+    """A graph that was captured with a list of ``SHORT`` tokens, and plans for its batch.
+    ``memory``: whether the GPU has any left for another list."""
+
+    def __init__(self, launch: str) -> None:
+        inputs = case_of_tree(TREE, HEADS)
+        target, width = target_of(inputs), inputs.table.shape[1]
+        self.memory = True
+        workspace = Workspace(target, width, launch=launch, list_tokens=SHORT, region=self.region)
+        self.planner = Planner(target)
+        self.private = self.planner.plan([[]] * TREE.num_queries, TREE.seq_lens)
+        assert self.private.list_tokens > 2 * SHORT
+        other = Workspace(target, width, launch=launch, list_tokens=1 << 20)
+        self.want = {
+            plan.num_shared_items > 0: execute(inputs, plan, workspace=other)
+            for plan in (self.private, self.shared())
+        }
+        workspace.load(self.shared())
+        super().__init__(inputs, workspace)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        if not self.memory:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        yield
+
+    def shared(self) -> Plan:
+        """A plan that shares, anew: the one that is loaded is not loaded again."""
+        return self.planner.plan(TREE.paths, TREE.seq_lens)
+
+    def right(self) -> torch.Tensor:
+        """Whether the graph's results are those of the loaded plan; does not wait for them."""
+        assert self.workspace.plan is not None
+        out, lse = self.replay()
+        want, want_lse = self.want[self.workspace.plan.num_shared_items > 0]
+        return (out == want).all() & (lse == want_lse).all()
+
+
+@of_launches
+def test_a_list_in_the_hosts_memory(launch: str) -> None:
+    bed = ListBed(launch)
+    bed.memory = False
+    before = bed.workspace.plan
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        bed.workspace.load(bed.private)
+    assert bed.workspace.plan is before and bed.right()
+    for _ in range(2):
+        bed.workspace.load(bed.private, list_on_host=True)
+        assert bed.right() and bed.right()
+        bed.workspace.load(bed.shared())
+        assert bed.right()
+    assert bed.workspace.list_tokens == SHORT
+
+
+@of_launches
+def test_a_list_is_replaced_while_kernels_read_it(
+    launch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it leaves free goes to tensors of another stream, which write to it at once."""
+    monkeypatch.setattr(of_workspace, "PATIENCE", 3)
+    bed = ListBed(launch)
+    torch.cuda.synchronize()
+    right = []
+    steps = torch.cuda.Stream()
+    for _ in range(4):
+        with torch.cuda.stream(steps):
+            torch.cuda._sleep(20_000_000)
+            right.append(bed.right())
+            bed.workspace.load(bed.private)
+            right.append(bed.right())
+        assert bed.workspace.list_tokens >= bed.private.list_tokens
+        poison = [torch.full((SHORT,), -1, dtype=torch.int32, device="cuda") for _ in range(8)]
+        with torch.cuda.stream(steps):
+            for _ in range(3):
+                bed.workspace.load(bed.shared())
+                right.append(bed.right())
+        assert bed.workspace.list_tokens == SHORT
+        del poison
+    torch.cuda.synchronize()
+    assert all(right)
+
+
+LONG = 200_000_000  # clock cycles: some 0.1 s
+
+
+def test_only_a_busy_gpu_hides_the_host() -> None:
+    clock = StepClock(on_gpu=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    clock.start()
+    assert clock.is_hidden()
+    torch.cuda.synchronize()
+    assert not clock.is_hidden()
+    clock.start()  # of a GPU without work
+    torch.cuda._sleep(LONG)  # later work, such as the plan's own copy, hides nothing
+    first = next(i for i in range(1_000_000) if not clock.is_hidden())
+    assert first < 1_000  # the event itself takes some microseconds
+    torch.cuda.synchronize()

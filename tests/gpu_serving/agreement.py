@@ -16,6 +16,8 @@ from kit import forcing
 from serving.server import Answer, Prompt, ServingServer
 from serving.workloads import WORKLOADS, random_prompt
 
+from sglang_pat.demo.counters import Counters
+
 NEW_TOKENS = 48
 PEERS = ("fa3", "flashinfer")
 
@@ -29,22 +31,21 @@ class Load:
     adapters: tuple[str | None, ...] | None = None
 
 
-def _crowd() -> tuple[Prompt, ...]:
-    """48 requests without anything in common."""
-    return tuple(random_prompt(seed=1000 + i, length=20 + 11 * i) for i in range(48))
-
-
+SYSTEM = random_prompt(seed=81, length=2100)
 LOADS = {
     "shared": Load(WORKLOADS["crowd"].prompts),
-    # Three requests a prompt, so that a token is read more than 5 times in the mean, also in the
-    # half of them that each of two data parallel ranks has. With two KV heads plans give a small
-    # batch of fewer reads items of one query each (csrc/pack/separate.h). Not
+    # Three requests a prompt, so that each of two data parallel ranks has some that share. Not
     # ``samples``: forced tokens are decoded once for each prompt.
     "multi_level": Load((WORKLOADS["multi_level"].prompts + WORKLOADS["shared"].prompts) * 3),
-    "disjoint": Load(_crowd()),
+    "disjoint": Load(tuple(random_prompt(seed=1000 + i, length=20 + 11 * i) for i in range(48))),
     "long": Load((*WORKLOADS["long"].prompts, random_prompt(seed=5, length=5000))),
     "samples": Load(WORKLOADS["shared"].prompts, samples=4),
     "single": Load((random_prompt(seed=6, length=700),)),
+    # No more at once than a chunk of a prefill holds (8,192 tokens), see ``forced_logprobs``:
+    # models of states cache none of these prompts.
+    "some": Load(WORKLOADS["crowd"].prompts[:48]),
+    # For them: their trees hold a state every 64 to 256 tokens, so that 2,048 of these are shared.
+    "turn": Load(tuple(SYSTEM + random_prompt(seed=82 + i, length=30 + i) for i in range(12))),
 }
 
 
@@ -79,7 +80,7 @@ def forced_logprobs(server: ServingServer, load: Load, texts: Sequence[Answer]) 
 # A distance may be half as large again as another, for the one draw that each is, and these more.
 FACTOR, MEAN_MORE, LARGEST_MORE = 1.5, 0.005, 0.1
 # How far a backend may be from a peer on average and at most, where the other peer is not measured
-# beside it, or has NaN. Another prompt's K/V differ by 2.2 on average (sglang_pat.demo.run).
+# beside it, or has NaN. Another prompt's K/V differ by 2.2 on average.
 MEAN_LIMIT, LARGEST_LIMIT = 0.05, 0.5
 
 
@@ -110,36 +111,47 @@ class Distance:
         )
 
 
+def beside(
+    server: ServingServer, load: Load, texts: Sequence[Answer], wanted: Sequence[float]
+) -> tuple[Distance, Counters]:
+    """How far a server's log-probabilities of ``texts`` are from those ``wanted``, and what it
+    counted meanwhile."""
+    before = server.counters()
+    found = Distance.between(forced_logprobs(server, load, texts), wanted)
+    counted = server.counters() - before  # waits until no step runs any more
+    print(f"{server.log.parent.name}: {found}, {counted}")
+    return found, counted
+
+
 def check_forced(what: str, found: Mapping[str, Sequence[float]]) -> None:
     """Log-probabilities of fa3's tokens by pat and both peers: pat is about as near to each peer as
     the peers are to each other.
 
-    Where one peer has a NaN nothing is known of the peers' distance. Then pat is compared with the
-    other alone, by MEAN_LIMIT and LARGEST_LIMIT, and a warning names the peer that has it. A NaN of
-    pat's fails, and one of each peer's.
+    Where one peer has a NaN, or is not there, nothing is known of the peers' distance. Then pat is
+    compared with the other alone, by MEAN_LIMIT and LARGEST_LIMIT; a warning names the peer that
+    has a NaN. A NaN of pat's fails, and one of each peer's.
     """
     nans = {name: sum(map(math.isnan, values)) for name, values in found.items()}
-    sound = [name for name in PEERS if not nans[name]]
+    sound = [name for name in PEERS if nans.get(name) == 0]
     assert not nans["pat"], f"{what}: {nans['pat']} NaN of pat"
     assert sound, f"{what}: NaN of both peers, {nans}"
-    if len(sound) == 1:
-        (peer,) = sound
-        (other,) = set(PEERS) - {peer}
-        ours = Distance.between(found["pat"], found[peer])
-        limits = f"{MEAN_LIMIT:g} in the mean and {LARGEST_LIMIT:g} at most"
+    ours = {name: Distance.between(found["pat"], found[name]) for name in sound}
+    limits = f"{MEAN_LIMIT:g} in the mean and {LARGEST_LIMIT:g} at most"
+    if len(sound) == 2:
+        of_peers = Distance.between(*(found[name] for name in PEERS))
+        near = {name: each.about_as_small_as(of_peers) for name, each in ours.items()}
+        limits = f"{of_peers} of the peers"
+    else:
+        near = {name: each.small for name, each in ours.items()}
+    for name in found.keys() - {"pat", *sound}:
         warnings.warn(
-            f"{what}: {nans[other]} of {len(found[other])} log-probabilities of {other} are NaN; "
-            f"pat is compared with {peer} alone, by fixed limits ({limits})",
+            f"{what}: {nans[name]} of {len(found[name])} log-probabilities of {name} are NaN; pat "
+            f"is compared with {sound[0]} alone, by fixed limits ({limits})",
             stacklevel=2,
         )
-        print(f"{what}: pat to {peer} {ours}; {other} has NaN")
-        assert ours.small, f"{what}: pat to {peer} {ours}, over {limits}"
-        return
-    of_peers = Distance.between(*(found[name] for name in PEERS))
-    for name in PEERS:
-        ours = Distance.between(found["pat"], found[name])
-        print(f"{what}: pat to {name} {ours}; peers {of_peers}")
-        assert ours.about_as_small_as(of_peers), f"{what}: pat to {name} {ours}; peers {of_peers}"
+    for name, each in ours.items():
+        print(f"{what}: pat to {name} {each}; {limits}")
+        assert near[name], f"{what}: pat to {name} {each}, over {limits}"
 
 
 def accepted(texts: list[Answer]) -> float:
@@ -147,21 +159,11 @@ def accepted(texts: list[Answer]) -> float:
     return sum(len(text.tokens) - 1 for text in texts) / sum(text.verify_steps for text in texts)
 
 
-def compared(one: Answer, other: Answer) -> int:
-    """How many log-probabilities of two answers are compared: up to the first token that
-    differs."""
-    for i, (token, other_token) in enumerate(zip(one.tokens, other.tokens, strict=True)):
-        if token != other_token:
-            return i
-    return len(one.tokens)
-
-
 def apart(some: list[Answer], others: list[Answer]) -> Distance:
-    """Of the compared log-probabilities of all answers."""
-    ours: list[float] = []
-    theirs: list[float] = []
+    """Of the log-probabilities of all answers up to the first token that differs."""
+    pairs: list[tuple[float, float]] = []
     for one, other in zip(some, others, strict=True):
-        count = compared(one, other)
-        ours += one.logprobs[:count]
-        theirs += other.logprobs[:count]
-    return Distance.between(ours, theirs)
+        tokens = enumerate(zip(one.tokens, other.tokens, strict=True))
+        count = next((i for i, (a, b) in tokens if a != b), len(one.tokens))
+        pairs += zip(one.logprobs[:count], other.logprobs[:count], strict=True)
+    return Distance.between([ours for ours, _ in pairs], [theirs for _, theirs in pairs])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of all modules that run, started at once on one GPU (``fleet.py``)."""
+"""The servers of all tests that run, started at once on one GPU (``fleet.py``)."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ pytest.importorskip("sglang", reason="the GPU serving tests need SGLang 0.5.23")
 from .fleet import Fleet
 
 
-def _why_not() -> str:
-    if not hasattr(_C, "decode_cuda"):
-        return "sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
-    if not torch.cuda.is_available():
-        return "no CUDA device on this machine"
-    if importlib.util.find_spec("sgl_kernel") is None:
-        return "no sgl_kernel, so no fa3 to compare with"
-    return ""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = _why_not()
+    reason = ""
+    if not hasattr(_C, "decode_cuda"):
+        reason = "sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
+    elif not torch.cuda.is_available():
+        reason = "no CUDA device on this machine"
+    elif importlib.util.find_spec("sgl_kernel") is None:
+        reason = "no sgl_kernel, so no fa3 to compare with"
     for item in items:
         if reason and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _servers_of(item: pytest.Item) -> tuple[str, ...]:
+    """Of the row of a table that the test runs, or of its module."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    of = params.get("row", item.module if isinstance(item, pytest.Function) else None)
+    return tuple(getattr(of, "servers", getattr(of, "SERVERS", ())))
 
 
 @pytest.fixture(scope="session")
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
-    """Servers by name: those of the ``SERVERS`` of every module of which a test runs."""
-    modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
-    names = {name for module in modules for name in getattr(module, "SERVERS", ())}
+    """Servers by name: those that some test names which runs."""
+    names = {name for item in request.session.items for name in _servers_of(item)}
     fleet = Fleet(sorted(names), tmp_path_factory.mktemp("fleet"))
     try:
         fleet.start()

@@ -1,41 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server holds: host bytes by process, device bytes of the machine."""
+"""What a server holds: host bytes of its schedulers, device bytes of the machine."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
-SCHEDULER = "sglang::scheduler"  # the title of the process that pat runs in
+SCHEDULER = b"sglang::scheduler"  # the title of the process that pat runs in
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
-def host_bytes(server_pid: int) -> dict[str, int]:
-    """Resident bytes of every process in a server's process group, by title (the first word).
-
-    Raises ProcessLookupError if its scheduler is not among them.
-    """
-    held: dict[str, int] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            if os.getpgid(int(folder.name)) != server_pid:
-                continue
-            title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").split()
-            pages = int((folder / "statm").read_text().split()[1])
-        except (ProcessLookupError, FileNotFoundError):
-            continue  # ended meanwhile
-        name = os.fsdecode(title[0]) if title else ""
-        held[name] = held.get(name, 0) + pages * PAGE
-    if not any(name.startswith(SCHEDULER) for name in held):
-        raise ProcessLookupError(f"no {SCHEDULER} in the process group {server_pid}: {held}")
-    return held
-
-
 def scheduler_bytes(server_pid: int) -> int:
-    held = host_bytes(server_pid)
-    return sum(size for name, size in held.items() if name.startswith(SCHEDULER))
+    """Resident bytes of the schedulers in a server's process group.
+
+    Raises ProcessLookupError if there is none.
+    """
+    held = 0
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
+            if not folder.name.isdigit() or os.getpgid(int(folder.name)) != server_pid:
+                continue
+            if (folder / "cmdline").read_bytes().startswith(SCHEDULER):
+                held += int((folder / "statm").read_text().split()[1]) * PAGE
+    if not held:
+        raise ProcessLookupError(f"no {SCHEDULER.decode()} in the process group {server_pid}")
+    return held
 
 
 def device_bytes() -> int:

@@ -13,8 +13,10 @@ import argparse
 import json
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +25,6 @@ from typing import Any
 from serving.server import Config, ServingServer
 from serving.workloads import VOCAB, random_prompt
 
-from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.model import make_model
 
 from . import footprint, traffic
@@ -151,44 +152,35 @@ def _held_after(
     Servers are idle and flushed then: what torch's allocator keeps for the next large prefill says
     nothing, and a flush gives it back.
     """
-    seeds = range(first_seed, first_seed + scale.clients)
+    stopping = threading.Event()
     size = {"longest": scale.longest, "new_tokens": scale.new_tokens}
-    clients: list[traffic.Client] = []
-    for server, ledger in zip(servers, ledgers, strict=True):
-        mixes = [traffic.Mix(seed, **size) for seed in seeds]
-        clients += traffic.start_clients(server, mixes, ledger)
-    traffic.watch(clients, seconds)
-    traffic.finish(clients)
+    with ThreadPoolExecutor(len(servers) * scale.clients) as pool:
+        clients = [
+            pool.submit(traffic.send_all, server, traffic.Mix(seed, **size), ledger, stopping)
+            for server, ledger in zip(servers, ledgers, strict=True)
+            for seed in range(first_seed, first_seed + scale.clients)
+        ]
+        wait(clients, timeout=seconds, return_when=FIRST_EXCEPTION)
+        stopping.set()
+    for client in clients:
+        client.result()  # raises what it failed with
     for server in servers:
         server.post("/flush_cache?timeout=30")
     held = {
         f"scheduler {server.log.parent.name}": footprint.scheduler_bytes(server.pid)
         for server in servers
     }
-    if device == "cuda":
-        held["device"] = footprint.device_bytes()
-    return held
+    return held | ({"device": footprint.device_bytes()} if device == "cuda" else {})
 
 
 def _row(server: ServingServer, ledger: traffic.Ledger) -> dict[str, Any]:
     server.check_alive()
-    counters: Counters = server.counters()
     log = server.text()
-    steps = max(counters.decode_steps, 1)
     return {
         **ledger.counts,
         "wrong": ledger.wrong,
         "kv_tokens_answered": ledger.kv_tokens,
-        "decode_steps": counters.decode_steps,
-        "verify_steps": counters.verify_steps,
-        "packed_steps": counters.packed_steps,
-        "plans_made": counters.plans_made,
-        "plans_reused": counters.plans_reused,
-        "kv_tokens_read": counters.kv_tokens_read,
-        "kv_tokens_unpacked": counters.kv_tokens_unpacked,
-        "host_us_a_step": round(counters.host_seconds / steps * 1e6, 1),
-        "base_forwards": counters.base_forwards,
-        "fallbacks": counters.fallbacks,
+        **vars(server.counters()),
         "retractions": len(re.findall(r"#retracted|[Rr]etract requests", log)),
         "tracebacks": log.count("Traceback (most recent call last)"),
     }
@@ -234,30 +226,15 @@ def _wrong_counters(name: str, row: dict[str, Any], tokens_a_step: int) -> Itera
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=sorted(SCALES), required=True)
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        help="of traffic, instead of the device's own; at least twice its warm-up",
-    )
-    parser.add_argument(
-        "--drafts",
-        nargs="?",
-        const="trees",
-        default="",
-        choices=sorted(DRAFTS),
-        help="servers that speculate (a GPU), in trees of draft tokens if not said otherwise",
-    )
+    parser.add_argument("--seconds", type=float, help="of traffic, twice the warm-up or more")
+    parser.add_argument("--drafts", nargs="?", const="trees", default="", choices=sorted(DRAFTS))
     parser.add_argument("--json", type=Path, help="where to write the summary, too")
     parser.add_argument("--logs", type=Path, help="folder for the model and the servers' logs")
     options = parser.parse_args()
     scale = SCALES[options.device]
-    if options.seconds is not None:
-        if options.seconds < 2 * scale.warm_up:
-            parser.error(
-                f"--seconds is {options.seconds:g}, must be at least {2 * scale.warm_up:g}: the "
-                f"first {scale.warm_up:g} are the warm-up"
-            )
-        scale = replace(scale, seconds=options.seconds)
+    scale = replace(scale, seconds=options.seconds or scale.seconds)
+    if scale.seconds < 2 * scale.warm_up:
+        parser.error(f"--seconds is {scale.seconds:g}, must be {2 * scale.warm_up:g} or more")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.logs or Path(temporary)
         summary = soak(options.device, scale, folder, drafts=options.drafts)

@@ -11,15 +11,14 @@ import re
 
 from serving.server import Answer, ServingServer
 
-from .agreement import LOADS, Distance, answers, forced_logprobs
+from .agreement import LOADS, Distance, answers, beside, forced_logprobs
 from .fleet import Fleet
 from .footprint import device_bytes
-from .models import HEAD_DIM, LAYERS
+from .models import HEAD_DIM, KV_HEADS, LAYERS
 
 OURS, OTHER = "ratio4-pat-sleeper", "ratio4b-fa3"
 SERVERS = (OURS, OTHER)
 LOAD = LOADS["multi_level"]
-KV_HEADS = 2
 MB = 1 << 20
 
 
@@ -32,61 +31,50 @@ def wake(server: ServingServer, *tags: str) -> None:
     server.post("/resume_memory_occupation", {"tags": list(tags) or None})
 
 
-def _said(pattern: str, server: ServingServer) -> int:
-    found = re.search(pattern, server.text())
-    assert found is not None, pattern
-    return int(found[1].replace(",", ""))
-
-
-def check_packed_and_equal(
-    server: ServingServer, texts: list[Answer], expected: list[float]
-) -> None:
-    before = server.counters()
-    found = Distance.between(forced_logprobs(server, LOAD, texts), expected)
-    counted = server.counters() - before
-    print(found, counted)
-    assert found.small
-    assert counted.packed_steps > 0
-    assert not counted.fallbacks
+def check(server: ServingServer, texts: list[Answer], wanted: list[float]) -> None:
+    """Packed, and as wanted."""
+    found, counted = beside(server, LOAD, texts, wanted)
+    assert found.small and counted.packed_steps > 0 and not counted.fallbacks
 
 
 def test_asleep_and_awake(server: Fleet) -> None:
     ours = server(OURS)
     texts = answers(ours, LOAD)
-    expected = forced_logprobs(ours, LOAD, texts)
-    check_packed_and_equal(ours, texts, expected)  # from run to run, awake
-
-    tokens = _said(r"max_total_num_tokens=(\d+)", ours)
+    wanted = forced_logprobs(ours, LOAD, texts)
+    check(ours, texts, wanted)  # from run to run, awake
+    tokens, workspace_mb = (
+        int(re.findall(pattern, ours.text())[0].replace(",", ""))
+        for pattern in (r"max_total_num_tokens=(\d+)", r"workspace: ([\d,]+) MB on the GPU")
+    )
     pool_bytes = 2 * LAYERS * tokens * KV_HEADS * HEAD_DIM * 2
-    workspace_bytes = _said(r"workspace: ([\d,]+) MB on the GPU", ours) * MB
-    assert workspace_bytes > 50 * MB  # so that it is seen beside the rest
+    assert workspace_mb > 50  # so that it is seen beside the rest
 
     ours.post("/flush_cache?timeout=30")
     awake = device_bytes()
     sleep(ours, "kv_cache")
     released = awake - device_bytes()
-    print(f"released {released // MB} MB, {workspace_bytes // MB} of them the workspace's")
-    assert released > pool_bytes + 0.9 * workspace_bytes
+    print(f"released {released // MB} MB, {workspace_mb} of them the workspace's")
+    assert released > pool_bytes + 0.9 * workspace_mb * MB
     wake(ours, "kv_cache")
-    check_packed_and_equal(ours, texts, expected)
+    check(ours, texts, wanted)
 
     sleep(ours)
     assert awake - device_bytes() > released
     # In parts, as trainers do: what is not back yet must not be touched.
     wake(ours, "weights")
     wake(ours, "kv_cache", "cuda_graph")
-    check_packed_and_equal(ours, texts, expected)
+    check(ours, texts, wanted)
 
 
 def test_new_weights_after_a_sleep(server: Fleet) -> None:
     ours, other = server(OURS), server(OTHER)
     texts = answers(other, LOAD)
-    expected = forced_logprobs(other, LOAD, texts)
-    assert not Distance.between(forced_logprobs(ours, LOAD, texts), expected).small
+    wanted = forced_logprobs(other, LOAD, texts)
+    assert not Distance.between(forced_logprobs(ours, LOAD, texts), wanted).small
 
     sleep(ours, "kv_cache", "weights")
     wake(ours, "weights")
     told = ours.post("/update_weights_from_disk", {"model_path": str(server.model("ratio4b"))})
     assert told["success"], told
     wake(ours, "kv_cache")
-    check_packed_and_equal(ours, texts, expected)
+    check(ours, texts, wanted)

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,82 +113,31 @@ class Ledger:
             self._seen[request.prompt] = tokens
 
 
-class Client(threading.Thread):
-    """Sends requests of a mix one after another until told to stop."""
+def send_all(server: ServingServer, mix: Mix, ledger: Ledger, stopping: threading.Event) -> None:
+    """A client: one request of a mix after another, until told to stop."""
+    for request in mix:
+        if stopping.is_set():
+            return
+        ledger.enter(request, _send(server, request))
 
-    def __init__(self, server: ServingServer, mix: Mix, ledger: Ledger) -> None:
-        super().__init__(daemon=True)
-        self._server, self._mix, self._ledger = server, mix, ledger
-        self._stopping = threading.Event()
-        self.error: BaseException | None = None
 
-    def finish(self) -> None:
-        """Ask for no more requests; ``join()`` waits for the one under way."""
-        self._stopping.set()
-
-    def run(self) -> None:
-        try:
-            for request in self._mix:
-                if self._stopping.is_set():
-                    return
-                self._ledger.enter(request, self._send(request))
-        except BaseException as error:
-            self.error = error  # raised by the one who joins
-
-    def _send(self, request: Request) -> list[dict[str, Any]]:
-        rid = uuid.uuid4().hex
-        body = {
-            "rid": rid,
-            "input_ids": list(request.prompt),
-            # Without ignore_eos: only then the scheduler overcommits its memory, and retracts.
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": request.new_tokens,
-                "n": request.samples,
-            },
-        }
-        if request.samples > 1:
-            del body["rid"]
-        timer = None
-        if request.abort_after_s is not None:
-            timer = threading.Timer(request.abort_after_s, self._abort, [rid])
-            timer.start()
-        answer = self._server.post("/generate", body)
-        if timer is not None:
-            timer.cancel()
-            timer.join()
+def _send(server: ServingServer, request: Request) -> list[dict[str, Any]]:
+    body: dict[str, Any] = {
+        "input_ids": list(request.prompt),
+        # Without ignore_eos: only then the scheduler overcommits its memory, and retracts.
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": request.new_tokens,
+            "n": request.samples,
+        },
+    }
+    if request.abort_after_s is None:
+        answer = server.post("/generate", body)
         return answer if isinstance(answer, list) else [answer]
-
-    def _abort(self, rid: str) -> None:
-        self._server.post("/abort_request", {"rid": rid})
-
-
-def start_clients(server: ServingServer, mixes: Iterable[Mix], ledger: Ledger) -> list[Client]:
-    """A client at a server for each mix."""
-    clients = [Client(server, mix, ledger) for mix in mixes]
-    for client in clients:
-        client.start()
-    return clients
-
-
-def watch(clients: list[Client], seconds: float) -> None:
-    """Sleep, but raise as soon as a client has failed."""
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(left, 0.2))
-        _raise_errors(clients)
-
-
-def finish(clients: list[Client]) -> None:
-    """Let every client finish its request; raises what one of them failed with."""
-    for client in clients:
-        client.finish()
-    for client in clients:
-        client.join()
-    _raise_errors(clients)
-
-
-def _raise_errors(clients: list[Client]) -> None:
-    for client in clients:
-        if client.error is not None:
-            raise client.error
+    rid = {"rid": uuid.uuid4().hex}
+    timer = threading.Timer(request.abort_after_s, server.post, ["/abort_request", rid])
+    timer.start()
+    answer = server.post("/generate", body | rid)
+    timer.cancel()
+    timer.join()
+    return [answer]

@@ -20,6 +20,7 @@ from sglang_pat.srt import backend
 from sglang_pat.srt.backend import PatDecodeMixin
 from sglang_pat.srt.hook import after_init_new
 from sglang_pat.srt.layers import Survey
+from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
 QUERIES, HEADS, HEAD_DIM, LAYERS = 4, 2, 16, 3
@@ -27,15 +28,18 @@ SYSTEM = 200  # tokens that the requests share
 TARGET = Target.cpu(
     threads=2, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM, max_queries=16
 )
-# What the base is asked to prepare: for a capture, and for a step without a graph.
-CAPTURE = ["capture", "in graph"]
-EAGER = ["eager", "out graph", "in graph"]
+# What the base is asked for a forward that it prepares, by how that is prepared.
+ASKED = {
+    "capture": ["capture", "in graph"],
+    "replay": ["out graph"],
+    "eager": ["eager", "out graph", "in graph"],
+}
 
 
 class RecordingBase:
     """In place of SGLang's own backend: notes in ``calls`` what is asked of it."""
 
-    verify_mask = None
+    verify_mask: Any = None
     read_ends = SharedReadEnds.UNKNOWN
 
     def __init__(self, runner: Any) -> None:
@@ -54,10 +58,10 @@ class RecordingBase:
         self.init_forward_metadata_out_graph(forward_batch)
         self.init_forward_metadata_in_graph(forward_batch)
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+    def init_forward_metadata_out_graph(self, _batch: Any, in_capture: bool = False) -> None:
         self.calls.append("capture" if in_capture else "out graph")
 
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+    def init_forward_metadata_in_graph(self, _batch: Any) -> None:
         self.calls.append("in graph")
 
     def shared_read_ends(self, _mode: ForwardMode) -> SharedReadEnds:
@@ -67,14 +71,12 @@ class RecordingBase:
         self.calls.append("layer")
         return q
 
-    def forward_extend(self, q: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        self.calls.append("extend layer")
-        return q
+    forward_extend = forward_decode
 
 
 class RecordingExecutor:
-    """In place of an executor: notes the plans that it is given, counts the snapshots, and gives
-    the queries back as a layer's output. ``room``: tokens that the device has memory to list."""
+    """In place of an executor: notes the plans that it is given and the lengths of each snapshot,
+    and gives queries back as a layer's output. ``room``: tokens that the device can list."""
 
     has_draft_masks = True
     room = 1 << 31
@@ -82,7 +84,7 @@ class RecordingExecutor:
     def __init__(self, target: Target = TARGET) -> None:
         self.target = target
         self.plans: list[Plan] = []
-        self.lengths: list[list[int]] = []  # of each snapshot
+        self.snapshots: list[list[int]] = []
         self.masks: list[torch.Tensor] = []
         self.on_host = 0  # plans whose list is in the host's memory
 
@@ -95,17 +97,11 @@ class RecordingExecutor:
 
     def snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         assert self.plans[-1].num_queries <= len(rows) == len(seq_lens)
-        self.lengths.append(seq_lens.tolist())
+        self.snapshots.append(seq_lens.tolist())
 
-    def read_draft_masks(
-        self, custom_mask: torch.Tensor, seq_lens: torch.Tensor, *, with_prefix: bool
-    ) -> None:
+    def read_draft_masks(self, mask: Any, seq_lens: Any, *, with_prefix: bool) -> None:
         tokens = self.target.draft_tokens
-        self.masks.append(masks_of(custom_mask, seq_lens, tokens, with_prefix=with_prefix))
-
-    @property
-    def snapshots(self) -> int:
-        return len(self.lengths)
+        self.masks.append(masks_of(mask, seq_lens, tokens, with_prefix=with_prefix))
 
     def decode(self, q: torch.Tensor, k: Any, v: Any, out: torch.Tensor, **_: Any) -> None:
         out.copy_(q)
@@ -115,12 +111,9 @@ class BackendBed:
     """A test bed: the backend over a ``RecordingBase``, a ``RecordingExecutor``, and a batch of
     four requests of one system prompt in a real cache.
 
-    Args:
-        survey: what is known of the model's layers before the first forward.
-        check: whether each step compares the slots of requests that share.
-        mixin: what is put before the base.
-        target: what plans are made for.
-        min_batch: requests from which on they are.
+    ``survey``: what is known of the model's layers before the first forward. ``check``: whether
+    each step compares slots. ``mixin``: what is put before the base. ``serving``: what the reporter
+    is told later.
     """
 
     def __init__(
@@ -136,18 +129,28 @@ class BackendBed:
         self.cache = LiveCache("python", slots=4000, rows=QUERIES, context=512)
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
         self.executor = RecordingExecutor(target)
-        self.serving: list[bool] = []  # what the reporter was told later
+        self.serving: list[bool] = []
         reporter = SimpleNamespace(set_serving=self.serving.append)
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: reporter)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
-        extended = backend.extend(RecordingBase, mixin)
-        self.backend = extended(
-            self.runner, PatConfig(check=check, min_batch=min_batch), self.executor, survey
-        )
+        config = PatConfig(check=check, min_batch=min_batch)
+        made = backend.extend(RecordingBase, mixin)(self.runner, config, self.executor, survey)
+        self.backend = made
+        self.stats: Stats = made._stats
         rng = random.Random(0)
         system = [rng.randrange(1000) for _ in range(SYSTEM)]
-        self.reqs = [self.cache.admit([*system, 1000 + i]) for i in range(QUERIES)]
-        self.live, self.lens = self.cache.batch(self.reqs)
+        self.all = [self.cache.admit([*system, 1000 + i]) for i in range(QUERIES)]
+        self.use(self.all)
+
+    def use(self, reqs: list[Any]) -> None:
+        """Make these the batch, with a new tensor of rows, as SGLang has of one that changes."""
+        self.reqs = reqs
+        self.live, self.lens = self.cache.batch(reqs)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan loaded last."""
+        return self.executor.plans[-1]
 
     def announce(self, mode: ForwardMode) -> None:
         """Put the batch into the backend's mailbox, as the scheduler does through the hook."""
@@ -162,79 +165,57 @@ class BackendBed:
 
     def step(
         self,
+        how: str = "replay",
         *,
-        graph: bool = True,
         padding: int = 0,
-        capture: bool = False,
         mode: ForwardMode = ForwardMode.DECODE,
         idle: bool = False,
         announced: bool = True,
-        spec_info: Any = None,
-        encoder_lens: torch.Tensor | None = None,
         on_host: bool = True,
+        **fields: Any,
     ) -> list[str]:
         """Announce a batch and prepare its forward; what the base was asked.
 
-        Args:
-            graph: prepare the replay of a graph, or with ``capture`` the capture of one.
-            padding: rows of the forward that are not requests.
-            idle: the batch is that of a rank without requests.
-            announced: False for a forward that does not come from the scheduler.
-            on_host: False for a forward whose lengths are on the device only.
+        ``how``: one of ``ASKED``. ``padding``: rows that are not requests. ``idle``: the batch is
+        that of a rank without requests. ``announced``: False for a forward that does not come from
+        the scheduler. ``on_host``: False for lengths on the device only. ``fields``: of the batch.
         """
-        if announced and not capture:
+        if announced and how != "capture":
             self.announce(ForwardMode.IDLE if idle else mode)
         lens = self.lens[:0] if idle else self.lens
-        rows = self.live.rows[: len(lens)]
+        rows = torch.cat([self.live.rows[: len(lens)], torch.zeros(padding, dtype=torch.int64)])
         lens = torch.cat([lens, torch.ones(padding, dtype=torch.int64)])
         batch = SimpleNamespace(
             forward_mode=mode,
-            spec_info=spec_info,
-            encoder_lens=encoder_lens,
             batch_size=len(lens),
             num_padding=padding,
             seq_lens=lens,
             seq_lens_cpu=lens if on_host else None,
-            req_pool_indices=torch.cat([rows, torch.zeros(padding, dtype=torch.int64)]),
+            req_pool_indices=rows,
+            **({"spec_info": None, "encoder_lens": None} | fields),
         )
         self.backend.calls.clear()
-        if graph:
-            self.backend.init_forward_metadata_out_graph(batch, in_capture=capture)
-            if capture:  # a replay runs what this launched
-                self.backend.init_forward_metadata_in_graph(batch)
-        else:
+        if how == "eager":
             self.backend.init_forward_metadata(batch)
+        else:
+            self.backend.init_forward_metadata_out_graph(batch, in_capture=how == "capture")
+        if how == "capture":  # a replay runs what this launched
+            self.backend.init_forward_metadata_in_graph(batch)
         return list(self.backend.calls)
 
     def capture(self, *paddings: int, **options: Any) -> None:
         """Capture a graph of the batch with so many rows of padding each, and a layer of ours."""
         for padding in paddings or (0,):
-            self.step(capture=True, padding=padding, **options)
+            self.step("capture", padding=padding, **options)
             self.layer(0)
 
     def layer(self, layer_id: int = 0, window: int = -1, **kwargs: Any) -> list[str]:
-        """Run a layer of the forward that was prepared; what the base was asked.
-
-        Args:
-            window: the layer's sliding window; -1 for full attention.
-            kwargs: further arguments of ``forward_decode``.
-        """
+        """Run a layer of the forward that was prepared; what the base was asked. ``kwargs``:
+        further arguments of ``forward_decode``."""
         self.backend.calls.clear()
         q = torch.zeros(QUERIES, HEADS * HEAD_DIM)
         self.backend.forward_decode(q, None, None, make_layer(layer_id, window), None, **kwargs)
         return list(self.backend.calls)
-
-    @property
-    def fallbacks(self) -> dict[str, int]:
-        return dict(self.backend._stats.fallbacks)
-
-    @property
-    def base_layers(self) -> dict[str, int]:
-        return dict(self.backend._stats.base_layers)
-
-    @property
-    def base_forwards(self) -> dict[str, int]:
-        return dict(self.backend._stats.base_forwards)
 
 
 def make_layer(layer_id: int, window: int = -1) -> SimpleNamespace:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows, and stand-ins for a GPU and for FA3, for the tests of the kernel benchmark."""
+"""Rows, and stand-ins for a GPU and for the peers, for the tests of the kernel benchmark."""
 
 from __future__ import annotations
 
@@ -9,50 +9,120 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
+from benchmarks.common import reference
 from benchmarks.kernel import __main__ as kernel
-from benchmarks.kernel import cases, peers, rows
+from benchmarks.kernel import peers, rows
 from benchmarks.kernel.floor import Heads, Rates
 from benchmarks.kernel.kv import TreeBatch, make_batch
 from benchmarks.kernel.layer import PatOptions
-from benchmarks.kernel.report import PEER_NAMES, TreeRow
-from sglang_pat import decode, plan, reference
+from benchmarks.kernel.report import TreeRow
+from sglang_pat import decode, plan
 from sglang_pat.explain.tree import Tree
 
 RATES = Rates(bytes_per_s=4.4254e12, flops_per_s=722e12)
+Calls = list[dict[str, Any]]
 
 
 def row(spec: str = "1,4_64,16", **values: Any) -> TreeRow:
-    given = {
-        "heads": "32/8",
-        "permuted": False,
-        "floor_us": 10.0,
-        "bound": "memory",
-        "pat": 15.0,
-        "fa3": 40.0,
-        "flashinfer": 30.0,
-        "levels": 50.0,
-        "noise": 0.01,
-        "snapshot_us": 3.0,
-        "plan_us": 20.0,
-        "items": 4,
-        "shared_items": 1,
-        "partials": 8,
-        "kv_read_over_unique": 1.0,
-        "degraded": "",
-        "error": 0.002,
-        "differences": {"fa3": 0.003, "flashinfer": 0.003, "levels": 0.004},
-    }
-    return TreeRow(spec=spec, **(given | values))
+    times = {"floor_us": 10.0, "pat": 15.0, "fa3": 40.0, "flashinfer": 30.0, "levels": 50.0}
+    given = times | dict.fromkeys(("snapshot_us", "plan_us", "kv_read_over_unique"), 1.0)
+    given |= dict.fromkeys(("items", "shared_items", "partials"), 4)
+    errors = {"differences": {"fa3": 0.003, "flashinfer": 0.003, "levels": 0.004}, "error": 0.002}
+    about = {"heads": "32/8", "permuted": False, "bound": "memory", "noise": 0.01, "degraded": ""}
+    return TreeRow(**({"spec": spec} | given | errors | about | values))
 
 
-def chain_batch(tree: Tree, draft_tokens: int, permuted: bool) -> tuple[TreeBatch, torch.Tensor]:
+def chain_batch(
+    tree: Tree, draft_tokens: int = 1, permuted: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[TreeBatch, torch.Tensor]:
     """A verify step on the CPU and what attention over it gives, with a scale of 0.25."""
     shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     options = {"permuted": permuted, "draft_tokens": draft_tokens}
-    batch = make_batch(tree, **shape, dtype=torch.float32, **options)
+    batch = make_batch(tree, **shape, dtype=dtype, **options)
     return batch, reference.attention(*batch.inputs, scale=0.25, draft_tokens=draft_tokens)[0]
+
+
+def fake_peers(patch: pytest.MonkeyPatch) -> Calls:
+    """FA3 and FlashInfer as modules with their interfaces over attention by definition. Returns
+    what each call is given, the name of the function or method under ``call``."""
+    calls: Calls = []
+
+    def attend(q: Any, k: Any, v: Any, **call: Any) -> Any:
+        """FA3's LSE is a natural logarithm, its causal mask ends with a sequence's last row."""
+        calls.append({"call": "attend", "q": q, **call})
+        descales = [call.get(f"{name}_descale", torch.ones(())).flatten()[0] for name in "kv"]
+        assert q.dtype == k.dtype == v.dtype and k.shape[1] == 1
+        out = torch.empty_like(q, dtype=torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
+        lse = torch.empty(q.shape[1], q.shape[0])
+        bounds = call["cu_seqlens_q"].tolist()
+        assert call["max_seqlen_q"] == max(b - a for a, b in pairwise(bounds))
+        for node, (first, end) in enumerate(pairwise(bounds)):
+            before = torch.arange(first + 1 - end, 1) * call["causal"]  # tokens that a row sees not
+            out[first:end], base2 = reference.attention(
+                q[first:end],
+                *(k.squeeze(1), v.squeeze(1), call["page_table"]),
+                torch.full((end - first,), node),
+                call["cache_seqlens"][node] + before,
+                scale=call["softmax_scale"],
+                k_scale=float(descales[0]),
+                v_scale=float(descales[1]),
+            )
+            lse[:, first:end] = base2.T * math.log(2)
+        return (out, lse) if call.get("return_softmax_lse") else out
+
+    def merge(a: Any, lse_a: Any, b: Any, lse_b: Any) -> Any:
+        lse = torch.logaddexp(lse_a, lse_b)
+        share = torch.exp(lse_a - lse)[..., None]
+        return a * share + b * (1 - share), lse
+
+    def metadata(**call: Any) -> Any:
+        calls.append({"call": "metadata", **call})
+        return call["cache_seqlens"].clone()
+
+    class Paged:
+        """FlashInfer's wrappers; ``plan`` of a decode step lacks the rows of each query."""
+
+        def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
+            calls.append({"call": "made", "layout": layout, **options})
+
+        def plan(self, *given: Any, **options: Any) -> None:
+            tensors = [each for each in given if isinstance(each, torch.Tensor)]
+            begins, slots, last = tensors[-3:]
+            firsts = tensors[0] if len(tensors) == 4 else torch.arange(len(begins))
+            assert {each.dtype for each in tensors} == {torch.int32}
+            assert last.tolist() == [1] * (len(begins) - 1) and len(slots) == begins[-1]
+            calls.append({"call": "plan", "shape": given[len(tensors) :], "slots": slots})
+            calls[-1] |= {"begins": begins, **options}
+            self.sequences = list(zip(*map(pairwise, (firsts.tolist(), begins.tolist()))))  # noqa: B905
+            self.slots, self.scale = slots, options["sm_scale"]
+
+        def run(self, q: Any, pages: Any, *, out: Any, **scales: float) -> None:
+            calls.append({"call": "run", "q": q, "pages": pages, **scales})
+            k, v = (cache.squeeze(1) for cache in pages)
+            for (first, end), (begin, stop) in self.sequences:
+                table, drafts = self.slots[None, begin:stop], end - first
+                of_one = (torch.zeros(1, dtype=torch.int64), torch.tensor([stop - begin]))
+                how: dict[str, Any] = {"scale": self.scale, "draft_tokens": drafts, **scales}
+                out[first:end] = reference.attention(q[first:end], k, v, table, *of_one, **how)[0]
+
+    for name, found in {
+        "sgl_kernel": {"merge_state_v2": merge},
+        "sgl_kernel.flash_attn": {
+            "flash_attn_with_kvcache": attend,
+            "get_scheduler_metadata": metadata,
+        },
+        "flashinfer": {},
+        "flashinfer.decode": {"BatchDecodeWithPagedKVCacheWrapper": Paged},
+        "flashinfer.prefill": {"BatchPrefillWithPagedKVCacheWrapper": Paged},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(found)
+        patch.setitem(sys.modules, name, module)
+    patch.setattr(peers, "FLASHINFER_WORKSPACE_BYTES", 16)
+    return calls
 
 
 class CpuLayer:
@@ -61,18 +131,18 @@ class CpuLayer:
     def __init__(
         self,
         batch: TreeBatch,
-        tree: Tree,
+        tree: Any,
         heads: Heads,
         settings: PatOptions,
         scale: float,
+        made: Any = None,
     ) -> None:
-        self.batch, self.scale = batch, scale
-        self.plan = plan(tree.paths, tree.seq_lens, settings.target(tree, heads))
+        self.batch, self.scale, self.out = batch, scale, torch.empty_like(batch.q)
+        self.plan = made or plan(tree.paths, tree.seq_lens, settings.target(tree, heads))
 
     def attend(self) -> torch.Tensor:
-        b = self.batch
-        scales = {"k_scale": b.k_scale, "v_scale": b.v_scale}
-        return decode(*b.inputs, self.plan, scale=self.scale, **scales)
+        scales = {"k_scale": self.batch.k_scale, "v_scale": self.batch.v_scale}
+        return decode(*self.batch.inputs, self.plan, scale=self.scale, out=self.out, **scales)
 
     def snapshot(self) -> None:
         pass
@@ -93,8 +163,10 @@ class CpuGraph:
 
 
 class CpuClock:
+    """Every run takes a microsecond more than the one before it."""
+
     def __init__(self, budget_ms: float) -> None:
-        pass
+        self.budget_ms = budget_ms
 
     def median_us(self, run: Any) -> float:
         run()
@@ -104,77 +176,21 @@ class CpuClock:
         return {name: 10.0 + place for place, name in enumerate(runs)}, 0.01
 
 
-def fake_sgl_kernel() -> dict[str, ModuleType]:
-    """Modules with FA3's interface over attention by definition, its LSE a natural logarithm. The
-    causal mask ends with the last row of a sequence."""
-
-    def attend(q: Any, k: Any, v: Any, **call: Any) -> Any:
-        descales = [call.get(f"{name}_descale", torch.ones(())).flatten()[0] for name in "kv"]
-        assert q.dtype == k.dtype == v.dtype
-        out = torch.empty_like(q, dtype=torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
-        lse = torch.empty(q.shape[1], q.shape[0])
-        bounds = call["cu_seqlens_q"].tolist()
-        assert call["max_seqlen_q"] == max(b - a for a, b in pairwise(bounds))
-        if (metadata := call.get("scheduler_metadata")) is not None:
-            assert metadata.tolist() == call["cache_seqlens"].tolist()
-        for node, (first, end) in enumerate(pairwise(bounds)):
-            before = torch.arange(first + 1 - end, 1) * call["causal"]  # tokens that a row sees not
-            out[first:end], base2 = reference.attention(
-                q[first:end],
-                k.squeeze(1),
-                v.squeeze(1),
-                call["page_table"],
-                torch.full((end - first,), node),
-                call["cache_seqlens"][node] + before,
-                scale=call["softmax_scale"],
-                k_scale=float(descales[0]),
-                v_scale=float(descales[1]),
-            )
-            lse[:, first:end] = base2.T * math.log(2)
-        return (out, lse) if call.get("return_softmax_lse") else out
-
-    def merge(a: Any, lse_a: Any, b: Any, lse_b: Any) -> Any:
-        lse = torch.logaddexp(lse_a, lse_b)
-        share = torch.exp(lse_a - lse)[..., None]
-        return a * share + b * (1 - share), lse
-
-    def scheduler_metadata(**call: Any) -> Any:
-        assert call["batch_size"] == len(call["cache_seqlens"])
-        return call["cache_seqlens"].clone()
-
-    package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
-    vars(package)["merge_state_v2"], vars(module)["flash_attn_with_kvcache"] = merge, attend
-    vars(module)["get_scheduler_metadata"] = scheduler_metadata
-    return {"sgl_kernel": package, "sgl_kernel.flash_attn": module}
+def cpu_batch(tree: Tree, heads: Heads, permuted: bool = False, draft_tokens: int = 1) -> TreeBatch:
+    shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
+    given = {"permuted": permuted, "draft_tokens": draft_tokens}
+    return make_batch(tree, **shape, dtype=torch.bfloat16, **given)
 
 
-def replace_device(monkeypatch: Any) -> None:
-    """The kernel benchmark with its GPU replaced: everything but CUDA calls is its own. FlashInfer
-    fails, and the cascade by levels gives a wrong output."""
-
-    def batch(tree: Tree, heads: Heads, permuted: bool, draft_tokens: int = 1) -> TreeBatch:
-        shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
-        given = {"permuted": permuted, "draft_tokens": draft_tokens}
-        return make_batch(tree, **shape, dtype=torch.bfloat16, **given)
-
-    def wrong(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
-        return lambda: torch.ones_like(batch.q)
-
-    def broken(batch: TreeBatch, tree: Tree, scale: float) -> peers.Run:
-        raise RuntimeError("workspace too small")
-
-    for name, module in fake_sgl_kernel().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(rows, "Layer", CpuLayer)
-    monkeypatch.setattr(rows, "capture", CpuGraph)
-    monkeypatch.setattr(cases, "device_batch", batch)
-    monkeypatch.setattr(kernel, "Clock", CpuClock)
-    monkeypatch.setattr(kernel, "device_rates", lambda timer: RATES)
-    monkeypatch.setattr(kernel, "empty_us", lambda timer: 1.5)
-    monkeypatch.setattr(rows, "PEERS", peers.PEERS | {"flashinfer": broken, "levels": wrong})
-    monkeypatch.setattr(
-        kernel, "usable", lambda heads, names=PEER_NAMES, **options: dict.fromkeys(names, "")
-    )
-    monkeypatch.setattr(cases, "DEVICE", "cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+def replace_device(patch: pytest.MonkeyPatch, module: Any = rows) -> None:
+    """The kernel benchmark with GPU and peers replaced: everything but CUDA calls is its own."""
+    fake_peers(patch)
+    patch.setattr(module, "Layer", CpuLayer)
+    patch.setattr(module, "capture", CpuGraph)
+    patch.setattr(module, "device_batch", cpu_batch)
+    patch.setattr(kernel, "Clock", CpuClock)
+    patch.setattr(kernel, "device_rates", lambda timer: RATES)
+    patch.setattr(kernel, "empty_us", lambda timer: 1.5)
+    patch.setattr(kernel, "usable", lambda heads, **options: dict.fromkeys(peers.PEERS, ""))
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "get_device_name", lambda: "none")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs to execute plans of hand on, and the CPU executor."""
+"""Inputs to execute plans of hand on, and the CPU executor compared with attention."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.common.reference import attention
 from kit.pieces import DYNAMIC, Parts, Piece, branched, pieces_of
 from kit.plans import HandPlan, encode
-from sglang_pat import _C
-from sglang_pat.reference import attention
+from sglang_pat import decode
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 E4M3 = torch.float8_e4m3fn
+# Of the CPU executor, relative to the norm of the output: what sums in fp32 leave, or what rounds
+# to q's dtype.
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,17 @@ class Case:
     def heads(self) -> tuple[int, int]:
         return self.q.shape[1], self.k.shape[1]
 
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The leading arguments of ``decode``."""
+        return self.q, self.k, self.v, self.table, self.rows, self.seq_lens
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """``decode``'s factors and draft masks."""
+        names = ("scale", "logit_cap", "k_scale", "v_scale", "draft_masks")
+        return {name: getattr(self, name) for name in names}
+
     def plan(self, wide: bool = False) -> HandPlan:
         return encode(self.pieces, len(self.rows), self.heads, wide, self.draft_tokens)
 
@@ -49,31 +62,12 @@ class Case:
 
     def to_e4m3(self, k_scale: float = 1.0, v_scale: float = 1.0) -> Case:
         """With K and V divided by their scales and stored in float8_e4m3fn."""
-        return replace(
-            self,
-            k=(self.k.float() / k_scale).to(E4M3),
-            v=(self.v.float() / v_scale).to(E4M3),
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        k, v = (self.k.float() / k_scale).to(E4M3), (self.v.float() / v_scale).to(E4M3)
+        return replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     def truth(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE by definition, computed in ``dtype``."""
-        return attention(
-            self.q,
-            self.k,
-            self.v,
-            self.table,
-            self.rows,
-            self.seq_lens,
-            scale=self.scale,
-            logit_cap=self.logit_cap,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-            draft_tokens=self.draft_tokens,
-            draft_masks=self.draft_masks,
-            dtype=dtype,
-        )
+        return attention(*self.inputs, **self.options, draft_tokens=self.draft_tokens, dtype=dtype)
 
 
 def case(
@@ -176,73 +170,38 @@ def grown(inputs: Case, seq_lens: list[int], seed: int = 0) -> Case:
 
 
 def execute(
-    inputs: Case,
-    hand: HandPlan | None = None,
-    *,
-    threads: int = 2,
-    partial: torch.dtype = torch.float32,
-    **changes: Any,
+    inputs: Case, plan: Any = None, *, threads: int = 2, partial: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the CPU executor on a plan of hand, by default the case's; ``changes`` replace arguments
-    of ``_C.decode_cpu``. Returns the output [B * T, Hq, Dv], a view of a wider tensor that held NaN
-    before, and the LSE [B * T, Hq]."""
-    plan = hand or inputs.plan()
-    num_rows, num_q_heads, head_dim = inputs.q.shape
-    num_slots, num_kv_heads, v_head_dim = inputs.v.shape
+    """Run the CPU executor on a plan, by default the case's. Returns the output [B * T, Hq, Dv], a
+    view of a wider tensor that held NaN before, and the LSE [B * T, Hq]."""
+    num_rows, num_q_heads, _ = inputs.q.shape
+    v_head_dim = inputs.v.shape[2]
     wide = torch.full((num_rows, num_q_heads + 1, v_head_dim + 5), float("nan"))
     out = wide.to(inputs.q.dtype)[:, 1:, :v_head_dim]
     lse = torch.full((num_rows, num_q_heads), float("nan"))
-
-    def address(tensor: torch.Tensor) -> tuple[int, int, int]:
-        return (tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
-
-    arguments: dict[str, Any] = {
-        "plan": plan.data_ptr,
-        "plan_bytes": plan.nbytes,
-        "q": address(inputs.q),
-        "k_cache": address(inputs.k),
-        "v_cache": address(inputs.v),
-        "out": address(out),
-        "lse": lse.data_ptr(),
-        "req_to_token": (inputs.table.data_ptr(), inputs.table.stride(0), *inputs.table.shape),
-        "rows": inputs.rows.data_ptr(),
-        "seq_lens": inputs.seq_lens.data_ptr(),
-        "draft_masks": 0 if inputs.draft_masks is None else inputs.draft_masks.data_ptr(),
-        "num_slots": num_slots,
-        "num_queries": len(inputs.rows),
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "v_head_dim": v_head_dim,
-        "dtype": DTYPES[inputs.q.dtype],
-        "partial_dtype": DTYPES[partial],
-        "scale": inputs.scale,
-        "logit_cap": inputs.logit_cap,
-        "num_threads": threads,
-        "draft_tokens": inputs.draft_tokens,
-        "kv_dtype": int(inputs.k.dtype == E4M3),
-        "k_scale": inputs.k_scale,
-        "v_scale": inputs.v_scale,
-    }
-    _C.decode_cpu(**(arguments | changes))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        made = plan or inputs.plan()
+        decode(*inputs.inputs, made, **inputs.options, out=out, lse=lse, partial_dtype=partial)
+    finally:
+        torch.set_num_threads(before)
     return out, lse
 
 
-def count_refused(inputs: Case, hand: HandPlan, values: list[int]) -> int:
-    """Of 3000 runs with one to three of the plan's words changed, to one of ``values`` or at
-    random, how many raise ValueError. The others run; the plan is as it was in the end."""
-    rng = np.random.default_rng(0)
-    words = hand._bytes.view(np.int32)
-    refused = 0
-    for _ in range(3000):
-        saved = words.copy()
-        for _ in range(int(rng.integers(1, 4))):
-            words[rng.integers(len(words))] = rng.choice(
-                [*values, int(rng.integers(-50, 100)), 2**31 - 1, -(2**31)]
-            )
-        try:
-            execute(inputs, hand)
-        except ValueError:
-            refused += 1
-        words[:] = saved
-    return refused
+def error(out: torch.Tensor, truth: torch.Tensor) -> float:
+    """Norm of the difference relative to the norm; infinite if any element is NaN."""
+    distance = (out.double() - truth).norm() / truth.norm().clamp_min(1e-30)
+    return float(distance.nan_to_num(nan=float("inf")))
+
+
+def check(inputs: Case, plan: Any = None, bound: float = 0.0, **options: Any) -> torch.Tensor:
+    """Execute and compare with the definition. Scores are sums of |q| |k| at most, rounded in fp32;
+    an error of a score is a relative error of its token's weight."""
+    greatest = inputs.q.norm(dim=-1).max() * inputs.k.float().norm(dim=-1).nan_to_num(0.0).max()
+    rounding = 2**-23 * inputs.scale * inputs.k_scale * float(greatest)
+    truth, truth_lse = inputs.truth()
+    out, lse = execute(inputs, plan, **options)
+    assert error(out, truth) < (bound or BOUNDS[inputs.q.dtype]) + rounding
+    torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-6, atol=1e-6 + 2 * rounding)
+    return out

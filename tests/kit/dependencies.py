@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What decode attention in SGLang depends on, and what ``pat`` does about each.
 
-The keys are the attributes that the decode of SGLang's FlashAttention, FlashInfer, Triton and
+The names are the attributes that the decode of SGLang's FlashAttention, FlashInfer, Triton and
 TRT-LLM backends reads, from the constructor on. ``test_attention_semantics.py`` extracts them
 from SGLang's source: one that is missing here, or no longer there, fails it by name. Before a new
 one is entered as handled or irrelevant, read what the backends do with it.
@@ -9,164 +9,120 @@ one is entered as handled or irrelevant, read what the backends do with it.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
-Verdict = Literal["handled", "base", "refused", "irrelevant"]
-
-
-class Entry(NamedTuple):
-    """``handled``: pat's decode respects it; ``base``: layers or steps where it matters are served
-    by the base; ``refused``: such a server does not start; ``irrelevant``: no effect on what a
-    decode step computes. ``why``: one line."""
-
-    verdict: Verdict
-    why: str
-
-
-def _all(verdict: Verdict, why: str, *names: str) -> dict[str, Entry]:
-    return dict.fromkeys(names, Entry(verdict, why))
-
-
-_LAYER = {
-    **_all("handled", "index of the layer's K/V in the pool", "layer.layer_id"),
-    **_all("handled", "factor and cap of the logits, given to ops.decode", "layer.scaling"),
-    **_all("handled", "tanh capping is the kernel's own", "layer.logit_cap"),
-    **_all("base", "capping by anything but tanh", "layer.logit_capping_method"),
-    **_all("base", "heads other than those that are planned for", "layer.tp_q_head_num"),
-    **_all("base", "as the query heads", "layer.tp_k_head_num", "layer.tp_v_head_num"),
-    **_all(
-        "base",
-        "a head dim that no kernel has, that is not planned for, or that needs more shared memory "
-        "than the GPU has",
-        *("layer.qk_head_dim", "layer.head_dim", "layer.v_head_dim"),
-    ),
-    **_all("base", "a window over the last tokens", "layer.sliding_window_size"),
-    **_all("base", "attention within chunks (Llama 4)", "layer.use_irope"),
-    **_all("base", "a temperature by position (Grok)", "layer.xai_temperature_len"),
-    **_all("base", "the encoder's K/V", "layer.is_cross_attention"),
-    **_all("base", "bidirectional layers", "layer.attn_type"),
-    **_all(
-        "handled",
-        "the pool divides K/V in fp8_e4m3 by them; K/V of the queries' dtype have none",
-        *("layer.k_scale", "layer.v_scale"),
-    ),
-    **_all(
-        "handled",
-        "the same on the host, given to ops.decode; a layer that has one without the other is the "
-        "base's",
-        *("layer.k_scale_float", "layer.v_scale_float"),
-    ),
+# By verdict and why. ``handled``: pat's decode respects it; ``base``: layers or steps where it
+# matters are served by the base; ``refused``: such a server does not start; ``irrelevant``: no
+# effect on what a decode step computes.
+_BY_VERDICT = {
+    "handled": {
+        "index of the layer's K/V in the pool": "layer.layer_id",
+        "factor and cap of the logits, given to ops.decode": "layer.scaling",
+        "tanh capping is the kernel's own": "layer.logit_cap",
+        "the pool divides K/V in fp8_e4m3 by them; K/V of the queries' dtype have none": (
+            "layer.k_scale layer.v_scale"
+        ),
+        "the same on the host; a layer that has one without the other is the base's": (
+            "layer.k_scale_float layer.v_scale_float"
+        ),
+        "the rows that a step's queries read": "runner.req_to_token_pool",
+        "speculative_algorithm says who verifies drafts": "runner.spec_algorithm",
+        "dtype of the queries and, but for fp8_e4m3, the cache": "runner.dtype",
+        "sizes that plans are made for; layers of others are the base's": (
+            "model_config.head_dim model_config.num_attention_heads model_config.get_num_kv_heads "
+            "model_config.v_head_dim"
+        ),
+        "the longest row, which sizes the workspace": "model_config.context_len",
+        "which kind of forward this is": "batch.forward_mode",
+        "the queries of a step, their rows, lengths and where their K/V go": (
+            "batch.batch_size batch.req_pool_indices batch.seq_lens batch.seq_lens_cpu "
+            "batch.out_cache_loc batch.kv_loc_plan"
+        ),
+        "a verify step of chains, else the base's": "batch.spec_info",
+        "heads of this rank": "parallel.attn_tp_size",
+        "padding shares nothing": "parallel.attn_dp_enabled",
+        "chains and trees of draft tokens; the rest is the base's (support.SPECULATION)": (
+            "spec.speculative_algorithm spec.speculative_eagle_topk "
+            "spec.speculative_num_draft_tokens spec.speculative_num_steps"
+        ),
+    },
+    "base": {
+        "capping by anything but tanh": "layer.logit_capping_method",
+        "heads other than those that are planned for": (
+            "layer.tp_q_head_num layer.tp_k_head_num layer.tp_v_head_num"
+        ),
+        "a head dim that no kernel has, that is not planned for or that the GPU has no room for": (
+            "layer.qk_head_dim layer.head_dim layer.v_head_dim"
+        ),
+        "a window over the last tokens": "layer.sliding_window_size",
+        "attention within chunks (Llama 4)": "layer.use_irope",
+        "a temperature by position (Grok)": "layer.xai_temperature_len",
+        "the encoder's K/V": "layer.is_cross_attention",
+        "bidirectional layers": "layer.attn_type",
+        "its layers carry use_irope": (
+            "runner.attention_chunk_size model_config.is_local_attention_model"
+        ),
+        "its layers carry their windows": "runner.sliding_window_size",
+        "layers whose K/V are in the sliding-window pool": "runner.token_to_kv_pool",
+        "drafts run on SGLang's own backend": "runner.is_draft_worker",
+        "layers that only encode, of which each has its attn_type": "runner.model",
+        "such batches are the base's": "batch.encoder_lens",
+        "only layers with a temperature by position read them": "batch.positions",
+        "diffusion models decode by extend": "exec.dllm.dllm_algorithm",
+    },
+    "refused": {
+        "a window that stands in no layer (UnlimitedOCR)": "runner.prefill_aware_swa",
+        "virtual slot ids": "runner.kv_index_translator",
+        "other than the model's or fp8_e4m3": "runner.kv_cache_dtype",
+        "quantized K/V, see support.Server.quantized": "runner.kv_cache_dtype_str",
+        "a device without an executor": "runner.device",
+        "latents instead of K and V (MLA)": "model_config.attention_arch",
+        "rows shifted by the encoder's tokens": "model_config.is_encoder_decoder",
+        "only pools with virtual slot ids ask": "batch.out_cache_loc_is_physical",
+        "encoder-decoder models only": "batch.cross_attention_custom_mask",
+        "a rank that holds part of each sequence": (
+            "batch.dcp_kv_mask parallel.attn_cp_size parallel.attn_dcp_rank "
+            "parallel.attn_dcp_size parallel.dcp_group parallel.enable_prefill_cp"
+        ),
+        "packing depends on the batch": "exec.deterministic.enable_deterministic_inference",
+    },
+    "irrelevant": {
+        "slots are read one by one, in pages or not": "runner.page_size",
+        "sizes buffers of the base or names it": (
+            "runner.decode_num_tokens_per_req runner.gpu_id runner.decode_attention_backend_str "
+            "runner.prefill_attention_backend_str runner.token_to_kv_pool_allocator "
+            "runner.max_running_requests"
+        ),
+        "sizes buffers of the base, or speeds it up; the layer's own values count": (
+            "model_config.get_max_num_attention_heads model_config.swa_v_head_dim "
+            "hf_text_config.attn_logit_softcapping hf_text_config.num_attention_heads "
+            "hf_config.architectures"
+        ),
+        "prefill only": (
+            "model_config.is_multimodal batch.extend_prefix_lens batch.extend_prefix_lens_cpu "
+            "batch.extend_seq_lens batch.extend_seq_lens_cpu batch.input_ids "
+            "batch.multi_item_delimiter_indices batch._attn_output "
+            "batch._triton_dense_fp8_output_dtype exec.features.enable_mis "
+            "memory.disable_radix_cache model.is_embedding schedule.chunked_prefill_size "
+            "envs.SGLANG_FLASHINFER_USE_PAGED envs.SGLANG_TRITON_DENSE_PREFILL_ATTN "
+            "envs.SGLANG_TRITON_FP8_PREFILL_ATTN"
+        ),
+        "sizes the base's lists of indices": "batch.seq_lens_sum",
+        "how the base splits its work, sizes its buffers or picks its kernels": (
+            "exec.kernel.enable_lean_attention exec.kernel.triton_attention_num_kv_splits "
+            "exec.kernel.triton_attention_split_tile_size envs.SGLANG_DISABLE_LEAN_ATTENTION "
+            "envs.SGLANG_ENABLE_SPLITKV_VERIFY envs.SGLANG_FLASHINFER_WORKSPACE_SIZE "
+            "envs.SGLANG_OPT_FLASHINFER_VERIFY_HOST_PLAN platform.is_sm100 platform.is_sm120 "
+            "platform.is_sm90 envs.SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS "
+            "exec.graph.cuda_graph_config.decode.max_bs schedule.max_prefill_tokens"
+        ),
+        "leaves out blocks of small weight; pat's decode computes all of them": (
+            "envs.SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR"
+        ),
+    },
 }
-_RUNNER = {
-    **_all(
-        "refused", "a window that stands in no layer (UnlimitedOCR)", "runner.prefill_aware_swa"
-    ),
-    **_all("base", "its layers carry use_irope", "runner.attention_chunk_size"),
-    **_all("base", "its layers carry their windows", "runner.sliding_window_size"),
-    **_all("base", "layers whose K/V are in the sliding-window pool", "runner.token_to_kv_pool"),
-    **_all("refused", "virtual slot ids", "runner.kv_index_translator"),
-    **_all("refused", "other than the model's or fp8_e4m3", "runner.kv_cache_dtype"),
-    **_all("refused", "quantized K/V, see support.Server.quantized", "runner.kv_cache_dtype_str"),
-    **_all("handled", "the rows that a step's queries read", "runner.req_to_token_pool"),
-    **_all("handled", "speculative_algorithm says who verifies drafts", "runner.spec_algorithm"),
-    **_all("base", "drafts run on SGLang's own backend", "runner.is_draft_worker"),
-    **_all("refused", "a device without an executor", "runner.device"),
-    **_all("handled", "dtype of the queries and, but for fp8_e4m3, the cache", "runner.dtype"),
-    **_all("irrelevant", "slots are read one by one, in pages or not", "runner.page_size"),
-    **_all(
-        "irrelevant",
-        "sizes buffers of the base or names it",
-        *("runner.decode_num_tokens_per_req", "runner.gpu_id"),
-        *("runner.decode_attention_backend_str", "runner.prefill_attention_backend_str"),
-        *("runner.token_to_kv_pool_allocator", "runner.max_running_requests"),
-    ),
-    **_all("base", "layers that only encode, of which each has its attn_type", "runner.model"),
+# Verdict and why, by attribute.
+SEMANTICS: dict[str, tuple[str, str]] = {
+    name: (verdict, why)
+    for verdict, reasons in _BY_VERDICT.items()
+    for why, names in reasons.items()
+    for name in names.split()
 }
-_MODEL = {
-    **_all("refused", "latents instead of K and V (MLA)", "model_config.attention_arch"),
-    **_all("refused", "rows shifted by the encoder's tokens", "model_config.is_encoder_decoder"),
-    **_all("base", "its layers carry use_irope", "model_config.is_local_attention_model"),
-    **_all(
-        "handled",
-        "sizes that plans are made for; layers of others are the base's",
-        *("model_config.head_dim", "model_config.num_attention_heads"),
-        *("model_config.get_num_kv_heads", "model_config.v_head_dim"),
-    ),
-    **_all("handled", "the longest row, which sizes the workspace", "model_config.context_len"),
-    **_all(
-        "irrelevant",
-        "sizes buffers of the base, or speeds it up; the layer's own values count",
-        *("model_config.get_max_num_attention_heads", "model_config.swa_v_head_dim"),
-        *("hf_text_config.attn_logit_softcapping", "hf_text_config.num_attention_heads"),
-        "hf_config.architectures",
-    ),
-    **_all("irrelevant", "prefill only", "model_config.is_multimodal"),
-}
-_BATCH = {
-    **_all("handled", "which kind of forward this is", "batch.forward_mode"),
-    **_all(
-        "handled",
-        "the queries of a step, their rows, lengths and where their K/V go",
-        *("batch.batch_size", "batch.req_pool_indices", "batch.seq_lens", "batch.seq_lens_cpu"),
-        *("batch.out_cache_loc", "batch.kv_loc_plan"),
-    ),
-    **_all("refused", "only pools with virtual slot ids ask", "batch.out_cache_loc_is_physical"),
-    **_all("handled", "a verify step of chains, else the base's", "batch.spec_info"),
-    **_all("base", "such batches are the base's", "batch.encoder_lens"),
-    **_all("refused", "encoder-decoder models only", "batch.cross_attention_custom_mask"),
-    **_all("refused", "a rank that holds part of each sequence", "batch.dcp_kv_mask"),
-    **_all("base", "only layers with a temperature by position read them", "batch.positions"),
-    **_all(
-        "irrelevant",
-        "prefill only",
-        *("batch.extend_prefix_lens", "batch.extend_prefix_lens_cpu", "batch.extend_seq_lens"),
-        *("batch.extend_seq_lens_cpu", "batch.input_ids", "batch.multi_item_delimiter_indices"),
-        *("batch._attn_output", "batch._triton_dense_fp8_output_dtype"),
-    ),
-    **_all("irrelevant", "sizes the base's lists of indices", "batch.seq_lens_sum"),
-}
-_CONFIGURATION = {
-    **_all(
-        "refused",
-        "a rank that holds part of each sequence",
-        *("parallel.attn_cp_size", "parallel.attn_dcp_rank", "parallel.attn_dcp_size"),
-        *("parallel.dcp_group", "parallel.enable_prefill_cp"),
-    ),
-    **_all("handled", "heads of this rank", "parallel.attn_tp_size"),
-    **_all("handled", "padding shares nothing", "parallel.attn_dp_enabled"),
-    **_all(
-        "refused",
-        "packing depends on the batch",
-        "exec.deterministic.enable_deterministic_inference",
-    ),
-    **_all(
-        "handled",
-        "chains and trees of draft tokens; the rest is the base's (support.SPECULATION)",
-        *("spec.speculative_algorithm", "spec.speculative_eagle_topk"),
-        *("spec.speculative_num_draft_tokens", "spec.speculative_num_steps"),
-    ),
-    **_all("base", "diffusion models decode by extend", "exec.dllm.dllm_algorithm"),
-    **_all(
-        "irrelevant",
-        "prefill only",
-        *("exec.features.enable_mis", "memory.disable_radix_cache", "model.is_embedding"),
-        *("schedule.chunked_prefill_size", "envs.SGLANG_FLASHINFER_USE_PAGED"),
-        *("envs.SGLANG_TRITON_DENSE_PREFILL_ATTN", "envs.SGLANG_TRITON_FP8_PREFILL_ATTN"),
-    ),
-    **_all(
-        "irrelevant",
-        "how the base splits its work, sizes its buffers or picks its kernels",
-        *("exec.kernel.enable_lean_attention", "exec.kernel.triton_attention_num_kv_splits"),
-        *("exec.kernel.triton_attention_split_tile_size", "envs.SGLANG_DISABLE_LEAN_ATTENTION"),
-        *("envs.SGLANG_ENABLE_SPLITKV_VERIFY", "envs.SGLANG_FLASHINFER_WORKSPACE_SIZE"),
-        *("envs.SGLANG_OPT_FLASHINFER_VERIFY_HOST_PLAN", "platform.is_sm100", "platform.is_sm120"),
-        *("platform.is_sm90", "envs.SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS"),
-        *("exec.graph.cuda_graph_config.decode.max_bs", "schedule.max_prefill_tokens"),
-    ),
-    **_all(
-        "irrelevant",
-        "leaves out blocks of small weight; pat's decode computes all of them",
-        "envs.SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR",
-    ),
-}
-SEMANTICS: dict[str, Entry] = _LAYER | _RUNNER | _MODEL | _BATCH | _CONFIGURATION

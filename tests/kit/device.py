@@ -3,32 +3,32 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from kit.cases import E4M3, Case
-from kit.plans import HandPlan, joint
+from kit.cases import E4M3, Case, case
+from kit.pieces import Piece
+from kit.plans import COMMON_LAST, HandPlan, joint
 from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.target import Target
-from sglang_pat.workspace import LAUNCHES, Workspace
+from sglang_pat.workspace import LAUNCHES, LIST_TOKENS, Workspace
 
 POISON = 1e4
 BF16, FP16 = torch.bfloat16, torch.float16
+HEAD_DIMS = (64, 128, 256)
 # Dtypes of q, and of K and V.
-of_all_kinds = pytest.mark.parametrize(
-    "kind",
-    [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3)],
-    ids=["bf16", "fp16", "bf16_e4m3", "fp16_e4m3"],
-)
-of_both_kv = pytest.mark.parametrize(
-    "kind", [(BF16, BF16), (BF16, E4M3)], ids=["bf16", "bf16_e4m3"]
-)
+Dtypes = tuple[torch.dtype, torch.dtype]
+ALL_DTYPES: tuple[Dtypes, ...] = ((BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3))
+BOTH_KV: tuple[Dtypes, ...] = ((BF16, BF16), (BF16, E4M3))
+of_all_dtypes = pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=str)
+of_both_kv = pytest.mark.parametrize("dtypes", BOTH_KV, ids=str)
+of_head_dims = pytest.mark.parametrize("head_dim", HEAD_DIMS)
 K_SCALE, V_SCALE = 0.37, 2.3
 # Half of the distance between neighbouring numbers, relative: how far rounding goes.
 ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, E4M3: 2.0**-4}
@@ -44,19 +44,8 @@ class DevicePlan:
     hand: HandPlan
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("segments", "item_segments"):
-            return getattr(self.hand, name)
-        if name == "joint" or name.startswith(("num_", "total_", "branch_", "list_", "draft_")):
-            return int(self.hand.header[name][0])
-        raise AttributeError(name)
-
-    @property
-    def data_ptr(self) -> int:
-        return self.hand.data_ptr
-
-    @property
-    def nbytes(self) -> int:
-        return self.hand.nbytes
+        header = self.hand.header
+        return int(header[name][0]) if name in header.dtype.names else getattr(self.hand, name)
 
     def fits(self, seq_lens_ptr: int, count: int) -> bool:
         return count == self.num_queries
@@ -148,85 +137,90 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
     return float(distance.nan_to_num(nan=float("inf")))
 
 
-def may_be_joint(inputs: Case, plan: DevicePlan) -> bool:
-    """Whether both halves of an SM could work on each of the plan's items."""
-    items = plan.hand.items["num_queries"]
-    rows = inputs.heads[0] // inputs.heads[1] * inputs.draft_tokens * items
-    return plan.num_heavy_items == plan.num_items > 0 and max(rows) <= 64
-
-
-def joins_halves(plan: Any, launch: str) -> bool:
-    """Whether both halves of an SM run each unit and add up its results, which gives other bits
-    than one half. CTAs of ``streams`` have one half each."""
-    return bool(plan.joint) and launch != "streams"
-
-
 def multiplies_e4m3(plan: Any) -> bool:
     """Whether wgmma runs some of the plan's items, and with e4m3 in weights too if K and V are."""
     on_hopper = torch.cuda.get_device_capability()[0] == 9
     return on_hopper and plan.num_wide_items + plan.num_heavy_items > 0
 
 
-def wide(inputs: Case) -> DevicePlan:
-    """The case's plan with wide items."""
-    hand = inputs.plan(wide=True)
-    assert hand.header["num_wide_items"][0] > 0
-    return DevicePlan(hand)
-
-
 def plans_of(inputs: Case) -> list[DevicePlan]:
-    """The case's plan; and one with wide items, if any can be."""
-    rows = max(len(piece.queries) for piece in inputs.pieces) * inputs.heads[0] // inputs.heads[1]
-    return [DevicePlan(inputs.plan())] + ([wide(inputs)] if rows > 64 else [])
+    """The case's own plan by hand; the same as a joint one, if both halves of an SM could work on
+    each item; and one with wide items, if any can be."""
+    plan = inputs.plan()
+    rows = inputs.heads[0] // inputs.heads[1] * inputs.draft_tokens * plan.items["num_queries"]
+    plans = [plan]
+    if plan.header["num_heavy_items"] == len(plan.items) > 0 and max(rows) <= 64:
+        plans.append(joint(plan))
+    wide = inputs.plan(wide=True)
+    return [DevicePlan(each) for each in plans + [wide] * bool(wide.header["num_wide_items"])]
 
 
 def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
-    """Execute and compare with fp64 attention; a case's own plan a second time as a joint one if
-    all items are heavy. The output has at most twice the error of attention computed by torch in
-    the inputs' dtype, the LSE the rounding of sums in fp32.
+    """Execute a plan, or all of ``plans_of``, and compare with fp64 attention. Returns the output
+    of the first. It has at most twice the error of attention computed by torch in the inputs'
+    dtype, the LSE the rounding of sums in fp32.
 
     K and V in e4m3 are exact in fp16, and so is q, but for bf16 values below 6e-5; weights are
     rounded once, to fp16 or, for wgmma, to e4m3, and the output to its dtype, once more if partials
     have two bytes. The LSE has the errors of sums in fp32 or, for wgmma, of what it adds up with
     fewer bits."""
-    if plan is None:
-        plan = DevicePlan(inputs.plan())
-        if may_be_joint(inputs, plan):
-            check(inputs, DevicePlan(joint(plan.hand)), **options)
     truth, truth_lse = inputs.truth(torch.float64)
-    out, lse = execute(inputs, plan, **options)
-    few_bits = inputs.k.dtype == E4M3 and multiplies_e4m3(plan)
-    if inputs.k.dtype == E4M3:
-        roundings = 1 + (options.get("partial_dtype", torch.float32) != torch.float32)
-        # Half of the distance is the most; of many numbers the mean of squares is half of that.
-        of_weights = ROUNDING[E4M3] / 2 if few_bits else ROUNDING[FP16]
-        most = of_weights + roundings * ROUNDING[inputs.q.dtype]
-    else:
-        plain, _ = inputs.truth(inputs.q.dtype)
-        most = 2 * min(error(plain, truth), 0.02) + 1e-4
-    assert error(out, truth) <= most
     empty = truth_lse.isneginf()
-    assert torch.equal(lse.isneginf(), empty) and not out[empty].any()
-    difference = (lse - truth_lse).abs()[~empty]
-    # Sums on the way to a logit that cancels out are larger, the more so in longer rows.
-    greatest = truth_lse[~empty].abs() + few_bits * max(4, inputs.q.shape[-1] / 32)
-    assert torch.all(difference <= 1e-5 + (SUMMING if few_bits else 4e-6) * greatest)
-    return out
+    e4m3 = inputs.k.dtype == E4M3
+    of_dtype = 0.0 if e4m3 else error(inputs.truth(inputs.q.dtype)[0], truth)
+    first = None
+    for each in plans_of(inputs) if plan is None else [plan]:
+        out, lse = execute(inputs, each, **options)
+        few_bits = e4m3 and multiplies_e4m3(each)
+        most = 2 * min(of_dtype, 0.02) + 1e-4
+        if e4m3:
+            roundings = 1 + (options.get("partial_dtype", torch.float32) != torch.float32)
+            # Half of the distance is the most; of many numbers the mean of squares is half of that.
+            most = ROUNDING[E4M3] / 2 if few_bits else ROUNDING[FP16]
+            most += roundings * ROUNDING[inputs.q.dtype]
+        found = error(out, truth)
+        assert found <= most, f"{found} of {inputs.heads} heads, at most {most}"
+        assert torch.equal(lse.isneginf(), empty) and not out[empty].any()
+        difference = (lse - truth_lse).abs()[~empty]
+        # Sums on the way to a logit that cancels out are larger, the more so in longer rows.
+        greatest = truth_lse[~empty].abs() + few_bits * max(4, inputs.q.shape[-1] / 32)
+        assert torch.all(difference <= 1e-5 + (SUMMING if few_bits else 4e-6) * greatest)
+        first = out if first is None else first
+    assert first is not None
+    return first
 
 
-def check_launches(inputs: Case, plan: Any, target: Target) -> None:
+def same(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
+    """Whether two results are equal bit by bit."""
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def poisoned(inputs: Case, **options: Any) -> Workspace:
+    """A workspace for the case with poison where no item may read before it is written: in the
+    list, in row masks, in plan entries and in partials."""
+    made = Workspace(target_of(inputs), inputs.table.shape[1], **options)
+    poison = {"list": 2**31 - 1, "row_masks": -1, "plan": 0x7F}
+    for name, value in (poison | dict.fromkeys(("partials", "partial_lse"), math.nan)).items():
+        made._buffers[name].fill_(value)
+    return made
+
+
+def check_launches(inputs: Case, plan: Any) -> None:
     """Run a plan with each launch: right, the same bits from run to run and from launches that
-    add up alike, and the queue left as it was found."""
+    add up alike, and the queue left as it was found. CTAs of ``streams`` have one half each: they
+    join no halves, and a branch of a pair does not begin with its own tokens."""
     results: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for launch in LAUNCHES:
-        workspace = Workspace(target, inputs.table.shape[1], launch=launch)
-        check(inputs, plan, workspace=workspace)
-        same = results[joins_halves(plan, launch)]
-        same += [execute(inputs, plan, workspace=workspace) for _ in range(5)]
+        room = max(LIST_TOKENS, plan.list_tokens)  # else load() takes a list without poison
+        workspace = poisoned(inputs, launch=launch, list_tokens=room)
+        own_first = bool((plan.items["order"] == COMMON_LAST).any())
+        alike = launch != "streams" or not (plan.joint or own_first)
+        if alike not in results:
+            check(inputs, plan, workspace=workspace)
+        results[alike] += [execute(inputs, plan, workspace=workspace) for _ in range(6)]
         assert not workspace.queue.any()
-    for (first, first_lse), *others in results.values():
-        for out, lse in others:
-            assert torch.equal(out, first) and torch.equal(lse, first_lse)
+    for first, *others in results.values():
+        assert all(same(first, other) for other in others)
 
 
 def case_of_tree(
@@ -241,43 +235,31 @@ def case_of_tree(
 ) -> Case:
     """Inputs of a batch by levels; ``seq_lens`` may cut or lengthen the private tails, which hold
     the draft tokens. Slots are shuffled, those that no token owns hold NaN."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    rng = np.random.default_rng(seed)
     lens = seq_lens or tree.seq_lens
-    owned: dict[tuple[int, int], int] = {}
-    tails = [
-        length - (path[-1][2] if path else 0) for path, length in zip(tree.paths, lens, strict=True)
+    nodes: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for query, path in enumerate(tree.paths):
+        for node in path:
+            nodes[node].append(query)
+    pieces = [
+        Piece(tuple(queries), start, end - start) for (_, start, end), queries in nodes.items()
     ]
-    starts, total = [], 0
-    for path, tail in zip(tree.paths, tails, strict=True):
-        for node, start, end in path:
-            if (node, start) not in owned:
-                owned[node, start] = total
-                total += end - start
-        starts.append(total)
-        total += tail
-    slots = rng.permutation(total + 16).astype(np.int32)
-    table = np.full((len(lens) + 1, max(lens) + 3), slots[-1], np.int32)
-    for i, (path, tail) in enumerate(zip(tree.paths, tails, strict=True)):
-        for node, start, end in path:
-            at = owned[node, start]
-            table[i + 1, start:end] = slots[at : at + end - start]
-        table[i + 1, lens[i] - tail : lens[i]] = slots[starts[i] : starts[i] + tail]
+    starts = [path[-1][2] if path else 0 for path in tree.paths]
+    pieces += [Piece((i,), at, lens[i] - at) for i, at in enumerate(starts)]
+    small = case(pieces, (1, 1), 8, seed=seed, draft_tokens=draft_tokens)  # where tokens are
+    generator = torch.Generator(device="cuda").manual_seed(seed)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(rows: int, num_heads: int) -> torch.Tensor:
+        shape = (rows, num_heads, head_dim)
         return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
-    k, v = (random(len(slots), heads[1], head_dim) for _ in range(2))
-    unowned = torch.from_numpy(slots[total:].astype(np.int64)).cuda()
+    unowned = small.k[:, 0, 0].isnan().nonzero().flatten().cuda()
+    k, v = (random(len(small.k), heads[1]) for _ in range(2))
     k[unowned] = v[unowned] = float("nan")
-    return Case(
-        q=random(len(lens) * draft_tokens, heads[0], head_dim),
+    return replace(
+        small,
+        q=random(len(small.q), heads[0]),
         k=k,
         v=v,
-        table=torch.from_numpy(table).cuda(),
-        rows=torch.arange(1, len(lens) + 1, device="cuda"),
-        seq_lens=torch.tensor(lens, device="cuda"),
-        pieces=[],
         scale=head_dim**-0.5,
-        draft_tokens=draft_tokens,
+        **{name: getattr(small, name).cuda() for name in ("table", "rows", "seq_lens")},
     )

@@ -44,18 +44,14 @@ def drafted_forest(seed: int, heads: tuple[int, int], draft_tokens: int) -> list
 
 def chains(num_queries: int, draft_tokens: int) -> torch.Tensor:
     """The masks of drafts that are chains, int64 [B, T]."""
-    return torch.tensor([[(2 << i) - 1 for i in range(draft_tokens)]] * num_queries)
+    seen = torch.ones(draft_tokens, draft_tokens, dtype=torch.int64).tril()
+    return (seen << torch.arange(draft_tokens)).sum(-1).repeat(num_queries, 1)
 
 
 def custom_mask(masks: torch.Tensor, prefix: torch.Tensor | None = None) -> torch.Tensor:
     """Masks int64 [B, T] as SGLang has them: bool, flat, a cell for each draft token, behind one
     for each of a query's ``prefix`` tokens where these are given."""
-    bits = torch.arange(masks.shape[1])
-    cells = (masks[:, :, None] >> bits & 1).bool()  # [B, T, T]
-    if prefix is None:
-        return cells.flatten()
-    wide = [
-        torch.cat([torch.ones(len(one), length, dtype=torch.bool), one], 1).flatten()
-        for one, length in zip(cells, prefix.tolist(), strict=True)
-    ]
-    return torch.cat(wide)
+    cells = (masks[:, :, None] >> torch.arange(masks.shape[1]) & 1).bool()  # [B, T, T]
+    lens = [0] * len(masks) if prefix is None else prefix.tolist()
+    ones = (torch.ones(masks.shape[1], length, dtype=torch.bool) for length in lens)
+    return torch.cat([torch.cat(two, 1).flatten() for two in zip(ones, cells, strict=True)])

@@ -3,14 +3,15 @@
 
 It reads requests from the socket whose descriptor is its argument, a JSON object a line:
 ``program`` (what would follow ``python -m``), ``env``, ``cwd``, ``log`` and ``errors`` (files for
-its standard output and its errors, or one for both). It answers with a line ``{"pid"}`` for each,
-and says when one has ended: ``{"pid", "code"}``. It ends when the other side closes the socket, and
+its standard output and its errors, or one for both) and ``ended``, a file that gets its exit code.
+It answers with a line for each, its process id. It ends when the other side closes the socket, and
 its forks go on.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -26,6 +27,7 @@ import socket
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
 SERVER = "sglang.launch_server"
@@ -43,30 +45,29 @@ POLL_S = 0.05  # between two looks at which servers have ended
 
 def _requests(asked: socket.socket) -> dict[str, Any] | None:
     """Answers requests until there are no more, which gives None. In a fork it returns its own."""
-    pids: set[int] = set()
+    ends: dict[int, Path] = {}  # by process
     unread = b""
     while True:
-        if select.select([asked], [], [], POLL_S if pids else None)[0]:
+        if select.select([asked], [], [], POLL_S if ends else None)[0]:
             got = asked.recv(1 << 20)
             if not got:
                 return None
             *lines, unread = (unread + got).split(b"\n")
-            for line in lines:
+            for request in map(json.loads, lines):
                 pid = os.fork()
                 if pid == 0:
                     asked.close()
-                    return json.loads(line)
-                pids.add(pid)
-                _say(asked, pid=pid)
-        for pid in list(pids):
+                    return request
+                ends[pid] = Path(request["ended"])
+                asked.sendall(f"{pid}\n".encode())
+        for pid in list(ends):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                pids.remove(pid)
-                _say(asked, pid=pid, code=os.waitstatus_to_exitcode(status))
-
-
-def _say(asked: socket.socket, **message: int) -> None:
-    asked.sendall(json.dumps(message).encode() + b"\n")
+                file = ends.pop(pid)
+                part = file.with_suffix(".part")
+                with contextlib.suppress(FileNotFoundError):  # nobody asks any more
+                    part.write_text(str(os.waitstatus_to_exitcode(status)))
+                    part.rename(file)
 
 
 def _become(request: dict[str, Any]) -> None:

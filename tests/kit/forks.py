@@ -11,8 +11,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -29,6 +29,7 @@ from sglang_pat.demo.server import Server
 
 PROGRAM = Path(__file__).with_name("forker.py")
 STARTED_S = 300.0  # until SGLang is imported
+POLL_S = 0.05  # between two looks at whether a fork has ended
 # How variables begin that SGLang, pat and the tests' plugins read when they need them, not when
 # they are imported.
 READ_LATE = (
@@ -42,19 +43,23 @@ LOST = -1  # exit code of a fork of which nothing is known any more
 class Forked:
     """A forked program: what ``subprocess.Popen`` would give for a started one."""
 
-    def __init__(self, pid: int, forker: Forker) -> None:
+    def __init__(self, pid: int, ended: Path, forker: subprocess.Popen[bytes]) -> None:
         self.pid = pid
-        self._forker = forker
+        self._ended, self._forker = ended, forker
 
     def poll(self) -> int | None:
-        return self._forker.code_of(self.pid, 0.0)
+        lost = self._forker.poll() is not None  # before: the last code may come meanwhile
+        if self._ended.exists():
+            return int(self._ended.read_text())
+        return LOST if lost else None  # nobody waits for it any more; who asks kills its group
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
-        code = self._forker.code_of(self.pid, timeout)
-        if code is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired("a forked program", timeout)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
+            time.sleep(POLL_S)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -76,10 +81,11 @@ class Forker:
             start_new_session=True,
         )
         theirs.close()
+        self._socket.settimeout(STARTED_S)
+        self._answers = self._socket.makefile("r")
         self._lock = threading.Lock()
-        self._unread = b""
-        self._codes: dict[int, int] = {}
-        self._ended = ""  # why, if the process has
+        self._folder = tempfile.TemporaryDirectory()
+        self._forks = 0
 
     def start(
         self,
@@ -97,60 +103,23 @@ class Forker:
         Raises:
             RuntimeError: the process has ended, or SGLang is not imported in ``STARTED_S``.
         """
-        files = {"log": str(log), "errors": str(errors or log)}
-        request = {"program": [*program], "env": {**env}, "cwd": str(cwd), **files}
         with self._lock:
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
-            pid = None
-            deadline = time.monotonic() + STARTED_S
-            while pid is None:
-                if self._ended:
-                    raise RuntimeError(self._ended)
-                if time.monotonic() > deadline:
-                    self.stop()  # or it would fork for nobody later
-                    raise RuntimeError(f"{PROGRAM} did not fork in {STARTED_S:g} s")
-                pid = self._read(deadline - time.monotonic())
-            return Forked(pid, self)
-
-    def code_of(self, pid: int, timeout: float | None) -> int | None:
-        """Of a fork that has ended, its exit code; None if ``timeout`` seconds pass before."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            with self._lock:
-                # Short waits, as other threads may ask for another one.
-                left = 0.1 if deadline is None else deadline - time.monotonic()
-                self._read(min(max(left, 0.0), 0.1))
-                if pid in self._codes:
-                    return self._codes[pid]
-                if self._ended:  # nobody waits for its forks any more; who asks kills their group
-                    return LOST
-            if deadline is not None and time.monotonic() >= deadline:
-                return None
-
-    def _read(self, timeout: float) -> int | None:
-        """Read what is there in ``timeout`` seconds; the fork that was started, if any."""
-        if self._ended:
-            return None
-        if not select.select([self._socket], [], [], max(timeout, 0.0))[0]:
-            return None
-        got = self._socket.recv(1 << 16)
-        if not got:
-            self._ended = f"{PROGRAM} ended with code {self._process.wait()}"
-            return None
-        *lines, self._unread = (self._unread + got).split(b"\n")
-        started = None
-        for line in lines:
-            message = json.loads(line)
-            if "code" in message:
-                self._codes[message["pid"]] = message["code"]
-            else:
-                started = message["pid"]
-                self._codes.pop(started, None)  # of an older fork with that number
-        return started
+            self._forks += 1
+            ended = Path(self._folder.name, str(self._forks))
+            files = {"log": str(log), "errors": str(errors or log), "ended": str(ended)}
+            request = {"program": [*program], "env": {**env}, "cwd": str(cwd), **files}
+            try:
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
+                pid = int(self._answers.readline())
+            except (OSError, ValueError) as error:
+                self.stop()  # or it would fork for nobody later
+                raise RuntimeError(
+                    f"{PROGRAM} ended, or did not fork in {STARTED_S:g} s"
+                ) from error
+            return Forked(pid, ended, self._process)
 
     def stop(self) -> None:
         """End the process; its forks go on."""
-        self._ended = self._ended or f"{PROGRAM} was stopped"
         self._socket.close()
         self._process.send_signal(signal.SIGTERM)
         self._process.wait()

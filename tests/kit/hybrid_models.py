@@ -167,7 +167,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-# Families whose norms multiply by 1 + weight, but for the gated norm of linear attention.
+# Families whose norms multiply by 1 + weight, but for the gated norm of linear attention. The
+# others, Falcon-H1, Nemotron-H and Granite, have none of queries and keys.
 _NORMS_FROM_ONE = ("qwen3_next", "qwen3_5", "gemma3")
 
 
@@ -262,15 +263,11 @@ def _values(
     if module in ("embed_tokens", "embeddings"):
         # Gemma scales what is looked up by the root of the width, and has it as output matrix too.
         scale = 2.0 / math.sqrt(HIDDEN) if family == "gemma3" else 0.5
-    elif module in ("q_proj", "k_proj") and not _has_qk_norms(family):
+    elif module in ("q_proj", "k_proj") and family not in _NORMS_FROM_ONE:
         scale *= QK_SCALE
     elif module == "o_proj":
         scale *= LOUDER.get(family, 1.0)
     return torch.randn(shape, generator=generator) * scale
-
-
-def _has_qk_norms(family: str) -> bool:
-    return family in _NORMS_FROM_ONE  # Falcon-H1, Nemotron-H and Granite have none
 
 
 def _norm(family: str, name: str, module: str) -> float:

@@ -73,10 +73,6 @@ def pieces_of(parts: Parts) -> list[Piece]:
     return [p for part in parts for p in (part.pieces if isinstance(part, Branch) else (part,))]
 
 
-def single(length: int) -> list[Piece]:
-    return [Piece((0,), 0, length)]
-
-
 def shared(num_queries: int, length: int, splits: int = 1) -> list[Piece]:
     """Queries with one common prefix in equal pieces, and a tail each."""
     size = length // splits
@@ -87,8 +83,7 @@ def shared(num_queries: int, length: int, splits: int = 1) -> list[Piece]:
 
 
 def prefix(num_queries: int, length: int) -> list[Piece]:
-    everyone = tuple(range(num_queries))
-    return [Piece(everyone, 0, length), *(Piece((i,), length, DYNAMIC) for i in everyone)]
+    return shared(num_queries, length)
 
 
 def forest(rng: np.random.Generator, num_queries: int, max_splits: int = 3) -> list[Piece]:
@@ -133,9 +128,9 @@ def paths_of(pieces: list[Piece], num_queries: int) -> list[list[tuple[int, int,
 
 def check_pieces(pieces: list[list[tuple[int, int]]], seq_lens: list[int]) -> None:
     """The (start, length) that items read of each query make up its sequence, without overlaps."""
-    for query_pieces, seq_len in zip(pieces, seq_lens, strict=True):
+    for of_query, seq_len in zip(pieces, seq_lens, strict=True):
         position = 0
-        for start, length in sorted(query_pieces):
+        for start, length in sorted(of_query):
             assert start == position
             position += length
         assert position == seq_len

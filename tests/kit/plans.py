@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import ctypes
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kit.pieces import DYNAMIC, LONG_TAIL_ROOM, Branch, Parts, Piece, pieces_of
+from sglang_pat.planner import plan
+from sglang_pat.target import Target
 
 DIRECT = -1
 SINGLE, PACK, BRANCH, DRAFTS = 0, 1, 2, 3
@@ -21,39 +23,22 @@ PARTS = ("items", "item_segments", "members", "queries", "segments")  # as a pla
 
 HEADER = np.dtype(
     [
-        ("magic", "<u4"),
-        ("version", "<u4"),
-        *((name, "<i4") for name in ("num_queries", "num_items", "num_members", "num_segments")),
-        *((name, "<i4") for name in ("num_partials", "num_shared_items")),
+        *((name, "<u4") for name in ("magic", "version")),
+        *((f"num_{name}", "<i4") for name in ("queries", "items", "members", "segments")),
+        *((f"num_{name}", "<i4") for name in ("partials", "shared_items")),
         *((f"{part}_offset", "<i4") for part in PARTS),
         *((name, "<i4") for name in ("total_bytes", "num_q_heads", "num_kv_heads")),
-        *((name, "<i4") for name in ("num_wide_items", "num_heavy_items")),
-        *((name, "<i4") for name in ("branch_tokens", "list_tokens")),
+        *((f"num_{name}_items", "<i4") for name in ("wide", "heavy")),
+        *((f"{name}_tokens", "<i4") for name in ("branch", "list")),
         ("list", "<u8"),
-        ("draft_tokens", "<i4"),
-        ("joint", "<i4"),
-        ("first_units", "<i4"),
-        ("num_paired_items", "<i4"),
+        *((name, "<i4") for name in ("draft_tokens", "joint", "first_units", "num_paired_items")),
         ("unused", "<i4", 2),
     ]
 )
-ITEM = np.dtype(
-    [
-        *((name, "<i4") for name in ("member_offset", "num_queries", "list_start", "tokens")),
-        *((name, "<i4") for name in ("query", "partial")),
-        *((name, "<i2") for name in ("row_tile", "unmasked_tiles", "common_tiles")),
-        *((name, "i1") for name in ("kind", "order")),
-    ]
-)
-ITEM_SEGMENTS = np.dtype([("first_segment", "<i4"), ("num_segments", "<i4")])
-MEMBER = np.dtype([("query", "<i4"), ("partial", "<i4")])
-QUERY = np.dtype([("partial_offset", "<i4"), ("num_splits", "<i4")])
-SEGMENT = np.dtype(
-    [
-        (name, "<i4")
-        for name in ("query", "kv_start", "kv_len", "room", "first_member", "num_queries")
-    ]
-)
+# The extension's own, of a plan without queries.
+_none = plan([], [], Target.h200(num_q_heads=1, num_kv_heads=1, head_dim=64, max_queries=1))
+DTYPES = {part: getattr(_none, part).dtype for part in PARTS}
+EMPTY = np.frombuffer(ctypes.string_at(_none.data_ptr, HEADER.itemsize), HEADER)
 
 
 @dataclass
@@ -66,25 +51,24 @@ class HandPlan:
     members: npt.NDArray[Any]
     queries: npt.NDArray[Any]
     segments: npt.NDArray[Any]
-    _bytes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    draft_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        self.encode()
 
     def encode(self) -> HandPlan:
         """Lay the parts out again, after changes to them."""
         raw = b"".join(getattr(self, part).tobytes() for part in ("header", *PARTS))
-        self._bytes = np.frombuffer(raw + bytes(-len(raw) % 8), np.uint64).copy()
+        self.words = np.frombuffer(raw + bytes(-len(raw) % 8), np.int32).copy()
         return self
 
     @property
     def data_ptr(self) -> int:
-        return self._bytes.ctypes.data
+        return self.words.ctypes.data
 
     @property
     def nbytes(self) -> int:
-        return self._bytes.nbytes
-
-    @property
-    def draft_tokens(self) -> int:
-        return int(self.header["draft_tokens"][0])
+        return self.words.nbytes
 
     @property
     def list_tokens(self) -> int:
@@ -95,7 +79,7 @@ def joint(plan: HandPlan) -> HandPlan:
     """The same plan of heavy items, each for both halves of an SM."""
     header = plan.header.copy()
     header["joint"] = 1
-    return replace(plan, header=header).encode()
+    return replace(plan, header=header)
 
 
 def paired(plan: HandPlan, *common: int) -> HandPlan:
@@ -109,19 +93,7 @@ def paired(plan: HandPlan, *common: int) -> HandPlan:
         items["common_tiles"][two] = abs(tiles)
         items["order"][two] = COMMON_LAST if tiles < 0 else UNMASKED_FIRST
     header["num_paired_items"] = 2 * len(common)
-    return replace(plan, header=header, items=items).encode()
-
-
-Damage = Callable[[HandPlan], object]
-
-
-def set_to(part: str, index: int | slice, name: str, value: int) -> Damage:
-    """What sets a field of one element of a plan's part, or of some."""
-
-    def apply(plan: HandPlan) -> None:
-        getattr(plan, part)[name][index] = value
-
-    return apply
+    return replace(plan, header=header, items=items)
 
 
 def encode(
@@ -149,23 +121,28 @@ def encode(
     for part in parts:
         for query in part.queries:
             of_query[query].append(part)
-    queries = np.zeros(num_queries, QUERY)
+    queries: list[tuple[int, int]] = []
     partial: dict[tuple[int, Piece | Branch], int] = {}
     for query, mine in enumerate(of_query):
-        queries[query] = (len(partial) if len(mine) > 1 else 0, len(mine))
+        queries.append((len(partial) if len(mine) > 1 else 0, len(mine)))
         if len(mine) > 1:
             # By position; a branch is the last.
             for part in sorted(mine, key=lambda p: 2**31 if isinstance(p, Branch) else p.start):
                 partial[query, part] = len(partial)
-    items, members, segments = _items_of(parts, tiles, partial, draft_tokens)
-    arrays = {
+    items, members = _items_of(parts, tiles, partial, draft_tokens)
+    segments = [_segments(part) for part in parts]
+    counts = [len(of_part) for of_part in segments]
+    firsts = np.cumsum([0, *counts])[:-1].tolist()
+    found = {
         "items": items,
-        "item_segments": _item_segments(parts),
-        "members": np.array(members, MEMBER),
+        "item_segments": list(zip(firsts, counts, strict=True)),
+        "members": members,
         "queries": queries,
-        "segments": np.array(segments, SEGMENT),
+        "segments": [segment for of_part in segments for segment in of_part],
     }
-    header = _header_of(arrays, heads)
+    arrays = {part: np.array(found[part], DTYPES[part]) for part in PARTS}
+    header = _header_of(arrays)
+    header["num_q_heads"], header["num_kv_heads"] = heads
     header["num_partials"], header["draft_tokens"] = len(partial), draft_tokens
     header["num_shared_items"] = sum(
         any(len(piece.queries) > 1 for piece in pieces_of([part])) for part in parts
@@ -173,7 +150,7 @@ def encode(
     header["num_wide_items"], header["num_heavy_items"] = tiles.count(128), tiles.count(64)
     header["branch_tokens"] = sum(_room_of(part) for part in parts if isinstance(part, Branch))
     header["list_tokens"] = sum(map(_room_of, parts))
-    return HandPlan(header, **arrays).encode()
+    return HandPlan(header, **arrays, draft_tokens=draft_tokens)
 
 
 def _items_of(
@@ -181,51 +158,32 @@ def _items_of(
     tiles: list[int],
     partial: dict[tuple[int, Piece | Branch], int],
     draft_tokens: int,
-) -> tuple[npt.NDArray[Any], list[tuple[int, int]], list[tuple[int, ...]]]:
-    """Items, members and segments; ``partial``: the slots of queries that several parts serve."""
-    items = np.zeros(len(parts), ITEM)
-    members: list[tuple[int, int]] = []
-    segments: list[tuple[int, ...]] = []
-    starts = _list_starts(parts)
-    for i, part in enumerate(parts):
-        item = items[i]
-        item["member_offset"], item["num_queries"] = len(members), len(part.queries)
-        item["list_start"], item["row_tile"] = starts[part], tiles[i]
-        item["query"], item["kind"] = -1, PACK
-        if isinstance(part, Branch):
-            item["unmasked_tiles"], item["kind"] = part.seen_by_all, BRANCH
-            item["order"] = UNMASKED_LAST if part.tails_first else UNMASKED_FIRST
-        elif len(part.queries) == 1:
-            (query,) = part.queries
-            drafts = draft_tokens > 1 and part.length == DYNAMIC
-            item["query"], item["kind"] = query, DRAFTS if drafts else SINGLE
-            item["partial"] = partial.get((query, part), DIRECT)
-        members += [(query, partial.get((query, part), DIRECT)) for query in part.queries]
-        segments += _segments(part)
-    return items, members, segments
-
-
-def _item_segments(parts: Parts) -> npt.NDArray[Any]:
-    counts = [len(_segments(part)) for part in parts]
-    firsts = np.cumsum([0, *counts])[:-1]
-    return np.array(list(zip(firsts, counts, strict=True)), ITEM_SEGMENTS)
-
-
-def _list_starts(parts: Parts) -> dict[Piece | Branch, int]:
-    """Where the tokens of each part begin in the list, the branches' first."""
-    starts, end = {}, 0
+) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
+    """Items and members; ``partial``: the slots of queries that several parts serve."""
+    starts, end = {}, 0  # in the list, the branches' first
     for part in sorted(parts, key=lambda part: not isinstance(part, Branch)):
         starts[part] = end
         end += _room_of(part)
-    return starts
+    items: list[tuple[int, ...]] = []
+    members: list[tuple[int, int]] = []
+    for part, tile in zip(parts, tiles, strict=True):
+        of_item = [(query, partial.get((query, part), DIRECT)) for query in part.queries]
+        query, slot, unmasked, kind, order = -1, 0, 0, PACK, UNMASKED_FIRST
+        if isinstance(part, Branch):
+            kind, unmasked = BRANCH, part.seen_by_all
+            order = UNMASKED_LAST if part.tails_first else UNMASKED_FIRST
+        elif len(of_item) == 1:
+            (query, slot) = of_item[0]
+            kind = DRAFTS if draft_tokens > 1 and part.length == DYNAMIC else SINGLE
+        where = (len(members), len(of_item), starts[part], 0, query, slot)
+        items.append((*where, tile, unmasked, 0, kind, order))
+        members += of_item
+    return items, members
 
 
-def _header_of(parts: dict[str, npt.NDArray[Any]], heads: tuple[int, int]) -> npt.NDArray[Any]:
+def _header_of(parts: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """A header with the sizes of ``parts``, and with where they lie, one behind the other."""
-    header = np.zeros(1, HEADER)
-    header["magic"], header["version"] = 0x50415431, 10
-    header["num_q_heads"], header["num_kv_heads"] = heads
-    offset = HEADER.itemsize
+    header, offset = EMPTY.copy(), HEADER.itemsize
     for name in PARTS:
         if name != "item_segments":
             header[f"num_{name}"] = len(parts[name])

@@ -119,7 +119,6 @@ def make_runner(
         "dtype": BF16,
         "kv_cache_dtype": BF16,
         "kv_cache_dtype_str": "auto",
-        "use_mla_backend": False,
         "prefill_aware_swa": False,
         "kv_index_translator": SimpleNamespace(is_translating=False),
         "token_to_kv_pool": make_pool(len(layers), sliding),

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterable, Iterator
-from functools import cache
-from pathlib import Path
+
+from sglang_pat.srt.interface import parsed
 
 HOME = "sglang.srt.layers.attention"
 BACKENDS = {
@@ -18,31 +17,20 @@ BACKENDS = {
 }
 # The constructor and what a decode step calls.
 ENTRY_POINTS = (
-    "__init__",
-    "init_cuda_graph_state",
-    "init_forward_metadata",
-    "init_forward_metadata_out_graph",
-    "init_forward_metadata_in_graph",
-    "forward_decode",
+    *("__init__", "init_cuda_graph_state", "init_forward_metadata", "forward_decode"),
+    *("init_forward_metadata_out_graph", "init_forward_metadata_in_graph"),
 )
 # The objects whose attributes count, by the names that SGLang's source has for them.
 ROOTS = {
+    **{name: name for name in ("runner", "model_config", "hf_config", "hf_text_config")},
+    **{name: name for name in ("server_args", "layer", "envs")},
     "model_runner": "runner",
-    "runner": "runner",
-    "model_config": "model_config",
-    "hf_config": "hf_config",
-    "hf_text_config": "hf_text_config",
-    "server_args": "server_args",
-    "layer": "layer",
     "forward_batch": "batch",
-    "envs": "envs",
 }
 # Namespaces of the published configuration, of which the leaf counts: get_exec().graph.leaf.
 NAMESPACES = {"exec", "spec", "parallel", "memory", "schedule", "disagg", "model", "platform"}
 # Objects that are followed: of runner.model_config.x it is model_config.x that counts.
 FOLLOWED = {"model_config", "hf_config", "hf_text_config", "server_args"}
-
-Function = ast.FunctionDef | ast.ClassDef
 
 
 def dependencies(modules: Iterable[str] = tuple(BACKENDS)) -> set[str]:
@@ -50,7 +38,7 @@ def dependencies(modules: Iterable[str] = tuple(BACKENDS)) -> set[str]:
     decode of these backends depends, as ``layer.scaling`` or ``exec.graph.max_bs``."""
     found: set[str] = set()
     for module in modules:
-        for function in _reachable(module, BACKENDS[module]):
+        for function in _reachable(f"{HOME}.{module}", BACKENDS[module]):
             found |= set(attributes(function))
     # Of exec.graph.max_bs, exec.graph is a part, not another attribute.
     return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
@@ -60,28 +48,25 @@ def attributes(tree: ast.AST) -> Iterator[str]:
     """The attributes that code reads, ``getattr`` and ``hasattr`` with a literal name included."""
     for node in ast.walk(tree):
         names: list[str] = []
-        if isinstance(node, ast.Attribute):
-            names = _names(node)
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in ("getattr", "hasattr")
-            and isinstance(node.args[1], ast.Constant)
-        ):
-            names = [*_names(node.args[0]), str(node.args[1].value)]
+        match node:
+            case ast.Attribute():
+                names = _names(node)
+            case ast.Call(ast.Name("getattr" | "hasattr"), [owner, ast.Constant(name), *_]):
+                names = [*_names(owner), str(name)]
         if name := _canonical(names):
             yield name
 
 
 def _names(node: ast.AST) -> list[str]:
     """["a", "b", "c"] of ``a.b.c``, ["get_exec()", "b"] of ``get_exec().b``; [] of others."""
-    if isinstance(node, ast.Name):
-        return [node.id]
-    if isinstance(node, ast.Attribute):
-        before = _names(node.value)
-        return [*before, node.attr] if before else []
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-        return [f"{node.func.id}()"]
+    match node:
+        case ast.Name(name):
+            return [name]
+        case ast.Attribute(owner, name):
+            before = _names(owner)
+            return [*before, name] if before else []
+        case ast.Call(ast.Name(name), []):
+            return [f"{name}()"]
     return []
 
 
@@ -100,12 +85,13 @@ def _canonical(names: list[str]) -> str:
     return ""
 
 
-def _reachable(module: str, cls: str) -> Iterator[Function]:
+def _reachable(module: str, cls: str) -> Iterator[ast.stmt]:
     """The functions that the entry points of a backend's class reach: its own methods, and the
     functions and classes of SGLang's attention package that they name."""
-    defined = definitions(module)
-    methods = {node.name: node for node in defined[cls].body if isinstance(node, ast.FunctionDef)}
-    todo: list[tuple[str, Function]] = [
+    backend = parsed(module)[0][cls]
+    assert isinstance(backend, ast.ClassDef)
+    methods = {node.name: node for node in backend.body if isinstance(node, ast.FunctionDef)}
+    todo: list[tuple[str, ast.stmt]] = [
         (module, methods[name]) for name in ENTRY_POINTS if name in methods
     ]
     seen: set[int] = set()
@@ -116,55 +102,22 @@ def _reachable(module: str, cls: str) -> Iterator[Function]:
         seen.add(id(function))
         yield function
         for node in ast.walk(function):
-            if isinstance(node, ast.Name) and node.id != cls:
-                todo += _named(home, node.id)
-            elif (
-                home == module
-                and isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id in ("self", "attn_backend")
-                and node.attr in methods
-            ):
-                todo.append((home, methods[node.attr]))
+            match node:
+                case ast.Name(name) if name != cls:
+                    todo += _named(home, name)
+                case ast.Attribute(ast.Name("self" | "attn_backend"), name) if (
+                    home == module and name in methods
+                ):
+                    todo.append((home, methods[name]))
 
 
-def _named(module: str, name: str) -> list[tuple[str, Function]]:
-    """The module-level function or class of that name: of this module, or imported into it."""
-    if name in definitions(module):
-        return [(module, definitions(module)[name])]
-    source = _imports(module).get(name)
-    if source is None or name not in definitions(source):
+def _named(module: str, name: str) -> list[tuple[str, ast.stmt]]:
+    """The module-level function or class of that name: of this module, or imported into it from
+    the attention package, but for the other backends."""
+    definitions, imports = parsed(module)
+    if name in definitions:
+        return [(module, definitions[name])]
+    source = imports.get(name, "")
+    if not source.startswith(f"{HOME}.") or source.rpartition(".")[2] in BACKENDS:
         return []
-    return [(source, definitions(source)[name])]
-
-
-@cache
-def _tree(module: str) -> ast.Module:
-    # By its path: importing a backend would load kernels.
-    root = importlib.util.find_spec("sglang")
-    assert root is not None and root.submodule_search_locations
-    path = Path(root.submodule_search_locations[0], *HOME.split(".")[1:], *module.split("."))
-    return ast.parse(path.with_suffix(".py").read_text())
-
-
-@cache
-def definitions(module: str) -> dict[str, Function]:
-    return {
-        node.name: node
-        for node in _tree(module).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-
-
-@cache
-def _imports(module: str) -> dict[str, str]:
-    """Modules of the attention package that names are imported from, by name."""
-    return {
-        alias.asname or alias.name: node.module.removeprefix(f"{HOME}.")
-        for node in ast.walk(_tree(module))
-        if isinstance(node, ast.ImportFrom)
-        and node.module
-        and node.module.startswith(f"{HOME}.")
-        and (node.module.removeprefix(f"{HOME}.") not in BACKENDS)
-        for alias in node.names
-    }
+    return [(source, found)] if (found := parsed(source)[0].get(name)) else []

@@ -7,9 +7,12 @@ import random
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import retract_all
+from sglang.srt.runtime_context import get_context
 
 from benchmarks.host.live import LiveCache
 from sglang_pat.planner import Plan
+from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import SETTLE_STEPS, RadixView, check_plan
 from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
@@ -21,6 +24,25 @@ QUERIES = 8
 SYSTEM, TOOL, OWN = 200, 100, 30
 
 
+def retract(cache: LiveCache, reqs: list[Any]) -> None:
+    """Take all requests out of their rows, as a pause of SGLang's does."""
+    with get_context().override_server_args():  # it reads the configuration of a server
+        retract_all(
+            reqs=reqs,
+            req_to_token_pool=cache.table,
+            token_to_kv_pool_allocator=cache.allocator,
+            tree_cache=cache.tree,
+            hisparse_coordinator=None,
+        )
+
+
+def flush(cache: LiveCache) -> None:
+    """Forget everything, as SGLang does for new weights; no request may be in a row."""
+    cache.tree.reset()
+    cache.table.clear()
+    cache.allocator.clear()
+
+
 class StepBed:
     """A test bed: requests of two tools, by turns, under one system prompt in a real cache, the
     batch of them (``batch``, and ``lens``: its sequence lengths) and a step planner."""
@@ -29,8 +51,8 @@ class StepBed:
         self.rng = random.Random(0)
         self.cache = LiveCache(kind, slots=40_000, rows=queries + 2, context=1024)
         self.system, self.tools = self.text(SYSTEM), [self.text(TOOL), self.text(TOOL)]
-        self.reqs = [self.admit(i) for i in range(queries)]
-        self.batch, self.lens = self.cache.batch(self.reqs)
+        self.reqs: list[Any] = []
+        self.use([self.admit(i) for i in range(queries)])
         self.stats = Stats()
         self.steps = StepPlanner(TARGET, self.stats)
 
@@ -40,6 +62,11 @@ class StepBed:
     def admit(self, index: int) -> Any:
         """A new request of tool 0 or 1, if ``index`` is even or odd."""
         return self.cache.admit(self.system + self.tools[index % 2] + self.text(OWN))
+
+    def use(self, reqs: list[Any]) -> None:
+        """Make these the batch."""
+        self.reqs = reqs
+        self.batch, self.lens = self.cache.batch(reqs)
 
     def plan(self) -> Plan:
         """The plan of the next step."""
@@ -53,10 +80,11 @@ class StepBed:
             plan = self.plan()
         return plan
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: Plan, batch: LiveBatch | None = None) -> None:
         """Raises SlotMismatch where queries that read tokens together have different slots."""
+        batch = batch or self.batch
         table = self.cache.table.req_to_token
-        check_plan(plan, self.batch.reqs, self.steps.view, table, self.batch.rows)
+        check_plan(plan, batch.reqs, self.steps.view, table, batch.rows)
 
 
 def shared_tokens(plan: Plan) -> int:

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import ctypes
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from kit.pieces import DYNAMIC, check_pieces
-from kit.plans import BRANCH, BRANCH_ROWS, DIRECT, DRAFTS, PACK, SINGLE, UNMASKED_LAST
-from sglang_pat.explain.tree import Tree
+from kit.plans import BRANCH, BRANCH_ROWS, COMMON_LAST, DIRECT, DRAFTS, PACK, SINGLE, UNMASKED_LAST
 from sglang_pat.planner import Plan
 from sglang_pat.target import CUTS, POLICIES, WITHOUT_BRANCHES, Target
 
@@ -33,11 +32,6 @@ class Batch:
         return Batch(self.paths, [length + draft_tokens for length in self.seq_lens])
 
 
-BRANCHING = tuple(cut for cut in CUTS if cut not in WITHOUT_BRANCHES)
-# Tokens that each tail of a plan may grow at least: in a branch, and in an item of its own.
-BRANCH_GROWTH, GROWTH = 64, 128
-
-
 def target(**overrides: Any) -> Target:
     values = dict(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=1024)
     return Target.h200(**(values | overrides))
@@ -46,10 +40,6 @@ def target(**overrides: Any) -> Target:
 def packed_rows(of: Target) -> int:
     """Of a query and KV head."""
     return of.num_q_heads // of.num_kv_heads * of.draft_tokens
-
-
-def batch_of(tree: Tree) -> Batch:
-    return Batch(tree.paths, tree.seq_lens)
 
 
 @st.composite
@@ -91,22 +81,21 @@ def targets() -> st.SearchStrategy[Target]:
     )
 
 
-def owners(batch: Batch, query: int, length: int) -> np.ndarray:
-    """[length] what each token of a query belongs to: its radix node, or the query itself."""
-    owner = np.full(length, -1 - query, dtype=np.int64)
-    for node_id, start, end in batch.paths[query]:
-        owner[start:end] = node_id
-    return owner
-
-
 @dataclass(frozen=True)
 class Range:
-    """Tokens [start, start + length) of query ``reader`` that ``queries`` attend to."""
+    """Tokens [start, start + length) of query ``reader`` that ``queries`` attend to, from ``at`` on
+    in the list; ``tail``: as many as its sequence has from there on."""
 
     reader: int
     start: int
     length: int
     queries: list[int]
+    tail: bool
+    at: int
+
+
+def content(plan: Plan) -> bytes:
+    return ctypes.string_at(plan.data_ptr, plan.nbytes)
 
 
 def segments_of(plan: Plan, index: int) -> Any:
@@ -121,178 +110,149 @@ def first_segments(plan: Plan) -> Any:
     return plan.segments[plan.item_segments["first_segment"]]
 
 
-def branches_of(plan: Plan) -> list[tuple[Any, Any]]:
-    """The items that are branches, and the segments of each."""
-    branches = np.flatnonzero(plan.items["kind"] == BRANCH)
-    return [(plan.items[i], segments_of(plan, i)) for i in branches]
+def members_of(plan: Plan, index: int) -> Any:
+    item = plan.items[index]
+    return plan.members[item["member_offset"] :][: item["num_queries"]]
 
 
 def ranges_of(plan: Plan, index: int, seq_lens: list[int]) -> list[Range]:
     """What an item reads: one range, or those of a branch's segments."""
-    item = plan.items[index]
-    members = plan.members["query"][item["member_offset"] :][: item["num_queries"]].tolist()
-    ranges = []
+    members = members_of(plan, index)["query"].tolist()
+    ranges, at = [], int(plan.items["list_start"][index])
     for query, start, length, room, first, count in segments_of(plan, index).tolist():
-        queries = members[first : first + count]
-        assert length == DYNAMIC or length == room > 0
-        if length == DYNAMIC:
-            assert queries == [query]
-        tokens = seq_lens[query] - start if length == DYNAMIC else length
+        assert 0 <= first < first + count <= len(members)
+        queries, tail = members[first : first + count], length == DYNAMIC
+        assert queries == [query] if tail else length == room > 0 and query in queries
+        tokens = seq_lens[query] - start if tail else length
         assert start >= 0 and 0 <= tokens <= room
-        ranges.append(Range(query, start, tokens, queries))
+        ranges.append(Range(query, start, tokens, queries, tail, at))
+        at += tokens
     return ranges
 
 
 def ranges_of_query(made: Plan, query: int) -> list[tuple[int, int]]:
     """(start, length or DYNAMIC) of what the items of a plan without branches read for a query."""
-    found = []
-    for item, segment in zip(made.items, first_segments(made), strict=True):
-        if query in made.members[item["member_offset"] :][: item["num_queries"]]["query"]:
-            found.append((int(segment["kv_start"]), int(segment["kv_len"])))
-    return sorted(found)
+    segments = first_segments(made)[["kv_start", "kv_len"]]
+    reads = [query in members_of(made, index)["query"] for index in range(made.num_items)]
+    return sorted(segments[reads].tolist())
 
 
-def check_branches(plan: Plan, made_for: Target, seq_lens: list[int]) -> None:
-    """Shapes of branches and of their segments."""
-    group = packed_rows(made_for)
-    for item, segments in branches_of(plan):
-        assert item["row_tile"] == BRANCH_ROWS
-        assert item["num_queries"] * group <= BRANCH_ROWS
-        assert 0 < len(segments) <= 256
-        for s in segments:
-            assert 0 <= s["first_member"] < s["first_member"] + s["num_queries"]
-            assert s["first_member"] + s["num_queries"] <= item["num_queries"]
-            if s["kv_len"] == DYNAMIC:
-                assert s["num_queries"] == 1
-                assert seq_lens[s["query"]] - s["kv_start"] <= s["room"]
-            else:
-                assert s["room"] == s["kv_len"]
-        leading = 0  # KV tiles that all see
-        for s in segments if item["order"] != UNMASKED_LAST else segments[::-1]:
-            if s["kv_len"] == DYNAMIC or s["num_queries"] < item["num_queries"]:
-                break
-            leading += int(s["kv_len"])
-        assert item["unmasked_tiles"] == leading // 64
-    assert sum(len(segments) for _, segments in branches_of(plan)) <= made_for.max_segments
-    assert plan.branch_tokens <= made_for.max_branch_tokens
-    assert plan.branch_tokens % 64 == 0
-
-
-def check_list(plan: Plan) -> None:
-    """Every segment belongs to one item, and every piece has a place of its own in the list: the
-    branches first, each at a multiple of 64 tokens, then the others without gaps. Row tiles of one
-    piece have one place."""
-    read: list[int] = []
-    branches: set[tuple[int, int]] = set()
-    pieces: dict[tuple[int, int], tuple[int, int]] = {}
-    for index, item in enumerate(plan.items):
-        first, count = plan.item_segments[index].tolist()
-        read += range(first, first + count)
-        segments = segments_of(plan, index)
-        place = int(item["list_start"]), int(item["list_start"] + segments["room"].sum())
-        if item["kind"] == BRANCH:
-            assert place[0] % 64 == 0 and place not in branches
-            branches.add(place)
-        else:
-            start, length = int(segments["kv_start"][0]), int(segments["kv_len"][0])
-            assert count == 1 and pieces.setdefault(place, (start, length)) == (start, length)
-            assert segments["num_queries"][0] == item["num_queries"]
-            assert segments["first_member"][0] == 0
-        assert item["tokens"] == 0  # written by the snapshot
-    assert sorted(read) == list(range(plan.num_segments)) == list(range(len(plan.segments)))
-    for (_, end), (start, _) in pairwise([(0, 0), *sorted(branches), (plan.branch_tokens, 0)]):
-        assert end <= start
-    ends = [(0, plan.branch_tokens), *sorted(pieces), (plan.list_tokens, 0)]
-    assert all(end == start for (_, end), (start, _) in pairwise(ends))
-
-
-def check_listed(plan: Plan, token_owner: list[Any], seq_lens: list[int]) -> None:
-    """As the snapshot and the forward do on a GPU: after all segments have been copied to the list,
-    each item finds there what its queries hold, token by token. ``token_owner``: of each query what
-    its tokens belong to, see ``owners``."""
-    held = [owner * 2**32 + np.arange(len(owner)) for owner in token_owner]  # as if slots
-    listed = np.full(plan.list_tokens, -(2**62))
-    for index, item in enumerate(plan.items):
-        at = int(item["list_start"])
-        for part in ranges_of(plan, index, seq_lens):
-            place = slice(at, at + part.length)
-            slots = held[part.reader][part.start : part.start + part.length]
-            assert np.all((listed[place] == slots) | (listed[place] == -(2**62)))
-            listed[place] = slots
-            at += part.length
-    for index, item in enumerate(plan.items):
-        at = int(item["list_start"])
-        for part in ranges_of(plan, index, seq_lens):
-            for query in part.queries:
-                slots = held[query][part.start : part.start + part.length]
-                assert np.array_equal(listed[at : at + part.length], slots)
-            at += part.length
-
-
-def check_fields(item: Any, members: Any, is_tail: bool, made_for: Target) -> None:
+def check_item(plan: Plan, index: int, made_for: Target, ranges: list[Range]) -> None:
     """An item's tile holds its rows, and its kind is what its members say, and that of a piece with
-    draft tokens."""
-    if item["kind"] != BRANCH:
-        group = packed_rows(made_for)
-        assert item["num_queries"] * group <= item["row_tile"]
+    draft tokens; a branch has no masks for the tiles that all of its queries attend to."""
+    item, members, group = plan.items[index], members_of(plan, index), packed_rows(made_for)
+    queries = members["query"].tolist()
+    assert 0 < len(queries) == len(set(queries)) == item["num_queries"] and item["tokens"] == 0
+    assert set(queries) == {query for part in ranges for query in part.queries}
+    assert len(queries) * group <= item["row_tile"]
+    if item["kind"] == BRANCH:
+        assert item["row_tile"] == BRANCH_ROWS and len(ranges) <= 256
+        assert item["list_start"] % 64 == 0
+        ordered = ranges if item["order"] != UNMASKED_LAST else ranges[::-1]
+        by_all = takewhile(lambda part: not part.tail and part.queries == queries, ordered)
+        assert item["unmasked_tiles"] == sum(part.length for part in by_all) // 64
+        single = False
+    else:
         assert item["row_tile"] in made_for.row_tiles
-        drafts = is_tail and made_for.draft_tokens > 1
-        assert item["kind"] == (PACK if item["num_queries"] > 1 else DRAFTS if drafts else SINGLE)
-    single = item["kind"] in (SINGLE, DRAFTS)
+        assert len(ranges) == 1 and ranges[0].queries == queries
+        drafts = ranges[0].tail and made_for.draft_tokens > 1
+        assert item["kind"] == (PACK if len(queries) > 1 else DRAFTS if drafts else SINGLE)
+        single = len(queries) == 1
     assert (item["query"], item["partial"]) == (members[0].item() if single else (-1, 0))
+
+
+def check_listed(plan: Plan, parts: list[Range], batch: Batch, seq_lens: list[int]) -> None:
+    """As the snapshot and the forward do on a GPU: after all segments have been copied to the list,
+    each item finds there what its queries hold, token by token: so they share it. Nothing else is
+    written there; row tiles of one piece have one place."""
+    held = []  # of each query what its tokens belong to, a node or itself, as if slots
+    for query, (path, length) in enumerate(zip(batch.paths, seq_lens, strict=True)):
+        owner = np.full(length, -1 - query, dtype=np.int64)
+        for node_id, start, end in path:
+            owner[start:end] = node_id
+        held.append(owner * 2**32 + np.arange(length))
+    listed = np.full(plan.list_tokens, -(2**62))
+    for part in parts:
+        slots = held[part.reader][part.start : part.start + part.length]
+        there = listed[part.at : part.at + part.length]
+        assert np.all((there == slots) | (there == -(2**62)))
+        there[:] = slots
+    for part in parts:
+        for query in part.queries:
+            slots = held[query][part.start : part.start + part.length]
+            assert np.array_equal(listed[part.at : part.at + part.length], slots)
+    rooms = {}
+    for index, item in enumerate(plan.items):
+        room = int(segments_of(plan, index)["room"].sum())
+        rooms[int(item["list_start"])] = -(-room // 64) * 64 if item["kind"] == BRANCH else room
+        assert (item["list_start"] < plan.branch_tokens) == (item["kind"] == BRANCH)
+    assert sum(rooms.values()) == plan.list_tokens
 
 
 def check_plan(plan: Plan, batch: Batch, made_for: Target, seq_lens: list[int]) -> None:
     """Every token of every query lies in exactly one of its items, or of its segments of one, whose
-    members all share it; partial slots are consecutive, ordered by position, that of a branch last,
-    and used once."""
-    items, members = plan.items, plan.members
-    token_owner = [owners(batch, query, length) for query, length in enumerate(seq_lens)]
+    members all share it; draft tokens but the first are in tails; partial slots are consecutive,
+    ordered by position, that of a branch last, and used once."""
     pieces: list[list[tuple[int, int]]] = [[] for _ in seq_lens]
     splits: list[list[tuple[bool, int, int]]] = [[] for _ in seq_lens]
-    read, num_shared = 0, 0
-    check_branches(plan, made_for, seq_lens)
-    check_list(plan)
-    check_listed(plan, token_owner, seq_lens)
-    for index, item in enumerate(items):
-        of_item = members[item["member_offset"] :][: item["num_queries"]]
-        assert len(of_item) == item["num_queries"] > 0
-        assert len(set(of_item["query"].tolist())) == len(of_item)
-        is_branch = bool(item["kind"] == BRANCH)
-        is_tail = segments_of(plan, index)[0]["kv_len"] == DYNAMIC
-        check_fields(item, of_item, bool(is_tail), made_for)
-        ranges = ranges_of(plan, index, seq_lens)
-        num_shared += any(len(part.queries) > 1 for part in ranges)
-        for part in ranges:
-            read += part.length
-            end = part.start + part.length
-            shared = token_owner[part.reader][part.start : end]
-            assert len(shared) == part.length and part.reader in part.queries
-            for query in part.queries:
-                pieces[query].append((part.start, part.length))
-                assert np.array_equal(token_owner[query][part.start : end], shared)
-        seen = {query for part in ranges for query in part.queries}
-        assert seen == set(of_item["query"].tolist())
-        for query, partial in of_item:
-            splits[query].append((is_branch, min(p.start for p in ranges), int(partial)))
-    assert read == plan.kv_tokens_read(sum(seq_lens))
+    ranges = [ranges_of(plan, index, seq_lens) for index in range(plan.num_items)]
+    parts = [part for of_item in ranges for part in of_item]
+    masked = made_for.draft_tokens - 1
+    for index, of_item in enumerate(ranges):
+        check_item(plan, index, made_for, of_item)
+        is_branch, first = bool(plan.items["kind"][index] == BRANCH), min(p.start for p in of_item)
+        for query, partial in members_of(plan, index).tolist():
+            splits[query].append((is_branch, first, partial))
+    for part in parts:
+        assert not part.tail or part.length >= masked
+        for query in part.queries:
+            pieces[query].append((part.start, part.length))
+            assert part.tail or part.start + part.length <= seq_lens[query] - masked
     check_pieces(pieces, seq_lens)
+    check_listed(plan, parts, batch, seq_lens)
     check_splits(plan, splits)
-    assert plan.num_items == len(items) and plan.num_members == items["num_queries"].sum()
-    assert plan.num_shared_items == num_shared
+    common_tiles(plan)
+    assert sum(part.length for part in parts) == plan.kv_tokens_read(sum(seq_lens))
+    spans = plan.item_segments.tolist()
+    read = [at for first, count in spans for at in range(first, first + count)]
+    assert sorted(read) == list(range(plan.num_segments)) == list(range(len(plan.segments)))
+    in_branches = plan.item_segments["num_segments"][plan.items["kind"] == BRANCH].sum()
+    assert in_branches <= made_for.max_segments
+    assert plan.branch_tokens <= made_for.max_branch_tokens and plan.branch_tokens % 64 == 0
+    assert (plan.num_items, plan.num_members) == (len(plan.items), len(plan.members))
+    assert plan.num_members == plan.items["num_queries"].sum()
+    shares = [any(len(part.queries) > 1 for part in of_item) for of_item in ranges]
+    assert plan.num_shared_items == sum(shares)
 
 
 def check_splits(plan: Plan, splits: list[list[tuple[bool, int, int]]]) -> None:
     """Partial slots of all queries. ``splits``: of each query whether the item is a branch, where
     it starts and its slot, for every item that the query is a member of."""
-    queries = plan.queries
-    assert Counter(len(s) for s in splits) == Counter(queries["num_splits"].tolist())
     used = []
-    for query, of_query in enumerate(splits):
-        offset, count = queries[query]
+    for of_query, (offset, count) in zip(splits, plan.queries.tolist(), strict=True):
         partials = [partial for _, _, partial in sorted(of_query)]
-        assert len(partials) == count
         assert sum(is_branch for is_branch, _, _ in of_query) <= 1
         assert partials == ([DIRECT] if count == 1 else list(range(offset, offset + count)))
         used += partials if count > 1 else []
     assert sorted(used) == list(range(plan.num_partials))
+
+
+def common_tiles(plan: Plan) -> list[int]:
+    """KV tiles that each pair of branches begins with, negative if its halves begin with their
+    other tokens; checks that both have them, and that no other items have any."""
+    first, found = plan.num_wide_items, []
+    end = first + plan.num_paired_items
+    assert plan.num_paired_items % 2 == 0 and plan.num_paired_items <= plan.num_heavy_items
+    assert not plan.items["common_tiles"][:first].any()
+    assert not plan.items["common_tiles"][end:].any()
+    for index in range(first, end, 2):
+        one, other = plan.items[index], plan.items[index + 1]
+        assert one["kind"] == other["kind"] == BRANCH and one["order"] == other["order"]
+        tiles = int(one["common_tiles"])
+        assert tiles == other["common_tiles"] > 0
+        assert tiles <= min(one["unmasked_tiles"], other["unmasked_tiles"])
+        both = [segments_of(plan, at)[["kv_start", "kv_len"]].tolist() for at in (index, index + 1)]
+        same = takewhile(lambda two: two[0] == two[1] and two[0][1] > 0, zip(*both, strict=False))
+        assert 64 * tiles <= sum(length for (_, length), _ in same)
+        found.append(-tiles if one["order"] == COMMON_LAST else tiles)
+    return found

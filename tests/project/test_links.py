@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md and docs/estimate.md name commands that exist, and pages that do."""
+"""Pages name commands that exist, and link to pages that do."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import pytest
 from sglang_pat import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/estimate.md")
+PAGES = (
+    "README.md",
+    "examples/README.md",
+    *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+)
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", ["README.md", "docs/estimate.md"])
 def test_the_commands_of_the_page_are_understood(name: str) -> None:
     page = (ROOT / name).read_text(encoding="utf-8")
     commands = re.findall(r"^(?:\$ )?sglang-pat (.*?)(?: +#.*)?$", page, re.M)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_pat.reference import attention
+from benchmarks.common.reference import attention
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

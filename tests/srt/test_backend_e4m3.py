@@ -14,9 +14,9 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from kit.backend import HEAD_DIM, HEADS, LAYERS, QUERIES, TARGET, BackendBed, make_layer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from benchmarks.common.reference import attention
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
-from sglang_pat.reference import attention
 from sglang_pat.srt.layers import Survey
 from sglang_pat.srt.support import E4M3
 
@@ -89,41 +89,33 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> PoolBed:
     return PoolBed(monkeypatch)
 
 
-@pytest.mark.parametrize("layer_id", range(LAYERS))
 @pytest.mark.parametrize("scales", [None, (1.0, 1.0), SCALES, (3.0, 0.02)])
 def test_kv_are_stored_by_their_scales_and_read_by_them(
-    bed: PoolBed, scales: tuple[float, float] | None, layer_id: int
+    bed: PoolBed, scales: tuple[float, float] | None
 ) -> None:
-    """Exactly the bytes of SGLang's rule; without scales they are 1."""
-    layer = scaled_layer(layer_id, scales)
-    k_scale, v_scale = scales or (1.0, 1.0)
-    bed.step(graph=False)
-    out = bed.forward(layer)
-    assert bed.backend.calls == [] and bed.backend._stats.packed_steps == 1
-    stored = bed.pool.get_key_buffer(layer_id), bed.pool.get_value_buffer(layer_id)
-    for cache, new, scale in zip(stored, (bed.k, bed.v), (k_scale, v_scale), strict=True):
-        assert cache.dtype == E4M3
-        expected = (new / scale).to(E4M3)
-        found = cache.view(torch.uint8)[bed.slots]
-        assert torch.equal(found, expected.view(torch.uint8))
-    torch.testing.assert_close(out, bed.truth(layer, (k_scale, v_scale)), rtol=1e-4, atol=1e-4)
-    other = bed.truth(layer, (2 * k_scale, v_scale / 2))
-    assert (out - other).norm() > 0.1 * other.norm(), "other scales would be seen"
-
-
-def test_each_layer_has_scales_of_its_own(bed: PoolBed) -> None:
-    bed.step(graph=False)
-    for layer_id, scales in enumerate([(0.5, 2.0), (0.25, 8.0), (4.0, 0.1)]):
-        layer = scaled_layer(layer_id, scales)
-        torch.testing.assert_close(
-            bed.forward(layer), bed.truth(layer, scales), rtol=1e-4, atol=1e-4
-        )
+    """Exactly the bytes of SGLang's rule; without scales they are 1. Each layer has its own, and
+    without a graph they may change."""
+    bed.step("eager")
+    for layer_id, factor in ((0, 1.0), (1, 1.0), (2, 1.0), (1, 4.0)):
+        given = None if scales is None else (scales[0] * factor, scales[1] / factor)
+        layer = scaled_layer(layer_id, given)
+        k_scale, v_scale = given or (1.0, 1.0)
+        out = bed.forward(layer)
+        assert bed.backend.calls == [] and bed.stats.packed_steps == 1
+        stored = bed.pool.get_key_buffer(layer_id), bed.pool.get_value_buffer(layer_id)
+        for cache, new, scale in zip(stored, (bed.k, bed.v), (k_scale, v_scale), strict=True):
+            assert cache.dtype == E4M3
+            expected = (new / scale).to(E4M3)
+            assert torch.equal(cache.view(torch.uint8)[bed.slots], expected.view(torch.uint8))
+        torch.testing.assert_close(out, bed.truth(layer, (k_scale, v_scale)), rtol=1e-4, atol=1e-4)
+        other = bed.truth(layer, (2 * k_scale, v_scale / 2))
+        assert (out - other).norm() > 0.1 * other.norm(), "other scales would be seen"
 
 
 def test_scales_that_change_after_the_capture_stop_the_server(bed: PoolBed) -> None:
     """A graph holds them as parameters of its launches."""
     layers = [scaled_layer(0), scaled_layer(1, (1.0, 1.0)), scaled_layer(2, None)]
-    bed.step(capture=True)
+    bed.step("capture")
     for layer in layers:
         bed.forward(layer)
     bed.step()
@@ -133,14 +125,3 @@ def test_scales_that_change_after_the_capture_stop_the_server(bed: PoolBed) -> N
         bed.step()
     layers[1].v_scale_float = 1.0
     bed.step()
-
-
-def test_without_a_graph_scales_may_change(bed: PoolBed) -> None:
-    layer = scaled_layer(0)
-    for scales in (SCALES, (2.0, 0.5)):
-        layer.k_scale, layer.v_scale = map(torch.tensor, scales)
-        layer.k_scale_float, layer.v_scale_float = scales
-        bed.step(graph=False)
-        torch.testing.assert_close(
-            bed.forward(layer), bed.truth(layer, scales), rtol=1e-4, atol=1e-4
-        )

@@ -27,49 +27,68 @@ DRAFT_TOKENS = 3
 VERIFY = ForwardMode.TARGET_VERIFY
 
 
+class VerifyBed(BackendBed):
+    """A test bed of a server that verifies ``DRAFT_TOKENS`` tokens of each request."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        target = replace(TARGET, draft_tokens=DRAFT_TOKENS)
+        super().__init__(monkeypatch, mixin=PatVerifyMixin, target=target)
+
+    def verify(
+        self,
+        how: str = "eager",
+        masks: torch.Tensor | None = None,
+        kind: SpecInputType = SpecInputType.NGRAM_VERIFY,
+        **options: Any,
+    ) -> list[str]:
+        """Prepare a verify step; what the base was asked. ``masks`` [B, T]: by default chains."""
+        masks = chains(len(self.lens), DRAFT_TOKENS) if masks is None else masks
+        spec_info = SimpleNamespace(
+            draft_token_num=masks.shape[1],
+            custom_mask=custom_mask(masks, self.lens),
+            spec_input_type=kind,
+        )
+        return self.step(how, mode=VERIFY, spec_info=spec_info, **options)
+
+    def extend(self, mode: ForwardMode = VERIFY) -> list[str]:
+        """Run a layer of the forward that was prepared; what the base was asked."""
+        self.backend.calls.clear()
+        q = torch.zeros(QUERIES * DRAFT_TOKENS, HEADS * HEAD_DIM)
+        out = self.backend.forward_extend(
+            q, None, None, make_layer(0), SimpleNamespace(forward_mode=mode)
+        )
+        assert out.shape == q.shape
+        return list(self.backend.calls)
+
+    def check_plan_holds(self, lens: torch.Tensor) -> None:
+        assert self.plan.total_tokens(lens.data_ptr(), len(lens)) == int(lens.sum())
+
+
 @pytest.fixture
-def bed(monkeypatch: pytest.MonkeyPatch) -> BackendBed:
-    target = replace(TARGET, draft_tokens=DRAFT_TOKENS)
-    return BackendBed(monkeypatch, mixin=PatVerifyMixin, target=target)
+def bed(monkeypatch: pytest.MonkeyPatch) -> VerifyBed:
+    return VerifyBed(monkeypatch)
 
 
-def verify(bed: BackendBed, draft_tokens: int = DRAFT_TOKENS, **options: Any) -> list[str]:
-    """Announce a batch of so many draft tokens a request and prepare its forward."""
-    spec_info = SimpleNamespace(
-        draft_token_num=draft_tokens,
-        custom_mask=custom_mask(chains(len(bed.lens), draft_tokens), bed.lens),
-        spec_input_type=SpecInputType.NGRAM_VERIFY,
-    )
-    return bed.step(graph=False, mode=VERIFY, spec_info=spec_info, **options)
-
-
-def layer(bed: BackendBed, mode: ForwardMode = VERIFY) -> list[str]:
-    """Run a layer of the forward that was prepared; what the base was asked."""
-    bed.backend.calls.clear()
-    q = torch.zeros(QUERIES * DRAFT_TOKENS, HEADS * HEAD_DIM)
-    batch = SimpleNamespace(forward_mode=mode)
-    out = bed.backend.forward_extend(q, None, None, make_layer(0), batch)
-    assert out.shape == q.shape
-    return list(bed.backend.calls)
-
-
-def test_a_verify_step_is_planned_with_its_draft_tokens(bed: BackendBed) -> None:
-    verify(bed)
-    assert layer(bed) == []
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_verify_step_is_planned_with_its_draft_tokens(bed: VerifyBed, masked: bool) -> None:
+    """Where drafts may be a tree, with SGLang's masks."""
+    bed.executor.has_draft_masks = masked
+    bed.verify()
+    assert bed.extend() == []
     (plan,) = bed.executor.plans
     assert (plan.num_queries, plan.draft_tokens) == (QUERIES, DRAFT_TOKENS)
     assert plan.num_shared_items == 1
     with_drafts = (bed.lens + DRAFT_TOKENS).tolist()
-    assert bed.executor.lengths == [with_drafts]
-    stats = bed.backend._stats
+    assert bed.executor.snapshots == [with_drafts]
+    masks = [[[1, 3, 7]] * QUERIES] if masked else []
+    assert [found.tolist() for found in bed.executor.masks] == masks
+    stats = bed.stats
     assert (stats.decode_steps, stats.verify_steps, stats.packed_steps) == (1, 1, 1)
-    assert stats.kv_tokens_unpacked == sum(with_drafts)
-    assert not bed.fallbacks
-
-
-def test_masks_of_a_step_are_sglangs(bed: BackendBed) -> None:
-    verify(bed)
-    assert [masks.tolist() for masks in bed.executor.masks] == [[[1, 3, 7]] * QUERIES]
+    assert stats.kv_tokens_unpacked == sum(with_drafts) and not stats.fallbacks
+    for _ in range(20):
+        bed.lens += torch.tensor([1, 2, 3, 1])
+        bed.verify()
+    assert bed.plan is plan and stats.plans_made == 1
 
 
 @pytest.mark.parametrize("default", TreeMaskMode)
@@ -90,132 +109,98 @@ def test_which_masks_have_a_prefix(
 
 
 def test_a_step_without_memory_for_its_masks_is_the_bases(
-    bed: BackendBed, monkeypatch: pytest.MonkeyPatch
+    bed: VerifyBed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not one with the masks of the step before."""
-    bed.backend.token_to_kv_pool.device = "cuda"
+    """Not one with the masks of the step before. A CPU has no other attention for it."""
 
     def full(*_args: Any, **_kwargs: Any) -> None:
         raise torch.cuda.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(bed.executor, "read_draft_masks", full)
-    verify(bed)
-    assert layer(bed) == ["extend layer"]
-    assert bed.fallbacks == {"no memory for the slots": 1}
+    bed.backend.token_to_kv_pool.device = "cuda"
+    bed.verify()
+    assert bed.extend() == ["layer"]
+    assert bed.stats.fallbacks == {"no memory for the slots": 1} and not bed.executor.plans
 
 
-def test_chains_need_no_masks(bed: BackendBed) -> None:
-    bed.executor.has_draft_masks = False
-    verify(bed)
-    assert bed.executor.plans and not bed.executor.masks
-
-
-def test_the_masks_of_each_replay_are_taken(bed: BackendBed) -> None:
+def test_the_masks_of_each_replay_are_taken(bed: VerifyBed) -> None:
     """Those of a graph's rows, padding included, from the buffer that EAGLE's workers fill."""
     bed.backend.verify_mask = SimpleNamespace(mode=TreeMaskMode.FULL_MASK)
-    given = (torch.tensor([[1, 2, 4]] * QUERIES), chains(QUERIES, DRAFT_TOKENS))
-    for captures, masks in zip((True, False), given, strict=True):
-        spec_info = SimpleNamespace(
-            draft_token_num=DRAFT_TOKENS,
-            custom_mask=custom_mask(masks, bed.lens),
-            spec_input_type=SpecInputType.EAGLE_VERIFY,
-        )
-        if captures:
-            bed.capture(2, mode=VERIFY, spec_info=spec_info)
-            bed.executor.masks.clear()
-            bed.backend.token_to_kv_pool.device = "cuda"
-        bed.step(mode=VERIFY, spec_info=spec_info, padding=2)
-    for found, masks in zip(bed.executor.masks, given, strict=True):
+    trees, eagle = torch.tensor([[1, 2, 4]] * QUERIES), SpecInputType.EAGLE_VERIFY
+    bed.verify("capture", trees, eagle, padding=2)
+    assert bed.extend() == []
+    bed.backend.token_to_kv_pool.device = "cuda"
+    for masks in (trees, chains(QUERIES, DRAFT_TOKENS)):
+        bed.verify("replay", masks, eagle, padding=2)
+        found = bed.executor.masks[-1]
         assert len(found) == QUERIES + 2 and torch.equal(found[:QUERIES], masks)
 
 
-def test_a_plan_is_kept_while_tokens_are_accepted(bed: BackendBed) -> None:
-    for _ in range(20):
-        verify(bed)
-        bed.lens += torch.tensor([1, 2, 3, 1])[:QUERIES]
-    assert len({id(plan) for plan in bed.executor.plans}) == 1
-    assert bed.backend._stats.plans_made == 1
-
-
-def test_a_single_request_is_verified(bed: BackendBed) -> None:
+def test_a_single_request_is_verified(bed: VerifyBed) -> None:
     """A CPU has no other attention for it."""
-    bed.reqs = bed.reqs[:1]
-    bed.live, bed.lens = bed.cache.batch(bed.reqs)
-    verify(bed)
+    bed.use(bed.all[:1])
+    bed.verify()
     assert [plan.num_queries for plan in bed.executor.plans] == [1]
 
 
-def test_prefills_are_the_bases(bed: BackendBed) -> None:
-    bed.step(graph=False, mode=ForwardMode.EXTEND)
-    assert layer(bed, ForwardMode.EXTEND) == ["extend layer"]
-    assert bed.base_forwards == {"extend": 1} and not bed.fallbacks and not bed.executor.plans
-
-
-def test_what_is_no_such_verify_step_is_counted(bed: BackendBed) -> None:
-    bed.step(graph=False)
-    verify(bed, draft_tokens=DRAFT_TOKENS + 1)
-    assert bed.fallbacks == {
+def test_what_is_no_such_verify_step_is_the_bases(bed: VerifyBed) -> None:
+    bed.step("eager", mode=ForwardMode.EXTEND)
+    assert bed.extend(ForwardMode.EXTEND) == ["layer"]
+    assert bed.stats.base_forwards == {"extend": 1} and not bed.stats.fallbacks
+    bed.step("eager")
+    bed.verify(masks=chains(QUERIES, DRAFT_TOKENS + 1))
+    assert bed.stats.fallbacks == {
         "decode step on a server that speculates": 1,
         "other draft tokens": 1,
     }
     with pytest.raises(RuntimeError, match="restart without --speculative-algorithm"):
-        layer(bed)
+        bed.extend()
     bed.backend.token_to_kv_pool.device = "cuda"
-    assert layer(bed) == ["extend layer"]
+    assert bed.extend() == ["layer"] and not bed.executor.plans
 
 
-def requests_of(lengths: list[tuple[int, int]]) -> list[Any]:
-    """Requests with so many tokens committed and slots for so many."""
-    return [
-        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=least, kv_allocated_len=most))
-        for least, most in lengths
-    ]
+@pytest.mark.parametrize(
+    ("given", "least", "most"),
+    [
+        ([(40, 48), (100, 106)], [43, 103], [48, 106]),
+        ([(40, 42)], None, None),  # slots for less than the draft tokens
+        ([(40, 44), (40, 44 + MAX_SLACK)], None, None),  # for many more
+    ],
+)
+def test_bounds_of_lengths(given: list[tuple[int, int]], least: Any, most: Any) -> None:
+    """Of requests with so many tokens committed and slots for so many."""
+    kvs = [SimpleNamespace(kv_committed_len=a, kv_allocated_len=b) for a, b in given]
+    lengths = bounds_of([SimpleNamespace(kv=kv) for kv in kvs], DRAFT_TOKENS)
+    if lengths is None:
+        assert least is None
+    else:
+        assert not lengths.are_known and lengths.first(2) is lengths
+        assert (lengths.least.tolist(), lengths.most.tolist()) == (least, most)
+        assert lengths.first(1).least.tolist() == least[:1]
+        assert lengths.first(1).most.tolist() == most[:1]
 
 
-def test_bounds_of_lengths() -> None:
-    lengths = bounds_of(requests_of([(40, 48), (100, 106)]), DRAFT_TOKENS)
-    assert lengths is not None and not lengths.are_known
-    assert lengths.least.tolist() == [43, 103] and lengths.most.tolist() == [48, 106]
-    assert lengths.first(1).least.tolist() == [43] and lengths.first(1).most.tolist() == [48]
-    assert lengths.first(2) is lengths
-
-
-@pytest.mark.parametrize("lengths", [[(40, 42)], [(40, 44), (40, 44 + MAX_SLACK)]])
-def test_bounds_that_no_plan_is_made_with(lengths: list[tuple[int, int]]) -> None:
-    """Slots for less than the draft tokens, or for many more."""
-    assert bounds_of(requests_of(lengths), DRAFT_TOKENS) is None
-
-
-def test_a_step_whose_lengths_the_host_does_not_know(bed: BackendBed) -> None:
+def test_a_step_whose_lengths_the_host_does_not_know(bed: VerifyBed) -> None:
     """It is planned with bounds, and the plan holds for whatever was accepted."""
     committed = bed.lens.clone()
-    for _ in range(30):
+    for _ in range(80):
         for req, least in zip(bed.reqs, committed.tolist(), strict=True):
             req.kv.kv_committed_len = least
             req.kv.kv_allocated_len = least + 2 * DRAFT_TOKENS
-        verify(bed, on_host=False)
+        bed.verify(on_host=False)
         for most in (DRAFT_TOKENS, 2 * DRAFT_TOKENS):
-            holds(bed.executor.plans[-1], committed + most)
-        committed += torch.tensor([1, 3, 2, 3])[: len(committed)]
-    assert bed.backend._stats.plans_made == 1 and not bed.fallbacks
+            bed.check_plan_holds(committed + most)
+        committed += torch.tensor([1, 3, 2, 3])
+    assert 1 < bed.stats.plans_made < 5 and not bed.stats.fallbacks
 
 
-def test_lengths_whose_bounds_are_far_apart_are_read_from_the_device(bed: BackendBed) -> None:
+@pytest.mark.parametrize("committed", [1, None], ids=["far apart", "unreadable"])
+def test_lengths_without_bounds_are_read_from_the_device(
+    bed: VerifyBed, committed: int | None
+) -> None:
     """That costs a synchronisation, and is counted."""
     for req in bed.reqs:
-        req.kv.kv_committed_len, req.kv.kv_allocated_len = 1, 2000
-    verify(bed, on_host=False)
-    holds(bed.executor.plans[-1], bed.lens + DRAFT_TOKENS)
-    assert bed.fallbacks == {"lengths read from the GPU": 1}
-
-
-def holds(plan: Any, lens: torch.Tensor) -> None:
-    assert plan.total_tokens(lens.data_ptr(), len(lens)) == int(lens.sum())
-
-
-def test_requests_that_cannot_be_read_cost_a_synchronisation(bed: BackendBed) -> None:
-    for req in bed.reqs:
-        req.kv.kv_committed_len = None
-    verify(bed, on_host=False)
-    holds(bed.executor.plans[-1], bed.lens + DRAFT_TOKENS)
-    assert bed.fallbacks == {"lengths read from the GPU": 1}
+        req.kv.kv_committed_len, req.kv.kv_allocated_len = committed, 2000
+    bed.verify(on_host=False)
+    bed.check_plan_holds(bed.lens + DRAFT_TOKENS)
+    assert bed.stats.fallbacks == {"lengths read from the GPU": 1}

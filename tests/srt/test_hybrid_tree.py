@@ -1,179 +1,229 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans from SGLang's unified prefix cache with its Mamba component: paths of full K/V are read
-whatever happens to the states. No server, no GPU."""
+"""Plans from SGLang's unified prefix cache with its Mamba component, over real pools on the CPU:
+paths of full K/V are read whatever happens to the states, which nothing computes. No server, no
+GPU."""
 
 from __future__ import annotations
 
 import random
+from array import array
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.hybrid import CHUNK, STRATEGIES, HybridCache
 from kit.trees import target
+from sglang.srt import runtime_context
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache import mamba_checkpoint_pool
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import (
+    checkpoint_kv_cache,
+    match_kv_cache,
+    release_kv_cache,
+)
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.rust_tree_core import adapter
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.components import mamba
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pat.planner import Plan
+from benchmarks.host.live import text
+from sglang_pat.planner import Plan, Planner
+from sglang_pat.slots import ranges
+from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import check_plan
 from sglang_pat.srt.step import StepPlanner, known
 from sglang_pat.stats import Stats
 
 TARGET = target(num_sms=1, cuts=("branches",))
-CORES = ("rust", "python")
+CHUNK = 16  # tokens between the states of a prefill that the tree can hold
 SYSTEM = 100  # tokens that requests share; not a multiple of CHUNK
-ROUNDS = 14
+CONFIGURATION = {
+    "exec": SimpleNamespace(
+        mamba=SimpleNamespace(mamba_max_states_per_path=-1, enable_mamba_extra_buffer_lazy=False)
+    ),
+    "serving": SimpleNamespace(strip_thinking_cache=False),
+    "spec": SimpleNamespace(speculative_algorithm=None),
+}
 
 
-@pytest.fixture(params=[(core, kind) for core in CORES for kind in STRATEGIES], ids="-".join)
+class HybridCache:
+    """A prefix cache of a model with state spaces, and a step planner on it.
+
+    ``core``: the tree core. ``strategy``: SGLang's ``--mamba-radix-cache-strategy``. With
+    ``no_buffer`` the tree holds the state at the end of a prefill, with ``extra_buffer`` one at a
+    multiple of ``CHUNK``, and the prompt only up to there.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, core: str, strategy: str) -> None:
+        # In place of the configuration that a server publishes, what is read of it here.
+        context = type(runtime_context._CONTEXT)
+        monkeypatch.setattr(context, "config_bag", lambda _, name: CONFIGURATION[name])
+        for module in (mamba, adapter):
+            monkeypatch.setattr(module, "mamba_cache_chunk_size", lambda: CHUNK)
+        monkeypatch.setattr(mamba, "mamba_checkpoint_grid", lambda page: CHUNK)
+        pool = "maybe_init_int8_mamba_checkpoint_pool"
+        monkeypatch.setattr(mamba_checkpoint_pool, pool, lambda **_: None)
+        self.buffered = strategy == "extra_buffer"
+        shape = Mamba2StateShape.create(
+            tp_world_size=1,
+            intermediate_size=8,
+            n_groups=1,
+            num_heads=2,
+            head_dim=4,
+            state_size=4,
+            conv_kernel=4,
+        )
+        self.table = HybridReqToTokenPool(
+            size=112,
+            mamba_size=80,
+            mamba_spec_state_size=112,
+            max_context_len=1024,
+            device="cpu",
+            enable_memory_saver=False,
+            cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2]),
+            mamba_layer_ids=[0, 2],
+            enable_mamba_extra_buffer=self.buffered,
+        )
+        self.allocator = TokenToKVPoolAllocator(20_000, torch.float32, "cpu", None, False)
+        self.tree: Any = UnifiedRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.table,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=1,
+                tree_components=(ComponentType.FULL, ComponentType.MAMBA),
+                tree_core_backend=core,
+                enable_mamba_extra_buffer=self.buffered,
+            )
+        )
+        self.steps = StepPlanner(TARGET, Stats())
+
+    def prefill(self, tokens: list[int]) -> Any:
+        """A request whose prefill has run and was not processed yet: it holds what it matched."""
+        ids = array("q", tokens)
+        req: Any = Req(f"request of {tokens[-1]}", "", ids, SamplingParams())
+        req.full_untruncated_fill_ids = ids
+        match_kv_cache(req, self.tree, max_prefix_len=len(tokens) - 1, cow_mamba=True)
+        req.lock = self.tree.lock(req.last_node)
+        held = req.prefix_len
+        (row,) = self.table.alloc([req])
+        prefix = self.tree.path_device_indices(req.last_node)[:held]
+        self.table.write((row, slice(0, held)), prefix)
+        slots = self.allocator.alloc(len(tokens) - held)
+        self.table.write((row, slice(held, len(tokens))), slots)
+        req.kv.cache_protected_len = held
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = len(tokens)
+        req.extend_end = len(tokens)
+        if self.buffered:
+            req.kv.mamba_last_track_seqlen = self._tracked(req, len(tokens))
+            req.kv.mamba_last_track_idx, req.kv.mamba_next_track_idx = 0, 1
+        return req
+
+    def _tracked(self, req: Any, length: int) -> int | None:
+        """Where the state is that a prefill keeps, as ScheduleBatch decides it: where full K/V of
+        the tree branch off, else behind the last whole chunk of new tokens."""
+        held, branch = req.prefix_len, req.mamba_branching_seqlen
+        last = held + (length - held) // CHUNK * CHUNK
+        if last == held:
+            return None
+        return branch if branch is not None and held < branch < last else last
+
+    def admit(self, tokens: list[int]) -> Any:
+        """A request after its prefill: the prompt is in the tree, the lock where it ends."""
+        req = self.prefill(tokens)
+        checkpoint_kv_cache(req, self.tree)
+        return req
+
+    def release(self, req: Any) -> None:
+        """End a request, as the scheduler does."""
+        req.finished_reason = FINISH_LENGTH(length=0)
+        release_kv_cache(req, self.tree, checkpoint=True)
+
+    def path(self, req: Any) -> list[tuple[int, int, int]]:
+        """A request's path as SGLang tells it: node id, start and end in tokens."""
+        (path,) = self.tree.tree_core.collect_path_info([req.lock.node])
+        return [(node.node_id, node.path_start, node.path_end) for node in path]
+
+    def plan(self, reqs: list[Any]) -> Plan:
+        """The plan of a decode step of requests, compared with SGLang's own paths and slots."""
+        rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
+        lens = torch.tensor([len(req.full_untruncated_fill_ids) + 1 for req in reqs])
+        made = self.steps.plan(LiveBatch(reqs, self.tree, rows), known(lens))
+        assert made is not None and not self.steps._stats.fallbacks
+        check_plan(made, reqs, self.steps.view, self.table.req_to_token, rows)
+        limits = [req.kv.cache_protected_len for req in reqs]
+        expected = Planner(TARGET).plan([self.path(req) for req in reqs], lens.numpy(), limits)
+        for found, wanted in zip(
+            *(sorted(map(str, ranges(plan))) for plan in (made, expected)), strict=True
+        ):
+            assert found == wanted
+        return made
+
+
+@pytest.fixture(
+    params=[
+        f"{core}-{kind}" for core in ("rust", "python") for kind in ("no_buffer", "extra_buffer")
+    ]
+)
 def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HybridCache:
-    core, strategy = request.param
-    return HybridCache(
-        monkeypatch, core, strategy, slots=20_000, rows=8 * ROUNDS, context=1024, states=80
-    )
-
-
-def text(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1 << 15) for _ in range(length)]
-
-
-def plan_of(cache: HybridCache, steps: StepPlanner, reqs: list[Any]) -> Plan:
-    """The plan of a decode step of requests, compared with SGLang's own paths and slots."""
-    batch, lens = cache.batch(reqs)
-    made = steps.plan(batch, known(lens))
-    assert made is not None and not steps._stats.fallbacks
-    check_plan(made, reqs, steps.view, cache.table.req_to_token, batch.rows)
-    limits = [req.kv.cache_protected_len for req in reqs]
-    paths = [cache.path(req) for req in reqs]
-    expected = StepPlanner(TARGET, Stats())._private_planner.plan(paths, lens.numpy(), limits)
-    for part in ("items", "members", "queries", "min_seq_lens", "max_seq_lens"):
-        assert np.array_equal(getattr(made, part), getattr(expected, part)), part
-    return made
-
-
-def shared_tokens(plan: Plan, queries: int) -> int:
-    """Tokens that so many queries share."""
-    segments = plan.segments
-    return int(segments["kv_len"][segments["num_queries"] == queries].sum())
+    return HybridCache(monkeypatch, *request.param.split("-"))
 
 
 def test_a_prefix_is_shared_as_far_as_the_tree_holds_it(cache: HybridCache) -> None:
-    """With the extra buffer the request that comes second leaves a state where it branches off,
-    rounded down to ``CHUNK``, and holds the tree up to there; the later ones share more."""
-    system = text(0, SYSTEM)
-    reqs = [cache.admit([*system, *text(1 + i, 30 + 7 * i)]) for i in range(4)]
-    made = plan_of(cache, StepPlanner(TARGET, Stats()), reqs)
-    branch = SYSTEM // CHUNK * CHUNK
-    assert shared_tokens(made, 4) == (branch if cache.buffered else SYSTEM)
-    assert shared_tokens(made, 3) == (SYSTEM - branch if cache.buffered else 0)
-    held = [req.kv.cache_protected_len for req in reqs]
-    if cache.buffered:
-        assert held == [128, branch, branch + 48, branch + 48]
-    else:
-        assert held == [len(req.full_untruncated_fill_ids) for req in reqs]
-
-
-def test_a_short_question_shares_all_that_it_matched(cache: HybridCache) -> None:
-    """With the extra buffer a prefill of less than ``CHUNK`` leaves no state and nothing in the
-    tree: the request goes on holding what it matched."""
-    system = text(0, SYSTEM // CHUNK * CHUNK)
-    cache.release(cache.admit([*system, 1]))
-    reqs = [cache.admit([*system, *text(1 + i, CHUNK - 1)]) for i in range(3)]
-    made = plan_of(cache, StepPlanner(TARGET, Stats()), reqs)
-    assert shared_tokens(made, 3) == len(system)
-    for req in reqs:
-        assert req.kv.cache_protected_len == len(system) + (0 if cache.buffered else CHUNK - 1)
-
-
-def test_a_step_before_the_prefill_is_processed_shares_what_was_matched(
-    cache: HybridCache,
-) -> None:
-    """As under overlap scheduling: the rows hold K/V of their own until the checkpoint."""
-    system = text(0, SYSTEM)
-    steps = StepPlanner(TARGET, Stats())
-    reqs = [cache.prefill([*system, *text(1 + i, 40)]) for i in range(3)]
-    assert plan_of(cache, steps, reqs).num_shared_items == 0
-    for req in reqs:
-        cache.checkpoint(req)
-    made = plan_of(cache, StepPlanner(TARGET, Stats()), reqs)
-    assert shared_tokens(made, 3) == SYSTEM
-    again = cache.prefill([*system, *text(9, 40)])
-    assert 0 <= again.prefix_len <= SYSTEM // CHUNK * CHUNK
-    assert shared_tokens(plan_of(cache, steps, [*reqs, again]), 4) == again.prefix_len
-
-
-def test_a_second_turn_starts_from_the_state_of_the_first(cache: HybridCache) -> None:
-    system = text(0, SYSTEM)
-    first = [*system, *text(1, 60)]
-    cache.release(cache.admit(first))
-    other = cache.admit([*system, *text(2, 60)])
-    turn = cache.prefill([*first, *text(3, 50)])
-    kept = len(first) // CHUNK * CHUNK if cache.buffered else len(first)
-    assert turn.prefix_len == kept
-    assert turn.kv.mamba_cow_src_index is not None  # its state is the tree's
-    cache.checkpoint(turn)
-    twin = cache.admit([*first, *text(4, 50)])
-    made = plan_of(cache, StepPlanner(TARGET, Stats()), [turn, twin, other])
-    common = SYSTEM // CHUNK * CHUNK if cache.buffered else SYSTEM  # as far as `other` holds
-    assert shared_tokens(made, 3) == common
-    assert shared_tokens(made, 2) == len(first) - common
-
-
-def test_states_are_evicted_under_a_running_request(cache: HybridCache) -> None:
-    """A prefix of which only the states are gone is prefilled anew, and is shared again."""
-    system = text(0, SYSTEM)
-    steps = StepPlanner(TARGET, Stats())
-    reqs = [cache.admit([*system, *text(1 + i, 40)]) for i in range(2)]
-    for i in range(3):
-        cache.release(cache.admit([*system, *text(10 + i, 40)]))
-    before = [cache.path(req) for req in reqs], shared_tokens(plan_of(cache, steps, reqs), 2)
-    free = cache.table.mamba_allocator.available_size()
-    cache.evict(states=80)
-    assert cache.table.mamba_allocator.available_size() > free
-    reqs[0].lock, lock = None, reqs[0].lock  # so that the batch is read anew
-    plan_missing = steps.plan(*_batch(cache, reqs))
-    assert plan_missing is not None
-    reqs[0].lock = lock
-    assert ([cache.path(req) for req in reqs], shared_tokens(plan_of(cache, steps, reqs), 2)) == (
-        before
-    )
-    cold = cache.prefill([*system, *text(20, 40)])
-    # The only state left on its way is that of the request which branched off, and runs.
-    branch = SYSTEM // CHUNK * CHUNK
-    assert cold.prefix_len == (branch if cache.buffered else 0)
-    cache.checkpoint(cold)
-    common = branch if cache.buffered else SYSTEM
-    assert shared_tokens(plan_of(cache, steps, [*reqs, cold]), 3) == common
-
-
-def _batch(cache: HybridCache, reqs: list[Any]) -> tuple[Any, Any]:
-    batch, lens = cache.batch(reqs)
-    return batch, known(lens)
+    """With the extra buffer up to where the request that came second left a state, rounded down to
+    ``CHUNK``. A prefix of which only the states are gone is shared again."""
+    rng = random.Random(0)
+    system = text(rng, SYSTEM)
+    reqs = [cache.admit([*system, *text(rng, 40)]) for _ in range(3)]
+    for count in (3, 4):
+        segments = cache.plan(reqs).segments
+        shared = segments["kv_len"][segments["num_queries"] == count].sum()
+        assert shared == (SYSTEM // CHUNK * CHUNK if cache.buffered else SYSTEM)
+        cache.tree.evict(EvictParams(num_tokens=0, mamba_num=80))
+        reqs.append(cache.admit([*system, *text(rng, 40)]))
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_plans_follow_splits_and_evictions(cache: HybridCache, seed: int) -> None:
-    """Requests come, end and are evicted; paths are remembered from step to step."""
+    """Requests come, also for a further turn or one chunk, end and are evicted; paths are
+    remembered from step to step."""
     rng = random.Random(seed)
-    steps = StepPlanner(TARGET, Stats())
     prompts: list[list[int]] = [[]]
     reqs: list[Any] = []
-    splits = shared = 0
-    for turn in range(ROUNDS):
+    splits = shared = turns = 0
+    for step in range(14):
         before = [len(cache.path(req)) for req in reqs]
+        fresh = []
         for _ in range(3):
             start = rng.choice(prompts)
-            own = [rng.randrange(1 << 15) for _ in range(rng.randrange(2, 50))]
-            prompts.append([*start[: rng.randrange(len(start) + 1)], *own][:400])
-            reqs.append(cache.admit(prompts[-1]))
+            own = text(rng, rng.randrange(2, 50))
+            prompts.append(
+                [*start[: rng.choice([len(start), rng.randrange(len(start) + 1)])], *own]
+            )
+            fresh.append(cache.prefill(prompts[-1]))
+            turns += fresh[-1].kv.mamba_cow_src_index is not None  # its state is the tree's
+        cache.plan([*reqs, *fresh])  # as under overlap scheduling
+        for req in fresh:
+            checkpoint_kv_cache(req, cache.tree)
+        reqs += fresh
         after = [len(cache.path(req)) for req in reqs[: len(before)]]
         splits += sum(a > b for a, b in zip(after, before, strict=True))
-        shared += plan_of(cache, steps, reqs).num_shared_items
+        cache.steps = cache.steps if step % 2 else StepPlanner(TARGET, Stats())
+        shared += cache.plan(reqs).num_shared_items
         while len(reqs) > 8:
             cache.release(reqs.pop(rng.randrange(len(reqs))))
-        if turn % 3 == 2:
-            cache.evict(tokens=rng.randrange(300), states=rng.randrange(12))
-        plan_of(cache, steps, reqs)
-    assert splits > 0 and shared > 0
+        if step % 3 == 2:
+            cache.tree.evict(
+                EvictParams(num_tokens=rng.randrange(300), mamba_num=rng.randrange(12))
+            )
+        cache.plan(reqs)
+    assert splits and shared and turns

@@ -7,14 +7,12 @@ import re
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -25,10 +23,6 @@ ROOT = Path(__file__).parents[2]
 INFO = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.TreePathNodeInfo"
 
 
-def _mismatches() -> list[str]:
-    return launch.foreign_reasons()
-
-
 def test_the_interface_is_the_one_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the hook in its place, put there by SGLang itself."""
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
@@ -37,7 +31,7 @@ def test_the_interface_is_the_one_supported(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ForwardBatch, "init_new", ForwardBatch.__dict__["init_new"])
     HookRegistry.register(hook.INIT_NEW, hook.after_init_new, HookType.AFTER)
     HookRegistry.apply_hooks()
-    assert _mismatches() == []
+    assert launch.foreign_reasons() == []
 
 
 def test_the_versions_said_to_be_tested_are_those_that_make_tests() -> None:
@@ -48,7 +42,7 @@ def test_the_versions_said_to_be_tested_are_those_that_make_tests() -> None:
 
 
 def test_a_hook_that_is_not_there_is_named() -> None:
-    (found,) = _mismatches()
+    (found,) = launch.foreign_reasons()
     assert re.search(
         f"the hook after {hook.INIT_NEW} is not installed: .*'Failed to apply hooks'.*"
         "list pat in SGLANG_PLUGINS",
@@ -56,79 +50,49 @@ def test_a_hook_that_is_not_there_is_named() -> None:
     )
 
 
-@pytest.fixture
-def newer(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Another SGLang, in which the hook still works."""
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        *(
+            ((f"sglang.srt.{path}", lambda *renamed: None),
+             rf"{'.'.join(path.split('.')[-2:])} takes \('renamed',\), not \(.*'{names[-1]}'\)")
+            for path, names in interface.SIGNATURES.items()
+        ),
+        ((INFO, SimpleNamespace(__struct_fields__=("parent_id", "node_id", "path_start"))),
+         r"TreePathNodeInfo begins with \('parent_id', 'node_id'.*, not \('node_id'.*\)"),
+    ],
+)  # fmt: skip
+def test_what_changed_is_named_with_the_versions(
+    change: tuple[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another SGLang, in which the hook still works."""
     monkeypatch.setattr(hook, "is_installed", lambda *_: True)
     monkeypatch.setattr("sglang.version.__version__", "0.6.0")
-    tested = " and ".join(TESTED_SGLANG)
-    return f"sglang_pat is made for SGLang {tested} as released, this is 0.6.0"
+    assert launch.foreign_reasons() == []
+    monkeypatch.setattr(*change)
+    (found,) = launch.foreign_reasons()
+    made_for = f"sglang_pat is made for SGLang {' and '.join(TESTED_SGLANG)} as released, this is "
+    assert re.fullmatch(f"{named}: {made_for}0.6.0", found)
 
 
-@pytest.mark.parametrize(
-    ("cls", "name", "last"),
-    [
-        (ForwardBatch, "init_new", "'model_runner')"),
-        (TorchNativeAttnBackend, "forward_decode", "'save_kv_cache')"),
-        (TorchNativeAttnBackend, "init_forward_metadata", "'forward_batch')"),
-        (AttentionBackend, "init_forward_metadata_out_graph", "'in_capture')"),
-        (AttentionBackend, "init_forward_metadata_in_graph", "'forward_batch')"),
-        (KVWriteLoc, "for_layer", "'layer')"),
-    ],
-)
-def test_a_changed_signature_is_named(
-    newer: str, cls: type, name: str, last: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cls, name, lambda *renamed: None)
-    (found,) = _mismatches()
-    assert found.startswith(f"{cls.__name__}.{name} takes ('renamed',), not ('")
-    assert found.endswith(f"{last}: {newer}")
-
-
-def test_a_parameter_after_those_we_pass_is_no_change(
-    newer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    longer = classmethod(lambda cls, forward_batch, layer, more=None: None)
-    monkeypatch.setattr(KVWriteLoc, "for_layer", longer)
-    assert _mismatches() == []
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [(path, name) for path, names in interface.ATTRIBUTES.items() for name in names],
-)
-def test_each_missing_attribute_is_named(
-    newer: str, path: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_missing_attribute_or_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     original = interface.names_of
-
-    def without(of: str) -> frozenset[str]:
-        return original(of) - ({name} if of == f"sglang.srt.{path}" else frozenset())
-
-    monkeypatch.setattr(interface, "names_of", without)
-    assert _mismatches() == [f"{path.rpartition('.')[2]} has no {name}: {newer}"]
-
-
-@pytest.mark.parametrize("gone", ["session.streaming_session.Renamed", "no_such_module.Req"])
-def test_a_class_that_is_not_there_is_named(
-    newer: str, gone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(interface.ATTRIBUTES, gone, ("slots",))
-    assert _mismatches() == [f"there is no sglang.srt.{gone}: {newer}"]
-
-
-def test_path_elements_of_another_form_are_named(
-    newer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved = ("parent_id", "node_id", "path_start", "path_end")
-    monkeypatch.setattr(INFO, SimpleNamespace(__struct_fields__=moved))
-    (found,) = _mismatches()
-    assert found.startswith("TreePathNodeInfo begins with ('parent_id', 'node_id'")
-    assert found.endswith(newer)
+    for path, names in interface.ATTRIBUTES.items():
+        for name in names:
+            present = original(f"sglang.srt.{path}") - {name}
+            monkeypatch.setattr(interface, "ATTRIBUTES", {path: names})
+            monkeypatch.setattr(interface, "names_of", lambda _, present=present: present)
+            expected = [f"{path.rpartition('.')[2]} has no {name}"]
+            assert interface.interface_mismatches() == expected
+    monkeypatch.setattr(interface, "names_of", original)
+    gone = {"session.streaming_session.Renamed": ("slots",), "no_such_module.Req": ("rid",)}
+    monkeypatch.setattr(interface, "ATTRIBUTES", gone)
+    assert interface.interface_mismatches() == [f"there is no sglang.srt.{path}" for path in gone]
 
 
 SOURCE = """
 from types import SimpleNamespace
+from typing import Any
 from {package}.above import Above
 from elsewhere import Foreign
 

@@ -15,13 +15,14 @@ from kit import models as kit_models
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
+from kit.runner import make_pool, make_runner
 from sglang.srt import platforms
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
 
-from sglang_pat.srt import hook, launch, support
+from sglang_pat.srt import hook, launch
 
 BY_COMMAND = "--model-path M --attention-backend pat"
 
@@ -51,11 +52,18 @@ def arguments(tmp_path: Path) -> Any:
     ) -> ServerArgs:
         values = {"device": "cpu", "attention_backend": "pat", "dtype": "float32"} | fields
         folder = kit_models.write_config(tmp_path / config["model_type"], config)
-        args = ServerArgs(model_path=str(folder), **values)
+        args = ServerArgs(**{"model_path": str(folder)} | values)
         args._launch_command = command
         return args
 
     return make
+
+
+PAT = "sglang_pat refuses to serve with --attention-backend pat: "
+NO_GPU = (
+    "no GPU was found and SGLANG_PLATFORM is not set: start the server with "
+    "SGLANG_PLATFORM=pat_cpu, --device cpu and --attention-backend pat"
+)
 
 
 def test_what_is_served_passes_and_is_checked_once(
@@ -65,24 +73,28 @@ def test_what_is_served_passes_and_is_checked_once(
     args.resolve_once()
     monkeypatch.setenv("SGLANG_PAT_POLICY", "fast")  # a check would find it
     args.resolve_once()  # as each process does that publishes the record
-    with pytest.raises(SystemExit, match="SGLANG_PAT_POLICY=fast is not a known value"):
-        arguments().resolve_once()
+    for path in ({}, {"model_path": "no/such/model"}):  # before the model is looked at
+        with pytest.raises(SystemExit, match="SGLANG_PAT_POLICY=fast is not a known value"):
+            arguments(**path).resolve_once()
+    # Who does not ask for pat is left alone.
+    monkeypatch.setattr(platforms, "_current_platform", SRTPlatform())
+    arguments(attention_backend="torch_native", enable_pdmux=True).resolve_once()
 
 
-def test_a_command_ends_with_one_line_for_each_reason(arguments: Any) -> None:
-    with pytest.raises(SystemExit) as refused:
-        arguments(kit_models.DEEPSEEK, enable_pdmux=True, kv_cache_dtype="bf16").resolve_once()
-    lines = str(refused.value).split("\n")
-    assert len(lines) == 3
-    for line, named in zip(lines, ("uses MLA", "--kv-cache-dtype", "--enable-pdmux"), strict=True):
-        assert line.startswith("sglang_pat refuses to serve with --attention-backend pat: ")
-        assert named in line
-
-
-@pytest.mark.parametrize("command", [None, "Engine(model_path='M', attention_backend='pat')"])
-def test_a_program_gets_an_exception(command: str | None, arguments: Any) -> None:
-    with pytest.raises(launch.LaunchRefused, match="uses MLA"):
-        arguments(kit_models.DEEPSEEK, command=command).resolve_once()
+def test_a_command_ends_with_one_line_for_each_reason_and_a_program_gets_an_exception(
+    arguments: Any,
+) -> None:
+    for command, error in (
+        (BY_COMMAND, SystemExit),
+        (None, launch.LaunchRefused),
+        ("Engine(model_path='M', attention_backend='pat')", launch.LaunchRefused),
+    ):
+        options = {"enable_pdmux": True, "kv_cache_dtype": "bf16"}
+        with pytest.raises(error) as refused:
+            arguments(kit_models.DEEPSEEK, command=command, **options).resolve_once()
+        named = ("uses MLA", "--kv-cache-dtype", "--enable-pdmux")
+        for line, name in zip(str(refused.value).split("\n"), named, strict=True):
+            assert line.startswith(PAT) and name in line
 
 
 @pytest.mark.parametrize("field", ["decode_attention_backend", "prefill_attention_backend"])
@@ -92,23 +104,6 @@ def test_either_split_flag_asks_for_pat(field: str, arguments: Any) -> None:
         arguments(enable_pdmux=True, **fields).resolve_once()
 
 
-def test_who_does_not_ask_for_pat_is_left_alone(
-    arguments: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_PAT_POLICY", "fast")
-    monkeypatch.setattr(platforms, "_current_platform", SRTPlatform())
-    arguments(attention_backend="torch_native", enable_pdmux=True).resolve_once()
-
-
-def test_wrong_options_are_refused_before_the_model_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SGLANG_PAT_POLICY", "fast")
-    args = ServerArgs(model_path="no/such/model", device="cpu", attention_backend="pat")
-    with pytest.raises(launch.LaunchRefused, match="SGLANG_PAT_POLICY=fast is not a known value"):
-        args.resolve_once()
-
-
 @pytest.mark.parametrize("device", [None, "cpu", "cuda"])
 def test_no_gpu_and_no_platform(
     device: str | None, arguments: Any, monkeypatch: pytest.MonkeyPatch
@@ -116,40 +111,27 @@ def test_no_gpu_and_no_platform(
     monkeypatch.setattr(platforms, "_current_platform", SRTPlatform())
     with pytest.raises(SystemExit) as refused:
         arguments(device=device).resolve_once()
-    assert str(refused.value) == (
-        "sglang_pat refuses to serve with --attention-backend pat: no GPU was found and "
-        "SGLANG_PLATFORM is not set: start the server with SGLANG_PLATFORM=pat_cpu, --device cpu "
-        "and --attention-backend pat"
-    )
+    assert str(refused.value) == PAT + NO_GPU
 
 
-def test_a_foreign_interface_is_named_alone(
+def test_when_the_backend_is_made_all_reasons_are_given_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = {"enable_pdmux": True, "device": "xpu"}
+    runner = make_runner([], args=args, token_to_kv_pool=make_pool(1))
+    with pytest.raises(RuntimeError) as refusal:
+        launch.refuse_unsafe(runner)
+    first, device, mode = str(refusal.value).split("\n  - ")
+    assert f"{first} " == PAT and "on cpu, cuda, not on 'xpu'" in device
+    assert mode.startswith("--enable-pdmux")
+    launch.refuse_unsafe(make_runner([], token_to_kv_pool=make_pool(1)))
+
+
+def test_of_a_foreign_interface_nothing_else_is_read(
     arguments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "foreign_reasons", lambda: ["a class is gone"])
     with pytest.raises(SystemExit, match=r"pat: a class is gone$"):
         arguments(kit_models.DEEPSEEK).resolve_once()
-
-
-# When the backend is made.
-
-
-def test_all_reasons_are_given_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a runner, in one error."""
-    monkeypatch.setattr(launch, "foreign_reasons", list)
-    found = [support.Reason("uses MLA", "choose another"), support.Reason("--x: moves", "drop it")]
-    monkeypatch.setattr(support, "by_runner", lambda runner: runner)
-    monkeypatch.setattr(support, "refusals", lambda _: found)
-    with pytest.raises(RuntimeError) as refusal:
-        launch.refuse_unsafe(None)
-    first, *reasons = str(refusal.value).split("\n  - ")
-    assert first == "sglang_pat refuses to serve with --attention-backend pat:"
-    assert reasons == ["uses MLA: choose another", "--x: moves; drop it"]
-    found.clear()
-    launch.refuse_unsafe(None)
-
-
-def test_of_a_foreign_interface_nothing_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook, "carries_requests", lambda: False)
-    with pytest.raises(RuntimeError, match="is not installed"):
+    with pytest.raises(RuntimeError, match="a class is gone"):
         launch.refuse_unsafe(None)  # not AttributeError: there is no runner

@@ -5,7 +5,8 @@ GPU."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,74 +26,71 @@ from kit.runner import (
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
 from sglang_pat.srt import factory
+from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin
 
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_ranks(monkeypatch, 1)
-
-
-class FakeBackend:
-    """In place of the class that ``extend`` makes: keeps what it is given."""
-
-    def __init__(self, *given: Any, **arguments: Any) -> None:
-        self.survey, self.arguments = given[3], arguments
-
-
-class FactoryBed:
-    """A test bed: makes backends without kernels, and notes the runners that were checked, the base
-    that was extended and what reporters were told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.checked: list[Any] = []
-        self.extended: type | None = None
-        self.mixin: type | None = None
-        self.reported: list[bool] = []
-        monkeypatch.setattr(factory.launch, "refuse_unsafe", self.checked.append)
-        monkeypatch.setattr(factory, "extend", self._extend)
-        monkeypatch.setattr(factory, "make_executor", lambda *_: None)
-        monkeypatch.setattr(
-            factory, "start_reporter", lambda _, *, serving: self.reported.append(serving)
-        )
-        for name in ("torch_native", "fa3", "triton"):
-            monkeypatch.setitem(ATTENTION_BACKENDS, name, lambda _, name=name: f"stock {name}")
-
-    def _extend(self, cls: type, mixin: type) -> Callable[..., FakeBackend]:
-        self.extended, self.mixin = cls, mixin
-        return FakeBackend
-
-    def make(self, runner: Any) -> Any:
-        return factory.make_pat_backend(runner)
+STOCK = "stock torch_native"
+WINDOW = {"sliding_window_size": 128}
+IN_E4M3 = {"kv_cache_dtype": E4M3, "token_to_kv_pool": make_pool(2, dtype=E4M3)}
+NGRAM = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
 
 
 @pytest.fixture
-def bed(monkeypatch: pytest.MonkeyPatch) -> FactoryBed:
-    return FactoryBed(monkeypatch)
-
-
-def test_a_model_with_a_served_layer_extends_the_base(
-    bed: FactoryBed, caplog: pytest.LogCaptureFixture
-) -> None:
+def bed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> SimpleNamespace:
+    """Makes backends without kernels: ``make(runner)`` returns their name, or the class, the mixin,
+    the survey and the arguments. ``checked``: the runners that were asked for refusals;
+    ``reported``: what reporters were told."""
     caplog.set_level(logging.INFO, logger="sglang_pat")
-    runner = make_runner([make_layer(0), make_layer(1, sliding_window_size=128)])
-    made = bed.make(runner)
-    assert bed.checked == [runner]
-    assert bed.extended is not None and bed.extended.__name__ == "TorchNativeAttnBackend"
-    assert made.survey.reasons == {0: "", 1: "a sliding window"}
-    assert made.arguments == {"packs": True}
-    assert caplog.messages == [
-        "sglang_pat: serves 1 of 2 attention layers (1 with a sliding window), K/V in bfloat16"
-    ]
-    assert not warnings_of(caplog) and not bed.reported
+    set_ranks(monkeypatch, 1)
+    bed = SimpleNamespace(checked=[], reported=[], make=factory.make_pat_backend)
+    monkeypatch.setattr(factory.launch, "refuse_unsafe", bed.checked.append)
+    monkeypatch.setattr(factory, "make_executor", lambda *_: None)
+
+    def extend(cls: type, mixin: type) -> Any:
+        return lambda *given, **arguments: (cls.__name__, mixin, given[3].reasons, arguments)
+
+    def start_reporter(_stats: Any, *, serving: bool) -> None:
+        bed.reported.append(serving)
+
+    monkeypatch.setattr(factory, "extend", extend)
+    monkeypatch.setattr(factory, "start_reporter", start_reporter)
+    for name in ("torch_native", "fa3", "triton"):
+        monkeypatch.setitem(ATTENTION_BACKENDS, name, lambda _, name=name: f"stock {name}")
+    return bed
 
 
-def test_a_server_that_cannot_pack_is_served_and_warned(
-    bed: FactoryBed, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("layers", "changes", "mixin", "packs", "said"),
+    [
+        ([{}, WINDOW], {}, PatDecodeMixin, True,
+         "serves 1 of 2 attention layers (1 with a sliding window), K/V in bfloat16"),
+        ([{}, {}], IN_E4M3, PatDecodeMixin, True,
+         "serves all 2 attention layers, K/V in float8_e4m3fn"),
+        ([{}, {}], {"args": NGRAM}, PatVerifyMixin, True, "serves all 2"),
+        ([{}], {"args": {"disable_radix_cache": True}}, PatDecodeMixin, False, "serves all 1"),
+    ],
+)  # fmt: skip
+def test_a_model_with_a_served_layer_extends_the_base(
+    layers: list[dict[str, Any]],
+    changes: dict[str, Any],
+    mixin: type,
+    packs: bool,
+    said: str,
+    bed: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made = bed.make(make_runner([make_layer(0)], args={"disable_radix_cache": True}))
-    assert made.arguments == {"packs": False}
-    (warning,) = warnings_of(caplog)
-    assert "packs nothing" in warning and "drop --disable-radix-cache" in warning
+    made = [make_layer(index, **each) for index, each in enumerate(layers)]
+    set_scales(made[0], 1.0, 1.0)
+    runner = make_runner(made, **changes)
+    reasons = {index: "a sliding window" if each else "" for index, each in enumerate(layers)}
+    assert bed.make(runner) == ("TorchNativeAttnBackend", mixin, reasons, {"packs": packs})
+    assert bed.checked == [runner] and not bed.reported
+    assert said in caplog.messages[-1]
+    warned = "packs nothing on this server: .*drop --disable-radix-cache"
+    assert [bool(re.search(warned, each)) for each in warnings_of(caplog)] == [True] * (not packs)
 
 
 @pytest.mark.parametrize(
@@ -110,65 +108,36 @@ def test_where_pat_serves_nothing_the_backend_is_sglangs(
     layer: dict[str, Any],
     changes: dict[str, Any],
     warned: str,
-    bed: FactoryBed,
+    bed: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="sglang_pat")
     runner = make_runner([make_layer(0, **layer)], **changes)
-    assert bed.make(runner) == "stock torch_native"
-    assert bed.checked == [runner]
+    assert bed.make(runner) == STOCK
+    assert bed.checked == [runner] and bed.reported == [False]
     assert caplog.messages[-1] == "sglang_pat: attention is SGLang's own, torch_native"
     (warning,) = warnings_of(caplog)
     assert warned in warning and "serves nothing" in warning
-    assert bed.reported == [False] and bed.extended is None
-
-
-@pytest.mark.parametrize("known", [None, 1.0])
-def test_layers_of_an_fp8_pool_are_served(
-    known: float | None, bed: FactoryBed, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="sglang_pat")
-    layer = make_layer(0)
-    if known is not None:
-        set_scales(layer, known, known)
-    runner = make_runner([layer], kv_cache_dtype=E4M3, token_to_kv_pool=make_pool(1, dtype=E4M3))
-    bed.make(runner)
-    assert bed.extended is not None and not warnings_of(caplog)
-    assert caplog.messages[-1] == "sglang_pat: serves all 1 attention layers, K/V in float8_e4m3fn"
 
 
 def test_a_draft_model_gets_sglangs_backend_without_a_warning(
-    bed: FactoryBed, caplog: pytest.LogCaptureFixture
+    bed: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="sglang_pat")
-    args = {"speculative_algorithm": "NGRAM"}
-    runner = make_runner([make_layer(0)], args=args, is_draft_worker=True)
-    assert bed.make(runner) == "stock torch_native"
+    runner = make_runner([make_layer(0)], args=NGRAM, is_draft_worker=True)
+    assert bed.make(runner) == STOCK
     (message,) = caplog.messages
     assert message.endswith("the draft worker's attention is SGLang's own, torch_native")
     assert not warnings_of(caplog) and not bed.reported
-    # SGLang makes the draft's further backends by this name.
+    # SGLang makes the draft's further backends by this name, unless one was named for it.
     assert runner.draft_attention_backend == "torch_native"
-
-
-def test_a_draft_model_keeps_the_backend_that_was_named_for_it(bed: FactoryBed) -> None:
-    runner = make_runner([make_layer(0)], is_draft_worker=True, draft_attention_backend="triton")
-    bed.make(runner)
-    assert runner.draft_attention_backend == "triton"
-
-
-def test_where_the_options_leave_nothing_to_serve_layers_are_not_surveyed(
-    bed: FactoryBed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(factory, "survey_layers", lambda _: pytest.fail("surveyed"))
-    runner = make_runner([make_layer(0)], config={"is_generation": False})
-    assert bed.make(runner) == "stock torch_native"
+    named = make_runner([make_layer(0)], is_draft_worker=True, draft_attention_backend="triton")
+    bed.make(named)
+    assert named.draft_attention_backend == "triton"
 
 
 def test_the_option_says_how_many_requests_are_enough(
-    bed: FactoryBed, monkeypatch: pytest.MonkeyPatch
+    bed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "3")
     for requests, stock in ((2, True), (3, False)):
         runner = make_runner([make_layer(0)], args={"max_running_requests": requests})
-        assert (bed.make(runner) == "stock torch_native") == stock
+        assert (bed.make(runner) == STOCK) is stock

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server's log says about its sharing: its first packed step, or why there is none."""
+"""What is counted, and what a server's log says about its sharing: its first packed step, or why
+there is none."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,106 +16,81 @@ from sglang_pat.planner import Plan, plan
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
-Paths = list[list[tuple[int, int, int]]]
-SHAPE = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "max_queries": 64}
+SHAPE: dict[str, Any] = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "max_queries": 64}
 TARGET = Target.cpu(threads=2, **SHAPE)
 BRANCHING = Target.h200(**SHAPE, cuts=("branches",))
 STEPS = 10
 
 
-@pytest.fixture(autouse=True)
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "STEPS_WITHOUT_SHARING", STEPS)
-
-
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(counting, "STEPS_WITHOUT_SHARING", STEPS)
     caplog.set_level(logging.INFO, logger="sglang_pat")
     return caplog
 
 
-def make(paths: Paths, lens: list[int], target: Target = TARGET) -> Plan:
-    return plan(paths, np.array(lens), target)
+def crowd(*groups: tuple[int, int], own: int = 20, target: Target = TARGET) -> tuple[Plan, int]:
+    """A plan of groups of requests, (tokens in common, requests) each, and its K/V tokens."""
+    paths, lens = [], []
+    for node, (shared, queries) in enumerate(groups):
+        lens += [shared + own] * queries
+        paths += [[(node, 0, shared)] if shared else []] * queries
+    return plan(paths, np.array(lens), target), sum(lens)
 
 
-def run(stats: Stats, made: Plan, total: int, steps: int = 1) -> None:
+def run(stats: Stats, made: tuple[Plan, int], steps: int = 1) -> None:
     for step in range(steps):
-        stats.step(made, total, made=step == 0)
-
-
-def crowd(shared: int, queries: int, own: int) -> tuple[Plan, int]:
-    """A plan of ``queries`` requests with ``shared`` tokens in common, and its K/V tokens."""
-    lens = [shared + own] * queries
-    paths = [[(1, 0, shared), (2 + query, shared, shared + own)] for query in range(queries)]
-    return make(paths if shared else [path[1:] for path in paths], lens), sum(lens)
+        stats.step(*made, made=step == 0)
 
 
 @pytest.mark.parametrize("target", [TARGET, BRANCHING], ids=["packs", "branches"])
 def test_the_first_packed_step_is_announced_once(
     log: pytest.LogCaptureFixture, target: Target
 ) -> None:
-    lens = [911 + 10] * 12 + [500]
-    paths: Paths = [[(1, 0, 911), (2 + query, 911, 921)] for query in range(12)]
-    packed = make([*paths, [(50, 0, 500)]], lens, target)
-    stats = Stats()
-    run(stats, *crowd(0, queries=3, own=20), steps=STEPS - 1)
+    packed, total = crowd((911, 12), (0, 1), target=target)
+    stats, alone = Stats(), crowd((0, 3))
+    run(stats, alone, steps=STEPS - 1)
     assert not log.messages
-    run(stats, packed, sum(lens), steps=3 * STEPS)
+    run(stats, (packed, total), steps=3 * STEPS)
     (message,) = log.messages
-    ratio = sum(lens) / packed.kv_tokens_read(sum(lens))
-    assert 4 < ratio < 8  # two branches read the prefix twice
+    ratio = total / packed.kv_tokens_read(total)
+    assert 4 < ratio < 10  # two branches read the prefix twice
     assert f"12 requests share 911 tokens: {ratio:.1f} x fewer K/V reads" in message
     assert "of 13 requests" in message
-    run(stats, *crowd(0, queries=3, own=20), steps=3 * STEPS)
+    run(stats, alone, steps=3 * STEPS)
     assert len(log.messages) == 1
     assert (stats.decode_steps, stats.packed_steps) == (7 * STEPS - 1, 3 * STEPS)
     assert stats.branched_steps == (3 * STEPS if target is BRANCHING else 0)
     assert (stats.plans_made, stats.plans_reused) == (3, 7 * STEPS - 4)
+    run(Stats(), crowd((300, 4), (1000, 2), (100, 6), (0, 1)))
+    assert "12 requests share 100 to 1000 tokens each: " in log.messages[-1]
 
 
 def test_plans_without_room_for_their_partials_are_counted_and_announced_once(
     log: pytest.LogCaptureFixture,
 ) -> None:
-    lens, paths = [1000] * 12, [[(1, 0, 900)]] * 12
-    whole = make(paths, lens)
-    cramped = make(paths, lens, replace(TARGET, max_partials=6))
     stats = Stats()
-    stats.step(whole, sum(lens), made=True)
-    assert not cramped.num_shared_items and stats.degraded_plans == 0
+    run(stats, crowd((900, 12)))
+    assert stats.degraded_plans == 0
     log.clear()
+    cramped = crowd((900, 12), target=replace(TARGET, max_partials=6))
     for made in (True, False, True):
-        stats.step(cramped, sum(lens), made=made)
+        stats.step(*cramped, made=made)
     assert stats.degraded_plans == 2 == stats.snapshot()["degraded_plans"]
     (message,) = log.messages
-    assert "a plan for 12 requests was made without packs: " in message
-    assert "(of 6)" in message and "raise SGLANG_PAT_WORKSPACE_MB" in message
+    for part in ("12 requests", "(of 6)", "raise SGLANG_PAT_WORKSPACE_MB"):
+        assert part in message
 
 
 def test_a_message_that_fails_costs_the_message_only(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> str:
-        raise RuntimeError("no words")
-
-    monkeypatch.setattr(counting, "describe_packed_step", fail)
+    monkeypatch.setattr(counting, "describe_packed_step", None)
     stats = Stats()
-    run(stats, *crowd(200, queries=3, own=20), steps=3)
-    assert log.messages == ["sglang_pat: cannot tell what is shared: RuntimeError('no words')"]
-    assert stats.packed_steps == 3
-
-
-def test_groups_that_share_differently_are_announced_together(
-    log: pytest.LogCaptureFixture,
-) -> None:
-    paths: Paths = [[(9, 0, 60)]]
-    lens = [67]
-    for node, (shared, queries) in enumerate([(300, 4), (1000, 2), (100, 6)]):
-        for query in range(queries):
-            paths.append([(node, 0, shared), (100 + 10 * node + query, shared, shared + 7)])
-            lens.append(shared + 7)
-    run(Stats(), make(paths, lens), sum(lens))
-    assert "12 requests share 100 to 1000 tokens each: " in log.messages[0]
-    assert "of 13 requests" in log.messages[0]
+    run(stats, crowd((200, 3)), steps=3)
+    assert len(log.messages) == 1 and stats.packed_steps == 3
 
 
 @pytest.mark.parametrize(
@@ -121,8 +98,7 @@ def test_groups_that_share_differently_are_announced_together(
     [
         ({}, "", "prompts differ in their first tokens"),
         ({"radix cache disabled": 3}, "", "without --disable-radix-cache"),
-        ({"unknown cache FooCache": 3}, "", "The likely reason: unknown cache FooCache"),
-        ({"nothing cached yet": 3}, "", "--page-size"),
+        ({"unknown cache FooCache": 3}, "", "unknown cache FooCache"),
         ({"no tree lock": 1, "nothing cached yet": 2}, "", "--page-size"),
         ({"nothing cached yet": 1}, "", "prompts differ in their first tokens"),
         ({"nothing cached yet": 3}, "sharing not usable", "could not read SGLang's radix cache"),
@@ -131,111 +107,93 @@ def test_groups_that_share_differently_are_announced_together(
 def test_many_steps_without_sharing_are_explained_once(
     log: pytest.LogCaptureFixture, private: dict[str, int], fallback: str, expected: str
 ) -> None:
-    """``private``: how many of the plan's three requests had no path."""
+    """``private``: how many of the plan's three requests had no path. Steps of one request between
+    them count for nothing."""
     stats = Stats()
-    stats.private(private)
+    stats.private_requests.update(private)
     if fallback:
         stats.fall_back(fallback)
         log.clear()
-    made, total = crowd(0, queries=3, own=20)
-    run(stats, made, total, steps=STEPS - 1)
+    run(stats, crowd((0, 3)), steps=STEPS - 1)
+    for _ in range(3 * STEPS):
+        stats.small_batch(1)
     assert not log.messages
     for _ in range(3 * STEPS):
-        stats.step(made, total, made=False)
+        stats.step(*crowd((0, 3)), made=False)
     (record,) = log.records
     assert record.levelno == logging.WARNING
     assert f"{STEPS} decode steps had several requests" in record.getMessage()
     assert expected in record.getMessage()
 
 
-ALONE, FEW = "each of 10 decode steps had a single request", "had at most 3 requests"
-
-
 @pytest.mark.parametrize(
-    ("planned", "small", "level", "expected"),
-    [
-        ([1] * 2 * STEPS, [], logging.INFO, ALONE),
-        ([], [1] * 3 * STEPS, logging.INFO, ALONE),
-        ([], [1, 3, 2] * STEPS, logging.WARNING, FEW),
-    ],
+    ("planned", "small", "most"),
+    [(2 * STEPS, [], 1), (0, [1] * 3 * STEPS, 1), (0, [1, 3, 2] * STEPS, 3)],
 )
 def test_steps_of_few_requests_are_explained_once(
-    log: pytest.LogCaptureFixture,
-    planned: list[int],
-    small: list[int],
-    level: int,
-    expected: str,
+    log: pytest.LogCaptureFixture, planned: int, small: list[int], most: int
 ) -> None:
-    """``planned``: requests of the steps with a plan; ``small``: of those that the base runs."""
+    """``planned``: steps of one request with a plan; ``small``: requests of those that the base
+    runs."""
     stats = Stats()
     for requests in small:
         stats.small_batch(requests)
-    for requests in planned:
-        run(stats, *crowd(0, queries=requests, own=20))
+    for _ in range(planned):
+        run(stats, crowd((0, 1)))
     (record,) = log.records
-    assert record.levelno == level and expected in record.getMessage()
+    few = most > 1  # and so an option keeps them from pat
+    assert record.levelno == (logging.WARNING if few else logging.INFO)
+    assert ("lower SGLANG_PAT_MIN_BATCH" in record.getMessage()) is few
+    assert f"more than {most} requests" in record.getMessage() or not few
     assert stats.base_forwards["small_batch"] == len(small)
-    run(stats, *crowd(200, queries=4, own=20))
-    assert len(log.records) == 2 and "4 requests share 200 tokens" in log.messages[-1]
+    run(stats, crowd((200, 4)))
     stats.small_batch(1)
-    assert len(log.records) == 2
-
-
-def test_small_steps_do_not_count_as_steps_of_several(log: pytest.LogCaptureFixture) -> None:
-    stats = Stats()
-    run(stats, *crowd(0, queries=2, own=20))
-    for _ in range(3 * STEPS):
-        stats.small_batch(1)
-    assert not log.messages  # there was a step of several, so a single request does not explain it
-    run(stats, *crowd(0, queries=2, own=20), steps=STEPS - 1)
-    assert f"{STEPS} decode steps had several requests" in log.messages[0]
+    assert len(log.records) == 2 and "4 requests share 200 tokens" in log.messages[-1]
 
 
 def test_passes_of_the_base_are_intended_or_fallbacks(log: pytest.LogCaptureFixture) -> None:
+    """And each reason is said once."""
     stats = Stats()
-    stats.small_batch(0)
-    stats.warm_up()
-    assert stats.base_forwards == {"warm_up": 2} and stats.steps_asked_for == 0
-    stats.small_batch(1)
-    stats.small_batch(0)
-    for mode in ("EXTEND", "IDLE", "EXTEND", "DRAFT_EXTEND_V2"):
-        stats.other_forward(mode)
-    intended = {"warm_up": 2, "small_batch": 1, "idle": 2, "extend": 2, "draft_extend_v2": 1}
-    assert stats.base_forwards == intended and not stats.fallbacks and not log.messages
-    for reason in ("a sliding window", "arguments sinks", "a sliding window"):
-        stats.base_layer(reason)
-    assert stats.base_layers == {"a sliding window": 2, "arguments sinks": 1}
-    assert log.messages == [
-        "sglang_pat: layers with a sliding window run on SGLang's attention",
-        "sglang_pat: layers with arguments sinks run on SGLang's attention",
-    ]
-    log.clear()
-    stats.other_forward("MIXED")
-    stats.other_forward("MIXED")
-    stats.warm_up()  # the scheduler decodes, so this is none
+    for _ in range(2):
+        stats.small_batch(0)  # before the scheduler asks for a decode, a warm-up
+        stats.warm_up()
+        stats.small_batch(1)
+        for mode in ("EXTEND", "IDLE", "MIXED"):
+            stats.other_forward(mode)
+        stats.base_layer("a sliding window")
+    intended = {"warm_up": 2, "small_batch": 2, "idle": 3, "extend": 2}
+    assert stats.base_forwards == intended and stats.steps_asked_for == 2
     assert stats.fallbacks == {"mixed": 2, "no batch from the scheduler": 1}
-    assert [record.levelno for record in log.records] == [logging.WARNING] * 2
-    assert "(mixed): --enable-mixed-chunk" in log.messages[0]
+    assert stats.base_layers == {"a sliding window": 2}
+    levels = [record.levelno for record in log.records]
+    assert levels == [logging.WARNING, logging.INFO, logging.WARNING]
+    assert "--enable-mixed-chunk" in log.messages[0]
 
 
-def test_the_summary_is_for_users() -> None:
+def test_the_summary_has_what_was_saved_and_what_it_cost() -> None:
     stats = Stats()
-    run(stats, *crowd(200, queries=4, own=50), steps=2)
-    stats.host_seconds = 5e-5
-    line = (
-        "2 decode steps on pat, in 2 of which requests shared K/V reads; 800 K/V tokens read "
-        "instead of 2000 (60.0% saved); 25.0 us of host time a step, a new plan in 50.0%, "
-        "0 of 1 plans hidden behind the GPU"
-    )
-    assert stats.summary() == line
+    assert stats.summary().startswith("0 decode steps on pat")
+    run(stats, crowd((200, 4), own=50), steps=2)
+    stats.host_time(30_000, made=True, hidden=True)
+    stats.host_time(50_000, made=True, hidden=False)
+    stats.host_time(20_000, made=False, hidden=False)  # a step that kept its plan exposes none
     stats.other_forward("EXTEND")
     stats.base_layer("a sliding window")
     stats.fall_back("mixed")
-    assert stats.summary() == (
-        f"{line}; on SGLang's attention as intended: 1 x extend; layers that are SGLang's by their "
-        "kind: 1 x a sliding window; not served by pat as it should have been: 1 x mixed"
-    )
-    assert Stats().summary().startswith("0 decode steps on pat")
+    counted = stats.snapshot()
+    assert counted["hidden_plans"] == 1 and counted["fallbacks"] == {"mixed": 1}
+    assert counted["exposed_seconds"] == pytest.approx(50e-6)
+    assert counted["plan_seconds"] == pytest.approx(80e-6)
+    summary = stats.summary()
+    for part in (
+        "2 decode steps on pat, in 2 of which",
+        "800 K/V tokens read instead of 2000 (60.0% saved)",
+        "50.0 us of host time a step, a new plan in 50.0%, 1 of 1 plans hidden",
+        "as intended: 1 x extend;",
+        "by their kind: 1 x a sliding window;",
+        "should have been: 1 x mixed",
+    ):
+        assert part in summary
 
 
 def test_every_mode_of_sglangs_is_intended_or_not() -> None:

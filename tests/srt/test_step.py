@@ -4,9 +4,9 @@ kept, what is read for it, what it falls back to, and check mode. No server."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ from kit.steps import (
     TOOL,
     StepBed,
     count_calls,
+    flush,
+    retract,
     shared_tokens,
     sharing_queries,
 )
@@ -30,9 +32,10 @@ from benchmarks.host.live import CACHES
 from sglang_pat.planner import Plan
 from sglang_pat.slots import SlotMismatch
 from sglang_pat.srt.hook import LiveBatch
-from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, check_plan
+from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
 from sglang_pat.srt.step import StepClock, StepPlanner, known, micro_batches
-from sglang_pat.stats import Stats
+
+SHARED = SYSTEM + 2 * TOOL  # tokens of the bed's requests that several share
 
 
 @pytest.fixture(params=CACHES)
@@ -40,23 +43,18 @@ def bed(request: pytest.FixtureRequest) -> StepBed:
     return StepBed(request.param)
 
 
-def test_paths_of_the_live_tree_are_packed(bed: StepBed) -> None:
+def test_paths_of_the_live_tree_are_packed_and_a_plan_is_kept(bed: StepBed) -> None:
     plan = bed.plan()
-    assert shared_tokens(plan) == SYSTEM + 2 * TOOL
+    assert shared_tokens(plan) == SHARED
     bed.check(plan)
-    private = QUERIES * (OWN + 1)
-    assert bed.stats.kv_tokens_read == SYSTEM + 2 * TOOL + private
+    assert bed.stats.kv_tokens_read == SHARED + QUERIES * (OWN + 1)
     assert bed.stats.kv_tokens_unpacked == QUERIES * (SYSTEM + TOOL + OWN + 1)
-    assert (bed.stats.decode_steps, bed.stats.packed_steps) == (1, 1)
-    assert not bed.stats.fallbacks and not bed.stats.private_requests
-
-
-def test_a_plan_is_reused_while_tails_grow(bed: StepBed) -> None:
-    first = bed.plan()
     for _ in range(3):
         bed.lens += 1
-        assert bed.plan() is first
-    assert (bed.stats.plans_made, bed.stats.plans_reused) == (1, 3)
+        assert bed.plan() is plan
+    stats = bed.stats
+    assert (stats.plans_made, stats.plans_reused, stats.packed_steps) == (1, 3, 4)
+    assert not stats.fallbacks and not stats.private_requests
 
 
 def test_steady_steps_make_few_plans() -> None:
@@ -79,8 +77,7 @@ def test_a_request_that_changes_makes_a_new_plan(bed: StepBed, what: str) -> Non
     else:
         req.kv.cache_protected_len -= OWN + TOOL
     second = bed.plan()
-    assert second is not first
-    assert bed.stats.plans_made == 2
+    assert second is not first and bed.stats.plans_made == 2
     if what == "protected":
         assert 3 in sharing_queries(first, start=SYSTEM)
         assert 3 not in sharing_queries(second, start=SYSTEM)
@@ -89,12 +86,14 @@ def test_a_request_that_changes_makes_a_new_plan(bed: StepBed, what: str) -> Non
 def test_a_batch_of_the_same_shape_after_a_flush_makes_a_new_plan(bed: StepBed) -> None:
     """SGLang gives no node handle twice, so the plan of before the flush cannot be taken for one
     of the new batch."""
-    first = bed.plan()
-    nodes = [getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs]
-    bed.cache.flush()
-    bed.reqs = [bed.admit(i // 4) for i in range(QUERIES)]
-    assert not set(nodes) & {getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs}
-    bed.batch, bed.lens = bed.cache.batch(bed.reqs)
+
+    def nodes() -> set[int]:
+        return {getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs}
+
+    first, before = bed.plan(), nodes()
+    flush(bed.cache)
+    bed.use([bed.admit(i // 4) for i in range(QUERIES)])
+    assert not before & nodes()
     second = bed.plan()
     assert second is not first
     bed.check(second)
@@ -110,91 +109,83 @@ def test_released_requests_and_rows_beyond_them_are_private(bed: StepBed) -> Non
     bed.check(plan)
 
 
+# What cannot be read or planned costs the sharing, not the server.
+
+
 def test_a_node_that_is_gone_costs_the_sharing_only(
     bed: StepBed, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock, gone = bed.reqs[2].lock, 1 << 40
     lock.node = SimpleNamespace(id=gone) if hasattr(lock.node, "id") else gone
-    with caplog.at_level(logging.WARNING, logger="sglang_pat"):
-        for protected in (5, 6):
-            bed.reqs[0].kv.cache_protected_len = protected
-            assert bed.plan().num_shared_items == 0
+    for protected in (5, 6):
+        bed.reqs[0].kv.cache_protected_len = protected
+        assert bed.plan().num_shared_items == 0
     assert bed.stats.fallbacks == {"sharing not usable": 2}
-    assert len([r for r in caplog.records if "sharing not usable" in r.message]) == 1
+    assert caplog.text.count("sharing not usable") == 1
     assert bed.stats.kv_tokens_read == bed.stats.kv_tokens_unpacked
 
 
-def test_requests_that_cannot_be_read_cost_the_sharing_only(bed: StepBed) -> None:
-    bed.batch = LiveBatch([object()] * QUERIES, bed.cache.tree, bed.batch.rows)
-    assert bed.plan().num_shared_items == 0
-    assert bed.stats.fallbacks == {"requests not readable": 1}
+class ForeignCore:
+    """A tree core of somebody else's, with its nodes as hidden as those of SGLang's."""
+
+    @property
+    def root_node(self) -> None:
+        raise NotImplementedError
 
 
-def test_a_core_that_cannot_be_looked_into_costs_the_sharing_only(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("what", ["requests", "core", "cache"])
+def test_what_cannot_be_read_costs_the_sharing_only(
+    what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Foreign:
-        """A tree core of somebody else's, with its nodes as hidden as those of SGLang's."""
-
-        @property
-        def root_node(self) -> None:
-            raise NotImplementedError
-
     bed = StepBed("rust")
+    right = bed.batch
+    if what == "requests":
+        bed.batch = LiveBatch([object()] * QUERIES, bed.cache.tree, bed.batch.rows)
+    elif what == "cache":
+        bed.batch = replace(bed.batch, tree_cache=SimpleNamespace())
     with monkeypatch.context() as patch:
-        patch.setattr(bed.cache.tree, "tree_core", Foreign())
+        if what == "core":
+            patch.setattr(bed.cache.tree, "tree_core", ForeignCore())
         for _ in range(2):
             plan = bed.plan()
-            bed.check(plan)
             assert plan.num_shared_items == 0
-    assert bed.stats.fallbacks == {"requests not readable": 2}
-    assert shared_tokens(bed.plan()) == SYSTEM + 2 * TOOL
+            if what == "core":
+                bed.check(plan)
+    if what == "cache":
+        assert not bed.stats.fallbacks
+        assert bed.stats.private_requests == {"unknown cache SimpleNamespace": QUERIES}
+    else:
+        assert bed.stats.fallbacks == {"requests not readable": 2}
+    bed.batch = right
+    assert shared_tokens(bed.plan()) == SHARED
 
 
 def test_a_batch_beyond_the_target_is_left_to_the_base(bed: StepBed) -> None:
-    many = TARGET.max_queries + 1
-    lens = torch.ones(many, dtype=torch.int64)
+    lens = torch.ones(TARGET.max_queries + 1, dtype=torch.int64)
     assert bed.steps.plan(bed.batch, known(lens)) is None
-    assert bed.stats.fallbacks["batch not plannable"] == 1
-    assert bed.stats.decode_steps == 0
+    assert bed.stats.fallbacks["batch not plannable"] == 1 and bed.stats.decode_steps == 0
 
 
 def test_a_private_plan_is_kept_while_it_fits(bed: StepBed) -> None:
-    lens = bed.lens.clone()
-    first = bed.steps.private(known(lens))
-    assert first.num_shared_items == 0
-    assert bed.steps.private(known(lens + 1)) is first
-    longer = lens + 10_000
+    first = bed.steps.private(known(bed.lens))
+    assert first is not None and first.num_shared_items == 0
+    assert bed.steps.private(known(bed.lens + 1)) is first
+    longer = bed.lens + 10_000
     second = bed.steps.private(known(longer))
-    assert second is not first and second.fits(longer.data_ptr(), len(longer))
-    assert bed.steps.private(known(longer[:3])).num_queries == 3
-    assert bed.stats.decode_steps == 0
-
-
-def test_the_log_says_once_where_prefixes_are_looked_for(
-    bed: StepBed, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="sglang_pat")
-    bed.plan()
-    kind = bed.steps.view.kind
-    bed.plan()
-    bed.batch = replace(bed.batch, tree_cache=object())
-    bed.plan()
-    found, unknown = (text for text in caplog.messages if "looks for shared prefixes" in text)
-    assert kind and found.endswith(f"in SGLang's radix cache ({kind})")
-    assert unknown.endswith("nowhere: unknown cache object")
+    assert second is not None and second is not first
+    assert second.fits(longer.data_ptr(), len(longer))
+    third = bed.steps.private(known(longer[:3]))
+    assert third is not None and third.num_queries == 3 and bed.stats.decode_steps == 0
 
 
 @pytest.mark.parametrize("token", [5, SYSTEM + 5, SYSTEM + TOOL + 5])
 def test_check_mode_names_the_wrong_slot(bed: StepBed, token: int) -> None:
     plan = bed.plan()
-    row = int(bed.batch.rows[3])
-    right = int(bed.cache.table.req_to_token[row, token])
-    bed.cache.table.req_to_token[row, token] = right + 1
-    rid = bed.reqs[3].rid
-    with pytest.raises(
-        SlotMismatch, match=rf"{rid} .*slot {right + 1} at token {token}, .* slot {right}"
-    ):
+    slots = bed.cache.table.req_to_token[int(bed.batch.rows[3])]
+    right = int(slots[token])
+    slots[token] = right + 1
+    wrong = rf"{bed.reqs[3].rid} .*slot {right + 1} at token {token}, .* slot {right}"
+    with pytest.raises(SlotMismatch, match=wrong):
         bed.check(plan)
 
 
@@ -203,7 +194,6 @@ def test_check_mode_names_the_wrong_slot(bed: StepBed, token: int) -> None:
 
 
 def test_a_settled_batch_is_not_read(bed: StepBed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a prefill runs, the batch changes, or ``RECHECK_STEPS`` steps have passed."""
     reads = count_calls(monkeypatch, "read_handles")
     first = bed.settle()
     before = len(reads)
@@ -236,12 +226,12 @@ def test_a_change_of_a_settled_request_is_seen_when_all_are_read_again(
     if how == "outgrown":
         bed.lens = torch.from_numpy(first.max_seq_lens + 1)
     elif how == "changed":
-        bed.batch, bed.lens = bed.cache.batch(bed.reqs[1:])
+        bed.use(bed.reqs[1:])
     else:
         bed.batch = replace(bed.batch, others=1)
     second = bed.plan()
     assert (second is first) == (how == "prefill")
-    assert shared_tokens(second) == SYSTEM + 2 * TOOL
+    assert shared_tokens(second) == SHARED
     for _ in range(RECHECK_STEPS):
         third = bed.plan()
     assert third.kv_tokens_read(0) > second.kv_tokens_read(0)
@@ -252,21 +242,18 @@ def test_a_plan_that_is_outgrown_keeps_its_paths(
     bed: StepBed, settled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads, look_ups = count_calls(monkeypatch, "read_handles"), count_calls(monkeypatch, "plan")
-    first = bed.settle() if settled else bed.plan()
+    last = bed.settle() if settled else bed.plan()
     for _ in range(3):
-        last = bed.plan()
         before = len(reads)
         bed.lens = torch.from_numpy(last.max_seq_lens + 1)
-        second = bed.plan()
-        assert bed.steps.made and second is not last
-        assert shared_tokens(second) == shared_tokens(first) and second.fits(
-            bed.lens.data_ptr(), QUERIES
-        )
-        bed.check(second)
+        plan = bed.plan()
+        assert bed.steps.made and plan is not last and shared_tokens(plan) == SHARED
+        assert plan.fits(bed.lens.data_ptr(), QUERIES)
+        bed.check(plan)
         assert len(reads) == before + (not settled) and len(look_ups) == 1
         if not settled:  # a prefill came between
             bed.batch = replace(bed.batch, others=bed.batch.others + 1)
-            bed.plan()
+        last = bed.plan()
 
 
 def test_paths_are_read_again_only_after_a_failure(
@@ -276,26 +263,22 @@ def test_paths_are_read_again_only_after_a_failure(
     first = bed.settle()
     bed.steps.private(known(bed.lens))  # has a working memory of its own
     bed.lens = torch.from_numpy(first.max_seq_lens + 1)
-    assert shared_tokens(bed.plan()) == shared_tokens(first)
-    assert len(look_ups) == 1
+    assert shared_tokens(bed.plan()) == SHARED and len(look_ups) == 1
     grown, bed.lens = bed.lens, bed.lens - 250  # shorter than the paths
     assert shared_tokens(bed.plan()) == 0
     assert bed.stats.fallbacks == {"sharing not usable": 1}
     bed.lens = grown
-    assert shared_tokens(bed.plan()) == shared_tokens(first)
-    assert len(look_ups) == 2
+    assert shared_tokens(bed.plan()) == SHARED and len(look_ups) == 2
 
 
 def test_a_request_that_comes_shares_with_the_settled_at_once(bed: StepBed) -> None:
     """Also where it splits a node of theirs: their paths are not remembered."""
     text = bed.system + bed.tools[0] + bed.text(400)
-    bed.reqs.append(bed.cache.admit(text))
-    bed.batch, bed.lens = bed.cache.batch(bed.reqs)
-    assert shared_tokens(bed.settle()) == SYSTEM + 2 * TOOL
-    bed.reqs.append(bed.cache.admit(text[:-100] + bed.text(OWN)))
-    bed.batch, bed.lens = bed.cache.batch(bed.reqs)
+    bed.use([*bed.reqs, bed.cache.admit(text)])
+    assert shared_tokens(bed.settle()) == SHARED
+    bed.use([*bed.reqs, bed.cache.admit(text[:-100] + bed.text(OWN))])
     second = bed.plan()
-    assert shared_tokens(second) == SYSTEM + 2 * TOOL + 300
+    assert shared_tokens(second) == SHARED + 300
     bed.check(second)
 
 
@@ -310,11 +293,11 @@ def test_requests_that_a_pause_gave_the_same_rows_share_as_they_stand_then(
     for _ in range(age):
         bed.plan()
     rows, in_order = bed.batch.rows, sorted(bed.reqs, key=lambda req: req.kv.req_pool_idx)
-    bed.cache.retract(in_order)
+    retract(bed.cache, in_order)
     if pause == "flush":
-        bed.cache.flush()
+        flush(bed.cache)
     bed.cache.prefill(in_order, most=0)
-    bed.batch, bed.lens = bed.cache.batch(bed.reqs)
+    bed.use(bed.reqs)
     assert torch.equal(bed.batch.rows, rows)
     bed.check(bed.plan())
     bed.cache.process(bed.reqs)
@@ -322,8 +305,7 @@ def test_requests_that_a_pause_gave_the_same_rows_share_as_they_stand_then(
     for _ in range(SETTLE_STEPS + 1):
         plan = bed.plan()
         bed.check(plan)
-    assert shared_tokens(plan) == SYSTEM + 2 * TOOL
-    assert not bed.stats.fallbacks
+    assert shared_tokens(plan) == SHARED and not bed.stats.fallbacks
 
 
 @pytest.mark.parametrize("what", ["released", "gone"])
@@ -337,25 +319,34 @@ def test_a_settled_node_that_is_gone_costs_the_others_nothing(bed: StepBed, what
         bed.cache.tree.unlock(lock)
         bed.cache.tree.evict(EvictParams(num_tokens=OWN))
     # Half of them are new: the tree is asked for the paths of all.
-    bed.batch, bed.lens = bed.cache.batch([*bed.reqs[2:4], bed.admit(0), bed.admit(0)])
+    bed.use([*bed.reqs[2:4], bed.admit(0), bed.admit(0)])
     plan = bed.plan()
     bed.check(plan)
-    assert shared_tokens(plan) == SYSTEM + TOOL
-    assert not bed.stats.fallbacks
+    assert shared_tokens(plan) == SYSTEM + TOOL and not bed.stats.fallbacks
 
 
 # Several micro-batches that take turns, as under pipeline parallelism.
 
 
-def plan_of(bed: StepBed, turn: tuple[LiveBatch, torch.Tensor]) -> Plan | None:
-    batch, lens = turn
-    return bed.steps.plan(batch, known(lens))
+class Turns:
+    """The bed's requests in so many micro-batches."""
 
+    def __init__(self, bed: StepBed, count: int) -> None:
+        bed.steps = StepPlanner(TARGET, bed.stats, count)
+        self.bed = bed
+        self.batches = [bed.cache.batch(bed.reqs[i::count]) for i in range(count)]
 
-def take_turns(bed: StepBed, count: int) -> list[tuple[LiveBatch, torch.Tensor]]:
-    """The bed's requests in so many micro-batches, as pipeline parallelism has them."""
-    bed.steps = StepPlanner(TARGET, bed.stats, count)
-    return [bed.cache.batch(bed.reqs[i::count]) for i in range(count)]
+    def plan(self, turn: int) -> Plan:
+        batch, lens = self.batches[turn]
+        plan = self.bed.steps.plan(batch, known(lens))
+        assert plan is not None and plan.fits(lens.data_ptr(), len(lens))
+        self.bed.check(plan, batch)
+        return plan
+
+    def settle(self) -> list[Plan]:
+        for _ in range(SETTLE_STEPS + 2):
+            plans = [self.plan(turn) for turn in range(len(self.batches))]
+        return plans
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -363,65 +354,46 @@ def test_micro_batches_that_take_turns_keep_their_plans(
     bed: StepBed, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = count_calls(monkeypatch, "read_handles")
-    turns = take_turns(bed, count)
-    plans: list[Plan | None] = [None] * count
-    for step in range(RECHECK_STEPS):
-        for i, (batch, lens) in enumerate(turns):
-            plan = bed.steps.plan(batch, known(lens))
-            assert plan is not None and bed.steps.made == (step == 0)
-            assert plans[i] is None or plan is plans[i]
-            plans[i] = plan
-            table = bed.cache.table.req_to_token
-            check_plan(plan, batch.reqs, bed.steps.view, table, batch.rows)
+    turns = Turns(bed, count)
+    plans = [turns.plan(turn) for turn in range(count)]
+    for step in range(RECHECK_STEPS - 2):
+        assert all(turns.plan(turn) is plan for turn, plan in enumerate(plans))
+        for _, lens in turns.batches:
             lens += step % 2
-    assert len({id(plan) for plan in plans}) == count
-    assert bed.stats.plans_made == count
+    # Also where some are left out, as while they prefill.
+    assert all(turns.plan(turn) is plans[turn] for turn in reversed(range(count)))
+    assert len({id(plan) for plan in plans}) == count == bed.stats.plans_made
     assert bed.stats.plans_reused == count * (RECHECK_STEPS - 1)
     # Each is read until it has settled, as one batch alone would be.
     assert len(reads) == count * (SETTLE_STEPS + 1)
 
 
 def test_a_micro_batch_that_changes_leaves_the_others_their_plans(bed: StepBed) -> None:
-    turns = take_turns(bed, 2)
-    for _ in range(SETTLE_STEPS + 2):
-        first, second = (bed.steps.plan(batch, known(lens)) for batch, lens in turns)
-    turns[0] = bed.cache.batch(bed.reqs[2::2])  # one of its requests is done
-    changed = plan_of(bed, turns[0])
+    turns = Turns(bed, 2)
+    first, second = turns.settle()
+    turns.batches[0] = bed.cache.batch(bed.reqs[2::2])  # one of its requests is done
+    changed = turns.plan(0)
     assert bed.steps.made and changed is not first
-    assert plan_of(bed, turns[1]) is second
-    assert plan_of(bed, turns[0]) is changed
-    assert bed.stats.plans_made == 3
+    assert turns.plan(1) is second and turns.plan(0) is changed and bed.stats.plans_made == 3
 
 
 def test_an_outgrown_plan_is_made_from_the_paths_of_its_own_micro_batch(bed: StepBed) -> None:
-    turns = take_turns(bed, 2)
-    for _ in range(SETTLE_STEPS + 2):
-        for batch, lens in turns:
-            plan = bed.steps.plan(batch, known(lens))
-    assert plan is not None
-    batch, lens = turns[0]
-    lens += 600  # beyond what its plan holds for
-    again = bed.steps.plan(batch, known(lens))
-    assert bed.steps.made and again is not None and again.num_queries == len(batch.reqs)
-    assert again.fits(lens.data_ptr(), len(lens))
-    check_plan(again, batch.reqs, bed.steps.view, bed.cache.table.req_to_token, batch.rows)
-    assert plan_of(bed, turns[1]) is plan
+    turns = Turns(bed, 2)
+    first, second = turns.settle()
+    turns.batches[0][1].add_(600)  # beyond what its plan holds for
+    again = turns.plan(0)
+    assert bed.steps.made and again is not first and again.num_queries == first.num_queries
+    assert turns.plan(1) is second
 
 
 def test_micro_batches_may_have_caches_of_their_own(bed: StepBed) -> None:
     """What check mode compares with is the cache of the batch that was planned last."""
-    other = StepBed("python")
-    turns = take_turns(bed, 2)
-    turns[1] = (other.batch, other.lens)
-    for batch, lens in turns * 2:
-        plan = bed.steps.plan(batch, known(lens))
-        assert plan is not None and bed.steps.view.tree_cache is batch.tree_cache
+    other, turns = StepBed("python"), Turns(bed, 2)
+    turns.batches[1] = (other.batch, other.lens)
+    for batch, lens in turns.batches * 2:
+        assert bed.steps.plan(batch, known(lens)) is not None
+        assert bed.steps.view.tree_cache is batch.tree_cache
     assert bed.stats.plans_made == 2
-
-
-def test_zero_micro_batches_are_refused() -> None:
-    with pytest.raises(ValueError, match="micro_batches is 0, must be 1 or more"):
-        StepPlanner(TARGET, Stats(), 0)
 
 
 @pytest.mark.parametrize(
@@ -447,55 +419,19 @@ def test_there_are_as_many_micro_batches_as_sglangs_scheduler_loop_has(
         assert loop.pp_loop_size == expected == len(loop.mbs)
 
 
-# Whether a new plan was hidden behind the GPU: asked of an event, counted, shown.
-
-
-class FakeEvent:
-    """An event of a GPU whose earlier work lasts until ``done`` is set."""
-
-    done = False
-    records = 0
-
-    def record(self) -> None:
-        type(self).records += 1
-
-    def query(self) -> bool:
-        assert self.records, "asked before it was recorded"
-        return self.done
-
-
-@pytest.fixture
-def event(monkeypatch: pytest.MonkeyPatch) -> type[FakeEvent]:
-    fake = type("Event", (FakeEvent,), {})
-    monkeypatch.setattr(torch.cuda, "Event", fake)
-    return fake
-
-
-def test_a_preparation_is_hidden_while_the_gpu_is_busy(event: type[FakeEvent]) -> None:
-    clock = StepClock(on_gpu=True)
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_preparation_is_hidden_while_the_gpu_is_busy(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event, recorded when it begins, says so; tests/gpu/test_graphs.py has a real one."""
+    asked: list[Any] = []
+    event = SimpleNamespace(
+        record=lambda: asked.append("record"), query=lambda: asked.append("query") or done
+    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    clock = StepClock(on_gpu=on_gpu)
     clock.start()
-    assert event.records == 1
-    assert clock.is_hidden()
-    event.done = True
-    assert not clock.is_hidden()
+    for done in (False, True):
+        assert clock.is_hidden() == (on_gpu and not done)
+    assert asked == (["record", "query", "query"] if on_gpu else [])
     assert clock.elapsed_ns() > 0
-
-
-def test_nothing_is_hidden_without_a_gpu(event: type[FakeEvent]) -> None:
-    clock = StepClock(on_gpu=False)
-    clock.start()
-    assert not clock.is_hidden()
-    assert not event.records
-
-
-def test_hidden_plans_are_not_exposed() -> None:
-    stats = Stats()
-    stats.plans_made = 2
-    stats.host_time(300, made=True, hidden=True)
-    stats.host_time(500, made=True, hidden=False)
-    stats.host_time(70, made=False, hidden=False)  # a step that kept its plan exposes none
-    counted = stats.snapshot()
-    assert counted["hidden_plans"] == 1
-    assert counted["exposed_seconds"] == pytest.approx(500e-9)
-    assert counted["plan_seconds"] == pytest.approx(800e-9)
-    assert "1 of 2 plans hidden behind the GPU" in stats.summary()

@@ -25,15 +25,17 @@ struct Query {
   }
 };
 
-// Of `kTokens` tokens from `first_token` of a tile on.
+// Of every `kTokens` tokens of all tiles.
 template <int kTokens, Drafts kDrafts>
-void check(const ForwardParams& p, const Query& query, int first_token, int& masked, int& wrong) {
+void check(const ForwardParams& p, const Query& query, int& masked, int& wrong) {
   constexpr int kTiles = kTokens / 8;
   const int rows = query.head_group * query.draft_tokens;
   for (int first_row = 0; first_row < rows; first_row += 16) {
     for (int left = query.tokens; left > 0; left -= kTileTokens) {
       if (left >= p.masked_tokens + kTileTokens) continue;  // see drafts_below()
-      for (this_lane = 0; this_lane < 32; ++this_lane) {
+      for (int at = 0; at < kTileTokens / kTokens * 32; ++at) {
+        const int first_token = at / 32 * kTokens;
+        this_lane = at % 32;
         float scores[4 * kTiles] = {};
         mask_drafts<kTiles, kDrafts>(p, scores, 1, first_row, first_token, left);
         for (int i = 0; i < 4 * kTiles; ++i) {
@@ -50,14 +52,10 @@ void check(const ForwardParams& p, const Query& query, int first_token, int& mas
 }
 
 template <Drafts kDrafts>
-void check_tiles(const ForwardParams& p, const Query& query, int& masked, int& wrong) {
-  check<64, kDrafts>(p, query, 0, masked, wrong);
-  for (int first = 0; first < kTileTokens; first += 16) {
-    check<16, kDrafts>(p, query, first, masked, wrong);
-  }
-  for (int first = 0; first < kTileTokens; first += 32) {
-    check<32, kDrafts>(p, query, first, masked, wrong);
-  }
+void check_widths(const ForwardParams& p, const Query& query, int& masked, int& wrong) {
+  check<16, kDrafts>(p, query, masked, wrong);
+  check<32, kDrafts>(p, query, masked, wrong);
+  check<64, kDrafts>(p, query, masked, wrong);
 }
 
 }  // namespace
@@ -79,10 +77,6 @@ int main(int, char** argv) {
     query.masks.assign(all.begin() + query.draft_tokens, all.begin() + 2 * query.draft_tokens);
   }
   int masked = 0, wrong = 0;
-  if (query.masks.empty()) {
-    check_tiles<kChains>(p, query, masked, wrong);
-  } else {
-    check_tiles<kTrees>(p, query, masked, wrong);
-  }
+  (query.masks.empty() ? check_widths<kChains> : check_widths<kTrees>)(p, query, masked, wrong);
   std::printf("%d %d\n", masked, wrong);
 }

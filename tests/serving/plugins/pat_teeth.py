@@ -13,6 +13,7 @@ waits for torch's GPU, even on a CPU.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -72,34 +73,25 @@ class Saboteur:
 
     def __init__(self, decode: Any, fault_file: Path) -> None:
         self.decode = decode
+        self.names = tuple(inspect.signature(decode).parameters)
         self.fault_file = fault_file
 
-    def __call__(self, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = SimpleNamespace(**dict(zip(self.names, args, strict=False)), **kwargs)
         fault = self.fault_file.read_text().strip()
-        return getattr(self, fault or "none")(q, *args, **kwargs)
+        return getattr(self, fault or "run")(given)
 
-    def none(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.decode(*args, **kwargs)
+    def run(self, given: SimpleNamespace) -> torch.Tensor:
+        out: torch.Tensor = self.decode(**vars(given))
+        return out
 
-    def zero(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def zero(self, given: SimpleNamespace) -> torch.Tensor:
         """Attention returns nothing."""
-        return self.decode(*args, **kwargs).zero_()
+        return self.run(given).zero_()
 
-    def drop_pack(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        table: torch.Tensor,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        plan: Any,
-        *,
-        scale: float,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def drop_pack(self, given: SimpleNamespace) -> torch.Tensor:
         """The first pack of the plan is not computed: its members go without its tokens."""
-        out = self.decode(q, k, v, table, rows, seq_lens, plan, scale=scale, **kwargs)
+        out, plan = self.run(given), given.plan
         shared = np.flatnonzero(plan.items["num_queries"] > 1)
         if not len(shared):
             return out
@@ -108,64 +100,40 @@ class Saboteur:
         begin, end = int(segment["kv_start"]), int(segment["kv_start"] + segment["kv_len"])
         first = int(item["member_offset"])
         for query in plan.members["query"][first : first + int(item["num_queries"])].tolist():
-            slots = table[rows[query], : seq_lens[query]].long()
+            slots = given.req_to_token[given.rows[query], : given.seq_lens[query]].long()
             slots = torch.cat([slots[:begin], slots[end:]])
             out[query] = torch.nn.functional.scaled_dot_product_attention(
-                q[query][:, None],
-                k[slots].transpose(0, 1),
-                v[slots].transpose(0, 1),
-                scale=scale,
+                given.q[query][:, None],
+                given.k_cache[slots].transpose(0, 1),
+                given.v_cache[slots].transpose(0, 1),
+                scale=given.scale,
                 enable_gqa=True,
             )[:, 0]
         return out
 
-    def swap_slot(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        table: torch.Tensor,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def swap_slot(self, given: SimpleNamespace) -> torch.Tensor:
         """The first query finds another request's slot where one of its own should be."""
+        rows, lens = given.rows, given.seq_lens
         if len(rows) > 1:
-            table = table.clone()
-            middle = int(seq_lens[0]) // 2
-            table[rows[0], middle] = table[rows[-1], int(seq_lens[-1]) - 1]
-        return self.decode(q, k, v, table, rows, seq_lens, *args, **kwargs)
+            given.req_to_token = given.req_to_token.clone()
+            given.req_to_token[rows[0], int(lens[0]) // 2] = given.req_to_token[
+                rows[-1], int(lens[-1]) - 1
+            ]
+        return self.run(given)
 
-    def poison(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        table: torch.Tensor,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def poison(self, given: SimpleNamespace) -> torch.Tensor:
         """K and V are NaN in every slot that no request of the batch owns. No fault: no effect."""
-        owned = torch.cat([table[row, :n] for row, n in zip(rows, seq_lens, strict=True)]).long()
-        poisoned = [torch.full_like(cache, torch.nan) for cache in (k, v)]
-        for cache, source in zip(poisoned, (k, v), strict=True):
-            cache[owned] = source[owned]
-        return self.decode(q, *poisoned, table, rows, seq_lens, *args, **kwargs)
+        batch = zip(given.rows, given.seq_lens, strict=True)
+        owned = torch.cat([given.req_to_token[row, :length] for row, length in batch]).long()
+        for name in ("k_cache", "v_cache"):
+            cache = getattr(given, name)
+            poisoned = torch.full_like(cache, torch.nan)
+            poisoned[owned] = cache[owned]
+            setattr(given, name, poisoned)
+        return self.run(given)
 
-    def corrupt_row(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        table: torch.Tensor,
-        rows: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def corrupt_row(self, given: SimpleNamespace) -> torch.Tensor:
         """SGLang's own table gets a wrong slot for good, at token 3 of the last query."""
-        out = self.decode(q, k, v, table, rows, *args, **kwargs)
-        table[rows[-1], 3] += 1
+        out = self.run(given)
+        given.req_to_token[given.rows[-1], 3] += 1
         return out
