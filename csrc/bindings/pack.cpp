@@ -50,14 +50,10 @@ py::array bounds_view(const py::object& self, const std::vector<int64_t>& bounds
   return view;
 }
 
-// infos: per query a sequence (list or tuple) of (node id, start, end), or None. An element that
-// starts at or beyond its query's limit is dropped, one that crosses it is clipped. At C speed: at
-// 256 requests a loop in Python would cost more than the whole schedule.
-void read_paths(const py::sequence& infos, const int64_t* limits, py::ssize_t num_queries,
-                Paths& out) {
-  const py::object queries = fast_sequence(infos.ptr(), "paths must be a sequence");
-  PAT_CHECK(PySequence_Fast_GET_SIZE(queries.ptr()) == num_queries,
-            PySequence_Fast_GET_SIZE(queries.ptr()), " paths for ", num_queries, " queries");
+// queries: a list or tuple that has, per query, a sequence of (node id, start, end), or None. An
+// element that starts at or beyond its query's limit is dropped, one that crosses it is clipped. At
+// C speed: at 256 requests a loop in Python would cost more than the whole schedule.
+void read_paths(const py::object& queries, const int64_t* limits, Paths& out) {
   out.clear();
   for (py::ssize_t query = 0; query < PySequence_Fast_GET_SIZE(queries.ptr()); ++query) {
     PyObject* info = PySequence_Fast_GET_ITEM(queries.ptr(), query);
@@ -83,12 +79,13 @@ class Planner {
   // infos: per query a sequence of (node id, start, end), or None; limits: tokens per query that
   // are safe to share. A path is clipped to its query's.
   Plan plan(const py::sequence& infos, const Int64Array& limits, const Int64Array& seq_lens) {
-    const size_t queries = infos.size();
-    PAT_CHECK(
-        static_cast<py::ssize_t>(queries) == seq_lens.size() && seq_lens.size() == limits.size(),
-        "paths of ", queries, " queries, ", limits.size(), " limits and ", seq_lens.size(),
-        " sequence lengths: need one of each per query");
-    read_paths(infos, limits.data(), seq_lens.size(), paths_);
+    // Counted as it is read: a sequence may say another length than it has.
+    const py::object queries = fast_sequence(infos.ptr(), "paths must be a sequence");
+    const py::ssize_t count = PySequence_Fast_GET_SIZE(queries.ptr());
+    PAT_CHECK(count == seq_lens.size() && seq_lens.size() == limits.size(), "paths of ", count,
+              " queries, ", limits.size(), " limits and ", seq_lens.size(),
+              " sequence lengths: need one of each per query");
+    read_paths(queries, limits.data(), paths_);
     return make(seq_lens);
   }
 

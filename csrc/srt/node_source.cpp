@@ -45,7 +45,6 @@ NodeAbove TreeCoreNodes::above(const NodeRef& node) const {
   return {.parent = to_int64(get_attr(state.ptr(), parent_id_.ptr()).ptr(), "parent_node_id"),
           .length = tokens,
           .root = get_attr(state.ptr(), is_root_.ptr()).is(py::bool_(true)),
-          .num_read = 1,
           .object = {}};
 }
 
@@ -56,7 +55,7 @@ NodeAbove TreeCoreNodes::above_by_path(int64_t id) const {
   ids[0] = py::int_(id);
   const py::sequence paths = paths_(ids);
   const py::sequence path = paths[0];
-  if (path.size() == 0) return {.root = true, .num_read = 1, .object = {}};
+  if (path.size() == 0) return {.root = true, .object = {}};
   const py::object last = path[path.size() - 1];
   return {.parent = path_field(last.ptr(), 1, "parent id"),
           .length = path_field(last.ptr(), 3, "end") - path_field(last.ptr(), 2, "start"),
@@ -84,12 +83,11 @@ PythonNodes::PythonNodes(const std::string& id, const std::string& parent, const
 
 NodeAbove PythonNodes::above(const NodeRef& node) const {
   py::object parent = get_attr(node.object, parent_.ptr());
-  if (parent.is_none())
-    return {.root = true, .num_read = 1, .object = {}};  // the root itself, of an empty key
+  if (parent.is_none()) return {.root = true, .object = {}};  // the root itself, of an empty key
   const Py_ssize_t length = PyObject_Size(get_attr(node.object, key_.ptr()).ptr());
   if (length < 0) throw py::error_already_set();
   const int64_t id = to_int64(get_attr(parent.ptr(), id_.ptr()).ptr(), what_id_.c_str());
-  return {.parent = id, .length = length, .num_read = 1, .object = std::move(parent)};
+  return {.parent = id, .length = length, .object = std::move(parent)};
 }
 
 std::vector<size_t> PythonNodes::find_split(const std::vector<KnownNode>& nodes) const {

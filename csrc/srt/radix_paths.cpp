@@ -69,21 +69,19 @@ void RadixPaths::try_read(const Handle* handles, size_t count, const Leaf& leaf)
   for (const size_t query : unknown) {
     const int64_t id = handles[query][0];
     int32_t index = table_.find(id);
-    bool known = index != kNoNode;
-    bool long_path = !known && std::find(too_long.begin(), too_long.end(), id) != too_long.end();
-    if (!known && !long_path) {
+    if (index == kNoNode && std::find(too_long.begin(), too_long.end(), id) == too_long.end()) {
       if (num_read_ >= most_read_) {
         ++num_unread_;
         continue;
       }
       index = add(id, leaf(query, id));
-      known = climb(index, most_read_);
-      long_path = !known;
+      if (!climb(index, most_read_)) index = kNoNode;
     }
-    if (known) name(query, index);
-    if (long_path) {
+    if (index == kNoNode) {
       ++num_too_long_;
       too_long_.push_back(id);
+    } else {
+      name(query, index);
     }
   }
   count_leaves();

@@ -30,9 +30,9 @@ class RadixPaths {
   // Gives the Python node of query i, for a source that needs it.
   using Leaf = std::function<pybind11::object(size_t query, int64_t id)>;
 
-  // `most_read`: nodes after which one read() begins no other path, so that no plan stalls a server
-  // whose clients have built deep trees. The requests that are left share nothing before a later
-  // read() comes to them, and those with as many unknown nodes on one path not at all.
+  // A read() that has asked for `most_read` nodes begins no other path, so that no plan stalls a
+  // server whose clients have built deep trees. Requests that are left share nothing until a later
+  // read() comes to them. A request whose own path has so many unknown nodes shares nothing.
   RadixPaths(std::unique_ptr<NodeSource> source, size_t most_read);
 
   // Writes the path of each query as far as another query shares it and its request's tokens are
