@@ -44,7 +44,6 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   unit.pair = 0;
   unit.kind = static_cast<ItemKind>(b.w >> 16 & 0xFF);
   unit.order = static_cast<BranchOrder>(b.w >> 24);
-  unit.narrow = kNotNarrow;
   unit.pairing = kAlone;
   unit.joint = 0;
   const int row_tile = b.z & 0xFFFF;
@@ -171,10 +170,6 @@ struct UnitScheduler {
     if (lane >= count) return false;
     const bool mine = describe<kDrafts>(p, s.control(), first + lane, unit);
     unit.halved_tokens = 0;  // of a pair that no two halves run at the same time
-    if (p.narrow && unit.num_rows <= kNarrowRows && unit.num_tokens > 0 &&
-        unit.num_tokens <= kTileTokens && !unit.is_branch()) {
-      unit.narrow = unit.num_tokens <= kShortTokens ? kShort : kNarrow;
-    }
     return mine;
   }
 
