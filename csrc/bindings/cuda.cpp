@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bindings/bindings.h"
+#include "check.h"
 #include "cuda/decode.h"
 #include "cuda/draft_masks.h"
 #include "cuda/plan_fit.h"
@@ -77,7 +78,10 @@ std::string describe(const Buffers& b) {
 void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
             const Tensor3& v_cache, const Tensor3& out, int64_t lse, int64_t trace, int num_rows,
             int dtype, float scale, float logit_cap, int64_t stream, int kv_dtype, float k_scale,
-            float v_scale) {
+            float v_scale, int64_t sinks, int sink_dtype) {
+  PAT_CHECK(sinks == 0,
+            "sinks were given, which the CUDA kernels do not have: leave them to "
+            "SGLang's attention");
   constexpr int64_t kBytes = 2;  // of an element; Python's strides are in elements
   const auto kv_type = static_cast<KVType>(kv_dtype);
   const int64_t kv = kv_bytes(kv_type);
@@ -98,6 +102,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
       .out_stride_row = kBytes * out[1],
       .out_stride_head = kBytes * out[2],
       .lse = pointer<float>(lse),
+      .sinks = pointer<const void>(sinks),
       .partials = buffers.partials,
       .partial_lse = buffers.partial_lse,
       .queue = buffers.queue,
@@ -110,6 +115,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
       .num_kv_heads = buffers.num_kv_heads,
       .partial_bytes = buffers.partial_bytes,
       .type = static_cast<CudaType>(dtype),
+      .sink_type = static_cast<SinkType>(sink_dtype),
       .launch = buffers.launch,
       .scale = scale,
       .logit_cap = logit_cap,
@@ -290,13 +296,14 @@ Only launches. Raises RuntimeError with CUDA's error.)");
   m.def(
       "decode_cuda", &decode, "buffers"_a, py::kw_only(), "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
       "lse"_a, "trace"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a,
-      "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f,
+      "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "sinks"_a = 0, "sink_dtype"_a = 0,
       R"(Executes the plan of a workspace on a stream: forward of all items, merge of the partials.
 
 Shapes, dtypes and numbers are those of DecodeParams in C++, all addresses of device
 memory. buffers: they hold a plan that check_plan_cuda accepted. q, k_cache, v_cache, out: (address,
 stride 0, stride 1), strides in elements. dtype: 1 (bf16) or 2 (fp16). num_rows: with the rows that
-pad the batch. Only launches, so that a CUDA graph can capture it.
+pad the batch. sinks: an address of sink_dtype 0 (fp32), 1 or 2, or 0. Only launches, so that a CUDA
+graph can capture it.
 
 Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");
 }

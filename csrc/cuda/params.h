@@ -19,6 +19,9 @@ enum class KVType : int { kSame = 0, kE4M3 = 1 };
 
 inline constexpr int kv_bytes(KVType type) { return type == KVType::kE4M3 ? 1 : 2; }
 
+// Elements of the sinks, which are not q's: SGLang keeps them in bf16 or fp32.
+enum class SinkType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
 // How the forward is launched: one persistent kernel for all row tiles (kQueue, the default); one
 // kernel per row tile, each on a stream of its own, as in the paper (kStreams); or these kernels
 // one after the other (kSerial). The last two are for experiments.
@@ -45,6 +48,7 @@ struct DecodeParams {
   char* out;  // as q
   int64_t out_stride_row, out_stride_head;
   float* lse;                    // [num_rows * draft_tokens, num_q_heads] base 2, or null
+  const void* sinks;             // [num_q_heads] of sink_type, or null: see with_sink()
   char* partials;                // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
                                  // partial_bytes == 2, of q's type
   float* partial_lse;            // [max_partials, draft_tokens, num_q_heads] base 2
@@ -56,6 +60,7 @@ struct DecodeParams {
   int32_t head_dim, num_q_heads, num_kv_heads;
   int32_t partial_bytes;  // 4 or 2
   CudaType type;
+  SinkType sink_type;
   Launch launch;
   float scale;
   float logit_cap;  // 0: none; else logits are cap * tanh(logit / cap)
