@@ -61,6 +61,13 @@ PAT_HOST_DEVICE SoftmaxState join(SoftmaxState a, SoftmaxState b) {
   return {max, a.sum * rescale(a.max, max) + b.sum * rescale(b.max, max)};
 }
 
+// With an attention sink, a logit (base e) that counts in the softmax of its query head beside the
+// tokens and has no value: one state more, of output 0. It belongs to the softmax over all tokens,
+// so it is joined once, where the output is written, and never to a partial result. -inf: no sink.
+PAT_HOST_DEVICE SoftmaxState with_sink(SoftmaxState tokens, float sink) {
+  return join(tokens, {sink * kLog2E, 1.0f});
+}
+
 // log2 of the sum of 2^logit.
 PAT_HOST_DEVICE float lse(SoftmaxState state) {
   return state.sum == 0.0f ? -INFINITY : state.max + fast_log2(state.sum);
@@ -71,9 +78,11 @@ PAT_HOST_DEVICE float normalizer(SoftmaxState state) {
   return state.sum == 0.0f ? 0.0f : fast_inverse(state.sum);
 }
 
-// Weight of a stored partial result in the join `total` of all of them; these weights sum to 1.
-PAT_HOST_DEVICE float share(float part_lse, SoftmaxState total) {
-  return rescale(part_lse, total.max) * normalizer(total);
+// Factor in the join `total` of an output of one of its parts: of a stored one, relative to its
+// LSE, or one that accumulated relative to its maximum. Of stored ones without a sink the factors
+// sum to 1.
+PAT_HOST_DEVICE float share(float reference, SoftmaxState total) {
+  return rescale(reference, total.max) * normalizer(total);
 }
 
 }  // namespace pat

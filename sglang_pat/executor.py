@@ -100,6 +100,8 @@ class Executor:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
         **factors: float,
     ) -> None:
         """Attention of one layer; arguments as of ``ops.decode``. ``factors``: its ``scale``,
@@ -114,6 +116,7 @@ class Executor:
             *self._batch,
             self._plan,
             draft_masks=self._draft_masks,
+            sinks=sinks,
             out=out,
             partial_dtype=self._partial_dtype,
             workspace=self._workspace,

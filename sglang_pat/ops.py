@@ -44,6 +44,7 @@ def decode(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     draft_masks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     partial_dtype: torch.dtype = torch.float32,
@@ -73,9 +74,16 @@ def decode(
             attend to draft token 0. On CUDA the plan has no branches (``Target.cuts``).
             None: each attends to those before it. A workspace has masks of its own
             (``set_draft_masks``), and these beside it raise ValueError.
+        sinks: [Hq], fp32, bf16 or fp16 whatever q is, contiguous: a logit of each query head that
+            counts in its softmax beside the tokens, once a row of q, and has no value, as GPT-OSS
+            has them; -inf is none. ``scale`` and ``logit_cap`` do not change it. Read where it
+            lies at every call, and at every replay of a CUDA graph, so that new values written
+            there count from then on.
         out: [B, Hq, Dv] of q's dtype, with q's rows, to write to; made if None. On CUDA it is
             contiguous where T is more than 1.
-        lse: fp32 [B, Hq], with q's rows, contiguous; gets the log-sum-exp of the scores, base 2.
+        lse: fp32 [B, Hq], with q's rows, contiguous; gets the log-sum-exp of the scores, base 2,
+            the sink among them, as in FlashAttention: so ``out`` and ``lse`` are a state that
+            merges with others, and of the parts of one softmax only one may have sinks.
         partial_dtype: of the partial outputs that the merge reads, fp32 or bf16; on CUDA bf16
             means 2 bytes, of q's dtype. A workspace has its own.
         workspace: on CUDA the buffers that hold the plan and the slots, see ``Workspace``. With
@@ -86,7 +94,8 @@ def decode(
         check: first prove by ``check_slots`` that queries that share an item hold the same slots.
             Costs a comparison of all shared tokens, on CUDA with waiting, so not during a capture.
 
-    Returns ``out``. A sequence of no tokens, or a row that pads, gives zeros and an LSE of -inf.
+    Returns ``out``. A sequence of no tokens, or a row that pads, gives zeros and an LSE of -inf, or
+    of its sink.
 
     Raises ValueError naming what does not fit: an argument that is no tensor or no plan, a device,
     dtype, shape or stride, a plan of another batch or other heads, a slot beyond the cache (on the
@@ -101,6 +110,7 @@ def decode(
     num_slots, num_kv_heads, v_head_dim = v_cache.shape
     num_queries = num_q_rows // draft_tokens
     check_draft_masks(draft_masks, q.device, num_queries, draft_tokens)
+    check_sinks(sinks, q.device, num_q_heads)
     out = check_outputs(q, out, lse, (num_q_rows, num_q_heads, v_head_dim))
     factors: dict[str, Any] = {
         "scale": scale,
@@ -118,6 +128,8 @@ def decode(
         "out": _address(out),
         "lse": 0 if lse is None else lse.data_ptr(),
         "dtype": DTYPES[q.dtype],
+        "sinks": 0 if sinks is None else sinks.data_ptr(),
+        "sink_dtype": 0 if sinks is None else DTYPES[sinks.dtype],
     }
     if q.is_cuda:
         check_cuda(q, k_cache, v_cache, out, draft_tokens, factors)
@@ -217,6 +229,24 @@ def check_inputs(
         raise ValueError(
             f"v_cache has {v_cache.shape[0]} slots of {v_cache.shape[1]} heads, k_cache "
             f"{num_slots} of {num_kv_heads}"
+        )
+
+
+def check_sinks(sinks: torch.Tensor | None, device: torch.device, num_q_heads: int) -> None:
+    """Check that ``sinks`` are what the executors read on ``device``, or None."""
+    if sinks is None:
+        return
+    require_tensor("sinks", sinks)
+    if (
+        sinks.shape != (num_q_heads,)
+        or sinks.dtype not in DTYPES
+        or sinks.device != device
+        or not sinks.is_contiguous()
+    ):
+        raise ValueError(
+            f"sinks is {tuple(sinks.shape)} {sinks.dtype} on {sinks.device} with strides "
+            f"{sinks.stride()}, must be contiguous ({num_q_heads},), one a query head, of float32, "
+            f"bfloat16 or float16 on {device}"
         )
 
 

@@ -22,19 +22,22 @@ def attention(
     v_scale: float = 1.0,
     draft_tokens: int = 1,
     draft_masks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense attention, computed in ``dtype``; arguments as of ``sglang_pat.decode``, of any
     floating dtypes. With T ``draft_tokens`` q has T rows a query, and the last T tokens of a
     sequence are attended to by the rows from their own on, or by those of ``draft_masks``.
 
-    Returns the output [B * T, Hq, Dv] and the log-sum-exp of the scores [B * T, Hq], base 2, both
-    of ``dtype``; 0 and -inf for a sequence of no tokens.
+    Returns the output [B * T, Hq, Dv] and the log-sum-exp of the scores and the sink [B * T, Hq],
+    base 2, both of ``dtype``; for a sequence of no tokens 0 and -inf, or its sink.
     """
     num_rows, num_q_heads, _ = q.shape
     group = num_q_heads // k_cache.shape[1]
     out = q.new_zeros((num_rows, num_q_heads, v_cache.shape[2]), dtype=dtype)
-    lse = q.new_full((num_rows, num_q_heads), -math.inf, dtype=dtype)
+    sink = q.new_full((num_q_heads,), -math.inf) if sinks is None else sinks.to(q.device)
+    sink = sink.to(dtype)[:, None]
+    lse = (sink.mT / math.log(2)).repeat(num_rows, 1)
     of_rows, lens = rows.tolist(), seq_lens.tolist()
     for i in range(num_rows):
         query, draft = divmod(i, draft_tokens)
@@ -51,6 +54,8 @@ def attention(
         scores = torch.einsum("hd,thd->ht", q[i].to(dtype), keys) * scale
         if logit_cap > 0:
             scores = logit_cap * torch.tanh(scores / logit_cap)
-        out[i] = torch.einsum("ht,thd->hd", torch.softmax(scores, dim=-1), values)
+        scores = torch.cat([scores, sink], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[:, :-1]
+        out[i] = torch.einsum("ht,thd->hd", weights, values)
         lse[i] = torch.logsumexp(scores, dim=-1) / math.log(2)
     return out, lse

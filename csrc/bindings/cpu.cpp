@@ -27,7 +27,7 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
             int64_t num_slots, int64_t num_queries, int64_t num_q_heads, int64_t num_kv_heads,
             int64_t head_dim, int64_t v_head_dim, int dtype, int partial_dtype, float scale,
             float logit_cap, int num_threads, int64_t draft_tokens, int kv_dtype, float k_scale,
-            float v_scale, int64_t draft_masks) {
+            float v_scale, int64_t draft_masks, int64_t sinks, int sink_dtype) {
   const DecodeArgs args{
       .q = pointer<const void>(q[0]),
       .q_stride_row = q[1],
@@ -50,6 +50,7 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
       .out_stride_head = out[2],
       .lse = pointer<float>(lse),
       .draft_masks = pointer<const uint64_t>(draft_masks),
+      .sinks = pointer<const void>(sinks),
       .num_queries = to_int("num_queries", num_queries),
       .draft_tokens = to_int("draft_tokens", draft_tokens),
       .num_q_heads = to_int("num_q_heads", num_q_heads),
@@ -63,6 +64,7 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
       .scale = scale,
       .logit_cap = logit_cap,
       .partial_dtype = static_cast<DType>(partial_dtype),
+      .sink_dtype = static_cast<DType>(sink_dtype),
       .num_threads = num_threads,
   };
   py::gil_scoped_release release;
@@ -77,11 +79,13 @@ void bind_cpu(py::module_& m) {
         "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "dtype"_a,
         "partial_dtype"_a, "scale"_a, "logit_cap"_a, "num_threads"_a, "draft_tokens"_a = 1,
         "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_masks"_a = 0,
+        "sinks"_a = 0, "sink_dtype"_a = 0,
         R"(Executes a plan on CPU memory: forward of all items, merge of the partials.
 
 Shapes and numbers are those of DecodeArgs in C++. plan, plan_bytes: ``Plan.data_ptr``
 and ``Plan.nbytes``. q, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements.
-req_to_token: (address, row stride, rows, columns). lse and draft_masks may be 0.
+req_to_token: (address, row stride, rows, columns). lse, draft_masks and sinks may be 0.
+sink_dtype: numbered as dtype.
 
 Raises ValueError for arguments that make no sense, for a plan that is damaged or was made for
 other heads, queries or lengths, and for a slot id outside of the cache. Releases the GIL.)");

@@ -59,7 +59,7 @@ std::string describe(const Buffers& b) {
 void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
             const Tensor3& v_cache, const Tensor3& out, int64_t lse, int num_rows, int dtype,
             float scale, float logit_cap, int64_t stream, int kv_dtype, float k_scale,
-            float v_scale) {
+            float v_scale, int64_t sinks, int sink_dtype) {
   constexpr int64_t kBytes = 2;  // of an element; Python's strides are in elements
   const auto kv_type = static_cast<KVType>(kv_dtype);
   const int64_t kv = kv_bytes(kv_type);
@@ -78,6 +78,8 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
   params.out_stride_row = kBytes * out[1];
   params.out_stride_head = kBytes * out[2];
   params.lse = pointer<float>(lse);
+  params.sinks = {pointer<const void>(sinks), static_cast<SinkType>(sink_dtype),
+                  buffers.num_q_heads};
   params.num_rows = num_rows;
   params.type = static_cast<CudaType>(dtype);
   params.scale = scale;
@@ -250,13 +252,14 @@ Only launches. Raises RuntimeError with CUDA's error.)");
   m.def(
       "decode_cuda", &decode, "buffers"_a, py::kw_only(), "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
       "lse"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a, "kv_dtype"_a = 0,
-      "k_scale"_a = 1.0f, "v_scale"_a = 1.0f,
+      "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "sinks"_a = 0, "sink_dtype"_a = 0,
       R"(Executes the plan of a workspace on a stream: forward of all items, merge of the partials.
 
 Shapes, dtypes and numbers are those of DecodeParams in C++, all addresses of device
 memory. buffers: they hold a plan that check_plan_cuda accepted. q, k_cache, v_cache, out: (address,
 stride 0, stride 1), strides in elements. dtype: 1 (bf16) or 2 (fp16). num_rows: with the rows that
-pad the batch. Only launches, so that a CUDA graph can capture it.
+pad the batch. sinks: an address of sink_dtype 0 (fp32), 1 or 2, or 0. Only launches, so that a CUDA
+graph can capture it.
 
 Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");
 }

@@ -24,6 +24,9 @@ namespace {
 // Both executors use one numbering.
 static_assert(static_cast<int>(CudaType::kBF16) == static_cast<int>(DType::kBF16));
 static_assert(static_cast<int>(CudaType::kF16) == static_cast<int>(DType::kF16));
+static_assert(static_cast<int>(SinkType::kF32) == static_cast<int>(DType::kF32));
+static_assert(static_cast<int>(SinkType::kBF16) == static_cast<int>(DType::kBF16));
+static_assert(static_cast<int>(SinkType::kF16) == static_cast<int>(DType::kF16));
 static_assert(static_cast<int>(KVType::kSame) == static_cast<int>(KVDType::kSame));
 static_assert(static_cast<int>(KVType::kE4M3) == static_cast<int>(KVDType::kE4M3));
 

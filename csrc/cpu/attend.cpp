@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cpu/numbers.h"
+#include "cpu/sinks.h"
 
 #ifdef __x86_64__
 #define PAT_FOR_EACH_ISA \
@@ -224,27 +225,30 @@ class ItemRunner {
   // Writes a row's output, normalised, and its log-sum-exp to the query's output or partial slot.
   void write(int row) const {
     const auto [query, partial] = member(row);
-    const SoftmaxState state = states_[row];
     if (partial == kDirect) {
+      const SoftmaxState state = complete(args_, head(row), states_[row]);
       const int64_t to = tensor_row(row);
-      write_row(row, static_cast<T*>(args_.out) + to * args_.out_stride_row +
-                         head(row) * args_.out_stride_head);
+      write_row(row, state,
+                static_cast<T*>(args_.out) + to * args_.out_stride_row +
+                    head(row) * args_.out_stride_head);
       if (args_.lse) args_.lse[to * args_.num_q_heads + head(row)] = lse(state);
       return;
     }
+    const SoftmaxState state = states_[row];
     const int64_t partial_row = int64_t{partial} * args_.draft_tokens + draft_token(row);
     const int64_t at = partial_row * args_.num_q_heads + head(row);
     job_.partial_lse[at] = lse(state);
     if (args_.partial_dtype == DType::kF32) {
-      write_row(row, static_cast<float*>(job_.partials) + at * args_.v_head_dim);
+      write_row(row, state, static_cast<float*>(job_.partials) + at * args_.v_head_dim);
     } else {
-      write_row(row, static_cast<BF16*>(job_.partials) + at * args_.v_head_dim);
+      write_row(row, state, static_cast<BF16*>(job_.partials) + at * args_.v_head_dim);
     }
   }
 
+  // `state`: the row's, maybe with its sink.
   template <typename Out>
-  void write_row(int row, Out* out) const {
-    const float factor = normalizer(states_[row]) * args_.v_scale;
+  void write_row(int row, SoftmaxState state, Out* out) const {
+    const float factor = share(states_[row].max, state) * args_.v_scale;
     const float* from = o(row);
     for (int j = 0; j < args_.v_head_dim; ++j) assign(out[j], from[j] * factor);
   }
@@ -290,6 +294,7 @@ void merge_to(const DecodeJob& job, int query, int draft_token, int head, float*
   for (int i = 0; i < splits.num_splits; ++i) {
     total = join(total, stored_state(job.partial_lse[first + i * slot]));
   }
+  total = complete(args, head, total);
   std::fill_n(sum, args.v_head_dim, 0.0f);
   for (int i = 0; i < splits.num_splits; ++i) {
     const int64_t at = first + i * slot;

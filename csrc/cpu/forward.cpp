@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -14,6 +13,7 @@
 #include "check.h"
 #include "cpu/attend.h"
 #include "cpu/plan_check.h"
+#include "cpu/sinks.h"
 #include "cpu/thread_pool.h"
 
 namespace pat {
@@ -124,7 +124,6 @@ class Executor {
   }
 
   static void write_empty_queries(const DecodeJob& job) {
-    constexpr float kEmptyLse = -std::numeric_limits<float>::infinity();
     const DecodeArgs& args = job.args;
     const int bytes = args.dtype == DType::kF32 ? 4 : 2;
     for (int64_t row = 0; row < int64_t{args.num_queries} * args.draft_tokens; ++row) {
@@ -133,7 +132,9 @@ class Executor {
         char* out = static_cast<char*>(args.out) +
                     (row * args.out_stride_row + head * args.out_stride_head) * bytes;
         std::memset(out, 0, size_t(args.v_head_dim) * bytes);
-        if (args.lse) args.lse[row * args.num_q_heads + head] = kEmptyLse;
+        if (args.lse) {
+          args.lse[row * args.num_q_heads + head] = lse(complete(args, head, empty_state()));
+        }
       }
     }
   }

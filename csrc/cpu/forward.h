@@ -31,6 +31,7 @@ struct DecodeArgs {
   // [num_queries, draft_tokens], or null where each draft token attends to those before it. Bit j:
   // the draft token attends to draft token j of its query.
   const uint64_t* draft_masks;
+  const void* sinks;  // [num_q_heads] of sink_dtype, or null: see with_sink()
   int num_queries, draft_tokens, num_q_heads, num_kv_heads, head_dim, v_head_dim;
   DType dtype;             // of q and out
   KVDType kv_dtype;        // of k_cache and v_cache
@@ -38,12 +39,13 @@ struct DecodeArgs {
   float scale;
   float logit_cap;      // 0 = off; else logit = cap * tanh(scale * (q . k) / cap)
   DType partial_dtype;  // kF32 or kBF16
+  DType sink_dtype;     // of sinks
   int num_threads;
 };
 
 // Executes the plan at `plan` (at most `plan_bytes` long, see plan.h) and writes every element of
-// `out`, and of `lse` unless null: 0 and -inf for a query without tokens. The result does not
-// depend on num_threads. Calls from several threads run one after another.
+// `out`, and of `lse` unless null: 0 and -inf for a query without tokens, or its sink. The result
+// does not depend on num_threads. Calls from several threads run one after another.
 //
 // Throws std::invalid_argument, before anything is written, for arguments that make no sense, a
 // plan that is damaged or was made for other heads, queries or lengths; and, with `out` undefined,

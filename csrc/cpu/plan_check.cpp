@@ -47,6 +47,10 @@ void check_args(const DecodeArgs& args) {
   PAT_CHECK(args.partial_dtype == DType::kF32 || args.partial_dtype == DType::kBF16,
             "partial_dtype is ", static_cast<int>(args.partial_dtype),
             ", must be 0 (fp32) or 1 (bf16)");
+  PAT_CHECK(args.sink_dtype == DType::kF32 || args.sink_dtype == DType::kBF16 ||
+                args.sink_dtype == DType::kF16,
+            "sink_dtype is ", static_cast<int>(args.sink_dtype),
+            ", must be 0 (fp32), 1 (bf16) or 2 (fp16)");
   PAT_CHECK(std::isfinite(args.scale), "scale is ", args.scale, ", must be finite");
   PAT_CHECK(args.logit_cap >= 0.0f && std::isfinite(args.logit_cap), "logit_cap is ",
             args.logit_cap, ", must be finite and 0 (off) or more");

@@ -58,6 +58,7 @@ ForwardParams forward_params(const DecodeParams& decode) {
       .num_q_heads = decode.draft_tokens * decode.num_q_heads,
       .float_partials = decode.partial_bytes == 4,
       .v_scale = decode.v_scale,
+      .sinks = decode.sinks,
   };
   set_scheduling(p, decode.num_rows, decode.num_q_heads, decode.num_kv_heads, decode.draft_tokens);
   if (decode.draft_tokens > 1) {

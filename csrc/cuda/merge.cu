@@ -112,7 +112,8 @@ void launch_warps(const DecodeParams& params, bool overlap, cudaStream_t stream)
   config.numAttrs = overlap && current_device().arch >= 90 ? 1 : 0;
   const MergeParams merge{params.plan, params.partials,       params.partial_lse,
                           params.out,  params.out_stride_row, params.out_stride_head,
-                          params.lse,  params.num_rows,       params.num_q_heads};
+                          params.lse,  params.num_rows,       params.num_q_heads,
+                          params.sinks};
   check(cudaLaunchKernelEx(&config, merge_kernel<T, kHeadDim, kFloat, kHeads, kAhead, kSharing>,
                            merge),
         "merge kernel: launch");

@@ -19,6 +19,15 @@ enum class KVType : int { kSame = 0, kE4M3 = 1 };
 
 inline constexpr int kv_bytes(KVType type) { return type == KVType::kE4M3 ? 1 : 2; }
 
+// Attention sinks: a logit of each query head, see with_sink(). The dtype is not q's, because
+// SGLang has them in bf16 or fp32.
+enum class SinkType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
+struct Sinks {
+  const void* values;  // [heads], or null: none
+  SinkType type;
+  int32_t heads;
+};
+
 // How the forward is launched: one persistent kernel for all row tiles (kQueue, the default), or,
 // as in the paper, one kernel per row tile, each on a stream of its own (kStreams).
 enum class Launch : int { kQueue = 0, kStreams = 1 };
@@ -57,7 +66,8 @@ struct DecodeParams : Buffers {
   int64_t v_stride_slot, v_stride_head;
   char* out;  // as q
   int64_t out_stride_row, out_stride_head;
-  float* lse;        // [num_rows * draft_tokens, num_q_heads] base 2, or null
+  float* lse;  // [num_rows * draft_tokens, num_q_heads] base 2, or null
+  Sinks sinks;
   int32_t num_rows;  // of the batch, with those that pad it; rows without a query get zeros
   CudaType type;
   float scale;
@@ -126,6 +136,7 @@ struct ForwardParams {
   float cap;        // kCapped: base-2 logit cap
   int32_t logits;   // Logits
   float v_scale;    // factor of the output
+  Sinks sinks;
   // Of several draft tokens. Else zeros, which no kernel reads, but for head_group, which
   // first_units_kernel reads.
   int32_t masked_tokens;      // see masked_tokens()

@@ -38,6 +38,7 @@ class Case:
     v_scale: float = 1.0
     draft_tokens: int = 1
     draft_masks: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -50,8 +51,8 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """``decode``'s factors and draft masks."""
-        names = ("scale", "logit_cap", "k_scale", "v_scale", "draft_masks")
+        """``decode``'s factors, draft masks and sinks."""
+        names = ("scale", "logit_cap", "k_scale", "v_scale", "draft_masks", "sinks")
         return {name: getattr(self, name) for name in names}
 
     def plan(self, wide: bool = False) -> HandPlan:

@@ -58,8 +58,9 @@ def on_device(inputs: Case, dtype: torch.dtype, kv_dtype: torch.dtype | None = N
         inputs = inputs.to(dtype).to_e4m3(K_SCALE, V_SCALE)
         assert all(cache.float().isnan().any() for cache in (inputs.k, inputs.v))
     moved = {name: getattr(inputs, name).cuda() for name in ("table", "rows", "seq_lens")}
-    if inputs.draft_masks is not None:
-        moved["draft_masks"] = inputs.draft_masks.cuda()
+    for name in ("draft_masks", "sinks"):
+        if (value := getattr(inputs, name)) is not None:
+            moved[name] = value.cuda()
     dtypes = {"q": dtype} | {
         name: getattr(inputs, name).dtype if inputs.k.dtype == E4M3 else dtype for name in "kv"
     }
@@ -125,6 +126,7 @@ def attend(inputs: Case, plan: Any, **options: Any) -> tuple[torch.Tensor, torch
         logit_cap=inputs.logit_cap,
         k_scale=inputs.k_scale,
         v_scale=inputs.v_scale,
+        sinks=inputs.sinks,
         out=out,
         lse=lse,
         **options,

@@ -236,8 +236,8 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
   }
   // This warp writes so many tiles of 8 columns of its rows' results.
   constexpr int kMine = kHeadDim / 8 / kTokenWarps;
-  write_rows<T, kMine, kFp8, 2>(p, unit, to, first_row, token_warp * kMine * 8, o, state,
-                                token_warp == 0);
+  write_rows<T, kMine, kFp8>(p, unit, to, first_row, token_warp * kMine * 8, o, state,
+                             token_warp == 0);
 }
 
 }  // namespace pat
