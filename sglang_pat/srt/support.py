@@ -43,6 +43,10 @@ _NO_KERNELS = "this sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
 PREFILL_AWARE_SWA = ("UnlimitedOCRForCausalLM",)
 # Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+# With up to so many packed rows a request, those of its draft tokens, verify steps took at most
+# 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows
+# were not measured.
+MOST_DRAFT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,14 @@ class Server:
     def extendable(self) -> tuple[str, ...]:
         """The backends of its device that pat extends."""
         return tuple(stock.EXTENDABLE.get(self.device, ()))
+
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens of a request, in a tree, of which pat verifies any on its device."""
+        if self.model is None or self.device == "cpu":
+            return MOST_MASKED_DRAFTS
+        group: int = self.model.num_attention_heads // self.model.get_num_kv_heads(1)
+        return min(MOST_MASKED_DRAFTS, max(1, MOST_DRAFT_ROWS // group))
 
     @property
     def takes(self) -> tuple[torch.dtype, ...]:
@@ -343,7 +355,7 @@ SPECULATION = (
         "--speculative-algorithm {s.args.speculative_algorithm} drafts trees of "
         "{s.args.speculative_num_draft_tokens} tokens, and pat verifies trees of up to "
         f"{MOST_MASKED_DRAFTS}",
-        f"set --speculative-num-draft-tokens to at most {MOST_MASKED_DRAFTS}",
+        "set --speculative-num-draft-tokens to at most {s.most_drafts}",
     ),
     Row(
         _drafts(lambda a: a.speculative_adaptive),

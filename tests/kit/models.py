@@ -118,11 +118,18 @@ GPT_OSS = WINDOWED | {
     "num_experts_per_tok": 2,
 }
 OLMO3 = WINDOWED | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo3"}
-GEMMA4 = WINDOWED | {
-    "architectures": ["Gemma4ForCausalLM"],
-    "model_type": "gemma4_text",
-    "head_dim": 256,
-    "global_head_dim": 256,
+GEMMA4 = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "torch_dtype": "bfloat16",
+    "text_config": WINDOWED
+    | {
+        "model_type": "gemma4_text",
+        "head_dim": 256,
+        "global_head_dim": 512,  # of the layers without a window
+        "num_global_key_value_heads": 2,
+    },
+    "vision_config": VISION | {"model_type": "gemma4_vision"},
 }
 EXAONE4 = PLAIN | {
     "architectures": ["Exaone4ForCausalLM"],

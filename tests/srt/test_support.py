@@ -240,9 +240,11 @@ SPLIT_DRAFTS = NGRAM | {
         ({"speculative_algorithm": "DFLASH"}, {}, {}, "that is SGLang's attention: pat verifies "
          "those of EAGLE, EAGLE3, STANDALONE, NGRAM", "drop that option"),
         (NGRAM | {"speculative_num_draft_tokens": 65}, {}, {}, "NGRAM drafts trees of 65 tokens",
-         "to at most 64"),
+         "to at most 16"),  # of four query heads a KV head, for 64 rows
         (EAGLE | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 65}, {}, {},
-         "EAGLE drafts trees of 65 tokens", "to at most 64"),
+         "EAGLE drafts trees of 65 tokens", "to at most 16"),
+        (NGRAM | {"speculative_num_draft_tokens": 65, "device": "cpu"}, {}, {},
+         "NGRAM drafts trees of 65 tokens", "to at most 64"),
         (EAGLE | {"speculative_adaptive": True}, {}, {}, "draft tokens changes", "drop that"),
         (SPLIT_DRAFTS, {}, {}, "on --prefill-attention-backend fa3, as",
          "--speculative-attention-mode"),

@@ -123,6 +123,8 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         (LLAMA4, ON_FA3, [3], {CHUNKED: [0, 1, 2]}),
         (EXAONE4, (), [3], {SLIDING: [0, 1, 2]}),
         (MINIMAX_M3, (), [0], {SPARSE: [1, 2, 3]}),
+        (GEMMA4, (), [], {"head dims 512 and 512, not both one of (64, 128, 256)": [1, 3],
+                          SLIDING: [0, 2]}),
         (published("qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
         (with_vision("Qwen3_5", "qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
         (published("falcon_h1"), (), [0, 1, 2], {}),
@@ -191,7 +193,7 @@ SPLIT_FLAGS = (
         *((published(family), NO_BUFFER, "", "refused", "SGLang's kernels of linear attention and "
            "state spaces need a GPU", "start the server") for family in HYBRIDS),
         (LLAMA, (*NGRAM, "--speculative-num-draft-tokens", "65"), "H100", GAIN, "trees of 65 tok",
-         "set --speculative-num-draft-tokens to at most 64"),
+         "set --speculative-num-draft-tokens to at most 32"),
         (LLAMA, (*CHAINS, *SPLIT_FLAGS), "H100", GAIN,
          "drafts are verified on", "set --speculative-attention-mode decode"),
         (LLAMA, ("--decode-attention-backend", "fa3"), "H100", GAIN, "decode runs on fa3",
@@ -234,6 +236,39 @@ def test_where_sglang_has_the_attention_alone_there_is_nothing_to_gain(
     """A server starts as it does without pat, which for these is without a radix cache."""
     verdict = ask(config)
     assert verdict.status == GAIN and not verdict.layers and words in verdict.reasons[0].words
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        (LLAMA, ("--dtype", "float32")),
+        (LLAMA, ("--kv-cache-dtype", "fp8_e5m2")),
+        (LLAMA, ("--enable-pdmux",)),
+        (LLAMA, (*NGRAM, "--page-size", "64")),
+        (LLAMA, (*NGRAM, "--speculative-num-draft-tokens", "65")),
+        (LLAMA, (*CHAINS, *SPLIT_FLAGS)),
+        (EXAONE4, ("--decode-attention-backend", "fa3")),
+        (LLAMA, ("--disaggregation-mode", "decode")),
+        (LLAMA, ("--disable-radix-cache",)),
+        (LLAMA, ("--max-running-requests", "1")),
+    ],
+)
+def test_the_way_out_works_when_it_is_copied(
+    config: dict[str, Any], flags: tuple[str, ...], ask: Any
+) -> None:
+    (found,) = ask(config, *flags).reasons
+    way_out = re.sub(r"^set one as (\S+)$", r"set \1 bfloat16", found.way_out)
+    way_out = re.sub(r"^raise it to", f"set {flags[0]} to", way_out)
+    copied = re.match(
+        r"(?:set|drop) (it|--\S+?)(?: (?:to at most |to )?(\w+))?(?:;| or |$)", way_out
+    )
+    assert copied is not None, way_out
+    flag, value = flags[0] if copied[1] == "it" else copied[1], copied[2]
+    if way_out.startswith("drop"):
+        left = tuple(each for each in flags if each != flag)
+    else:
+        left = (*flags, flag, *([value] if value else []))
+    assert ask(config, *left).ok, (way_out, left)
 
 
 def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
