@@ -130,6 +130,7 @@ struct ForwardParams {
   int32_t half_bytes;                  // shared memory of a half
   int32_t stages;
   int32_t q_buffers;  // 1 or 2: see footprint()
+  bool narrow;        // there is room for narrow units
   bool float_partials;
   // The factors of q . k include k_scale.
   float exp_scale;  // factor of q . k inside exp2, or of the transformed logit

@@ -169,6 +169,11 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t from) {
   return value;
 }
 
+__device__ __forceinline__ uint2 load_shared2(uint32_t from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+  return v;
+}
 __device__ __forceinline__ uint4 load_shared4(uint32_t from) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"

@@ -72,12 +72,12 @@ __device__ __forceinline__ void write_quads(char* base, int column, const float*
   }
 }
 
-// Writes the results of rows lane / 4 and lane / 4 + 8 of 16 packed rows, which begin at row
-// `first_row` of the unit: 8 * kTiles columns from `column` on. A query with one split gets its
-// output, others a partial result. `state`: of all tokens of the unit. kFp8: of K and V, of which
-// the lanes hold the columns that write_quads() writes. `half`: only the first half of these
-// columns.
-template <typename T, int kTiles, bool kFp8, int kCount>
+// Writes the results of row lane / 4 and, if kRows is 2, of row lane / 4 + 8 of 16 packed rows,
+// which begin at row `first_row` of the unit: 8 * kTiles columns from `column` on. A query with one
+// split gets its output, others a partial result. `state`: of all tokens of the unit. kFp8: of K
+// and V, of which the lanes hold the columns that write_quads() writes. `half`: only the first half
+// of these columns.
+template <typename T, int kTiles, bool kFp8, int kRows, int kCount>
 __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUnit& unit,
                                            const Destination& to, int first_row, int column,
                                            float (&o)[kCount], const SoftmaxState (&state)[2],
@@ -86,7 +86,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
   const int lane = lane_id();
   const int quad = lane & 3;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < kRows; ++r) {
     if (first_row + 8 * r >= unit.num_rows) break;
     const int row = first_row + (lane >> 2) + 8 * r;
     const bool live = row < unit.num_rows;

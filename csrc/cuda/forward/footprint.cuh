@@ -13,11 +13,13 @@ namespace pat {
 // What a CTA needs of an SM.
 struct Footprint {
   int stages, q_buffers, half_bytes, halves;
+  bool narrow;
 
   void set(ForwardParams& params) const {
     params.stages = stages;
     params.q_buffers = q_buffers;
     params.half_bytes = half_bytes;
+    params.narrow = narrow;
   }
 };
 
@@ -30,11 +32,14 @@ Footprint fill(int bytes, int halves) {
   const int room = bytes / halves / 1024 * 1024;
   // For a head dim of 128 a fifth stage is worth more than a second Q buffer.
   for (int q_buffers = kHeadDim == 128 ? 1 : 2; q_buffers > 0; --q_buffers) {
-    const int used = kFixed + q_buffers * kTile;
-    const int stages = std::min((room - used) / kTile, kMaxStages);
-    if (stages >= (halves == 1 && q_buffers == 1 ? 2 : 3)) {
-      const int used_bytes = (used + stages * kTile + 1023) / 1024 * 1024;
-      return {stages, q_buffers, used_bytes, halves};
+    for (const bool narrow : {true, false}) {
+      const int used = kFixed + q_buffers * kTile +
+                       (narrow ? kNarrowBuffers * Shape<kHeadDim>::kNarrowBytes : 0);
+      const int stages = std::min((room - used) / kTile, kMaxStages);
+      if (stages >= (halves == 1 && q_buffers == 1 ? 2 : 3)) {
+        const int used_bytes = (used + stages * kTile + 1023) / 1024 * 1024;
+        return {stages, q_buffers, used_bytes, halves, narrow};
+      }
     }
   }
   return {};

@@ -51,6 +51,19 @@ __device__ __forceinline__ void meet_all([[maybe_unused]] int threads) {
 // memory (docs/lessons.md). So what most units need comes first.
 __device__ __forceinline__ bool placed_first(bool condition) { return computed_here(condition); }
 
+// Each consumer warp runs every fourth narrow unit and passes the stages of the others.
+template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
+__device__ __forceinline__ void take_narrow(Consumer<kHeadDim, kTransforms, kDrafts>& c,
+                                            const WorkUnit& unit) {
+  if (c.narrow.index == c.warp) {
+    attend_narrow<T, kFp8>(c, unit);
+  } else {
+    c.pass_stage();
+    if (!kFp8) c.pass_stage();  // K and V have a stage each
+  }
+  c.narrow.advance();
+}
+
 // Runs a unit of more than kWarpRows rows, a wide one, or a branch. `rows`: of the unit.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void attend_rows(Consumer<kHeadDim, kTransforms, kDrafts>& c,
@@ -107,10 +120,12 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
     const WorkUnit unit = s.control().units[work.index];
     const int rows = __shfl_sync(~0u, unit.num_rows, 0);
     if (unit.num_tokens < 0) break;
-    if (placed_first(rows <= kWarpRows && !unit.pairing && !unit.is_branch())) {
+    if (placed_first(!unit.narrow && rows <= kWarpRows && !unit.pairing && !unit.is_branch())) {
       attend_mma<T, kFp8, 1, false>(c, unit);
-    } else {
+    } else if (placed_first(!unit.narrow)) {
       attend_rows<T, kFp8>(c, unit, rows);
+    } else {
+      take_narrow<T, kFp8>(c, unit);
     }
     c.release(work.empty(s.base));
   }
@@ -130,6 +145,7 @@ __device__ __forceinline__ void begin_half(const ForwardParams& p, const Shared<
     WorkRing::init(s.base, i, 1, (1 + kLoaderWarps) * kArriving + kConsumerArrivals);
   }
   for (int i = 0; i < kSlotTiles; ++i) SlotRing::init(s.base, i, 32, kLoaderWarps * kArriving);
+  for (int i = 0; i < kNarrowBuffers; ++i) NarrowRing::init(s.base, i, 32, kArriving);
   Control& control = s.control();
   control.loaded_tiles = 0;
   control.note_plan(p.plan, header);

@@ -139,6 +139,18 @@ __device__ __forceinline__ void widen_queries(uint32_t buffer, int thread) {
   }
 }
 
+// Columns 16 i to 16 i + 15 of a narrow unit's Q, fp16 and permuted, as an operand. `buffer`: as
+// the fetcher wrote it.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void load_narrow_queries(uint32_t (&a)[4], uint32_t buffer, int i) {
+  const uint32_t lane = lane_id(), row = lane >> 2, quad = lane & 3;
+  const uint32_t chunk = (2 * (i & 3) + (quad >> 1)) ^ row;
+  const uint2 pairs = load_shared2(buffer + (i >> 2) * Shape<kHeadDim>::kNarrowPanelBytes +
+                                   row * 128 + (chunk << 4) + (quad & 1) * 8);
+  a[0] = a[1] = to_half2<T>(pairs.x);
+  a[2] = a[3] = to_half2<T>(pairs.y);
+}
+
 // V of fp8 for wgmma, which takes e4m3 only with the tokens of a column next to each other: a
 // loader warp copies the rows of its 32 tokens and transposes them in place, so that only its own
 // lanes must meet.

@@ -38,6 +38,7 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   unit.pair = 0;
   unit.kind = static_cast<ItemKind>(b.w >> 16 & 0xFF);
   unit.order = static_cast<BranchOrder>(b.w >> 24);
+  unit.narrow = false;
   unit.pairing = kAlone;
   unit.joint = 0;
   const int row_tile = b.z & 0xFFFF;
@@ -164,6 +165,8 @@ struct UnitScheduler {
     if (lane >= count) return false;
     const bool mine = describe<kDrafts>(p, s.control(), first + lane, unit);
     unit.halved_tokens = 0;  // of a pair that no two halves run at the same time
+    unit.narrow = p.narrow && unit.num_rows <= kNarrowRows && unit.num_tokens > 0 &&
+                  unit.num_tokens <= kTileTokens && !unit.is_branch();
     return mine;
   }
 
