@@ -60,7 +60,8 @@ def default_backend(server_args: Any, model_config: Any) -> str:
     # SGLang's other backend of CPUs needs kernels that its wheel lacks.
     if overrides.resolving_view(server_args).device == "cpu":
         return "torch_native"
-    unset = copy(server_args)
+    unset = copy(server_args)  # of its fields
+    unset.__dict__.update(server_args.__dict__)  # and of what the resolution keeps beside them
     declared = getattr(server_args, "_resolved_overrides", None) or ()
     unset._resolved_overrides = [*declared, (BACKEND, dict.fromkeys(_FIELDS))]
     unset._model_config = model_config
@@ -110,33 +111,37 @@ class Base(NamedTuple):
     arguments: dict[str, Any]
 
 
+def extended(server_args: Any, model_config: Any) -> tuple[str, str]:
+    """The backend that the options name, else SGLang's choice, and the one that ``pat`` extends.
+
+    Where the first cannot be extended, that is what SGLang would choose without the options, or
+    "" where that cannot be extended either.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    known = _CPU if resolving_view(server_args).device == "cpu" else _CUDA
+    named = name = stock_backend(server_args, model_config)
+    if name not in known:
+        name = default_backend(server_args, model_config)
+    return named, name if name in known else ""
+
+
 def base_of(runner: Any) -> Base:
-    """The base for a model runner.
+    """The base for a model runner, one of those of which ``extended`` knows one.
 
     Where the options name a backend that cannot be extended, it is what SGLang would choose without
     them, and where the choice does not take the server's page size, another one; both is logged.
 
-    Raises RuntimeError if that cannot be extended either, and what SGLang raises where FlashInfer's
-    package is older than it asks for.
+    Raises what SGLang raises where FlashInfer's package is older than it asks for.
     """
-    known = _CPU if runner.device == "cpu" else _CUDA
-    asked = (runner.server_args, runner.model_config)
-    named = name = stock_backend(*asked)
-    if name not in known:
-        name = default_backend(*asked)
-    if name not in known:
-        raise RuntimeError(
-            f"sglang_pat cannot extend {name!r}, which SGLang would choose for this GPU and model, "
-            f"only {', '.join(known)}: set --prefill-attention-backend to one of these and "
-            "--decode-attention-backend pat"
-        )
+    named, name = extended(runner.server_args, runner.model_config)
     if name != named:
         logger.warning(
             "sglang_pat cannot extend %r: decode layers and steps that are not its own run on %s",
             *(named, name),
         )
     name = _fit_pages(name, runner)
-    module, cls, arguments = known[name]
+    module, cls, arguments = (_CUDA | _CPU)[name]
     if name == "flashinfer":
         _check_flashinfer()
         arguments = {"init_new_workspace": runner.init_new_workspace}

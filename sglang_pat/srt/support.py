@@ -23,6 +23,7 @@ from sglang_pat import _C, gpus
 from sglang_pat.config import CPU_PLATFORM
 from sglang_pat.draft_masks import MOST_MASKED_DRAFTS
 from sglang_pat.srt import BACKEND, stock
+from sglang_pat.srt.facts import ON_FA4_OR_TRITON, names_of
 
 CHOOSE_ANOTHER = "choose another --attention-backend"
 # Without --attention-backend SGLang runs torch_native there.
@@ -67,7 +68,8 @@ class Server:
     ``args``, ``model``: SGLang's resolved arguments and its ``ModelConfig``; without a model the
     rest is not known. ``against_gpu``: why our kernels do not run on its GPU, or "".
     ``quantized``: what the K/V pool has beside its dtype, as scales, or "". ``layout``: of the
-    pool, the first that is not "nhd" of one with several parts.
+    pool, the first that is not "nhd" of one with several parts. ``server_args``: of which ``args``
+    is a view.
     """
 
     args: Any
@@ -79,6 +81,7 @@ class Server:
     quantized: str = ""
     virtual_slots: bool = False
     layout: str = "nhd"
+    server_args: Any = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,6 +94,11 @@ class Server:
         """Of prefill and of decode."""
         prefill, decode = _sglang("arg_groups.overrides.attention_backends_of")(self.args)
         return prefill, decode
+
+    @property
+    def default(self) -> str:
+        """The backend that SGLang would choose without ``pat``."""
+        return stock.default_backend(self.server_args, self.model)
 
     @property
     def takes(self) -> tuple[torch.dtype, ...]:
@@ -135,6 +143,7 @@ def by_arguments(
         quantized=choice if scaled else "",
         virtual_slots=args.enable_unified_memory or args.enable_page_major_kv_layout,
         layout="hnd" if _sglang("environ.envs").SGLANG_USE_HND_KVCACHE.get() else "nhd",
+        server_args=server_args,
     )
 
 
@@ -158,6 +167,7 @@ def by_runner(runner: Any) -> Server:
             runner.kv_index_translator.is_translating or pool.requires_physical_write_loc
         ),
         layout=max(layouts, key="nhd".__ne__),
+        server_args=runner.server_args,
     )
 
 
@@ -217,6 +227,10 @@ REFUSED = (
     Row(
         lambda s: s.model.is_encoder_decoder,
         "encoder-decoder models shift their rows of req_to_token",
+    ),
+    Row(  # S models/inkling_common/attn.py:744 would raise in the first forward
+        lambda s: not names_of(s.model).isdisjoint(ON_FA4_OR_TRITON),
+        "SGLang's code of the model takes the backends fa4 and triton alone, by name",
     ),
     Row(
         lambda s: s.prefill_aware_swa,
@@ -398,6 +412,11 @@ IDLE = (
         lambda s: s.model.attention_arch.name == "SSM",
         "the model has no attention, only state spaces",
         "drop the option",
+    ),
+    Row(
+        lambda s: BACKEND in s.backends and not stock.extended(s.server_args, s.model)[1],
+        "SGLang runs the model's attention on {s.default}, which pat cannot extend",
+        f"{CHOOSE_ANOTHER}: nothing is lost",
     ),
     Row(
         lambda s: _sglang("layers.attention.qsa.config.is_qwen_qsa")(s.model.hf_config),

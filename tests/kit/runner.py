@@ -38,6 +38,7 @@ def server_args(declared: dict[str, Any] | None = None, **values: Any) -> Server
     args = ServerArgs(
         model_path="dummy", **({"device": "cuda", "attention_backend": "pat"} | values)
     )
+    args._quantization_explicitly_unset = False  # as after the resolution
     if declared:
         declare_resolution(args, "test", **declared)
     return args
@@ -49,6 +50,7 @@ def model_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> Simp
     config = PretrainedConfig(architectures=[architecture], **changes.pop("hf_config", {}))
     values = {
         "hf_config": config,
+        "hf_text_config": config,
         "attention_arch": AttentionArch.MHA,
         "is_encoder_decoder": False,
         "is_generation": True,

@@ -101,6 +101,7 @@ def test_a_model_with_a_served_layer_extends_the_base(
         ({}, {"config": {"is_generation": False}}, "embedding or reward"),
         ({}, {"args": {"max_running_requests": 1}}, "lets at most 1 decode at a time"),
         ({}, {"config": {"hf_config": QSA}}, "(QSA)"),
+        ({}, {"config": {"hf_config": {"model_type": "gpt_oss"}}}, "(1 with attention sinks)"),
         ({"use_irope": True}, {}, "none of 1 attention layers (1 with chunked attention"),
     ],
 )
@@ -117,6 +118,15 @@ def test_where_pat_serves_nothing_the_backend_is_sglangs(
     assert caplog.messages[-1] == "sglang_pat: attention is SGLang's own, torch_native"
     (warning,) = warnings_of(caplog)
     assert warned in warning and "serves nothing" in warning
+
+
+def test_a_default_that_cannot_be_extended_runs_all(
+    bed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(factory.stock, "_CPU", {})
+    assert bed.make(make_runner([make_layer(0)])) == STOCK
+    (warning,) = warnings_of(caplog)
+    assert "on torch_native, which pat cannot extend" in warning
 
 
 def test_a_draft_model_gets_sglangs_backend_without_a_warning(

@@ -15,7 +15,16 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.runner import BF16, E4M3, HOPPER, OLDER, make_runner, model_config, warnings_of
+from kit.runner import (
+    BF16,
+    E4M3,
+    HOPPER,
+    OLDER,
+    make_runner,
+    model_config,
+    server_args,
+    warnings_of,
+)
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.runtime_context import override_platform
 
@@ -104,13 +113,13 @@ def test_gpu_model_and_options_decide_the_base(
     assert not getattr(runner.server_args, "_resolved_overrides", None)
 
 
-def test_a_default_that_cannot_be_extended_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_that_cannot_be_extended_is_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(stock._CUDA, "fa3")
-    with (
-        override_platform(**HOPPER),
-        pytest.raises(RuntimeError, match=r"'fa3', .*--prefill-attention-b.*decode-.*-backend pat"),
-    ):
-        stock.base_of(make_runner([], args={"device": "cuda"}))
+    args, model = server_args(), model_config()
+    with override_platform(**HOPPER):
+        assert stock.extended(args, model) == ("fa3", "")
+        named = server_args(**_backends("triton", "pat", None))
+        assert stock.extended(named, model) == ("triton", "triton")
 
 
 def test_a_flashinfer_older_than_sglang_asks_for_is_refused(

@@ -94,6 +94,7 @@ HND = "SGLANG_USE_HND_KVCACHE"
         ({}, {"attention_arch": AttentionArch.MLA}, {}, f"uses MLA, .*: {CHOOSE}"),
         ({}, {"is_encoder_decoder": True}, {}, f"encoder-decoder .*: {CHOOSE}"),
         ({}, OCR, {"prefill_aware_swa": True}, f"its last tokens .Unlimited.*: {CHOOSE}"),
+        ({}, {"architecture": "InklingForConditionalGeneration"}, {}, f"fa4 and triton .*{CHOOSE}"),
         ({}, {"dtype": FP32}, IN_FP32,
          "the model is torch.float32, on cuda pat takes bfloat16, float16: set one as --dtype$"),
         (E4M3_OPTION, {"dtype": FP32}, IN_E4M3, "the model is torch.float32, .*one as --dtype$"),

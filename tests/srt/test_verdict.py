@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,17 +28,20 @@ from kit.models import (
     PLAIN,
     QWEN3_MOE,
     STEP3P5,
+    VISION,
+    of_its_own,
     write_config,
 )
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+from transformers import AutoConfig
 
 from sglang_pat import _C
 from sglang_pat.capacity import MB, fit_workspace
-from sglang_pat.srt.layers import CAPPED, CHUNKED, SLIDING
-from sglang_pat.srt.layers import NO_ATTENTION as OFF
+from sglang_pat.srt.facts import CAPPED, CHUNKED, SINKS, SLIDING, TEMPERATURE
+from sglang_pat.srt.facts import NO_ATTENTION as OFF
 from sglang_pat.srt.verdict import QuestionError, Verdict, judge
 
 needs_cuda = pytest.mark.skipif(not _C.CUDA_CODE, reason="built with PAT_CUDA=OFF")
@@ -103,6 +107,23 @@ MIMO = model(  # K of 192, V of 128; windows in two of four layers
 )
 BAILING = model("BailingMoeV2_5ForCausalLM", "bailing_hybrid")
 KIMI = model("KimiLinearForCausalLM", "kimi_linear", qk_nope_head_dim=32, qk_rope_head_dim=16)
+HALVES = ["sliding_attention", "full_attention"] * 2
+GRANITE_SWA = model(
+    *("GraniteSWAForCausalLM", "granite_swa"),
+    **{"layer_types": HALVES, "layer_rope_theta": [1e4] * 4},
+)
+GPT_OSS = model("GptOssForCausalLM", "gpt_oss", layer_types=HALVES)
+INTERN_OSS = {
+    "architectures": ["InternVLChatModel"],
+    "model_type": "internvl_chat",
+    "torch_dtype": "bfloat16",
+    "llm_config": GPT_OSS,
+    "vision_config": VISION | {"architectures": ["InternVisionModel"]},
+}
+GROK, SDAR, LLADA = "Grok1ForCausalLM", "SDARForCausalLM", "LLaDA2MoeModelLM"
+ENCODER = "attention type encoder_only"
+SEED_OSS = model("SeedOssForCausalLM", "seed_oss")  # by transformers' code of it
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 CHAINS = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
@@ -130,6 +151,16 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         # MiMo: the windows are named as such, though config.json has a chunk size.
         (MIMO, (), [], {"head dims 192 and 128, not both one of (64, 128, 256)": [0, 3],
                         SLIDING: [1, 2]}),
+        # What stands in the models' code alone.
+        (GRANITE_SWA, (), [], {SINKS: [0, 1, 2, 3]}),
+        (INTERN_OSS, (), [], {SINKS: [0, 1, 2, 3]}),
+        (of_its_own(GROK), (), [0, 1, 2, 3], {}),
+        (of_its_own(GROK, attn_temperature_len=1024), (), [], {TEMPERATURE: [0, 1, 2, 3]}),
+        *((of_its_own(name), (), [], {ENCODER: [0, 1, 2, 3]}) for name in (SDAR, LLADA)),
+        (SEED_OSS, (), [0, 1, 2, 3], {}),
+        # Weights whose kernels this machine lacks.
+        (LLAMA | {"quantization_config": GPTQ}, (), [0, 1, 2, 3], {}),
+        (LLAMA | {"quantization_config": {"quant_method": "mxfp4"}}, (), [0, 1, 2, 3], {}),
         (GEMMA2, CHAINS, [], {SLIDING: [0, 2], CAPPED: [1, 3]}),
         (GEMMA2 | {"attn_logit_softcapping": None}, CHAINS, [1, 3], {SLIDING: [0, 2]}),
     ],
@@ -153,7 +184,17 @@ def test_which_layers_are_served(
 CHOOSE, GAIN = "choose another --attention-backend", "nothing to gain"
 HYBRIDS = ("qwen3_5", "falcon_h1", "nemotron_h", "granite_hybrid")
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
-GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+DSA = DEEPSEEK | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "torch_dtype": "bfloat16",
+    "q_lora_rank": 64,
+    "index_topk": 64,
+    "index_n_heads": 4,
+    "index_head_dim": 64,
+}
+INKLING = {"architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_mm_model"}
+SPARSE_MINICPM = model("MiniCPMSALAForCausalLM", "minicpm_sala", sparse_config={"topk": 64})
 
 
 @pytest.mark.parametrize(
@@ -162,6 +203,10 @@ GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_os
         (DEEPSEEK, ("--dtype", "bfloat16"), "", "refused", "uses MLA", CHOOSE),
         (KIMI, (), "H100", "refused", "the model uses MLA", CHOOSE),
         (BAILING, (), "H100", "refused", "the model uses MLA", CHOOSE),
+        (DSA, (), "H100", "refused", "the model uses MLA", CHOOSE),
+        (INKLING, (), "H100", "refused", "the backends fa4 and triton alone", CHOOSE),
+        # Transformers has the model, but no code of it that SGLang can run.
+        (model("JambaForCausalLM", "jamba"), (), "H100", "refused", "has no SGlang impl", ""),
         (LLAMA, ("--dtype", "float32"), "H100", "refused", "torch.float32", "set one as --dtype"),
         # In SGLang's own words, which are not cut.
         (LLAMA4, (), "H100", "refused", "is required for Llama4 model but got pat", CHOOSE),
@@ -206,6 +251,34 @@ def test_what_is_refused_or_gains_nothing_is_said_with_the_way_out(
     assert verdict.as_json()["reasons"][0]["words"] == found.words
 
 
+def test_a_default_that_cannot_be_extended_leaves_nothing_to_gain(ask: Any) -> None:
+    """SGLang has a backend of its own for this model, and turns its radix cache off."""
+    verdict = ask(SPARSE_MINICPM)
+    assert (verdict.status, verdict.layers) == (GAIN, {})
+    first, second = verdict.reasons
+    assert "on minicpm_flashattn, which pat cannot extend" in first.words and not first.serves
+    assert "radix cache" in second.words
+    # With a base that can be extended pat runs decode, of each request by itself.
+    named = ask(SPARSE_MINICPM, "--prefill-attention-backend", "fa3", *ON_FA3[2:])
+    assert named.reasons == [second] and named.layers == {"": [0, 1, 2, 3]}
+
+
+def test_heads_that_sglang_cannot_count_are_its_refusal(
+    ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = of_its_own("DeciLMForCausalLM", "nemotron-nas", groups=[1, 2, 2, 2])
+    made = type(AutoConfig.for_model("nemotron-nas"))
+    blocks = property(
+        lambda self: [
+            SimpleNamespace(attention=SimpleNamespace(no_op=False, n_heads_in_group=group))
+            for group in self.groups
+        ]
+    )
+    monkeypatch.setattr(made, "block_configs", blocks, raising=False)
+    verdict = ask(config)
+    assert verdict.status == "refused" and "Variable GQA" in verdict.reasons[0].words
+
+
 def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
     """A folder without a config.json."""
     verdict = judge(["--model-path", str(tmp_path)], gpu="H100")
@@ -228,6 +301,8 @@ def test_what_lets_it_gain(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ("H100", {"head_dim": 256}, True, []),
         ("A100", {"head_dim": 256}, True, ["compute capability 8.0 (sm_80) are built, but"]),
         ("L40S", {"head_dim": 256}, False, ["8.9 (sm_80)"]),  # too little shared memory
+        # SGLang's choice there depends on how it loads experts.
+        ("B200", QWEN3_MOE, True, ["10.0 (sm_100)", "on flashinfer: "]),
         ("B300", {}, True, ["10.3 (sm_100)", "on flashinfer: .*of 1; --page-size 64"]),
         ("5090", {}, True, ["12.0 (sm_120)"]),
     ],
