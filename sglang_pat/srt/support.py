@@ -23,6 +23,7 @@ from sglang_pat import _C, gpus
 from sglang_pat.config import CPU_PLATFORM
 from sglang_pat.draft_masks import MOST_MASKED_DRAFTS
 from sglang_pat.srt import BACKEND, stock
+from sglang_pat.srt.facts import TEMPERATURE, facts, names_of
 
 CHOOSE_ANOTHER = "choose another --attention-backend"
 # Without --attention-backend SGLang runs torch_native there.
@@ -389,11 +390,6 @@ SPECULATION = (
 )
 
 
-def _is_of(s: Server, family: str) -> bool:
-    """Whether the name of the model's architecture begins so."""
-    return any(name.startswith(family) for name in s.model.hf_config.architectures or ())
-
-
 def _only_prefills(s: Server) -> bool:
     """With --enable-pd-role-switch it may become a decode server while it runs."""
     return s.args.disaggregation_mode == "prefill" and not s.args.enable_pd_role_switch
@@ -415,10 +411,6 @@ IDLE = (
         lambda s: s.args.dllm_algorithm is not None,
         "under --dllm-algorithm a model never decodes",
         f"{CHOOSE_ANOTHER}: nothing is lost",
-    ),
-    Row(  # S arg_groups/model_hook.py:775
-        lambda s: _is_of(s, "HrmText") and getattr(s.model.hf_config, "prefix_lm", True),
-        "SGLang runs the model's bidirectional attention to prompts on triton alone",
     ),
     *SPECULATION,
     Row(
@@ -495,17 +487,17 @@ KNOWN = (
         "restart with --disable-prefill-cuda-graph",
     ),
     Row(  # S layers/attention/triton_backend.py:2455
-        lambda s: (
-            _is_of(s, "Grok1")
-            and getattr(s.model.hf_config, "attn_temperature_len", -1) > 0
-            and _lacks_triton(s)
-        ),
+        lambda s: facts(s.model)(0) == TEMPERATURE and _lacks_triton(s),
         "of SGLang's backends only triton applies the model's temperature by position "
         "(attn_temperature_len), and attention runs on {s.backends[0]}, also without pat",
         "restart with --attention-backend triton",
     ),
     Row(  # S models/gemma3_mm.py:225
-        lambda s: _is_of(s, "Gemma3ForCond") and s.model.is_multimodal and _lacks_triton(s),
+        lambda s: (
+            "Gemma3ForConditionalGeneration" in names_of(s.model)
+            and s.model.is_multimodal
+            and _lacks_triton(s)
+        ),
         "of SGLang's backends only triton lets the tokens of an image attend to each other, and "
         "prefill runs on {s.backends[0]}, also without pat",
         f"restart with --attention-backend triton --decode-attention-backend {BACKEND}",

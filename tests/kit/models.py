@@ -199,6 +199,16 @@ DEEPSEEK = {  # MLA
 }
 
 
+def of_its_own(architecture: str, model_type: str = "of_its_own", **fields: Any) -> dict[str, Any]:
+    """A model whose configuration neither transformers nor SGLang has: it brings its own code, in
+    place of which its fields are taken as they are."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    cls = type("OfItsOwn", (PretrainedConfig,), {"model_type": model_type})
+    AutoConfig.register(model_type, cls, exist_ok=True)
+    return PLAIN | {"architectures": [architecture], "model_type": model_type} | fields
+
+
 def write_config(folder: Path, config: dict[str, Any], **changes: Any) -> Path:
     """Make ``folder`` a model of which there is only config.json; ``changes`` to its fields."""
     folder.mkdir(parents=True, exist_ok=True)

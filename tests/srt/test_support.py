@@ -235,8 +235,6 @@ SPLIT_DRAFTS = NGRAM | {
         ({}, {"attention_backend": "triton"}, {}, "", ""),
         ({}, {"attention_backend": "dsv4"}, {}, "on dsv4, which pat cannot extend", "drop pat"),
         ({"dllm_algorithm": "LowConfidence"}, {}, {}, "never decodes", "nothing is lost"),
-        ({}, {}, {"architecture": "HrmTextForCausalLM"}, "triton alone", "another --attention-b"),
-        ({}, {}, {"architecture": "HrmTextForCausalLM", "hf_config": {"prefix_lm": False}}, "", ""),
         ({"speculative_algorithm": "DFLASH"}, {}, {}, "that is SGLang's attention: pat verifies "
          "those of EAGLE, EAGLE3, STANDALONE, NGRAM", "drop that option"),
         (NGRAM | {"speculative_num_draft_tokens": 65}, {}, {}, "NGRAM drafts trees of 65 tokens",
