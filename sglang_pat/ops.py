@@ -232,17 +232,17 @@ def check_inputs(
         )
 
 
+def sinks_fit(sinks: torch.Tensor, num_q_heads: int) -> bool:
+    """Whether the executors can read ``sinks`` of a layer."""
+    return sinks.shape == (num_q_heads,) and sinks.dtype in DTYPES and sinks.is_contiguous()
+
+
 def check_sinks(sinks: torch.Tensor | None, device: torch.device, num_q_heads: int) -> None:
     """Check that ``sinks`` are what the executors read on ``device``, or None."""
     if sinks is None:
         return
     require_tensor("sinks", sinks)
-    if (
-        sinks.shape != (num_q_heads,)
-        or sinks.dtype not in DTYPES
-        or sinks.device != device
-        or not sinks.is_contiguous()
-    ):
+    if sinks.device != device or not sinks_fit(sinks, num_q_heads):
         raise ValueError(
             f"sinks is {tuple(sinks.shape)} {sinks.dtype} on {sinks.device} with strides "
             f"{sinks.stride()}, must be contiguous ({num_q_heads},), one a query head, of float32, "

@@ -79,7 +79,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
   params.out_stride_head = kBytes * out[2];
   params.lse = pointer<float>(lse);
   params.sinks = {pointer<const void>(sinks), static_cast<SinkType>(sink_dtype),
-                  buffers.num_q_heads};
+                  buffers.num_q_heads, divisor_magic(buffers.num_q_heads)};
   params.num_rows = num_rows;
   params.type = static_cast<CudaType>(dtype);
   params.scale = scale;

@@ -35,31 +35,30 @@ struct Forks {
 uint32_t row_magic(int divisor) { return static_cast<uint32_t>((65536 + divisor - 1) / divisor); }
 
 ForwardParams forward_params(const DecodeParams& decode) {
-  ForwardParams p{
-      .plan = decode.plan,
-      .q = decode.q,
-      .q_stride_query = decode.draft_tokens * decode.q_stride_row,
-      .q_stride_head = decode.q_stride_head,
-      .k = decode.k,
-      .v = decode.v,
-      .k_stride_slot = static_cast<uint32_t>(decode.k_stride_slot),  // check_decode() has looked
-      .k_stride_head = static_cast<uint32_t>(decode.k_stride_head),
-      .v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot),
-      .v_stride_head = static_cast<uint32_t>(decode.v_stride_head),
-      .row_masks = decode.row_masks,
-      .out = decode.out,
-      .out_stride_query = decode.draft_tokens * decode.out_stride_row,
-      .out_stride_head = decode.out_stride_head,
-      .lse = decode.lse,
-      .partials = decode.partials,
-      .partial_lse = decode.partial_lse,
-      .queue = decode.queue,
-      .first_units = has_first_units(decode.launch) ? decode.first_units : nullptr,
-      .num_q_heads = decode.draft_tokens * decode.num_q_heads,
-      .float_partials = decode.partial_bytes == 4,
-      .v_scale = decode.v_scale,
-      .sinks = decode.sinks,
-  };
+  ForwardParams p{};
+  p.plan = decode.plan;
+  p.q = decode.q;
+  p.q_stride_query = decode.draft_tokens * decode.q_stride_row;
+  p.q_stride_head = decode.q_stride_head;
+  p.k = decode.k;
+  p.v = decode.v;
+  p.k_stride_slot = static_cast<uint32_t>(decode.k_stride_slot);  // check_decode() has looked
+  p.k_stride_head = static_cast<uint32_t>(decode.k_stride_head);
+  p.v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot);
+  p.v_stride_head = static_cast<uint32_t>(decode.v_stride_head);
+  p.row_masks = decode.row_masks;
+  p.out = decode.out;
+  p.out_stride_query = decode.draft_tokens * decode.out_stride_row;
+  p.out_stride_head = decode.out_stride_head;
+  p.lse = decode.lse;
+  p.partials = decode.partials;
+  p.partial_lse = decode.partial_lse;
+  p.queue = decode.queue;
+  p.first_units = has_first_units(decode.launch) ? decode.first_units : nullptr;
+  p.num_q_heads = decode.draft_tokens * decode.num_q_heads;
+  p.float_partials = decode.partial_bytes == 4;
+  p.v_scale = decode.v_scale;
+  p.sinks = decode.sinks;
   set_scheduling(p, decode.num_rows, decode.num_q_heads, decode.num_kv_heads, decode.draft_tokens);
   if (decode.draft_tokens > 1) {
     const int head_group = p.head_group;

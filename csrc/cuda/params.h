@@ -19,6 +19,12 @@ enum class KVType : int { kSame = 0, kE4M3 = 1 };
 
 inline constexpr int kv_bytes(KVType type) { return type == KVType::kE4M3 ? 1 : 2; }
 
+// For divisions in the kernels: value / divisor == value * magic >> 32 for values below
+// 2^32 / divisor, and 0 stands for a divisor of 1.
+constexpr uint32_t divisor_magic(uint32_t divisor) {
+  return divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor);
+}
+
 // Attention sinks: a logit of each query head, see with_sink(). The dtype is not q's, because
 // SGLang has them in bf16 or fp32.
 enum class SinkType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
@@ -26,6 +32,7 @@ struct Sinks {
   const void* values;  // [heads], or null: none
   SinkType type;
   int32_t heads;
+  uint32_t heads_magic;  // divisor_magic(heads)
 };
 
 // How the forward is launched: one persistent kernel for all row tiles (kQueue, the default), or,
@@ -91,12 +98,6 @@ struct SnapshotArgs : Buffers {
   int32_t rows_bytes, seq_lens_bytes;
   int32_t num_rows;  // of the batch
 };
-
-// For divisions of work units in the kernel: value / divisor == value * magic >> 32 for values
-// below 2^32 / divisor, and 0 stands for a divisor of 1.
-constexpr uint32_t divisor_magic(uint32_t divisor) {
-  return divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor);
-}
 
 // The forward kernel's parameters: what it needs of the caller's, and what launch.cu makes of them.
 // It gets no others, because small batches take 0.2 us longer with all of DecodeParams

@@ -36,6 +36,12 @@ __device__ __forceinline__ bool computed_here(bool predicate) {
   return value != 0;
 }
 
+// value / divisor, by divisor_magic(divisor), for 0 <= value < 2^32 / divisor: a division takes 30
+// instructions, and registers that some kernels have not left.
+__device__ __forceinline__ int divide(int value, uint32_t magic) {
+  return magic == 0 ? value : static_cast<int>(__umulhi(value, magic));
+}
+
 // ---- mbarriers
 
 __device__ __forceinline__ void barrier_init(uint32_t bar, uint32_t count) {

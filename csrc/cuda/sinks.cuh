@@ -3,19 +3,17 @@
 // it writes a partial result.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cuda/params.h"
+#include "cuda/ptx.cuh"
 #include "state.h"
 
 namespace pat {
 
-// The state over all that a query head attends to, from that over all its tokens. `head`: draft
-// tokens have the same heads, one draft token after the other.
+// The state over all that a query head attends to, from that over all its tokens. `head`: counted
+// on over rows and draft tokens, which have the same heads.
 __device__ __forceinline__ SoftmaxState complete(const Sinks& sinks, int head,
                                                  SoftmaxState tokens) {
-  const int at = head % sinks.heads;
+  const int at = head - sinks.heads * divide(head, sinks.heads_magic);
   float sink;
   if (sinks.type == SinkType::kF32) {
     sink = static_cast<const float*>(sinks.values)[at];

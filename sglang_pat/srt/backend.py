@@ -363,6 +363,7 @@ class PatDecodeMixin:
             keys,
             pool.get_value_buffer(layer.layer_id),
             out.view(-1, heads, layer.v_head_dim),
+            sinks=arguments.get("sinks"),  # a graph holds its address: weights are updated in place
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
             k_scale=scales[0],

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_pat import _C
+from sglang_pat.ops import sinks_fit
 from sglang_pat.srt.facts import (
     CAPPED,
     CHUNKED,
@@ -270,6 +271,11 @@ def heads_of(runner: Any) -> Heads:
     )
 
 
+def _are_sinks(value: object, num_q_heads: int) -> bool:
+    """Whether an argument is attention sinks that the executors can read."""
+    return isinstance(value, torch.Tensor) and sinks_fit(value, num_q_heads)
+
+
 class LayerRoutes:
     """The layers that have come by, or that a survey of the model has seen.
 
@@ -300,8 +306,12 @@ class LayerRoutes:
     ) -> str:
         """Why a layer is the base's, or "" if it is ours. Decided once and kept, but for arguments
         that come later. ``dtype``: of its queries; ``arguments``: what the model gives its
-        attention beside what every model gives; one that is None is none."""
-        given = sorted(name for name, value in arguments.items() if value is not None)
+        attention beside what every model gives; one that is None is none, and sinks are served."""
+        given = sorted(
+            name
+            for name, value in arguments.items()
+            if not (value is None or (name == "sinks" and _are_sinks(value, layer.tp_q_head_num)))
+        )
         reason = self._reasons.get(layer.layer_id)
         if reason is not None and (reason or not given):
             return reason

@@ -66,7 +66,7 @@ def test_replays_of_our_layers_need_no_metadata_of_the_base(bed: BackendBed) -> 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [({"window": 8}, "a sliding window"), ({"sinks": 1}, "arguments sinks")],
+    [({"window": 8}, "a sliding window"), ({"aux": 1}, "arguments aux")],
 )
 def test_the_base_is_prepared_for_a_layer_that_it_serves(
     bed: BackendBed, arguments: dict[str, Any], reason: str
@@ -84,9 +84,9 @@ def test_a_server_whose_last_layer_is_lost_to_the_base_says_so(
 ) -> None:
     bed = BackendBed(monkeypatch, OURS)
     bed.step("capture")
-    bed.layer(0, sinks=1)
+    bed.layer(0, aux=1)
     assert not bed.serving
-    bed.layer(1, sinks=1)
+    bed.layer(1, aux=1)
     assert bed.serving == [False]
 
 
@@ -248,7 +248,7 @@ def test_layers_that_are_lost_later_do_not_change_what_was_captured(
     bed = BackendBed(monkeypatch, Survey({0: ""}))
     bed.capture()
     bed.step("eager")
-    assert bed.layer(0, sinks=1)[-1] == "layer"
+    assert bed.layer(0, aux=1)[-1] == "layer"
     plans = len(bed.executor.plans)
     assert bed.step("eager") == EAGER and len(bed.executor.plans) == plans
     assert bed.step() == REPLAY
@@ -547,7 +547,7 @@ def test_a_layer_writes_its_kv_and_then_attends(
     assert k_cache.data_ptr() == pool.get_key_buffer(1).data_ptr()
     assert v_cache.data_ptr() == pool.get_value_buffer(1).data_ptr()
     assert torch.equal(q, given_q.view(QUERIES, HEADS, HEAD_DIM))
-    rest = {"k_scale": 1.0, "v_scale": 1.0}  # those of the layer count in fp8_e4m3 only
+    rest = {"sinks": None, "k_scale": 1.0, "v_scale": 1.0}  # the layer's count in fp8_e4m3 only
     assert options == {"scale": layer.scaling, "logit_cap": layer.logit_cap} | rest
     assert torch.equal(out, given_q), "what the executor wrote, one row a query"
     # As in layers that share their K/V with another one, or that write it themselves.

@@ -91,7 +91,7 @@ struct Fp8Loader : Loader<kHeadDim, 1> {
       const uint32_t keys = Raw::place(s.tile(stage.index), row + first_row(), chunk());
       if (!apart || warp == 0)
         Base::template copy_chunks<Raw, false>(k, p.k_stride_slot, keys, row, mine, 0);
-      if (!apart || warp == 1) {
+      if (!apart || warp != 0) {
         Base::template copy_chunks<Raw, true>(v, p.v_stride_slot, keys + Raw::kValues, row, mine,
                                               (mine + 15) & ~15);
       }

@@ -10,12 +10,6 @@
 
 namespace pat {
 
-// value / divisor, by divisor_magic(divisor), for 0 <= value < 2^32 / divisor: a division takes 30
-// instructions.
-__device__ __forceinline__ int divide(int value, uint32_t magic) {
-  return magic == 0 ? value : static_cast<int>(__umulhi(value, magic));
-}
-
 // Item of work unit `index`.
 __device__ __forceinline__ int item_of(const ForwardParams& p, int index) {
   return divide(index, p.kv_heads_magic);
