@@ -113,6 +113,7 @@ HND = "SGLANG_USE_HND_KVCACHE"
             "enable-kv-cache-sharding": {"enable_kv_cache_sharding": True},
             "enable-hisparse": {"enable_hisparse": True},
             "prefill-only-disable-kv-cache": {"prefill_only_disable_kv_cache": True},
+            "enable-nvidia-megakernel": {"enable_nvidia_megakernel": True},
         }.items()),
     ],
 )  # fmt: skip
