@@ -211,7 +211,7 @@ def _sglang(path: str) -> Any:
 
 def _is_on(option: str) -> Callable[[Server], bool]:
     """Whether an argument is true, or a number above 1."""
-    return lambda s: getattr(s.args, option) is True or int(getattr(s.args, option)) > 1
+    return lambda s: (value := getattr(s.args, option, False)) is True or int(value) > 1
 
 
 # Of the machine: asked before the model is looked at.
@@ -298,6 +298,7 @@ REFUSED = (
             "enable_kv_cache_sharding": "pages are interleaved over ranks",
             "enable_hisparse": "slots move during a request",
             "prefill_only_disable_kv_cache": "nothing is cached",
+            "enable_nvidia_megakernel": "one kernel runs the layers, attention included",
         }.items()
     ),
     Row(
