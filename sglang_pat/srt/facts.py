@@ -2,7 +2,7 @@
 """What models do in their layers, by config.json and by what SGLang's code of them is known to do.
 
 ``FACTS`` lists what no list of layers in config.json shows, and often no layer of a loaded model
-either, as it goes with the call: attention sinks, biases, temperatures, other kinds of attention.
+either, as it goes with the call: biases, temperatures, other kinds of attention.
 ``sglang-pat doctor`` (``kinds``) and a server's survey of its model (``facts``) both ask it, so
 that both give one answer before the first forward. ``S``: SGLang 0.5.23's ``srt/``.
 """
@@ -18,7 +18,6 @@ SPARSE = "sparse attention, which SGLang runs on a backend of its own"
 CAPPED = "logit capping, under speculative decoding"
 NO_ATTENTION = "no attention: linear attention, a state space or an MLP alone"
 TEMPERATURE = "a temperature by position"
-SINKS = "attention sinks"
 # Kinds of layers in config.json that are not ours.
 BY_KIND = {
     "sliding_attention": SLIDING,
@@ -31,34 +30,31 @@ BY_KIND = {
 }
 
 
-class Fact(NamedTuple):
-    """Why layers of some models are the base's.
+# Models that give their attention sinks, by architecture or by the type of the text model, which
+# wrappers have without a name (InternVL of GPT-OSS).
+WITH_SINKS = (
+    *("gpt_oss", "granite_swa", "granitemoe_swa"),
+    *("MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM", "MiMoV2ASRForCausalLM"),
+)
 
-    ``names``: of architectures, or types of text models, which wrappers have without a name.
-    ``holds``: of a layer, by the text model's configuration.
+
+class Fact(NamedTuple):
+    """Why all layers of some models are the base's.
+
+    ``names``: of architectures. ``holds``: by the text model's configuration.
     """
 
     names: tuple[str, ...]
     reason: str
-    holds: Callable[[Any, int], object] = lambda config, layer: True
+    holds: Callable[[Any], object] = lambda config: True
 
 
-def _on(*names: str) -> Callable[[Any, int], object]:
-    """Whether one of these fields of the configuration is set, for all layers."""
-    return lambda config, layer: any(getattr(config, name, None) for name in names)
+def _on(name: str) -> Callable[[Any], object]:
+    """Whether this field of the configuration is set."""
+    return lambda config: getattr(config, name, None)
 
 
-def _mimo_has_sinks(config: Any, layer: int) -> object:
-    pattern = getattr(config, "hybrid_layer_pattern", None) or ()
-    kind = "swa" if layer < len(pattern) and pattern[layer] else "full"
-    return getattr(config, f"add_{kind}_attention_sink_bias", False)
-
-
-_MIMO = ("MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM", "MiMoV2ASRForCausalLM")
 FACTS = (
-    # Where sinks are served, these two rows go.
-    Fact(("gpt_oss", "granite_swa", "granitemoe_swa"), SINKS),
-    Fact(_MIMO, SINKS, _mimo_has_sinks),
     Fact(  # S models/iquest_q1.py:421
         ("IQuestQ1ForCausalLM",),
         "an attention sink that the model applies by its softmax sums",
@@ -68,7 +64,7 @@ FACTS = (
     Fact(  # S models/grok.py:440
         ("Grok1ForCausalLM", "Grok1ModelForCausalLM"),
         TEMPERATURE,
-        lambda config, layer: getattr(config, "attn_temperature_len", -1) > 0,
+        lambda config: getattr(config, "attn_temperature_len", -1) > 0,
     ),
     Fact(  # S models/sdar.py:168, sdar_moe.py:253, llada2.py:1021
         ("SDARForCausalLM", "SDARMoeForCausalLM", "LLaDA2MoeModelLM"),
@@ -97,14 +93,9 @@ def facts(model_config: Any) -> Callable[[int], str]:
     """Of SGLang's ``ModelConfig``: why a layer is the base's, by ``FACTS``, or ""."""
     text, names = model_config.hf_text_config, names_of(model_config)
     known = [fact for fact in FACTS if not names.isdisjoint(fact.names)]
+    of_all = next((fact.reason for fact in known if fact.holds(text)), "")
     sparse = sparse_layers(model_config)
-
-    def reason(layer: int) -> str:
-        if layer in sparse:
-            return SPARSE
-        return next((fact.reason for fact in known if fact.holds(text, layer)), "")
-
-    return reason
+    return lambda layer: SPARSE if layer in sparse else of_all
 
 
 def kinds(model_config: Any) -> list[str]:

@@ -23,7 +23,7 @@ from sglang_pat import _C, gpus
 from sglang_pat.config import CPU_PLATFORM
 from sglang_pat.draft_masks import MOST_MASKED_DRAFTS
 from sglang_pat.srt import BACKEND, stock
-from sglang_pat.srt.facts import TEMPERATURE, facts, names_of
+from sglang_pat.srt.facts import TEMPERATURE, WITH_SINKS, facts, names_of
 
 CHOOSE_ANOTHER = "choose another --attention-backend"
 # Without --attention-backend SGLang runs torch_native there.
@@ -31,6 +31,7 @@ ON_CPU = (
     f"start the server with SGLANG_PLATFORM={CPU_PLATFORM}, --device cpu and "
     f"--attention-backend {BACKEND}"
 )
+_OVER_TRITON = f"restart with --attention-backend triton --decode-attention-backend {BACKEND}"
 # Dtypes of a model that the executors take, by device. K/V are of the same, or in float8_e4m3fn.
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
@@ -250,6 +251,14 @@ REFUSED = (
         lambda s: s.device == "cpu" and _sglang("configs.hybrid_arch.mambaish_config")(s.model),
         "SGLang's kernels of linear attention and state spaces need a GPU",
         "start the server on one",
+    ),
+    Row(  # it would die in its first prefill, of an argument that these do not have
+        lambda s: (
+            not names_of(s.model).isdisjoint(WITH_SINKS)
+            and not {"flashinfer", "torch_native"}.isdisjoint(s.backends)
+        ),
+        "SGLang's flashinfer and torch_native take no attention sinks",
+        f"{_OVER_TRITON}; on a CPU SGLang has none that takes them",
     ),
     Row(
         lambda s: s.takes and s.dtype not in s.takes,
@@ -501,7 +510,7 @@ KNOWN = (
         ),
         "of SGLang's backends only triton lets the tokens of an image attend to each other, and "
         "prefill runs on {s.backends[0]}, also without pat",
-        f"restart with --attention-backend triton --decode-attention-backend {BACKEND}",
+        _OVER_TRITON,
     ),
 )
 

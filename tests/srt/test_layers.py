@@ -18,7 +18,7 @@ from kit.runner import KV_HEADS as RUNNERS_KV_HEADS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import _C
-from sglang_pat.srt.facts import SINKS, SPARSE
+from sglang_pat.srt.facts import SPARSE, TEMPERATURE
 from sglang_pat.srt.layers import (
     Heads,
     heads_of,
@@ -189,10 +189,7 @@ M3 = {
     "architecture": "MiniMaxM3SparseForCausalLM",
     "hf_config": {"sparse_attention_config": {"sparse_attention_freq": [0, 1, 1]}},
 }
-MIMO = {
-    "architecture": "MiMoV2ForCausalLM",
-    "hf_config": {"hybrid_layer_pattern": [0, 1], "add_swa_attention_sink_bias": True},
-}
+GROK = {"architecture": "Grok1ForCausalLM", "hf_config": {"attn_temperature_len": 1024}}
 
 
 @pytest.mark.parametrize(
@@ -206,10 +203,10 @@ MIMO = {
         ([{}, {}, {}], {"config": M3}, {0: "", 1: SPARSE, 2: SPARSE},
          f"1 of 3 attention layers (2 with {SPARSE})"),
         # What stands in the models' code alone, as doctor has it.
+        ([{}, WINDOW], {"config": GROK}, {0: TEMPERATURE, 1: TEMPERATURE},
+         f"none of 2 attention layers (2 with {TEMPERATURE})"),
         ([{}, WINDOW], {"config": {"hf_config": {"model_type": "granite_swa"}}},
-         {0: SINKS, 1: SINKS}, f"none of 2 attention layers (2 with {SINKS})"),
-        ([{}, {}], {"config": MIMO}, {0: "", 1: SINKS},
-         f"1 of 2 attention layers (1 with {SINKS})"),
+         {0: "", 1: "a sliding window"}, "1 of 2 attention layers (1 with a sliding window)"),
         # Of two modules with one layer id, the one with a reason counts.
         ([WINDOW | {"layer_id": 0}, {"layer_id": 0}], {}, {0: "a sliding window"},
          "none of 1 attention layers (1 with a sliding window)"),

@@ -45,7 +45,7 @@ from transformers import AutoConfig
 
 from sglang_pat import _C
 from sglang_pat.capacity import MB, fit_workspace
-from sglang_pat.srt.facts import CAPPED, CHUNKED, SINKS, SLIDING, SPARSE, TEMPERATURE
+from sglang_pat.srt.facts import CAPPED, CHUNKED, SLIDING, SPARSE, TEMPERATURE
 from sglang_pat.srt.facts import NO_ATTENTION as OFF
 from sglang_pat.srt.verdict import QuestionError, Verdict, judge
 
@@ -159,9 +159,9 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         # MiMo: the windows are named as such, though config.json has a chunk size.
         (MIMO, (), [], {"head dims 192 and 128, not both one of (64, 128, 256)": [0, 3],
                         SLIDING: [1, 2]}),
+        # Sinks are served.
+        *((config, (), [1, 3], {SLIDING: [0, 2]}) for config in (GPT_OSS, GRANITE_SWA, INTERN_OSS)),
         # What stands in the models' code alone.
-        (GRANITE_SWA, (), [], {SINKS: [0, 1, 2, 3]}),
-        (INTERN_OSS, (), [], {SINKS: [0, 1, 2, 3]}),
         (INKLING, (), [], {"relative biases": list(range(16))}),
         (GROK, (), [], {TEMPERATURE: [0, 1, 2, 3]}),
         (GROK | {"attn_temperature_len": -1}, (), [0, 1, 2, 3], {}),
@@ -191,6 +191,7 @@ def test_which_layers_are_served(
 
 
 CHOOSE, GAIN = "choose another --attention-backend", "nothing to gain"
+OVER_TRITON = ("--attention-backend", "triton", "--decode-attention-backend", "pat")
 HYBRIDS = ("qwen3_5", "falcon_h1", "nemotron_h", "granite_hybrid")
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 SPLIT_FLAGS = (
@@ -218,6 +219,10 @@ DSA = DEEPSEEK | {
         # Transformers has the model, but no code of it that SGLang can run.
         (model("JambaForCausalLM", "jamba"), (), "H100", "refused", "has no SGlang impl", ""),
         (LLAMA, ("--dtype", "float32"), "H100", "refused", "torch.float32", "set one as --dtype"),
+        (GRANITE_SWA, (), "", "refused", "torch_native take no attention sinks",
+         "restart with " + " ".join(OVER_TRITON)),
+        (INTERN_OSS, (), "A100", "refused", "flashinfer and torch_native take no",
+         "restart with " + " ".join(OVER_TRITON)),
         # In SGLang's own words, which are not cut.
         (EXAONE4, ("--attention-backend", "flashinfer", "--decode-attention-backend", "pat"),
          "H100", "refused", "['fa3', 'triton', 'trtllm_mha'] is required for Exaone4ForCausalLM, "
@@ -344,6 +349,7 @@ def test_what_lets_it_gain(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode = ("--speculative-attention-mode", "decode")
     assert ask(LLAMA, *CHAINS, *SPLIT_FLAGS, *mode).ok
     assert ask(LLAMA, *CHAINS, "--prefill-attention-backend", "fa3").ok
+    assert ask(INTERN_OSS, *OVER_TRITON, gpu="A100").ok
     monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "1")
     assert ask(LLAMA, "--max-running-requests", "1").ok
 
@@ -380,14 +386,13 @@ def test_notes_name_the_option_that_makes_them_go(ask: Any) -> None:
     assert not ask(published("falcon_h1"), "--disable-prefill-cuda-graph", gpu="H200").notes
     for family in ("nemotron_h", "granite_hybrid"):
         assert ask(published(family), gpu="B200").ok and not ask(published(family)).notes
-    triton = ("--attention-backend", "triton")
     (note,) = ask(GROK).notes
-    assert "attn_temperature_len" in note and note.endswith(" ".join(triton))
-    assert not ask(GROK, *triton, "--decode-attention-backend", "pat").notes
-    images, over_triton = ("--enable-multimodal",), (*triton, "--decode-attention-backend", "pat")
-    (note,) = ask(GEMMA3_MM, *images).notes
-    assert "tokens of an image" in note and note.endswith(" ".join(over_triton))
-    assert not ask(GEMMA3_MM, *images, *over_triton).notes and not ask(GEMMA3_MM).notes
+    assert "attn_temperature_len" in note and note.endswith(" ".join(OVER_TRITON[:2]))
+    assert not ask(GROK, *OVER_TRITON).notes
+    images = "--enable-multimodal"
+    (note,) = ask(GEMMA3_MM, images).notes
+    assert "tokens of an image" in note and note.endswith(" ".join(OVER_TRITON))
+    assert not ask(GEMMA3_MM, images, *OVER_TRITON).notes and not ask(GEMMA3_MM).notes
 
 
 @needs_cuda
