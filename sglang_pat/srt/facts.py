@@ -39,19 +39,20 @@ WITH_SINKS = (
 
 
 class Fact(NamedTuple):
-    """Why all layers of some models are the base's.
+    """Why layers of some models are the base's.
 
-    ``names``: of architectures. ``holds``: by the text model's configuration.
+    ``names``: of architectures. ``holds``: of a layer, by the text model's
+    configuration.
     """
 
     names: tuple[str, ...]
     reason: str
-    holds: Callable[[Any], object] = lambda config: True
+    holds: Callable[[Any, int], object] = lambda config, layer: True
 
 
-def _on(name: str) -> Callable[[Any], object]:
-    """Whether this field of the configuration is set."""
-    return lambda config: getattr(config, name, None)
+def _on(name: str) -> Callable[[Any, int], object]:
+    """Whether this field of the configuration is set, for all layers."""
+    return lambda config, layer: getattr(config, name, None)
 
 
 FACTS = (
@@ -61,10 +62,15 @@ FACTS = (
         _on("enable_sink_attention"),
     ),
     Fact(("InklingForConditionalGeneration",), "relative biases"),
+    Fact(  # from the second time on that it runs its layers (S models/iquest_loopcoder.py:190)
+        ("IQuestLoopCoderForCausalLM",),
+        SLIDING,
+        lambda config, layer: layer >= config.num_hidden_layers,
+    ),
     Fact(  # S models/grok.py:440
         ("Grok1ForCausalLM", "Grok1ModelForCausalLM"),
         TEMPERATURE,
-        lambda config: getattr(config, "attn_temperature_len", -1) > 0,
+        lambda config, layer: getattr(config, "attn_temperature_len", -1) > 0,
     ),
     Fact(  # S models/sdar.py:168, sdar_moe.py:253, llada2.py:1021
         ("SDARForCausalLM", "SDARMoeForCausalLM", "LLaDA2MoeModelLM"),
@@ -93,9 +99,14 @@ def facts(model_config: Any) -> Callable[[int], str]:
     """Of SGLang's ``ModelConfig``: why a layer is the base's, by ``FACTS``, or ""."""
     text, names = model_config.hf_text_config, names_of(model_config)
     known = [fact for fact in FACTS if not names.isdisjoint(fact.names)]
-    of_all = next((fact.reason for fact in known if fact.holds(text)), "")
     sparse = sparse_layers(model_config)
-    return lambda layer: SPARSE if layer in sparse else of_all
+
+    def reason(layer: int) -> str:
+        if layer in sparse:
+            return SPARSE
+        return next((fact.reason for fact in known if fact.holds(text, layer)), "")
+
+    return reason
 
 
 def kinds(model_config: Any) -> list[str]:
@@ -120,6 +131,8 @@ def kinds(model_config: Any) -> list[str]:
             for layer in set(range(len(reasons))) - set(attends):
                 reasons[layer] = NO_ATTENTION
             break
+    # Some models run their layers several times, each time as attention of its own.
+    reasons *= model_config.num_attention_layers // len(reasons)
     return [
         reason if reason == NO_ATTENTION else fact(layer) or reason
         for layer, reason in enumerate(reasons)
