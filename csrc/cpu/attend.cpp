@@ -225,32 +225,32 @@ class ItemRunner {
   // Writes a row's output, normalised, and its log-sum-exp to the query's output or partial slot.
   void write(int row) const {
     const auto [query, partial] = member(row);
+    const SoftmaxState state = states_[row];
     if (partial == kDirect) {
-      const SoftmaxState state = complete(args_, head(row), states_[row]);
+      const SoftmaxState total = complete(args_, head(row), state);
+      const float factor = args_.sinks ? share(state.max, total) : normalizer(state);
       const int64_t to = tensor_row(row);
-      write_row(row, state,
+      write_row(row, factor,
                 static_cast<T*>(args_.out) + to * args_.out_stride_row +
                     head(row) * args_.out_stride_head);
-      if (args_.lse) args_.lse[to * args_.num_q_heads + head(row)] = lse(state);
+      if (args_.lse) args_.lse[to * args_.num_q_heads + head(row)] = lse(total);
       return;
     }
-    const SoftmaxState state = states_[row];
     const int64_t partial_row = int64_t{partial} * args_.draft_tokens + draft_token(row);
     const int64_t at = partial_row * args_.num_q_heads + head(row);
     job_.partial_lse[at] = lse(state);
     if (args_.partial_dtype == DType::kF32) {
-      write_row(row, state, static_cast<float*>(job_.partials) + at * args_.v_head_dim);
+      write_row(row, normalizer(state), static_cast<float*>(job_.partials) + at * args_.v_head_dim);
     } else {
-      write_row(row, state, static_cast<BF16*>(job_.partials) + at * args_.v_head_dim);
+      write_row(row, normalizer(state), static_cast<BF16*>(job_.partials) + at * args_.v_head_dim);
     }
   }
 
-  // `state`: the row's, maybe with its sink.
   template <typename Out>
-  void write_row(int row, SoftmaxState state, Out* out) const {
-    const float factor = share(states_[row].max, state) * args_.v_scale;
+  void write_row(int row, float factor, Out* out) const {
+    const float scale = factor * args_.v_scale;
     const float* from = o(row);
-    for (int j = 0; j < args_.v_head_dim; ++j) assign(out[j], from[j] * factor);
+    for (int j = 0; j < args_.v_head_dim; ++j) assign(out[j], from[j] * scale);
   }
 
   const DecodeJob& job_;

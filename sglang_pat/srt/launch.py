@@ -43,7 +43,8 @@ def before_resolve(server_args: Any) -> None:
     found = (reason_against_options(), _reason_against_machine())
     if reasons := [reason for reason in found if reason]:
         _refuse(server_args, reasons)
-    stock.let_sglang_choose(server_args)
+    if not getattr(server_args, "_resolution_finished", False):
+        stock.let_sglang_choose(server_args)
 
 
 def after_resolve(_result: None, server_args: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -21,26 +21,20 @@ import torch
 
 from sglang_pat import _C
 from sglang_pat.ops import sinks_fit
+from sglang_pat.srt.facts import (
+    CAPPED,
+    CHUNKED,
+    SLIDING,
+    TEMPERATURE,
+    caps_logits,
+    facts,
+    kinds,
+)
 from sglang_pat.srt.support import CHOOSE_ANOTHER, E4M3, MOST_DRAFT_ROWS, draft_tokens_of
 from sglang_pat.target import HEAD_DIM_STEP, MAX_HEAD_DIM, Target
 
 logger = logging.getLogger("sglang_pat")
 
-SLIDING = "a sliding window"
-CHUNKED = "chunked attention (use_irope)"
-SPARSE = "sparse attention, which SGLang runs on a backend of its own"
-CAPPED = "logit capping, under speculative decoding"
-NO_ATTENTION = "no attention: linear attention, a state space or an MLP alone"
-# Kinds of layers in config.json that are not ours.
-BY_KIND = {
-    "sliding_attention": SLIDING,
-    "sliding_window": SLIDING,
-    "swa": SLIDING,
-    "chunked_attention": CHUNKED,
-    "linear_attention": NO_ATTENTION,
-    "mamba": NO_ATTENTION,
-    "conv": NO_ATTENTION,
-}
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = _C.CUDA_HEAD_DIMS, _C.CUDA_MAX_GROUP
 
 
@@ -76,7 +70,7 @@ def _against_kind(layer: Any, pool: Any, planned: Target | Heads) -> str:
         (layer.attn_type.value != "decoder", f"attention type {layer.attn_type.value}"),
         (window is not None and window > -1, SLIDING),
         (layer.use_irope, CHUNKED),  # FlashAttention attends within chunks of the sequence there
-        (layer.xai_temperature_len > 0, "a temperature by position"),
+        (layer.xai_temperature_len > 0, TEMPERATURE),
         (
             heads != (planned.num_q_heads, planned.num_kv_heads, planned.num_kv_heads),
             f"{heads} query, K and V heads, planned for others",
@@ -175,9 +169,6 @@ def reasons_by_layer(
 ) -> list[str]:
     """For each layer of SGLang's ``ModelConfig`` why it is not ours, or "". ``ranks``: that share
     the heads; ``shared``, ``draft_tokens``: as in ``reason_against_heads``.
-
-    Kinds are from SGLang's own lists where it has them, else from ``layer_types`` of config.json.
-    What stands in neither, but in the model's code, is found out only when the server runs.
     """
     heads = SimpleNamespace(
         qk_head_dim=model_config.head_dim,
@@ -186,54 +177,9 @@ def reasons_by_layer(
         tp_k_head_num=model_config.get_num_kv_heads(ranks),
     )
     of_all = reason_against_heads(heads, device, shared, draft_tokens)
-    if device != "cpu" and draft_tokens > 1 and _caps_logits(model_config):
+    if device != "cpu" and draft_tokens > 1 and caps_logits(model_config):
         of_all = CAPPED
-    return [reason or of_all for reason in _kinds(model_config)]
-
-
-def _kinds(model_config: Any) -> list[str]:
-    text = model_config.hf_text_config
-    reasons = [""] * model_config.num_hidden_layers
-    listed = model_config.swa_attention_layer_ids
-    if listed is None:
-        for layer, kind in enumerate((getattr(text, "layer_types", None) or ())[: len(reasons)]):
-            reasons[layer] = BY_KIND.get(kind, "")
-    # Those that SGLang counts as windowed are Llama 4's chunks: MiMo has a chunk size in its
-    # config.json, too, and windows in its layers.
-    llama4 = any("Llama4" in name for name in model_config.hf_config.architectures or ())
-    for layer in listed or ():
-        reasons[layer] = CHUNKED if llama4 else SLIDING
-    for layer in sparse_layers(model_config):
-        reasons[layer] = SPARSE
-    for config in (model_config.hf_config, text):  # of a hybrid of SGLang's configurations
-        attends: Iterable[int] | None = getattr(config, "full_attention_layer_ids", None)
-        if attends is not None:
-            for layer in set(range(len(reasons))) - set(attends):
-                reasons[layer] = NO_ATTENTION
-            break
-    return reasons
-
-
-def _caps_logits(model_config: Any) -> bool:
-    """Whether the attention logits are capped, in all layers: by the code of the two models that
-    do (S models/gemma2.py:161, grok.py:425, ``S`` being SGLang 0.5.23's ``srt/``)."""
-    names = model_config.hf_config.architectures or ()
-    if not any(name.startswith(("Gemma2", "Grok1")) for name in names):
-        return False
-    cap = getattr(model_config.hf_text_config, "attn_logit_softcapping", 30.0)
-    return cap is not None and cap > 0
-
-
-def sparse_layers(model_config: Any) -> list[int]:
-    """Layers that SGLang's wrapper keeps from us, of models with attention of two kinds (MiniMax
-    M3): to look at, they are attention like any other."""
-    from sglang.srt.configs import model_config as configs
-
-    config = model_config.hf_config
-    if not configs.is_minimax_sparse(config):
-        return []
-    sparse = configs.get_minimax_sparse_attention_config(config)
-    return list(configs.get_minimax_sparse_layer_ids(sparse)[1])
+    return [reason or of_all for reason in kinds(model_config)]
 
 
 def ranges(layers: list[int]) -> str:
@@ -277,19 +223,14 @@ def survey_layers(runner: Any) -> Survey:
     and never comes by, or one that is decided when it does, as are layers that hand over arguments
     which are not known before.
     """
-    from sglang.srt.layers.radix_attention import RadixAttention
-
     pool, heads = runner.token_to_kv_pool, heads_of(runner)
     reasons: dict[int, str] = {}
     without: list[int] = []
-    sparse = sparse_layers(runner.model_config)
-    for layer in runner.model.modules():
-        if not isinstance(layer, RadixAttention):
-            continue
+    fact = facts(runner.model_config)
+    for layer in attention_layers(runner.model):
         try:
             pool.get_key_buffer(layer.layer_id)
-            reason = reason_against_layer(layer, runner.dtype, pool, heads)
-            reason = SPARSE if layer.layer_id in sparse else reason
+            reason = fact(layer.layer_id) or reason_against_layer(layer, runner.dtype, pool, heads)
         except (IndexError, KeyError, ValueError):  # as SGLang's pools raise it
             without.append(layer.layer_id)
             continue
@@ -301,6 +242,18 @@ def survey_layers(runner: Any) -> Survey:
             ranges(sorted(set(without))),
         )
     return Survey(reasons)
+
+
+def attention_layers(model: torch.nn.Module) -> Iterator[Any]:
+    """The ``RadixAttention`` of a model of SGLang."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for module in model.modules():
+        if isinstance(module, RadixAttention):
+            yield module
+        # Models of transformers get theirs out of a dict, where they are no submodules (S
+        # models/transformers.py:651).
+        yield from getattr(module, "attention_instances", {}).values()
 
 
 def heads_of(runner: Any) -> Heads:

@@ -23,6 +23,7 @@ from sglang_pat import _C, gpus
 from sglang_pat.config import CPU_PLATFORM
 from sglang_pat.draft_masks import MOST_MASKED_DRAFTS
 from sglang_pat.srt import BACKEND, stock
+from sglang_pat.srt.facts import TEMPERATURE, WITH_SINKS, facts, names_of
 
 CHOOSE_ANOTHER = "choose another --attention-backend"
 # Without --attention-backend SGLang runs torch_native there.
@@ -30,6 +31,7 @@ ON_CPU = (
     f"start the server with SGLANG_PLATFORM={CPU_PLATFORM}, --device cpu and "
     f"--attention-backend {BACKEND}"
 )
+_OVER_TRITON = f"restart with --attention-backend triton --decode-attention-backend {BACKEND}"
 # Dtypes of a model that the executors take, by device. K/V are of the same, or in float8_e4m3fn.
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
@@ -210,7 +212,7 @@ def _sglang(path: str) -> Any:
 
 def _is_on(option: str) -> Callable[[Server], bool]:
     """Whether an argument is true, or a number above 1."""
-    return lambda s: getattr(s.args, option) is True or int(getattr(s.args, option)) > 1
+    return lambda s: (value := getattr(s.args, option, False)) is True or int(value) > 1
 
 
 # Of the machine: asked before the model is looked at.
@@ -249,6 +251,14 @@ REFUSED = (
         lambda s: s.device == "cpu" and _sglang("configs.hybrid_arch.mambaish_config")(s.model),
         "SGLang's kernels of linear attention and state spaces need a GPU",
         "start the server on one",
+    ),
+    Row(  # it would die in its first prefill, of an argument that these do not have
+        lambda s: (
+            not names_of(s.model).isdisjoint(WITH_SINKS)
+            and not {"flashinfer", "torch_native"}.isdisjoint(s.backends)
+        ),
+        "SGLang's flashinfer and torch_native take no attention sinks",
+        f"{_OVER_TRITON}; on a CPU SGLang has none that takes them",
     ),
     Row(
         lambda s: s.takes and s.dtype not in s.takes,
@@ -297,6 +307,7 @@ REFUSED = (
             "enable_kv_cache_sharding": "pages are interleaved over ranks",
             "enable_hisparse": "slots move during a request",
             "prefill_only_disable_kv_cache": "nothing is cached",
+            "enable_nvidia_megakernel": "one kernel runs the layers, attention included",
         }.items()
     ),
     Row(
@@ -389,11 +400,6 @@ SPECULATION = (
 )
 
 
-def _is_of(s: Server, family: str) -> bool:
-    """Whether the name of the model's architecture begins so."""
-    return any(name.startswith(family) for name in s.model.hf_config.architectures or ())
-
-
 def _only_prefills(s: Server) -> bool:
     """With --enable-pd-role-switch it may become a decode server while it runs."""
     return s.args.disaggregation_mode == "prefill" and not s.args.enable_pd_role_switch
@@ -415,10 +421,6 @@ IDLE = (
         lambda s: s.args.dllm_algorithm is not None,
         "under --dllm-algorithm a model never decodes",
         f"{CHOOSE_ANOTHER}: nothing is lost",
-    ),
-    Row(  # S arg_groups/model_hook.py:775
-        lambda s: _is_of(s, "HrmText") and getattr(s.model.hf_config, "prefix_lm", True),
-        "SGLang runs the model's bidirectional attention to prompts on triton alone",
     ),
     *SPECULATION,
     Row(
@@ -495,20 +497,20 @@ KNOWN = (
         "restart with --disable-prefill-cuda-graph",
     ),
     Row(  # S layers/attention/triton_backend.py:2455
-        lambda s: (
-            _is_of(s, "Grok1")
-            and getattr(s.model.hf_config, "attn_temperature_len", -1) > 0
-            and _lacks_triton(s)
-        ),
+        lambda s: facts(s.model)(0) == TEMPERATURE and _lacks_triton(s),
         "of SGLang's backends only triton applies the model's temperature by position "
         "(attn_temperature_len), and attention runs on {s.backends[0]}, also without pat",
         "restart with --attention-backend triton",
     ),
     Row(  # S models/gemma3_mm.py:225
-        lambda s: _is_of(s, "Gemma3ForCond") and s.model.is_multimodal and _lacks_triton(s),
+        lambda s: (
+            "Gemma3ForConditionalGeneration" in names_of(s.model)
+            and s.model.is_multimodal
+            and _lacks_triton(s)
+        ),
         "of SGLang's backends only triton lets the tokens of an image attend to each other, and "
         "prefill runs on {s.backends[0]}, also without pat",
-        f"restart with --attention-backend triton --decode-attention-backend {BACKEND}",
+        _OVER_TRITON,
     ),
 )
 

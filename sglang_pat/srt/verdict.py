@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -23,6 +24,7 @@ from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import CPU_PLATFORM, PatConfig
 from sglang_pat.gpus import SHARED_PER_BLOCK, Machine, machine_of, untried
 from sglang_pat.srt import BACKEND, launch, layers, stock, support
+from sglang_pat.srt.facts import NO_ATTENTION
 from sglang_pat.srt.support import Reason
 
 # SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
@@ -62,7 +64,7 @@ class Verdict:
             return "refused"
         if self.reasons or not self.layers.get(""):
             return "nothing to gain"
-        of_attention = set(self.layers) - {layers.NO_ATTENTION}
+        of_attention = set(self.layers) - {NO_ATTENTION}
         return "served" if of_attention == {""} else "served in part"
 
     @property
@@ -85,7 +87,7 @@ class Verdict:
         topic = "refused" if self.refused else "nothing to gain"
         found += [(topic, reason.words, reason.way_out) for reason in self.reasons]
         for why, ids in sorted(self.layers.items()):
-            topic = "other layers" if why == layers.NO_ATTENTION else "layers of SGLang"
+            topic = "other layers" if why == NO_ATTENTION else "layers of SGLang"
             words = f"{len(ids)} ({layers.ranges(ids)})"
             found.append((topic, f"{words}: {why}", "") if why else ("layers of pat", words, ""))
         if self.workspace is not None:
@@ -119,11 +121,13 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
         try:
             server_args.resolve_once()
             model_config = model_config_of(server_args)
+            _check_loadable(model_config)
+            described = _describe(model_config)
         except Exception as error:  # SGLang's own refusal, whatever it is made of
             machine = "this machine" if asked is None else asked.name
             said = _said(" ".join(f"{error}".split()) or type(error).__name__)
             return Verdict(machine, _model_of(arguments), refused=True, reasons=[said])
-        return _weigh(server_args, model_config, asked)
+        return _weigh(server_args, model_config, described, asked)
 
 
 def _said(words: str) -> Reason:
@@ -134,7 +138,28 @@ def _said(words: str) -> Reason:
     return Reason(f"SGLang itself refuses: {words}", way_out)
 
 
-def _weigh(server_args: Any, model_config: Any, asked: Machine | None) -> Verdict:
+def _check_loadable(model_config: Any) -> None:
+    """Raise what SGLang raises when it looks for the class of a model that it cannot load.
+
+    It would import all models for that, so the sources are asked first.
+    """
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    models = find_spec("sglang.srt.models")
+    assert models is not None and models.submodule_search_locations is not None
+    entry = re.compile(r"^EntryClass\s*=\s*(\[[^\]]*\]|\w+)", re.MULTILINE)
+    known = {
+        name
+        for folder in models.submodule_search_locations
+        for source in Path(folder).glob("*.py")
+        for found in entry.findall(source.read_text())
+        for name in re.findall(r"\w+", found)
+    }
+    if known.isdisjoint(model_config.hf_config.architectures or ()):
+        get_model_architecture(model_config)
+
+
+def _weigh(server_args: Any, model_config: Any, described: str, asked: Machine | None) -> Verdict:
     """The verdict on resolved arguments. ``asked``: a GPU that SGLang takes to be here."""
     server = support.by_arguments(server_args, model_config, asked)
     gpu = _gpu_here(server.args.base_gpu_id) if asked is None else asked
@@ -153,7 +178,7 @@ def _weigh(server_args: Any, model_config: Any, asked: Machine | None) -> Verdic
         notes += map(str, support.reasons_of(support.KNOWN, server))
     return Verdict(
         device=server.device if gpu is None else gpu.name,
-        model=_describe(model_config),
+        model=described,
         kv_dtype=server.quantized or str(server.kv_dtype).removeprefix("torch."),
         refused=bool(refusals),
         reasons=refusals or idle,
@@ -274,10 +299,12 @@ def _gpu_here(index: int) -> Any:
 def _as_if_here(gpu: Machine) -> Iterator[None]:
     """Let SGLang resolve arguments as it would on a machine with that GPU.
 
-    Covers what the resolution asks about the machine: kind, compute capability and memory, and
-    whether FlashInfer is there, which SGLang denies without a GPU.
+    Covers what the resolution asks about the machine: kind, compute capability and memory, whether
+    FlashInfer is there, which SGLang denies without a GPU, and which quantized weights it can load.
     """
+    import torch
     from sglang.srt.arg_groups import memory_hook
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS, Mxfp4Config, marlin_utils
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import override_platform
 
@@ -299,5 +326,9 @@ def _as_if_here(gpu: Machine) -> Iterator[None]:
         override_platform(**facts),
         patch.object(memory_hook, "get_device_memory_capacity", lambda _=None: gpu.memory_mib),
         patch.object(current_platform, "is_out_of_tree", lambda: False),
+        patch.object(torch.cuda, "get_device_capability", lambda _=None: (major, minor)),
+        # GPTQ's kernels ask for themselves, and a CPU has no MXFP4.
+        patch.object(marlin_utils, "get_device_capability", lambda _=0: (major, minor)),
+        patch.dict(QUANTIZATION_METHODS, {"mxfp4": Mxfp4Config}),
     ):
         yield

@@ -55,6 +55,7 @@ def model_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> Simp
     config = PretrainedConfig(architectures=[architecture], **changes.pop("hf_config", {}))
     values = {
         "hf_config": config,
+        "hf_text_config": config,
         "attention_arch": AttentionArch.MHA,
         "is_encoder_decoder": False,
         "is_generation": True,

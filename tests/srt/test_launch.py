@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pickle
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +19,13 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.runner import make_pool, make_runner
 from sglang.srt import platforms
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
 
-from sglang_pat.srt import hook, launch
+from sglang_pat.srt import hook, launch, stock
 
 BY_COMMAND = "--model-path M --attention-backend pat"
 
@@ -79,6 +82,26 @@ def test_what_is_served_passes_and_is_checked_once(
     # Who does not ask for pat is left alone.
     monkeypatch.setattr(platforms, "_current_platform", SRTPlatform())
     arguments(attention_backend="torch_native", enable_pdmux=True).resolve_once()
+
+
+def test_a_name_that_was_resolved_before_the_hooks_were_there_is_refused(arguments: Any) -> None:
+    args = arguments()
+    inspect.unwrap(ServerArgs.resolve_once)(args)
+    said = r"the hook before .*ServerArgs.resolve_once is not installed: look for"
+    for _ in range(2):  # nothing is added to what was resolved
+        with pytest.raises(SystemExit, match=said):
+            args.resolve_once()
+    assert resolving_view(args).attention_backend == "pat"
+
+
+def test_a_server_that_is_let_pass_never_hears_of_pat(arguments: Any) -> None:
+    args = arguments()
+    args.resolve_once()
+    again = pickle.loads(pickle.dumps(args))  # as its other processes get it
+    again.resolve_once()
+    for each in (args, again):
+        assert attention_backends_of(resolving_view(each)) == ("torch_native", "torch_native")
+        assert stock.asks_for_pat(each)
 
 
 def test_a_command_ends_with_one_line_for_each_reason_and_a_program_gets_an_exception(

@@ -18,8 +18,8 @@ from kit.runner import KV_HEADS as RUNNERS_KV_HEADS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import _C
+from sglang_pat.srt.facts import SPARSE, TEMPERATURE
 from sglang_pat.srt.layers import (
-    SPARSE,
     Heads,
     heads_of,
     ranges,
@@ -189,6 +189,7 @@ M3 = {
     "architecture": "MiniMaxM3SparseForCausalLM",
     "hf_config": {"sparse_attention_config": {"sparse_attention_freq": [0, 1, 1]}},
 }
+GROK = {"architecture": "Grok1ForCausalLM", "hf_config": {"attn_temperature_len": 1024}}
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,11 @@ M3 = {
          "1 of 2 attention layers (1 with its K/V in the sliding-window pool)"),
         ([{}, {}, {}], {"config": M3}, {0: "", 1: SPARSE, 2: SPARSE},
          f"1 of 3 attention layers (2 with {SPARSE})"),
+        # What stands in the models' code alone, as doctor has it.
+        ([{}, WINDOW], {"config": GROK}, {0: TEMPERATURE, 1: TEMPERATURE},
+         f"none of 2 attention layers (2 with {TEMPERATURE})"),
+        ([{}, WINDOW], {"config": {"hf_config": {"model_type": "granite_swa"}}},
+         {0: "", 1: "a sliding window"}, "1 of 2 attention layers (1 with a sliding window)"),
         # Of two modules with one layer id, the one with a reason counts.
         ([WINDOW | {"layer_id": 0}, {"layer_id": 0}], {}, {0: "a sliding window"},
          "none of 1 attention layers (1 with a sliding window)"),
@@ -215,6 +221,12 @@ def test_a_survey_of_a_loaded_model(
     found = survey_layers(make_runner(made, **runner))
     assert (found.reasons, str(found)) == (reasons, words)
     assert found.serves_none is ("none" in words)
+
+
+def test_layers_that_transformers_code_gets_out_of_a_dict_are_seen() -> None:
+    runner = make_runner([], token_to_kv_pool=make_pool(2))
+    runner.model.attention_instances = {0: make_layer(0), 1: make_layer(1, **WINDOW)}
+    assert survey_layers(runner).reasons == {0: "", 1: "a sliding window"}
 
 
 def test_a_layer_without_kv_in_the_pool_is_not_decided(caplog: pytest.LogCaptureFixture) -> None:

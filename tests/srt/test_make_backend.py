@@ -115,6 +115,7 @@ def test_a_model_with_a_served_layer_extends_the_base(
             {"args": {"attention_backend": "torch_native", "prefill_attention_backend": "pat"}},
             "for prefill alone",
         ),
+        ({}, {"config": {"architecture": "SDARForCausalLM"}}, "(1 with attention type encoder_on"),
         ({"use_irope": True}, {}, "none of 1 attention layers (1 with chunked attention"),
     ],
 )

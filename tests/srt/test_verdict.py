@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,17 +33,20 @@ from kit.models import (
     PLAIN,
     QWEN3_MOE,
     STEP3P5,
+    VISION,
+    of_its_own,
     write_config,
 )
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+from transformers import AutoConfig
 
 from sglang_pat import _C
 from sglang_pat.capacity import MB, fit_workspace
-from sglang_pat.srt.layers import CAPPED, CHUNKED, SLIDING, SPARSE
-from sglang_pat.srt.layers import NO_ATTENTION as OFF
+from sglang_pat.srt.facts import CAPPED, CHUNKED, SLIDING, SPARSE, TEMPERATURE
+from sglang_pat.srt.facts import NO_ATTENTION as OFF
 from sglang_pat.srt.verdict import QuestionError, Verdict, judge
 
 needs_cuda = pytest.mark.skipif(not _C.CUDA_CODE, reason="built with PAT_CUDA=OFF")
@@ -105,6 +109,24 @@ MIMO = model(  # K of 192, V of 128; windows in two of four layers
 GEMMA3_MM = with_vision("Gemma3", "gemma3")
 BAILING = model("BailingMoeV2_5ForCausalLM", "bailing_hybrid")
 KIMI = model("KimiLinearForCausalLM", "kimi_linear", qk_nope_head_dim=32, qk_rope_head_dim=16)
+HALVES = ["sliding_attention", "full_attention"] * 2
+GRANITE_SWA = model(
+    *("GraniteSWAForCausalLM", "granite_swa"),
+    **{"layer_types": HALVES, "layer_rope_theta": [1e4] * 4},
+)
+INTERN_OSS = {
+    "architectures": ["InternVLChatModel"],
+    "model_type": "internvl_chat",
+    "torch_dtype": "bfloat16",
+    "llm_config": GPT_OSS,
+    "vision_config": VISION | {"architectures": ["InternVisionModel"]},
+}
+GROK = of_its_own("Grok1ForCausalLM", attn_temperature_len=1024)
+INKLING = {"architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_mm_model"}
+SDAR, LLADA = "SDARForCausalLM", "LLaDA2MoeModelLM"
+ENCODER = "attention type encoder_only"
+SEED_OSS = model("SeedOssForCausalLM", "seed_oss")  # by transformers' code of it
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 CHAINS = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
@@ -137,6 +159,17 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         # MiMo: the windows are named as such, though config.json has a chunk size.
         (MIMO, (), [], {"head dims 192 and 128, not both one of (64, 128, 256)": [0, 3],
                         SLIDING: [1, 2]}),
+        # Sinks are served.
+        *((config, (), [1, 3], {SLIDING: [0, 2]}) for config in (GPT_OSS, GRANITE_SWA, INTERN_OSS)),
+        # What stands in the models' code alone.
+        (INKLING, (), [], {"relative biases": list(range(16))}),
+        (GROK, (), [], {TEMPERATURE: [0, 1, 2, 3]}),
+        (GROK | {"attn_temperature_len": -1}, (), [0, 1, 2, 3], {}),
+        *((of_its_own(name), (), [], {ENCODER: [0, 1, 2, 3]}) for name in (SDAR, LLADA)),
+        (SEED_OSS, (), [0, 1, 2, 3], {}),
+        # Weights whose kernels this machine lacks.
+        (LLAMA | {"quantization_config": GPTQ}, (), [0, 1, 2, 3], {}),
+        (LLAMA | {"quantization_config": {"quant_method": "mxfp4"}}, (), [0, 1, 2, 3], {}),
         (GEMMA2, CHAINS, [], {SLIDING: [0, 2], CAPPED: [1, 3]}),
         (GEMMA2 | {"attn_logit_softcapping": None}, CHAINS, [1, 3], {SLIDING: [0, 2]}),
     ],
@@ -158,20 +191,22 @@ def test_which_layers_are_served(
 
 
 CHOOSE, GAIN = "choose another --attention-backend", "nothing to gain"
+OVER_TRITON = ("--attention-backend", "triton", "--decode-attention-backend", "pat")
 HYBRIDS = ("qwen3_5", "falcon_h1", "nemotron_h", "granite_hybrid")
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
-HRM = model("HrmTextForCausalLM", "hrm_text")
-GROK = model(  # config.json of the published one has a model_type that transformers does not know
-    "Grok1ForCausalLM",
-    "mixtral",
-    attn_temperature_len=1024,
-    num_local_experts=2,
-    num_experts_per_tok=2,
-)
 SPLIT_FLAGS = (
     *("--prefill-attention-backend", "fa3", "--attention-backend", "triton"),
     *("--decode-attention-backend", "pat"),
 )
+DSA = DEEPSEEK | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "torch_dtype": "bfloat16",
+    "q_lora_rank": 64,
+    "index_topk": 64,
+    "index_n_heads": 4,
+    "index_head_dim": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +215,14 @@ SPLIT_FLAGS = (
         (DEEPSEEK, ("--dtype", "bfloat16"), "", "refused", "uses MLA", CHOOSE),
         (KIMI, (), "H100", "refused", "the model uses MLA", CHOOSE),
         (BAILING, (), "H100", "refused", "the model uses MLA", CHOOSE),
+        (DSA, (), "H100", "refused", "the model uses MLA", CHOOSE),
+        # Transformers has the model, but no code of it that SGLang can run.
+        (model("JambaForCausalLM", "jamba"), (), "H100", "refused", "has no SGlang impl", ""),
         (LLAMA, ("--dtype", "float32"), "H100", "refused", "torch.float32", "set one as --dtype"),
+        (GRANITE_SWA, (), "", "refused", "torch_native take no attention sinks",
+         "restart with " + " ".join(OVER_TRITON)),
+        (INTERN_OSS, (), "A100", "refused", "flashinfer and torch_native take no",
+         "restart with " + " ".join(OVER_TRITON)),
         # In SGLang's own words, which are not cut.
         (EXAONE4, ("--attention-backend", "flashinfer", "--decode-attention-backend", "pat"),
          "H100", "refused", "['fa3', 'triton', 'trtllm_mha'] is required for Exaone4ForCausalLM, "
@@ -226,16 +268,25 @@ def test_what_is_refused_or_gains_nothing_is_said_with_the_way_out(
     assert verdict.as_json()["reasons"][0]["words"] == found.words
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [(MINICPM, "decode runs on minicpm_flashattn, which pat"), (HRM, "attention to prompts on")],
-)
-def test_where_sglang_has_the_attention_alone_there_is_nothing_to_gain(
-    config: dict[str, Any], words: str, ask: Any
-) -> None:
-    """A server starts as it does without pat, which for these is without a radix cache."""
-    verdict = ask(config)
-    assert verdict.status == GAIN and not verdict.layers and words in verdict.reasons[0].words
+def test_where_sglang_has_the_attention_alone_there_is_nothing_to_gain(ask: Any) -> None:
+    """A server starts as it does without pat, which for this model is without a radix cache."""
+    verdict = ask(MINICPM)
+    assert (verdict.status, verdict.layers) == (GAIN, {})
+    first, second = verdict.reasons
+    assert "decode runs on minicpm_flashattn, which pat" in first.words and not first.serves
+    assert "radix cache" in second.words
+    # On a named backend pat runs decode, of each request by itself.
+    named = ask(MINICPM, *ON_FA3)
+    assert named.reasons == [second] and named.layers == {"": [0, 1, 2, 3]}
+
+
+def test_layers_of_both_directions_are_sglangs_with_or_without_its_radix_cache(ask: Any) -> None:
+    hrm = model("HrmTextForCausalLM", "hrm_text")
+    for changes, cached in (({}, False), ({"prefix_lm": False}, True)):
+        verdict = ask(hrm, **changes)
+        assert verdict.status == GAIN
+        assert list(verdict.layers) == ["attention type decoder_bidirectional"]
+        assert bool(verdict.reasons) is not cached
 
 
 @pytest.mark.parametrize(
@@ -271,6 +322,22 @@ def test_the_way_out_works_when_it_is_copied(
     assert ask(config, *left).ok, (way_out, left)
 
 
+def test_heads_that_sglang_cannot_count_are_its_refusal(
+    ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = of_its_own("DeciLMForCausalLM", "nemotron-nas", groups=[1, 2, 2, 2])
+    made = type(AutoConfig.for_model("nemotron-nas"))
+    blocks = property(
+        lambda self: [
+            SimpleNamespace(attention=SimpleNamespace(no_op=False, n_heads_in_group=group))
+            for group in self.groups
+        ]
+    )
+    monkeypatch.setattr(made, "block_configs", blocks, raising=False)
+    verdict = ask(config)
+    assert verdict.status == "refused" and "Variable GQA" in verdict.reasons[0].words
+
+
 def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
     """A folder without a config.json."""
     verdict = judge(["--model-path", str(tmp_path)], gpu="H100")
@@ -282,6 +349,7 @@ def test_what_lets_it_gain(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode = ("--speculative-attention-mode", "decode")
     assert ask(LLAMA, *CHAINS, *SPLIT_FLAGS, *mode).ok
     assert ask(LLAMA, *CHAINS, "--prefill-attention-backend", "fa3").ok
+    assert ask(INTERN_OSS, *OVER_TRITON, gpu="A100").ok
     monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "1")
     assert ask(LLAMA, "--max-running-requests", "1").ok
 
@@ -318,14 +386,13 @@ def test_notes_name_the_option_that_makes_them_go(ask: Any) -> None:
     assert not ask(published("falcon_h1"), "--disable-prefill-cuda-graph", gpu="H200").notes
     for family in ("nemotron_h", "granite_hybrid"):
         assert ask(published(family), gpu="B200").ok and not ask(published(family)).notes
-    triton = ("--attention-backend", "triton")
     (note,) = ask(GROK).notes
-    assert "attn_temperature_len" in note and note.endswith(" ".join(triton))
-    assert not ask(GROK, *triton, "--decode-attention-backend", "pat").notes
-    images, over_triton = ("--enable-multimodal",), (*triton, "--decode-attention-backend", "pat")
-    (note,) = ask(GEMMA3_MM, *images).notes
-    assert "tokens of an image" in note and note.endswith(" ".join(over_triton))
-    assert not ask(GEMMA3_MM, *images, *over_triton).notes and not ask(GEMMA3_MM).notes
+    assert "attn_temperature_len" in note and note.endswith(" ".join(OVER_TRITON[:2]))
+    assert not ask(GROK, *OVER_TRITON).notes
+    images = "--enable-multimodal"
+    (note,) = ask(GEMMA3_MM, images).notes
+    assert "tokens of an image" in note and note.endswith(" ".join(OVER_TRITON))
+    assert not ask(GEMMA3_MM, images, *OVER_TRITON).notes and not ask(GEMMA3_MM).notes
 
 
 @needs_cuda
