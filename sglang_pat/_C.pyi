@@ -134,6 +134,8 @@ def decode_cpu(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     draft_masks: int = 0,
+    sinks: int = 0,
+    sink_dtype: int = 0,
 ) -> None: ...
 def plan_bytes(items: int, members: int, queries: int, segments: int) -> int: ...
 
@@ -221,7 +223,6 @@ def decode_cuda(
     v_cache: Sequence[int],
     out: Sequence[int],
     lse: int,
-    trace: int,
     num_rows: int,
     dtype: int,
     scale: float,
@@ -230,4 +231,6 @@ def decode_cuda(
     kv_dtype: int = 0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: int = 0,
+    sink_dtype: int = 0,
 ) -> None: ...

@@ -169,8 +169,8 @@ def _named(name: str) -> tuple[str, tuple[int, int], bool]:
 
 def items_per_sm(capability: tuple[int, int], head_dim: int) -> int:
     """Items that an SM runs side by side: two where its shared memory holds the stages of both
-    (``footprint`` in csrc/cuda/forward/launch.cuh), else one. A GPU that is not known counts as one
-    with much shared memory."""
+    (csrc/cuda/forward/footprint.cuh), else one. A GPU that is not known counts as one with much
+    shared memory."""
     little = SHARED_PER_BLOCK.get(capability, SHARED_PER_BLOCK[9, 0]) < SHARED_PER_BLOCK[8, 0]
     return 2 if head_dim <= (64 if little else 128) else 1
 

@@ -78,7 +78,7 @@ def decode(
             counts in its softmax beside the tokens, once a row of q, and has no value, as GPT-OSS
             has them; -inf is none. ``scale`` and ``logit_cap`` do not change it. Read where it
             lies at every call, and at every replay of a CUDA graph, so that new values written
-            there count from then on. CUDA does not have them yet.
+            there count from then on.
         out: [B, Hq, Dv] of q's dtype, with q's rows, to write to; made if None. On CUDA it is
             contiguous where T is more than 1.
         lse: fp32 [B, Hq], with q's rows, contiguous; gets the log-sum-exp of the scores, base 2,
@@ -142,7 +142,6 @@ def decode(
         with torch.cuda.device(q.device):
             _C.decode_cuda(
                 workspace.bound,
-                trace=0 if workspace.trace is None else workspace.trace.data_ptr(),
                 num_rows=num_queries,
                 stream=torch.cuda.current_stream().cuda_stream,
                 **tensors,

@@ -76,8 +76,8 @@ class Workspace:
     for at first and at least; it grows when a plan needs more, and gives memory back when plans
     have long needed less (``ListLength``). ``region``: gives the context in which device memory is
     allocated, now and later. ``partial_dtype``: fp32, or bf16 for partial
-    outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel),
-    ``streams`` (one kernel a row tile, side by side) or ``serial`` (the same, one by one).
+    outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel)
+    or ``streams`` (one kernel a row tile, side by side).
     ``draft_masks``: the draft tokens of a query may be a tree: ``set_draft_masks`` or
     ``read_draft_masks`` before a step. ``check``: read through every plan that is loaded, also
     those of this process's planner, of which otherwise the sizes alone are looked at.
@@ -151,7 +151,6 @@ class Workspace:
         )
         with torch.cuda.device(self.device):
             self._staging = _C.PlanStaging(self._buffers["plan"].nbytes, _STAGINGS)
-        self.trace: torch.Tensor | None = None  # uint64, see _C.decode_cuda
         self.plan: Plan | None
         self.reset()
 

@@ -8,11 +8,7 @@
 #include <string>
 
 #include "bindings/bindings.h"
-#include "check.h"
 #include "cuda/decode.h"
-#include "cuda/draft_masks.h"
-#include "cuda/plan_fit.h"
-#include "cuda/probe.h"
 #include "cuda/staging.h"
 
 namespace py = pybind11;
@@ -25,21 +21,6 @@ namespace {
 using Table = std::array<int64_t, 3>;
 // (address, bytes of an element)
 using Vector = std::array<int64_t, 2>;
-
-// The device memory of a workspace and what it is for. It stays the same over all layers and steps,
-// so it is bound once, and a layer's call names only what is the layer's.
-struct Buffers {
-  PlanHeader* plan;
-  uint16_t* row_masks;
-  const uint64_t* draft_masks;
-  char* partials;
-  float* partial_lse;
-  int32_t* queue;
-  FirstUnit* first_units;
-  int32_t partial_bytes;
-  int32_t num_q_heads, num_kv_heads, head_dim, draft_tokens;
-  Launch launch;
-};
 
 Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t partial_lse,
                      int64_t queue, int64_t first_units, int partial_bytes, int num_q_heads,
@@ -76,53 +57,36 @@ std::string describe(const Buffers& b) {
 }
 
 void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
-            const Tensor3& v_cache, const Tensor3& out, int64_t lse, int64_t trace, int num_rows,
-            int dtype, float scale, float logit_cap, int64_t stream, int kv_dtype, float k_scale,
+            const Tensor3& v_cache, const Tensor3& out, int64_t lse, int num_rows, int dtype,
+            float scale, float logit_cap, int64_t stream, int kv_dtype, float k_scale,
             float v_scale, int64_t sinks, int sink_dtype) {
-  PAT_CHECK(sinks == 0,
-            "sinks were given, which the CUDA kernels do not have: leave them to "
-            "SGLang's attention");
   constexpr int64_t kBytes = 2;  // of an element; Python's strides are in elements
   const auto kv_type = static_cast<KVType>(kv_dtype);
   const int64_t kv = kv_bytes(kv_type);
-  const DecodeParams params{
-      .plan = buffers.plan,
-      .q = pointer<const char>(q[0]),
-      .q_stride_row = kBytes * q[1],
-      .q_stride_head = kBytes * q[2],
-      .k = pointer<const char>(k_cache[0]),
-      .k_stride_slot = kv * k_cache[1],
-      .k_stride_head = kv * k_cache[2],
-      .v = pointer<const char>(v_cache[0]),
-      .v_stride_slot = kv * v_cache[1],
-      .v_stride_head = kv * v_cache[2],
-      .row_masks = buffers.row_masks,
-      .draft_masks = buffers.draft_masks,
-      .out = pointer<char>(out[0]),
-      .out_stride_row = kBytes * out[1],
-      .out_stride_head = kBytes * out[2],
-      .lse = pointer<float>(lse),
-      .sinks = pointer<const void>(sinks),
-      .partials = buffers.partials,
-      .partial_lse = buffers.partial_lse,
-      .queue = buffers.queue,
-      .first_units = buffers.first_units,
-      .trace = pointer<uint64_t>(trace),
-      .num_rows = num_rows,
-      .draft_tokens = buffers.draft_tokens,
-      .head_dim = buffers.head_dim,
-      .num_q_heads = buffers.num_q_heads,
-      .num_kv_heads = buffers.num_kv_heads,
-      .partial_bytes = buffers.partial_bytes,
-      .type = static_cast<CudaType>(dtype),
-      .sink_type = static_cast<SinkType>(sink_dtype),
-      .launch = buffers.launch,
-      .scale = scale,
-      .logit_cap = logit_cap,
-      .kv_type = kv_type,
-      .k_scale = k_scale,
-      .v_scale = v_scale,
-  };
+  DecodeParams params{};
+  static_cast<Buffers&>(params) = buffers;
+  params.q = pointer<const char>(q[0]);
+  params.q_stride_row = kBytes * q[1];
+  params.q_stride_head = kBytes * q[2];
+  params.k = pointer<const char>(k_cache[0]);
+  params.k_stride_slot = kv * k_cache[1];
+  params.k_stride_head = kv * k_cache[2];
+  params.v = pointer<const char>(v_cache[0]);
+  params.v_stride_slot = kv * v_cache[1];
+  params.v_stride_head = kv * v_cache[2];
+  params.out = pointer<char>(out[0]);
+  params.out_stride_row = kBytes * out[1];
+  params.out_stride_head = kBytes * out[2];
+  params.lse = pointer<float>(lse);
+  params.sinks = {pointer<const void>(sinks), static_cast<SinkType>(sink_dtype),
+                  buffers.num_q_heads, divisor_magic(buffers.num_q_heads)};
+  params.num_rows = num_rows;
+  params.type = static_cast<CudaType>(dtype);
+  params.scale = scale;
+  params.logit_cap = logit_cap;
+  params.kv_type = kv_type;
+  params.k_scale = k_scale;
+  params.v_scale = v_scale;
   py::gil_scoped_release release;
   decode_cuda(params, pointer<void>(stream));
 }
@@ -150,24 +114,16 @@ void check_arguments(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_
 
 void snapshot(const Buffers& buffers, const Table& req_to_token, const Vector& rows,
               const Vector& seq_lens, int num_rows, int64_t stream) {
-  const SnapshotArgs args{
-      .plan = buffers.plan,
-      .req_to_token = pointer<const int32_t>(req_to_token[0]),
-      .req_to_token_stride = req_to_token[1],
-      .req_to_token_width = req_to_token[2],
-      .rows = pointer<const void>(rows[0]),
-      .rows_bytes = static_cast<int32_t>(rows[1]),
-      .num_rows = num_rows,
-      .seq_lens = pointer<const void>(seq_lens[0]),
-      .seq_lens_bytes = static_cast<int32_t>(seq_lens[1]),
-      .row_masks = buffers.row_masks,
-      .first_units = buffers.first_units,
-      .draft_tokens = buffers.draft_tokens,
-      .head_dim = buffers.head_dim,
-      .num_q_heads = buffers.num_q_heads,
-      .num_kv_heads = buffers.num_kv_heads,
-      .launch = buffers.launch,
-  };
+  SnapshotArgs args{};
+  static_cast<Buffers&>(args) = buffers;
+  args.req_to_token = pointer<const int32_t>(req_to_token[0]);
+  args.req_to_token_stride = req_to_token[1];
+  args.req_to_token_width = req_to_token[2];
+  args.rows = pointer<const void>(rows[0]);
+  args.rows_bytes = static_cast<int32_t>(rows[1]);
+  args.seq_lens = pointer<const void>(seq_lens[0]);
+  args.seq_lens_bytes = static_cast<int32_t>(seq_lens[1]);
+  args.num_rows = num_rows;
   py::gil_scoped_release release;
   snapshot_cuda(args, pointer<void>(stream));
 }
@@ -295,8 +251,8 @@ Only launches. Raises RuntimeError with CUDA's error.)");
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");
   m.def(
       "decode_cuda", &decode, "buffers"_a, py::kw_only(), "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
-      "lse"_a, "trace"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a,
-      "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "sinks"_a = 0, "sink_dtype"_a = 0,
+      "lse"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a, "kv_dtype"_a = 0,
+      "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "sinks"_a = 0, "sink_dtype"_a = 0,
       R"(Executes the plan of a workspace on a stream: forward of all items, merge of the partials.
 
 Shapes, dtypes and numbers are those of DecodeParams in C++, all addresses of device

@@ -52,8 +52,7 @@ void bind_limits(py::module_& m) {
   m.attr("CPU_MAX_HEAD_DIM") = 512;
   // Names as Workspace takes them.
   m.attr("LAUNCHES") = py::dict("queue"_a = static_cast<int>(Launch::kQueue),
-                                "streams"_a = static_cast<int>(Launch::kStreams),
-                                "serial"_a = static_cast<int>(Launch::kSerial));
+                                "streams"_a = static_cast<int>(Launch::kStreams));
   // Names as torch has them, and "same" for q's dtype.
   m.attr("DTYPES") = py::dict("float32"_a = static_cast<int>(DType::kF32),
                               "bfloat16"_a = static_cast<int>(DType::kBF16),

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel that reads the masks of draft trees, once a step: one CTA a query.
-#include "cuda/draft_masks.h"
+#include "cuda/decode.h"
 #include "cuda/error.h"
+#include "cuda/ptx.cuh"
 
 namespace pat {
 namespace {
@@ -21,16 +22,15 @@ __device__ int64_t sum_of(int64_t value) {
   return total;
 }
 
-template <typename Length>
 __global__ void __launch_bounds__(kThreads) draft_masks_kernel(const DraftMaskArgs args) {
-  const auto* seq_lens = static_cast<const Length*>(args.seq_lens);
+  const auto length = [&](int i) { return integer_at(args.seq_lens, args.seq_lens_bytes, i); };
   const int query = blockIdx.x, tokens = args.draft_tokens;
   int64_t before = 0, prefix = 0;  // tokens of the queries before this one, and its own
-  if (seq_lens) {
+  if (args.seq_lens) {
     int64_t part = 0;
-    for (int i = threadIdx.x; i < query; i += kThreads) part += seq_lens[i];
+    for (int i = threadIdx.x; i < query; i += kThreads) part += length(i);
     before = sum_of(part);
-    prefix = seq_lens[query];
+    prefix = length(query);
   }
   const int64_t first = (before + int64_t{query} * tokens) * tokens + prefix;
   const int lane = threadIdx.x % 32;
@@ -55,11 +55,7 @@ __global__ void __launch_bounds__(kThreads) draft_masks_kernel(const DraftMaskAr
 void draft_masks_cuda(const DraftMaskArgs& args, void* stream) {
   if (args.num_rows == 0) return;
   auto* s = static_cast<cudaStream_t>(stream);
-  if (args.seq_lens_bytes == 8) {
-    draft_masks_kernel<int64_t><<<args.num_rows, kThreads, 0, s>>>(args);
-  } else {
-    draft_masks_kernel<int32_t><<<args.num_rows, kThreads, 0, s>>>(args);
-  }
+  draft_masks_kernel<<<args.num_rows, kThreads, 0, s>>>(args);
   check(cudaGetLastError(), "draft mask kernel: launch");
 }
 

@@ -4,9 +4,10 @@
 
 #include <cuda_runtime.h>
 
-#include <cstdio>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace pat {
 
@@ -18,20 +19,28 @@ inline void check(cudaError_t error, const char* what) {
                            cudaGetErrorString(error) + ")");
 }
 
-template <typename... Args>
-[[noreturn]] void throw_invalid(const char* format, Args... args) {
-  char text[256];
-  std::snprintf(text, sizeof(text), format, args...);
-  throw std::invalid_argument(text);
+// The T of the calling thread's current device: T(its number), made at the first call and never
+// freed.
+template <typename T>
+T& of_device() {
+  static std::mutex mutex;
+  static std::vector<T*> all;
+  int id = 0;
+  check(cudaGetDevice(&id), "cudaGetDevice");
+  const std::lock_guard lock(mutex);
+  if (static_cast<size_t>(id) >= all.size()) all.resize(id + 1);
+  if (!all[id]) all[id] = new T(id);
+  return *all[id];
 }
 
 struct Device {
+  explicit Device(int id);
+
   int num_sms;
   int arch;                                              // 10 * major + minor
   int shared_per_block, shared_per_sm, shared_reserved;  // bytes
 };
 
-// The calling thread's current device.
-const Device& current_device();
+inline const Device& current_device() { return of_device<Device>(); }
 
 }  // namespace pat

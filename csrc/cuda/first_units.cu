@@ -2,7 +2,6 @@
 // Writes down once a step, behind the snapshot, the first work unit of every half, the slots of its
 // first tiles and where its Q is. The forward of each layer would find the same by a chain of
 // look-ups, which takes 2 to 3 us where its code is in no cache (docs/lessons.md).
-#include "cuda/first_units.h"
 #include "cuda/forward/footprint.cuh"
 #include "cuda/forward/scheduler.cuh"
 #include "cuda/launch.h"
@@ -22,7 +21,7 @@ __device__ QRow q_row(const ForwardParams& p, const Control& control, const Work
           static_cast<uint16_t>(in_member / p.head_group)};
 }
 
-// A warp for each half of the forward's CTA of the same number. kDrafts: see Drafts.
+// A warp for each half of the forward's CTA of the same number.
 template <int kHeadDim, Drafts kDrafts>
 __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, PlanHeader* plan,
                                    FirstUnit* units) {
@@ -59,19 +58,6 @@ __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, Plan
   if (blockIdx.x == 0 && threadIdx.x == 0) plan->first_units = control.num_queries <= p.num_rows;
 }
 
-template <int kHeadDim>
-void launch_dim(const SnapshotArgs& args, cudaStream_t stream) {
-  const Device& device = current_device();
-  const Footprint use = footprint<kHeadDim>(device);
-  ForwardParams p{};
-  set_scheduling(p, args.num_rows, args.num_q_heads, args.num_kv_heads, args.draft_tokens);
-  use.set(p);
-  auto* kernel = args.draft_tokens > 1 ? first_units_kernel<kHeadDim, kChains>
-                                       : first_units_kernel<kHeadDim, kNoDrafts>;
-  kernel<<<device.num_sms, 32 * use.halves, 0, stream>>>(p, args.plan, args.first_units);
-  check(cudaGetLastError(), "first units kernel: launch");
-}
-
 }  // namespace
 
 bool has_first_units(Launch launch) {
@@ -80,15 +66,17 @@ bool has_first_units(Launch launch) {
 }
 
 void launch_first_units(const SnapshotArgs& args, cudaStream_t stream) {
-  min_shared_bytes(args.head_dim);  // throws for a head dim that has no kernel
-  switch (args.head_dim) {
-    case 64:
-      return launch_dim<64>(args, stream);
-    case 128:
-      return launch_dim<128>(args, stream);
-    default:
-      return launch_dim<256>(args, stream);
-  }
+  with_head_dim(args.head_dim, [&](auto dim) {
+    const Device& device = current_device();
+    const Footprint use = footprint<dim>(device);
+    ForwardParams p{};
+    set_scheduling(p, args.num_rows, args.num_q_heads, args.num_kv_heads, args.draft_tokens);
+    use.set(p);
+    auto* kernel = args.draft_tokens > 1 ? first_units_kernel<dim, kChains>
+                                         : first_units_kernel<dim, kNoDrafts>;
+    kernel<<<device.num_sms, 32 * use.halves, 0, stream>>>(p, args.plan, args.first_units);
+  });
+  check(cudaGetLastError(), "first units kernel: launch");
 }
 
 }  // namespace pat

@@ -4,74 +4,61 @@
 #include <cmath>
 #include <limits>
 #include <mutex>
-#include <vector>
 
-#include "cuda/decode.h"
+#include "check.h"
 #include "cuda/error.h"
-#include "cuda/first_units.h"
 #include "cuda/forward/pipeline.cuh"
 #include "cuda/launch.h"
 
 namespace pat {
 namespace {
 
-// Streams and events of Launch::kStreams. They are never destroyed, because a captured graph may
-// refer to them.
+// Streams and events of Launch::kStreams on a device. They are never destroyed, because a captured
+// graph may refer to them.
 struct Forks {
+  explicit Forks(int) {
+    const auto event = [](cudaEvent_t* e) {
+      check(cudaEventCreateWithFlags(e, cudaEventDisableTiming), "cudaEventCreate");
+    };
+    event(&forked);
+    for (auto& e : joined) event(&e);
+    for (auto& s : streams) {
+      check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate");
+    }
+  }
   std::array<cudaStream_t, kRowTiles.size() - 1> streams;
   std::array<cudaEvent_t, kRowTiles.size() - 1> joined;
   cudaEvent_t forked;
 };
 
-Forks& forks_of_device() {  // the caller holds the mutex
-  static std::vector<Forks*> all;
-  int id = 0;
-  check(cudaGetDevice(&id), "cudaGetDevice");
-  if (static_cast<size_t>(id) >= all.size()) all.resize(id + 1);
-  if (!all[id]) {
-    auto* forks = new Forks;
-    const auto event = [](cudaEvent_t* e) {
-      check(cudaEventCreateWithFlags(e, cudaEventDisableTiming), "cudaEventCreate");
-    };
-    event(&forks->forked);
-    for (auto& e : forks->joined) event(&e);
-    for (auto& s : forks->streams) {
-      check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate");
-    }
-    all[id] = forks;
-  }
-  return *all[id];
-}
-
 // For divisions of packed rows, of which there are fewer than 65536.
 uint32_t row_magic(int divisor) { return static_cast<uint32_t>((65536 + divisor - 1) / divisor); }
 
 ForwardParams forward_params(const DecodeParams& decode) {
-  ForwardParams p{
-      .plan = decode.plan,
-      .q = decode.q,
-      .q_stride_query = decode.draft_tokens * decode.q_stride_row,
-      .q_stride_head = decode.q_stride_head,
-      .k = decode.k,
-      .v = decode.v,
-      .k_stride_slot = static_cast<uint32_t>(decode.k_stride_slot),  // check_decode() has looked
-      .k_stride_head = static_cast<uint32_t>(decode.k_stride_head),
-      .v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot),
-      .v_stride_head = static_cast<uint32_t>(decode.v_stride_head),
-      .row_masks = decode.row_masks,
-      .out = decode.out,
-      .out_stride_query = decode.draft_tokens * decode.out_stride_row,
-      .out_stride_head = decode.out_stride_head,
-      .lse = decode.lse,
-      .partials = decode.partials,
-      .partial_lse = decode.partial_lse,
-      .queue = decode.queue,
-      .trace = decode.trace,
-      .first_units = has_first_units(decode.launch) ? decode.first_units : nullptr,
-      .num_q_heads = decode.draft_tokens * decode.num_q_heads,
-      .float_partials = decode.partial_bytes == 4,
-      .v_scale = decode.v_scale,
-  };
+  ForwardParams p{};
+  p.plan = decode.plan;
+  p.q = decode.q;
+  p.q_stride_query = decode.draft_tokens * decode.q_stride_row;
+  p.q_stride_head = decode.q_stride_head;
+  p.k = decode.k;
+  p.v = decode.v;
+  p.k_stride_slot = static_cast<uint32_t>(decode.k_stride_slot);  // check_decode() has looked
+  p.k_stride_head = static_cast<uint32_t>(decode.k_stride_head);
+  p.v_stride_slot = static_cast<uint32_t>(decode.v_stride_slot);
+  p.v_stride_head = static_cast<uint32_t>(decode.v_stride_head);
+  p.row_masks = decode.row_masks;
+  p.out = decode.out;
+  p.out_stride_query = decode.draft_tokens * decode.out_stride_row;
+  p.out_stride_head = decode.out_stride_head;
+  p.lse = decode.lse;
+  p.partials = decode.partials;
+  p.partial_lse = decode.partial_lse;
+  p.queue = decode.queue;
+  p.first_units = has_first_units(decode.launch) ? decode.first_units : nullptr;
+  p.num_q_heads = decode.draft_tokens * decode.num_q_heads;
+  p.float_partials = decode.partial_bytes == 4;
+  p.v_scale = decode.v_scale;
+  p.sinks = decode.sinks;
   set_scheduling(p, decode.num_rows, decode.num_q_heads, decode.num_kv_heads, decode.draft_tokens);
   if (decode.draft_tokens > 1) {
     const int head_group = p.head_group;
@@ -97,75 +84,57 @@ ForwardParams forward_params(const DecodeParams& decode) {
   return p;
 }
 
-void launch_forward(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
-  const bool fp8 = decode.kv_type == KVType::kE4M3;
-  const bool shares_sm = decode.launch == Launch::kStreams;
-  auto* launch = decode.head_dim == 64    ? (fp8 ? launch_forward_fp8_64 : launch_forward_64)
-                 : decode.head_dim == 128 ? (fp8 ? launch_forward_fp8_128 : launch_forward_128)
-                                          : (fp8 ? launch_forward_fp8_256 : launch_forward_256);
-  launch(params, decode.type, shares_sm, stream);
+void launch_any(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
+  with_head_dim(decode.head_dim, [&](auto dim) {
+    auto* launch =
+        decode.kv_type == KVType::kE4M3 ? launch_forward<dim, true> : launch_forward<dim, false>;
+    launch(params, decode.type, decode.launch == Launch::kStreams, stream);
+  });
 }
 
-// One launch per row tile. If forks is null, all are on `stream`.
-void launch_by_tile(ForwardParams params, const DecodeParams& decode, const Forks* forks,
-                    cudaStream_t stream) {
+// One launch per row tile, the first one on `stream` and the others beside it.
+void launch_streams(ForwardParams params, const DecodeParams& decode, cudaStream_t stream) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  const auto& forks = of_device<Forks>();
+  check(cudaEventRecord(forks.forked, stream), "cudaEventRecord");
   for (size_t i = 0; i < kRowTiles.size(); ++i) {
     params.min_row_tile = i == 0 ? 0 : kRowTiles[i - 1] + 1;
     params.max_row_tile = kRowTiles[i];
     params.queue = decode.queue + i * (kQueueInts / kRowTiles.size());
-    launch_forward(params, decode, forks && i > 0 ? forks->streams[i - 1] : stream);
-  }
-}
-
-void launch_streams(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
-  const Forks& forks = forks_of_device();
-  check(cudaEventRecord(forks.forked, stream), "cudaEventRecord");
-  for (auto* s : forks.streams) check(cudaStreamWaitEvent(s, forks.forked), "cudaStreamWaitEvent");
-  launch_by_tile(params, decode, &forks, stream);
-  for (size_t i = 0; i < forks.streams.size(); ++i) {
-    check(cudaEventRecord(forks.joined[i], forks.streams[i]), "cudaEventRecord");
-    check(cudaStreamWaitEvent(stream, forks.joined[i]), "cudaStreamWaitEvent");
+    if (i == 0) {
+      launch_any(params, decode, stream);
+      continue;
+    }
+    auto* side = forks.streams[i - 1];
+    check(cudaStreamWaitEvent(side, forks.forked), "cudaStreamWaitEvent");
+    launch_any(params, decode, side);
+    check(cudaEventRecord(forks.joined[i - 1], side), "cudaEventRecord");
+    check(cudaStreamWaitEvent(stream, forks.joined[i - 1]), "cudaStreamWaitEvent");
   }
 }
 
 void check_kv_type(const DecodeParams& a) {
-  if (a.kv_type != KVType::kSame && a.kv_type != KVType::kE4M3) {
-    throw_invalid("kv_dtype is %d, must be 0 (q's) or 1 (float8_e4m3fn)",
-                  static_cast<int>(a.kv_type));
-  }
-  const bool scaled = a.k_scale != 1.0f || a.v_scale != 1.0f;
-  if (scaled && a.kv_type == KVType::kSame) {
-    throw_invalid("k_scale is %g and v_scale %g, must be 1 where K and V are of q's dtype",
-                  a.k_scale, a.v_scale);
-  }
+  PAT_CHECK(a.kv_type == KVType::kSame || a.kv_type == KVType::kE4M3, "kv_dtype is ",
+            static_cast<int>(a.kv_type), ", must be 0 (q's) or 1 (float8_e4m3fn)");
+  PAT_CHECK(a.kv_type == KVType::kE4M3 || (a.k_scale == 1.0f && a.v_scale == 1.0f), "k_scale is ",
+            a.k_scale, " and v_scale ", a.v_scale, ", must be 1 where K and V are of q's dtype");
   const auto usable = [](float scale) { return scale > 0.0f && std::isfinite(scale); };
-  if (!usable(a.k_scale) || !usable(a.v_scale)) {
-    throw_invalid("k_scale is %g and v_scale %g, both must be finite and more than 0", a.k_scale,
-                  a.v_scale);
-  }
+  PAT_CHECK(usable(a.k_scale) && usable(a.v_scale), "k_scale is ", a.k_scale, " and v_scale ",
+            a.v_scale, ", both must be finite and more than 0");
 }
 
 void check_drafts(const DecodeParams& a) {
   const int most = kMaxQueryRows / (a.num_q_heads / a.num_kv_heads);
-  if (a.draft_tokens < 1 || a.draft_tokens > most) {
-    throw_invalid("draft_tokens is %d: with %d query heads on %d KV heads it must be from 1 to %d",
-                  a.draft_tokens, a.num_q_heads, a.num_kv_heads, most);
-  }
-  if (a.draft_tokens > 1 && (a.logit_cap > 0.0f || a.scale <= 0.0f)) {
-    throw_invalid(
-        "scale is %g and logit_cap %g: with draft tokens the scale must be more than 0 "
-        "and the cap 0 (off)",
-        a.scale, a.logit_cap);
-  }
-  if (a.draft_tokens > 1 && a.out_stride_row != a.num_q_heads * a.out_stride_head) {
-    throw_invalid(
-        "out has rows %lld bytes apart for %d heads %lld bytes apart: with draft tokens "
-        "it must be contiguous",
-        static_cast<long long>(a.out_stride_row), a.num_q_heads,
-        static_cast<long long>(a.out_stride_head));
-  }
+  PAT_CHECK(a.draft_tokens >= 1 && a.draft_tokens <= most, "draft_tokens is ", a.draft_tokens,
+            ": with ", a.num_q_heads, " query heads on ", a.num_kv_heads,
+            " KV heads it must be from 1 to ", most);
+  if (a.draft_tokens == 1) return;
+  PAT_CHECK(a.logit_cap <= 0.0f && a.scale > 0.0f, "scale is ", a.scale, " and logit_cap ",
+            a.logit_cap, ": with draft tokens the scale must be more than 0 and the cap 0 (off)");
+  PAT_CHECK(a.out_stride_row == a.num_q_heads * a.out_stride_head, "out has rows ",
+            a.out_stride_row, " bytes apart for ", a.num_q_heads, " heads ", a.out_stride_head,
+            " bytes apart: with draft tokens it must be contiguous");
 }
 
 }  // namespace
@@ -183,41 +152,28 @@ void set_scheduling(ForwardParams& params, int num_rows, int num_q_heads, int nu
 }
 
 int min_shared_bytes(int head_dim) {
-  switch (head_dim) {
-    case 64:
-      return kMinSharedBytes<64>;
-    case 128:
-      return kMinSharedBytes<128>;
-    case 256:
-      return kMinSharedBytes<256>;
-    default:
-      throw_invalid("head_dim is %d, the CUDA kernels have 64, 128 and 256", head_dim);
-  }
+  return with_head_dim(head_dim, [](auto dim) { return kMinSharedBytes<dim>; });
 }
 
 void check_decode(const DecodeParams& a) {
   min_shared_bytes(a.head_dim);
-  if (a.num_kv_heads < 1 || a.num_q_heads < 1 || a.num_q_heads % a.num_kv_heads ||
-      a.num_q_heads / a.num_kv_heads > kMaxGroup) {
-    throw_invalid("%d query heads on %d KV heads: the ratio must be a whole number from 1 to %d",
-                  a.num_q_heads, a.num_kv_heads, kMaxGroup);
-  }
+  PAT_CHECK(a.num_kv_heads >= 1 && a.num_q_heads >= 1 && a.num_q_heads % a.num_kv_heads == 0 &&
+                a.num_q_heads / a.num_kv_heads <= kMaxGroup,
+            a.num_q_heads, " query heads on ", a.num_kv_heads,
+            " KV heads: the ratio must be a whole number from 1 to ", kMaxGroup);
   check_drafts(a);
-  if (a.partial_bytes != 2 && a.partial_bytes != 4) {
-    throw_invalid("partial_bytes is %d, must be 2 or 4", a.partial_bytes);
-  }
-  if (!(a.logit_cap >= 0.0f) || std::isinf(a.logit_cap) || !std::isfinite(a.scale)) {
-    throw_invalid("scale is %g and logit_cap %g, both must be finite and the cap 0 (off) or more",
-                  a.scale, a.logit_cap);
-  }
+  PAT_CHECK(a.partial_bytes == 2 || a.partial_bytes == 4, "partial_bytes is ", a.partial_bytes,
+            ", must be 2 or 4");
+  PAT_CHECK(a.logit_cap >= 0.0f && std::isfinite(a.logit_cap) && std::isfinite(a.scale),
+            "scale is ", a.scale, " and logit_cap ", a.logit_cap,
+            ", both must be finite and the cap 0 (off) or more");
   check_kv_type(a);
   const int64_t max_stride = std::numeric_limits<uint32_t>::max();
   const int bytes = kv_bytes(a.kv_type);
   const auto check_strides = [&](const char* what, int64_t of_k, int64_t of_v) {
-    if (std::max(of_k, of_v) <= max_stride) return;
-    throw_invalid("%s of k_cache and v_cache are %lld and %lld elements apart, at most %lld fit",
-                  what, static_cast<long long>(of_k / bytes), static_cast<long long>(of_v / bytes),
-                  static_cast<long long>(max_stride / bytes));
+    PAT_CHECK(std::max(of_k, of_v) <= max_stride, what, " of k_cache and v_cache are ",
+              of_k / bytes, " and ", of_v / bytes, " elements apart, at most ", max_stride / bytes,
+              " fit");
   };
   check_strides("slots", a.k_stride_slot, a.v_stride_slot);
   if (a.num_kv_heads > 1) check_strides("heads", a.k_stride_head, a.v_stride_head);
@@ -228,16 +184,10 @@ void decode_cuda(const DecodeParams& decode, void* stream_handle) {
   if (decode.num_rows == 0) return;
   auto* stream = static_cast<cudaStream_t>(stream_handle);
   const ForwardParams params = forward_params(decode);
-  switch (decode.launch) {
-    case Launch::kQueue:
-      launch_forward(params, decode, stream);
-      break;
-    case Launch::kStreams:
-      launch_streams(params, decode, stream);
-      break;
-    case Launch::kSerial:
-      launch_by_tile(params, decode, nullptr, stream);
-      break;
+  if (decode.launch == Launch::kStreams) {
+    launch_streams(params, decode, stream);
+  } else {
+    launch_any(params, decode, stream);
   }
   // To the merge, as to the forward, the heads of a query's draft tokens are heads of the query.
   DecodeParams queries = decode;

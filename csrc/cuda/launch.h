@@ -1,14 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches that decode_cuda consists of. The forward has one function per head dimension and
-// type of K and V, each in a file of its own (forward/instantiations/), so that they compile in
-// parallel.
+// The launches that decode_cuda and snapshot_cuda consist of.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
+#include "check.h"
 #include "cuda/decode.h"
 
 namespace pat {
+
+// Gives run(dim), whose type names the head dim. Throws for one that has no kernel.
+template <typename Run>
+auto with_head_dim(int head_dim, const Run& run) {
+  PAT_CHECK(head_dim == 64 || head_dim == 128 || head_dim == 256, "head_dim is ", head_dim,
+            ", the CUDA kernels have 64, 128 and 256");
+  if (head_dim == 64) return run(std::integral_constant<int, 64>{});
+  if (head_dim == 128) return run(std::integral_constant<int, 128>{});
+  return run(std::integral_constant<int, 256>{});
+}
 
 // Sets what the scheduler reads of the parameters beside Footprint::set(): the sizes of the batch,
 // and what divides by them and by the CTAs. The batch has num_rows queries of draft_tokens tokens;
@@ -16,14 +27,16 @@ namespace pat {
 void set_scheduling(ForwardParams& params, int num_rows, int num_q_heads, int num_kv_heads,
                     int draft_tokens);
 
-// `shares_sm`: with CTAs of half an SM, so that two run on one, those of other launches too.
-void launch_forward_64(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
-void launch_forward_128(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
-void launch_forward_256(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
-// K and V are float8_e4m3fn.
-void launch_forward_fp8_64(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
-void launch_forward_fp8_128(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
-void launch_forward_fp8_256(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
+// The forward of a head dim; with kFp8 K and V are float8_e4m3fn. `shares_sm`: with CTAs of half an
+// SM, so that two run on one, those of other launches too.
+template <int kHeadDim, bool kFp8>
+void launch_forward(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
+
+// Whether the forward of such a launch begins with first units that were written down.
+bool has_first_units(Launch launch);
+
+// Writes them, behind the snapshot that lists the slots.
+void launch_first_units(const SnapshotArgs& args, cudaStream_t stream);
 
 // `overlap`: the merge may start while the kernel before it in the stream drains.
 void launch_merge(const DecodeParams& params, bool overlap, cudaStream_t stream);

@@ -110,8 +110,12 @@ void launch_warps(const DecodeParams& params, bool overlap, cudaStream_t stream)
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = overlap && current_device().arch >= 90 ? 1 : 0;
+  const MergeParams merge{params.plan, params.partials,       params.partial_lse,
+                          params.out,  params.out_stride_row, params.out_stride_head,
+                          params.lse,  params.num_rows,       params.num_q_heads,
+                          params.sinks};
   check(cudaLaunchKernelEx(&config, merge_kernel<T, kHeadDim, kFloat, kHeads, kAhead, kSharing>,
-                           MergeParams(params)),
+                           merge),
         "merge kernel: launch");
 }
 
@@ -128,42 +132,22 @@ void launch_rule(const DecodeParams& params, size_t rule, bool overlap, cudaStre
   }
 }
 
-template <typename T, int kHeadDim, bool kFloat>
+template <typename T>
 void launch_as(const DecodeParams& params, bool overlap, cudaStream_t stream) {
   const int64_t rows = int64_t{params.num_rows} * params.num_q_heads;
   const size_t rule = merge_rule(rows, current_device().num_sms);
-  launch_rule<T, kHeadDim, kFloat>(params, rule, overlap, stream);
-}
-
-template <typename T, int kHeadDim>
-void launch_dim(const DecodeParams& params, bool overlap, cudaStream_t stream) {
-  if (params.partial_bytes == 4) {
-    launch_as<T, kHeadDim, true>(params, overlap, stream);
-  } else {
-    launch_as<T, kHeadDim, false>(params, overlap, stream);
-  }
-}
-
-template <typename T>
-void launch_type(const DecodeParams& params, bool overlap, cudaStream_t stream) {
-  switch (params.head_dim) {
-    case 64:
-      return launch_dim<T, 64>(params, overlap, stream);
-    case 128:
-      return launch_dim<T, 128>(params, overlap, stream);
-    default:
-      return launch_dim<T, 256>(params, overlap, stream);
-  }
+  with_head_dim(params.head_dim, [&](auto dim) {
+    auto* launch =
+        params.partial_bytes == 4 ? launch_rule<T, dim, true> : launch_rule<T, dim, false>;
+    launch(params, rule, overlap, stream);
+  });
 }
 
 }  // namespace
 
 void launch_merge(const DecodeParams& params, bool overlap, cudaStream_t stream) {
-  if (params.type == CudaType::kBF16) {
-    launch_type<__nv_bfloat16>(params, overlap, stream);
-  } else {
-    launch_type<__half>(params, overlap, stream);
-  }
+  auto* launch = params.type == CudaType::kBF16 ? launch_as<__nv_bfloat16> : launch_as<__half>;
+  launch(params, overlap, stream);
 }
 
 }  // namespace pat

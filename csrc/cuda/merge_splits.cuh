@@ -4,6 +4,7 @@
 
 #include "cuda/params.h"
 #include "cuda/ptx.cuh"
+#include "cuda/sinks.cuh"
 #include "state.h"
 
 namespace pat {
@@ -18,17 +19,7 @@ struct MergeParams {
   int64_t out_stride_query, out_stride_head;
   float* lse;
   int32_t num_rows, num_q_heads;
-
-  explicit MergeParams(const DecodeParams& p)
-      : plan(p.plan),
-        partials(p.partials),
-        partial_lse(p.partial_lse),
-        out(p.out),
-        out_stride_query(p.out_stride_row),
-        out_stride_head(p.out_stride_head),
-        lse(p.lse),
-        num_rows(p.num_rows),
-        num_q_heads(p.num_q_heads) {}
+  Sinks sinks;
 };
 
 // A lane's neighbouring values of a partial output, kBytes in all, as they lie in memory.
@@ -140,7 +131,13 @@ struct Joined {
   __device__ __forceinline__ void write(const MergeParams& p, int query, int head, int h,
                                         bool void_result) const {
     const int lane = threadIdx.x & 31;
-    const float norm = void_result ? NAN : normalizer(state[h]);
+    SoftmaxState total = state[h];
+    float norm = normalizer(total);
+    if (p.sinks.values) [[unlikely]] {
+      total = complete(p.sinks, head, total);
+      norm = share(state[h].max, total);
+    }
+    if (void_result) norm = NAN;
     auto* out = reinterpret_cast<T*>(p.out + query * p.out_stride_query + head * p.out_stride_head);
     Raw<kValues * 2> result;
 #pragma unroll
@@ -149,7 +146,7 @@ struct Joined {
     }
     *reinterpret_cast<Raw<kValues * 2>*>(out + lane * kValues) = result;
     if (p.lse && lane == 0) {
-      p.lse[static_cast<int64_t>(query) * p.num_q_heads + head] = void_result ? NAN : lse(state[h]);
+      p.lse[static_cast<int64_t>(query) * p.num_q_heads + head] = void_result ? NAN : lse(total);
     }
   }
 };

@@ -19,49 +19,64 @@ enum class KVType : int { kSame = 0, kE4M3 = 1 };
 
 inline constexpr int kv_bytes(KVType type) { return type == KVType::kE4M3 ? 1 : 2; }
 
-// Elements of the sinks, which are not q's: SGLang keeps them in bf16 or fp32.
-enum class SinkType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
+// For divisions in the kernels: value / divisor == value * magic >> 32 for values below
+// 2^32 / divisor, and 0 stands for a divisor of 1.
+constexpr uint32_t divisor_magic(uint32_t divisor) {
+  return divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor);
+}
 
-// How the forward is launched: one persistent kernel for all row tiles (kQueue, the default); one
-// kernel per row tile, each on a stream of its own, as in the paper (kStreams); or these kernels
-// one after the other (kSerial). The last two are for experiments.
-enum class Launch : int { kQueue = 0, kStreams = 1, kSerial = 2 };
+// Attention sinks: a logit of each query head, see with_sink(). The dtype is not q's, because
+// SGLang has them in bf16 or fp32.
+enum class SinkType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
+struct Sinks {
+  const void* values;  // [heads], or null: none
+  SinkType type;
+  int32_t heads;
+  uint32_t heads_magic;  // divisor_magic(heads)
+};
+
+// How the forward is launched: one persistent kernel for all row tiles (kQueue, the default), or,
+// as in the paper, one kernel per row tile, each on a stream of its own (kStreams).
+enum class Launch : int { kQueue = 0, kStreams = 1 };
 
 // A row mask says which packed rows of a branch attend to a token: first | count << kRowCountShift.
 inline constexpr int kRowCountShift = 8;
 
+// The device memory of a workspace and the heads that it is for: the same over all layers and
+// steps.
+struct Buffers {
+  PlanHeader* plan;     // 16-byte aligned; the snapshot writes Item::tokens and the list
+  uint16_t* row_masks;  // [max_branch_tokens], 16-byte aligned: see kRowCountShift
+  // [num_rows, draft_tokens], or null where each draft token attends to those before it. Bit j: the
+  // draft token attends to draft token j of its query.
+  const uint64_t* draft_masks;
+  char* partials;          // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
+                           // partial_bytes == 2, of q's type
+  float* partial_lse;      // [max_partials, draft_tokens, num_q_heads] base 2
+  int32_t* queue;          // kQueueInts zeros; the kernels leave zeros
+  FirstUnit* first_units;  // [kMostCtas, 2]: what each half of each CTA begins with
+  int32_t partial_bytes;   // 4 or 2
+  int32_t num_q_heads, num_kv_heads, head_dim;
+  int32_t draft_tokens;  // of a query (plan.h), 1 in a decode step
+  Launch launch;
+};
+
 // What a layer's decode works on: filled by the caller. Each kernel gets what it reads of it. All
 // strides are in bytes. Tensors are of CudaType, K and V of KVType, and their last dimension is
 // contiguous.
-struct DecodeParams {
-  const PlanHeader* plan;  // device memory, 16-byte aligned
-  const char* q;           // [num_rows * draft_tokens, num_q_heads, head_dim]
+struct DecodeParams : Buffers {
+  const char* q;  // [num_rows * draft_tokens, num_q_heads, head_dim]
   int64_t q_stride_row, q_stride_head;
   const char* k;  // [slots, num_kv_heads, head_dim]
   int64_t k_stride_slot, k_stride_head;
   const char* v;  // as k
   int64_t v_stride_slot, v_stride_head;
-  const uint16_t* row_masks;  // [max_branch_tokens], 16-byte aligned: see kRowCountShift
-  // [num_rows, draft_tokens], or null where each draft token attends to those before it. Bit j: the
-  // draft token attends to draft token j of its query.
-  const uint64_t* draft_masks;
   char* out;  // as q
   int64_t out_stride_row, out_stride_head;
-  float* lse;                    // [num_rows * draft_tokens, num_q_heads] base 2, or null
-  const void* sinks;             // [num_q_heads] of sink_type, or null: see with_sink()
-  char* partials;                // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
-                                 // partial_bytes == 2, of q's type
-  float* partial_lse;            // [max_partials, draft_tokens, num_q_heads] base 2
-  int32_t* queue;                // kQueueInts zeros; the kernels leave zeros
-  const FirstUnit* first_units;  // [kMostCtas, 2]: see SnapshotArgs
-  uint64_t* trace;       // null, or zeros: 4 words, and 4 for each consumer warp of each unit
-  int32_t num_rows;      // of the batch, with those that pad it; rows without a query get zeros
-  int32_t draft_tokens;  // of a row (plan.h), 1 in a decode step
-  int32_t head_dim, num_q_heads, num_kv_heads;
-  int32_t partial_bytes;  // 4 or 2
+  float* lse;  // [num_rows * draft_tokens, num_q_heads] base 2, or null
+  Sinks sinks;
+  int32_t num_rows;  // of the batch, with those that pad it; rows without a query get zeros
   CudaType type;
-  SinkType sink_type;
-  Launch launch;
   float scale;
   float logit_cap;  // 0: none; else logits are cap * tanh(logit / cap)
   KVType kv_type;
@@ -75,28 +90,14 @@ inline constexpr int kMaxGroup = 16;                          // query heads per
 // Packed rows of a query and KV head, at most: they fit a wide unit.
 inline constexpr int kMaxQueryRows = 128;
 
-struct SnapshotArgs {
-  PlanHeader* plan;             // device memory; Item::tokens and the list are written
+struct SnapshotArgs : Buffers {
   const int32_t* req_to_token;  // [R, req_to_token_width], rows req_to_token_stride apart
-  int64_t req_to_token_stride;
-  int64_t req_to_token_width;
-  const void* rows;  // [B] row of req_to_token; int32 or int64
-  int32_t rows_bytes;
-  int32_t num_rows;      // B
-  const void* seq_lens;  // [B] int32 or int64
-  int32_t seq_lens_bytes;
-  uint16_t* row_masks;     // [max_branch_tokens], written
-  FirstUnit* first_units;  // [kMostCtas, 2], written: what each half of each CTA begins with
-  int32_t draft_tokens;    // of a query, as the plan has it
-  int32_t head_dim, num_q_heads, num_kv_heads;
-  Launch launch;
+  int64_t req_to_token_stride, req_to_token_width;
+  const void* rows;      // [num_rows] row of req_to_token; int32 or int64
+  const void* seq_lens;  // [num_rows] int32 or int64
+  int32_t rows_bytes, seq_lens_bytes;
+  int32_t num_rows;  // of the batch
 };
-
-// For divisions of work units in the kernel: value / divisor == value * magic >> 32 for values
-// below 2^32 / divisor, and 0 stands for a divisor of 1.
-constexpr uint32_t divisor_magic(uint32_t divisor) {
-  return divisor == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + divisor - 1) / divisor);
-}
 
 // The forward kernel's parameters: what it needs of the caller's, and what launch.cu makes of them.
 // It gets no others, because small batches take 0.2 us longer with all of DecodeParams
@@ -116,7 +117,6 @@ struct ForwardParams {
   char* partials;
   float* partial_lse;
   int32_t* queue;                // next ticket of heavy units, of light ones; halves that are done
-  uint64_t* trace;               // see trace_unit, or null
   const FirstUnit* first_units;  // [CTAs, 2], or null
   int32_t num_rows;
   // To the kernel the query heads of a query's draft tokens are heads of the query, one draft token
@@ -130,7 +130,6 @@ struct ForwardParams {
   int32_t half_bytes;                  // shared memory of a half
   int32_t stages;
   int32_t q_buffers;  // 1 or 2: see footprint()
-  bool narrow;        // there is room for narrow units
   bool float_partials;
   // The factors of q . k include k_scale.
   float exp_scale;  // factor of q . k inside exp2, or of the transformed logit
@@ -138,6 +137,7 @@ struct ForwardParams {
   float cap;        // kCapped: base-2 logit cap
   int32_t logits;   // Logits
   float v_scale;    // factor of the output
+  Sinks sinks;
   // Of several draft tokens. Else zeros, which no kernel reads, but for head_group, which
   // first_units_kernel reads.
   int32_t masked_tokens;      // see masked_tokens()

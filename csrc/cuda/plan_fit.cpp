@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/plan_fit.h"
-
 #include "check.h"
+#include "cuda/decode.h"
 #include "plan_view.h"
 
 namespace pat {

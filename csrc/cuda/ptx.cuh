@@ -36,6 +36,12 @@ __device__ __forceinline__ bool computed_here(bool predicate) {
   return value != 0;
 }
 
+// value / divisor, by divisor_magic(divisor), for 0 <= value < 2^32 / divisor: a division takes 30
+// instructions, and registers that some kernels have not left.
+__device__ __forceinline__ int divide(int value, uint32_t magic) {
+  return magic == 0 ? value : static_cast<int>(__umulhi(value, magic));
+}
+
 // ---- mbarriers
 
 __device__ __forceinline__ void barrier_init(uint32_t bar, uint32_t count) {
@@ -71,38 +77,26 @@ __device__ __forceinline__ void barrier_arrive_copies(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 
-__device__ __forceinline__ bool barrier_test(uint32_t bar, uint32_t parity) {
-  uint32_t done;
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done)
-      : "r"(bar), "r"(parity)
-      : "memory");
-#else
-  asm volatile(
-      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done)
-      : "r"(bar), "r"(parity)
-      : "memory");
-#endif
-  return done != 0;
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
-  while (!barrier_test(bar, parity)) {
-  }
-}
-
-// Is a phase complete? Never waits, as barrier_test() may.
+// Is a phase complete? `test_wait` never waits, `try_wait` of sm_90 may.
+#define PAT_TEST_BARRIER(INSTRUCTION)                                    \
+  uint32_t done;                                                         \
+  asm volatile("{ .reg .pred p; mbarrier." INSTRUCTION                   \
+               ".parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" \
+               : "=r"(done)                                              \
+               : "r"(bar), "r"(parity)                                   \
+               : "memory");                                              \
+  return done != 0
 __device__ __forceinline__ bool barrier_ready(uint32_t bar, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done)
-      : "r"(bar), "r"(parity)
-      : "memory");
-  return done != 0;
+  PAT_TEST_BARRIER("test_wait");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  const auto complete = [=] { PAT_TEST_BARRIER("try_wait"); };
+#else
+  const auto complete = [=] { PAT_TEST_BARRIER("test_wait"); };
+#endif
+  while (!complete()) {
+  }
 }
 
 // Named barrier among `threads` threads of the CTA.
@@ -137,17 +131,9 @@ __device__ __forceinline__ int32_t counted(int32_t& counter) {
 #endif
 }
 
-// ---- time
-
-__device__ __forceinline__ uint64_t nanoseconds() {
-  uint64_t t;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-  return t;
-}
-__device__ __forceinline__ uint32_t sm_id() {
-  uint32_t id;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
-  return id;
+// Element i of an array of integers of 4 or 8 bytes.
+__device__ __forceinline__ int64_t integer_at(const void* array, int bytes, int64_t i) {
+  return bytes == 8 ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
 }
 
 // ---- copies
@@ -183,11 +169,6 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t from) {
   return value;
 }
 
-__device__ __forceinline__ uint2 load_shared2(uint32_t from) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
-  return v;
-}
 __device__ __forceinline__ uint4 load_shared4(uint32_t from) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -228,18 +209,16 @@ __device__ __forceinline__ void store_matrix(uint32_t address, const uint32_t (&
 template <typename T>
 __device__ __forceinline__ void mma16816(float* d, const uint32_t (&a)[4], uint32_t b0,
                                          uint32_t b1) {
+#define PAT_MMA(TYPE)                                                  \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE  \
+               ".f32 "                                                 \
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])        \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    PAT_MMA("bf16");
   } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    PAT_MMA("f16");
   }
 }
 

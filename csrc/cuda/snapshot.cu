@@ -2,9 +2,9 @@
 // The snapshot kernel: copies the slots that a plan's items read from SGLang's req_to_token into
 // the list, so that SGLang may change the table for the next batch while this one's layers run.
 // What each half begins with is written down behind it: first_units.cu.
-#include "cuda/decode.h"
 #include "cuda/error.h"
-#include "cuda/first_units.h"
+#include "cuda/launch.h"
+#include "cuda/ptx.cuh"
 
 namespace pat {
 namespace {
@@ -36,7 +36,7 @@ __device__ __forceinline__ int2 scan(int value, int* sums) {
 }
 
 // kDrafts: a query has several draft tokens.
-template <typename TableRow, typename Length, bool kDrafts>
+template <bool kDrafts>
 struct Snapshot {
   const SnapshotArgs& args;
   const ItemSegments* item_segments;
@@ -48,13 +48,13 @@ struct Snapshot {
   // more than the segment's room in the list, and nothing beyond its row of the table.
   __device__ __forceinline__ int tokens_of(const Segment& s) const {
     if (s.kv_len != kDynamic) return s.kv_len;
-    const auto given = static_cast<int64_t>(static_cast<const Length*>(args.seq_lens)[s.query]);
+    const int64_t given = integer_at(args.seq_lens, args.seq_lens_bytes, s.query);
     const auto length = static_cast<int>(max(int64_t{0}, min(given, args.req_to_token_width)));
     return max(0, min(length - s.kv_start, s.room));
   }
 
   __device__ __forceinline__ const int32_t* slots_of(const Segment& s) const {
-    const auto row = static_cast<int64_t>(static_cast<const TableRow*>(args.rows)[s.query]);
+    const int64_t row = integer_at(args.rows, args.rows_bytes, s.query);
     return args.req_to_token + row * args.req_to_token_stride + s.kv_start;
   }
 
@@ -124,13 +124,13 @@ struct Snapshot {
   }
 };
 
-template <typename TableRow, typename Length, bool kDrafts>
+template <bool kDrafts>
 __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs args) {
   const PlanHeader header = *args.plan;
   if (header.num_queries > args.num_rows) return;
   auto* plan = reinterpret_cast<char*>(args.plan);
   auto* items = reinterpret_cast<Item*>(plan + header.items_offset);
-  const Snapshot<TableRow, Length, kDrafts> snapshot{
+  const Snapshot<kDrafts> snapshot{
       args, reinterpret_cast<const ItemSegments*>(plan + header.item_segments_offset),
       reinterpret_cast<const Segment*>(plan + header.segments_offset), header.list,
       (kDrafts ? header.draft_tokens : 1) * (header.num_q_heads / header.num_kv_heads)};
@@ -148,29 +148,15 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const SnapshotArgs a
   }
 }
 
-template <typename TableRow, typename Length>
-void launch_as(const SnapshotArgs& args, cudaStream_t stream) {
-  const dim3 grid(2 * current_device().num_sms, kParts);
-  if (args.draft_tokens > 1) {
-    snapshot_kernel<TableRow, Length, true><<<grid, kThreads, 0, stream>>>(args);
-  } else {
-    snapshot_kernel<TableRow, Length, false><<<grid, kThreads, 0, stream>>>(args);
-  }
-  check(cudaGetLastError(), "snapshot kernel: launch");
-}
-
 }  // namespace
 
 void snapshot_cuda(const SnapshotArgs& args, void* stream) {
   if (args.num_rows == 0) return;
   auto* s = static_cast<cudaStream_t>(stream);
-  if (args.rows_bytes == 8) {
-    args.seq_lens_bytes == 8 ? launch_as<int64_t, int64_t>(args, s)
-                             : launch_as<int64_t, int32_t>(args, s);
-  } else {
-    args.seq_lens_bytes == 8 ? launch_as<int32_t, int64_t>(args, s)
-                             : launch_as<int32_t, int32_t>(args, s);
-  }
+  const dim3 grid(2 * current_device().num_sms, kParts);
+  auto* kernel = args.draft_tokens > 1 ? snapshot_kernel<true> : snapshot_kernel<false>;
+  kernel<<<grid, kThreads, 0, s>>>(args);
+  check(cudaGetLastError(), "snapshot kernel: launch");
   if (has_first_units(args.launch)) launch_first_units(args, s);
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
 
+#include "check.h"
 #include "cuda/error.h"
 #include "cuda/staging.h"
 #include "plan.h"
@@ -23,45 +24,35 @@ PlanStaging::PlanStaging(size_t bytes, int count) : bytes_(bytes), buffers_(coun
 
 PlanStaging::~PlanStaging() { retire(); }
 
-PlanStaging::Retired& PlanStaging::retired() {
-  static auto* retired = new Retired;  // never freed: stagings outlive static objects
-  return *retired;
-}
-
 // Python may collect a staging at any time, also while a graph is captured. Waiting for an event or
 // freeing pinned memory then would invalidate the capture, so that is left to the next staging's
-// constructor, which allocates and so cannot run in a capture either.
-void PlanStaging::retire() noexcept {
-  Retired& all = retired();
-  const std::lock_guard lock(all.mutex);
-  all.buffers.splice(all.buffers.end(), buffers_);
+// constructor, which allocates and so cannot run in a capture either. The GIL guards the list.
+std::list<PlanStaging::Buffer>& PlanStaging::retired() {
+  static auto* retired = new std::list<Buffer>;  // never freed: stagings outlive static objects
+  return *retired;
 }
 
 // Errors are of a process that ends: its context, and so the memory, is gone already.
 void PlanStaging::free_retired() noexcept {
-  Retired& all = retired();
-  const std::lock_guard lock(all.mutex);
-  for (const Buffer& buffer : all.buffers) {
+  for (const Buffer& buffer : retired()) {
     if (buffer.copied != nullptr) {
       cudaEventSynchronize(buffer.copied);
       cudaEventDestroy(buffer.copied);
     }
     if (buffer.host != nullptr) cudaFreeHost(buffer.host);
   }
-  all.buffers.clear();
+  retired().clear();
 }
 
 void PlanStaging::copy(const void* plan, size_t bytes, void* device, int32_t* list, void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
-  if (bytes < sizeof(PlanHeader) || bytes > bytes_) {
-    throw_invalid("a plan of %zu bytes, must have at least %zu and the staging buffers have %zu",
-                  bytes, sizeof(PlanHeader), bytes_);
-  }
+  PAT_CHECK(bytes >= sizeof(PlanHeader) && bytes <= bytes_, "a plan of ", bytes,
+            " bytes, must have at least ", sizeof(PlanHeader), " and the staging buffers have ",
+            bytes_);
   cudaStreamCaptureStatus status{};
   check(cudaStreamIsCapturing(s, &status), "state of the stream that a plan is copied on");
-  if (status != cudaStreamCaptureStatusNone) {
-    throw_invalid("load() while a CUDA graph is captured: load the plan before");
-  }
+  PAT_CHECK(status == cudaStreamCaptureStatusNone,
+            "load() while a CUDA graph is captured: load the plan before");
   buffers_.splice(buffers_.end(), buffers_, buffers_.begin());  // the oldest copy's is next
   const Buffer& buffer = buffers_.back();
   check(cudaEventSynchronize(buffer.copied), "wait for an earlier plan's copy");

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
-#include <mutex>
 
 struct CUevent_st;  // what a cudaEvent_t points to
 
@@ -34,14 +33,9 @@ class PlanStaging {
     CUevent_st* copied = nullptr;  // the event of its last copy
   };
 
-  struct Retired {
-    std::mutex mutex;
-    std::list<Buffer> buffers;  // of stagings that are gone
-  };
-
-  static Retired& retired();
+  static std::list<Buffer>& retired();  // of stagings that are gone
   static void free_retired() noexcept;
-  void retire() noexcept;
+  void retire() noexcept { retired().splice(retired().end(), buffers_); }
 
   size_t bytes_;
   std::list<Buffer> buffers_;  // the one that was used last is the last

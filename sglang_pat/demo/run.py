@@ -77,25 +77,25 @@ def _run_both(model: Path, logs: Path) -> list[Run]:
     one is measured while the other sleeps."""
     # Room for 24 contexts of 1,700 tokens, so that no request is retracted.
     args = ["--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", "65536"]
-    servers = [
-        Server(model, backend=backend, device="cpu", log=logs / f"server-{backend}.log", args=args)
-        for backend in ("pat", "torch_native")  # pat first: what it refuses ends it at once
-    ]
+    servers = {
+        name: Server(model, backend=name, device="cpu", log=logs / f"server-{name}.log", args=args)
+        for name in ("pat", "torch_native")  # pat first: what it refuses ends it at once
+    }
     runs = []
     print("starting 2 servers ...", flush=True)
     with ExitStack() as stack:
-        for server in servers:
+        for server in servers.values():
             stack.callback(server.stop)
             server.start()
-        for server in servers:
+        for server in servers.values():
             server.wait_until_ready()
-        for server in servers:
-            runs.append(_measure(server))
+        for name, server in servers.items():
+            runs.append(_measure(name, server))
             server.stop()
     return runs
 
 
-def _measure(server: Server) -> Run:
+def _measure(backend: str, server: Server) -> Run:
     rng = random.Random(_SEED)
 
     def some(count: int) -> list[int]:
@@ -106,7 +106,6 @@ def _measure(server: Server) -> Run:
         answers = server.post("/generate", {"input_ids": prompts, "sampling_params": greedy})
         return [answer["output_ids"] for answer in answers]
 
-    backend = server.get("/server_info")["attention_backend"]
     print(f"asking {backend} ...", flush=True)
     common = some(COMMON)
     agents = [common + some(OF_AGENT) for _ in range(AGENTS)]

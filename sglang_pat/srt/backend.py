@@ -35,7 +35,6 @@ from sglang_pat.srt.step import (
     lengths_of,
     micro_batches,
 )
-from sglang_pat.srt.stock import prefill_attention
 from sglang_pat.srt.support import E4M3
 from sglang_pat.stats import Stats
 
@@ -118,7 +117,7 @@ class PatDecodeMixin:
             "sglang_pat: %s on pat, prefill on SGLang's own attention (%s), as intended; "
             "%d query heads, %d KV heads, up to %d requests; %s",
             "decode runs" if self._target.draft_tokens == 1 else "verification of drafts runs",
-            prefill_attention(runner, type(self).__bases__[1]),
+            runner.prefill_attention_backend_str,
             self._target.num_q_heads,
             self._target.num_kv_heads,
             self._target.max_queries,

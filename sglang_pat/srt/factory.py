@@ -5,8 +5,8 @@ as the runner's pools and decode graphs need, or SGLang's own."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
-from sglang_pat.srt import BACKEND, hook, launch, stock, support
+from sglang_pat.srt import hook, launch, stock, support
 from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin, extend
 from sglang_pat.srt.layers import Survey, heads_of, survey_layers
 from sglang_pat.srt.metrics import start_reporter
@@ -24,23 +24,18 @@ from sglang_pat.target import WITHOUT_BRANCHES, Target
 logger = logging.getLogger("sglang_pat")
 
 
-def make_pat_backend(runner: Any) -> Any:
-    """Make the backend of a model runner, or refuse.
+def make_pat_backend(runner: Any, name: str, of_sglang: Callable[[Any], Any]) -> Any:
+    """Make the backend of a model runner over SGLang's of that name, or that one, which
+    ``of_sglang`` makes, where there is nothing to gain; or refuse.
 
     Raises RuntimeError with all reasons against serving this model in this configuration, each with
     the way out, and ValueError for an ``SGLANG_PAT_*`` variable that is not known.
     """
     config = PatConfig.from_env()
     launch.refuse_unsafe(runner)
-    if runner.is_draft_worker:  # drafts do not go through the scheduler's batches
-        name, backend = stock.build_stock(runner)
-        if runner.draft_attention_backend is None and not draft_with(name):
-            # By this name, else by the server's, "pat", SGLang makes the draft's other backends
-            # (speculative/draft_utils.py), and knows only its own there.
-            runner.draft_attention_backend = name
-        logger.info("sglang_pat: the draft worker's attention is SGLang's own, %s", name)
-        return backend
     server = support.by_runner(runner)
+    for known in support.reasons_of(support.KNOWN, server):
+        logger.warning("sglang_pat: %s", known)
     idle = support.idle_reasons(server, config.min_batch)
     survey = Survey({})
     if all(reason.serves for reason in idle):
@@ -51,12 +46,9 @@ def make_pat_backend(runner: Any) -> Any:
         logger.warning("sglang_pat: %s", support.idle_message(idle))
     if not all(reason.serves for reason in idle):
         start_reporter(Stats(), serving=False)
-        name, backend = stock.build_stock(runner)
         logger.info("sglang_pat: attention is SGLang's own, %s", name)
-        return backend
-    for deadly in support.reasons_of(support.DEADLY, server):
-        logger.warning("sglang_pat: %s", deadly)
-    base = stock.base_of(runner)
+        return of_sglang(runner)
+    base = stock.base_of(name, runner)
     # Without a reason against it, a server that speculates has its verify steps served.
     speculates = runner.server_args.speculative_algorithm is not None
     mixin = PatVerifyMixin if speculates else PatDecodeMixin
@@ -66,21 +58,6 @@ def make_pat_backend(runner: Any) -> Any:
     dtype = str(runner.kv_cache_dtype).removeprefix("torch.")
     logger.info("sglang_pat: serves %s, K/V in %s", survey, dtype)
     return backend
-
-
-def draft_with(name: str) -> bool:
-    """Let the drafts of a server with ``pat`` run on SGLang's own backend ``name``. Whether SGLang
-    has a registry to say so in, which it has with ``patches/0.5.23-pat.patch``."""
-    drafts = import_module("sglang.srt.speculative.draft_utils")
-    register = getattr(drafts, "register_draft_attention_backend", None)
-    if register is None:
-        return False
-
-    def built_in(_factory: Any, factories: dict[str, Any]) -> Any:
-        return factories[name]()
-
-    register(BACKEND, decode=built_in, extend=built_in)
-    return True
 
 
 def make_executor(runner: Any, config: PatConfig) -> Executor:

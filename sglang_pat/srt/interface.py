@@ -53,7 +53,7 @@ ATTRIBUTES = {
     ),
     "model_executor.model_runner.ModelRunner": (
         *("device", "dtype", "kv_cache_dtype", "is_draft_worker", "init_new_workspace"),
-        *("draft_attention_backend", "kv_cache_dtype_str"),
+        *("decode_attention_backend_str", "prefill_attention_backend_str", "kv_cache_dtype_str"),
         *("kv_index_translator", "model_config", "req_to_token_pool", "token_to_kv_pool"),
         *("memory_saver_adapter", "model", "prefill_aware_swa", "server_args"),
     ),

@@ -14,12 +14,17 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_pat.config import TESTED_SGLANG, PatConfig
-from sglang_pat.srt import BACKEND, hook, interface, support
+from sglang_pat.srt import BACKEND, hook, interface, stock, support
 
 RESOLVE = "sglang.srt.server_args.ServerArgs.resolve_once"
-_BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 # Set on a record of arguments that was checked. It travels with the record to other processes.
 _CHECKED = "_sglang_pat_checked"
+_REFUSES = f"sglang_pat refuses to serve with --attention-backend {BACKEND}:"
+_LOOK = (
+    "look for 'Failed to apply hooks' or 'Failed to execute general plugin: pat' in the log above, "
+    "and list pat in SGLANG_PLUGINS if that is set"
+)
+_UNRESOLVED = f"the hook before {RESOLVE} is not installed: {_LOOK}"
 
 
 class LaunchRefused(RuntimeError):
@@ -28,28 +33,30 @@ class LaunchRefused(RuntimeError):
 
 def before_resolve(server_args: Any) -> None:
     """Hook before ``resolve_once``: refuse wrong options of ours, and a machine on which SGLang
-    itself finds no device.
+    itself finds no device; then let SGLang resolve the rest as without ``pat``.
 
-    Without the latter, SGLang fails there with "No accelerator ... is available" or, with
+    Without the refusal, SGLang fails there with "No accelerator ... is available" or, with
     ``--device cpu``, with "No module named 'vllm'".
     """
-    if getattr(server_args, _CHECKED, False) or not _asks_for_pat(server_args):
+    if getattr(server_args, _CHECKED, False) or not stock.asks_for_pat(server_args):
         return
     found = (reason_against_options(), _reason_against_machine())
     if reasons := [reason for reason in found if reason]:
         _refuse(server_args, reasons)
+    stock.let_sglang_choose(server_args)
 
 
 def after_resolve(_result: None, server_args: Any) -> None:
     """Hook after ``resolve_once``: refuse what is known from the arguments and config.json."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
 
     args = resolving_view(server_args)
-    if getattr(server_args, _CHECKED, False) or not _asks_for_pat(args):
+    if getattr(server_args, _CHECKED, False) or not stock.asks_for_pat(server_args):
         return
-    option = reason_against_options()  # not asked before where pat is the platform's default
-    reasons = [*([option] if option else []), *foreign_reasons()]
+    reasons = foreign_reasons()
+    if BACKEND in attention_backends_of(args):
+        reasons = [_UNRESOLVED, *reasons]
     if not reasons:  # the rest reads what a foreign SGLang may lack
         named = str(args.model_path).lower() not in ("none", "dummy")  # these have no config.json
         model = model_config_of(server_args) if named else None
@@ -73,7 +80,12 @@ def refuse_unsafe(runner: Any) -> None:
         reasons = [str(reason) for reason in support.refusals(support.by_runner(runner))]
     if reasons:
         listed = "".join(f"\n  - {reason}" for reason in reasons)
-        raise RuntimeError(f"sglang_pat refuses to serve with --attention-backend pat:{listed}")
+        raise RuntimeError(f"{_REFUSES}{listed}")
+
+
+def refuse_unresolved(_runner: Any) -> Any:
+    """The registry's entry for the name ``pat``, of which SGLang never hears after our hooks."""
+    raise RuntimeError(f"{_REFUSES} {_UNRESOLVED}")
 
 
 def foreign_reasons() -> list[str]:
@@ -82,11 +94,7 @@ def foreign_reasons() -> list[str]:
 
     reasons = []
     if not hook.carries_requests() and not hook.is_installed(hook.INIT_NEW, hook.after_init_new):
-        reasons = [
-            f"the hook after {hook.INIT_NEW} is not installed: look for 'Failed to apply hooks' or "
-            "'Failed to execute general plugin: pat' in the log above, and list pat in "
-            "SGLANG_PLUGINS if that is set"
-        ]
+        reasons = [f"the hook after {hook.INIT_NEW} is not installed: {_LOOK}"]
     other = f"sglang_pat is made for SGLang {' and '.join(TESTED_SGLANG)} as released, this is "
     return reasons + [f"{lack}: {other}{__version__}" for lack in interface.interface_mismatches()]
 
@@ -115,20 +123,13 @@ def _reason_against_machine() -> str:
     return f"no GPU was found and SGLANG_PLATFORM is not set: {support.ON_CPU}"
 
 
-def _asks_for_pat(args: Any) -> bool:
-    """Whether any of the three flags of attention backends is ``pat``."""
-    return any(getattr(args, name, None) == BACKEND for name in _BACKEND_FIELDS)
-
-
 def _refuse(server_args: Any, reasons: list[str]) -> None:
     """Raise SystemExit in a program that parsed a command line, else LaunchRefused.
 
     Python prints the message of a SystemExit without a traceback and exits with status 1. A program
     that calls ``Engine(...)`` gets an exception that it can catch.
     """
-    message = "\n".join(
-        f"sglang_pat refuses to serve with --attention-backend pat: {reason}" for reason in reasons
-    )
+    message = "\n".join(f"{_REFUSES} {reason}" for reason in reasons)
     command = getattr(server_args, "launch_command", None)
     if command is None or command.startswith("Engine("):
         raise LaunchRefused(message)

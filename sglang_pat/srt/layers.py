@@ -21,7 +21,7 @@ import torch
 
 from sglang_pat import _C
 from sglang_pat.ops import sinks_fit
-from sglang_pat.srt.support import CHOOSE_ANOTHER, E4M3, draft_tokens_of
+from sglang_pat.srt.support import CHOOSE_ANOTHER, E4M3, MOST_DRAFT_ROWS, draft_tokens_of
 from sglang_pat.target import HEAD_DIM_STEP, MAX_HEAD_DIM, Target
 
 logger = logging.getLogger("sglang_pat")
@@ -41,10 +41,6 @@ BY_KIND = {
     "mamba": NO_ATTENTION,
     "conv": NO_ATTENTION,
 }
-# With up to so many packed rows a request, those of its draft tokens, verify steps took at most
-# 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows
-# were not measured.
-MOST_DRAFT_ROWS = 64
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = _C.CUDA_HEAD_DIMS, _C.CUDA_MAX_GROUP
 
 

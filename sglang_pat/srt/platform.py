@@ -24,7 +24,7 @@ class PatCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     _enum = PlatformEnum.OOT
 
     def get_default_attention_backend(self) -> str:
-        return "pat"
+        return "torch_native"
 
     # Without these two a request for a profile would end the server.
     def get_torch_profiler_activity_str(self) -> str:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from sglang_pat.srt import BACKEND
 
 
@@ -10,9 +13,11 @@ def register() -> None:
     """Add ``--attention-backend pat`` and our hooks. Idempotent.
 
     One hook hands us the batch, where SGLang itself does not, one tells us that the server has
-    woken up (``hook``), and two check the arguments of a server that asks for ``pat``. SGLang only
-    logs what a plugin raises, so nothing is verified here: the launcher does that, and the backend
-    when it is made (``launch``). No heavy module is imported before it is needed.
+    woken up (``hook``), and two stand around the resolution of the arguments (``launch``), after
+    which SGLang asks its registry for the backend that it would run without ``pat``: each entry of
+    it gives ours over that one to a server that asked for ``pat``. SGLang only logs what a plugin
+    raises, so nothing is verified here: the launcher does that, and the backend when it is made. No
+    heavy module is imported before it is needed.
     """
     from sglang.srt.layers.attention.attention_registry import (
         ATTENTION_BACKENDS,
@@ -26,9 +31,11 @@ def register() -> None:
 
     from sglang_pat.srt import hook, launch
 
-    if ATTENTION_BACKENDS.get(BACKEND) is _make_backend:
+    if ATTENTION_BACKENDS.get(BACKEND) is launch.refuse_unresolved:
         return
-    register_attention_backend(BACKEND)(_make_backend)
+    for name, of_sglang in list(ATTENTION_BACKENDS.items()):
+        register_attention_backend(name)(_maker(name, of_sglang))
+    register_attention_backend(BACKEND)(launch.refuse_unresolved)
     if not hook.carries_requests():
         HookRegistry.register(hook.INIT_NEW, hook.after_init_new, HookType.AFTER)
     HookRegistry.register(hook.RESUME, hook.after_resume, HookType.AFTER)
@@ -38,7 +45,20 @@ def register() -> None:
         add_attention_backend_choices([BACKEND])
 
 
-def _make_backend(runner: object) -> object:
-    from sglang_pat.srt.factory import make_pat_backend
+def _maker(name: str, of_sglang: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The registry's entry for a backend of SGLang, which ``of_sglang`` makes for a model runner.
 
-    return make_pat_backend(runner)
+    Drafts do not go through the scheduler's batches: they stay SGLang's.
+    """
+
+    def make(runner: Any) -> Any:
+        from sglang_pat.srt.stock import asks_for_pat
+
+        decodes = name == runner.decode_attention_backend_str and not runner.is_draft_worker
+        if not decodes or not asks_for_pat(runner.server_args):
+            return of_sglang(runner)
+        from sglang_pat.srt.factory import make_pat_backend
+
+        return make_pat_backend(runner, name, of_sglang)
+
+    return make

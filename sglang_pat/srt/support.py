@@ -43,6 +43,10 @@ _NO_KERNELS = "this sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
 PREFILL_AWARE_SWA = ("UnlimitedOCRForCausalLM",)
 # Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+# With up to so many packed rows a request, those of its draft tokens, verify steps took at most
+# 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows
+# were not measured.
+MOST_DRAFT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,24 @@ class Server:
         """Of prefill and of decode."""
         prefill, decode = _sglang("arg_groups.overrides.attention_backends_of")(self.args)
         return prefill, decode
+
+    @property
+    def record(self) -> Any:
+        """The arguments as they were given."""
+        return _sglang("arg_groups.overrides.record_of")(self.args)
+
+    @property
+    def extendable(self) -> tuple[str, ...]:
+        """The backends of its device that pat extends."""
+        return tuple(stock.EXTENDABLE.get(self.device, ()))
+
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens of a request, in a tree, of which pat verifies any on its device."""
+        if self.model is None or self.device == "cpu":
+            return MOST_MASKED_DRAFTS
+        group: int = self.model.num_attention_heads // self.model.get_num_kv_heads(1)
+        return min(MOST_MASKED_DRAFTS, max(1, MOST_DRAFT_ROWS // group))
 
     @property
     def takes(self) -> tuple[torch.dtype, ...]:
@@ -228,15 +250,6 @@ REFUSED = (
         "SGLang's kernels of linear attention and state spaces need a GPU",
         "start the server on one",
     ),
-    Row(  # attention_registry.attn_backend_wrapper would raise
-        lambda s: (
-            s.device == "cuda"
-            and _sglang("runtime_context.get_platform")().is_blackwell
-            and _sglang("configs.hybrid_arch.hybrid_gdn_config")(s.model)
-        ),
-        "on Blackwell GPUs SGLang takes only backends of its own for models with gated delta nets "
-        "(Qwen3-Next, Qwen3.5)",
-    ),
     Row(
         lambda s: s.takes and s.dtype not in s.takes,
         "the model is {s.dtype}, on {s.device} pat takes {s.names}",
@@ -342,7 +355,7 @@ SPECULATION = (
         "--speculative-algorithm {s.args.speculative_algorithm} drafts trees of "
         "{s.args.speculative_num_draft_tokens} tokens, and pat verifies trees of up to "
         f"{MOST_MASKED_DRAFTS}",
-        f"set --speculative-num-draft-tokens to at most {MOST_MASKED_DRAFTS}",
+        "set --speculative-num-draft-tokens to at most {s.most_drafts}",
     ),
     Row(
         _drafts(lambda a: a.speculative_adaptive),
@@ -351,15 +364,20 @@ SPECULATION = (
         _DROP_ONE,
     ),
     Row(
-        _drafts(
-            lambda a: (
-                a.prefill_attention_backend not in (None, BACKEND)
-                and a.speculative_attention_mode != "decode"
-            )
+        lambda s: (
+            verifies(s.args)
+            and s.backends[0] != s.backends[1]
+            and s.args.speculative_attention_mode != "decode"
         ),
-        "drafts are verified on --prefill-attention-backend {s.args.prefill_attention_backend}, as "
+        "drafts are verified on --prefill-attention-backend {s.backends[0]}, as "
         "--speculative-attention-mode is {s.args.speculative_attention_mode}",
         "set --speculative-attention-mode decode",
+    ),
+    Row(
+        _drafts(lambda a: may_be_trees(a) and (a.page_size or 1) > 1),
+        "--speculative-algorithm {s.args.speculative_algorithm} may draft trees, and pat verifies "
+        "them on pages of 1 token, not of {s.args.page_size}",
+        "set --page-size 1",
     ),
     # On its plan stream SGLang has the base fill in what it prepared (S
     # layers/attention/base_attn_backend.py:309), which pat has nothing of.
@@ -371,6 +389,11 @@ SPECULATION = (
 )
 
 
+def _is_of(s: Server, family: str) -> bool:
+    """Whether the name of the model's architecture begins so."""
+    return any(name.startswith(family) for name in s.model.hf_config.architectures or ())
+
+
 def _only_prefills(s: Server) -> bool:
     """With --enable-pd-role-switch it may become a decode server while it runs."""
     return s.args.disaggregation_mode == "prefill" and not s.args.enable_pd_role_switch
@@ -379,14 +402,23 @@ def _only_prefills(s: Server) -> bool:
 # The server starts, and there is nothing to gain: SGLang runs decode, or nothing is ever shared.
 IDLE = (
     Row(
-        lambda s: s.backends[0] == BACKEND != s.backends[1],
-        "decode runs on --decode-attention-backend {s.backends[1]}",
-        f"drop that option, or set it to {BACKEND}",
+        lambda s: stock.asked_for_decode(s.record) != BACKEND,
+        f"decode runs on {{s.backends[1]}}: the flags name {BACKEND} for prefill alone",
+        f"set --decode-attention-backend {BACKEND}",
     ),
     Row(
-        lambda s: BACKEND not in s.backends,
-        "decode runs on {s.backends[1]}, which SGLang's configuration chose",
-        f"set --attention-backend {BACKEND}; where it is set, SGLang replaces it for this model",
+        lambda s: s.backends[1] not in s.extendable,
+        "decode runs on {s.backends[1]}, which pat cannot extend",
+        "where it was SGLang's choice for this model, drop pat; else name another backend",
+    ),
+    Row(
+        lambda s: s.args.dllm_algorithm is not None,
+        "under --dllm-algorithm a model never decodes",
+        f"{CHOOSE_ANOTHER}: nothing is lost",
+    ),
+    Row(  # S arg_groups/model_hook.py:775
+        lambda s: _is_of(s, "HrmText") and getattr(s.model.hf_config, "prefix_lm", True),
+        "SGLang runs the model's bidirectional attention to prompts on triton alone",
     ),
     *SPECULATION,
     Row(
@@ -438,6 +470,11 @@ IDLE = (
 )
 
 
+def _lacks_triton(s: Server) -> bool:
+    """Whether a GPU does not run all attention on SGLang's triton."""
+    return s.device == "cuda" and set(s.backends) != {"triton"}
+
+
 def _captures_states(s: Server) -> bool:
     """Whether the state spaces of a Falcon-H1 are captured in prefill graphs. SGLang 0.5.23 takes a
     model of which every layer attends for one without them; the graphs then read freed memory."""
@@ -449,13 +486,29 @@ def _captures_states(s: Server) -> bool:
     return bool(s.args.cuda_graph_config.prefill.backend != disabled)
 
 
-# The server starts and dies later, under any attention backend.
-DEADLY = (
+# What to know of a server that starts, under any attention backend.
+KNOWN = (
     Row(
         _captures_states,
         "SGLang 0.5.23 captures the state spaces of a Falcon-H1 in prefill graphs, and the server "
         "dies at its first prompts, also without pat",
         "restart with --disable-prefill-cuda-graph",
+    ),
+    Row(  # S layers/attention/triton_backend.py:2455
+        lambda s: (
+            _is_of(s, "Grok1")
+            and getattr(s.model.hf_config, "attn_temperature_len", -1) > 0
+            and _lacks_triton(s)
+        ),
+        "of SGLang's backends only triton applies the model's temperature by position "
+        "(attn_temperature_len), and attention runs on {s.backends[0]}, also without pat",
+        "restart with --attention-backend triton",
+    ),
+    Row(  # S models/gemma3_mm.py:225
+        lambda s: _is_of(s, "Gemma3ForCond") and s.model.is_multimodal and _lacks_triton(s),
+        "of SGLang's backends only triton lets the tokens of an image attend to each other, and "
+        "prefill runs on {s.backends[0]}, also without pat",
+        f"restart with --attention-backend triton --decode-attention-backend {BACKEND}",
     ),
 )
 

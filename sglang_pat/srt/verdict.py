@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -24,7 +23,7 @@ from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import CPU_PLATFORM, PatConfig
 from sglang_pat.gpus import SHARED_PER_BLOCK, Machine, machine_of, untried
 from sglang_pat.srt import BACKEND, launch, layers, stock, support
-from sglang_pat.srt.support import CHOOSE_ANOTHER, Reason
+from sglang_pat.srt.support import Reason
 
 # SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
 # (S mem_cache/kv_cache_configurator.py:3124); between them it depends on the free memory.
@@ -115,6 +114,7 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
     with _usage_left_out():
         server_args = prepare_server_args(_completed(arguments, asked))
     launch.mark_checked(server_args)  # the same reasons, not as an exception
+    stock.let_sglang_choose(server_args)
     with nullcontext() if asked is None else _as_if_here(asked):
         try:
             server_args.resolve_once()
@@ -128,10 +128,9 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
 
 def _said(words: str) -> Reason:
     """SGLang's own words, with the way out where it is known."""
-    way_out = CHOOSE_ANOTHER if re.search(rf"\b{BACKEND}\b", words) else ""
     # Trees of draft tokens on larger pages (S arg_groups/speculative_hook.py:1279 and 1362).
-    if "speculative_eagle_topk" in words and "page_size" in words:
-        way_out = "set --page-size 1"
+    on_pages = "speculative_eagle_topk" in words and "page_size" in words
+    way_out = "set --page-size 1" if on_pages else ""
     return Reason(f"SGLang itself refuses: {words}", way_out)
 
 
@@ -150,10 +149,8 @@ def _weigh(server_args: Any, model_config: Any, asked: Machine | None) -> Verdic
         found = _layers(server, shared)
     notes = []
     if gpu is not None and not refusals:
-        name = stock.stock_backend(server_args, model_config)
-        _, pages = stock.fit_pages(name, server_args, model_config)
-        notes = [untried((gpu.major, gpu.minor)), pages]
-        notes += map(str, support.reasons_of(support.DEADLY, server))
+        notes = [untried((gpu.major, gpu.minor))]
+        notes += map(str, support.reasons_of(support.KNOWN, server))
     return Verdict(
         device=server.device if gpu is None else gpu.name,
         model=_describe(model_config),

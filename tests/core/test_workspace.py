@@ -32,7 +32,7 @@ def test_no_workspace_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"device": "cpu"}, "a workspace is on a CUDA device, not on cpu"),
         ({"partial_dtype": torch.half}, "partial_dtype is torch.float16, must be float32 or bf"),
-        ({"launch": "fast"}, "launch is 'fast', must be one of queue, streams, serial"),
+        ({"launch": "fast"}, "launch is 'fast', must be one of queue, streams"),
         ({"max_context": 0}, "max_context is 0, must be 1 or more"),
         ({"list_tokens": -5}, "list_tokens is -5, must be 1 or more"),
     ],

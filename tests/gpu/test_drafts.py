@@ -66,7 +66,7 @@ def test_random_forests(
 @pytest.mark.parametrize("draft_tokens", [2, 4, 5, 8, 16, 32, 128])
 @pytest.mark.parametrize("group", [1, 4, 7, 16])
 def test_units_of_one_query(group: int, draft_tokens: int, head_dim: int, trees: bool) -> None:
-    """Narrow, short, light, heavy and wide ones, each with tails around its tiles."""
+    """Light, heavy and wide ones, each with tails around its tiles."""
     skip_unless_rows_fit(group, draft_tokens, head_dim)
     if trees and draft_tokens > 64:
         pytest.skip("a mask has 64 bits")

@@ -85,7 +85,6 @@ def test_kinds_of_items(kind: str, head_dim: int, dtypes: Dtypes) -> None:
         ((8, 2), {"logit_cap": 5.0}, "queue"),
         ((8, 2), {"draft_tokens": 3, "tails": (3, 40, 70)}, "queue"),
         ((8, 2), {}, "streams"),
-        ((8, 2), {}, "serial"),
     ],
 )
 def test_others(heads: tuple[int, int], options: dict[str, object], launch: str) -> None:

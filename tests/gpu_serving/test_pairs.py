@@ -28,7 +28,7 @@ from .agreement import (
 from .fleet import Fleet
 from .models import LAYERS
 
-FA3_PREFILL = "prefill on SGLang's own attention (FlashAttentionBackend)"
+FA3_PREFILL = "prefill on SGLang's own attention (fa3)"
 ALL_LOADS = ("shared", "multi_level", "disjoint", "long", "samples", "single")
 THREE_LOADS = ("some", "multi_level", "disjoint")
 

@@ -127,7 +127,11 @@ class BackendBed:
         min_batch: int = DEFAULT_MIN_BATCH,
     ) -> None:
         self.cache = LiveCache("python", slots=4000, rows=QUERIES, context=512)
-        self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.cache.table)
+        self.runner = SimpleNamespace(
+            device="cpu",
+            req_to_token_pool=self.cache.table,
+            prefill_attention_backend_str="recording",
+        )
         self.executor = RecordingExecutor(target)
         self.serving: list[bool] = []
         reporter = SimpleNamespace(set_serving=self.serving.append)

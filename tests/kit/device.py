@@ -110,8 +110,9 @@ def execute(
 def attend(inputs: Case, plan: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """``decode`` by itself: the output, a view of a wider tensor that held poison before, and the
     LSE. With several draft tokens the output must be contiguous."""
-    memory_like = widened(inputs.q) if inputs.draft_tokens == 1 else inputs.q.contiguous()
-    out = torch.full_like(memory_like, POISON)
+    out = torch.full(inputs.q.shape, POISON, dtype=inputs.q.dtype, device="cuda")
+    if inputs.draft_tokens == 1:
+        out = torch.full_like(widened(inputs.q), POISON)
     lse = torch.full(inputs.q.shape[:2], POISON, device="cuda")
     decode(
         inputs.q,
@@ -157,7 +158,7 @@ def plans_of(inputs: Case) -> list[DevicePlan]:
     return [DevicePlan(each) for each in plans + [wide] * bool(wide.header["num_wide_items"])]
 
 
-def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
+def check(inputs: Case, plan: Any = None, summed: float = 0.0, **options: Any) -> torch.Tensor:
     """Execute a plan, or all of ``plans_of``, and compare with fp64 attention. Returns the output
     of the first. It has at most twice the error of attention computed by torch in the inputs'
     dtype, the LSE the rounding of sums in fp32.
@@ -165,7 +166,7 @@ def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
     K and V in e4m3 are exact in fp16, and so is q, but for bf16 values below 6e-5; weights are
     rounded once, to fp16 or, for wgmma, to e4m3, and the output to its dtype, once more if partials
     have two bytes. The LSE has the errors of sums in fp32 or, for wgmma, of what it adds up with
-    fewer bits."""
+    fewer bits. ``summed``: what the products of a logit may add up to where they cancel out."""
     truth, truth_lse = inputs.truth(torch.float64)
     empty = truth_lse.isneginf()
     e4m3 = inputs.k.dtype == E4M3
@@ -185,7 +186,7 @@ def check(inputs: Case, plan: Any = None, **options: Any) -> torch.Tensor:
         assert torch.equal(lse.isneginf(), empty) and not out[empty].any()
         difference = (lse - truth_lse).abs()[~empty]
         # Sums on the way to a logit that cancels out are larger, the more so in longer rows.
-        greatest = truth_lse[~empty].abs() + few_bits * max(4, inputs.q.shape[-1] / 32)
+        greatest = truth_lse[~empty].abs() + summed + few_bits * max(4, inputs.q.shape[-1] / 32)
         assert torch.all(difference <= 1e-5 + (SUMMING if few_bits else 4e-6) * greatest)
         first = out if first is None else first
     assert first is not None
@@ -210,13 +211,14 @@ def poisoned(inputs: Case, **options: Any) -> Workspace:
 def check_launches(inputs: Case, plan: Any) -> None:
     """Run a plan with each launch: right, the same bits from run to run and from launches that
     add up alike, and the queue left as it was found. CTAs of ``streams`` have one half each: they
-    join no halves, and a branch of a pair does not begin with its own tokens."""
+    join no halves, a branch of a pair does not begin with its own tokens, and wide items run as
+    heavy ones do."""
     results: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for launch in LAUNCHES:
         room = max(LIST_TOKENS, plan.list_tokens)  # else load() takes a list without poison
         workspace = poisoned(inputs, launch=launch, list_tokens=room)
         own_first = bool((plan.items["order"] == COMMON_LAST).any())
-        alike = launch != "streams" or not (plan.joint or own_first)
+        alike = launch != "streams" or not (plan.joint or own_first or plan.num_wide_items)
         if alike not in results:
             check(inputs, plan, workspace=workspace)
         results[alike] += [execute(inputs, plan, workspace=workspace) for _ in range(6)]

@@ -172,6 +172,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _NORMS_FROM_ONE = ("qwen3_next", "qwen3_5", "gemma3")
 
 
+def published(family: str) -> dict[str, Any]:
+    """The fields of a family's config.json."""
+    return {name: value for name, value in FAMILIES[family].items() if name != "class"}
+
+
 def make_hybrid(
     path: Path, family: str, *, dtype: str = "bfloat16", mtp: bool = False, **changes: Any
 ) -> Path:

@@ -8,13 +8,14 @@ queries), on whether they all see the same tokens, and on what stands beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from kit.cases import Case, case
-from kit.pieces import DYNAMIC, Branch, Parts, Piece, branched, forest, shared
+from kit.pieces import DYNAMIC, Branch, Parts, Piece, branched, forest, pieces_of, shared
 from kit.plans import HandPlan, joint, paired
 
 ROWS = 64  # packed rows of a heavy item or a branch at most
@@ -47,12 +48,13 @@ def halves(common: Sequence[int], own: Sequence[int], queries: int) -> list[Piec
     return pieces
 
 
-def shared_first(pieces: list[Piece], queries: int) -> list[Branch]:
+def shared_first(pieces: Sequence[Piece], queries: int) -> list[Branch]:
     """Branches of so many queries, all with their shared tokens first."""
     return [Branch(branch.pieces) for branch in branched(pieces, queries)]
 
 
-# KV tiles that the branches of each pair load for each other; negative: after their own.
+# KV tiles that the branches of each pair load for each other; negative: after their own. Its
+# ``halves`` become branches only behind ``case``, so that the two of a pair read the same slots.
 MANY = [64 + 97 * (7 * i % 23) for i in range(24)]
 PAIRED = {
     "pairs": [4, -15, -1],
@@ -70,14 +72,14 @@ KINDS: dict[str, Callable[[int, np.random.Generator], Parts]] = {
     "wide_forest": lambda _, rng: forest(rng, int(rng.integers(10, 40))),
     "branches": lambda most, rng: branched(forest(rng, 40), most),
     "small_branches": lambda most, rng: branched(forest(rng, 40), min(most, 3)),
-    "pairs": lambda most, _: shared_first(halves([300, 1000, 64], (0, 40, 130), most), most),
+    "pairs": lambda most, _: halves([300, 1000, 64], (0, 40, 130), most),
     "beside": lambda most, _: [
-        *shared_first(halves([500, 128, 900], (0, 200, 64), most), most),
+        *halves([500, 128, 900], (0, 200, 64), most),
         *prefixes([700, 333, 400, 90, 1000], [2 * most + 4, 2 * most + 4, 5, 1, 3], 6 * most),
     ],
     # More of them than SMs, so that the rings of stages go on from unit to unit.
     "turns": lambda _, __: prefixes([1 + 97 * (7 * i % 20) for i in range(40)], (20, 20, 12, 3)),
-    "many_pairs": lambda most, _: shared_first(halves(MANY, (0, 200, 64, 7, 700), most), most),
+    "many_pairs": lambda most, _: halves(MANY, (0, 200, 64, 7, 700), most),
 }
 SMALL = tuple(kind for kind in KINDS if kind not in ("turns", "many_pairs"))
 
@@ -91,7 +93,12 @@ def items_of(
     options.setdefault("tails", TAILS)
     parts = KINDS[kind](most, np.random.default_rng(seed))
     inputs = case(parts, heads, head_dim, seed=seed, **options)
-    plan = inputs.plan(wide=kind in WITH_WIDE)
     if kind in PAIRED:
-        return inputs, paired(plan, *PAIRED[kind])
+        # The other groups of "beside" come after three pairs of halves.
+        end = 6 * most if kind == "beside" else len(inputs.rows)
+        of_pairs = [piece for piece in pieces_of(parts) if piece.queries[0] < end]
+        rest = [piece for piece in pieces_of(parts) if piece.queries[0] >= end]
+        inputs = replace(inputs, pieces=[*shared_first(of_pairs, most), *rest])
+        return inputs, paired(inputs.plan(wide=kind in WITH_WIDE), *PAIRED[kind])
+    plan = inputs.plan(wide=kind in WITH_WIDE)
     return inputs, joint(plan) if kind == "joint" else plan

@@ -107,6 +107,60 @@ LLAMA4 = {
         "projector_output_dim": 64,
     },
 }
+WINDOWED = PLAIN | {  # of the next, every other layer has a sliding window
+    "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+GPT_OSS = WINDOWED | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+OLMO3 = WINDOWED | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo3"}
+GEMMA4 = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "torch_dtype": "bfloat16",
+    "text_config": WINDOWED
+    | {
+        "model_type": "gemma4_text",
+        "head_dim": 256,
+        "global_head_dim": 512,  # of the layers without a window
+        "num_global_key_value_heads": 2,
+    },
+    "vision_config": VISION | {"model_type": "gemma4_vision"},
+}
+EXAONE4 = PLAIN | {
+    "architectures": ["Exaone4ForCausalLM"],
+    "model_type": "exaone4",
+    "sliding_window": 512,
+    "sliding_window_pattern": 4,
+}
+EXAONE_MOE = EXAONE4 | {
+    "architectures": ["ExaoneMoEForCausalLM"],
+    "model_type": "exaone_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "is_moe_layer": [False, True, True, True],
+}
+IQUEST_Q1 = PLAIN | {  # as many layers as its pattern of them has by default
+    "architectures": ["IQuestQ1ForCausalLM"],
+    "model_type": "iquest_q1",
+    "num_hidden_layers": 88,
+}
+MINICPM = PLAIN | {  # sparse attention in all layers
+    "architectures": ["MiniCPMSALAForCausalLM"],
+    "model_type": "minicpm_sala",
+    "sparse_config": {"kernel_size": 32, "kernel_stride": 16, "block_size": 64, "topk": 64},
+}
+MINIMAX_M3 = PLAIN | {  # sparse attention in all layers but the first
+    "architectures": ["MiniMaxM3SparseForCausalLM"],
+    "model_type": "minimax_m2",
+    "sparse_attention_config": {"sparse_attention_freq": [0, 1, 1, 1]},
+}
 DEEPSEEK = {  # MLA
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",

@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.arg_groups.overrides import (
+    attention_backends_of,
+    declare_resolution,
+    resolving_view,
+)
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.server_args import ServerArgs
 from transformers import PretrainedConfig
 
+from sglang_pat.srt.stock import let_sglang_choose
+
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM = 8, 2, 64
-
-# What SGLang finds out about a GPU, for ``override_platform``.
-HOPPER = {"is_hopper_with_cuda_12_3": True, "is_sm90": True, "is_sm100": False}
-OLDER = {"is_hopper_with_cuda_12_3": False, "is_sm90": False, "is_sm100": False}
 
 # Fields of a model with QSA attention, as SGLang's parse_qsa_profile asks for them.
 QSA = {
@@ -34,10 +36,14 @@ QSA = {
 
 
 def server_args(declared: dict[str, Any] | None = None, **values: Any) -> ServerArgs:
-    """Arguments for ``pat`` on a GPU; ``declared``: what SGLang's resolution adds to them."""
+    """Arguments for ``pat`` on a GPU, with fa3 where no backend is named; ``declared``: what
+    SGLang's resolution adds to them."""
     args = ServerArgs(
         model_path="dummy", **({"device": "cuda", "attention_backend": "pat"} | values)
     )
+    let_sglang_choose(args)
+    if resolving_view(args).attention_backend is None:
+        declare_resolution(args, "test", attention_backend="fa3")
     if declared:
         declare_resolution(args, "test", **declared)
     return args
@@ -111,10 +117,14 @@ def make_runner(
         args, config: changes to the server's arguments and to the model's configuration.
     """
     options = {"device": "cpu"} | (args or {})
+    given = server_args(**options)
+    prefill, decode = attention_backends_of(resolving_view(given))
     values = {
         "model": torch.nn.ModuleList(layers),
         "model_config": model_config(**(config or {})),
-        "server_args": server_args(**options),
+        "server_args": given,
+        "prefill_attention_backend_str": prefill,
+        "decode_attention_backend_str": decode,
         "device": options["device"],
         "dtype": BF16,
         "kv_cache_dtype": BF16,
@@ -123,7 +133,6 @@ def make_runner(
         "kv_index_translator": SimpleNamespace(is_translating=False),
         "token_to_kv_pool": make_pool(len(layers), sliding),
         "is_draft_worker": False,
-        "draft_attention_backend": None,
         "init_new_workspace": False,
     }
     return SimpleNamespace(**(values | changes))

@@ -18,7 +18,7 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 from kit import semantics as kit_semantics
 from kit.dependencies import SEMANTICS
 
-from sglang_pat.srt import backend, factory, layers, support
+from sglang_pat.srt import backend, factory, layers, plugin, support
 
 ADVICE = "read what the backends do with it in decode, then enter it in tests/kit/dependencies.py"
 
@@ -57,7 +57,7 @@ def test_a_new_attribute_would_be_found(source: str, expected: set[str]) -> None
 
 def test_what_we_say_of_layers_and_the_runner_is_in_our_code() -> None:
     """The attribute, or the one that the entry names instead, is in the code that acts on it."""
-    ours = "".join(map(inspect.getsource, (backend, factory, layers, support)))
+    ours = "".join(map(inspect.getsource, (backend, factory, layers, plugin, support)))
     for name, (verdict, why) in SEMANTICS.items():
         if name.startswith(("layer.", "runner.")) and verdict != "irrelevant":
             looked_at = (name.split(".")[-1], *re.findall(r"\w+_\w+", why))

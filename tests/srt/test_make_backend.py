@@ -23,9 +23,10 @@ from kit.runner import (
     set_scales,
     warnings_of,
 )
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_pat.srt import factory
+from sglang_pat.srt import factory, plugin
 from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin
 
 STOCK = "stock torch_native"
@@ -40,12 +41,22 @@ NGRAM = {
 
 @pytest.fixture
 def bed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> SimpleNamespace:
-    """Makes backends without kernels: ``make(runner)`` returns their name, or the class, the mixin,
-    the survey and the arguments. ``checked``: the runners that were asked for refusals;
-    ``reported``: what reporters were told."""
+    """Makes backends without kernels, as SGLang does with the plugin registered: ``make(runner)``
+    returns their name, or the class, the mixin, the survey and the arguments. ``checked``: the
+    runners that were asked for refusals; ``reported``: what reporters were told."""
     caplog.set_level(logging.INFO, logger="sglang_pat")
     set_ranks(monkeypatch, 1)
-    bed = SimpleNamespace(checked=[], reported=[], make=factory.make_pat_backend)
+
+    def make(runner: Any, name: str = "") -> Any:
+        return registry[name or runner.decode_attention_backend_str](runner)
+
+    bed = SimpleNamespace(checked=[], reported=[], make=make)
+    names = ("torch_native", "fa3", "triton", "dsv4")
+    registry = {name: lambda _, name=name: f"stock {name}" for name in names}
+    monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", registry)
+    monkeypatch.setattr(HookRegistry, "register", lambda *_: None)
+    monkeypatch.setattr("sglang.srt.server_args.add_attention_backend_choices", lambda _: None)
+    plugin.register()
     monkeypatch.setattr(factory.launch, "refuse_unsafe", bed.checked.append)
     monkeypatch.setattr(factory, "make_executor", lambda *_: None)
 
@@ -57,8 +68,6 @@ def bed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Si
 
     monkeypatch.setattr(factory, "extend", extend)
     monkeypatch.setattr(factory, "start_reporter", start_reporter)
-    for name in ("torch_native", "fa3", "triton"):
-        monkeypatch.setitem(ATTENTION_BACKENDS, name, lambda _, name=name: f"stock {name}")
     return bed
 
 
@@ -101,6 +110,11 @@ def test_a_model_with_a_served_layer_extends_the_base(
         ({}, {"config": {"is_generation": False}}, "embedding or reward"),
         ({}, {"args": {"max_running_requests": 1}}, "lets at most 1 decode at a time"),
         ({}, {"config": {"hf_config": QSA}}, "(QSA)"),
+        (
+            {},
+            {"args": {"attention_backend": "torch_native", "prefill_attention_backend": "pat"}},
+            "for prefill alone",
+        ),
         ({"use_irope": True}, {}, "none of 1 attention layers (1 with chunked attention"),
     ],
 )
@@ -119,19 +133,35 @@ def test_where_pat_serves_nothing_the_backend_is_sglangs(
     assert warned in warning and "serves nothing" in warning
 
 
-def test_a_draft_model_gets_sglangs_backend_without_a_warning(
+def test_what_pat_does_not_decode_is_sglangs_without_a_word(
     bed: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = make_runner([make_layer(0)], args=NGRAM, is_draft_worker=True)
-    assert bed.make(runner) == STOCK
-    (message,) = caplog.messages
-    assert message.endswith("the draft worker's attention is SGLang's own, torch_native")
-    assert not warnings_of(caplog) and not bed.reported
-    # SGLang makes the draft's further backends by this name, unless one was named for it.
-    assert runner.draft_attention_backend == "torch_native"
-    named = make_runner([make_layer(0)], is_draft_worker=True, draft_attention_backend="triton")
-    bed.make(named)
-    assert named.draft_attention_backend == "triton"
+    """A draft model, whose backends go by the same name; a server that did not ask; and prefill, of
+    a server that runs it on another backend."""
+    draft = make_runner([make_layer(0)], args=NGRAM, is_draft_worker=True)
+    assert bed.make(draft) == STOCK
+    assert bed.make(make_runner([], args={"attention_backend": "torch_native"})) == STOCK
+    split = {
+        "attention_backend": "torch_native",
+        "prefill_attention_backend": "triton",
+        "decode_attention_backend": "pat",
+    }
+    runner = make_runner([make_layer(0)], args=split)
+    assert bed.make(runner, runner.prefill_attention_backend_str) == "stock triton"
+    assert not caplog.messages and not bed.checked and not bed.reported
+    assert bed.make(runner)[0] == "TorchNativeAttnBackend"
+
+
+def test_a_name_that_the_hooks_did_not_resolve_is_refused(bed: SimpleNamespace) -> None:
+    runner = make_runner([make_layer(0)])
+    with pytest.raises(RuntimeError, match=r"hook before .*resolve_once is not installed: look "):
+        bed.make(runner, "pat")
+
+
+def test_the_plugin_registers_once(bed: SimpleNamespace) -> None:
+    before = dict(attention_registry.ATTENTION_BACKENDS)
+    plugin.register()
+    assert before == attention_registry.ATTENTION_BACKENDS
 
 
 def test_the_option_says_how_many_requests_are_enough(

@@ -1,143 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang would choose without the plugin: the attention backend, which the plugin extends or
-cannot, and the K/V cache's dtype that a checkpoint asks for. No server, no GPU."""
+"""What stays SGLang's own: what flags that name ``pat`` leave open, the backends that are extended,
+and the K/V cache's dtype that a checkpoint asks for. No server, no GPU."""
 
 from __future__ import annotations
 
 import json
-import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.runner import BF16, E4M3, HOPPER, OLDER, make_runner, model_config, warnings_of
-from sglang.srt.layers.attention import attention_registry
-from sglang.srt.runtime_context import override_platform
+from kit.runner import BF16, E4M3, make_runner, model_config
+from sglang.srt import platforms
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.layers.attention import attention_registry as registry
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+from sglang.srt.platforms.interface import SRTPlatform
+from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.srt import stock
 
-LLAMA_4 = {"architecture": "Llama4ForConditionalGeneration"}
-SINKS = {"has_attention_sinks": True}
-FLASHINFER, NONE = OLDER | {"has_flashinfer": True}, OLDER | {"has_flashinfer": False}
-B200 = {"is_hopper_with_cuda_12_3": False, "is_sm90": False, "is_sm100": True}
-PAGED = "takes pages of 16, 32, 64, 128 tokens, not of 1; --page-size 64 lets it run them"
-
-
-def _backends(prefill: str | None, decode: str | None, both: str | None = "pat") -> dict[str, Any]:
-    return {
-        "prefill_attention_backend": prefill,
-        "decode_attention_backend": decode,
-        "attention_backend": both,
-    }
-
-
-@pytest.fixture(autouse=True)
-def gpu_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Classes that tell their module: importing SGLang's would load kernels. The registry makes a
-    backend's name."""
-
-    class Module:
-        def __init__(self, path: str) -> None:
-            self.path = path
-
-        def __getattr__(self, name: str) -> type:
-            return type(name, (), {"__module__": self.path})
-
-    monkeypatch.setattr(stock, "import_module", Module)
-    registry = {name: lambda _, name=name: f"made {name}" for name in stock._CUDA}
-    monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", registry)
-
 
 @pytest.mark.parametrize(
-    ("facts", "args", "model", "base", "warning"),
+    ("given", "left"),  # --attention-backend, --prefill- and --decode-attention-backend
     [
-        # Without options the GPU and the model decide.
-        (HOPPER, {}, {}, "fa3", ""),
-        (HOPPER, {}, LLAMA_4, "fa3", ""),
-        (FLASHINFER, {}, {}, "flashinfer", ""),
-        (NONE, {}, {}, "triton", ""),
-        (FLASHINFER, {}, LLAMA_4, "triton", ""),  # SGLang's override for Llama 4
-        (FLASHINFER, {}, SINKS, "triton", ""),
-        (HOPPER, {"kv_cache_dtype": "fp8_e5m2"}, {}, "triton", ""),
-        (HOPPER, {"device": "cpu"}, {}, "torch_native", ""),
-        (HOPPER, _backends("triton", "pat", None), {}, "triton", ""),
-        (HOPPER, _backends(None, "pat", "flashinfer"), {}, "flashinfer", ""),
-        (HOPPER, _backends("fa4", "pat"), {}, "fa4", ""),
-        (HOPPER, _backends("pat", "triton", None), {}, "triton", ""),
-        (HOPPER, _backends("pat", "pat"), {}, "fa3", ""),
-        # A named one that cannot be extended gives way to the default.
-        (HOPPER, _backends(None, "pat", "torch_native"), {}, "fa3", "extend 'torch_native':.*fa3$"),
-        (HOPPER, _backends(None, "pat", "flex_attention"), {}, "fa3", "extend 'flex_att.*fa3$"),
-        *((B200, {"page_size": pages}, {}, "trtllm_mha", "") for pages in (16, 32, 64, 128)),
-        (B200 | {"has_flashinfer": True}, {}, {}, "flashinfer", f"on flashinfer: .*{PAGED}"),
-        (B200 | {"has_flashinfer": False}, {}, {}, "triton", f"run on triton: .*{PAGED}"),
-        (B200 | {"has_flashinfer": True}, {}, SINKS, "triton", f"run on triton: .*{PAGED}"),
+        (("pat", None, None), (None, None, None)),
+        (("pat", "pat", "pat"), (None, None, None)),
+        ((None, None, "pat"), (None, None, None)),
+        ((None, "pat", None), (None, None, None)),
+        (("fa3", None, "pat"), ("fa3", None, None)),
+        (("fa3", "pat", "pat"), ("fa3", None, None)),
+        (("fa3", "pat", "triton"), ("fa3", None, "triton")),
+        (("fa3", "triton", "pat"), ("fa3", "triton", None)),
+        (("pat", None, "triton"), (None, None, "triton")),
+        # What is named for prefill alone is for decode, too.
+        (("pat", "triton", None), ("triton", "triton", None)),
+        ((None, "triton", "pat"), ("triton", "triton", None)),
     ],
-)  # fmt: skip
-def test_gpu_model_and_options_decide_the_base(
-    facts: dict[str, bool],
-    args: dict[str, Any],
-    model: dict[str, Any],
-    base: str,
-    warning: str,
-    caplog: pytest.LogCaptureFixture,
+)
+def test_flags_that_name_pat_are_left_open(
+    given: tuple[str | None, ...], left: tuple[str | None, ...]
 ) -> None:
-    runner = make_runner([], args={"device": "cuda"} | args, config=model)
-    before = runner.server_args.attention_backend
-    with override_platform(**facts):
-        found = stock.base_of(runner)
-        warned = warnings_of(caplog)
-        if base != "torch_native" and "extend" not in warning:
-            assert stock.build_stock(runner) == (base, f"made {base}")
-    module, cls, arguments = (stock._CUDA | stock._CPU)[base]
-    assert (found.name, found.cls.__name__) == (base, cls)
-    assert found.cls.__module__ == f"sglang.srt.layers.attention.{module}"
-    workspace = {"init_new_workspace": False} if base == "flashinfer" else {}
-    assert found.arguments == arguments | workspace
-    assert [bool(re.search(warning, each)) for each in warned] == [True] * bool(warning), warned
-    assert runner.server_args.attention_backend == before
-    assert not getattr(runner.server_args, "_resolved_overrides", None)
-
-
-def test_a_default_that_cannot_be_extended_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(stock._CUDA, "fa3")
-    with (
-        override_platform(**HOPPER),
-        pytest.raises(RuntimeError, match=r"'fa3', .*--prefill-attention-b.*decode-.*-backend pat"),
-    ):
-        stock.base_of(make_runner([], args={"device": "cuda"}))
-
-
-def test_a_flashinfer_older_than_sglang_asks_for_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    args = {"device": "cuda", "prefill_attention_backend": "flashinfer"}
-    runner = make_runner([], args=args)
-    installed = "sglang.srt.utils.common.version"
-    for newer in ("99.0", "99.0+cu130"):
-        monkeypatch.setattr(installed, lambda _, found=newer: found)
-        assert stock.base_of(runner).name == "flashinfer"
-    monkeypatch.setattr(installed, lambda _: "0.0.1")
-    with pytest.raises(Exception, match=r"version 0\.0\.1, .* pip install flashinfer_python==\d"):
-        stock.base_of(runner)
-    monkeypatch.setenv("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
-    assert stock.base_of(runner).name == "flashinfer"
+    flags = dict(zip(stock._FLAGS, given, strict=True))
+    args = ServerArgs(model_path="dummy", device="cuda", **flags)
+    assert stock.asks_for_pat(args)
+    stock.let_sglang_choose(args)
+    view = resolving_view(args)
+    assert tuple(getattr(view, name) for name in flags) == left
+    # What was asked for stays in the record.
+    assert tuple(getattr(args, name) for name in flags) == given and stock.asks_for_pat(args)
+    assert (stock.asked_for_decode(args) == "pat") is ("pat" in (given[2] or given[0] or ""))
+    named = ServerArgs(model_path="dummy", attention_backend="fa3")
+    assert not stock.asks_for_pat(named) and stock.asked_for_decode(named) == "fa3"
 
 
 @pytest.mark.parametrize(
-    ("named", "runs"), [(None, "FlashBackend"), ("pat", "FlashBackend"), ("triton", "triton")]
-)
-def test_prefill_runs_on_the_base_unless_another_backend_is_named(
-    named: str | None, runs: str
+    ("device", "platform", "base"),
+    [("cpu", SRTPlatform, "torch_native"), (None, CpuSRTPlatform, "torch_native"),
+     ("cuda", CpuSRTPlatform, None)],
+)  # fmt: skip
+def test_on_a_cpu_the_base_is_torchs(
+    device: str | None, platform: type, base: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flash = type("FlashBackend", (), {})
-    runner = SimpleNamespace(prefill_attention_backend_str=named)
-    assert stock.prefill_attention(runner, flash) == runs
+    """SGLang's own choice there needs kernels that its wheel lacks."""
+    monkeypatch.setattr(platforms, "_current_platform", platform())
+    args = ServerArgs(model_path="dummy", device=device, attention_backend="pat")
+    stock.let_sglang_choose(args)
+    assert resolving_view(args).attention_backend == base
+
+
+@pytest.mark.parametrize("device", stock.EXTENDABLE)
+def test_what_can_be_extended_is_what_sglang_makes_under_that_name(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own functions, of which each makes an instance of its class, tell class and
+    arguments."""
+    for name in stock.EXTENDABLE[device]:
+        made = mock.MagicMock()
+        module, cls, _ = stock.EXTENDABLE[device][name]
+        monkeypatch.setitem(sys.modules, f"{stock._HOME}.{module}", SimpleNamespace(**{cls: made}))
+        runner = make_runner([], use_mla_backend=False, args={"device": device})
+        asked = {"get_device_capability": lambda: (9, 0), "get_spec": mock.MagicMock()}
+        with mock.patch.multiple(registry, **asked):
+            registry.ATTENTION_BACKENDS[name](runner)
+        base = stock.base_of(name, runner)
+        assert base.cls is made
+        made.assert_called_once_with(runner, **base.arguments)
 
 
 # The K/V cache's dtype.

@@ -201,7 +201,12 @@ NGRAM = {
     "speculative_num_draft_tokens": 4,
 }
 EAGLE = NGRAM | {"speculative_algorithm": "EAGLE"}
-ON_FA3 = NGRAM | {"prefill_attention_backend": "fa3"}
+# Of two backends, pat is over triton.
+SPLIT_DRAFTS = NGRAM | {
+    "attention_backend": "triton",
+    "prefill_attention_backend": "fa3",
+    "decode_attention_backend": "pat",
+}
 
 
 @pytest.mark.parametrize(
@@ -224,16 +229,28 @@ ON_FA3 = NGRAM | {"prefill_attention_backend": "fa3"}
         ({}, {}, {"attention_arch": AttentionArch.SSM}, "no attention", "drop"),
         ({}, {}, {"hf_config": QSA}, "(QSA)", "another --attention-backend"),
         ({}, {}, MINIMAX, "NVFP4 sparse", "another --attention-backend"),
-        (SPLIT, {}, {}, "--decode-attention-backend fa3", "or set it to pat"),
-        ({}, {"attention_backend": "triton"}, {}, "decode runs on triton", "replaces"),
+        (SPLIT, {}, {}, "decode runs on fa3", "set --decode-attention-backend pat"),
+        ({"attention_backend": "triton", "prefill_attention_backend": "pat"}, {}, {},
+         "decode runs on triton", "set --decode-attention-backend pat"),
+        ({}, {"attention_backend": "triton"}, {}, "", ""),
+        ({}, {"attention_backend": "dsv4"}, {}, "on dsv4, which pat cannot extend", "drop pat"),
+        ({"dllm_algorithm": "LowConfidence"}, {}, {}, "never decodes", "nothing is lost"),
+        ({}, {}, {"architecture": "HrmTextForCausalLM"}, "triton alone", "another --attention-b"),
+        ({}, {}, {"architecture": "HrmTextForCausalLM", "hf_config": {"prefix_lm": False}}, "", ""),
         ({"speculative_algorithm": "DFLASH"}, {}, {}, "that is SGLang's attention: pat verifies "
          "those of EAGLE, EAGLE3, STANDALONE, NGRAM", "drop that option"),
         (NGRAM | {"speculative_num_draft_tokens": 65}, {}, {}, "NGRAM drafts trees of 65 tokens",
-         "to at most 64"),
+         "to at most 16"),  # of four query heads a KV head, for 64 rows
         (EAGLE | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 65}, {}, {},
-         "EAGLE drafts trees of 65 tokens", "to at most 64"),
+         "EAGLE drafts trees of 65 tokens", "to at most 16"),
+        (NGRAM | {"speculative_num_draft_tokens": 65, "device": "cpu"}, {}, {},
+         "NGRAM drafts trees of 65 tokens", "to at most 64"),
         (EAGLE | {"speculative_adaptive": True}, {}, {}, "draft tokens changes", "drop that"),
-        (ON_FA3, {}, {}, "on --prefill-attention-backend fa3, as", "--speculative-attention-mode"),
+        (SPLIT_DRAFTS, {}, {}, "on --prefill-attention-backend fa3, as",
+         "--speculative-attention-mode"),
+        (NGRAM, {"page_size": 64}, {}, "NGRAM may draft trees, and pat verifies them on pages of 1 "
+         "token, not of 64", "--page-size 1"),
+        (EAGLE, {"page_size": 64}, {}, "", ""),
     ],
 )  # fmt: skip
 def test_each_reason_for_nothing_to_gain_names_the_way_out(
@@ -261,7 +278,8 @@ def test_each_reason_for_nothing_to_gain_names_the_way_out(
         ({"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 4}, True),
         ({"speculative_eagle_topk": 2, "device": "cpu"}, True),
         ({"prefill_attention_backend": "pat"}, True),
-        (ON_FA3 | {"speculative_attention_mode": "decode"}, True),
+        ({"prefill_attention_backend": "fa3"}, True),  # which is the base of decode, too
+        (SPLIT_DRAFTS | {"speculative_attention_mode": "decode"}, True),
     ],
 )
 def test_speculation_that_is_served(args: dict[str, Any], trees: bool) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from sglang_pat.srt import factory, hook
+from sglang_pat.srt import hook
 
 ROOT = Path(__file__).parents[2]
 PATCH = ROOT / "patches" / "0.5.23-pat.patch"
@@ -61,9 +61,9 @@ def test_the_copy_is_the_installed_sglang_but_for_the_patched_files(copy: Path) 
 def test_a_patch_for_another_sglang_is_refused(tool: ModuleType, tmp_path: Path) -> None:
     text = PATCH.read_text()
     other = tmp_path / "other.patch"
-    text = text.replace("-        if backend_type not in backend_map:", "-        return 1")
+    text = text.replace("target=work_func,", "target=another,", 1)
     other.write_text(text)
-    with pytest.raises(tool.DoesNotFit, match=r"draft_utils\.py, line \d+: .*0\.5\.23"):
+    with pytest.raises(tool.DoesNotFit, match=r"one_batch\.py, line \d+: .*0\.5\.23"):
         tool.unpack(tmp_path / "copy", other)
     assert not (tmp_path / "copy").exists()
 
@@ -72,7 +72,6 @@ def test_without_the_patch_the_plugin_does_as_before() -> None:
     """And is run on SGLang as released, not on a patched one."""
     assert not hook.carries_requests()
     assert isinstance(hook.batches_of(SimpleNamespace()), hook.Mailbox)
-    assert not factory.draft_with("triton")
 
 
 def test_the_patched_copy_does_what_the_plugin_takes_it_for(copy: Path, tmp_path: Path) -> None:

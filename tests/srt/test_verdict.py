@@ -18,12 +18,17 @@ from unittest import mock
 
 import pytest
 import torch
-from kit.hybrid_models import FAMILIES
+from kit.hybrid_models import FAMILIES, published
 from kit.models import (
     DEEPSEEK,
+    EXAONE4,
     GEMMA2,
+    GEMMA4,
+    GPT_OSS,
     LLAMA,
     LLAMA4,
+    MINICPM,
+    MINIMAX_M3,
     PLAIN,
     QWEN3_MOE,
     STEP3P5,
@@ -36,7 +41,7 @@ from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
 
 from sglang_pat import _C
 from sglang_pat.capacity import MB, fit_workspace
-from sglang_pat.srt.layers import CAPPED, CHUNKED, SLIDING
+from sglang_pat.srt.layers import CAPPED, CHUNKED, SLIDING, SPARSE
 from sglang_pat.srt.layers import NO_ATTENTION as OFF
 from sglang_pat.srt.verdict import QuestionError, Verdict, judge
 
@@ -75,10 +80,6 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 # Configurations of models that do not attend alike in all layers.
 
 
-def published(family: str) -> dict[str, Any]:
-    return {name: value for name, value in FAMILIES[family].items() if name != "class"}
-
-
 def model(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
     """What is not said is the default of the published model's own configuration."""
     return PLAIN | {"architectures": [architecture], "model_type": model_type} | fields
@@ -101,6 +102,7 @@ MIMO = model(  # K of 192, V of 128; windows in two of four layers
     hybrid_layer_pattern=[0, 1, 1, 0],
     attention_chunk_size=128,
 )
+GEMMA3_MM = with_vision("Gemma3", "gemma3")
 BAILING = model("BailingMoeV2_5ForCausalLM", "bailing_hybrid")
 KIMI = model("KimiLinearForCausalLM", "kimi_linear", qk_nope_head_dim=32, qk_rope_head_dim=16)
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
@@ -117,7 +119,12 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         (GEMMA2, (), [1, 3], {SLIDING: [0, 2]}),
         (STEP3P5, (), [0, 2], {SLIDING: [1, 3]}),
         (published("qwen3_next"), (), [3], {OFF: [0, 1, 2]}),
+        (LLAMA4, (), [3], {CHUNKED: [0, 1, 2]}),
         (LLAMA4, ON_FA3, [3], {CHUNKED: [0, 1, 2]}),
+        (EXAONE4, (), [3], {SLIDING: [0, 1, 2]}),
+        (MINIMAX_M3, (), [0], {SPARSE: [1, 2, 3]}),
+        (GEMMA4, (), [], {"head dims 512 and 512, not both one of (64, 128, 256)": [1, 3],
+                          SLIDING: [0, 2]}),
         (published("qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
         (with_vision("Qwen3_5", "qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
         (published("falcon_h1"), (), [0, 1, 2], {}),
@@ -126,7 +133,7 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         (LFM2, (), [2], {OFF: [0, 1, 3]}),
         (JET, (), [1], {SLIDING: [3], OFF: [0, 2]}),
         (published("gemma3"), (), [1, 3], {SLIDING: [0, 2]}),
-        (with_vision("Gemma3", "gemma3"), (), [1, 3], {SLIDING: [0, 2]}),
+        (GEMMA3_MM, (), [1, 3], {SLIDING: [0, 2]}),
         # MiMo: the windows are named as such, though config.json has a chunk size.
         (MIMO, (), [], {"head dims 192 and 128, not both one of (64, 128, 256)": [0, 3],
                         SLIDING: [1, 2]}),
@@ -153,7 +160,18 @@ def test_which_layers_are_served(
 CHOOSE, GAIN = "choose another --attention-backend", "nothing to gain"
 HYBRIDS = ("qwen3_5", "falcon_h1", "nemotron_h", "granite_hybrid")
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
-GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+HRM = model("HrmTextForCausalLM", "hrm_text")
+GROK = model(  # config.json of the published one has a model_type that transformers does not know
+    "Grok1ForCausalLM",
+    "mixtral",
+    attn_temperature_len=1024,
+    num_local_experts=2,
+    num_experts_per_tok=2,
+)
+SPLIT_FLAGS = (
+    *("--prefill-attention-backend", "fa3", "--attention-backend", "triton"),
+    *("--decode-attention-backend", "pat"),
+)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +182,9 @@ GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_os
         (BAILING, (), "H100", "refused", "the model uses MLA", CHOOSE),
         (LLAMA, ("--dtype", "float32"), "H100", "refused", "torch.float32", "set one as --dtype"),
         # In SGLang's own words, which are not cut.
-        (LLAMA4, (), "H100", "refused", "is required for Llama4 model but got pat", CHOOSE),
-        (GPT_OSS, (), "H100", "refused", "- Prefill: pat - Decode: pat", CHOOSE),
+        (EXAONE4, ("--attention-backend", "flashinfer", "--decode-attention-backend", "pat"),
+         "H100", "refused", "['fa3', 'triton', 'trtllm_mha'] is required for Exaone4ForCausalLM, "
+         "but got flashinfer", ""),
         (LLAMA, (*NGRAM, "--page-size", "64"), "H100", "refused", "page_size(64) > 1",
          "set --page-size 1"),
         *((published(family), (), "", "refused", "extra_buffer requires platform", "")
@@ -173,13 +192,14 @@ GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_os
         # The flags that it then asks for would only start a server that dies.
         *((published(family), NO_BUFFER, "", "refused", "SGLang's kernels of linear attention and "
            "state spaces need a GPU", "start the server") for family in HYBRIDS),
-        *(pytest.param(published(family), (), gpu, "refused", "gated delta nets (Qwen3-Next, Qw",
-                       CHOOSE, marks=needs_cuda)
-          for family in ("qwen3_5", "qwen3_next") for gpu in ("B200", "RTX5090")),
         (LLAMA, (*NGRAM, "--speculative-num-draft-tokens", "65"), "H100", GAIN, "trees of 65 tok",
-         "set --speculative-num-draft-tokens to at most 64"),
-        (LLAMA, (*CHAINS, "--prefill-attention-backend", "fa3"), "H100", GAIN,
+         "set --speculative-num-draft-tokens to at most 32"),
+        (LLAMA, (*CHAINS, *SPLIT_FLAGS), "H100", GAIN,
          "drafts are verified on", "set --speculative-attention-mode decode"),
+        (LLAMA, ("--decode-attention-backend", "fa3"), "H100", GAIN, "decode runs on fa3",
+         "set --decode-attention-backend pat"),
+        (LLAMA, ("--attention-backend", "flex_attention", "--decode-attention-backend", "pat"),
+         "H100", GAIN, "on flex_attention, which pat cannot", "where it was SGLang's choice"),
         (LLAMA, ("--is-embedding",), "H100", GAIN, "model never decodes", CHOOSE),
         # The next two are served all the same, each request by itself.
         (LLAMA, ("--disaggregation-mode", "decode"), "H100", GAIN, "keeps no radix cache",
@@ -206,6 +226,51 @@ def test_what_is_refused_or_gains_nothing_is_said_with_the_way_out(
     assert verdict.as_json()["reasons"][0]["words"] == found.words
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [(MINICPM, "decode runs on minicpm_flashattn, which pat"), (HRM, "attention to prompts on")],
+)
+def test_where_sglang_has_the_attention_alone_there_is_nothing_to_gain(
+    config: dict[str, Any], words: str, ask: Any
+) -> None:
+    """A server starts as it does without pat, which for these is without a radix cache."""
+    verdict = ask(config)
+    assert verdict.status == GAIN and not verdict.layers and words in verdict.reasons[0].words
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        (LLAMA, ("--dtype", "float32")),
+        (LLAMA, ("--kv-cache-dtype", "fp8_e5m2")),
+        (LLAMA, ("--enable-pdmux",)),
+        (LLAMA, (*NGRAM, "--page-size", "64")),
+        (LLAMA, (*NGRAM, "--speculative-num-draft-tokens", "65")),
+        (LLAMA, (*CHAINS, *SPLIT_FLAGS)),
+        (EXAONE4, ("--decode-attention-backend", "fa3")),
+        (LLAMA, ("--disaggregation-mode", "decode")),
+        (LLAMA, ("--disable-radix-cache",)),
+        (LLAMA, ("--max-running-requests", "1")),
+    ],
+)
+def test_the_way_out_works_when_it_is_copied(
+    config: dict[str, Any], flags: tuple[str, ...], ask: Any
+) -> None:
+    (found,) = ask(config, *flags).reasons
+    way_out = re.sub(r"^set one as (\S+)$", r"set \1 bfloat16", found.way_out)
+    way_out = re.sub(r"^raise it to", f"set {flags[0]} to", way_out)
+    copied = re.match(
+        r"(?:set|drop) (it|--\S+?)(?: (?:to at most |to )?(\w+))?(?:;| or |$)", way_out
+    )
+    assert copied is not None, way_out
+    flag, value = flags[0] if copied[1] == "it" else copied[1], copied[2]
+    if way_out.startswith("drop"):
+        left = tuple(each for each in flags if each != flag)
+    else:
+        left = (*flags, flag, *([value] if value else []))
+    assert ask(config, *left).ok, (way_out, left)
+
+
 def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
     """A folder without a config.json."""
     verdict = judge(["--model-path", str(tmp_path)], gpu="H100")
@@ -215,7 +280,8 @@ def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
 
 def test_what_lets_it_gain(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode = ("--speculative-attention-mode", "decode")
-    assert ask(LLAMA, *CHAINS, "--prefill-attention-backend", "fa3", *mode).ok
+    assert ask(LLAMA, *CHAINS, *SPLIT_FLAGS, *mode).ok
+    assert ask(LLAMA, *CHAINS, "--prefill-attention-backend", "fa3").ok
     monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "1")
     assert ask(LLAMA, "--max-running-requests", "1").ok
 
@@ -228,7 +294,7 @@ def test_what_lets_it_gain(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ("H100", {"head_dim": 256}, True, []),
         ("A100", {"head_dim": 256}, True, ["compute capability 8.0 (sm_80) are built, but"]),
         ("L40S", {"head_dim": 256}, False, ["8.9 (sm_80)"]),  # too little shared memory
-        ("B300", {}, True, ["10.3 (sm_100)", "on flashinfer: .*of 1; --page-size 64"]),
+        ("B300", {}, True, ["10.3 (sm_100)"]),
         ("5090", {}, True, ["12.0 (sm_120)"]),
     ],
 )
@@ -247,12 +313,27 @@ def test_machines(
 
 @needs_cuda
 def test_notes_name_the_option_that_makes_them_go(ask: Any) -> None:
-    assert len(ask(LLAMA, "--page-size", "64", gpu="B200").notes) == 1
     (note,) = ask(published("falcon_h1"), gpu="H200").notes
     assert "dies at its first prompts" in note and "--disable-prefill-cuda-graph" in note
     assert not ask(published("falcon_h1"), "--disable-prefill-cuda-graph", gpu="H200").notes
     for family in ("nemotron_h", "granite_hybrid"):
         assert ask(published(family), gpu="B200").ok and not ask(published(family)).notes
+    triton = ("--attention-backend", "triton")
+    (note,) = ask(GROK).notes
+    assert "attn_temperature_len" in note and note.endswith(" ".join(triton))
+    assert not ask(GROK, *triton, "--decode-attention-backend", "pat").notes
+    images, over_triton = ("--enable-multimodal",), (*triton, "--decode-attention-backend", "pat")
+    (note,) = ask(GEMMA3_MM, *images).notes
+    assert "tokens of an image" in note and note.endswith(" ".join(over_triton))
+    assert not ask(GEMMA3_MM, *images, *over_triton).notes and not ask(GEMMA3_MM).notes
+
+
+@needs_cuda
+@pytest.mark.parametrize("config", [GPT_OSS, GEMMA4, *map(published, ("qwen3_5", "qwen3_next"))])
+def test_models_that_sglang_lists_backends_of_start_on_blackwell(
+    config: dict[str, Any], ask: Any
+) -> None:
+    assert not ask(config, gpu="B200").refused
 
 
 def test_the_workspace_is_what_the_backend_would_size(

@@ -22,11 +22,10 @@ __device__ __forceinline__ Fragment columns_first(uint32_t tile, int first) {
   return {tile + (first + low + (lane >> 4) * 8) * 128, (((lane >> 3) & 1) ^ low) << 4};
 }
 
-// scores = Q K^T of 16 rows and 8 * kTiles tokens. `q_panel`: bytes from one panel of Q to the
-// next.
+// scores = Q K^T of 16 rows and 8 * kTiles tokens.
 template <typename T, int kTiles, int kHeadDim>
 __device__ __forceinline__ void multiply_keys(float (&scores)[4 * kTiles], const Fragment& q,
-                                              uint32_t q_panel, const Fragment& k) {
+                                              const Fragment& k) {
 #pragma unroll
   for (int i = 0; i < 4 * kTiles; ++i) scores[i] = 0.0f;
 #pragma unroll
@@ -34,7 +33,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[4 * kTiles], const
     const uint32_t panel = d >> 2;
     const uint32_t chunk = (d & 3) << 5;
     uint32_t a[4];
-    load_matrix(a, q.row + panel * q_panel + (q.chunk ^ chunk));
+    load_matrix(a, q.row + panel * Shape<kHeadDim>::kPanelBytes + (q.chunk ^ chunk));
 #pragma unroll
     for (int j = 0; j < kTiles / 2; ++j) {
       uint32_t b[4];
@@ -183,7 +182,7 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
             });
       } else {
         const Fragment k = columns_first(keys, first_token);
-        multiply_keys<T, kTiles, kHeadDim>(scores, q, S::kPanelBytes, k);
+        multiply_keys<T, kTiles, kHeadDim>(scores, q, k);
       }
       softmax<kTiles, kTransforms>(p, exponent, scores, row_max, row_sum, factor, first_token, left,
                                    [&](float (&s)[4 * kTiles]) {
@@ -237,73 +236,8 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
   }
   // This warp writes so many tiles of 8 columns of its rows' results.
   constexpr int kMine = kHeadDim / 8 / kTokenWarps;
-  write_rows<T, kMine, kFp8, 2>(p, unit, to, first_row, token_warp * kMine * 8, o, state,
-                                token_warp == 0);
-}
-
-// A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
-// are copies of rows 0 to 7, which are not used.
-template <typename T, bool kFp8, int kTokens, int kHeadDim, bool kTransforms, Drafts kDrafts>
-__device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kDrafts>& c,
-                                              const WorkUnit& unit) {
-  constexpr int kTiles = kTokens / 8;
-  using M = Operand<T, kFp8>;
-  constexpr bool kOneStage = kFp8 || kTokens == kShortTokens;  // of K and V
-  const ForwardParams& p = c.p;
-  Fragment q = rows_first(0, 0);
-  q.row = c.s.narrow_q(c.narrow.index) + (lane_id() & 7) * 128;
-  uint32_t tile = c.s.tile(c.stage.index);
-
-  const Destination to = destination_of<kHeadDim, kDrafts>(p, c.s.control(), unit, 0);
-  float scores[4 * kTiles];
-  c.narrow.wait_full(c.s.base);
-  c.stage.wait_full(c.s.base);
-  if constexpr (kFp8) {
-    const uint32_t buffer = c.s.narrow_q(c.narrow.index);
-    multiply_raw_keys<kTiles, kHeadDim>(
-        scores, RawTile<kHeadDim>::keys(tile, 0),
-        [&](uint32_t (&a)[4], int i) { load_narrow_queries<T, kHeadDim>(a, buffer, i); });
-  } else {
-    multiply_keys<T, kTiles, kHeadDim>(scores, q, Shape<kHeadDim>::kNarrowPanelBytes,
-                                       columns_first(tile, 0));
-  }
-  c.release(c.narrow.empty(c.s.base));
-  if constexpr (!kOneStage) {
-    c.release_stage();
-    tile = c.s.tile(c.stage.index);
-  }
-  PlainScores exponent{p};
-  float row_max[2] = {-INFINITY, -INFINITY};
-  float row_sum[2] = {0.0f, 0.0f};
-  float factor[2];
-  softmax<kTiles, kTransforms>(p, exponent, scores, row_max, row_sum, factor, 0, unit.num_tokens,
-                               [&](float (&s)[4 * kTiles]) {
-                                 if constexpr (kDrafts != kNoDrafts) {
-                                   if (unit.has_drafts()) {
-                                     mask_drafts<kTiles, kDrafts>(p, s, unit.member.query, 0, 0,
-                                                                  unit.num_tokens);
-                                   }
-                                 }
-                               });
-  if constexpr (!kOneStage) c.stage.wait_full(c.s.base);
-  float o[kHeadDim / 2];
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
-  const auto weights = [&](uint32_t (&a)[4], int i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = pack2<M>(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]);
-  };
-  if constexpr (kFp8) {
-    const Fragment v = RawTile<kHeadDim>::values(tile, 0);
-    add_raw_values<kTiles, kHeadDim>(o, v, unit.num_tokens, weights);
-  } else {
-    const Fragment v = rows_first(tile, kOneStage ? kShortTokens : 0);
-    add_values<T, kTiles, kHeadDim>(o, v, unit.num_tokens, weights);
-  }
-  c.release_stage();
-  SoftmaxState state[2];
-  finish_states(exponent, row_max, row_sum, state);
-  write_rows<T, kHeadDim / 8, kFp8, 1>(p, unit, to, 0, 0, o, state, true);
+  write_rows<T, kMine, kFp8>(p, unit, to, first_row, token_warp * kMine * 8, o, state,
+                             token_warp == 0);
 }
 
 }  // namespace pat

@@ -25,18 +25,6 @@ __device__ __forceinline__ void issue_output(float (&o)[kHeadDim / 2],
   wgmma_commit();
 }
 
-// o += P V, when no other product is under way.
-template <typename T, int kHeadDim>
-__device__ __forceinline__ void add_last_values(float (&o)[kHeadDim / 2], uint32_t (&weights)[16],
-                                                uint32_t tile) {
-  warpgroup_fence_operand(weights);
-  warpgroup_fence_operand(o);
-  wgmma_fence();
-  issue_output<T, kHeadDim>(o, weights, tile);
-  wgmma_wait<0>();
-  warpgroup_fence_operand(o);
-}
-
 // Up to 64 packed rows. The products of a tile's keys and of the values of the tile before it are
 // issued together, and both are waited for: while a half's softmax runs, the other half has the
 // matrix units. So what counts is how long a half needs from one wait for products to its next
@@ -135,7 +123,12 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
     if constexpr (!S::kQInRegisters) release_queries(c);
     values.wait();
     fence_async_proxy();
-    add_last_values<T, kHeadDim>(o, weights, values.tile);
+    warpgroup_fence_operand(weights);
+    warpgroup_fence_operand(o);
+    wgmma_fence();
+    issue_output<T, kHeadDim>(o, weights, values.tile);
+    wgmma_wait<0>();
+    warpgroup_fence_operand(o);
     c.release(values.empty);
     c.keep_positions(stages);
     if (walk.paired()) c.tell(2 * unit.pair + 1, c.stage);

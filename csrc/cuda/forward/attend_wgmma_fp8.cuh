@@ -65,41 +65,6 @@ __device__ __forceinline__ void pack_weights(uint32_t (&weights)[8], const float
   }
 }
 
-// scores = Q K^T of a unit's first tile, when no other product is under way. `meanwhile` runs while
-// the product does.
-template <int kHeadDim, typename Meanwhile>
-__device__ __forceinline__ void multiply_first_keys(float (&scores)[32], const Queries<kHeadDim>& q,
-                                                    uint32_t tile, const Meanwhile& meanwhile) {
-  fence_async_proxy();
-  warpgroup_fence_operand(scores);
-  wgmma_fence();
-  issue_scores<E4M3, kHeadDim>(scores, q, tile);
-  meanwhile();
-  wgmma_wait<0>();
-  warpgroup_fence_operand(scores);
-}
-
-// scores = Q K^T of the tile whose K is at `keys`, and o += P V of the tile before it, whose V is
-// at `values`. K and V must be fenced. Both results are there at the return; `meanwhile` runs while
-// the products do.
-template <int kHeadDim, typename Meanwhile>
-__device__ __forceinline__ void multiply_tile(float (&scores)[32], float (&o)[kHeadDim / 2],
-                                              float (&sum)[32], uint32_t (&weights)[8],
-                                              const Queries<kHeadDim>& q, uint32_t keys,
-                                              uint32_t values, const float (&factor)[2],
-                                              const Meanwhile& meanwhile) {
-  warpgroup_fence_operand(scores);
-  warpgroup_fence_operand(weights);
-  issue_part<kHeadDim>(sum, weights, values, 0);
-  issue_scores<E4M3, kHeadDim>(scores, q, keys);
-  meanwhile();
-  wgmma_wait<1>();
-  add_part(o, sum, 0, factor);
-  add_parts<kHeadDim>(o, sum, weights, values, 1, factor);
-  wgmma_wait<0>();
-  warpgroup_fence_operand(scores);
-}
-
 // Up to 64 packed rows. The product of a tile's weights and values is issued with that of the next
 // tile's keys.
 template <typename T, int kHeadDim, bool kTransforms, Drafts kDrafts>
@@ -140,7 +105,13 @@ __device__ __forceinline__ void attend_wgmma_fp8(Consumer<kHeadDim, kTransforms,
       pack_weights(weights, scores);
     };
     stage.wait();
-    multiply_first_keys(scores, q, stage.tile, look_ahead);
+    fence_async_proxy();
+    warpgroup_fence_operand(scores);
+    wgmma_fence();
+    issue_scores<E4M3, kHeadDim>(scores, q, stage.tile);
+    look_ahead();
+    wgmma_wait<0>();
+    warpgroup_fence_operand(scores);
     weigh();
     while (!walk.last()) {
       if (!ready) {
@@ -155,8 +126,16 @@ __device__ __forceinline__ void attend_wgmma_fp8(Consumer<kHeadDim, kTransforms,
       walk.advance();
       const auto before = stage;
       stage = next;
-      multiply_tile<kHeadDim>(scores, o, sum, weights, q, stage.tile, before.tile, factor,
-                              look_ahead);
+      warpgroup_fence_operand(scores);
+      warpgroup_fence_operand(weights);
+      issue_part<kHeadDim>(sum, weights, before.tile, 0);
+      issue_scores<E4M3, kHeadDim>(scores, q, stage.tile);
+      look_ahead();
+      wgmma_wait<1>();
+      add_part(o, sum, 0, factor);
+      add_parts<kHeadDim>(o, sum, weights, before.tile, 1, factor);
+      wgmma_wait<0>();
+      warpgroup_fence_operand(scores);
       c.release(before.empty);
       weigh();
     }

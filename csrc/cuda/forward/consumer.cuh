@@ -6,7 +6,7 @@
 
 namespace pat {
 
-// kTransforms: the logits are not kPlain. kDrafts: see Drafts.
+// kTransforms: the logits are not kPlain.
 template <int kHeadDim, bool kTransforms, Drafts kDrafts>
 struct Consumer {
   const ForwardParams& p;
@@ -14,19 +14,12 @@ struct Consumer {
   const int warp;               // 0 .. 3
   StageRing stage, peer_stage;  // this half's stages and the other half's
   QRing q;
-  NarrowRing narrow;
 
   __device__ __forceinline__ void release(uint32_t barrier) { barrier_release(barrier, lane_id()); }
   __device__ __forceinline__ void release_stage() {
     release(stage.empty(s.base));
     stage.advance(p.stages);
   }
-  // Passes a stage that another warp reads: every warp must wait on every phase (see Ring).
-  __device__ __forceinline__ void pass_stage() {
-    stage.wait_full(s.base);
-    release_stage();
-  }
-
   // A stage: addresses of its tile, of its barriers, and of its Control::row_masks (of this half:
   // they are not read for common tiles, which have no masks), and the parity of the phase in which
   // it is full.

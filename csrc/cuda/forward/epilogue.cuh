@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/forward/pipeline.cuh"
+#include "cuda/sinks.cuh"
 
 namespace pat {
 
@@ -15,7 +16,6 @@ struct Destination {
   bool direct[2];  // to the output
 };
 
-// kDrafts: see Drafts.
 template <int kHeadDim, Drafts kDrafts>
 __device__ __forceinline__ Destination destination_of(const ForwardParams& p,
                                                       const Control& control, const WorkUnit& unit,
@@ -72,11 +72,12 @@ __device__ __forceinline__ void write_quads(char* base, int column, const float*
   }
 }
 
-// Writes the results of row lane / 4 and, if kRows is 2, of row lane / 4 + 8 of 16 packed rows,
-// which begin at row `first_row` of the unit: 8 * kTiles columns from `column` on. A query with one
-// split gets its output, others a partial result. kFp8: of K and V, of which the lanes hold the
-// columns that write_quads() writes. `half`: only the first half of these columns.
-template <typename T, int kTiles, bool kFp8, int kRows, int kCount>
+// Writes the results of rows lane / 4 and lane / 4 + 8 of 16 packed rows, which begin at row
+// `first_row` of the unit: 8 * kTiles columns from `column` on. A query with one split gets its
+// output, others a partial result. `state`: of all tokens of the unit. kFp8: of K and V, of which
+// the lanes hold the columns that write_quads() writes. `half`: only the first half of these
+// columns.
+template <typename T, int kTiles, bool kFp8, int kCount>
 __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUnit& unit,
                                            const Destination& to, int first_row, int column,
                                            float (&o)[kCount], const SoftmaxState (&state)[2],
@@ -85,15 +86,20 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
   const int lane = lane_id();
   const int quad = lane & 3;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < 2; ++r) {
     if (first_row + 8 * r >= unit.num_rows) break;
     const int row = first_row + (lane >> 2) + 8 * r;
     const bool live = row < unit.num_rows;
-    float norm = normalizer(state[r]);
-    if constexpr (kFp8) norm *= p.v_scale;
     const bool direct = to.direct[r];
+    SoftmaxState total = state[r];
+    float norm = normalizer(total);
+    if (p.sinks.values && direct) [[unlikely]] {
+      total = complete(p.sinks, to.lse[r], total);
+      norm = share(state[r].max, total);
+    }
+    if constexpr (kFp8) norm *= p.v_scale;
     float* lses = direct ? p.lse : p.partial_lse;
-    if (write_lse && live && quad == 0 && lses) lses[to.lse[r]] = lse(state[r]);
+    if (write_lse && live && quad == 0 && lses) lses[to.lse[r]] = lse(total);
     char* base = to.row[r];
     const bool exact = p.float_partials && !direct;
     if constexpr (kFp8) {

@@ -33,7 +33,6 @@ __device__ __forceinline__ void copy_first_unit(const ForwardParams& p, const Sh
   copies_wait<0>();
 }
 
-// kDrafts: see Drafts.
 template <int kHeadDim, Drafts kDrafts>
 struct Fetcher {
   using S = Shape<kHeadDim>;
@@ -43,7 +42,6 @@ struct Fetcher {
   const int lane;
   SlotRing slots;
   QRing q;
-  NarrowRing narrow;
   int given;  // tiles, from the next one on, whose slots are there already: see FirstUnit
 
   // Starts the copy of the slots of one tile, whose first token is token `first` of the unit,
@@ -85,14 +83,13 @@ struct Fetcher {
     return static_cast<uint32_t>((query * p.q_stride_query + head * p.q_stride_head) >> 4);
   }
 
-  // Copies the unit's rows of Q to a buffer whose panels are `panel` bytes apart. Lane i holds the
-  // offsets of rows i and i + 32.
+  // Copies the unit's rows of Q to a buffer. Lane i holds the offsets of rows i and i + 32.
   __device__ __forceinline__ void copy_rows(const WorkUnit& unit, const uint32_t (&offsets)[2],
-                                            uint32_t to, uint32_t panel) {
+                                            uint32_t to) {
     const int chunk = lane % S::kChunks;
     const int sub_row = lane / S::kChunks;
     const char* from = p.q + chunk * 16;
-    to += (chunk >> 3) * panel + sub_row * 128;
+    to += (chunk >> 3) * S::kPanelBytes + sub_row * 128;
 #pragma unroll 1
     for (int i = 0; i < unit.num_rows; i += 8) {
       const uint32_t of_lane = i < 32 ? offsets[0] : offsets[1];
@@ -107,58 +104,37 @@ struct Fetcher {
     }
   }
 
-  // Does the same for a unit of one query, whose rows are neighbouring heads.
-  __device__ __forceinline__ void copy_query(const WorkUnit& unit, uint32_t to, uint32_t panel) {
+  // Does the same for a unit of one query, whose rows are neighbouring heads of each draft token.
+  __device__ __forceinline__ void copy_query(const WorkUnit& unit, uint32_t to) {
     const int chunk = lane % S::kChunks;
     int row = lane / S::kChunks;
-    const char* from = p.q + unit.member.query * p.q_stride_query +
-                       (unit.kv_head * p.group + row) * p.q_stride_head + chunk * 16;
-    to += (chunk >> 3) * panel;
+    const char* from = p.q + unit.member.query * p.q_stride_query + chunk * 16;
+    if constexpr (kDrafts == kNoDrafts) {
+      from += (unit.kv_head * p.group + row) * p.q_stride_head;
+    }
+    to += (chunk >> 3) * S::kPanelBytes;
 #pragma unroll 1
     for (; row < unit.num_rows; row += S::kRowsPerCopy) {
-      copy16(to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4), from);
-      from += S::kRowsPerCopy * p.q_stride_head;
-    }
-  }
-
-  // And for one whose query has several draft tokens, with neighbouring heads each.
-  __device__ __forceinline__ void copy_drafts(const WorkUnit& unit, uint32_t to, uint32_t panel) {
-    const int chunk = lane % S::kChunks;
-    const char* from = p.q + unit.member.query * p.q_stride_query + chunk * 16;
-    to += (chunk >> 3) * panel;
-#pragma unroll 1
-    for (int row = lane / S::kChunks; row < unit.num_rows; row += S::kRowsPerCopy) {
-      copy16(to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4),
-             from + offset_in_query(unit, unit.first_packed_row + row));
-    }
-  }
-
-  __device__ __forceinline__ void copy_q(const WorkUnit& unit, const uint32_t (&offsets)[2],
-                                         uint32_t to, uint32_t panel) {
-    if (unit.single_query()) {
+      const uint32_t place = to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
       if constexpr (kDrafts != kNoDrafts) {
-        copy_drafts(unit, to, panel);
+        copy16(place, from + offset_in_query(unit, unit.first_packed_row + row));
       } else {
-        copy_query(unit, to, panel);
+        copy16(place, from);
+        from += S::kRowsPerCopy * p.q_stride_head;
       }
-    } else {
-      copy_rows(unit, offsets, to, panel);
     }
   }
 
-  // Copies the unit's Q to the next buffer of its kind.
+  // Copies the unit's Q to the next buffer.
   __device__ __forceinline__ void fetch_q(const WorkUnit& unit, const uint32_t (&offsets)[2]) {
-    const bool is_narrow = unit.narrow != kNotNarrow;
-    barrier_wait(is_narrow ? narrow.empty(s.base) : q.empty(s.base),
-                 (is_narrow ? narrow.phase : q.phase) ^ 1);
-    copy_q(unit, offsets, is_narrow ? s.narrow_q(narrow.index) : s.q(q.index),
-           is_narrow ? S::kNarrowPanelBytes : S::kPanelBytes);
-    barrier_arrive_copies(is_narrow ? narrow.full(s.base) : q.full(s.base));
-    if (is_narrow) {
-      narrow.advance();
+    q.wait_empty(s.base);
+    if (unit.single_query()) {
+      copy_query(unit, s.q(q.index));
     } else {
-      q.advance(p.q_buffers);
+      copy_rows(unit, offsets, s.q(q.index));
     }
+    barrier_arrive_copies(q.full(s.base));
+    q.advance(p.q_buffers);
   }
 
   __device__ void run() {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "check.h"
 #include "cuda/error.h"
 #include "cuda/forward/pipeline.cuh"
 
@@ -12,13 +13,11 @@ namespace pat {
 // What a CTA needs of an SM.
 struct Footprint {
   int stages, q_buffers, half_bytes, halves;
-  bool narrow;
 
   void set(ForwardParams& params) const {
     params.stages = stages;
     params.q_buffers = q_buffers;
     params.half_bytes = half_bytes;
-    params.narrow = narrow;
   }
 };
 
@@ -31,14 +30,11 @@ Footprint fill(int bytes, int halves) {
   const int room = bytes / halves / 1024 * 1024;
   // For a head dim of 128 a fifth stage is worth more than a second Q buffer.
   for (int q_buffers = kHeadDim == 128 ? 1 : 2; q_buffers > 0; --q_buffers) {
-    for (const bool narrow : {true, false}) {
-      const int used = kFixed + q_buffers * kTile +
-                       (narrow ? kNarrowBuffers * Shape<kHeadDim>::kNarrowBytes : 0);
-      const int stages = std::min((room - used) / kTile, kMaxStages);
-      if (stages >= (halves == 1 && q_buffers == 1 ? 2 : 3)) {
-        const int used_bytes = (used + stages * kTile + 1023) / 1024 * 1024;
-        return {stages, q_buffers, used_bytes, halves, narrow};
-      }
+    const int used = kFixed + q_buffers * kTile;
+    const int stages = std::min((room - used) / kTile, kMaxStages);
+    if (stages >= (halves == 1 && q_buffers == 1 ? 2 : 3)) {
+      const int used_bytes = (used + stages * kTile + 1023) / 1024 * 1024;
+      return {stages, q_buffers, used_bytes, halves};
     }
   }
   return {};
@@ -48,12 +44,11 @@ Footprint fill(int bytes, int halves) {
 // half with what there is.
 template <int kHeadDim>
 Footprint footprint(const Device& device) {
-  for (int halves = Shape<kHeadDim>::kMaxHalves; halves > 0; --halves) {
-    const Footprint use = fill<kHeadDim>(device.shared_per_block, halves);
-    if (use.halves > 0) return use;
-  }
-  throw_invalid("head_dim %d needs %d bytes of shared memory per block, the device has %d",
-                kHeadDim, kMinSharedBytes<kHeadDim>, device.shared_per_block);
+  PAT_CHECK(device.shared_per_block >= kMinSharedBytes<kHeadDim>, "head_dim ", kHeadDim, " needs ",
+            kMinSharedBytes<kHeadDim>, " bytes of shared memory per block, the device has ",
+            device.shared_per_block);
+  const Footprint use = fill<kHeadDim>(device.shared_per_block, Shape<kHeadDim>::kMaxHalves);
+  return use.halves > 0 ? use : fill<kHeadDim>(device.shared_per_block, 1);
 }
 
 // Of a CTA of one half, which leaves room on its SM for one of a kernel on another stream. At head

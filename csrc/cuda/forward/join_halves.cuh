@@ -83,8 +83,8 @@ __device__ __forceinline__ void finish_wgmma(Consumer<kHeadDim, kTransforms, kDr
     }
   }
   const bool upper = joint && c.s.sm_half == 1;
-  write_rows<T, kHeadDim / 8, kFp8, 2>(c.p, unit, to, c.warp * kWarpRows, upper ? kHeadDim / 2 : 0,
-                                       o, state, !upper, joint);
+  write_rows<T, kHeadDim / 8, kFp8>(c.p, unit, to, c.warp * kWarpRows, upper ? kHeadDim / 2 : 0, o,
+                                    state, !upper, joint);
 }
 
 #endif  // PAT_WGMMA

@@ -16,12 +16,8 @@
 // bytes], 16-byte chunks XORed with row % 8, which both ldmatrix (free of bank conflicts) and wgmma
 // read. Where K and V are fp8 they share a stage, and wgmma multiplies e4m3: see loader_fp8.cuh.
 //
-// Wide units come first, and both halves work on them: each loads every second tile, and multiplies
-// all tiles with 64 packed rows of its own. Paired branches come next: the halves run one each and
-// do the same with the tiles that both begin with. Then one half starts with the heavy units, the
-// other with the light ones. Without wgmma or a second half, wide units run as heavy ones do, 64
-// rows at a time. Of a joint plan both halves run each unit: each attends to every second tile with
-// all rows, and join_halves() adds up the results. tiles.h defines these sizes.
+// Which units there are, in which order they run and why: docs/kernels.md. tiles.h defines the
+// sizes.
 #pragma once
 
 #include "cuda/forward/attend_mma.cuh"
@@ -49,45 +45,11 @@ __device__ __forceinline__ void meet_all([[maybe_unused]] int threads) {
   allow_next_kernel();
 }
 
-// Appends what a consumer warp did to p.trace. Word 0 counts the entries. Each entry has four
-// words, from word 4 on: (item, KV head), (SM, half, warp, packed rows), begin and end in
-// nanoseconds.
-__device__ __forceinline__ void trace_unit(const ForwardParams& p, const WorkUnit& unit, int half,
-                                           int warp, uint64_t begin) {
-  if (lane_id() != 0) return;
-  const uint64_t entry = atomicAdd(reinterpret_cast<unsigned long long*>(p.trace), 1ull);
-  uint64_t* to = p.trace + 4 * (entry + 1);
-  to[0] = static_cast<uint64_t>(unit.item) << 32 | static_cast<uint32_t>(unit.kv_head);
-  to[1] = static_cast<uint64_t>(sm_id()) << 32 |
-          static_cast<uint32_t>(half << 24 | warp << 16 | unit.num_rows);
-  to[2] = begin;
-  to[3] = nanoseconds();
-}
-
 // Gives `condition`, and makes the compiler place the code that runs where it is true before the
 // code that runs where it is false. A launch fetches the first 64 KB of a kernel's code. In a
 // server the code behind that has left all caches since the last launch, and a jump to it waits for
 // memory (docs/lessons.md). So what most units need comes first.
 __device__ __forceinline__ bool placed_first(bool condition) { return computed_here(condition); }
-
-// Each consumer warp runs every fourth narrow unit and passes the stages of the others. Gives
-// whether it has run this one.
-template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
-__device__ __forceinline__ bool take_narrow(Consumer<kHeadDim, kTransforms, kDrafts>& c,
-                                            const WorkUnit& unit) {
-  const bool is_short = unit.narrow == kShort;
-  const bool mine = c.narrow.index == c.warp;
-  if (!mine) {
-    c.pass_stage();
-    if (!kFp8 && !is_short) c.pass_stage();  // K and V have a stage each
-  } else if (is_short) {
-    attend_narrow<T, kFp8, kShortTokens>(c, unit);
-  } else {
-    attend_narrow<T, kFp8, kTileTokens>(c, unit);
-  }
-  c.narrow.advance();
-  return mine;
-}
 
 // Runs a unit of more than kWarpRows rows, a wide one, or a branch. `rows`: of the unit.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
@@ -145,16 +107,11 @@ __device__ __forceinline__ void consume(const ForwardParams& p, const Shared<kHe
     const WorkUnit unit = s.control().units[work.index];
     const int rows = __shfl_sync(~0u, unit.num_rows, 0);
     if (unit.num_tokens < 0) break;
-    const uint64_t begin = p.trace ? nanoseconds() : 0;
-    bool busy = true;
-    if (placed_first(!unit.narrow && rows <= kWarpRows && !unit.pairing && !unit.is_branch())) {
+    if (placed_first(rows <= kWarpRows && !unit.pairing && !unit.is_branch())) {
       attend_mma<T, kFp8, 1, false>(c, unit);
-    } else if (placed_first(!unit.narrow)) {
-      attend_rows<T, kFp8>(c, unit, rows);
     } else {
-      busy = take_narrow<T, kFp8>(c, unit);
+      attend_rows<T, kFp8>(c, unit, rows);
     }
-    if (p.trace && busy) trace_unit(p, unit, s.sm_half, c.warp, begin);
     c.release(work.empty(s.base));
   }
 }
@@ -173,7 +130,6 @@ __device__ __forceinline__ void begin_half(const ForwardParams& p, const Shared<
     WorkRing::init(s.base, i, 1, (1 + kLoaderWarps) * kArriving + kConsumerArrivals);
   }
   for (int i = 0; i < kSlotTiles; ++i) SlotRing::init(s.base, i, 32, kLoaderWarps * kArriving);
-  for (int i = 0; i < kNarrowBuffers; ++i) NarrowRing::init(s.base, i, 32, kArriving);
   Control& control = s.control();
   control.loaded_tiles = 0;
   control.note_plan(p.plan, header);
@@ -183,7 +139,6 @@ __device__ __forceinline__ void begin_half(const ForwardParams& p, const Shared<
 }
 
 // T: of q and out. kFp8: K and V are float8_e4m3fn. kTransforms: the logits are not kPlain.
-// kDrafts: see Drafts.
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __global__ void __launch_bounds__(kThreads* Shape<kHeadDim>::kMaxHalves, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {

@@ -3,15 +3,19 @@
 // stages, ahead of the consumers and across work units.
 #pragma once
 
-#include "cuda/forward/pipeline.cuh"
+#include "cuda/forward/raw_tile.cuh"
 
 namespace pat {
 
-template <int kHeadDim>
+// kBytes: of an element of K and V.
+template <int kHeadDim, int kBytes = 2>
 struct Loader {
   using S = Shape<kHeadDim>;
-  static constexpr int kTokens = kTileTokens / kLoaderWarps;   // of a tile, per warp
-  static constexpr int kLaneRows = kTokens / S::kRowsPerCopy;  // rows of a tile, per lane
+  using Panels = RawTile<kHeadDim * kBytes>;
+  static constexpr int kTokens = kTileTokens / kLoaderWarps;    // of a tile, per warp
+  static constexpr int kChunks = kHeadDim * kBytes / 16;        // 16-byte chunks of a row
+  static constexpr int kLaneRows = kTokens / (32 / kChunks);    // rows of a tile, per lane
+  static constexpr int kBatch = kLaneRows < 8 ? kLaneRows : 8;  // rows whose slots are read at once
   // At head dim 128 one piece of code copies both K and V: what lies behind the first 64 KB of a
   // kernel takes longer in a server (docs/lessons.md). Other head dims have
   // less code, and lose 3 % by that.
@@ -30,8 +34,8 @@ struct Loader {
   uint32_t sharing = 0;
   int given = 0;  // tiles, from the next one on, whose slots are there already: see FirstUnit
 
-  __device__ __forceinline__ int chunk() const { return lane % S::kChunks; }
-  __device__ __forceinline__ int sub_row() const { return lane / S::kChunks; }
+  __device__ __forceinline__ int chunk() const { return lane % kChunks; }
+  __device__ __forceinline__ int first_row() const { return lane / kChunks * kLaneRows; }
 
   // K and V of the unit's KV head.
   __device__ __forceinline__ const char* k_base(const WorkUnit& unit) const {
@@ -41,37 +45,46 @@ struct Loader {
     return p.v + uint64_t{static_cast<uint32_t>(unit.kv_head)} * p.v_stride_head;
   }
 
-  // Copies this warp's share of a tile into the stage, from row `row` on: the tile's tokens from
-  // `token` on, of which `left` exist. Rows from `left` up to `end` are set to zero.
-  __device__ __forceinline__ void copy_rows(const char* base, uint32_t stride, int token, int row,
-                                            int left, int end) {
-    const int first = sub_row() * kLaneRows;
+  // Copies this warp's share of a tile: its tokens from `token` on, of which `left` exist. With
+  // kZeros rows from `left` up to `end` are set to zero. `to`: where the lane's first chunk goes,
+  // from which on Places::next() gives those of the rows after it.
+  template <typename Places, bool kZeros>
+  __device__ __forceinline__ void copy_chunks(const char* base, uint32_t stride, uint32_t to,
+                                              int token, int left, int end) {
+    const int first = first_row();
     const auto* ids =
         reinterpret_cast<const uint4*>(&s.control().slots[slots.index][token + first]);
-    const uint32_t dst = s.tile(stage.index) + (chunk() >> 3) * S::kPanelBytes +
-                         (row + first) * 128 + ((chunk() & 7) << 4);
     base += chunk() * 16;
     // One 64-bit sum, so that fewer instructions make an address.
     asm volatile("" : "+l"(base));
     const bool full = left >= kTokens;
 #pragma unroll 1
-    for (int i = 0; i < kLaneRows; i += 8) {
-      const uint4 a = ids[i / 4], b = ids[i / 4 + 1];
-      const uint32_t id[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    for (int i = 0; i < kLaneRows; i += kBatch) {
+      uint32_t id[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; j += 4) {
+        const uint4 four = ids[(i + j) / 4];
+        id[j] = four.x, id[j + 1] = four.y, id[j + 2] = four.z, id[j + 3] = four.w;
+      }
       if (!full) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < kBatch; ++j) {
           const bool valid = first + i + j < left;
           const char* src = base + static_cast<uint64_t>(valid ? id[j] : 0) * stride;
-          const uint32_t to = (dst ^ (j << 4)) + (i + j) * 128;
-          if (first + i + j < end) copy16_or_zero(to, src, valid);
+          if constexpr (kZeros) {
+            if (first + i + j < end)
+              copy16_or_zero(Places::next(to, j) + i * Places::kRowBytes, src, valid);
+          } else if (valid) {
+            copy16(Places::next(to, j) + i * Places::kRowBytes, src);
+          }
         }
       } else {  // ptxas puts it first, where the code is that most tiles run
-        const char* src[8];
+        const char* src[kBatch];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) src[j] = base + static_cast<uint64_t>(id[j]) * stride;
+        for (int j = 0; j < kBatch; ++j) src[j] = base + static_cast<uint64_t>(id[j]) * stride;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) copy16((dst ^ (j << 4)) + (i + j) * 128, src[j]);
+        for (int j = 0; j < kBatch; ++j)
+          copy16(Places::next(to, j) + i * Places::kRowBytes, src[j]);
       }
     }
   }
@@ -121,13 +134,11 @@ struct Loader {
     slots.advance();
   }
 
-  // Loads this half's tiles of a unit: K into one stage, V into the next. Of a short unit warp 0
-  // copies K and warp 1 V, both into one stage.
+  // Loads this half's tiles of a unit: K into one stage, V into the next.
   __device__ __forceinline__ void load_tiles(const WorkUnit& unit, const char* k, const char* v) {
-    const bool is_short = unit.narrow == kShort;
     // V must hold no NaN beyond the last token: wgmma multiplies whole tiles, mma.sync 16 tokens.
     const bool whole = by_wgmma<kHeadDim>(unit);
-    const int token = is_short ? 0 : warp * kTokens;
+    const int token = warp * kTokens;
 #pragma unroll 1  // short code: see join_warps()
     for (int number = TileRange::first_number(unit); number < 2; ++number) {
       const TileRange tiles(unit, number, s.sm_half);
@@ -141,11 +152,13 @@ struct Loader {
         const int end = whole ? kTokens : (mine + 15) & ~15;
 #pragma unroll kPartsAtOnce
         for (int part = 0; part < 2; ++part) {  // K, V
-          if (is_short && part != warp) continue;
           wait_stage(shared);
           if (unit.is_branch() && part == 0) copy_row_masks(row_masks);
-          copy_rows(part ? v : k, part ? p.v_stride_slot : p.k_stride_slot, token, warp * kTokens,
-                    mine, part || is_short ? end : mine);
+          // A row of a lane's first copy is a multiple of 8, so its chunks are where they are.
+          const uint32_t to = s.tile(stage.index) + (chunk() >> 3) * S::kPanelBytes +
+                              (warp * kTokens + first_row()) * 128 + ((chunk() & 7) << 4);
+          copy_chunks<Panels, true>(part ? v : k, part ? p.v_stride_slot : p.k_stride_slot, to,
+                                    token, mine, part ? end : mine);
           finish_stage();
         }
         finish_slots();

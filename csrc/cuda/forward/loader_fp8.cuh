@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loader warps where K and V are fp8. Every unit gets raw tiles, K and V in one stage
-// (raw_tile.cuh). For units that wgmma runs, V is transposed (value_blocks.cuh) when its copies
+// (raw_tile.cuh). For units that wgmma runs, V is transposed (ValueBlocks) when its copies
 // have arrived, some fills later.
 #pragma once
 
 #include "cuda/forward/loader.cuh"
 #include "cuda/forward/raw_tile.cuh"
-#include "cuda/forward/value_blocks.cuh"
 
 namespace pat {
 
 template <int kHeadDim>
-struct Fp8Loader : Loader<kHeadDim> {
-  using Base = Loader<kHeadDim>;
+struct Fp8Loader : Loader<kHeadDim, 1> {
+  using Base = Loader<kHeadDim, 1>;
   using S = Shape<kHeadDim>;
   using Raw = RawTile<kHeadDim>;
   using Blocks = ValueBlocks<kHeadDim>;
+  using Base::chunk;
+  using Base::first_row;
   using Base::lane;
   using Base::p;
   using Base::s;
@@ -24,57 +25,11 @@ struct Fp8Loader : Loader<kHeadDim> {
   using Base::warp;
   using Base::work;
   static constexpr int kTokens = Base::kTokens;
-  static constexpr int kChunks = kHeadDim / 16;                 // 16-byte chunks of a raw row
-  static constexpr int kLaneRows = kTokens / (32 / kChunks);    // rows of a tile, per lane
-  static constexpr int kBatch = kLaneRows < 8 ? kLaneRows : 8;  // rows whose slots are read at once
   // Fills that may be under way while the next one starts: with the two that consumers read, about
   // as many as there are stages.
   static constexpr int kPending = kHeadDim == 64 ? 5 : 2;
 
   int pending = 0;  // fills whose V is to be transposed: the last ones
-
-  __device__ __forceinline__ int chunk() const { return lane % kChunks; }
-  __device__ __forceinline__ int first_row() const { return lane / kChunks * kLaneRows; }
-
-  // Copies this warp's share of a tile: the tokens from `row` on, of which `left` exist. With
-  // kZeros rows from `left` up to `end` are set to zero. `to`: where the first chunk of the lane
-  // goes, from which on Places::next() gives the others.
-  template <typename Places, bool kZeros>
-  __device__ __forceinline__ void copy_chunks(const char* base, uint32_t stride, uint32_t to,
-                                              int row, int left, int end) {
-    const int first = first_row();
-    const auto* ids = reinterpret_cast<const uint4*>(&s.control().slots[slots.index][row + first]);
-    base += chunk() * 16;
-    asm volatile("" : "+l"(base));  // one 64-bit sum: see Loader
-    const bool full = left >= kTokens;
-#pragma unroll 1
-    for (int i = 0; i < kLaneRows; i += kBatch, to += kBatch * Places::kRowBytes) {
-      uint32_t id[kBatch];
-#pragma unroll
-      for (int j = 0; j < kBatch; j += 4) {
-        const uint4 four = ids[(i + j) / 4];
-        id[j] = four.x, id[j + 1] = four.y, id[j + 2] = four.z, id[j + 3] = four.w;
-      }
-      if (full) {
-        const char* src[kBatch];
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) src[j] = base + static_cast<uint64_t>(id[j]) * stride;
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) copy16(Places::next(to, j), src[j]);
-      } else {
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const bool valid = first + i + j < left;
-          const char* src = base + static_cast<uint64_t>(valid ? id[j] : 0) * stride;
-          if constexpr (kZeros) {
-            if (first + i + j < end) copy16_or_zero(Places::next(to, j), src, valid);
-          } else if (valid) {
-            copy16(Places::next(to, j), src);
-          }
-        }
-      }
-    }
-  }
 
   // Waits until all but this lane's last `fills` are done.
   template <int kFills>
@@ -134,10 +89,11 @@ struct Fp8Loader : Loader<kHeadDim> {
       const int row = apart ? 0 : warp * kTokens;
       const int mine = left - row;
       const uint32_t keys = Raw::place(s.tile(stage.index), row + first_row(), chunk());
-      if (!apart || warp == 0) copy_chunks<Raw, false>(k, p.k_stride_slot, keys, row, mine, 0);
-      if (!apart || warp == 1) {
-        copy_chunks<Raw, true>(v, p.v_stride_slot, keys + Raw::kValues, row, mine,
-                               (mine + 15) & ~15);
+      if (!apart || warp == 0)
+        Base::template copy_chunks<Raw, false>(k, p.k_stride_slot, keys, row, mine, 0);
+      if (!apart || warp != 0) {
+        Base::template copy_chunks<Raw, true>(v, p.v_stride_slot, keys + Raw::kValues, row, mine,
+                                              (mine + 15) & ~15);
       }
       Base::finish_stage();
       Base::finish_slots();
@@ -165,9 +121,10 @@ struct Fp8Loader : Loader<kHeadDim> {
         Base::wait_stage(shared);
         if (branch) Base::copy_row_masks(p.row_masks + masks);
         const uint32_t keys = Raw::place(s.tile(stage.index), row + first_row(), chunk());
-        copy_chunks<Raw, false>(k, p.k_stride_slot, keys, row, left - row, 0);
+        Base::template copy_chunks<Raw, false>(k, p.k_stride_slot, keys, row, left - row, 0);
         const uint32_t values = Blocks::place(values_of(stage.index), first_row(), chunk());
-        copy_chunks<Blocks, true>(v, p.v_stride_slot, values, row, left - row, kTokens);
+        Base::template copy_chunks<Blocks, true>(v, p.v_stride_slot, values, row, left - row,
+                                                 kTokens);
         copies_commit();
         ++pending;
         stage.advance(p.stages);

@@ -14,7 +14,6 @@ namespace pat {
 // with masks. A kernel is compiled for one of the three: with code for masks in it, chains were 2 %
 // slower.
 enum Drafts : int { kNoDrafts = 0, kChains = 1, kTrees = 2 };
-enum Narrow : int8_t { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
 // Whether the halves of an SM run two units at the same time that begin with the same tokens. They
 // are paired branches, each with tokens of its own behind these or before them, or the two parts of
 // a wide item, which have none of their own.
@@ -37,7 +36,6 @@ struct alignas(16) WorkUnit {
   int16_t pair;            // its number among the pairs of this SM, from 1 on
   ItemKind kind;
   BranchOrder order;
-  Narrow narrow;
   Pairing pairing;
   int8_t joint;  // both halves work on it, each on all rows and on every second tile
 
@@ -121,7 +119,6 @@ struct alignas(1024) Control {
   RingBarriers<2> q_barriers;
   RingBarriers<kWorkUnits> work_barriers;
   RingBarriers<kSlotTiles> slot_barriers;
-  RingBarriers<kNarrowBuffers> narrow_barriers;
   alignas(16) uint32_t slots[kSlotTiles][kTileTokens];
   // Row masks of the tokens whose K is in a stage.
   alignas(16) uint16_t row_masks[kMaxStages][kTileTokens];
@@ -197,7 +194,6 @@ struct Ring {
 };
 using WorkRing = Ring<offsetof(Control, work_barriers), kWorkUnits>;
 using SlotRing = Ring<offsetof(Control, slot_barriers), kSlotTiles>;
-using NarrowRing = Ring<offsetof(Control, narrow_barriers), kNarrowBuffers>;
 // Of these two the launch says how many buffers there are: advance(p.stages), advance(p.q_buffers).
 using StageRing = Ring<offsetof(Control, stage_barriers), kMaxStages>;
 using QRing = Ring<offsetof(Control, q_barriers), 2>;
@@ -211,10 +207,8 @@ template <int kHeadDim>
 struct Shape {
   static constexpr int kTileBytes = kTileTokens * kHeadDim * 2;
   static constexpr int kPanelBytes = kTileTokens * 128;
-  static constexpr int kChunks = kHeadDim / 8;                     // 16-byte chunks of a row
-  static constexpr int kRowsPerCopy = 32 / kChunks;                // rows of one warp-wide copy
-  static constexpr int kNarrowPanelBytes = kNarrowRows * 128;      // panel of a narrow unit's Q
-  static constexpr int kNarrowBytes = kNarrowRows * kHeadDim * 2;  // Q of a narrow unit
+  static constexpr int kChunks = kHeadDim / 8;       // 16-byte chunks of a row
+  static constexpr int kRowsPerCopy = 32 / kChunks;  // rows of one warp-wide copy
   static constexpr int kMaxHalves = kHeadDim > 128 ? 1 : 2;
   static constexpr bool kWgmma = PAT_WGMMA;
   // Whether both halves of an SM can work on a heavy unit, each on every second tile.
@@ -228,7 +222,7 @@ template <int kHeadDim>
 inline constexpr int kMinSharedBytes =
     static_cast<int>(sizeof(Control)) + 3 * Shape<kHeadDim>::kTileBytes;
 
-// Shared memory of a half: Control, the stages, the Q buffers, the Q buffers of narrow units.
+// Shared memory of a half: Control, the stages, the Q buffers.
 // Addresses are those of the shared window.
 template <int kHeadDim>
 struct Shared {
@@ -245,9 +239,6 @@ struct Shared {
     return base + static_cast<uint32_t>(sizeof(Control)) + i * S::kTileBytes;
   }
   __device__ __forceinline__ uint32_t q(uint32_t i) const { return tile(stages + i); }
-  __device__ __forceinline__ uint32_t narrow_q(uint32_t i) const {
-    return tile(stages + q_buffers) + i * S::kNarrowBytes;
-  }
 };
 
 __device__ __forceinline__ Member load_member(const Control& control, int index) {

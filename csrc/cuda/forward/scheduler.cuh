@@ -10,19 +10,12 @@
 
 namespace pat {
 
-// value / divisor, by divisor_magic(divisor), for 0 <= value < 2^32 / divisor: a division takes 30
-// instructions.
-__device__ __forceinline__ int divide(int value, uint32_t magic) {
-  return magic == 0 ? value : static_cast<int>(__umulhi(value, magic));
-}
-
 // Item of work unit `index`.
 __device__ __forceinline__ int item_of(const ForwardParams& p, int index) {
   return divide(index, p.kv_heads_magic);
 }
 
-// Reads work unit `index` from the plan. kDrafts: see Drafts. Returns
-// false if another launch runs it (Launch::kStreams and kSerial).
+// Reads work unit `index` from the plan. Returns false if another launch runs it: kStreams.
 template <Drafts kDrafts>
 __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& control, int index,
                                          WorkUnit& unit) {
@@ -45,7 +38,6 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   unit.pair = 0;
   unit.kind = static_cast<ItemKind>(b.w >> 16 & 0xFF);
   unit.order = static_cast<BranchOrder>(b.w >> 24);
-  unit.narrow = kNotNarrow;
   unit.pairing = kAlone;
   unit.joint = 0;
   const int row_tile = b.z & 0xFFFF;
@@ -172,10 +164,6 @@ struct UnitScheduler {
     if (lane >= count) return false;
     const bool mine = describe<kDrafts>(p, s.control(), first + lane, unit);
     unit.halved_tokens = 0;  // of a pair that no two halves run at the same time
-    if (p.narrow && unit.num_rows <= kNarrowRows && unit.num_tokens > 0 &&
-        unit.num_tokens <= kTileTokens && !unit.is_branch()) {
-      unit.narrow = unit.num_tokens <= kShortTokens ? kShort : kNarrow;
-    }
     return mine;
   }
 

@@ -39,98 +39,79 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-#define PAT_F8(d, i)                                                                          \
+// The registers of a result, d[0] to d[N - 1], as operands 0 to N - 1 and as a list of them.
+#define PAT_D8(i)                                                                             \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define PAT_D32                                                                                 \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
-  "%25,%26,%27,%28,%29,%30,%31}"
-#define PAT_D64                                                                                 \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
-  "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,"    \
-  "%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
-#define PAT_D128                                                                                \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
-  "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,"    \
-  "%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,"    \
-  "%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,"    \
-  "%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110," \
-  "%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}"
+#define PAT_D32(i) PAT_D8(i), PAT_D8(i + 8), PAT_D8(i + 16), PAT_D8(i + 24)
+#define PAT_D64(i) PAT_D32(i), PAT_D32(i + 32)
+#define PAT_D128(i) PAT_D64(i), PAT_D64(i + 64)
+#define PAT_R32                                                                                \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
+  "%25,%26,%27,%28,%29,%30,%31"
+#define PAT_R64                                                                       \
+  PAT_R32                                                                             \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
+  "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define PAT_R128                                                                          \
+  PAT_R64                                                                                 \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,"     \
+  "%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,"  \
+  "%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120," \
+  "%121,%122,%123,%124,%125,%126,%127"
 
-#define PAT_PRODUCT(SHAPE, KIND) "wgmma.mma_async.sync.aligned.m64" SHAPE KIND " "
-#define PAT_BF16 "k16.f32.bf16.bf16"
-#define PAT_F16 "k16.f32.f16.f16"
-#define PAT_E4M3 "k32.f32.e4m3.e4m3"
-
-// Which dimension of an operand is contiguous: K, that of the sum, or N, that of the result. Of
-// e4m3 it is always K, so its instruction has no flag for that.
-#define PAT_K_MAJOR ", 0"
-#define PAT_N_MAJOR ", 1"
-#define PAT_NO_FLAGS ""
-
-#define PAT_WGMMA_RS_K_MAJOR(KIND, B_ORDER)                                              \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;" PAT_PRODUCT("n64", KIND) PAT_D32 \
-               ", {%32,%33,%34,%35}, %36, p, 1, 1" B_ORDER "; }"                         \
-               : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)                \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+// d[64 x N] = A B + (PREDICATE ? d : 0). SHAPE: N and how many columns of A. A and B: their places
+// among the operands. ORDERS: which dimension of an operand of 16 bits is contiguous, 0: K, that
+// of the sum, 1: N; of A only where it is in shared memory, and of e4m3, always K, not at all.
+#define PAT_PRODUCT(PREDICATE, SHAPE, TYPE, REGISTERS, A, B, ORDERS)                            \
+  "{ .reg .pred p; " PREDICATE "; wgmma.mma_async.sync.aligned.m64" SHAPE ".f32." TYPE "." TYPE \
+  " {" REGISTERS "}, " A ", " B ", p, 1, 1" ORDERS "; }"
+#define PAT_IN_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+#define PAT_WGMMA_RS(SHAPE, TYPE, ORDERS)                                                      \
+  asm volatile(PAT_PRODUCT("setp.ne.b32 p, %37, 0", SHAPE, TYPE, PAT_R32, "{%32,%33,%34,%35}", \
+                           "%36", ORDERS)                                                      \
+               : PAT_D32(0)                                                                    \
+               : PAT_IN_REGISTERS, "r"(accumulate))
+#define PAT_WGMMA_SS(SHAPE, TYPE, ORDERS)                                                       \
+  asm volatile(PAT_PRODUCT("setp.ne.b32 p, %34, 0", SHAPE, TYPE, PAT_R32, "%32", "%33", ORDERS) \
+               : PAT_D32(0)                                                                     \
+               : "l"(a), "l"(b), "r"(accumulate))
 
 // d[64 x 64] (+)= A[64 x 32 bytes] B[64 x 32 bytes]^T, A in registers, B in shared memory.
 template <typename T>
 __device__ __forceinline__ void wgmma_k_major(float (&d)[32], const uint32_t* a, uint64_t b,
                                               int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_RS_K_MAJOR(PAT_BF16, PAT_K_MAJOR);
+    PAT_WGMMA_RS("n64k16", "bf16", ", 0");
   } else if constexpr (std::is_same_v<T, __half>) {
-    PAT_WGMMA_RS_K_MAJOR(PAT_F16, PAT_K_MAJOR);
+    PAT_WGMMA_RS("n64k16", "f16", ", 0");
   } else {
-    PAT_WGMMA_RS_K_MAJOR(PAT_E4M3, PAT_NO_FLAGS);
+    PAT_WGMMA_RS("n64k32", "e4m3", "");
   }
 }
-
-#define PAT_WGMMA_SS_K_MAJOR(KIND, ORDERS)                                               \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;" PAT_PRODUCT("n64", KIND) PAT_D32 \
-               ", %32, %33, p, 1, 1" ORDERS "; }"                                        \
-               : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)                \
-               : "l"(a), "l"(b), "r"(accumulate))
 
 // The same with A in shared memory, too.
 template <typename T>
 __device__ __forceinline__ void wgmma_k_major(float (&d)[32], uint64_t a, uint64_t b,
                                               int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    PAT_WGMMA_SS_K_MAJOR(PAT_BF16, PAT_K_MAJOR PAT_K_MAJOR);
+    PAT_WGMMA_SS("n64k16", "bf16", ", 0, 0");
   } else if constexpr (std::is_same_v<T, __half>) {
-    PAT_WGMMA_SS_K_MAJOR(PAT_F16, PAT_K_MAJOR PAT_K_MAJOR);
+    PAT_WGMMA_SS("n64k16", "f16", ", 0, 0");
   } else {
-    PAT_WGMMA_SS_K_MAJOR(PAT_E4M3, PAT_NO_FLAGS);
+    PAT_WGMMA_SS("n64k32", "e4m3", "");
   }
 }
 
-#define PAT_WGMMA_RS32(KIND)                                                           \
-  asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0;" PAT_PRODUCT("n64", KIND) PAT_D32 \
-               ", {%32,%33,%34,%35}, %36, p, 1, 1" PAT_N_MAJOR "; }"                   \
-               : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24)              \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define PAT_WGMMA_RS64(KIND)                                                              \
-  asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0;" PAT_PRODUCT("n128", KIND) PAT_D64   \
-               ", {%64,%65,%66,%67}, %68, p, 1, 1" PAT_N_MAJOR "; }"                      \
-               : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24), PAT_F8(d, 32), \
-                 PAT_F8(d, 40), PAT_F8(d, 48), PAT_F8(d, 56)                              \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define PAT_WGMMA_RS128(KIND)                                                                 \
-  asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0;" PAT_PRODUCT("n256", KIND) PAT_D128      \
-               ", {%128,%129,%130,%131}, %132, p, 1, 1" PAT_N_MAJOR "; }"                     \
-               : PAT_F8(d, 0), PAT_F8(d, 8), PAT_F8(d, 16), PAT_F8(d, 24), PAT_F8(d, 32),     \
-                 PAT_F8(d, 40), PAT_F8(d, 48), PAT_F8(d, 56), PAT_F8(d, 64), PAT_F8(d, 72),   \
-                 PAT_F8(d, 80), PAT_F8(d, 88), PAT_F8(d, 96), PAT_F8(d, 104), PAT_F8(d, 112), \
-                 PAT_F8(d, 120)                                                               \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-
-#define PAT_OF_16_BITS(RS)                          \
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) { \
-    RS(PAT_BF16);                                   \
-  } else {                                          \
-    RS(PAT_F16);                                    \
+#define PAT_WGMMA_OUTPUT(N, D, A, B)                                                        \
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {                                         \
+    asm volatile(PAT_PRODUCT("setp.eq.b32 p, 0, 0", N "k16", "bf16", PAT_R##D, A, B, ", 1") \
+                 : PAT_D##D(0)                                                              \
+                 : PAT_IN_REGISTERS);                                                       \
+  } else {                                                                                  \
+    asm volatile(PAT_PRODUCT("setp.eq.b32 p, 0, 0", N "k16", "f16", PAT_R##D, A, B, ", 1")  \
+                 : PAT_D##D(0)                                                              \
+                 : PAT_IN_REGISTERS);                                                       \
   }
 
 // d[64 x N] += A[64 x 16] B[16 x N], A in registers, B in shared memory with N contiguous; bf16 and
@@ -139,11 +120,11 @@ template <typename T, int kCount>
 __device__ __forceinline__ void wgmma_output(float (&d)[kCount], const uint32_t* a, uint64_t b) {
   static_assert(kCount == 32 || kCount == 64 || kCount == 128);
   if constexpr (kCount == 32) {
-    PAT_OF_16_BITS(PAT_WGMMA_RS32)
+    PAT_WGMMA_OUTPUT("n64", 32, "{%32,%33,%34,%35}", "%36")
   } else if constexpr (kCount == 64) {
-    PAT_OF_16_BITS(PAT_WGMMA_RS64)
+    PAT_WGMMA_OUTPUT("n128", 64, "{%64,%65,%66,%67}", "%68")
   } else {
-    PAT_OF_16_BITS(PAT_WGMMA_RS128)
+    PAT_WGMMA_OUTPUT("n256", 128, "{%128,%129,%130,%131}", "%132")
   }
 }
 

@@ -4,7 +4,6 @@
 
 #include "cuda/forward/consumer.cuh"
 #include "cuda/forward/raw_tile.cuh"
-#include "cuda/forward/value_blocks.cuh"
 #include "cuda/forward/wgmma.cuh"
 
 namespace pat {

@@ -17,7 +17,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from kit.steps import StepBed, count_calls
-from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -27,8 +26,7 @@ from sglang.srt.plugins import load_plugins
 from benchmarks.host import step as benchmark
 from benchmarks.host.live import CACHES, LiveCache
 from sglang_pat import doctor
-from sglang_pat.srt import hook, launch, plugin
-from sglang_pat.srt.factory import draft_with
+from sglang_pat.srt import hook, launch
 from sglang_pat.srt.radix import RECHECK_STEPS
 from sglang_pat.srt.step import known
 
@@ -64,7 +62,7 @@ def test_patched_modules_import(path: str, ray: None) -> None:
 def test_the_plugin_needs_no_hook_on_the_forward_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     load_plugins()
     assert hook.carries_requests()
-    assert ATTENTION_BACKENDS["pat"] is plugin._make_backend
+    assert ATTENTION_BACKENDS["pat"] is launch.refuse_unresolved
     assert not hook.is_installed(hook.INIT_NEW, hook.after_init_new)
     assert launch.foreign_reasons() == []
     assert isinstance(hook.batches_of(SimpleNamespace()), hook.CarriedRequests)
@@ -200,51 +198,3 @@ def test_the_ranks_of_a_benchmark_load_plugins(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(one_batch, "load_plugins", lambda: called.append("plugins"))
     one_batch._run_with_plugins(lambda *args: called.append(args), 1, 2)
     assert called == ["plugins", (1, 2)]
-
-
-# 4. Draft backends by registry
-
-
-@pytest.mark.parametrize("method", ["create_decode_backend", "create_draft_extend_backend"])
-def test_drafts_of_pat_run_on_the_backend_that_it_names(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sglang.srt.layers.attention import attention_registry as registry
-    from sglang.srt.speculative import draft_utils
-
-    for wrapper in ("draft_decode", "draft_extend"):
-        name = f"attn_backend_wrapper_for_{wrapper}"
-        monkeypatch.setattr(registry, name, lambda _runner, backend: backend)
-    for registered in (draft_utils.DRAFT_DECODE_BACKENDS, draft_utils.DRAFT_EXTEND_BACKENDS):
-        monkeypatch.delitem(registered, "pat", raising=False)
-    monkeypatch.setattr(draft_utils, "attention_backends", lambda: ("pat", "pat"))
-    monkeypatch.setattr(draft_utils, "get_spec", MagicMock())
-    made = SimpleNamespace(attn_backends=[SimpleNamespace()])
-    phase = "decode" if "decode" in method else "prefill"
-    monkeypatch.setattr(
-        draft_utils.DraftBackendFactory,
-        f"_create_triton_{phase}_backend",
-        lambda _self: ("triton", made),
-    )
-    runner = MagicMock(draft_attention_backend=None)
-    factory = draft_utils.DraftBackendFactory(runner, topk=1, speculative_num_steps=3)
-    with pytest.raises(ValueError, match=r"EAGLE is not supported in .*attention backend pat"):
-        getattr(factory, method)()
-    assert draft_with("triton")
-    assert getattr(factory, method)() is made
-    assert made.decode_attention_backend_str == "triton"
-
-
-# 5. The registry entry and the choice
-
-
-def test_pat_is_a_choice_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.layers.attention.attention_registry import create_pat_backend
-
-    assert ATTENTION_BACKEND_CHOICES.count("pat") == 1
-    factory = import_module("sglang_pat.srt.factory")
-    monkeypatch.setattr(factory, "make_pat_backend", lambda runner: ("made", runner))
-    assert create_pat_backend(3) == ("made", 3)
-    monkeypatch.setitem(sys.modules, "sglang_pat.srt.factory", None)
-    with pytest.raises(ImportError, match="needs the package sglang-pat: pip install sglang-pat"):
-        create_pat_backend(3)

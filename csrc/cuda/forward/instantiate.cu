@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the forward kernel: one template per head dimension and type of K and V,
-// instantiated in instantiations/.
-#pragma once
-
+// The forward of one head dimension and type of K and V. It is compiled for each of them, side by
+// side, with PAT_HEAD_DIM and PAT_FP8 naming them (core.cmake).
 #include "cuda/error.h"
 #include "cuda/forward/footprint.cuh"
 #include "cuda/forward/kernel.cuh"
@@ -34,13 +32,16 @@ void launch_forward_as(ForwardParams params, bool shares_sm, cudaStream_t stream
 }
 
 template <int kHeadDim, bool kFp8>
-void launch_forward_dim(const ForwardParams& params, CudaType type, bool shares_sm,
-                        cudaStream_t stream) {
+void launch_forward(const ForwardParams& params, CudaType type, bool shares_sm,
+                    cudaStream_t stream) {
   if (type == CudaType::kBF16) {
     launch_forward_as<__nv_bfloat16, kFp8, kHeadDim>(params, shares_sm, stream);
   } else {
     launch_forward_as<__half, kFp8, kHeadDim>(params, shares_sm, stream);
   }
 }
+
+template void launch_forward<PAT_HEAD_DIM, PAT_FP8>(const ForwardParams&, CudaType, bool,
+                                                    cudaStream_t);
 
 }  // namespace pat
