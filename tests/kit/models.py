@@ -147,10 +147,17 @@ DEEPSEEK = {  # MLA
 
 def of_its_own(architecture: str, model_type: str = "of_its_own", **fields: Any) -> dict[str, Any]:
     """A model whose configuration neither transformers nor SGLang has: it brings its own code, in
-    place of which its fields are taken as they are."""
-    from transformers import AutoConfig, PretrainedConfig
+    place of which its fields are taken as they are, and its parts by their own types."""
+    from transformers import AutoConfig, LlamaConfig
 
-    cls = type("OfItsOwn", (PretrainedConfig,), {"model_type": model_type})
+    def __post_init__(self: Any, **kwargs: Any) -> None:
+        for name, part in kwargs.items():
+            if name.endswith("_config") and isinstance(part, dict) and "model_type" in part:
+                kwargs[name] = AutoConfig.for_model(**part)
+        LlamaConfig.__post_init__(self, **kwargs)
+
+    members = {"model_type": model_type, "__post_init__": __post_init__}
+    cls = type("OfItsOwn", (LlamaConfig,), members)
     AutoConfig.register(model_type, cls, exist_ok=True)
     return PLAIN | {"architectures": [architecture], "model_type": model_type} | fields
 
