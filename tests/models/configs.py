@@ -82,180 +82,66 @@ def defaults_of(name: str, **arguments: Any) -> dict[str, Any]:
     return written
 
 
+# fmt: off
 # What config.json files have and the classes have no default for.
-_USUAL: dict[str, Any] = {
-    "pad_token_id": 0,
-    "hidden_act": "silu",
-    "moe_layer_freq": 1,
-    "first_k_dense_replace": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "full_attention_interval": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "in_chans": 3,
-}
+_USUAL: dict[str, Any] = {"pad_token_id": 0, "hidden_act": "silu", "moe_layer_freq": 1,
+    "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    "full_attention_interval": 4, "rope_parameters": {"rope_type": "default",
+    "rope_theta": 10000.0}, "in_chans": 3}
 # Of models that bring their own configuration.
-_OWN = {
-    "hidden_size": 4096,
-    "intermediate_size": 1024,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-    "vocab_size": 1024,
-}
-_EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "num_shared_experts": 1,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 256,
-    "norm_topk_prob": True,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_MLA = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "num_key_value_heads": 32,
-}
-_BAILING = _EXPERTS | {
-    "embedding_dropout": 0.0,
-    "use_bias": False,
-    "use_qkv_bias": False,
-    "rotary_dim": 128,
-    "partial_rotary_factor": 1.0,
-    "norm_head": False,
-    "moe_shared_expert_intermediate_size": 256,
-    "num_nextn_predict_layers": 0,
-    "norm_topk_prob": True,
-}
-_GROK = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "attn_logit_softcapping": 30.0,
-    "embedding_multiplier_scale": 1.0,
-    "output_multiplier_scale": 1.0,
-    "context_len": 8192,
-}
+_OWN = {"hidden_size": 4096, "intermediate_size": 1024, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": False, "vocab_size": 1024}
+# Of kinds of models.
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 1,
+    "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 256,
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+_MLA = {"kv_lora_rank": 512, "q_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "num_key_value_heads": 32}
+_BAILING = _EXPERTS | {"embedding_dropout": 0.0, "use_bias": False, "use_qkv_bias": False,
+    "rotary_dim": 128, "partial_rotary_factor": 1.0, "norm_head": False,
+    "moe_shared_expert_intermediate_size": 256, "num_nextn_predict_layers": 0,
+    "norm_topk_prob": True}
+_GROK = {"num_local_experts": 8, "num_experts_per_tok": 2, "attn_logit_softcapping": 30.0,
+    "embedding_multiplier_scale": 1.0, "output_multiplier_scale": 1.0, "context_len": 8192}
 _MINICPM = {"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4}
 _FOURTHS = [*["sliding_attention"] * 3, "full_attention"] * (LAYERS // 4)
-_SHARED = {
-    "num_hidden_layers": 15,
-    "num_kv_shared_layers": 5,
+_SHARED = {"num_hidden_layers": 15, "num_kv_shared_layers": 5,
     "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 3,
-    "activation_sparsity_pattern": [0.0] * 15,
-    "intermediate_size": [1024] * 15,
-}
-_KIMI = (
-    _EXPERTS
-    | _MLA
-    | {
-        "num_hidden_layers": LAYERS,
-        "moe_renormalize": True,
-        "moe_router_activation_func": "sigmoid",
-        "num_expert_group": 1,
-        "routed_scaling_factor": 1.0,
-        "linear_attn_config": {
-            "full_attn_layers": [4, 8, 12],
-            "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11],
-            "head_dim": 128,
-            "num_heads": 32,
-            "short_conv_kernel_size": 4,
-        },
-    }
-)
-_MIMO = _EXPERTS | {
-    "head_dim": 192,
-    "v_head_dim": 128,
-    "swa_head_dim": 192,
-    "swa_v_head_dim": 128,
-    "swa_num_attention_heads": 32,
-    "swa_num_key_value_heads": 8,
-    "hybrid_layer_pattern": [0, 1] * (LAYERS // 2),
-    "add_swa_attention_sink_bias": True,
-    "add_full_attention_sink_bias": False,
-    "sliding_window": 128,
-    "sliding_window_size": 128,
-    "attention_value_scale": 1.0,
-    "layernorm_epsilon": 1e-6,
-    "moe_layer_freq": [0] + [1] * (LAYERS - 1),
-    "swa_rope_theta": 10000.0,
-}
-_M3 = {
-    "qk_norm_type": "per_head",
-    "swiglu_alpha": 1.7,
-    "swiglu_limit": 7.0,
-    "num_local_experts": 8,
-    "use_qk_norm": True,
-    "rotary_dim": 64,
-    "moe_layer_freq": [0, 0, 0] + [1] * (LAYERS - 3),
-    "dense_intermediate_size": 1024,
-    "sparse_attention_config": {
-        "sparse_attention_freq": [0, 0, 0] + [1] * (LAYERS - 3),
-        "sparse_num_index_heads": 4,
-        "sparse_index_dim": 128,
-        "sparse_block_size": 128,
-        "sparse_topk_blocks": 16,
-    },
-}
-_MUSE = {
-    "image_token_id": 1,
-    "video_token_id": 2,
-    "layer_types": _FOURTHS,
-    "no_rope_layers": [1, 1, 1, 0] * (LAYERS // 4),
-}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 4096,
-}
-_JET = _OWN | {
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 8192,
-    "rope_theta": 10000.0,
+    "activation_sparsity_pattern": [0.0] * 15, "intermediate_size": [1024] * 15}
+_KIMI = _EXPERTS | _MLA | {"num_hidden_layers": LAYERS, "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "routed_scaling_factor": 1.0,
+    "linear_attn_config": {"full_attn_layers": [4, 8, 12],
+    "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11], "head_dim": 128, "num_heads": 32,
+    "short_conv_kernel_size": 4}}
+_MIMO = _EXPERTS | {"head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192,
+    "swa_v_head_dim": 128, "swa_num_attention_heads": 32, "swa_num_key_value_heads": 8,
+    "hybrid_layer_pattern": [0, 1] * (LAYERS // 2), "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False, "sliding_window": 128, "sliding_window_size": 128,
+    "attention_value_scale": 1.0, "layernorm_epsilon": 1e-06,
+    "moe_layer_freq": [0] + [1] * (LAYERS - 1), "swa_rope_theta": 10000.0}
+_M3 = {"qk_norm_type": "per_head", "swiglu_alpha": 1.7, "swiglu_limit": 7.0,
+    "num_local_experts": 8, "use_qk_norm": True, "rotary_dim": 64,
+    "moe_layer_freq": [0, 0, 0] + [1] * (LAYERS - 3), "dense_intermediate_size": 1024,
+    "sparse_attention_config": {"sparse_attention_freq": [0, 0, 0] + [1] * (LAYERS - 3),
+    "sparse_num_index_heads": 4, "sparse_index_dim": 128, "sparse_block_size": 128,
+    "sparse_topk_blocks": 16}}
+_MUSE = {"image_token_id": 1, "video_token_id": 2, "layer_types": _FOURTHS,
+    "no_rope_layers": [1, 1, 1, 0] * (LAYERS // 4)}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 4096}
+_JET = _OWN | {"rms_norm_eps": 1e-06, "max_position_embeddings": 8192, "rope_theta": 10000.0,
     "layer_types": ["jet", "attn", "jet", "swa"] * (LAYERS // 4),
-    "efficient_attention_config": {
-        "jet": {
-            "mode": "chunk",
-            "expand_v": 2.0,
-            "num_heads": 12,
-            "head_dim": 96,
-            "norm_eps": 1e-5,
-            "conv_size": 4,
-            "dconv_generator_reduction": 8,
-            "dconv_implementation": "triton",
-        },
-        "swa": {"window_size": 1024},
-    },
-}
-_STEP = {
-    "swiglu_limits": [0.0] * LAYERS,
-    "swiglu_limits_shared": [0.0] * LAYERS,
-    "partial_rotary_factors": [1.0] * LAYERS,
-    "use_head_wise_attn_gate": True,
-    "need_fp32_gate": True,
-    "use_moe_router_bias": True,
-    "moe_router_scaling_factor": 3.0,
-    "share_expert_dim": 1280,
-    "rope_theta": [10000.0] * LAYERS,
-    "layer_types": _FOURTHS,
-    "sliding_window": 512,
-    "moe_layers_enum": "3,4,5",
-    "attention_other_setting": {
-        "num_attention_heads": 64,
-        "num_attention_groups": 8,
-        "head_dim": 128,
-        "attention_type": "sliding_attention",
-    },
-}
-_HALVES = ["full_attention", "sliding_attention"] * (LAYERS // 2)
+    "efficient_attention_config": {"jet": {"mode": "chunk", "expand_v": 2.0, "num_heads": 12,
+    "head_dim": 96, "norm_eps": 1e-05, "conv_size": 4, "dconv_generator_reduction": 8,
+    "dconv_implementation": "triton"}, "swa": {"window_size": 1024}}}
+_STEP = {"swiglu_limits": [0.0] * LAYERS, "swiglu_limits_shared": [0.0] * LAYERS,
+    "partial_rotary_factors": [1.0] * LAYERS, "use_head_wise_attn_gate": True,
+    "need_fp32_gate": True, "use_moe_router_bias": True, "moe_router_scaling_factor": 3.0,
+    "share_expert_dim": 1280, "rope_theta": [10000.0] * LAYERS, "layer_types": _FOURTHS,
+    "sliding_window": 512, "moe_layers_enum": "3,4,5",
+    "attention_other_setting": {"num_attention_heads": 64, "num_attention_groups": 8,
+    "head_dim": 128, "attention_type": "sliding_attention"}}
 # By architecture: the class's stem where it is not the architecture's ("" for none) and changes.
 CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "AfmoeForCausalLM": (None, _EXPERTS),
@@ -266,23 +152,13 @@ CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "BailingMoeV2_5ForCausalLM": ("", _BAILING | _MLA),
     "BailingMoeV3ForCausalLM": ("", _BAILING | _MLA),
     "Cohere2MoeForCausalLM": (None, {"prefix_dense_intermediate_size": 1024}),
-    "Cohere2VisionForConditionalGeneration": (
-        None,
-        {"text_config": Part("cohere2moe", {"prefix_dense_intermediate_size": 1024})},
-    ),
+    "Cohere2VisionForConditionalGeneration": (None, {"text_config": Part("cohere2moe",
+        {"prefix_dense_intermediate_size": 1024})}),
     "Cosmos3ForConditionalGeneration": ("qwen3vl", {}),
     "DeepseekForCausalLM": ("", _EXPERTS),
     "DeepseekV2ForCausalLM": (None, _MLA | _EXPERTS),
-    "DeepseekV4ForCausalLM": (
-        None,
-        {"compress_ratios": [0, 0, 4, 128] * (LAYERS // 4), "rope_scaling": _YARN}
-        | {"rope_parameters": _YARN},
-    ),
-    "DeepseekVL2ForCausalLM": (
-        None,
-        {"language_config": {"architectures": ["DeepseekV2ForCausalLM"]}},
-    ),
-    "DiffusionGemmaForBlockDiffusion": (None, {"text_config": {"per_layer_config": None}}),
+    "DeepseekV4ForCausalLM": (None, {"compress_ratios": [0, 0, 4, 128] * (LAYERS // 4),
+        "rope_scaling": _YARN} | {"rope_parameters": _YARN}),
     "Ernie4_5_ForCausalLM": ("ernie4_5", {}),
     "Exaone4ForCausalLM": (None, {"sliding_window_pattern": "LLLG"}),
     "ExaoneMoEForCausalLM": (None, {"is_moe_layer": [True] * LAYERS}),
@@ -291,36 +167,21 @@ CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "Gemma3nForCausalLM": ("gemma3ntext", _SHARED),
     "Gemma3nForConditionalGeneration": (None, {"text_config": _SHARED}),
     "Gemma4ForCausalLM": ("gemma4text", {"per_layer_config": None}),
-    "Gemma4ForConditionalGeneration": (None, {"text_config": {"per_layer_config": None}}),
     "Gemma4UnifiedForConditionalGeneration": (None, {"text_config": {"per_layer_config": None}}),
     "Grok1ForCausalLM": ("", _GROK),
     "Grok1ModelForCausalLM": ("", _GROK | {"attn_temperature_len": 1024}),
     "HYV3ForCausalLM": (None, {"route_norm": True}),
     "IQuestLoopCoderForCausalLM": ("", {"loop_num": 2, "loop_window_size": 64}),
     "IQuestQ1ForCausalLM": (None, {"num_hidden_layers": 88}),
-    "InternVLChatModel": (
-        None,
-        {"llm_config": Part("gptoss", {"architectures": ["GptOssForCausalLM"]})}
-        | {"vision_config": {"norm_type": "rms_norm"}},
-    ),
+    "InternVLChatModel": (None, {"llm_config": Part("gptoss",
+        {"architectures": ["GptOssForCausalLM"]})} |
+        {"vision_config": {"norm_type": "rms_norm"}}),
     "JetNemotronForCausalLM": (None, _JET),
-    "K2HorizonForCausalLM": (None, _OWN | _EXPERTS | {"rms_norm_eps": 1e-6}),
-    "KimiK25ForConditionalGeneration": (
-        None,
-        {"text_config": {"architectures": ["DeepseekV3ForCausalLM"]}},
-    ),
+    "K2HorizonForCausalLM": (None, _OWN | _EXPERTS | {"rms_norm_eps": 1e-06}),
     "KimiK3LinearForCausalLM": ("kimilinear", _KIMI),
     "KimiLinearForCausalLM": (None, _KIMI),
-    "LLaDA2MoeModelLM": (
-        "",
-        _BAILING
-        | {
-            "expert_capacity": 4,
-            "moe_router_enable_expert_bias": True,
-            "score_function": "sigmoid",
-            "block_size": 32,
-        },
-    ),
+    "LLaDA2MoeModelLM": ("", _BAILING | {"expert_capacity": 4,
+        "moe_router_enable_expert_bias": True, "score_function": "sigmoid", "block_size": 32}),
     "Lfm2MoeForCausalLM": (None, {"layer_types": ["conv", "conv", "full_attention"] * 4}),
     "MiMoV2FlashForCausalLM": ("", _MIMO),
     "MiMoV2ForCausalLM": ("", _MIMO),
@@ -329,43 +190,31 @@ CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "MiniMaxM3SparseForCausalLM": ("", _EXPERTS | _M3),
     "MistralLarge3ForCausalLM": ("", _MLA | _EXPERTS | {"routed_scaling_factor": 1.0}),
     "MuseGlimmerForCausalLM": (None, _MUSE),
-    "MuseGlimmerForConditionalGeneration": (None, _MUSE),
-    "NVILAForConditionalGeneration": (
-        "",
-        {"text_config": Part("qwen2"), "vision_config": Part("siglipvision")},
-    ),
+    "NVILAForConditionalGeneration": ("", {"text_config": Part("qwen2"),
+        "vision_config": Part("siglipvision")}),
     "NemotronHForCausalLM": (None, {"n_groups": 8}),
-    "PixtralForConditionalGeneration": (
-        "",
-        {"text_config": Part("mistral"), "vision_config": Part("pixtralvision")},
-    ),
-    "QWenLMHeadModel": ("", {"layer_norm_epsilon": 1e-6, "num_key_value_heads": 32}),
+    "QWenLMHeadModel": ("", {"layer_norm_epsilon": 1e-06, "num_key_value_heads": 32}),
     "QuantMixtralForCausalLM": ("mixtral", {}),
     "Qwen3_5ForCausalLM": ("qwen3_5text", {}),
     "Qwen3_5MoeForCausalLM": ("qwen3_5moetext", {}),
     "SDARMoeForCausalLM": ("", _EXPERTS),
     "SarvamMLAForCausalLM": ("", _BAILING | _MLA),
     "SarvamMoEForCausalLM": ("", _BAILING),
-    "SolarForCausalLM": (
-        "",
-        {"bskcn_1": [0], "bskcn_2": [1], "bskcn_3": [2], "bskcn_4": [3], "bskcn_tv": [1, 1]},
-    ),
+    "SolarForCausalLM": ("", {"bskcn_1": [0], "bskcn_2": [1], "bskcn_3": [2], "bskcn_4": [3],
+        "bskcn_tv": [1, 1]}),
     "Step3p5ForCausalLM": (None, _STEP),
     "Step3p7ForConditionalGeneration": (None, {"text_config": _STEP}),
     "TorchNativeLlamaForCausalLM": ("llama", {}),
     "TorchNativePhi3ForCausalLM": ("phi3", {}),
     "TransformersForCausalLM": ("seedoss", {"architectures": ["SeedOssForCausalLM"]}),
-    "TransformersMultiModalForCausalLM": (
-        "gotocr2",
-        {"architectures": ["GotOcr2ForConditionalGeneration"]},
-    ),
-    "TransformersMultiModalMoEForCausalLM": (
-        "aria",
-        {"architectures": ["AriaForConditionalGeneration"]},
-    ),
-    "XllmForCausalLM": (None, _OWN | _EXPERTS | {"rms_norm_eps": 1e-6}),
+    "TransformersMultiModalForCausalLM": ("gotocr2",
+        {"architectures": ["GotOcr2ForConditionalGeneration"]}),
+    "TransformersMultiModalMoEForCausalLM": ("aria",
+        {"architectures": ["AriaForConditionalGeneration"]}),
+    "XllmForCausalLM": (None, _OWN | _EXPERTS | {"rms_norm_eps": 1e-06}),
     "XverseMoeForCausalLM": ("", _EXPERTS | {"moe_top_k": 2}),
 }
+# fmt: on
 
 
 def config_of(architecture: str) -> dict[str, Any]:
