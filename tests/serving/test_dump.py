@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sglang_pat
-from benchmarks.kernel.batches import as_forest
+from benchmarks.kernel.cases import as_forest
 from benchmarks.kernel.kv import slot_table
 from sglang_pat import cli
 from sglang_pat.dump import Batch, Dump, read_dump
