@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode batches and heads of PAT's section 8.2, and random batches whose requests differ:
+"""The 20 synthetic decode batches of PAT's section 8.2, and random batches whose requests differ:
 prefix forests, long beside short, samples of one prompt, and few long requests.
 
 A random batch is named FAMILY-SEED; ``GENERATOR``, the family and the seed decide all of it. The
@@ -16,9 +16,6 @@ from itertools import count
 from typing import Protocol
 
 from sglang_pat.explain.tree import Tree
-
-# (query heads, KV heads)
-HEADS = ((32, 32), (16, 8), (32, 8), (64, 8))
 
 
 class Requests(Protocol):

@@ -10,20 +10,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.forests import (
-    HEADS,
-    PAPER_TREES,
-    QUICK_TREES,
-    Forest,
-    all_forests,
-    shortest_tail,
-)
+from benchmarks.common.forests import PAPER_TREES, QUICK_TREES, Forest, all_forests, shortest_tail
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3, PatOptions
 from sglang_pat import _C
 from sglang_pat.dump import Batch, read_dump
 from sglang_pat.explain.tree import Tree
 
+PAPER_HEADS = [Heads(32, 32), Heads(16, 8), Heads(32, 8), Heads(64, 8)]
 # Of --ragged: heads of one GPU, as models have them at tensor-parallel sizes of 1 to 8.
 RAGGED_HEADS = [
     Heads.parse(spec)
@@ -83,7 +77,7 @@ def asked(options: argparse.Namespace) -> Work:
         ValueError: it is no dump, or no batch has a name as asked for.
     """
     quick, drafts, kv_dtype = options.quick, options.draft_tokens or (1,), options.kv_dtype
-    kind, heads = "trees", [Heads(*each) for each in HEADS]
+    kind, heads = "trees", PAPER_HEADS
     requests: Sequence[Tree | Forest] = QUICK_TREES if quick else PAPER_TREES
     server: dict[str, Any] | None = None
     if options.batches:
