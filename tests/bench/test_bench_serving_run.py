@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from kit.forks import start_server
-from kit.start import cpu_server
+from kit.forks import cpu_server, start_server
 
 from benchmarks.serving import __main__ as command
 from benchmarks.serving.model import write_tokenizer
