@@ -60,12 +60,12 @@ TWO_RANKS = Config(  # each plans for itself, over its own heads
 PATCHED = Config("patched", args=("--log-level", "debug"))
 ROWS = (
     Row(Config("page1-overlap-rust", spawn=True)),
-    Row(MIXED),
     Row(BRANCHES, branches=True),
     Row(Config("classic-radix-cache", args=("--radix-cache-backend", "classic"), plugins=True)),
     Row(Config("no-radix-cache", args=("--disable-radix-cache",)), packs=False),
     Row(TWO_RANKS, ("multi_level", "ragged"), says=("4 query heads, 1 KV heads", 2)),
     Row(PATCHED, ("multi_level",), says=("takes the requests of a step from SGLang's", 1)),
+    Row(MIXED),
 )
 
 
@@ -79,6 +79,7 @@ def config_of(row: Row, folder: Path) -> Config:
     return replace(PATCHED, env=(("PYTHONPATH", path),))
 
 
+@pytest.mark.timeout(1200)  # nine workloads, twice, on a busy machine
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_answers_equal_the_stock_backends(
     row: Row, serve: Serve, stock: Stock, tmp_path: Path
