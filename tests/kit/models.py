@@ -54,6 +54,15 @@ STEP3P5 = PLAIN | {  # experts and sliding windows
         "attention_type": "sliding_attention",
     },
 }
+VISION = {  # of a model with pictures; they are not looked at
+    "model_type": "siglip_vision_model",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 28,
+    "patch_size": 14,
+}
 LLAMA4 = {
     "architectures": ["Llama4ForConditionalGeneration"],
     "model_type": "llama4",
@@ -65,20 +74,16 @@ LLAMA4 = {
         "attention_chunk_size": 512,
         "intermediate_size_mlp": 256,
     },
-    "vision_config": {  # not looked at
+    "vision_config": VISION
+    | {
         "model_type": "llama4_vision_model",
-        "hidden_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "image_size": 28,
-        "patch_size": 14,
         "vision_output_dim": 64,
         "projector_input_dim": 64,
         "projector_output_dim": 64,
     },
 }
-DEEPSEEK = PLAIN | {  # MLA
+DEEPSEEK = {  # MLA
+    **PLAIN,
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
     "moe_intermediate_size": 64,
