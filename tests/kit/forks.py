@@ -96,7 +96,8 @@ class Fork:
 
 
 def start_server(server: Server) -> Any:
-    """What ``Server._spawn`` does, by a fork."""
+    """What ``Server._spawn`` does, by a fork: not for variables beyond ``READ_LATE`` that other
+    servers do not have."""
     program = server._command[2:]  # without the interpreter and its -m
     return Fork(program, server._env, server._tmp.name, server.log)
 
