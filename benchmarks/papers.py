@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.document import conditions, heading, value, write
-from benchmarks.common.forests import GENERATOR, Forest, all_forests
-from benchmarks.common.trees import PAPER_TREES, QUICK_TREES
+from benchmarks.common.forests import GENERATOR, PAPER_TREES, QUICK_TREES, Forest, all_forests
 from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of

@@ -24,10 +24,10 @@ hypothesis.settings.load_profile("repeatable")
 # before the rest, so that two processes (``make test``) end at about the same time.
 LONGEST = (
     "test_tokens.py",
-    "test_state_spaces.py",
+    "test_life.py",
     "test_verify.py",
-    "test_router.py",
-    "test_patched.py",
+    "test_state_spaces.py",
+    "test_counters.py",
 )
 SERVER_TESTS = ("serving", "test_demo.py", "test_examples.py", "test_bench_serving_run.py")
 

@@ -7,16 +7,17 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
-from benchmarks.common.forests import Forest, all_forests
-from benchmarks.common.trees import HEADS, PAPER_TREES, QUICK_TREES, shortest_tail
-from benchmarks.kernel.batches import NUMBERS, read_batches
+from benchmarks.common.forests import PAPER_TREES, QUICK_TREES, Forest, all_forests, shortest_tail
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3, PatOptions
 from sglang_pat import _C
+from sglang_pat.dump import Batch, read_dump
 from sglang_pat.explain.tree import Tree
 
+PAPER_HEADS = [Heads(32, 32), Heads(16, 8), Heads(32, 8), Heads(64, 8)]
 # Of --ragged: heads of one GPU, as models have them at tensor-parallel sizes of 1 to 8.
 RAGGED_HEADS = [
     Heads.parse(spec)
@@ -25,6 +26,8 @@ RAGGED_HEADS = [
 # Of --draft-tokens: 64 requests on one prefix, 64 that share nothing, 16 of each kind.
 DRAFT_TREES = tuple(map(Tree.parse, ("1,64_8192,128", "64_1024", "1,16_4096,300", "16_2048")))
 DRAFT_HEADS = [Heads(32, 8), Heads(64, 8), Heads(8, 1)]
+# Of a dump's header.
+NUMBERS = ("num_q_heads", "num_kv_heads", "head_dim", "draft_tokens")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def asked(options: argparse.Namespace) -> Work:
         ValueError: it is no dump, or no batch has a name as asked for.
     """
     quick, drafts, kv_dtype = options.quick, options.draft_tokens or (1,), options.kv_dtype
-    kind, heads = "trees", [Heads(*each) for each in HEADS]
+    kind, heads = "trees", PAPER_HEADS
     requests: Sequence[Tree | Forest] = QUICK_TREES if quick else PAPER_TREES
     server: dict[str, Any] | None = None
     if options.batches:
@@ -113,3 +116,30 @@ def sample(every: Sequence[Tree | Forest], count: int | None) -> Sequence[Tree |
     if count is None or count >= len(every):
         return every
     return [every[round(i * (len(every) - 1) / max(count - 1, 1))] for i in range(count)]
+
+
+def read_batches(file: Path) -> tuple[dict[str, Any], list[Forest]]:
+    """The header of a running server's dump (``SGLANG_PAT_DUMP``), without its target, ``complete``
+    or cut off, and its batches. Their slots will be single tokens, contiguous within a node,
+    whatever pages the server had; K and V are random.
+
+    Raises OSError or ValueError, in words, for a file that is no dump or has no batch.
+    """
+    dump = read_dump(file)
+    if not dump.batches:
+        raise ValueError(f"{file} has no batch: no decode step of several requests ran on pat")
+    header = {name: value for name, value in dump.header.items() if name != "target"}
+    numbers: list[Any] = [header.get(name) for name in NUMBERS]
+    if not all(type(each) is int for each in numbers):
+        raise ValueError(
+            f"{file}: {', '.join(NUMBERS)} of its header are {numbers}, must be whole numbers: "
+            "make the dump anew"
+        )
+    return header | {"complete": bool(dump.end)}, [as_forest(batch) for batch in dump.batches]
+
+
+def as_forest(batch: Batch) -> Forest:
+    """A dumped batch by its number, without queries of no tokens, which have nothing to read."""
+    held = [i for i, tokens in enumerate(batch.seq_lens) if tokens]
+    paths, seq_lens = [batch.paths[i] for i in held], [batch.seq_lens[i] for i in held]
+    return Forest(f"batch-{batch.number}", paths, seq_lens)

@@ -47,10 +47,6 @@ def capture(run: Callable[[], torch.Tensor | None]) -> Captured:
     return Captured(graph, out, run)
 
 
-def _write() -> Callable[[], object]:
-    return torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda").zero_
-
-
 def layer_products() -> Callable[[], object]:
     """What runs in a server between the attention of two layers, of the Llama-3-8B shape and two
     requests: output projection, feed-forward network and the next layer's Q, K and V. The weights,
@@ -80,7 +76,10 @@ class Clock:
         ``cold_code``: ``layer_products`` come before each repeat instead of a write, so that the
         code of what is timed is in no cache either, as in a server."""
         self.budget_ms = budget_ms
-        self._flush = layer_products() if cold_code else _write()
+        if cold_code:
+            self._flush = layer_products()
+        else:
+            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda").zero_
 
     def repeats(self, run: Callable[[], object]) -> int:
         """How often ``run`` fits the budget, by one trial."""

@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.common.forests import Forest, all_forests
-from benchmarks.common.trees import PAPER_TREES, Requests, shortest_tail
+from benchmarks.common.forests import PAPER_TREES, Forest, Requests, all_forests, shortest_tail
 from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import quantised

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.common.trees import Requests
+from benchmarks.common.forests import Requests
 
 
 @dataclass(frozen=True, slots=True)

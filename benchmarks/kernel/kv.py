@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 import torch
 
-from benchmarks.common.trees import Requests
+from benchmarks.common.forests import Requests
+from benchmarks.kernel.floor import Heads
 
 _T: TypeAlias = torch.Tensor
 
@@ -66,15 +67,13 @@ def slot_table(
 
 def make_batch(
     tree: Requests,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    permuted: bool = True,
-    seed: int = 0,
-    device: str = "cpu",
+    heads: Heads,
+    permuted: bool = False,
     draft_tokens: int = 1,
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    seed: int = 0,
 ) -> TreeBatch:
     """Random normal q, K and V, made on ``device``, with the slots of ``slot_table``.
     ``draft_tokens``: rows of q for each query, the last tokens of its sequence."""
@@ -86,9 +85,9 @@ def make_batch(
         return torch.randn(shape, generator=values, dtype=dtype, device=device)
 
     return TreeBatch(
-        q=normal(tree.num_queries * draft_tokens, num_q_heads, head_dim),
-        k_cache=normal(num_slots, num_kv_heads, head_dim),
-        v_cache=normal(num_slots, num_kv_heads, head_dim),
+        q=normal(tree.num_queries * draft_tokens, heads.q, heads.dim),
+        k_cache=normal(num_slots, heads.kv, heads.dim),
+        v_cache=normal(num_slots, heads.kv, heads.dim),
         req_to_token=table.to(device),
         rows=torch.arange(1, tree.num_queries + 1, device=device),
         seq_lens=seq_lens.to(device),

@@ -6,12 +6,13 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.common import reference
-from benchmarks.common.trees import Requests
+from benchmarks.common.forests import Requests
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import TreeBatch, make_batch, relative
 from sglang_pat import Target, decode
@@ -27,6 +28,8 @@ MEAN_ITEMS, MEAN_PARTIALS = 16, 32
 # Dtypes of K and V, as ``--kv-cache-dtype`` of a server names them, with the bytes of an element.
 E4M3 = "fp8_e4m3"
 KV_DTYPES = {"bfloat16": 2, E4M3: 1}
+
+device_batch = partial(make_batch, dtype=torch.bfloat16, device="cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +72,6 @@ class PatOptions:
         if torch.cuda.device_count() == 0:
             return Target.h200(**values)
         return Target.gpu(torch.cuda.get_device_properties(), **values)
-
-
-def device_batch(
-    tree: Requests, heads: Heads, permuted: bool = False, draft_tokens: int = 1
-) -> TreeBatch:
-    """bf16 inputs on the GPU."""
-    return make_batch(
-        tree,
-        num_q_heads=heads.q,
-        num_kv_heads=heads.kv,
-        head_dim=heads.dim,
-        dtype=torch.bfloat16,
-        permuted=permuted,
-        device="cuda",
-        draft_tokens=draft_tokens,
-    )
 
 
 class Layer:
@@ -154,16 +141,8 @@ def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
     some = torch.linspace(0, queries - 1, count, device=batch.q.device).round().long()
     of_query = torch.arange(draft_tokens, device=batch.q.device)
     rows = (some[:, None] * draft_tokens + of_query).flatten()
-    expected, _ = reference.attention(
-        batch.q[rows],
-        batch.k_cache,
-        batch.v_cache,
-        batch.req_to_token,
-        batch.rows[some],
-        batch.seq_lens[some],
-        scale=scale,
-        k_scale=batch.k_scale,
-        v_scale=batch.v_scale,
-        draft_tokens=draft_tokens,
-    )
+    chosen = replace(batch, q=batch.q[rows], rows=batch.rows[some], seq_lens=batch.seq_lens[some])
+    scales = {"scale": scale, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
+    how: dict[str, Any] = {"draft_tokens": draft_tokens, **scales}
+    expected, _ = reference.attention(*chosen.inputs, **how)
     return relative(out[rows], expected)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.trees import Requests
+from benchmarks.common.forests import Requests
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import TreeBatch, quantised
 from benchmarks.kernel.layer import device_batch

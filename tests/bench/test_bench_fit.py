@@ -12,8 +12,7 @@ import pytest
 import torch
 from kit.bench import CpuClock, replace_device
 
-from benchmarks.common.forests import forest
-from benchmarks.common.trees import PAPER_TREES
+from benchmarks.common.forests import PAPER_TREES, forest
 from benchmarks.kernel import fit
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3, PatOptions

@@ -16,12 +16,10 @@ import torch
 from kit.bench import RATES, chain_batch, replace_device, row
 
 from benchmarks.common.document import Budget
-from benchmarks.common.forests import GENERATOR, Forest
-from benchmarks.common.trees import PAPER_TREES
+from benchmarks.common.forests import GENERATOR, PAPER_TREES, Forest
 from benchmarks.kernel import __main__ as kernel
 from benchmarks.kernel import rows
-from benchmarks.kernel.batches import as_forest, read_batches
-from benchmarks.kernel.cases import Case, Work, asked
+from benchmarks.kernel.cases import Case, Work, as_forest, asked, read_batches
 from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
 from benchmarks.kernel.layer import PatOptions, error_of
 from benchmarks.kernel.report import TreeRow, complaints, summary

@@ -7,13 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from kit.forks import start_server
-from kit.start import cpu_server
+from kit.forks import cpu_server
 
 from benchmarks.serving import __main__ as command
 from benchmarks.serving.model import write_tokenizer
 from sglang_pat.demo.model import make_model
-from sglang_pat.demo.server import Server
 
 BACKENDS = ["pat", "torch_native"]
 LOADS = ["2*200x2", "0x4", "100+2*60x3"]
@@ -26,7 +24,6 @@ def test_loads_run_on_two_servers_in_turns(
     pytest.importorskip("sglang", reason="serving needs SGLang 0.5.23")
     for name, value in cpu_server().items():  # servers inherit it
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(Server, "_spawn", start_server)
     model, file = tmp_path / "model", tmp_path / "rows.json"
     make_model(model, hidden=64, q_heads=4, head_dim=32, vocab=VOCAB)
     write_tokenizer(model, VOCAB, end=0)

@@ -12,8 +12,7 @@ from kit.bench import CpuClock, replace_device
 from kit.pieces import check_pieces
 
 from benchmarks import papers
-from benchmarks.common.forests import Forest, PrefixPath, forest, samples
-from benchmarks.common.trees import PAPER_TREES
+from benchmarks.common.forests import PAPER_TREES, Forest, PrefixPath, forest, samples
 from benchmarks.kernel.floor import Heads
 from benchmarks.papers import NAMES, measure, padding, plan_by
 from sglang_pat import Target

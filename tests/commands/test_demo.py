@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.forks import start_server
-from kit.start import cpu_server
+from kit.forks import cpu_server, start_server
 from transformers import AutoModelForCausalLM
 
 from sglang_pat.demo.counters import Counters, parse_counters
@@ -31,7 +30,7 @@ def _demo(cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "sglang_pat", "demo", "--cache", str(cache)],
         cwd=cache,
-        env=os.environ | cpu_server(fork=False) | env,
+        env=os.environ | cpu_server() | env,
         capture_output=True,
         text=True,
         timeout=900,

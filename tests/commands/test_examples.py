@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kit.forks import start_server
+from kit.forks import NO_SPINNING, cpu_server, start_server
 from kit.shell import fresh_shell  # noqa: F401
-from kit.start import NO_SPINNING, cpu_server
 
 from sglang_pat import cli
 from sglang_pat.demo.server import Server

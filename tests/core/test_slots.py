@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import make_batch
 from sglang_pat import Node, Plan, SlotMismatch, Target, check_slots, decode, plan
 from sglang_pat.explain.tree import Tree
@@ -21,7 +22,7 @@ TARGETS = {
 }
 
 
-BATCH = make_batch(TREE, **HEADS, dtype=torch.float32)
+BATCH = make_batch(TREE, Heads(*HEADS.values()), True, dtype=torch.float32)
 
 
 @pytest.fixture(params=TARGETS)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kit import forcing
-from serving.server import Answer, Prompt, ServingServer
-from serving.workloads import WORKLOADS, random_prompt
+from serving.server import Answer, ServingServer
+from serving.workloads import WORKLOADS, Prompt, random_prompt
 
 from sglang_pat.demo.counters import Counters
 
@@ -50,7 +50,7 @@ LOADS = {
 
 
 def answers(server: ServingServer, load: Load) -> list[Answer]:
-    return server.generate(load.prompts, NEW_TOKENS, samples=load.samples, adapters=load.adapters)
+    return server.generate(load.prompts, NEW_TOKENS, samples=load.samples, lora_path=load.adapters)
 
 
 def equal_share(some: Sequence[Answer], others: Sequence[Answer]) -> float:
@@ -67,7 +67,7 @@ def forced_logprobs(server: ServingServer, load: Load, texts: Sequence[Answer]) 
     """Log-probabilities of the tokens of ``texts``, the first answer to each prompt, all decoded at
     once; NaN for a token that lost by so much that it could not be forced."""
     # Cached prompts: a prefill in chunks would ask for a forced token at the end of every chunk.
-    server.generate(load.prompts, 1, adapters=load.adapters)
+    server.generate(load.prompts, 1, lora_path=load.adapters)
     found = forcing.force_all(
         lambda body: server.post("/generate", body),
         load.prompts,
@@ -116,9 +116,8 @@ def beside(
 ) -> tuple[Distance, Counters]:
     """How far a server's log-probabilities of ``texts`` are from those ``wanted``, and what it
     counted meanwhile."""
-    before = server.counters()
-    found = Distance.between(forced_logprobs(server, load, texts), wanted)
-    counted = server.counters() - before  # waits until no step runs any more
+    logprobs, counted = server.counted(forced_logprobs, server, load, texts)
+    found = Distance.between(logprobs, wanted)
     print(f"{server.log.parent.name}: {found}, {counted}")
     return found, counted
 

@@ -10,29 +10,36 @@ up and no memory grew after the warm-up.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import tempfile
 import threading
-import time
+import uuid
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import torch
 from serving.server import Config, ServingServer
-from serving.workloads import VOCAB, random_prompt
+from serving.workloads import VOCAB, Prompt, random_prompt, text_of
 
 from sglang_pat.demo.model import make_model
 
-from . import footprint, traffic
-
+EOS = 0  # of the demo's model
 MIB = 1 << 20
+PAGE = os.sysconf("SC_PAGESIZE")
+SCHEDULER = b"sglang::scheduler"  # the title of the process that pat runs in
 # Free greedy answers to equal prompts agree but for near-ties; a wrong slot leaves nothing alike.
 # Drafts bring more near-ties, as batches differ more: 0.67 on an H200, with no radix cache 0.80.
 MIN_REPEATED_EQUAL = {"cpu": 0.999, "cuda": 0.7}
+BATCH = 64  # the most requests that a server runs at once
 
 
 @dataclass(frozen=True)
@@ -54,14 +61,134 @@ SCALES = {
     "cpu": Scale(40, 4, 8, 1200, 500, 90, steps=300, requests=60, growth=32 * MIB),
     "cuda": Scale(300, 30, 24, 5000, 1500, 120, steps=20_000, requests=5_000, growth=16 * MIB),
 }
-BATCH = 64  # the most requests that a server runs at once
 # Of servers that speculate: draft tokens of a request, and the top k of the draft model. With trees
 # the servers prefill with FlashInfer, which may compile for minutes before they are ready.
-DRAFTS = {"chains": (4, 1), "trees": (8, 4)}
+DRAFTS = {"": (1, 1), "chains": (4, 1), "trees": (8, 4)}
 MODELS: dict[str, dict[str, Any]] = {
     "cpu": {"dtype": "float32"},
     "cuda": {"dtype": "bfloat16", "hidden": 512, "layers": 2, "head_dim": 128},
 }
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: Prompt
+    new_tokens: int
+    samples: int = 1
+    abort_after_s: float | None = None
+
+
+def requests(seed: int, scale: Scale) -> Iterator[Request]:
+    """Without end: system prompts of all lengths, users of their own and repeated ones, strangers;
+    short and long answers; one in ten with samples, one in ten aborted."""
+    rng, common = Random(seed), Random(0)  # the clients of a server share system prompts
+    lengths = (20, 60, 150, 400, scale.longest // 2, scale.longest)
+    systems = [text_of(common, length) for length in lengths]
+    repeated = [systems[i % len(systems)] + text_of(common, 5 + 7 * i) for i in range(24)]
+    while True:
+        kind = rng.random()
+        if kind < 0.3:
+            prompt = rng.choice(repeated)
+        elif kind < 0.8:
+            prompt = rng.choice(systems) + text_of(rng, rng.randint(1, 60))
+        else:
+            prompt = text_of(rng, rng.choice((1, 3, 17, 90, 300)))
+        new_tokens = rng.randint(1, scale.new_tokens)
+        if rng.random() < 0.1:
+            yield Request(prompt, new_tokens, abort_after_s=rng.uniform(0, 0.3))
+        else:
+            yield Request(prompt, new_tokens, samples=3 if rng.random() < 0.1 else 1)
+
+
+class Traffic:
+    """What all clients of a server sent and got. ``tokens_a_step``: of a request, at most. Of an
+    aborted request SGLang keeps all tokens of its last step, also those beyond what was asked for
+    (``Req.update_finish_state``)."""
+
+    def __init__(self, server: ServingServer, tokens_a_step: int) -> None:
+        self.server, self.tokens_a_step = server, tokens_a_step
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._lock = threading.Lock()
+        self._longest: dict[Prompt, Prompt] = {}  # answer by prompt
+
+    def send_all(self, sent: Iterator[Request], stopping: threading.Event) -> None:
+        """A client: one request after another, until told to stop."""
+        for request in sent:
+            if stopping.is_set():
+                return
+            answers = self._send(request)
+            with self._lock:
+                self.counts["requests"] += 1
+                if len(answers) != request.samples:
+                    self.wrong.append(f"{len(answers)} answers for {request.samples} samples")
+                for answer in answers:
+                    self._enter(request, answer)
+
+    def _send(self, request: Request) -> list[dict[str, Any]]:
+        rid = uuid.uuid4().hex
+        # Without ignore_eos: only then the scheduler overcommits its memory, and retracts.
+        sampling = {"temperature": 0, "max_new_tokens": request.new_tokens, "n": request.samples}
+        body: dict[str, Any] = {"input_ids": request.prompt, "sampling_params": sampling}
+        if request.abort_after_s is None:
+            answer = self.server.post("/generate", body)
+            return answer if isinstance(answer, list) else [answer]
+        abort = ["/abort_request", {"rid": rid}]
+        timer = threading.Timer(request.abort_after_s, self.server.post, abort)
+        timer.start()
+        answer = self.server.post("/generate", body | {"rid": rid})
+        timer.cancel()
+        timer.join()
+        return [answer]
+
+    def _enter(self, request: Request, answer: dict[str, Any]) -> None:
+        tokens, wanted = tuple(answer["output_ids"]), request.new_tokens
+        reason = answer["meta_info"]["finish_reason"]["type"]
+        self.counts[f"finished by {reason}"] += 1
+        # Decoding reads at least all tokens before each but the first.
+        self.counts["kv_tokens"] += sum(len(request.prompt) + i for i in range(1, len(tokens)))
+        aborted = request.abort_after_s is not None
+        right = {
+            "length": len(tokens) == wanted,
+            "stop": len(tokens) <= wanted and EOS in tokens[-1:],
+            "abort": aborted and len(tokens) < wanted + self.tokens_a_step,
+        }
+        if not right.get(reason, False):
+            self.wrong.append(f"{len(tokens)} of {wanted} tokens, ended by {reason}, {aborted=}")
+        seen = self._longest.get(request.prompt, ())
+        pairs = list(zip(tokens, seen, strict=False))
+        equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        self.counts["repeated"] += len(pairs)
+        self.counts["repeated equal"] += equal
+        self._longest[request.prompt] = max(tokens, seen, key=len)
+
+    def row(self, radix: bool, device: str) -> dict[str, Any]:
+        """The server's, and under ``wrong`` what is wrong with it."""
+        self.server.check_alive()
+        log = self.server.text()
+        row = {**self.counts, **vars(self.server.counters())}
+        row["retractions"] = len(re.findall(r"#retracted|[Rr]etract requests", log))
+        row["tracebacks"] = log.count("Traceback (most recent call last)")
+        drafts = self.tokens_a_step > 1
+        steps, packed = row["decode_steps"], row["packed_steps"]
+        read, unpacked = row["kv_tokens_read"], row["kv_tokens_unpacked"]
+        equal = self.counts["repeated equal"] / max(self.counts["repeated"], 1)
+        right = {
+            "some are aborted": self.counts["finished by abort"] > 0,
+            "some are retracted": row["retractions"] > 0,
+            "no traceback in the log": row["tracebacks"] == 0,
+            "equal prompts, equal tokens": equal >= MIN_REPEATED_EQUAL[device] - 0.1 * drafts,
+            "a plan in each step": row["plans_made"] + row["plans_reused"] == steps,
+            "steps verify drafts": row["verify_steps"] == steps * drafts,
+            # A retracted request's tokens are prefilled again, so a few were not decoded.
+            "K/V of all answers": unpacked >= 0.9 * self.counts["kv_tokens"] / self.tokens_a_step,
+            "packed if there is a radix cache": (0 < packed <= steps and read < unpacked)
+            if radix
+            else (packed == 0 and read == unpacked),
+            "no fallback": not row["fallbacks"],
+        }
+        row["wrong"] = self.wrong + [name for name, holds in right.items() if not holds]
+        return row
 
 
 def soak(device: str, scale: Scale, folder: Path, *, drafts: str = "") -> dict[str, Any]:
@@ -69,7 +196,7 @@ def soak(device: str, scale: Scale, folder: Path, *, drafts: str = "") -> dict[s
     ``DRAFTS``; the servers speculate with such drafts, which are mostly right."""
     model = make_model(folder / "model", vocab=VOCAB, **MODELS[device])
     args = ("--max-total-tokens", str(scale.pool), "--schedule-conservativeness", "0.05")
-    tokens_a_step, top_k = DRAFTS.get(drafts, (1, 1))  # of a request, at most; of the drafts
+    tokens_a_step, top_k = DRAFTS[drafts]  # of a request, at most; of the drafts
     if drafts:
         args += (
             *("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3"),
@@ -78,51 +205,33 @@ def soak(device: str, scale: Scale, folder: Path, *, drafts: str = "") -> dict[s
             *("--speculative-num-draft-tokens", str(tokens_a_step)),
             *("--decode-log-interval", "4"),  # steps; see _launch_all_moves
         )
-    configs = [
-        Config("radix", args=args, device=device),
-        Config("no-radix", args=(*args, "--disable-radix-cache"), device=device),
-    ]
+    kinds = {"radix": args, "no-radix": (*args, "--disable-radix-cache")}
     with ExitStack() as stack:
-        servers = [ServingServer(model, config, folder / config.name) for config in configs]
-        for server in servers:
+        all_of = {}
+        for name, of_kind in kinds.items():
+            server = ServingServer(model, Config(name, args=of_kind, device=device), folder / name)
             stack.callback(server.stop)
             server.start()
-        for server in servers:
-            server.wait_until_ready()
+            all_of[name] = Traffic(server, tokens_a_step)
+        for traffic in all_of.values():
+            traffic.server.wait_until_ready()
             if top_k > 1:
-                _launch_all_moves(server)
-        ledgers = [traffic.Ledger(tokens_a_step) for _ in servers]
-        began = time.monotonic()
-        before = _held_after(scale, scale.warm_up, servers, ledgers, device, first_seed=0)
+                _launch_all_moves(traffic.server)
+        before = _held_after(scale, scale.warm_up, all_of, device, first_seed=0)
         rest = scale.seconds - scale.warm_up
-        after = _held_after(scale, rest, servers, ledgers, device, first_seed=scale.clients)
-        seconds = time.monotonic() - began
-        rows = {
-            config.name: _row(server, ledger)
-            for config, server, ledger in zip(configs, servers, ledgers, strict=True)
-        }
-    summary: dict[str, Any] = {"device": device, "seconds": round(seconds, 1), "servers": rows}
-    summary["held_mib"] = {
-        name: [round(held[name] / MIB, 1) for held in (before, after)] for name in before
-    }
-    summary["steps"] = sum(row["decode_steps"] for row in rows.values())
-    summary["requests"] = sum(row["requests"] for row in rows.values())
-    summary["failures"] = [
-        *(
-            f"{name}: {wrong}"
-            for name, row in rows.items()
-            for wrong in _wrong_with(name, row, device, tokens_a_step)
-        ),
-        *(
-            f"{name} grew from {before[name]} to {after[name]} bytes"
-            for name in before
-            if after[name] - before[name] > scale.growth
-        ),
-    ]
-    for name, least in (("steps", scale.steps // tokens_a_step), ("requests", scale.requests)):
-        if summary[name] < least:
-            summary["failures"].append(f"{summary[name]} {name}, want {least}")
-    return summary
+        after = _held_after(scale, rest, all_of, device, first_seed=scale.clients)
+        rows = {name: traffic.row(name == "radix", device) for name, traffic in all_of.items()}
+    wrong = [f"{name}: {each}" for name, row in rows.items() for each in row["wrong"]]
+    for name, bytes_before in before.items():
+        if after[name] - bytes_before > scale.growth:
+            wrong.append(f"{name} grew from {bytes_before} to {after[name]} bytes")
+    for name, least in (
+        ("decode_steps", scale.steps // tokens_a_step),
+        ("requests", scale.requests),
+    ):
+        if (found := sum(row[name] for row in rows.values())) < least:
+            wrong.append(f"{found} {name}, want {least}")
+    return {"device": device, "servers": rows, "held": [before, after], "failures": wrong}
 
 
 def _launch_all_moves(server: ServingServer) -> None:
@@ -139,13 +248,7 @@ def _launch_all_moves(server: ServingServer) -> None:
 
 
 def _held_after(
-    scale: Scale,
-    seconds: float,
-    servers: list[ServingServer],
-    ledgers: list[traffic.Ledger],
-    device: str,
-    *,
-    first_seed: int,
+    scale: Scale, seconds: float, all_of: dict[str, Traffic], device: str, *, first_seed: int
 ) -> dict[str, int]:
     """Bytes held after so much more traffic, by what holds them.
 
@@ -153,74 +256,39 @@ def _held_after(
     nothing, and a flush gives it back.
     """
     stopping = threading.Event()
-    size = {"longest": scale.longest, "new_tokens": scale.new_tokens}
-    with ThreadPoolExecutor(len(servers) * scale.clients) as pool:
+    with ThreadPoolExecutor(len(all_of) * scale.clients) as pool:
         clients = [
-            pool.submit(traffic.send_all, server, traffic.Mix(seed, **size), ledger, stopping)
-            for server, ledger in zip(servers, ledgers, strict=True)
+            pool.submit(traffic.send_all, requests(seed, scale), stopping)
+            for traffic in all_of.values()
             for seed in range(first_seed, first_seed + scale.clients)
         ]
         wait(clients, timeout=seconds, return_when=FIRST_EXCEPTION)
         stopping.set()
     for client in clients:
         client.result()  # raises what it failed with
-    for server in servers:
-        server.post("/flush_cache?timeout=30")
-    held = {
-        f"scheduler {server.log.parent.name}": footprint.scheduler_bytes(server.pid)
-        for server in servers
-    }
-    return held | ({"device": footprint.device_bytes()} if device == "cuda" else {})
+    for traffic in all_of.values():
+        traffic.server.post("/flush_cache?timeout=30")
+    held = {f"scheduler {name}": scheduler_bytes(one.server.pid) for name, one in all_of.items()}
+    return held | ({"device": device_bytes()} if device == "cuda" else {})
 
 
-def _row(server: ServingServer, ledger: traffic.Ledger) -> dict[str, Any]:
-    server.check_alive()
-    log = server.text()
-    return {
-        **ledger.counts,
-        "wrong": ledger.wrong,
-        "kv_tokens_answered": ledger.kv_tokens,
-        **vars(server.counters()),
-        "retractions": len(re.findall(r"#retracted|[Rr]etract requests", log)),
-        "tracebacks": log.count("Traceback (most recent call last)"),
-    }
+def scheduler_bytes(server_pid: int) -> int:
+    """Resident bytes of the schedulers in a server's process group."""
+    held = 0
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
+            if not folder.name.isdigit() or os.getpgid(int(folder.name)) != server_pid:
+                continue
+            if (folder / "cmdline").read_bytes().startswith(SCHEDULER):
+                held += int((folder / "statm").read_text().split()[1]) * PAGE
+    assert held, f"no {SCHEDULER.decode()} in the process group {server_pid}"
+    return held
 
 
-def _wrong_with(name: str, row: dict[str, Any], device: str, tokens_a_step: int) -> Iterator[str]:
-    """What is wrong with a server's row."""
-    equal = row.get("repeated tokens equal", 0) / max(row.get("repeated tokens", 0), 1)
-    least = MIN_REPEATED_EQUAL[device] - (0.1 if tokens_a_step > 1 else 0.0)
-    yield from row["wrong"]
-    if not row.get("finished by abort", 0):
-        yield "nothing was aborted"
-    if not row["retractions"]:
-        yield "nothing was retracted"
-    if row["tracebacks"]:
-        yield "there is a traceback in the log"
-    if equal < least:
-        yield f"only {equal:.4f} of the tokens after equal prompts are equal"
-    yield from _wrong_counters(name, row, tokens_a_step)
-
-
-def _wrong_counters(name: str, row: dict[str, Any], tokens_a_step: int) -> Iterator[str]:
-    """What a server counted that does not fit what it answered."""
-    steps, packed = row["decode_steps"], row["packed_steps"]
-    read, unpacked = row["kv_tokens_read"], row["kv_tokens_unpacked"]
-    if row["plans_made"] + row["plans_reused"] != steps:
-        yield f"{row['plans_made']} plans made and {row['plans_reused']} reused in {steps} steps"
-    if row["verify_steps"] != (steps if tokens_a_step > 1 else 0):
-        yield f"{row['verify_steps']} of {steps} steps verified drafts"
-    # A retracted request's tokens are prefilled again, so a few were not decoded.
-    least = 0.9 * row["kv_tokens_answered"] / tokens_a_step
-    if unpacked < least:
-        yield f"{unpacked} K/V tokens, the answers need {least}"
-    if name == "radix":
-        if not (0 < packed <= steps and read < unpacked):
-            yield f"{packed} of {steps} steps packed, {read} of {unpacked} K/V tokens read"
-    elif packed or read != unpacked:
-        yield f"{packed} steps packed without a radix cache, {read} of {unpacked} K/V tokens read"
-    if row["fallbacks"]:
-        yield f"not served by pat: {row['fallbacks']}"
+def device_bytes() -> int:
+    """Bytes in use on the first GPU, of all processes."""
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
 
 
 def main() -> int:

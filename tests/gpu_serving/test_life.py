@@ -1,32 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens to a server while it lives: equal answers to equal requests, requests that are
-alone, clients that go away, requests that are aborted, and other weights."""
+alone, branches, and other weights. Clients that go away are the soak's and tests/serving's."""
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import count
-from threading import Event
-
 import pytest
-from serving.quitters import quit_after
-from serving.server import Answer, Prompt, ServingServer
+from serving.server import Answer
 from serving.workloads import random_prompt
 
-from .agreement import (
-    LOADS,
-    NEW_TOKENS,
-    Distance,
-    Load,
-    answers,
-    beside,
-    equal_share,
-    forced_logprobs,
-)
+from .agreement import LOADS, NEW_TOKENS, Load, answers, beside, equal_share, forced_logprobs
 from .fleet import Fleet
 
 OURS, STOCK, OTHER = "ratio4-pat", "ratio4-fa3", "ratio4b-fa3"
@@ -73,9 +55,8 @@ def test_branches(server: Fleet) -> None:
     load = Load(tuple(agents[i % 4] + tail for i, tail in enumerate(tails)))
     texts = answers(theirs, load)
     answers(ours, load)  # now all prompts are cached, and all begin at once
-    before = ours.counters()
-    answers(ours, load)
-    assert (ours.counters() - before).branched_steps > 0
+    _, counted = ours.counted(answers, ours, load)
+    assert counted.branched_steps > 0
     found, counted = beside(ours, load, texts, forced_logprobs(theirs, load, texts))
     assert found.small and counted.branched_steps > 0
 
@@ -96,77 +77,8 @@ def test_a_request_alone_is_the_stock_servers(name: str, server: Fleet) -> None:
         assert counted.base_forwards["small_batch"] >= NEW_TOKENS - 1
         assert not counted.fallbacks
         # Two requests run on pat in between, and leave its plan behind.
-        before = ours.counters()
-        answers(ours, Load(LOADS["shared"].prompts[:2]))
-        assert (ours.counters() - before).decode_steps >= NEW_TOKENS // 2
-
-
-ANSWERED_AGAIN = 3
-LEAVERS_TOKENS = 3000  # ten seconds of decoding, if nobody noticed
-# At another temperature SGLang compiles its sampling kernels first: two minutes in which the
-# scheduler, and with it every client, waits.
-GREEDY = {"temperature": 0, "max_new_tokens": LEAVERS_TOKENS, "ignore_eos": True}
-# Between two requests of a leaver. SGLang aborts a broken stream after two seconds, so some dozen
-# requests at most decode for nobody, and the others find room.
-PAUSE_S = 0.3
-
-
-def disconnect(server: ServingServer, prompt: Prompt, left: int) -> None:
-    quit_after(server, prompt, left % 7, new_tokens=LEAVERS_TOKENS)
-    time.sleep(PAUSE_S)
-
-
-def abort(server: ServingServer, prompt: Prompt, _: int) -> None:
-    rid = uuid.uuid4().hex
-    body = {"rid": rid, "input_ids": list(prompt), "sampling_params": GREEDY}
-    with ThreadPoolExecutor(max_workers=1) as one:
-        answer = one.submit(server.post, "/generate", body)
-        while not answer.done():  # the first may come before the request
-            time.sleep(0.05)
-            server.post("/abort_request", {"rid": rid})
-        assert answer.result()["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-@contextmanager
-def leavers(server: ServingServer) -> Iterator[list[Future[int]]]:
-    """Clients that share the load's prompts and leave in mid-stream, until the block ends; each
-    gives how many requests it left."""
-    stopping = Event()
-
-    def leave(first: int, how: Callable[[ServingServer, Prompt, int], None]) -> int:
-        for left in count():
-            if stopping.is_set():
-                return left
-            how(server, LOAD.prompts[(first + left) % len(LOAD.prompts)], left)
-        raise AssertionError
-
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        left = [pool.submit(leave, i, how) for i, how in enumerate((disconnect, abort) * 2)]
-        try:
-            yield left
-        finally:
-            stopping.set()
-
-
-def test_survivors_of_aborts_answer_the_same(server: Fleet) -> None:
-    ours, theirs = server(OURS), server(STOCK)
-    texts = answers(theirs, LOAD)
-    wanted = forced_logprobs(theirs, LOAD, texts)
-    before = ours.counters()
-    with leavers(ours) as left:
-        found = [
-            Distance.between(forced_logprobs(ours, LOAD, texts), wanted)
-            for _ in range(ANSWERED_AGAIN)
-        ]
-    counted = ours.counters() - before  # waits until no step runs any more
-    print(f"{[one.result() for one in left]} left; {found}; {counted}")
-    assert all(one.result() >= 2 for one in left)
-    assert all(distance.small for distance in found)
-    assert counted.plans_made + counted.plans_reused == counted.decode_steps
-    assert 0 < counted.packed_steps <= counted.decode_steps
-    assert counted.kv_tokens_read < counted.kv_tokens_unpacked
-    assert not counted.fallbacks
-    assert Distance.between(forced_logprobs(ours, LOAD, texts), wanted).small
+        _, counted = ours.counted(answers, ours, Load(LOADS["shared"].prompts[:2]))
+        assert counted.decode_steps >= NEW_TOKENS // 2
 
 
 def test_other_weights_from_disk(server: Fleet) -> None:
@@ -183,12 +95,11 @@ def test_other_weights_from_disk(server: Fleet) -> None:
     try:
         for name, one in stock.items():
             answers(ours, LOAD)  # the cache holds K/V of the weights before
-            told = ours.post("/update_weights_from_disk", {"model_path": str(server.model(name))})
-            assert told["success"], told
+            ours.update_weights(server.model(name))
             (first,) = ours.generate(LOAD.prompts[:1], 1)
             assert first.cached_tokens == 0
             wanted = forced_logprobs(one, LOAD, texts[name])
             found, counted = beside(ours, LOAD, texts[name], wanted)
             assert found.small and counted.packed_steps >= NEW_TOKENS - 8
     finally:
-        ours.post("/update_weights_from_disk", {"model_path": str(server.model("ratio4"))})
+        ours.update_weights(server.model("ratio4"))

@@ -150,15 +150,13 @@ def test_beside_peers(row: Row, server: Fleet) -> None:
     for name in row.loads:
         load = LOADS[name]
         texts = answers(server(row.peers[0]), load)
-        for each in row.servers:
-            before = ours.counters() if each == row.ours else None
-            found.setdefault(each.split("-")[1], []).extend(
-                forced_logprobs(server(each), load, texts)
-            )
-            if before is not None:
-                counted = ours.counters() - before
-                print(f"{row.ours} {name}: {counted}")
-                check_counted(row, name, counted)
+        for peer in row.peers:
+            of_peer = forced_logprobs(server(peer), load, texts)
+            found.setdefault(peer.split("-")[1], []).extend(of_peer)
+        logprobs, counted = ours.counted(forced_logprobs, ours, load, texts)
+        found.setdefault("pat", []).extend(logprobs)
+        print(f"{row.ours} {name}: {counted}")
+        check_counted(row, name, counted)
     values = found["pat"]
     assert sum(values) / len(values) < -0.1  # of a model that is certain, nothing could be told
     check_forced(row.ours, found)
@@ -182,9 +180,8 @@ def test_a_second_turn_starts_from_the_state_of_the_first(row: Row, server: Flee
         )
     )
     wanted = answers(server(row.peers[0]), turn)
-    before = server(row.ours).counters()
-    found = answers(server(row.ours), turn)
-    check_counted(replace(row, packs="second"), "second", server(row.ours).counters() - before)
+    found, counted = server(row.ours).counted(answers, server(row.ours), turn)
+    check_counted(replace(row, packs="second"), "second", counted)
     for given in (found, wanted):
         assert min(answer.cached_tokens for answer in given) >= len(SYSTEM) // 256 * 256
     forced = {name: forced_logprobs(server(name), turn, wanted) for name in row.servers}

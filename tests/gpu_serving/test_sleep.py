@@ -13,8 +13,8 @@ from serving.server import Answer, ServingServer
 
 from .agreement import LOADS, Distance, answers, beside, forced_logprobs
 from .fleet import Fleet
-from .footprint import device_bytes
 from .models import HEAD_DIM, KV_HEADS, LAYERS
+from .soak import device_bytes
 
 OURS, OTHER = "ratio4-pat-sleeper", "ratio4b-fa3"
 SERVERS = (OURS, OTHER)
@@ -74,7 +74,6 @@ def test_new_weights_after_a_sleep(server: Fleet) -> None:
 
     sleep(ours, "kv_cache", "weights")
     wake(ours, "weights")
-    told = ours.post("/update_weights_from_disk", {"model_path": str(server.model("ratio4b"))})
-    assert told["success"], told
+    ours.update_weights(server.model("ratio4b"))
     wake(ours, "kv_cache")
     check(ours, texts, wanted)

@@ -103,9 +103,7 @@ def test_answers(row: Row, server: Fleet, answers_of: AnswersOf) -> None:
     are to fa3's without, where states are verified: SGLang then takes the steps of linear attention
     in another order, with any backend."""
     one = server(row.ours)
-    before = one.counters()
-    ours = answers_of(row.ours, row.loads)
-    counted = one.counters() - before
+    ours, counted = one.counted(answers_of, row.ours, row.loads)
     plain, ours_plain = (answers_of(name, row.loads) for name in row.plain)
     theirs = answers_of(row.peer, row.loads) if row.peer else []
     if row.ours.startswith("mtp"):
@@ -131,9 +129,7 @@ def test_plans_outlive_verify_steps(row: Row, server: Fleet) -> None:
     """A plan holds for 128 tokens of each request: with overlap by bounds of the lengths."""
     one, load = server(row.ours), LOADS["shared"]
     one.generate(load.prompts, 4)
-    before = one.counters()
-    texts = one.generate(load.prompts, 400)
-    counted = one.counters() - before
+    texts, counted = one.counted(one.generate, load.prompts, 400)
     print(f"{counted}")
     steps = counted.verify_steps + counted.base_forwards.get("small_batch", 0)
     assert steps >= max(text.verify_steps for text in texts) > 90
@@ -152,7 +148,7 @@ def test_requests_that_come_and_go(row: Row, server: Fleet, answers_of: AnswersO
     rids = [f"abort-{i}" for i in range(4)]
     with ThreadPoolExecutor() as pool:
         prompts = LOADS["disjoint"].prompts[:4]
-        aborted = pool.submit(one.generate, prompts, 2000, rids=rids)
+        aborted = pool.submit(one.generate, prompts, 2000, rid=rids)
         texts = [answer for load in row.loads * 2 for answer in answers(one, LOADS[load])]
         for rid in rids:
             one.post("/abort_request", {"rid": rid})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from benchmarks.host.live import LiveCache
@@ -222,22 +223,9 @@ class BackendBed:
         return list(self.backend.calls)
 
 
-def make_layer(layer_id: int, window: int = -1) -> SimpleNamespace:
+def make_layer(layer_id: int, window: int = -1) -> RadixAttention:
     """An attention layer of the model; ``window``: of its last tokens, or -1 for full attention."""
-    return SimpleNamespace(
-        layer_id=layer_id,
-        is_cross_attention=False,
-        attn_type=SimpleNamespace(value="decoder"),
-        sliding_window_size=window,
-        xai_temperature_len=-1,
-        use_irope=False,
-        logit_cap=0.0,
-        tp_q_head_num=HEADS,
-        tp_k_head_num=HEADS,
-        tp_v_head_num=HEADS,
-        qk_head_dim=HEAD_DIM,
-        v_head_dim=HEAD_DIM,
-        scaling=0.25,
-        k_scale=0.5,
-        v_scale=2.0,
-    )
+    of = {"layer_id": layer_id, "sliding_window_size": window}
+    layer = RadixAttention(HEADS, HEAD_DIM, 0.25, HEADS, **of)
+    layer.k_scale, layer.v_scale = 0.5, 2.0
+    return layer

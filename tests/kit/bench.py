@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -39,9 +40,7 @@ def chain_batch(
     tree: Tree, draft_tokens: int = 1, permuted: bool = True, dtype: torch.dtype = torch.float32
 ) -> tuple[TreeBatch, torch.Tensor]:
     """A verify step on the CPU and what attention over it gives, with a scale of 0.25."""
-    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    options = {"permuted": permuted, "draft_tokens": draft_tokens}
-    batch = make_batch(tree, **shape, dtype=dtype, **options)
+    batch = make_batch(tree, Heads(4, 2, 16), permuted, draft_tokens, dtype=dtype)
     return batch, reference.attention(*batch.inputs, scale=0.25, draft_tokens=draft_tokens)[0]
 
 
@@ -176,18 +175,12 @@ class CpuClock:
         return {name: 10.0 + place for place, name in enumerate(runs)}, 0.01
 
 
-def cpu_batch(tree: Tree, heads: Heads, permuted: bool = False, draft_tokens: int = 1) -> TreeBatch:
-    shape = {"num_q_heads": heads.q, "num_kv_heads": heads.kv, "head_dim": heads.dim}
-    given = {"permuted": permuted, "draft_tokens": draft_tokens}
-    return make_batch(tree, **shape, dtype=torch.bfloat16, **given)
-
-
 def replace_device(patch: pytest.MonkeyPatch, module: Any = rows) -> None:
     """The kernel benchmark with GPU and peers replaced: everything but CUDA calls is its own."""
     fake_peers(patch)
     patch.setattr(module, "Layer", CpuLayer)
     patch.setattr(module, "capture", CpuGraph)
-    patch.setattr(module, "device_batch", cpu_batch)
+    patch.setattr(module, "device_batch", partial(make_batch, dtype=torch.bfloat16))
     patch.setattr(kernel, "Clock", CpuClock)
     patch.setattr(kernel, "device_rates", lambda timer: RATES)
     patch.setattr(kernel, "empty_us", lambda timer: 1.5)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What decode attention in SGLang depends on, and what ``pat`` does about each.
 
-The names are the attributes that the decode of SGLang's FlashAttention, FlashInfer, Triton and
-TRT-LLM backends reads, from the constructor on. ``test_attention_semantics.py`` extracts them
+The names are the attributes that SGLang's FlashAttention, FlashInfer, Triton and TRT-LLM backends
+read. ``test_attention_semantics.py`` extracts them
 from SGLang's source: one that is missing here, or no longer there, fails it by name. Before a new
 one is entered as handled or irrelevant, read what the backends do with it.
 """
@@ -62,7 +62,10 @@ _BY_VERDICT = {
         ),
         "its layers carry their windows": "runner.sliding_window_size",
         "layers whose K/V are in the sliding-window pool": "runner.token_to_kv_pool",
-        "drafts run on SGLang's own backend": "runner.is_draft_worker",
+        "drafts run on SGLang's own backend": (
+            "runner.is_draft_worker batch.kv_loc_cols schedule.page_size "
+            "envs.SGLANG_OPT_FLASHINFER_DRAFT_HOST_INDPTR"
+        ),
         "layers that only encode, of which each has its attn_type": "runner.model",
         "such batches are the base's": "batch.encoder_lens",
         "only layers with a temperature by position read them": "batch.positions",
@@ -103,7 +106,14 @@ _BY_VERDICT = {
             "batch._triton_dense_fp8_output_dtype exec.features.enable_mis "
             "memory.disable_radix_cache model.is_embedding schedule.chunked_prefill_size "
             "envs.SGLANG_FLASHINFER_USE_PAGED envs.SGLANG_TRITON_DENSE_PREFILL_ATTN "
-            "envs.SGLANG_TRITON_FP8_PREFILL_ATTN"
+            "envs.SGLANG_TRITON_FP8_PREFILL_ATTN batch.extend_num_tokens batch.extend_start_loc "
+            "batch.spec_algorithm envs.SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR "
+            # of chunked prefixes and of MLA
+            "batch.attn_attend_prefix_cache batch.fused_prefix_k batch.fused_prefix_v "
+            "batch.mha_empty_kv_indptr batch.mha_one_shot batch.mha_return_lse "
+            "batch.prefix_chunk_cu_seq_lens batch.prefix_chunk_idx "
+            "batch.prefix_chunk_max_seq_lens batch.prefix_dense_kv_indices "
+            "schedule.disable_chunked_prefix_cache"
         ),
         "sizes the base's lists of indices": "batch.seq_lens_sum",
         "how the base splits its work, sizes its buffers or picks its kernels": (
@@ -112,7 +122,8 @@ _BY_VERDICT = {
             "envs.SGLANG_ENABLE_SPLITKV_VERIFY envs.SGLANG_FLASHINFER_WORKSPACE_SIZE "
             "envs.SGLANG_OPT_FLASHINFER_VERIFY_HOST_PLAN platform.is_sm100 platform.is_sm120 "
             "platform.is_sm90 envs.SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS "
-            "exec.graph.cuda_graph_config.decode.max_bs schedule.max_prefill_tokens"
+            "exec.graph.cuda_graph_config.decode.max_bs schedule.max_prefill_tokens "
+            "envs.SGLANG_ENABLE_TORCH_COMPILE"
         ),
         "leaves out blocks of small weight; pat's decode computes all of them": (
             "envs.SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit.cases import E4M3, Case, case
+from kit.cases import E4M3, Case, case, error
 from kit.pieces import Piece
 from kit.plans import COMMON_LAST, HandPlan, joint
 from sglang_pat.explain.tree import Tree
@@ -132,12 +132,6 @@ def attend(inputs: Case, plan: Any, **options: Any) -> tuple[torch.Tensor, torch
         **options,
     )
     return out, lse
-
-
-def error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    """Relative distance in norm; infinite if any element is NaN."""
-    distance = (out.double() - truth).norm() / truth.norm().clamp_min(1e-30)
-    return float(distance.nan_to_num(nan=float("inf")))
 
 
 def multiplies_e4m3(plan: Any) -> bool:

@@ -1,35 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of the tests as forks of one process that has imported SGLang (``forker.py``): servers
-on a CPU, and commands of ours.
+"""Programs of the tests as forks of one process that has imported SGLang: servers on a CPU, and
+commands of ours.
 
 Each of a server's processes would import some 9,000 modules, which takes longer than all that a
-test does with the server.
+test does with the server. So multiprocessing's fork server imports them once (``imported.py``) and
+forks the program, and, when the program asks for new processes, the scheduler and the detokenizer.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
-import math
+import importlib
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.spawn
 import os
+import random
+import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
+import traceback
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
+from typing import Any
 
-from kit.start import STARTUP, search_path
+import pytest
+
+from sglang_pat.config import CPU_PLATFORM
 from sglang_pat.demo.server import Server
 
-PROGRAM = Path(__file__).with_name("forker.py")
-STARTED_S = 300.0  # until SGLang is imported
-POLL_S = 0.05  # between two looks at whether a fork has ended
+TESTS = Path(__file__).parent.parent
+PLUGINS = TESTS / "serving" / "plugins"  # of the tests, for SGLang
 # How variables begin that SGLang, pat and the tests' plugins read when they need them, not when
 # they are imported.
 READ_LATE = (
@@ -37,29 +41,52 @@ READ_LATE = (
     *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_MAMBA_CONV_DTYPE", "PYTEST_"),
     *("SGLANG_PLUGINS", "SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
 )
-LOST = -1  # exit code of a fork of which nothing is known any more
+# Threads that spin while they wait starve the server on a small or busy machine.
+NO_SPINNING = {"OMP_WAIT_POLICY": "PASSIVE"}
+_prepare: Any = multiprocessing.spawn.prepare
+_server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
 
 
-class Forked:
-    """A forked program: what ``subprocess.Popen`` would give for a started one."""
+def search_path(*folders: Path) -> dict[str, str]:
+    """Environment that puts folders before those that Python searches here, and the tests' own, out
+    of which a server loads ``kit.forcing``."""
+    paths = [*map(str, (*folders, TESTS)), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
-    def __init__(self, pid: int, ended: Path, forker: subprocess.Popen[bytes]) -> None:
-        self.pid = pid
-        self._ended, self._forker = ended, forker
+
+def cpu_server(*, plugins: bool = False) -> dict[str, str]:
+    """Environment of a CPU server. ``plugins``: load the tests' own into it."""
+    return NO_SPINNING | search_path(*[PLUGINS] * plugins)
+
+
+class Fork:
+    """A forked ``python -m`` with the arguments ``program``: what ``subprocess.Popen`` would be for
+    a started one. ``log`` gets its output, and its errors without a file ``errors``."""
+
+    def __init__(
+        self, program: Sequence[str], env: Mapping[str, str], cwd: Any, log: Path, errors: Any = ""
+    ) -> None:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["kit.imported"])
+        early = {"SGLANG_PLATFORM": CPU_PLATFORM, "PYTHONSAFEPATH": "1"} | cpu_server()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, text in early.items():
+                patch.setenv(name, text)
+            _server.ensure_running()
+        given = (list(program), dict(env), str(cwd), str(log), str(errors or log))
+        self._process: Any = context.Process(target=_become, args=given)
+        self._process.start()
+        self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
-        lost = self._forker.poll() is not None  # before: the last code may come meanwhile
-        if self._ended.exists():
-            return int(self._ended.read_text())
-        return LOST if lost else None  # nobody waits for it any more; who asks kills its group
+        code: int | None = self._process.exitcode
+        return code
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
-            time.sleep(POLL_S)
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -68,82 +95,11 @@ class Forked:
                 os.kill(self.pid, number)
 
 
-class Forker:
-    """The process that has imported SGLang, with environment ``env``."""
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**env, "PYTHONSAFEPATH": "1"},
-            start_new_session=True,
-        )
-        theirs.close()
-        self._socket.settimeout(STARTED_S)
-        self._answers = self._socket.makefile("r")
-        self._lock = threading.Lock()
-        self._folder = tempfile.TemporaryDirectory()
-        self._forks = 0
-
-    def start(
-        self,
-        program: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str | Path,
-        log: Path,
-        errors: Path | None = None,
-    ) -> Forked:
-        """Fork ``python -m`` with the arguments ``program``, a module and its own.
-
-        ``log``: where its standard output goes, and its errors too without a file ``errors``.
-
-        Raises:
-            RuntimeError: the process has ended, or SGLang is not imported in ``STARTED_S``.
-        """
-        with self._lock:
-            self._forks += 1
-            ended = Path(self._folder.name, str(self._forks))
-            files = {"log": str(log), "errors": str(errors or log), "ended": str(ended)}
-            request = {"program": [*program], "env": {**env}, "cwd": str(cwd), **files}
-            try:
-                self._socket.sendall(json.dumps(request).encode() + b"\n")
-                pid = int(self._answers.readline())
-            except (OSError, ValueError) as error:
-                self.stop()  # or it would fork for nobody later
-                raise RuntimeError(
-                    f"{PROGRAM} ended, or did not fork in {STARTED_S:g} s"
-                ) from error
-            return Forked(pid, ended, self._process)
-
-    def stop(self) -> None:
-        """End the process; its forks go on."""
-        self._socket.close()
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait()
-
-
-@cache
-def forker(env: tuple[tuple[str, str], ...]) -> Forker:
-    """The one of this process with that environment; it ends with this process."""
-    made = Forker(dict(env))
-    atexit.register(made.stop)
-    return made
-
-
-def _forker_for(env: Mapping[str, str]) -> Forker:
-    """One whose environment is all of ``env`` that matters when SGLang is imported."""
-    early = {name: text for name, text in env.items() if not name.startswith(READ_LATE)}
-    return forker(tuple(sorted((early | search_path(STARTUP)).items())))
-
-
-def start_server(server: Server) -> Forked:
-    """What ``Server._spawn`` does, by a fork."""
+def start_server(server: Server) -> Any:
+    """What ``Server._spawn`` does, by a fork: not for variables beyond ``READ_LATE`` that other
+    servers do not have."""
     program = server._command[2:]  # without the interpreter and its -m
-    env = server._env
-    return _forker_for(env).start(program, env=env, cwd=server._tmp.name, log=server.log)
+    return Fork(program, server._env, server._tmp.name, server.log)
 
 
 def run(
@@ -154,10 +110,78 @@ def run(
     Raises subprocess.TimeoutExpired, and then kills what it has started."""
     with tempfile.TemporaryDirectory() as folder:
         log, errors = Path(folder, "output"), Path(folder, "errors")
-        fork = _forker_for(env).start(program, env=env, cwd=cwd, log=log, errors=errors)
+        fork = Fork(program, env, cwd, log, errors)
         try:
             code = fork.wait(timeout)
         except subprocess.TimeoutExpired:
             os.killpg(fork.pid, signal.SIGKILL)
             raise
         return subprocess.CompletedProcess(program, code, log.read_text(), errors.read_text())
+
+
+def _become(program: list[str], env: dict[str, str], cwd: str, log: str, errors: str) -> None:
+    """Make this fork what a new process with that environment would be, run the program, and
+    end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for file in (log, errors):
+        Path(file).write_bytes(b"")
+    place = (env, os.getpid(), log, errors)
+    _enter(*place)
+    os.chdir(cwd)
+    tempfile.tempdir = None  # it may have been looked up with another TMPDIR
+    random.seed()
+    _fork_what_is_spawned(place)
+    code: object = 0
+    sys.argv = program
+    try:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # Python would then free all that was imported, which copies the memory that forks share.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def _enter(env: dict[str, str], group: int, log: str, errors: str) -> None:
+    """Make environment, process group and files those of a program."""
+    os.setpgid(0, group)
+    for number, name in ((1, log), (2, errors)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(env)
+    asked = env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [folder for folder in asked if folder and folder not in sys.path]
+    importlib.invalidate_caches()
+
+
+def _fork_what_is_spawned(place: tuple[Any, ...]) -> None:
+    """Have the fork server make this program's new processes, too, each of which enters ``place``,
+    with the environment that the program has by then."""
+    context: Any = multiprocessing.context._default_context  # type: ignore[attr-defined]
+    data_of: Any = multiprocessing.spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return data_of(name) | {"place": (dict(os.environ), *place[1:])}
+
+    def set_start_method(method: str, force: bool = False) -> None:
+        context.set_start_method("forkserver" if method == "spawn" else method, force)
+
+    spawn: Any = multiprocessing.spawn
+    spawn.get_preparation_data = get_preparation_data
+    multiprocessing.set_start_method = set_start_method  # type: ignore[assignment]
+    _server.ensure_running = lambda: None  # it does, though this process has not started it
+
+
+def prepare(data: dict[str, Any]) -> None:
+    """``multiprocessing.spawn.prepare`` in a fork: of a test's process, or of a program."""
+    if place := data.pop("place", None):
+        _enter(*place)
+    _prepare(data)

@@ -23,14 +23,6 @@ PLAIN: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-}
 
 LLAMA = PLAIN | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 GEMMA2 = PLAIN | {  # every other layer has a sliding window
@@ -38,29 +30,15 @@ GEMMA2 = PLAIN | {  # every other layer has a sliding window
     "model_type": "gemma2",
     "head_dim": 256,
     "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
 }
-QWEN3_MOE = PLAIN | _EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-QWEN3_NEXT = (
-    PLAIN
-    | _EXPERTS
-    | {  # every fourth layer attends
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "head_dim": 256,
-        "shared_expert_intermediate_size": 64,
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_value_head_dim": 128,
-        "partial_rotary_factor": 0.25,
-    }
-)
+QWEN3_MOE = PLAIN | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 STEP3P5 = PLAIN | {  # experts and sliding windows
     "architectures": ["Step3p5ForCausalLM"],
     "model_type": "step3p5",
@@ -92,12 +70,9 @@ LLAMA4 = {
     "text_config": PLAIN
     | {
         "model_type": "llama4_text",
-        "num_experts_per_tok": 1,
         "num_local_experts": 2,
         "attention_chunk_size": 512,
-        "interleave_moe_layer_step": 1,
         "intermediate_size_mlp": 256,
-        "no_rope_layers": [1, 1, 1, 0],
     },
     "vision_config": VISION
     | {
@@ -162,17 +137,13 @@ MINIMAX_M3 = PLAIN | {  # sparse attention in all layers but the first
     "sparse_attention_config": {"sparse_attention_freq": [0, 1, 1, 1]},
 }
 DEEPSEEK = {  # MLA
+    **PLAIN,
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
-    "torch_dtype": "float32",
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
     "moe_intermediate_size": 64,
     "num_hidden_layers": 1,
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "n_shared_experts": 1,
     "n_routed_experts": 4,
@@ -181,21 +152,17 @@ DEEPSEEK = {  # MLA
     "q_lora_rank": None,
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 32,
+    "head_dim": 16,
     "v_head_dim": 32,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
     "rope_scaling": {  # the only kind that SGLang's DeepSeek has on a CPU
         "type": "yarn",
         "factor": 2,
-        "original_max_position_embeddings": 512,
+        "original_max_position_embeddings": 4096,
         "beta_fast": 32,
         "beta_slow": 1,
         "mscale": 0.7,
         "mscale_all_dim": 0.7,
     },
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
 }
 
 

@@ -4,21 +4,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
-from sglang_pat.srt.interface import parsed
+import sglang
 
-HOME = "sglang.srt.layers.attention"
-BACKENDS = {
-    "flashattention_backend": "FlashAttentionBackend",
-    "flashinfer_backend": "FlashInferAttnBackend",
-    "triton_backend": "TritonAttnBackend",
-    "trtllm_mha_backend": "TRTLLMHAAttnBackend",
-}
-# The constructor and what a decode step calls.
-ENTRY_POINTS = (
-    *("__init__", "init_cuda_graph_state", "init_forward_metadata", "forward_decode"),
-    *("init_forward_metadata_out_graph", "init_forward_metadata_in_graph"),
+# All of these modules is read, prefills and draft workers included.
+HOME = Path(sglang.__path__[0], "srt", "layers", "attention")
+BACKENDS = (
+    *("flashattention_backend", "flashinfer_backend", "triton_backend", "trtllm_mha_backend"),
+    "local_attention",  # helpers of the first
 )
 # The objects whose attributes count, by the names that SGLang's source has for them.
 ROOTS = {
@@ -33,13 +28,12 @@ NAMESPACES = {"exec", "spec", "parallel", "memory", "schedule", "disagg", "model
 FOLLOWED = {"model_config", "hf_config", "hf_text_config", "server_args"}
 
 
-def dependencies(modules: Iterable[str] = tuple(BACKENDS)) -> set[str]:
+def dependencies() -> set[str]:
     """Every attribute of the model, the runner, the configuration, a layer or a batch on which the
-    decode of these backends depends, as ``layer.scaling`` or ``exec.graph.max_bs``."""
+    backends depend, as ``layer.scaling`` or ``exec.graph.max_bs``."""
     found: set[str] = set()
-    for module in modules:
-        for function in _reachable(f"{HOME}.{module}", BACKENDS[module]):
-            found |= set(attributes(function))
+    for module in BACKENDS:
+        found |= set(attributes(ast.parse((HOME / f"{module}.py").read_text())))
     # Of exec.graph.max_bs, exec.graph is a part, not another attribute.
     return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
 
@@ -83,41 +77,3 @@ def _canonical(names: list[str]) -> str:
     if first == f"get_{namespace}()" and namespace in NAMESPACES:
         return ".".join((namespace, *names[1:]))
     return ""
-
-
-def _reachable(module: str, cls: str) -> Iterator[ast.stmt]:
-    """The functions that the entry points of a backend's class reach: its own methods, and the
-    functions and classes of SGLang's attention package that they name."""
-    backend = parsed(module)[0][cls]
-    assert isinstance(backend, ast.ClassDef)
-    methods = {node.name: node for node in backend.body if isinstance(node, ast.FunctionDef)}
-    todo: list[tuple[str, ast.stmt]] = [
-        (module, methods[name]) for name in ENTRY_POINTS if name in methods
-    ]
-    seen: set[int] = set()
-    while todo:
-        home, function = todo.pop()
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        yield function
-        for node in ast.walk(function):
-            match node:
-                case ast.Name(name) if name != cls:
-                    todo += _named(home, name)
-                case ast.Attribute(ast.Name("self" | "attn_backend"), name) if (
-                    home == module and name in methods
-                ):
-                    todo.append((home, methods[name]))
-
-
-def _named(module: str, name: str) -> list[tuple[str, ast.stmt]]:
-    """The module-level function or class of that name: of this module, or imported into it from
-    the attention package, but for the other backends."""
-    definitions, imports = parsed(module)
-    if name in definitions:
-        return [(module, definitions[name])]
-    source = imports.get(name, "")
-    if not source.startswith(f"{HOME}.") or source.rpartition(".")[2] in BACKENDS:
-        return []
-    return [(source, found)] if (found := parsed(source)[0].get(name)) else []

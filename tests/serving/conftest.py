@@ -10,13 +10,13 @@ import pytest
 
 from sglang_pat.demo.model import make_model
 
-from .compare import disagreements
-from .server import Answer, Config, ServingServer
+from .server import Answer, Config, ServingServer, disagreements
 from .workloads import VOCAB, WORKLOADS
 
 pytest.importorskip("sglang", reason="the serving tests need SGLang 0.5.23")
 
 Serve = Callable[[Config], ServingServer]
+Stock = dict[str, list[Answer]]  # by workload
 
 
 @pytest.fixture(scope="session")
@@ -46,13 +46,10 @@ def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 @pytest.fixture(scope="session")
-def stock(serve: Serve) -> dict[str, list[Answer]]:
+def stock(serve: Serve) -> Stock:
     """SGLang's own answers to all workloads, from ``torch_native``."""
     server = serve(Config("stock", backend="torch_native"))
-    return {
-        name: server.generate(work.prompts, work.new_tokens, ignore_eos=work.ignore_eos)
-        for name, work in WORKLOADS.items()
-    }
+    return {name: server.ask(work) for name, work in WORKLOADS.items()}
 
 
 @pytest.fixture(scope="session")
@@ -63,18 +60,17 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stock_other(
-    other_model: Path, stock: dict[str, list[Answer]], tmp_path_factory: pytest.TempPathFactory
+    other_model: Path, stock: Stock, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Answer]:
     """SGLang's own answers with the other weights, to ``multi_level``."""
     config = Config("stock-other", backend="torch_native")
-    work = WORKLOADS["multi_level"]
     with ServingServer(other_model, config, tmp_path_factory.mktemp(config.name)) as server:
-        answers = server.generate(work.prompts, work.new_tokens)
+        answers = server.ask(WORKLOADS["multi_level"])
     assert disagreements(answers, stock["multi_level"]) != []
     return answers
 
 
 @pytest.fixture(scope="session")
-def mask(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that holds the mistake to make in the mask of a verify step."""
-    return tmp_path_factory.mktemp("mask") / "mistake"
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with the fault that a server of plugins/pat_teeth.py commits from now on."""
+    return tmp_path_factory.mktemp("fault") / "fault"

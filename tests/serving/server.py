@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kit.forks import READ_LATE, start_server
-from kit.start import PLUGINS, cpu_server, search_path
+from kit.forks import PLUGINS, READ_LATE, cpu_server, search_path, start_server
 
+from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.server import Server, ServerError
+
+from .workloads import PATIENT, Prompt, Workload
 
 DEVICE_ARGS = {
     # SGLang serves fp32 weights in bf16 unless told otherwise.
@@ -22,12 +27,11 @@ DEVICE_ARGS = {
     # fraction of what was free when it started, the others' growth counted as its own.
     "cuda": ("--max-total-tokens", "60000", "--mem-fraction-static", "0.9"),
 }
-
 # With these a server logs a line when a request arrives, without the prompt.
 LOG_REQUESTS = ("--log-requests", "--log-requests-level", "0")
-ARRIVED_S = 60.0
-
-Prompt = tuple[int, ...]
+WAIT_S = 60.0  # for a request to arrive, a step to be logged or an event to come
+LOGPROB_TOLERANCE = 2e-3  # natural log, fp32
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,17 @@ class Answer:
     finish_reason: str
     verify_steps: int = 0
 
+    def begin(self, tokens: int) -> Answer:
+        """Its first ``tokens``."""
+        kept = self.tokens[:tokens], self.logprobs[:tokens]
+        return Answer(*kept, self.cached_tokens, self.finish_reason)
+
 
 @dataclass(frozen=True)
 class Config:
     """How to start a server. ``plugins``: load the tests' own SGLang plugins into it. ``spawn``:
-    start its processes as SGLang does, which takes longer on a CPU (see ``forks``)."""
+    start its processes as SGLang does, which takes longer on a CPU (see ``kit.forks``), but a
+    scheduler that dies tells its launcher."""
 
     name: str
     backend: str = "pat"
@@ -64,8 +74,9 @@ class ServingServer(Server):
     on a GPU, where it takes little memory, so that several can run on one."""
 
     def __init__(self, model: Path, config: Config, folder: Path) -> None:
-        if config.device == "cpu":
-            env = cpu_server(fork=not config.spawn, plugins=config.plugins)
+        on_cpu = config.device == "cpu"
+        if on_cpu:
+            env = cpu_server(plugins=config.plugins)
         else:
             env = search_path(*[PLUGINS] * config.plugins)
         if config.backend == "pat":
@@ -83,23 +94,19 @@ class ServingServer(Server):
             ),
             env=env | dict(config.env),
             # On a GPU many start at once, and FlashInfer's compile their kernels meanwhile.
-            ready_s=300.0 if config.device == "cpu" else 540.0,
+            ready_s=300.0 if on_cpu else 540.0,
         )
-
-        may_fork = all(name.startswith(READ_LATE) for name, _ in config.env)
-        self._forked = config.device == "cpu" and not config.spawn and may_fork
+        late = all(name.startswith(READ_LATE) for name, _ in config.env)
+        self._forked = on_cpu and late and not config.spawn
 
     def _spawn(self) -> Any:
-        if not self._forked:
-            return super()._spawn()
-        return start_server(self)
+        return start_server(self) if self._forked else super()._spawn()
 
     def alive(self) -> bool:
-        try:
+        with contextlib.suppress(ServerError):
             self.check_alive()
-        except ServerError:
-            return False
-        return True
+            return True
+        return False
 
     def arrived(self) -> int:
         """How many requests have come since the start; the server must have ``LOG_REQUESTS``."""
@@ -111,12 +118,10 @@ class ServingServer(Server):
         ``requests`` have come. How many decode together does not depend on how fast they came."""
         self.post("/pause_generation", {"mode": "in_place"})
         try:
-            expected = self.arrived() + requests
+            expected, deadline = self.arrived() + requests, time.monotonic() + WAIT_S
             yield
-            deadline = time.monotonic() + ARRIVED_S
             while (now := self.arrived()) < expected:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{expected - now} of {requests} requests did not come")
+                assert time.monotonic() < deadline, f"{expected - now} of {requests} did not come"
                 time.sleep(0.01)
         finally:
             self.post("/continue_generation", {})
@@ -127,32 +132,72 @@ class ServingServer(Server):
         new_tokens: int | Sequence[int],
         *,
         samples: int = 1,
-        rids: Sequence[str] | None = None,
-        adapters: Sequence[str | None] | None = None,
         ignore_eos: bool = True,
-        prompt_logprobs: bool = False,
+        **fields: Any,
     ) -> list[Answer]:
         """Greedy answers to all prompts, sent at once; ``samples`` in a row for each prompt.
-        ``adapters``: the LoRA adapter of each prompt, by name; None is the bare model.
-        ``prompt_logprobs``: ask for those, too, for which SGLang computes the whole prompt.
+        ``fields``: further ones of the body, as ``rid`` and ``lora_path`` (of each prompt; None is
+        the bare model).
 
         For an answer that ignores the end token SGLang keeps all its memory free beforehand.
         """
         lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
-        body: dict[str, Any] = {
+        body = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": [
-                {"temperature": 0, "ignore_eos": ignore_eos, "max_new_tokens": length, "n": samples}
-                for length in lengths
+                greedy(length) | {"n": samples, "ignore_eos": ignore_eos} for length in lengths
             ],
             "return_logprob": True,
-            "logprob_start_len": 0 if prompt_logprobs else -1,
         }
-        if rids is not None:
-            body["rid"] = list(rids)
-        if adapters is not None:
-            body["lora_path"] = list(adapters)
-        return [answer_of(entry) for entry in self.post("/generate", body)]
+        given = {name: value for name, value in fields.items() if value is not None}
+        return [answer_of(entry) for entry in self.post("/generate", body | given)]
+
+    def ask(self, work: Workload) -> list[Answer]:
+        return self.generate(work.prompts, work.new_tokens, ignore_eos=work.ignore_eos)
+
+    def counted(self, call: Callable[..., T], *given: Any, **options: Any) -> tuple[T, Counters]:
+        """What a call gives, and what pat counted meanwhile, until no step runs any more."""
+        before = self.counters()
+        return call(*given, **options), self.counters() - before
+
+    def update_weights(self, model: Path) -> None:
+        told = self.post("/update_weights_from_disk", {"model_path": str(model)})
+        assert told["success"], told
+
+    def start_patient(self, pool: ThreadPoolExecutor, **fields: Any) -> Future[list[Answer]]:
+        """Send the long answers' prompts, and return once they are being generated: something else
+        happens to the server beside them. ``fields``: as of ``generate``."""
+        logged = len(self.text())
+        future = pool.submit(self.generate, PATIENT.prompts, PATIENT.new_tokens, **fields)
+        self.wait_until_decoded(logged, len(PATIENT.prompts), future)
+        return future
+
+    def wait_until_decoded(self, logged: int, requests: int, future: Future[list[Answer]]) -> None:
+        """Return once the log behind its first ``logged`` characters has a step of ``requests``,
+        whose answers ``future`` will have. SGLang logs every 40th step."""
+        deadline = time.monotonic() + WAIT_S
+        while f"Decode batch, #running-req: {requests}," not in (log := self.text()[logged:]):
+            assert not future.done() and time.monotonic() < deadline, log
+            time.sleep(0.02)
+
+    def quit_after(self, prompt: Prompt, events: int, *, new_tokens: int) -> None:
+        """Ask for ``new_tokens`` tokens as a stream, read ``events`` events and close the
+        connection, as browsers and timeouts do."""
+        body = {"input_ids": prompt, "sampling_params": greedy(new_tokens), "stream": True}
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        with contextlib.closing(connection):
+            header = {"Content-Type": "application/json"}
+            connection.request("POST", "/generate", json.dumps(body), header)
+            answer = connection.getresponse() if events else None
+            while answer and events:
+                line = answer.readline()
+                assert line and b"[DONE]" not in line, "the server closed the stream first"
+                events -= line.startswith(b"data: ")
+
+
+def greedy(new_tokens: int) -> dict[str, Any]:
+    """Sampling parameters."""
+    return {"temperature": 0, "ignore_eos": True, "max_new_tokens": new_tokens}
 
 
 def answer_of(entry: dict[str, Any]) -> Answer:
@@ -165,3 +210,47 @@ def answer_of(entry: dict[str, Any]) -> Answer:
         finish_reason=meta["finish_reason"]["type"],
         verify_steps=meta.get("spec_verify_ct", 0),
     )
+
+
+def disagreements(got: Sequence[Answer], expected: Sequence[Answer]) -> list[str]:
+    """What differs between two servers' greedy answers to the same prompts; [] if nothing does."""
+    found = []
+    for index, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        if ours.tokens != theirs.tokens:
+            pairs = zip(ours.tokens, theirs.tokens, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), "the shorter one's end")
+            found.append(f"answer {index}: tokens differ from token {at} on")
+            continue
+        gaps = [abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)]
+        if not all(gap <= LOGPROB_TOLERANCE for gap in gaps):  # NaN is a disagreement
+            found.append(f"answer {index}: log-probabilities differ by {max(gaps):.2e}")
+    return found
+
+
+def check_left(answers: Sequence[Answer], expected: Sequence[Answer], aborted: set[int]) -> None:
+    """The ``aborted`` of some requests got the begin of their answers, the others all of them."""
+    left = {i for i, answer in enumerate(answers) if answer.finish_reason == "abort"}
+    assert left == aborted
+    for i, (answer, wanted) in enumerate(zip(answers, expected, strict=True)):
+        if i in aborted:
+            assert len(answer.tokens) < len(wanted.tokens)
+            assert answer.tokens == wanted.tokens[: len(answer.tokens)]
+        else:
+            assert disagreements([answer], [wanted]) == []
+
+
+def check_adapters_share_no_kv(server: ServingServer, prompt: Prompt, requests: int) -> None:
+    """Equal prompts under the adapters red and blue and the bare model are other nodes of the tree:
+    each is prefilled for itself, and nothing of them is packed. Under one adapter they are one."""
+    colours = ("red", "blue", None)
+    for colour in colours:
+        (cold,) = server.generate([prompt], 1, lora_path=[colour])
+        assert cold.cached_tokens == 0
+    answers, counted = server.counted(server.generate, [prompt] * 3, 24, lora_path=colours)
+    assert all(answer.cached_tokens > 0.8 * len(prompt) for answer in answers)
+    assert len({answer.tokens for answer in answers}) == 3  # the adapters do make a difference
+    assert counted.packed_steps == 0 and counted.kv_tokens_read == counted.kv_tokens_unpacked
+    same = {"lora_path": ["red"] * requests}
+    _, counted = server.counted(server.generate, [prompt] * requests, 24, **same)
+    assert counted.packed_steps >= 20
+    assert counted.kv_tokens_read < 0.5 * counted.kv_tokens_unpacked

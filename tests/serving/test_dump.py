@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sglang_pat
-from benchmarks.kernel.batches import as_forest
+from benchmarks.kernel.cases import as_forest
 from benchmarks.kernel.kv import slot_table
 from sglang_pat import cli
 from sglang_pat.dump import Batch, Dump, read_dump
@@ -26,25 +26,21 @@ BATCHES = 4
 
 
 def dumping(config: Config, file: Path) -> Config:
-    env = (
-        *config.env,
-        ("SGLANG_PAT_DUMP", str(file)),
-        ("SGLANG_PAT_DUMP_BATCHES", str(BATCHES)),
-    )
-    return replace(config, name=f"{config.name}-dump", env=env)
+    env = (("SGLANG_PAT_DUMP", str(file)), ("SGLANG_PAT_DUMP_BATCHES", str(BATCHES)))
+    return replace(config, name=f"{config.name}-dump", env=config.env + env)
 
 
 def dump_of(server: ServingServer, file: Path) -> Dump:
     """The whole dump of a new server to which "ragged" was sent, twice. The answers of the second
     time, which is not dumped, must be the same."""
     work = WORKLOADS["ragged"]
-    during = server.generate(work.prompts, work.new_tokens)
+    during = server.ask(work)
     deadline = time.monotonic() + 20
     while '"end"' not in file.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     size = file.stat().st_size
-    after = server.generate(work.prompts, work.new_tokens)
+    after = server.ask(work)
     assert [answer.tokens for answer in during] == [answer.tokens for answer in after]
     assert file.stat().st_size == size
     dump = read_dump(file)
@@ -96,11 +92,11 @@ def check_batch(batch: Batch, prompts: list[int], new_tokens: int) -> None:
 
 
 def test_verify_steps_are_dumped_with_their_draft_tokens(
-    serve: Serve, tmp_path: Path, mask: Path
+    serve: Serve, tmp_path: Path, fault: Path
 ) -> None:
-    mask.write_text("")
+    fault.write_text("")
     file = tmp_path / "dump.jsonl"
-    dump = dump_of(serve(dumping(speculating(mask), file)), file)
+    dump = dump_of(serve(dumping(speculating(fault), file)), file)
     assert dump.header["draft_tokens"] == dump.target.draft_tokens == DRAFT_TOKENS
     for batch in dump.batches:
         for path, length in zip(batch.paths, batch.seq_lens, strict=True):

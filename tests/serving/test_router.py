@@ -4,8 +4,11 @@ and are packed; with round robin, the control, each prompt is read on both serve
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -16,45 +19,81 @@ pytest.importorskip(
 )
 
 from sglang_pat.demo.counters import Counters
+from sglang_pat.demo.server import Server, reserve_port
 
-from .router import WatchedRouter
-from .server import LOG_REQUESTS, Config, ServingServer
-from .workloads import random_prompt
+from .server import LOG_REQUESTS, WAIT_S, Config, ServingServer, greedy
+from .workloads import Prompt, random_prompt
 
 NAMES = ("0", "1")  # of the servers, in their answers
-SERVERS = [
-    Config(f"behind-router-{name}", args=(*LOG_REQUESTS, "--weight-version", name))
-    for name in NAMES
-]
 POLICIES = ("cache_aware", "round_robin")
-SYSTEM_PROMPTS = 4
-USERS = 4  # of each system prompt
-SYSTEM_TOKENS = 600
-USER_TOKENS = 20
+SYSTEM_PROMPTS, SYSTEM_TOKENS = 4, 600
+USERS, USER_TOKENS = 4, 20  # of each system prompt
 NEW_TOKENS = 40
 
 
+class Router(Server):
+    """``sglang_router.launch_router``, ready when it knows that all servers are healthy."""
+
+    def __init__(self, policy: str, servers: list[ServingServer], log: Path) -> None:
+        super().__init__("", backend=None, device="cpu", log=log)
+        self.servers = servers
+        self._command = [
+            *(sys.executable, "-m", "sglang_router.launch_router", "--policy", policy),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(reserve_port())),
+            *("--worker-urls", *(server.url for server in servers)),
+            *("--worker-startup-check-interval", "1"),  # seconds; the default is 30
+        ]
+
+    def _answers(self) -> bool:
+        with suppress(OSError):  # not listening yet, or 503: knows no healthy server
+            return bool(self.get("/readiness")["healthy_workers"] == len(self.servers))
+        return False
+
+    def server_of_each(self, prompts: list[Prompt]) -> list[str]:
+        """Decode all prompts at the same time; by which server each.
+
+        Each is sent when the one before it has arrived, so the router chooses in this order. The
+        servers are paused until all have: how many requests decode together does not depend on how
+        fast they were sent.
+        """
+
+        def arrived() -> int:
+            return sum(server.arrived() for server in self.servers)
+
+        with ThreadPoolExecutor(len(prompts)) as pool, ExitStack() as stack:
+            for server in self.servers:
+                server.post("/pause_generation", {"mode": "in_place"})
+                stack.callback(server.post, "/continue_generation")
+            answers, deadline = [], time.monotonic() + WAIT_S
+            for count, prompt in enumerate(prompts, 1 + arrived()):
+                body = {"input_ids": prompt, "sampling_params": greedy(NEW_TOKENS)}
+                answers.append(pool.submit(self.post, "/generate", body))
+                while arrived() < count:
+                    assert time.monotonic() < deadline, "no server got the request"
+                    time.sleep(0.01)
+        return [answer.result()["meta_info"]["weight_version"] for answer in answers]
+
+
 @pytest.fixture(scope="module")
-def routers(
-    model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, WatchedRouter]]:
+def routers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Router]]:
     """A router of each policy, all before the same two servers."""
     folder = tmp_path_factory.mktemp("router")
     with ExitStack() as stack:
-        servers = [ServingServer(model, config, folder / config.name) for config in SERVERS]
-        for server in servers:
-            stack.callback(server.stop)
-            server.start()
-        found = {}
-        for policy in POLICIES:
-            found[policy] = WatchedRouter(policy, servers, folder / f"{policy}.log")
-            stack.callback(found[policy].stop)
+        servers = []
+        for name in NAMES:
+            config = Config(name, args=(*LOG_REQUESTS, "--weight-version", name))
+            servers.append(ServingServer(model, config, folder / name))
+        found = {policy: Router(policy, servers, folder / f"{policy}.log") for policy in POLICIES}
+        for process in (*servers, *found.values()):
+            stack.callback(process.stop)
+            process.start()
         for process in (*servers, *found.values()):
             process.wait_until_ready()
         yield found
 
 
-def _serve(router: WatchedRouter, seed: int) -> tuple[list[list[int]], list[Counters]]:
+def _serve(router: Router, seed: int) -> tuple[list[list[str]], list[Counters]]:
     """The servers that the users of each system prompt came to, and what each server counted."""
     prompts = []
     for i in range(SYSTEM_PROMPTS):
@@ -62,10 +101,10 @@ def _serve(router: WatchedRouter, seed: int) -> tuple[list[list[int]], list[Coun
         prompts += [
             system + random_prompt(seed + 100 + USERS * i + j, USER_TOKENS) for j in range(USERS)
         ]
-    before = router.counters()
-    servers = router.generate_in_turn(prompts, NEW_TOKENS)
-    counted = [after - start for after, start in zip(router.counters(), before, strict=True)]
-    return [servers[i : i + USERS] for i in range(0, len(servers), USERS)], counted
+    before = [server.counters() for server in router.servers]
+    chosen = router.server_of_each(prompts)
+    counted = [server.counters() - old for server, old in zip(router.servers, before, strict=True)]
+    return [chosen[i : i + USERS] for i in range(0, len(chosen), USERS)], counted
 
 
 def _read_share(counted: list[Counters]) -> float:
@@ -75,18 +114,18 @@ def _read_share(counted: list[Counters]) -> float:
     )
 
 
-def test_requests_that_share_land_together_and_pack(routers: dict[str, WatchedRouter]) -> None:
+def test_requests_that_share_land_together_and_pack(routers: dict[str, Router]) -> None:
     together, counted = _serve(routers["cache_aware"], seed=1000)
     for servers in together:
         assert len(set(servers)) == 1, together
     # Both work: a new system prompt goes to the server with fewer requests.
-    assert {servers[0] for servers in together} == {0, 1}
+    assert {servers[0] for servers in together} == set(NAMES)
     for one in counted:
         assert one.packed_steps > 0 and not one.fallbacks
 
     spread, control = _serve(routers["round_robin"], seed=2000)
     for servers in spread:
-        assert servers.count(0) == servers.count(1) == USERS // 2, spread
+        assert servers.count("0") == servers.count("1") == USERS // 2, spread
     # A system prompt is read once a step, and with round robin on each server: about 760 and 1360
     # of 2560 tokens that its four users have.
     assert _read_share(counted) < 0.4 < 0.48 < _read_share(control)

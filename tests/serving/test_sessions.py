@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from .compare import disagreements
 from .conftest import Serve
-from .server import LOG_REQUESTS, Answer, Config, Prompt, ServingServer, answer_of
+from .server import LOG_REQUESTS, Answer, Config, ServingServer, answer_of, disagreements, greedy
 from .workloads import random_prompt
 
 ARGS = ("--enable-streaming-session", *LOG_REQUESTS)
@@ -17,28 +16,16 @@ SYSTEM = random_prompt(seed=200, length=256)
 NAMES = ("first", "second", "third")
 
 
-def _said(name: str, turn: int) -> Prompt:
-    """What a session's user adds in a turn."""
-    own = random_prompt(seed=201 + 10 * NAMES.index(name) + turn, length=20 + 5 * turn)
-    return own if turn else SYSTEM + own
-
-
 def _turn(server: ServingServer, name: str, turn: int) -> Answer:
-    return answer_of(
-        server.post(
-            "/generate",
-            {
-                "input_ids": list(_said(name, turn)),
-                "sampling_params": {
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "max_new_tokens": NEW_TOKENS,
-                },
-                "return_logprob": True,
-                "session_params": {"id": name},
-            },
-        )
-    )
+    """The answer to what a session's user adds in a turn."""
+    own = random_prompt(seed=201 + 10 * NAMES.index(name) + turn, length=20 + 5 * turn)
+    body = {
+        "input_ids": own if turn else SYSTEM + own,
+        "sampling_params": greedy(NEW_TOKENS),
+        "return_logprob": True,
+        "session_params": {"id": name},
+    }
+    return answer_of(server.post("/generate", body))
 
 
 def _talk(server: ServingServer) -> Iterator[list[Answer]]:

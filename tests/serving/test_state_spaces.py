@@ -1,34 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with state spaces or delta nets beside attention: the tokens of SGLang's own backend,
-packed, and states that come back from the prefix cache. State spaces and delta nets run in plain
-torch (plugins/pat_states.py); the hybrid backend, the pools and the unified tree with its Mamba
-component are SGLang's. ``PAT_HYBRIDS=all`` runs the families that differ by layers of other kinds
-alone as well, which takes minutes."""
+"""Models with state spaces beside attention, in the same layer or in layers of their own: the
+tokens of SGLang's own backend, packed, and states that come back from the prefix cache. State
+spaces run in plain torch (plugins/pat_states.py); the hybrid backend, the pools and the unified
+tree with its Mamba component are SGLang's. Delta nets are for tests/gpu_serving."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from kit.hybrid_models import make_hybrid
 
-from .compare import disagreements
-from .server import Answer, Config, Prompt, ServingServer
-from .workloads import WORKLOADS, random_prompt
+from .server import Answer, Config, ServingServer, disagreements
+from .workloads import WORKLOADS, Prompt, random_prompt
 
-FAMILIES = {"qwen3_5": 1, "falcon_h1": 3}  # layers with attention
-if os.environ.get("PAT_HYBRIDS") == "all":
-    FAMILIES |= {"nemotron_h": 3, "granite_hybrid": 3}
+FAMILIES = ("falcon_h1", "granite_hybrid")
 STATES = 24  # fewer than the tests leave in the tree, so that some are evicted
 ARGS = (
     *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
     *("--max-mamba-cache-size", str(STATES), "--max-running-requests", "12"),
 )
 # States in fp32 do not depend on where a prefill was cut.
-ENV = (("PAT_STATES", "1"), ("SGLANG_MAMBA_CONV_DTYPE", "float32"))
+ENV = (("PAT_TEETH_CPU", "pat_states"), ("SGLANG_MAMBA_CONV_DTYPE", "float32"))
 TURN_TOKENS = 16
 
 
@@ -36,7 +32,6 @@ TURN_TOKENS = 16
 class Pair:
     ours: ServingServer
     stock: ServingServer
-    attention_layers: int
 
     def compare(self, prompts: tuple[Prompt, ...], new_tokens: int) -> list[Answer]:
         """The answers of both, which must be the same."""
@@ -46,34 +41,22 @@ class Pair:
         return found
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=FAMILIES)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    family: str = request.param
-    folder: Path = tmp_path_factory.mktemp(family)
-    model = make_hybrid(folder / "model", family, dtype="float32")
-    servers = [
-        ServingServer(
-            model, Config(backend, backend, ARGS, ENV, plugins=True), folder_of(folder, backend)
-        )
-        for backend in ("pat", "torch_native")
-    ]
-    try:
-        for server in servers:
-            server.start()
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    model = make_hybrid(folder / "model", request.param, dtype="float32")
+    with ExitStack() as stack:
+        servers = []
+        for name in ("pat", "torch_native"):
+            config = Config(name, name, ARGS, ENV, plugins=True)
+            servers.append(ServingServer(model, config, folder / name))
+            stack.callback(servers[-1].stop)
+            servers[-1].start()
         for server in servers:
             server.wait_until_ready()
-        yield Pair(*servers, FAMILIES[family])
-    finally:
-        for server in servers:
-            server.stop()
-
-
-def folder_of(parent: Path, name: str) -> Path:
-    folder = parent / name
-    folder.mkdir()
-    return folder
+        yield Pair(*servers)
 
 
 def test_answers_equal_the_stock_backends(pair: Pair) -> None:
@@ -122,5 +105,5 @@ def test_states_are_evicted_and_made_anew(pair: Pair) -> None:
 
 def test_the_log_names_what_is_served(pair: Pair) -> None:
     text = pair.ours.text()
-    assert f"serves all {pair.attention_layers} attention layers" in text
+    assert "serves all 3 attention layers" in text
     assert "looks for shared prefixes in SGLang's radix cache (rust tree core)" in text

@@ -3,6 +3,7 @@
 
 Found by SGLang because this folder is on the server's PYTHONPATH. The fault to commit is the
 content of the file that ``PAT_TEETH_FAULT`` names, read at every call; empty means none.
+``PAT_TEETH_CPU`` is the module here that makes what SGLang has for GPUs alone run on a CPU.
 ``PAT_TEETH_UNHOOK=1`` keeps SGLang from installing sglang_pat's hook after the batch, and
 ``PAT_TEETH_UNHOOK_LAUNCH=1`` those around the server's arguments. ``PAT_TEETH_UNPINNED=1`` leaves
 host memory unpinned, and ``PAT_TEETH_SLEEP=1`` lets a server sleep: SGLang pins some memory, and
@@ -13,6 +14,7 @@ waits for torch's GPU, even on a CPU.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable
@@ -51,8 +53,9 @@ def load() -> None:
         HookRegistry._patched.add(launch.RESOLVE)
     if os.environ.get("PAT_TEETH_UNPINNED") == "1":
         _unpin()
-    fault_file = os.environ.get("PAT_TEETH_FAULT")
-    if fault_file:
+    if module := os.environ.get("PAT_TEETH_CPU"):
+        importlib.import_module(module).replace()
+    if fault_file := os.environ.get("PAT_TEETH_FAULT"):
         ops.decode = Saboteur(ops.decode, Path(fault_file))
 
 
@@ -120,6 +123,25 @@ class Saboteur:
                 rows[-1], int(lens[-1]) - 1
             ]
         return self.run(given)
+
+    def sees_next(self, given: SimpleNamespace) -> torch.Tensor:
+        """Each draft token but the last sees the next one, too."""
+        return self._in_place_of(given, slice(None, -1), slice(1, None))
+
+    def misses_own(self, given: SimpleNamespace) -> torch.Tensor:
+        """Each draft token but the first is hidden from itself."""
+        return self._in_place_of(given, slice(1, None), slice(None, -1))
+
+    def _in_place_of(self, given: SimpleNamespace, ours: slice, theirs: slice) -> torch.Tensor:
+        """A draft token that is to see what another one sees is computed in the other's place."""
+        out, drafts = self.run(given), (len(given.rows), given.plan.draft_tokens)
+        if drafts[1] > 1:
+            moved = given.q.unflatten(0, drafts).clone()
+            moved[:, theirs] = given.q.unflatten(0, drafts)[:, ours]
+            changes = {"q": moved.flatten(0, 1), "out": None}
+            wrong = self.run(SimpleNamespace(**vars(given) | changes))
+            out.unflatten(0, drafts)[:, ours] = wrong.unflatten(0, drafts)[:, theirs]
+        return out
 
     def poison(self, given: SimpleNamespace) -> torch.Tensor:
         """K and V are NaN in every slot that no request of the batch owns. No fault: no effect."""

@@ -1,37 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin of the tests: NGRAM speculation on a CPU, in plain torch.
+"""NGRAM speculation on a CPU, in plain torch, for the tests' plugin (``PAT_TEETH_CPU``).
 
-``PAT_VERIFY=1`` switches it on. What SGLang's NGRAM worker calls is Triton, CUDA or sgl_kernel,
-none of which runs here: where the platform interface has a seam it is replaced through that,
-elsewhere by name.
-
-The content of the file that ``PAT_VERIFY_MASK`` names, read at every verify step, is a mistake to
-make in its mask: ``sees_next`` shows each draft the next one too, ``misses_own`` hides each draft
-from itself. Empty means none.
+What SGLang's NGRAM worker calls is Triton, CUDA or sgl_kernel, none of which runs here: where the
+platform interface has a seam it is replaced through that, elsewhere by name.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def load() -> None:
-    if os.environ.get("PAT_VERIFY") != "1":
-        return
-    from sglang_pat import ops
+def replace() -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
     from sglang_pat.srt.platform import PatCpuPlatform
 
     PatCpuPlatform.get_speculative_worker_cls = _worker_cls
     PatCpuPlatform.get_speculative_cache_locs_fn = lambda self: slots_of_drafts
-    PatCpuPlatform.get_kv_pool_cls = _pool_cls
-    ops.decode = mistaking(ops.decode)
+    # It moves the K/V of accepted tokens in torch then.
+    MHATokenToKVPool._init_kv_copy_and_warmup = lambda pool: setattr(
+        pool, "use_native_move_kv_cache", True
+    )
 
 
 def _worker_cls(_platform: object, algorithm: str) -> type | None:
@@ -53,26 +47,13 @@ def _worker_cls(_platform: object, algorithm: str) -> type | None:
     return NGRAMWorker
 
 
-def _pool_cls(_platform: object, *, kind: str) -> type | None:
-    """SGLang's pool, which moves the K/V of accepted tokens in torch."""
-    if kind != "mha":
-        return None
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    class NativePool(MHATokenToKVPool):
-        def _init_kv_copy_and_warmup(self) -> None:
-            self.use_native_move_kv_cache = True
-
-    return NativePool
-
-
 def links_of_masks(
-    tree_mask: torch.Tensor,
-    verified_seq_len: torch.Tensor,
-    positions: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
+    tree_mask: Tensor,
+    verified_seq_len: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
     batch_size: int,
     draft_token_num: int,
 ) -> None:
@@ -97,23 +78,23 @@ def links_of_masks(
 
 def slots_of_drafts(
     *,
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
     draft_token_num: int,
-    **_others: Any,
-) -> torch.Tensor:
+    **_: Any,
+) -> Tensor:
     """Slots [R * T] at the T positions from ``start_offset`` on of each request's row."""
     positions = start_offset[:, None] + torch.arange(draft_token_num)
     return req_to_token[req_pool_indices[:, None], positions].flatten().long()
 
 
 def write_slots(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
     batch_size: int,
 ) -> None:
     """Write new slots, one request's behind the other's, to its row's positions [start, end)."""
@@ -124,16 +105,16 @@ def write_slots(
 
 
 def accept_greedily(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    candidates: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
-    target_predict: torch.Tensor,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    target_predict: Tensor,
     topk: int = -1,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Follow each request's tree [R, T] as long as a draft is the token that the model predicts
     [R, T] after its parent; the token predicted after the last accepted one comes on top."""
     for request, (drafts, predicted) in enumerate(
@@ -156,9 +137,7 @@ def accept_greedily(
     return predicts, accept_index, accept_token_num
 
 
-def front_of_windows(
-    num_front: torch.Tensor, out_cache_loc: torch.Tensor, front_out_cache_loc: torch.Tensor
-) -> None:
+def front_of_windows(num_front: Tensor, out_cache_loc: Tensor, front_out_cache_loc: Tensor) -> None:
     """Write the first ``num_front`` [R] slots of each request's window, packed; 0 behind them."""
     windows = out_cache_loc.view(len(num_front), -1)
     chosen = windows[torch.arange(windows.shape[1]) < num_front[:, None]]
@@ -166,57 +145,12 @@ def front_of_windows(
 
 
 def slots_of_accepted(
-    accept_index: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    accept_out_cache_loc: torch.Tensor,
+    accept_index: Tensor,
+    out_cache_loc: Tensor,
+    accept_out_cache_loc: Tensor,
     size: int,
 ) -> None:
     """Write the slots of the accepted drafts, packed; 0 behind them."""
     flat = accept_index.flatten()
     chosen = out_cache_loc[flat[flat >= 0].long()]
     accept_out_cache_loc[: len(chosen)] = chosen
-
-
-# By mistake: the rows that are wrong, and those whose tokens they see.
-ROWS = {
-    "sees_next": (slice(None, -1), slice(1, None)),
-    "misses_own": (slice(1, None), slice(None, -1)),
-}
-
-
-def mistaking(decode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``sglang_pat.ops.decode`` with the mistake in the mask of its draft tokens: a draft that is
-    to see what another one sees is computed in the other one's place."""
-
-    def decoded(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        table: torch.Tensor,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        plan: Any,
-        *,
-        out: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        batch = (k, v, table, rows, seq_lens, plan)
-        out = decode(q, *batch, out=out, **kwargs)
-        mistake = _mistake()
-        if not mistake or plan.draft_tokens == 1:
-            return out
-        ours, theirs = ROWS[mistake]
-        drafts = (len(rows), plan.draft_tokens)
-        moved = q.unflatten(0, drafts).clone()
-        moved[:, theirs] = q.unflatten(0, drafts)[:, ours]
-        wrong = decode(moved.flatten(0, 1), *batch, **kwargs)
-        out.unflatten(0, drafts)[:, ours] = wrong.unflatten(0, drafts)[:, theirs]
-        return out
-
-    return decoded
-
-
-def _mistake() -> str:
-    """The mistake to make now, or ""."""
-    path = os.environ.get("PAT_VERIFY_MASK")
-    return Path(path).read_text().strip() if path else ""
