@@ -7,6 +7,7 @@
 //   heavy   17 to 64, and all branches: four consumer warps, limited by the matrix units
 //   light   up to 16: four consumer warps, limited by memory
 //   narrow  up to 8 rows and 64 tokens: one consumer warp, so that four of them run at a time
+//   short   a narrow unit of up to 32 tokens: its K and its V share one stage
 // K and V in fp8 share a stage in every unit.
 #pragma once
 
@@ -22,10 +23,11 @@ inline constexpr int kThreads = 256;
 inline constexpr int kConsumers = 128;
 inline constexpr int kLoaderWarps = 2;
 
-inline constexpr int kTileTokens = 64;       // tokens of a K or V tile
-inline constexpr int kTileRows = kWideRows;  // packed rows of a Q buffer
-inline constexpr int kWarpRows = 16;         // packed rows of one warp's matrix product
-inline constexpr int kNarrowRows = 8;        // packed rows of a narrow unit, at most
+inline constexpr int kTileTokens = 64;                // tokens of a K or V tile
+inline constexpr int kTileRows = kWideRows;           // packed rows of a Q buffer
+inline constexpr int kWarpRows = 16;                  // packed rows of one warp's matrix product
+inline constexpr int kNarrowRows = 8;                 // packed rows of a narrow unit, at most
+inline constexpr int kShortTokens = kTileTokens / 2;  // tokens of a short unit, at most
 static_assert(kTileTokens == kBranchAlign);  // a branch begins in the list where a tile does
 static_assert(kTileRows == 4 * kWarpRows && kHeavyRows == kWarpRows);
 

@@ -241,13 +241,14 @@ __device__ __forceinline__ void attend_mma(Consumer<kHeadDim, kTransforms, kDraf
                                 token_warp == 0);
 }
 
-// A narrow unit: up to 8 packed rows and one tile of tokens, by one warp. Rows 8 to 15 of the
-// products are copies of rows 0 to 7, which are not used.
-template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
+// A narrow unit: up to 8 packed rows and kTokens tokens, by one warp. Rows 8 to 15 of the products
+// are copies of rows 0 to 7, which are not used.
+template <typename T, bool kFp8, int kTokens, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                               const WorkUnit& unit) {
-  constexpr int kTiles = kTileTokens / 8;
+  constexpr int kTiles = kTokens / 8;
   using M = Operand<T, kFp8>;
+  constexpr bool kOneStage = kFp8 || kTokens == kShortTokens;  // of K and V
   const ForwardParams& p = c.p;
   Fragment q = rows_first(0, 0);
   q.row = c.s.narrow_q(c.narrow.index) + (lane_id() & 7) * 128;
@@ -267,7 +268,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
                                        columns_first(tile, 0));
   }
   c.release(c.narrow.empty(c.s.base));
-  if constexpr (!kFp8) {  // K and V have a stage each
+  if constexpr (!kOneStage) {
     c.release_stage();
     tile = c.s.tile(c.stage.index);
   }
@@ -284,7 +285,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
                                    }
                                  }
                                });
-  if constexpr (!kFp8) c.stage.wait_full(c.s.base);
+  if constexpr (!kOneStage) c.stage.wait_full(c.s.base);
   float o[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
@@ -296,7 +297,7 @@ __device__ __forceinline__ void attend_narrow(Consumer<kHeadDim, kTransforms, kD
     const Fragment v = RawTile<kHeadDim>::values(tile, 0);
     add_raw_values<kTiles, kHeadDim>(o, v, unit.num_tokens, weights);
   } else {
-    const Fragment v = rows_first(tile, 0);
+    const Fragment v = rows_first(tile, kOneStage ? kShortTokens : 0);
     add_values<T, kTiles, kHeadDim>(o, v, unit.num_tokens, weights);
   }
   c.release_stage();

@@ -129,7 +129,7 @@ struct Fetcher {
 
   // Copies the unit's Q to the next buffer of its kind.
   __device__ __forceinline__ void fetch_q(const WorkUnit& unit, const uint32_t (&offsets)[2]) {
-    const bool is_narrow = unit.narrow;
+    const bool is_narrow = unit.narrow != kNotNarrow;
     barrier_wait(is_narrow ? narrow.empty(s.base) : q.empty(s.base),
                  (is_narrow ? narrow.phase : q.phase) ^ 1);
     const uint32_t to = is_narrow ? s.narrow_q(narrow.index) : s.q(q.index);

@@ -55,11 +55,14 @@ __device__ __forceinline__ bool placed_first(bool condition) { return computed_h
 template <typename T, bool kFp8, int kHeadDim, bool kTransforms, Drafts kDrafts>
 __device__ __forceinline__ void take_narrow(Consumer<kHeadDim, kTransforms, kDrafts>& c,
                                             const WorkUnit& unit) {
-  if (c.narrow.index == c.warp) {
-    attend_narrow<T, kFp8>(c, unit);
-  } else {
+  const bool is_short = unit.narrow == kShort;
+  if (c.narrow.index != c.warp) {
     c.pass_stage();
-    if (!kFp8) c.pass_stage();  // K and V have a stage each
+    if (!kFp8 && !is_short) c.pass_stage();  // K and V have a stage each
+  } else if (is_short) {
+    attend_narrow<T, kFp8, kShortTokens>(c, unit);
+  } else {
+    attend_narrow<T, kFp8, kTileTokens>(c, unit);
   }
   c.narrow.advance();
 }

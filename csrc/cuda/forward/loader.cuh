@@ -134,11 +134,13 @@ struct Loader {
     slots.advance();
   }
 
-  // Loads this half's tiles of a unit: K into one stage, V into the next.
+  // Loads this half's tiles of a unit: K into one stage, V into the next. Of a short unit warp 0
+  // copies K and warp 1 V, both into one stage.
   __device__ __forceinline__ void load_tiles(const WorkUnit& unit, const char* k, const char* v) {
+    const bool is_short = unit.narrow == kShort;
     // V must hold no NaN beyond the last token: wgmma multiplies whole tiles, mma.sync 16 tokens.
     const bool whole = by_wgmma<kHeadDim>(unit);
-    const int token = warp * kTokens;
+    const int token = is_short ? 0 : warp * kTokens;
 #pragma unroll 1  // short code: see join_warps()
     for (int number = TileRange::first_number(unit); number < 2; ++number) {
       const TileRange tiles(unit, number, s.sm_half);
@@ -152,13 +154,14 @@ struct Loader {
         const int end = whole ? kTokens : (mine + 15) & ~15;
 #pragma unroll kPartsAtOnce
         for (int part = 0; part < 2; ++part) {  // K, V
+          if (is_short && part != warp) continue;
           wait_stage(shared);
           if (unit.is_branch() && part == 0) copy_row_masks(row_masks);
           // A row of a lane's first copy is a multiple of 8, so its chunks are where they are.
           const uint32_t to = s.tile(stage.index) + (chunk() >> 3) * S::kPanelBytes +
                               (warp * kTokens + first_row()) * 128 + ((chunk() & 7) << 4);
           copy_chunks<Panels, true>(part ? v : k, part ? p.v_stride_slot : p.k_stride_slot, to,
-                                    token, mine, part ? end : mine);
+                                    token, mine, part || is_short ? end : mine);
           finish_stage();
         }
         finish_slots();

@@ -14,6 +14,7 @@ namespace pat {
 // with masks. A kernel is compiled for one of the three: with code for masks in it, chains were 2 %
 // slower.
 enum Drafts : int { kNoDrafts = 0, kChains = 1, kTrees = 2 };
+enum Narrow : int8_t { kNotNarrow = 0, kNarrow = 1, kShort = 2 };
 // Whether the halves of an SM run two units at the same time that begin with the same tokens. They
 // are paired branches, each with tokens of its own behind these or before them, or the two parts of
 // a wide item, which have none of their own.
@@ -36,7 +37,7 @@ struct alignas(16) WorkUnit {
   int16_t pair;            // its number among the pairs of this SM, from 1 on
   ItemKind kind;
   BranchOrder order;
-  bool narrow;
+  Narrow narrow;
   Pairing pairing;
   int8_t joint;  // both halves work on it, each on all rows and on every second tile
 

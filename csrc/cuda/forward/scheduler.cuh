@@ -38,7 +38,7 @@ __device__ __forceinline__ bool describe(const ForwardParams& p, const Control& 
   unit.pair = 0;
   unit.kind = static_cast<ItemKind>(b.w >> 16 & 0xFF);
   unit.order = static_cast<BranchOrder>(b.w >> 24);
-  unit.narrow = false;
+  unit.narrow = kNotNarrow;
   unit.pairing = kAlone;
   unit.joint = 0;
   const int row_tile = b.z & 0xFFFF;
@@ -165,8 +165,10 @@ struct UnitScheduler {
     if (lane >= count) return false;
     const bool mine = describe<kDrafts>(p, s.control(), first + lane, unit);
     unit.halved_tokens = 0;  // of a pair that no two halves run at the same time
-    unit.narrow = p.narrow && unit.num_rows <= kNarrowRows && unit.num_tokens > 0 &&
-                  unit.num_tokens <= kTileTokens && !unit.is_branch();
+    if (p.narrow && unit.num_rows <= kNarrowRows && unit.num_tokens > 0 &&
+        unit.num_tokens <= kTileTokens && !unit.is_branch()) {
+      unit.narrow = unit.num_tokens <= kShortTokens ? kShort : kNarrow;
+    }
     return mine;
   }
 
