@@ -35,8 +35,9 @@ def attention(
     num_rows, num_q_heads, _ = q.shape
     group = num_q_heads // k_cache.shape[1]
     out = q.new_zeros((num_rows, num_q_heads, v_cache.shape[2]), dtype=dtype)
-    sink = q.new_full((num_q_heads,), -math.inf) if sinks is None else sinks.to(q.device)
-    sink = sink.to(dtype)[:, None]
+    sink = torch.full((num_q_heads, 1), -math.inf, dtype=dtype, device=q.device)
+    if sinks is not None:
+        sink = sinks.to(sink)[:, None]
     lse = (sink.mT / math.log(2)).repeat(num_rows, 1)
     of_rows, lens = rows.tolist(), seq_lens.tolist()
     for i in range(num_rows):

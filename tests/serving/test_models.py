@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 from kit import forks
-from kit.start import cpu_server
 
 from sglang_pat.config import CPU_PLATFORM
 
@@ -22,7 +21,7 @@ KINDS = (
 
 def test_layers_are_those_that_doctor_names(tmp_path: Path) -> None:
     env = {**os.environ, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # a server's
-    env |= cpu_server() | {"SGLANG_PLATFORM": CPU_PLATFORM}
+    env |= forks.cpu_server() | {"SGLANG_PLATFORM": CPU_PLATFORM}
     run = forks.run(["models", *KINDS], env=env, cwd=tmp_path, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.endswith(f"\n{len(KINDS)} built, 0 disagree\n"), run.stdout
