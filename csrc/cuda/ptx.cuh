@@ -36,8 +36,8 @@ __device__ __forceinline__ bool computed_here(bool predicate) {
   return value != 0;
 }
 
-// value / divisor, by divisor_magic(divisor), for 0 <= value < 2^32 / divisor: a division takes 30
-// instructions, and registers that some kernels have not left.
+// value / divisor, by divisor_magic(divisor), for 0 <= value < 2^32 / divisor. A division takes 30
+// instructions, and some kernels have no registers left for it.
 __device__ __forceinline__ int divide(int value, uint32_t magic) {
   return magic == 0 ? value : static_cast<int>(__umulhi(value, magic));
 }
