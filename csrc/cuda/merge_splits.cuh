@@ -134,7 +134,7 @@ struct Joined {
     SoftmaxState total = state[h];
     float norm = normalizer(total);
     if (p.sinks.values) [[unlikely]] {
-      total = complete(p.sinks, head, total);
+      total = with_sink(total, sink_of(p.sinks, head));
       norm = share(state[h].max, total);
     }
     if (void_result) norm = NAN;

@@ -72,6 +72,28 @@ __device__ __forceinline__ void write_quads(char* base, int column, const float*
   }
 }
 
+// Joins the sinks of the query heads of row lane / 4 and, if kRows is 2, of row lane / 4 + 8 where
+// a row's result is an output. `norm`: what that is multiplied with.
+//
+// Kernels of fp8 nearly fill the 128 KB of an SM's instruction cache, so there is little code: of
+// the lanes of a quad, which have the same rows, each joins one.
+template <int kRows>
+__device__ __forceinline__ void join_sinks(const Sinks& sinks, const Destination& to,
+                                           SoftmaxState (&state)[2], float (&norm)[2]) {
+  const bool second = kRows == 2 && (lane_id() & 1);
+  const SoftmaxState tokens = second ? state[1] : state[0];
+  const bool direct = second ? to.direct[1] : to.direct[0];
+  const float sink = direct ? sink_of(sinks, second ? to.lse[1] : to.lse[0]) : -INFINITY;
+  const SoftmaxState total = with_sink(tokens, sink);
+  const float factor = share(tokens.max, total);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int from = kRows == 2 ? (lane_id() & ~1) + r : lane_id();
+    state[r] = {__shfl_sync(~0u, total.max, from), __shfl_sync(~0u, total.sum, from)};
+    norm[r] = __shfl_sync(~0u, factor, from);
+  }
+}
+
 // Writes the results of row lane / 4 and, if kRows is 2, of row lane / 4 + 8 of 16 packed rows,
 // which begin at row `first_row` of the unit: 8 * kTiles columns from `column` on. A query with one
 // split gets its output, others a partial result. `state`: of all tokens of the unit. kFp8: of K
@@ -85,21 +107,20 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const WorkUni
   static_assert(kCount >= 4 * kTiles);
   const int lane = lane_id();
   const int quad = lane & 3;
+  SoftmaxState total[2] = {state[0], state[1]};
+  float norms[2] = {normalizer(total[0]), normalizer(total[1])};
+  if (p.sinks.values) [[unlikely]]
+    join_sinks<kRows>(p.sinks, to, total, norms);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (first_row + 8 * r >= unit.num_rows) break;
     const int row = first_row + (lane >> 2) + 8 * r;
     const bool live = row < unit.num_rows;
     const bool direct = to.direct[r];
-    SoftmaxState total = state[r];
-    float norm = normalizer(total);
-    if (p.sinks.values && direct) [[unlikely]] {
-      total = complete(p.sinks, to.lse[r], total);
-      norm = share(state[r].max, total);
-    }
+    float norm = norms[r];
     if constexpr (kFp8) norm *= p.v_scale;
     float* lses = direct ? p.lse : p.partial_lse;
-    if (write_lse && live && quad == 0 && lses) lses[to.lse[r]] = lse(total);
+    if (write_lse && live && quad == 0 && lses) lses[to.lse[r]] = lse(total[r]);
     char* base = to.row[r];
     const bool exact = p.float_partials && !direct;
     if constexpr (kFp8) {
