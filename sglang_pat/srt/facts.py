@@ -34,7 +34,7 @@ BY_KIND = {
 # wrappers have without a name (InternVL of GPT-OSS).
 WITH_SINKS = (
     *("gpt_oss", "granite_swa", "granitemoe_swa"),
-    *("MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM", "MiMoV2ASRForCausalLM"),
+    *("MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM"),
 )
 
 
@@ -71,6 +71,11 @@ FACTS = (
         ("Grok1ForCausalLM", "Grok1ModelForCausalLM"),
         TEMPERATURE,
         lambda config, layer: getattr(config, "attn_temperature_len", -1) > 0,
+    ),
+    Fact(  # SGLang marks them so, and has no chunk size for them (S models/muse_spark.py:344)
+        ("muse_spark_text",),
+        CHUNKED,
+        lambda config, layer: config.layer_rope_theta[layer] > 0,
     ),
     Fact(  # S models/sdar.py:168, sdar_moe.py:253, llada2.py:1021
         ("SDARForCausalLM", "SDARMoeForCausalLM", "LLaDA2MoeModelLM"),
@@ -131,6 +136,11 @@ def kinds(model_config: Any) -> list[str]:
             for layer in set(range(len(reasons))) - set(attends):
                 reasons[layer] = NO_ATTENTION
             break
+    for layer, block in enumerate(getattr(text, "block_configs", None) or ()):
+        if getattr(
+            getattr(block, "attention", None), "no_op", False
+        ):  # S models/nemotron_nas.py:76
+            reasons[layer] = NO_ATTENTION
     # Some models run their layers several times, each time as attention of its own.
     reasons *= model_config.num_attention_layers // len(reasons)
     return [

@@ -166,6 +166,15 @@ DEEPSEEK = {  # MLA
 }
 
 
+class _Fields(dict[str, Any]):
+    """A part of a configuration of a class that is not here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
 def of_its_own(architecture: str, model_type: str = "of_its_own", **fields: Any) -> dict[str, Any]:
     """A model whose configuration neither transformers nor SGLang has: it brings its own code, in
     place of which its fields are taken as they are, and its parts by their own types."""
@@ -175,6 +184,8 @@ def of_its_own(architecture: str, model_type: str = "of_its_own", **fields: Any)
         for name, part in kwargs.items():
             if name.endswith("_config") and isinstance(part, dict) and "model_type" in part:
                 kwargs[name] = AutoConfig.for_model(**part)
+            elif name.endswith("_configs"):  # of the layers
+                kwargs[name] = json.loads(json.dumps(part), object_hook=_Fields)
         LlamaConfig.__post_init__(self, **kwargs)
 
     members = {"model_type": model_type, "__post_init__": __post_init__}
