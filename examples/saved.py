@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from sglang_pat.demo.counters import Counters, read_counters
-from sglang_pat.demo.model import RANDOM_WEIGHTS
 
 
 def arguments(doc: str | None, *, max_tokens: int) -> argparse.ArgumentParser:
@@ -51,8 +48,6 @@ def savings(url: str) -> Iterator[None]:
     run the example against a stock server as well.
     """
     why_not = _why_no_counters(url)
-    if _is_demo_model(url):
-        print("The model is the demo's, with random weights: what it says means nothing.\n")
     before = Counters() if why_not else read_counters(url)
     requests_before, seconds_before = _token_times(url)
     began = time.perf_counter()
@@ -98,14 +93,6 @@ def _token_times(url: str) -> tuple[float, float]:
         ):
             totals[name] += float(value)
     return totals["count"], totals["sum"]
-
-
-def _is_demo_model(url: str) -> bool:
-    """Whether the server is of this machine and serves what ``launch.sh demo`` made."""
-    with suppress(OSError), _open(f"{url}/model_info") as answer:
-        config = Path(json.load(answer)["model_path"]) / "config.json"
-        return RANDOM_WEIGHTS in json.loads(config.read_text())
-    return False
 
 
 def _why_no_counters(url: str) -> str | None:

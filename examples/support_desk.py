@@ -76,7 +76,7 @@ async def run_tool(call: Message) -> Message:
 
 
 def planned(number: int) -> list[Message]:
-    """The calls that a conversation needs, for a model that made none: the demo's, or one whose
+    """The calls that a conversation needs, for a model that made none: SmolLM2, or one whose
     server runs without --tool-call-parser. So its conversations have the same form."""
     given = {
         "order": {"number": f"2026-{1000 + number}"},

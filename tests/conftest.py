@@ -50,3 +50,14 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The folder of SmolLM2-135M-Instruct, a real model, in the user's cache."""
+    from sglang_pat.demo.smollm2 import NoPackage, model_folder
+
+    try:
+        return model_folder()
+    except NoPackage as error:
+        pytest.skip(str(error))

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 QK_SCALE = 2.0  # on q and on k: attention logits ~ N(0, 4^2) instead of N(0, 1)
-RANDOM_WEIGHTS = "sglang_pat_random_weights"  # key in the config.json of these models
 
 
 def make_model(
@@ -68,7 +67,6 @@ def make_model(
         "bos_token_id": 0,
         "eos_token_id": 0,
         "torch_dtype": dtype,
-        RANDOM_WEIGHTS: True,
     }
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

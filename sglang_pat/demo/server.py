@@ -56,8 +56,9 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._command = [
             *(sys.executable, "-m", "sglang.launch_server"),
-            *("--model-path", str(Path(model).resolve()), "--device", device),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
+            # A name that is no folder here is one on a model hub.
+            *("--model-path", str(Path(model).resolve() if Path(model).exists() else model)),
+            *("--device", device, "--host", "127.0.0.1", "--port", str(self.port)),
             # SGLang's own choice may be that of another server that starts right now.
             *("--nccl-port", str(reserve_port())),
             *(("--attention-backend", backend) if backend else ()),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sglang-pat demo``: two real servers, its judgement, its model, and how counters are read."""
+"""``sglang-pat demo``: two real servers, its judgement, its models, and how counters are read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from typing import Any
 import pytest
 import torch
 from kit.forks import cpu_server, start_server
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_pat import plan
+from sglang_pat.demo import smollm2
 from sglang_pat.demo.counters import Counters, parse_counters
+from sglang_pat.demo.desk import CUSTOMERS, RULES
 from sglang_pat.demo.model import make_model
-from sglang_pat.demo.run import Run, report
+from sglang_pat.demo.run import ANSWER, Run, report, tree_of_words
 from sglang_pat.demo.server import Server, ServerError
+from sglang_pat.demo.standin import demo_model
+from sglang_pat.dump import read_dump
 
 SMALL: dict[str, Any] = {
     **{"hidden": 128, "layers": 2, "vocab": 300},
@@ -38,31 +43,81 @@ def _demo(cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(1000)
-def test_the_demo_chooses_the_same_tokens_and_packs(tmp_path: Path) -> None:
-    done = _demo(tmp_path, SGLANG_PAT_CHECK="1")
+@pytest.mark.usefixtures("smollm2_folder")
+def test_the_demo_shows_the_same_answers_and_packs(tmp_path: Path) -> None:
+    file = tmp_path / "dump.jsonl"
+    done = _demo(tmp_path, SGLANG_PAT_CHECK="1", SGLANG_PAT_DUMP=str(file))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("PASSED\n") and "torch_native           pat" in done.stdout
-    assert "equal to torch_native: 100.0%" in done.stdout and "not served" not in done.stdout
-    # Two turns of 32 tokens; the first of each comes from the prefill.
-    found = re.search(r"packed: (\d+) of (\d+); (\d+) plans made, (\d+) reused", done.stdout)
+    drawn, _, rest = done.stdout.partition("\nstarting")
+    mine, _, others = rest.partition("torch_native answers:")
+    assert others.endswith("PASSED\n") and "not served" not in others
+
+    said = {
+        number: " ".join(re.findall(rf"^  {number} {name} +(.*)$", mine, re.M))
+        for number, (name, _, _) in enumerate(CUSTOMERS)
+    }
+    assert all(len(answer.split()) > 5 for answer in said.values()), said
+    assert "shop pays" in said[3] and "reservation" in said[6] and "Fjord" in said[7], said
+    counts = [int(n) for n in re.findall(r"^  \d \w+ +the same (\d+) tokens$", others, re.M)]
+    assert len(counts) == len(CUSTOMERS) and max(counts) <= ANSWER
+    total = sum(counts)
+    assert f"equal to torch_native: {total} of {total}, in 8 of 8 answers all" in others
+
+    found = re.search(r"packed: (\d+) of (\d+); (\d+) plans made, (\d+) reused", others)
     assert found
     packed, steps, made, reused = map(int, found.groups())
-    assert 62 <= steps == made + reused and packed > 0.9 * steps
-    read = re.search(r"read per decode step +([\d,.]+) +([\d,.]+)", done.stdout)
+    # The first token of an answer comes from the prefill.
+    assert max(counts) - 1 <= steps == made + reused and packed > 0.9 * steps
+    read = re.search(r"read per decode step +([\d,.]+) +([\d,.]+)", others)
     assert read
     unpacked, packed_reads = (float(number.replace(",", "")) for number in read.groups())
-    assert 6 * packed_reads < unpacked
-    assert f"saved: {1 - packed_reads / unpacked:.0%}" in done.stdout
+    assert 3 * packed_reads < unpacked
+    assert f"saved: {1 - packed_reads / unpacked:.0%}" in others
+
+    # The tree that was drawn before is the one that the server found in its cache.
+    dump = read_dump(file)
+    batch = max(dump.batches, key=lambda batch: len(batch.paths))
+    assert _shared(drawn) == _shared(str(plan(batch.paths, batch.seq_lens, dump.target)))
+    assert len(_shared(drawn)) == 5 and RULES[:40] in drawn
+
+
+def _shared(tree: str) -> list[tuple[int, int, int]]:
+    """Start, end and number of queries of each node that several queries share."""
+    found = []
+    for start, end, listed in re.findall(r"tokens \[(\d+), (\d+)\) of queries ([\d, -]+)", tree):
+        runs = [run.split("-") for run in listed.split(", ")]
+        found.append((int(start), int(end), sum(int(r[-1]) - int(r[0]) + 1 for r in runs)))
+    return sorted(found)
+
+
+def test_without_the_real_model_random_weights_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    folder = demo_model()
+    assert smollm2.FETCH in capsys.readouterr().err
+    rows = AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.shape[0]
+    assert len(AutoTokenizer.from_pretrained(folder)) == rows
+    tree = tree_of_words(str(folder)).splitlines()
+    assert RULES[:40] in tree[0] and "of queries 0-7" in tree[0]
+    for number, (_, _, question) in enumerate(CUSTOMERS):
+        (line,) = (each for each in tree if f"of query {number} " in each)
+        assert question[:40] in line and line.startswith(" " * 6)
 
 
 def test_one_other_token_or_no_packing_fails() -> None:
     packed = Counters(decode_steps=10, packed_steps=9, kv_tokens_read=20, kv_tokens_unpacked=80)
-    stock = Run("torch_native", [4, 5, 6, 7], 2.0, Counters())
-    text, passed = report(stock._replace(backend="pat", counters=packed), stock)
-    assert passed and "saved: 75%" in text and "packed: 9 of 10" in text and "100.0%" in text
-    text, passed = report(stock._replace(tokens=[4, 5, 6, 8], counters=packed), stock)
-    assert not passed and "75.0%" in text
-    assert not report(stock, stock)[1]
+    stock = Run("fa3", [["a", "b"], ["c", "d"]], 2.0, 5.0, Counters())
+    pat = stock._replace(backend="pat", counters=packed)
+    text, passed = report([pat, stock], exact=True)
+    assert passed and "saved: 75%" in text and "packed: 9 of 10" in text
+    assert "equal to fa3: 4 of 4, in 2 of 2" in text
+    for other in ([["a", "b"], ["c", "e"]], [["a", "b"], ["c"]]):
+        text, passed = report([pat._replace(answers=other), stock], exact=True)
+        assert not passed and "equal to fa3: 3 of 4, in 1 of 2" in text
+        assert report([pat._replace(answers=other), stock], exact=False)[1]
+    assert not report([stock, stock], exact=False)[1]
 
 
 def test_a_server_that_does_not_start_shows_its_log(

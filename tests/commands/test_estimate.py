@@ -7,7 +7,6 @@ import json
 import random
 import uuid
 from pathlib import Path
-from runpy import run_path
 from shutil import copytree
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from kit.shell import fresh_shell  # noqa: F401
 
 from sglang_pat import Target, cli, plan
+from sglang_pat.demo.standin import make_tokenizer
 from sglang_pat.estimate import (
     ORDER,
     Request,
@@ -52,9 +52,8 @@ def said(capsys: Capture, *arguments: object, status: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the one that the examples' model has."""
-    program = Path(__file__).parents[2] / "examples" / "demo_model.py"
-    return Path(run_path(str(program))["make_tokenizer"](tmp_path_factory.mktemp("tokenizer")))
+    """A folder with one."""
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs in ``examples/``, as users run them: against real servers with the demo's model."""
+"""The programs in ``examples/``, as users run them: against a real model, on the server that
+README's first screen starts."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from kit.shell import fresh_shell  # noqa: F401
 
 from sglang_pat import cli
 from sglang_pat.demo.server import Server
+from sglang_pat.demo.standin import make_standin
 
 pytest.importorskip("sglang", reason="the examples need a server of SGLang 0.5.23")
 
@@ -24,41 +26,62 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ARGS = ["--dtype", "float32", "--max-total-tokens", "65536"]
 
 
-def make_model(folder: Path) -> str:
-    """What ``launch.sh demo`` serves."""
-    subprocess.run([sys.executable, EXAMPLES / "demo_model.py", folder], check=True, cwd="/")
-    return str(folder)
+def _first_screen(language: str) -> list[str]:
+    """The commands of README's first block in that language; of a console those behind a ``$``."""
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    block = readme.partition(f"```{language}\n")[2].partition("```")[0]
+    if language == "console":
+        return re.findall(r"^\$ (.*(?:\n {4}.*)*)", block, re.M)
+    return [" ".join(line.split()) for line in block.replace("\\\n", " ").splitlines()]
 
 
 class Launched(Server):
-    """The server that ``examples/launch.sh`` starts for the demo's model."""
+    """The server that README's first screen starts without a GPU, word by word."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path) -> None:
         env = {
             **NO_SPINNING,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "XDG_CACHE_HOME": str(folder),
-            "CUDA_VISIBLE_DEVICES": "",  # the model is for a CPU, on a machine with GPUs too
+            "CUDA_VISIBLE_DEVICES": "",  # the commands are for a CPU, on a machine with GPUs too
         }
-        super().__init__("demo", backend=None, device="cpu", log=folder / "server.log", env=env)
-        launch = [str(EXAMPLES / "launch.sh"), "demo", "--port", str(self.port)]
-        self._command = [*launch, "--sleep-on-idle", "--dtype", "float32"]
-        del self._env["SGLANG_PLATFORM"]  # the script is to find out
-        self._env.pop("PYTHON", None)  # as a user's shell has it, who activated an environment
+        super().__init__(model, backend=None, device="cpu", log=folder / "server.log", env=env)
+        commands = _first_screen("bash")
+        (named,) = (line for line in commands if line.startswith("MODEL="))
+        (serves,) = (line for line in commands if "--device cpu" in line)
+        own = f"--port {self.port} --sleep-on-idle --dtype float32"
+        self._command = ["bash", "-c", f"{named}\n{serves} {own}"]
+        del self._env["SGLANG_PLATFORM"]  # the command says it
 
 
 @pytest.fixture(scope="module")
-def pat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Launched(tmp_path_factory.mktemp("launched")) as server:
-        # The pool of K/V is bounded, and the model is the demo's.
+def pat(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Launched(smollm2_folder, tmp_path_factory.mktemp("launched")) as server:
         info = server.get("/server_info")
-        assert 0 < info["max_total_num_tokens"] <= 65536
-        assert info["device"] == "cpu" and "sglang_pat: serves all" in server.text()
+        assert info["model_path"] == str(smollm2_folder) and info["device"] == "cpu"
+        assert "sglang_pat: serves all" in server.text()
         yield server
 
 
+def test_the_first_screen_answers_and_counts(pat: Server) -> None:
+    said = []
+    for command in _first_screen("console"):
+        pat.counters()  # waits until the server has written what it counted
+        here = command.replace("localhost:30000", f"localhost:{pat.port}")
+        said.append(subprocess.check_output(["bash", "-c", here], env=pat._env, text=True))
+    asks, reads = said
+    answers = re.findall(r'"content":"(.+)"', asks)
+    assert answers == ["The capital of France is Paris."] * 8
+    shown = dict(re.findall(r"^(sglang_pat_\w+) (\S+)$", reads, re.M))
+    assert shown["sglang_pat_serving"] == "1.0"
+    assert float(shown["sglang_pat_packed_steps_total"]) > 0
+    read, unpacked = (
+        float(shown[f"sglang_pat_kv_tokens_{name}_total"]) for name in ("read", "unpacked")
+    )
+    assert 0 < read < unpacked
+
+
 def _run(name: str, server: Server, folder: Path, *args: str) -> str:
-    env = os.environ | {"PYTHONIOENCODING": "utf-8"}  # a random model says anything
+    env = os.environ | {"PYTHONIOENCODING": "utf-8"}  # a model may say anything
     env.pop("PYTHONSAFEPATH", None)  # the examples import saved.py, which is beside them
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), "--url", server.url, *args],
@@ -75,14 +98,13 @@ def _run(name: str, server: Server, folder: Path, *args: str) -> str:
 def _run_and_save(name: str, server: Server, folder: Path, factor: float, *args: str) -> str:
     """The output of an example that must read ``factor`` times less than without packing."""
     before = server.counters()
-    output = _run(name, server, folder, *args)
+    output = _run(name, server, folder, "--max-tokens", "24", *args)
     counted = server.counters() - before
     shown = dict(re.findall(r"^  (\S.*?)  +([\d,.]+)", output.partition("What was saved")[2], re.M))
     assert shown["K/V tokens read"] == f"{counted.kv_tokens_read:,}"
     assert shown["without packing"] == f"{counted.kv_tokens_unpacked:,}"
     assert shown["of which packed"] == f"{counted.packed_steps:,}"
     assert 0 < float(shown["ms per output token"]) < 1e3 * float(shown["seconds in all"])
-    assert output.startswith("The model is the demo's, with random weights")
     assert factor * counted.kv_tokens_read < counted.kv_tokens_unpacked
     assert not counted.fallbacks
     return output
@@ -109,8 +131,7 @@ def test_tree_of_thoughts_grows_and_keeps_the_best(pat: Server, tmp_path: Path) 
         chains = [
             (float(score), mark) for mark, score in re.findall(r"^  ([+-]) +(-\d\S*)", text, re.M)
         ]
-        # A random model ends one step in a thousand before it began.
-        assert most - 1 <= len(chains) <= most
+        assert most - 2 <= len(chains) <= most  # twice the same step is one
         best_first = [mark for _, mark in sorted(chains, key=lambda chain: -chain[0])]
         assert best_first == ["+"] * 3 + ["-"] * (len(chains) - 3)
 
@@ -124,7 +145,7 @@ def test_shared_documents_answers_every_question_from_its_document(
     answers = [re.findall(r"^  \S.*\?\n    (.*)", text, re.M) for text in documents[1::2]]
     assert [len(each) for each in answers] == [8, 8, 8, 8]
     # Without its document there would be 8 different answers, without its question 4.
-    assert len({answer for each in answers for answer in each}) >= 28
+    assert len({answer for each in answers for answer in each}) > 12
 
 
 def test_agent_team_hears_every_helper(pat: Server, tmp_path: Path) -> None:
@@ -144,13 +165,12 @@ def test_agent_team_hears_every_helper(pat: Server, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_shell")
 def test_support_desk_shares_until_the_time_stands_first(
-    pat: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pat: Server, smollm2_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     factors, named = [], []
-    tokenizer = make_model(tmp_path / "model")
+    tokenizer = str(smollm2_folder)
     for options in ((), ("--timestamp-first",)):
         file = str(tmp_path / f"asked{len(options)}.jsonl")
-        # 10.3 and 3.2 measured: the demo's template has the tools before the time
         output = _run_and_save("support_desk", pat, tmp_path, 1.5, "--save", file, *options)
         assert len(re.findall(r"^customer +\d+  \S", output, re.M)) == 12
         assert "0 of 12 conversations had tool calls of the model's own" in output
@@ -158,16 +178,17 @@ def test_support_desk_shares_until_the_time_stands_first(
         requests = map(json.loads, Path(file).read_text(encoding="utf-8").splitlines())
         assert [len(request["messages"]) for request in requests].count(6) == 12
         assert cli.main(["estimate", "--prompts", file, "--tokenizer", tokenizer]) == 0
-        named.append("date or time" in capsys.readouterr().out)
+        found = re.findall(r"at token ([\d,]+): .*date or time", capsys.readouterr().out)
+        named.append(min((int(token.replace(",", "")) for token in found), default=9999))
     assert float(factors[0]) > float(factors[1])
-    assert named == [False, True]
+    assert named[1] < 60 < named[0]  # before the rules, and behind them
 
 
 def test_against_a_stock_server_the_savings_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Server, "_spawn", start_server)
-    model = make_model(tmp_path / "model")
+    model = make_standin(tmp_path / "model")
     log = tmp_path / "server.log"
     with Server(
         model, backend="torch_native", device="cpu", log=log, args=ARGS, env=cpu_server()

@@ -30,19 +30,21 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_users_bound_of_the_pool_counts(tmp_path: Path) -> None:
     """Of an argument given twice SGLang takes the last; the script's comes first."""
     stub = tmp_path / "python"
-    stub.write_text('#!/bin/sh\n[ "$1" = -c ] && echo cpu\n[ "$1" != -m ] || echo "$@"\n')
+    stub.write_text(
+        '#!/bin/sh\ncase "$*" in -c*) echo cpu ;; *smollm2) echo /smollm2 ;; *) echo "$@" ;; esac\n'
+    )
     stub.chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOME": "/nowhere"}
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     env.pop("PYTHON", None)
-    env.pop("XDG_CACHE_HOME", None)
 
     def launch(*args: str) -> str:
         command = [str(EXAMPLES / "launch.sh"), *args]
         return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
     demo = launch("demo", "--max-total-tokens", "99", "--port", "1")
-    assert "--model-path /nowhere/.cache/sglang_pat/examples --device cpu" in demo
-    assert demo.index("--max-total-tokens 65536") < demo.index("--max-total-tokens 99 --port 1")
+    assert "--model-path /smollm2 --device cpu --attention-backend pat" in demo
+    assert launch() == launch("demo")
+    assert demo.index("--max-total-tokens 32768") < demo.index("--max-total-tokens 99 --port 1")
     assert "--max-total-tokens" not in launch("a/model", "--port", "1")
 
 

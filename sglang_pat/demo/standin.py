@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the model of ``launch.sh demo`` to a folder: the demo's, small with random weights, and a
-byte-level BPE tokenizer with a chat template, trained from the texts beside this file.
-
-    python demo_model.py FOLDER
-"""
+"""A model that chats in place of SmolLM2 where that cannot be had: random weights, so that what it
+says means nothing, and a byte-level BPE tokenizer with a chat template, trained here."""
 
 from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
+from sglang_pat.demo.desk import ANSWERED, RULES
 from sglang_pat.demo.model import make_model
-from sglang_pat.demo.run import MODEL, VOCAB
+from sglang_pat.demo.smollm2 import NoPackage, cache_folder, model_folder
 
-END = "<|end|>"
+END = "<|end|>"  # id 0, the eos_token_id of ``make_model``
 ROLES = ("system", "user", "assistant", "tool")
-_SPECIAL = (END, *(f"<|{role}|>" for role in ROLES))  # END is id 0, the model's eos_token_id
-
+_SPECIAL = (END, *(f"<|{role}|>" for role in ROLES))
+_VOCAB = 1024
+_MODEL: dict[str, Any] = {
+    **{"hidden": 256, "layers": 4, "vocab": _VOCAB, "seed": 1},
+    **{"q_heads": 4, "kv_heads": 1, "head_dim": 128},
+}
 # Tools come first, before the system prompt: every agent is given the same ones.
 _CHAT_TEMPLATE = (
     r"{%- if tools %}{{ '<|system|>\nTools:\n' }}"
@@ -29,10 +33,25 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(folder: Path, *, vocab: int = VOCAB) -> Path:
+def demo_model() -> Path:
+    """The folder of SmolLM2, or, with a word on stderr about what fetches that, of a stand-in; both
+    in the user's cache. Raises OSError if they cannot be written."""
+    try:
+        return model_folder()
+    except NoPackage as missing:
+        print(f"{missing}\nRandom weights stand in for it.", file=sys.stderr)
+        return make_standin(cache_folder() / "standin")
+
+
+def make_standin(folder: Path) -> Path:
+    """Write a Llama with random weights and its tokenizer to ``folder``; return it."""
+    return make_tokenizer(make_model(folder, **_MODEL))
+
+
+def make_tokenizer(folder: Path) -> Path:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``; return it.
 
-    Exactly ``vocab`` token ids are given out: no row of the model is without a text.
+    It gives out as many token ids as the model has rows: none is without a text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -40,15 +59,13 @@ def make_tokenizer(folder: Path, *, vocab: int = VOCAB) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
-        vocab_size=vocab,
+        vocab_size=_VOCAB,
         special_tokens=list(_SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = sorted(Path(__file__).parent.glob("*.py"))
-    lines = [line for text in texts for line in text.read_text(encoding="utf-8").splitlines()]
-    tokenizer.train_from_iterator(lines, trainer)
-    assert tokenizer.get_vocab_size() == vocab
+    tokenizer.train_from_iterator([RULES, *chain(*chain(*ANSWERED.values()))], trainer)
+    assert tokenizer.get_vocab_size() == _VOCAB
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -60,7 +77,3 @@ def make_tokenizer(folder: Path, *, vocab: int = VOCAB) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
-
-
-if __name__ == "__main__":
-    make_tokenizer(make_model(sys.argv[1], **MODEL))

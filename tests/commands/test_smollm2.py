@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's real model: its folder is made once, whole, and holds what the package brings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_pat.demo import smollm2
+
+_ASK = [sys.executable, "-m", "sglang_pat.demo.smollm2"]
+
+
+@pytest.mark.usefixtures("smollm2_folder")  # skips where there is no package
+def test_two_processes_make_one_folder_that_answers(tmp_path: Path) -> None:
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    asked = [subprocess.Popen(_ASK, env=env, cwd="/", stdout=subprocess.PIPE) for _ in range(2)]
+    said = {process.communicate(timeout=300)[0].decode().strip() for process in asked}
+    assert [process.returncode for process in asked] == [0, 0]
+    (name,) = said
+    (folder,) = (tmp_path / "sglang_pat").iterdir()  # nothing half made stays
+    assert Path(name) == folder
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0]
+    assert "capital of France is Paris.<|im_end|>" in tokenizer.decode(answer)
+    assert answer[-1] == tokenizer.eos_token_id
+
+
+def test_without_the_package_the_line_that_fetches_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    with pytest.raises(smollm2.NoPackage, match=smollm2.FETCH):
+        smollm2.model_folder()
+    assert not list(tmp_path.iterdir())
+    made = tmp_path / "sglang_pat" / "smollm2-135m-instruct"
+    made.mkdir(parents=True)
+    assert smollm2.model_folder() == made  # what was made once needs no package
