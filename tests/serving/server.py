@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPConnection
+from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -205,7 +206,8 @@ def answer_of(entry: dict[str, Any]) -> Answer:
     meta = entry["meta_info"]
     return Answer(
         tokens=tuple(entry["output_ids"]),
-        logprobs=tuple(item[0] for item in meta["output_token_logprobs"]),
+        # SGLang writes NaN as null.
+        logprobs=tuple(nan if p is None else p for p, *_ in meta["output_token_logprobs"]),
         cached_tokens=meta["cached_tokens"],
         finish_reason=meta["finish_reason"]["type"],
         verify_steps=meta.get("spec_verify_ct", 0),
