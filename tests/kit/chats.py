@@ -30,7 +30,7 @@ PLACES = ("ticket", "order", "customer", "document", "machine", "invoice")
 ACTIONS = ("find", "open", "close", "move", "describe")
 
 
-def _say(role: str, content: str) -> dict[str, str]:
+def say(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
@@ -75,7 +75,7 @@ class Library:
         """Users with a question of their own under one page as system prompt."""
         for page, question in zip(cycle(self._pages), self._questions(first), strict=False):
             system = f"Answer from this page of a manual, in two sentences.\n\n{page}"
-            yield [_say("system", system), _say("user", question)]
+            yield [say("system", system), say("user", question)]
 
     def tools(self) -> Chats:
         """Schemas that all share, a team's own after them, and a user's wish."""
@@ -85,7 +85,7 @@ class Library:
         for team, wish in zip(cycle(PLACES[:3]), self._questions(250), strict=False):
             own = "\n".join(schema for schema in schemas if f"_{team}" in schema)
             system = f"{common}\nOf your team:\n{own[: self._chars // 3]}"
-            yield [_say("system", system), _say("user", wish)]
+            yield [say("system", system), say("user", wish)]
 
     def turns(self) -> Chats:
         """Conversations of two to four turns. Nine users have the same turns behind them, as far
@@ -93,16 +93,16 @@ class Library:
         for number, question in enumerate(self._questions(500)):
             visit, page = divmod(number, len(self._pages))
             text = self._pages[page][: self._chars // 2]
-            chat = [_say("user", f"Read this and say that you have.\n\n{text}")]
-            chat.append(_say("assistant", "I have read it. What do you want to know?"))
+            chat = [say("user", f"Read this and say that you have.\n\n{text}")]
+            chat.append(say("assistant", "I have read it. What do you want to know?"))
             for earlier in self._asked[visit // 9 :][: visit % 3]:
-                chat += [_say("user", earlier), _say("assistant", f"In short: {earlier[30:110]}")]
-            yield [*chat, _say("user", question)]
+                chat += [say("user", earlier), say("assistant", f"In short: {earlier[30:110]}")]
+            yield [*chat, say("user", question)]
 
     def strangers(self) -> Chats:
         """Nothing in common but what the chat template says first."""
         for question in self._questions(750):
-            yield [_say("user", question)]
+            yield [say("user", question)]
 
     def again(self) -> Chats:
         """Each four times, as users regenerate an answer."""
