@@ -155,7 +155,8 @@ def check_forced(what: str, found: Mapping[str, Sequence[float]]) -> None:
 
 def accepted(texts: list[Answer]) -> float:
     """Tokens that a verify step gives a request, from 1 to its draft tokens, on average."""
-    return sum(len(text.tokens) - 1 for text in texts) / sum(text.verify_steps for text in texts)
+    steps = sum(text.verify_steps for text in texts)
+    return sum(len(text.tokens) - 1 for text in texts) / max(1, steps)
 
 
 def alike(one: Answer, other: Answer) -> int:

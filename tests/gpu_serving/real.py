@@ -16,7 +16,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
@@ -38,6 +38,7 @@ MODEL = "smollm2"
 PAGES = {"cuda": (11, 5000), "cpu": (3, 900)}  # how many, and characters of each
 ROUND = {"cuda": 500, "cpu": 20}  # chats sent at once
 SAMPLED, SAMPLES = 21, 4  # one chat in so many is asked for again, with samples; all kinds come
+LAST_ROUND_S = 60.0
 # Natural log, in the mean: fp32 on a CPU differs by less, bf16 by 20 times as much.
 LOGPROB_MORE = 1e-3
 
@@ -190,7 +191,14 @@ def measure(
         library, reader = Library(*PAGES[device]), Reader(fleet.model(MODEL))
         work = rounds([reader.tokens(chat) for chat in library.mixed(chats)], ROUND[device])
         with ThreadPoolExecutor(len(servers)) as pool:
-            of = dict(zip(servers, pool.map(attempt, servers), strict=True))
+            done = {name: pool.submit(attempt, name) for name in servers}
+            wait(done.values(), timeout=seconds + LAST_ROUND_S)
+            late = f"not done {seconds + LAST_ROUND_S:.0f} s after the start"
+            of = {
+                name: one.result() if one.done() else f"{name}: {late}"
+                for name, one in done.items()
+            }
+            fleet.stop()  # before the pool waits for those that are late
     finally:
         fleet.stop()
     found: dict[str, dict[str, Any]] = {}
