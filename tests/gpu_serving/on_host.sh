@@ -77,6 +77,8 @@ run() {
       limited 560 python3 -m gpu_serving.real --device cuda ${SETTINGS:+--settings $SETTINGS} \
         --logs "$work/real" --json "$out/real.json" ;;
     soak) limited 450 python3 -m gpu_serving.soak --device cuda --logs "$work/soak" --json "$out/soak.json" ;;
+    realsoak) limited 590 python3 -m gpu_serving.soak --device cuda --real --seconds "${SOAK_S:-390}" \
+      --logs "$work/realsoak" --json "$out/realsoak.json" ;;
     *) echo "no step $1"; false ;;
   esac
 }
