@@ -155,14 +155,21 @@ def check_forced(what: str, found: Mapping[str, Sequence[float]]) -> None:
 
 def accepted(texts: list[Answer]) -> float:
     """Tokens that a verify step gives a request, from 1 to its draft tokens, on average."""
-    return sum(len(text.tokens) - 1 for text in texts) / sum(text.verify_steps for text in texts)
+    steps = sum(text.verify_steps for text in texts)
+    return sum(len(text.tokens) - 1 for text in texts) / max(1, steps)
+
+
+def alike(one: Answer, other: Answer) -> int:
+    """How many tokens two answers have in common before the first that differs."""
+    pairs = zip(one.tokens, other.tokens, strict=False)
+    shorter = min(len(one.tokens), len(other.tokens))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
 def apart(some: list[Answer], others: list[Answer]) -> Distance:
     """Of the log-probabilities of all answers up to the first token that differs."""
     pairs: list[tuple[float, float]] = []
     for one, other in zip(some, others, strict=True):
-        tokens = enumerate(zip(one.tokens, other.tokens, strict=True))
-        count = next((i for i, (a, b) in tokens if a != b), len(one.tokens))
+        count = alike(one, other)
         pairs += zip(one.logprobs[:count], other.logprobs[:count], strict=True)
     return Distance.between([ours for ours, _ in pairs], [theirs for _, theirs in pairs])

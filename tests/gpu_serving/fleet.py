@@ -16,6 +16,8 @@ from kit.hybrid_models import FAMILIES, make_hybrid
 from serving.adapters import RANK, TARGETS, make_adapter
 from serving.server import Config, ServingServer
 
+from sglang_pat.demo.smollm2 import model_folder
+
 from .models import make_eagle, make_eagle3, make_gemma2, make_llama, make_qwen3, with_kv_scales
 
 # Logits in fp32 leave the attention as the main thing that rounds.
@@ -27,8 +29,17 @@ SMALL_POOL = 4096
 DRAFT_TOKENS, TREE_TOKENS = 4, 8
 FOLDER = "{models}"  # in an argument: the folder of all models and adapters
 
+
+def _smollm2(path: Path) -> Path:
+    """A real model; raises NoPackage where its weights are not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(model_folder(), target_is_directory=True)
+    return path
+
+
 _llama4 = partial(make_llama, q_heads=8, kv_heads=2)
 MODELS: dict[str, Callable[[Path], Path]] = {
+    "smollm2": _smollm2,
     "ratio4": _llama4,
     "ratio4b": partial(_llama4, seed=1),  # other weights
     "qwen3": make_qwen3,
@@ -69,14 +80,17 @@ def _ngram(draft_tokens: int = DRAFT_TOKENS, breadth: int = 1) -> tuple[str, ...
 
 
 _TP2 = ("--tp-size", "2")
+_FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 OPTIONS: dict[str, tuple[str, ...]] = {
     "": (),
     "fp8_e5m2": ("--kv-cache-dtype", "fp8_e5m2"),
-    "fp8_e4m3": ("--kv-cache-dtype", "fp8_e4m3"),
+    "fp8_e4m3": _FP8,
+    "fp8_flashinfer": (*_FP8, "--prefill-attention-backend", "flashinfer"),
     "compiled": ("--enable-torch-compile",),
     "deterministic": ("--enable-deterministic-inference",),
     "pages": ("--page-size", "16"),  # and pat serves single requests, too (``ENV``)
     "no_graphs": ("--disable-cuda-graph",),
+    "fa3_prefill": ("--prefill-attention-backend", "fa3"),
     "flashinfer_prefill": ("--prefill-attention-backend", "flashinfer"),
     "adapters": (
         *("--enable-lora", "--max-lora-rank", str(RANK), "--lora-target-modules", *TARGETS),
@@ -128,11 +142,12 @@ class Fleet:
     Args:
         names: MODEL-BACKEND[-OPTION] each.
         folder: gets the models, the adapters and the logs.
+        device: ``cuda`` or ``cpu``.
     """
 
-    def __init__(self, names: Iterable[str], folder: Path) -> None:
+    def __init__(self, names: Iterable[str], folder: Path, device: str = "cuda") -> None:
         self.models = folder / "models"
-        self._folder = folder
+        self._folder, self._device = folder, device
         self._ready: set[str] = set()
         self._servers = {name: self._make(name) for name in names}
 
@@ -150,7 +165,7 @@ class Fleet:
             backend=backend,
             args=tuple(arg.replace(FOLDER, str(self.models)) for arg in args),
             env=tuple(ENV.get(option, {}).items()),
-            device="cuda",
+            device=self._device,
         )
         return ServingServer(self.model(model), config, self._folder / name)
 

@@ -33,12 +33,12 @@ CHECK
 }
 # SGLang imports FlashMLA when it captures graphs of draft models, but does not call it for ours. The
 # kit has no room for its kernels, so a package with the imported names alone stands in.
-drafts() { # SECONDS ARGUMENT... of pytest
+stand_in() {
   mkdir -p "$site/flash_mla"
   echo 'fused_norm_rope_attn_rope_cast = None' >"$site/flash_mla/__init__.py"
   echo 'class FlashMLASchedMeta: ...' >"$site/flash_mla/flash_mla_interface.py"
-  tests "$@"
 }
+drafts() { stand_in; tests "$@"; } # SECONDS ARGUMENT... of pytest
 bench() { # SECONDS ARGUMENT...: the serving benchmark, which ends in time by itself
   # SGLang's client imports Hugging Face's datasets, which the kit lacks, and does not call it here.
   python3 -c 'import datasets' 2>/dev/null || echo 'load_dataset = None' >"$site/datasets.py"
@@ -51,6 +51,9 @@ run() {
       bash "$kit/default_host.sh" "$site" "$kit"
       if [ -e "$kit/nixl.tar.xz" ]; then tar xJf "$kit/nixl.tar.xz" -C "$site"; fi
       if [ -e "$kit/jit.tar.xz" ]; then tar xJf "$kit/jit.tar.xz" -C "$HOME"; fi
+      if [ -e "$kit/smollm2.00" ]; then
+        cat "$kit"/smollm2.?? | tar xf - -C "$site" && python3 -m sglang_pat.demo.smollm2
+      fi
       python3 -m sglang_pat doctor ;;
     keep) (cd "$HOME" && tar cJf "$out/jit.tar.xz" --exclude='*.o' .cache/sglang .cache/flashinfer) ;;
     gpu) tests 330 ${GPU_WORKERS:+-n "$GPU_WORKERS"} tests/gpu ;;
@@ -70,7 +73,12 @@ run() {
       --kv-cache-dtype fp8_e4m3 --loads 8192x128 ;;
     agents) bench 500 --backends pat fa3 --stream-interval 1 --max-requests 128 \
       --loads '3000+4*1200x'{8,16,32,64,96,128} --model "${MODEL:-llama3-8b}" ;;
+    real) stand_in
+      limited 560 python3 -m gpu_serving.real --device cuda ${SETTINGS:+--settings $SETTINGS} \
+        --logs "$work/real" --json "$out/real.json" ;;
     soak) limited 450 python3 -m gpu_serving.soak --device cuda --logs "$work/soak" --json "$out/soak.json" ;;
+    realsoak) limited 590 python3 -m gpu_serving.soak --device cuda --real --seconds "${SOAK_S:-390}" \
+      --logs "$work/realsoak" --json "$out/realsoak.json" ;;
     *) echo "no step $1"; false ;;
   esac
 }

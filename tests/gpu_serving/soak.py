@@ -5,6 +5,9 @@ Two servers at the same time, with and without the radix cache, both with ``SGLA
 a pool too small for their traffic: requests join, share, branch, are aborted and retracted. Fails,
 with a JSON summary of what was found, unless everything sent was answered right, the counters add
 up and no memory grew after the warm-up.
+
+``--real``: SmolLM2 in chats of real text, in periods of a minute. Meanwhile servers are paused,
+flushed and given their weights anew, and after each period probes are asked one by one.
 """
 
 from __future__ import annotations
@@ -18,27 +21,38 @@ import tempfile
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from kit.chats import Library, Reader
 from serving.server import Config, ServingServer
 from serving.workloads import VOCAB, Prompt, random_prompt, text_of
 
 from sglang_pat.demo.model import make_model
+from sglang_pat.demo.smollm2 import model_folder
 
-EOS = 0  # of the demo's model
 MIB = 1 << 20
 PAGE = os.sysconf("SC_PAGESIZE")
 SCHEDULER = b"sglang::scheduler"  # the title of the process that pat runs in
 # Free greedy answers to equal prompts agree but for near-ties; a wrong slot leaves nothing alike.
 # Drafts bring more near-ties, as batches differ more: 0.67 on an H200, with no radix cache 0.80.
 MIN_REPEATED_EQUAL = {"cpu": 0.999, "cuda": 0.7}
+# Of --real: pages and their characters, and tokens of a pool that they nearly fill.
+PAGES = {"cpu": (2, 900), "cuda": (6, 2000)}
+POOL = {"cpu": 1000, "cuda": 7000}
+CHATS, PROBES, PROBE_TOKENS = 600, 8, 48
+PERIOD_S = 60.0  # between two times that all is idle
+# What happens to a paused server, one after another; SGLang's modes of a pause.
+MOMENTS = (("in_place", ""), ("retract", "flush"), ("retract", "weights"))
+MOMENT_S = 5.0
 BATCH = 64  # the most requests that a server runs at once
 
 
@@ -78,21 +92,37 @@ class Request:
     abort_after_s: float | None = None
 
 
-def requests(seed: int, scale: Scale) -> Iterator[Request]:
-    """Without end: system prompts of all lengths, users of their own and repeated ones, strangers;
-    short and long answers; one in ten with samples, one in ten aborted."""
-    rng, common = Random(seed), Random(0)  # the clients of a server share system prompts
+Draw = Callable[[Random], Prompt]
+
+
+def random_prompts(scale: Scale) -> Draw:
+    """System prompts of all lengths, users of their own and repeated ones, strangers."""
+    common = Random(0)  # the clients of a server share system prompts
     lengths = (20, 60, 150, 400, scale.longest // 2, scale.longest)
     systems = [text_of(common, length) for length in lengths]
     repeated = [systems[i % len(systems)] + text_of(common, 5 + 7 * i) for i in range(24)]
-    while True:
+
+    def draw(rng: Random) -> Prompt:
         kind = rng.random()
         if kind < 0.3:
-            prompt = rng.choice(repeated)
-        elif kind < 0.8:
-            prompt = rng.choice(systems) + text_of(rng, rng.randint(1, 60))
-        else:
-            prompt = text_of(rng, rng.choice((1, 3, 17, 90, 300)))
+            return rng.choice(repeated)
+        if kind < 0.8:
+            return rng.choice(systems) + text_of(rng, rng.randint(1, 60))
+        return text_of(rng, rng.choice((1, 3, 17, 90, 300)))
+
+    return draw
+
+
+def real_prompts(model: Path, device: str) -> list[Prompt]:
+    reader = Reader(model)
+    return [reader.tokens(chat) for chat in Library(*PAGES[device]).mixed(CHATS)]
+
+
+def requests(seed: int, scale: Scale, draw: Draw) -> Iterator[Request]:
+    """Without end: short and long answers; one in ten with samples, one in ten aborted."""
+    rng = Random(seed)
+    while True:
+        prompt = draw(rng)
         new_tokens = rng.randint(1, scale.new_tokens)
         if rng.random() < 0.1:
             yield Request(prompt, new_tokens, abort_after_s=rng.uniform(0, 0.3))
@@ -103,10 +133,14 @@ def requests(seed: int, scale: Scale) -> Iterator[Request]:
 class Traffic:
     """What all clients of a server sent and got. ``tokens_a_step``: of a request, at most. Of an
     aborted request SGLang keeps all tokens of its last step, also those beyond what was asked for
-    (``Req.update_finish_state``)."""
+    (``Req.update_finish_state``). ``probes``: of a real model; without them nothing is paused."""
 
-    def __init__(self, server: ServingServer, tokens_a_step: int) -> None:
-        self.server, self.tokens_a_step = server, tokens_a_step
+    def __init__(
+        self, server: ServingServer, model: Path, tokens_a_step: int, probes: list[Prompt]
+    ) -> None:
+        self.server, self.model, self.tokens_a_step = server, model, tokens_a_step
+        self._probes, self._probed = probes, []
+        self._eos = json.loads((model / "config.json").read_text())["eos_token_id"]
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._lock = threading.Lock()
@@ -124,6 +158,28 @@ class Traffic:
                     self.wrong.append(f"{len(answers)} answers for {request.samples} samples")
                 for answer in answers:
                     self._enter(request, answer)
+
+    def disturb(self, stopping: threading.Event) -> None:
+        """Pause the server now and then, until told to stop."""
+        for mode, what in cycle(MOMENTS):
+            if not self._probes or stopping.wait(MOMENT_S):
+                return
+            self.server.post("/pause_generation", {"mode": mode})
+            if what == "flush":
+                self.server.post("/flush_cache")
+            elif what == "weights":
+                self.server.update_weights(self.model)
+            self.server.post("/continue_generation")
+            self.counts[f"pauses: {mode}, {what}"] += 1
+
+    def probe(self) -> None:
+        """Ask the idle server, one by one: no other request rounds these answers."""
+        found = [self.server.generate([one], PROBE_TOKENS)[0].tokens for one in self._probes]
+        self._probed = self._probed or found
+        self.counts["probed"] += len(found)
+        self.counts["probed equal"] += sum(
+            one == other for one, other in zip(found, self._probed, strict=True)
+        )
 
     def _send(self, request: Request) -> list[dict[str, Any]]:
         rid = uuid.uuid4().hex
@@ -150,7 +206,7 @@ class Traffic:
         aborted = request.abort_after_s is not None
         right = {
             "length": len(tokens) == wanted,
-            "stop": len(tokens) <= wanted and EOS in tokens[-1:],
+            "stop": len(tokens) <= wanted and self._eos in tokens[-1:],
             "abort": aborted and len(tokens) < wanted + self.tokens_a_step,
         }
         if not right.get(reason, False):
@@ -166,10 +222,10 @@ class Traffic:
         """The server's, and under ``wrong`` what is wrong with it."""
         self.server.check_alive()
         log = self.server.text()
-        row = {**self.counts, **vars(self.server.counters())}
+        row = {"probed": 0, "probed equal": 0, **self.counts, **vars(self.server.counters())}
         row["retractions"] = len(re.findall(r"#retracted|[Rr]etract requests", log))
         row["tracebacks"] = log.count("Traceback (most recent call last)")
-        drafts = self.tokens_a_step > 1
+        drafts, real = self.tokens_a_step > 1, bool(self._probes)
         steps, packed = row["decode_steps"], row["packed_steps"]
         read, unpacked = row["kv_tokens_read"], row["kv_tokens_unpacked"]
         equal = self.counts["repeated equal"] / max(self.counts["repeated"], 1)
@@ -177,7 +233,11 @@ class Traffic:
             "some are aborted": self.counts["finished by abort"] > 0,
             "some are retracted": row["retractions"] > 0,
             "no traceback in the log": row["tracebacks"] == 0,
-            "equal prompts, equal tokens": equal >= MIN_REPEATED_EQUAL[device] - 0.1 * drafts,
+            "equal prompts, equal tokens": equal
+            >= MIN_REPEATED_EQUAL[device] - 0.1 * (drafts or real),
+            "equal probes, equal tokens": row["probed equal"] == row["probed"],
+            "paused in all ways": sum(name.startswith("pauses") for name in row)
+            == len(MOMENTS) * real,
             "a plan in each step": row["plans_made"] + row["plans_reused"] == steps,
             "steps verify drafts": row["verify_steps"] == steps * drafts,
             # A retracted request's tokens are prefilled again, so a few were not decoded.
@@ -191,10 +251,16 @@ class Traffic:
         return row
 
 
-def soak(device: str, scale: Scale, folder: Path, *, drafts: str = "") -> dict[str, Any]:
+def soak(
+    device: str, scale: Scale, folder: Path, *, drafts: str = "", real: bool = False
+) -> dict[str, Any]:
     """Run the traffic; the summary, with what was wrong under ``failures``. ``drafts``: a key of
     ``DRAFTS``; the servers speculate with such drafts, which are mostly right."""
-    model = make_model(folder / "model", vocab=VOCAB, **MODELS[device])
+    if real:
+        model, chats = model_folder(), real_prompts(model_folder(), device)
+    else:
+        model, chats = make_model(folder / "model", vocab=VOCAB, **MODELS[device]), []
+    draw: Draw = (lambda rng: rng.choice(chats)) if real else random_prompts(scale)
     args = ("--max-total-tokens", str(scale.pool), "--schedule-conservativeness", "0.05")
     tokens_a_step, top_k = DRAFTS[drafts]  # of a request, at most; of the drafts
     if drafts:
@@ -212,16 +278,20 @@ def soak(device: str, scale: Scale, folder: Path, *, drafts: str = "") -> dict[s
             server = ServingServer(model, Config(name, args=of_kind, device=device), folder / name)
             stack.callback(server.stop)
             server.start()
-            all_of[name] = Traffic(server, tokens_a_step)
+            all_of[name] = Traffic(server, model, tokens_a_step, chats[:PROBES])
         for traffic in all_of.values():
             traffic.server.wait_until_ready()
             if top_k > 1:
                 _launch_all_moves(traffic.server)
-        before = _held_after(scale, scale.warm_up, all_of, device, first_seed=0)
         rest = scale.seconds - scale.warm_up
-        after = _held_after(scale, rest, all_of, device, first_seed=scale.clients)
+        periods = max(1, round(rest / PERIOD_S)) if real else 1
+        held = [
+            _held_after(seconds, all_of, device, partial(_clients, scale, draw, number))
+            for number, seconds in enumerate([scale.warm_up, *[rest / periods] * periods])
+        ]
         rows = {name: traffic.row(name == "radix", device) for name, traffic in all_of.items()}
     wrong = [f"{name}: {each}" for name, row in rows.items() for each in row["wrong"]]
+    before, after = held[0], held[-1]
     for name, bytes_before in before.items():
         if after[name] - bytes_before > scale.growth:
             wrong.append(f"{name} grew from {bytes_before} to {after[name]} bytes")
@@ -231,7 +301,7 @@ def soak(device: str, scale: Scale, folder: Path, *, drafts: str = "") -> dict[s
     ):
         if (found := sum(row[name] for row in rows.values())) < least:
             wrong.append(f"{found} {name}, want {least}")
-    return {"device": device, "servers": rows, "held": [before, after], "failures": wrong}
+    return {"device": device, "servers": rows, "held": held, "failures": wrong}
 
 
 def _launch_all_moves(server: ServingServer) -> None:
@@ -247,8 +317,17 @@ def _launch_all_moves(server: ServingServer) -> None:
     assert max(running, default=0) > 32, f"at most {max(running, default=0)} requests ran at once"
 
 
+def _clients(scale: Scale, draw: Draw, period: int) -> list[Iterator[Request]]:
+    """Of one server; other ones in each period."""
+    first = period * scale.clients
+    return [requests(seed, scale, draw) for seed in range(first, first + scale.clients)]
+
+
 def _held_after(
-    scale: Scale, seconds: float, all_of: dict[str, Traffic], device: str, *, first_seed: int
+    seconds: float,
+    all_of: dict[str, Traffic],
+    device: str,
+    clients_of: Callable[[], list[Iterator[Request]]],
 ) -> dict[str, int]:
     """Bytes held after so much more traffic, by what holds them.
 
@@ -256,17 +335,20 @@ def _held_after(
     nothing, and a flush gives it back.
     """
     stopping = threading.Event()
-    with ThreadPoolExecutor(len(all_of) * scale.clients) as pool:
-        clients = [
-            pool.submit(traffic.send_all, requests(seed, scale), stopping)
+    with ThreadPoolExecutor(128) as pool:
+        sending = [
+            pool.submit(traffic.send_all, sent, stopping)
             for traffic in all_of.values()
-            for seed in range(first_seed, first_seed + scale.clients)
+            for sent in clients_of()
         ]
-        wait(clients, timeout=seconds, return_when=FIRST_EXCEPTION)
+        sending += [pool.submit(traffic.disturb, stopping) for traffic in all_of.values()]
+        wait(sending, timeout=seconds, return_when=FIRST_EXCEPTION)
         stopping.set()
-    for client in clients:
-        client.result()  # raises what it failed with
+    for each in sending:
+        each.result()  # raises what it failed with
     for traffic in all_of.values():
+        traffic.server.post("/flush_cache?timeout=30")
+        traffic.probe()
         traffic.server.post("/flush_cache?timeout=30")
     held = {f"scheduler {name}": scheduler_bytes(one.server.pid) for name, one in all_of.items()}
     return held | ({"device": device_bytes()} if device == "cuda" else {})
@@ -295,17 +377,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=sorted(SCALES), required=True)
     parser.add_argument("--seconds", type=float, help="of traffic, twice the warm-up or more")
-    parser.add_argument("--drafts", nargs="?", const="trees", default="", choices=sorted(DRAFTS))
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--drafts", nargs="?", const="trees", default="", choices=sorted(DRAFTS))
+    what.add_argument("--real", action="store_true", help="a real model and real text")
     parser.add_argument("--json", type=Path, help="where to write the summary, too")
     parser.add_argument("--logs", type=Path, help="folder for the model and the servers' logs")
     options = parser.parse_args()
     scale = SCALES[options.device]
     scale = replace(scale, seconds=options.seconds or scale.seconds)
+    if options.real:  # more layers, more kinds of prefill, and weights that are loaded anew
+        least = {"steps": scale.steps // 10, "requests": scale.requests // 10}
+        scale = replace(scale, growth=4 * scale.growth, pool=POOL[options.device], **least)
     if scale.seconds < 2 * scale.warm_up:
         parser.error(f"--seconds is {scale.seconds:g}, must be {2 * scale.warm_up:g} or more")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.logs or Path(temporary)
-        summary = soak(options.device, scale, folder, drafts=options.drafts)
+        summary = soak(options.device, scale, folder, drafts=options.drafts, real=options.real)
     text = json.dumps(summary)
     if options.json:
         options.json.write_text(text + "\n")

@@ -143,6 +143,9 @@ def _become(program: list[str], env: dict[str, str], cwd: str, log: str, errors:
     except BaseException:
         traceback.print_exc()
         code = 1
+    # SGLang kills the processes that it has started, and does not find those of the fork server.
+    for child in multiprocessing.active_children():
+        child.kill()
     # Python would then free all that was imported, which copies the memory that forks share.
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPConnection
+from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,7 +56,8 @@ class Answer:
 class Config:
     """How to start a server. ``plugins``: load the tests' own SGLang plugins into it. ``spawn``:
     start its processes as SGLang does, which takes longer on a CPU (see ``kit.forks``), but a
-    scheduler that dies tells its launcher."""
+    scheduler that dies tells its launcher. ``tokenizer``: it takes text, too, as OpenAI's API has
+    it."""
 
     name: str
     backend: str = "pat"
@@ -63,6 +65,7 @@ class Config:
     env: tuple[tuple[str, str], ...] = ()
     plugins: bool = False
     spawn: bool = False
+    tokenizer: bool = False
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -70,8 +73,8 @@ class Config:
 
 
 class ServingServer(Server):
-    """A server without a tokenizer: prompts and answers are token ids. In fp32 on the CPU, in bf16
-    on a GPU, where it takes little memory, so that several can run on one."""
+    """A server whose prompts and answers are token ids, mostly without a tokenizer. In fp32 on the
+    CPU, in bf16 on a GPU, where it takes little memory, so that several can run on one."""
 
     def __init__(self, model: Path, config: Config, folder: Path) -> None:
         on_cpu = config.device == "cpu"
@@ -88,7 +91,8 @@ class ServingServer(Server):
             log=folder / "server.log",
             args=(
                 # As many as the largest workload has: more would only cost memory and graphs.
-                *("--skip-tokenizer-init", "--max-running-requests", "64"),
+                *("--max-running-requests", "64"),
+                *([] if config.tokenizer else ["--skip-tokenizer-init"]),
                 *DEVICE_ARGS[config.device],
                 *config.args,
             ),
@@ -205,7 +209,8 @@ def answer_of(entry: dict[str, Any]) -> Answer:
     meta = entry["meta_info"]
     return Answer(
         tokens=tuple(entry["output_ids"]),
-        logprobs=tuple(item[0] for item in meta["output_token_logprobs"]),
+        # SGLang writes NaN as null.
+        logprobs=tuple(nan if p is None else p for p, *_ in meta["output_token_logprobs"]),
         cached_tokens=meta["cached_tokens"],
         finish_reason=meta["finish_reason"]["type"],
         verify_steps=meta.get("spec_verify_ct", 0),

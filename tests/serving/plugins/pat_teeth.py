@@ -92,6 +92,10 @@ class Saboteur:
         """Attention returns nothing."""
         return self.run(given).zero_()
 
+    def wrong_scale(self, given: SimpleNamespace) -> torch.Tensor:
+        """Logits are a tenth too large."""
+        return self.run(SimpleNamespace(**vars(given) | {"scale": 1.1 * given.scale}))
+
     def drop_pack(self, given: SimpleNamespace) -> torch.Tensor:
         """The first pack of the plan is not computed: its members go without its tokens."""
         out, plan = self.run(given), given.plan
