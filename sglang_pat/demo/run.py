@@ -124,8 +124,10 @@ def _run_both(model: str, device: str, logs: Path) -> list[Run]:
             for server in together:  # pat first: what it refuses ends it at once
                 stack.callback(server.stop)
                 server.start()
+            began = time.monotonic()
             for server in together:
                 server.wait_until_ready()
+                print(f"  ready after {time.monotonic() - began:.0f} s", flush=True)
             for server in together:
                 runs.append(_measure(server, runs[0] if runs else None))
                 server.stop()
@@ -135,6 +137,9 @@ def _run_both(model: str, device: str, logs: Path) -> list[Run]:
 def _measure(server: Server, pat: Run | None) -> Run:
     """Ask a server all conversations at once. pat's answers are printed as they come, of those of a
     stock backend whether they are the same."""
+    from httpx import HTTPError
+    from openai import OpenAIError
+
     backend = server.get("/server_info")["attention_backend"] if pat else "pat"
     print(f"{backend} answers:", flush=True)
     for talk in conversations():  # cached then, as where a server has been up for a while
@@ -142,17 +147,17 @@ def _measure(server: Server, pat: Run | None) -> Run:
         server.post("/v1/chat/completions", asked)
     before = server.counters()
     began = time.perf_counter()
-    answers, token_s = zip(*asyncio.run(_ask_all(server.url, show=not pat)), strict=True)
+    try:
+        answers, token_s = zip(*asyncio.run(_ask_all(server.url, pat)), strict=True)
+    except (OpenAIError, HTTPError):
+        server.check_alive()  # with the end of its log, if that is why
+        raise
     seconds = time.perf_counter() - began
-    server.check_alive()
-    for number, answer in enumerate(answers if pat else ()):
-        same = pat is not None and answer == pat.answers[number]
-        _print(number, f"the same {len(answer)} tokens" if same else f"other: {''.join(answer)}")
     token_ms = 1e3 * statistics.fmean(token_s)
     return Run(backend, [*answers], seconds, token_ms, server.counters() - before)
 
 
-async def _ask_all(url: str, *, show: bool) -> list[tuple[list[str], float]]:
+async def _ask_all(url: str, pat: Run | None) -> list[tuple[list[str], float]]:
     """The tokens of each conversation's answer, and its seconds per token after the first."""
     from openai import AsyncOpenAI
 
@@ -173,9 +178,12 @@ async def _ask_all(url: str, *, show: bool) -> list[tuple[list[str], float]]:
                 times.append(time.perf_counter())
                 said += [each.token for each in (choice.logprobs and choice.logprobs.content) or ()]
                 *whole, rest = _SENTENCE.split(rest + (choice.delta.content or ""))
-                for sentence in filter(str.strip, whole if show else ()):
+                for sentence in filter(str.strip, () if pat else whole):
                     _print(number, sentence)
-        if show and rest.strip():
+        if pat:
+            same = said == pat.answers[number]
+            _print(number, f"the same {len(said)} tokens" if same else f"other: {''.join(said)}")
+        elif rest.strip():
             _print(number, rest)
         return said, (times[-1] - times[0]) / max(len(said) - 1, 1)
 

@@ -137,9 +137,8 @@ def kinds(model_config: Any) -> list[str]:
                 reasons[layer] = NO_ATTENTION
             break
     for layer, block in enumerate(getattr(text, "block_configs", None) or ()):
-        if getattr(
-            getattr(block, "attention", None), "no_op", False
-        ):  # S models/nemotron_nas.py:76
+        attention = getattr(block, "attention", None)  # S models/nemotron_nas.py:76
+        if getattr(attention, "no_op", False):
             reasons[layer] = NO_ATTENTION
     # Some models run their layers several times, each time as attention of its own.
     reasons *= model_config.num_attention_layers // len(reasons)

@@ -24,7 +24,7 @@ NEW_TOKENS = 12
 COLOURS = ("red", "blue")
 SCHEMA = tool("open", "ticket")["function"]["parameters"] | {"additionalProperties": False}
 GRAMMAR = {"type": "json_schema", "json_schema": {"name": "ticket", "schema": SCHEMA}}
-LIBRARY = Library(pages=3, chars=700)
+LIBRARY = Library(pages=3, chars=500)
 MORE = (("samples", 3), ("streams", 8), ("schemas", 4), ("adapters", 8), ("seeds", 1))
 AGAIN = say("user", "Say that again for a child of six years.")
 

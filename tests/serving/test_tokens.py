@@ -20,10 +20,11 @@ from sglang_pat.demo.counters import Counters
 
 from .conftest import Serve, Stock
 from .server import Config, ServingServer, disagreements
-from .workloads import WORKLOADS, random_prompt
+from .workloads import WORKLOADS, Workload, random_prompt
 
 APPLY = Path(__file__).parents[2] / "patches" / "apply.py"
 CHUNK = 128
+SHORT = tuple(name for name in WORKLOADS if name not in ("patient", "hungry"))
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Row:
     branches; ``says``: what the log has, and how often."""
 
     config: Config
-    works: tuple[str, ...] = tuple(WORKLOADS)
+    works: tuple[str, ...] = SHORT
     packs: bool = True
     branches: bool = False
     says: tuple[str, int] = ("", 0)
@@ -59,7 +60,7 @@ TWO_RANKS = Config(  # each plans for itself, over its own heads
 # patches/apply.py COPY``, then ``PYTHONPATH=COPY pytest`` of this file.
 PATCHED = Config("patched", args=("--log-level", "debug"))
 ROWS = (
-    Row(Config("page1-overlap-rust", spawn=True)),
+    Row(Config("page1-overlap-rust", spawn=True), tuple(WORKLOADS)),
     Row(BRANCHES, branches=True),
     Row(Config("classic-radix-cache", args=("--radix-cache-backend", "classic"), plugins=True)),
     Row(Config("no-radix-cache", args=("--disable-radix-cache",)), packs=False),
@@ -140,7 +141,7 @@ def test_requests_together_answer_as_each_alone_with_kv_in_e4m3(serve: Serve) ->
     """Without scales; SGLang's own attention runs a request that is alone."""
     server = serve(Config("e4m3", args=("--kv-cache-dtype", "fp8_e4m3")))
     assert "all 2 attention layers, K/V in float8_e4m3fn" in server.text()
-    work = WORKLOADS["multi_level"]
+    work = Workload(WORKLOADS["multi_level"].prompts[:5], (24,) * 5)
     answers = [server.counted(server.generate, [prompt], 24) for prompt in work.prompts]
     assert not any(counted.decode_steps for _, counted in answers)
     together, counted = server.counted(server.ask, work)
