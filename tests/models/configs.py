@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json of every decoder architecture that SGLang has, as far as it can be made up: the
 defaults of the configuration's class in SGLang or transformers, with fewer layers. Widths and heads
-stay, as nothing is allocated."""
+stay, as nothing is allocated, or are a released model's."""
 
 from __future__ import annotations
 
@@ -160,9 +160,16 @@ _MINICPM_V = {"vision_config": _TOWER, "query_num": 64, "version": 2.6, "init_vi
     "drop_vision_last_layer": False}
 _VIT = {"args": {"model": "vit_huge_patch16_224"}, "video_temporal_patch_size": 2}
 _RADIO = {"llm_config": Part("nemotronh", {"n_groups": 8}), "raw_vision_config": _VIT}
+# Of released models, where the class's defaults are of none: AFM-4.5B, GLM-4-9B and 4.5, LFM2-1.2B,
+# Phi-4, Qwen3-Omni-30B, StableLM 2 1.6B.
+_RELEASED = {"arcee": (2560, 20, 4, 128), "glm": (4096, 96, 8, 128), "lfm2": (2048, 32, 8, 64),
+    "phi4": (5120, 40, 10, 128), "qwen3_omni": (2048, 32, 4, 128), "stablelm": (2048, 32, 32, 64)}
+_SHAPE = {name: dict(zip(("hidden_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim"), shape, strict=True)) for name, shape in _RELEASED.items()}
 # By architecture: the class's stem where it is not the architecture's ("" for none) and changes.
 CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "AfmoeForCausalLM": (None, _EXPERTS),
+    "ArceeForCausalLM": (None, _SHAPE["arcee"]),
     "BaichuanForCausalLM": ("", {"num_key_value_heads": 32}),
     "BailingMM2NativeForConditionalGeneration": ("", _BAILING_MM),
     "BailingMMNativeForConditionalGeneration": ("", _BAILING_MM),
@@ -171,6 +178,7 @@ CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "BailingMoeV2ForCausalLM": ("", _BAILING),
     "BailingMoeV2_5ForCausalLM": ("", _BAILING | _MLA),
     "BailingMoeV3ForCausalLM": ("", _BAILING | _MLA),
+    "ChatGLMModel": (None, {"multi_query_attention": True, "multi_query_group_num": 2}),
     "Cohere2MoeForCausalLM": (None, {"prefix_dense_intermediate_size": 1024}),
     "Cohere2VisionForConditionalGeneration": (None, {"text_config": Part("cohere2moe",
         {"prefix_dense_intermediate_size": 1024})}),
@@ -212,6 +220,8 @@ CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
         "text_config": {"architectures": ["Glm5NextForConditionalGeneration"], "head_dim": 64,
         "num_key_value_heads": 64, "index_topk": 64, "index_head_dim": 64, "index_n_heads": 8,
         "swiglu_limit": 10.0, "index_skip_topk_offset": 1, "linear_lower_bound": -5.0}}),
+    "Glm4MoeForCausalLM": (None, _SHAPE["glm"]),
+    "Glm4vMoeForConditionalGeneration": (None, {"text_config": _SHAPE["glm"]}),
     "Grok1ForCausalLM": ("", _GROK),
     "Grok1ModelForCausalLM": ("", _GROK | {"attn_temperature_len": 1024}),
     "HYV3ForCausalLM": (None, {"route_norm": True}),
@@ -235,7 +245,9 @@ CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "KimiLinearForCausalLM": (None, _KIMI),
     "LLaDA2MoeModelLM": ("", _BAILING | {"expert_capacity": 4,
         "moe_router_enable_expert_bias": True, "score_function": "sigmoid", "block_size": 32}),
+    "Lfm2ForCausalLM": (None, _SHAPE["lfm2"]),
     "Lfm2MoeForCausalLM": (None, {"layer_types": ["conv", "conv", "full_attention"] * 4}),
+    "Lfm2VlForConditionalGeneration": (None, {"text_config": _SHAPE["lfm2"]}),
     "LlavaForConditionalGeneration": (None, {"vision_config": Part("pixtralvision")}),
     "LlavaLlamaForCausalLM": ("llava", _LLAVA),
     "LlavaMistralForCausalLM": ("llava", _LLAVA),
@@ -280,6 +292,7 @@ CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "NemotronH_Omni_Reasoning_V3": ("nemotronh_omni_reasoning_v3", _RADIO |
         {"vision_config": _VIT, "video_temporal_patch_size": 2}),
     "POINTSV15ChatModel": ("", {"vision_config": _TOWER, "llm_config": Part("qwen2")}),
+    "Phi3ForCausalLM": (None, _SHAPE["phi4"]),
     "Phi3SmallForCausalLM": ("", {"hidden_act": "gegelu", "gegelu_limit": 20.0,
         "layer_norm_epsilon": 1e-05, "mup_embedding_multiplier": 10.0, "mup_width_multiplier": 8.0,
         "mup_use_scaling": True, "mup_attn_multiplier": 1.0, "blocksparse_block_size": 64,
@@ -291,6 +304,8 @@ CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
         Part("pixtralvision", {"model_type": "tower", "image_token_id": 1, "rope_theta": 1e4})}),
     "QWenLMHeadModel": ("", {"layer_norm_epsilon": 1e-06, "num_key_value_heads": 32}),
     "QuantMixtralForCausalLM": ("mixtral", {}),
+    "Qwen3OmniMoeForConditionalGeneration": (None,
+        {"thinker_config": {"text_config": _SHAPE["qwen3_omni"]}}),
     "Qwen3_5ForCausalLM": ("qwen3_5text", {}),
     "Qwen3_5MoeForCausalLM": ("qwen3_5moetext", {}),
     "SDARMoeForCausalLM": ("", _EXPERTS),
@@ -299,12 +314,13 @@ CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "SolarForCausalLM": ("", {"bskcn_1": [0], "bskcn_2": [1], "bskcn_3": [2], "bskcn_4": [3],
         "bskcn_tv": [1, 1]}),
     "Step3VLForConditionalGeneration": (None, {"text_config": {"moe_layers_enum": "4,5,6,7,8"}}),
+    "StableLmForCausalLM": (None, _SHAPE["stablelm"]),
     "Step3p5ForCausalLM": (None, _STEP),
     "Step3p7ForConditionalGeneration": (None, {"text_config": _STEP}),
     "StepVLForConditionalGeneration": ("", {"text_config": Part("qwen3"), "projector_bias": False,
         "vision_config": _TOWER | {"hidden_act": "gelu"}}),
     "TorchNativeLlamaForCausalLM": ("llama", {}),
-    "TorchNativePhi3ForCausalLM": ("phi3", {}),
+    "TorchNativePhi3ForCausalLM": ("phi3", _SHAPE["phi4"]),
     "TransformersForCausalLM": ("seedoss", {"architectures": ["SeedOssForCausalLM"]}),
     "TransformersMoEForCausalLM": ("dots1", _EXPERTS | {"architectures": ["Dots1ForCausalLM"]}),
     "TransformersMultiModalForCausalLM": ("gotocr2",
