@@ -128,7 +128,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 # Falcon-H1 attends. So SGLang 0.5.23 takes it for one without state spaces and captures these in
 # prefill graphs. Replayed, they read the capture's metadata, which is freed by then.
 _STATES = ("--max-mamba-cache-size", "512")
-OF_MODEL = {family: _STATES for family in (*FAMILIES, "mtp") if family != "gemma3"}
+OF_MODEL = {family: _STATES for family in (*FAMILIES, "mtp") if family not in ("gemma3", "gpt_oss")}
 OF_MODEL["falcon_h1"] = (*_STATES, "--disable-prefill-cuda-graph")
 ENV = {"pages": {"SGLANG_PAT_MIN_BATCH": "1"}}
 # The other servers' growth makes ranks look unbalanced while they start.

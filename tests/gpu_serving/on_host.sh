@@ -59,7 +59,7 @@ run() {
     gpu) tests 330 ${GPU_WORKERS:+-n "$GPU_WORKERS"} tests/gpu ;;
     warm) tests 280 $at/test_pairs.py -k 'ratio7 or flashinfer_prefill' ;;
     serving) tests 520 $at/test_pairs.py $at/test_life.py \
-      -k '(ratio or gemma2 or test_life) and not fp8_e4m3' ;;
+      -k '(ratio or gemma2 or gpt_oss or test_life) and not fp8_e4m3' ;;
     more) tests 400 $at/test_features.py ;;
     fp8) tests 400 $at/test_pairs.py -k 'fp8_e4m3 or scaled4' ;;
     sleep) tests 240 $at/test_sleep.py ;;

@@ -69,14 +69,16 @@ SERVED = {
     "nemotron_h": "serves all 3 attention layers",
     "granite_hybrid": "serves all 3 attention layers",
     "gemma3": "serves 2 of 4 attention layers (2 with a sliding window)",
+    "gpt_oss": "serves 2 of 4 attention layers (2 with a sliding window)",
 }
 OF_FAMILIES = [
     row_of(
         f"{family}-{{}}",
+        PEERS if family != "gpt_oss" else ("fa3", "triton"),  # FlashInfer takes no sinks
         loads=(*THREE_LOADS, "turn"),
         packs="turn",
         read=0.6,
-        windows=2 * (family == "gemma3"),
+        windows=2 * ("window" in SERVED[family]),
         says=(
             *(SERVED[family], "cuda graph: True"),
             "looks for shared prefixes in SGLang's radix cache (rust tree core)",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of linear attention or state spaces beside attention, with weights on which
+"""Small models of linear attention, state spaces or windows beside attention, with weights on which
 attention matters, in the layout in which SGLang loads them from a folder.
 
 transformers makes and saves them; the numbers are ours. Norms are 1, matrices N(0, 1/fan_in), and
@@ -115,7 +115,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "hidden_act": "gelu_pytorch_tanh",  # SGLang reads this one
     },
+    "gpt_oss": _PLAIN
+    | {  # no state either: a sink in each layer, sliding windows beside full attention, experts
+        "class": "GptOssConfig",
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 64,
+        "head_dim": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+    },
 }
+# Sinks of the first and the last query head: as great as the greatest of a few hundred logits.
+SINKS = (6.0, 14.0)
 # Families whose norms multiply by 1 + weight, but for the gated norm of linear attention. The
 # others, Falcon-H1, Nemotron-H and Granite, have none of queries and keys.
 _NORMS_FROM_ONE = ("qwen3_next", "qwen3_5", "gemma3")
@@ -184,6 +200,8 @@ def _values(
         return torch.zeros(shape)
     if leaf == "D":
         return torch.ones(shape)
+    if leaf == "sinks":
+        return torch.linspace(*SINKS, *shape)
     if len(shape) == 1:
         return torch.full(shape, _norm(family, name, module))
     scale = 1 / math.sqrt(shape[-1])

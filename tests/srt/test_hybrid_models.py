@@ -42,3 +42,18 @@ def test_attention_decides_the_tokens(family: str, tmp_path: Path) -> None:
         if name.endswith("o_proj.weight"):
             weight.zero_()
     assert (tokens() == with_attention).float().mean() < 0.3
+
+
+@torch.no_grad()
+def test_sinks_decide_tokens(tmp_path: Path) -> None:
+    config = json.loads(
+        (make_hybrid(tmp_path, "gpt_oss", dtype="float32") / "config.json").read_text()
+    )
+    parsed = transformers.GptOssConfig(**config)
+    loaded = transformers.GptOssForCausalLM.from_pretrained(tmp_path, config=parsed).float().eval()
+    prompt = torch.tensor([random_prompt(seed=3, length=TOKENS)])
+    with_sinks = loaded(prompt, use_cache=False).logits[0].argmax(-1)
+    for layer in loaded.model.layers:
+        layer.self_attn.sinks.fill_(-100.0)
+    without = loaded(prompt, use_cache=False).logits[0].argmax(-1)
+    assert (without == with_sinks).float().mean() < 0.7
