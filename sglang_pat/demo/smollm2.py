@@ -110,7 +110,7 @@ def _weight(tensor: Any, heads: int, kv_heads: int) -> tuple[str, torch.Tensor]:
     import torch
     from gguf import dequantize
 
-    values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)).to(torch.bfloat16)
+    values = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.bfloat16)
     name, _, _ = tensor.name.rpartition(".weight")
     if name.startswith("blk."):
         _, layer, part = name.split(".")

@@ -114,7 +114,7 @@ class PatDecodeMixin:
         reporter = start_reporter(self._stats, serving=packs)
         self._layers = LayerRoutes(survey, self._target, reporter)
         logger.info(
-            "sglang_pat: %s on pat, prefill on SGLang's own attention (%s), as intended; "
+            "sglang_pat: %s on pat, prefill on SGLang's own attention (%s), always; "
             "%d query heads, %d KV heads, up to %d requests; %s",
             "decode runs" if self._target.draft_tokens == 1 else "verification of drafts runs",
             runner.prefill_attention_backend_str,
