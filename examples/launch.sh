@@ -13,9 +13,7 @@ model=${1:-demo}
 PYTHON=${PYTHON:-python}
 export PYTHONSAFEPATH=1 # a checkout as the current folder would shadow the installed package
 
-device=$("$PYTHON" -c 'import torch
-from sglang_pat.srt.support import reason_against_gpu
-print("cuda" if torch.cuda.is_available() and not reason_against_gpu() else "cpu")')
+device=$("$PYTHON" -c 'from sglang_pat.demo.server import own_device; print(own_device())')
 if [ "$device" = cpu ]; then
     export SGLANG_PLATFORM=pat_cpu
 fi

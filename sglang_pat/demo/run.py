@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.desk import CUSTOMERS, conversations
-from sglang_pat.demo.server import Server, ServerError
+from sglang_pat.demo.server import Server, ServerError, own_device
 from sglang_pat.demo.smollm2 import cache_folder
 from sglang_pat.demo.standin import demo_model
 from sglang_pat.srt.launch import reason_against_options
@@ -58,7 +58,7 @@ def run_demo(model: str | None, cache: Path | None) -> int:
     if reason := reason_against_options():  # pat's server would say so a minute later
         raise ServerError(reason)
     logs = cache or cache_folder() / "demo"
-    device = _device()
+    device = own_device()
     print(", ".join(f"{each} {metadata.version(each)}" for each in ("sglang-pat", "sglang")))
     model = model or str(demo_model())
     print(
@@ -70,14 +70,6 @@ def run_demo(model: str | None, cache: Path | None) -> int:
     text, passed = report(_run_both(model, device, logs), exact=device == "cpu")
     print(text)
     return 0 if passed else 1
-
-
-def _device() -> str:
-    import torch
-
-    from sglang_pat.srt.support import reason_against_gpu
-
-    return "cuda" if torch.cuda.is_available() and not reason_against_gpu() else "cpu"
 
 
 def tree_of_words(model: str) -> str:

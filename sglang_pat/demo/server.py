@@ -29,6 +29,15 @@ class ServerError(RuntimeError):
     """The server ended, or was not ready in time; the message has the end of its log."""
 
 
+def own_device() -> str:
+    """``cuda`` if pat serves this machine's GPU, else ``cpu``."""
+    import torch
+
+    from sglang_pat.srt.support import reason_against_gpu
+
+    return "cuda" if torch.cuda.is_available() and not reason_against_gpu() else "cpu"
+
+
 class Server:
     """``python -m sglang.launch_server`` in a process group of its own; a context manager.
 

@@ -4,14 +4,13 @@ says means nothing, and a byte-level BPE tokenizer with a chat template, trained
 
 from __future__ import annotations
 
-import json
 import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from sglang_pat.demo.desk import ANSWERED, RULES
-from sglang_pat.demo.model import make_model
+from sglang_pat.demo.model import make_model, save_tokenizer
 from sglang_pat.demo.smollm2 import NoPackage, cache_folder, model_folder
 
 END = "<|end|>"  # id 0, the eos_token_id of ``make_model``
@@ -67,13 +66,5 @@ def make_tokenizer(folder: Path) -> Path:
     tokenizer.train_from_iterator([RULES, *chain(*chain(*ANSWERED.values()))], trainer)
     assert tokenizer.get_vocab_size() == _VOCAB
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
-        "pad_token": END,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": _CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_tokenizer(tokenizer, folder, end=END, chat_template=_CHAT_TEMPLATE, pad_token=END)
     return folder

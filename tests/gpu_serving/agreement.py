@@ -159,17 +159,16 @@ def accepted(texts: list[Answer]) -> float:
     return sum(len(text.tokens) - 1 for text in texts) / max(1, steps)
 
 
-def alike(one: Answer, other: Answer) -> int:
+def alike(one: Prompt, other: Prompt) -> int:
     """How many tokens two answers have in common before the first that differs."""
-    pairs = zip(one.tokens, other.tokens, strict=False)
-    shorter = min(len(one.tokens), len(other.tokens))
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def apart(some: list[Answer], others: list[Answer]) -> Distance:
     """Of the log-probabilities of all answers up to the first token that differs."""
     pairs: list[tuple[float, float]] = []
     for one, other in zip(some, others, strict=True):
-        count = alike(one, other)
+        count = alike(one.tokens, other.tokens)
         pairs += zip(one.logprobs[:count], other.logprobs[:count], strict=True)
     return Distance.between([ours for ours, _ in pairs], [theirs for _, theirs in pairs])

@@ -110,7 +110,7 @@ def distances(some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, lis
     difference of the log-probabilities of those in common."""
     found: dict[str, list[float]] = {"another answer": [], "tokens lost": [], "logprobs apart": []}
     for one, other in zip(some, others, strict=True):
-        count = alike(one, other)
+        count = alike(one.tokens, other.tokens)
         pairs = zip(one.logprobs[:count], other.logprobs[:count], strict=True)
         found["another answer"].append(float(one.tokens != other.tokens))
         found["tokens lost"].append(max(len(one.tokens), len(other.tokens)) - count)
@@ -121,7 +121,8 @@ def distances(some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, lis
 def compared(some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
     """For people: what two servers' answers have in common."""
     found = distances(some, others)
-    first = [alike(a, b) for a, b in zip(some, others, strict=True) if a.tokens != b.tokens]
+    texts = [(a.tokens, b.tokens) for a, b in zip(some, others, strict=True)]
+    first = [alike(a, b) for a, b in texts if a != b]
     return {
         "equal answers": 1 - fmean(found["another answer"]),
         "first token that differs": {

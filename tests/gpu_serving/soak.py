@@ -39,6 +39,8 @@ from serving.workloads import VOCAB, Prompt, random_prompt, text_of
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.smollm2 import model_folder
 
+from .agreement import alike
+
 MIB = 1 << 20
 PAGE = os.sysconf("SC_PAGESIZE")
 SCHEDULER = b"sglang::scheduler"  # the title of the process that pat runs in
@@ -212,10 +214,8 @@ class Traffic:
         if not right.get(reason, False):
             self.wrong.append(f"{len(tokens)} of {wanted} tokens, ended by {reason}, {aborted=}")
         seen = self._longest.get(request.prompt, ())
-        pairs = list(zip(tokens, seen, strict=False))
-        equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        self.counts["repeated"] += len(pairs)
-        self.counts["repeated equal"] += equal
+        self.counts["repeated"] += min(len(tokens), len(seen))
+        self.counts["repeated equal"] += alike(tokens, seen)
         self._longest[request.prompt] = max(tokens, seen, key=len)
 
     def row(self, radix: bool, device: str) -> dict[str, Any]:

@@ -162,10 +162,11 @@ _VIT = {"args": {"model": "vit_huge_patch16_224"}, "video_temporal_patch_size": 
 _RADIO = {"llm_config": Part("nemotronh", {"n_groups": 8}), "raw_vision_config": _VIT}
 # Of released models, where the class's defaults are of none: AFM-4.5B, GLM-4-9B and 4.5, LFM2-1.2B,
 # Phi-4, Qwen3-Omni-30B, StableLM 2 1.6B.
-_RELEASED = {"arcee": (2560, 20, 4, 128), "glm": (4096, 96, 8, 128), "lfm2": (2048, 32, 8, 64),
-    "phi4": (5120, 40, 10, 128), "qwen3_omni": (2048, 32, 4, 128), "stablelm": (2048, 32, 32, 64)}
-_SHAPE = {name: dict(zip(("hidden_size", "num_attention_heads", "num_key_value_heads",
-    "head_dim"), shape, strict=True)) for name, shape in _RELEASED.items()}
+_FIELDS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_SHAPE = {name: dict(zip(_FIELDS, shape, strict=True)) for name, shape in {
+    "arcee": (2560, 20, 4, 128), "glm": (4096, 96, 8, 128), "lfm2": (2048, 32, 8, 64),
+    "phi4": (5120, 40, 10, 128), "qwen3_omni": (2048, 32, 4, 128), "stablelm": (2048, 32, 32, 64),
+}.items()}
 # By architecture: the class's stem where it is not the architecture's ("" for none) and changes.
 CHANGES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "AfmoeForCausalLM": (None, _EXPERTS),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,41 +20,42 @@ from serving.workloads import VOCAB, random_prompt
 TOKENS = 120
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attention_decides_the_tokens(family: str, tmp_path: Path) -> None:
-    folder = make_hybrid(tmp_path / family, family, dtype="float32")
+def _loaded(folder: Path, family: str) -> Any:
     config = json.loads((folder / "config.json").read_text())
     assert config["vocab_size"] == VOCAB
     parsed = getattr(transformers, FAMILIES[family]["class"])(**config)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+    return transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=parsed, dtype=torch.float32
     ).eval()
-    prompt = torch.tensor([random_prompt(seed=3, length=TOKENS)])
 
-    def tokens() -> torch.Tensor:
-        chosen: torch.Tensor = loaded(prompt, use_cache=False).logits[0].argmax(-1)
-        return chosen
 
-    with_attention = tokens()
+def _prompt() -> torch.Tensor:
+    return torch.tensor([random_prompt(seed=3, length=TOKENS)])
+
+
+def _chosen(model: Any) -> torch.Tensor:
+    """The likeliest token behind each of the prompt's."""
+    tokens: torch.Tensor = model(_prompt(), use_cache=False).logits[0].argmax(-1)
+    return tokens
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_decides_the_tokens(family: str, tmp_path: Path) -> None:
+    loaded = _loaded(make_hybrid(tmp_path / family, family, dtype="float32"), family)
+    with_attention = _chosen(loaded)
     assert len(set(with_attention.tolist())) > TOKENS // 3
-    assert (with_attention == prompt[0]).float().mean() < 0.2  # no token follows itself
+    assert (with_attention == _prompt()[0]).float().mean() < 0.2  # no token follows itself
     for name, weight in loaded.named_parameters():
         if name.endswith("o_proj.weight"):
             weight.zero_()
-    assert (tokens() == with_attention).float().mean() < 0.3
+    assert (_chosen(loaded) == with_attention).float().mean() < 0.3
 
 
 @torch.no_grad()
 def test_sinks_decide_tokens(tmp_path: Path) -> None:
-    config = json.loads(
-        (make_hybrid(tmp_path, "gpt_oss", dtype="float32") / "config.json").read_text()
-    )
-    parsed = transformers.GptOssConfig(**config)
-    loaded = transformers.GptOssForCausalLM.from_pretrained(tmp_path, config=parsed).float().eval()
-    prompt = torch.tensor([random_prompt(seed=3, length=TOKENS)])
-    with_sinks = loaded(prompt, use_cache=False).logits[0].argmax(-1)
+    loaded = _loaded(make_hybrid(tmp_path, "gpt_oss", dtype="float32"), "gpt_oss")
+    with_sinks = _chosen(loaded)
     for layer in loaded.model.layers:
         layer.self_attn.sinks.fill_(-100.0)
-    without = loaded(prompt, use_cache=False).logits[0].argmax(-1)
-    assert (without == with_sinks).float().mean() < 0.7
+    assert (_chosen(loaded) == with_sinks).float().mean() < 0.7
