@@ -123,21 +123,21 @@ def beside(
 
 
 def check_forced(what: str, found: Mapping[str, Sequence[float]]) -> None:
-    """Log-probabilities of fa3's tokens by pat and both peers: pat is about as near to each peer as
-    the peers are to each other.
+    """Log-probabilities of fa3's tokens by pat and one or two peers: pat is about as near to each
+    peer as the peers are to each other.
 
     Where one peer has a NaN, or is not there, nothing is known of the peers' distance. Then pat is
     compared with the other alone, by MEAN_LIMIT and LARGEST_LIMIT; a warning names the peer that
     has a NaN. A NaN of pat's fails, and one of each peer's.
     """
     nans = {name: sum(map(math.isnan, values)) for name, values in found.items()}
-    sound = [name for name in PEERS if nans.get(name) == 0]
+    sound = [name for name in found if name != "pat" and not nans[name]]
     assert not nans["pat"], f"{what}: {nans['pat']} NaN of pat"
     assert sound, f"{what}: NaN of both peers, {nans}"
     ours = {name: Distance.between(found["pat"], found[name]) for name in sound}
     limits = f"{MEAN_LIMIT:g} in the mean and {LARGEST_LIMIT:g} at most"
     if len(sound) == 2:
-        of_peers = Distance.between(*(found[name] for name in PEERS))
+        of_peers = Distance.between(*(found[name] for name in sound))
         near = {name: each.about_as_small_as(of_peers) for name, each in ours.items()}
         limits = f"{of_peers} of the peers"
     else:

@@ -81,6 +81,8 @@ def _ngram(draft_tokens: int = DRAFT_TOKENS, breadth: int = 1) -> tuple[str, ...
 
 _TP2 = ("--tp-size", "2")
 _FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+_PAGES = ("--page-size", "16")
+_FA3_PREFILL = ("--prefill-attention-backend", "fa3")
 OPTIONS: dict[str, tuple[str, ...]] = {
     "": (),
     "fp8_e5m2": ("--kv-cache-dtype", "fp8_e5m2"),
@@ -88,9 +90,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "fp8_flashinfer": (*_FP8, "--prefill-attention-backend", "flashinfer"),
     "compiled": ("--enable-torch-compile",),
     "deterministic": ("--enable-deterministic-inference",),
-    "pages": ("--page-size", "16"),  # and pat serves single requests, too (``ENV``)
+    "pages": _PAGES,  # and pat serves single requests, too (``ENV``)
+    "pages_fa3_prefill": (*_PAGES, *_FA3_PREFILL),
     "no_graphs": ("--disable-cuda-graph",),
-    "fa3_prefill": ("--prefill-attention-backend", "fa3"),
+    "fa3_prefill": _FA3_PREFILL,
     "flashinfer_prefill": ("--prefill-attention-backend", "flashinfer"),
     "adapters": (
         *("--enable-lora", "--max-lora-rank", str(RANK), "--lora-target-modules", *TARGETS),
@@ -131,6 +134,7 @@ _STATES = ("--max-mamba-cache-size", "512")
 OF_MODEL = {family: _STATES for family in (*FAMILIES, "mtp") if family not in ("gemma3", "gpt_oss")}
 OF_MODEL["falcon_h1"] = (*_STATES, "--disable-prefill-cuda-graph")
 ENV = {"pages": {"SGLANG_PAT_MIN_BATCH": "1"}}
+UNCHECKED = (("SGLANG_PAT_CHECK", "0"),)
 # The other servers' growth makes ranks look unbalanced while they start.
 _UNBALANCED = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 ENV |= {option: _UNBALANCED for option in ("tp2", "dp2", "tp2_right")}
@@ -143,11 +147,14 @@ class Fleet:
         names: MODEL-BACKEND[-OPTION] each.
         folder: gets the models, the adapters and the logs.
         device: ``cuda`` or ``cpu``.
+        check: whether pat's servers check every plan, which waits for the GPU.
     """
 
-    def __init__(self, names: Iterable[str], folder: Path, device: str = "cuda") -> None:
+    def __init__(
+        self, names: Iterable[str], folder: Path, device: str = "cuda", *, check: bool = True
+    ) -> None:
         self.models = folder / "models"
-        self._folder, self._device = folder, device
+        self._folder, self._device, self._check = folder, device, check
         self._ready: set[str] = set()
         self._servers = {name: self._make(name) for name in names}
 
@@ -164,7 +171,7 @@ class Fleet:
             name,
             backend=backend,
             args=tuple(arg.replace(FOLDER, str(self.models)) for arg in args),
-            env=tuple(ENV.get(option, {}).items()),
+            env=tuple(ENV.get(option, {}).items()) + (() if self._check else UNCHECKED),
             device=self._device,
         )
         return ServingServer(self.model(model), config, self._folder / name)
