@@ -72,8 +72,8 @@ __global__ void first_units_kernel(const __grid_constant__ ForwardParams p, Plan
 #endif
 }
 
-// sharing: warps that share a head's splits. As many as let all warps run at the same time, of which
-// an SM has room for 64.
+// sharing: warps that share a head's splits. As many as let all warps run at the same time, of
+// which an SM has room for 64.
 template <bool kFloat, int kSharing, int kAhead>
 void launch_merge_as(const DecodeParams& a, int64_t tasks, cudaStream_t stream) {
   constexpr int kWarps = kMergeWarps<kSharing>;
@@ -87,9 +87,9 @@ void launch_merge_as(const DecodeParams& a, int64_t tasks, cudaStream_t stream) 
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  const MergeParams merge{a.plan, a.partials, a.partial_lse, a.out,         a.out_stride_row,
-                          a.out_stride_head,  a.lse,         a.num_rows,    a.num_q_heads,
-                          a.sinks};
+  const MergeParams merge{
+      a.plan, a.partials, a.partial_lse, a.out,  a.out_stride_row, a.out_stride_head,
+      a.lse,  a.num_rows, a.num_q_heads, a.sinks};
   check(cudaLaunchKernelEx(&config, merge_kernel<kFloat, kSharing, kAhead>, merge),
         "MLA merge kernel: launch");
 }
@@ -132,7 +132,7 @@ void launch_first_units(const SnapshotArgs& args, cudaStream_t stream) {
   p.first_units = args.first_units;
   set_scheduling(p, args.num_rows, args.num_q_heads, args.num_kv_heads, args.draft_tokens);
   first_units_kernel<<<current_device().num_sms, kTileTokens, 0, stream>>>(p, args.plan,
-                                                                         args.first_units);
+                                                                           args.first_units);
   check(cudaGetLastError(), "MLA first units kernel: launch");
 }
 

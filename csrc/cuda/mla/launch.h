@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches of MLA, for head_dim 576. They are in builds for sm_90a (PAT_MLA) and run on GPUs of
-// compute capability 9.0; elsewhere they throw.
+// The launches of MLA, for head_dim 576. They are in builds for sm_90a (PAT_MLA is 1 then) and run
+// on GPUs of compute capability 9.0; elsewhere they throw.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +10,7 @@
 namespace pat::mla {
 
 inline constexpr int kHeadDim = 576, kVHeadDim = 512;
+inline constexpr int kMaxRows = 64;  // packed rows of a query
 
 // Bytes of shared memory of a CTA of the forward.
 inline constexpr int kMinSharedBytes = 224256;

@@ -33,7 +33,9 @@ struct Loader {
   bool masked;       // it is a branch
   int row;           // first one of the part
 
-  __device__ __forceinline__ int lane_row(int j) const { return warp * kWarpRows + 4 * j + (lane >> 3); }
+  __device__ __forceinline__ int lane_row(int j) const {
+    return warp * kWarpRows + 4 * j + (lane >> 3);
+  }
 
   // The lane's rows of a tile or of Q: where the first panel's chunk of row j goes. The chunks of
   // rows j and j + 2 lie 8 rows apart.
@@ -123,7 +125,8 @@ struct Loader {
     barrier_wait(s.empty(stage.index, kRopePart), stage.phase ^ 1);
     copy_panels<kWhole, 1>(from, even, odd, kValuePanels, tile.left);
     if (tile.masked && warp == 0 && lane < kTileTokens / 8) {
-      copy16(shared_address(&s.board().row_masks[stage.index][8 * lane]), p.f.row_masks + tile.at + 8 * lane);
+      copy16(shared_address(&s.board().row_masks[stage.index][8 * lane]),
+             p.f.row_masks + tile.at + 8 * lane);
     }
     barrier_arrive_copies(s.full(stage.index, kParts - 1));
   }
@@ -157,7 +160,9 @@ struct Loader {
             p.q_rope + token * p.q_rope_stride_row + head * p.q_rope_stride_head};
   }
   // The query of that row, which is asked for some time before it is needed.
-  __device__ __forceinline__ int packed_row() const { return row + warp * kWarpRows + lane % kWarpRows; }
+  __device__ __forceinline__ int packed_row() const {
+    return row + warp * kWarpRows + lane % kWarpRows;
+  }
   __device__ __forceinline__ int query_of_row() const {
     if (single_query >= 0 || packed_row() >= num_rows) return single_query;
     return claims.plan.member_of(p.f, member_offset, packed_row()).query;
@@ -205,20 +210,14 @@ struct Loader {
       fetch_slots(ids, tile);
       query = query_of_row();
     }
-    // Of the first unit Q comes first: behind K of all SMs it would take longer. Later Q's buffer
-    // is in use for longer than a stage.
-    for (bool q_first = true; more; q_first = false) {
+    while (more) {
       if (warp == 0) {
         --claims.left;
         claims.step();
       }
-      const bool loads_q = tile.first;
-      if (loads_q && q_first) load_q(query);
-      if (loads_q && !q_first) {
-        // The tile's unit is what `unit` is, so Q is asked for before the next unit is taken.
-        load_tile(ids, tile);
-        load_q(query);
-      }
+      // Q comes first: behind K of all SMs it would take longer. Its buffer is free when the last
+      // scores before are made, at about the time when a stage is.
+      if (tile.first) load_q(query);
       Tile next = tile;
       uint32_t next_ids[kLaneRows];
       int next_query = 0;
@@ -227,7 +226,7 @@ struct Loader {
         fetch_slots(next_ids, next);
         if (next.first) next_query = query_of_row();
       }
-      if (!loads_q || q_first) load_tile(ids, tile);
+      load_tile(ids, tile);
       tile = next;
       query = next_query;
 #pragma unroll

@@ -153,9 +153,9 @@ __global__ void __launch_bounds__(kMergeWarps<kSharing> * 32) merge_kernel(const
       }
     }
   }
-  joined.write(p.out + query * p.out_stride_query + head * p.out_stride_head +
-                   part * kMergeColumns * 2,
-               too_large);
+  joined.write(
+      p.out + query * p.out_stride_query + head * p.out_stride_head + part * kMergeColumns * 2,
+      too_large);
   if (p.lse && part == 0 && lane == 0) p.lse[row] = too_large ? NAN : lse(joined.state);
 #endif
 }

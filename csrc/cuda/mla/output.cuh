@@ -124,8 +124,8 @@ struct Multiplier {
   // Writes row r of the lane's two as bf16. The lanes of a quad swap, so that each writes 16 bytes
   // and the quad 64 neighbouring ones.
   template <int r>
-  __device__ __forceinline__ void write_bf16(char* base, int column, const float (&o)[kCount], float norm,
-                                             bool live) const {
+  __device__ __forceinline__ void write_bf16(char* base, int column, const float (&o)[kCount],
+                                             float norm, bool live) const {
     const bool odd = lane & 1, upper = lane & 2;
     auto* to = reinterpret_cast<uint4*>(base + 2 * (column + 8 * (lane & 3)));
 #pragma unroll
@@ -154,8 +154,8 @@ struct Multiplier {
 
   // The same as floats: a pair of lanes has 8 columns of two tiles, and each lane writes one half.
   template <int r>
-  __device__ __forceinline__ void write_float(char* base, int column, const float (&o)[kCount], float norm,
-                                              bool live) const {
+  __device__ __forceinline__ void write_float(char* base, int column, const float (&o)[kCount],
+                                              float norm, bool live) const {
     const bool odd = lane & 1;
     auto* to = reinterpret_cast<float4*>(base) + column / 4 + 2 * odd + ((lane >> 1) & 1);
 #pragma unroll

@@ -64,8 +64,8 @@ struct Scorer {
   // Stores the warp's weights where the tile's rope panel was, as wgmma reads them.
   __device__ __forceinline__ void store_weights(const uint32_t (&weights)[16]) const {
     const uint32_t row = lane & 7, chunk = lane >> 4;
-    const uint32_t to = s.tile(stage.index) + kRopeOffset +
-                        (warp * kWarpRows + row + (lane & 8)) * 128;
+    const uint32_t to =
+        s.tile(stage.index) + kRopeOffset + (warp * kWarpRows + row + (lane & 8)) * 128;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t part[4] = {weights[4 * i], weights[4 * i + 1], weights[4 * i + 2],

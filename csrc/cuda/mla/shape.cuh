@@ -26,7 +26,7 @@ inline constexpr int kGroups = 4;
 inline constexpr int kGroupWarps = 4;
 inline constexpr int kCtaThreads = kGroups * kGroupWarps * 32;
 // Registers of a thread of each. An SM has 512 for one thread of every warpgroup.
-inline constexpr int kLoaderRegisters = 56, kScoreRegisters = 136, kOutputRegisters = 160;
+inline constexpr int kLoaderRegisters = 72, kScoreRegisters = 88, kOutputRegisters = 176;
 static_assert(kLoaderRegisters + kScoreRegisters + 2 * kOutputRegisters == 512);
 inline constexpr int kHalfColumns = kValueDim / 2;  // of the output, of a warpgroup
 
@@ -51,13 +51,14 @@ struct alignas(1024) Board {
   WorkUnit units[kUnits];
   // Of a stage's tile, until its rope panel is given up:
   alignas(16) uint16_t row_masks[kTileStages][kTileTokens];
-  int32_t raised[kTileStages][kGroupWarps];  // 1: the output of the warp's rows is to be scaled
-  float factors[kTileStages][kTileRows];     // by this
+  int32_t raised[kTileStages][kGroupWarps];     // 1: the output of the warp's rows is to be scaled
+  float factors[kTileStages][kTileRows];        // by this
   SoftmaxState states[kTileStages][kTileRows];  // of a unit, with its last tile
 };
 static_assert(sizeof(Board) <= 3 * 1024);
 
-inline constexpr int kSharedBytes = static_cast<int>(sizeof(Board)) + (1 + kTileStages) * kTileBytes;
+inline constexpr int kSharedBytes =
+    static_cast<int>(sizeof(Board)) + (1 + kTileStages) * kTileBytes;
 static_assert(kSharedBytes <= 227 * 1024 && kSharedBytes == kMinSharedBytes);
 
 struct Params {

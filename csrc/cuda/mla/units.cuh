@@ -8,7 +8,8 @@
 
 namespace pat::mla {
 
-// An item as it is read from the plan: the fields of Item, as describe() of scheduler.cuh takes them.
+// An item as it is read from the plan: the fields of Item, as describe() of scheduler.cuh takes
+// them.
 struct RawItem {
   int4 a, b;
 
@@ -42,15 +43,18 @@ struct RawItem {
 
 // Packed rows of the part of an item that begins with row `row`. All warps run an item's parts one
 // after the other.
-__device__ __forceinline__ int rows_of_part(int rows, int row) { return min(rows - row, kTileRows); }
+__device__ __forceinline__ int rows_of_part(int rows, int row) {
+  return min(rows - row, kTileRows);
+}
 
 // What the warps of a CTA look up of the plan, each for itself.
 struct PlanArrays {
   const Item* items;
   const Member* members;
   const int32_t* list;
-  int32_t num_items;  // 0 if the plan is not run: the batch has fewer rows, and the merge writes NaN
-  bool given;         // the snapshot has written down the first units
+  int32_t
+      num_items;  // 0 if the plan is not run: the batch has fewer rows, and the merge writes NaN
+  bool given;     // the snapshot has written down the first units
 
   __device__ __forceinline__ explicit PlanArrays(const ForwardParams& p) {
     const auto* plan = reinterpret_cast<const char*>(p.plan);
@@ -88,10 +92,10 @@ struct Claims {
   const Place s;
   const PlanArrays plan;
   const int lane;
-  Position<kUnits> work;  // where the next unit is pushed
-  int left = 0;           // tiles of units pushed, not yet loaded
-  int batch = 1;          // items to claim at once
-  int first = 0;          // of the items claimed
+  Position<kUnits> work;                // where the next unit is pushed
+  int left = 0;                         // tiles of units pushed, not yet loaded
+  int batch = 1;                        // items to claim at once
+  int first = 0;                        // of the items claimed
   bool tickets = false, items = false;  // what has been asked for
   bool ended = false;
   RawItem item{};  // of this lane: item first + lane

@@ -110,7 +110,7 @@ class Weights {
   float reference_[2];  // of a row
   float sum_[2] = {};   // of a row's weights in this lane's columns, of all tiles
   bool begins_ = true;  // a row of the warp may have no reference yet
-  int most_[2];         // the bits of what a row's sum may be; no sum, not even NaN, exceeds INT_MAX
+  int most_[2];  // the bits of what a row's sum may be; no sum, not even NaN, exceeds INT_MAX
 };
 
 #endif  // PAT_WGMMA
