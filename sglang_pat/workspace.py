@@ -12,7 +12,7 @@ from sglang_pat import _C
 from sglang_pat.capacity import ROOM, buffer_shapes
 from sglang_pat.draft_masks import check_custom_mask, check_draft_masks
 from sglang_pat.planner import Plan
-from sglang_pat.target import Target
+from sglang_pat.target import LATENT_DIMS, Target
 
 LAUNCHES = _C.LAUNCHES
 LIST_TOKENS = 1 << 20  # of a workspace that is not told otherwise: 4 MB
@@ -30,10 +30,10 @@ def require_kernels() -> None:
 
 def check_dims(head_dim: int, v_head_dim: int) -> None:
     """Raise ValueError for head dims of K and V that no CUDA kernel has together."""
-    if head_dim != v_head_dim:
+    if head_dim != v_head_dim and (head_dim, v_head_dim) != LATENT_DIMS:
         raise ValueError(
-            f"V has head dim {v_head_dim}, K {head_dim}: must be alike on CUDA; the CPU executor "
-            "takes others"
+            f"V has head dim {v_head_dim}, K {head_dim}: must be alike on CUDA, or 512 and 576; "
+            "the CPU executor takes others"
         )
 
 
