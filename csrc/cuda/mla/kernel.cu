@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1) forward_kernel(const __grid_co
     warpgroup_reg_dealloc<kLoaderRegisters>();
     Loader{p, s, warp_of_group, lane, {p.f, s, PlanArrays(p.f), lane}}.run();
   } else if (group == 1) {
-    warpgroup_reg_alloc<kScoreRegisters>();
+    warpgroup_reg_dealloc<kScoreRegisters>();
     Scorer{p, s, warp_of_group, lane}.run();
   } else {
     warpgroup_reg_alloc<kOutputRegisters>();

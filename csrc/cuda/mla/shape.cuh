@@ -25,9 +25,11 @@ static_assert(kRopeDim == 64 && kTileRows == kTileTokens);  // Q is as large as 
 inline constexpr int kGroups = 4;
 inline constexpr int kGroupWarps = 4;
 inline constexpr int kCtaThreads = kGroups * kGroupWarps * 32;
-// Registers of a thread of each. An SM has 512 for one thread of every warpgroup.
+// Registers of a thread of each. A kernel of 512 threads begins with 128, so the first two give up
+// some and the others take them.
 inline constexpr int kLoaderRegisters = 72, kScoreRegisters = 88, kOutputRegisters = 176;
-static_assert(kLoaderRegisters + kScoreRegisters + 2 * kOutputRegisters == 512);
+static_assert(kLoaderRegisters + kScoreRegisters + 2 * kOutputRegisters == kGroups * 128 &&
+              kLoaderRegisters < 128 && kScoreRegisters < 128);
 inline constexpr int kHalfColumns = kValueDim / 2;  // of the output, of a warpgroup
 
 inline constexpr int kTileStages = 2;
