@@ -33,10 +33,12 @@ __global__ void __launch_bounds__(kCtaThreads, 1) forward_kernel(const __grid_co
   if (threadIdx.x == 0) s.init_barriers();
   __syncthreads();
   allow_next_kernel();
-  if (group == 0) {
+  // computed_here() makes the compiler place what comes first in the kernel's code first. Behind
+  // its first 64 KB a launch does not fetch code ahead.
+  if (computed_here(group == 0)) {
     warpgroup_reg_dealloc<kLoaderRegisters>();
     Loader{p, s, warp_of_group, lane, {p.f, s, PlanArrays(p.f), lane}}.run();
-  } else if (group == 1) {
+  } else if (computed_here(group == 1)) {
     warpgroup_reg_dealloc<kScoreRegisters>();
     Scorer{p, s, warp_of_group, lane}.run();
   } else {
@@ -100,7 +102,7 @@ void launch_merge_of(const DecodeParams& a, cudaStream_t stream) {
   const int64_t most = 64 * int64_t{current_device().num_sms};
   if (16 * tasks <= most) return launch_merge_as<kFloat, 16, 4>(a, tasks, stream);
   if (4 * tasks <= most) return launch_merge_as<kFloat, 4, 4>(a, tasks, stream);
-  launch_merge_as<kFloat, 1, 4>(a, tasks, stream);
+  launch_merge_as<kFloat, 1, kFloat ? 4 : 8>(a, tasks, stream);
 }
 
 }  // namespace

@@ -47,11 +47,8 @@ struct Loader {
 
   // ---- tiles
 
-  // Waits for the next unit, if there is one, and goes to its first tile. Returns whether there is.
+  // Waits for the next unit and goes to its first tile. Returns false if there is none.
   __device__ __forceinline__ bool take_unit(Tile& tile) {
-    if (warp == 0) {
-      while (claims.work.index == work.index && !claims.ended) claims.step();
-    }
     barrier_wait(s.unit_full(work.index), work.phase);
     const WorkUnit& unit = s.board().units[work.index];
     member_offset = unit.member_offset;
@@ -146,8 +143,7 @@ struct Loader {
 
   // ---- Q
 
-  // Where a packed row's Q is: of the unit's part that begins with row `first`, row lane % 16 of
-  // this warp's.
+  // Where the two parts of a packed row's Q are.
   struct QRows {
     const char* nope;
     const char* rope;
@@ -159,7 +155,8 @@ struct Loader {
     return {p.f.q + token * p.q_stride_row + head * p.f.q_stride_head,
             p.q_rope + token * p.q_rope_stride_row + head * p.q_rope_stride_head};
   }
-  // The query of that row, which is asked for some time before it is needed.
+  // Row lane % 16 of this warp's rows of the part, and its query, which is asked for some time
+  // before it is needed.
   __device__ __forceinline__ int packed_row() const {
     return row + warp * kWarpRows + lane % kWarpRows;
   }
@@ -213,7 +210,11 @@ struct Loader {
     while (more) {
       if (warp == 0) {
         --claims.left;
-        claims.step();
+        // No claim waits, unless this is the last tile and there is no unit behind it yet.
+        const bool last = tile.left <= kTileTokens && row + kTileRows >= num_rows;
+        do {
+          claims.step();
+        } while (last && claims.nothing_behind(work));
       }
       // Q comes first: behind K of all SMs it would take longer. Its buffer is free when the last
       // scores before are made, at about the time when a stage is.
@@ -232,6 +233,7 @@ struct Loader {
 #pragma unroll
       for (int j = 0; j < kLaneRows; ++j) ids[j] = next_ids[j];
     }
+    if (warp == 0) claims.finish();
   }
 };
 

@@ -52,9 +52,8 @@ struct PlanArrays {
   const Item* items;
   const Member* members;
   const int32_t* list;
-  int32_t
-      num_items;  // 0 if the plan is not run: the batch has fewer rows, and the merge writes NaN
-  bool given;     // the snapshot has written down the first units
+  int32_t num_items;  // 0 if the batch has fewer rows than the plan: the merge writes NaN then
+  bool given;         // the snapshot has written down the first units
 
   __device__ __forceinline__ explicit PlanArrays(const ForwardParams& p) {
     const auto* plan = reinterpret_cast<const char*>(p.plan);
@@ -92,12 +91,11 @@ struct Claims {
   const Place s;
   const PlanArrays plan;
   const int lane;
-  Position<kUnits> work;                // where the next unit is pushed
-  int left = 0;                         // tiles of units pushed, not yet loaded
-  int batch = 1;                        // items to claim at once
-  int first = 0;                        // of the items claimed
-  bool tickets = false, items = false;  // what has been asked for
-  bool ended = false;
+  Position<kUnits> work;  // where the next unit is pushed
+  int left = 0;           // tiles of units pushed, not yet loaded
+  int batch = 1;          // items to claim at once
+  int first = 0;          // of the items claimed
+  enum : int { kNothing, kTickets, kItems, kEnd } asked = kNothing;
   RawItem item{};  // of this lane: item first + lane
 
   __device__ __forceinline__ void wait_empty() const {
@@ -124,14 +122,14 @@ struct Claims {
     if (lane == 0) {
       s.board().units[work.index].num_tokens = -1;
       barrier_arrive(s.unit_full(work.index));
-      finish();
     }
-    work.advance();
-    ended = true;
     __syncwarp();
+    work.advance();
+    asked = kEnd;
   }
-  // The last CTA to finish resets the queue for the next launch.
+  // Behind all claims: the last CTA to finish resets the queue for the next launch.
   __device__ __forceinline__ void finish() const {
+    if (lane != 0) return;
     __threadfence();
     if (atomicAdd(p.queue + 2, 1) == static_cast<int>(gridDim.x) - 1) {
       p.queue[0] = 0;
@@ -139,10 +137,18 @@ struct Claims {
     }
   }
 
-  // Pushes the unit that this CTA begins with.
+  // Whether the unit at `next`, or the end, is still to be pushed.
+  __device__ __forceinline__ bool nothing_behind(const Position<kUnits>& next) const {
+    return work.index == next.index;
+  }
+
+  // Pushes the unit that this CTA begins with, and the end if there are no others to claim.
   __device__ __forceinline__ void begin() {
     const int index = blockIdx.x;
-    if (index >= plan.num_items) return push_end();
+    if (index < plan.num_items) push_first(index);
+    if (plan.num_items <= static_cast<int>(gridDim.x)) push_end();
+  }
+  __device__ __forceinline__ void push_first(int index) {
     if (!plan.given) {
       item.read(plan.items, index);
       return push(index, 0);
@@ -160,24 +166,21 @@ struct Claims {
   // Takes what has been claimed one step further. What it asks for arrives while the copies of a
   // tile are made, so that the next step does not wait.
   __device__ __forceinline__ void step() {
-    if (ended) return;
-    if (items) {
-      items = false;
-      const int count = min(batch, plan.num_items - first);
-      const int end = first + count;
+    if (asked == kItems) {
+      asked = kNothing;
+      const int end = min(first + batch, plan.num_items);
 #pragma unroll 1
-      for (int i = 0; i < count; ++i) push(first + i, i);
-      if (end >= plan.num_items) return push_end();
+      for (int i = 0; first < end; ++i, ++first) push(first, i);
+      if (end == plan.num_items) return push_end();
     }
-    if (tickets) {
-      tickets = false;
+    if (asked == kTickets) {
+      asked = kItems;
       first = static_cast<int>(gridDim.x) + __shfl_sync(~0u, first, 0);
       if (first >= plan.num_items) return push_end();
       if (lane < min(batch, plan.num_items - first)) item.read(plan.items, first + lane);
-      items = true;
-    } else if (!items && left <= kAhead) {
+    } else if (asked == kNothing && left <= kAhead) {
+      asked = kTickets;
       if (lane == 0) first = atomicAdd(p.queue, batch);
-      tickets = true;
     }
   }
 };
