@@ -59,9 +59,9 @@ void check_decode(const DecodeParams& a) {
 #if !PAT_MLA
 // check_decode() has refused before, or a snapshot is for nothing.
 void launch_forward(const ForwardParams&, const DecodeParams& params, cudaStream_t) {
-  check_decode(params);
+  mla::check_decode(params);
 }
-void launch_merge(const DecodeParams& params, cudaStream_t) { check_decode(params); }
+void launch_merge(const DecodeParams& params, cudaStream_t) { mla::check_decode(params); }
 void launch_first_units(const SnapshotArgs&, cudaStream_t) {}
 #endif
 
