@@ -114,8 +114,8 @@ struct Loader {
                                             const Tile& tile) const {
     const uint32_t even = place_of(s.tile(stage.index), 0), odd = place_of(s.tile(stage.index), 1);
 #pragma unroll
-    for (int part = 0; part < kParts - 1; ++part) {
-      if (part % 2 == 0) barrier_wait(s.empty(stage.index, part / 2), stage.phase ^ 1);
+    for (int part = 0; part < kRopePart; ++part) {
+      barrier_wait(s.empty(stage.index, part), stage.phase ^ 1);
       copy_panels<kWhole, 2>(from, even, odd, 2 * part, tile.left);
       barrier_arrive_copies(s.full(stage.index, part));
     }
@@ -125,7 +125,7 @@ struct Loader {
       copy16(shared_address(&s.board().row_masks[stage.index][8 * lane]),
              p.f.row_masks + tile.at + 8 * lane);
     }
-    barrier_arrive_copies(s.full(stage.index, kParts - 1));
+    barrier_arrive_copies(s.full(stage.index, kRopePart));
   }
 
   __device__ __forceinline__ void load_tile(const uint32_t (&ids)[kLaneRows], const Tile& tile) {

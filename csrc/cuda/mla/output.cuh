@@ -81,6 +81,17 @@ struct Multiplier {
     }
   }
 
+  // Issues o += weights V of 128 columns as one group.
+  __device__ __forceinline__ static void issue_columns(float (&o)[kCount],
+                                                       const uint32_t (&weights)[16],
+                                                       uint64_t values) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      wgmma_output<__nv_bfloat16>(o, weights + 4 * i, values + i * kNextTokens);
+    }
+    wgmma_commit();
+  }
+
   // Adds the stage's tile to the output.
   __device__ __forceinline__ void add_tile(float (&low)[kCount], float (&high)[kCount], bool last,
                                            SoftmaxState (&state)[2]) {
@@ -105,19 +116,17 @@ struct Multiplier {
     warpgroup_fence_operand(high);
     warpgroup_fence_operand(weights);
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      wgmma_output<__nv_bfloat16>(low, weights + 4 * i, values + i * kNextTokens);
-      wgmma_output<__nv_bfloat16>(high, weights + 4 * i,
-                                  values + (kColumns / 64 * kPanelBytes >> 4) + i * kNextTokens);
-    }
-    wgmma_commit();
+    // One after the other, so that the first columns are given up sooner.
+    issue_columns(low, weights, values);
+    issue_columns(high, weights, values + (kColumns / 64 * kPanelBytes >> 4));
     barrier_release(s.empty(stage.index, kRopePart), lane);
+    wgmma_wait<1>();
+    barrier_release(s.empty(stage.index, 2 * half), lane);
     wgmma_wait<0>();
     warpgroup_fence_operand(low);
     warpgroup_fence_operand(high);
     warpgroup_fence_operand(weights);
-    barrier_release(s.empty(stage.index, half), lane);
+    barrier_release(s.empty(stage.index, 2 * half + 1), lane);
     stage.advance();
   }
 

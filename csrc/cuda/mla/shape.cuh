@@ -36,16 +36,15 @@ inline constexpr int kTileStages = 2;
 // A tile arrives in parts, two panels each and the rope panel last, so that its scores can begin
 // before all of it is there.
 inline constexpr int kParts = 5;
-// It is given up in parts, too: columns 0 to 255 and columns 256 to 511, each by the warpgroup that
-// has multiplied them, and the rope panel by both.
-inline constexpr int kFreedParts = 3;
-inline constexpr int kRopePart = 2;  // of the freed ones
-inline constexpr int kUnits = 8;     // ring of work units
+// It is given up in the same parts, by the warpgroup that has multiplied the columns; the rope
+// panel by both.
+inline constexpr int kRopePart = kParts - 1;
+inline constexpr int kUnits = 8;  // ring of work units
 
 // The head of a CTA's shared memory. Barriers come first: shared_address() + offsetof.
 struct alignas(1024) Board {
   uint64_t full[kTileStages][kParts];
-  uint64_t empty[kTileStages][kFreedParts];
+  uint64_t empty[kTileStages][kParts];
   // The weights of the stage's tile are where its rope panel was, and what follows is written.
   uint64_t weighed[kTileStages];
   uint64_t q_full, q_empty;
@@ -85,7 +84,7 @@ struct Place {
     return base + uint32_t{offsetof(Board, full)} + 8 * (stage * kParts + part);
   }
   __device__ __forceinline__ uint32_t empty(int stage, int part) const {
-    return base + uint32_t{offsetof(Board, empty)} + 8 * (stage * kFreedParts + part);
+    return base + uint32_t{offsetof(Board, empty)} + 8 * (stage * kParts + part);
   }
   __device__ __forceinline__ uint32_t weighed(int stage) const {
     return base + uint32_t{offsetof(Board, weighed)} + 8 * stage;
@@ -107,8 +106,8 @@ struct Place {
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kLoaders = kGroupWarps * 32, kWarps = kGroupWarps * kArriving;
     for (int stage = 0; stage < kTileStages; ++stage) {
-      for (int part = 0; part < kParts; ++part) barrier_init(full(stage, part), kLoaders);
-      for (int part = 0; part < kFreedParts; ++part) {
+      for (int part = 0; part < kParts; ++part) {
+        barrier_init(full(stage, part), kLoaders);
         barrier_init(empty(stage, part), part == kRopePart ? 2 * kWarps : kWarps);
       }
       barrier_init(weighed(stage), kWarps);
