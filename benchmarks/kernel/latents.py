@@ -2,7 +2,7 @@
 """Decode attention of MLA (one KV head, latents of 576 numbers of which 512 are V, bf16): plans of
 this package and FA3, called as SGLang calls it, as captured graphs over a cold L2.
 
-    python -m benchmarks.kernel.latents [--only NAME] [--fa3] [--json FILE]
+    python -m benchmarks.kernel.latents [--only NAME] [--fa3]
 
 ``ours`` is forward and merge of one layer, with partial results in fp32 and in bf16. The error is
 that of the output, relative to attention in fp32 over the same inputs, of the first queries.
@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,13 +74,11 @@ def inputs_of(batch: Batch) -> Inputs:
     shared = slots[: batch.groups * batch.shared].view(batch.groups, 1, batch.shared)
     shared = shared.expand(-1, batch.queries, -1).reshape(total, batch.shared)
     table = torch.cat([shared, slots[batch.groups * batch.shared :].view(total, batch.own)], 1)
-    random: Callable[..., torch.Tensor] = lambda *shape: torch.randn(  # noqa: E731
-        *shape, device="cuda", dtype=BF16
-    )
-    paths = [
-        [(query // batch.queries, 0, batch.shared)] if batch.queries > 1 else []
-        for query in range(total)
-    ]
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=BF16)
+
+    paths = [[(i // batch.queries, 0, batch.shared)] * (batch.queries > 1) for i in range(total)]
     return Inputs(
         q=random(batch.heads, total, V_DIM).transpose(0, 1),
         q_rope=random(total, batch.heads, 64),
@@ -195,16 +192,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="batches whose names have this")
     parser.add_argument("--fa3", action="store_true", help="FA3, too")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     clock = Clock(100.0)
-    rows = []
     for batch in BATCHES:
         if args.only in batch.name:
-            rows.append(measure(batch, clock, args.fa3))
-            print(json.dumps(rows[-1]), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+            print(json.dumps(measure(batch, clock, args.fa3)), flush=True)
 
 
 if __name__ == "__main__":

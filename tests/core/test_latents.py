@@ -28,7 +28,6 @@ from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import check_cuda
 from sglang_pat.planner import plan
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target
-from sglang_pat.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

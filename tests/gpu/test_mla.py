@@ -75,17 +75,10 @@ def workspace_for(inputs: Latents, plan: Any, **options: Any) -> Workspace:
 
 
 def attend(inputs: Latents, plan: Any, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.full((*inputs.q.shape[:2], V_DIM), POISON, dtype=BF16, device="cuda")
+    out = torch.full((*inputs.q.shape[:2], V_DIM), POISON, dtype=inputs.q.dtype, device="cuda")
     lse = torch.full(inputs.q.shape[:2], POISON, device="cuda")
-    decode(
-        *inputs.inputs,
-        plan,
-        scale=inputs.scale,
-        q_rope=inputs.q_rope,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-    )
+    options: dict[str, Any] = {"scale": inputs.scale, "q_rope": inputs.q_rope, "lse": lse}
+    decode(*inputs.inputs, plan, **options, out=out, workspace=workspace)
     return out, lse
 
 
@@ -152,7 +145,8 @@ def test_draft_tokens(heads: int, draft_tokens: int, trees: bool) -> None:
         parts = shared(7, 150) if seed == 0 else forest(np.random.default_rng(seed), 12)
         tails = tuple(draft_tokens + more for more in (0, 1, 31, 62, 64, 130))
         made = latents(parts, heads, draft_tokens=draft_tokens, tails=tails, seed=seed)
-        check(on_device(random_trees(made, seed) if trees else made))  # type: ignore[arg-type]
+        drafted: Any = random_trees(made, seed) if trees else made
+        check(on_device(drafted))
 
 
 @pytest.mark.parametrize("draft_tokens", [2, 4])
@@ -223,18 +217,11 @@ def test_graph_of_growing_sequences() -> None:
     workspace = workspace_for(inputs, plan)
     want = attend(inputs, plan, workspace)
     out, lse = (torch.empty_like(tensor) for tensor in want)
+    options: dict[str, Any] = {"scale": inputs.scale, "q_rope": inputs.q_rope, "lse": lse}
 
     def run() -> None:
         workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
-        decode(
-            *inputs.inputs,
-            plan,
-            scale=inputs.scale,
-            q_rope=inputs.q_rope,
-            out=out,
-            lse=lse,
-            workspace=workspace,
-        )
+        decode(*inputs.inputs, plan, **options, out=out, workspace=workspace)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -252,24 +239,13 @@ def test_refusals() -> None:
     workspace = workspace_for(inputs, plan)
 
     def refused(message: str, **changes: Any) -> None:
-        options: dict[str, Any] = {"scale": 0.1, "q_rope": inputs.q_rope, "workspace": workspace}
-        q = changes.pop("q", inputs.q)
+        options = {"scale": 0.1, "q_rope": inputs.q_rope, "workspace": workspace}
         with pytest.raises(ValueError, match=message):
-            decode(q, *inputs.inputs[1:], plan, **(options | changes))
+            decode(*inputs.inputs, plan, **(options | changes))
 
     refused("cap", logit_cap=30.0)
     refused("scale", scale=-0.1)
     refused("sinks", sinks=torch.zeros(16, device="cuda"))
-    half = torch.float16
-    k = inputs.k.to(half)
+    halves = inputs.to(torch.float16)
     with pytest.raises(ValueError, match="bf16"):
-        decode(
-            inputs.q.to(half),
-            k,
-            k[..., :V_DIM],
-            *inputs.inputs[3:],
-            plan,
-            scale=0.1,
-            q_rope=inputs.q_rope.to(half),  # type: ignore[union-attr]
-            workspace=workspace,
-        )
+        attend(halves, plan, workspace)
