@@ -61,7 +61,7 @@ struct Scorer {
     mask_tail<8>(scores, 0, left);
   }
 
-  // Stores the warp's weights where the tile's rope panel was, as wgmma reads them.
+  // Stores the warp's weights where the tile's rope panel was, in the same form.
   __device__ __forceinline__ void store_weights(const uint32_t (&weights)[16]) const {
     const uint32_t row = lane & 7, chunk = lane >> 4;
     const uint32_t to =
