@@ -23,6 +23,7 @@ DTYPES: dict[str, int]
 KV_DTYPES: dict[str, int]
 
 class Target:  # the fields of sglang_pat.target.Target, which sets them by name
+    token_values: int
     def __init__(self) -> None: ...
 
 class Plan:
@@ -136,6 +137,7 @@ def decode_cpu(
     draft_masks: int = 0,
     sinks: int = 0,
     sink_dtype: int = 0,
+    q_rope: Sequence[int] = (0, 0, 0),
 ) -> None: ...
 def plan_bytes(items: int, members: int, queries: int, segments: int) -> int: ...
 
@@ -175,6 +177,8 @@ def check_decode_cuda(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     draft_tokens: int = 1,
+    v_head_dim: int = 0,
+    dtype: int = 1,
 ) -> None: ...
 
 class CudaBuffers:
@@ -194,6 +198,7 @@ class CudaBuffers:
         launch: int,
         draft_tokens: int = 1,
         draft_masks: int = 0,
+        v_head_dim: int = 0,
     ) -> None: ...
 
 def snapshot_cuda(
@@ -233,4 +238,5 @@ def decode_cuda(
     v_scale: float = 1.0,
     sinks: int = 0,
     sink_dtype: int = 0,
+    q_rope: Sequence[int] = (0, 0, 0),
 ) -> None: ...

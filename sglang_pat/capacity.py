@@ -37,7 +37,7 @@ Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 def buffer_shapes(
     num_rows: int,
-    head_dim: int,
+    v_head_dim: int,
     list_tokens: int,
     partial_dtype: torch.dtype,
     room: Mapping[str, int],
@@ -54,7 +54,7 @@ def buffer_shapes(
         "plan": ((plan_bytes,), torch.uint8),
         "list": ((list_tokens,), torch.int32),
         "row_masks": ((room["max_branch_tokens"],), torch.int16),
-        "partials": ((partials, num_rows, head_dim), partial_dtype),
+        "partials": ((partials, num_rows, v_head_dim), partial_dtype),
         "partial_lse": ((partials, num_rows), torch.float32),
         "queue": ((queue_ints,), torch.int32),
         "first_units": ((first_unit_bytes,), torch.uint8),
@@ -146,7 +146,8 @@ def fit_workspace(
     ordinary batches need (``capacities``), at least 2048 / ``draft_tokens`` (``Target``). A plan
     that would need more is made with fewer splits or packs. ``pool_requests``, ``pool_tokens``:
     requests and tokens that the server's pools hold. ``num_q_heads`` of one rank.
-    ``largest_graph``: queries, padding included; may be 0, and beyond ``pool_requests``.
+    ``head_dim`` of V. ``largest_graph``: queries, padding included; may be 0, and beyond
+    ``pool_requests``.
     """
     queries = max(pool_requests, largest_graph)
     list_tokens = list_tokens_for(pool_tokens, queries)

@@ -101,6 +101,7 @@ class Executor:
         v_cache: torch.Tensor,
         out: torch.Tensor,
         *,
+        q_rope: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         **factors: float,
     ) -> None:
@@ -115,6 +116,7 @@ class Executor:
             self._table,
             *self._batch,
             self._plan,
+            q_rope=q_rope,
             draft_masks=self._draft_masks,
             sinks=sinks,
             out=out,

@@ -7,6 +7,7 @@ ValueError with what was given and what fits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from sglang_pat.draft_masks import check_draft_masks
 from sglang_pat.planner import Plan
 from sglang_pat.slots import check_slots, require_tensor
 from sglang_pat.target import Target
-from sglang_pat.workspace import Workspace, check_partial_dtype, require_kernels
+from sglang_pat.workspace import Workspace, check_dims, check_partial_dtype, require_kernels
 
 INPUTS = ("q", "k_cache", "v_cache", "req_to_token", "rows", "seq_lens")
 OUTPUTS = ("out", "lse")
@@ -40,6 +41,7 @@ def decode(
     plan: Plan,
     *,
     scale: float,
+    q_rope: torch.Tensor | None = None,
     logit_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -66,6 +68,9 @@ def decode(
         rows: int [B], the row of ``req_to_token`` that query i reads.
         seq_lens: int [B], tokens of query i, the one being decoded, or all draft tokens, included.
         plan: made for these B queries and lengths (``Plan.min_seq_lens``, ``max_seq_lens``).
+        q_rope: [B, Hq, D - Dv], or with q's rows, of q's dtype: the last part of q, which then is
+            [B, Hq, Dv]; V is then the first Dv numbers of K, so v_cache is the view
+            ``k_cache[..., :Dv]``. For multi-head latent attention (MLA).
         scale: factor on q.k; ``logit_cap`` c > 0 turns a score s into c * tanh(s / c).
         k_scale, v_scale: floats more than 0 by which the values of float8_e4m3fn caches are to be
             multiplied; 1 for others.
@@ -104,9 +109,11 @@ def decode(
     """
     check_types(plan, (q, k_cache, v_cache, req_to_token, rows, seq_lens), (out, lse))
     draft_tokens = plan.draft_tokens
-    check_inputs(q, k_cache, v_cache, req_to_token, draft_tokens)
+    rope_dim = 0 if q_rope is None else check_rope(q, q_rope, k_cache, v_cache)
+    check_inputs(q, k_cache, v_cache, req_to_token, draft_tokens, rope_dim)
     check_partial_dtype(partial_dtype)
-    num_q_rows, num_q_heads, head_dim = q.shape
+    num_q_rows, num_q_heads, _ = q.shape
+    head_dim = k_cache.shape[2]
     num_slots, num_kv_heads, v_head_dim = v_cache.shape
     num_queries = num_q_rows // draft_tokens
     check_draft_masks(draft_masks, q.device, num_queries, draft_tokens)
@@ -130,15 +137,17 @@ def decode(
         "dtype": DTYPES[q.dtype],
         "sinks": 0 if sinks is None else sinks.data_ptr(),
         "sink_dtype": 0 if sinks is None else DTYPES[sinks.dtype],
+        **({} if q_rope is None else {"q_rope": _address(q_rope)}),
     }
     if q.is_cuda:
-        check_cuda(q, k_cache, v_cache, out, draft_tokens, factors)
+        check_cuda(q, k_cache, v_cache, out, draft_tokens, factors, q_rope)
         if workspace is None:
             batch = (req_to_token, rows, seq_lens)
-            workspace = _workspace_for_call(plan, q, v_cache, batch, partial_dtype, draft_masks)
+            heads = (num_q_heads, num_kv_heads, head_dim, v_head_dim)
+            workspace = _workspace_for_call(plan, q, heads, batch, partial_dtype, draft_masks)
         elif draft_masks is not None:
             raise ValueError("draft_masks beside a workspace: call its set_draft_masks() instead")
-        _check_workspace(workspace, plan, q, num_kv_heads, num_queries)
+        _check_workspace(workspace, plan, q, k_cache.shape[1:], num_queries)
         with torch.cuda.device(q.device):
             _C.decode_cuda(
                 workspace.bound,
@@ -199,10 +208,12 @@ def check_inputs(
     v_cache: torch.Tensor,
     req_to_token: torch.Tensor,
     draft_tokens: int,
+    rope_dim: int = 0,
 ) -> None:
     """Check devices, dtypes, strides and shapes of what ``decode`` reads. q has ``draft_tokens``
-    rows a query."""
-    num_q_rows, _, head_dim = _shape("q", q, 3)
+    rows a query, whose last ``rope_dim`` numbers stand in another tensor."""
+    num_q_rows, _, q_dim = _shape("q", q, 3)
+    head_dim = q_dim + rope_dim
     if not (q.is_cpu or q.is_cuda):
         raise ValueError(f"q is on {q.device}: sglang_pat decodes on CPU and CUDA devices")
     if q.dtype not in DTYPES:
@@ -230,6 +241,30 @@ def check_inputs(
             f"v_cache has {v_cache.shape[0]} slots of {v_cache.shape[1]} heads, k_cache "
             f"{num_slots} of {num_kv_heads}"
         )
+
+
+def check_rope(
+    q: torch.Tensor, q_rope: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> int:
+    """Check that ``q_rope`` continues the rows of q and that V is a view of K, and give the numbers
+    of a row of ``q_rope``."""
+    require_tensor("q_rope", q_rope)
+    shape, of_q = _shape("q_rope", q_rope, 3), _shape("q", q, 3)
+    alike = q_rope.dtype == q.dtype and q_rope.device == q.device
+    if shape[:2] != of_q[:2] or not shape[2] or not alike:
+        raise ValueError(
+            f"q_rope is {tuple(shape)} {q_rope.dtype} on {q_rope.device}, must have the rows and "
+            f"heads of q, {tuple(of_q)} {q.dtype} on {q.device}"
+        )
+    of_v = _shape("v_cache", v_cache, 3)
+    same = v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
+    if not same or of_v[2] != of_q[2]:
+        raise ValueError(
+            f"v_cache is {tuple(of_v)} at {v_cache.data_ptr():#x} with strides {v_cache.stride()}, "
+            f"k_cache at {k_cache.data_ptr():#x} with strides {k_cache.stride()}: with q_rope give "
+            f"the first part of K, k_cache[..., :{of_q[2]}]"
+        )
+    return shape[2]
 
 
 def sinks_fit(sinks: torch.Tensor, num_q_heads: int) -> bool:
@@ -313,18 +348,24 @@ def check_cuda(
     out: torch.Tensor,
     draft_tokens: int,
     factors: dict[str, Any],
+    q_rope: torch.Tensor | None = None,
 ) -> None:
     """Check what the CUDA kernels ask for beyond the CPU's executor, before a launch. ``factors``:
     of the scores and of K and V, as the extension takes them."""
+    num_q_heads, head_dim, v_head_dim = q.shape[1], k_cache.shape[2], v_cache.shape[2]
+    check_dims(head_dim, v_head_dim)
     require_kernels()
-    _, num_q_heads, head_dim = q.shape
+    if q_rope is None and head_dim != v_head_dim:
+        raise ValueError(
+            f"q has head dim {head_dim}, V {v_head_dim}: on CUDA give q[..., :{v_head_dim}] and "
+            f"q[..., {v_head_dim}:] as q_rope"
+        )
     if q.dtype == torch.float32:
         raise ValueError("q is float32, the CUDA kernels take bfloat16 and float16")
-    if v_cache.shape[2] != head_dim:
-        raise ValueError(
-            f"v_cache has head dim {v_cache.shape[2]}, q {head_dim}: must be alike on CUDA"
-        )
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
+    aligned = [("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)]
+    if q_rope is not None:
+        aligned.append(("q_rope", q_rope))
+    for name, tensor in aligned:
         whole = 16 // tensor.element_size()  # elements of 16 bytes
         if tensor.data_ptr() % 16 or tensor.stride(0) % whole or tensor.stride(1) % whole:
             raise ValueError(
@@ -338,6 +379,7 @@ def check_cuda(
         k_cache.stride(0),
         v_cache.stride(0),
         draft_tokens=draft_tokens,
+        **({} if q_rope is None else {"v_head_dim": v_head_dim, "dtype": DTYPES[q.dtype]}),
         **factors,
     )
 
@@ -365,7 +407,7 @@ def _shape(name: str, tensor: torch.Tensor, dims: int) -> torch.Size:
 
 
 def _check_workspace(
-    workspace: Workspace, plan: Plan, q: torch.Tensor, num_kv_heads: int, num_queries: int
+    workspace: Workspace, plan: Plan, q: torch.Tensor, kv_heads: Sequence[int], num_queries: int
 ) -> None:
     """Check that the workspace is for this call."""
     target = workspace.target
@@ -373,7 +415,7 @@ def _check_workspace(
         raise ValueError(f"the workspace is on {workspace.device}, q on {q.device}")
     if plan is not workspace.plan:
         raise ValueError("the workspace holds another plan: load() it and snapshot() first")
-    heads = (q.shape[1], num_kv_heads, q.shape[2])
+    heads = (q.shape[1], *kv_heads)
     if heads != (target.num_q_heads, target.num_kv_heads, target.head_dim):
         raise ValueError(
             f"{heads[0]} query heads, {heads[1]} KV heads and head dim {heads[2]}; the "
@@ -387,13 +429,14 @@ def _check_workspace(
 def _workspace_for_call(
     plan: Plan,
     q: torch.Tensor,
-    v_cache: torch.Tensor,
+    heads: tuple[int, int, int, int],
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     partial_dtype: torch.dtype,
     draft_masks: torch.Tensor | None,
 ) -> Workspace:
     """The buffers that ``plan`` needs for this call alone, with the plan and the slots of
-    ``batch``: ``req_to_token``, ``rows`` and ``seq_lens``."""
+    ``batch``: ``req_to_token``, ``rows`` and ``seq_lens``. ``heads``: query and KV heads, head dims
+    of K and V."""
     num_queries = q.shape[0] // plan.draft_tokens
     if num_queries != plan.num_queries:
         raise ValueError(f"the plan is for {plan.num_queries} queries, q has {num_queries}")
@@ -404,9 +447,10 @@ def _workspace_for_call(
             f"must lie in its [min_seq_lens, max_seq_lens]; make a new plan"
         )
     target = Target.h200(  # of its fields only the sizes are used
-        num_q_heads=q.shape[1],
-        num_kv_heads=v_cache.shape[1],
-        head_dim=q.shape[2],
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        v_head_dim=heads[3],
         draft_tokens=plan.draft_tokens,
         max_queries=max(1, plan.num_queries),
         max_items=max(1, plan.num_items, plan.num_queries),

@@ -16,6 +16,9 @@ POLICIES = ("default", "pat")
 # The CPU executor's head dims are multiples of the one up to the other.
 HEAD_DIM_STEP, MAX_HEAD_DIM = _C.CPU_HEAD_DIM_STEP, _C.CPU_MAX_HEAD_DIM
 LARGEST = 2**31 - 1  # what the extension's integers hold
+# Head dims of K and V of multi-head latent attention (MLA), of which the cache holds K alone: V is
+# its first part.
+LATENT_DIMS = (576, 512)
 # Row tiles of the CUDA kernels in packed rows. The last is of wide items, which both halves of an
 # SM share; beyond head dim 128 an SM has one half.
 _ROW_TILES = (_C.HEAVY_ROWS, _C.WIDE_ROWS, 2 * _C.WIDE_ROWS)
@@ -34,6 +37,8 @@ class Target:
     ``max_*`` are the executor's buffers: cuts that would exceed them are not weighed, and if none
     is left the plan is made without any split, then without packs, and says so in
     ``Plan.degraded``.
+
+    ``head_dim`` is that of q and K, ``v_head_dim`` that of V and of the output; 0: the same.
 
     ``draft_tokens``: tokens of a query that attend in one step, 1 in a decode step; more where
     speculative decoding verifies draft tokens. A query then has a GQA group of packed
@@ -65,6 +70,7 @@ class Target:
     max_partials: int
     max_segments: int
     max_branch_tokens: int
+    v_head_dim: int = 0
     draft_tokens: int = 1
     kv_bytes: int = 2
     partial_bytes: int = 4
@@ -72,6 +78,8 @@ class Target:
     cuts: tuple[str, ...] = CUTS
 
     def __post_init__(self) -> None:
+        if not self.v_head_dim:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
         choices = [("policy", self.policy, POLICIES), *(("cuts", cut, CUTS) for cut in self.cuts)]
         for name, value, known in choices:
             if value not in known:
@@ -169,11 +177,18 @@ class Target:
             **gpus.COSTS,
             "items_per_sm": gpus.items_per_sm((properties.major, properties.minor), head_dim),
             "row_tiles": row_tiles_for(head_dim),
-            "kv_tiles": (32, 64),
+            "kv_tiles": (64,) if head_dim == LATENT_DIMS[0] else (32, 64),
             "hopper": hopper,
             "cuts": CUTS if hopper else WITHOUT_BRANCHES,
         }
         return cls(**values | capacities(max_queries) | overrides)
+
+    @property
+    def token_values(self) -> int:
+        """Numbers of a token that the cache holds for a KV head: those of K and V, and of latents
+        those of K."""
+        dims = (self.head_dim, self.v_head_dim)
+        return self.head_dim if dims == LATENT_DIMS else sum(dims)
 
     @cached_property
     def native(self) -> _C.Target:
@@ -190,11 +205,14 @@ class Target:
             elif field.type == "int" and value > LARGEST:
                 raise ValueError(f"Target.{name} is {value}, must be at most {LARGEST}")
             setattr(native, name, value)
+        native.token_values = self.token_values
         return native
 
 
 def row_tiles_for(head_dim: int) -> tuple[int, ...]:
     """Row tiles of the CUDA kernels, in packed rows."""
+    if head_dim == LATENT_DIMS[0]:  # fewer rows would take as long
+        return _ROW_TILES[1:2]
     return _ROW_TILES if head_dim <= 128 else _ROW_TILES[:-1]
 
 

@@ -12,7 +12,7 @@ from sglang_pat import _C
 from sglang_pat.capacity import ROOM, buffer_shapes
 from sglang_pat.draft_masks import check_custom_mask, check_draft_masks
 from sglang_pat.planner import Plan
-from sglang_pat.target import Target
+from sglang_pat.target import LATENT_DIMS, Target
 
 LAUNCHES = _C.LAUNCHES
 LIST_TOKENS = 1 << 20  # of a workspace that is not told otherwise: 4 MB
@@ -25,6 +25,15 @@ def require_kernels() -> None:
     if not hasattr(_C, "decode_cuda"):
         raise ValueError(
             "this sglang_pat was built without CUDA kernels: install it with PAT_CUDA=ON"
+        )
+
+
+def check_dims(head_dim: int, v_head_dim: int) -> None:
+    """Raise ValueError for head dims of K and V that no CUDA kernel has together."""
+    if head_dim != v_head_dim and (head_dim, v_head_dim) != LATENT_DIMS:
+        raise ValueError(
+            f"V has head dim {v_head_dim}, K {head_dim}: must be alike on CUDA, or 512 and 576; "
+            "the CPU executor takes others"
         )
 
 
@@ -83,7 +92,7 @@ class Workspace:
     those of this process's planner, of which otherwise the sizes alone are looked at.
 
     Takes ``nbytes`` on the device (``capacity.buffer_shapes``): 4 * list_tokens for the slots and,
-    with fp32 partials, 4 * max_partials * draft_tokens * Hq * D for the partial outputs, which is
+    with fp32 partials, 4 * max_partials * draft_tokens * Hq * Dv for the partial outputs, which is
     most of it. With ``draft_masks`` 8 * max_queries * draft_tokens more.
     Raises ValueError for arguments that make no sense, and torch's OutOfMemoryError.
     """
@@ -101,6 +110,7 @@ class Workspace:
         check: bool = False,
         region: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        check_dims(target.head_dim, target.v_head_dim)
         require_kernels()
         self.device = torch.empty(0, device=device).device  # with its index
         if self.device.type != "cuda":
@@ -115,7 +125,7 @@ class Workspace:
         self.max_context = max_context
         shapes = buffer_shapes(
             target.draft_tokens * target.num_q_heads,
-            target.head_dim,
+            target.v_head_dim,
             list_tokens,
             partial_dtype,
             {name: getattr(target, name) for name in ROOM},
@@ -135,6 +145,7 @@ class Workspace:
         self.partial_lse = self._buffers["partial_lse"]
         self.queue = self._buffers["queue"]
         self._draft_masks = self._buffers.get("draft_masks")
+        same = target.v_head_dim == target.head_dim
         # The addresses and sizes that every launch needs, once: they never change.
         self.bound = _C.CudaBuffers(
             **{
@@ -148,6 +159,7 @@ class Workspace:
             launch=LAUNCHES[launch],
             draft_tokens=target.draft_tokens,
             draft_masks=0 if self._draft_masks is None else self._draft_masks.data_ptr(),
+            **({} if same else {"v_head_dim": target.v_head_dim}),
         )
         with torch.cuda.device(self.device):
             self._staging = _C.PlanStaging(self._buffers["plan"].nbytes, _STAGINGS)

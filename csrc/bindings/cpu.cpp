@@ -27,11 +27,15 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
             int64_t num_slots, int64_t num_queries, int64_t num_q_heads, int64_t num_kv_heads,
             int64_t head_dim, int64_t v_head_dim, int dtype, int partial_dtype, float scale,
             float logit_cap, int num_threads, int64_t draft_tokens, int kv_dtype, float k_scale,
-            float v_scale, int64_t draft_masks, int64_t sinks, int sink_dtype) {
+            float v_scale, int64_t draft_masks, int64_t sinks, int sink_dtype,
+            const Tensor3& q_rope) {
   const DecodeArgs args{
       .q = pointer<const void>(q[0]),
       .q_stride_row = q[1],
       .q_stride_head = q[2],
+      .q_rope = pointer<const void>(q_rope[0]),
+      .q_rope_stride_row = q_rope[1],
+      .q_rope_stride_head = q_rope[2],
       .k_cache = pointer<const void>(k_cache[0]),
       .k_stride_slot = k_cache[1],
       .k_stride_head = k_cache[2],
@@ -79,11 +83,12 @@ void bind_cpu(py::module_& m) {
         "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "dtype"_a,
         "partial_dtype"_a, "scale"_a, "logit_cap"_a, "num_threads"_a, "draft_tokens"_a = 1,
         "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_masks"_a = 0,
-        "sinks"_a = 0, "sink_dtype"_a = 0,
+        "sinks"_a = 0, "sink_dtype"_a = 0, "q_rope"_a = Tensor3{},
         R"(Executes a plan on CPU memory: forward of all items, merge of the partials.
 
 Shapes and numbers are those of DecodeArgs in C++. plan, plan_bytes: ``Plan.data_ptr``
-and ``Plan.nbytes``. q, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements.
+and ``Plan.nbytes``. q, q_rope, k_cache, v_cache, out: (address, stride 0, stride 1), strides in
+elements; q_rope's address may be 0.
 req_to_token: (address, row stride, rows, columns). lse, draft_masks and sinks may be 0.
 sink_dtype: numbered as dtype.
 

@@ -25,7 +25,7 @@ using Vector = std::array<int64_t, 2>;
 Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t partial_lse,
                      int64_t queue, int64_t first_units, int partial_bytes, int num_q_heads,
                      int num_kv_heads, int head_dim, int launch, int draft_tokens,
-                     int64_t draft_masks) {
+                     int64_t draft_masks, int v_head_dim) {
   return {
       .plan = pointer<PlanHeader>(plan),
       .row_masks = pointer<uint16_t>(row_masks),
@@ -40,6 +40,7 @@ Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t 
       .head_dim = head_dim,
       .draft_tokens = draft_tokens,
       .launch = static_cast<Launch>(launch),
+      .v_head_dim = v_head_dim > 0 ? v_head_dim : head_dim,
   };
 }
 
@@ -52,14 +53,15 @@ std::string describe(const Buffers& b) {
        << ", first_units=" << static_cast<const void*>(b.first_units)
        << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
        << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
-       << ", draft_tokens=" << b.draft_tokens << ", launch=" << static_cast<int>(b.launch) << ")";
+       << ", draft_tokens=" << b.draft_tokens << ", launch=" << static_cast<int>(b.launch)
+       << ", v_head_dim=" << b.v_head_dim << ")";
   return text.str();
 }
 
 void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
             const Tensor3& v_cache, const Tensor3& out, int64_t lse, int num_rows, int dtype,
             float scale, float logit_cap, int64_t stream, int kv_dtype, float k_scale,
-            float v_scale, int64_t sinks, int sink_dtype) {
+            float v_scale, int64_t sinks, int sink_dtype, const Tensor3& q_rope) {
   constexpr int64_t kBytes = 2;  // of an element; Python's strides are in elements
   const auto kv_type = static_cast<KVType>(kv_dtype);
   const int64_t kv = kv_bytes(kv_type);
@@ -87,17 +89,22 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
   params.kv_type = kv_type;
   params.k_scale = k_scale;
   params.v_scale = v_scale;
+  params.q_rope = pointer<const char>(q_rope[0]);
+  params.q_rope_stride_row = kBytes * q_rope[1];
+  params.q_rope_stride_head = kBytes * q_rope[2];
   py::gil_scoped_release release;
   decode_cuda(params, pointer<void>(stream));
 }
 
 void check_arguments(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_stride_slot,
                      int64_t v_stride_slot, float scale, float logit_cap, int kv_dtype,
-                     float k_scale, float v_scale, int draft_tokens) {
+                     float k_scale, float v_scale, int draft_tokens, int v_head_dim, int dtype) {
   DecodeParams args{};
+  args.v_head_dim = v_head_dim > 0 ? v_head_dim : head_dim;
+  args.type = static_cast<CudaType>(dtype);
   args.draft_tokens = draft_tokens;
-  args.out_stride_row = num_q_heads;  // of a contiguous out of one column
-  args.out_stride_head = 1;
+  args.out_stride_row = 16 * num_q_heads;  // of a contiguous out of 8 columns
+  args.out_stride_head = 16;
   args.kv_type = static_cast<KVType>(kv_dtype);
   args.k_scale = k_scale;
   args.v_scale = v_scale;
@@ -191,11 +198,13 @@ void bind_buffers(py::module_& m) {
   py::class_<Buffers>(m, "CudaBuffers", R"(The device memory of a workspace and the heads it is for.
 
 Shapes and dtypes are those of DecodeParams in C++. queue: of cuda_queue_ints() zeros.
-first_units: of cuda_first_unit_bytes() bytes. launch: one of LAUNCHES.
+first_units: of cuda_first_unit_bytes() bytes. launch: one of LAUNCHES. v_head_dim: 0 if it is
+head_dim.
 Holds addresses only: who made it keeps the memory.)")
       .def(py::init(&make_buffers), py::kw_only(), "plan"_a, "row_masks"_a, "partials"_a,
            "partial_lse"_a, "queue"_a, "first_units"_a, "partial_bytes"_a, "num_q_heads"_a,
-           "num_kv_heads"_a, "head_dim"_a, "launch"_a, "draft_tokens"_a = 1, "draft_masks"_a = 0)
+           "num_kv_heads"_a, "head_dim"_a, "launch"_a, "draft_tokens"_a = 1, "draft_masks"_a = 0,
+           "v_head_dim"_a = 0)
       .def("__repr__", &describe);
 }
 
@@ -247,19 +256,22 @@ masks: address of uint64 [num_rows, draft_tokens]. Bits of cells beyond num_cell
 Only launches. Raises RuntimeError with CUDA's error.)");
   m.def("check_decode_cuda", &check_arguments, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a,
         "k_stride_slot"_a, "v_stride_slot"_a, "scale"_a, "logit_cap"_a, "kv_dtype"_a = 0,
-        "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_tokens"_a = 1,
+        "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_tokens"_a = 1, "v_head_dim"_a = 0,
+        "dtype"_a = 1,
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");
   m.def(
       "decode_cuda", &decode, "buffers"_a, py::kw_only(), "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
       "lse"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a, "kv_dtype"_a = 0,
       "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "sinks"_a = 0, "sink_dtype"_a = 0,
+      "q_rope"_a = Tensor3{},
       R"(Executes the plan of a workspace on a stream: forward of all items, merge of the partials.
 
 Shapes, dtypes and numbers are those of DecodeParams in C++, all addresses of device
 memory. buffers: they hold a plan that check_plan_cuda accepted. q, k_cache, v_cache, out: (address,
 stride 0, stride 1), strides in elements. dtype: 1 (bf16) or 2 (fp16). num_rows: with the rows that
-pad the batch. sinks: an address of sink_dtype 0 (fp32), 1 or 2, or 0. Only launches, so that a CUDA
-graph can capture it.
+pad the batch. sinks: an address of sink_dtype 0 (fp32), 1 or 2, or 0. q_rope: as q, of a
+model with head_dim 576 and v_head_dim 512 the last 64 columns of q, which has 512. Only launches,
+so that a CUDA graph can capture it.
 
 Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");
 }

@@ -192,6 +192,8 @@ void bind_target(py::module_& m) {
       .def_readwrite("num_kv_heads", &Target::num_kv_heads)
       .def_readwrite("draft_tokens", &Target::draft_tokens)
       .def_readwrite("head_dim", &Target::head_dim)
+      .def_readwrite("v_head_dim", &Target::v_head_dim)
+      .def_readwrite("token_values", &Target::token_values)
       .def_readwrite("kv_bytes", &Target::kv_bytes)
       .def_readwrite("partial_bytes", &Target::partial_bytes)
       .def_readwrite("bytes_per_s", &Target::bytes_per_s)

@@ -113,6 +113,8 @@ class ItemRunner {
         num_rows_(item_.num_queries * job.group),
         k_(static_cast<const KV*>(args_.k_cache) + kv_head * args_.k_stride_head),
         v_(static_cast<const KV*>(args_.v_cache) + kv_head * args_.v_stride_head),
+        v_in_k_(k_ == v_ && args_.k_stride_slot == args_.v_stride_slot &&
+                args_.v_head_dim <= args_.head_dim),
         converted_(scratch),
         sums_(converted_ + kBlockTokens * (args_.head_dim + args_.v_head_dim)),
         q_(sums_ + args_.v_head_dim),
@@ -146,13 +148,22 @@ class ItemRunner {
     const float logit =
         args_.logit_cap == 0.0f ? args_.scale * kLog2E : args_.scale / args_.logit_cap;
     const float scale = args_.k_scale * logit;
+    const int dim = args_.q_rope ? args_.v_head_dim : args_.head_dim;
     const T* from = static_cast<const T*>(args_.q) + tensor_row(row) * args_.q_stride_row +
                     head(row) * args_.q_stride_head;
-    float* to = q(row);
-#pragma omp simd
-    for (int j = 0; j < args_.head_dim; ++j) to[j] = to_float(from[j]) * scale;
+    scaled(from, scale, dim, q(row));
+    if (args_.q_rope) {
+      from = static_cast<const T*>(args_.q_rope) + tensor_row(row) * args_.q_rope_stride_row +
+             head(row) * args_.q_rope_stride_head;
+      scaled(from, scale, args_.head_dim - dim, q(row) + dim);
+    }
     std::fill_n(o(row), args_.v_head_dim, 0.0f);
     states_[row] = empty_state();
+  }
+
+  static void scaled(const T* from, float scale, int dim, float* to) {
+#pragma omp simd
+    for (int j = 0; j < dim; ++j) to[j] = to_float(from[j]) * scale;
   }
 
   bool attend_segment(const Segment& s) {
@@ -179,7 +190,8 @@ class ItemRunner {
     float* to = converted_;
     for (int t = 0; t < block.count; ++t) {
       block.k[t] = widen(k_ + slots[t] * args_.k_stride_slot, args_.head_dim, to);
-      block.v[t] = widen(v_ + slots[t] * args_.v_stride_slot, args_.v_head_dim, to);
+      block.v[t] =
+          v_in_k_ ? block.k[t] : widen(v_ + slots[t] * args_.v_stride_slot, args_.v_head_dim, to);
     }
     return true;
   }
@@ -260,6 +272,7 @@ class ItemRunner {
   const int first_head_, num_rows_;
   const KV* const k_;
   const KV* const v_;
+  const bool v_in_k_;       // the first numbers of K
   float* const converted_;  // [kBlockTokens] rows of K and V
   float* const sums_;       // [v_head_dim]
   float* const q_;          // [num_rows, head_dim]

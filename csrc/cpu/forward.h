@@ -16,9 +16,12 @@ enum class KVDType : int { kSame = 0, kE4M3 = 1 };
 struct DecodeArgs {
   const void* q;  // [num_queries * draft_tokens, num_q_heads, head_dim]
   int64_t q_stride_row, q_stride_head;
+  // The last head_dim - v_head_dim numbers of q's rows, which then have v_head_dim, or null.
+  const void* q_rope;
+  int64_t q_rope_stride_row, q_rope_stride_head;
   const void* k_cache;  // [num_slots, num_kv_heads, head_dim]
   int64_t k_stride_slot, k_stride_head;
-  const void* v_cache;  // [num_slots, num_kv_heads, v_head_dim]
+  const void* v_cache;  // [num_slots, num_kv_heads, v_head_dim], may be the first part of k_cache
   int64_t v_stride_slot, v_stride_head;
   int64_t num_slots;
   const int32_t* req_to_token;  // [table_rows, table_width] slot ids

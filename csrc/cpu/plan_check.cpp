@@ -11,7 +11,7 @@
 namespace pat {
 namespace {
 
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDim = 576;
 constexpr int kMaxHeads = 4096;
 constexpr int kMaxThreads = 1024;
 
@@ -41,6 +41,8 @@ void check_args(const DecodeArgs& args) {
   PAT_CHECK(args.num_q_heads <= kMaxHeads, args.num_q_heads, " query heads, at most ", kMaxHeads);
   check_head_dim("head_dim", args.head_dim);
   check_head_dim("v_head_dim", args.v_head_dim);
+  PAT_CHECK(!args.q_rope || args.v_head_dim < args.head_dim, "q_rope is given and head_dim ",
+            args.head_dim, " is no more than v_head_dim, ", args.v_head_dim);
   PAT_CHECK(args.dtype == DType::kF32 || args.dtype == DType::kBF16 || args.dtype == DType::kF16,
             "dtype is ", static_cast<int>(args.dtype), ", must be 0 (fp32), 1 (bf16) or 2 (fp16)");
   check_kv(args);

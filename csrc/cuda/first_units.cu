@@ -5,6 +5,7 @@
 #include "cuda/forward/footprint.cuh"
 #include "cuda/forward/scheduler.cuh"
 #include "cuda/launch.h"
+#include "cuda/mla/launch.h"
 
 namespace pat {
 namespace {
@@ -66,6 +67,7 @@ bool has_first_units(Launch launch) {
 }
 
 void launch_first_units(const SnapshotArgs& args, cudaStream_t stream) {
+  if (args.head_dim == mla::kHeadDim) return mla::launch_first_units(args, stream);
   with_head_dim(args.head_dim, [&](auto dim) {
     const Device& device = current_device();
     const Footprint use = footprint<dim>(device);

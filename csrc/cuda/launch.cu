@@ -9,6 +9,7 @@
 #include "cuda/error.h"
 #include "cuda/forward/pipeline.cuh"
 #include "cuda/launch.h"
+#include "cuda/mla/launch.h"
 
 namespace pat {
 namespace {
@@ -125,7 +126,8 @@ void check_kv_type(const DecodeParams& a) {
 }
 
 void check_drafts(const DecodeParams& a) {
-  const int most = kMaxQueryRows / (a.num_q_heads / a.num_kv_heads);
+  const int max_rows = a.head_dim == mla::kHeadDim ? mla::kMaxRows : kMaxQueryRows;
+  const int most = max_rows / (a.num_q_heads / a.num_kv_heads);
   PAT_CHECK(a.draft_tokens >= 1 && a.draft_tokens <= most, "draft_tokens is ", a.draft_tokens,
             ": with ", a.num_q_heads, " query heads on ", a.num_kv_heads,
             " KV heads it must be from 1 to ", most);
@@ -152,15 +154,25 @@ void set_scheduling(ForwardParams& params, int num_rows, int num_q_heads, int nu
 }
 
 int min_shared_bytes(int head_dim) {
+  if (head_dim == mla::kHeadDim) return mla::kMinSharedBytes;
   return with_head_dim(head_dim, [](auto dim) { return kMinSharedBytes<dim>; });
 }
 
 void check_decode(const DecodeParams& a) {
   min_shared_bytes(a.head_dim);
+  if (a.head_dim == mla::kHeadDim) {
+    mla::check_decode(a);
+  } else {
+    PAT_CHECK(a.v_head_dim == a.head_dim && !a.q_rope, "head_dim is ", a.head_dim,
+              " and v_head_dim ", a.v_head_dim, a.q_rope ? ", with q_rope" : "",
+              ": both must be the same and q_rope missing, or head_dim 576, v_head_dim 512 and "
+              "q_rope given");
+  }
+  const int max_group = a.head_dim == mla::kHeadDim ? mla::kMaxRows : kMaxGroup;
   PAT_CHECK(a.num_kv_heads >= 1 && a.num_q_heads >= 1 && a.num_q_heads % a.num_kv_heads == 0 &&
-                a.num_q_heads / a.num_kv_heads <= kMaxGroup,
+                a.num_q_heads / a.num_kv_heads <= max_group,
             a.num_q_heads, " query heads on ", a.num_kv_heads,
-            " KV heads: the ratio must be a whole number from 1 to ", kMaxGroup);
+            " KV heads: the ratio must be a whole number from 1 to ", max_group);
   check_drafts(a);
   PAT_CHECK(a.partial_bytes == 2 || a.partial_bytes == 4, "partial_bytes is ", a.partial_bytes,
             ", must be 2 or 4");
@@ -184,7 +196,9 @@ void decode_cuda(const DecodeParams& decode, void* stream_handle) {
   if (decode.num_rows == 0) return;
   auto* stream = static_cast<cudaStream_t>(stream_handle);
   const ForwardParams params = forward_params(decode);
-  if (decode.launch == Launch::kStreams) {
+  if (decode.head_dim == mla::kHeadDim) {
+    mla::launch_forward(params, decode, stream);
+  } else if (decode.launch == Launch::kStreams) {
     launch_streams(params, decode, stream);
   } else {
     launch_any(params, decode, stream);
@@ -195,7 +209,11 @@ void decode_cuda(const DecodeParams& decode, void* stream_handle) {
   queries.out_stride_row *= decode.draft_tokens;
   // With kStreams the merge waits for several kernels, so it cannot start while the last one
   // drains.
-  launch_merge(queries, decode.launch != Launch::kStreams, stream);
+  if (decode.head_dim == mla::kHeadDim) {
+    mla::launch_merge(queries, stream);
+  } else {
+    launch_merge(queries, decode.launch != Launch::kStreams, stream);
+  }
 }
 
 }  // namespace pat

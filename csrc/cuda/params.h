@@ -50,7 +50,7 @@ struct Buffers {
   // [num_rows, draft_tokens], or null where each draft token attends to those before it. Bit j: the
   // draft token attends to draft token j of its query.
   const uint64_t* draft_masks;
-  char* partials;          // [max_partials, draft_tokens, num_q_heads, head_dim] of float or,
+  char* partials;          // [max_partials, draft_tokens, num_q_heads, v_head_dim] of float or,
                            // partial_bytes == 2, of q's type
   float* partial_lse;      // [max_partials, draft_tokens, num_q_heads] base 2
   int32_t* queue;          // kQueueInts zeros; the kernels leave zeros
@@ -59,19 +59,20 @@ struct Buffers {
   int32_t num_q_heads, num_kv_heads, head_dim;
   int32_t draft_tokens;  // of a query (plan.h), 1 in a decode step
   Launch launch;
+  int32_t v_head_dim;  // head_dim, or 512 of 576: MLA, where V is the first columns of K
 };
 
 // What a layer's decode works on: filled by the caller. Each kernel gets what it reads of it. All
 // strides are in bytes. Tensors are of CudaType, K and V of KVType, and their last dimension is
 // contiguous.
 struct DecodeParams : Buffers {
-  const char* q;  // [num_rows * draft_tokens, num_q_heads, head_dim]
+  const char* q;  // [num_rows * draft_tokens, num_q_heads, head_dim]; of MLA v_head_dim columns
   int64_t q_stride_row, q_stride_head;
   const char* k;  // [slots, num_kv_heads, head_dim]
   int64_t k_stride_slot, k_stride_head;
   const char* v;  // as k
   int64_t v_stride_slot, v_stride_head;
-  char* out;  // as q
+  char* out;  // [num_rows * draft_tokens, num_q_heads, v_head_dim]
   int64_t out_stride_row, out_stride_head;
   float* lse;  // [num_rows * draft_tokens, num_q_heads] base 2, or null
   Sinks sinks;
@@ -81,6 +82,10 @@ struct DecodeParams : Buffers {
   float logit_cap;  // 0: none; else logits are cap * tanh(logit / cap)
   KVType kv_type;
   float k_scale, v_scale;  // 1 unless kE4M3
+  // Of MLA, else null: [num_rows * draft_tokens, num_q_heads, head_dim - v_head_dim], the last
+  // columns of q. `v` is `k` then.
+  const char* q_rope;
+  int64_t q_rope_stride_row, q_rope_stride_head;
 };
 
 inline constexpr int kQueueInts = 64;

@@ -30,6 +30,9 @@ struct Costs {
   double partial_rate = 3.72e12;  // bytes/s of partials, written and read
   double reread_rate = 184e12;    // bytes/s of tokens that were read before: from the L2
   double beside = 0.294;          // a tile takes so much longer while the SM's other half reads
+  // Any item of keys of more than 512 numbers: row tiles of 64 rows, however many are used, which
+  // the matrix units bound. 33 ns a token were measured; the start is an estimate.
+  ItemCost long_key{3.0, 2.11};
   // A tile's time, as a multiple of that at head dim 128 in bf16.
   double head_dim_64 = 0.647;
   double head_dim_256 = 1.6;
@@ -38,9 +41,10 @@ struct Costs {
 
 // The values of Costs in their order, as the program that fits them names them.
 inline constexpr std::array kCostNames = {
-    "light_start", "light_tile", "heavy_start", "heavy_tile",   "branch_start", "branch_tile",
-    "joint_start", "joint_tile", "launch_us",   "round_us",     "split_us",     "partial_rate",
-    "reread_rate", "beside",     "head_dim_64", "head_dim_256", "fp8"};
+    "light_start",   "light_tile",   "heavy_start",  "heavy_tile", "branch_start",
+    "branch_tile",   "joint_start",  "joint_tile",   "launch_us",  "round_us",
+    "split_us",      "partial_rate", "reread_rate",  "beside",     "long_key_start",
+    "long_key_tile", "head_dim_64",  "head_dim_256", "fp8"};
 static_assert(sizeof(Costs) == kCostNames.size() * sizeof(double));
 
 // Chosen: tokens that a pair of branches must have in common. With 256 pairs gain little.

@@ -38,7 +38,8 @@ Judge::Judge(const Target& target)
       costs_(target.costs) {
   const auto by_rates = [&](int32_t row_tile) {
     const double memory_s = target.token_bytes() / (target.bytes_per_s * target.sm_speedup);
-    const double arithmetic_s = 4.0 * row_tile * target.head_dim / target.flops_per_s;
+    const double arithmetic_s =
+        2.0 * row_tile * (target.head_dim + target.v_head_dim) / target.flops_per_s;
     return ItemCost{1e6 * target.item_overhead_s,
                     1e6 * kTileTokens * target.num_sms * (memory_s + arithmetic_s)};
   };
@@ -47,6 +48,10 @@ Judge::Judge(const Target& target)
     const int32_t heavy = target.row_tile_for((kHeavyRows + target.group()) / target.group());
     const ItemCost heavy_cost = by_rates(heavy), widest = by_rates(target.row_tiles.back());
     by_kind_ = {by_rates(light), heavy_cost, heavy_cost, heavy_cost, widest, heavy_cost};
+    return;
+  }
+  if (target.head_dim > 512) {
+    by_kind_.fill(costs_.long_key);
     return;
   }
   by_kind_ = {costs_.light, costs_.heavy, costs_.branch, costs_.branch, costs_.heavy, costs_.joint};

@@ -19,6 +19,10 @@ struct Target {
   int32_t num_kv_heads;
   int32_t draft_tokens;  // of a query (plan.h): 1 in a decode step
   int32_t head_dim;
+  int32_t v_head_dim;
+  // Numbers of a token that the cache holds for a KV head: those of K and V, or fewer where V is a
+  // part of K.
+  int64_t token_values;
   int32_t kv_bytes;        // bytes of a K or V element
   int32_t partial_bytes;   // bytes of an element of a partial output: 4 or 2
   double bytes_per_s;      // memory bandwidth of all SMs together
@@ -77,10 +81,10 @@ struct Target {
   // The same target without the row tile of wide items, if it has that and can do without.
   Target without_wide() const;
   // K and V bytes of one token and KV head.
-  double token_bytes() const { return 2.0 * head_dim * kv_bytes; }
+  double token_bytes() const { return static_cast<double>(token_values) * kv_bytes; }
   // Bytes that one partial of a query costs per KV head: written once and read once, LSE included.
   double partial_cost_bytes() const {
-    return 2.0 * group() * (static_cast<double>(head_dim) * partial_bytes + 4.0);
+    return 2.0 * group() * (static_cast<double>(v_head_dim) * partial_bytes + 4.0);
   }
   // Throws std::invalid_argument that names the field.
   void validate() const;

@@ -90,8 +90,8 @@ def _sums(plan: Plan, target: Target, seq_lens: list[int], machine: str) -> list
     words."""
     alone = sum(seq_lens)
     read = plan.kv_tokens_read(alone)
-    token_bytes = 2 * target.num_kv_heads * target.head_dim * target.kv_bytes
-    partial_bytes = target.num_q_heads * (target.head_dim * target.partial_bytes + 4)
+    token_bytes = target.num_kv_heads * target.token_values * target.kv_bytes
+    partial_bytes = target.num_q_heads * (target.v_head_dim * target.partial_bytes + 4)
     return [
         f"planned for {machine}, heads of dim {target.head_dim}",
         f"K/V tokens read: {read:,} instead of {alone:,}, {alone / max(read, 1):.2f} x fewer, for "

@@ -164,7 +164,7 @@ def test_plans_and_masks_of_draft_tokens() -> None:
     unmasked = inputs.options | {"draft_masks": None}
     for wrong, message in (
         ((q[:11], k, v), "q has 11 rows, must be a multiple of the plan's 4 draft"),
-        ((q[..., :60], k[..., :60], v), "head_dim is 60, must be a multiple of 8 up to 512"),
+        ((q[..., :60], k[..., :60], v), "head_dim is 60, must be a multiple of 8 up to 576"),
         ((q, k, v[..., :0]), "v_head_dim is 0, must be a multiple of 8"),
         ((q[:, :7], k, v), "7 query heads do not divide into 2 KV heads"),
     ):
@@ -174,7 +174,7 @@ def test_plans_and_masks_of_draft_tokens() -> None:
 
 WRONG_ON_CUDA: dict[str, tuple[dict[str, Any], str]] = {
     "fp32": ({"dtype": torch.float32}, "q is float32, the CUDA kernels take bfloat16 and float16"),
-    "v head dim": ({"v_dim": 128}, "v_cache has head dim 128, q 64: must be alike on CUDA"),
+    "v head dim": ({"v_dim": 128}, "V has head dim 128, K 64: must be alike on CUDA"),
     "alignment": ({"shift": 1}, "rows must begin at multiples of 16 bytes; make it contiguous"),
     "of 1 byte": ({"kv_dtype": E4M3, "shift": 8}, "rows must begin at multiples of 16 bytes"),
     "k_scale": ({"kv_dtype": E4M3, "k_scale": INF}, "k_scale is inf"),

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention of MLA (one KV head, latents of 576 numbers of which 512 are V, bf16): plans of
+this package and FA3, called as SGLang calls it, as captured graphs over a cold L2.
+
+    python -m benchmarks.kernel.latents [--only NAME] [--fa3]
+
+``ours`` is forward and merge of one layer, with partial results in fp32 and in bf16. The error is
+that of the output, relative to attention in fp32 over the same inputs, of the first queries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from benchmarks.kernel.clock import Clock, capture
+from sglang_pat.ops import decode
+from sglang_pat.planner import Planner
+from sglang_pat.target import LATENT_DIMS, Target
+from sglang_pat.workspace import Workspace
+
+K_DIM, V_DIM = LATENT_DIMS
+BF16 = torch.bfloat16
+# What DeepSeek scales by: heads of 128 + 64 before absorption.
+SCALE = 192**-0.5
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``groups`` of ``queries`` requests each, which share ``shared`` tokens and have ``own``."""
+
+    heads: int
+    groups: int
+    queries: int
+    shared: int
+    own: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.heads}h_{self.groups}x{self.queries}_{self.shared}+{self.own}"
+
+
+BATCHES = (
+    *(Batch(heads, 1, 128, 8192, 256) for heads in (8, 16, 20, 32)),
+    Batch(16, 1, 64, 4096, 256),
+    Batch(16, 8, 16, 2048, 256),
+    Batch(16, 1, 16, 8192, 512),
+    Batch(16, 1, 8, 6016, 128),
+    Batch(16, 64, 1, 0, 2048),
+    Batch(16, 1, 1, 0, 8192),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: torch.Tensor  # [B, heads, 512], by head and then by query, as SGLang has it
+    q_rope: torch.Tensor  # [B, heads, 64]
+    latents: torch.Tensor  # [slots, 1, 576]
+    table: torch.Tensor  # int32 [B, tokens]
+    lens: torch.Tensor  # int32 [B]
+    paths: list[list[tuple[int, int, int]]]
+
+
+def inputs_of(batch: Batch) -> Inputs:
+    total, tokens = batch.groups * batch.queries, batch.shared + batch.own
+    torch.manual_seed(0)
+    slots = torch.randperm(batch.groups * batch.shared + total * batch.own, device="cuda")
+    shared = slots[: batch.groups * batch.shared].view(batch.groups, 1, batch.shared)
+    shared = shared.expand(-1, batch.queries, -1).reshape(total, batch.shared)
+    table = torch.cat([shared, slots[batch.groups * batch.shared :].view(total, batch.own)], 1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=BF16)
+
+    paths = [[(i // batch.queries, 0, batch.shared)] * (batch.queries > 1) for i in range(total)]
+    return Inputs(
+        q=random(batch.heads, total, V_DIM).transpose(0, 1),
+        q_rope=random(total, batch.heads, 64),
+        latents=random(len(slots), 1, K_DIM),
+        table=table.int().contiguous(),
+        lens=torch.full((total,), tokens, dtype=torch.int32, device="cuda"),
+        paths=paths,
+    )
+
+
+def ours(inputs: Inputs, partial: torch.dtype) -> tuple[Callable[[], torch.Tensor], str]:
+    """What a layer runs, and the plan in short."""
+    total, heads, _ = inputs.q.shape
+    target = Target.h200(
+        num_q_heads=heads,
+        num_kv_heads=1,
+        head_dim=K_DIM,
+        v_head_dim=V_DIM,
+        max_queries=total,
+        partial_bytes=partial.itemsize,
+    )
+    plan = Planner(target).plan(inputs.paths, inputs.lens.tolist())
+    workspace = Workspace(target, inputs.table.shape[1], partial_dtype=partial)
+    rows = torch.arange(total, device="cuda")
+    workspace.load(plan)
+    workspace.snapshot(inputs.table, rows, inputs.lens)
+    out = torch.empty(total, heads, V_DIM, device="cuda", dtype=BF16)
+    latents = inputs.latents
+
+    def run() -> torch.Tensor:
+        return decode(
+            inputs.q,
+            latents,
+            latents[..., :V_DIM],
+            inputs.table,
+            rows,
+            inputs.lens,
+            plan,
+            scale=SCALE,
+            q_rope=inputs.q_rope,
+            out=out,
+            workspace=workspace,
+        )
+
+    return run, f"{plan.num_items} items, {plan.num_partials} partials"
+
+
+def fa3(inputs: Inputs, page: int) -> Callable[[], torch.Tensor]:
+    """FA3's form for MLA with pages of ``page`` tokens; larger ones hold a copy in order."""
+    attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
+    latents, table = inputs.latents, inputs.table
+    total, tokens = table.shape
+    if page > 1:  # pages of what the requests hold in place of the prefix's own: each has its copy
+        whole = -(-tokens // page)
+        used = torch.zeros(total, whole * page, dtype=torch.long, device="cuda")
+        used[:, :tokens] = table
+        firsts, index = torch.unique(used.view(-1, page), dim=0, return_inverse=True)
+        latents = latents[firsts.flatten()].contiguous()
+        table = index.view(total, whole).int().contiguous()
+    pages = latents.view(-1, page, 1, K_DIM)
+    q, rope = inputs.q, inputs.q_rope
+    offsets = torch.arange(total + 1, dtype=torch.int32, device="cuda")
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = attend(
+            q=rope,
+            k_cache=pages[..., V_DIM:],
+            v_cache=pages[..., :V_DIM],
+            qv=q,
+            page_table=table,
+            cache_seqlens=inputs.lens,
+            cu_seqlens_q=offsets,
+            max_seqlen_q=1,
+            softmax_scale=SCALE,
+            causal=True,
+        )
+        return out
+
+    return run
+
+
+def error(out: torch.Tensor, inputs: Inputs, queries: int = 4) -> float:
+    """Of the first queries' output, the norm of the difference over the norm."""
+    truth = []
+    for query in range(min(queries, len(inputs.lens))):
+        k = inputs.latents[inputs.table[query].long(), 0].double()
+        q = torch.cat([inputs.q[query], inputs.q_rope[query]], -1).double()
+        truth.append(torch.softmax(q @ k.t() * SCALE, -1) @ k[:, :V_DIM])
+    want = torch.stack(truth)
+    return float((out[: len(truth)].view_as(want).double() - want).norm() / want.norm())
+
+
+def measure(batch: Batch, clock: Clock, with_fa3: bool) -> dict[str, Any]:
+    inputs = inputs_of(batch)
+    runs: dict[str, Callable[[], torch.Tensor]] = {}
+    row: dict[str, Any] = {"batch": batch.name}
+    for name, partial in (("fp32", torch.float32), ("bf16", BF16)):
+        runs[name], row["plan_" + name] = ours(inputs, partial)
+    for page in (1, 64) if with_fa3 else ():
+        runs[f"fa3_{page}"] = fa3(inputs, page)
+    captured = {name: capture(run) for name, run in runs.items()}
+    for name, graph in captured.items():
+        graph.replay()
+        assert graph.out is not None
+        row["error_" + name] = error(graph.out, inputs)
+    medians, row["noise"] = clock.compare({name: c.replay for name, c in captured.items()})
+    return row | {"us_" + name: time for name, time in medians.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="batches whose names have this")
+    parser.add_argument("--fa3", action="store_true", help="FA3, too")
+    args = parser.parse_args()
+    clock = Clock(100.0)
+    for batch in BATCHES:
+        if args.only in batch.name:
+            print(json.dumps(measure(batch, clock, args.fa3)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

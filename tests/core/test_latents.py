@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention: plans for it, the CPU executor against attention by its definition,
+and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import drafts, trees
+from kit.cases import check, error, execute, random_trees
+from kit.latents import HEADS, K_DIM, V_DIM, Latents, grown, latents, target
+from kit.pieces import DYNAMIC, Piece, branched, forest, paths_of, prefix, shared
+from kit.trees import Batch, batches, check_plan, content, packed_rows
+
+from sglang_pat import _C, decode
+from sglang_pat.capacity import ROOM, buffer_shapes
+from sglang_pat.config import PatConfig
+from sglang_pat.executor import Executor
+from sglang_pat.explain.tree import Tree
+from sglang_pat.ops import check_cuda
+from sglang_pat.planner import plan
+from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+OF_HEADS = pytest.mark.parametrize("heads", [1, 8, 16, 20, 32, 64])
+
+
+def planned(pieces: list[Piece], inputs: Latents, cut: str, **overrides: Any) -> Any:
+    """A plan of the planner for an H200, checked."""
+    made_for = target(inputs.q.shape[1], draft_tokens=inputs.draft_tokens, cuts=(cut,), **overrides)
+    paths, lens = paths_of(pieces, len(inputs.rows)), inputs.seq_lens.tolist()
+    made = plan(paths, lens, made_for)
+    check_plan(made, Batch(paths, lens), made_for, lens)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [*((h, torch.float32) for h in (1, 8, 16, 20, 32, 64)), (8, torch.bfloat16), (20, torch.half)],
+)
+def test_plans_of_the_planner(heads: int, dtype: torch.dtype) -> None:
+    """Of random forests and every cut, also with tails as long as the plan allows."""
+    for seed, cut in enumerate(CUTS):
+        rng = np.random.default_rng(100 * heads + seed)
+        pieces = forest(rng, int(rng.integers(2, 9 if heads < 32 else 5)))
+        inputs = latents(pieces, heads, seed=seed, logit_cap=(0.0, 5.0)[seed % 2]).to(dtype)
+        made = planned(pieces, inputs, cut)
+        partial = (torch.float32, torch.bfloat16)[seed // 2 % 2]
+        bound = 2e-6 if dtype == partial == torch.float32 else 9e-3
+        check(inputs, made, bound, partial=partial)
+        check(grown(inputs, made.max_seq_lens.tolist(), seed), made, bound, partial=partial)
+
+
+@pytest.mark.parametrize(("heads", "draft_tokens"), [(1, 64), (8, 2), (8, 8), (16, 4), (20, 3)])
+def test_drafts(heads: int, draft_tokens: int) -> None:
+    """That are a chain or a tree, in items of their own and in branches."""
+    for seed, cut in enumerate(CUTS):
+        pieces = forest(np.random.default_rng(seed), 4)
+        tails = tuple(draft_tokens + more for more in drafts.AROUND_BLOCKS)
+        chain = latents(pieces, heads, draft_tokens=draft_tokens, seed=seed, tails=tails)
+        made = planned(pieces, chain, cut)
+        check(chain, made)
+        check(random_trees(chain, seed), made)
+
+
+@OF_HEADS
+def test_branches_by_hand(heads: int) -> None:
+    pieces = prefix(7, 200)
+    inputs = latents(pieces, heads)
+    check(replace(inputs, pieces=[pieces[0], *branched(pieces[1:], min(3, 64 // heads))]))
+    check(replace(inputs, pieces=branched(pieces, min(4, 64 // heads))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runs_threads_and_forms_of_the_arguments_give_equal_bits(dtype: torch.dtype) -> None:
+    """q in one tensor, and V copied out of K, too."""
+    pieces = forest(np.random.default_rng(3), 12, max_splits=6)
+    for parts in (pieces, branched(pieces, 4)):
+        inputs = replace(latents(pieces, 16).to(dtype), pieces=parts)
+        out, lse = execute(inputs, threads=1)
+        whole = replace(inputs, q=inputs.whole_q, q_rope=None)
+        copied = replace(whole, v=inputs.v.clone())
+        for same in (*[inputs] * 5, whole, copied):
+            again, lse_again = execute(same, threads=3)
+            assert torch.equal(again, out) and torch.equal(lse_again, lse)
+
+
+def test_wrong_slots_and_wrong_parts_of_q_are_seen() -> None:
+    """The comparison has teeth: one wrong slot among hundreds, or another q_rope."""
+    inputs = latents(prefix(4, 300), 16, tails=(30,))
+    truth = inputs.truth()[0]
+    for token in (7, 310):
+        table = inputs.table.clone()
+        table[inputs.rows, token] = table[inputs.rows, token + 1]
+        assert error(execute(replace(inputs, table=table))[0], truth) > 1e-4
+    assert inputs.q_rope is not None
+    for q_rope in (inputs.q_rope * 0, inputs.q_rope.flip(-1), inputs.q_rope.flip(1)):
+        assert error(execute(replace(inputs, q_rope=q_rope))[0], truth) > 1e-2
+
+
+@pytest.mark.parametrize("column", [5, 540])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_latent_stays_in_its_query(value: float, column: int) -> None:
+    """Whether it is K and V at once or K alone."""
+    inputs = latents([*shared(3, 70), Piece((3,), 0, 40)], 16, tails=(9,))
+    before, _ = execute(inputs)
+    slot = int(inputs.table[inputs.rows[3], 11])
+    inputs.k[slot, 0, column] = value
+    out, _ = execute(inputs)
+    assert torch.equal(out[:3], before[:3]) and not torch.equal(out[3], before[3])
+
+
+@settings(max_examples=150)
+@given(batches(), st.sampled_from([1, 8, 16, 20, 64]), st.integers(1, 3), st.booleans())
+def test_items_are_units_of_the_kernel(
+    batch: Batch, heads: int, draft_tokens: int, hopper: bool
+) -> None:
+    """One row tile, of 64 rows, that an SM runs alone; and the judge takes the fastest cut."""
+    draft_tokens = 1 if heads * draft_tokens > 64 else draft_tokens
+    batch = batch.drafted(draft_tokens)
+    made_for = target(heads, draft_tokens=draft_tokens, hopper=hopper)
+    made = plan(batch.paths, batch.seq_lens, made_for)
+    check_plan(made, batch, made_for, batch.seq_lens)
+    assert (made.items["row_tile"] == 64).all()
+    assert (made.items["num_queries"] * packed_rows(made_for) <= 64).all()
+    assert made.num_heavy_items == made.num_items
+    assert made.joint == made.num_wide_items == made.num_paired_items == 0
+    each = [plan(batch.paths, batch.seq_lens, replace(made_for, cuts=(cut,))) for cut in CUTS]
+    assert made.seconds == min(other.seconds for other in each)
+    assert content(made) in {content(other) for other in each}
+
+
+def seconds(heads: int, tokens: int, queries: int = 1, **overrides: Any) -> float:
+    made_for = target(heads, num_sms=1, cuts=(), **overrides)
+    return plan([[]] * queries, [tokens] * queries, made_for).seconds
+
+
+def test_a_unit_costs_its_tokens_whatever_its_rows() -> None:
+    """Of one SM, which the memory does not hold up."""
+    times = [seconds(heads, 64_000) for heads in (1, 8, 20, 64)]
+    assert len(set(times)) == 1
+    per_token = (seconds(16, 128_000) - seconds(16, 64_000)) / 64_000
+    assert 27e-9 < per_token < 35e-9
+    assert seconds(16, 640, 9) - seconds(16, 640, 8) > 640 * per_token  # a start each
+
+
+def test_packs_fill_units() -> None:
+    """Four queries of 16 heads are one; the fifth reads the node with its tail, as that costs a
+    unit anyway, and has no partials then."""
+    for queries, partials in ((4, 8), (5, 8), (8, 16)):
+        made = plan([[(1, 0, 640)]] * queries, [700] * queries, target(16, cuts=()))
+        assert made.num_partials == partials
+    # Heads that fill a unit have nothing to pack.
+    alone = plan([[(1, 0, 640)]] * 8, [700] * 8, target(64, cuts=()))
+    assert alone.num_shared_items == alone.num_partials == 0
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_branches_where_they_take_fewer_tokens_of_an_sm(heads: int) -> None:
+    """One for each SM saves the starts of the tails and all partials."""
+    of_branch = 64 // heads
+    tree = Tree((132, 132 * of_branch), (1024, 64))
+    made = plan(tree.paths, tree.seq_lens, target(heads, max_queries=2048))
+    assert (made.items["kind"] == _C.BRANCH).all()
+    assert made.num_items == 132 and made.num_partials == 0
+    assert (
+        made.seconds
+        < plan(
+            tree.paths, tree.seq_lens, target(heads, max_queries=2048, cuts=WITHOUT_BRANCHES)
+        ).seconds
+    )
+
+
+@pytest.mark.parametrize(("heads", "cut"), [(8, "half_end_branches"), (16, "end_branches")])
+def test_ends_of_a_node_stand_with_the_tails(heads: int, cut: str) -> None:
+    """So that there is one unit for each SM, all about as long, where tails of their own come on
+    top of pieces. With row tiles of fewer rows there are no such branches."""
+    tree = Tree((1, 128), (8192, 256))
+    made = plan(tree.paths, tree.seq_lens, target(heads))
+    assert content(made) == content(plan(tree.paths, tree.seq_lens, target(heads, cuts=(cut,))))
+    branches = np.flatnonzero(made.items["kind"] == _C.BRANCH)
+    assert made.num_items == 128 and len(branches) == 32
+    tokens = [sum(r.length for r in trees.ranges_of(made, i, tree.seq_lens)) for i in range(128)]
+    assert max(tokens) < 1.08 * sum(tokens) / 128
+    for made_for in (trees.target(num_q_heads=16), trees.target(num_q_heads=64, num_kv_heads=4)):
+        same = replace(made_for, cuts=WITHOUT_BRANCHES)
+        ends = replace(made_for, cuts=(*WITHOUT_BRANCHES, cut))
+        one, other = (plan(tree.paths, tree.seq_lens, each) for each in (same, ends))
+        assert content(one) == content(other)
+
+
+def test_what_a_target_says_of_a_token() -> None:
+    """Of latents K alone is kept; other head dims that differ have K and V."""
+    assert target(16).token_values == K_DIM and target(16).kv_tiles == (64,)
+    assert trees.target(head_dim=192, v_head_dim=128).token_values == 320
+    alike = trees.target()
+    assert alike == trees.target(v_head_dim=128) and alike.token_values == 256
+    tree = Tree((1, 64), (4096, 300))
+    slower = trees.target(head_dim=192, v_head_dim=192)
+    narrow = trees.target(head_dim=192, v_head_dim=128)
+    assert (
+        plan(tree.paths, tree.seq_lens, narrow).seconds
+        < plan(tree.paths, tree.seq_lens, slower).seconds
+    )
+
+
+def test_partials_have_the_dim_of_v() -> None:
+    room = {name: getattr(target(16), name) for name in ROOM}
+    shape, _ = buffer_shapes(16, target(16).v_head_dim, 1, torch.float32, room)["partials"]
+    assert shape == (1 << 18, 16, V_DIM)
+
+
+def test_the_executor_of_a_server() -> None:
+    inputs = latents(shared(4, 150), 16).to(torch.bfloat16)
+    made_for = Target.cpu(threads=2, num_q_heads=16, max_queries=4, **HEADS)
+    made = plan(paths_of(shared(4, 150), 4), inputs.seq_lens.tolist(), made_for)
+    executor = Executor(made_for, PatConfig(), inputs.table)
+    executor.load(made, 4)
+    executor.snapshot(inputs.rows, inputs.seq_lens)
+    out = torch.empty(4, 16, V_DIM, dtype=torch.bfloat16)
+    executor.decode(inputs.q, inputs.k, inputs.v, out, q_rope=inputs.q_rope, scale=inputs.scale)
+    assert error(out, inputs.truth()[0]) < 9e-3
+
+
+WRONG: dict[str, tuple[Callable[[Latents], dict[str, Any]], str]] = {
+    "type": (lambda t: {"q_rope": [0]}, "q_rope is of type list, must be a torch.Tensor"),
+    "rows": (
+        lambda t: {"q_rope": t.q_rope[1:]},
+        "q_rope is (2, 16, 64) torch.float32 on cpu, must",
+    ),
+    "heads": (lambda t: {"q_rope": t.q_rope[:, :8]}, "the rows and heads of q, (3, 16, 512)"),
+    "none": (lambda t: {"q_rope": t.q_rope[..., :0]}, "q_rope is (3, 16, 0) torch.float32"),
+    "dtype": (lambda t: {"q_rope": t.q_rope.half()}, "q_rope is (3, 16, 64) torch.float16 on cpu"),
+    "device": (lambda t: {"q_rope": t.q_rope.to("meta")}, "torch.float32 on meta, must have"),
+    "strides": (lambda t: {"q_rope": t.q_rope.mT.contiguous().mT}, "the last must be 1"),
+    "dims": (lambda t: {"q_rope": t.q_rope[..., :32]}, "k_cache has head dim 576, q has 544"),
+    "a copy": (lambda t: {"v_cache": t.v.clone()}, "give the first part of K, k_cache[..., :512]"),
+    "the end": (
+        lambda t: {"v_cache": t.k[..., 64:]},
+        "give the first part of K, k_cache[..., :512]",
+    ),
+    "all of K": (lambda t: {"v_cache": t.k}, "v_cache is (109, 1, 576) at 0x"),
+    "whole q": (lambda t: {"q": t.whole_q}, "give the first part of K, k_cache[..., :576]"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_refused(change: Callable[[Latents], dict[str, Any]], message: str) -> None:
+    """Before anything is written."""
+    inputs = latents([Piece((0, 1, 2), 0, 50), Piece((1,), 50, DYNAMIC)], 16, tails=(9,))
+    names = ("q", "k_cache", "v_cache", "req_to_token", "rows", "seq_lens")
+    out = torch.full((3, 16, V_DIM), float("nan"))
+    arguments = dict(zip(names, inputs.inputs, strict=True)) | inputs.options | {"out": out}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decode(**(arguments | change(inputs)), plan=inputs.plan())
+    assert out.isnan().all()
+
+
+def test_more_rows_than_a_unit_has_are_refused() -> None:
+    for heads, draft_tokens in ((128, 1), (16, 5)):
+        rows = heads * draft_tokens
+        with pytest.raises(ValueError, match=f"end at 64 rows, fewer than the {rows} of one query"):
+            target(heads, draft_tokens=draft_tokens)
+
+
+def test_other_dims_have_no_cuda_kernels() -> None:
+    inputs = latents(shared(2, 9), 16).to(torch.bfloat16)
+    q, k, v, *_ = inputs.inputs
+    message = "V has head dim 256, K 576: must be alike on CUDA, or 512 and 576"
+    with pytest.raises(ValueError, match=message):
+        check_cuda(q, k, v[..., :256], torch.zeros_like(q), 1, {}, inputs.q_rope)
