@@ -36,8 +36,8 @@ from sglang_pat.target import HEAD_DIM_STEP, LATENT_DIMS, MAX_HEAD_DIM, Target
 logger = logging.getLogger("sglang_pat")
 
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = _C.CUDA_HEAD_DIMS, _C.CUDA_MAX_GROUP
-# Query heads of a rank that read latents: more of two requests have no room in a row tile, so that
-# packing would save nothing.
+# Query heads of a rank that read latents, at most: those of two requests fill a row tile, and more
+# would take tiles of their own, packed or not.
 MOST_LATENT_HEADS = 32
 
 
@@ -134,17 +134,15 @@ def reason_against_heads(
         return ""
     group = layer.tp_q_head_num // layer.tp_k_head_num
     if dims == LATENT_DIMS:
-        if group <= MOST_LATENT_HEADS:
-            return ""
-        return (
-            f"{group} query heads on one latent: with more than {MOST_LATENT_HEADS} packing saves "
-            "nothing"
-        )
+        saves = group <= MOST_LATENT_HEADS
+        return "" if saves else f"{group} query heads on a latent, of which packing saves nothing"
     if dims[0] != dims[1] or dims[0] not in CUDA_HEAD_DIMS:
-        return (
-            f"head dims {dims[0]} and {dims[1]}, not both one of {CUDA_HEAD_DIMS}, nor "
-            f"{LATENT_DIMS[0]} and {LATENT_DIMS[1]}"
-        )
+        known = f"both one of {CUDA_HEAD_DIMS}, nor {LATENT_DIMS[0]} and {LATENT_DIMS[1]}"
+        return f"head dims {dims[0]} and {dims[1]}, not {known}"
+    return _against_group(group, draft_tokens) or _against_shared(dims[0], device, shared)
+
+
+def _against_group(group: int, draft_tokens: int) -> str:
     if group > CUDA_MAX_GROUP:
         return f"{group} query heads per KV head, more than {CUDA_MAX_GROUP}"
     if draft_tokens > 1 and group * draft_tokens > MOST_DRAFT_ROWS:
@@ -152,13 +150,17 @@ def reason_against_heads(
             f"{draft_tokens} draft tokens of {group} query heads per KV head: from "
             f"{MOST_DRAFT_ROWS + 1} packed rows a request on, SGLang's attention serves them"
         )
-    needed = _C.cuda_min_shared_bytes(dims[0])
+    return ""
+
+
+def _against_shared(head_dim: int, device: str, shared: int | None) -> str:
+    needed = _C.cuda_min_shared_bytes(head_dim)
     if shared is None:
         properties: Any = torch.cuda.get_device_properties(device)
         shared = int(properties.shared_memory_per_block_optin)
     if needed > shared:
         return (
-            f"head dim {dims[0]}, which needs {needed} bytes of shared memory per block where "
+            f"head dim {head_dim}, which needs {needed} bytes of shared memory per block where "
             f"this GPU has {shared}"
         )
     return ""

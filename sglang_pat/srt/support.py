@@ -45,8 +45,8 @@ _NO_KERNELS = "this sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
 PREFILL_AWARE_SWA = ("UnlimitedOCRForCausalLM",)
 # Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
-# The backend of SGLang that pat extends for latents (MLA) on a GPU, and what its kernels of these are
-# compiled to: they run on a Hopper alone, and SGLang's fa3 does, too.
+# The backend of SGLang that pat extends for latents (MLA) on a GPU, and what our kernels of these
+# are compiled to: like that backend, they run on a Hopper alone.
 OF_LATENTS, LATENT_CODE = "fa3", "sm_90a"
 # With up to so many packed rows a request, those of its draft tokens, verify steps took at most
 # 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows

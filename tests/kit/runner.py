@@ -24,7 +24,7 @@ from sglang_pat.srt.stock import let_sglang_choose
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM = 8, 2, 64
-# Changes to a model's configuration that make it one of latents, with SGLang's dummy for a head dim.
+# Changes to a model's configuration that make it one of latents; its head dim is then a dummy.
 LATENTS = {
     "attention_arch": AttentionArch.MLA,
     "kv_lora_rank": 512,

@@ -142,8 +142,8 @@ CPU, GPU, CLIP = "cpu", "cuda:1", {"logit_cap": 30.0, "logit_capping_method": "c
         (GPU, {"dims": (288, 256)}, "head dims 288 and 256, " + NO_KERNEL),  # MiniCPM3's latents
         (GPU, {"dims": (512, 512)}, "head dims 512 and 512, " + NO_KERNEL),  # without a rope part
         (GPU, {"dims": (576, 512), "group": 32}, ""),
-        (GPU, {"dims": (576, 512), "group": 33}, "33 query heads on one latent: with more than 32 "
-         "packing saves nothing"),
+        (GPU, {"dims": (576, 512), "group": 33}, "33 query heads on a latent, of which packing "
+         "saves nothing"),
         (CPU, {"dims": (576, 512), "group": 33}, ""),
         (GPU, {"group": 17}, "17 query heads per KV head, more than 16"),
         (GPU, {"group": 8, "drafts": 8}, ""),
