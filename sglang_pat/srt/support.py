@@ -447,7 +447,8 @@ IDLE = (
     Row(
         lambda s: s.backends[1] not in s.extendable,
         "decode runs on {s.backends[1]}, which pat cannot extend",
-        "where it was SGLang's choice for this model, drop pat; else name another backend",
+        "where it was SGLang's choice for this model, drop pat; else name another backend, for MLA "
+        f"{OF_LATENTS}",
     ),
     Row(
         lambda s: s.args.dllm_algorithm is not None,

@@ -35,7 +35,7 @@ TARGET_OF_LATENTS = replace(TARGET, num_q_heads=HEADS, **OF_TARGET)
 
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
-    """What SGLang's pool asks of a server when it writes: that no rank holds a part of sequences."""
+    """What SGLang's pool asks when it writes: whether a rank holds a part of each sequence."""
     with get_parallel().override(dcp_enabled=False, attn_dcp_size=1, attn_dcp_rank=0):
         yield
 
