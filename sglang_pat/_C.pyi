@@ -178,6 +178,7 @@ def check_decode_cuda(
     v_scale: float = 1.0,
     draft_tokens: int = 1,
     v_head_dim: int = 0,
+    dtype: int = 1,
 ) -> None: ...
 
 class CudaBuffers:
@@ -237,7 +238,5 @@ def decode_cuda(
     v_scale: float = 1.0,
     sinks: int = 0,
     sink_dtype: int = 0,
-    q_rope: int = 0,
-    q_rope_stride_row: int = 0,
-    q_rope_stride_head: int = 0,
+    q_rope: Sequence[int] = (0, 0, 0),
 ) -> None: ...

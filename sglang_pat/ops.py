@@ -137,6 +137,7 @@ def decode(
         "dtype": DTYPES[q.dtype],
         "sinks": 0 if sinks is None else sinks.data_ptr(),
         "sink_dtype": 0 if sinks is None else DTYPES[sinks.dtype],
+        **({} if q_rope is None else {"q_rope": _address(q_rope)}),
     }
     if q.is_cuda:
         check_cuda(q, k_cache, v_cache, out, draft_tokens, factors, q_rope)
@@ -152,7 +153,6 @@ def decode(
                 workspace.bound,
                 num_rows=num_queries,
                 stream=torch.cuda.current_stream().cuda_stream,
-                **_rope(q_rope),
                 **tensors,
                 **factors,
             )
@@ -177,7 +177,6 @@ def decode(
         num_threads=torch.get_num_threads(),
         draft_tokens=draft_tokens,
         draft_masks=0 if draft_masks is None else draft_masks.data_ptr(),
-        q_rope=(0, 0, 0) if q_rope is None else _address(q_rope),
         **tensors,
         **factors,
     )
@@ -380,7 +379,7 @@ def check_cuda(
         k_cache.stride(0),
         v_cache.stride(0),
         draft_tokens=draft_tokens,
-        **({} if q_rope is None else {"v_head_dim": v_head_dim}),
+        **({} if q_rope is None else {"v_head_dim": v_head_dim, "dtype": DTYPES[q.dtype]}),
         **factors,
     )
 
@@ -472,12 +471,6 @@ def _workspace_for_call(
     workspace.load(plan)
     workspace.snapshot(*batch)
     return workspace
-
-
-def _rope(q_rope: torch.Tensor | None) -> dict[str, Any]:
-    """The second part of q as the CUDA binding takes it: nothing where there is none."""
-    names = ("q_rope", "q_rope_stride_row", "q_rope_stride_head")
-    return {} if q_rope is None else dict(zip(names, _address(q_rope), strict=True))
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, int, int]:

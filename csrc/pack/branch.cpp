@@ -44,18 +44,20 @@ void Brancher::clear() {
 int32_t Brancher::tail_tokens(int32_t query) const {
   const auto tokens =
       static_cast<int32_t>(from_->seq_lens[query] - from_->tree->query_prefix[query]);
-  return has_own_item(tokens) ? 0 : tokens;
+  return has_own_item(from_->tree->query_node[query], tokens) ? 0 : tokens;
 }
 
 int32_t Brancher::own_item_from(int32_t node) const {
   if (node == kNoNode) return kNoNode;
-  return has_own_item(from_->tree->nodes[node].end - from_->tree->nodes[node].start) ? node
-                                                                                     : above_[node];
+  const int32_t tokens = from_->tree->nodes[node].end - from_->tree->nodes[node].start;
+  return has_own_item(node, tokens) ? node : above_[node];
 }
 
-int64_t Brancher::cut(const TreeOrder& order, int32_t limit, int32_t queries, Packs& packs) {
+int64_t Brancher::cut(const TreeOrder& order, int32_t limit, int32_t queries, Packs& packs,
+                      const std::vector<uint8_t>* taken) {
   from_ = &order;
   limit_ = limit;
+  taken_ = taken;
   most_queries_ = queries;
   tokens_ = others_ = 0;
   clear();
@@ -80,7 +82,7 @@ void Brancher::cut_nodes(Packs& packs) {
   for (int32_t i = 0; i < num_nodes; ++i) {
     const PackNode& node = from_->tree->nodes[i];
     const int32_t tokens = node.end - node.start;
-    const bool own_item = has_own_item(tokens);
+    const bool own_item = has_own_item(i, tokens);
     const bool root = node.parent == kNoNode;
     top_[i] = root ? kNoNode : top_[node.parent];
     if (top_[i] == kNoNode && node.num_queries <= most_queries_) top_[i] = i;
@@ -222,7 +224,7 @@ void Brancher::list_segments(int32_t g) {
     for (; node != kNoNode && seen_by_[node] != g; node = from_->tree->nodes[node].parent) {
       seen_by_[node] = g;
       const int32_t tokens = from_->tree->nodes[node].end - from_->tree->nodes[node].start;
-      if (tokens > 0 && !has_own_item(tokens)) nodes_.push_back(node);
+      if (tokens > 0 && !has_own_item(node, tokens)) nodes_.push_back(node);
     }
   }
   std::sort(nodes_.begin(), nodes_.end());

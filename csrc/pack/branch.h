@@ -48,8 +48,10 @@ class Brancher {
  public:
   // Cuts a tree into branches of at most so many queries; nodes and tails of more than `limit`
   // tokens, which it leaves in `packs`, stay items of their own. Returns the tokens that the
-  // branches read; `order` must live until build().
-  int64_t cut(const TreeOrder& order, int32_t limit, int32_t queries, Packs& packs);
+  // branches read; `order` must live until build(). `taken`, [nodes], says instead of `limit` which
+  // nodes, with the tails of the queries that end there, are no items of their own.
+  int64_t cut(const TreeOrder& order, int32_t limit, int32_t queries, Packs& packs,
+              const std::vector<uint8_t>* taken = nullptr);
   // Lists the branches of the last cut, with room for their tails to grow. Returns false, with no
   // branches, if one would have more than kBranchSegments segments or if they exceed the target's
   // max_segments or max_branch_tokens.
@@ -67,8 +69,11 @@ class Brancher {
  private:
   struct Group;  // a branch to be, see branch.cpp
 
-  // Whether a node or tail of so many tokens stays an item of its own, which no branch reads.
-  bool has_own_item(int32_t tokens) const { return tokens > limit_; }
+  // Whether a node, or the tail of a query that ends there, stays an item of its own, which no
+  // branch reads. `tokens`: its own.
+  bool has_own_item(int32_t node, int32_t tokens) const {
+    return taken_ == nullptr ? tokens > limit_ : tokens > 0 && !(*taken_)[node];
+  }
   int32_t own_item_from(int32_t node) const;  // nearest such node from `node` upwards
   int32_t tail_tokens(int32_t query) const;   // that branches take
   void cut_nodes(Packs& packs);
@@ -86,6 +91,7 @@ class Brancher {
 
   const TreeOrder* from_ = nullptr;
   int32_t limit_ = 0, most_queries_ = 0;  // of the last cut
+  const std::vector<uint8_t>* taken_ = nullptr;
   std::vector<int32_t> order_;  // as TreeOrder::queries, dealt out to the branches of a node
   std::vector<int32_t> top_;    // [nodes] root of the largest subtree with it that one branch holds
   std::vector<int32_t> above_;  // [nodes] nearest one above with an item of its own

@@ -28,8 +28,9 @@ void Items::take(const Packs& packs) {
   brancher_.clear();
 }
 
-int64_t Items::branch(const TreeOrder& order, const Target& target, const Cut& cut) {
-  return brancher_.cut(order, cut.limit, cut.branch_rows / target.group(), packs_);
+int64_t Items::branch(const TreeOrder& order, const Target& target, const Cut& cut,
+                      const std::vector<uint8_t>* taken) {
+  return brancher_.cut(order, cut.limit, cut.branch_rows / target.group(), packs_, taken);
 }
 
 // The shortest pieces that make no more units than the cut wants. An SM that gets one piece more

@@ -26,6 +26,7 @@ struct Cut {
   // are no part of a branch.
   int32_t branch_rows;
   int32_t limit;
+  bool ends = false;  // instead of `limit`, ends.h says what is part of a branch
 };
 
 // The judge gives up a plan that takes longer than one before it, so those that are often the
@@ -37,6 +38,8 @@ inline constexpr std::array kCuts = {
     Cut{"half_parts", 1.0, 0, 0},
     Cut{"sm_parts", 0.5, 0, 0},
     Cut{"quarter_parts", 2.0, 0, 0},
+    Cut{"end_branches", 1.0, kBranchRows, 0, true},
+    Cut{"half_end_branches", 1.0, kBranchRows / 2, 0, true},
 };
 
 // Bits of the cuts without branches, as in Target::cuts.
@@ -89,7 +92,8 @@ class Items {
     choose_row_tiles(target, without_wide);
   }
   // Makes branches by a cut; what they leave become the packs. Returns the tokens that they read.
-  int64_t branch(const TreeOrder& order, const Target& target, const Cut& cut);
+  int64_t branch(const TreeOrder& order, const Target& target, const Cut& cut,
+                 const std::vector<uint8_t>* taken);
   // Lists the branches. Returns false, with none, if they do not fit the target's buffers.
   bool list_branches(const Target& target) { return brancher_.build(target); }
   // Numbers the partials. Returns whether items and partials fit the target's buffers.

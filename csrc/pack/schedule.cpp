@@ -138,14 +138,16 @@ bool Scheduler::make(const Batch& batch, const Cut& cut) {
     other_.take(packs_);
   }
   // Where all packs stay whole, so they do with longer pieces.
-  const int32_t tokens = other_.piece_tokens(cut, target_);
+  const bool ends = branches && cut.ends;
+  const int32_t tokens = ends ? 0 : other_.piece_tokens(cut, target_);
   if (!branches) {
     const bool whole = tokens >= batch.longest;
     if (whole && whole_) return false;
     whole_ |= whole;
   }
-  other_.split(target_, without_wide_,
-               [&](int32_t i) { return equal_tokens(target_, other_.packs().packs[i], tokens); });
+  other_.split(target_, without_wide_, [&](int32_t i) {
+    return equal_tokens(target_, other_.packs().packs[i], ends ? ends_.piece_tokens(i) : tokens);
+  });
   return fits(other_, batch.num_queries);
 }
 
@@ -153,10 +155,25 @@ bool Scheduler::make(const Batch& batch, const Cut& cut) {
 // least time, or if they do not fit the buffers.
 bool Scheduler::make_branches(const Batch& batch, const Cut& cut) {
   if (batch.tree.nodes.empty() || cut.branch_rows < target_.group()) return false;
-  if (!std::exchange(ordered_, true)) order_.read(batch.tree, batch.seq_lens, batch.num_queries);
-  const int64_t branch_tokens = other_.branch(order_, target_, cut);
+  if (cut.ends && !cut_ends(batch, cut)) return false;
+  if (!cut.ends && !std::exchange(ordered_, true)) {
+    order_.read(batch.tree, batch.seq_lens, batch.num_queries);
+  }
+  const int64_t branch_tokens = cut.ends ? other_.branch(end_order_, target_, cut, &ends_.taken())
+                                         : other_.branch(order_, target_, cut, nullptr);
   return branch_tokens > 0 && judge_.least_seconds(branch_tokens) < least_s_ &&
          other_.list_branches(target_);
+}
+
+// Cuts the tree for branches at the ends of its nodes. Returns false if there are none, or where
+// row tiles of fewer rows take less time, so that tails had better be items of their own.
+bool Scheduler::cut_ends(const Batch& batch, const Cut& cut) {
+  if (target_.row_tiles.size() > 1) return false;
+  other_.take(ends_.list(target_, batch.tree, batch.seq_lens, batch.num_queries,
+                         cut.branch_rows / target_.group()));
+  if (!ends_.cut(other_.piece_tokens(cut, target_))) return false;
+  end_order_.read(ends_.tree(), batch.seq_lens, batch.num_queries);
+  return true;
 }
 
 // Where no cut fits the buffers: packs that are not split, else every query by itself. Returns why.

@@ -9,6 +9,7 @@
 
 #include "cut.h"
 #include "emit.h"
+#include "ends.h"
 #include "judge.h"
 #include "packs.h"
 #include "target.h"
@@ -42,6 +43,7 @@ class Scheduler {
   bool has_cut(size_t index) const { return target_.cuts >> index & 1; }
   bool make(const Batch& batch, const Cut& cut);
   bool make_branches(const Batch& batch, const Cut& cut);
+  bool cut_ends(const Batch& batch, const Cut& cut);
   bool take_whole(const Batch& batch);
   bool fits(Items& items, int32_t num_queries);
   std::string make_simpler(const Batch& batch);
@@ -57,6 +59,8 @@ class Scheduler {
   Items least_, other_;   // the plan that takes the least time so far, and the one to be judged
   std::string unfit_;     // what the last items that did not fit the buffers needed
   double least_s_ = 0.0;  // that the judge expects of least_; Judge::kNever if it was not asked
+  Ends ends_;
+  TreeOrder end_order_;  // of the tree of ends_
   Judge judge_;
   Emitter emitter_;
 };

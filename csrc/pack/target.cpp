@@ -28,8 +28,8 @@ void Target::validate() const {
             ", must be a positive multiple of num_kv_heads, ", num_kv_heads);
   PAT_CHECK(draft_tokens > 0 && draft_tokens <= INT16_MAX, "Target.draft_tokens is ", draft_tokens,
             ", must be from 1 to ", INT16_MAX);
-  PAT_CHECK(head_dim > 0 && v_head_dim > 0, "Target.head_dim is ", head_dim, " and v_head_dim ",
-            v_head_dim, ", must be positive");
+  PAT_CHECK(head_dim > 0, "Target.head_dim is ", head_dim, ", must be positive");
+  PAT_CHECK(v_head_dim > 0, "Target.v_head_dim is ", v_head_dim, ", must be positive");
   PAT_CHECK(token_values > 0, "Target.token_values is ", token_values, ", must be positive");
   PAT_CHECK(kv_bytes > 0, "Target.kv_bytes is ", kv_bytes, ", must be positive");
   PAT_CHECK(partial_bytes == 2 || partial_bytes == 4, "Target.partial_bytes is ", partial_bytes,

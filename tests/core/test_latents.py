@@ -167,8 +167,7 @@ def test_packs_fill_units() -> None:
 
 @pytest.mark.parametrize("heads", [8, 16])
 def test_branches_where_they_take_fewer_tokens_of_an_sm(heads: int) -> None:
-    """A branch for each SM saves the starts of the tails and all partials; on one long node it
-    leaves SMs without work."""
+    """One for each SM saves the starts of the tails and all partials."""
     of_branch = 64 // heads
     tree = Tree((132, 132 * of_branch), (1024, 64))
     made = plan(tree.paths, tree.seq_lens, target(heads, max_queries=2048))
@@ -180,9 +179,24 @@ def test_branches_where_they_take_fewer_tokens_of_an_sm(heads: int) -> None:
             tree.paths, tree.seq_lens, target(heads, max_queries=2048, cuts=WITHOUT_BRANCHES)
         ).seconds
     )
+
+
+@pytest.mark.parametrize(("heads", "cut"), [(8, "half_end_branches"), (16, "end_branches")])
+def test_ends_of_a_node_stand_with_the_tails(heads: int, cut: str) -> None:
+    """So that there is one unit for each SM, all about as long, where tails of their own come on
+    top of pieces. With row tiles of fewer rows there are no such branches."""
     tree = Tree((1, 128), (8192, 256))
     made = plan(tree.paths, tree.seq_lens, target(heads))
-    assert made.branch_tokens == 0 and made.num_items >= 132 + 64
+    assert content(made) == content(plan(tree.paths, tree.seq_lens, target(heads, cuts=(cut,))))
+    branches = np.flatnonzero(made.items["kind"] == _C.BRANCH)
+    assert made.num_items == 128 and len(branches) == 32
+    tokens = [sum(r.length for r in trees.ranges_of(made, i, tree.seq_lens)) for i in range(128)]
+    assert max(tokens) < 1.08 * sum(tokens) / 128
+    for made_for in (trees.target(num_q_heads=16), trees.target(num_q_heads=64, num_kv_heads=4)):
+        same = replace(made_for, cuts=WITHOUT_BRANCHES)
+        ends = replace(made_for, cuts=(*WITHOUT_BRANCHES, cut))
+        one, other = (plan(tree.paths, tree.seq_lens, each) for each in (same, ends))
+        assert content(one) == content(other)
 
 
 def test_what_a_target_says_of_a_token() -> None:
