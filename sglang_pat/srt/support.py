@@ -436,7 +436,7 @@ IDLE = (
         f"set --decode-attention-backend {BACKEND}",
     ),
     Row(
-        lambda s: s.latents and s.code != LATENT_CODE,
+        lambda s: s.latents and s.device == "cuda" and s.code != LATENT_CODE,
         "the model uses MLA, for which pat has kernels for compute capability 9.0 alone",
     ),
     Row(
