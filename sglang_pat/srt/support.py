@@ -130,6 +130,8 @@ class Server:
 
     @property
     def takes(self) -> tuple[torch.dtype, ...]:
+        if self.latents and self.device == "cuda":
+            return (torch.bfloat16,)
         return DTYPES.get(self.device, ())
 
     @property

@@ -24,6 +24,7 @@ from sglang_pat.workspace import Workspace
 pytest.importorskip("sglang", reason="the memory saver is SGLang's")
 
 from sglang.srt import runtime_context, utils
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
@@ -111,7 +112,10 @@ class Server:
             max_total_num_tokens=400_000,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table, size=requests),
             model_config=SimpleNamespace(
-                num_attention_heads=32, head_dim=128, get_num_kv_heads=lambda _: 8
+                attention_arch=AttentionArch.MHA,
+                get_num_attention_heads=lambda _: 32,
+                get_num_kv_heads=lambda _: 8,
+                head_dim=128,
             ),
         )
         return make_executor(runner, PatConfig(**options))

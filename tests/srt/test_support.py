@@ -94,6 +94,8 @@ HND = "SGLANG_USE_HND_KVCACHE"
         ({}, {}, _pool(full_kv_pool=object()), ""),
         ({"device": "xpu"}, {}, {}, f"on cpu, cuda, not on 'xpu': .*--device cpu .*, or {CHOOSE}"),
         ({}, LATENTS, {}, ""),
+        ({}, LATENTS | {"dtype": FP16}, {"dtype": FP16, "kv_cache_dtype": FP16},
+         "the model is torch.float16, on cuda pat takes bfloat16: set one as --dtype$"),
         ({"device": "cpu"}, LATENTS, {}, "uses MLA, .*torch_native .*: start the server on a GPU$"),
         (E4M3_OPTION, LATENTS, IN_E4M3, f"read latents in float8_e4m3fn: {AUTO[:-1]} or {CHOOSE}"),
         ({}, {"is_encoder_decoder": True}, {}, f"encoder-decoder .*: {CHOOSE}"),
