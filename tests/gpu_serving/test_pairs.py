@@ -83,6 +83,7 @@ OF_FAMILIES = [
         says=(
             *(SERVED[family], "cuda graph: True"),
             "looks for shared prefixes in SGLang's radix cache (rust tree core)",
+            *["Chunked prefix cache is turned on"] * (family == "deepseek_v2"),
         ),
     )
     for family in FAMILIES

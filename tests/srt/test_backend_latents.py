@@ -132,6 +132,21 @@ def test_a_layer_writes_its_latents_and_attends(
     assert bed.stats.packed_steps == 1 and not bed.stats.base_layers and not bed.stats.fallbacks
 
 
+def test_a_graph_of_latents_is_replayed_with_a_plan_for_its_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bed = LatentBed(monkeypatch)
+    q, q_rope = queries()
+    parts = {"q_rope": q_rope, "k_rope": torch.randn(QUERIES, 1, K_DIM - V_DIM)}
+    k = torch.randn(QUERIES, 1, V_DIM)
+    bed.step("capture")
+    bed.backend.forward_decode(q, k, k, bed.layer, bed.batch, **parts)
+    assert [name for name, _, _ in bed.events] == ["set_mla_kv_buffer", "decode"]
+    for _ in range(2):
+        assert bed.step() == []  # all layers are ours
+    assert bed.stats.packed_steps == 2 and not bed.stats.fallbacks and not bed.stats.base_layers
+
+
 def test_rows_may_come_flat_and_without_latents_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     bed = LatentBed(monkeypatch)
     q, q_rope = (part.contiguous() for part in queries())

@@ -23,6 +23,7 @@ from sglang_pat.workspace import Workspace
 
 pytest.importorskip("sglang", reason="the memory saver is SGLang's")
 
+from kit.runner import LATENTS
 from sglang.srt import runtime_context, utils
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
@@ -97,6 +98,7 @@ class Server:
             monkeypatch.setattr(where, name, value)
         self.tags: list[str] = []
         self.enabled = True  # SGLang's memory saver
+        self.model: dict[str, Any] = {}  # changes to the model's configuration
         self.table: Any = SimpleNamespace(device=torch.device("cuda", 0), shape=(65, 4100))
 
     @contextmanager
@@ -112,10 +114,9 @@ class Server:
             max_total_num_tokens=400_000,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table, size=requests),
             model_config=SimpleNamespace(
-                attention_arch=AttentionArch.MHA,
                 get_num_attention_heads=lambda _: 32,
                 get_num_kv_heads=lambda _: 8,
-                head_dim=128,
+                **({"attention_arch": AttentionArch.MHA, "head_dim": 128} | self.model),
             ),
         )
         return make_executor(runner, PatConfig(**options))
@@ -207,6 +208,15 @@ def test_the_server_gives_the_workspace_its_size(
     server.table = torch.zeros(5000, 100, dtype=torch.int32)
     assert server.executor(4096, workspace_mb=1).target.max_queries == 4096
     assert len(caplog.messages) == 1
+
+
+def test_with_latents_the_workspace_is_for_the_outputs_of_heads(server: Server) -> None:
+    server.model = LATENTS
+    target = server.executor(4096, workspace_mb=256).target
+    assert (target.num_kv_heads, target.head_dim, target.v_head_dim) == (1, 576, 512)
+    # Plan, list and the like are some 20 MB, the rest is for partial results.
+    assert 0.9 * 256 * MB < target.max_partials * 32 * 512 * 4 < 256 * MB
+    assert target.max_partials * 32 * 576 * 4 > 256 * MB
 
 
 @pytest.mark.parametrize(
