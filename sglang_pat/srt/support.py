@@ -444,7 +444,7 @@ IDLE = (
     Row(
         lambda s: s.latents and s.args.speculative_algorithm is not None,
         "the model uses MLA, and pat does not verify drafts of such a model",
-        f"{_DROP_ONE}: of decode steps it serves them",
+        _DROP_ONE,
     ),
     Row(
         lambda s: s.backends[1] not in s.extendable,

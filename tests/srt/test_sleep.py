@@ -39,10 +39,12 @@ LOST = 0x5A  # what stands in memory that came back
 class FakeWorkspace(Workspace):
     """On the CPU, without the kernels: ``load`` notes what it copies."""
 
-    def __init__(self, target: Target, *_: Any, list_tokens: int, region: Any, **__: Any) -> None:
+    def __init__(
+        self, target: Target, *_: Any, list_tokens: int, region: Any, launch: str, **__: Any
+    ) -> None:
         self.device = torch.device("cpu")
         self.target, self.max_context = target, 64
-        self.given_tokens = list_tokens
+        self.given_tokens, self.given_launch = list_tokens, launch
         with region():
             names = ("plan", "queue", "row_masks", "list")
             self._buffers = {name: torch.full((64,), LOST, dtype=torch.uint8) for name in names}
@@ -226,5 +228,10 @@ def test_with_latents_the_workspace_is_for_the_outputs_of_heads(server: Server) 
 def test_the_options_of_the_server_reach_the_target(
     server: Server, options: dict[str, str], policy: str, partial_bytes: int
 ) -> None:
-    target = server.executor(**options).target
-    assert (target.policy, target.partial_bytes) == (policy, partial_bytes)
+    held = server.executor(**options)
+    assert (held.target.policy, held.target.partial_bytes) == (policy, partial_bytes)
+    launches = []
+    for server.model in ({}, LATENTS):
+        workspace: Any = server.executor(**options)._workspace
+        launches.append(workspace.given_launch)
+    assert launches == ["streams" if policy == "pat" else "queue", "queue"]
