@@ -41,13 +41,15 @@ class Executor:
         self._partial_dtype = config.partial_dtype
         self._workspace: Workspace | None = None
         if table.device.type == "cuda":
+            # Of latents there is one kernel, whatever the policy.
+            launch = config.launch if target.v_head_dim == target.head_dim else "queue"
             self._workspace = Workspace(
                 target,
                 table.shape[1],
                 table.device,
                 list_tokens=list_tokens,
                 partial_dtype=config.partial_dtype,
-                launch=config.launch,
+                launch=launch,
                 draft_masks=draft_masks,
                 check=config.check,
                 region=region,

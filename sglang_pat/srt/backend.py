@@ -24,7 +24,7 @@ from sglang_pat.executor import Executor
 from sglang_pat.planner import Plan
 from sglang_pat.srt.dump import make_tap
 from sglang_pat.srt.hook import LiveBatch, batches_of
-from sglang_pat.srt.layers import LayerRoutes, Survey
+from sglang_pat.srt.layers import LayerRoutes, Survey, reads_latents
 from sglang_pat.srt.metrics import start_reporter
 from sglang_pat.srt.radix import check_plan
 from sglang_pat.srt.step import (
@@ -77,6 +77,19 @@ def scales_of(layer: Any) -> tuple[float, float]:
     """
     k, v = layer.k_scale_float, layer.v_scale_float
     return 1.0 if k is None else k, 1.0 if v is None else v
+
+
+def _parts(
+    q: torch.Tensor, q_rope: torch.Tensor | None, layer: Any, *, latents: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The queries of a layer by head: [rows, heads, D]; with ``latents`` [rows, heads, Dv], and
+    [rows, heads, D - Dv] of their rope parts. Nothing is copied: SGLang gives the first by views of
+    any strides, and whole ones are cut into views."""
+    heads, dim, latent = layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim
+    if q_rope is not None:
+        return q.view(-1, heads, latent), q_rope.view(-1, heads, dim - latent)
+    q = q.reshape(-1, heads, dim)
+    return (q[..., :latent], q[..., latent:]) if latents else (q, None)
 
 
 class PatDecodeMixin:
@@ -317,8 +330,9 @@ class PatDecodeMixin:
             self._forward.in_base = False
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv].
-        Arguments as of ``_attend``."""
+        """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv]. Of
+        latents (MLA) q may be [B, Hq, Dv] beside ``q_rope`` [B, Hq, D - Dv], and k and v [B, 1, Dv]
+        beside ``k_rope`` [B, 1, D - Dv]. Arguments as of ``_attend``."""
         out = self._attend(*args, **kwargs)
         if out is None:
             out = super().forward_decode(*args, **kwargs)  # type: ignore[misc]
@@ -346,11 +360,18 @@ class PatDecodeMixin:
         captured = self._forward.captured
         if captured is not None:
             self._captured[captured.num_queries] = captured
+        latents = reads_latents(self._target)
         if save_kv_cache and k is not None and v is not None:
             loc = KVWriteLoc.for_layer(forward_batch, layer)
-            pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+            if not latents:
+                pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+            elif (k_rope := arguments.get("k_rope")) is not None:
+                pool.set_mla_kv_buffer(layer, loc, k, k_rope)
+            else:
+                pool.set_kv_buffer(layer, loc, k, v)
         heads = layer.tp_q_head_num
         out = q.new_empty((q.shape[0], heads * layer.v_head_dim))
+        q, q_rope = _parts(q, arguments.get("q_rope"), layer, latents=latents)
         keys = pool.get_key_buffer(layer.layer_id)
         scales = (1.0, 1.0)
         if keys.dtype == E4M3:
@@ -359,10 +380,11 @@ class PatDecodeMixin:
             if captured is not None and (layer.k_scale is not None or layer.v_scale is not None):
                 self._scaled[layer.layer_id] = layer, scales
         self._executor.decode(
-            q.reshape(-1, heads, layer.qk_head_dim),
+            q,
             keys,
             pool.get_value_buffer(layer.layer_id),
             out.view(-1, heads, layer.v_head_dim),
+            q_rope=q_rope,
             sinks=arguments.get("sinks"),  # a graph holds its address: weights are updated in place
             scale=layer.scaling,
             logit_cap=layer.logit_cap,

@@ -99,7 +99,7 @@ def _capacity(runner: Any, config: PatConfig) -> Capacity:
     requests = runner.req_to_token_pool.size
     capacity = fit_workspace(
         num_q_heads=heads.num_q_heads,
-        head_dim=heads.head_dim,
+        head_dim=heads.output_dim,
         draft_tokens=heads.draft_tokens,
         pool_requests=requests,
         pool_tokens=runner.max_total_num_tokens,

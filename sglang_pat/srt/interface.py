@@ -63,7 +63,8 @@ ATTRIBUTES = {
     ),
     "managers.io_struct.ResumeMemoryOccupationReqInput": ("tags",),
     "configs.model_config.ModelConfig": (
-        *("num_attention_heads", "get_num_kv_heads", "head_dim", "is_encoder_decoder"),
+        *("get_num_attention_heads", "get_num_kv_heads", "head_dim", "is_encoder_decoder"),
+        *("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"),
         *("attention_arch", "dtype", "hf_config", "is_generation", "quantization"),
     ),
     "layers.radix_attention.RadixAttention": (
@@ -78,8 +79,12 @@ ATTRIBUTES = {
         *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer"),
         *("requires_physical_write_loc", "get_kv_cache_quant_method"),
     ),
+    "mem_cache.memory_pool.MLATokenToKVPool": (
+        *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer", "set_mla_kv_buffer"),
+    ),
     "mem_cache.memory_pool.HybridLinearKVPool": (
         *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer", "full_kv_pool"),
+        "set_mla_kv_buffer",
     ),
     "mem_cache.swa_memory_pool.SWAKVPool": ("layers_mapping", "full_kv_pool"),
     "mem_cache.kv_index_translator.KVIndexTranslator": ("is_translating",),

@@ -31,21 +31,47 @@ from sglang_pat.srt.facts import (
     kinds,
 )
 from sglang_pat.srt.support import CHOOSE_ANOTHER, E4M3, MOST_DRAFT_ROWS, draft_tokens_of
-from sglang_pat.target import HEAD_DIM_STEP, MAX_HEAD_DIM, Target
+from sglang_pat.target import HEAD_DIM_STEP, LATENT_DIMS, MAX_HEAD_DIM, Target
 
 logger = logging.getLogger("sglang_pat")
 
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = _C.CUDA_HEAD_DIMS, _C.CUDA_MAX_GROUP
+# Query heads of a rank that read latents, at most: those of two requests fill a row tile, and more
+# would take tiles of their own, packed or not.
+MOST_LATENT_HEADS = 32
 
 
 class Heads(NamedTuple):
-    """What plans are made for: this rank's query and KV heads, the head dim, and the draft tokens
-    of a request (``Target``)."""
+    """What plans are made for: this rank's query and KV heads, the head dim, the draft tokens of a
+    request and, of latents (MLA), the head dim of V, else 0 (``Target``)."""
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     draft_tokens: int = 1
+    v_head_dim: int = 0
+
+    @property
+    def output_dim(self) -> int:
+        """Of a head's output and so of V."""
+        return self.v_head_dim or self.head_dim
+
+
+def heads_by_config(model: Any, ranks: int, draft_tokens: int = 1) -> Heads:
+    """The heads of each of so many ranks that share them, by SGLang's ``ModelConfig``.
+
+    With latents (MLA), K of a token is its latent and its rope part, which all query heads read,
+    and V the latent; ``model.head_dim`` is another number there."""
+    queries: int = model.get_num_attention_heads(ranks)
+    if model.attention_arch.name == "MLA":
+        latent: int = model.kv_lora_rank
+        return Heads(queries, 1, latent + model.qk_rope_head_dim, draft_tokens, latent)
+    return Heads(queries, model.get_num_kv_heads(ranks), model.head_dim, draft_tokens)
+
+
+def reads_latents(planned: Target | Heads) -> bool:
+    """Whether V is the first part of K."""
+    return planned.v_head_dim not in (0, planned.head_dim)
 
 
 def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Target | Heads) -> str:
@@ -106,9 +132,17 @@ def reason_against_heads(
             if dim > MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
                 return f"head dim {dim}, not a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
         return ""
-    if dims[0] != dims[1] or dims[0] not in CUDA_HEAD_DIMS:
-        return f"head dims {dims[0]} and {dims[1]}, not both one of {CUDA_HEAD_DIMS}"
     group = layer.tp_q_head_num // layer.tp_k_head_num
+    if dims == LATENT_DIMS:
+        saves = group <= MOST_LATENT_HEADS
+        return "" if saves else f"{group} query heads on a latent, of which packing saves nothing"
+    if dims[0] != dims[1] or dims[0] not in CUDA_HEAD_DIMS:
+        known = f"both one of {CUDA_HEAD_DIMS}, nor {LATENT_DIMS[0]} and {LATENT_DIMS[1]}"
+        return f"head dims {dims[0]} and {dims[1]}, not {known}"
+    return _against_group(group, draft_tokens) or _against_shared(dims[0], device, shared)
+
+
+def _against_group(group: int, draft_tokens: int) -> str:
     if group > CUDA_MAX_GROUP:
         return f"{group} query heads per KV head, more than {CUDA_MAX_GROUP}"
     if draft_tokens > 1 and group * draft_tokens > MOST_DRAFT_ROWS:
@@ -116,13 +150,17 @@ def reason_against_heads(
             f"{draft_tokens} draft tokens of {group} query heads per KV head: from "
             f"{MOST_DRAFT_ROWS + 1} packed rows a request on, SGLang's attention serves them"
         )
-    needed = _C.cuda_min_shared_bytes(dims[0])
+    return ""
+
+
+def _against_shared(head_dim: int, device: str, shared: int | None) -> str:
+    needed = _C.cuda_min_shared_bytes(head_dim)
     if shared is None:
         properties: Any = torch.cuda.get_device_properties(device)
         shared = int(properties.shared_memory_per_block_optin)
     if needed > shared:
         return (
-            f"head dim {dims[0]}, which needs {needed} bytes of shared memory per block where "
+            f"head dim {head_dim}, which needs {needed} bytes of shared memory per block where "
             f"this GPU has {shared}"
         )
     return ""
@@ -170,11 +208,12 @@ def reasons_by_layer(
     """For each layer of SGLang's ``ModelConfig`` why it is not ours, or "". ``ranks``: that share
     the heads; ``shared``, ``draft_tokens``: as in ``reason_against_heads``.
     """
+    planned = heads_by_config(model_config, ranks)
     heads = SimpleNamespace(
-        qk_head_dim=model_config.head_dim,
-        v_head_dim=model_config.v_head_dim,
-        tp_q_head_num=model_config.get_num_attention_heads(ranks),
-        tp_k_head_num=model_config.get_num_kv_heads(ranks),
+        qk_head_dim=planned.head_dim,
+        v_head_dim=planned.v_head_dim or model_config.v_head_dim,
+        tp_q_head_num=planned.num_q_heads,
+        tp_k_head_num=planned.num_kv_heads,
     )
     of_all = reason_against_heads(heads, device, shared, draft_tokens)
     if device != "cpu" and draft_tokens > 1 and caps_logits(model_config):
@@ -227,7 +266,7 @@ def survey_layers(runner: Any) -> Survey:
     reasons: dict[int, str] = {}
     without: list[int] = []
     fact = facts(runner.model_config)
-    for layer in attention_layers(runner.model):
+    for layer in attention_layers(runner.model, heads):
         try:
             pool.get_key_buffer(layer.layer_id)
             reason = fact(layer.layer_id) or reason_against_layer(layer, runner.dtype, pool, heads)
@@ -244,8 +283,21 @@ def survey_layers(runner: Any) -> Survey:
     return Survey(reasons)
 
 
-def attention_layers(model: torch.nn.Module) -> Iterator[Any]:
-    """The ``RadixAttention`` of a model of SGLang."""
+def attention_layers(model: torch.nn.Module, planned: Heads) -> list[Any]:
+    """The ``RadixAttention`` of a model of SGLang that decode. A layer that reads latents has a
+    second one, which expands them and prefills alone (S models/deepseek_v2.py:2206)."""
+    found = list(_attention_layers(model))
+    if not reads_latents(planned):
+        return found
+    of_latents = {each.layer_id for each in found if each.qk_head_dim == planned.head_dim}
+    return [
+        each
+        for each in found
+        if each.qk_head_dim == planned.head_dim or each.layer_id not in of_latents
+    ]
+
+
+def _attention_layers(model: torch.nn.Module) -> Iterator[Any]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     for module in model.modules():
@@ -261,14 +313,8 @@ def heads_of(runner: Any) -> Heads:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel
 
-    ranks = get_parallel().attn_tp_size
-    model = runner.model_config
-    return Heads(
-        model.num_attention_heads // ranks,
-        model.get_num_kv_heads(ranks),
-        model.head_dim,
-        draft_tokens_of(resolving_view(runner.server_args)),
-    )
+    drafts = draft_tokens_of(resolving_view(runner.server_args))
+    return heads_by_config(runner.model_config, get_parallel().attn_tp_size, drafts)
 
 
 def _are_sinks(value: object, num_q_heads: int) -> bool:
@@ -306,14 +352,22 @@ class LayerRoutes:
     ) -> str:
         """Why a layer is the base's, or "" if it is ours. Decided once and kept, but for arguments
         that come later. ``dtype``: of its queries; ``arguments``: what the model gives its
-        attention beside what every model gives; one that is None is none, and sinks are served."""
+        attention beside what every model gives; one that is None is none. Served are sinks or,
+        with latents, the rope parts of q and K."""
+        latents = reads_latents(self._target)
         given = sorted(
             name
             for name, value in arguments.items()
-            if not (value is None or (name == "sinks" and _are_sinks(value, layer.tp_q_head_num)))
+            if not (
+                value is None
+                or (latents and name in ("q_rope", "k_rope"))
+                or (name == "sinks" and not latents and _are_sinks(value, layer.tp_q_head_num))
+            )
         )
         reason = self._reasons.get(layer.layer_id)
-        if reason is not None and (reason or not given):
+        # The other module of a layer with latents would have its id, and other heads.
+        known = not given and layer.qk_head_dim == self._target.head_dim
+        if reason is not None and (reason or known):
             return reason
         reason = f"arguments {', '.join(given)}" if given else ""
         reason = reason or reason_against_layer(layer, dtype, pool, self._target)

@@ -45,6 +45,9 @@ _NO_KERNELS = "this sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
 PREFILL_AWARE_SWA = ("UnlimitedOCRForCausalLM",)
 # Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+# The backend of SGLang that pat extends for latents (MLA) on a GPU, and what our kernels of these
+# are compiled to: like that backend, they run on a Hopper alone.
+OF_LATENTS, LATENT_CODE = "fa3", "sm_90a"
 # With up to so many packed rows a request, those of its draft tokens, verify steps took at most
 # 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows
 # were not measured.
@@ -71,7 +74,8 @@ class Server:
     """What the tables ask of a server.
 
     ``args``, ``model``: SGLang's resolved arguments and its ``ModelConfig``; without a model the
-    rest is not known. ``against_gpu``: why our kernels do not run on its GPU, or "".
+    rest is not known. ``against_gpu``: why our kernels do not run on its GPU, or ""; ``code``: what
+    it runs of them (``gpus.code_for``).
     ``quantized``: what the K/V pool has beside its dtype, as scales, or "". ``layout``: of the
     pool, the first that is not "nhd" of one with several parts.
     """
@@ -80,6 +84,7 @@ class Server:
     model: Any
     device: str
     against_gpu: str = ""
+    code: str = ""
     prefill_aware_swa: bool = False
     kv_dtype: torch.dtype = torch.bfloat16
     quantized: str = ""
@@ -104,8 +109,15 @@ class Server:
         return _sglang("arg_groups.overrides.record_of")(self.args)
 
     @property
+    def latents(self) -> bool:
+        """Whether the cache holds latents instead of K and V (MLA)."""
+        return self.model is not None and self.model.attention_arch.name == "MLA"
+
+    @property
     def extendable(self) -> tuple[str, ...]:
         """The backends of its device that pat extends."""
+        if self.latents and self.device == "cuda":
+            return (OF_LATENTS,)
         return tuple(stock.EXTENDABLE.get(self.device, ()))
 
     @property
@@ -118,6 +130,8 @@ class Server:
 
     @property
     def takes(self) -> tuple[torch.dtype, ...]:
+        if self.latents and self.device == "cuda":
+            return (torch.bfloat16,)
         return DTYPES.get(self.device, ())
 
     @property
@@ -134,19 +148,21 @@ def by_arguments(
     """A server that does not run yet. ``server_args``: SGLang's after ``resolve_once()``; ``gpu``:
     one that is not here."""
     args = _sglang("arg_groups.overrides.resolving_view")(server_args)
-    against = ""
+    against = code = ""
     if args.device == "cuda":
         if gpu is not None:
-            against = reason_against_capability((gpu.major, gpu.minor), gpu.name)
+            capability, name = (gpu.major, gpu.minor), gpu.name
         elif torch.cuda.is_available():
             # Trying a kernel, as the backend does when it is made, would make a CUDA context, and a
             # launcher would hold hundreds of megabytes for as long as the server runs.
-            capability = torch.cuda.get_device_capability(args.base_gpu_id)
-            against = reason_against_capability(capability, "this GPU")
+            capability, name = torch.cuda.get_device_capability(args.base_gpu_id), "this GPU"
         else:
-            against = _NO_GPU
+            capability, name = None, ""
+        against = _NO_GPU
+        if capability is not None:
+            against, code = reason_against_capability(capability, name), gpus.code_for(capability)
     if model_config is None:
-        return Server(args, None, args.device, against)
+        return Server(args, None, args.device, against, code)
     choice, scaled = args.kv_cache_dtype, args.kv_cache_dtype in stock.SCALED_KV
     names = set(model_config.hf_config.architectures or ())
     return Server(
@@ -154,6 +170,7 @@ def by_arguments(
         model=model_config,
         device=args.device,
         against_gpu=against,
+        code=code,
         prefill_aware_swa=not names.isdisjoint(PREFILL_AWARE_SWA),
         kv_dtype=model_config.dtype if scaled else stock.kv_cache_dtype(choice, model_config),
         quantized=choice if scaled else "",
@@ -169,11 +186,13 @@ def by_runner(runner: Any) -> Server:
     quantized = "" if method is None or method.name == "unquantized" else str(method.name)
     parts = (pool, getattr(pool, "full_kv_pool", None))
     layouts = [getattr(part, "kv_cache_layout", "nhd") for part in parts]
+    on_gpu = runner.device == "cuda"
     return Server(
         args=_sglang("arg_groups.overrides.resolving_view")(runner.server_args),
         model=runner.model_config,
         device=runner.device,
-        against_gpu=reason_against_gpu() if runner.device == "cuda" else "",
+        against_gpu=reason_against_gpu() if on_gpu else "",
+        code=gpus.code_for(torch.cuda.get_device_capability()) if on_gpu else "",
         prefill_aware_swa=runner.prefill_aware_swa,
         kv_dtype=runner.kv_cache_dtype,
         # mxfp8 is stored as fp8_e4m3, with scales that only --kv-cache-dtype tells of.
@@ -234,9 +253,15 @@ MACHINE = (
 )
 # Of the model and the options: the server does not start.
 REFUSED = (
+    Row(  # it would die in its first prefill, for which these models give K and V by head
+        lambda s: s.latents and s.device == "cpu",
+        "the model uses MLA, which SGLang's torch_native does not run",
+        "start the server on a GPU",
+    ),
     Row(
-        lambda s: s.model.attention_arch.name == "MLA",
-        "the model uses MLA, whose cache holds latents instead of K and V",
+        lambda s: s.latents and s.kv_dtype == E4M3 and s.backends[1] in s.extendable,
+        "the model uses MLA, and pat does not read latents in float8_e4m3fn",
+        f"set --kv-cache-dtype auto or {CHOOSE_ANOTHER}",
     ),
     Row(
         lambda s: s.model.is_encoder_decoder,
@@ -413,9 +438,19 @@ IDLE = (
         f"set --decode-attention-backend {BACKEND}",
     ),
     Row(
+        lambda s: s.latents and s.device == "cuda" and s.code != LATENT_CODE,
+        "the model uses MLA, for which pat has kernels for compute capability 9.0 alone",
+    ),
+    Row(
+        lambda s: s.latents and s.args.speculative_algorithm is not None,
+        "the model uses MLA, and pat does not verify drafts of such a model",
+        _DROP_ONE,
+    ),
+    Row(
         lambda s: s.backends[1] not in s.extendable,
         "decode runs on {s.backends[1]}, which pat cannot extend",
-        "where it was SGLang's choice for this model, drop pat; else name another backend",
+        "where it was SGLang's choice for this model, drop pat; else name another backend, for MLA "
+        f"{OF_LATENTS}",
     ),
     Row(
         lambda s: s.args.dllm_algorithm is not None,

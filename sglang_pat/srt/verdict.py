@@ -190,9 +190,12 @@ def _weigh(server_args: Any, model_config: Any, described: str, asked: Machine |
 
 def _describe(model_config: Any) -> str:
     names = ", ".join(model_config.hf_config.architectures or ("an unnamed architecture",))
+    heads = f"and {model_config.get_total_num_kv_heads()} KV heads of dim {model_config.head_dim}"
+    if model_config.attention_arch.name == "MLA":
+        heads = f"heads on latents of {model_config.kv_lora_rank} + {model_config.qk_rope_head_dim}"
     return (
         f"{names}, {model_config.num_hidden_layers} layers, {model_config.num_attention_heads} "
-        f"query and {model_config.get_total_num_kv_heads()} KV heads of dim {model_config.head_dim}"
+        f"query {heads}"
     )
 
 
@@ -215,9 +218,10 @@ def _workspace(server: support.Server, config: PatConfig) -> Capacity:
     args, model = server.args, server.model
     requests = (args.max_running_requests or _MOST_REQUESTS) // max(1, int(args.attn_dp_size))
     requests = max(1, requests)
+    heads = layers.heads_by_config(model, attn_tp_size_of(args))
     return fit_workspace(
-        num_q_heads=model.get_num_attention_heads(attn_tp_size_of(args)),
-        head_dim=model.head_dim,
+        num_q_heads=heads.num_q_heads,
+        head_dim=heads.output_dim,
         pool_requests=requests,
         pool_tokens=requests * model.context_len,  # the pool's size is not known yet
         largest_graph=min(support.largest_graph(args.cuda_graph_config.decode), requests),

@@ -92,6 +92,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "deterministic": ("--enable-deterministic-inference",),
     "pages": _PAGES,  # and pat serves single requests, too (``ENV``)
     "pages_fa3_prefill": (*_PAGES, *_FA3_PREFILL),
+    "pages64": ("--page-size", "64"),
     "no_graphs": ("--disable-cuda-graph",),
     "fa3_prefill": _FA3_PREFILL,
     "flashinfer_prefill": ("--prefill-attention-backend", "flashinfer"),
@@ -131,7 +132,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 # Falcon-H1 attends. So SGLang 0.5.23 takes it for one without state spaces and captures these in
 # prefill graphs. Replayed, they read the capture's metadata, which is freed by then.
 _STATES = ("--max-mamba-cache-size", "512")
-OF_MODEL = {family: _STATES for family in (*FAMILIES, "mtp") if family not in ("gemma3", "gpt_oss")}
+_STATELESS = ("gemma3", "gpt_oss", "deepseek_v2")
+OF_MODEL = {family: _STATES for family in (*FAMILIES, "mtp") if family not in _STATELESS}
 OF_MODEL["falcon_h1"] = (*_STATES, "--disable-prefill-cuda-graph")
 ENV = {"pages": {"SGLANG_PAT_MIN_BATCH": "1"}}
 UNCHECKED = (("SGLANG_PAT_CHECK", "0"),)

@@ -66,8 +66,11 @@ run() {
     spec) drafts 480 $at/test_speculation.py -k 'not mtp' ;;
     mtp) drafts 300 $at/test_speculation.py -k mtp ;;
     hybrids) tests 560 $at/test_pairs.py -k "${HYBRIDS:-qwen3_next or qwen3_5 or falcon_h1}" ;;
+    latents) tests 400 $at/test_pairs.py -k deepseek ;;
     ranks) drafts 400 $at/test_pairs.py $at/test_speculation.py -k qwen3-pat ;;
     tp2) bench 560 --tp 2 --loads 8192x1 8192x128 0x64 0x256 ;;
+    mla) bench 560 --model "${MODEL:-deepseek-v2-lite}" --backends ${MLA_BACKENDS:-pat fa3} \
+      --loads 8192x128 4096x64 0x64 --max-requests 128 ;;
     tp2agents) bench 500 --tp 2 --stream-interval 1 --loads '3000+4*1200x64' ;; # every token by itself
     tp2fp8) bench 440 --tp 2 --backends ${FP8_BACKENDS:-pat fa3 flashinfer} \
       --kv-cache-dtype fp8_e4m3 --loads 8192x128 ;;

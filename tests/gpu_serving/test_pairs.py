@@ -70,6 +70,7 @@ SERVED = {
     "granite_hybrid": "serves all 3 attention layers",
     "gemma3": "serves 2 of 4 attention layers (2 with a sliding window)",
     "gpt_oss": "serves 2 of 4 attention layers (2 with a sliding window)",
+    "deepseek_v2": "serves all 4 attention layers",
 }
 OF_FAMILIES = [
     row_of(
@@ -82,6 +83,7 @@ OF_FAMILIES = [
         says=(
             *(SERVED[family], "cuda graph: True"),
             "looks for shared prefixes in SGLang's radix cache (rust tree core)",
+            *["Chunked prefix cache is turned on"] * (family == "deepseek_v2"),
         ),
     )
     for family in FAMILIES
@@ -119,6 +121,8 @@ ROWS = [
     # Half of the layers are fa3's, the others cap their logits; all in one graph.
     row_of("gemma2-{}", PEERS[:1], loads=("multi_level",), windows=LAYERS // 2, says=()),
     *OF_FAMILIES,
+    row_of("deepseek_v2-{}-pages64", PEERS[:1], loads=THREE_LOADS),
+    row_of("deepseek_v2-{}-no_graphs", PEERS[:1], loads=("multi_level",)),
     *(TWO_GPUS if torch.cuda.device_count() > 1 else []),
 ]
 REFUSED = [

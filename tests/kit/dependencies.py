@@ -30,6 +30,7 @@ _BY_VERDICT = {
             "model_config.head_dim model_config.num_attention_heads model_config.get_num_kv_heads "
             "model_config.v_head_dim"
         ),
+        "latents instead of K and V (MLA), read on a Hopper": "model_config.attention_arch",
         "the longest row, which sizes the workspace": "model_config.context_len",
         "which kind of forward this is": "batch.forward_mode",
         "the queries of a step, their rows, lengths and where their K/V go": (
@@ -77,7 +78,6 @@ _BY_VERDICT = {
         "other than the model's or fp8_e4m3": "runner.kv_cache_dtype",
         "quantized K/V, see support.Server.quantized": "runner.kv_cache_dtype_str",
         "a device without an executor": "runner.device",
-        "latents instead of K and V (MLA)": "model_config.attention_arch",
         "rows shifted by the encoder's tokens": "model_config.is_encoder_decoder",
         "only pools with virtual slot ids ask": "batch.out_cache_loc_is_physical",
         "encoder-decoder models only": "batch.cross_attention_custom_mask",

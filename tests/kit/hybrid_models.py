@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of linear attention, state spaces or windows beside attention, with weights on which
-attention matters, in the layout in which SGLang loads them from a folder.
+"""Small models of linear attention, state spaces or windows beside attention, and of latents, with
+weights on which attention matters, in the layout in which SGLang loads them from a folder.
 
 transformers makes and saves them; the numbers are ours. Norms are 1, matrices N(0, 1/fan_in), and
 queries and keys are scaled as in ``sglang_pat.demo.model``. The states forget slowly enough that
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kit.models import PLAIN
+from kit.models import DEEPSEEK, PLAIN
 from sglang_pat.demo.model import QK_SCALE
 
 HIDDEN = 512
@@ -129,6 +129,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,
     },
+    "deepseek_v2": _PLAIN
+    | {  # latents (MLA) of the published sizes, without experts
+        "class": "DeepseekV2Config",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,  # of the rope part, for transformers
+        "v_head_dim": 128,
+        "first_k_dense_replace": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": HIDDEN // 2,
+        "moe_layer_freq": 1,
+        "rope_scaling": DEEPSEEK["rope_scaling"],
+    },
 }
 # Sinks of the first and the last query head: as great as the greatest of a few hundred logits.
 SINKS = (6.0, 14.0)
@@ -208,6 +230,8 @@ def _values(
     if module in ("embed_tokens", "embeddings"):
         # Gemma scales what is looked up by the root of the width, and has it as output matrix too.
         scale = 2.0 / math.sqrt(HIDDEN) if family == "gemma3" else 0.5
+    elif module == "q_proj" and family == "deepseek_v2":
+        scale *= QK_SCALE**2  # its K is made by the same matrix as V
     elif module in ("q_proj", "k_proj") and family not in _NORMS_FROM_ONE:
         scale *= QK_SCALE
     elif module == "o_proj":

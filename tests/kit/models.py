@@ -166,6 +166,17 @@ DEEPSEEK = {  # MLA
 }
 
 
+# Latents of the published sizes, which the CUDA kernels read.
+LATENTS = DEEPSEEK | {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+
+
 class _Fields(dict[str, Any]):
     """A part of a configuration of a class that is not here."""
 

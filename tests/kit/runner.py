@@ -24,6 +24,13 @@ from sglang_pat.srt.stock import let_sglang_choose
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM = 8, 2, 64
+# Changes to a model's configuration that make it one of latents; its head dim is then a dummy.
+LATENTS = {
+    "attention_arch": AttentionArch.MLA,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "head_dim": 256,
+}
 
 # Fields of a model with QSA attention, as SGLang's parse_qsa_profile asks for them.
 QSA = {
@@ -68,6 +75,7 @@ def model_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> Simp
         "model_path": "dummy",
         "revision": None,
         "num_attention_heads": HEADS,
+        "get_num_attention_heads": lambda ranks: HEADS // ranks,
         "get_num_kv_heads": lambda ranks: KV_HEADS // ranks,
         "head_dim": DIM,
     }

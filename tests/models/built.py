@@ -86,7 +86,7 @@ def compare(architecture: str) -> dict[str, Any]:
         for layer in doctors | models
         if (doctors.get(layer) == "") != (models.get(layer) == "")
     }
-    # Where it starts and serves nothing for another reason, or is refused for MLA and the like.
+    # Where it starts and serves nothing for another reason, or is refused.
     elsewhere = not all(reason.serves for reason in found.reasons)
     return said | {"wrong": {} if elsewhere else wrong}
 
@@ -127,15 +127,14 @@ def build(server_args: Any, model_config: Any) -> torch.nn.Module:
 
 def reasons_in(model: torch.nn.Module, model_config: Any) -> dict[int, str]:
     """Why a layer of a model is SGLang's, or "", by its id."""
-    planned = layers.Heads(
-        model_config.num_attention_heads, model_config.get_num_kv_heads(1), model_config.head_dim
-    )
+    planned = layers.heads_by_config(model_config, 1)
+    taken = TAKEN | ({"q_rope", "k_rope"} if layers.reads_latents(planned) else set())
     callers = dict(callers_in(model))
     paths = {module: path for path, module in model.named_modules()}
     reasons: dict[int, str] = {}
     shared: dict[int, str] = {}
     gpu = SimpleNamespace(shared_memory_per_block_optin=SHARED)
-    for layer in layers.attention_layers(model):
+    for layer in layers.attention_layers(model, planned):
         keys = torch.empty(0, layer.tp_k_head_num, layer.qk_head_dim, dtype=torch.bfloat16)
         values = torch.empty(0, layer.tp_v_head_num, layer.v_head_dim, dtype=torch.bfloat16)
         pool = SimpleNamespace(device="cuda")
@@ -143,7 +142,7 @@ def reasons_in(model: torch.nn.Module, model_config: Any) -> dict[int, str]:
         with mock.patch.object(torch.cuda, "get_device_properties", lambda _: gpu):
             reason = layers.reason_against_layer(layer, torch.bfloat16, pool, planned)
         if not reason and layer in callers:
-            reason = ", ".join(sorted(set(arguments_of(*callers[layer]))))
+            reason = ", ".join(sorted({*arguments_of(*callers[layer])} - taken))
         reasons[layer.layer_id] = reasons.get(layer.layer_id) or reason
         # A layer that reads the K/V of another has the other's id.
         if number := re.search(r"\blayers\.(\d+)\.", paths.get(layer, "")):
@@ -161,8 +160,8 @@ def callers_in(model: torch.nn.Module) -> Iterator[tuple[Any, tuple[Any, str]]]:
 
 
 def arguments_of(module: Any, name: str) -> Iterator[str]:
-    """What ``module`` gives its attention ``name`` beside what every model gives, by its source;
-    what is None in this module is not given."""
+    """What ``module`` gives its attention ``name``, by its source; what is None in this module is
+    not given."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith("sglang."):
             tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
@@ -179,7 +178,7 @@ def _given(node: ast.AST, module: Any, name: str) -> Iterator[str]:
             value = _value(keyword.value, module)
             if keyword.arg is None:
                 yield from value if isinstance(value, dict) else ()
-            elif keyword.arg not in TAKEN and value is not None:
+            elif value is not None:
                 yield keyword.arg
     for child in children:
         yield from _given(child, module, name)

@@ -16,6 +16,7 @@ KINDS = (
     *("IQuestLoopCoderForCausalLM", "GptOssForCausalLM", "MiMoV2ForCausalLM", "SDARForCausalLM"),
     *("IQuestQ1ForCausalLM", "Grok1ModelForCausalLM", "Qwen3NextForCausalLM"),
     *("MiniMaxM3SparseForCausalLM", "InklingForConditionalGeneration"),
+    *("DeepseekV2ForCausalLM", "KimiLinearForCausalLM"),
 )
 
 

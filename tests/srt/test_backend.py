@@ -547,7 +547,8 @@ def test_a_layer_writes_its_kv_and_then_attends(
     assert k_cache.data_ptr() == pool.get_key_buffer(1).data_ptr()
     assert v_cache.data_ptr() == pool.get_value_buffer(1).data_ptr()
     assert torch.equal(q, given_q.view(QUERIES, HEADS, HEAD_DIM))
-    rest = {"sinks": None, "k_scale": 1.0, "v_scale": 1.0}  # the layer's count in fp8_e4m3 only
+    rest = {"sinks": None, "q_rope": None}
+    rest |= {"k_scale": 1.0, "v_scale": 1.0}  # the layer's count in fp8_e4m3 only
     assert options == {"scale": layer.scaling, "logit_cap": layer.logit_cap} | rest
     assert torch.equal(out, given_q), "what the executor wrote, one row a query"
     # As in layers that share their K/V with another one, or that write it themselves.

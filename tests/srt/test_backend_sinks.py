@@ -42,6 +42,7 @@ class SinkBed(BackendBed):
             num_q_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
+            v_head_dim=HEAD_DIM,
             draft_tokens=draft_tokens,
         )
         mixin = PatDecodeMixin if draft_tokens == 1 else PatVerifyMixin

@@ -13,7 +13,18 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.runner import BF16, DIM, E4M3, FP16, HEADS, make_layer, make_pool, make_runner, set_ranks
+from kit.runner import (
+    BF16,
+    DIM,
+    E4M3,
+    FP16,
+    HEADS,
+    LATENTS,
+    make_layer,
+    make_pool,
+    make_runner,
+    set_ranks,
+)
 from kit.runner import KV_HEADS as RUNNERS_KV_HEADS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
@@ -84,6 +95,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return facts
 
 
+NO_KERNEL = "not both one of (64, 128, 256), nor 576 and 512"
 CPU, GPU, CLIP = "cpu", "cuda:1", {"logit_cap": 30.0, "logit_capping_method": "clip"}
 
 
@@ -125,8 +137,14 @@ CPU, GPU, CLIP = "cpu", "cuda:1", {"logit_cap": 30.0, "logit_capping_method": "c
         (GPU, {}, ""),
         (GPU, {"dims": (128, 128), "group": 16}, ""),
         (GPU, {"dims": (256, 256)}, ""),
-        (GPU, {"dims": (96, 96)}, "head dims 96 and 96, not both one of (64, 128, 256)"),
-        (GPU, {"dims": (128, 64)}, "head dims 128 and 64, not both one of (64, 128, 256)"),
+        (GPU, {"dims": (96, 96)}, "head dims 96 and 96, " + NO_KERNEL),
+        (GPU, {"dims": (128, 64)}, "head dims 128 and 64, " + NO_KERNEL),
+        (GPU, {"dims": (288, 256)}, "head dims 288 and 256, " + NO_KERNEL),  # MiniCPM3's latents
+        (GPU, {"dims": (512, 512)}, "head dims 512 and 512, " + NO_KERNEL),  # without a rope part
+        (GPU, {"dims": (576, 512), "group": 32}, ""),
+        (GPU, {"dims": (576, 512), "group": 33}, "33 query heads on a latent, of which packing "
+         "saves nothing"),
+        (CPU, {"dims": (576, 512), "group": 33}, ""),
         (GPU, {"group": 17}, "17 query heads per KV head, more than 16"),
         (GPU, {"group": 8, "drafts": 8}, ""),
         (GPU, {"group": 8, "drafts": 9}, "9 draft tokens of 8 query heads per KV head: from 65 "
@@ -223,6 +241,36 @@ def test_a_survey_of_a_loaded_model(
     assert found.serves_none is ("none" in words)
 
 
+WITH_CAP = {"logit_cap": 30.0, "logit_capping_method": "clip"}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("absorbed", "expanding", "reason"),
+    [
+        ({}, {}, ""),
+        ({}, WITH_CAP, ""),
+        (WITH_CAP, {}, "logit capping by clip"),
+    ],
+)
+def test_of_a_layer_with_latents_the_module_that_decodes_counts(
+    absorbed: dict[str, Any], expanding: dict[str, Any], reason: str, first: int
+) -> None:
+    """As SGLang's DeepSeek has it; the other expands latents and prefills."""
+    modules = [
+        RadixAttention(HEADS, 576, 1.0, 1, layer_id=0, v_head_dim=512, **absorbed),
+        RadixAttention(HEADS, 192, 1.0, HEADS, layer_id=0, v_head_dim=128, **expanding),
+    ]
+    latents = torch.zeros(1, 1, 576, dtype=BF16)
+    pool = make_pool(0)
+    pool.get_key_buffer = {0: latents}.__getitem__
+    pool.get_value_buffer = {0: latents[..., :512]}.__getitem__
+    runner = make_runner(
+        [modules[first], modules[1 - first]], config=LATENTS, token_to_kv_pool=pool
+    )
+    assert survey_layers(runner).reasons == {0: reason}
+
+
 def test_layers_that_transformers_code_gets_out_of_a_dict_are_seen() -> None:
     runner = make_runner([], token_to_kv_pool=make_pool(2))
     runner.model.attention_instances = {0: make_layer(0), 1: make_layer(1, **WINDOW)}
@@ -238,7 +286,9 @@ def test_a_layer_without_kv_in_the_pool_is_not_decided(caplog: pytest.LogCapture
 
 def test_a_rank_has_its_share_of_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     set_ranks(monkeypatch, 2)
-    assert heads_of(make_runner([])) == (HEADS // 2, RUNNERS_KV_HEADS // 2, DIM, 1)
+    assert heads_of(make_runner([])) == (HEADS // 2, RUNNERS_KV_HEADS // 2, DIM, 1, 0)
+    latents = heads_of(make_runner([], config=LATENTS))
+    assert latents == (HEADS // 2, 1, 576, 1, 512) and latents.output_dim == 512
 
 
 def test_layers_in_words() -> None:

@@ -23,6 +23,7 @@ from kit.models import (
     GEMMA4,
     GPT_OSS,
     IQUEST_Q1,
+    LATENTS,
     LLAMA,
     LLAMA4,
     MINICPM,
@@ -85,12 +86,14 @@ RULES = (
          {"page_size"}),
     Rule(PAGES, LLAMA, "B200", "trtllm_mha", {"page_size"}),
     Rule(FA4_PAGES, STEP3P5, "B200", "fa4", {"page_size"}),
+    Rule("arg_groups.model_override_base.get_default_attn_backend", LATENTS, "H100", "fa3", set()),
     Rule("arg_groups.overrides._attention_backend_fa3_fp8_fallback", LLAMA, "H100", "triton",
          set(), {"kv_cache_dtype": "fp8_e5m2"}),
 )  # fmt: skip
 # What is asked of the resolved names while the server runs, and so is of the base, too: whether a
 # hybrid with gated delta nets runs on Blackwell, in which dtype sinks are made, whether relative
-# positions can be had, what drafts run on, which access to a quantized K/V cache is checked.
+# positions can be had, what drafts run on, which access to a quantized K/V cache is checked; with
+# latents, how a model prefills, in chunks behind a cached prefix too, and how it gives its queries.
 ASKED_LATER = (
     "layers.attention.attention_registry.attn_backend_wrapper",
     "models.gpt_oss.GptOssAttention",
@@ -101,6 +104,9 @@ ASKED_LATER = (
     "layers.attention.flashinfer_backend.FlashInferAttnBackend",
     "layers.attention.trtllm_mha_backend.TRTLLMHAAttnBackend",
     "mem_cache.kv_cache_configurator.KVCacheConfigurator",
+    "model_executor.model_runner_components.misc_utils.maybe_disable_chunked_prefix_cache",
+    "models.deepseek_v2.DeepseekV2AttentionMLA",
+    "models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin",
 )
 
 

@@ -23,7 +23,9 @@ from sglang_pat.workspace import Workspace
 
 pytest.importorskip("sglang", reason="the memory saver is SGLang's")
 
+from kit.runner import LATENTS
 from sglang.srt import runtime_context, utils
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
@@ -37,10 +39,12 @@ LOST = 0x5A  # what stands in memory that came back
 class FakeWorkspace(Workspace):
     """On the CPU, without the kernels: ``load`` notes what it copies."""
 
-    def __init__(self, target: Target, *_: Any, list_tokens: int, region: Any, **__: Any) -> None:
+    def __init__(
+        self, target: Target, *_: Any, list_tokens: int, region: Any, launch: str, **__: Any
+    ) -> None:
         self.device = torch.device("cpu")
         self.target, self.max_context = target, 64
-        self.given_tokens = list_tokens
+        self.given_tokens, self.given_launch = list_tokens, launch
         with region():
             names = ("plan", "queue", "row_masks", "list")
             self._buffers = {name: torch.full((64,), LOST, dtype=torch.uint8) for name in names}
@@ -96,6 +100,7 @@ class Server:
             monkeypatch.setattr(where, name, value)
         self.tags: list[str] = []
         self.enabled = True  # SGLang's memory saver
+        self.model: dict[str, Any] = {}  # changes to the model's configuration
         self.table: Any = SimpleNamespace(device=torch.device("cuda", 0), shape=(65, 4100))
 
     @contextmanager
@@ -111,7 +116,9 @@ class Server:
             max_total_num_tokens=400_000,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table, size=requests),
             model_config=SimpleNamespace(
-                num_attention_heads=32, head_dim=128, get_num_kv_heads=lambda _: 8
+                get_num_attention_heads=lambda _: 32,
+                get_num_kv_heads=lambda _: 8,
+                **({"attention_arch": AttentionArch.MHA, "head_dim": 128} | self.model),
             ),
         )
         return make_executor(runner, PatConfig(**options))
@@ -205,6 +212,15 @@ def test_the_server_gives_the_workspace_its_size(
     assert len(caplog.messages) == 1
 
 
+def test_with_latents_the_workspace_is_for_the_outputs_of_heads(server: Server) -> None:
+    server.model = LATENTS
+    target = server.executor(4096, workspace_mb=256).target
+    assert (target.num_kv_heads, target.head_dim, target.v_head_dim) == (1, 576, 512)
+    # Plan, list and the like are some 20 MB, the rest is for partial results.
+    assert 0.9 * 256 * MB < target.max_partials * 32 * 512 * 4 < 256 * MB
+    assert target.max_partials * 32 * 576 * 4 > 256 * MB
+
+
 @pytest.mark.parametrize(
     ("options", "policy", "partial_bytes"),
     [({}, "default", 4), ({"policy": "pat", "partial": "bf16"}, "pat", 2)],
@@ -212,5 +228,10 @@ def test_the_server_gives_the_workspace_its_size(
 def test_the_options_of_the_server_reach_the_target(
     server: Server, options: dict[str, str], policy: str, partial_bytes: int
 ) -> None:
-    target = server.executor(**options).target
-    assert (target.policy, target.partial_bytes) == (policy, partial_bytes)
+    held = server.executor(**options)
+    assert (held.target.policy, held.target.partial_bytes) == (policy, partial_bytes)
+    launches = []
+    for server.model in ({}, LATENTS):
+        workspace: Any = server.executor(**options)._workspace
+        launches.append(workspace.given_launch)
+    assert launches == ["streams" if policy == "pat" else "queue", "queue"]

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.runner import E4M3, FP16, QSA, make_pool, make_runner, model_config, server_args
+from kit.runner import E4M3, FP16, LATENTS, QSA, make_pool, make_runner, model_config, server_args
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache import kv_cache_dtype
 from sglang.srt.platforms.interface import SRTPlatform
@@ -34,6 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a"))
     monkeypatch.setattr(_C, "cuda_probe", lambda _: {"ok": True}, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(kv_cache_dtype, "current_platform", SRTPlatform())
     for row in (*support.MACHINE, *support.REFUSED):
         if row.variable:
@@ -92,7 +93,11 @@ HND = "SGLANG_USE_HND_KVCACHE"
         ({}, {}, _pool("unquantized"), ""),
         ({}, {}, _pool(full_kv_pool=object()), ""),
         ({"device": "xpu"}, {}, {}, f"on cpu, cuda, not on 'xpu': .*--device cpu .*, or {CHOOSE}"),
-        ({}, {"attention_arch": AttentionArch.MLA}, {}, f"uses MLA, .*: {CHOOSE}"),
+        ({}, LATENTS, {}, ""),
+        ({}, LATENTS | {"dtype": FP16}, {"dtype": FP16, "kv_cache_dtype": FP16},
+         "the model is torch.float16, on cuda pat takes bfloat16: set one as --dtype$"),
+        ({"device": "cpu"}, LATENTS, {}, "uses MLA, .*torch_native .*: start the server on a GPU$"),
+        (E4M3_OPTION, LATENTS, IN_E4M3, f"read latents in float8_e4m3fn: {AUTO[:-1]} or {CHOOSE}"),
         ({}, {"is_encoder_decoder": True}, {}, f"encoder-decoder .*: {CHOOSE}"),
         ({}, OCR, {"prefill_aware_swa": True}, f"its last tokens .Unlimited.*: {CHOOSE}"),
         ({}, {"dtype": FP32}, IN_FP32,
@@ -236,6 +241,10 @@ SPLIT_DRAFTS = NGRAM | {
          "decode runs on triton", "set --decode-attention-backend pat"),
         ({}, {"attention_backend": "triton"}, {}, "", ""),
         ({}, {"attention_backend": "dsv4"}, {}, "on dsv4, which pat cannot extend", "drop pat"),
+        ({}, {}, LATENTS, "", ""),
+        ({}, {"attention_backend": "flashmla"}, LATENTS, "on flashmla, which pat", "drop pat"),
+        ({}, {"attention_backend": "triton"}, LATENTS, "on triton, which pat cannot", "drop pat"),
+        (EAGLE, {}, LATENTS, "does not verify drafts", "drop that option"),
         ({"dllm_algorithm": "LowConfidence"}, {}, {}, "never decodes", "nothing is lost"),
         ({"speculative_algorithm": "DFLASH"}, {}, {}, "that is SGLang's attention: pat verifies "
          "those of EAGLE, EAGLE3, STANDALONE, NGRAM", "drop that option"),
@@ -294,6 +303,15 @@ def test_speculation_that_is_served(args: dict[str, Any], trees: bool) -> None:
         assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM" in reason.words
         assert support.draft_tokens_of(server.args) == 1
     assert support.draft_tokens_of(by_arguments({}).args) == 1
+
+
+def test_latents_are_for_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "compute_100"))
+    for name, served in (("h200", True), ("h100", True), ("a100", False), ("b200", False)):
+        found = support.idle_reasons(by_arguments(LATENTS, gpu=GPUS[name]), 2)
+        words = [reason.words for reason in found]
+        assert served == (words == []) and all("compute capability 9.0" in each for each in words)
+        assert support.idle_reasons(by_arguments({}, gpu=GPUS[name]), 2) == []
 
 
 def test_minimax_gains_elsewhere_and_one_request_may_be_enough() -> None:

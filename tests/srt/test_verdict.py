@@ -26,6 +26,7 @@ from kit.models import (
     GEMMA2,
     GEMMA4,
     GPT_OSS,
+    LATENTS,
     LLAMA,
     LLAMA4,
     MINICPM,
@@ -95,6 +96,7 @@ def with_vision(name: str, family: str) -> dict[str, Any]:
     return model(f"{name}ForConditionalGeneration", family, text_config=text)
 
 
+NO_KERNEL = "not both one of (64, 128, 256), nor 576 and 512"
 CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
 LFM2 = model("Lfm2ForCausalLM", "lfm2", layer_types=CONVOLUTIONS)
 LAYERS = ["jet", "attn", "jet", "swa"]
@@ -107,8 +109,11 @@ MIMO = model(  # K of 192, V of 128; windows in two of four layers
     attention_chunk_size=128,
 )
 GEMMA3_MM = with_vision("Gemma3", "gemma3")
-BAILING = model("BailingMoeV2_5ForCausalLM", "bailing_hybrid")
-KIMI = model("KimiLinearForCausalLM", "kimi_linear", qk_nope_head_dim=32, qk_rope_head_dim=16)
+OF_LATENTS = {name: LATENTS[name] for name in LATENTS if name.startswith(("kv_lora", "qk_"))}
+LINEAR = {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 64, "num_heads": 4}
+LINEAR |= {"short_conv_kernel_size": 4}
+BAILING = model("BailingMoeV2_5ForCausalLM", "bailing_hybrid", **OF_LATENTS)
+KIMI = model("KimiLinearForCausalLM", "kimi_linear", linear_attn_config=LINEAR, **OF_LATENTS)
 HALVES = ["sliding_attention", "full_attention"] * 2
 GRANITE_SWA = model(
     *("GraniteSWAForCausalLM", "granite_swa"),
@@ -145,7 +150,7 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         (LLAMA4, ON_FA3, [3], {CHUNKED: [0, 1, 2]}),
         (EXAONE4, (), [3], {SLIDING: [0, 1, 2]}),
         (MINIMAX_M3, (), [0], {SPARSE: [1, 2, 3]}),
-        (GEMMA4, (), [], {"head dims 512 and 512, not both one of (64, 128, 256)": [1, 3],
+        (GEMMA4, (), [], {f"head dims 512 and 512, {NO_KERNEL}": [1, 3],
                           SLIDING: [0, 2]}),
         (published("qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
         (with_vision("Qwen3_5", "qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
@@ -157,7 +162,7 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         (published("gemma3"), (), [1, 3], {SLIDING: [0, 2]}),
         (GEMMA3_MM, (), [1, 3], {SLIDING: [0, 2]}),
         # MiMo: the windows are named as such, though config.json has a chunk size.
-        (MIMO, (), [], {"head dims 192 and 128, not both one of (64, 128, 256)": [0, 3],
+        (MIMO, (), [], {f"head dims 192 and 128, {NO_KERNEL}": [0, 3],
                         SLIDING: [1, 2]}),
         # Sinks are served.
         *((config, (), [1, 3], {SLIDING: [0, 2]}) for config in (GPT_OSS, GRANITE_SWA, INTERN_OSS)),
@@ -170,6 +175,13 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         # Weights whose kernels this machine lacks.
         (LLAMA | {"quantization_config": GPTQ}, (), [0, 1, 2, 3], {}),
         (LLAMA | {"quantization_config": {"quant_method": "mxfp4"}}, (), [0, 1, 2, 3], {}),
+        (LATENTS, (), [0], {}),
+        (LATENTS, ("--page-size", "64", "--tp", "2"), [0], {}),
+        (LATENTS | {"num_attention_heads": 64, "num_key_value_heads": 64}, ("--tp", "2"), [0], {}),
+        (LATENTS | {"num_attention_heads": 64, "num_key_value_heads": 64}, (), [],
+         {"64 query heads on a latent, of which packing saves nothing": [0]}),
+        (DEEPSEEK, (), [], {f"head dims 80 and 64, {NO_KERNEL}": [0]}),
+        (KIMI, (), [3], {OFF: [0, 1, 2]}),
         (GEMMA2, CHAINS, [], {SLIDING: [0, 2], CAPPED: [1, 3]}),
         (GEMMA2 | {"attn_logit_softcapping": None}, CHAINS, [1, 3], {SLIDING: [0, 2]}),
     ],
@@ -212,10 +224,14 @@ DSA = DEEPSEEK | {
 @pytest.mark.parametrize(
     ("config", "flags", "gpu", "status", "reason", "way_out"),
     [
-        (DEEPSEEK, ("--dtype", "bfloat16"), "", "refused", "uses MLA", CHOOSE),
-        (KIMI, (), "H100", "refused", "the model uses MLA", CHOOSE),
-        (BAILING, (), "H100", "refused", "the model uses MLA", CHOOSE),
-        (DSA, (), "H100", "refused", "the model uses MLA", CHOOSE),
+        (DEEPSEEK, ("--dtype", "bfloat16"), "", "refused", "which SGLang's torch_native does not "
+         "run", "start the server on a GPU"),
+        (LATENTS, FP8, "H100", "refused", "does not read latents in float8_e4m3fn",
+         "set --kv-cache-dtype auto"),
+        (DSA, (), "H100", GAIN, "decode runs on dsa, which pat cannot extend", "where it was SGLa"),
+        (LATENTS, ("--prefill-attention-backend", "flashmla"), "H100", GAIN, "decode runs on "
+         "flashmla, which pat cannot extend", "where it was SGLang's choice"),
+        (LATENTS, NGRAM, "H100", GAIN, "does not verify drafts of such a model", "drop that"),
         # Transformers has the model, but no code of it that SGLang can run.
         (model("JambaForCausalLM", "jamba"), (), "H100", "refused", "has no SGlang impl", ""),
         (LLAMA, ("--dtype", "float32"), "H100", "refused", "torch.float32", "set one as --dtype"),

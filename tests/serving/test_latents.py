@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small DeepSeek-V2 (MLA): the tokens of SGLang's own backend, packed. In prefills it gives
+latents (plugins/pat_latents.py), as on a CPU SGLang's attention runs no other; the model's decode
+steps, the pool and the tree are SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from kit.hybrid_models import make_hybrid
+
+from .server import Config, ServingServer, disagreements
+from .workloads import WORKLOADS
+
+ENV = (("PAT_TEETH_CPU", "pat_latents"),)
+CONFIGS = {
+    "stock": Config("stock", "torch_native", env=ENV, plugins=True),
+    "whole": Config("whole", env=ENV, plugins=True),
+    # On larger pages, and a request alone is pat's, too.
+    "parts": Config(
+        "parts",
+        args=("--page-size", "16"),
+        env=(*ENV, ("PAT_TEETH_PARTS", "1"), ("SGLANG_PAT_MIN_BATCH", "1")),
+        plugins=True,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServingServer]]:
+    folder: Path = tmp_path_factory.mktemp("latents")
+    model = make_hybrid(folder / "model", "deepseek_v2", dtype="float32")
+    with ExitStack() as stack:
+        made = {name: ServingServer(model, each, folder / name) for name, each in CONFIGS.items()}
+        for server in made.values():
+            stack.callback(server.stop)
+            server.start()
+        for server in made.values():
+            server.wait_until_ready()
+        yield made
+
+
+@pytest.mark.parametrize("queries", ["whole", "parts"])
+def test_answers_equal_the_stock_backends(servers: dict[str, ServingServer], queries: str) -> None:
+    server, stock = servers[queries], servers["stock"]
+    for name in ("multi_level", "disjoint"):
+        work = WORKLOADS[name]
+        answers, counted = server.counted(server.ask, work)
+        assert disagreements(answers, stock.ask(work)) == []
+        assert not counted.fallbacks and not counted.base_layers
+        if name == "multi_level":
+            assert counted.packed_steps >= work.new_tokens[0] - 3
+            assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
+        else:
+            assert counted.packed_steps == 0 < counted.decode_steps
+    assert "serves all 4 attention layers" in server.text()
