@@ -61,7 +61,7 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
         ("q", shifted, r"multiples of 16 bytes"),
         ("k_cache", torch.Tensor.half, r"k_cache is torch\.float16"),
         ("k_cache", torch.Tensor.cpu, r"k_cache is on cpu, q on cuda:0"),
-        ("v_cache", lambda t: t[..., :64], r"v_cache has head dim 64, q 128"),
+        ("v_cache", lambda t: t[..., :64], r"V has head dim 64, K 128: must be alike"),
         ("req_to_token", torch.Tensor.cpu, r"req_to_token is on cpu"),
         ("rows", lambda t: t[:3], r"3 rows and 6 seq_lens"),
         ("seq_lens", torch.Tensor.cpu, r"seq_lens is on cpu, the workspace on cuda:0"),
