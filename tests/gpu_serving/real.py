@@ -172,9 +172,9 @@ def judge(setting: Setting, of: dict[str, Served]) -> dict[str, Any]:
 
 
 def beside_alone(setting: Setting, of: dict[str, Served | str]) -> dict[str, Any]:
-    """For people: what is known of a setting of which a server was lost. Two servers of SGLang's
-    own that decode on FlashInfer have died of an illegal memory access under this load, and two
-    hung (2026-11-29)."""
+    """For people: what is known of a setting of which a server was lost. Of SGLang's own servers
+    that decode on FlashInfer, three died of an illegal memory access under this load and one hung
+    (2026-11-29)."""
     ours, reference = of[setting.servers[0]], of[setting.servers[1]]
     if isinstance(ours, str) or isinstance(reference, str):
         return {}
