@@ -218,12 +218,25 @@ def test_without_time_nothing_runs(
     assert command.main(given) == 0 and "the time is up" in capsys.readouterr().out
 
 
-def test_results_are_shown_again_and_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_backends_take_turns_and_the_first_run_is_not_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [tmp_path / "a", tmp_path / "b"]
-    about = {"kind": "serving", "date": "today", "device": "a GPU", "versions": {}, "settings": {}}
-    for file, rows in zip(files, (ROWS[:3], ROWS[3:]), strict=True):
-        file.write_text(json.dumps(about | {"rows": rows}))
-    assert command.main(["--from", *map(str, files)]) == 0
-    assert "pat / flashinfer: 0.400" in capsys.readouterr().out
+    asked: list[tuple[int, str, str]] = []
+
+    def run_once(server: str, load: Load, _options: Any, turn: int, _folder: Path) -> Any:
+        asked.append((turn, load.name, server))
+        return row(server, turn, 9.0)
+
+    monkeypatch.setattr(command, "serve", lambda *_, **how: nullcontext({"fa3": "fa3", "b": "b"}))
+    monkeypatch.setattr(command, "run_once", run_once)
+    file = tmp_path / "rows.json"
+    loads = ["--loads", "0x2", "0x3", "--runs", "2", "--json", str(file)]
+    assert command.main(["--device", "cpu", "--folder", str(tmp_path), *loads]) == 0
+    orders = (("fa3", "b"), ("b", "fa3"))
+    pairs = [
+        (n, load, b) for n, order in enumerate(orders) for load in ("0x2", "0x3") for b in order
+    ]
+    assert asked == [(-1, "0x2", "b"), (-1, "0x2", "fa3"), *pairs]
+    rows = json.loads(file.read_text())["rows"]
+    assert [(each["run"], each["load"], each["backend"]) for each in rows] == pairs
+    assert command.main(["--from", str(file), str(file)]) == 0  # shown again, and together

@@ -14,11 +14,11 @@ from benchmarks.serving.model import write_tokenizer
 from sglang_pat.demo.model import make_model
 
 BACKENDS = ["pat", "torch_native"]
-LOADS = ["0x4", "100+2*60x3"]
+LOADS = ["0x4", "100+2*60x2"]
 VOCAB = 512
 
 
-def test_loads_run_on_two_servers_in_turns(
+def test_loads_run_on_two_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("sglang", reason="serving needs SGLang 0.5.23")
@@ -29,22 +29,18 @@ def test_loads_run_on_two_servers_in_turns(
     write_tokenizer(model, VOCAB, end=0)
     servers = ["--device", "cpu", "--model", str(model), "--backends", *BACKENDS]
     servers += ["--pool-tokens", "16384", "--max-requests", "8", "--stream-interval", "1"]
-    sizes = ["--runs", "2", "--agent-context", "700", "--output-tokens", "60"]
+    sizes = ["--runs", "1", "--agent-context", "560", "--output-tokens", "60"]
     files = ["--folder", str(tmp_path), "--json", str(file)]
     assert command.main([*servers, "--loads", *LOADS, *sizes, *files]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["run"], row["load"], row["backend"]) for row in rows] == [
-        (run, load, backend)
-        for run, order in enumerate((BACKENDS, BACKENDS[::-1]))
-        for load in LOADS
-        for backend in order
-    ]
+    pairs = [(load, backend) for load in LOADS for backend in BACKENDS]
+    assert [(row["load"], row["backend"]) for row in rows] == pairs
     for row in rows:
         # On a loaded machine several tokens may arrive at once, so the median may be 0.
         assert row["p99_itl_ms"] > 0 and row["median_tpot_ms"] > 0 and row["median_ttft_ms"] > 0
         assert row["steady"]["output_throughput"] > 0
         agents = row["load"] == LOADS[1]
-        assert row["completed"] >= 9 if agents else row["completed"] == 4
+        assert row["completed"] >= 6 if agents else row["completed"] == 4
         assert row["total_output_tokens"] == row["completed"] * (90 if agents else 60)
         if row["backend"] != "pat":
             assert "counted" not in row
