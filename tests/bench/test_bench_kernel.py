@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +14,16 @@ import pytest
 import torch
 from kit.bench import RATES, chain_batch, replace_device, row
 
-from benchmarks.common.document import Budget
-from benchmarks.common.forests import GENERATOR, PAPER_TREES, Forest
+from benchmarks.common.forests import GENERATOR, PAPER_TREES
 from benchmarks.kernel import __main__ as kernel
 from benchmarks.kernel import rows
-from benchmarks.kernel.cases import Case, Work, as_forest, asked, read_batches
+from benchmarks.kernel.cases import Work, asked, read_batches
 from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
 from benchmarks.kernel.layer import PatOptions, error_of
 from benchmarks.kernel.report import TreeRow, complaints, summary
-from sglang_pat.dump import Batch
 from sglang_pat.explain.tree import Tree
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
@@ -36,32 +32,6 @@ def work(*arguments: str) -> Work:
 
 
 # What is run
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "count", "heads", "first"),
-    [
-        ("", "trees", 80, "32/32 16/8 32/8 64/8", "1,10_4096,416-32/32"),
-        ("--quick", "trees", 5, "32/8", "1,10_4096,416-32/8"),
-        ("--heads 64/8 28/4 --trees 1,4_64,16", "trees", 2, "64/8 28/4", "1,4_64,16-64/8"),
-        ("--draft-tokens 4,8,4", "drafts", 2 * 3 * 24, "32/8 64/8 8/1", "1,64_8192,128-32/8 x 4"),
-        ("--draft-tokens 4 --quick", "drafts", 4, "32/8", "1,64_8192,128-32/8 x 4"),
-        ("--ragged --heads 8/1", "ragged", 54, "8/1", "uniform-0-8/1"),
-        ("--ragged --only skew *-3-8/1", "ragged", 9 * 5 + 5, None, "skew-0-32/8"),
-        ("--ragged --draft-tokens 2 --sample 3 --heads 8/1", "ragged", 3, "8/1", None),
-        ("--sample 1 --heads 8/1", "trees", 1, "8/1", "1,10_4096,416-8/1"),
-    ],
-)
-def test_what_is_run(
-    arguments: str, kind: str, count: int, heads: str | None, first: str | None
-) -> None:
-    found = work(*arguments.split())
-    names = [case.name for case in found.cases]
-    assert found.kind == kind and len(set(names)) == len(names) == count
-    if heads:
-        assert list(dict.fromkeys(str(case.heads) for case in found.cases)) == heads.split()
-    if first:
-        assert names[0] == first
 
 
 @pytest.mark.parametrize(
@@ -92,16 +62,6 @@ def test_what_cannot_be_run_is_refused(
     except SystemExit as end:
         assert end.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_cases_that_the_kernels_do_not_take_have_a_reason() -> None:
-    tree = Tree((5,), (64,))
-    assert not Case(Heads(32, 8), tree, 32).reason_against()
-    assert "draft_tokens is 33" in Case(Heads(32, 8), tree, 33).reason_against()
-    assert Case(Heads(32, 8, 256), tree, 32).reason_against()
-    assert Case(Heads(64, 2), tree).reason_against()
-    short = Case(Heads(32, 8), Forest("short", [[(0, 0, 60)], []], [65, 9]), 6)
-    assert "a tail has 5 tokens, must hold the 6 draft tokens" in short.reason_against()
 
 
 def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,16 +138,6 @@ def test_with_kv_of_8_bits_pat_may_be_twice_as_far_off_as_fa3() -> None:
     assert not worse.is_sound and not worse.wrong and "2.67" in complaints([worse])[0]
 
 
-def test_no_row_starts_that_would_not_end() -> None:
-    budget = Budget(time.monotonic() + 100.0)
-    assert budget.allows("row") and "s left" in str(budget)
-    budget.took("long", 101.0)
-    budget.took("short", 1.0)
-    assert budget.allows("short") and not budget.allows("long")
-    assert not budget.allows("short"), "once spent out, nothing starts any more"
-    assert Budget(math.inf).allows("row") and str(Budget(math.inf)) == ""
-
-
 # Batches of a server
 
 HEADER = {
@@ -236,11 +186,6 @@ def test_dumps_that_cannot_be_run(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         read_batches(Path(dump(tmp_path / "dump", count, **header)))
-
-
-def test_queries_without_tokens_are_left_out() -> None:
-    found = as_forest(Batch([[], [(1, 0, 5)]], [0, 9], 4))
-    assert found == Forest("batch-4", [[(1, 0, 5)]], [9])
 
 
 # Runs
@@ -324,28 +269,3 @@ def test_what_fails_is_left_out_and_what_is_wrong_is_named(
     assert "out of memory" in document["left_out"][0]
     assert kernel.main([*arguments, "--budget-s", "0"]) == 0
     assert "left out: 1,6_40,9-4/2/64: the time is up" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*kernel*.json")), ids=lambda file: file.stem)
-def test_the_results_of_the_pages_can_be_printed(file: Path) -> None:
-    assert kernel.main(["--from", str(file)]) == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}\n{}\n", "is not JSON"),
-        ('{"device": "NVIDIA H200", "rows": []}', "is JSON, but not of a benchmark"),
-        (
-            '{"kind": "serving", "command": "python -m benchmarks.serving", "settings": {}, '
-            '"rows": []}',
-            "use python -m benchmarks.serving --from",
-        ),
-    ],
-)
-def test_a_file_of_something_else_is_refused(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "run.json"
-    file.write_text(text)
-    assert kernel.main(["--from", str(file)]) == 2 and message in capsys.readouterr().err

@@ -210,14 +210,6 @@ def test_a_run_in_which_a_request_fails_is_none(
         servers.ask(load("0x2"), port=1, seed=0, folder=tmp_path)
 
 
-def test_without_time_nothing_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "serve", lambda *_, **how: nullcontext({"pat": None}))
-    given = ["--device", "cpu", "--budget-s", "0", "--folder", str(tmp_path)]
-    assert command.main(given) == 0 and "the time is up" in capsys.readouterr().out
-
-
 def test_backends_take_turns_and_the_first_run_is_not_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,16 +125,3 @@ def test_a_row_for_each_rule_with_a_right_output(monkeypatch: pytest.MonkeyPatch
     assert [row["rule"] for row in rows] == list(NAMES)
     assert all(row["error"] < 0.01 and row["family"] == "shared" for row in rows)
     assert [row["over_ours"] for row in rows] == [1 + place / 10 for place in range(len(NAMES))]
-
-
-def test_without_a_gpu_it_prints_what_plans_hold(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "papers.json"
-    assert papers.main(["--quick", "--heads", "8/1", "--json", str(file)]) == 0
-    out = capsys.readouterr().out
-    assert all(out.count(f"\n{name} ") == 3 for name in NAMES)
-    rows = json.loads(file.read_text())["rows"]
-    assert {row["rule"] for row in rows} == set(NAMES) and "us" not in rows[0]
-    read = {row["rule"]: row["read"] for row in rows if row["family"] == "uniform"}
-    assert read["pat-naive"] < read["relay"] < read["paged-v1"] == read["paged-v2"]
