@@ -20,8 +20,6 @@ from kit.drafts import chains, custom_mask
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpecInputType
-from transformers import GptOssConfig, GptOssForCausalLM
-from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 from benchmarks.common.reference import attention
 from sglang_pat.config import PatConfig
@@ -153,76 +151,3 @@ def test_sinks_of_another_form_are_the_bases(monkeypatch: pytest.MonkeyPatch, si
     bed.attend(bed.prepare(), layer_of(0), q, k, v, sinks=sinks)
     assert bed.backend.calls[-1] == "layer"
     assert bed.stats.base_layers == {"arguments sinks": 1}
-
-
-def small_gpt_oss() -> Any:
-    """As GPT-OSS is, but for its size: a group of 8, every second layer with a window of 128."""
-    config = GptOssConfig(
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        hidden_size=128,
-        intermediate_size=64,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=1100,
-        sliding_window=128,
-        layer_types=[SLIDING, FULL] * (LAYERS // 2),
-        initializer_range=0.3,  # so that tokens depend on the attention
-        attn_implementation="eager",
-    )
-    torch.manual_seed(0)
-    model = GptOssForCausalLM(config).eval()
-    for layer in model.model.layers:
-        layer.self_attn.sinks.data.copy_(torch.randn(HEADS) * 3)
-    return model
-
-
-@torch.no_grad()
-def tokens_of(model: Any, bed: SinkBed, steps: int = 12) -> list[list[int]]:
-    """What the model says to the requests of a test bed, greedily."""
-    ids = torch.tensor([list(req.full_untruncated_fill_ids) for req in bed.reqs])
-    found = model(ids, use_cache=True)
-    said = [found.logits[:, -1].argmax(-1)]
-    for _ in range(steps):
-        found = model(said[-1][:, None], past_key_values=found.past_key_values, use_cache=True)
-        said.append(found.logits[:, -1].argmax(-1))
-    return torch.stack(said, 1).tolist()
-
-
-def test_gpt_oss_says_the_same_with_its_full_layers_on_pat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer comes by with its sinks; those with a window are the base's."""
-    model, bed, eager = small_gpt_oss(), SinkBed(monkeypatch), gpt_oss.eager_attention_forward
-    expected = tokens_of(model, bed)
-    said = {token for tokens in expected for token in tokens}
-    assert len(said) > 20 and len({tuple(tokens) for tokens in expected}) == QUERIES
-    slots = torch.empty(0)
-
-    def attend(
-        module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any
-    ) -> Any:
-        nonlocal slots
-        layer = layer_of(module.layer_idx, 127 if module.sliding_window else -1)
-        by_token = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (k, v)]
-        whole = eager(module, q, k, v, *rest, **options)
-        if q.shape[2] > 1:
-            of_prompts = bed.table[bed.live.rows, : q.shape[2]].flatten().long()
-            bed.pool.set_kv_buffer(layer, of_prompts, *by_token, None, None)
-            return whole
-        if module.layer_idx == 0:
-            slots = bed.prepare()
-            bed.lens = bed.lens + 1
-        new = [tensor[:, :, -1] for tensor in (k, v)]
-        out = bed.attend(slots, layer, q.flatten(1), *new, sinks=module.sinks)
-        if module.sliding_window:
-            return whole
-        out = out.view(QUERIES, 1, HEADS, HEAD_DIM)
-        torch.testing.assert_close(out, whole[0], rtol=1e-4, atol=1e-4)
-        return out, None
-
-    monkeypatch.setattr(gpt_oss, "eager_attention_forward", attend)
-    assert tokens_of(model, bed) == expected
-    steps = len(expected[0]) - 1
-    assert bed.stats.packed_steps == steps and not bed.stats.fallbacks
-    assert bed.stats.base_layers == {"a sliding window": steps * LAYERS // 2}

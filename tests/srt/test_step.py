@@ -57,15 +57,6 @@ def test_paths_of_the_live_tree_are_packed_and_a_plan_is_kept(bed: StepBed) -> N
     assert not stats.fallbacks and not stats.private_requests
 
 
-def test_steady_steps_make_few_plans() -> None:
-    bed = StepBed("rust", queries=64)
-    for _ in range(256):
-        bed.plan()
-        bed.lens += 1
-    assert bed.stats.plans_made <= 8
-    assert bed.stats.plans_made + bed.stats.plans_reused == bed.stats.decode_steps == 256
-
-
 @pytest.mark.parametrize("what", ["row", "node", "protected"])
 def test_a_request_that_changes_makes_a_new_plan(bed: StepBed, what: str) -> None:
     first = bed.plan()

@@ -30,10 +30,8 @@ from kit.models import (
     LLAMA,
     LLAMA4,
     MINICPM,
-    MINIMAX_M3,
     PLAIN,
     QWEN3_MOE,
-    STEP3P5,
     VISION,
     of_its_own,
     write_config,
@@ -46,7 +44,7 @@ from transformers import AutoConfig
 
 from sglang_pat import _C
 from sglang_pat.capacity import MB, fit_workspace
-from sglang_pat.srt.facts import CAPPED, CHUNKED, SLIDING, SPARSE, TEMPERATURE
+from sglang_pat.srt.facts import CAPPED, CHUNKED, SLIDING
 from sglang_pat.srt.facts import NO_ATTENTION as OFF
 from sglang_pat.srt.verdict import QuestionError, Verdict, judge
 
@@ -101,19 +99,7 @@ CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
 LFM2 = model("Lfm2ForCausalLM", "lfm2", layer_types=CONVOLUTIONS)
 LAYERS = ["jet", "attn", "jet", "swa"]
 JET = model("JetNemotronForCausalLM", "jet_nemotron", layer_types=LAYERS)
-MIMO = model(  # K of 192, V of 128; windows in two of four layers
-    "MiMoV2FlashForCausalLM",
-    "mimo_v2_flash",
-    head_dim=192,
-    hybrid_layer_pattern=[0, 1, 1, 0],
-    attention_chunk_size=128,
-)
 GEMMA3_MM = with_vision("Gemma3", "gemma3")
-OF_LATENTS = {name: LATENTS[name] for name in LATENTS if name.startswith(("kv_lora", "qk_"))}
-LINEAR = {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 64, "num_heads": 4}
-LINEAR |= {"short_conv_kernel_size": 4}
-BAILING = model("BailingMoeV2_5ForCausalLM", "bailing_hybrid", **OF_LATENTS)
-KIMI = model("KimiLinearForCausalLM", "kimi_linear", linear_attn_config=LINEAR, **OF_LATENTS)
 HALVES = ["sliding_attention", "full_attention"] * 2
 GRANITE_SWA = model(
     *("GraniteSWAForCausalLM", "granite_swa"),
@@ -127,9 +113,6 @@ INTERN_OSS = {
     "vision_config": VISION | {"architectures": ["InternVisionModel"]},
 }
 GROK = of_its_own("Grok1ForCausalLM", attn_temperature_len=1024)
-INKLING = {"architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_mm_model"}
-SDAR, LLADA = "SDARForCausalLM", "LLaDA2MoeModelLM"
-ENCODER = "attention type encoder_only"
 SEED_OSS = model("SeedOssForCausalLM", "seed_oss")  # by transformers' code of it
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
@@ -144,33 +127,21 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         (LLAMA, FP8, [0, 1, 2, 3], {}),
         (QWEN3_MOE, ("--tp", "2"), [0, 1, 2, 3], {}),
         (GEMMA2, (), [1, 3], {SLIDING: [0, 2]}),
-        (STEP3P5, (), [0, 2], {SLIDING: [1, 3]}),
-        (published("qwen3_next"), (), [3], {OFF: [0, 1, 2]}),
-        (LLAMA4, (), [3], {CHUNKED: [0, 1, 2]}),
         (LLAMA4, ON_FA3, [3], {CHUNKED: [0, 1, 2]}),
         (EXAONE4, (), [3], {SLIDING: [0, 1, 2]}),
-        (MINIMAX_M3, (), [0], {SPARSE: [1, 2, 3]}),
         (GEMMA4, (), [], {f"head dims 512 and 512, {NO_KERNEL}": [1, 3],
                           SLIDING: [0, 2]}),
-        (published("qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
         (with_vision("Qwen3_5", "qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
         (published("falcon_h1"), (), [0, 1, 2], {}),
         (published("nemotron_h"), (), [3, 7, 11], {OFF: [0, 1, 2, 4, 5, 6, 8, 9, 10]}),
-        (published("granite_hybrid"), (), [1, 3, 5], {OFF: [0, 2, 4]}),
         (LFM2, (), [2], {OFF: [0, 1, 3]}),
         (JET, (), [1], {SLIDING: [3], OFF: [0, 2]}),
-        (published("gemma3"), (), [1, 3], {SLIDING: [0, 2]}),
         (GEMMA3_MM, (), [1, 3], {SLIDING: [0, 2]}),
-        # MiMo: the windows are named as such, though config.json has a chunk size.
-        (MIMO, (), [], {f"head dims 192 and 128, {NO_KERNEL}": [0, 3],
-                        SLIDING: [1, 2]}),
         # Sinks are served.
-        *((config, (), [1, 3], {SLIDING: [0, 2]}) for config in (GPT_OSS, GRANITE_SWA, INTERN_OSS)),
+        *((config, (), [1, 3], {SLIDING: [0, 2]}) for config in (GRANITE_SWA, INTERN_OSS)),
         # What stands in the models' code alone.
-        (INKLING, (), [], {"relative biases": list(range(16))}),
-        (GROK, (), [], {TEMPERATURE: [0, 1, 2, 3]}),
         (GROK | {"attn_temperature_len": -1}, (), [0, 1, 2, 3], {}),
-        *((of_its_own(name), (), [], {ENCODER: [0, 1, 2, 3]}) for name in (SDAR, LLADA)),
+        (of_its_own("LLaDA2MoeModelLM"), (), [], {"attention type encoder_only": [0, 1, 2, 3]}),
         (SEED_OSS, (), [0, 1, 2, 3], {}),
         # Weights whose kernels this machine lacks.
         (LLAMA | {"quantization_config": GPTQ}, (), [0, 1, 2, 3], {}),
@@ -181,7 +152,6 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         (LATENTS | {"num_attention_heads": 64, "num_key_value_heads": 64}, (), [],
          {"64 query heads on a latent, of which packing saves nothing": [0]}),
         (DEEPSEEK, (), [], {f"head dims 80 and 64, {NO_KERNEL}": [0]}),
-        (KIMI, (), [3], {OFF: [0, 1, 2]}),
         (GEMMA2, CHAINS, [], {SLIDING: [0, 2], CAPPED: [1, 3]}),
         (GEMMA2 | {"attn_logit_softcapping": None}, CHAINS, [1, 3], {SLIDING: [0, 2]}),
     ],
@@ -204,7 +174,7 @@ def test_which_layers_are_served(
 
 CHOOSE, GAIN = "choose another --attention-backend", "nothing to gain"
 OVER_TRITON = ("--attention-backend", "triton", "--decode-attention-backend", "pat")
-HYBRIDS = ("qwen3_5", "falcon_h1", "nemotron_h", "granite_hybrid")
+HYBRIDS = ("qwen3_5", "falcon_h1")
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 SPLIT_FLAGS = (
     *("--prefill-attention-backend", "fa3", "--attention-backend", "triton"),
@@ -224,17 +194,11 @@ DSA = DEEPSEEK | {
 @pytest.mark.parametrize(
     ("config", "flags", "gpu", "status", "reason", "way_out"),
     [
-        (DEEPSEEK, ("--dtype", "bfloat16"), "", "refused", "which SGLang's torch_native does not "
-         "run", "start the server on a GPU"),
-        (LATENTS, FP8, "H100", "refused", "does not read latents in float8_e4m3fn",
-         "set --kv-cache-dtype auto"),
         (DSA, (), "H100", GAIN, "decode runs on dsa, which pat cannot extend", "where it was SGLa"),
         (LATENTS, ("--prefill-attention-backend", "flashmla"), "H100", GAIN, "decode runs on "
          "flashmla, which pat cannot extend", "where it was SGLang's choice"),
-        (LATENTS, NGRAM, "H100", GAIN, "does not verify drafts of such a model", "drop that"),
         # Transformers has the model, but no code of it that SGLang can run.
         (model("JambaForCausalLM", "jamba"), (), "H100", "refused", "has no SGlang impl", ""),
-        (LLAMA, ("--dtype", "float32"), "H100", "refused", "torch.float32", "set one as --dtype"),
         (GRANITE_SWA, (), "", "refused", "torch_native take no attention sinks",
          "restart with " + " ".join(OVER_TRITON)),
         (INTERN_OSS, (), "A100", "refused", "flashinfer and torch_native take no",
@@ -250,18 +214,7 @@ DSA = DEEPSEEK | {
         # The flags that it then asks for would only start a server that dies.
         *((published(family), NO_BUFFER, "", "refused", "SGLang's kernels of linear attention and "
            "state spaces need a GPU", "start the server") for family in HYBRIDS),
-        (LLAMA, (*NGRAM, "--speculative-num-draft-tokens", "65"), "H100", GAIN, "trees of 65 tok",
-         "set --speculative-num-draft-tokens to at most 32"),
-        (LLAMA, (*CHAINS, *SPLIT_FLAGS), "H100", GAIN,
-         "drafts are verified on", "set --speculative-attention-mode decode"),
-        (LLAMA, ("--decode-attention-backend", "fa3"), "H100", GAIN, "decode runs on fa3",
-         "set --decode-attention-backend pat"),
-        (LLAMA, ("--attention-backend", "flex_attention", "--decode-attention-backend", "pat"),
-         "H100", GAIN, "on flex_attention, which pat cannot", "where it was SGLang's choice"),
-        (LLAMA, ("--is-embedding",), "H100", GAIN, "model never decodes", CHOOSE),
-        # The next two are served all the same, each request by itself.
-        (LLAMA, ("--disaggregation-mode", "decode"), "H100", GAIN, "keeps no radix cache",
-         "set --disaggregation-decode-enable-radix-cache"),
+        # Served all the same, each request by itself.
         (LLAMA, ("--disable-radix-cache",), "H100", GAIN, "radix cache", "drop --disable-radix"),
     ],
 )  # fmt: skip
