@@ -15,7 +15,6 @@ pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.runner import (
     E4M3,
-    QSA,
     make_layer,
     make_pool,
     make_runner,
@@ -106,10 +105,6 @@ def test_a_model_with_a_served_layer_extends_the_base(
     ("layer", "changes", "warned"),
     [
         ({}, {"args": {"speculative_algorithm": "DFLASH"}}, "under --speculative-algorithm DFLASH"),
-        ({}, {"args": {"disaggregation_mode": "prefill"}}, "never decodes"),
-        ({}, {"config": {"is_generation": False}}, "embedding or reward"),
-        ({}, {"args": {"max_running_requests": 1}}, "lets at most 1 decode at a time"),
-        ({}, {"config": {"hf_config": QSA}}, "(QSA)"),
         (
             {},
             {"args": {"attention_backend": "torch_native", "prefill_attention_backend": "pat"}},

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ from sglang_pat.planner import Plan
 from sglang_pat.slots import SlotMismatch
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
-from sglang_pat.srt.step import StepClock, StepPlanner, known, micro_batches
+from sglang_pat.srt.step import StepPlanner, known, micro_batches
 
 SHARED = SYSTEM + 2 * TOOL  # tokens of the bed's requests that several share
 
@@ -334,11 +333,6 @@ class Turns:
         self.bed.check(plan, batch)
         return plan
 
-    def settle(self) -> list[Plan]:
-        for _ in range(SETTLE_STEPS + 2):
-            plans = [self.plan(turn) for turn in range(len(self.batches))]
-        return plans
-
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_micro_batches_that_take_turns_keep_their_plans(
@@ -357,34 +351,6 @@ def test_micro_batches_that_take_turns_keep_their_plans(
     assert bed.stats.plans_reused == count * (RECHECK_STEPS - 1)
     # Each is read until it has settled, as one batch alone would be.
     assert len(reads) == count * (SETTLE_STEPS + 1)
-
-
-def test_a_micro_batch_that_changes_leaves_the_others_their_plans(bed: StepBed) -> None:
-    turns = Turns(bed, 2)
-    first, second = turns.settle()
-    turns.batches[0] = bed.cache.batch(bed.reqs[2::2])  # one of its requests is done
-    changed = turns.plan(0)
-    assert bed.steps.made and changed is not first
-    assert turns.plan(1) is second and turns.plan(0) is changed and bed.stats.plans_made == 3
-
-
-def test_an_outgrown_plan_is_made_from_the_paths_of_its_own_micro_batch(bed: StepBed) -> None:
-    turns = Turns(bed, 2)
-    first, second = turns.settle()
-    turns.batches[0][1].add_(600)  # beyond what its plan holds for
-    again = turns.plan(0)
-    assert bed.steps.made and again is not first and again.num_queries == first.num_queries
-    assert turns.plan(1) is second
-
-
-def test_micro_batches_may_have_caches_of_their_own(bed: StepBed) -> None:
-    """What check mode compares with is the cache of the batch that was planned last."""
-    other, turns = StepBed("python"), Turns(bed, 2)
-    turns.batches[1] = (other.batch, other.lens)
-    for batch, lens in turns.batches * 2:
-        assert bed.steps.plan(batch, known(lens)) is not None
-        assert bed.steps.view.tree_cache is batch.tree_cache
-    assert bed.stats.plans_made == 2
 
 
 @pytest.mark.parametrize(
@@ -408,21 +374,3 @@ def test_there_are_as_many_micro_batches_as_sglangs_scheduler_loop_has(
         )
         scheduler_pp_mixin.SchedulerPPMixin.init_pp_loop_state(loop)
         assert loop.pp_loop_size == expected == len(loop.mbs)
-
-
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_a_preparation_is_hidden_while_the_gpu_is_busy(
-    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An event, recorded when it begins, says so; tests/gpu/test_graphs.py has a real one."""
-    asked: list[Any] = []
-    event = SimpleNamespace(
-        record=lambda: asked.append("record"), query=lambda: asked.append("query") or done
-    )
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    clock = StepClock(on_gpu=on_gpu)
-    clock.start()
-    for done in (False, True):
-        assert clock.is_hidden() == (on_gpu and not done)
-    assert asked == (["record", "query", "query"] if on_gpu else [])
-    assert clock.elapsed_ns() > 0
