@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kit.forks import NO_SPINNING, cpu_server, start_server
+from kit.forks import NO_SPINNING
 from kit.shell import fresh_shell  # noqa: F401
 
 from sglang_pat import cli
 from sglang_pat.demo.server import Server
-from sglang_pat.demo.standin import make_standin
 
 pytest.importorskip("sglang", reason="the examples need a server of SGLang 0.5.23")
 
@@ -183,18 +182,3 @@ def test_support_desk_shares_until_the_time_stands_first(
         named.append(min((int(token.replace(",", "")) for token in found), default=9999))
     assert float(factors[0]) > float(factors[1])
     assert named[1] < 60 < named[0]  # before the rules, and behind them
-
-
-def test_against_a_stock_server_the_savings_are_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Server, "_spawn", start_server)
-    model = make_standin(tmp_path / "model")
-    log = tmp_path / "server.log"
-    with Server(
-        model, backend="torch_native", device="cpu", log=log, args=ARGS, env=cpu_server()
-    ) as server:
-        output = _run("self_consistency", server, tmp_path, "--samples", "2", "--max-tokens", "8")
-    assert output.count("verdict: ") == 4
-    assert re.search(r"\n  ms per output token +\d", output), "to compare with pat's"
-    assert "What was saved: unknown, this server has no counters of pat" in output

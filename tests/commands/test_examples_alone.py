@@ -48,19 +48,34 @@ def test_a_users_bound_of_the_pool_counts(tmp_path: Path) -> None:
     assert "--max-total-tokens" not in launch("a/model", "--port", "1")
 
 
-def test_a_server_without_metrics_and_no_server_are_named(
-    capsys: pytest.CaptureFixture[str],
+class StockServer(BaseHTTPRequestHandler):
+    """As far as an example asks it."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"sglang:num_running_reqs 0.0\n")
+
+
+@pytest.mark.parametrize(
+    ("handler", "why"),  # the first answers 501
+    [
+        (BaseHTTPRequestHandler, ".*/metrics answers 501; .*--enable-metrics"),
+        (StockServer, "this server has no counters of pat; .*--attention-backend pat"),
+    ],
+)
+def test_a_server_without_metrics_or_pat_and_no_server_are_named(
+    handler: type, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from saved import savings
 
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # answers 501
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with savings(f"http://127.0.0.1:{server.server_port}"):
             print("asking")
         server.shutdown()
     assert re.search(
-        r"^asking\n\nWhat was saved: unknown, .*/metrics answers 501; .*--enable-metrics\n"
-        r"  seconds in all +\d+\.\d\n$",
+        rf"^asking\n\nWhat was saved: unknown, {why}\n  seconds in all +\d+\.\d\n$",
         capsys.readouterr().out,
     )
     said = r"^no server at http://127.0.0.1:1 \("
