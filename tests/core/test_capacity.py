@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_pat import _C, workspace
-from sglang_pat.capacity import MB, Capacity, fit_workspace, list_tokens_for, megabytes
+from sglang_pat.capacity import MB, Capacity, fit_workspace, list_tokens_for
 from sglang_pat.config import DEFAULT_MB
 from sglang_pat.planner import plan
 from sglang_pat.target import Target
@@ -114,13 +114,3 @@ def test_partials_take_what_the_budget_leaves() -> None:
     for budget in (1, MB, 30 * MB):
         least = fit(budget=budget)
         assert least.over_budget and (least.max_queries, least.max_partials) == (4096, 2048)
-
-
-def test_what_is_said_at_start() -> None:
-    found = fit()
-    assert found.packed_queries == found.max_partials // 4 < 4096
-    assert "256 MB" in str(found) and f"beyond {found.packed_queries:,} requests" in str(found)
-    assert "beyond" not in str(fit(pool_requests=300))
-    small = fit(budget=MB)
-    for words in (f"{megabytes(small.total)} MB", "_WORKSPACE_MB=1,", "4,096", "--max-running-"):
-        assert words in small.warning()

@@ -27,7 +27,7 @@ from sglang_pat.planner import Planner, plan
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(batches(), st.sampled_from([8, 32, 40]), st.booleans(), st.sampled_from([1, 3, 132]))
 def test_the_judge_takes_the_fastest_of_the_cuts(
     batch: Batch, num_q_heads: int, hopper: bool, num_sms: int
@@ -40,7 +40,7 @@ def test_the_judge_takes_the_fastest_of_the_cuts(
         assert content(made) in {content(other) for other in each}
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     batches(), st.sampled_from(["branches", "half_branches", "short_branches"]), st.integers(1, 8)
 )

@@ -50,7 +50,7 @@ def test_tiles_without_a_token_that_counts(
     assert of_output < 0.02 and of_lse < 1e-5
 
 
-@pytest.mark.parametrize("offset", [-1500, -102, 102, 893, 1500])
+@pytest.mark.parametrize("offset", [-1500, 102, 893])
 @pytest.mark.parametrize("weights", ["e4m3", "plain"])
 def test_many_tiles_whose_greatest_logit_stays(softmax: Path, weights: str, offset: int) -> None:
     """The sum so far is multiplied 2,048 times with 2^(old maximum - new maximum), which must be 1

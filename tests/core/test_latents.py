@@ -48,7 +48,7 @@ def planned(pieces: list[Piece], inputs: Latents, cut: str, **overrides: Any) ->
     [*((h, torch.float32) for h in (1, 8, 16, 20, 32, 64)), (8, torch.bfloat16), (20, torch.half)],
 )
 def test_plans_of_the_planner(heads: int, dtype: torch.dtype) -> None:
-    """Of random forests and every cut, also with tails as long as the plan allows."""
+    """Of random forests and every cut, by turns with tails as long as the plan allows."""
     for seed, cut in enumerate(CUTS):
         rng = np.random.default_rng(100 * heads + seed)
         pieces = forest(rng, int(rng.integers(2, 9 if heads < 32 else 5)))
@@ -56,20 +56,20 @@ def test_plans_of_the_planner(heads: int, dtype: torch.dtype) -> None:
         made = planned(pieces, inputs, cut)
         partial = (torch.float32, torch.bfloat16)[seed // 2 % 2]
         bound = 2e-6 if dtype == partial == torch.float32 else 9e-3
+        if (seed + heads // 4) % 2:
+            inputs = grown(inputs, made.max_seq_lens.tolist(), seed)
         check(inputs, made, bound, partial=partial)
-        check(grown(inputs, made.max_seq_lens.tolist(), seed), made, bound, partial=partial)
 
 
-@pytest.mark.parametrize(("heads", "draft_tokens"), [(1, 64), (8, 2), (8, 8), (16, 4), (20, 3)])
+@pytest.mark.parametrize(("heads", "draft_tokens"), [(1, 64), (8, 8), (20, 3)])
 def test_drafts(heads: int, draft_tokens: int) -> None:
-    """That are a chain or a tree, in items of their own and in branches."""
+    """That are a chain or a tree by turns, in items of their own and in branches."""
     for seed, cut in enumerate(CUTS):
         pieces = forest(np.random.default_rng(seed), 4)
         tails = tuple(draft_tokens + more for more in drafts.AROUND_BLOCKS)
         chain = latents(pieces, heads, draft_tokens=draft_tokens, seed=seed, tails=tails)
-        made = planned(pieces, chain, cut)
-        check(chain, made)
-        check(random_trees(chain, seed), made)
+        inputs = random_trees(chain, seed) if (seed + heads) % 2 else chain
+        check(inputs, planned(pieces, chain, cut))
 
 
 @OF_HEADS
@@ -119,7 +119,7 @@ def test_a_bad_latent_stays_in_its_query(value: float, column: int) -> None:
     assert torch.equal(out[:3], before[:3]) and not torch.equal(out[3], before[3])
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(batches(), st.sampled_from([1, 8, 16, 20, 64]), st.integers(1, 3), st.booleans())
 def test_items_are_units_of_the_kernel(
     batch: Batch, heads: int, draft_tokens: int, hopper: bool

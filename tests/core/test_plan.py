@@ -28,7 +28,7 @@ from sglang_pat.planner import Plan, Planner, plan
 from sglang_pat.target import WITHOUT_BRANCHES, Target
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(batches(), targets(), st.sampled_from([1, 1, 2, 3, 12]))
 def test_every_token_in_exactly_one_item(batch: Batch, made_for: Target, draft_tokens: int) -> None:
     """At the plan's own, the shortest and the longest lengths. A query's draft tokens but the first
@@ -44,7 +44,7 @@ def test_every_token_in_exactly_one_item(batch: Batch, made_for: Target, draft_t
         check_plan(made, batch, made_for, lens)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(batches(), targets())
 def test_a_plan_holds_while_the_tails_grow_and_no_further(batch: Batch, made_for: Target) -> None:
     made = plan(batch.paths, batch.seq_lens, made_for)
@@ -74,7 +74,7 @@ def shape(batch: Batch, made: Plan) -> tuple[list, list]:
     return sorted(whole), sorted(zip(batch.paths, batch.seq_lens, ranges, strict=True))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(batches(), targets(), st.randoms(use_true_random=False))
 def test_deterministic_and_blind_to_batch_order(batch: Batch, made_for: Target, random) -> None:
     """Also after other plans, whose memory the planner uses again."""
@@ -89,7 +89,7 @@ def test_deterministic_and_blind_to_batch_order(batch: Batch, made_for: Target, 
     assert shape(batch, first) == shape(permuted, other)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(batches(), targets(), st.tuples(*[st.integers(0, 40)] * 3), st.integers(0, 4))
 def test_a_plan_always_fits_its_buffers(
     batch: Batch, made_for: Target, room: tuple[int, int, int], branch_tiles: int

@@ -60,7 +60,7 @@ def papers_ranges(batch: Batch, planner: Planner, row_tile: int) -> list[list[tu
     return found
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(batches(), st.sampled_from([8, 32]), st.sampled_from([(16, 64), (16, 32, 64, 128)]))
 def test_the_papers_rules(batch: Batch, num_q_heads: int, row_tiles: tuple[int, ...]) -> None:
     room = {"max_items": 1 << 18, "max_partials": 1 << 18}
@@ -98,7 +98,7 @@ def test_the_byte_rule_counts_group_tiles_and_partials() -> None:
     assert sorted(made.queries["num_splits"].tolist()) == [1] + [2] * 16
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(batches(8, 8), st.integers(0, 2**32), st.integers(1, 6))
 def test_explicit_plans(batch: Batch, seed: int, draft_tokens: int) -> None:
     """Any choice of packs and pieces reads every token once, and is judged."""
