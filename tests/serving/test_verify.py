@@ -4,13 +4,17 @@ a server that does not, and counters that say what was planned and packed."""
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import sglang_pat
+from sglang_pat.dump import read_dump
+
 from .conftest import Serve, Stock
-from .server import Answer, Config, ServingServer, check_left, disagreements
+from .server import WAIT_S, Answer, Config, ServingServer, check_left, disagreements
 from .workloads import PATIENT, WORKLOADS, random_prompt
 
 DRAFT_TOKENS = 4
@@ -19,11 +23,16 @@ RIDS = [f"long-{i}" for i in range(8)]
 LEAVERS_TOKENS = 4000  # more than are generated while the others answer
 
 
+def dump_beside(fault: Path, breadth: int) -> Path:
+    return fault.with_name(f"dump-{breadth}.jsonl")
+
+
 def speculating(fault: Path, breadth: int = 1) -> Config:
     """A server that drafts tokens from what it has seen: with a ``breadth`` of 1 mostly chains, but
     for continuations of several matches side by side, and for the tokens 0 that SGLang fills them
-    up with. ``fault``: the file with the fault to commit."""
+    up with. ``fault``: the file with the fault to commit, beside which it dumps batches."""
     env = (("PAT_TEETH_CPU", "pat_verify"), ("PAT_TEETH_FAULT", str(fault)))
+    env += (("SGLANG_PAT_DUMP", str(dump_beside(fault, breadth))), ("SGLANG_PAT_DUMP_BATCHES", "9"))
     args = (*NGRAM, "--speculative-ngram-max-bfs-breadth", str(breadth))
     return Config(f"speculating-{breadth}", args=args, env=env, plugins=True)
 
@@ -122,3 +131,26 @@ def test_a_mask_that_is_off_by_one_shows(
     for made in ("", name, ""):
         fault.write_text(made)
         assert (disagreements(server.ask(WORKLOADS["shared"]), stock["shared"]) != []) == bool(made)
+
+
+def test_verify_steps_are_dumped_with_their_draft_tokens(
+    server: ServingServer, fault: Path
+) -> None:
+    """The planner makes of each batch the plan that the server had."""
+    file = dump_beside(fault, breadth=1)
+    server.ask(WORKLOADS["ragged"])
+    deadline = time.monotonic() + WAIT_S
+    while '"end"' not in file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    dump = read_dump(file)
+    assert len(dump.batches) == 9 and dump.end == {"end": "complete", "left_out": {}}
+    assert dump.header["draft_tokens"] == dump.target.draft_tokens == DRAFT_TOKENS
+    assert any(batch.plan["shared_items"] for batch in dump.batches)
+    for batch in dump.batches:
+        plan = sglang_pat.plan(batch.paths, batch.seq_lens, dump.target)
+        read = plan.kv_tokens_read(sum(batch.seq_lens))
+        found = (plan.num_items, plan.num_shared_items, read)
+        assert found == tuple(batch.plan.values())
+        for path, length in zip(batch.paths, batch.seq_lens, strict=True):
+            assert not path or path[-1][2] <= length - DRAFT_TOKENS

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from dataclasses import replace
@@ -106,6 +107,9 @@ def test_the_planner_makes_the_same_plan_of_a_dump(kind: str, tmp_path: Path) ->
             "shared_items": plan.num_shared_items,
             "kv_tokens_read": plan.kv_tokens_read(sum(batch.seq_lens)),
         }
+    for line in map(json.loads, bed.file.read_text().splitlines()[1:-1]):  # no text
+        assert set(line) == {"paths", "seq_lens", "plan"}
+        assert all(type(value) is int for path in line["paths"] for node in path for value in node)
     first, limited, _, _, padded, private = found.batches
     assert first.seq_lens == [SYSTEM + TOOL + OWN + 1] * QUERIES
     for path in first.paths:
