@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -16,7 +20,7 @@ from .workloads import VOCAB, WORKLOADS
 pytest.importorskip("sglang", reason="the serving tests need SGLang 0.5.23")
 
 Serve = Callable[[Config], ServingServer]
-Stock = dict[str, list[Answer]]  # by workload
+Stock = dict[str, list[Answer]]  # by workload, or "other weights"
 
 
 @pytest.fixture(scope="session")
@@ -46,28 +50,29 @@ def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 @pytest.fixture(scope="session")
-def stock(serve: Serve) -> Stock:
-    """SGLang's own answers to all workloads, from ``torch_native``."""
-    server = serve(Config("stock", backend="torch_native"))
-    return {name: server.ask(work) for name, work in WORKLOADS.items()}
-
-
-@pytest.fixture(scope="session")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model with other weights."""
     return make_model(tmp_path_factory.mktemp("other") / "model", vocab=VOCAB, seed=1)
 
 
 @pytest.fixture(scope="session")
-def stock_other(
-    other_model: Path, stock: Stock, tmp_path_factory: pytest.TempPathFactory
-) -> list[Answer]:
-    """SGLang's own answers with the other weights, to ``multi_level``."""
-    config = Config("stock-other", backend="torch_native")
-    with ServingServer(other_model, config, tmp_path_factory.mktemp(config.name)) as server:
-        answers = server.ask(WORKLOADS["multi_level"])
-    assert disagreements(answers, stock["multi_level"]) != []
-    return answers
+def stock(model: Path, other_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    """SGLang's own answers to all workloads, from ``torch_native``, and to ``multi_level`` with the
+    weights of ``other_model``. One process of the tests asks for them, the others wait."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    kept = folder / "stock"
+    with (folder / "stock.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            config = Config("stock", backend="torch_native")
+            with ServingServer(model, config, tmp_path_factory.mktemp(config.name)) as server:
+                answers = {name: server.ask(work) for name, work in WORKLOADS.items()}
+                server.update_weights(other_model)
+                answers["other weights"] = server.ask(WORKLOADS["multi_level"])
+            assert disagreements(answers["other weights"], answers["multi_level"]) != []
+            kept.write_bytes(pickle.dumps(answers))
+    return cast(Stock, pickle.loads(kept.read_bytes()))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 from gpu_serving.soak import SCALES, soak
 
 from .conftest import Serve, Stock
-from .server import Answer, Config, ServingServer, check_left, disagreements
+from .server import Config, ServingServer, check_left, disagreements
 from .workloads import PATIENT, WORKLOADS
 
 # Overlap scheduling and the Rust tree core, as SGLang has them; it may sleep.
@@ -92,12 +92,12 @@ def test_flush_is_refused_while_running_and_forgets_when_idle(
 
 
 def test_new_weights_leave_no_kv_of_the_old_ones(
-    model: Path, other_model: Path, server: ServingServer, stock: Stock, stock_other: list[Answer]
+    model: Path, other_model: Path, server: ServingServer, stock: Stock
 ) -> None:
-    """The answers are those of a stock server that started with these weights; there and back."""
+    """The answers are those of a stock server with these weights; there and back."""
     work = WORKLOADS["multi_level"]
     assert disagreements(server.ask(work), stock["multi_level"]) == []
-    for folder, right in ((other_model, stock_other), (model, stock["multi_level"])):
+    for folder, right in ((other_model, stock["other weights"]), (model, stock["multi_level"])):
         server.update_weights(folder)
         cold = server.ask(work)
         warm, counted = server.counted(server.ask, work)
