@@ -18,7 +18,14 @@ from kit import seeds
 from kit.chats import Library, say, tool
 
 from .adapters import RANK, TARGETS, make_adapter
-from .server import Answer, Config, ServingServer, disagreements
+from .server import (
+    Answer,
+    Config,
+    ServingServer,
+    check_adapters_share_no_kv,
+    disagreements,
+)
+from .workloads import random_prompt
 
 NEW_TOKENS = 12
 COLOURS = ("red", "blue")
@@ -167,3 +174,8 @@ def test_faults_show(name: str, server: ServingServer, stock: Answers, fault: Pa
     finally:
         fault.write_text("")
     assert disagreements(answers, stock["documents"]) != []
+
+
+def test_adapters_share_no_kv(server: ServingServer, fault: Path) -> None:
+    fault.write_text("")
+    check_adapters_share_no_kv(server, random_prompt(seed=21, length=250), 3)
