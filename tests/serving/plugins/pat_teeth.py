@@ -4,10 +4,8 @@
 Found by SGLang because this folder is on the server's PYTHONPATH. The fault to commit is the
 content of the file that ``PAT_TEETH_FAULT`` names, read at every call; empty means none.
 ``PAT_TEETH_CPU`` is the module here that makes what SGLang has for GPUs alone run on a CPU.
-``PAT_TEETH_UNHOOK=1`` keeps SGLang from installing sglang_pat's hook after the batch, and
-``PAT_TEETH_UNHOOK_LAUNCH=1`` those around the server's arguments. ``PAT_TEETH_UNPINNED=1`` leaves
-host memory unpinned, and ``PAT_TEETH_SLEEP=1`` lets a server sleep: SGLang pins some memory, and
-waits for torch's GPU, even on a CPU.
+``PAT_TEETH_UNPINNED=1`` leaves host memory unpinned, and ``PAT_TEETH_SLEEP=1`` lets a server sleep:
+SGLang pins some memory, and waits for torch's GPU, even on a CPU.
 ``PAT_TEETH_STEPS_WITHOUT_SHARING`` is how many steps pat lets go by before it says why none shares.
 ``PAT_TEETH_CUT`` is the only cut that the planner makes on a CPU.
 """
@@ -29,14 +27,10 @@ import torch
 def load() -> None:
     from sglang.srt.mem_cache.radix_cache import RadixCache
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_pat import ops, stats, target
-    from sglang_pat.srt import hook, launch
 
     register_radix_cache_backend("classic", lambda context: RadixCache(params=context.params))
-    if os.environ.get("PAT_TEETH_UNHOOK") == "1":
-        HookRegistry._patched.add(hook.INIT_NEW)  # SGLang takes the hook for applied
     if os.environ.get("PAT_TEETH_SLEEP") == "1":
         from sglang.srt.managers.scheduler_components import weight_updater
 
@@ -49,8 +43,6 @@ def load() -> None:
         stats.STEPS_WITHOUT_SHARING = int(steps)
     if cut := os.environ.get("PAT_TEETH_CUT"):
         target.WITHOUT_BRANCHES = (cut,)
-    if os.environ.get("PAT_TEETH_UNHOOK_LAUNCH") == "1":
-        HookRegistry._patched.add(launch.RESOLVE)
     if os.environ.get("PAT_TEETH_UNPINNED") == "1":
         _unpin()
     if module := os.environ.get("PAT_TEETH_CPU"):
