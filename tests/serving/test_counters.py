@@ -100,7 +100,8 @@ def test_steady_steps_reuse_plans(config: Config, reused: int, serve: Serve, sto
     assert not counted.fallbacks
 
 
-def test_a_server_that_shares_nothing_says_why(serve: Serve) -> None:
+def test_a_server_that_shares_nothing_says_why(serve: Serve, stock: Stock) -> None:
+    """And answers as the stock server."""
     server = serve(WITHOUT_CACHE)
     (warning,) = warned(server)
     assert warning.startswith("pat packs nothing") and "drop --disable-radix-cache" in warning
@@ -114,6 +115,11 @@ def test_a_server_that_shares_nothing_says_why(serve: Serve) -> None:
     assert [(steps, "without --disable-radix-cache" in reason) for steps, reason in why] == [
         ("20", True)
     ]
+    for name in ("multi_level", "ragged", "disjoint"):
+        answers, counted = server.counted(server.ask, WORKLOADS[name])
+        assert disagreements(answers, stock[name]) == []
+        assert counted.decode_steps > 0 == counted.packed_steps and not counted.fallbacks
+        assert counted.kv_tokens_read == counted.kv_tokens_unpacked
 
 
 def warned(server: ServingServer) -> list[str]:
@@ -129,20 +135,11 @@ def serving(server: ServingServer) -> float:
     return float(value)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_as_the_backend_of_one_phase_alone(phase: str, serve: Serve, stock: Stock) -> None:
-    """Of prefill it serves nothing, and says so; of decode it packs."""
-    args = (f"--{phase}-attention-backend", "pat")
-    server = serve(Config(f"{phase}-only", backend="torch_native", args=args))
+def test_as_the_backend_of_decode_alone(serve: Serve, stock: Stock) -> None:
+    """Of prefill alone it serves nothing: tests/srt/test_make_backend.py."""
+    args = ("--decode-attention-backend", "pat")
+    server = serve(Config("decode-only", backend="torch_native", args=args))
     assert disagreements(server.ask(WORKLOADS["multi_level"]), stock["multi_level"]) == []
-    counted = server.counters()
-    assert serving(server) == (phase == "decode")
-    if phase == "decode":
-        assert warned(server) == [] and counted.packed_steps > 0
-        said = "decode runs on pat, prefill on SGLang's own attention (torch_native)"
-    else:
-        (warning,) = warned(server)
-        assert warning.startswith("pat serves nothing") and "decode runs on" in warning
-        assert counted.decode_steps == 0
-        said = "attention is SGLang's own, torch_native"
+    assert serving(server) == 1 and warned(server) == [] and server.counters().packed_steps > 0
+    said = "decode runs on pat, prefill on SGLang's own attention (torch_native)"
     assert said in server.text()

@@ -29,12 +29,11 @@ SHORT = tuple(name for name in WORKLOADS if name not in ("patient", "hungry"))
 
 @dataclass(frozen=True)
 class Row:
-    """``works``: whose answers are compared; ``packs``, ``branches``: whether plans share, and have
-    branches; ``says``: what the log has, and how often."""
+    """``works``: whose answers are compared; ``branches``: whether plans have them; ``says``: what
+    the log has, and how often."""
 
     config: Config
     works: tuple[str, ...] = SHORT
-    packs: bool = True
     branches: bool = False
     says: tuple[str, int] = ("", 0)
 
@@ -60,10 +59,9 @@ TWO_RANKS = Config(  # each plans for itself, over its own heads
 # patches/apply.py COPY``, then ``PYTHONPATH=COPY pytest`` of this file.
 PATCHED = Config("patched", args=("--log-level", "debug"))
 ROWS = (
-    Row(Config("page1-overlap-rust", spawn=True), tuple(WORKLOADS)),
+    Row(Config("page1-overlap-rust"), tuple(WORKLOADS)),
     Row(BRANCHES, branches=True),
     Row(Config("classic-radix-cache", args=("--radix-cache-backend", "classic"), plugins=True)),
-    Row(Config("no-radix-cache", args=("--disable-radix-cache",)), packs=False),
     Row(TWO_RANKS, ("multi_level", "ragged"), says=("4 query heads, 1 KV heads", 2)),
     Row(PATCHED, ("multi_level",), says=("takes the requests of a step from SGLang's", 1)),
     Row(MIXED),
@@ -102,12 +100,8 @@ def check_packing(row: Row, counted: Counters) -> None:
     assert counted.decode_steps >= steps
     assert not counted.fallbacks
     assert (counted.branched_steps > 0) == row.branches
-    if row.packs:
-        assert counted.packed_steps >= steps - 2  # the first may come before the prefill's nodes
-        assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
-    else:
-        assert counted.packed_steps == 0
-        assert counted.kv_tokens_read == counted.kv_tokens_unpacked
+    assert counted.packed_steps >= steps - 2  # the first may come before the prefill's nodes
+    assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
 
 
 def check_alone(row: Row, server: ServingServer, stock: Stock) -> None:
