@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from .conftest import Serve
 from .server import LOG_REQUESTS, Answer, Config, ServingServer, answer_of, disagreements, greedy
-from .workloads import random_prompt
+from .workloads import Prompt, random_prompt
 
 ARGS = ("--enable-streaming-session", *LOG_REQUESTS)
 TURNS, NEW_TOKENS = 3, 120
@@ -16,11 +16,15 @@ SYSTEM = random_prompt(seed=200, length=256)
 NAMES = ("first", "second", "third")
 
 
-def _turn(server: ServingServer, name: str, turn: int) -> Answer:
-    """The answer to what a session's user adds in a turn."""
+def _said(name: str, turn: int) -> Prompt:
+    """What a session's user adds in a turn."""
     own = random_prompt(seed=201 + 10 * NAMES.index(name) + turn, length=20 + 5 * turn)
+    return own if turn else SYSTEM + own
+
+
+def _turn(server: ServingServer, name: str, turn: int) -> Answer:
     body = {
-        "input_ids": own if turn else SYSTEM + own,
+        "input_ids": _said(name, turn),
         "sampling_params": greedy(NEW_TOKENS),
         "return_logprob": True,
         "session_params": {"id": name},
@@ -44,12 +48,12 @@ def _talk(server: ServingServer) -> Iterator[list[Answer]]:
         server.post("/close_session", {"session_id": name})
 
 
-def test_turns_of_sessions_are_packed_and_answer_as_stock(serve: Serve) -> None:
-    stock = list(_talk(serve(Config("stock-sessions", backend="torch_native", args=ARGS))))
+def test_turns_of_sessions_are_packed_and_answer_as_whole_prompts_do(serve: Serve) -> None:
+    """Which are asked one by one, and so are SGLang's own attention's."""
     server = serve(Config("sessions", args=ARGS))
-    before = server.counters()
+    before, turns = server.counters(), []
     for turn, answers in enumerate(_talk(server)):
-        assert disagreements(answers, stock[turn]) == []
+        turns.append(answers)
         counted, before = server.counters() - before, server.counters()
         # One may begin a few steps before the others. In each packed step at least one session
         # need not read the system prompt, and in most of them two.
@@ -57,3 +61,10 @@ def test_turns_of_sessions_are_packed_and_answer_as_stock(serve: Serve) -> None:
         assert saved >= 3 / 2 * len(SYSTEM) * counted.packed_steps, turn
         assert counted.packed_steps > NEW_TOKENS // 2
         assert not counted.fallbacks
+    for name, of_session in zip(NAMES, zip(*turns, strict=True), strict=True):
+        prompt: Prompt = ()
+        for turn, answer in enumerate(of_session):
+            prompt += _said(name, turn)
+            assert disagreements([answer], server.generate([prompt], NEW_TOKENS)) == []
+            prompt += answer.tokens
+    assert server.counters().decode_steps == before.decode_steps
