@@ -134,6 +134,11 @@ SEED_OSS = model("SeedOssForCausalLM", "seed_oss")  # by transformers' code of i
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 CHAINS = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
+STANDALONE = (  # chains, by steps
+    *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "drafts"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+    "--speculative-num-steps",
+)
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
 
@@ -182,6 +187,11 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
          {"64 query heads on a latent, of which packing saves nothing": [0]}),
         (DEEPSEEK, (), [], {f"head dims 80 and 64, {NO_KERNEL}": [0]}),
         (KIMI, (), [3], {OFF: [0, 1, 2]}),
+        (LATENTS, (*NGRAM, "--tp", "2"), [0], {}),
+        (LATENTS, (*STANDALONE, "1"), [0], {}),
+        (KIMI, NGRAM, [3], {OFF: [0, 1, 2]}),
+        (LATENTS | {"num_attention_heads": 64, "num_key_value_heads": 64}, NGRAM, [],
+         {"4 draft tokens of 64 query heads on a latent, of which packing saves nothing": [0]}),
         (GEMMA2, CHAINS, [], {SLIDING: [0, 2], CAPPED: [1, 3]}),
         (GEMMA2 | {"attn_logit_softcapping": None}, CHAINS, [1, 3], {SLIDING: [0, 2]}),
     ],
@@ -231,7 +241,10 @@ DSA = DEEPSEEK | {
         (DSA, (), "H100", GAIN, "decode runs on dsa, which pat cannot extend", "where it was SGLa"),
         (LATENTS, ("--prefill-attention-backend", "flashmla"), "H100", GAIN, "decode runs on "
          "flashmla, which pat cannot extend", "where it was SGLang's choice"),
-        (LATENTS, NGRAM, "H100", GAIN, "does not verify drafts of such a model", "drop that"),
+        (LATENTS, NGRAM, "H100", GAIN, "4 draft tokens of a request fill more than 32 packed rows",
+         "set --speculative-num-draft-tokens to at most 2"),
+        (LATENTS, (*STANDALONE, "3"), "H100", GAIN, "4 draft tokens of a request fill more than 32",
+         "set --speculative-num-steps to at most 1"),
         # Transformers has the model, but no code of it that SGLang can run.
         (model("JambaForCausalLM", "jamba"), (), "H100", "refused", "has no SGlang impl", ""),
         (LLAMA, ("--dtype", "float32"), "H100", "refused", "torch.float32", "set one as --dtype"),
@@ -314,6 +327,8 @@ def test_layers_of_both_directions_are_sglangs_with_or_without_its_radix_cache(a
         (LLAMA, (*NGRAM, "--page-size", "64")),
         (LLAMA, (*NGRAM, "--speculative-num-draft-tokens", "65")),
         (LLAMA, (*CHAINS, *SPLIT_FLAGS)),
+        (LATENTS, NGRAM),
+        (LATENTS, (*STANDALONE, "3")),
         (EXAONE4, ("--decode-attention-backend", "fa3")),
         (LLAMA, ("--disaggregation-mode", "decode")),
         (LLAMA, ("--disable-radix-cache",)),
