@@ -145,8 +145,8 @@ class Server:
             return _DROP_ONE
         if may_be_trees(self.args):
             return f"set --speculative-num-draft-tokens to at most {most}"
-        # SGLang has a chain's tokens follow its steps.
-        return f"set --speculative-num-steps to at most {most - 1}"
+        # SGLang has a chain's tokens follow its steps, and with these alone it does not start.
+        return f"set --speculative-num-steps to at most {most - 1}; with --speculative-eagle-topk 1"
 
     @property
     def takes(self) -> tuple[torch.dtype, ...]:
@@ -417,6 +417,7 @@ SPECULATION = (
         lambda s: (
             verifies(s.args)
             and s.latents
+            and s.device == "cuda"
             and 0 < s.most_drafts < s.args.speculative_num_draft_tokens
         ),
         "the model uses MLA, and {s.args.speculative_num_draft_tokens} draft tokens of a request "

@@ -63,10 +63,11 @@ run() {
     more) tests 400 $at/test_features.py ;;
     fp8) tests 400 $at/test_pairs.py -k 'fp8_e4m3 or scaled4' ;;
     sleep) tests 240 $at/test_sleep.py ;;
-    spec) drafts 480 $at/test_speculation.py -k 'not mtp' ;;
+    spec) drafts 480 $at/test_speculation.py -k 'not mtp and not latents8' ;;
     mtp) drafts 300 $at/test_speculation.py -k mtp ;;
     hybrids) tests 560 $at/test_pairs.py -k "${HYBRIDS:-qwen3_next or qwen3_5 or falcon_h1}" ;;
     latents) tests 400 $at/test_pairs.py -k deepseek ;;
+    latentdrafts) drafts 400 $at/test_speculation.py -k latents8 ;;
     ranks) drafts 400 $at/test_pairs.py $at/test_speculation.py -k qwen3-pat ;;
     tp2) bench 560 --tp 2 --loads 8192x1 8192x128 0x64 0x256 ;;
     mla) bench 560 --model "${MODEL:-deepseek-v2-lite}" --backends ${MLA_BACKENDS:-pat fa3} \

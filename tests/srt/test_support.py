@@ -258,7 +258,8 @@ SPLIT_DRAFTS = NGRAM | {
         (NGRAM | {"speculative_num_draft_tokens": 8}, {"tp_size": 2}, LATENTS, "", ""),
         (NGRAM | {"speculative_num_draft_tokens": 9}, {"tp_size": 2}, LATENTS, "9 draft tokens",
          "set --speculative-num-draft-tokens to at most 8"),
-        (NGRAM | {"speculative_num_draft_tokens": 5, "device": "cpu"}, {}, LATENTS, "", ""),
+        (NGRAM | {"speculative_num_draft_tokens": 65, "device": "cpu"}, {}, LATENTS,
+         "NGRAM drafts trees of 65 tokens", "to at most 64"),
         (EAGLE, {}, _latents_of(20), "4 draft tokens of a request", "drop that option, or pat"),
         (EAGLE, {}, _latents_of(64), "", ""),  # without drafts neither: its layers are not served
         ({"dllm_algorithm": "LowConfidence"}, {}, {}, "never decodes", "nothing is lost"),

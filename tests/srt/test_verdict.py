@@ -109,6 +109,14 @@ MIMO = model(  # K of 192, V of 128; windows in two of four layers
     attention_chunk_size=128,
 )
 GEMMA3_MM = with_vision("Gemma3", "gemma3")
+DEEPSEEK_V3 = LATENTS | {  # its drafts are of a layer of its own
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+}
 OF_LATENTS = {name: LATENTS[name] for name in LATENTS if name.startswith(("kv_lora", "qk_"))}
 LINEAR = {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 64, "num_heads": 4}
 LINEAR |= {"short_conv_kernel_size": 4}
@@ -134,11 +142,9 @@ SEED_OSS = model("SeedOssForCausalLM", "seed_oss")  # by transformers' code of i
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 CHAINS = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
-STANDALONE = (  # chains, by steps
-    *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "drafts"),
-    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
-    "--speculative-num-steps",
-)
+MTP = ("--speculative-algorithm", "NEXTN")
+IN_CHAINS = ("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+STEPS = (*MTP, *IN_CHAINS, "--speculative-num-steps")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
 
@@ -188,7 +194,8 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         (DEEPSEEK, (), [], {f"head dims 80 and 64, {NO_KERNEL}": [0]}),
         (KIMI, (), [3], {OFF: [0, 1, 2]}),
         (LATENTS, (*NGRAM, "--tp", "2"), [0], {}),
-        (LATENTS, (*STANDALONE, "1"), [0], {}),
+        (DEEPSEEK_V3, (*MTP, "--tp", "2"), [0], {}),
+        (DEEPSEEK_V3, (*STEPS, "1"), [0], {}),
         (KIMI, NGRAM, [3], {OFF: [0, 1, 2]}),
         (LATENTS | {"num_attention_heads": 64, "num_key_value_heads": 64}, NGRAM, [],
          {"4 draft tokens of 64 query heads on a latent, of which packing saves nothing": [0]}),
@@ -243,8 +250,8 @@ DSA = DEEPSEEK | {
          "flashmla, which pat cannot extend", "where it was SGLang's choice"),
         (LATENTS, NGRAM, "H100", GAIN, "4 draft tokens of a request fill more than 32 packed rows",
          "set --speculative-num-draft-tokens to at most 2"),
-        (LATENTS, (*STANDALONE, "3"), "H100", GAIN, "4 draft tokens of a request fill more than 32",
-         "set --speculative-num-steps to at most 1"),
+        (DEEPSEEK_V3, MTP, "H100", GAIN, "4 draft tokens of a request fill more than 32 ",
+         "set --speculative-num-steps to at most 1; with --speculative-eagle-topk 1"),
         # Transformers has the model, but no code of it that SGLang can run.
         (model("JambaForCausalLM", "jamba"), (), "H100", "refused", "has no SGlang impl", ""),
         (LLAMA, ("--dtype", "float32"), "H100", "refused", "torch.float32", "set one as --dtype"),
@@ -328,7 +335,7 @@ def test_layers_of_both_directions_are_sglangs_with_or_without_its_radix_cache(a
         (LLAMA, (*NGRAM, "--speculative-num-draft-tokens", "65")),
         (LLAMA, (*CHAINS, *SPLIT_FLAGS)),
         (LATENTS, NGRAM),
-        (LATENTS, (*STANDALONE, "3")),
+        (DEEPSEEK_V3, (*STEPS, "3")),
         (EXAONE4, ("--decode-attention-backend", "fa3")),
         (LLAMA, ("--disaggregation-mode", "decode")),
         (LLAMA, ("--disable-radix-cache",)),

@@ -3,7 +3,8 @@
 
 Found by SGLang because this folder is on the server's PYTHONPATH. The fault to commit is the
 content of the file that ``PAT_TEETH_FAULT`` names, read at every call; empty means none.
-``PAT_TEETH_CPU`` is the module here that makes what SGLang has for GPUs alone run on a CPU.
+``PAT_TEETH_CPU`` are the modules here, by commas, that make what SGLang has for GPUs alone run on a
+CPU.
 ``PAT_TEETH_UNHOOK=1`` keeps SGLang from installing sglang_pat's hook after the batch, and
 ``PAT_TEETH_UNHOOK_LAUNCH=1`` those around the server's arguments. ``PAT_TEETH_UNPINNED=1`` leaves
 host memory unpinned, and ``PAT_TEETH_SLEEP=1`` lets a server sleep: SGLang pins some memory, and
@@ -53,8 +54,9 @@ def load() -> None:
         HookRegistry._patched.add(launch.RESOLVE)
     if os.environ.get("PAT_TEETH_UNPINNED") == "1":
         _unpin()
-    if module := os.environ.get("PAT_TEETH_CPU"):
-        importlib.import_module(module).replace()
+    if modules := os.environ.get("PAT_TEETH_CPU"):
+        for module in modules.split(","):
+            importlib.import_module(module).replace()
     if fault_file := os.environ.get("PAT_TEETH_FAULT"):
         ops.decode = Saboteur(ops.decode, Path(fault_file))
 
