@@ -39,7 +39,7 @@ from benchmarks.common.document import (
 )
 from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
 from benchmarks.serving.model import SHAPES, open_model
-from benchmarks.serving.servers import PROGRAM, ClientError, ask, serve, step_notes
+from benchmarks.serving.servers import ClientError, ask, serve, step_notes
 from benchmarks.serving.table import Row, counted_fields, step_ms, table
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.server import Server, ServerError
@@ -104,11 +104,11 @@ def run(options: argparse.Namespace, budget: Budget) -> None:
     loads = [parse(text, output=options.output_tokens, folder=folder) for text in options.loads]
     model = open_model(options.model, folder)
     arguments = server_arguments(options, model)
-    if teams := [load for load in loads if load.team]:
+    if traced := [load for load in loads if load.sizes]:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
-        for load in teams:
+        for load in traced:
             write_trace(load, tokenizer, options.agent_context)
     if options.show:
         print("\n".join(commands(model, options, arguments, loads)))
@@ -137,7 +137,9 @@ def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
         *("--dtype", "bfloat16" if options.device == "cuda" else "float32"),
         *("--kv-cache-dtype", options.kv_cache_dtype, "--tp-size", str(options.tp)),
         *("--max-total-tokens", str(options.pool_tokens), "--max-running-requests", requests),
-        *("--stream-interval", str(options.stream_interval)),
+        # Events of their own tokens only: with all tokens so far in each, SGLang's client, one
+        # thread, would be what is measured.
+        *("--stream-interval", str(options.stream_interval), "--incremental-streaming-output"),
         *("--decode-log-interval", str(LOG_INTERVAL)),
         *(() if any(model.glob("*.safetensors")) else ("--load-format", "dummy")),
     ]
@@ -168,9 +170,9 @@ def commands(
         f"--attention-backend {backend} --port {port} {shlex.join(arguments)}"
         for port, backend in enumerate(options.backends, 30_000)
     ]
-    program = shlex.join(["python", "-m", *PROGRAM])
     return lines + [
-        f"{program} {shlex.join(load.arguments)} --port 30000 --seed 0" for load in loads
+        f"python -m {shlex.join([*load.program, *load.arguments])} --port 30000 --seed 0"
+        for load in loads
     ]
 
 
