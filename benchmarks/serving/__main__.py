@@ -3,13 +3,11 @@
 the same GPUs, driven by SGLang's own client: ``python -m benchmarks.serving``.
 
 A LOAD is a short form of the client's arguments, or these themselves; see ``loads.py``. With --show
-nothing runs: the commands that start the servers and those of the client are printed, for use by
-hand.
+nothing runs: the commands of the servers and of the client are printed, for use by hand.
 
 Backends take turns, in another order every run, each from an empty cache; the table has medians and
 the spread. ``step ms`` is the engine's own time of a step, which SGLang's scheduler notes
-(SGLANG_RECORD_STEP_TIME). Plans and the share
-of K/V that is read are pat's counters over the run.
+(SGLANG_RECORD_STEP_TIME). Plans and the share of K/V that is read are counters of pat.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -137,9 +135,8 @@ def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
         *("--dtype", "bfloat16" if options.device == "cuda" else "float32"),
         *("--kv-cache-dtype", options.kv_cache_dtype, "--tp-size", str(options.tp)),
         *("--max-total-tokens", str(options.pool_tokens), "--max-running-requests", requests),
-        # Events of their own tokens only: with all tokens so far in each, SGLang's client, one
-        # thread, would be what is measured.
-        *("--stream-interval", str(options.stream_interval), "--incremental-streaming-output"),
+        *("--stream-interval", str(options.stream_interval)),
+        "--incremental-streaming-output",  # the client, one thread, reads all of it
         *("--decode-log-interval", str(LOG_INTERVAL)),
         *(() if any(model.glob("*.safetensors")) else ("--load-format", "dummy")),
     ]
@@ -258,10 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _exit(signum: int, _frame: object) -> NoReturn:
-    sys.exit(128 + signum)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _exit)  # unwinds, so that the servers are stopped too
+    # Unwinds, so that the servers are stopped too.
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     sys.exit(main())

@@ -10,7 +10,7 @@ before it. Their answers, in the order of the messages, are the conversation's n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -18,10 +18,8 @@ from unittest import mock
 
 from benchmarks.serving.loads import PROGRAM
 
-Ask = Callable[..., Awaitable[Any]]
 
-
-def forking(request_func: Ask, backend: str) -> Ask:
+def forking(request_func: Any, backend: str) -> Any:
     """In place of the client's ``wrap_multi_turn_request_func``."""
 
     async def converse(request_func_input: Any, pbar: Any = None) -> list[Any]:

@@ -13,9 +13,8 @@ A load is written in one of these ways:
   in a step, all sent at once: SAMPLES answers to each of PROMPTS prompts of 128 to 1024 tokens. The
   answers have ANSWER / 8 to ANSWER tokens (default 2048), so they end at different steps.
 - ``forks:PARENTSxCHILDREN[xCONTEXT]``, as ``forks:8x6``: PARENTS orchestrators at a time, each a
-  conversation behind a context of its own of CONTEXT tokens (default 8192). FORKS times it forks
-  CHILDREN sub-agents, each with a task behind all that the parent has; their answers become the
-  parent's next message.
+  conversation behind a context of its own of CONTEXT tokens (default 8192). Twice it forks CHILDREN
+  sub-agents, each with a task behind all that it has; their answers become its next message.
 - the arguments themselves, as ``"--dataset-name mooncake --dataset-path FILE --num-prompts 500"``.
 """
 
@@ -44,13 +43,11 @@ FORKS, FORK_CONTEXT = 2, 8192
 CHILD_TOKENS = (60, 480)  # of a sub-agent's answer
 # The client's tokens/s are those of the longest time in which so much of the most requests that
 # were active at the same time were: without the beginning and the end of a batch, or of all.
-_STEADY = "--steady-state-concurrency-ratio"
-PROGRAM = ("sglang.benchmark.steady_state_serving", _STEADY, "0.8")
-WHOLE_RUN = (PROGRAM[0], _STEADY, "0.001")
+PROGRAM = ("sglang.benchmark.steady_state_serving", "--steady-state-concurrency-ratio", "0.8")
+WHOLE_RUN = (*PROGRAM[:2], "0.001")
 FORKING = ("benchmarks.serving.forks", *WHOLE_RUN[1:])
 
 Text = Callable[[int], str]
-Turn = dict[str, Any]
 _BATCH = re.compile(r"(?:(\d+)\*)?(\d+)(?:\+(\d+))?x(\d+)")
 _TEAM = re.compile(r"(\d+)\+(\d+)\*(\d+)x(\d+)")
 _COUNTS = r":([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?"
@@ -59,11 +56,9 @@ _ROLLOUTS, _FORKS = re.compile(f"rollouts{_COUNTS}"), re.compile(f"forks{_COUNTS
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``arguments`` of ``program``, a module with a ``cli_main`` and its first arguments.
-
-    ``output``: least and most tokens of an answer, if known. ``sizes``: numbers of a load whose
-    ``trace`` is still to be written.
-    """
+    """``arguments`` of ``program``, a module with a ``cli_main`` and its first arguments;
+    ``output``: least and most tokens of an answer, if known; ``sizes``: the numbers of a load whose
+    ``trace`` is still to be written."""
 
     name: str
     arguments: tuple[str, ...]
@@ -84,7 +79,7 @@ def parse(text: str, *, output: int, folder: Path) -> Load:
     if found := _TEAM.fullmatch(text):
         sizes = tuple(map(int, found.groups()))
         if sizes[1] and sizes[3]:
-            return _talks(text, folder / "agents", sizes, (ANSWER_TOKENS, ANSWER_TOKENS))
+            return _talks(text, folder / "agents", sizes, output=(ANSWER_TOKENS, ANSWER_TOKENS))
     elif found := _BATCH.fullmatch(text):
         groups, prefix, private, each = (int(number or 0) for number in found.groups())
         groups = groups if found[1] else 1
@@ -98,7 +93,8 @@ def parse(text: str, *, output: int, folder: Path) -> Load:
         return Load(text, arguments, (int(most * LEAST), most), program=WHOLE_RUN)
     elif found := _FORKS.fullmatch(text):
         sizes = (int(found[3] or FORK_CONTEXT), int(found[2]), int(found[1]))
-        return _talks(text, folder / "forks", sizes, CHILD_TOKENS, FORKING)
+        cold = ("--warmup-requests", "0")  # it would leave a whole conversation in the cache
+        return _talks(text, folder / "forks", sizes, *cold, output=CHILD_TOKENS, program=FORKING)
     raise ValueError(
         f"{text!r} is not a load, or has no requests: write [GROUPS*]PREFIX[+PRIVATE]xREQUESTS as "
         "8192x128 or 8*2048x16, SYSTEM+ROLES*ROLExAGENTS as 3000+4*1200x64, rollouts:10x16, "
@@ -121,23 +117,15 @@ def _batch(groups: int, each: int, prefix: int, question: int, output: int) -> t
     )
 
 
-def _talks(
-    text: str,
-    trace: Path,
-    sizes: tuple[int, ...],
-    output: tuple[int, int],
-    program: tuple[str, ...] = PROGRAM,
-) -> Load:
+def _talks(text: str, trace: Path, sizes: tuple[int, ...], *extra: str, **more: Any) -> Load:
     trace = trace.with_name(f"{trace.name}-{'-'.join(map(str, sizes))}.json")
     arguments = (
         *("--backend", "sglang-oai-chat", "--dataset-name", "agentic-trace"),
         *("--dataset-path", str(trace), "--sharegpt-output-len", str(ANSWER_TOKENS)),
         *("--num-prompts", str(sizes[-1] * CONVERSATIONS)),
-        *("--max-concurrency", str(sizes[-1]), "--request-rate", str(START_RATE)),
-        # A warm-up would be a whole conversation, which the run would then find in the cache.
-        *(("--warmup-requests", "0") if program == FORKING else ()),
+        *("--max-concurrency", str(sizes[-1]), "--request-rate", str(START_RATE), *extra),
     )
-    return Load(text, arguments, output, sizes, trace, program)
+    return Load(text, arguments, sizes=sizes, trace=trace, **more)
 
 
 def write_trace(load: Load, tokenizer: Any, context: int) -> None:
@@ -170,7 +158,7 @@ def write_trace(load: Load, tokenizer: Any, context: int) -> None:
     load.trace.write_text(json.dumps({"conversations": talks}))
 
 
-def _agent(rng: random.Random, text: Text, system: str, length: int, context: int) -> list[Turn]:
+def _agent(rng: random.Random, text: Text, system: str, length: int, context: int) -> list[Any]:
     turns, new = [], rng.randint(*NEW_TOKENS)
     messages = [{"role": "system", "content": system}]
     while length + new + ANSWER_TOKENS <= context:
@@ -182,12 +170,12 @@ def _agent(rng: random.Random, text: Text, system: str, length: int, context: in
     return turns
 
 
-def _orchestrator(rng: random.Random, text: Text, context: int, children: int) -> list[Turn]:
-    turns: list[Turn] = [{"messages": [{"role": "user", "content": text(context)}]}]
+def _orchestrator(rng: random.Random, text: Text, context: int, children: int) -> list[Any]:
+    def said(least: int, most: int, **more: int) -> dict[str, Any]:
+        return {"role": "user", "content": text(rng.randint(least, most)), **more}
+
+    turns = [[said(context, context)]]
     for _ in range(FORKS):
-        tasks: list[dict[str, Any]] = [
-            {"role": "user", "content": text(rng.randint(*NEW_TOKENS)), "tokens": tokens}
-            for tokens in (rng.randint(*CHILD_TOKENS) for _ in range(children))
-        ]
-        turns.append({"messages": tasks})
-    return turns
+        lengths = [rng.randint(*CHILD_TOKENS) for _ in range(children)]
+        turns.append([said(*NEW_TOKENS, tokens=length) for length in lengths])
+    return [{"messages": turn} for turn in turns]
