@@ -77,6 +77,7 @@ run() {
       --kv-cache-dtype fp8_e4m3 --loads 8192x128 ;;
     agents) bench 500 --backends pat fa3 --stream-interval 1 --max-requests 128 \
       --loads '3000+4*1200x'{8,16,32,64,96,128} --model "${MODEL:-llama3-8b}" ;;
+    shared) bench 580 --runs 2 --backends pat fa3 --pool-tokens 262144 --loads rollouts:10x16 forks:8x6 ;;
     real) stand_in
       limited 560 python3 -m gpu_serving.real --device cuda ${SETTINGS:+--settings $SETTINGS} \
         --logs "$work/real" --json "$out/real.json" ;;
