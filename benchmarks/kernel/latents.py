@@ -2,7 +2,7 @@
 """Decode attention of MLA (one KV head, latents of 576 numbers of which 512 are V, bf16): plans of
 this package and FA3, called as SGLang calls it, as captured graphs over a cold L2.
 
-    python -m benchmarks.kernel.latents [--only NAME] [--fa3]
+    python -m benchmarks.kernel.latents [--only NAME] [--ragged] [--fa3]
 
 ``ours`` is forward and merge of one layer, with partial results in fp32 and in bf16. The error is
 that of the output, relative to attention in fp32 over the same inputs, of the first queries.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,7 +20,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.forests import Forest, Requests, all_forests
 from benchmarks.kernel.clock import Clock, capture
+from benchmarks.kernel.kv import slot_table
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
 from sglang_pat.target import LATENT_DIMS, Target
@@ -33,27 +36,29 @@ SCALE = 192**-0.5
 
 @dataclass(frozen=True)
 class Batch:
-    """``groups`` of ``queries`` requests each, which share ``shared`` tokens and have ``own``."""
-
     heads: int
-    groups: int
-    queries: int
-    shared: int
-    own: int
+    requests: Requests
 
     @property
     def name(self) -> str:
-        return f"{self.heads}h_{self.groups}x{self.queries}_{self.shared}+{self.own}"
+        return f"{self.heads}h_{self.requests}"
+
+
+def on_prefixes(groups: int, queries: int, shared: int, own: int) -> Forest:
+    """``groups`` of ``queries`` requests each, which share ``shared`` tokens and have ``own``."""
+    count = groups * queries
+    paths = [[(i // queries, 0, shared)] * (queries > 1) for i in range(count)]
+    return Forest(f"{groups}x{queries}_{shared}+{own}", paths, [shared + own] * count)
 
 
 BATCHES = (
-    *(Batch(heads, 1, 128, 8192, 256) for heads in (8, 16, 20, 32)),
-    Batch(16, 1, 64, 4096, 256),
-    Batch(16, 8, 16, 2048, 256),
-    Batch(16, 1, 16, 8192, 512),
-    Batch(16, 1, 8, 6016, 128),
-    Batch(16, 64, 1, 0, 2048),
-    Batch(16, 1, 1, 0, 8192),
+    *(Batch(heads, on_prefixes(1, 128, 8192, 256)) for heads in (8, 16, 20, 32)),
+    Batch(16, on_prefixes(1, 64, 4096, 256)),
+    Batch(16, on_prefixes(8, 16, 2048, 256)),
+    Batch(16, on_prefixes(1, 16, 8192, 512)),
+    Batch(16, on_prefixes(1, 8, 6016, 128)),
+    Batch(16, on_prefixes(64, 1, 0, 2048)),
+    Batch(16, on_prefixes(1, 1, 0, 8192)),
 )
 
 
@@ -68,24 +73,20 @@ class Inputs:
 
 
 def inputs_of(batch: Batch) -> Inputs:
-    total, tokens = batch.groups * batch.queries, batch.shared + batch.own
+    requests, total = batch.requests, batch.requests.num_queries
+    table, lens = slot_table(requests)
     torch.manual_seed(0)
-    slots = torch.randperm(batch.groups * batch.shared + total * batch.own, device="cuda")
-    shared = slots[: batch.groups * batch.shared].view(batch.groups, 1, batch.shared)
-    shared = shared.expand(-1, batch.queries, -1).reshape(total, batch.shared)
-    table = torch.cat([shared, slots[batch.groups * batch.shared :].view(total, batch.own)], 1)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=BF16)
 
-    paths = [[(i // batch.queries, 0, batch.shared)] * (batch.queries > 1) for i in range(total)]
     return Inputs(
         q=random(batch.heads, total, V_DIM).transpose(0, 1),
         q_rope=random(total, batch.heads, 64),
-        latents=random(len(slots), 1, K_DIM),
-        table=table.int().contiguous(),
-        lens=torch.full((total,), tokens, dtype=torch.int32, device="cuda"),
-        paths=paths,
+        latents=random(requests.unique_tokens + 1, 1, K_DIM),
+        table=table[1:].contiguous().cuda(),
+        lens=lens.int().cuda(),
+        paths=requests.paths,
     )
 
 
@@ -164,7 +165,7 @@ def error(out: torch.Tensor, inputs: Inputs, queries: int = 4) -> float:
     """Of the first queries' output, the norm of the difference over the norm."""
     truth = []
     for query in range(min(queries, len(inputs.lens))):
-        k = inputs.latents[inputs.table[query].long(), 0].double()
+        k = inputs.latents[inputs.table[query, : inputs.lens[query]].long(), 0].double()
         q = torch.cat([inputs.q[query], inputs.q_rope[query]], -1).double()
         truth.append(torch.softmax(q @ k.t() * SCALE, -1) @ k[:, :V_DIM])
     want = torch.stack(truth)
@@ -191,12 +192,20 @@ def measure(batch: Batch, clock: Clock, with_fa3: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="batches whose names have this")
+    parser.add_argument("--ragged", action="store_true", help="batches whose requests differ")
     parser.add_argument("--fa3", action="store_true", help="FA3, too")
     args = parser.parse_args()
-    clock = Clock(100.0)
-    for batch in BATCHES:
+    ragged = (Batch(heads, each) for heads in (8, 16, 20) for each in all_forests())
+    clock, ratios = Clock(20.0 if args.ragged else 100.0), []
+    for batch in ragged if args.ragged else BATCHES:
         if args.only in batch.name:
-            print(json.dumps(measure(batch, clock, args.fa3)), flush=True)
+            row = measure(batch, clock, args.fa3)
+            print(json.dumps(row), flush=True)
+            if args.fa3:
+                ratios.append(row["us_fp32"] / min(row["us_fa3_1"], row["us_fa3_64"]))
+    if ratios:
+        mean = statistics.geometric_mean(ratios)
+        print(f"over FA3: {mean:.3f} in the geometric mean, {max(ratios):.3f} at worst")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 the same GPUs, driven by SGLang's own client: ``python -m benchmarks.serving``.
 
 A LOAD is a short form of the client's arguments, or these themselves; see ``loads.py``. With --show
-nothing runs: the commands that start the servers and those of the client are printed, for use by
-hand.
+nothing runs: the commands of the servers and of the client are printed, for use by hand.
 
 Backends take turns, in another order every run, each from an empty cache; the table has medians and
 the spread. ``step ms`` is the engine's own time of a step, which SGLang's scheduler notes
-(SGLANG_RECORD_STEP_TIME). Plans and the share
-of K/V that is read are pat's counters over the run.
+(SGLANG_RECORD_STEP_TIME). Plans and the share of K/V that is read are counters of pat.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -39,7 +37,7 @@ from benchmarks.common.document import (
 )
 from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
 from benchmarks.serving.model import SHAPES, open_model
-from benchmarks.serving.servers import PROGRAM, ClientError, ask, serve, step_notes
+from benchmarks.serving.servers import ClientError, ask, serve, step_notes
 from benchmarks.serving.table import Row, counted_fields, step_ms, table
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.server import Server, ServerError
@@ -104,11 +102,11 @@ def run(options: argparse.Namespace, budget: Budget) -> None:
     loads = [parse(text, output=options.output_tokens, folder=folder) for text in options.loads]
     model = open_model(options.model, folder)
     arguments = server_arguments(options, model)
-    if teams := [load for load in loads if load.team]:
+    if traced := [load for load in loads if load.sizes]:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
-        for load in teams:
+        for load in traced:
             write_trace(load, tokenizer, options.agent_context)
     if options.show:
         print("\n".join(commands(model, options, arguments, loads)))
@@ -138,6 +136,7 @@ def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
         *("--kv-cache-dtype", options.kv_cache_dtype, "--tp-size", str(options.tp)),
         *("--max-total-tokens", str(options.pool_tokens), "--max-running-requests", requests),
         *("--stream-interval", str(options.stream_interval)),
+        "--incremental-streaming-output",  # the client, one thread, reads all of it
         *("--decode-log-interval", str(LOG_INTERVAL)),
         *(() if any(model.glob("*.safetensors")) else ("--load-format", "dummy")),
     ]
@@ -168,9 +167,9 @@ def commands(
         f"--attention-backend {backend} --port {port} {shlex.join(arguments)}"
         for port, backend in enumerate(options.backends, 30_000)
     ]
-    program = shlex.join(["python", "-m", *PROGRAM])
     return lines + [
-        f"{program} {shlex.join(load.arguments)} --port 30000 --seed 0" for load in loads
+        f"python -m {shlex.join([*load.program, *load.arguments])} --port 30000 --seed 0"
+        for load in loads
     ]
 
 
@@ -256,10 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _exit(signum: int, _frame: object) -> NoReturn:
-    sys.exit(128 + signum)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _exit)  # unwinds, so that the servers are stopped too
+    # Unwinds, so that the servers are stopped too.
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     sys.exit(main())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SGLang's client is asked to send, as arguments of ``sglang.benchmark.serving``.
 
-A load is written in one of three ways:
+A load is written in one of these ways:
 
 - ``[GROUPS*]PREFIX[+PRIVATE]xREQUESTS``, as ``8192x128``, ``8*2048x16``, ``1024+512x256``: requests
   sent at once, GROUPS groups (default 1) of REQUESTS each on a prefix of PREFIX tokens of their own
@@ -9,6 +9,12 @@ A load is written in one of three ways:
 - ``SYSTEM+ROLES*ROLExAGENTS``, as ``3000+4*1200x64``: AGENTS conversations at a time, each behind a
   system prompt of SYSTEM tokens and one of ROLES prompts of ROLE tokens. A turn adds 20 to 300
   tokens and is sent when the last one is answered; the next conversation begins when one ends.
+- ``rollouts:PROMPTSxSAMPLES[xANSWER]``, as ``rollouts:10x16``: what reinforcement learning samples
+  in a step, all sent at once: SAMPLES answers to each of PROMPTS prompts of 128 to 1024 tokens. The
+  answers have ANSWER / 8 to ANSWER tokens (default 2048), so they end at different steps.
+- ``forks:PARENTSxCHILDREN[xCONTEXT]``, as ``forks:8x6``: PARENTS orchestrators at a time, each a
+  conversation behind a context of its own of CONTEXT tokens (default 8192). Twice it forks CHILDREN
+  sub-agents, each with a task behind all that it has; their answers become its next message.
 - the arguments themselves, as ``"--dataset-name mooncake --dataset-path FILE --num-prompts 500"``.
 """
 
@@ -18,6 +24,7 @@ import json
 import random
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,22 +36,36 @@ NEW_TOKENS = (20, 300)  # of an agent's turn
 # steps because the conversations begin at different times, START_RATE a second.
 ANSWER_TOKENS = 90
 START_RATE = 32
-CONVERSATIONS = 3  # of one agent, one behind the other
+CONVERSATIONS = 3  # of one agent or orchestrator, one behind the other
+ROLLOUT_PROMPT, ROLLOUT_ANSWER = 1024, 2048  # tokens, the most of each
+LEAST = 0.125  # of the most: tokens are drawn from there to the most
+FORKS, FORK_CONTEXT = 2, 8192
+CHILD_TOKENS = (60, 480)  # of a sub-agent's answer
+# The client's tokens/s are those of the longest time in which so much of the most requests that
+# were active at the same time were: without the beginning and the end of a batch, or of all.
+PROGRAM = ("sglang.benchmark.steady_state_serving", "--steady-state-concurrency-ratio", "0.8")
+WHOLE_RUN = (*PROGRAM[:2], "0.001")
+FORKING = ("benchmarks.serving.forks", *WHOLE_RUN[1:])
 
+Text = Callable[[int], str]
 _BATCH = re.compile(r"(?:(\d+)\*)?(\d+)(?:\+(\d+))?x(\d+)")
 _TEAM = re.compile(r"(\d+)\+(\d+)\*(\d+)x(\d+)")
+_COUNTS = r":([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?"
+_ROLLOUTS, _FORKS = re.compile(f"rollouts{_COUNTS}"), re.compile(f"forks{_COUNTS}")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``arguments`` of the client; ``output``: tokens of each answer, None if not known. Of agents:
-    ``team``, as in the notation, and the file ``trace`` that ``write_trace`` has to write."""
+    """``arguments`` of ``program``, a module with a ``cli_main`` and its first arguments;
+    ``output``: least and most tokens of an answer, if known; ``sizes``: the numbers of a load whose
+    ``trace`` is still to be written."""
 
     name: str
     arguments: tuple[str, ...]
-    output: int | None = None
-    team: tuple[int, int, int, int] | None = None
+    output: tuple[int, int] | None = None
+    sizes: tuple[int, ...] = ()
     trace: Path = Path()
+    program: tuple[str, ...] = PROGRAM
 
 
 def parse(text: str, *, output: int, folder: Path) -> Load:
@@ -56,25 +77,28 @@ def parse(text: str, *, output: int, folder: Path) -> Load:
     if text.startswith("--"):
         return Load(text, tuple(shlex.split(text)))
     if found := _TEAM.fullmatch(text):
-        system, roles, role, agents = map(int, found.groups())
-        if roles and agents:
-            trace = folder / f"agents-{'-'.join(found.groups())}.json"
-            arguments = (
-                *("--backend", "sglang-oai-chat", "--dataset-name", "agentic-trace"),
-                *("--dataset-path", str(trace), "--sharegpt-output-len", str(ANSWER_TOKENS)),
-                *("--num-prompts", str(agents * CONVERSATIONS)),
-                *("--max-concurrency", str(agents), "--request-rate", str(START_RATE)),
-            )
-            return Load(text, arguments, ANSWER_TOKENS, (system, roles, role, agents), trace)
+        sizes = tuple(map(int, found.groups()))
+        if sizes[1] and sizes[3]:
+            return _talks(text, folder / "agents", sizes, output=(ANSWER_TOKENS, ANSWER_TOKENS))
     elif found := _BATCH.fullmatch(text):
         groups, prefix, private, each = (int(number or 0) for number in found.groups())
         groups = groups if found[1] else 1
         if groups and each:
-            return Load(text, _batch(groups, each, prefix, private + QUESTION, output), output)
+            arguments = _batch(groups, each, prefix, private + QUESTION, output)
+            return Load(text, arguments, (output, output))
+    elif found := _ROLLOUTS.fullmatch(text):
+        prompts, each, most = int(found[1]), int(found[2]), int(found[3] or ROLLOUT_ANSWER)
+        arguments = _batch(prompts, each, ROLLOUT_PROMPT, 0, most)
+        arguments += ("--gsp-range-ratio", str(LEAST), "--temperature", "1")
+        return Load(text, arguments, (int(most * LEAST), most), program=WHOLE_RUN)
+    elif found := _FORKS.fullmatch(text):
+        sizes = (int(found[3] or FORK_CONTEXT), int(found[2]), int(found[1]))
+        cold = ("--warmup-requests", "0")  # it would leave a whole conversation in the cache
+        return _talks(text, folder / "forks", sizes, *cold, output=CHILD_TOKENS, program=FORKING)
     raise ValueError(
         f"{text!r} is not a load, or has no requests: write [GROUPS*]PREFIX[+PRIVATE]xREQUESTS as "
-        "8192x128 or 8*2048x16, SYSTEM+ROLES*ROLExAGENTS as 3000+4*1200x64, or arguments of "
-        "sglang.benchmark.serving as one word that begins with --"
+        "8192x128 or 8*2048x16, SYSTEM+ROLES*ROLExAGENTS as 3000+4*1200x64, rollouts:10x16, "
+        "forks:8x6, or arguments of sglang.benchmark.serving as one word that begins with --"
     )
 
 
@@ -93,40 +117,65 @@ def _batch(groups: int, each: int, prefix: int, question: int, output: int) -> t
     )
 
 
+def _talks(text: str, trace: Path, sizes: tuple[int, ...], *extra: str, **more: Any) -> Load:
+    trace = trace.with_name(f"{trace.name}-{'-'.join(map(str, sizes))}.json")
+    arguments = (
+        *("--backend", "sglang-oai-chat", "--dataset-name", "agentic-trace"),
+        *("--dataset-path", str(trace), "--sharegpt-output-len", str(ANSWER_TOKENS)),
+        *("--num-prompts", str(sizes[-1] * CONVERSATIONS)),
+        *("--max-concurrency", str(sizes[-1]), "--request-rate", str(START_RATE), *extra),
+    )
+    return Load(text, arguments, sizes=sizes, trace=trace, **more)
+
+
 def write_trace(load: Load, tokenizer: Any, context: int) -> None:
-    """Write the conversations of a team, as SGLang's ``agentic-trace`` reads them.
+    """Write the conversations of a load, as SGLang's ``agentic-trace`` reads them.
 
     ``tokenizer``: of transformers; texts are random tokens, so their lengths are exact if the
-    tokenizer makes the same tokens of a text that it made of them. Equal arguments give equal
-    files.
+    tokenizer makes the same tokens of a text that it made of them. ``context``: tokens with which
+    an agent's conversation ends. Equal arguments give equal files.
 
     Raises:
-        ValueError: ``context``, tokens with which a conversation ends, has no room for one turn.
+        ValueError: ``context`` has no room for one turn.
     """
-    assert load.team
-    system_tokens, num_roles, role_tokens, agents = load.team
-    shared = system_tokens + role_tokens
-    least = shared + NEW_TOKENS[1] + ANSWER_TOKENS
-    if least > context:
-        raise ValueError(f"{load.name}: --agent-context must be {least} or more, not {context}")
     rng = random.Random(load.name)
     ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
 
     def text(tokens: int) -> str:
         return str(tokenizer.decode(rng.choices(ids, k=tokens)))
 
-    system = text(system_tokens)
-    roles = [f"{system} {text(role_tokens)}" for _ in range(num_roles)]
-    conversations = []
-    for _ in range(agents * CONVERSATIONS):
-        turns: list[dict[str, Any]] = []
-        messages = [{"role": "system", "content": rng.choice(roles)}]
-        length, new = shared, rng.randint(*NEW_TOKENS)
-        while length + new + ANSWER_TOKENS <= context:
-            length += new
-            messages.append({"role": "user", "content": text(new)})
-            turns.append({"messages": messages, "prompt_tokens": length})
-            length += ANSWER_TOKENS
-            messages, new = [], rng.randint(*NEW_TOKENS)
-        conversations.append(turns)
-    load.trace.write_text(json.dumps({"conversations": conversations}))
+    num_talks = load.sizes[-1] * CONVERSATIONS
+    if load.program == FORKING:
+        talks = [_orchestrator(rng, text, *load.sizes[:2]) for _ in range(num_talks)]
+    else:
+        system_tokens, num_roles, role_tokens, _ = load.sizes
+        shared = system_tokens + role_tokens
+        if (least := shared + NEW_TOKENS[1] + ANSWER_TOKENS) > context:
+            raise ValueError(f"{load.name}: --agent-context must be {least} or more, not {context}")
+        system = text(system_tokens)
+        roles = [f"{system} {text(role_tokens)}" for _ in range(num_roles)]
+        talks = [_agent(rng, text, rng.choice(roles), shared, context) for _ in range(num_talks)]
+    load.trace.write_text(json.dumps({"conversations": talks}))
+
+
+def _agent(rng: random.Random, text: Text, system: str, length: int, context: int) -> list[Any]:
+    turns, new = [], rng.randint(*NEW_TOKENS)
+    messages = [{"role": "system", "content": system}]
+    while length + new + ANSWER_TOKENS <= context:
+        length += new
+        messages.append({"role": "user", "content": text(new)})
+        turns.append({"messages": messages, "prompt_tokens": length})
+        length += ANSWER_TOKENS
+        messages, new = [], rng.randint(*NEW_TOKENS)
+    return turns
+
+
+def _orchestrator(rng: random.Random, text: Text, context: int, children: int) -> list[Any]:
+    def said(least: int, most: int, **more: int) -> dict[str, Any]:
+        return {"role": "user", "content": text(rng.randint(least, most)), **more}
+
+    turns = [[said(context, context)]]
+    for _ in range(FORKS):
+        lengths = [rng.randint(*CHILD_TOKENS) for _ in range(children)]
+        turns.append([said(*NEW_TOKENS, tokens=length) for length in lengths])
+    return [{"messages": turn} for turn in turns]

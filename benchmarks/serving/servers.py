@@ -14,15 +14,13 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from benchmarks.serving.loads import Load
+from benchmarks.serving.loads import PROGRAM, Load
 from sglang_pat.demo.server import Server, ServerError
 
 PAGE = 256  # tokens of the largest page
 DYING_S = 2.0  # between a failed scheduler and the end of its server
-# A run's output tokens/s are those of the longest time in which so much of the most requests that
-# were active at the same time were: without its beginning and its end.
-PROGRAM = ("sglang.benchmark.steady_state_serving", "--steady-state-concurrency-ratio", "0.8")
 _DETAILS = {"server_info", "errors", "input_lens", "output_lens", "ttfts", "itls"}
 _DETAILS |= {"generated_texts"}
 
@@ -95,7 +93,7 @@ def ask(load: Load, *, port: int, seed: int, folder: Path) -> dict[str, Any]:
     Raises:
         ClientError: see there.
     """
-    client = import_module(PROGRAM[0])
+    client = import_module(load.program[0])
     result, steady, log = (folder / n for n in ("result.jsonl", "steady.jsonl", "client.log"))
     for file in (result, steady):
         file.unlink(missing_ok=True)
@@ -104,9 +102,12 @@ def ask(load: Load, *, port: int, seed: int, folder: Path) -> dict[str, Any]:
         *("--output-file", str(result), "--output-details"),
         *("--steady-state-output-file", str(steady)),
     )
-    with _at_home(folder), log.open("a") as said, redirect_stdout(said), redirect_stderr(said):
+    # The client keeps generated prompts in the home folder, under a name that does not tell
+    # vocabularies apart: prompts of another model would be found.
+    at_home = mock.patch.dict(os.environ, HOME=str(folder))
+    with at_home, log.open("a") as said, redirect_stdout(said), redirect_stderr(said):
         try:
-            client.cli_main([*PROGRAM[1:], *load.arguments, *own])
+            client.cli_main([*load.program[1:], *load.arguments, *own])
         except (Exception, SystemExit) as error:
             raise ClientError(f"SGLang's client failed ({error}), see {log}") from error
     found: dict[str, Any] = json.loads(result.read_text())
@@ -123,23 +124,10 @@ def _check(found: dict[str, Any], load: Load, log: Path) -> None:
     if failed:
         raise ClientError(f"{len(failed)} requests failed, the first one so: {failed[0]}")
     lengths = found["output_lens"]
-    short = sum(load.output not in (None, length) for length in lengths)
+    least, most = load.output or (0, max(lengths, default=0))
+    short = sum(not least <= length <= most for length in lengths)
     if short or not all(found["ttfts"]):
         raise ClientError(
             f"{short} of {len(lengths)} requests did not get the tokens that they asked for, "
             f"{found['ttfts'].count(0.0)} none: see the servers' logs beside {log}"
         )
-
-
-@contextmanager
-def _at_home(folder: Path) -> Iterator[None]:
-    """The client keeps generated prompts in the home folder, under a name that does not tell
-    vocabularies apart: prompts of another model would be found."""
-    home = os.environ.get("HOME")
-    os.environ["HOME"] = str(folder)
-    try:
-        yield
-    finally:
-        os.environ.pop("HOME")
-        if home is not None:
-            os.environ["HOME"] = home

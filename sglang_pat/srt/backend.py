@@ -462,8 +462,10 @@ class PatVerifyMixin(PatDecodeMixin):
         super()._fill(plan, forward_batch, list_on_host=list_on_host)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One layer of a verify step, q [B * T, Hq * D] -> [B * T, Hq * Dv]; or of another forward,
-        which is the base's. Arguments as of ``_attend``."""
+        """One layer of a verify step, q [B * T, Hq * D] -> [B * T, Hq * Dv], of latents in parts as
+        in ``forward_decode``, with B * T rows; or of another forward, which is the base's, as is
+        every prefill that expands latents (MLA): SGLang's models verify on the latents themselves
+        (S models/deepseek_common/attention_backend_handler.py:135). Arguments as of ``_attend``."""
         out = self._attend(*args, **kwargs)
         if out is None:
             out = super().forward_extend(*args, **kwargs)  # type: ignore[misc]

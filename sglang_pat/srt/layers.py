@@ -30,15 +30,18 @@ from sglang_pat.srt.facts import (
     facts,
     kinds,
 )
-from sglang_pat.srt.support import CHOOSE_ANOTHER, E4M3, MOST_DRAFT_ROWS, draft_tokens_of
+from sglang_pat.srt.support import (
+    CHOOSE_ANOTHER,
+    E4M3,
+    MOST_DRAFT_ROWS,
+    MOST_LATENT_ROWS,
+    draft_tokens_of,
+)
 from sglang_pat.target import HEAD_DIM_STEP, LATENT_DIMS, MAX_HEAD_DIM, Target
 
 logger = logging.getLogger("sglang_pat")
 
 CUDA_HEAD_DIMS, CUDA_MAX_GROUP = _C.CUDA_HEAD_DIMS, _C.CUDA_MAX_GROUP
-# Query heads of a rank that read latents, at most: those of two requests fill a row tile, and more
-# would take tiles of their own, packed or not.
-MOST_LATENT_HEADS = 32
 
 
 class Heads(NamedTuple):
@@ -134,8 +137,10 @@ def reason_against_heads(
         return ""
     group = layer.tp_q_head_num // layer.tp_k_head_num
     if dims == LATENT_DIMS:
-        saves = group <= MOST_LATENT_HEADS
-        return "" if saves else f"{group} query heads on a latent, of which packing saves nothing"
+        if group * draft_tokens <= MOST_LATENT_ROWS:
+            return ""
+        drafts = f"{draft_tokens} draft tokens of " if draft_tokens > 1 else ""
+        return f"{drafts}{group} query heads on a latent, of which packing saves nothing"
     if dims[0] != dims[1] or dims[0] not in CUDA_HEAD_DIMS:
         known = f"both one of {CUDA_HEAD_DIMS}, nor {LATENT_DIMS[0]} and {LATENT_DIMS[1]}"
         return f"head dims {dims[0]} and {dims[1]}, not {known}"

@@ -52,6 +52,9 @@ OF_LATENTS, LATENT_CODE = "fa3", "sm_90a"
 # 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows
 # were not measured.
 MOST_DRAFT_ROWS = 64
+# Of latents (MLA), where a rank's query heads read the same K: two requests of so many rows fill a
+# row tile, and those of more would take tiles of their own, packed or not.
+MOST_LATENT_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -122,11 +125,28 @@ class Server:
 
     @property
     def most_drafts(self) -> int:
-        """Draft tokens of a request, in a tree, of which pat verifies any on its device."""
+        """Draft tokens of a request, in a tree, of which pat verifies any on its device; 0 where it
+        would not serve single ones either."""
         if self.model is None or self.device == "cpu":
             return MOST_MASKED_DRAFTS
-        group: int = self.model.num_attention_heads // self.model.get_num_kv_heads(1)
-        return min(MOST_MASKED_DRAFTS, max(1, MOST_DRAFT_ROWS // group))
+        if self.latents:
+            ranks = _sglang("runtime_context.attn_tp_size_of")(self.args)
+            most: int = MOST_LATENT_ROWS // self.model.get_num_attention_heads(ranks)
+        else:
+            group: int = self.model.num_attention_heads // self.model.get_num_kv_heads(1)
+            most = max(1, MOST_DRAFT_ROWS // group)
+        return min(MOST_MASKED_DRAFTS, most)
+
+    @property
+    def fewer_drafts(self) -> str:
+        """The way out of more draft tokens than ``most_drafts``."""
+        most = self.most_drafts
+        if most < 2:  # the first is the token that is known to be right
+            return _DROP_ONE
+        if may_be_trees(self.args):
+            return f"set --speculative-num-draft-tokens to at most {most}"
+        # SGLang has a chain's tokens follow its steps, and with these alone it does not start.
+        return f"set --speculative-num-steps to at most {most - 1}; with --speculative-eagle-topk 1"
 
     @property
     def takes(self) -> tuple[torch.dtype, ...]:
@@ -391,7 +411,19 @@ SPECULATION = (
         "--speculative-algorithm {s.args.speculative_algorithm} drafts trees of "
         "{s.args.speculative_num_draft_tokens} tokens, and pat verifies trees of up to "
         f"{MOST_MASKED_DRAFTS}",
-        "set --speculative-num-draft-tokens to at most {s.most_drafts}",
+        "{s.fewer_drafts}",
+    ),
+    Row(
+        lambda s: (
+            verifies(s.args)
+            and s.latents
+            and s.device == "cuda"
+            and 0 < s.most_drafts < s.args.speculative_num_draft_tokens
+        ),
+        "the model uses MLA, and {s.args.speculative_num_draft_tokens} draft tokens of a request "
+        f"fill more than {MOST_LATENT_ROWS} packed rows (query heads of a GPU x draft tokens), of "
+        "which packing saves nothing",
+        "{s.fewer_drafts}",
     ),
     Row(
         _drafts(lambda a: a.speculative_adaptive),
@@ -440,11 +472,6 @@ IDLE = (
     Row(
         lambda s: s.latents and s.device == "cuda" and s.code != LATENT_CODE,
         "the model uses MLA, for which pat has kernels for compute capability 9.0 alone",
-    ),
-    Row(
-        lambda s: s.latents and s.args.speculative_algorithm is not None,
-        "the model uses MLA, and pat does not verify drafts of such a model",
-        _DROP_ONE,
     ),
     Row(
         lambda s: s.backends[1] not in s.extendable,

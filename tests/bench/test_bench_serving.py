@@ -5,10 +5,12 @@ made of the client's rows."""
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import shlex
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 
 from benchmarks.serving import __main__ as command
 from benchmarks.serving import servers
+from benchmarks.serving.forks import forking
 from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
 from benchmarks.serving.model import write_tokenizer
 from benchmarks.serving.table import step_ms, table
@@ -45,6 +48,7 @@ def asked(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
         ("8x4", {"backend": "sglang", "gsp_output_len": 256, "gsp_range_ratio": 1.0}),
         ("0x64", {"dataset_name": "random-ids", "num_prompts": 64, "random_range_ratio": 1}),
         ("0+72x4", {"random_input_len": 200, "random_output_len": 256, "tokenize_prompt": True}),
+        ("rollouts:10x16", {"gsp_num_groups": 10, "gsp_output_len": 2048, "temperature": 1}),
         ("--dataset-name mooncake --dataset-path 'a b'", {"dataset_path": "a b"}),
     ],
 )
@@ -58,7 +62,10 @@ def test_loads_are_arguments_of_sglangs_client(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "8192", "x4", "4x", "2*x4", "1024+x4", "8x0", "0*8x4", "-1x4", "1+0*1x4", "1+1*1x0"],
+    [
+        *("", "8192", "x4", "4x", "2*x4", "1024+x4", "8x0", "0*8x4", "-1x4", "1+0*1x4", "1+1*1x0"),
+        *("rollouts:10", "rollouts:0x16", "rollouts:1x2x0", "forks:2x0", "forks:2x3x", "rolls:2x3"),
+    ],
 )
 def test_what_is_no_load_is_refused(text: str) -> None:
     with pytest.raises(
@@ -115,6 +122,77 @@ def test_conversations_share_a_system_prompt_and_roles(
         write_trace(agents, tokenizer, context=749)
 
 
+def test_rollouts_are_samples_of_one_prompt_that_end_at_different_steps(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = load("rollouts:3x8x400")
+    found = asked([*rollouts.arguments], monkeypatch)
+    datasets = pytest.importorskip("sglang.benchmark.datasets", reason="needs SGLang 0.5.23")
+    rows = datasets.get_dataset(found, tokenizer)
+    samples: dict[tuple[int, ...], list[int]] = {}
+    for row in rows:
+        samples.setdefault(tuple(row.prompt), []).append(row.output_len)
+    assert [len(lengths) for lengths in samples.values()] == [8] * 3
+    assert all(128 <= len(prompt) <= 1024 for prompt in samples)
+    assert rollouts.output == (50, 400)
+    for lengths in samples.values():
+        assert len(set(lengths)) > 4 and min(lengths) >= 50 and max(lengths) <= 400
+
+
+@dataclass
+class Request:
+    """What SGLang's client asks of its function for a request, as far as ``forking`` needs it."""
+
+    prompt: list[Any]
+    output_len: int
+    extra_request_body: dict[str, Any]
+
+
+def test_orchestrators_fork_children_whose_answers_come_back(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks = load("forks:2x3x500", tmp_path)
+    write_trace(forks, tokenizer, context=1)
+    found = asked([*forks.arguments], monkeypatch)
+    expected = {"backend": "sglang-oai-chat", "max_concurrency": 2, "num_prompts": 6}
+    assert vars(found).items() >= (expected | {"warmup_requests": 0}).items()
+    datasets = pytest.importorskip("sglang.benchmark.datasets", reason="needs SGLang 0.5.23")
+    rows = datasets.get_dataset(found, tokenizer)
+    assert len({row.prompt[0][0]["content"] for row in rows}) == len(rows) == 6
+    context, first, second = rows[0].prompt
+    assert len(tokenizer.encode(context[0]["content"])) == 500
+    assert len({task["content"] for task in [*first, *second]}) == 6
+    lengths = [task["tokens"] for task in [*first, *second]]
+    assert all(60 <= length <= 480 for length in lengths)
+    assert forks.output == (60, 480)
+
+    asked_for: list[Request] = []
+
+    async def answer(request: Request) -> Any:
+        number = len(asked_for)
+        asked_for.append(request)
+        await asyncio.sleep(0.003 * (3 - number % 4))  # children end in another order
+        return SimpleNamespace(generated_text=f"answer {number}")
+
+    request = Request(rows[0].prompt, rows[0].output_len, {"seed": 1})
+    converse = forking(answer, "sglang-oai-chat")
+    outputs = asyncio.run(converse(request_func_input=request, pbar=None))
+    assert len(outputs) == len(asked_for) == 1 + 2 * (3 + 1)
+    assert all(each.extra_request_body["seed"] == 1 for each in asked_for)
+    assert all(each.extra_request_body["stream_options"] for each in asked_for)
+    plan, *children, joined = asked_for[:5]
+    history = [{"role": "user", "content": context[0]["content"]}]
+    assert plan.prompt == history and plan.output_len == joined.output_len == 90
+    history.append({"role": "assistant", "content": "answer 0"})
+    for child, task in zip(children, first, strict=True):
+        assert child.prompt == [*history, {"role": "user", "content": task["content"]}]
+        assert child.output_len == task["tokens"]
+    history.append({"role": "user", "content": "answer 1 answer 2 answer 3"})
+    assert joined.prompt == history
+    history.append({"role": "assistant", "content": "answer 4"})
+    assert all(child.prompt[:-1] == history for child in asked_for[5:8])
+
+
 def test_engine_steps_are_those_of_this_run_without_the_first() -> None:
     before = {"4": [0.9]}
     after = {"4": [0.9, 0.5, 0.010, 0.011, 0.030], "3": [0.7]}
@@ -151,18 +229,22 @@ def test_the_commands_are_shown_as_sglang_takes_them(
     server_args = pytest.importorskip("sglang.srt.server_args", reason="needs SGLang 0.5.23")
     parser = argparse.ArgumentParser()
     server_args.ServerArgs.add_cli_args(parser)
-    flags = ["--tp", "2", "--kv-cache-dtype", "fp8_e4m3", "--server-args", "--enable-metrics"]
+    flags = ["--loads", *DEFAULT_LOADS, "rollouts:1x2", "forks:1x2x20", "--tp", "2"]
+    flags += ["--kv-cache-dtype", "fp8_e4m3", "--server-args", "--enable-metrics"]
     assert command.main(["--show", "--folder", str(tmp_path), *flags]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(lines) == 3 + len(DEFAULT_LOADS) and (tmp_path / "llama3-8b").is_dir()
+    assert len(lines) == 5 + len(DEFAULT_LOADS) and (tmp_path / "llama3-8b").is_dir()
     for line, backend in zip(lines[:3], command.BACKENDS, strict=True):
         assert line[2] == "sglang.launch_server" and line.pop(line.index(backend))
         line.remove("--attention-backend")  # this process's SGLang need not know pat
         served = parser.parse_args(line[3:])
         assert (served.kv_cache_dtype, served.tp_size, served.stream_interval) == ("fp8_e4m3", 2, 8)
-        assert served.enable_metrics
+        assert served.enable_metrics and served.incremental_streaming_output
     for line in lines[3:]:
-        assert line[2] == "sglang.benchmark.steady_state_serving"
+        forks = line == lines[-1]
+        client = "benchmarks.serving.forks" if forks else "sglang.benchmark.steady_state_serving"
+        assert line[2] == client and line[3] == "--steady-state-concurrency-ratio"
+        assert line[4] == ("0.001" if line in lines[-2:] else "0.8")
         assert asked(line[5:], monkeypatch).port == 30_000
 
 

@@ -38,6 +38,7 @@ def _smollm2(path: Path) -> Path:
 
 
 _llama4 = partial(make_llama, q_heads=8, kv_heads=2)
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 MODELS: dict[str, Callable[[Path], Path]] = {
     "smollm2": _smollm2,
     "ratio4": _llama4,
@@ -52,6 +53,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "gemma2": make_gemma2,
     **{family: partial(make_hybrid, family=family) for family in FAMILIES},
     "mtp": partial(make_hybrid, family="qwen3_next", mtp=True),
+    # Eight query heads: with four draft tokens as many packed rows as pat takes of latents.
+    "latents8": partial(make_hybrid, family="deepseek_v2", **{name: 8 for name in _HEADS}),
 }
 
 
@@ -123,6 +126,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "ngram_trees": _ngram(TREE_TOKENS, breadth=10),
     "ngram8": _ngram(8),
     "nextn": _drafted("NEXTN", "mtp"),
+    "latents": _drafted("STANDALONE", "latents8"),
+    "latents_trees": _trees("STANDALONE", "latents8", top_k=2, draft_tokens=DRAFT_TOKENS),
     # Two GPUs; data parallel attention, where a rank may pad or be idle.
     "tp2": _TP2,
     "dp2": (*_TP2, "--dp-size", "2", "--enable-dp-attention"),

@@ -63,10 +63,11 @@ run() {
     more) tests 400 $at/test_features.py ;;
     fp8) tests 400 $at/test_pairs.py -k 'fp8_e4m3 or scaled4' ;;
     sleep) tests 240 $at/test_sleep.py ;;
-    spec) drafts 480 $at/test_speculation.py -k 'not mtp' ;;
+    spec) drafts 480 $at/test_speculation.py -k 'not mtp and not latents8' ;;
     mtp) drafts 300 $at/test_speculation.py -k mtp ;;
     hybrids) tests 560 $at/test_pairs.py -k "${HYBRIDS:-qwen3_next or qwen3_5 or falcon_h1}" ;;
     latents) tests 400 $at/test_pairs.py -k deepseek ;;
+    latentdrafts) drafts 400 $at/test_speculation.py -k latents8 ;;
     ranks) drafts 400 $at/test_pairs.py $at/test_speculation.py -k qwen3-pat ;;
     tp2) bench 560 --tp 2 --loads 8192x1 8192x128 0x64 0x256 ;;
     mla) bench 560 --model "${MODEL:-deepseek-v2-lite}" --backends ${MLA_BACKENDS:-pat fa3} \
@@ -76,6 +77,7 @@ run() {
       --kv-cache-dtype fp8_e4m3 --loads 8192x128 ;;
     agents) bench 500 --backends pat fa3 --stream-interval 1 --max-requests 128 \
       --loads '3000+4*1200x'{8,16,32,64,96,128} --model "${MODEL:-llama3-8b}" ;;
+    shared) bench 580 --runs 2 --backends pat fa3 --pool-tokens 262144 --loads rollouts:10x16 forks:8x6 ;;
     real) stand_in
       limited 560 python3 -m gpu_serving.real --device cuda ${SETTINGS:+--settings $SETTINGS} \
         --logs "$work/real" --json "$out/real.json" ;;

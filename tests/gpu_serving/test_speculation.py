@@ -54,6 +54,16 @@ ROWS = [
     # Eight heads a KV head and eight draft tokens: 64 packed rows a request, the most that pat
     # takes. Plans give each request row tiles of its own, so that nothing is packed.
     Row("ratio8-pat-ngram8", ANY, plain=("ratio8-fa3", "ratio8-pat"), packs=False),
+    # Of latents (MLA) 32 packed rows a request, the most that pat takes. Prefixes of some hundred
+    # tokens are not worth packing then.
+    *(
+        Row(
+            *(f"latents8-pat-{how}", RIGHT, f"latents8-fa3-{how}"),
+            plain=("latents8-fa3", "latents8-pat"),
+            loads=("turn", "disjoint"),
+        )
+        for how in ("latents", "latents_trees")
+    ),
     # A layer of a model of linear attention drafts, and where drafts are refused the states go back
     # to the last token that was accepted.
     Row("mtp-pat-nextn", ANY, "mtp-fa3-nextn", ("mtp-fa3", "mtp-fa3"), ("turn", "disjoint")),

@@ -26,6 +26,16 @@ CONFIGS = {
         env=(*ENV, ("PAT_TEETH_PARTS", "1"), ("SGLANG_PAT_MIN_BATCH", "1")),
         plugins=True,
     ),
+    # What was answered before is drafted, in trees (test_verify.py).
+    "drafts": Config(
+        "drafts",
+        args=(
+            *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
+            *("--speculative-ngram-max-bfs-breadth", "4"),
+        ),
+        env=(("PAT_TEETH_CPU", "pat_latents,pat_verify"), ("PAT_TEETH_PARTS", "1")),
+        plugins=True,
+    ),
 }
 
 
@@ -57,3 +67,16 @@ def test_answers_equal_the_stock_backends(servers: dict[str, ServingServer], que
         else:
             assert counted.packed_steps == 0 < counted.decode_steps
     assert "serves all 4 attention layers" in server.text()
+
+
+def test_verified_drafts_are_those_of_the_stock_backend(servers: dict[str, ServingServer]) -> None:
+    """Cold and warm, when nearly all drafts are accepted. So many packed rows a request, 64, are
+    not worth packing."""
+    server, work = servers["drafts"], WORKLOADS["multi_level"]
+    (cold, warm), counted = server.counted(lambda: (server.ask(work), server.ask(work)))
+    assert disagreements(cold + warm, servers["stock"].ask(work) * 2) == []
+    steps = sum(answer.verify_steps for answer in warm)
+    assert 0 < steps < 0.6 * sum(len(answer.tokens) - 1 for answer in warm)
+    assert counted.verify_steps > 0 == counted.packed_steps
+    assert not counted.fallbacks and not counted.base_layers
+    assert "verification of drafts runs on pat" in server.text()

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
+from kit.latents import target as target_of_latents
 from kit.runner import (
     BF16,
     DIM,
@@ -28,7 +29,7 @@ from kit.runner import (
 from kit.runner import KV_HEADS as RUNNERS_KV_HEADS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from sglang_pat import _C
+from sglang_pat import _C, plan
 from sglang_pat.srt.facts import SPARSE, TEMPERATURE
 from sglang_pat.srt.layers import (
     Heads,
@@ -145,6 +146,11 @@ CPU, GPU, CLIP = "cpu", "cuda:1", {"logit_cap": 30.0, "logit_capping_method": "c
         (GPU, {"dims": (576, 512), "group": 33}, "33 query heads on a latent, of which packing "
          "saves nothing"),
         (CPU, {"dims": (576, 512), "group": 33}, ""),
+        *((GPU, {"dims": (576, 512), "group": group, "drafts": drafts}, "")
+          for group, drafts in ((8, 4), (16, 2), (1, 32))),
+        (GPU, {"dims": (576, 512), "group": 8, "drafts": 5}, "5 draft tokens of 8 query heads on a "
+         "latent, of which packing saves nothing"),
+        (CPU, {"dims": (576, 512), "group": 8, "drafts": 5}, ""),
         (GPU, {"group": 17}, "17 query heads per KV head, more than 16"),
         (GPU, {"group": 8, "drafts": 8}, ""),
         (GPU, {"group": 8, "drafts": 9}, "9 draft tokens of 8 query heads per KV head: from 65 "
@@ -269,6 +275,15 @@ def test_of_a_layer_with_latents_the_module_that_decodes_counts(
         [modules[first], modules[1 - first]], config=LATENTS, token_to_kv_pool=pool
     )
     assert survey_layers(runner).reasons == {0: reason}
+
+
+@pytest.mark.parametrize(("heads", "drafts"), [(32, 1), (16, 2), (8, 4), (7, 4), (33, 1), (11, 3)])
+def test_latents_are_served_as_long_as_plans_pack_them(heads: int, drafts: int) -> None:
+    """Of 64 requests on one prefix of 8192 tokens, on an H200."""
+    made_for = target_of_latents(heads, draft_tokens=drafts)
+    made = plan([[(1, 0, 8192)]] * 64, [8320] * 64, made_for)
+    of_layer = {"dims": (576, 512), "group": heads, "drafts": drafts}
+    assert (made.num_shared_items > 0) == (_against(GPU, **of_layer) == "")
 
 
 def test_layers_that_transformers_code_gets_out_of_a_dict_are_seen() -> None:

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.runner import (
     E4M3,
+    LATENTS,
     make_layer,
     make_pool,
     make_runner,
@@ -23,10 +25,13 @@ from kit.runner import (
     warnings_of,
 )
 from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_pat.srt import factory, plugin
+from sglang_pat import gpus
+from sglang_pat.srt import factory, plugin, stock, support
 from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin
+from sglang_pat.srt.layers import heads_of
 
 STOCK = "stock torch_native"
 WINDOW = {"sliding_window_size": 128}
@@ -129,6 +134,39 @@ def test_where_pat_serves_nothing_the_backend_is_sglangs(
     assert warned in warning and "serves nothing" in warning
 
 
+@pytest.mark.parametrize(("tokens", "served"), [(4, True), (5, False)])
+def test_drafts_of_latents_are_verified_while_packing_gains(
+    tokens: int,
+    served: bool,
+    bed: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight query heads: of four draft tokens 32 packed rows."""
+    monkeypatch.setattr(support, "reason_against_gpu", lambda: "")
+    monkeypatch.setattr(gpus, "code_for", lambda _: "sm_90a")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    base = stock.Base(type("FlashAttentionBackend", (), {}), {})  # it imports CUDA's kernels
+    monkeypatch.setattr(factory.stock, "base_of", lambda name, _: {"fa3": base}[name])
+    pool, latents = make_pool(1), torch.zeros(1, 1, 576, dtype=torch.bfloat16)
+    pool.device = "cuda"
+    pool.get_key_buffer = {0: latents}.__getitem__
+    pool.get_value_buffer = {0: latents[..., :512]}.__getitem__
+    runner = make_runner(
+        [RadixAttention(8, 576, 1.0, 1, layer_id=0, v_head_dim=512)],
+        args=NGRAM | {"speculative_num_draft_tokens": tokens, "device": "cuda"},
+        config=LATENTS,
+        token_to_kv_pool=pool,
+    )
+    made = bed.make(runner)
+    if served:
+        assert made == ("FlashAttentionBackend", PatVerifyMixin, {0: ""}, {"packs": True})
+        assert heads_of(runner).draft_tokens == tokens and not warnings_of(caplog)
+    else:
+        (warning,) = warnings_of(caplog)
+        assert made == "stock fa3" and "5 draft tokens of a request fill more than 32" in warning
+
+
 def test_what_pat_does_not_decode_is_sglangs_without_a_word(
     bed: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,6 +202,6 @@ def test_the_option_says_how_many_requests_are_enough(
     bed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "3")
-    for requests, stock in ((2, True), (3, False)):
+    for requests, is_stock in ((2, True), (3, False)):
         runner = make_runner([make_layer(0)], args={"max_running_requests": requests})
-        assert (bed.make(runner) == STOCK) is stock
+        assert (bed.make(runner) == STOCK) is is_stock

@@ -208,6 +208,12 @@ NGRAM = {
     "speculative_num_draft_tokens": 4,
 }
 EAGLE = NGRAM | {"speculative_algorithm": "EAGLE"}
+
+
+def _latents_of(heads: int) -> dict[str, Any]:
+    return LATENTS | {"get_num_attention_heads": lambda ranks: heads // ranks}
+
+
 # Of two backends, pat is over triton.
 SPLIT_DRAFTS = NGRAM | {
     "attention_backend": "triton",
@@ -244,7 +250,18 @@ SPLIT_DRAFTS = NGRAM | {
         ({}, {}, LATENTS, "", ""),
         ({}, {"attention_backend": "flashmla"}, LATENTS, "on flashmla, which pat", "drop pat"),
         ({}, {"attention_backend": "triton"}, LATENTS, "on triton, which pat cannot", "drop pat"),
-        (EAGLE, {}, LATENTS, "does not verify drafts", "drop that option"),
+        (EAGLE, {}, LATENTS, "", ""),
+        (EAGLE | {"speculative_num_draft_tokens": 5}, {}, LATENTS, "5 draft tokens of a request "
+         "fill more than 32 packed rows (query", "set --speculative-num-steps to at most 3"),
+        (NGRAM | {"speculative_num_draft_tokens": 5}, {}, LATENTS, "5 draft tokens of a request",
+         "set --speculative-num-draft-tokens to at most 4"),
+        (NGRAM | {"speculative_num_draft_tokens": 8}, {"tp_size": 2}, LATENTS, "", ""),
+        (NGRAM | {"speculative_num_draft_tokens": 9}, {"tp_size": 2}, LATENTS, "9 draft tokens",
+         "set --speculative-num-draft-tokens to at most 8"),
+        (NGRAM | {"speculative_num_draft_tokens": 65, "device": "cpu"}, {}, LATENTS,
+         "NGRAM drafts trees of 65 tokens", "to at most 64"),
+        (EAGLE, {}, _latents_of(20), "4 draft tokens of a request", "drop that option, or pat"),
+        (EAGLE, {}, _latents_of(64), "", ""),  # without drafts neither: its layers are not served
         ({"dllm_algorithm": "LowConfidence"}, {}, {}, "never decodes", "nothing is lost"),
         ({"speculative_algorithm": "DFLASH"}, {}, {}, "that is SGLang's attention: pat verifies "
          "those of EAGLE, EAGLE3, STANDALONE, NGRAM", "drop that option"),
@@ -291,10 +308,15 @@ def test_each_reason_for_nothing_to_gain_names_the_way_out(
         (SPLIT_DRAFTS | {"speculative_attention_mode": "decode"}, True),
     ],
 )
-def test_speculation_that_is_served(args: dict[str, Any], trees: bool) -> None:
+@pytest.mark.parametrize("model", [{}, LATENTS], ids=["heads", "latents"])
+def test_speculation_that_is_served(
+    model: dict[str, Any], args: dict[str, Any], trees: bool
+) -> None:
     from sglang.srt.environ import envs
 
-    server = by_arguments({}, **NGRAM | args)
+    if model and (args.get("speculative_num_draft_tokens") == 65 or "attention_backend" in args):
+        return  # too many rows, or over triton
+    server = by_arguments(model, **NGRAM | args)
     assert support.idle_reasons(server, 2) == []
     assert support.draft_tokens_of(server.args) == server.args.speculative_num_draft_tokens
     assert support.may_be_trees(server.args) is trees

@@ -100,6 +100,18 @@ LFM2 = model("Lfm2ForCausalLM", "lfm2", layer_types=CONVOLUTIONS)
 LAYERS = ["jet", "attn", "jet", "swa"]
 JET = model("JetNemotronForCausalLM", "jet_nemotron", layer_types=LAYERS)
 GEMMA3_MM = with_vision("Gemma3", "gemma3")
+DEEPSEEK_V3 = LATENTS | {  # its drafts are of a layer of its own
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+}
+OF_LATENTS = {name: LATENTS[name] for name in LATENTS if name.startswith(("kv_lora", "qk_"))}
+LINEAR = {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 64, "num_heads": 4}
+LINEAR |= {"short_conv_kernel_size": 4}
+KIMI = model("KimiLinearForCausalLM", "kimi_linear", linear_attn_config=LINEAR, **OF_LATENTS)
 HALVES = ["sliding_attention", "full_attention"] * 2
 GRANITE_SWA = model(
     *("GraniteSWAForCausalLM", "granite_swa"),
@@ -117,6 +129,9 @@ SEED_OSS = model("SeedOssForCausalLM", "seed_oss")  # by transformers' code of i
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 CHAINS = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
+MTP = ("--speculative-algorithm", "NEXTN")
+IN_CHAINS = ("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+STEPS = (*MTP, *IN_CHAINS, "--speculative-num-steps")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
 
@@ -152,6 +167,12 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         (LATENTS | {"num_attention_heads": 64, "num_key_value_heads": 64}, (), [],
          {"64 query heads on a latent, of which packing saves nothing": [0]}),
         (DEEPSEEK, (), [], {f"head dims 80 and 64, {NO_KERNEL}": [0]}),
+        (LATENTS, (*NGRAM, "--tp", "2"), [0], {}),
+        (DEEPSEEK_V3, (*MTP, "--tp", "2"), [0], {}),
+        (DEEPSEEK_V3, (*STEPS, "1"), [0], {}),
+        (KIMI, NGRAM, [3], {OFF: [0, 1, 2]}),
+        (LATENTS | {"num_attention_heads": 64, "num_key_value_heads": 64}, NGRAM, [],
+         {"4 draft tokens of 64 query heads on a latent, of which packing saves nothing": [0]}),
         (GEMMA2, CHAINS, [], {SLIDING: [0, 2], CAPPED: [1, 3]}),
         (GEMMA2 | {"attn_logit_softcapping": None}, CHAINS, [1, 3], {SLIDING: [0, 2]}),
     ],
@@ -197,6 +218,10 @@ DSA = DEEPSEEK | {
         (DSA, (), "H100", GAIN, "decode runs on dsa, which pat cannot extend", "where it was SGLa"),
         (LATENTS, ("--prefill-attention-backend", "flashmla"), "H100", GAIN, "decode runs on "
          "flashmla, which pat cannot extend", "where it was SGLang's choice"),
+        (LATENTS, NGRAM, "H100", GAIN, "4 draft tokens of a request fill more than 32 packed rows",
+         "set --speculative-num-draft-tokens to at most 2"),
+        (DEEPSEEK_V3, MTP, "H100", GAIN, "4 draft tokens of a request fill more than 32 ",
+         "set --speculative-num-steps to at most 1; with --speculative-eagle-topk 1"),
         # Transformers has the model, but no code of it that SGLang can run.
         (model("JambaForCausalLM", "jamba"), (), "H100", "refused", "has no SGlang impl", ""),
         (GRANITE_SWA, (), "", "refused", "torch_native take no attention sinks",
@@ -267,6 +292,8 @@ def test_layers_of_both_directions_are_sglangs_with_or_without_its_radix_cache(a
         (LLAMA, (*NGRAM, "--page-size", "64")),
         (LLAMA, (*NGRAM, "--speculative-num-draft-tokens", "65")),
         (LLAMA, (*CHAINS, *SPLIT_FLAGS)),
+        (LATENTS, NGRAM),
+        (DEEPSEEK_V3, (*STEPS, "3")),
         (EXAONE4, ("--decode-attention-backend", "fa3")),
         (LLAMA, ("--disaggregation-mode", "decode")),
         (LLAMA, ("--disable-radix-cache",)),

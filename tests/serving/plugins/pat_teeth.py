@@ -3,7 +3,8 @@
 
 Found by SGLang because this folder is on the server's PYTHONPATH. The fault to commit is the
 content of the file that ``PAT_TEETH_FAULT`` names, read at every call; empty means none.
-``PAT_TEETH_CPU`` is the module here that makes what SGLang has for GPUs alone run on a CPU.
+``PAT_TEETH_CPU`` are the modules here, by commas, that make what SGLang has for GPUs alone run on a
+CPU.
 ``PAT_TEETH_UNPINNED=1`` leaves host memory unpinned, and ``PAT_TEETH_SLEEP=1`` lets a server sleep:
 SGLang pins some memory, and waits for torch's GPU, even on a CPU.
 ``PAT_TEETH_STEPS_WITHOUT_SHARING`` is how many steps pat lets go by before it says why none shares.
@@ -45,8 +46,9 @@ def load() -> None:
         target.WITHOUT_BRANCHES = (cut,)
     if os.environ.get("PAT_TEETH_UNPINNED") == "1":
         _unpin()
-    if module := os.environ.get("PAT_TEETH_CPU"):
-        importlib.import_module(module).replace()
+    if modules := os.environ.get("PAT_TEETH_CPU"):
+        for module in modules.split(","):
+            importlib.import_module(module).replace()
     if fault_file := os.environ.get("PAT_TEETH_FAULT"):
         ops.decode = Saboteur(ops.decode, Path(fault_file))
 
