@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,6 +89,5 @@ def _same_arguments(node: ast.FunctionDef, doc: str) -> None:
     """pybind11's docstring starts with the signature: the stub's arguments, in order."""
     names = [a.arg for a in node.args.args + node.args.kwonlyargs if a.arg != "self"]
     signature = doc.split("\n", 1)[0]
-    at = [signature.find(f"{name}: ") for name in names]
-    assert -1 not in at and at == sorted(at), f"{node.name}: {names} against {signature}"
-    assert signature.count(": ") - signature.count("self: ") == len(names), signature
+    given = [name for name in re.findall(r"(\w+): ", signature) if name != "self"]
+    assert given == names, f"{node.name}: {names} against {signature}"
