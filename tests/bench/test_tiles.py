@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tile solver: the paper's three constraints, one at a time, and what the command prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.tiles import LATENCY_NS, OTHER_REGISTERS, SIZES, Hardware, Tile, main, solve
+from sglang_pat import _C
+from sglang_pat.gpus import GPUS
+from sglang_pat.target import Target
+
+RATE = 1.8e12
+A100 = replace(Hardware.of("a100"), bytes_per_s=RATE)
+
+
+def tile(m: int, n: int, head_dim: int = 128, **changes: Any) -> Tile:
+    found = solve(replace(A100, **changes), head_dim)
+    (chosen,) = [each for each in found if (each.m, each.n) == (m, n)]
+    return chosen
+
+
+def test_the_papers_constraints_by_hand() -> None:
+    """Shared memory: Q and K/V tile of 2 bytes an element, intermediate results of 4. Registers of
+    64 rows on 128 threads: accumulators of the output, scores, weights of half the size."""
+    bytes_ = 64 * 128 * 2 + 64 * 128 * 2 + 64 * 128 * 4
+    registers = (64 * 128 + 64 * 64 + 64 * 64 // 2) // 128 + OTHER_REGISTERS
+    found = tile(64, 64)
+    assert (found.shared_bytes, found.registers, found.broken) == (bytes_, registers, ())
+    for name, least, broken in (
+        ("shared_per_block", bytes_, "1s"),
+        ("registers_per_sm", registers * 128, "1r"),
+    ):
+        assert broken not in tile(64, 64, **{name: least}).broken
+        assert tile(64, 64, **{name: least - 1}).broken == (broken,)
+    assert tile(64, 256).registers > 255 and tile(64, 256).broken == ("1r",)
+
+
+def test_loads_in_flight_give_the_least_n() -> None:
+    """The paper's bound: n >= latency x bandwidth / (SMs x blocks x head dim x bytes)."""
+    for n in SIZES:
+        found = tile(128, n)
+        if set(found.broken) <= {"2"}:
+            least = RATE * LATENCY_NS * 1e-9 / (108 * found.blocks * 128 * 2)
+            assert (n < least) == ("2" in found.broken)
+    assert not tile(64, 16).broken
+    assert tile(64, 16, bytes_per_s=4 * RATE).broken == ("2",)
+
+
+def test_blocks_are_limited_by_the_scarcest_resource() -> None:
+    assert tile(64, 64).blocks == 2  # 65 KiB each of 164
+    assert tile(64, 64, registers_per_sm=20_000).blocks == 1
+    assert tile(64, 64, threads_per_sm=128).blocks == 1
+
+
+@pytest.mark.parametrize("head_dim", _C.CUDA_HEAD_DIMS)
+def test_our_tiles_are_marked(head_dim: int) -> None:
+    for name in GPUS:
+        found = solve(Hardware.of(name), head_dim)
+        assert {(each.m, each.n) for each in found} == {(m, n) for m in SIZES for n in SIZES}
+        made_for = Target.h200(num_q_heads=8, num_kv_heads=2, head_dim=head_dim, max_queries=4)
+        ours = [(each.m, each.n) for each in found if each.ours]
+        assert ours == [(rows, 64) for rows in made_for.row_tiles]
+
+
+def test_the_command_prints_a_grid_for_each_head_dim(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gpu", "A100"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"head dim {head_dim};" in out for head_dim in _C.CUDA_HEAD_DIMS)
