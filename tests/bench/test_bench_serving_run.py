@@ -15,7 +15,7 @@ from benchmarks.serving.model import write_tokenizer
 from sglang_pat.demo.model import make_model
 
 BACKENDS = ["pat", "torch_native"]
-LOADS = ["0x4", "100+2*60x2", "rollouts:2x4x48", "forks:1x3x200"]
+LOADS = ["rollouts:2x4x48", "forks:1x2x200"]  # one of each dataset
 VOCAB = 512
 
 
@@ -32,7 +32,7 @@ def test_loads_run_on_two_servers(
     write_tokenizer(model, VOCAB, end=0)
     servers = ["--device", "cpu", "--model", str(model), "--backends", *BACKENDS]
     servers += ["--pool-tokens", "16384", "--max-requests", "8", "--stream-interval", "1"]
-    sizes = ["--runs", "1", "--agent-context", "560", "--output-tokens", "60"]
+    sizes = ["--runs", "1"]
     files = ["--folder", str(tmp_path), "--json", str(file)]
     assert command.main([*servers, "--loads", *LOADS, *sizes, *files]) == 0
     rows = json.loads(file.read_text())["rows"]
@@ -44,13 +44,7 @@ def test_loads_run_on_two_servers(
         assert row["p99_itl_ms"] > 0 and row["median_tpot_ms"] > 0 and row["median_ttft_ms"] > 0
         assert row["steady"]["output_throughput"] > 0
         done, tokens = row["completed"], row["total_output_tokens"]
-        least, most, length = {
-            LOADS[0]: (4, 4, 60),
-            LOADS[1]: (6, 99, 90),
-            LOADS[2]: (8, 8, None),
-            LOADS[3]: (15, 15, None),
-        }[row["load"]]
-        assert least <= done <= most and length in (None, tokens / done)
+        assert done == {LOADS[0]: 8, LOADS[1]: 12}[row["load"]]
         # Both backends get the same answers' lengths.
         assert tokens == lengths.setdefault(row["load"], tokens)
         if row["backend"] != "pat":
@@ -58,8 +52,7 @@ def test_loads_run_on_two_servers(
             continue
         counted = row["counted"]
         assert counted["fallbacks"] == {} and 0 < counted["plans_made"] <= counted["decode_steps"]
-        assert (counted["packed_steps"] > 0) == (counted["kv_read_share"] < 1)
-        assert (counted["packed_steps"] > 0) == (row["load"] != "0x4")
+        assert counted["packed_steps"] > 0 and counted["kv_read_share"] < 1
     shown = capsys.readouterr().out
     for load in LOADS:
         assert f"{load}: output tokens/s, pat / torch_native: " in shown
