@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pack tree -> plan: which queries share an item (packs), six ways to cut (cut), how long each
+// Pack tree -> plan: which queries share an item (packs), the ways to cut (cut), how long each
 // takes (judge), and the bytes of the one that takes the least (emit).
 #pragma once
 

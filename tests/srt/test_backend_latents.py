@@ -138,6 +138,18 @@ def queries(drafts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return q, torch.randn(rows, heads, 192)[..., 128:]
 
 
+def run_layer(
+    bed: LatentBed, forward: Any, q: torch.Tensor, q_rope: torch.Tensor, *, whole: bool
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """The output of a layer for these queries and new latents, given ``whole`` or in two parts; and
+    the whole queries and latents."""
+    k, k_rope = torch.randn(len(q), 1, V_DIM), torch.randn(len(q), 1, K_DIM - V_DIM)
+    both = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
+    if whole:
+        return forward(*both, k, bed.layer, bed.batch), both
+    return forward(q, k, k, bed.layer, bed.batch, q_rope=q_rope, k_rope=k_rope), both
+
+
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_layer_writes_its_latents_and_attends(
@@ -147,14 +159,8 @@ def test_a_layer_writes_its_latents_and_attends(
     bed = LatentBed(monkeypatch, hybrid)
     torch.manual_seed(1)
     q, q_rope = queries()
-    k, k_rope = torch.randn(QUERIES, 1, V_DIM), torch.randn(QUERIES, 1, K_DIM - V_DIM)
-    both = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
     assert bed.step("eager") == []
-    if whole:
-        out = bed.backend.forward_decode(*both, k, bed.layer, bed.batch)
-    else:
-        parts = {"q_rope": q_rope, "k_rope": k_rope}
-        out = bed.backend.forward_decode(q, k, k, bed.layer, bed.batch, **parts)
+    out, both = run_layer(bed, bed.backend.forward_decode, q, q_rope, whole=whole)
     (write, written, _), (_, ran, options) = bed.events
     assert write == ("set_kv_buffer" if whole else "set_mla_kv_buffer")
     assert written[0] is bed.layer and written[1].loc is bed.slots and written[1].physical
@@ -245,15 +251,8 @@ def test_drafts_are_written_and_verified(
     bed = LatentBed(monkeypatch, hybrid, drafts=DRAFT_TOKENS, masked=masks is not None)
     torch.manual_seed(2)
     q, q_rope = queries(DRAFT_TOKENS)
-    rows = QUERIES * DRAFT_TOKENS
-    k, k_rope = torch.randn(rows, 1, V_DIM), torch.randn(rows, 1, K_DIM - V_DIM)
-    both = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
     assert bed.verify(masks=masks) == []
-    if whole:
-        out = bed.backend.forward_extend(*both, k, bed.layer, bed.batch)
-    else:
-        parts = {"q_rope": q_rope, "k_rope": k_rope}
-        out = bed.backend.forward_extend(q, k, k, bed.layer, bed.batch, **parts)
+    out, both = run_layer(bed, bed.backend.forward_extend, q, q_rope, whole=whole)
     (write, _, _), (_, ran, options) = bed.events
     assert write == ("set_kv_buffer" if whole else "set_mla_kv_buffer")
     assert torch.equal(bed.pool.get_key_buffer(ATTENDS)[bed.slots], both[1])
@@ -261,7 +260,7 @@ def test_drafts_are_written_and_verified(
     for found, wanted in zip((ran[0], options["q_rope"]), given, strict=True):
         assert found.data_ptr() == wanted.data_ptr() and found.stride() == wanted.stride()
     assert (options["k_scale"], options["v_scale"], options["sinks"]) == (1.0, 1.0, None)
-    assert out.shape == (rows, HEADS_OF_DRAFTS * V_DIM) and out.is_contiguous()
+    assert out.shape == (QUERIES * DRAFT_TOKENS, HEADS_OF_DRAFTS * V_DIM) and out.is_contiguous()
     wanted = bed.expected(both[0], masks)
     torch.testing.assert_close(out.view_as(wanted), wanted, rtol=1e-5, atol=1e-5)
     stats = bed.stats
