@@ -6,9 +6,9 @@
 //   scores      Q K^T of a tile of 64 tokens and its softmax; weights to shared memory (scores.cuh)
 //   output x 2  weights V, of 256 columns each, and the results (output.cuh)
 //
-// What they do forms a line, and each hands over by mbarriers: a tile is loaded part by part, its
-// scores are made as parts arrive, its weights replace its rope panel, and its columns are given
-// up part by part when they are multiplied. There is room for two tiles. So the matrix units run
+// What they do forms a line, and each hands over by mbarriers: a tile is loaded, its scores are
+// made, its weights replace its rope panel, and its columns are given up part by part when they are
+// multiplied, so that the loaders refill them part by part. There is room for two tiles. So the matrix units run
 // the products of one tile with V while the next one arrives, and the line never turns back: what
 // raising a row's reference asks of the output is handed over with the tile's weights.
 #include "cuda/error.h"

@@ -89,9 +89,9 @@ struct Loader {
     }
   }
 
-  // Copies kCount panels from `panel` on of the rows at `from`. Without kWhole, rows beyond the
-  // last token become zeros: V must hold no NaN there, as 0 * NaN is NaN.
-  template <bool kWhole, int kCount>
+  // Copies kCount panels from `panel` on of the rows at `from`. Rows that do not exist become
+  // zeros: V must hold no NaN there, as 0 * NaN is NaN.
+  template <int kCount>
   __device__ __forceinline__ void copy_panels(const char* const (&from)[kLaneRows], uint32_t even,
                                               uint32_t odd, int panel, int left) const {
 #pragma unroll
@@ -99,33 +99,9 @@ struct Loader {
 #pragma unroll
       for (int j = 0; j < kLaneRows; ++j) {
         const uint32_t to = (j & 1 ? odd : even) + (j >> 1) * 8 * 128 + (panel + i) * kPanelBytes;
-        const char* at = from[j] + (panel + i) * 128;
-        if constexpr (kWhole) {
-          copy16(to, at);
-        } else {
-          copy16_or_zero(to, at, lane_row(j) < left);
-        }
+        copy16_or_zero(to, from[j] + (panel + i) * 128, lane_row(j) < left);
       }
     }
-  }
-
-  template <bool kWhole>
-  __device__ __forceinline__ void copy_tile(const char* const (&from)[kLaneRows],
-                                            const Tile& tile) const {
-    const uint32_t even = place_of(s.tile(stage.index), 0), odd = place_of(s.tile(stage.index), 1);
-#pragma unroll
-    for (int part = 0; part < kRopePart; ++part) {
-      barrier_wait(s.empty(stage.index, part), stage.phase ^ 1);
-      copy_panels<kWhole, 2>(from, even, odd, 2 * part, tile.left);
-      barrier_arrive_copies(s.full(stage.index, part));
-    }
-    barrier_wait(s.empty(stage.index, kRopePart), stage.phase ^ 1);
-    copy_panels<kWhole, 1>(from, even, odd, kValuePanels, tile.left);
-    if (tile.masked && warp == 0 && lane < kTileTokens / 8) {
-      copy16(shared_address(&s.board().row_masks[stage.index][8 * lane]),
-             p.f.row_masks + tile.at + 8 * lane);
-    }
-    barrier_arrive_copies(s.full(stage.index, kRopePart));
   }
 
   __device__ __forceinline__ void load_tile(const uint32_t (&ids)[kLaneRows], const Tile& tile) {
@@ -133,11 +109,19 @@ struct Loader {
     const char* k = p.f.k + 16 * (lane & 7);
 #pragma unroll
     for (int j = 0; j < kLaneRows; ++j) from[j] = k + uint64_t{ids[j]} * p.f.k_stride_slot;
-    if (tile.left >= kTileTokens) {
-      copy_tile<true>(from, tile);
-    } else {
-      copy_tile<false>(from, tile);
+    const uint32_t even = place_of(s.tile(stage.index), 0), odd = place_of(s.tile(stage.index), 1);
+#pragma unroll
+    for (int part = 0; part < kRopePart; ++part) {
+      barrier_wait(s.empty(stage.index, part), stage.phase ^ 1);
+      copy_panels<2>(from, even, odd, 2 * part, tile.left);
     }
+    barrier_wait(s.empty(stage.index, kRopePart), stage.phase ^ 1);
+    copy_panels<1>(from, even, odd, kValuePanels, tile.left);
+    if (tile.masked && warp == 0 && lane < kTileTokens / 8) {
+      copy16(shared_address(&s.board().row_masks[stage.index][8 * lane]),
+             p.f.row_masks + tile.at + 8 * lane);
+    }
+    barrier_arrive_copies(s.full(stage.index));
     stage.advance();
   }
 
@@ -191,16 +175,19 @@ struct Loader {
   }
 
   __device__ __forceinline__ void run() {
-    // The slots of the first tile and its rows' queries, on their way with the plan's header.
+    // The first unit, the slots of its first tile and its rows' queries, on their way with the
+    // plan's header.
     uint32_t ids[kLaneRows];
     int query = 0;
+    int4 unit_words{};
     if (p.f.first_units) {
       const FirstUnit& first = first_unit_of(p.f, blockIdx.x);
+      if (lane < kUnitWords) unit_words = __ldg(reinterpret_cast<const int4*>(&first.unit) + lane);
 #pragma unroll
       for (int j = 0; j < kLaneRows; ++j) ids[j] = __ldg(&first.slots[0][lane_row(j)]);
       query = static_cast<int>(__ldg(&first.rows[warp * kWarpRows + lane % kWarpRows].query));
     }
-    if (warp == 0) claims.begin();
+    if (warp == 0) claims.begin(unit_words);
     Tile tile;
     bool more = take_unit(tile);
     if (more && !claims.plan.given) {

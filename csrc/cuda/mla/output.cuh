@@ -96,10 +96,9 @@ struct Multiplier {
   __device__ __forceinline__ void add_tile(float (&low)[kCount], float (&high)[kCount], bool last,
                                            SoftmaxState (&state)[2]) {
     const uint32_t tile = s.tile(stage.index);
-    // V is there since before its weights. These waits order its copies before the products of this
+    // V is there since before its weights. This wait orders its copies before the products of this
     // thread.
-    barrier_wait(s.full(stage.index, 2 * half), stage.phase);
-    barrier_wait(s.full(stage.index, 2 * half + 1), stage.phase);
+    barrier_wait(s.full(stage.index), stage.phase);
     fence_async_proxy();
     barrier_wait(s.weighed(stage.index), stage.phase);
     uint32_t weights[16];
@@ -184,24 +183,34 @@ struct Multiplier {
     }
   }
 
+  // Writes row r, 128 columns from `column` on.
   template <int r>
-  __device__ __forceinline__ void write_row(const Results& to, const float (&low)[kCount],
-                                            const float (&high)[kCount],
-                                            const SoftmaxState& state) const {
-    const bool live = to.live[r], direct = to.direct[r];
-    if (!__any_sync(~0u, live)) return;
-    const float norm = normalizer(state);
-    float* lses = direct ? p.f.lse : p.f.partial_lse;
-    if (half == 0 && live && (lane & 3) == 0 && lses) lses[to.lse[r]] = lse(state);
-    const bool exact = p.f.float_partials && !direct;
-    const int column = half * kHalfColumns;
-    if (__any_sync(~0u, live && exact)) {
-      write_float<r>(to.row[r], column, low, norm, live && exact);
-      write_float<r>(to.row[r], column + kColumns, high, norm, live && exact);
+  __device__ __forceinline__ void write_row(const Results& to, int column, const float (&o)[kCount],
+                                            float norm) const {
+    const bool live = to.live[r], exact = p.f.float_partials && !to.direct[r];
+    if (__any_sync(~0u, live && exact)) write_float<r>(to.row[r], column, o, norm, live && exact);
+    if (__any_sync(~0u, live && !exact)) write_bf16<r>(to.row[r], column, o, norm, live && !exact);
+  }
+
+  // Writes the results of a part of a unit, one half of the columns after the other by the same
+  // code, which keeps the kernel within the 64 KB that a launch fetches ahead.
+  __device__ __forceinline__ void write_results(const Results& to, float (&low)[kCount],
+                                                const float (&high)[kCount],
+                                                const SoftmaxState (&state)[2]) const {
+    float norm[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      norm[r] = normalizer(state[r]);
+      float* lses = to.direct[r] ? p.f.lse : p.f.partial_lse;
+      if (half == 0 && to.live[r] && (lane & 3) == 0 && lses) lses[to.lse[r]] = lse(state[r]);
     }
-    if (__any_sync(~0u, live && !exact)) {
-      write_bf16<r>(to.row[r], column, low, norm, live && !exact);
-      write_bf16<r>(to.row[r], column + kColumns, high, norm, live && !exact);
+#pragma unroll 1
+    for (int column = half * kHalfColumns;; column += kColumns) {
+      write_row<0>(to, column, low, norm[0]);
+      write_row<1>(to, column, low, norm[1]);
+      if (computed_here(column % kHalfColumns != 0)) break;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) low[i] = high[i];
     }
   }
 
@@ -225,8 +234,7 @@ struct Multiplier {
           add_tile(low, high, last, state);
           if (last) break;
         }
-        write_row<0>(to, low, high, state[0]);
-        write_row<1>(to, low, high, state[1]);
+        write_results(to, low, high, state);
       }
       barrier_release(s.unit_empty(work.index), lane);
     }

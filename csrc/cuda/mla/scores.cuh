@@ -21,22 +21,20 @@ struct Scorer {
   Position<kTileStages> stage;
   uint32_t q_phase = 0;
 
-  // Scores of the stage's tile, part by part as they arrive.
+  // Scores of the stage's tile. All products follow each other: a fence among them, as each part of
+  // a tile arrives, would let the matrix units run dry.
   __device__ __forceinline__ void score_tile(float (&scores)[32]) const {
     const uint64_t q = wgmma_operand(s.q()), k = wgmma_operand(s.tile(stage.index));
+    barrier_wait(s.full(stage.index), stage.phase);
+    fence_async_proxy();
     warpgroup_fence_operand(scores);
+    wgmma_fence();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      barrier_wait(s.full(stage.index, part), stage.phase);
-      fence_async_proxy();
-      wgmma_fence();
-#pragma unroll
-      for (int panel = 2 * part; panel < 2 * part + 2 && panel < kPanels; ++panel) {
-        const uint32_t offset = panel * kPanelBytes >> 4;
-        issue_scores(scores, q + offset, k + offset, panel > 0);
-      }
-      wgmma_commit();
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const uint32_t offset = panel * kPanelBytes >> 4;
+      issue_scores(scores, q + offset, k + offset, panel > 0);
     }
+    wgmma_commit();
     wgmma_wait<0>();
     warpgroup_fence_operand(scores);
   }

@@ -33,17 +33,15 @@ static_assert(kLoaderRegisters + kScoreRegisters + 2 * kOutputRegisters == kGrou
 inline constexpr int kHalfColumns = kValueDim / 2;  // of the output, of a warpgroup
 
 inline constexpr int kTileStages = 2;
-// A tile arrives in parts, two panels each and the rope panel last, so that its scores can begin
-// before all of it is there.
+// A tile is given up in parts, two panels each and the rope panel last, by the warpgroup that has
+// multiplied the columns; the rope panel by both. So it is loaded part by part.
 inline constexpr int kParts = 5;
-// It is given up in the same parts, by the warpgroup that has multiplied the columns; the rope
-// panel by both.
 inline constexpr int kRopePart = kParts - 1;
 inline constexpr int kUnits = 8;  // ring of work units
 
 // The head of a CTA's shared memory. Barriers come first: shared_address() + offsetof.
 struct alignas(1024) Board {
-  uint64_t full[kTileStages][kParts];
+  uint64_t full[kTileStages];
   uint64_t empty[kTileStages][kParts];
   // The weights of the stage's tile are where its rope panel was, and what follows is written.
   uint64_t weighed[kTileStages];
@@ -80,8 +78,8 @@ struct Place {
   __device__ __forceinline__ uint32_t tile(int stage) const {
     return q() + (1 + stage) * kTileBytes;
   }
-  __device__ __forceinline__ uint32_t full(int stage, int part) const {
-    return base + uint32_t{offsetof(Board, full)} + 8 * (stage * kParts + part);
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return base + uint32_t{offsetof(Board, full)} + 8 * stage;
   }
   __device__ __forceinline__ uint32_t empty(int stage, int part) const {
     return base + uint32_t{offsetof(Board, empty)} + 8 * (stage * kParts + part);
@@ -106,8 +104,8 @@ struct Place {
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kLoaders = kGroupWarps * 32, kWarps = kGroupWarps * kArriving;
     for (int stage = 0; stage < kTileStages; ++stage) {
+      barrier_init(full(stage), kLoaders);
       for (int part = 0; part < kParts; ++part) {
-        barrier_init(full(stage, part), kLoaders);
         barrier_init(empty(stage, part), part == kRopePart ? 2 * kWarps : kWarps);
       }
       barrier_init(weighed(stage), kWarps);

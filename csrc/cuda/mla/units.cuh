@@ -74,6 +74,8 @@ struct PlanArrays {
   }
 };
 
+inline constexpr int kUnitWords = sizeof(WorkUnit) / 16;
+
 __device__ __forceinline__ const FirstUnit& first_unit_of(const ForwardParams& p, int cta) {
   return p.first_units[2 * cta];
 }
@@ -143,20 +145,19 @@ struct Claims {
   }
 
   // Pushes the unit that this CTA begins with, and the end if there are no others to claim.
-  __device__ __forceinline__ void begin() {
+  // `words`: the lane's of the unit, if the snapshot has written down the first units.
+  __device__ __forceinline__ void begin(const int4& words) {
     const int index = blockIdx.x;
-    if (index < plan.num_items) push_first(index);
+    if (index < plan.num_items) push_first(index, words);
     if (plan.num_items <= static_cast<int>(gridDim.x)) push_end();
   }
-  __device__ __forceinline__ void push_first(int index) {
+  __device__ __forceinline__ void push_first(int index, const int4& words) {
     if (!plan.given) {
       item.read(plan.items, index);
       return push(index, 0);
     }
-    constexpr int kWords = sizeof(WorkUnit) / 16;
-    const auto* from = reinterpret_cast<const int4*>(&first_unit_of(p, index).unit);
     WorkUnit& to = s.board().units[0];
-    if (lane < kWords) reinterpret_cast<int4*>(&to)[lane] = __ldg(from + lane);
+    if (lane < kUnitWords) reinterpret_cast<int4*>(&to)[lane] = words;
     __syncwarp();
     const int rows = to.num_rows, tokens = to.num_tokens;
     if (lane == 0) barrier_arrive(s.unit_full(0));

@@ -36,15 +36,19 @@ class Weights {
                                              float (&factor)[2]) {
     factor[0] = factor[1] = 1.0f;
     float sum[2];
-    if (begins_) raise_rows(scores, {false, false}, factor);
-    weigh_scores(weights, scores, sum);
-    const bool exceeds[2] = {__float_as_int(sum[0]) > most_[0], __float_as_int(sum[1]) > most_[1]};
-    const bool raised = __any_sync(~0u, exceeds[0] || exceeds[1]);
-    if (raised) {
-      // Once is enough. Twice might never end, where logits are so great that the differences
-      // between them are rounding errors.
-      raise_rows(scores, {exceeds[0], exceeds[1]}, factor);
+    Rows exceeding{};
+    bool raised = false;
+    // A loop, so that its code is there once. Raising once is enough; twice might never end, where
+    // logits are so great that the differences between them are rounding errors.
+#pragma unroll 1
+    for (bool raise = begins_;; raise = true) {
+      if (raise) raise_rows(scores, exceeding, factor);
       weigh_scores(weights, scores, sum);
+      if (raised) break;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) exceeding.of[r] = __float_as_int(sum[r]) > most_[r];
+      raised = __any_sync(~0u, exceeding.of[0] || exceeding.of[1]);
+      if (!raised) break;
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] += sum[r];
