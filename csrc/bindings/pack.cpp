@@ -18,7 +18,6 @@
 #include "cuda/tiles.h"
 #include "pack/costs.h"
 #include "pack/cut.h"
-#include "pack/plan_text.h"
 #include "pack/schedule.h"
 #include "srt/handles.h"
 #include "srt/python_objects.h"
@@ -31,8 +30,6 @@ namespace pat {
 namespace {
 
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
-
-constexpr int kPrintedLines = 24;  // of a printed plan's tree, and of its items
 
 // View of one of a plan's arrays, which keeps the plan alive.
 template <typename T, int32_t PlanHeader::* kOffset, int32_t PlanHeader::* kCount>
@@ -301,8 +298,13 @@ void bind_plan(py::module_& m) {
       "of one buffer, whose layout and field names are those of csrc/plan.h.");
   bind_plan_counts(plan);
   bind_plan_arrays(plan);
-  plan.def("__repr__", &plan_line)
-      .def("__str__", [](const Plan& p) { return plan_text(p, kPrintedLines); })
+  const auto text = [](const char* function) {
+    return [function](const py::object& self) {
+      return py::module_::import("sglang_pat.explain.text").attr(function)(self);
+    };
+  };
+  plan.def("__repr__", text("plan_line"))
+      .def("__str__", text("plan_text"))
       .def_property_readonly(
           "min_seq_lens",
           [](const py::object& self) {
