@@ -40,6 +40,7 @@ Plan Emitter::emit(const Items& from) {
   buckets_.fill(0);
   weights_.fill(0);
   num_shared_ = 0;
+  tile_queries_ = from.target->max_tile_queries();
   segments_.clear();
   num_branch_segments_ = count_of(from.brancher.segments());
   list_tokens_ = from.brancher.list_tokens();
@@ -121,14 +122,14 @@ void Emitter::list_pack(const Items& from, int32_t index, Plan& plan) {
   const Target& target = *from.target;
   const Pack& pack = from.packs.packs[index];
   const int32_t query = index - from.packs.num_nodes;  // < 0: the pack is no tail
-  const int32_t most = target.max_tile_queries();
   if (query >= 0 && pack.queries == 0 && pack.tokens() == 0) {
     // The sequence ends with a shared node: no room to grow.
     plan.min_seq_lens[query] = plan.max_seq_lens[query] = pack.end;
     plan.fixed_tokens -= pack.end;
   }
   if (pack.queries == 0) return;
-  plan.most_rows = std::max(plan.most_rows, int64_t{std::min(pack.queries, most)} * target.group());
+  plan.most_rows =
+      std::max(plan.most_rows, int64_t{std::min(pack.queries, tile_queries_)} * target.group());
   for (int32_t piece = 0; piece < pack.pieces; ++piece) {
     const int32_t start = pack.start + piece * pack.chunk;
     const bool last = piece + 1 == pack.pieces;
@@ -145,8 +146,8 @@ void Emitter::list_pack(const Items& from, int32_t index, Plan& plan) {
     }
     plan.last_token = std::max(plan.last_token, dynamic ? start : end);
     const auto room = static_cast<int32_t>(end - start);
-    for (int32_t first = 0; first < pack.queries; first += most) {
-      const int32_t queries = std::min(most, pack.queries - first);
+    for (int32_t first = 0; first < pack.queries; first += tile_queries_) {
+      const int32_t queries = std::min(tile_queries_, pack.queries - first);
       const int32_t row_tile = target.row_tile_for(queries);
       const int32_t offset = from.assigned.member_offsets[index] + first;
       // Both are filled in place: a copy of what was just written stalls the processor.

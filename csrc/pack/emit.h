@@ -76,6 +76,7 @@ class Emitter {
   int32_t num_branch_segments_ = 0;               // which a plan has before them
   int64_t list_tokens_ = 0;                       // of the list, so far
   int32_t num_shared_ = 0;                        // items that several queries share tokens of
+  int32_t tile_queries_ = 0;                      // that the largest row tile holds
 };
 
 }  // namespace pat

@@ -2,6 +2,7 @@
 #include "packs.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -24,15 +25,14 @@ double take_over_gain_bytes(const Target& target, double tokens, int64_t queries
          (left + moved - before) * tokens * target.token_bytes() * target.reread_weight;
 }
 
-// The longest, so that the choice does not depend on the order of the batch. `tails`: packs.
-void take_over_longest(std::vector<int32_t>& tails, int32_t count, const Packs& packs,
-                       Below& below) {
-  if (count > 0 && count < count_of(tails)) {
-    std::sort(tails.begin(), tails.end(), [&](int32_t a, int32_t b) {
-      const int32_t end_a = packs.packs[a].end, end_b = packs.packs[b].end;
-      return end_a != end_b ? end_a > end_b : a < b;
-    });
-  }
+// The longest tails of a node, so that the choice does not depend on the order of the batch.
+void take_over_longest(int32_t node, int32_t count, const Packs& packs, Below& below) {
+  if (count == 0) return;
+  std::vector<int32_t> tails;
+  below.for_each(node, [&](int32_t child) {
+    if (child >= packs.num_nodes) tails.push_back(child);
+  });
+  std::ranges::stable_sort(tails, std::greater{}, [&](int32_t i) { return packs.packs[i].end; });
   for (int32_t i = 0; i < count; ++i) below.takes_over[tails[i]] = 1;
 }
 
@@ -45,13 +45,13 @@ void decide_by_bytes(const Target& target, int32_t node, const Packs& packs, Bel
   // A tail that takes over the first pack of its sequence needs no partial at all: two are saved.
   const double tail_partials = pack.above == kNoNode ? 2.0 : 1.0;
 
-  std::vector<int32_t> tails;
   int32_t left = all;
-  int32_t in_nodes = 0;
+  int32_t in_nodes = 0, num_tails = 0;
   double greedy = 0.0;
   double together = 0.0;  // gain if all take over, from the same formula summed up
   below.for_each(node, [&](int32_t child) {
-    if (child >= packs.num_nodes) return tails.push_back(child);
+    num_tails += child >= packs.num_nodes;
+    if (child >= packs.num_nodes) return;
     const int32_t size = packs.packs[child].queries;
     const double bytes = take_over_gain_bytes(target, tokens, left, size, size);
     if (bytes >= 0.0) {
@@ -62,7 +62,6 @@ void decide_by_bytes(const Target& target, int32_t node, const Packs& packs, Bel
     together += take_over_gain_bytes(target, tokens, all - in_nodes, size, size);
     in_nodes += size;
   });
-  const int32_t num_tails = count_of(tails);
   int32_t tails_taking_over = 0;
   while (tails_taking_over < num_tails) {
     const double bytes = take_over_gain_bytes(target, tokens, left, 1, tail_partials);
@@ -80,7 +79,7 @@ void decide_by_bytes(const Target& target, int32_t node, const Packs& packs, Bel
       return;
     }
   }
-  take_over_longest(tails, tails_taking_over, packs, below);
+  take_over_longest(node, tails_taking_over, packs, below);
 }
 
 }  // namespace
