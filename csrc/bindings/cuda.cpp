@@ -4,8 +4,6 @@
 
 #include <array>
 #include <optional>
-#include <sstream>
-#include <string>
 
 #include "bindings/bindings.h"
 #include "cuda/decode.h"
@@ -42,20 +40,6 @@ Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t 
       .launch = static_cast<Launch>(launch),
       .v_head_dim = v_head_dim > 0 ? v_head_dim : head_dim,
   };
-}
-
-// For a log, and for the test that every argument lands in its field.
-std::string describe(const Buffers& b) {
-  std::ostringstream text;
-  text << "CudaBuffers(plan=" << b.plan << ", row_masks=" << b.row_masks
-       << ", draft_masks=" << b.draft_masks << ", partials=" << static_cast<const void*>(b.partials)
-       << ", partial_lse=" << b.partial_lse << ", queue=" << b.queue
-       << ", first_units=" << static_cast<const void*>(b.first_units)
-       << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
-       << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
-       << ", draft_tokens=" << b.draft_tokens << ", launch=" << static_cast<int>(b.launch)
-       << ", v_head_dim=" << b.v_head_dim << ")";
-  return text.str();
 }
 
 void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
@@ -204,8 +188,7 @@ Holds addresses only: who made it keeps the memory.)")
       .def(py::init(&make_buffers), py::kw_only(), "plan"_a, "row_masks"_a, "partials"_a,
            "partial_lse"_a, "queue"_a, "first_units"_a, "partial_bytes"_a, "num_q_heads"_a,
            "num_kv_heads"_a, "head_dim"_a, "launch"_a, "draft_tokens"_a = 1, "draft_masks"_a = 0,
-           "v_head_dim"_a = 0)
-      .def("__repr__", &describe);
+           "v_head_dim"_a = 0);
 }
 
 void bind_staging(py::module_& m) {

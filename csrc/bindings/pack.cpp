@@ -31,18 +31,10 @@ namespace {
 
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 
-// View of one of a plan's arrays, which keeps the plan alive.
-template <typename T, int32_t PlanHeader::* kOffset, int32_t PlanHeader::* kCount>
-py::array plan_view(const py::object& self) {
-  const auto& plan = self.cast<const Plan&>();
-  const uint8_t* data = plan.blob.data() + plan.header().*kOffset;
-  py::array view(py::dtype::of<T>(), {plan.header().*kCount}, {sizeof(T)}, data, self);
-  py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
-  return view;
-}
-
-py::array bounds_view(const py::object& self, const std::vector<int64_t>& bounds) {
-  py::array view(py::dtype::of<int64_t>(), {bounds.size()}, {sizeof(int64_t)}, bounds.data(), self);
+// A read-only array of what a plan owns, which keeps the plan alive.
+template <typename T>
+py::array array_of(const py::object& plan, const T* data, size_t count) {
+  py::array view(py::dtype::of<T>(), {count}, {sizeof(T)}, data, plan);
   py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
   return view;
 }
@@ -265,6 +257,17 @@ void bind_plan_counts(py::class_<Plan>& plan) {
                     "Seconds that the judge expects of forward and merge, the launch included.");
 }
 
+template <typename T>
+void bind_array(py::class_<Plan>& plan, const char* name, int32_t PlanHeader::* offset,
+                int32_t PlanHeader::* count, const char* doc) {
+  const auto array = [offset, count](const py::object& self) {
+    const auto& p = self.cast<const Plan&>();
+    return array_of(self, reinterpret_cast<const T*>(p.blob.data() + p.header().*offset),
+                    static_cast<size_t>(p.header().*count));
+  };
+  plan.def_property_readonly(name, array, doc);
+}
+
 // The fields of the arrays' elements are those of csrc/plan.h.
 void bind_plan_arrays(py::class_<Plan>& plan) {
   PYBIND11_NUMPY_DTYPE(Item, member_offset, num_queries, list_start, tokens, query, partial,
@@ -273,22 +276,31 @@ void bind_plan_arrays(py::class_<Plan>& plan) {
   PYBIND11_NUMPY_DTYPE(Member, query, partial);
   PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
   PYBIND11_NUMPY_DTYPE(Segment, query, kv_start, kv_len, room, first_member, num_queries);
-  plan.def_property_readonly("items",
-                             &plan_view<Item, &PlanHeader::items_offset, &PlanHeader::num_items>,
-                             "[num_items] what an executor runs at once, in this order.")
-      .def_property_readonly(
-          "item_segments",
-          &plan_view<ItemSegments, &PlanHeader::item_segments_offset, &PlanHeader::num_items>,
-          "[num_items] which segments each item reads.")
-      .def_property_readonly(
-          "members", &plan_view<Member, &PlanHeader::members_offset, &PlanHeader::num_members>,
-          "[num_members] the queries of each item and where its results for them go.")
-      .def_property_readonly(
-          "queries", &plan_view<QuerySplits, &PlanHeader::queries_offset, &PlanHeader::num_queries>,
-          "[num_queries] the partial results that the merge joins for each query.")
-      .def_property_readonly(
-          "segments", &plan_view<Segment, &PlanHeader::segments_offset, &PlanHeader::num_segments>,
-          "[num_segments] tokens that items read, and the queries that attend to them.");
+  using H = PlanHeader;
+  bind_array<Item>(plan, "items", &H::items_offset, &H::num_items,
+                   "[num_items] what an executor runs at once, in this order.");
+  bind_array<ItemSegments>(plan, "item_segments", &H::item_segments_offset, &H::num_items,
+                           "[num_items] which segments each item reads.");
+  bind_array<Member>(plan, "members", &H::members_offset, &H::num_members,
+                     "[num_members] the queries of each item and where its results for them go.");
+  bind_array<QuerySplits>(plan, "queries", &H::queries_offset, &H::num_queries,
+                          "[num_queries] the partial results that the merge joins for each query.");
+  bind_array<Segment>(
+      plan, "segments", &H::segments_offset, &H::num_segments,
+      "[num_segments] tokens that items read, and the queries that attend to them.");
+  const auto bound = [&](const char* name, std::vector<int64_t> Plan::* lens, const char* doc) {
+    plan.def_property_readonly(
+        name,
+        [lens](const py::object& self) {
+          const auto& bounds = self.cast<const Plan&>().*lens;
+          return array_of(self, bounds.data(), bounds.size());
+        },
+        doc);
+  };
+  bound("min_seq_lens", &Plan::min_seq_lens,
+        "[num_queries] int64: the plan holds for no shorter sequences.");
+  bound("max_seq_lens", &Plan::max_seq_lens,
+        "[num_queries] int64: the plan holds for no longer sequences.");
 }
 
 void bind_plan(py::module_& m) {
@@ -305,18 +317,6 @@ void bind_plan(py::module_& m) {
   };
   plan.def("__repr__", text("plan_line"))
       .def("__str__", text("plan_text"))
-      .def_property_readonly(
-          "min_seq_lens",
-          [](const py::object& self) {
-            return bounds_view(self, self.cast<const Plan&>().min_seq_lens);
-          },
-          "[num_queries] int64: the plan holds for no shorter sequences.")
-      .def_property_readonly(
-          "max_seq_lens",
-          [](const py::object& self) {
-            return bounds_view(self, self.cast<const Plan&>().max_seq_lens);
-          },
-          "[num_queries] int64: the plan holds for no longer sequences.")
       .def(
           "fits",
           [](const Plan& p, uintptr_t lens, size_t count) {
@@ -390,16 +390,11 @@ void bind_pack(py::module_& m) {
   py::class_<HandleReader>(m, "HandleReader", "Reads requests: see handles.h.")
       .def(py::init<const std::array<std::string, 3>&, int64_t, int64_t>(), "paths"_a, "settle"_a,
            "recheck"_a)
-      .def(
-          "read", &HandleReader::read, "requests"_a, "rows_ptr"_a, "generations_ptr"_a,
-          "num_generations"_a, "step"_a, "anew"_a,
-          "int64 [requests, 3] as bytes: node, tokens safe to share, row; a None on the way reads\n"
-          "as -1, and a request whose row is not the one at rows_ptr (int64 [requests]) as\n"
-          "(-1, 0, that row). A request that was in every call for more than `settle` steps, in a\n"
-          "row of the same generation, is not looked at for `recheck` steps, unless `anew`: see\n"
-          "handles.h. generations_ptr: int64 [num_generations], of all rows; none reads "
-          "everything.\n"
-          "Raises AttributeError, and TypeError for what is no integer.");
+      .def("read", &HandleReader::read, "requests"_a, "rows_ptr"_a, "generations_ptr"_a,
+           "num_generations"_a, "step"_a, "anew"_a,
+           "The handles as bytes, int64 [requests, 3]. Raises AttributeError, and TypeError for "
+           "what\n"
+           "is no integer.");
 }
 
 }  // namespace pat
