@@ -351,14 +351,10 @@ void bind_planner(py::module_& m) {
           },
           "id"_a, "parent"_a, "key"_a, "most_read"_a,
           "Of Python nodes with attributes of these names.")
-      .def_property_readonly("num_missing", &RadixPaths::num_missing,
-                             "Requests of the last read without a node.")
-      .def_property_readonly("num_uncached", &RadixPaths::num_uncached,
-                             "Those with a node but no tokens that are safe to share.")
-      .def_property_readonly("num_unread", &RadixPaths::num_unread,
-                             "Those whose paths are left to the next read.")
-      .def_property_readonly("num_too_long", &RadixPaths::num_too_long,
-                             "Those whose paths have more unknown nodes than one read takes.")
+      .def_readonly("num_missing", &RadixPaths::num_missing)
+      .def_readonly("num_uncached", &RadixPaths::num_uncached)
+      .def_readonly("num_unread", &RadixPaths::num_unread)
+      .def_readonly("num_too_long", &RadixPaths::num_too_long)
       .def_property_readonly("num_nodes", &RadixPaths::num_nodes, "Nodes that are kept.");
   py::class_<Planner>(m, "Planner")
       .def(py::init<const Target&>(), "target"_a)

@@ -87,7 +87,7 @@ Handle HandleReader::read_one(PyObject* request) const {
   for (size_t i = 0; i < names_.size(); ++i) {
     auto value = py::reinterpret_borrow<py::object>(request);
     for (const py::str& name : names_[i]) {
-      if (!value.is_none()) value = get_attr(value.ptr(), name.ptr());
+      if (!value.is_none()) value = py::getattr(value, name);
     }
     handle[i] = value.is_none() ? -1 : to_int64(value.ptr(), paths_[i].c_str());
   }
