@@ -3,7 +3,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
@@ -39,10 +38,9 @@ py::array array_of(const py::object& plan, const T* data, size_t count) {
   return view;
 }
 
-// queries: a list or tuple that has, per query, a sequence of (node id, start, end), or None. An
-// element that starts at or beyond its query's limit is dropped, one that crosses it is clipped. At
-// C speed: at 256 requests a loop in Python would cost more than the whole schedule.
-void read_paths(const py::object& queries, const int64_t* limits, Paths& out) {
+// queries: a list or tuple that has, per query, a sequence of (node id, start, end), or None. At C
+// speed: at 256 requests a loop in Python would cost more than the whole schedule.
+void read_paths(const py::object& queries, Paths& out) {
   out.clear();
   for (py::ssize_t query = 0; query < PySequence_Fast_GET_SIZE(queries.ptr()); ++query) {
     PyObject* info = PySequence_Fast_GET_ITEM(queries.ptr(), query);
@@ -50,10 +48,8 @@ void read_paths(const py::object& queries, const int64_t* limits, Paths& out) {
       const py::object path = fast_sequence(info, "a path must be a sequence of tuples or None");
       for (py::ssize_t level = 0; level < PySequence_Fast_GET_SIZE(path.ptr()); ++level) {
         PyObject* element = PySequence_Fast_GET_ITEM(path.ptr(), level);
-        const int64_t start = path_field(element, 1, "start");
-        if (start >= limits[query]) break;
-        out.elements.push_back({path_field(element, 0, "node id"), start,
-                                std::min(path_field(element, 2, "end"), limits[query])});
+        out.elements.push_back({path_field(element, 0, "node id"), path_field(element, 1, "start"),
+                                path_field(element, 2, "end")});
       }
     }
     out.end_query();
@@ -65,16 +61,14 @@ class Planner {
  public:
   explicit Planner(const Target& target) : draft_tokens_(target.draft_tokens), scheduler_(target) {}
 
-  // infos: per query a sequence of (node id, start, end), or None; limits: tokens per query that
-  // are safe to share. A path is clipped to its query's.
-  Plan plan(const py::sequence& infos, const Int64Array& limits, const Int64Array& seq_lens) {
+  // infos: per query a sequence of (node id, start, end), or None.
+  Plan plan(const py::sequence& infos, const Int64Array& seq_lens) {
     // Counted as it is read: a sequence may say another length than it has.
     const py::object queries = fast_sequence(infos.ptr(), "paths must be a sequence");
     const py::ssize_t count = PySequence_Fast_GET_SIZE(queries.ptr());
-    PAT_CHECK(count == seq_lens.size() && seq_lens.size() == limits.size(), "paths of ", count,
-              " queries, ", limits.size(), " limits and ", seq_lens.size(),
+    PAT_CHECK(count == seq_lens.size(), "paths of ", count, " queries and ", seq_lens.size(),
               " sequence lengths: need one of each per query");
-    read_paths(queries, limits.data(), paths_);
+    read_paths(queries, paths_);
     return make(seq_lens);
   }
 
@@ -358,7 +352,7 @@ void bind_planner(py::module_& m) {
       .def_property_readonly("num_nodes", &RadixPaths::num_nodes, "Nodes that are kept.");
   py::class_<Planner>(m, "Planner")
       .def(py::init<const Target&>(), "target"_a)
-      .def("plan", &Planner::plan, "infos"_a, "limits"_a, "seq_lens"_a)
+      .def("plan", &Planner::plan, "infos"_a, "seq_lens"_a)
       .def("plan_from_handles", &Planner::plan_from_handles, "handles"_a, "seq_lens"_a, "paths"_a,
            "leaf"_a)
       .def("last_paths", &Planner::last_paths)
