@@ -154,14 +154,9 @@ py::dict probe(int device) {
     py::gil_scoped_release release;  // the first CUDA call may take seconds
     r = cuda_probe(device);
   }
-  py::dict d;
-  d["ok"] = r.ok;
-  d["device"] = r.device;
-  d["arch"] = r.arch;
-  d["kernel_arch"] = r.kernel_arch;
-  d["driver_version"] = r.driver_version;
-  d["error"] = r.error;
-  return d;
+  return py::dict("ok"_a = r.ok, "device"_a = r.device, "arch"_a = r.arch,
+                  "kernel_arch"_a = r.kernel_arch, "driver_version"_a = r.driver_version,
+                  "error"_a = r.error);
 }
 
 void bind_probe(py::module_& m) {

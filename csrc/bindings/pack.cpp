@@ -124,8 +124,9 @@ class Planner {
   // The last plan's batch as the caller wants it, see Scheduler::schedule().
   Plan plan_packs(const Int64Array& seq_lens, const std::vector<uint8_t>& takes_over,
                   const std::vector<int32_t>& piece_tokens) {
-    PAT_CHECK(tree_ != nullptr && static_cast<size_t>(seq_lens.size()) == tree_->query_node.size(),
-              seq_lens.size(), " sequence lengths do not belong to the last plan");
+    PAT_CHECK(tree_ != nullptr && seq_lens.size() == paths_.num_queries(), seq_lens.size(),
+              " sequence lengths do not belong to the last plan");
+    build(seq_lens);
     const size_t packs = tree_->nodes.size() + tree_->query_node.size();
     PAT_CHECK(takes_over.size() == packs && piece_tokens.size() == packs, takes_over.size(),
               " and ", piece_tokens.size(), " values for ", packs, " nodes and queries");
@@ -141,9 +142,12 @@ class Planner {
   }
 
  private:
-  Plan make(const Int64Array& seq_lens) {
+  void build(const Int64Array& seq_lens) {
     tree_ = nullptr;  // if the batch is refused
     tree_ = &builder_.build(paths_, seq_lens.data(), draft_tokens_);
+  }
+  Plan make(const Int64Array& seq_lens) {
+    build(seq_lens);
     return scheduler_.schedule(*tree_, seq_lens.data(), static_cast<int32_t>(seq_lens.size()));
   }
 

@@ -51,14 +51,6 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
 
 Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
                          const uint8_t* takes_over, const int32_t* piece_tokens) {
-  const int32_t drafts = target_.draft_tokens > 1 ? target_.draft_tokens : 0;
-  for (int32_t query = 0; query < num_queries; ++query) {
-    const bool alone = tree.query_node[query] == kNoNode;
-    const int64_t least = (alone ? 0 : tree.query_prefix[query]) + drafts;
-    PAT_CHECK((alone && seq_lens[query] == 0) || seq_lens[query] >= least, "query ", query,
-              ": sequence length ", seq_lens[query], " is less than the ", least,
-              " tokens that the last plan needs: give the lengths of that plan");
-  }
   const Batch batch = batch_of(tree, seq_lens, num_queries);
   packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kGiven, packs_,
                  takes_over);

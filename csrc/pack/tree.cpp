@@ -2,7 +2,6 @@
 #include "tree.h"
 
 #include <algorithm>
-#include <tuple>
 
 #include "../check.h"
 #include "../plan.h"
@@ -164,9 +163,13 @@ void TreeBuilder::sort_nodes() {
   const int32_t num_nodes = count_of(nodes);
   order_.resize(nodes.size());
   for (int32_t i = 0; i < num_nodes; ++i) order_[i] = i;
-  std::ranges::sort(order_, {}, [&](int32_t i) {
-    const PackNode& node = nodes[i];
-    return std::tuple(-node.num_queries, node.start - node.end, node.start, node.id);
+  std::sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
+    const PackNode& x = nodes[a];
+    const PackNode& y = nodes[b];
+    if (x.num_queries != y.num_queries) return x.num_queries > y.num_queries;
+    if (x.end - x.start != y.end - y.start) return x.end - x.start > y.end - y.start;
+    if (x.start != y.start) return x.start < y.start;
+    return x.id < y.id;
   });
   std::vector<int32_t> rank(nodes.size());
   std::vector<PackNode> sorted(nodes.size());
