@@ -20,31 +20,31 @@ const T* section(const PlanHeader& header, const char* name, int32_t offset, int
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(&header) + offset);
 }
 
-// Checks that an item of one query repeats its member's fields.
-void check_single(const PlanView& plan, const Item& item, int index) {
-  const Member& member = plan.members[item.member_offset];
-  PAT_CHECK(item.num_queries == 1 && member.query == item.query && member.partial == item.partial,
-            "damaged plan: item ", index, " of ", item.num_queries, " queries is of query ",
-            item.query, " and partial ", item.partial, ", its member of ", member.query, " and ",
-            member.partial);
-}
+// Throws for item `index` of a damaged plan.
+#define PAT_CHECK_ITEM(cond, ...) PAT_CHECK(cond, "damaged plan: item ", index, __VA_ARGS__)
 
 void check_segment(const PlanView& plan, const Item& item, const Segment& s, int index) {
   const bool tail = is_dynamic(s) && s.num_queries == 1;
-  PAT_CHECK(s.query >= 0 && s.query < plan.header->num_queries && s.kv_start >= 0 &&
-                (s.kv_len > 0 || tail) && s.room > 0 && (tail || s.room == s.kv_len) &&
-                s.first_member >= 0 && s.num_queries > 0 &&
-                s.first_member <= item.num_queries - s.num_queries,
-            "damaged plan: item ", index, " of ", item.num_queries, " queries has a segment for ",
-            s.first_member, " + ", s.num_queries, ", tokens ", s.kv_start, " + ", s.kv_len, " of ",
-            s.room, " of query ", s.query, " of ", plan.header->num_queries);
+  PAT_CHECK_ITEM(s.query >= 0 && s.query < plan.header->num_queries && s.kv_start >= 0 &&
+                     (s.kv_len > 0 || tail) && s.room > 0 && (tail || s.room == s.kv_len) &&
+                     s.first_member >= 0 && s.num_queries > 0 &&
+                     s.first_member <= item.num_queries - s.num_queries,
+                 " of ", item.num_queries, " queries has a segment for ", s.first_member, " + ",
+                 s.num_queries, ", tokens ", s.kv_start, " + ", s.kv_len, " of ", s.room,
+                 " of query ", s.query);
+  PAT_CHECK_ITEM(is_branch(item) || s.num_queries == item.num_queries, " has tokens for ",
+                 s.num_queries, " of its ", item.num_queries, " queries and is no branch");
   const Member& member = plan.members[item.member_offset + s.first_member];
-  PAT_CHECK(!tail || member.query == s.query, "damaged plan: item ", index,
-            " has the tail of query ", s.query, " for query ", member.query);
+  PAT_CHECK_ITEM(!tail || member.query == s.query, " has the tail of query ", s.query,
+                 " for query ", member.query);
 }
 
-// Checks that the KV tiles without a mask hold tokens that all queries attend to.
-void check_unmasked(const PlanView& plan, const Item& branch, int index) {
+// Checks that a branch has rows for its queries, and that its KV tiles without a mask hold tokens
+// that all of them attend to.
+void check_branch(const PlanView& plan, const Item& branch, int index) {
+  const int64_t rows = int64_t{branch.num_queries} * group_of(*plan.header);
+  PAT_CHECK(rows <= kBranchRows, "damaged plan: branch ", index, " has ", rows,
+            " packed rows, at most ", kBranchRows);
   int64_t at_begin = 0;  // tokens that all queries attend to, before the first that some do not
   int64_t at_end = 0;    // and behind the last
   bool all = true;
@@ -56,18 +56,8 @@ void check_unmasked(const PlanView& plan, const Item& branch, int index) {
   });
   const int64_t there = branch.order == BranchOrder::kUnmaskedLast ? at_end : at_begin;
   PAT_CHECK(branch.unmasked_tiles >= 0 && branch.unmasked_tiles * kBranchAlign <= there,
-            "damaged plan: branch ", index, " of order ", static_cast<int>(branch.order), " has ",
-            branch.unmasked_tiles, " KV tiles of ", kBranchAlign,
-            " tokens for all of its queries, of ", at_begin, " tokens at its beginning and ",
-            at_end, " at its end");
-}
-
-void check_branch(const PlanView& plan, const Item& branch, int index) {
-  const PlanHeader& header = *plan.header;
-  const int64_t rows = int64_t{branch.num_queries} * group_of(header);
-  PAT_CHECK(rows <= kBranchRows, "damaged plan: branch ", index, " has ", rows,
-            " packed rows, at most ", kBranchRows);
-  check_unmasked(plan, branch, index);
+            "damaged plan: branch ", index, " has ", branch.unmasked_tiles, " KV tiles of ",
+            kBranchAlign, " tokens for all of its queries, of ", there, " tokens");
 }
 
 // Checks that a branch and the one before it begin with the tokens that they are said to.
@@ -79,9 +69,9 @@ void check_pair(const PlanView& plan, int index) {
                 item.order != BranchOrder::kUnmaskedLast &&
                 common <= std::min(item.unmasked_tiles, other.unmasked_tiles),
             "damaged plan: items ", index - 1, " and ", index, " are paired with ",
-            other.common_tiles, " and ", common, " common tiles and orders ",
-            static_cast<int>(other.order), " and ", static_cast<int>(item.order),
-            ", must be branches of one row tile and order that begin with as many unmasked tiles");
+            other.common_tiles, " and ", common,
+            " common tiles, must be branches of one row tile and order that begin with as many "
+            "unmasked tiles");
   int64_t left = int64_t{common} * kBranchAlign;
   const auto [first, count] = plan.item_segments[index];
   const auto [other_first, other_count] = plan.item_segments[index - 1];
@@ -95,32 +85,27 @@ void check_pair(const PlanView& plan, int index) {
               mine.kv_start, " + ", mine.kv_len, ", must be the same");
     left -= mine.kv_len;
   }
-  PAT_CHECK(left <= 0, "damaged plan: items ", index - 1, " and ", index, " lack ", left,
-            " of the tokens that they have in common");
+  PAT_CHECK_ITEM(left <= 0, " lacks ", left, " of the tokens in common with the one before it");
 }
 
 // Checks what an item reads and where that stands in the list.
 void check_segments(const PlanView& plan, const Item& item, int index) {
   const PlanHeader& header = *plan.header;
   const auto [first, count] = plan.item_segments[index];
-  PAT_CHECK(count > 0 && count <= (is_branch(item) ? kBranchSegments : 1) && first >= 0 &&
-                first <= header.num_segments - count,
-            "damaged plan: item ", index, " has segments ", first, " + ", count, " of ",
-            header.num_segments);
+  PAT_CHECK_ITEM(count > 0 && count <= (is_branch(item) ? kBranchSegments : 1) && first >= 0 &&
+                     first <= header.num_segments - count,
+                 " has segments ", first, " + ", count, " of ", header.num_segments);
   int64_t room = 0;
   plan.for_each_segment(index, [&](const Segment& segment) {
     check_segment(plan, item, segment, index);
-    PAT_CHECK(is_branch(item) || segment.num_queries == item.num_queries, "damaged plan: item ",
-              index, " has tokens for ", segment.num_queries, " of its ", item.num_queries,
-              " queries and is no branch");
     room += segment.room;
   });
   const int64_t begin = is_branch(item) ? 0 : header.branch_tokens;
   const int64_t end = is_branch(item) ? header.branch_tokens : header.list_tokens;
-  PAT_CHECK(item.list_start >= begin && item.list_start + room <= end &&
-                (!is_branch(item) || item.list_start % kBranchAlign == 0),
-            "damaged plan: item ", index, " has tokens ", item.list_start, " + ", room,
-            " of the list, must be in ", begin, " to ", end);
+  PAT_CHECK_ITEM(item.list_start >= begin && item.list_start + room <= end &&
+                     (!is_branch(item) || item.list_start % kBranchAlign == 0),
+                 " has tokens ", item.list_start, " + ", room, " of the list, must be in ", begin,
+                 " to ", end);
 }
 
 }  // namespace
@@ -191,25 +176,31 @@ void check_splits(const PlanView& plan) {
 void check_item_shape(const PlanView& plan, int index) {
   const PlanHeader& header = *plan.header;
   const Item& item = plan.items[index];
-  PAT_CHECK(item.num_queries > 0 && item.member_offset >= 0 &&
-                item.num_queries <= header.num_members &&
-                item.member_offset <= header.num_members - item.num_queries,
-            "damaged plan: item ", index, " has members ", item.member_offset, " + ",
-            item.num_queries, " of ", header.num_members);
-  const bool is_single = item.kind == ItemKind::kSingle || item.kind == ItemKind::kDrafts;
-  PAT_CHECK(is_single || item.kind == ItemKind::kPack || is_branch(item), "damaged plan: item ",
-            index, " is of kind ", static_cast<int>(item.kind));
-  PAT_CHECK(item.order >= BranchOrder::kUnmaskedFirst && item.order <= BranchOrder::kCommonLast,
-            "damaged plan: item ", index, " is of order ", static_cast<int>(item.order));
+  PAT_CHECK_ITEM(
+      item.num_queries > 0 && item.member_offset >= 0 && item.num_queries <= header.num_members &&
+          item.member_offset <= header.num_members - item.num_queries,
+      " has members ", item.member_offset, " + ", item.num_queries, " of ", header.num_members);
+  PAT_CHECK_ITEM(
+      item.order >= BranchOrder::kUnmaskedFirst && item.order <= BranchOrder::kCommonLast,
+      " is of order ", static_cast<int>(item.order));
   check_segments(plan, item, index);
   const int peer = plan.peer_of(index);
   if (peer >= 0 && peer < index) check_pair(plan, index);
   if (is_branch(item)) return check_branch(plan, item, index);
-  if (is_single) check_single(plan, item, index);
   const bool is_tail = is_dynamic(plan.segments[plan.item_segments[index].first_segment]);
-  PAT_CHECK((item.kind == ItemKind::kDrafts) == (is_tail && header.draft_tokens > 1),
-            "damaged plan: item ", index, " is of kind ", static_cast<int>(item.kind), " with ",
-            header.draft_tokens, " draft tokens");
+  const bool is_single = item.kind == ItemKind::kSingle || item.kind == ItemKind::kDrafts;
+  PAT_CHECK_ITEM((is_single || item.kind == ItemKind::kPack) &&
+                     (item.kind == ItemKind::kDrafts) == (is_tail && header.draft_tokens > 1),
+                 " is of kind ", static_cast<int>(item.kind), " with ", header.draft_tokens,
+                 " draft tokens");
+  if (!is_single) return;
+  const Member& member = plan.members[item.member_offset];
+  PAT_CHECK_ITEM(
+      item.num_queries == 1 && member.query == item.query && member.partial == item.partial, " of ",
+      item.num_queries, " queries is of query ", item.query, " and partial ", item.partial,
+      ", its member of ", member.query, " and ", member.partial);
 }
+
+#undef PAT_CHECK_ITEM
 
 }  // namespace pat

@@ -87,7 +87,6 @@ class Planner:
     def plan(
         self,
         infos: Sequence[Any],
-        limits: npt.NDArray[np.int64],
         seq_lens: npt.NDArray[np.int64],
     ) -> Plan: ...
     def plan_from_handles(

@@ -44,13 +44,12 @@ class Planner:
         self,
         paths: Sequence[Sequence[tuple[Any, ...]] | None],
         seq_lens: Integers,
-        limits: Integers | None = None,
     ) -> Plan:
         """Plan one decode step of B queries.
 
         ``paths[i]`` lists the radix nodes of query i from the root on, as tuples (node id, start,
         end); ``None`` or empty means that it shares nothing. ``seq_lens`` [B] counts tokens, the
-        one being decoded included. ``limits`` [B] clips paths to the tokens that are safe to share.
+        one being decoded included.
 
         Raises ValueError naming query, node and position for paths that are not one tree, and for
         a batch larger than the target's ``max_queries``; TypeError for elements of another form.
@@ -60,12 +59,7 @@ class Planner:
             raise ValueError(
                 f"seq_lens is of type {given.dtype}, must be integers: round them first"
             )
-        lens = np.ascontiguousarray(given, dtype=np.int64)
-        if limits is None:  # paths are taken whole, so that one beyond its sequence is an error
-            bounds = np.full(lens.shape, np.iinfo(np.int64).max)
-        else:
-            bounds = np.ascontiguousarray(limits, dtype=np.int64)
-        return self._native.plan(paths, bounds, lens)
+        return self._native.plan(paths, np.ascontiguousarray(given, dtype=np.int64))
 
     def plan_handles(
         self,

@@ -3,10 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <array>
-#include <limits>
 
 #include "bindings/bindings.h"
-#include "check.h"
 #include "cpu/forward.h"
 
 namespace py = pybind11;
@@ -15,20 +13,13 @@ using namespace py::literals;
 namespace pat {
 namespace {
 
-// Counts come as 64 bits, so that one that is too large is not cut to one that fits.
-int to_int(const char* name, int64_t value) {
-  PAT_CHECK(value >= 0 && value <= std::numeric_limits<int>::max(), name, " is ", value);
-  return static_cast<int>(value);
-}
-
 void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k_cache,
             const Tensor3& v_cache, const Tensor3& out, int64_t lse,
             const std::array<int64_t, 4>& req_to_token, int64_t rows, int64_t seq_lens,
-            int64_t num_slots, int64_t num_queries, int64_t num_q_heads, int64_t num_kv_heads,
-            int64_t head_dim, int64_t v_head_dim, int dtype, int partial_dtype, float scale,
-            float logit_cap, int num_threads, int64_t draft_tokens, int kv_dtype, float k_scale,
-            float v_scale, int64_t draft_masks, int64_t sinks, int sink_dtype,
-            const Tensor3& q_rope) {
+            int64_t num_slots, int num_queries, int num_q_heads, int num_kv_heads, int head_dim,
+            int v_head_dim, int dtype, int partial_dtype, float scale, float logit_cap,
+            int num_threads, int draft_tokens, int kv_dtype, float k_scale, float v_scale,
+            int64_t draft_masks, int64_t sinks, int sink_dtype, const Tensor3& q_rope) {
   const DecodeArgs args{
       .q = pointer<const void>(q[0]),
       .q_stride_row = q[1],
@@ -55,12 +46,12 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
       .lse = pointer<float>(lse),
       .draft_masks = pointer<const uint64_t>(draft_masks),
       .sinks = pointer<const void>(sinks),
-      .num_queries = to_int("num_queries", num_queries),
-      .draft_tokens = to_int("draft_tokens", draft_tokens),
-      .num_q_heads = to_int("num_q_heads", num_q_heads),
-      .num_kv_heads = to_int("num_kv_heads", num_kv_heads),
-      .head_dim = to_int("head_dim", head_dim),
-      .v_head_dim = to_int("v_head_dim", v_head_dim),
+      .num_queries = num_queries,
+      .draft_tokens = draft_tokens,
+      .num_q_heads = num_q_heads,
+      .num_kv_heads = num_kv_heads,
+      .head_dim = head_dim,
+      .v_head_dim = v_head_dim,
       .dtype = static_cast<DType>(dtype),
       .kv_dtype = static_cast<KVDType>(kv_dtype),
       .k_scale = k_scale,
@@ -78,22 +69,19 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
 }  // namespace
 
 void bind_cpu(py::module_& m) {
-  m.def("decode_cpu", &decode, "plan"_a, "plan_bytes"_a, "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
-        "lse"_a, "req_to_token"_a, "rows"_a, "seq_lens"_a, "num_slots"_a, "num_queries"_a,
-        "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "dtype"_a,
-        "partial_dtype"_a, "scale"_a, "logit_cap"_a, "num_threads"_a, "draft_tokens"_a = 1,
-        "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_masks"_a = 0,
-        "sinks"_a = 0, "sink_dtype"_a = 0, "q_rope"_a = Tensor3{},
-        R"(Executes a plan on CPU memory: forward of all items, merge of the partials.
-
-Shapes and numbers are those of DecodeArgs in C++. plan, plan_bytes: ``Plan.data_ptr``
-and ``Plan.nbytes``. q, q_rope, k_cache, v_cache, out: (address, stride 0, stride 1), strides in
-elements; q_rope's address may be 0.
-req_to_token: (address, row stride, rows, columns). lse, draft_masks and sinks may be 0.
-sink_dtype: numbered as dtype.
-
-Raises ValueError for arguments that make no sense, for a plan that is damaged or was made for
-other heads, queries or lengths, and for a slot id outside of the cache. Releases the GIL.)");
+  m.def(
+      "decode_cpu", &decode, "plan"_a, "plan_bytes"_a, "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
+      "lse"_a, "req_to_token"_a, "rows"_a, "seq_lens"_a, "num_slots"_a, "num_queries"_a,
+      "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "dtype"_a, "partial_dtype"_a,
+      "scale"_a, "logit_cap"_a, "num_threads"_a, "draft_tokens"_a = 1, "kv_dtype"_a = 0,
+      "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_masks"_a = 0, "sinks"_a = 0,
+      "sink_dtype"_a = 0, "q_rope"_a = Tensor3{},
+      "Executes a plan on CPU memory, see DecodeArgs in cpu/forward.h. q, q_rope, k_cache,\n"
+      "v_cache, out: (address, stride 0, stride 1), strides in elements; req_to_token: (address,\n"
+      "row stride, rows, columns). Raises ValueError for arguments that make no sense, a plan "
+      "that\n"
+      "is damaged or was made for other heads, queries or lengths, and a slot id outside of the\n"
+      "cache. Releases the GIL.");
 }
 
 }  // namespace pat

@@ -4,8 +4,6 @@
 
 #include <array>
 #include <optional>
-#include <sstream>
-#include <string>
 
 #include "bindings/bindings.h"
 #include "cuda/decode.h"
@@ -42,20 +40,6 @@ Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t 
       .launch = static_cast<Launch>(launch),
       .v_head_dim = v_head_dim > 0 ? v_head_dim : head_dim,
   };
-}
-
-// For a log, and for the test that every argument lands in its field.
-std::string describe(const Buffers& b) {
-  std::ostringstream text;
-  text << "CudaBuffers(plan=" << b.plan << ", row_masks=" << b.row_masks
-       << ", draft_masks=" << b.draft_masks << ", partials=" << static_cast<const void*>(b.partials)
-       << ", partial_lse=" << b.partial_lse << ", queue=" << b.queue
-       << ", first_units=" << static_cast<const void*>(b.first_units)
-       << ", partial_bytes=" << b.partial_bytes << ", num_q_heads=" << b.num_q_heads
-       << ", num_kv_heads=" << b.num_kv_heads << ", head_dim=" << b.head_dim
-       << ", draft_tokens=" << b.draft_tokens << ", launch=" << static_cast<int>(b.launch)
-       << ", v_head_dim=" << b.v_head_dim << ")";
-  return text.str();
 }
 
 void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
@@ -170,14 +154,9 @@ py::dict probe(int device) {
     py::gil_scoped_release release;  // the first CUDA call may take seconds
     r = cuda_probe(device);
   }
-  py::dict d;
-  d["ok"] = r.ok;
-  d["device"] = r.device;
-  d["arch"] = r.arch;
-  d["kernel_arch"] = r.kernel_arch;
-  d["driver_version"] = r.driver_version;
-  d["error"] = r.error;
-  return d;
+  return py::dict("ok"_a = r.ok, "device"_a = r.device, "arch"_a = r.arch,
+                  "kernel_arch"_a = r.kernel_arch, "driver_version"_a = r.driver_version,
+                  "error"_a = r.error);
 }
 
 void bind_probe(py::module_& m) {
@@ -195,17 +174,13 @@ void bind_probe(py::module_& m) {
 }
 
 void bind_buffers(py::module_& m) {
-  py::class_<Buffers>(m, "CudaBuffers", R"(The device memory of a workspace and the heads it is for.
-
-Shapes and dtypes are those of DecodeParams in C++. queue: of cuda_queue_ints() zeros.
-first_units: of cuda_first_unit_bytes() bytes. launch: one of LAUNCHES. v_head_dim: 0 if it is
-head_dim.
-Holds addresses only: who made it keeps the memory.)")
+  py::class_<Buffers>(m, "CudaBuffers",
+                      "Addresses of a workspace's device memory, and the heads it is for: see\n"
+                      "Buffers in params.h. Who made it keeps the memory.")
       .def(py::init(&make_buffers), py::kw_only(), "plan"_a, "row_masks"_a, "partials"_a,
            "partial_lse"_a, "queue"_a, "first_units"_a, "partial_bytes"_a, "num_q_heads"_a,
            "num_kv_heads"_a, "head_dim"_a, "launch"_a, "draft_tokens"_a = 1, "draft_masks"_a = 0,
-           "v_head_dim"_a = 0)
-      .def("__repr__", &describe);
+           "v_head_dim"_a = 0);
 }
 
 void bind_staging(py::module_& m) {
@@ -238,42 +213,26 @@ void bind_launches(py::module_& m) {
   m.def(
       "snapshot_cuda", &snapshot, "buffers"_a, py::kw_only(), "req_to_token"_a, "rows"_a,
       "seq_lens"_a, "num_rows"_a, "stream"_a,
-      R"(Copies the slots of all tokens that a plan's items read into its list, on a stream, and writes
-into the plan how many tokens each item has.
-
-req_to_token: (device address, row stride, tokens of a row) of an int32 table.
-rows, seq_lens: (device address, bytes of an element: 4 or 8) of [num_rows].
-Only launches. Raises RuntimeError with CUDA's error.)");
+      "Fills the list of a workspace's plan on a stream, see decode.h. req_to_token: (address, "
+      "row\n"
+      "stride, tokens of a row) of int32; rows, seq_lens: (address, bytes of an element: 4 or 8).");
   m.def("read_draft_masks_cuda", &read_draft_masks, py::kw_only(), "cells"_a, "num_cells"_a,
         "seq_lens"_a, "num_rows"_a, "draft_tokens"_a, "masks"_a, "stream"_a,
-        R"(Writes the masks of draft trees on a stream, from a byte a cell.
-
-cells: address of ``num_cells`` bytes: one query after the other, a row for each of its draft
-    tokens, with a cell for each of these.
-seq_lens: (address, bytes of an element: 4 or 8) of [num_rows], the tokens before the drafts, for
-    each of which a row begins with a cell more; address 0: there are none of these cells.
-masks: address of uint64 [num_rows, draft_tokens]. Bits of cells beyond num_cells are 0.
-Only launches. Raises RuntimeError with CUDA's error.)");
+        "Writes the masks of draft trees on a stream, see DraftMaskArgs in decode.h. seq_lens:\n"
+        "(address, bytes of an element: 4 or 8), of address 0 where rows have no cells for them.");
   m.def("check_decode_cuda", &check_arguments, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a,
         "k_stride_slot"_a, "v_stride_slot"_a, "scale"_a, "logit_cap"_a, "kv_dtype"_a = 0,
         "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_tokens"_a = 1, "v_head_dim"_a = 0,
         "dtype"_a = 1,
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");
-  m.def(
-      "decode_cuda", &decode, "buffers"_a, py::kw_only(), "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
-      "lse"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a, "kv_dtype"_a = 0,
-      "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "sinks"_a = 0, "sink_dtype"_a = 0,
-      "q_rope"_a = Tensor3{},
-      R"(Executes the plan of a workspace on a stream: forward of all items, merge of the partials.
-
-Shapes, dtypes and numbers are those of DecodeParams in C++, all addresses of device
-memory. buffers: they hold a plan that check_plan_cuda accepted. q, k_cache, v_cache, out: (address,
-stride 0, stride 1), strides in elements. dtype: 1 (bf16) or 2 (fp16). num_rows: with the rows that
-pad the batch. sinks: an address of sink_dtype 0 (fp32), 1 or 2, or 0. q_rope: as q, of a
-model with head_dim 576 and v_head_dim 512 the last 64 columns of q, which has 512. Only launches,
-so that a CUDA graph can capture it.
-
-Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");
+  m.def("decode_cuda", &decode, "buffers"_a, py::kw_only(), "q"_a, "k_cache"_a, "v_cache"_a,
+        "out"_a, "lse"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a,
+        "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "sinks"_a = 0, "sink_dtype"_a = 0,
+        "q_rope"_a = Tensor3{},
+        "Executes the plan of a workspace on a stream, see DecodeParams in params.h. q, k_cache,\n"
+        "v_cache, out, q_rope: (address, stride 0, stride 1), strides in elements. Raises "
+        "ValueError\n"
+        "for what the kernels do not have, RuntimeError with CUDA's error.");
 }
 
 }  // namespace

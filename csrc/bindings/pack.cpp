@@ -3,7 +3,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
@@ -18,7 +17,6 @@
 #include "cuda/tiles.h"
 #include "pack/costs.h"
 #include "pack/cut.h"
-#include "pack/plan_text.h"
 #include "pack/schedule.h"
 #include "srt/handles.h"
 #include "srt/python_objects.h"
@@ -32,28 +30,17 @@ namespace {
 
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 
-constexpr int kPrintedLines = 24;  // of a printed plan's tree, and of its items
-
-// View of one of a plan's arrays, which keeps the plan alive.
-template <typename T, int32_t PlanHeader::* kOffset, int32_t PlanHeader::* kCount>
-py::array plan_view(const py::object& self) {
-  const auto& plan = self.cast<const Plan&>();
-  const uint8_t* data = plan.blob.data() + plan.header().*kOffset;
-  py::array view(py::dtype::of<T>(), {plan.header().*kCount}, {sizeof(T)}, data, self);
+// A read-only array of what a plan owns, which keeps the plan alive.
+template <typename T>
+py::array array_of(const py::object& plan, const T* data, size_t count) {
+  py::array view(py::dtype::of<T>(), {count}, {sizeof(T)}, data, plan);
   py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
   return view;
 }
 
-py::array bounds_view(const py::object& self, const std::vector<int64_t>& bounds) {
-  py::array view(py::dtype::of<int64_t>(), {bounds.size()}, {sizeof(int64_t)}, bounds.data(), self);
-  py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
-  return view;
-}
-
-// queries: a list or tuple that has, per query, a sequence of (node id, start, end), or None. An
-// element that starts at or beyond its query's limit is dropped, one that crosses it is clipped. At
-// C speed: at 256 requests a loop in Python would cost more than the whole schedule.
-void read_paths(const py::object& queries, const int64_t* limits, Paths& out) {
+// queries: a list or tuple that has, per query, a sequence of (node id, start, end), or None. At C
+// speed: at 256 requests a loop in Python would cost more than the whole schedule.
+void read_paths(const py::object& queries, Paths& out) {
   out.clear();
   for (py::ssize_t query = 0; query < PySequence_Fast_GET_SIZE(queries.ptr()); ++query) {
     PyObject* info = PySequence_Fast_GET_ITEM(queries.ptr(), query);
@@ -61,10 +48,8 @@ void read_paths(const py::object& queries, const int64_t* limits, Paths& out) {
       const py::object path = fast_sequence(info, "a path must be a sequence of tuples or None");
       for (py::ssize_t level = 0; level < PySequence_Fast_GET_SIZE(path.ptr()); ++level) {
         PyObject* element = PySequence_Fast_GET_ITEM(path.ptr(), level);
-        const int64_t start = path_field(element, 1, "start");
-        if (start >= limits[query]) break;
-        out.elements.push_back({path_field(element, 0, "node id"), start,
-                                std::min(path_field(element, 2, "end"), limits[query])});
+        out.elements.push_back({path_field(element, 0, "node id"), path_field(element, 1, "start"),
+                                path_field(element, 2, "end")});
       }
     }
     out.end_query();
@@ -76,16 +61,14 @@ class Planner {
  public:
   explicit Planner(const Target& target) : draft_tokens_(target.draft_tokens), scheduler_(target) {}
 
-  // infos: per query a sequence of (node id, start, end), or None; limits: tokens per query that
-  // are safe to share. A path is clipped to its query's.
-  Plan plan(const py::sequence& infos, const Int64Array& limits, const Int64Array& seq_lens) {
+  // infos: per query a sequence of (node id, start, end), or None.
+  Plan plan(const py::sequence& infos, const Int64Array& seq_lens) {
     // Counted as it is read: a sequence may say another length than it has.
     const py::object queries = fast_sequence(infos.ptr(), "paths must be a sequence");
     const py::ssize_t count = PySequence_Fast_GET_SIZE(queries.ptr());
-    PAT_CHECK(count == seq_lens.size() && seq_lens.size() == limits.size(), "paths of ", count,
-              " queries, ", limits.size(), " limits and ", seq_lens.size(),
+    PAT_CHECK(count == seq_lens.size(), "paths of ", count, " queries and ", seq_lens.size(),
               " sequence lengths: need one of each per query");
-    read_paths(queries, limits.data(), paths_);
+    read_paths(queries, paths_);
     return make(seq_lens);
   }
 
@@ -141,8 +124,9 @@ class Planner {
   // The last plan's batch as the caller wants it, see Scheduler::schedule().
   Plan plan_packs(const Int64Array& seq_lens, const std::vector<uint8_t>& takes_over,
                   const std::vector<int32_t>& piece_tokens) {
-    PAT_CHECK(tree_ != nullptr && static_cast<size_t>(seq_lens.size()) == tree_->query_node.size(),
-              seq_lens.size(), " sequence lengths do not belong to the last plan");
+    PAT_CHECK(tree_ != nullptr && seq_lens.size() == paths_.num_queries(), seq_lens.size(),
+              " sequence lengths do not belong to the last plan");
+    build(seq_lens);
     const size_t packs = tree_->nodes.size() + tree_->query_node.size();
     PAT_CHECK(takes_over.size() == packs && piece_tokens.size() == packs, takes_over.size(),
               " and ", piece_tokens.size(), " values for ", packs, " nodes and queries");
@@ -158,9 +142,12 @@ class Planner {
   }
 
  private:
-  Plan make(const Int64Array& seq_lens) {
+  void build(const Int64Array& seq_lens) {
     tree_ = nullptr;  // if the batch is refused
     tree_ = &builder_.build(paths_, seq_lens.data(), draft_tokens_);
+  }
+  Plan make(const Int64Array& seq_lens) {
+    build(seq_lens);
     return scheduler_.schedule(*tree_, seq_lens.data(), static_cast<int32_t>(seq_lens.size()));
   }
 
@@ -268,6 +255,17 @@ void bind_plan_counts(py::class_<Plan>& plan) {
                     "Seconds that the judge expects of forward and merge, the launch included.");
 }
 
+template <typename T>
+void bind_array(py::class_<Plan>& plan, const char* name, int32_t PlanHeader::* offset,
+                int32_t PlanHeader::* count, const char* doc) {
+  const auto array = [offset, count](const py::object& self) {
+    const auto& p = self.cast<const Plan&>();
+    return array_of(self, reinterpret_cast<const T*>(p.blob.data() + p.header().*offset),
+                    static_cast<size_t>(p.header().*count));
+  };
+  plan.def_property_readonly(name, array, doc);
+}
+
 // The fields of the arrays' elements are those of csrc/plan.h.
 void bind_plan_arrays(py::class_<Plan>& plan) {
   PYBIND11_NUMPY_DTYPE(Item, member_offset, num_queries, list_start, tokens, query, partial,
@@ -276,22 +274,31 @@ void bind_plan_arrays(py::class_<Plan>& plan) {
   PYBIND11_NUMPY_DTYPE(Member, query, partial);
   PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
   PYBIND11_NUMPY_DTYPE(Segment, query, kv_start, kv_len, room, first_member, num_queries);
-  plan.def_property_readonly("items",
-                             &plan_view<Item, &PlanHeader::items_offset, &PlanHeader::num_items>,
-                             "[num_items] what an executor runs at once, in this order.")
-      .def_property_readonly(
-          "item_segments",
-          &plan_view<ItemSegments, &PlanHeader::item_segments_offset, &PlanHeader::num_items>,
-          "[num_items] which segments each item reads.")
-      .def_property_readonly(
-          "members", &plan_view<Member, &PlanHeader::members_offset, &PlanHeader::num_members>,
-          "[num_members] the queries of each item and where its results for them go.")
-      .def_property_readonly(
-          "queries", &plan_view<QuerySplits, &PlanHeader::queries_offset, &PlanHeader::num_queries>,
-          "[num_queries] the partial results that the merge joins for each query.")
-      .def_property_readonly(
-          "segments", &plan_view<Segment, &PlanHeader::segments_offset, &PlanHeader::num_segments>,
-          "[num_segments] tokens that items read, and the queries that attend to them.");
+  using H = PlanHeader;
+  bind_array<Item>(plan, "items", &H::items_offset, &H::num_items,
+                   "[num_items] what an executor runs at once, in this order.");
+  bind_array<ItemSegments>(plan, "item_segments", &H::item_segments_offset, &H::num_items,
+                           "[num_items] which segments each item reads.");
+  bind_array<Member>(plan, "members", &H::members_offset, &H::num_members,
+                     "[num_members] the queries of each item and where its results for them go.");
+  bind_array<QuerySplits>(plan, "queries", &H::queries_offset, &H::num_queries,
+                          "[num_queries] the partial results that the merge joins for each query.");
+  bind_array<Segment>(
+      plan, "segments", &H::segments_offset, &H::num_segments,
+      "[num_segments] tokens that items read, and the queries that attend to them.");
+  const auto bound = [&](const char* name, std::vector<int64_t> Plan::* lens, const char* doc) {
+    plan.def_property_readonly(
+        name,
+        [lens](const py::object& self) {
+          const auto& bounds = self.cast<const Plan&>().*lens;
+          return array_of(self, bounds.data(), bounds.size());
+        },
+        doc);
+  };
+  bound("min_seq_lens", &Plan::min_seq_lens,
+        "[num_queries] int64: the plan holds for no shorter sequences.");
+  bound("max_seq_lens", &Plan::max_seq_lens,
+        "[num_queries] int64: the plan holds for no longer sequences.");
 }
 
 void bind_plan(py::module_& m) {
@@ -301,20 +308,13 @@ void bind_plan(py::module_& m) {
       "of one buffer, whose layout and field names are those of csrc/plan.h.");
   bind_plan_counts(plan);
   bind_plan_arrays(plan);
-  plan.def("__repr__", &plan_line)
-      .def("__str__", [](const Plan& p) { return plan_text(p, kPrintedLines); })
-      .def_property_readonly(
-          "min_seq_lens",
-          [](const py::object& self) {
-            return bounds_view(self, self.cast<const Plan&>().min_seq_lens);
-          },
-          "[num_queries] int64: the plan holds for no shorter sequences.")
-      .def_property_readonly(
-          "max_seq_lens",
-          [](const py::object& self) {
-            return bounds_view(self, self.cast<const Plan&>().max_seq_lens);
-          },
-          "[num_queries] int64: the plan holds for no longer sequences.")
+  const auto text = [](const char* function) {
+    return [function](const py::object& self) {
+      return py::module_::import("sglang_pat.explain.text").attr(function)(self);
+    };
+  };
+  plan.def("__repr__", text("plan_line"))
+      .def("__str__", text("plan_text"))
       .def(
           "fits",
           [](const Plan& p, uintptr_t lens, size_t count) {
@@ -349,18 +349,14 @@ void bind_planner(py::module_& m) {
           },
           "id"_a, "parent"_a, "key"_a, "most_read"_a,
           "Of Python nodes with attributes of these names.")
-      .def_property_readonly("num_missing", &RadixPaths::num_missing,
-                             "Requests of the last read without a node.")
-      .def_property_readonly("num_uncached", &RadixPaths::num_uncached,
-                             "Those with a node but no tokens that are safe to share.")
-      .def_property_readonly("num_unread", &RadixPaths::num_unread,
-                             "Those whose paths are left to the next read.")
-      .def_property_readonly("num_too_long", &RadixPaths::num_too_long,
-                             "Those whose paths have more unknown nodes than one read takes.")
+      .def_readonly("num_missing", &RadixPaths::num_missing)
+      .def_readonly("num_uncached", &RadixPaths::num_uncached)
+      .def_readonly("num_unread", &RadixPaths::num_unread)
+      .def_readonly("num_too_long", &RadixPaths::num_too_long)
       .def_property_readonly("num_nodes", &RadixPaths::num_nodes, "Nodes that are kept.");
   py::class_<Planner>(m, "Planner")
       .def(py::init<const Target&>(), "target"_a)
-      .def("plan", &Planner::plan, "infos"_a, "limits"_a, "seq_lens"_a)
+      .def("plan", &Planner::plan, "infos"_a, "seq_lens"_a)
       .def("plan_from_handles", &Planner::plan_from_handles, "handles"_a, "seq_lens"_a, "paths"_a,
            "leaf"_a)
       .def("last_paths", &Planner::last_paths)
@@ -388,16 +384,11 @@ void bind_pack(py::module_& m) {
   py::class_<HandleReader>(m, "HandleReader", "Reads requests: see handles.h.")
       .def(py::init<const std::array<std::string, 3>&, int64_t, int64_t>(), "paths"_a, "settle"_a,
            "recheck"_a)
-      .def(
-          "read", &HandleReader::read, "requests"_a, "rows_ptr"_a, "generations_ptr"_a,
-          "num_generations"_a, "step"_a, "anew"_a,
-          "int64 [requests, 3] as bytes: node, tokens safe to share, row; a None on the way reads\n"
-          "as -1, and a request whose row is not the one at rows_ptr (int64 [requests]) as\n"
-          "(-1, 0, that row). A request that was in every call for more than `settle` steps, in a\n"
-          "row of the same generation, is not looked at for `recheck` steps, unless `anew`: see\n"
-          "handles.h. generations_ptr: int64 [num_generations], of all rows; none reads "
-          "everything.\n"
-          "Raises AttributeError, and TypeError for what is no integer.");
+      .def("read", &HandleReader::read, "requests"_a, "rows_ptr"_a, "generations_ptr"_a,
+           "num_generations"_a, "step"_a, "anew"_a,
+           "The handles as bytes, int64 [requests, 3]. Raises AttributeError, and TypeError for "
+           "what\n"
+           "is no integer.");
 }
 
 }  // namespace pat

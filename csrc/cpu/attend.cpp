@@ -7,7 +7,6 @@
 #include <algorithm>
 
 #include "cpu/numbers.h"
-#include "cpu/sinks.h"
 
 #ifdef __x86_64__
 #define PAT_FOR_EACH_ISA \
@@ -22,6 +21,19 @@ namespace {
 // Tokens whose K and V a thread holds as fp32: with head dims of 128 they fit a cache of 48 KB.
 constexpr int kBlockTokens = 32;
 constexpr float kNone = -INFINITY;
+
+// Calls run() with a number of a type.
+template <typename Run>
+inline auto with_type(DType type, const Run& run) {
+  switch (type) {
+    case DType::kBF16:
+      return run(BF16{});
+    case DType::kF16:
+      return run(F16{});
+    default:
+      return run(float{});
+  }
+}
 
 // K and V of a block of tokens.
 struct Block {
@@ -251,11 +263,10 @@ class ItemRunner {
     const int64_t partial_row = int64_t{partial} * args_.draft_tokens + draft_token(row);
     const int64_t at = partial_row * args_.num_q_heads + head(row);
     job_.partial_lse[at] = lse(state);
-    if (args_.partial_dtype == DType::kF32) {
-      write_row(row, normalizer(state), static_cast<float*>(job_.partials) + at * args_.v_head_dim);
-    } else {
-      write_row(row, normalizer(state), static_cast<BF16*>(job_.partials) + at * args_.v_head_dim);
-    }
+    with_type(args_.partial_dtype, [&](auto type) {
+      auto* to = static_cast<decltype(type)*>(job_.partials) + at * args_.v_head_dim;
+      write_row(row, normalizer(state), to);
+    });
   }
 
   template <typename Out>
@@ -289,13 +300,6 @@ bool run_item_of(const DecodeJob& job, int item, int kv_head, float* scratch) {
   return ItemRunner<T, T>(job, item, kv_head, scratch).run(segments);
 }
 
-// sum[0:dim] += weight * from[0:dim]
-template <typename T>
-void add_row(const T* from, float weight, int dim, float* sum) {
-#pragma omp simd
-  for (int j = 0; j < dim; ++j) sum[j] += weight * to_float(from[j]);
-}
-
 template <typename T>
 void merge_to(const DecodeJob& job, int query, int draft_token, int head, float* sum) {
   const DecodeArgs& args = job.args;
@@ -313,12 +317,11 @@ void merge_to(const DecodeJob& job, int query, int draft_token, int head, float*
     const int64_t at = first + i * slot;
     const float weight = share(job.partial_lse[at], total);
     if (weight == 0.0f) continue;
-    const int64_t element = at * args.v_head_dim;
-    if (args.partial_dtype == DType::kF32) {
-      add_row(static_cast<const float*>(job.partials) + element, weight, args.v_head_dim, sum);
-    } else {
-      add_row(static_cast<const BF16*>(job.partials) + element, weight, args.v_head_dim, sum);
-    }
+    with_type(args.partial_dtype, [&](auto type) {
+      const auto* from = static_cast<const decltype(type)*>(job.partials) + at * args.v_head_dim;
+#pragma omp simd
+      for (int j = 0; j < args.v_head_dim; ++j) sum[j] += weight * to_float(from[j]);
+    });
   }
   const int64_t row = int64_t{query} * args.draft_tokens + draft_token;
   T* out = static_cast<T*>(args.out) + row * args.out_stride_row + head * args.out_stride_head;
@@ -333,31 +336,25 @@ int64_t scratch_floats(const DecodeArgs& args, int64_t rows) {
   return kBlockTokens * dims + args.v_head_dim + rows * (dims + 2);
 }
 
+SoftmaxState complete(const DecodeArgs& args, int head, SoftmaxState tokens) {
+  if (!args.sinks) return tokens;
+  return with_type(args.sink_dtype, [&](auto type) {
+    return with_sink(tokens, to_float(static_cast<const decltype(type)*>(args.sinks)[head]));
+  });
+}
+
 PAT_FOR_EACH_ISA bool run_item(const DecodeJob& job, int item, int kv_head, float* scratch) {
-  switch (job.args.dtype) {
-    case DType::kBF16:
-      return run_item_of<BF16>(job, item, kv_head, scratch);
-    case DType::kF16:
-      return run_item_of<F16>(job, item, kv_head, scratch);
-    default:
-      return run_item_of<float>(job, item, kv_head, scratch);
-  }
+  return with_type(job.args.dtype, [&](auto type) {
+    return run_item_of<decltype(type)>(job, item, kv_head, scratch);
+  });
 }
 
 PAT_FOR_EACH_ISA void merge_query(const DecodeJob& job, int query, int kv_head, float* scratch) {
   for (int row = 0; row < job.group; ++row) {
-    const int draft_token = row / job.head_group;
     const int head = kv_head * job.head_group + row % job.head_group;
-    switch (job.args.dtype) {
-      case DType::kBF16:
-        merge_to<BF16>(job, query, draft_token, head, scratch);
-        break;
-      case DType::kF16:
-        merge_to<F16>(job, query, draft_token, head, scratch);
-        break;
-      default:
-        merge_to<float>(job, query, draft_token, head, scratch);
-    }
+    with_type(job.args.dtype, [&](auto type) {
+      merge_to<decltype(type)>(job, query, row / job.head_group, head, scratch);
+    });
   }
 }
 

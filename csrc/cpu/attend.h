@@ -1,13 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU executor's threads run: one item for one KV head, and the merge of one query.
+// The parts of the CPU executor: the check of a call, and what its threads run.
 #pragma once
 
 #include <cstdint>
 
 #include "cpu/forward.h"
 #include "plan_view.h"
+#include "state.h"
 
 namespace pat {
+
+// A plan proven to fit its arguments, with what the checks found out about its items.
+struct CheckedPlan : PlanView {
+  int max_item_queries = 0;  // of one item
+  int64_t query_tokens = 0;  // sum over items of queries x tokens
+};
+
+// Throws std::invalid_argument with the values if an argument makes no sense, if the plan is
+// damaged or made for other heads or queries, or if its items do not cover every query's tokens
+// exactly as often as they must: each split of each query written once, tokens adding up.
+CheckedPlan check_plan(const void* plan, int64_t plan_bytes, const DecodeArgs& args);
 
 // One checked decode call with its buffers.
 struct DecodeJob {
@@ -28,5 +40,8 @@ bool run_item(const DecodeJob& job, int item, int kv_head, float* scratch);
 
 // Joins the partials of the query's packed rows for this KV head, in order of position.
 void merge_query(const DecodeJob& job, int query, int kv_head, float* scratch);
+
+// The state over all that a query head attends to, its sink included, from that over its tokens.
+SoftmaxState complete(const DecodeArgs& args, int head, SoftmaxState tokens);
 
 }  // namespace pat

@@ -5,40 +5,84 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
-#include <new>
+#include <thread>
+#include <vector>
 
 #include "check.h"
 #include "cpu/attend.h"
-#include "cpu/plan_check.h"
-#include "cpu/sinks.h"
-#include "cpu/thread_pool.h"
 
 namespace pat {
 namespace {
 
-// Memory that grows and is kept, aligned to a cache line.
-class Buffer {
+// So that no two threads' memory shares a cache line.
+struct alignas(64) Line {
+  float floats[16];
+};
+
+// Memory for so many floats, in whole lines.
+std::unique_ptr<Line[]> memory_of(size_t floats) {
+  return std::make_unique_for_overwrite<Line[]>((floats + 15) / 16);
+}
+
+// Threads that sleep between decode calls: started when a call first wants them, they never end.
+// One run() at a time.
+class ThreadPool {
  public:
-  void* at_least(size_t bytes) {
-    if (bytes > size_) {
-      memory_.reset();  // first, so that both never exist at once
-      size_ = 0;
-      memory_.reset(::operator new(bytes, kAlignment));
-      size_ = bytes;
+  // Calls work(i) on up to `threads` threads, each with its own i < threads, i = 0 on the calling
+  // thread, and returns when all that began have ended. `work` takes its pieces from a shared
+  // counter until none are left: a worker that the system wakes too late is not waited for.
+  // `work` must not throw.
+  void run(int threads, const std::function<void(int)>& work) {
+    if (threads > 1) {
+      std::lock_guard lock(mutex_);
+      for (; workers_ < threads - 1; ++workers_) std::thread([this] { work_forever(); }).detach();
+      work_ = &work;
+      vacancies_ = threads - 1;
+      wake_.notify_all();
     }
-    return memory_.get();
+    work(0);
+    if (threads > 1) {
+      std::unique_lock lock(mutex_);
+      vacancies_ = 0;
+      wait_until(done_, lock, [this] { return active_ == 0; });
+    }
   }
 
  private:
-  static constexpr std::align_val_t kAlignment{64};
-  struct Free {
-    void operator()(void* memory) const { ::operator delete(memory, kAlignment); }
-  };
-  std::unique_ptr<void, Free> memory_;
-  size_t size_ = 0;
+  // What std::condition_variable::wait() does. That one is in libstdc++ under a version of GCC 12,
+  // and wheels are to run beside the libstdc++ of GCC 11 too (docs/release.md).
+  template <typename Condition>
+  static void wait_until(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                         const Condition& holds) {
+    while (!holds()) pthread_cond_wait(changed.native_handle(), lock.mutex()->native_handle());
+  }
+
+  void work_forever() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wait_until(wake_, lock, [this] { return vacancies_ > 0; });
+      const int thread = vacancies_--;
+      ++active_;
+      lock.unlock();
+      (*work_)(thread);
+      lock.lock();
+      if (--active_ == 0) done_.notify_one();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::condition_variable done_;
+  // All guarded by mutex_.
+  int workers_ = 0;
+  int vacancies_ = 0;  // how often a worker may still enter the run
+  int active_ = 0;     // workers inside it
+  const std::function<void(int)>* work_ = nullptr;
 };
 
 class Executor {
@@ -46,34 +90,37 @@ class Executor {
   void decode(const void* blob, int64_t blob_bytes, const DecodeArgs& args) {
     std::lock_guard lock(mutex_);
     const CheckedPlan plan = check_plan(blob, blob_bytes, args);
-    const int num_partials = plan.header->num_partials;
-    DecodeJob job{.args = args,
-                  .plan = plan,
-                  .head_group = args.num_q_heads / args.num_kv_heads,
-                  .group = group_of(*plan.header),
-                  .partials = nullptr,
-                  .partial_lse = nullptr};
-    const size_t partial_rows = size_t(num_partials) * args.draft_tokens * args.num_q_heads;
-    job.partials = partials_.at_least(partial_rows * args.v_head_dim *
-                                      (args.partial_dtype == DType::kF32 ? 4 : 2));
-    job.partial_lse = static_cast<float*>(partial_lse_.at_least(partial_rows * sizeof(float)));
-    reset_pending(job);
+    const size_t partial_rows =
+        size_t(plan.header->num_partials) * args.draft_tokens * args.num_q_heads;
+    const auto partials = memory_of(partial_rows * args.v_head_dim);  // of fp32, or smaller
+    const auto partial_lse = memory_of(partial_rows);
+    const DecodeJob job{.args = args,
+                        .plan = plan,
+                        .head_group = args.num_q_heads / args.num_kv_heads,
+                        .group = group_of(*plan.header),
+                        .partials = partials.get(),
+                        .partial_lse = reinterpret_cast<float*>(partial_lse.get())};
+    // Partials to come, per query and KV head.
+    std::vector<std::atomic<int32_t>> pending(size_t(args.num_queries) * args.num_kv_heads);
+    for (size_t i = 0; i < pending.size(); ++i) {
+      pending[i] = plan.queries[i / args.num_kv_heads].num_splits;
+    }
     write_empty_queries(job);
 
     const int64_t work_units = int64_t{plan.header->num_items} * args.num_kv_heads;
     const int threads = num_threads(args, plan, work_units);
-    const int64_t needed = scratch_floats(args, int64_t{plan.max_item_queries} * job.group);
-    const int64_t floats = (needed + 31) / 32 * 32;  // threads share no cache line
-    auto* scratch = static_cast<float*>(scratch_.at_least(threads * floats * sizeof(float)));
+    const int64_t lines =
+        (scratch_floats(args, int64_t{plan.max_item_queries} * job.group) + 15) / 16;
+    const auto scratch = memory_of(threads * lines * 16);
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{-1};
     const auto work = [&](int thread) noexcept {
-      float* own = scratch + thread * floats;
+      auto* own = reinterpret_cast<float*>(scratch.get() + thread * lines);
       for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < work_units;) {
         const int item = static_cast<int>(unit / args.num_kv_heads);
         const int kv_head = static_cast<int>(unit % args.num_kv_heads);
         if (run_item(job, item, kv_head, own)) {
-          merge_completed(job, item, kv_head, own);
+          merge_completed(job, pending, item, kv_head, own);
         } else {
           failed.store(item, std::memory_order_relaxed);
         }
@@ -96,28 +143,16 @@ class Executor {
     return static_cast<int>(std::clamp<int64_t>(useful, 1, args.num_threads));
   }
 
-  // Partials to come, per query and KV head.
-  void reset_pending(const DecodeJob& job) {
-    const size_t count = size_t(job.args.num_queries) * job.args.num_kv_heads;
-    if (count > pending_size_) {
-      pending_ = std::make_unique<std::atomic<int32_t>[]>(count);
-      pending_size_ = count;
-    }
-    for (size_t i = 0; i < count; ++i) {
-      pending_[i].store(job.plan.queries[i / job.args.num_kv_heads].num_splits,
-                        std::memory_order_relaxed);
-    }
-  }
-
   // The thread that completes a query's partials merges them, always in order of position: there
   // is no barrier, and the result does not depend on who comes last.
-  void merge_completed(const DecodeJob& job, int item, int kv_head, float* scratch) {
+  static void merge_completed(const DecodeJob& job, std::vector<std::atomic<int32_t>>& pending,
+                              int item, int kv_head, float* scratch) {
     const Member* members = job.plan.members + job.plan.items[item].member_offset;
     for (int m = 0; m < job.plan.items[item].num_queries; ++m) {
       if (members[m].partial == kDirect) continue;
       const int query = members[m].query;
-      auto& pending = pending_[size_t(query) * job.args.num_kv_heads + kv_head];
-      if (pending.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      auto& left = pending[size_t(query) * job.args.num_kv_heads + kv_head];
+      if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
         merge_query(job, query, kv_head, scratch);
       }
     }
@@ -141,9 +176,6 @@ class Executor {
 
   std::mutex mutex_;
   ThreadPool pool_;
-  Buffer partials_, partial_lse_, scratch_;
-  std::unique_ptr<std::atomic<int32_t>[]> pending_;
-  size_t pending_size_ = 0;
 };
 
 // The process's executor is never destroyed: its threads may sleep in it while the process ends. A

@@ -274,7 +274,7 @@ int32_t Brancher::common_tokens(int32_t branch) const {
 void Brancher::pair(const Target& target) {
   const int32_t num_branches = count_of(branches_);
   const int64_t pairs = int64_t{num_branches} / 2 * target.num_kv_heads;  // at most
-  if (!target.pairs_branches() || !target.fills_sms(pairs) ||
+  if (target.items_per_sm != 2 || !target.fills_sms(pairs) ||
       kBranchesToOthers * others_ > tokens_) {
     return;
   }

@@ -23,40 +23,35 @@ int32_t equal_tokens(const Target& target, const Pack& pack, int32_t most) {
   return ((pack.tokens() + pieces - 1) / pieces + tile - 1) / tile * tile;
 }
 
-void Items::take(const Packs& packs) {
-  packs_ = packs;
-  brancher_.clear();
-}
-
-int64_t Items::branch(const TreeOrder& order, const Target& target, const Cut& cut,
-                      const std::vector<uint8_t>* taken) {
-  return brancher_.cut(order, cut.limit, cut.branch_rows / target.group(), packs_, taken);
+void Items::take(const Packs& whole) {
+  packs = whole;
+  brancher.clear();
 }
 
 // The shortest pieces that make no more units than the cut wants. An SM that gets one piece more
 // than others takes that much longer, so these fill the SMs evenly, whatever is left for short
 // items.
-int32_t Items::piece_tokens(const Cut& cut, const Target& target) const {
-  const auto most = static_cast<int64_t>(cut.parts * target.slots() / target.num_kv_heads);
-  const int64_t tile = target.kv_tiles.back();
+int32_t Items::piece_tokens(const Cut& cut, const Target& of) const {
+  const auto most = static_cast<int64_t>(cut.parts * of.slots() / of.num_kv_heads);
+  const int64_t tile = of.kv_tiles.back();
   int64_t few = 1, many = 0;  // tiles of a piece, of which there are too many or not
-  while (has_more_units(target, few * tile, most)) few *= 2;
+  while (has_more_units(of, few * tile, most)) few *= 2;
   while (few - many > 1) {
     const int64_t middle = (few + many) / 2;
-    (has_more_units(target, middle * tile, most) ? many : few) = middle;
+    (has_more_units(of, middle * tile, most) ? many : few) = middle;
   }
   return static_cast<int32_t>(std::min<int64_t>(few * tile, INT32_MAX));
 }
 
 // Whether pieces of so many tokens make more than `most` units of one KV head. Units of less than
 // half of that are short: they fill what the others leave.
-bool Items::has_more_units(const Target& target, int64_t tokens, int64_t most) const {
+bool Items::has_more_units(const Target& of, int64_t tokens, int64_t most) const {
   int64_t units = 0;
-  for (const Pack& pack : packs_.packs) {
+  for (const Pack& pack : packs.packs) {
     const int64_t length = pack.tokens();
     if (2 * length <= tokens || pack.queries == 0) continue;
-    const int32_t slots = target.slots_of(target.row_tile_for(pack.queries));
-    units += target.num_row_tiles(pack.queries) * slots * ((length + tokens - 1) / tokens);
+    const int32_t slots = of.slots_of(of.row_tile_for(pack.queries));
+    units += of.num_row_tiles(pack.queries) * slots * ((length + tokens - 1) / tokens);
     if (units > most) return true;
   }
   return false;
@@ -64,67 +59,61 @@ bool Items::has_more_units(const Target& target, int64_t tokens, int64_t most) c
 
 // A wide work unit takes all of an SM, which otherwise runs two smaller ones side by side: without
 // one for four fifths of the SMs the plan has none.
-void Items::choose_row_tiles(const Target& target, const Target& without_wide) {
-  target_ = &target;
-  if (target.row_tiles.size() == without_wide.row_tiles.size()) return;
-  const int64_t wide = wide_units(target);
-  if (wide > 0 && !target.fills_sms(wide)) target_ = &without_wide;
-}
-
-int64_t Items::wide_units(const Target& target) const {
-  const int64_t most = target.max_tile_queries();
+void Items::choose_row_tiles(const Target& with_wide, const Target& without_wide) {
+  target = &with_wide;
+  if (with_wide.row_tiles.size() == without_wide.row_tiles.size()) return;
+  const int64_t most = with_wide.max_tile_queries();
   int64_t wide = 0;
-  for (const Pack& pack : packs_.packs) {
-    const bool last = pack.queries % most * target.group() > kWideRows;
+  for (const Pack& pack : packs.packs) {
+    const bool last = pack.queries % most * with_wide.group() > kWideRows;
     wide += (pack.queries / most + last) * pack.pieces;
   }
-  return wide * target.num_kv_heads;
+  if (wide > 0 && !with_wide.fills_sms(wide * with_wide.num_kv_heads)) target = &without_wide;
 }
 
 // Lists the members of every pack and numbers the partials of every query by token position, from
 // the query's first: emit.cpp adds where its partial slots begin, or writes kDirect.
 bool Items::assign(int32_t num_queries) {
-  Assignment& out = assigned_;
-  const int32_t num_packs = count_of(packs_.packs);
+  Assignment& out = assigned;
+  const int32_t num_packs = count_of(packs.packs);
   out.member_offsets.resize(num_packs + 1);
   out.num_items = out.num_partials = 0;
   int32_t num_members = 0;
   for (int32_t i = 0; i < num_packs; ++i) {
-    const Pack& pack = packs_.packs[i];
+    const Pack& pack = packs.packs[i];
     out.member_offsets[i] = num_members;
     num_members += pack.queries;
-    out.num_items += target_->num_row_tiles(pack.queries) * pack.pieces;
+    out.num_items += target->num_row_tiles(pack.queries) * pack.pieces;
   }
   out.member_offsets[num_packs] = num_members;
-  out.members.resize(num_members + brancher_.members().size());
-  for (const Branch& branch : brancher_.branches()) out.num_items += branch.num_queries > 0;
+  out.members.resize(num_members + brancher.members().size());
+  for (const Branch& branch : brancher.branches()) out.num_items += branch.num_queries > 0;
   out.splits.resize(num_queries);
   for (int32_t query = 0; query < num_queries; ++query) number_partials(query);
   // number_partials() used each pack's offset as a cursor. It now stands at the pack's end, which
   // is where the next pack starts: shift them back.
   for (int32_t i = num_packs; i > 0; --i) out.member_offsets[i] = out.member_offsets[i - 1];
   out.member_offsets[0] = 0;
-  for (const int32_t query : brancher_.members()) {
+  for (const int32_t query : brancher.members()) {
     out.members[num_members++] = {query, out.splits[query].num_splits - 1};
   }
-  return out.num_items <= target_->max_items && out.num_partials <= target_->max_partials;
+  return out.num_items <= target->max_items && out.num_partials <= target->max_partials;
 }
 
 // Enters a query into its packs, from the last back to the first, and gives it its partials. A
 // branch is the last of its splits.
 void Items::number_partials(int32_t query) {
-  const std::vector<Pack>& packs = packs_.packs;
-  const int32_t tail = packs_.num_nodes + query;
-  const int32_t last = packs[tail].queries > 0 ? tail : packs[tail].above;
-  const bool in_branch = brancher_.branch_of(query) != kNoNode;
+  const Pack& tail = packs.tail(query);
+  const int32_t last = tail.queries > 0 ? packs.num_nodes + query : tail.above;
+  const bool in_branch = brancher.branch_of(query) != kNoNode;
   int32_t partial = 0;
-  for (int32_t i = last; i != kNoNode; i = packs[i].above) partial += packs[i].pieces;
+  for (int32_t i = last; i != kNoNode; i = packs.packs[i].above) partial += packs.packs[i].pieces;
   const int32_t total = partial + in_branch;
-  assigned_.splits[query] = {static_cast<int32_t>(assigned_.num_partials), total};
-  if (total > 1) assigned_.num_partials += total;
-  for (int32_t i = last; i != kNoNode; i = packs[i].above) {
-    partial -= packs[i].pieces;
-    assigned_.members[assigned_.member_offsets[i]++] = {query, partial};
+  assigned.splits[query] = {static_cast<int32_t>(assigned.num_partials), total};
+  if (total > 1) assigned.num_partials += total;
+  for (int32_t i = last; i != kNoNode; i = packs.packs[i].above) {
+    partial -= packs.packs[i].pieces;
+    assigned.members[assigned.member_offsets[i]++] = {query, partial};
   }
 }
 

@@ -77,44 +77,31 @@ void cut_pack(const Target& target, Pack& pack, int32_t tokens);
 int32_t equal_tokens(const Target& target, const Pack& pack, int32_t most);
 
 // All items of a plan before it is emitted. Keeps its working memory from plan to plan.
-class Items {
- public:
+struct Items {
+  const Target* target = nullptr;  // with the row tiles that the items have
+  Packs packs;
+  Brancher brancher;
+  Assignment assigned;
+
   // Takes over packs, which it leaves whole, without branches.
-  void take(const Packs& packs);
+  void take(const Packs& whole);
   // Tokens of the pieces of a cut of the packs at hand, in whole KV tiles.
-  int32_t piece_tokens(const Cut& cut, const Target& target) const;
+  int32_t piece_tokens(const Cut& cut, const Target& of) const;
   // Cuts pack i into pieces of tokens_of(i) tokens.
   template <typename TokensOf>
-  void split(const Target& target, const Target& without_wide, const TokensOf& tokens_of) {
-    for (int32_t i = 0; i < count_of(packs_.packs); ++i) {
-      cut_pack(target, packs_.packs[i], tokens_of(i));
+  void split(const Target& with_wide, const Target& without_wide, const TokensOf& tokens_of) {
+    for (int32_t i = 0; i < count_of(packs.packs); ++i) {
+      cut_pack(with_wide, packs.packs[i], tokens_of(i));
     }
-    choose_row_tiles(target, without_wide);
+    choose_row_tiles(with_wide, without_wide);
   }
-  // Makes branches by a cut; what they leave become the packs. Returns the tokens that they read.
-  int64_t branch(const TreeOrder& order, const Target& target, const Cut& cut,
-                 const std::vector<uint8_t>* taken);
-  // Lists the branches. Returns false, with none, if they do not fit the target's buffers.
-  bool list_branches(const Target& target) { return brancher_.build(target); }
   // Numbers the partials. Returns whether items and partials fit the target's buffers.
   bool assign(int32_t num_queries);
 
-  // With the row tiles that the items have.
-  const Target& target() const { return *target_; }
-  const Packs& packs() const { return packs_; }
-  const Brancher& brancher() const { return brancher_; }
-  const Assignment& assigned() const { return assigned_; }
-
  private:
-  void choose_row_tiles(const Target& target, const Target& without_wide);
-  int64_t wide_units(const Target& target) const;
-  bool has_more_units(const Target& target, int64_t tokens, int64_t most) const;
+  void choose_row_tiles(const Target& with_wide, const Target& without_wide);
+  bool has_more_units(const Target& of, int64_t tokens, int64_t most) const;
   void number_partials(int32_t query);
-
-  const Target* target_ = nullptr;
-  Packs packs_;
-  Brancher brancher_;
-  Assignment assigned_;
 };
 
 }  // namespace pat

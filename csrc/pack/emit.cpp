@@ -33,39 +33,6 @@ int32_t headroom(const Pack& tail) {
   return std::max(kMinHeadroom, tail.pieces == 1 ? share : std::min(share, tail.chunk / 2));
 }
 
-// Where the parts of a plan begin, in bytes.
-struct Layout {
-  Layout(size_t num_items, size_t num_members, size_t num_queries)
-      : item_segments(items + num_items * sizeof(Item)),
-        members(item_segments + num_items * sizeof(ItemSegments)),
-        queries(members + num_members * sizeof(Member)),
-        segments(queries + num_queries * sizeof(QuerySplits)) {}
-
-  size_t items = sizeof(PlanHeader);
-  size_t item_segments;
-  size_t members;
-  size_t queries;
-  size_t segments;
-};
-
-void write_splits(const std::vector<QuerySplits>& splits, QuerySplits* out) {
-  for (const QuerySplits& query : splits) {
-    *out++ = {query.num_splits > 1 ? query.partial_offset : 0, query.num_splits};
-  }
-}
-
-// Returns where the next segment goes.
-uint8_t* write_segments(const std::vector<Segment>& segments, uint8_t* out) {
-  const size_t bytes = segments.size() * sizeof(Segment);
-  if (bytes > 0) std::memcpy(out, segments.data(), bytes);
-  return out + bytes;
-}
-
-void check_list(int64_t tokens) {
-  PAT_CHECK(tokens <= INT32_MAX, "the items of a plan list ", tokens, " tokens, at most ",
-            INT32_MAX, " fit: decode fewer requests at once, or requests that share more");
-}
-
 }  // namespace
 
 Plan Emitter::emit(const Items& from) {
@@ -73,59 +40,68 @@ Plan Emitter::emit(const Items& from) {
   buckets_.fill(0);
   weights_.fill(0);
   num_shared_ = 0;
-  tile_queries_ = from.target().max_tile_queries();
+  tile_queries_ = from.target->max_tile_queries();
   segments_.clear();
-  num_branch_segments_ = count_of(from.brancher().segments());
-  list_tokens_ = from.brancher().list_tokens();
+  num_branch_segments_ = count_of(from.brancher.segments());
+  list_tokens_ = from.brancher.list_tokens();
   Plan plan;
-  const int32_t num_queries = count_of(from.assigned().splits);
+  const int32_t num_queries = count_of(from.assigned.splits);
   plan.min_seq_lens.resize(num_queries);
   plan.max_seq_lens.resize(num_queries);
-  for (int32_t i = 0; i < count_of(from.packs().packs); ++i) list_pack(from, i, plan);
-  for (const Branch& branch : from.brancher().branches()) list_branch(from, branch, plan);
+  for (int32_t i = 0; i < count_of(from.packs.packs); ++i) list_pack(from, i, plan);
+  for (const Branch& branch : from.brancher.branches()) list_branch(from, branch, plan);
   sort();
-  check_list(list_tokens_);
+  PAT_CHECK(list_tokens_ <= INT32_MAX, "the items of a plan list ", list_tokens_,
+            " tokens, at most ", INT32_MAX,
+            " fit: decode fewer requests at once, or requests that share more");
 
-  size_t num_members = 0;
+  int32_t num_members = 0;
   for (const Draft& draft : drafts_) num_members += draft.item.num_queries;
-  const Layout at(drafts_.size(), num_members, num_queries);
   const int32_t num_segments = num_branch_segments_ + count_of(segments_);
-  plan.blob.resize(at.segments + num_segments * sizeof(Segment));
-  uint8_t* const blob = plan.blob.data();
-  write_items(from, reinterpret_cast<Item*>(blob + at.items),
-              reinterpret_cast<ItemSegments*>(blob + at.item_segments),
-              reinterpret_cast<Member*>(blob + at.members));
-  write_splits(from.assigned().splits, reinterpret_cast<QuerySplits*>(blob + at.queries));
-  write_segments(segments_, write_segments(from.brancher().segments(), blob + at.segments));
+  size_t bytes = sizeof(PlanHeader);
+  const auto place = [&](size_t count, size_t size) {  // of the next part
+    return static_cast<int32_t>(std::exchange(bytes, bytes + count * size));
+  };
   const PlanHeader header{
       .magic = kPlanMagic,
       .version = kPlanVersion,
       .num_queries = num_queries,
       .num_items = count_of(drafts_),
-      .num_members = static_cast<int32_t>(num_members),
+      .num_members = num_members,
       .num_segments = num_segments,
-      .num_partials = static_cast<int32_t>(from.assigned().num_partials),
+      .num_partials = static_cast<int32_t>(from.assigned.num_partials),
       .num_shared_items = num_shared_,
-      .items_offset = static_cast<int32_t>(at.items),
-      .item_segments_offset = static_cast<int32_t>(at.item_segments),
-      .members_offset = static_cast<int32_t>(at.members),
-      .queries_offset = static_cast<int32_t>(at.queries),
-      .segments_offset = static_cast<int32_t>(at.segments),
-      .total_bytes = count_of(plan.blob),
-      .num_q_heads = from.target().num_q_heads,
-      .num_kv_heads = from.target().num_kv_heads,
+      .items_offset = place(drafts_.size(), sizeof(Item)),
+      .item_segments_offset = place(drafts_.size(), sizeof(ItemSegments)),
+      .members_offset = place(num_members, sizeof(Member)),
+      .queries_offset = place(num_queries, sizeof(QuerySplits)),
+      .segments_offset = place(num_segments, sizeof(Segment)),
+      .total_bytes = static_cast<int32_t>(bytes),
+      .num_q_heads = from.target->num_q_heads,
+      .num_kv_heads = from.target->num_kv_heads,
       .num_wide_items = weights_[kWide],
       .num_heavy_items = weights_[kPaired] + weights_[kHeavy],
-      .branch_tokens = from.brancher().list_tokens(),
+      .branch_tokens = from.brancher.list_tokens(),
       .list_tokens = static_cast<int32_t>(list_tokens_),
       .list = nullptr,
-      .draft_tokens = from.target().draft_tokens,
-      .joint = is_joint(from.target()),
+      .draft_tokens = from.target->draft_tokens,
+      .joint = is_joint(*from.target),
       .first_units = 0,
       .num_paired_items = weights_[kPaired],
       .unused = {},
   };
-  std::memcpy(blob, &header, sizeof(header));
+  plan.blob.resize(bytes);
+  std::memcpy(plan.blob.data(), &header, sizeof(header));
+  write_items(from, plan.part<Item>(header.items_offset),
+              plan.part<ItemSegments>(header.item_segments_offset),
+              plan.part<Member>(header.members_offset));
+  std::ranges::transform(from.assigned.splits, plan.part<QuerySplits>(header.queries_offset),
+                         [](const QuerySplits& query) -> QuerySplits {
+                           return {query.num_splits > 1 ? query.partial_offset : 0,
+                                   query.num_splits};
+                         });
+  Segment* const segments = plan.part<Segment>(header.segments_offset);
+  std::ranges::copy(segments_, std::ranges::copy(from.brancher.segments(), segments).out);
   return plan;
 }
 
@@ -140,78 +116,69 @@ bool Emitter::is_joint(const Target& target) const {
          std::all_of(drafts_.begin(), drafts_.end(), by_both);
 }
 
-// Makes a pack items: one for each piece and row tile. A tail's last piece is as long as the
-// sequence at run time.
+// Makes a pack items: one for each piece and row tile. Row tiles of one piece read the same part of
+// the list. A tail's last piece is as long as the sequence at run time.
 void Emitter::list_pack(const Items& from, int32_t index, Plan& plan) {
-  const Pack& pack = from.packs().packs[index];
-  const int32_t query = index - from.packs().num_nodes;   // < 0: the pack is no tail
-  const int32_t masked = from.target().draft_tokens - 1;  // see masked_tokens()
+  const Target& target = *from.target;
+  const Pack& pack = from.packs.packs[index];
+  const int32_t query = index - from.packs.num_nodes;  // < 0: the pack is no tail
   if (query >= 0 && pack.queries == 0 && pack.tokens() == 0) {
     // The sequence ends with a shared node: no room to grow.
     plan.min_seq_lens[query] = plan.max_seq_lens[query] = pack.end;
     plan.fixed_tokens -= pack.end;
   }
   if (pack.queries == 0) return;
-  const int64_t most_queries = std::min(pack.queries, tile_queries_);
-  plan.most_rows = std::max(plan.most_rows, most_queries * from.target().group());
+  plan.most_rows =
+      std::max(plan.most_rows, int64_t{std::min(pack.queries, tile_queries_)} * target.group());
   for (int32_t piece = 0; piece < pack.pieces; ++piece) {
     const int32_t start = pack.start + piece * pack.chunk;
     const bool last = piece + 1 == pack.pieces;
     const int32_t tokens = last ? pack.end - start : pack.chunk;
     const bool dynamic = query >= 0 && last;
+    int64_t end = int64_t{start} + tokens;  // of its room
     if (dynamic) {
+      end = std::min<int64_t>(int64_t{pack.end} + headroom(pack), INT32_MAX);
       plan.fixed_tokens -= start;
-      plan.min_seq_lens[query] = start + masked;
-      plan.max_seq_lens[query] = std::min<int64_t>(int64_t{pack.end} + headroom(pack), INT32_MAX);
+      plan.min_seq_lens[query] = start + target.draft_tokens - 1;  // see masked_tokens()
+      plan.max_seq_lens[query] = end;
     } else {
-      plan.fixed_tokens += tokens * from.target().num_row_tiles(pack.queries);
+      plan.fixed_tokens += tokens * target.num_row_tiles(pack.queries);
     }
-    plan.last_token = std::max<int64_t>(plan.last_token, dynamic ? start : start + tokens);
-    const int64_t end = dynamic ? plan.max_seq_lens[query] : int64_t{start} + tokens;
-    list_piece(from, index,
-               {.index = piece,
-                .start = start,
-                .tokens = tokens,
-                .room = static_cast<int32_t>(end - start),
-                .dynamic = dynamic});
+    plan.last_token = std::max(plan.last_token, dynamic ? start : end);
+    const auto room = static_cast<int32_t>(end - start);
+    for (int32_t first = 0; first < pack.queries; first += tile_queries_) {
+      const int32_t queries = std::min(tile_queries_, pack.queries - first);
+      const int32_t row_tile = target.row_tile_for(queries);
+      const int32_t offset = from.assigned.member_offsets[index] + first;
+      // Both are filled in place: a copy of what was just written stalls the processor.
+      Draft& draft = add(weight_of(row_tile), row_tile, tokens);
+      draft.item.member_offset = offset;
+      draft.item.num_queries = queries;
+      draft.item.list_start = static_cast<int32_t>(list_tokens_);
+      draft.item.query = -1;
+      draft.item.kind = queries > 1                          ? ItemKind::kPack
+                        : dynamic && target.draft_tokens > 1 ? ItemKind::kDrafts
+                                                             : ItemKind::kSingle;
+      draft.segments = {num_branch_segments_ + count_of(segments_), 1};
+      draft.piece = piece;
+      Segment& segment = segments_.emplace_back();
+      segment.query = from.assigned.members[offset].query;
+      segment.kv_start = start;
+      segment.kv_len = dynamic ? kDynamic : tokens;
+      segment.room = room;
+      segment.num_queries = queries;
+      num_shared_ += queries > 1;
+    }
+    list_tokens_ += room;
   }
-}
-
-// Makes a piece one item for each row tile. All of them read the same part of the list.
-void Emitter::list_piece(const Items& from, int32_t index, const Piece& piece) {
-  const int32_t num_queries = from.packs().packs[index].queries;
-  for (int32_t first = 0; first < num_queries; first += tile_queries_) {
-    const int32_t queries = std::min(tile_queries_, num_queries - first);
-    const int32_t row_tile = from.target().row_tile_for(queries);
-    const int32_t offset = from.assigned().member_offsets[index] + first;
-    // Both are filled in place: a copy of what was just written stalls the processor.
-    Draft& draft = add(weight_of(row_tile), row_tile, piece.tokens);
-    draft.item.member_offset = offset;
-    draft.item.num_queries = queries;
-    draft.item.list_start = static_cast<int32_t>(list_tokens_);
-    draft.item.query = -1;
-    draft.item.kind = queries > 1                                       ? ItemKind::kPack
-                      : piece.dynamic && from.target().draft_tokens > 1 ? ItemKind::kDrafts
-                                                                        : ItemKind::kSingle;
-    draft.segments = {num_branch_segments_ + count_of(segments_), 1};
-    draft.piece = piece.index;
-    Segment& segment = segments_.emplace_back();
-    segment.query = from.assigned().members[offset].query;
-    segment.kv_start = piece.start;
-    segment.kv_len = piece.dynamic ? kDynamic : piece.tokens;
-    segment.room = piece.room;
-    segment.num_queries = queries;
-    num_shared_ += queries > 1;
-  }
-  list_tokens_ += piece.room;
 }
 
 void Emitter::list_branch(const Items& from, const Branch& branch, Plan& plan) {
   if (branch.num_queries == 0) return;
-  plan.most_rows = std::max(plan.most_rows, int64_t{branch.num_queries} * from.target().group());
+  plan.most_rows = std::max(plan.most_rows, int64_t{branch.num_queries} * from.target->group());
   bool shared = false;
   for (int32_t i = 0; i < branch.num_segments; ++i) {
-    const Segment& segment = from.brancher().segments()[branch.first_segment + i];
+    const Segment& segment = from.brancher.segments()[branch.first_segment + i];
     const int64_t end = int64_t{segment.kv_start} + (is_dynamic(segment) ? 0 : segment.kv_len);
     plan.last_token = std::max(plan.last_token, end);
     shared |= segment.num_queries > 1;
@@ -220,20 +187,20 @@ void Emitter::list_branch(const Items& from, const Branch& branch, Plan& plan) {
       continue;
     }
     plan.fixed_tokens -= segment.kv_start;
-    plan.min_seq_lens[segment.query] = segment.kv_start + from.target().draft_tokens - 1;
+    plan.min_seq_lens[segment.query] = segment.kv_start + from.target->draft_tokens - 1;
     plan.max_seq_lens[segment.query] =
         std::min<int64_t>(int64_t{segment.kv_start} + segment.room, INT32_MAX);
   }
   num_shared_ += shared;
-  const int32_t num_packed = from.assigned().member_offsets[count_of(from.packs().packs)];
+  const int32_t num_packed = from.assigned.member_offsets[count_of(from.packs.packs)];
   const auto whole_tiles = [](int32_t tokens) {
     return static_cast<int16_t>(std::min(tokens / kBranchAlign, int32_t{INT16_MAX}));
   };
   const bool paired = branch.peer != kNoNode;
   // Those of a pair have the same place, so that they stand side by side.
-  const int32_t tokens =
-      paired ? std::max(branch.tokens, from.brancher().branches()[branch.peer].tokens)
-             : branch.tokens;
+  const int32_t tokens = paired
+                             ? std::max(branch.tokens, from.brancher.branches()[branch.peer].tokens)
+                             : branch.tokens;
   Draft& draft = add(paired ? kPaired : kHeavy, kBranchRows, tokens);
   draft.item.unmasked_tiles = whole_tiles(branch.unmasked);
   draft.item.common_tiles = whole_tiles(branch.common);
@@ -273,7 +240,7 @@ void Emitter::write_items(const Items& from, Item* items, ItemSegments* item_seg
   int32_t num_members = 0;
   // Every second group of `in_turn` pairs, about as many as run at once on half of the SMs, begins
   // with its own tokens. Neighbours share more with each other, so they are in one group.
-  const int32_t in_turn = std::max(from.target().num_sms / (2 * from.target().num_kv_heads), 1);
+  const int32_t in_turn = std::max(from.target->num_sms / (2 * from.target->num_kv_heads), 1);
   const int32_t paired = weights_[kWide], behind = paired + weights_[kPaired];
   for (int32_t place = 0; place < count_of(order_); ++place) {
     const Draft& draft = drafts_[order_[place]];
@@ -283,8 +250,8 @@ void Emitter::write_items(const Items& from, Item* items, ItemSegments* item_seg
       item.order = BranchOrder::kCommonLast;
     }
     for (int32_t m = 0; m < item.num_queries; ++m) {
-      const Member& member = from.assigned().members[item.member_offset + m];
-      const QuerySplits& splits = from.assigned().splits[member.query];
+      const Member& member = from.assigned.members[item.member_offset + m];
+      const QuerySplits& splits = from.assigned.splits[member.query];
       const int32_t slot = splits.partial_offset + member.partial + draft.piece;
       members[num_members + m] = {member.query, splits.num_splits > 1 ? slot : kDirect};
     }

@@ -37,6 +37,11 @@ struct Plan {
   double seconds = 0.0;  // that the judge expects of forward and merge, the launch included
 
   const PlanHeader& header() const { return *reinterpret_cast<const PlanHeader*>(blob.data()); }
+  // What begins at a byte of the blob.
+  template <typename T>
+  T* part(int32_t offset) {
+    return reinterpret_cast<T*>(blob.data() + offset);
+  }
 };
 
 // Of the lengths of items: eight per octave.
@@ -56,15 +61,7 @@ class Emitter {
     int32_t piece;  // of its pack
     uint32_t key;   // where it sorts
   };
-  struct Piece {
-    int32_t index;   // of its pack's pieces
-    int32_t start;   // token position
-    int32_t tokens;  // scheduled
-    int32_t room;    // in the list
-    bool dynamic;    // it ends where the sequence does
-  };
   void list_pack(const Items& from, int32_t index, Plan& plan);
-  void list_piece(const Items& from, int32_t index, const Piece& piece);
   void list_branch(const Items& from, const Branch& branch, Plan& plan);
   bool is_joint(const Target& target) const;
   Draft& add(uint32_t weight, int32_t row_tile, int32_t tokens);

@@ -63,8 +63,8 @@ Judge::Judge(const Target& target)
 }
 
 double Judge::merge_us(const Items& plan) const {
-  const Target& target = plan.target();
-  const Assignment& assigned = plan.assigned();
+  const Target& target = *plan.target;
+  const Assignment& assigned = plan.assigned;
   if (assigned.num_partials == 0) return 0.0;
   int32_t most_splits = 0;
   for (const QuerySplits& query : assigned.splits) {
@@ -99,14 +99,14 @@ void Judge::add_pack(const Target& target, const Pack& pack) {
 }
 
 void Judge::list_items(const Items& plan) {
-  const Target& target = plan.target();
+  const Target& target = *plan.target;
   items_.clear();
   read_tokens_ = 0;
-  for (const Branch& branch : plan.brancher().branches()) {
+  for (const Branch& branch : plan.brancher.branches()) {
     if (branch.num_queries == 0) continue;
     add(branch.peer == kNoNode ? kBranch : kPaired, branch.tokens);
   }
-  for (const Pack& pack : plan.packs().packs) add_pack(target, pack);
+  for (const Pack& pack : plan.packs.packs) add_pack(target, pack);
   const auto is_heavy = [](const Item& item) {
     return item.kind == kHeavy || item.kind == kBranch;
   };
@@ -342,7 +342,7 @@ double Judge::least_seconds(int64_t branch_tokens) const {
 }
 
 double Judge::seconds(const Items& plan, int64_t unique_tokens, double limit) {
-  const Target& target = plan.target();
+  const Target& target = *plan.target;
   list_items(plan);
   const auto unique = static_cast<double>(unique_tokens);
   const double reread = std::max(static_cast<double>(read_tokens_) - unique, 0.0);

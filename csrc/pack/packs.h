@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "target.h"
@@ -38,17 +37,16 @@ struct Packs {
   }
 };
 
-// The children of each node, in CSR form, and which of them take its tokens over.
+// What stands below each node, as packs: its child nodes, the largest first, then the tails of the
+// queries that end there; and which of them take its tokens over.
 struct Below {
-  std::vector<int32_t> child_offsets, children;  // nodes by parent
-  std::vector<int32_t> tail_offsets, tails;      // queries with a private tail by node
-  std::vector<uint8_t> takes_over;               // [nodes + queries]
+  std::vector<int32_t> first;       // [nodes] or kNoNode
+  std::vector<int32_t> next;        // [nodes + queries] the sibling behind a pack, or kNoNode
+  std::vector<uint8_t> takes_over;  // [nodes + queries]
 
-  std::span<int32_t> children_of(int32_t node) {
-    return {children.data() + child_offsets[node], children.data() + child_offsets[node + 1]};
-  }
-  std::span<int32_t> tails_of(int32_t node) {
-    return {tails.data() + tail_offsets[node], tails.data() + tail_offsets[node + 1]};
+  template <typename Visit>
+  void for_each(int32_t node, const Visit& visit) const {
+    for (int32_t i = first[node]; i != kNoNode; i = next[i]) visit(i);
   }
 };
 
@@ -68,9 +66,6 @@ class Packer {
               int32_t num_queries, Rule rule, Packs& out, const uint8_t* given = nullptr);
 
  private:
-  void list_children(const PackTree& tree, int32_t num_queries, const Packs& packs);
-  void attach_below(int32_t node, Packs& out);
-
   Below below_;
 };
 

@@ -2,42 +2,29 @@
 #include "paper.h"
 
 #include <algorithm>
+
 namespace pat {
-namespace {
 
-// Profits of the two schemes of PAT section 5.1, in elements of K or V over the head dim: what
-// packing saves in K/V reads less what its partials cost. `left`: queries that u, the node, still
-// has; `tokens`: KV length of its pack; `size` and `child_tokens`: of the child. The terms of the
-// other children, which both equations share, are left out.
-struct Profits {
-  int64_t left;
-  int64_t tokens;
-
-  // Equation 1: u and the child are packs of their own.
-  int64_t split(int64_t size, int64_t child_tokens) const {
-    return (left - 1) * tokens - 4 * left + (size - 1) * child_tokens;
-  }
-  // Equation 2: the child's queries leave u and read its tokens along with the child's. The paper
-  // calls merging what taking over is here.
-  int64_t merge(int64_t size, int64_t child_tokens) const {
-    return (left - size - 1) * tokens - 4 * (left - size) + (size - 1) * (tokens + child_tokens);
-  }
-};
-
-}  // namespace
-
-// The length of u is that of its pack, which counts the tokens that it took over from above (the
+// A child's queries leave u, the node, if that has the greater profit. Profits are in elements of K
+// or V over the head dim: what packing saves in K/V reads less what its partials cost. The terms of
+// the other children, which both equations share, are left out. The
+// length of u is that of its pack, which counts the tokens that it took over from above (the
 // `blocks` of the algorithm): its CTA reads them. Where both profits are equal the child takes
 // over. Equation 2 charges u's read even if no query is left that reads it: evaluated as written.
-void decide_by_paper(const PackTree& tree, int32_t node, const Packs& packs, Below& below) {
-  Profits u{tree.nodes[node].num_queries, packs.packs[node].tokens()};
-  const auto visit = [&](int32_t child, int64_t size) {
-    const int64_t tokens = packs.packs[child].tokens();
-    below.takes_over[child] = u.merge(size, tokens) >= u.split(size, tokens);
-    if (below.takes_over[child]) u.left -= size;
-  };
-  for (const int32_t child : below.children_of(node)) visit(child, tree.nodes[child].num_queries);
-  for (const int32_t query : below.tails_of(node)) visit(packs.num_nodes + query, 1);
+void decide_by_paper(int32_t node, const Packs& packs, Below& below) {
+  const int64_t tokens = packs.packs[node].tokens();
+  int64_t left = packs.packs[node].queries;  // that u still has
+  below.for_each(node, [&](int32_t child) {
+    const int64_t size = packs.packs[child].queries, own = packs.packs[child].tokens();
+    // Equation 1: u and the child are packs of their own.
+    const int64_t split = (left - 1) * tokens - 4 * left + (size - 1) * own;
+    // Equation 2: the child's queries leave u and read its tokens along with the child's. The paper
+    // calls merging what taking over is here.
+    const int64_t merge =
+        (left - size - 1) * tokens - 4 * (left - size) + (size - 1) * (tokens + own);
+    below.takes_over[child] = merge >= split;
+    if (merge >= split) left -= size;
+  });
 }
 
 std::vector<int32_t> split_by_mean(const Target& target, const Packs& packs) {

@@ -8,12 +8,11 @@
 
 #include "packs.h"
 #include "target.h"
-#include "tree.h"
 
 namespace pat {
 
 // Which children of `node` take its tokens over (algorithm 1).
-void decide_by_paper(const PackTree& tree, int32_t node, const Packs& packs, Below& below);
+void decide_by_paper(int32_t node, const Packs& packs, Below& below);
 
 // Tokens of the pieces of each pack: what is longer than the mean of all items is cut into equal
 // pieces no longer than that.

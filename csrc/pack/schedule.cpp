@@ -17,8 +17,8 @@ constexpr int64_t kMostTokens = int64_t{1} << 30;
 
 std::string unfit(const Items& items) {
   std::ostringstream text;
-  text << items.assigned().num_items << " items (of " << items.target().max_items << ") and "
-       << items.assigned().num_partials << " partials (of " << items.target().max_partials
+  text << items.assigned.num_items << " items (of " << items.target->max_items << ") and "
+       << items.assigned.num_partials << " partials (of " << items.target->max_partials
        << ") do not fit";
   return text.str();
 }
@@ -51,14 +51,6 @@ Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t 
 
 Plan Scheduler::schedule(const PackTree& tree, const int64_t* seq_lens, int32_t num_queries,
                          const uint8_t* takes_over, const int32_t* piece_tokens) {
-  const int32_t drafts = target_.draft_tokens > 1 ? target_.draft_tokens : 0;
-  for (int32_t query = 0; query < num_queries; ++query) {
-    const bool alone = tree.query_node[query] == kNoNode;
-    const int64_t least = (alone ? 0 : tree.query_prefix[query]) + drafts;
-    PAT_CHECK((alone && seq_lens[query] == 0) || seq_lens[query] >= least, "query ", query,
-              ": sequence length ", seq_lens[query], " is less than the ", least,
-              " tokens that the last plan needs: give the lengths of that plan");
-  }
   const Batch batch = batch_of(tree, seq_lens, num_queries);
   packer_.choose(without_wide_, tree, seq_lens, num_queries, Packer::Rule::kGiven, packs_,
                  takes_over);
@@ -96,7 +88,7 @@ bool Scheduler::make_by_paper(const Batch& batch) {
     least_.split(tiles, without_wide_, [&](int32_t i) { return pieces[i]; });
   };
   split_for(target_);
-  if (&least_.target() == &without_wide_) split_for(without_wide_);
+  if (least_.target == &without_wide_) split_for(without_wide_);
   return fits(least_, batch.num_queries);
 }
 
@@ -146,7 +138,7 @@ bool Scheduler::make(const Batch& batch, const Cut& cut) {
     whole_ |= whole;
   }
   other_.split(target_, without_wide_, [&](int32_t i) {
-    return equal_tokens(target_, other_.packs().packs[i], ends ? ends_.piece_tokens(i) : tokens);
+    return equal_tokens(target_, other_.packs.packs[i], ends ? ends_.piece_tokens(i) : tokens);
   });
   return fits(other_, batch.num_queries);
 }
@@ -159,10 +151,11 @@ bool Scheduler::make_branches(const Batch& batch, const Cut& cut) {
   if (!cut.ends && !std::exchange(ordered_, true)) {
     order_.read(batch.tree, batch.seq_lens, batch.num_queries);
   }
-  const int64_t branch_tokens = cut.ends ? other_.branch(end_order_, target_, cut, &ends_.taken())
-                                         : other_.branch(order_, target_, cut, nullptr);
+  const int64_t branch_tokens = other_.brancher.cut(cut.ends ? end_order_ : order_, cut.limit,
+                                                    cut.branch_rows / target_.group(), other_.packs,
+                                                    cut.ends ? &ends_.taken() : nullptr);
   return branch_tokens > 0 && judge_.least_seconds(branch_tokens) < least_s_ &&
-         other_.list_branches(target_);
+         other_.brancher.build(target_);
 }
 
 // Cuts the tree for branches at the ends of its nodes. Returns false if there are none, or where

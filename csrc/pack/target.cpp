@@ -22,16 +22,19 @@ Target Target::without_wide() const {
 }
 
 void Target::validate() const {
-  PAT_CHECK(num_sms > 0, "Target.num_sms is ", num_sms, ", must be positive");
+  for (const auto& [name, value] : {std::pair<const char*, int64_t>{"num_sms", num_sms},
+                                    {"head_dim", head_dim},
+                                    {"v_head_dim", v_head_dim},
+                                    {"token_values", token_values},
+                                    {"kv_bytes", kv_bytes},
+                                    {"max_queries", max_queries}}) {
+    PAT_CHECK(value > 0, "Target.", name, " is ", value, ", must be positive");
+  }
   PAT_CHECK(num_kv_heads > 0 && num_q_heads > 0 && num_q_heads % num_kv_heads == 0,
             "Target.num_q_heads is ", num_q_heads,
             ", must be a positive multiple of num_kv_heads, ", num_kv_heads);
   PAT_CHECK(draft_tokens > 0 && draft_tokens <= INT16_MAX, "Target.draft_tokens is ", draft_tokens,
             ", must be from 1 to ", INT16_MAX);
-  PAT_CHECK(head_dim > 0, "Target.head_dim is ", head_dim, ", must be positive");
-  PAT_CHECK(v_head_dim > 0, "Target.v_head_dim is ", v_head_dim, ", must be positive");
-  PAT_CHECK(token_values > 0, "Target.token_values is ", token_values, ", must be positive");
-  PAT_CHECK(kv_bytes > 0, "Target.kv_bytes is ", kv_bytes, ", must be positive");
   PAT_CHECK(partial_bytes == 2 || partial_bytes == 4, "Target.partial_bytes is ", partial_bytes,
             ", must be 2 (bf16) or 4 (fp32)");
   PAT_CHECK(bytes_per_s > 0 && flops_per_s > 0 && item_overhead_s > 0,
@@ -52,7 +55,6 @@ void Target::validate() const {
   PAT_CHECK(row_tiles.back() >= group(), "Target.row_tiles end at ", row_tiles.back(),
             " rows, fewer than the ", group(), " of one query: a GQA group of ",
             num_q_heads / num_kv_heads, " for each of its draft tokens, ", draft_tokens);
-  PAT_CHECK(max_queries > 0, "Target.max_queries is ", max_queries, ", must be positive");
   PAT_CHECK(max_items >= max_queries, "Target.max_items is ", max_items,
             ", must hold one item per query, at least ", max_queries);
   for (const auto& [name, value] : {std::pair{"max_partials", max_partials},

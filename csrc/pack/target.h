@@ -67,8 +67,6 @@ struct Target {
   }
   // Whether work units that take an SM each, wide ones or pairs, are enough to be worth it.
   bool fills_sms(int64_t units) const { return 100 * units >= kFilledPercent * num_sms; }
-  // Whether the halves of an SM can run two branches as a pair (plan.h).
-  bool pairs_branches() const { return items_per_sm == 2; }
   // Packed rows of the smallest row tile that holds `queries` queries, else of the largest: a pack
   // of more queries than fit takes several row tiles.
   int32_t row_tile_for(int32_t queries) const {

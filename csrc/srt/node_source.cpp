@@ -42,9 +42,9 @@ NodeAbove TreeCoreNodes::above(const NodeRef& node) const {
       py::reinterpret_steal<py::object>(PyObject_Vectorcall(parent_.ptr(), arguments, 2, nullptr));
   if (!state) throw py::error_already_set();
   if (state.is_none()) return above_by_path(node.id);
-  return {.parent = to_int64(get_attr(state.ptr(), parent_id_.ptr()).ptr(), "parent_node_id"),
+  return {.parent = to_int64(py::getattr(state, parent_id_).ptr(), "parent_node_id"),
           .length = tokens,
-          .root = get_attr(state.ptr(), is_root_.ptr()).is(py::bool_(true)),
+          .root = py::getattr(state, is_root_).is(py::bool_(true)),
           .object = {}};
 }
 
@@ -82,18 +82,17 @@ PythonNodes::PythonNodes(const std::string& id, const std::string& parent, const
       key_(attr_name(key)) {}
 
 NodeAbove PythonNodes::above(const NodeRef& node) const {
-  py::object parent = get_attr(node.object, parent_.ptr());
+  py::object parent = py::getattr(node.object, parent_);
   if (parent.is_none()) return {.root = true, .object = {}};  // the root itself, of an empty key
-  const Py_ssize_t length = PyObject_Size(get_attr(node.object, key_.ptr()).ptr());
-  if (length < 0) throw py::error_already_set();
-  const int64_t id = to_int64(get_attr(parent.ptr(), id_.ptr()).ptr(), what_id_.c_str());
+  const auto length = static_cast<int64_t>(py::len(py::getattr(node.object, key_)));
+  const int64_t id = to_int64(py::getattr(parent, id_).ptr(), what_id_.c_str());
   return {.parent = id, .length = length, .object = std::move(parent)};
 }
 
 std::vector<size_t> PythonNodes::find_split(const std::vector<KnownNode>& nodes) const {
   std::vector<size_t> split;
   for (size_t i = 0; i < nodes.size(); ++i) {
-    if (get_attr(nodes[i].node.object, parent_.ptr()).ptr() != nodes[i].parent) split.push_back(i);
+    if (py::getattr(nodes[i].node.object, parent_).ptr() != nodes[i].parent) split.push_back(i);
   }
   return split;
 }

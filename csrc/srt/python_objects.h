@@ -30,12 +30,6 @@ inline int64_t path_field(PyObject* tuple, pybind11::ssize_t index, const char* 
   return to_int64(PyTuple_GET_ITEM(tuple, index), what);
 }
 
-inline pybind11::object get_attr(PyObject* object, PyObject* name) {
-  PyObject* value = PyObject_GetAttr(object, name);
-  if (value == nullptr) throw pybind11::error_already_set();
-  return pybind11::reinterpret_steal<pybind11::object>(value);
-}
-
 // Interned: a look-up compares such a name by its address.
 inline pybind11::str attr_name(const std::string& name) {
   PyObject* interned = PyUnicode_InternFromString(name.c_str());

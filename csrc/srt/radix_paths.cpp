@@ -45,7 +45,7 @@ void RadixPaths::read(const Handle* handles, size_t count, size_t num_queries, c
 // Brings the tree up to date for a batch.
 void RadixPaths::try_read(const Handle* handles, size_t count, const Leaf& leaf) {
   ++read_;
-  num_missing_ = num_uncached_ = num_unread_ = num_too_long_ = 0;
+  num_missing = num_uncached = num_unread = num_too_long = 0;
   num_read_ = 0;
   named_.clear();
   parents_of_new_.clear();
@@ -54,9 +54,9 @@ void RadixPaths::try_read(const Handle* handles, size_t count, const Leaf& leaf)
   for (size_t query = 0; query < count; ++query) {
     const auto [id, tokens, row] = handles[query];
     if (id < 0) {
-      ++num_missing_;
+      ++num_missing;
     } else if (tokens <= 0) {
-      ++num_uncached_;
+      ++num_uncached;
     } else if (const int32_t index = table_.find(id); index != kNoNode) {
       name(query, index);
     } else {
@@ -71,14 +71,14 @@ void RadixPaths::try_read(const Handle* handles, size_t count, const Leaf& leaf)
     int32_t index = table_.find(id);
     if (index == kNoNode && std::find(too_long.begin(), too_long.end(), id) == too_long.end()) {
       if (num_read_ >= most_read_) {
-        ++num_unread_;
+        ++num_unread;
         continue;
       }
       index = add(id, leaf(query, id));
       if (!climb(index, most_read_)) index = kNoNode;
     }
     if (index == kNoNode) {
-      ++num_too_long_;
+      ++num_too_long;
       too_long_.push_back(id);
     } else {
       name(query, index);

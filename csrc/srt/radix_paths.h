@@ -40,12 +40,9 @@ class RadixPaths {
   // beyond `count` have no request. On what the source throws everything is forgotten.
   void read(const Handle* handles, size_t count, size_t num_queries, const Leaf& leaf, Paths& out);
 
-  // Of the last read: requests without a node, with one but no tokens that are safe to share,
-  // those whose paths are left to the next, and those whose paths are too long.
-  int64_t num_missing() const { return num_missing_; }
-  int64_t num_uncached() const { return num_uncached_; }
-  int64_t num_unread() const { return num_unread_; }
-  int64_t num_too_long() const { return num_too_long_; }
+  // Requests that share nothing, by the last read: without a node, with one but no tokens that are
+  // safe to share, those whose paths are left to the next, and those whose paths are too long.
+  int64_t num_missing = 0, num_uncached = 0, num_unread = 0, num_too_long = 0;
   size_t num_nodes() const { return nodes_.size() - free_.size(); }
 
  private:
@@ -107,7 +104,6 @@ class RadixPaths {
   std::vector<int32_t> climbed_;         // nodes that wait for the end of the one above them
   std::vector<int32_t> parents_of_new_;  // known ones
   std::vector<PathElement> path_;
-  int64_t num_missing_ = 0, num_uncached_ = 0, num_unread_ = 0, num_too_long_ = 0;
 };
 
 }  // namespace pat

@@ -71,8 +71,9 @@ def test_targets_are_checked(overrides, message) -> None:
 def test_clipped_paths_share_what_both_have() -> None:
     # Query 2 is protected to token 30 of node 1: it shares these and keeps the rest private.
     planner = Planner(target())
-    planner.plan([[(1, 0, 80)]] * 3, [90] * 3, limits=[80, 80, 30])
-    assert planner.last_paths() == [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 30)]]
+    paths = [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 30)]]
+    planner.plan(paths, [90] * 3)
+    assert planner.last_paths() == paths
     assert planner.last_tree() == ([(-1, 0, 30, 3), (0, 30, 80, 2)], [1, 1, 0])
 
 

@@ -145,5 +145,5 @@ def test_explicit_plans_that_are_refused() -> None:
         planner.plan_packs(lens, [0] * 3, [512] * 4)
     with pytest.raises(ValueError, match=r"\(of 4\) and 9 partials \(of 5\).*give longer pieces"):
         planner.plan_packs(lens, [0] * 4, [300] * 4)
-    with pytest.raises(ValueError, match="query 1: sequence length 500 is less than the 600"):
+    with pytest.raises(ValueError, match="query 1: node 1 ends at 600 beyond its sequence of 500"):
         planner.plan_packs([700, 500, 650], [0] * 4, [1000] * 4)

@@ -32,6 +32,11 @@ class Batch:
         return Batch(self.paths, [length + draft_tokens for length in self.seq_lens])
 
 
+def clipped(path: Path, limit: int) -> Path:
+    """What of a path lies before token ``limit``."""
+    return [(node, start, min(end, limit)) for node, start, end in path if start < limit]
+
+
 def target(**overrides: Any) -> Target:
     values = dict(num_q_heads=32, num_kv_heads=8, head_dim=128, max_queries=1024)
     return Target.h200(**(values | overrides))

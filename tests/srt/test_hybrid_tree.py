@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.trees import target
+from kit.trees import clipped, target
 from sglang.srt import runtime_context
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
@@ -160,8 +160,8 @@ class HybridCache:
         made = self.steps.plan(LiveBatch(reqs, self.tree, rows), known(lens))
         assert made is not None and not self.steps._stats.fallbacks
         check_plan(made, reqs, self.steps.view, self.table.req_to_token, rows)
-        limits = [req.kv.cache_protected_len for req in reqs]
-        expected = Planner(TARGET).plan([self.path(req) for req in reqs], lens.numpy(), limits)
+        paths = [clipped(self.path(req), req.kv.cache_protected_len) for req in reqs]
+        expected = Planner(TARGET).plan(paths, lens.numpy())
         for found, wanted in zip(
             *(sorted(map(str, ranges(plan))) for plan in (made, expected)), strict=True
         ):

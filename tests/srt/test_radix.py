@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.trees import Path, target
+from kit.trees import Path, clipped, target
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.session.session_controller import Session
@@ -70,9 +70,9 @@ class ViewBed:
     def check(self, reqs: list[Any]) -> Plan:
         """A plan, which must be that of SGLang's own paths."""
         made = self.plan(reqs)
-        limits = [req.kv.cache_protected_len for req in reqs]
+        paths = [clipped(self.path(req), req.kv.cache_protected_len) for req in reqs]
         lens = self.cache.batch(reqs)[1].numpy()
-        expected = Planner(TARGET).plan([self.path(req) for req in reqs], lens, limits)
+        expected = Planner(TARGET).plan(paths, lens)
         assert reads(made) == reads(expected)
         return made
 
