@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from kit.shell import fresh_shell  # noqa: F401
 
+from benchmarks.serving.model import write_tokenizer
 from sglang_pat import Target, cli, plan
-from sglang_pat.demo.standin import make_tokenizer
 from sglang_pat.estimate import (
     ORDER,
     Request,
@@ -53,7 +53,9 @@ def said(capsys: Capture, *arguments: object, status: int = 0) -> str:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one."""
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, vocab=1024, end=1023)
+    return folder
 
 
 @pytest.mark.parametrize("seed", range(20))
