@@ -140,7 +140,7 @@ def about(document: Document) -> list[str]:
     """Where and how a document was measured, as lines."""
     lines = documents.heading(document)
     if server := document.get("server"):
-        had = ("kv_dtype", "draft_tokens", "page_size", "policy", "complete")
+        had = ("kv_dtype", "draft_tokens", "page_size")
         names = server["versions"] | {name: server[name] for name in had if name in server}
         said = ", ".join(f"{name} {found}" for name, found in names.items())
         lines.append(f"batches of {server['date']}, {server['device']}, there {said}")

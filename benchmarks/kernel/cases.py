@@ -119,8 +119,8 @@ def sample(every: Sequence[Tree | Forest], count: int | None) -> Sequence[Tree |
 
 
 def read_batches(file: Path) -> tuple[dict[str, Any], list[Forest]]:
-    """The header of a running server's dump (``SGLANG_PAT_DUMP``), without its target, ``complete``
-    or cut off, and its batches. Their slots will be single tokens, contiguous within a node,
+    """The header of a running server's dump (``SGLANG_PAT_DUMP``), without its target, and
+    its batches. Their slots will be single tokens, contiguous within a node,
     whatever pages the server had; K and V are random.
 
     Raises OSError or ValueError, in words, for a file that is no dump or has no batch.
@@ -135,7 +135,7 @@ def read_batches(file: Path) -> tuple[dict[str, Any], list[Forest]]:
             f"{file}: {', '.join(NUMBERS)} of its header are {numbers}, must be whole numbers: "
             "make the dump anew"
         )
-    return header | {"complete": bool(dump.end)}, [as_forest(batch) for batch in dump.batches]
+    return header, [as_forest(batch) for batch in dump.batches]
 
 
 def as_forest(batch: Batch) -> Forest:

@@ -149,7 +149,6 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         "head_dim": head_dim,
         "draft_tokens": draft_tokens,
         "max_queries": max(num_queries, _LEAST_QUERIES),
-        "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
         **({"kv_bytes": 1} if kv_dtype == "fp8_e4m3" else {}),
     }

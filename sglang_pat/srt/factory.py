@@ -104,7 +104,6 @@ def _capacity(runner: Any, config: PatConfig) -> Capacity:
         pool_requests=requests,
         pool_tokens=runner.max_total_num_tokens,
         largest_graph=_largest_graph(requests),
-        partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,
     )
     if capacity.over_budget:
@@ -131,7 +130,6 @@ def _options(runner: Any, config: PatConfig) -> dict[str, Any]:
     return {
         **heads_of(runner)._asdict(),
         "kv_bytes": runner.kv_cache_dtype.itemsize,
-        "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
     }
 

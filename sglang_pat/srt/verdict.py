@@ -225,7 +225,6 @@ def _workspace(server: support.Server, config: PatConfig) -> Capacity:
         pool_requests=requests,
         pool_tokens=requests * model.context_len,  # the pool's size is not known yet
         largest_graph=min(support.largest_graph(args.cuda_graph_config.decode), requests),
-        partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,
         draft_tokens=support.draft_tokens_of(args),
     )

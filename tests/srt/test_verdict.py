@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from kit.hybrid_models import FAMILIES, published
 from kit.models import (
     DEEPSEEK,
@@ -409,7 +408,6 @@ def test_the_workspace_is_what_the_backend_would_size(
         pool_requests=300,
         pool_tokens=300 * 8192,  # at most: the pool's size is not known before the start
         largest_graph=256,  # SGLang's default on a GPU of 80 GB
-        partial_dtype=torch.float32,
         budget=256 * MB,
     )
     assert ask(LLAMA, *flags).workspace == sized
