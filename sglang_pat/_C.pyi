@@ -102,11 +102,11 @@ class Planner:
     def last_tree(self) -> tuple[list[tuple[int, int, int, int]], list[int]]: ...
     def plan_packs(
         self,
-        seq_lens: npt.NDArray[np.int64],
+        seq_lens: npt.ArrayLike,
         takes_over: Sequence[bool],
         piece_tokens: Sequence[int],
     ) -> Plan: ...
-    def plan_again(self, seq_lens: npt.NDArray[np.int64]) -> Plan: ...
+    def plan_again(self, seq_lens: npt.ArrayLike) -> Plan: ...
 
 def decode_cpu(
     plan: int,

@@ -168,7 +168,7 @@ class Fit:
         """log of the seconds that the judge expects of each plan."""
         found = []
         for planner, seq_lens in self._planners:
-            planner.set_costs(costs)
+            planner.costs = list(costs)
             found.append(math.log(planner.plan_again(seq_lens).seconds))
         return np.array(found)
 

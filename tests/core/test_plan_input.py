@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from kit.trees import target
 
+from sglang_pat import _C
 from sglang_pat.planner import Planner, plan
 
 
@@ -71,7 +73,8 @@ def test_targets_are_checked(overrides, message) -> None:
 def test_clipped_paths_share_what_both_have() -> None:
     # Query 2 is protected to token 30 of node 1: it shares these and keeps the rest private.
     planner = Planner(target())
-    planner.plan([[(1, 0, 80)]] * 3, [90] * 3, limits=[80, 80, 30])
+    limits, lens = np.array([80, 80, 30]), np.full(3, 90)
+    _C.Planner.plan(planner, [[(1, 0, 80)]] * 3, limits, lens)
     assert planner.last_paths() == [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 30)]]
     assert planner.last_tree() == ([(-1, 0, 30, 3), (0, 30, 80, 2)], [1, 1, 0])
 

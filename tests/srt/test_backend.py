@@ -217,7 +217,7 @@ def test_a_batch_that_cannot_be_planned_runs_the_plan_of_its_capture(
 
     bed.capture(2)
     with monkeypatch.context() as patch:
-        for name in ("plan", "plan_handles", "plan_again"):
+        for name in ("plan", "plan_from_handles", "plan_again"):
             patch.setattr(Planner, name, fail)
         bed.executor.plans.clear()
         for count in (1, 2):

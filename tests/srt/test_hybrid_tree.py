@@ -10,6 +10,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +37,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from benchmarks.host.live import text
+from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.slots import ranges
 from sglang_pat.srt.hook import LiveBatch
@@ -161,7 +163,8 @@ class HybridCache:
         assert made is not None and not self.steps._stats.fallbacks
         check_plan(made, reqs, self.steps.view, self.table.req_to_token, rows)
         limits = [req.kv.cache_protected_len for req in reqs]
-        expected = Planner(TARGET).plan([self.path(req) for req in reqs], lens.numpy(), limits)
+        paths, bounds = [self.path(req) for req in reqs], np.array(limits, np.int64)
+        expected = _C.Planner.plan(Planner(TARGET), paths, bounds, lens.numpy())
         for found, wanted in zip(
             *(sorted(map(str, ranges(plan))) for plan in (made, expected)), strict=True
         ):

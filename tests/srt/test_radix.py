@@ -72,7 +72,8 @@ class ViewBed:
         made = self.plan(reqs)
         limits = [req.kv.cache_protected_len for req in reqs]
         lens = self.cache.batch(reqs)[1].numpy()
-        expected = Planner(TARGET).plan([self.path(req) for req in reqs], lens, limits)
+        paths = [self.path(req) for req in reqs]
+        expected = _C.Planner.plan(Planner(TARGET), paths, np.array(limits, np.int64), lens)
         assert reads(made) == reads(expected)
         return made
 
@@ -267,7 +268,7 @@ def test_a_bad_node_raises_and_all_is_read_anew(leaf: Any, error: Any, message: 
     def plan(*leaves: Any) -> Plan:
         handles = np.array([(getattr(each, "id", 8), 7, 0) for each in leaves], HANDLE).tobytes()
         lens = np.full(len(leaves), 9)
-        return planner.plan_handles(handles, lens, paths, lambda query, _: leaves[query])
+        return planner.plan_from_handles(handles, lens, paths, lambda query, _: leaves[query])
 
     for _ in range(2):
         with pytest.raises(error, match=message):
