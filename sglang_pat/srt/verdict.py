@@ -7,12 +7,10 @@ Server flags are parsed and resolved by SGLang itself, and config.json is read b
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
@@ -46,7 +44,7 @@ class Verdict:
     ``refused``: whether the server does not start; then ``reasons`` say why, else why there would
     be nothing to gain. ``layers``: layer ids by the reason why SGLang's own code runs them, "" for
     those of ``pat``. ``kv_dtype``: of K and V, where SGLang takes the flags. ``workspace``: on a
-    GPU, where a layer is served. ``notes``: what else to know of the GPU.
+    GPU, where a layer is served. ``note``: what else to know of the GPU, or "".
     """
 
     device: str
@@ -56,7 +54,7 @@ class Verdict:
     reasons: list[Reason] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)
     workspace: Capacity | None = None
-    notes: list[str] = field(default_factory=list)
+    note: str = ""
 
     @property
     def status(self) -> Status:
@@ -98,7 +96,7 @@ class Verdict:
             found.append(("workspace", "none: on a CPU nothing is allocated", ""))
         elif not self.refused:
             found.append(("workspace", "none, as pat serves nothing", ""))
-        return found + [("note", note, "") for note in self.notes]
+        return [*found, ("note", self.note, "")] if self.note else found
 
 
 def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
@@ -107,14 +105,13 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
     ``gpu``: the name of a GPU to ask about instead of this machine. Without ``pat`` among the
     flags, ``--attention-backend pat`` is added.
 
-    Raises QuestionError, also for flags that SGLang does not know.
+    Raises QuestionError, and SystemExit as SGLang does for flags that it does not know.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.server_args import prepare_server_args
 
     asked = asked_gpu(arguments, gpu)
-    with _usage_left_out():
-        server_args = prepare_server_args(_completed(arguments, asked))
+    server_args = prepare_server_args(_completed(arguments, asked))
     launch.mark_checked(server_args)  # the same reasons, not as an exception
     stock.let_sglang_choose(server_args)
     with nullcontext() if asked is None else _as_if_here(asked):
@@ -172,10 +169,7 @@ def _weigh(server_args: Any, model_config: Any, described: str, asked: Machine |
     if not refusals and all(reason.serves for reason in idle):
         shared = None if asked is None else SHARED_PER_BLOCK[asked.major, asked.minor]
         found = _layers(server, shared)
-    notes = []
-    if gpu is not None and not refusals:
-        notes = [untried((gpu.major, gpu.minor))]
-        notes += map(str, support.reasons_of(support.KNOWN, server))
+    note = "" if gpu is None or refusals else untried((gpu.major, gpu.minor))
     return Verdict(
         device=server.device if gpu is None else gpu.name,
         model=described,
@@ -184,7 +178,7 @@ def _weigh(server_args: Any, model_config: Any, described: str, asked: Machine |
         reasons=refusals or idle,
         layers=found,
         workspace=_workspace(server, config) if "" in found and gpu is not None else None,
-        notes=[note for note in notes if note],
+        note=note,
     )
 
 
@@ -246,25 +240,6 @@ def asked_gpu(arguments: Sequence[str], gpu: str) -> Machine | None:
         return machine_of(gpu) if gpu else None
     except ValueError as error:
         raise QuestionError(f"--gpu {error}") from None
-
-
-@contextmanager
-def _usage_left_out() -> Iterator[None]:
-    """Makes a QuestionError of what argparse ends with: SGLang's usage has 400 lines before it."""
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            yield
-    except SystemExit as end:
-        _, found, message = said.getvalue().rpartition(": error: ")
-        if not found:
-            print(said.getvalue(), end="", file=sys.stderr)
-            raise
-        raise QuestionError(
-            f"SGLang refuses the flags: {message.strip()}; python -m sglang.launch_server --help "
-            "lists them"
-        ) from end
-    print(said.getvalue(), end="", file=sys.stderr)
 
 
 def _completed(arguments: Sequence[str], gpu: Machine | None) -> list[str]:

@@ -123,13 +123,12 @@ def test_a_path_or_gpu_that_is_not_known_is_said_before_sglang_is_imported(
 
 
 def test_everything_wrong_at_once_is_all_named(tmp_path: Path) -> None:
-    graph = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
-    wrong = {"SGLANG_PLUGINS": "other", "SGLANG_PAT_POLICY": "clever", graph: "1"}
+    wrong = {"SGLANG_PLUGINS": "other", "SGLANG_PAT_POLICY": "clever"}
     run = _run(tmp_path, "--json", fork=True, **wrong)
     assert run.returncode == 1, run.stdout + run.stderr
     findings = {found["topic"]: found for found in json.loads(run.stdout)["findings"]}
     blocking = {topic for topic, finding in findings.items() if finding["status"] == "block"}
-    assert blocking == {"settings", "SGLANG_PLUGINS", graph, "registration", "interface"}
+    assert blocking == {"settings", "SGLANG_PLUGINS", "registration", "interface"}
     assert findings["SGLANG_PLUGINS"]["way_out"] == "add pat to it: SGLANG_PLUGINS=other,pat"
     assert "hook" in findings["interface"]["found"]
 
