@@ -48,10 +48,19 @@ class Case:
         if 1 < self.draft_tokens > (tail := shortest_tail(self.requests)):
             return f"a tail has {tail} tokens, must hold the {self.draft_tokens} draft tokens"
         heads = self.heads
-        shape, strides = (heads.q, heads.kv, heads.dim), (heads.kv * heads.dim,) * 2
+        stride = heads.kv * heads.dim
         try:
             if hasattr(_C, "check_decode_cuda"):  # built with the CUDA kernels
-                _C.check_decode_cuda(*shape, *strides, 1.0, 0.0, draft_tokens=self.draft_tokens)
+                _C.check_decode_cuda(
+                    num_q_heads=heads.q,
+                    num_kv_heads=heads.kv,
+                    head_dim=heads.dim,
+                    k_stride_slot=stride,
+                    v_stride_slot=stride,
+                    scale=1.0,
+                    logit_cap=0.0,
+                    draft_tokens=self.draft_tokens,
+                )
             PatOptions(draft_tokens=self.draft_tokens).target(self.requests, heads)
         except ValueError as error:
             return str(error)
