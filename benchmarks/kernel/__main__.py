@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.common import document as documents
 from benchmarks.common.document import Budget, Document, value, whole_number, write
-from benchmarks.common.forests import GENERATOR
+from benchmarks.common.forests import GENERATOR, Tree
 from benchmarks.kernel.cases import Work, asked
 from benchmarks.kernel.clock import Clock, device_rates, empty_us
 from benchmarks.kernel.floor import Heads
@@ -31,7 +31,6 @@ from benchmarks.kernel.layer import KV_DTYPES, PatOptions
 from benchmarks.kernel.peers import usable
 from benchmarks.kernel.report import TreeRow, complaints, decode_ratio, table
 from benchmarks.kernel.rows import measure
-from sglang_pat.explain.tree import Tree
 from sglang_pat.target import POLICIES
 
 # Milliseconds of repeats for one time.

@@ -10,12 +10,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.forests import PAPER_TREES, QUICK_TREES, Forest, all_forests, shortest_tail
+from benchmarks.common.forests import (
+    PAPER_TREES,
+    QUICK_TREES,
+    Forest,
+    Tree,
+    all_forests,
+)
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3, PatOptions
 from sglang_pat import _C
 from sglang_pat.dump import Batch, read_dump
-from sglang_pat.explain.tree import Tree
 
 PAPER_HEADS = [Heads(32, 32), Heads(16, 8), Heads(32, 8), Heads(64, 8)]
 # Of --ragged: heads of one GPU, as models have them at tensor-parallel sizes of 1 to 8.
@@ -35,7 +40,7 @@ class Case:
     """A batch, a tree of equal levels or another one, with heads and ``draft_tokens`` a query."""
 
     heads: Heads
-    requests: Tree | Forest
+    requests: Forest
     draft_tokens: int = 1
 
     @property
@@ -45,7 +50,7 @@ class Case:
 
     def reason_against(self) -> str:
         """Why the CUDA kernels cannot run it, or ""."""
-        if 1 < self.draft_tokens > (tail := shortest_tail(self.requests)):
+        if 1 < self.draft_tokens > (tail := min(self.requests.tails)):
             return f"a tail has {tail} tokens, must hold the {self.draft_tokens} draft tokens"
         heads = self.heads
         stride = heads.kv * heads.dim
@@ -87,7 +92,7 @@ def asked(options: argparse.Namespace) -> Work:
     """
     quick, drafts, kv_dtype = options.quick, options.draft_tokens or (1,), options.kv_dtype
     kind, heads = "trees", PAPER_HEADS
-    requests: Sequence[Tree | Forest] = QUICK_TREES if quick else PAPER_TREES
+    requests: Sequence[Forest] = QUICK_TREES if quick else PAPER_TREES
     server: dict[str, Any] | None = None
     if options.batches:
         kind, (server, requests) = "batches", read_batches(options.batches)
@@ -120,7 +125,7 @@ def asked(options: argparse.Namespace) -> Work:
     return Work(kind, chosen, kv_dtype or "bfloat16", server)
 
 
-def sample(every: Sequence[Tree | Forest], count: int | None) -> Sequence[Tree | Forest]:
+def sample(every: Sequence[Forest], count: int | None) -> Sequence[Forest]:
     """So many of them, evenly spaced from the first to the last; all for None."""
     if count is None or count >= len(every):
         return every

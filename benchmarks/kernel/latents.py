@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.forests import Forest, Requests, all_forests
+from benchmarks.common.forests import Forest, all_forests
 from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.kv import slot_table
 from sglang_pat.ops import decode
@@ -37,7 +37,7 @@ SCALE = 192**-0.5
 @dataclass(frozen=True)
 class Batch:
     heads: int
-    requests: Requests
+    requests: Forest
 
     @property
     def name(self) -> str:

@@ -12,11 +12,10 @@ import pytest
 import torch
 from kit.bench import CpuClock, replace_device
 
-from benchmarks.common.forests import PAPER_TREES, forest
+from benchmarks.common.forests import PAPER_TREES, Tree, forest
 from benchmarks.kernel import fit
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3, PatOptions
-from sglang_pat.explain.tree import Tree
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

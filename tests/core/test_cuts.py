@@ -21,8 +21,8 @@ from kit.trees import (
     target,
 )
 
+from benchmarks.common.forests import Tree
 from sglang_pat import _C
-from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Planner, plan
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 

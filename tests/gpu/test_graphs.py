@@ -25,7 +25,7 @@ from kit.device import (
     target_of,
 )
 
-from sglang_pat.explain.tree import Tree
+from benchmarks.common.forests import Tree
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 from sglang_pat.workspace import LAUNCHES, Workspace
