@@ -16,7 +16,7 @@ from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
 from sglang_pat.srt import hook, launch, stock, support
 from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin, extend
-from sglang_pat.srt.layers import Survey, heads_of, survey_layers
+from sglang_pat.srt.layers import describe, heads_of, survey_layers
 from sglang_pat.srt.metrics import start_reporter
 from sglang_pat.stats import Stats
 from sglang_pat.target import WITHOUT_BRANCHES, Target
@@ -35,11 +35,12 @@ def make_pat_backend(runner: Any, name: str, of_sglang: Callable[[Any], Any]) ->
     launch.refuse_unsafe(runner)
     server = support.by_runner(runner)
     idle = support.idle_reasons(server, config.min_batch)
-    survey = Survey({})
+    survey: dict[int, str] = {}
     if all(reason.serves for reason in idle):
         survey = survey_layers(runner)
-        if survey.serves_none:
-            idle = [support.Reason(f"of the model it could serve {survey}", support.CHOOSE_ANOTHER)]
+        if survey and all(survey.values()):
+            could = f"of the model it could serve {describe(survey)}"
+            idle = [support.Reason(could, support.CHOOSE_ANOTHER)]
     if idle:
         logger.warning("sglang_pat: %s", support.idle_message(idle))
     if not all(reason.serves for reason in idle):
@@ -54,7 +55,7 @@ def make_pat_backend(runner: Any, name: str, of_sglang: Callable[[Any], Any]) ->
         runner, config, make_executor(runner, config), survey, packs=not idle, **base.arguments
     )
     dtype = str(runner.kv_cache_dtype).removeprefix("torch.")
-    logger.info("sglang_pat: serves %s, K/V in %s", survey, dtype)
+    logger.info("sglang_pat: serves %s, K/V in %s", describe(survey), dtype)
     return backend
 
 

@@ -65,7 +65,7 @@ def bed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Si
     monkeypatch.setattr(factory, "make_executor", lambda *_: None)
 
     def extend(cls: type, mixin: type) -> Any:
-        return lambda *given, **arguments: (cls.__name__, mixin, given[3].reasons, arguments)
+        return lambda *given, **arguments: (cls.__name__, mixin, given[3], arguments)
 
     def start_reporter(_stats: Any, *, serving: bool) -> None:
         bed.reported.append(serving)
