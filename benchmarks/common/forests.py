@@ -85,7 +85,6 @@ class Tree(Forest):
             for query in range(queries)
         ]
         super().__init__(name, paths, [ends[-1]] * queries)
-        self.nodes, self.tokens = nodes, tokens
 
     @classmethod
     def parse(cls, spec: str) -> Tree:
