@@ -47,12 +47,12 @@ def make_pat_backend(runner: Any, name: str, of_sglang: Callable[[Any], Any]) ->
         start_reporter(Stats(), serving=False)
         logger.info("sglang_pat: attention is SGLang's own, %s", name)
         return of_sglang(runner)
-    base = stock.base_of(name, runner)
+    base, arguments = stock.base_of(name, runner)
     # Without a reason against it, a server that speculates has its verify steps served.
     speculates = runner.server_args.speculative_algorithm is not None
     mixin = PatVerifyMixin if speculates else PatDecodeMixin
-    backend = extend(base.cls, mixin)(
-        runner, config, make_executor(runner, config), survey, packs=not idle, **base.arguments
+    backend = extend(base, mixin)(
+        runner, config, make_executor(runner, config), survey, packs=not idle, **arguments
     )
     dtype = str(runner.kv_cache_dtype).removeprefix("torch.")
     logger.info("sglang_pat: serves %s, K/V in %s", describe(survey), dtype)
@@ -146,9 +146,13 @@ def _largest_graph(pool_requests: int) -> int:
     """Queries of the largest decode graph that SGLang may capture, padding included; 0 without
     graphs. As ``get_batch_sizes_to_capture`` (S model_executor/runner/base_cuda_graph_runner.py:65)
     clamps them."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.runtime_context import get_exec
     from sglang.srt.utils import get_cuda_graph_max_batch_size
 
-    asked = support.largest_graph(get_exec().graph.cuda_graph_config.decode)
+    asked = get_exec().graph.cuda_graph_config.decode
+    if asked.backend == Backend.DISABLED:
+        return 0
+    sizes: list[int] = [*(asked.bs or ()), asked.max_bs or 0]
     captured: int = get_cuda_graph_max_batch_size(pool_requests)
-    return min(asked, captured)
+    return min(max(sizes), captured)
