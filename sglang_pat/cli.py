@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import sglang_pat
@@ -60,12 +61,11 @@ def _run(argv: Sequence[str] | None) -> int:
 def _run_demo(arguments: argparse.Namespace) -> int:
     from sglang_pat.demo.run import run_demo  # imports SGLang
     from sglang_pat.demo.server import ServerError
-    from sglang_pat.demo.smollm2 import NoPackage
 
     signal.signal(signal.SIGTERM, _exit)  # unwinds, so that the servers are stopped too
     try:
-        return run_demo(arguments.model)
-    except (ServerError, NoPackage, OSError, ValueError) as error:
+        return run_demo(arguments.model, arguments.cache)
+    except (ServerError, OSError, ValueError) as error:
         print(f"sglang-pat demo: {error}", file=sys.stderr)
         return 1
 
@@ -110,6 +110,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--model",
         metavar="NAME",
         help="folder or Hugging Face name (default: SmolLM2-135M-Instruct, out of a package)",
+    )
+    demo.add_argument(
+        "--cache",
+        type=Path,
+        help="folder for the servers' logs (default: one of the user's cache)",
     )
     _add_doctor(commands)
     for name, module, what in (

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.demo.model import save_tokenizer
+
 # The public numbers, but for Llama's 8,192 positions: its shape serves longer prompts here.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {
@@ -165,11 +167,4 @@ def write_tokenizer(folder: Path, vocab: int, end: int) -> None:
     tokenizer.add_special_tokens([_END])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": _END,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": _CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
+    save_tokenizer(tokenizer, folder, end=_END, chat_template=_CHAT_TEMPLATE)

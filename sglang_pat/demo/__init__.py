@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A demo without downloads: a model, a support desk, two servers."""
+"""A demo without downloads: a model, a tokenizer, an agent workload, two servers."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from kit.forks import cpu_server
-from kit.llama import make_model
 
 from benchmarks.serving import __main__ as command
 from benchmarks.serving import loads
 from benchmarks.serving.model import write_tokenizer
+from sglang_pat.demo.model import make_model
 
 BACKENDS = ["pat", "torch_native"]
 LOADS = ["rollouts:2x4x48", "forks:1x2x200"]  # one of each dataset

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 from kit.forks import cpu_server, start_server
-from kit.llama import make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_pat import cli, plan
+from sglang_pat import plan
 from sglang_pat.demo import smollm2
 from sglang_pat.demo.counters import Counters, parse_counters
-from sglang_pat.demo.desk import CUSTOMERS, conversations
-from sglang_pat.demo.run import ANSWER, Run, report
+from sglang_pat.demo.desk import CUSTOMERS, RULES, conversations
+from sglang_pat.demo.model import make_model
+from sglang_pat.demo.run import ANSWER, Run, report, tree_of_words
 from sglang_pat.demo.server import Server, ServerError
+from sglang_pat.demo.standin import demo_model
 from sglang_pat.dump import read_dump
 
 SMALL: dict[str, Any] = {
@@ -30,7 +32,7 @@ SMALL: dict[str, Any] = {
 
 def _demo(cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sglang_pat", "demo"],
+        [sys.executable, "-m", "sglang_pat", "demo", "--cache", str(cache)],
         cwd=cache,
         env=os.environ | cpu_server() | env,
         capture_output=True,
@@ -69,11 +71,11 @@ def test_the_demo_shows_the_same_answers_and_packs(tmp_path: Path) -> None:
     total = sum(counts)
     assert f"equal to torch_native: {total} of {total}, in 8 of 8 answers all" in others
 
-    found = re.search(r"packed: (\d+) of (\d+)", others)
+    found = re.search(r"packed: (\d+) of (\d+); (\d+) plans made, (\d+) reused", others)
     assert found
-    packed, steps = map(int, found.groups())
+    packed, steps, made, reused = map(int, found.groups())
     # The first token of an answer comes from the prefill.
-    assert max(counts) - 1 <= steps and packed > 0.9 * steps
+    assert max(counts) - 1 <= steps == made + reused and packed > 0.9 * steps
     read = re.search(r"read per decode step +([\d,.]+) +([\d,.]+)", others)
     assert read
     unpacked, packed_reads = (float(number.replace(",", "")) for number in read.groups())
@@ -84,7 +86,7 @@ def test_the_demo_shows_the_same_answers_and_packs(tmp_path: Path) -> None:
     dump = read_dump(file)
     batch = max(dump.batches, key=lambda batch: len(batch.paths))
     assert _shared(drawn) == _shared(str(plan(batch.paths, batch.seq_lens, dump.target)))
-    assert len(_shared(drawn)) == 5
+    assert len(_shared(drawn)) == 5 and RULES[:40] in drawn
 
 
 def _shared(tree: str) -> list[tuple[int, int, int]]:
@@ -96,12 +98,20 @@ def _shared(tree: str) -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
-def test_without_its_model_the_demo_names_the_line_that_fetches_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_the_real_model_random_weights_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    assert cli.main(["demo"]) == 1 and smollm2.FETCH in capsys.readouterr().err
+    folder = demo_model()
+    assert smollm2.FETCH in capsys.readouterr().err
+    rows = AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.shape[0]
+    assert len(AutoTokenizer.from_pretrained(folder)) == rows
+    tree = tree_of_words(str(folder)).splitlines()
+    assert RULES[:40] in tree[0] and "of queries 0-7" in tree[0]
+    for number, (_, _, question) in enumerate(CUSTOMERS):
+        (line,) = (each for each in tree if f"of query {number} " in each)
+        assert question[:40] in line and line.startswith(" " * 6)
 
 
 def test_one_other_token_or_no_packing_fails() -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from kit.shell import fresh_shell  # noqa: F401
 
-from benchmarks.serving.model import write_tokenizer
 from sglang_pat import Target, cli, plan
+from sglang_pat.demo.standin import make_tokenizer
 from sglang_pat.estimate import (
     Request,
     common_prefix,
@@ -50,9 +50,7 @@ def said(capsys: Capture, *arguments: object, status: int = 0) -> str:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder, vocab=1024, end=1023)
-    return folder
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from kit.hybrid_models import make_hybrid
-from kit.llama import QK_SCALE, make_model
 from safetensors.torch import load_file, save_file
 from serving.workloads import VOCAB
+
+from sglang_pat.demo.model import QK_SCALE, make_model
 
 HIDDEN, LAYERS, HEAD_DIM = 512, 4, 128
 Q_HEADS, KV_HEADS = 8, 2  # of drafts, and of what they are for

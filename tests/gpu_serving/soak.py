@@ -33,10 +33,10 @@ from typing import Any
 
 import torch
 from kit.chats import Library, Reader
-from kit.llama import make_model
 from serving.server import Config, ServingServer
 from serving.workloads import VOCAB, Prompt, random_prompt, text_of
 
+from sglang_pat.demo.model import make_model
 from sglang_pat.demo.smollm2 import model_folder
 
 from .agreement import alike

@@ -3,7 +3,7 @@
 weights on which attention matters, in the layout in which SGLang loads them from a folder.
 
 transformers makes and saves them; the numbers are ours. Norms are 1, matrices N(0, 1/fan_in), and
-queries and keys are scaled as in ``kit.llama``. The states forget slowly enough that
+queries and keys are scaled as in ``sglang_pat.demo.model``. The states forget slowly enough that
 one which is lost or taken for another's changes the tokens (``DECAY``).
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kit.llama import QK_SCALE
 from kit.models import DEEPSEEK, PLAIN
+from sglang_pat.demo.model import QK_SCALE
 
 HIDDEN = 512
 # Of a token, a state keeps exp(-rate * softplus(input)): rates of the heads, first and last.

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from kit.llama import make_model
+
+from sglang_pat.demo.model import make_model
 
 from .server import Answer, Config, ServingServer, disagreements
 from .workloads import VOCAB, WORKLOADS

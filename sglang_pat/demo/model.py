@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 QK_SCALE = 2.0  # on q and on k: attention logits ~ N(0, 4^2) instead of N(0, 1)
 
@@ -121,3 +122,18 @@ def _write_weights(path: Path, specs: Iterator[_Spec], dtype: str, seed: int) ->
     partial = path.with_suffix(".partial")  # a server of an older model may have the file mapped
     save_file(weights, partial, metadata={"format": "pt"})
     partial.replace(path)
+
+
+def save_tokenizer(
+    tokenizer: Any, folder: Path, *, end: str, chat_template: str, **more: str
+) -> None:
+    """Write a tokenizer of ``tokenizers`` to a model's folder, as transformers loads it. ``end``:
+    the text of the id that ends an answer; ``more``: further fields."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | more) + "\n")
