@@ -85,6 +85,7 @@ class Tree(Forest):
             for query in range(queries)
         ]
         super().__init__(name, paths, [ends[-1]] * queries)
+        self.nodes, self.tokens = nodes, tokens
 
     @classmethod
     def parse(cls, spec: str) -> Tree:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA attention of one decode step and layer, pat beside FA3, FlashInfer and the
-floor: ``python -m benchmarks.kernel``. Needs a GPU, but not SGLang.
+"""CUDA attention of one decode step and layer, pat beside FA3, FlashInfer, a cascade by levels and
+the floor: ``python -m benchmarks.kernel``. Needs a GPU, but not SGLang.
 
 By default the 20 trees and 4 head configurations of the PAT paper (section 8.2). Timed is forward
 and merge in a captured graph over a cold L2, the median of many; plan and snapshot stand apart.
@@ -153,7 +153,7 @@ def about(document: Document) -> list[str]:
 
 def show(document: Document) -> int:
     """Print the rows of a document; exit status 1 if an output is wrong."""
-    rows = [TreeRow.read(row) for row in document["rows"]]
+    rows = [TreeRow(**row) for row in document["rows"]]
     left_out = [f"left out: {each}" for each in document.get("left_out", [])]
     print("\n".join([*table(rows), *left_out, *complaints(rows)]))
     return 0 if all(row.is_sound for row in rows) else 1

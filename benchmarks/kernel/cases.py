@@ -37,7 +37,7 @@ NUMBERS = ("num_q_heads", "num_kv_heads", "head_dim", "draft_tokens")
 
 @dataclass(frozen=True)
 class Case:
-    """A batch with heads and ``draft_tokens`` a query."""
+    """A batch, a tree of equal levels or another one, with heads and ``draft_tokens`` a query."""
 
     heads: Heads
     requests: Forest

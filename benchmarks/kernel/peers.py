@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of others over the same batch: FA3 and FlashInfer, called as SGLang calls them with
-page size 1.
+page size 1, and a cascade made by hand, one FA3 call per tree level.
 
 A batch with draft tokens is a verify step. FA3 gets it as SGLang's backend hands over chains (top k
 1): the draft tokens of a query are consecutive rows of q, under a causal mask that ends at the last
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any
 
@@ -28,8 +29,8 @@ from benchmarks.kernel.kv import TreeBatch, quantised
 from benchmarks.kernel.layer import device_batch
 
 Run = Callable[[], torch.Tensor]  # returns [B * T, Hq, D]
-# Takes a batch, its forest and the scale of the logits.
-Maker = Callable[[TreeBatch, Forest, float], Run]
+# Takes a batch, its Tree (a Forest will do for all but `levels`) and the scale of the logits.
+Maker = Callable[[TreeBatch, Any, float], Run]
 
 FLASHINFER_WORKSPACE_BYTES = 512 << 20
 NO_KERNEL = "sgl-kernel was built without FA3's kernels for this head dim and dtype"
@@ -60,7 +61,7 @@ def _scheduler_metadata(
 ) -> torch.Tensor:
     """What SGLang has FA3 work out once a decode step for all layers: how it splits the batch.
     Without it FA3 does so in each call, by a kernel of its own. SGLang gives none in verify steps,
-    nor with data parallel attention."""
+    nor with data parallel attention; ``levels`` has none either."""
     found: torch.Tensor = import_module("sgl_kernel.flash_attn").get_scheduler_metadata(
         batch_size=len(lens),
         max_seqlen_q=1,
@@ -104,6 +105,54 @@ def fa3(batch: TreeBatch, tree: Forest, scale: float) -> Run:
             **options,
         )
         return out
+
+    return run
+
+
+def levels(batch: TreeBatch, tree: Tree, scale: float) -> Run:
+    """A cascade: FA3 over the nodes of each level, whose queries are consecutive, then
+    ``merge_state_v2`` from level to level. The last level, the tails, holds the draft tokens."""
+    attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
+    merge = import_module("sgl_kernel").merge_state_v2
+    k_pages, v_pages = batch.k_cache.unsqueeze(1), batch.v_cache.unsqueeze(1)
+    table = batch.req_to_token[batch.rows]
+    drafts = batch.draft_tokens
+    calls: list[tuple[Any, ...]] = []
+    start = 0
+    for nodes, tokens in zip(tree.nodes, tree.tokens, strict=True):
+        # Query i belongs to node i * nodes // queries (Tree.paths): node n's first is the ceiling.
+        firsts = [-(-node * tree.num_queries // nodes) * drafts for node in range(nodes + 1)]
+        offsets = torch.tensor(firsts, dtype=torch.int32, device=table.device)
+        slots = table[offsets[:-1].long() // drafts, start : start + tokens].contiguous()
+        lens = torch.full((nodes,), tokens, dtype=torch.int32, device=table.device)
+        widest = max(end - first for first, end in pairwise(firsts))
+        masked = drafts > 1 and len(calls) == len(tree.nodes) - 1
+        calls.append((slots, lens, offsets, widest, masked, _descales(batch, nodes)))
+        start += tokens
+
+    def level(q: torch.Tensor, call: tuple[Any, ...]) -> list[torch.Tensor]:
+        slots, lens, offsets, widest, masked, descales = call
+        out, lse, *_ = attend(
+            q,
+            k_pages,
+            v_pages,
+            page_table=slots,
+            cache_seqlens=lens,
+            cu_seqlens_q=offsets,
+            max_seqlen_q=widest,
+            softmax_scale=scale,
+            causal=masked,
+            return_softmax_lse=True,
+            **descales,
+        )
+        return [out, lse.T.contiguous()]  # [B * T, Hq, D] and [B * T, Hq]
+
+    def run() -> torch.Tensor:
+        q = _cast(batch.q, batch)
+        state = level(q, calls[0])
+        for call in calls[1:]:
+            state = list(merge(*state, *level(q, call)))
+        return state[0]
 
     return run
 
@@ -155,7 +204,7 @@ def flashinfer(batch: TreeBatch, tree: Forest, scale: float) -> Run:
     return run
 
 
-PEERS: dict[str, Maker] = {"fa3": fa3, "flashinfer": flashinfer}
+PEERS: dict[str, Maker] = {"fa3": fa3, "flashinfer": flashinfer, "levels": levels}
 
 
 @cache

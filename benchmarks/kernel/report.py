@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 from benchmarks.common.forests import family_of
 
-PEER_NAMES = ("fa3", "flashinfer")
+PEER_NAMES = ("fa3", "flashinfer", "levels")
 # Relative norm of a difference of bf16 outputs beyond which one of them is wrong.
 MAX_DIFFERENCE = 0.01
 # The same with K/V in fp8_e4m3: pat rounds the softmax's weights of items that wgmma runs to fp8,
 # FA3 those of all and q.
-FP8_LIMITS = {"pat": 0.05, "fa3": 0.15}
+FP8_LIMITS = {"pat": 0.05, "fa3": 0.15, "levels": 0.15}
 # pat's error with K/V in fp8_e4m3 may be so many times FA3's.
 MAX_OF_FA3 = 2.0
-COLUMNS = "floor us    pat     fa3  flashinf  /floor  peer/pat  read  plan us"
+COLUMNS = "floor us    pat     fa3  flashinf  levels  /floor  peer/pat  read  plan us"
 # pat may be this much slower than what it is compared with: more is a row that loses.
 MARGIN = 1.02
 
@@ -36,12 +35,18 @@ class TreeRow:
     pat: float  # forward and merge of one layer
     fa3: float | None
     flashinfer: float | None
+    levels: float | None
     noise: float  # at worst, between the medians of two turns, as a fraction
+    snapshot_us: float  # once a step, on the device
     plan_us: float  # when the tree changes, on the host
+    items: int
+    shared_items: int
+    partials: int
     kv_read_over_unique: float  # K/V tokens that the plan reads over those that the batch holds
     degraded: str
     error: float  # of pat against fp32, relative norm over a few queries
     differences: dict[str, float]  # of each peer's output against pat's, relative norm
+    branches: int = 0  # of the items
     kv_dtype: str = "bfloat16"
     # Of rows in fp8_e4m3: of each peer as ``error``, and pat's time with the same K/V in bf16.
     errors: dict[str, float] = field(default_factory=dict)
@@ -56,11 +61,6 @@ class TreeRow:
         """The shortest time among ``names``."""
         times = [time for name in names if (time := getattr(self, name)) is not None]
         return min(times, default=None)
-
-    @classmethod
-    def read(cls, found: dict[str, Any]) -> TreeRow:
-        """A row of a document; what earlier versions noted besides is left out."""
-        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
 
     @property
     def wrong(self) -> dict[str, float]:
@@ -93,7 +93,7 @@ def geomean(values: Sequence[float]) -> float:
 
 def decode_ratio(row: TreeRow) -> float | None:
     """pat's time over that of the better of FA3 and FlashInfer; None if neither ran."""
-    return _over(row.pat, row.best())
+    return _over(row.pat, row.best(("fa3", "flashinfer")))
 
 
 def summary(rows: Sequence[TreeRow]) -> list[str]:
@@ -110,6 +110,8 @@ def summary(rows: Sequence[TreeRow]) -> list[str]:
             f"worst {worst.over_floor:.2f} at {worst.spec}"
         )
     lines.append(_against("the better of fa3 and flashinfer", rows, decode_ratio))
+    if any(row.levels for row in rows):
+        lines.append(_against("the best peer", rows, lambda row: _over(row.pat, row.best())))
     if any(row.bf16 for row in rows):
         lines.append(_against("pat's time in bf16", rows, lambda row: _over(row.pat, row.bf16)))
     if found := [row.of_fa3 for row in rows if row.of_fa3 is not None]:
@@ -167,8 +169,8 @@ def _line(row: TreeRow) -> str:
     best = row.best()
     return (
         f"{row.spec:44} {row.floor_us:8.1f} {row.pat:6.1f} {_number(row.fa3, 1):>7} "
-        f"{_number(row.flashinfer, 1):>9} {row.over_floor:7.2f} "
-        f"{_number(best / row.pat if best else None, 2):>9} "
+        f"{_number(row.flashinfer, 1):>9} {_number(row.levels, 1):>7} "
+        f"{row.over_floor:7.2f} {_number(best / row.pat if best else None, 2):>9} "
         f"{row.kv_read_over_unique:5.2f} {row.plan_us:8.0f}"
     )
 

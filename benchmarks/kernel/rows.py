@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from benchmarks.common.document import Document
+from benchmarks.common.forests import Tree
 from benchmarks.kernel.cases import Case
 from benchmarks.kernel.clock import Captured, Clock, capture
 from benchmarks.kernel.floor import Rates, floor_us
@@ -13,12 +16,14 @@ from benchmarks.kernel.kv import quantised, relative
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
 from benchmarks.kernel.peers import PEERS
 from benchmarks.kernel.report import TreeRow
+from sglang_pat.planner import BRANCH
 
 
 def measure(
     case: Case, settings: PatOptions, permuted: bool, document: Document, timer: Clock
 ) -> TreeRow:
-    """Capture, check and time pat and the ``peers`` of a document, whose rates are the floor's."""
+    """Capture, check and time pat and the ``peers`` of a document, whose rates are the floor's.
+    A cascade by levels is left out where there are none."""
     tree, heads, scale = case.requests, case.heads, case.heads.dim**-0.5
     settings = replace(settings, draft_tokens=case.draft_tokens)
     batch = device_batch(tree, heads, permuted, case.draft_tokens)
@@ -30,6 +35,8 @@ def measure(
     layer = Layer(batch, tree, heads, settings, scale)
     graphs["pat"] = capture(layer.attend)
     for name in document["peers"]:
+        if name == "levels" and not isinstance(tree, Tree):
+            continue
         try:
             graphs[name] = capture(PEERS[name](batch, tree, scale))
         except Exception as error:  # the run goes on without it
@@ -54,12 +61,18 @@ def measure(
         pat=times["pat"],
         fa3=times.get("fa3"),
         flashinfer=times.get("flashinfer"),
+        levels=times.get("levels"),
         noise=noise,
+        snapshot_us=timer.median_us(capture(layer.snapshot).replay),
         plan_us=layer.plan_us(),
+        items=made.num_items,
+        shared_items=made.num_shared_items,
+        partials=made.num_partials,
         kv_read_over_unique=made.kv_tokens_read(sum(tree.seq_lens)) / tree.unique_tokens,
         degraded=made.degraded,
         error=error_of(ours, batch, scale),
         differences={name: relative(out, ours) for name, out in outs.items()},
+        branches=int(np.count_nonzero(made.items["kind"] == BRANCH)),
         kv_dtype=settings.kv_dtype,
         errors=errors,
         bf16=times.get("bf16"),

@@ -66,7 +66,7 @@ def test_verify_steps(kv_dtype: str, tmp_path: Path) -> None:
     assert kernel.main([*chosen, *trees, "--permuted", "--quick", "--json", str(file)]) == 0
     document = json.loads(file.read_text())
     assert len(document["rows"]) == 4 * 2 * 3
-    check_peers(document, "fa3", "flashinfer")
+    check_peers(document, "fa3", "flashinfer", "levels")
 
 
 @pytest.mark.parametrize(("draft_tokens", "kv_dtype"), [(1, "bfloat16"), (4, "float8_e4m3fn")])

@@ -116,7 +116,7 @@ def test_plans_of_the_planner(
     for draft_tokens in (2, 4, 8):
         for spec in ("1,40_700,60", "2,6,24_200,90,30", "3_5000"):
             tree = Tree.parse(spec)
-            start = tree.seq_lens[0] - tree.tails[0]
+            start = sum(tree.tokens[:-1])
             lens = (start + draft_tokens + rng.integers(0, 5000, tree.num_queries)).tolist()
             inputs = case_of_tree(tree, heads, seq_lens=lens, draft_tokens=draft_tokens)
             if trees:

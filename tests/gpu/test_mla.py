@@ -179,7 +179,7 @@ def test_plans_of_the_planner(heads: int, partial: torch.dtype) -> None:
     planned = target(heads, partial_bytes=partial.itemsize, max_queries=256)
     for spec in ("1,40_700,60", "2,6,24_200,90,30", "3_5000", "1,1_3000,9000"):
         tree = Tree.parse(spec)
-        start = tree.seq_lens[0] - tree.tails[0]
+        start = sum(tree.tokens[:-1])
         lens = (start + rng.integers(1, 900, tree.num_queries)).tolist()
         nodes: dict[tuple[int, int, int], list[int]] = {}
         for query, path in enumerate(tree.paths):

@@ -28,9 +28,10 @@ Calls = list[dict[str, Any]]
 
 
 def row(spec: str = "1,4_64,16", **values: Any) -> TreeRow:
-    times = {"floor_us": 10.0, "pat": 15.0, "fa3": 40.0, "flashinfer": 30.0}
-    given = times | dict.fromkeys(("plan_us", "kv_read_over_unique"), 1.0)
-    errors = {"differences": {"fa3": 0.003, "flashinfer": 0.003}, "error": 0.002}
+    times = {"floor_us": 10.0, "pat": 15.0, "fa3": 40.0, "flashinfer": 30.0, "levels": 50.0}
+    given = times | dict.fromkeys(("snapshot_us", "plan_us", "kv_read_over_unique"), 1.0)
+    given |= dict.fromkeys(("items", "shared_items", "partials"), 4)
+    errors = {"differences": {"fa3": 0.003, "flashinfer": 0.003, "levels": 0.004}, "error": 0.002}
     about = {"heads": "32/8", "permuted": False, "bound": "memory", "noise": 0.01, "degraded": ""}
     return TreeRow(**({"spec": spec} | given | errors | about | values))
 
