@@ -24,8 +24,10 @@ COUNTERS = {
     "kv_tokens_unpacked": "K/V tokens without packing: the sum of sequence lengths.",
     "plans_made": "Plans made.",
     "degraded_plans": "Plans with fewer splits or packs than pay, as their buffers were too small.",
+    "hidden_plans": "Of the plans made, those that the GPU never waited for.",
     "plans_reused": "Decode steps that reused the last plan of their batch.",
     "plan_seconds": "Host time of the decode steps that made a plan.",
+    "exposed_seconds": "Host time of the steps that made a plan that was not hidden.",
     "host_seconds": "Host time of pat in all decode steps, with a new plan or the last one.",
 }
 # Counters with a label: its name, and what they mean.
@@ -90,15 +92,13 @@ class Stats:
     def __init__(self) -> None:
         self.decode_steps = self.verify_steps = self.packed_steps = self.branched_steps = 0
         self.kv_tokens_read = self.kv_tokens_unpacked = 0
-        self.plans_made = self.degraded_plans = self.plans_reused = 0
-        self.plan_seconds = self.host_seconds = 0.0
+        self.plans_made = self.degraded_plans = self.hidden_plans = self.plans_reused = 0
+        self.plan_seconds = self.exposed_seconds = self.host_seconds = 0.0
         self.base_forwards: Counter[str] = Counter()
         self.base_layers: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.private_requests: Counter[str] = Counter()
-        self._watching = True  # for the first step that shares
-        self._unshared = 0  # steps of several requests before that one
-        self._planned = 0  # requests, in all plans made
+        self._watch = SharingWatch(self)
 
     def step(self, plan: Plan, total: int, *, made: bool) -> None:
         """Count a decode step that runs ``plan``; ``total``: the sum of its sequence lengths;
@@ -106,7 +106,6 @@ class Stats:
         after many steps why none was packed, and the first plan simpler than the rules ask for."""
         self.plans_made += made
         self.plans_reused += not made
-        self._planned += plan.num_queries if made else 0
         if made and plan.degraded:
             self.degraded_plans += 1
             if self.degraded_plans == 1:
@@ -122,46 +121,20 @@ class Stats:
         self.packed_steps += plan.num_shared_items > 0
         self.branched_steps += plan.branch_tokens > 0
         self.kv_tokens_unpacked += total
-        read = plan.kv_tokens_read(total)
-        self.kv_tokens_read += read
-        if self._watching and plan.num_queries > 1:
-            self._watch(plan, total, read)
+        self.kv_tokens_read += plan.kv_tokens_read(total)
+        if self._watch.on:
+            self._watch.step(plan.num_queries, plan, total, made=made)
 
-    def _watch(self, plan: Plan, total: int, read: int) -> None:
-        """Log what the first step that shares saves, or after many steps why none does."""
-        self._unshared += 1
-        if read < total:
-            self._watching = False
-            logger.info(
-                "sglang_pat: the first decode step that shares, of %d requests, has %.1f x fewer "
-                "K/V reads",
-                plan.num_queries,
-                total / read,
-            )
-        elif self._unshared == STEPS_WITHOUT_SHARING:
-            logger.warning(
-                "sglang_pat: %d decode steps had several requests, and none of them could share "
-                "K/V reads. The likely reason: %s. `sglang-pat doctor` lists what keeps pat from "
-                "sharing.",
-                self._unshared,
-                self._likely_reason(),
-            )
-
-    def _likely_reason(self) -> str:
-        for failure in (NOT_USABLE, NOT_READABLE):
-            if self.fallbacks[failure]:
-                return f"pat could not read SGLang's radix cache ({failure}; see the warning above)"
-        for reason, count in self.private_requests.most_common(1):
-            # Under overlap scheduling the first step after a prefill finds nothing cached yet.
-            if 2 * count > self._planned:
-                return _REMEDIES.get(reason, reason)
-        return _DIFFERENT_PROMPTS
-
-    def host_time(self, elapsed_ns: int, *, made: bool) -> None:
-        """Count what a step took the host; ``made``: whether a plan was made for it."""
+    def host_time(self, elapsed_ns: int, *, made: bool, hidden: bool) -> None:
+        """Count what a step took the host; ``made``: whether a plan was made for it; ``hidden``:
+        whether the GPU was busy all that time, asked only if one was made."""
         seconds = elapsed_ns / 1e9
         self.host_seconds += seconds
-        self.plan_seconds += seconds if made else 0.0
+        if made:
+            self.plan_seconds += seconds
+            self.hidden_plans += hidden
+            # At most so long did the GPU wait: a part of a plan that is not hidden may have been.
+            self.exposed_seconds += 0.0 if hidden else seconds
 
     @property
     def steps_asked_for(self) -> int:
@@ -182,6 +155,8 @@ class Stats:
         if the scheduler did not ask for it, as in a warm-up or on an idle rank."""
         if requests:
             self.base_forwards[SMALL_BATCH] += 1
+            if self._watch.on:
+                self._watch.step(requests)
         else:
             self.base_forwards["idle" if self.steps_asked_for else WARM_UP] += 1
 
@@ -219,7 +194,8 @@ class Stats:
             f"{self.decode_steps} decode steps on pat, in {self.packed_steps} of which requests "
             f"shared K/V reads; {self.kv_tokens_read} K/V tokens read instead of {unpacked} "
             f"({saved:.1%} saved); {1e6 * self.host_seconds / steps:.1f} us of host time a step, a "
-            f"new plan in {self.plans_made / steps:.1%}"
+            f"new plan in {self.plans_made / steps:.1%}, {self.hidden_plans} of {self.plans_made} "
+            "plans hidden behind the GPU"
         )
         for words, counts in (
             ("on SGLang's attention as intended", self.base_forwards),
@@ -230,3 +206,94 @@ class Stats:
                 listed = ", ".join(f"{count} x {name}" for name, count in dict(counts).items())
                 line += f"; {words}: {listed}"
         return line
+
+
+class SharingWatch:
+    """Watches decode steps until one is packed, and says so once, or why none is. ``on``: whether
+    it still watches."""
+
+    def __init__(self, stats: Stats) -> None:
+        self.on = True
+        self._stats = stats
+        self._several = 0  # steps with a plan for several requests
+        self._few = 0  # steps of one request, or of fewer than pat serves
+        self._most_of_few = 1  # requests
+        self._planned = 0  # requests, in all plans made
+
+    def step(
+        self, requests: int, plan: Plan | None = None, total: int = 0, *, made: bool = False
+    ) -> None:
+        """Watch a decode step, to which the other arguments are as to ``Stats.step``; without a
+        plan it is the base's for its few requests. What goes wrong costs the message only."""
+        try:
+            self._planned += requests if made else 0
+            if plan is None or requests == 1:
+                self._few += 1
+                self._most_of_few = max(self._most_of_few, requests)
+                if self._few == STEPS_WITHOUT_SHARING and not self._several:
+                    self._say_few()
+            elif plan.num_shared_items and (saving := describe_packed_step(plan, total)):
+                self.on = False
+                logger.info("sglang_pat: %s", saving)
+            else:
+                self._several += 1
+                if self._several == STEPS_WITHOUT_SHARING:
+                    logger.warning(
+                        "sglang_pat: %d decode steps had several requests, and none of them could "
+                        "share K/V reads. The likely reason: %s. `sglang-pat doctor` lists what "
+                        "keeps pat from sharing.",
+                        self._several,
+                        self._likely_reason(),
+                    )
+        except Exception as error:  # it must not cost the server
+            self.on = False
+            logger.warning("sglang_pat: cannot tell what is shared: %r", error)
+
+    def _say_few(self) -> None:
+        if self._most_of_few > 1:
+            logger.warning(
+                "sglang_pat: none of %d decode steps had more than %d requests, so few that "
+                "SGLang's attention ran them, unpacked: lower SGLANG_PAT_MIN_BATCH",
+                self._few,
+                self._most_of_few,
+            )
+            return
+        logger.info(
+            "sglang_pat: each of %d decode steps had one request, so there was nothing to share: "
+            "pat saves K/V reads when several requests with a common beginning run at the same "
+            "time",
+            self._few,
+        )
+
+    def _likely_reason(self) -> str:
+        for failure in (NOT_USABLE, NOT_READABLE):
+            if self._stats.fallbacks[failure]:
+                return f"pat could not read SGLang's radix cache ({failure}; see the warning above)"
+        for reason, count in self._stats.private_requests.most_common(1):
+            # Under overlap scheduling the first step after a prefill finds nothing cached yet.
+            if 2 * count > self._planned:
+                return _REMEDIES.get(reason, reason)
+        return _DIFFERENT_PROMPTS
+
+
+def describe_packed_step(plan: Plan, total: int) -> str:
+    """What a step of ``total`` K/V tokens saves, in a line: how many requests share tokens, how
+    many each, and the K/V reads of the whole step. Empty where no token is read for several.
+
+    Requests with one prefix may be in several items, so these are not told apart.
+    """
+    # Imported here: a client that only reads counters needs no torch.
+    from sglang_pat.slots import ranges
+
+    tokens: Counter[int] = Counter()  # shared ones of each query
+    for shared in ranges(plan, shared=True):
+        tokens.update(dict.fromkeys(shared.queries, shared.tokens))
+    if not tokens:
+        return ""
+    least, most = min(tokens.values()), max(tokens.values())
+    each = f"{most} tokens" if least == most else f"{least} to {most} tokens each"
+    ratio = total / plan.kv_tokens_read(total)
+    return (
+        f"{len(tokens)} requests share {each}: {ratio:.1f} x fewer K/V reads "
+        f"(the first decode step that shares, of {plan.num_queries} requests)"
+    )

@@ -20,11 +20,13 @@ MAX_CLIENT_OVER_ENGINE = 1.10
 
 
 def counted_fields(counted: Counters) -> dict[str, Any]:
-    """What pat counted in a run. ``plan_us``: host microseconds of a plan. K/V tokens are those of
-    one layer and head; every layer and head reads as many."""
+    """What pat counted in a run. ``plan_us``: host microseconds of a plan; ``exposed_us``: how long
+    the GPU waited for it at most, in the mean. K/V tokens are those of one layer and head; every
+    layer and head reads as many."""
     made = max(counted.plans_made, 1)
     return vars(counted) | {
         "plan_us": 1e6 * counted.plan_seconds / made,
+        "exposed_us": 1e6 * counted.exposed_seconds / made,
         "kv_read_share": counted.kv_tokens_read / max(counted.kv_tokens_unpacked, 1),
     }
 
@@ -87,6 +89,7 @@ _COLUMNS = (
     ("tokens/s", "steady.output_throughput", 8, ".0f"),
     ("step ms", "step_ms", 7, ".2f"),
     ("plan us", "counted.plan_us", 7, ".0f"),
+    ("exposed", "counted.exposed_us", 7, ".0f"),
     ("plans", "counted.plans_made", 6, ".0f"),
     ("packed", "counted.packed_steps", 6, ".0f"),
     ("steps", "counted.decode_steps", 6, ".0f"),

@@ -10,7 +10,6 @@ the base, and a layer that is not ours is one ``super()`` call away. ``S``: SGLa
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -30,6 +29,7 @@ from sglang_pat.srt.metrics import start_reporter
 from sglang_pat.srt.radix import check_plan
 from sglang_pat.srt.step import (
     Lengths,
+    StepClock,
     StepPlanner,
     bounds_of,
     lengths_of,
@@ -118,7 +118,7 @@ class PatDecodeMixin:
         self._stats = Stats()
         self._steps = StepPlanner(self._target, self._stats, micro_batches())
         self._steps.tap = make_tap(runner, config, self._target)
-        self._began = 0  # nanoseconds, when the step's preparation began
+        self._clock = StepClock(on_gpu=runner.device == "cuda")
         self._forward = Forward()
         # By its rows, of each graph that has captured a layer of ours: a plan for any batch of it.
         self._captured: dict[int, Plan] = {}
@@ -163,7 +163,7 @@ class PatDecodeMixin:
             )
             self._stats.fall_back("batch beyond the workspace", why)
             return False
-        self._began = time.perf_counter_ns()
+        self._clock.start()
         plan = self._steps.plan(batch, self._lengths(forward_batch, batch))
         return plan is not None and self._load(plan, batch, forward_batch)
 
@@ -202,7 +202,7 @@ class PatDecodeMixin:
             self._load(plan, None, forward_batch)
 
     def _plan_replay(self, batch: LiveBatch | None, forward_batch: Any) -> None:
-        self._began = time.perf_counter_ns()
+        self._clock.start()
         self._check_scales()
         count = forward_batch.batch_size - forward_batch.num_padding
         lens = self._lengths(forward_batch, batch).first(count)
@@ -311,7 +311,8 @@ class PatDecodeMixin:
             self._fill(plan, forward_batch, list_on_host=True)
         self._forward.served = True
         if batch is not None:
-            self._stats.host_time(time.perf_counter_ns() - self._began, made=self._steps.made)
+            hidden = self._steps.made and self._clock.is_hidden()
+            self._stats.host_time(self._clock.elapsed_ns(), made=self._steps.made, hidden=hidden)
             if self._config.check:
                 table = self.req_to_token_pool.req_to_token
                 check_plan(plan, batch.reqs, self._steps.view, table, batch.rows)

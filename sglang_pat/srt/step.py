@@ -30,6 +30,7 @@ tokens of the step to come among them.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -311,6 +312,36 @@ def _total_tokens(plan: Plan | None, lengths: Lengths) -> int:
             return -1
     least = lengths.least
     return plan.total_tokens(least.data_ptr(), least.numel())
+
+
+class StepClock:
+    """Times the preparation of one step at a time.
+
+    With SGLang's overlap scheduler the host prepares a step while the GPU runs the one before. Host
+    time costs a user something only if the GPU runs out of work meanwhile. So an event is recorded
+    behind the work that the GPU has when the preparation begins: if the event is not done when the
+    preparation ends, the GPU never waited, and the host time was hidden.
+
+    ``on_gpu``: False where there is no GPU to hide behind; nothing is hidden then.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._event: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._began = 0
+
+    def start(self) -> None:
+        """Begin; the step's work goes to the current stream."""
+        if self._event is not None:
+            self._event.record()
+        self._began = time.perf_counter_ns()
+
+    def elapsed_ns(self) -> int:
+        """Since ``start()``, in nanoseconds."""
+        return time.perf_counter_ns() - self._began
+
+    def is_hidden(self) -> bool:
+        """Whether the GPU still has work from before ``start()``."""
+        return self._event is not None and not self._event.query()
 
 
 def micro_batches() -> int:

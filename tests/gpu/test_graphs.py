@@ -27,6 +27,7 @@ from kit.device import (
 
 from benchmarks.common.forests import Tree
 from sglang_pat.planner import Plan, Planner
+from sglang_pat.srt.step import StepClock
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 from sglang_pat.workspace import LAUNCHES, Workspace
 
@@ -259,3 +260,21 @@ def test_a_list_is_replaced_while_kernels_read_it(launch: str) -> None:
         torch.cuda.synchronize()
         del poison
     assert all(right)
+
+
+LONG = 200_000_000  # clock cycles: some 0.1 s
+
+
+def test_only_a_busy_gpu_hides_the_host() -> None:
+    clock = StepClock(on_gpu=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    clock.start()
+    assert clock.is_hidden()
+    torch.cuda.synchronize()
+    assert not clock.is_hidden()
+    clock.start()  # of a GPU without work
+    torch.cuda._sleep(LONG)  # later work, such as the plan's own copy, hides nothing
+    first = next(i for i in range(1_000_000) if not clock.is_hidden())
+    assert first < 1_000  # the event itself takes some microseconds
+    torch.cuda.synchronize()

@@ -57,12 +57,15 @@ def test_the_first_packed_step_is_announced_once(
     (message,) = log.messages
     ratio = total / packed.kv_tokens_read(total)
     assert 4 < ratio < 10  # two branches read the prefix twice
-    assert f"of 13 requests, has {ratio:.1f} x fewer K/V reads" in message
+    assert f"12 requests share 911 tokens: {ratio:.1f} x fewer K/V reads" in message
+    assert "of 13 requests" in message
     run(stats, alone, steps=3 * STEPS)
     assert len(log.messages) == 1
     assert (stats.decode_steps, stats.packed_steps) == (7 * STEPS - 1, 3 * STEPS)
     assert stats.branched_steps == (3 * STEPS if target is BRANCHING else 0)
     assert (stats.plans_made, stats.plans_reused) == (3, 7 * STEPS - 4)
+    run(Stats(), crowd((300, 4), (1000, 2), (100, 6), (0, 1)))
+    assert "12 requests share 100 to 1000 tokens each: " in log.messages[-1]
 
 
 def test_plans_without_room_for_their_partials_are_counted_and_announced_once(
@@ -79,6 +82,15 @@ def test_plans_without_room_for_their_partials_are_counted_and_announced_once(
     (message,) = log.messages
     for part in ("12 requests", "(of 6)", "raise SGLANG_PAT_WORKSPACE_MB"):
         assert part in message
+
+
+def test_a_message_that_fails_costs_the_message_only(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "describe_packed_step", None)
+    stats = Stats()
+    run(stats, crowd((200, 3)), steps=3)
+    assert len(log.messages) == 1 and stats.packed_steps == 3
 
 
 @pytest.mark.parametrize(
@@ -114,6 +126,31 @@ def test_many_steps_without_sharing_are_explained_once(
     assert expected in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("planned", "small", "most"),
+    [(2 * STEPS, [], 1), (0, [1] * 3 * STEPS, 1), (0, [1, 3, 2] * STEPS, 3)],
+)
+def test_steps_of_few_requests_are_explained_once(
+    log: pytest.LogCaptureFixture, planned: int, small: list[int], most: int
+) -> None:
+    """``planned``: steps of one request with a plan; ``small``: requests of those that the base
+    runs."""
+    stats = Stats()
+    for requests in small:
+        stats.small_batch(requests)
+    for _ in range(planned):
+        run(stats, crowd((0, 1)))
+    (record,) = log.records
+    few = most > 1  # and so an option keeps them from pat
+    assert record.levelno == (logging.WARNING if few else logging.INFO)
+    assert ("lower SGLANG_PAT_MIN_BATCH" in record.getMessage()) is few
+    assert f"more than {most} requests" in record.getMessage() or not few
+    assert stats.base_forwards["small_batch"] == len(small)
+    run(stats, crowd((200, 4)))
+    stats.small_batch(1)
+    assert len(log.records) == 2 and "4 requests share 200 tokens" in log.messages[-1]
+
+
 def test_passes_of_the_base_are_intended_or_fallbacks(log: pytest.LogCaptureFixture) -> None:
     """And each reason is said once."""
     stats = Stats()
@@ -137,11 +174,13 @@ def test_what_plans_cost_is_counted_and_summed_up() -> None:
     stats = Stats()
     assert stats.summary().startswith("0 decode steps on pat")
     run(stats, crowd((200, 4), own=50), steps=2)
-    stats.host_time(80_000, made=True)
-    stats.host_time(20_000, made=False)
+    stats.host_time(30_000, made=True, hidden=True)
+    stats.host_time(50_000, made=True, hidden=False)
+    stats.host_time(20_000, made=False, hidden=False)  # a step that kept its plan exposes none
     counted = stats.snapshot()
+    assert counted["hidden_plans"] == 1
+    assert counted["exposed_seconds"] == pytest.approx(50e-6)
     assert counted["plan_seconds"] == pytest.approx(80e-6)
-    assert counted["host_seconds"] == pytest.approx(100e-6)
     assert "800 K/V tokens read instead of 2000 (60.0% saved)" in stats.summary()
 
 
