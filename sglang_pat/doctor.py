@@ -20,7 +20,7 @@ import sglang_pat
 from sglang_pat import _C
 from sglang_pat.config import CPU_PLATFORM, PREFIX, SUPPORTED_SGLANG, TESTED_SGLANG, PatConfig
 from sglang_pat.gpus import untried
-from sglang_pat.srt.support import ON_CPU, reason_against_gpu
+from sglang_pat.srt.support import MACHINE, ON_CPU, REFUSED, reason_against_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -136,6 +136,10 @@ def _environment() -> Iterator[Finding]:
         yield Finding("SGLANG_PLUGINS", allowed, "block", way_out)
     else:
         yield Finding("SGLANG_PLUGINS", allowed or "not set, all plugins are loaded")
+    for name in (row.variable for row in (*MACHINE, *REFUSED) if row.variable):
+        value = os.environ.get(name, "")
+        if value.lower() in ("1", "true", "yes", "y", "on"):
+            yield Finding(name, value, "block", f"unset it: pat does not serve under {name}")
 
 
 def _entry_points() -> Iterator[Finding]:

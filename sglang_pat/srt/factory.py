@@ -34,6 +34,8 @@ def make_pat_backend(runner: Any, name: str, of_sglang: Callable[[Any], Any]) ->
     config = PatConfig.from_env()
     launch.refuse_unsafe(runner)
     server = support.by_runner(runner)
+    for known in support.reasons_of(support.KNOWN, server):
+        logger.warning("sglang_pat: %s", known)
     idle = support.idle_reasons(server, config.min_batch)
     survey: dict[int, str] = {}
     if all(reason.serves for reason in idle):

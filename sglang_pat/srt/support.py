@@ -23,7 +23,7 @@ from sglang_pat import _C, gpus
 from sglang_pat.config import CPU_PLATFORM
 from sglang_pat.draft_masks import MOST_MASKED_DRAFTS
 from sglang_pat.srt import BACKEND, stock
-from sglang_pat.srt.facts import WITH_SINKS, names_of
+from sglang_pat.srt.facts import TEMPERATURE, WITH_SINKS, facts, names_of
 
 CHOOSE_ANOTHER = "choose another --attention-backend"
 # Without --attention-backend SGLang runs torch_native there.
@@ -226,12 +226,13 @@ def by_runner(runner: Any) -> Server:
 
 class Row(NamedTuple):
     """A row of a table: whether it holds of a server, the words, in which ``{s}`` is the server,
-    and the way out. ``serves``: as in ``Reason``."""
+    and the way out. ``serves``: as in ``Reason``. ``variable``: of the environment, that is it."""
 
     holds: Callable[[Server], object]
     words: str
     way_out: str = CHOOSE_ANOTHER
     serves: bool = False
+    variable: str = ""
 
 
 def reasons_of(table: tuple[Row, ...], server: Server) -> list[Reason]:
@@ -265,6 +266,7 @@ MACHINE = (
         lambda s: s.device == "cpu" and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1",
         "SGLANG_USE_CPU_ENGINE=1 selects SGLang's own CPU engine",
         f"unset it and set SGLANG_PLATFORM={CPU_PLATFORM}",
+        variable="SGLANG_USE_CPU_ENGINE",
     ),
     Row(lambda s: s.against_gpu == _NO_GPU, _NO_GPU, f"{ON_CPU}, or ask --gpu"),
     Row(lambda s: s.against_gpu not in ("", _NO_GPU), "{s.against_gpu}"),
@@ -332,6 +334,7 @@ REFUSED = (
         lambda s: s.layout != "nhd",
         "the K/V cache has layout {s.layout!r}, not 'nhd'",
         "unset SGLANG_USE_HND_KVCACHE or the option that chose it",
+        variable="SGLANG_USE_HND_KVCACHE",
     ),
     *(
         Row(
@@ -356,6 +359,7 @@ REFUSED = (
         lambda _: _sglang("environ.envs").SGLANG_ENABLE_METADATA_GLUE_GRAPH.get(),
         "SGLANG_ENABLE_METADATA_GLUE_GRAPH: it would freeze a plan",
         f"drop it or {CHOOSE_ANOTHER}",
+        variable="SGLANG_ENABLE_METADATA_GLUE_GRAPH",
     ),
 )
 
@@ -526,6 +530,49 @@ IDLE = (
         "drop --disable-radix-cache; where it is not set, SGLang turned the cache off for this "
         "model",
         serves=True,
+    ),
+)
+
+
+def _lacks_triton(s: Server) -> bool:
+    """Whether a GPU does not run all attention on SGLang's triton."""
+    return s.device == "cuda" and set(s.backends) != {"triton"}
+
+
+def _captures_states(s: Server) -> bool:
+    """Whether the state spaces of a Falcon-H1 are captured in prefill graphs. SGLang 0.5.23 takes a
+    model of which every layer attends for one without them; the graphs then read freed memory."""
+    if s.device != "cuda" or "FalconH1ForCausalLM" not in (s.model.hf_config.architectures or ()):
+        return False
+    if not _sglang("utils.is_cuda")():  # a GPU elsewhere: here SGLang leaves these graphs out
+        return not (s.args.disable_prefill_cuda_graph or s.args.disable_cuda_graph)
+    disabled = _sglang("model_executor.cuda_graph_config.Backend").DISABLED
+    return bool(s.args.cuda_graph_config.prefill.backend != disabled)
+
+
+# What to know of a server that starts, under any attention backend.
+KNOWN = (
+    Row(
+        _captures_states,
+        "SGLang 0.5.23 captures the state spaces of a Falcon-H1 in prefill graphs, and the server "
+        "dies at its first prompts, also without pat",
+        "restart with --disable-prefill-cuda-graph",
+    ),
+    Row(  # S layers/attention/triton_backend.py:2455
+        lambda s: facts(s.model)(0) == TEMPERATURE and _lacks_triton(s),
+        "of SGLang's backends only triton applies the model's temperature by position "
+        "(attn_temperature_len), and attention runs on {s.backends[0]}, also without pat",
+        "restart with --attention-backend triton",
+    ),
+    Row(  # S models/gemma3_mm.py:225
+        lambda s: (
+            "Gemma3ForConditionalGeneration" in names_of(s.model)
+            and s.model.is_multimodal
+            and _lacks_triton(s)
+        ),
+        "of SGLang's backends only triton lets the tokens of an image attend to each other, and "
+        "prefill runs on {s.backends[0]}, also without pat",
+        _OVER_TRITON,
     ),
 )
 

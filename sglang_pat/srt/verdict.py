@@ -7,10 +7,12 @@ Server flags are parsed and resolved by SGLang itself, and config.json is read b
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
@@ -39,8 +41,8 @@ class Verdict:
 
     ``refused``: whether the server does not start; then ``reasons`` say why, else why there would
     be nothing to gain. ``layers``: layer ids by the reason why SGLang's own code runs them, "" for
-    those of ``pat``. ``kv_dtype``: of K and V, where SGLang takes the flags. ``note``: what
-    else to know of the GPU, or "".
+    those of ``pat``. ``kv_dtype``: of K and V, where SGLang takes the flags. ``notes``: what else to
+    know of the GPU.
     """
 
     device: str
@@ -49,7 +51,7 @@ class Verdict:
     refused: bool = False
     reasons: list[Reason] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)
-    note: str = ""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def status(self) -> Status:
@@ -75,7 +77,7 @@ class Verdict:
             topic = "other layers" if why == NO_ATTENTION else "layers of SGLang"
             words = f"{len(ids)} ({layers.ranges(ids)})"
             found.append((topic, f"{words}: {why}", "") if why else ("layers of pat", words, ""))
-        return [*found, ("note", self.note, "")] if self.note else found
+        return found + [("note", note, "") for note in self.notes]
 
 
 def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
@@ -84,13 +86,14 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
     ``gpu``: the name of a GPU to ask about instead of this machine. Without ``pat`` among the
     flags, ``--attention-backend pat`` is added.
 
-    Raises QuestionError, and SystemExit as SGLang does for flags that it does not know.
+    Raises QuestionError, also for flags that SGLang does not know.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.server_args import prepare_server_args
 
     asked = asked_gpu(arguments, gpu)
-    server_args = prepare_server_args(_completed(arguments, asked))
+    with _usage_left_out():
+        server_args = prepare_server_args(_completed(arguments, asked))
     launch.mark_checked(server_args)  # the same reasons, not as an exception
     stock.let_sglang_choose(server_args)
     with nullcontext() if asked is None else _as_if_here(asked):
@@ -147,7 +150,10 @@ def _weigh(server_args: Any, model_config: Any, described: str, asked: Machine |
     if not refusals and all(reason.serves for reason in idle):
         shared = None if asked is None else SHARED_PER_BLOCK[asked.major, asked.minor]
         found = _layers(server, shared)
-    note = "" if gpu is None or refusals else untried((gpu.major, gpu.minor))
+    notes = []
+    if gpu is not None and not refusals:
+        notes = [untried((gpu.major, gpu.minor))]
+        notes += map(str, support.reasons_of(support.KNOWN, server))
     return Verdict(
         device=server.device if gpu is None else gpu.name,
         model=described,
@@ -155,7 +161,7 @@ def _weigh(server_args: Any, model_config: Any, described: str, asked: Machine |
         refused=bool(refusals),
         reasons=refusals or idle,
         layers=found,
-        note=note,
+        notes=[note for note in notes if note],
     )
 
 
@@ -198,6 +204,25 @@ def asked_gpu(arguments: Sequence[str], gpu: str) -> Machine | None:
         return machine_of(gpu) if gpu else None
     except ValueError as error:
         raise QuestionError(f"--gpu {error}") from None
+
+
+@contextmanager
+def _usage_left_out() -> Iterator[None]:
+    """Makes a QuestionError of what argparse ends with: SGLang's usage has 400 lines before it."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        _, found, message = said.getvalue().rpartition(": error: ")
+        if not found:
+            print(said.getvalue(), end="", file=sys.stderr)
+            raise
+        raise QuestionError(
+            f"SGLang refuses the flags: {message.strip()}; python -m sglang.launch_server --help "
+            "lists them"
+        ) from end
+    print(said.getvalue(), end="", file=sys.stderr)
 
 
 def _completed(arguments: Sequence[str], gpu: Machine | None) -> list[str]:

@@ -124,11 +124,12 @@ def test_a_path_or_gpu_that_is_not_known_is_said_before_sglang_is_imported(
 
 
 def test_everything_wrong_at_once_is_all_named(tmp_path: Path) -> None:
-    wrong = {"SGLANG_PLUGINS": "other", "SGLANG_PAT_POLICY": "clever"}
+    graph = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+    wrong = {"SGLANG_PLUGINS": "other", "SGLANG_PAT_POLICY": "clever", graph: "1"}
     run = _run(tmp_path, fork=True, **wrong)
     assert run.returncode == 1, run.stdout + run.stderr
     blocking = blocked_in(run)
-    assert blocking.keys() == {"settings", "SGLANG_PLUGINS", "registration", "interface"}
+    assert blocking.keys() == {"settings", "SGLANG_PLUGINS", graph, "registration", "interface"}
     assert "-> add pat to it: SGLANG_PLUGINS=other,pat\n" in run.stdout
     assert "hook" in blocking["interface"]
 

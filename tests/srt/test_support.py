@@ -36,8 +36,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(kv_cache_dtype, "current_platform", SRTPlatform())
-    for name in ("USE_CPU_ENGINE", "USE_HND_KVCACHE", "ENABLE_METADATA_GLUE_GRAPH"):
-        monkeypatch.delenv(f"SGLANG_{name}", raising=False)
+    for row in (*support.MACHINE, *support.REFUSED):
+        if row.variable:
+            monkeypatch.delenv(row.variable, raising=False)
 
 
 def by_arguments(
@@ -146,6 +147,7 @@ def test_environment_variables_of_sglang_that_are_refused(
     assert re.search(pattern, reason), reason
     runner = _pool(kv_cache_layout="hnd") if variable == HND else {}
     assert _refused_runner({"device": device}, {}, runner) == [reason]
+    assert variable in {row.variable for row in (*support.MACHINE, *support.REFUSED)}
 
 
 @pytest.mark.parametrize(

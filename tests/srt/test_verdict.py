@@ -253,7 +253,7 @@ def test_what_is_refused_or_gains_nothing_is_said_with_the_way_out(
     assert (verdict.status, verdict.ok) == (status, False)
     (found,) = verdict.reasons
     assert reason in found.words and found.way_out.startswith(way_out)
-    assert bool(found.way_out) == bool(way_out)
+    assert bool(found.way_out) == bool(way_out) and not verdict.notes
     assert (status, found.words, found.way_out) in verdict.lines()
     assert found.serves == (verdict.layers != {})
 
@@ -347,25 +347,44 @@ def test_what_lets_it_gain(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "changes", "served", "note"),
+    ("gpu", "changes", "served", "notes"),
     [
-        ("", {}, True, ""),
-        ("", {"head_dim": 256}, True, ""),
-        ("H100", {"head_dim": 256}, True, ""),
-        ("A100", {"head_dim": 256}, True, "compute capability 8.0 (sm_80) are built, but"),
-        ("L40S", {"head_dim": 256}, False, "8.9 (sm_80)"),  # too little shared memory
-        ("B300", {}, True, "10.3 (sm_100)"),
-        ("5090", {}, True, "12.0 (sm_120)"),
+        ("", {}, True, []),
+        ("", {"head_dim": 256}, True, []),
+        ("H100", {"head_dim": 256}, True, []),
+        ("A100", {"head_dim": 256}, True, ["compute capability 8.0 (sm_80) are built, but"]),
+        ("L40S", {"head_dim": 256}, False, ["8.9 (sm_80)"]),  # too little shared memory
+        ("B300", {}, True, ["10.3 (sm_100)"]),
+        ("5090", {}, True, ["12.0 (sm_120)"]),
     ],
 )
 @needs_cuda
-def test_machines(gpu: str, changes: dict[str, Any], served: bool, note: str, ask: Any) -> None:
+def test_machines(
+    gpu: str, changes: dict[str, Any], served: bool, notes: list[str], ask: Any
+) -> None:
     verdict = ask(LLAMA, gpu=gpu, **changes)
     assert verdict.ok is served
     assert verdict.device == "cpu" if not gpu else gpu in verdict.device.replace(" ", "")
     assert served or "101376" in next(iter(verdict.layers))
-    assert note in verdict.note and bool(note) == bool(verdict.note)
-    assert (("note", verdict.note, "") in verdict.lines()) == bool(note)
+    for note, wanted in itertools.zip_longest(verdict.notes, notes):
+        assert re.search(re.escape(wanted) if ".*" not in wanted else wanted, note)
+        assert ("note", note, "") in verdict.lines()
+
+
+@needs_cuda
+def test_notes_name_the_option_that_makes_them_go(ask: Any) -> None:
+    (note,) = ask(published("falcon_h1"), gpu="H200").notes
+    assert "dies at its first prompts" in note and "--disable-prefill-cuda-graph" in note
+    assert not ask(published("falcon_h1"), "--disable-prefill-cuda-graph", gpu="H200").notes
+    for family in ("nemotron_h", "granite_hybrid"):
+        assert ask(published(family), gpu="B200").ok and not ask(published(family)).notes
+    (note,) = ask(GROK).notes
+    assert "attn_temperature_len" in note and note.endswith(" ".join(OVER_TRITON[:2]))
+    assert not ask(GROK, *OVER_TRITON).notes
+    images = "--enable-multimodal"
+    (note,) = ask(GEMMA3_MM, images).notes
+    assert "tokens of an image" in note and note.endswith(" ".join(OVER_TRITON))
+    assert not ask(GEMMA3_MM, images, *OVER_TRITON).notes and not ask(GEMMA3_MM).notes
 
 
 @needs_cuda
@@ -378,8 +397,11 @@ def test_models_that_sglang_lists_backends_of_start_on_blackwell(
 
 def test_questions_that_make_no_sense(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The rest of them is in tests/commands/test_doctor.py."""
-    with pytest.raises(QuestionError, match="--gpu and --device"):
-        ask(LLAMA, "--device", "cpu")
-    with pytest.raises(SystemExit):
-        ask(LLAMA, "--no-such-flag")
-    assert capsys.readouterr().err.endswith("unrecognized arguments: --no-such-flag\n")
+    for flags, said in (
+        (("--device", "cpu"), "--gpu and --device"),
+        (("--no-such-flag",), "unrecognized arguments: --no-such-flag; python -m"),
+        (("--tp", "two"), r"--tp-size.*invalid int value: 'two'"),
+    ):
+        with pytest.raises(QuestionError, match=said):
+            ask(LLAMA, *flags)
+    assert capsys.readouterr().err == ""
