@@ -41,8 +41,8 @@ class Verdict:
 
     ``refused``: whether the server does not start; then ``reasons`` say why, else why there would
     be nothing to gain. ``layers``: layer ids by the reason why SGLang's own code runs them, "" for
-    those of ``pat``. ``kv_dtype``: of K and V, where SGLang takes the flags. ``notes``: what else to
-    know of the GPU.
+    those of ``pat``. ``kv_dtype``: of K and V, where SGLang takes the flags. ``notes``: what
+    else to know of the GPU.
     """
 
     device: str
