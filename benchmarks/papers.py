@@ -28,7 +28,6 @@ from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
 from benchmarks.kernel.report import MAX_DIFFERENCE, geomean
 from sglang_pat import _C
-from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.target import Target
 
@@ -166,7 +165,7 @@ OURS, PAT = "ours", "pat"  # the library's policies; the second is PAT to the le
 NAMES = (OURS, PAT, *RULES)
 
 
-def plan_by(name: str, batch: Tree | Forest, target: Target) -> Plan:
+def plan_by(name: str, batch: Forest, target: Target) -> Plan:
     """The plan of one of ``NAMES``."""
     if name == OURS:
         return Planner(target).plan(batch.paths, batch.seq_lens)
@@ -178,7 +177,7 @@ def plan_by(name: str, batch: Tree | Forest, target: Target) -> Plan:
     return plan
 
 
-def _plan_by(name: str, batch: Tree | Forest, target: Target) -> Plan:
+def _plan_by(name: str, batch: Forest, target: Target) -> Plan:
     planner = Planner(target)
     plan = planner.plan(batch.paths, batch.seq_lens)
     if name == PAT:
@@ -191,11 +190,11 @@ def _plan_by(name: str, batch: Tree | Forest, target: Target) -> Plan:
     return planner.plan_packs(batch.seq_lens, takes_over, tokens)
 
 
-def measure(batch: Tree | Forest, heads: Heads, clock: Clock | None) -> list[dict[str, Any]]:
+def measure(batch: Forest, heads: Heads, clock: Clock | None) -> list[dict[str, Any]]:
     """A row for each name: items, K/V tokens read over those that the batch has, partial results a
     query; with a clock a layer's time in us, that over ours, and the error of the output."""
     target = PatOptions().target(batch, heads)
-    family = batch.family if isinstance(batch, Forest) else "shared" if batch.shares else "private"
+    family = batch.family
     plans = {name: plan_by(name, batch, target) for name in NAMES}
     rows: dict[str, dict[str, Any]] = {
         name: {
@@ -249,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
     add("--quick", action="store_true", help="five trees, a batch of each family, fewer repeats")
     options = parser.parse_args(arguments)
-    batches: list[Tree | Forest] = [*PAPER_TREES, *all_forests()]
+    batches: list[Forest] = [*PAPER_TREES, *all_forests()]
     if options.quick:
         forests = [each for each in all_forests() if each.name.endswith(("-0", "-8k"))]
         batches = [*QUICK_TREES, *forests]

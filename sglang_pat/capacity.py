@@ -136,7 +136,6 @@ def fit_workspace(
     pool_requests: int,
     pool_tokens: int,
     largest_graph: int,
-    partial_dtype: torch.dtype,
     budget: int,
     draft_tokens: int = 1,
 ) -> Capacity:
@@ -155,7 +154,7 @@ def fit_workspace(
 
     def parts(max_partials: int) -> dict[str, int]:
         rows, of_partials = draft_tokens * num_q_heads, room | {"max_partials": max_partials}
-        shapes = buffer_shapes(rows, head_dim, list_tokens, partial_dtype, of_partials)
+        shapes = buffer_shapes(rows, head_dim, list_tokens, torch.float32, of_partials)
         return {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
 
     fixed = sum(parts(0).values())

@@ -81,7 +81,7 @@ def _run_doctor(
     question = None
     if arguments.model is not None:
         question = ["--model-path", arguments.model, *flags]
-    return run_doctor(as_json=arguments.json, question=question, gpu=arguments.gpu)
+    return run_doctor(question, arguments.gpu)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -146,10 +146,9 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Say what was found, and what would keep pat off. With --model also what pat "
         "would do on a server, without loading its weights: any flags of sglang.launch_server may "
         "follow. Exit status: 0 pat serves at least a part, 1 it does not, 2 wrong usage.",
-        usage="sglang-pat doctor [-h] [--json] [--model MODEL [--gpu NAME] [server flags ...]]",
+        usage="sglang-pat doctor [-h] [--model MODEL [--gpu NAME] [server flags ...]]",
         allow_abbrev=False,  # --model is not short for SGLang's --model-loader-extra-config
     )
-    doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     doctor.add_argument(
         "--model",
         "--model-path",

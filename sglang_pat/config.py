@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import torch
-
 from sglang_pat.target import POLICIES
 
 PREFIX = "SGLANG_PAT_"
@@ -23,13 +21,11 @@ CPU_PLATFORM = "pat_cpu"
 _ALLOWED: dict[str, dict[str, Any]] = {
     "check": {"0": False, "1": True},
     "policy": {policy: policy for policy in POLICIES},
-    "partial": {"fp32": "fp32", "bf16": "bf16"},
 }
-_UNITS = {"workspace_mb": "MB", "min_batch": "requests", "dump_batches": "batches"}
+_UNITS = {"workspace_mb": "MB", "min_batch": "requests"}
 DEFAULT_MB = 256  # below the 384 MB that FlashInfer takes in the same place
 # One request has nobody to share with, so SGLang's attention serves it at its own speed.
 DEFAULT_MIN_BATCH = 2
-DEFAULT_DUMP_BATCHES = 1000  # seconds to minutes of a busy server: beyond its first requests
 
 
 @dataclass(frozen=True)
@@ -39,21 +35,18 @@ class PatConfig:
     ``check`` (``SGLANG_PAT_CHECK``): every step, compare the slots of requests that share an item.
     ``policy`` (``SGLANG_PAT_POLICY``): ``default``, or ``pat``, the paper to the letter: its packs,
     its splits (see ``Target``) and its launches, a kernel for each row tile on a stream of its own.
-    ``partial`` (``SGLANG_PAT_PARTIAL``): dtype of the partial outputs that the merge reads.
     ``workspace_mb`` (``SGLANG_PAT_WORKSPACE_MB``): MB (2**20 bytes) of GPU memory for the
     workspace; how many requests of a batch fit depends on it, see ``sglang_pat.capacity``.
     ``min_batch`` (``SGLANG_PAT_MIN_BATCH``): requests of the smallest decode batch that pat serves,
     rows of padding included; smaller ones are the base's, in graphs and without.
-    ``dump`` (``SGLANG_PAT_DUMP``): new file to write the first ``dump_batches``
-    (``SGLANG_PAT_DUMP_BATCHES``) batches with a new plan to, an absolute path; "" for none.
+    ``dump`` (``SGLANG_PAT_DUMP``): new file to write the first batches with a new plan to, an
+    absolute path; "" for none.
     """
 
     check: bool = False
     policy: str = "default"
-    partial: str = "fp32"
     workspace_mb: int = DEFAULT_MB
     min_batch: int = DEFAULT_MIN_BATCH
-    dump_batches: int = DEFAULT_DUMP_BATCHES
     dump: str = ""
 
     @classmethod
@@ -81,10 +74,6 @@ class PatConfig:
     def launch(self) -> str:
         """How a GPU's forward is launched, see ``Workspace``."""
         return "streams" if self.policy == "pat" else "queue"
-
-    @property
-    def partial_dtype(self) -> torch.dtype:
-        return torch.float32 if self.partial == "fp32" else torch.bfloat16
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in asdict(self).items() if value != "")

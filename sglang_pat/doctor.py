@@ -7,13 +7,12 @@ With ``--model``, what ``pat`` would do on a server is said by ``sglang_pat.srt.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -40,10 +39,8 @@ class Finding:
     way_out: str = ""
 
 
-def run_doctor(
-    *, as_json: bool = False, question: Sequence[str] | None = None, gpu: str = ""
-) -> int:
-    """Print all findings, as lines or one JSON object; 1 if something blocks, else 0.
+def run_doctor(question: Sequence[str] | None = None, gpu: str = "") -> int:
+    """Print all findings; 1 if something blocks, else 0.
 
     ``question``: flags of a server, ``--model-path`` among them, to be judged too; then 1 also if
     ``pat`` would serve nothing. ``gpu``: the name of a GPU to judge them for.
@@ -61,13 +58,6 @@ def run_doctor(
     except QuestionError as error:
         print(f"sglang-pat doctor: {error}", file=sys.stderr)
         return 2
-    ok = not blocked and (verdict is None or verdict.ok)
-    if as_json:
-        report: dict[str, Any] = {"ok": ok, "findings": [asdict(f) for f in findings]}
-        if verdict is not None:
-            report["server"] = verdict.as_json()
-        print(json.dumps(report))
-        return int(not ok)
     _print_lines([(_MARKS[f.status], f.topic, f.found, f.way_out) for f in findings])
     if blocked:
         print(f"\n{blocked} to repair.")
@@ -77,7 +67,7 @@ def run_doctor(
         print()
         _print_lines([("", *line) for line in verdict.lines()])
         print(f"\n{verdict.status}.")
-    return int(not ok)
+    return int(blocked > 0 or not (verdict is None or verdict.ok))
 
 
 def _print_lines(lines: Sequence[tuple[str, str, str, str]]) -> None:

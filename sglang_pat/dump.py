@@ -2,8 +2,8 @@
 """Decode batches of a running server as JSON lines (``SGLANG_PAT_DUMP``).
 
 The first line is the header, an object with the key ``sglang_pat_dump``. Each
-further line is a batch, an object with ``paths``, ``seq_lens`` and ``plan``. The last line has the
-key ``end``; the dump of a server that stopped before lacks it. No line has a token or a text.
+further line is a batch, an object with ``paths``, ``seq_lens`` and ``plan``. No line has a token or
+a text.
 """
 
 from __future__ import annotations
@@ -49,13 +49,10 @@ class Batch(Requests):
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """A file of batches. ``header``: what ``sglang_pat.srt.dump`` says of the server. ``end``: how
-    the dump ended, with ``left_out``, the batches that are not in the file, by reason; empty if it
-    was cut off."""
+    """A file of batches. ``header``: what ``sglang_pat.srt.dump`` says of the server."""
 
     header: dict[str, Any]
     batches: list[Batch]
-    end: dict[str, Any]
 
     @property
     def target(self) -> Target:
@@ -88,12 +85,11 @@ def read_dump(file: Path) -> Dump:
             f"{file} is no dump of version {VERSION}: it must begin with an object that has "
             f'"{KIND}": {VERSION}, as a server with SGLANG_PAT_DUMP writes it'
         )
-    end = lines.pop() if "end" in lines[-1] else {}
     batches = [
         Batch(*_requests(f"{file}, line {number + 1}", found), number, found.get("plan", {}))
         for number, found in enumerate(lines[1:], 1)
     ]
-    return Dump(header, batches, end)
+    return Dump(header, batches)
 
 
 def _requests(where: str, found: dict[str, Any]) -> tuple[list[PathNodes], list[int]]:

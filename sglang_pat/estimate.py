@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -98,7 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
     for found in differences[:_SHOWN]:
         print(
             f"{len(found.prompts) + 1} prompts, from number {found.first + 1} on, differ at token "
-            f"{found.start:,}: {found.kind}, and {found.common:,} equal tokens behind it\n"
+            f"{found.start:,}, before {found.common:,} equal tokens\n"
             f"  {' and '.join(map(_quoted, found.texts))}"
         )
     if len(differences) > _SHOWN:
@@ -285,26 +284,12 @@ def shared_paths(requests: Sequence[Request], unit: int) -> list[PathNodes]:
     return paths
 
 
-ORDER = "order of parts"  # what differs has a meaning, but more text that is equal stands behind it
 _LEAST_COMMON = 64  # tokens behind the difference that are equal
 _TIMES_BEFORE = 0.25  # and how many of them there must be for each token before
 _LOOKED_AT = 4096  # first tokens of each prompt in which equal runs are looked for
 _WINDOW = 16  # tokens that are equal where an equal run is found; it has 31 or more
-_CONTEXT = 24  # tokens on each side that tell what a difference is
-_LONGEST = 48  # tokens of a difference that are shown
-
-_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-_TIME = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?"
-_KINDS = {  # in the order in which they are tried
-    "uuid": r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}",
-    "date or time": rf"\d{{4}}[-/.]\d\d?[-/.]\d\d?(?:[T ]{_TIME})?|\d\d?[-/.]\d\d?[-/.]\d{{2,4}}"
-    rf"|{_TIME}|\b{_MONTH} \d\d?\b(?:,? \d{{4}}\b)?|\b\d\d?\.? {_MONTH}(?:,? \d{{4}}\b)?"
-    r"|\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b",
-    "id": r"\b(?=[\w-]*\d)(?=[\w-]*[a-z])[\w-]{6,}\b",
-    "number": r"\d+(?:[.,]\d+)*",
-}
-_PATTERN = re.compile("|".join(f"({pattern})" for pattern in _KINDS.values()), re.IGNORECASE)
-
+_CONTEXT = 6  # tokens on each side of a difference that are shown, so that its words are whole
+_LONGEST = 24  # tokens of a difference that are shown
 
 # A prompt, where another begins to differ from it, where what differs ends in both, and how many
 # equal tokens follow.
@@ -313,14 +298,13 @@ _Partner = tuple[int, int, tuple[int, int], int]
 
 class Difference(NamedTuple):
     """``prompts`` would share a long beginning with prompt ``first``, but for what differs from
-    token ``start`` on, before ``common`` equal tokens. ``kind``: a key of ``_KINDS``, ORDER, or
-    "token ids" where no text is known; ``texts``: what differs, of the first two prompts."""
+    token ``start`` on, before ``common`` equal tokens. ``texts``: what differs, of the first two
+    prompts, with some words around it; token ids where no text is known."""
 
     first: int
     prompts: list[int]
     start: int
     common: int
-    kind: str
     texts: tuple[str, str]
 
 
@@ -329,7 +313,7 @@ def find_differences(requests: Sequence[Request], decode: Decode | None) -> list
     is compared with the first one that has an equal run of tokens, at whatever depth."""
     symbols = [request.symbols for request in requests]
     places: dict[bytes, tuple[int, int]] = {}  # first prompt with a window, and where in it
-    found: dict[tuple[int, str], Difference] = {}
+    found: dict[int, Difference] = {}
     for number, mine in enumerate(symbols):
         partner = _partner(symbols, mine, places)
         if partner is None:
@@ -337,14 +321,21 @@ def find_differences(requests: Sequence[Request], decode: Decode | None) -> list
                 places.setdefault(mine[at : at + _WINDOW].tobytes(), (number, at))
             continue
         first, start, ends, common = partner
-        kind, *texts = _named(start, list(zip((symbols[first], mine), ends, strict=True)), decode)
-        new = Difference(first, [], start, common, kind, (texts[0], texts[1]))
-        one = found.setdefault((first, kind), new)
+        one = found.get(first)
+        if one is None:
+            of_first = _shown(symbols[first], start, ends[0], decode)
+            texts = (of_first, _shown(mine, start, ends[1], decode))
+            one = Difference(first, [], start, common, texts)
         one.prompts.append(number)
-        found[first, kind] = one._replace(
-            start=min(one.start, start), common=min(one.common, common)
-        )
+        found[first] = one._replace(start=min(one.start, start), common=min(one.common, common))
     return sorted(found.values(), key=lambda one: -one.common * len(one.prompts))
+
+
+def _shown(tokens: Symbols, start: int, end: int, decode: Decode | None) -> str:
+    """What differs in a prompt, in words with some around it, or else as token ids."""
+    if decode is None:
+        return str(tokens[start:end][:_LONGEST].tolist())
+    return decode(tokens[max(0, start - _CONTEXT) : min(end, start + _LONGEST) + _CONTEXT])
 
 
 def _partner(
@@ -371,31 +362,3 @@ def _partner(
             if len(found) == _WINDOW:  # of a text that repeats itself, enough to have the best
                 break
     return max(found, key=lambda partner: partner[-1], default=None)
-
-
-def _named(
-    start: int, spans: Sequence[tuple[Symbols, int]], decode: Decode | None
-) -> tuple[str, str, str]:
-    """The kind of what differs, and both texts, of two prompts with the ends of what differs. A
-    text is longer on both sides, so that words are whole."""
-    shown = [tokens[start:end][:_LONGEST] for tokens, end in spans]
-    if decode is None:
-        return "token ids", str(shown[0].tolist()), str(shown[1].tolist())
-    if max(end for _, end in spans) - start <= _LONGEST:
-        before = max(0, start - _CONTEXT)
-        found = kind_of(*(decode(tokens[before : end + _CONTEXT]) for tokens, end in spans))
-        if found[0] != ORDER:
-            return found
-    return ORDER, decode(shown[0]), decode(shown[1])
-
-
-def kind_of(one: str, other: str) -> tuple[str, str, str]:
-    """What two texts differ by, a key of ``_KINDS`` or ORDER, and what differs in both of them."""
-    found = [list(_PATTERN.finditer(text)) for text in (one, other)]
-    rest = [_PATTERN.sub("", text) for text in (one, other)]
-    if rest[0] == rest[1] and len(found[0]) == len(found[1]):
-        for mine, theirs in zip(*found, strict=True):
-            if mine[0] != theirs[0]:
-                index = min(mine.lastindex or 0, theirs.lastindex or 0)
-                return list(_KINDS)[index - 1], mine[0], theirs[0]
-    return ORDER, one, other

@@ -38,7 +38,6 @@ class Executor:
         self.target = target
         self.has_draft_masks = draft_masks
         self._table = table
-        self._partial_dtype = config.partial_dtype
         self._workspace: Workspace | None = None
         if table.device.type == "cuda":
             # Of latents there is one kernel, whatever the policy.
@@ -48,7 +47,6 @@ class Executor:
                 table.shape[1],
                 table.device,
                 list_tokens=list_tokens,
-                partial_dtype=config.partial_dtype,
                 launch=launch,
                 draft_masks=draft_masks,
                 check=config.check,
@@ -122,7 +120,6 @@ class Executor:
             draft_masks=self._draft_masks,
             sinks=sinks,
             out=out,
-            partial_dtype=self._partial_dtype,
             workspace=self._workspace,
             **factors,  # type: ignore[arg-type]  # by name, all floats
         )

@@ -373,11 +373,11 @@ def check_cuda(
                 f"rows must begin at multiples of 16 bytes; make it contiguous"
             )
     _C.check_decode_cuda(
-        num_q_heads,
-        k_cache.shape[1],
-        head_dim,
-        k_cache.stride(0),
-        v_cache.stride(0),
+        num_q_heads=num_q_heads,
+        num_kv_heads=k_cache.shape[1],
+        head_dim=head_dim,
+        k_stride_slot=k_cache.stride(0),
+        v_stride_slot=v_cache.stride(0),
         draft_tokens=draft_tokens,
         **({} if q_rope is None else {"v_head_dim": v_head_dim, "dtype": DTYPES[q.dtype]}),
         **factors,

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_pat import _C
 from sglang_pat.target import Target
@@ -33,18 +32,32 @@ class Node(NamedTuple):
 PathElement = Node | tuple[int, int, int]
 
 
-class Planner:
-    """Makes plans for one target and keeps the working memory. Not thread-safe."""
+class Planner(_C.Planner):
+    """Makes plans for one target and keeps the working memory. Not thread-safe.
+
+    Beside ``plan`` a server calls ``plan_from_handles``, for paths in a tree that a ``RadixPaths``
+    reads: ``handles`` are those of the first queries, as ``HandleReader`` gives them, the others
+    share nothing; ``leaf(i, id)`` gives the Python node of query i, for a tree of these. And
+    ``plan_again(seq_lens)``, for the paths of the last plan, which must not have raised, with other
+    lengths. All raise ValueError for numbers that do not fit, and what looking up a node raises.
+
+    ``last_paths()``: of each query of the last plan what it was made from, (node id, start, end)
+    from the root on, as far as another query shares it. ``last_tree()``: its pack tree, (parent or
+    -1, start, end, queries) of each node, parents first, and the deepest node of each query or -1.
+
+    ``plan_packs(seq_lens, takes_over, piece_tokens)``: an explicit plan, without branches, for the
+    batch and the lengths of the last plan. ``takes_over`` [nodes + B]: whether a node of
+    ``last_tree`` or a query's tail reads the tokens of the pack above it with its own;
+    ``piece_tokens``, likewise: of its pieces, at most 512.
+
+    ``costs``: what the judge charges, values of ``_C.COST_NAMES`` (csrc/pack/costs.h); to be set.
+    """
 
     def __init__(self, target: Target) -> None:
+        super().__init__(target.native)
         self.target = target
-        self._native = _C.Planner(target.native)
 
-    def plan(
-        self,
-        paths: Sequence[Sequence[tuple[Any, ...]] | None],
-        seq_lens: Integers,
-    ) -> Plan:
+    def plan(self, paths: Sequence[Sequence[tuple[Any, ...]] | None], seq_lens: Integers) -> Plan:
         """Plan one decode step of B queries.
 
         ``paths[i]`` lists the radix nodes of query i from the root on, as tuples (node id, start,
@@ -59,64 +72,7 @@ class Planner:
             raise ValueError(
                 f"seq_lens is of type {given.dtype}, must be integers: round them first"
             )
-        return self._native.plan(paths, np.ascontiguousarray(given, dtype=np.int64))
-
-    def plan_handles(
-        self,
-        handles: bytes,
-        seq_lens: npt.NDArray[np.int64],
-        paths: _C.RadixPaths,
-        leaf: Callable[[int, int], Any] | None,
-    ) -> Plan:
-        """Plan one decode step of B queries whose paths stand in a tree that ``paths`` reads.
-
-        ``handles``: of the first queries, as ``HandleReader`` gives them; the others share nothing.
-        ``leaf(i, id)`` gives the Python node of query i, for a tree of these. ``seq_lens`` as in
-        ``plan``.
-
-        Raises ValueError for fewer queries than handles, and what looking up a node raises.
-        """
-        return self._native.plan_from_handles(handles, seq_lens, paths, leaf)
-
-    def last_paths(self) -> list[list[tuple[int, int, int]]]:
-        """Of each query of the last plan what it was made from: (node id, start, end) from the root
-        on, as far as another query shares it."""
-        return self._native.last_paths()
-
-    @property
-    def costs(self) -> list[float]:
-        """What the judge charges: values of ``_C.COST_NAMES`` (csrc/pack/costs.h)."""
-        return self._native.costs
-
-    def set_costs(self, costs: Sequence[float]) -> None:
-        """Raises ValueError for other than one value per name."""
-        self._native.costs = list(costs)
-
-    def last_tree(self) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-        """Pack tree of the last plan: (parent or -1, start, end, queries) of each node, parents
-        first, and the deepest node of each query or -1."""
-        return self._native.last_tree()
-
-    def plan_packs(
-        self, seq_lens: Integers, takes_over: Sequence[bool], piece_tokens: Sequence[int]
-    ) -> Plan:
-        """An explicit plan, without branches, for the batch and the lengths of the last plan.
-
-        ``takes_over`` [nodes + B]: whether a node of ``last_tree`` or a query's tail reads the
-        tokens of the pack above it with its own. ``piece_tokens``, likewise: of its pieces, at most
-        512. Raises ValueError for other numbers of values, and for what does not fit the target's
-        buffers.
-        """
-        lens = np.ascontiguousarray(seq_lens, dtype=np.int64)
-        return self._native.plan_packs(lens, list(takes_over), list(piece_tokens))
-
-    def plan_again(self, seq_lens: Integers) -> Plan:
-        """Plan the batch of the last ``plan`` or ``plan_handles``, which must not have raised, with
-        the paths it read and other lengths.
-
-        Raises ValueError for other than one length per query, and for one shorter than its path.
-        """
-        return self._native.plan_again(np.ascontiguousarray(seq_lens, dtype=np.int64))
+        return super().plan(paths, np.ascontiguousarray(given, dtype=np.int64))
 
 
 _planners_lock = Lock()

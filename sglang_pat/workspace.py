@@ -17,7 +17,6 @@ from sglang_pat.target import LATENT_DIMS, Target
 LAUNCHES = _C.LAUNCHES
 LIST_TOKENS = 1 << 20  # of a workspace that is not told otherwise: 4 MB
 _STAGINGS = 3  # pinned buffers through which plans go to the device
-PATIENCE = 1000  # plans that a list is twice too long for before it becomes shorter
 
 
 def require_kernels() -> None:
@@ -43,35 +42,6 @@ def check_partial_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"partial_dtype is {dtype}, must be float32 or bfloat16")
 
 
-class ListLength:
-    """Follows what plans need, with a quarter more for those to come; never below ``least`` tokens.
-
-    A plan that needs more gets a longer list at once. A list becomes shorter when it has been twice
-    too long for ``PATIENCE`` plans in a row: a single batch that shares nothing makes it many times
-    as long as it is needed again.
-    """
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-        self._begin()
-
-    def _begin(self) -> None:
-        self._plans = self._most = 0  # those that it was twice too long for, and what they needed
-
-    def after(self, held: int, needed: int) -> int:
-        """Tokens that the list is to have for a plan that needs ``needed``; it has ``held``."""
-        most = max(self._most, needed)
-        enough = max(self._least, most + most // 4)
-        if needed <= held < 2 * enough:
-            self._begin()
-            return held
-        self._plans, self._most = self._plans + 1, most
-        if needed <= held and self._plans < PATIENCE:
-            return held
-        self._begin()
-        return enough
-
-
 class Workspace:
     """Buffers that plans for ``target`` are executed in: plan, list of slots, partial results.
 
@@ -82,9 +52,8 @@ class Workspace:
     while a graph is captured: its pinned memory is freed when the next workspace is made.
 
     ``max_context``: tokens of the longest sequence. ``list_tokens``: tokens that the list has room
-    for at first and at least; it grows when a plan needs more, and gives memory back when plans
-    have long needed less (``ListLength``). ``region``: gives the context in which device memory is
-    allocated, now and later. ``partial_dtype``: fp32, or bf16 for partial
+    for at first; it grows when a plan needs more. ``region``: gives the context in which device
+    memory is allocated, now and later. ``partial_dtype``: fp32, or bf16 for partial
     outputs of 2 bytes, then of q's dtype. ``launch``: ``queue`` (one persistent kernel)
     or ``streams`` (one kernel a row tile, side by side).
     ``draft_masks``: the draft tokens of a query may be a tree: ``set_draft_masks`` or
@@ -139,7 +108,6 @@ class Workspace:
                 name: torch.empty(shape, dtype=dtype, device=self.device)
                 for name, (shape, dtype) in shapes.items()
             }
-        self._list_length = ListLength(list_tokens)
         self._host_list: torch.Tensor | None = None
         self.partials = self._buffers["partials"]
         self.partial_lse = self._buffers["partial_lse"]
@@ -280,16 +248,15 @@ class Workspace:
         return True
 
     def _fitting_list(self, needed: int) -> torch.Tensor:
-        """The list, or another one for it if it is too short for a plan that lists ``needed``
-        tokens, or has long been too long. One of just ``needed`` if there is no memory for more."""
+        """The list, or a longer one for a plan that lists ``needed`` tokens: with a quarter more
+        for those to come, where there is memory for it."""
         held = self._buffers["list"]
-        tokens = self._list_length.after(len(held), needed)
-        if tokens == len(held):
+        if needed <= len(held):
             return held
         try:
-            return self._empty_list(tokens)
+            return self._empty_list(needed + needed // 4)
         except torch.cuda.OutOfMemoryError:
-            return held if needed <= len(held) else self._empty_list(needed)
+            return self._empty_list(needed)
 
     def _empty_list(self, tokens: int) -> torch.Tensor:
         with self._region():

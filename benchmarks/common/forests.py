@@ -12,29 +12,102 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
-from typing import Protocol
+from itertools import accumulate, count, pairwise
 
-from sglang_pat.explain.tree import Tree
+from sglang_pat.dump import PathNodes
+
+GENERATOR = "ragged-1"
+SEEDS = range(5)
+
+# Random forests: queries (log-uniform), levels of shared nodes, children of a node, tokens of a
+# node and of a tail on the scale that the four kinds of lengths have.
+FOREST_QUERIES, FOREST_DEPTH, FOREST_CHILDREN = (24, 480), (3, 6), (1, 4)
+FOREST_NODE_SCALES, FOREST_TAIL_SCALES = (64, 256, 1024), (32, 128, 512)
+ENDS_EARLY = 0.1  # how often a node has tails only, above the deepest level
+# One long request beside many short ones on a prefix.
+SKEW_LONG, SKEW_PREFIX, SKEW_QUERIES, SKEW_TAIL = (16_384, 65_536), (200, 2000), (20, 200), (4, 200)
+# Samples of several prompts, which may share a system prompt; every sample has come to an end of
+# its own.
+SAMPLES_PROMPTS, SAMPLES_EACH, SAMPLES_SYSTEM = (4, 24), (4, 8, 16), (0, 500)
+SAMPLES_PROMPT, SAMPLES_TAIL = (256, 6000), (1, 1000)
+# Of `single`, `pair` (nothing shared) and `fork` (two that share half): thousands of tokens.
+FEW_KILO_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-class Requests(Protocol):
-    """A decode batch: a ``Tree`` or a ``Forest``."""
+@dataclass
+class Forest:
+    """A decode batch by its radix paths. ``name`` is FAMILY-SEED."""
+
+    name: str
+    paths: list[PathNodes]
+    seq_lens: list[int]
 
     @property
-    def num_queries(self) -> int: ...
+    def num_queries(self) -> int:
+        return len(self.seq_lens)
+
     @property
-    def unique_tokens(self) -> int: ...
+    def unique_tokens(self) -> int:
+        """K/V tokens that the batch holds, each counted once, of nodes that some share in part the
+        whole."""
+        nodes: dict[int, int] = {}
+        for path in self.paths:
+            nodes |= {node: max(end - start, nodes.get(node, 0)) for node, start, end in path}
+        return sum(nodes.values()) + sum(self.tails)
+
     @property
-    def seq_lens(self) -> list[int]: ...
+    def tails(self) -> list[int]:
+        """Tokens of each query that no other reads."""
+        ends = (path[-1][2] if path else 0 for path in self.paths)
+        return [length - end for length, end in zip(self.seq_lens, ends, strict=True)]
+
     @property
-    def paths(self) -> list[list[tuple[int, int, int]]]: ...
+    def family(self) -> str:
+        return family_of(self.name)
+
+    def __str__(self) -> str:
+        return self.name
 
 
-def shortest_tail(batch: Requests) -> int:
-    """Tokens of a query that no other reads, of the query with the fewest."""
-    ends = (path[-1][2] if path else 0 for path in batch.paths)
-    return min(length - end for length, end in zip(batch.seq_lens, ends, strict=True))
+class Tree(Forest):
+    """A batch by levels: ``nodes[i]`` radix nodes of ``tokens[i]`` tokens; the last level is one
+    private tail per query. Its name is that of PAT's paper: nodes per level, ``_``, tokens per
+    node."""
+
+    def __init__(self, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        ends, queries = [0, *accumulate(tokens)], nodes[-1]
+        name = "_".join(",".join(map(str, numbers)) for numbers in (nodes, tokens))
+        paths = [
+            [
+                (level * 1_000_000 + query * count // queries, ends[level], ends[level + 1])
+                for level, count in enumerate(nodes[:-1])
+            ]
+            for query in range(queries)
+        ]
+        super().__init__(name, paths, [ends[-1]] * queries)
+        self.nodes, self.tokens = nodes, tokens
+
+    @classmethod
+    def parse(cls, spec: str) -> Tree:
+        """The tree of a name. Raises ValueError for what is none."""
+        try:
+            nodes, tokens = (tuple(map(int, half.split(","))) for half in spec.split("_"))
+        except ValueError:
+            nodes, tokens = (), (0,)
+        fits = len(nodes) == len(tokens) and min(nodes + tokens) > 0
+        if not fits or any(b % a for a, b in pairwise(nodes)):
+            raise ValueError(
+                f"tree {spec!r} is not NODES_TOKENS, as in 1,8,512_32,512,256: counts of 1 or "
+                "more, as many before as behind the _, and nodes divide those of the next level"
+            )
+        return cls(nodes, tokens)
+
+
+def family_of(name: str) -> str:
+    """Of a tree whether it shares; of another batch the first part of its name."""
+    if "_" in name:
+        return "shared" if "," in name.partition("_")[0] else "private"
+    return name.partition("-")[0]
 
 
 PAPER_TREES = (
@@ -60,56 +133,6 @@ PAPER_TREES = (
     Tree((256,), (4096,)),
 )
 QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
-
-GENERATOR = "ragged-1"
-SEEDS = range(5)
-
-PrefixPath = list[tuple[int, int, int]]  # radix nodes as (node id, start, end)
-
-# Random forests: queries (log-uniform), levels of shared nodes, children of a node, tokens of a
-# node and of a tail on the scale that the four kinds of lengths have.
-FOREST_QUERIES, FOREST_DEPTH, FOREST_CHILDREN = (24, 480), (3, 6), (1, 4)
-FOREST_NODE_SCALES, FOREST_TAIL_SCALES = (64, 256, 1024), (32, 128, 512)
-ENDS_EARLY = 0.1  # how often a node has tails only, above the deepest level
-# One long request beside many short ones on a prefix.
-SKEW_LONG, SKEW_PREFIX, SKEW_QUERIES, SKEW_TAIL = (16_384, 65_536), (200, 2000), (20, 200), (4, 200)
-# Samples of several prompts, which may share a system prompt; every sample has come to an end of
-# its own.
-SAMPLES_PROMPTS, SAMPLES_EACH, SAMPLES_SYSTEM = (4, 24), (4, 8, 16), (0, 500)
-SAMPLES_PROMPT, SAMPLES_TAIL = (256, 6000), (1, 1000)
-# Of `single`, `pair` (nothing shared) and `fork` (two that share half): thousands of tokens.
-FEW_KILO_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-@dataclass(frozen=True)
-class Forest:
-    """A batch by its radix paths. ``name`` is FAMILY-SEED."""
-
-    name: str
-    paths: list[PrefixPath]
-    seq_lens: list[int]
-
-    @property
-    def num_queries(self) -> int:
-        return len(self.seq_lens)
-
-    @property
-    def unique_tokens(self) -> int:
-        """K/V tokens that the batch holds, each counted once, of nodes that some share in part the
-        whole."""
-        nodes: dict[int, int] = {}
-        for path in self.paths:
-            nodes |= {node: max(end - start, nodes.get(node, 0)) for node, start, end in path}
-        ends = [path[-1][2] if path else 0 for path in self.paths]
-        tails = sum(length - end for length, end in zip(self.seq_lens, ends, strict=True))
-        return sum(nodes.values()) + tails
-
-    @property
-    def family(self) -> str:
-        return self.name.partition("-")[0]
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def uniform(rng: random.Random, scale: int) -> int:
@@ -145,16 +168,16 @@ class _Growing:
     """A forest that grows, node by node and query by query."""
 
     def __init__(self) -> None:
-        self.paths: list[PrefixPath] = []
+        self.paths: list[PathNodes] = []
         self.seq_lens: list[int] = []
         self._nodes = count()
 
-    def below(self, path: PrefixPath, tokens: int) -> PrefixPath:
+    def below(self, path: PathNodes, tokens: int) -> PathNodes:
         """``path`` with a new node of ``tokens`` more."""
         start = path[-1][2] if path else 0
         return [*path, (next(self._nodes), start, start + tokens)]
 
-    def query(self, path: PrefixPath, tail: int) -> None:
+    def query(self, path: PathNodes, tail: int) -> None:
         self.paths.append(path)
         self.seq_lens.append((path[-1][2] if path else 0) + tail)
 
@@ -176,7 +199,7 @@ def forest(kind: str, seed: int) -> Forest:
     length = LENGTHS[kind]
     grown = _Growing()
 
-    def grow(path: PrefixPath, queries: int, level: int) -> None:
+    def grow(path: PathNodes, queries: int, level: int) -> None:
         if level == depth or queries == 1 or (level > 1 and rng.random() < ENDS_EARLY):
             for _ in range(queries):
                 grown.query(path, length(rng, tail_scale))

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.common import document as documents
 from benchmarks.common.document import Budget, Document, value, whole_number, write
-from benchmarks.common.forests import GENERATOR
+from benchmarks.common.forests import GENERATOR, Tree
 from benchmarks.kernel.cases import Work, asked
 from benchmarks.kernel.clock import Clock, device_rates, empty_us
 from benchmarks.kernel.floor import Heads
@@ -31,7 +31,6 @@ from benchmarks.kernel.layer import KV_DTYPES, PatOptions
 from benchmarks.kernel.peers import usable
 from benchmarks.kernel.report import TreeRow, complaints, decode_ratio, table
 from benchmarks.kernel.rows import measure
-from sglang_pat.explain.tree import Tree
 from sglang_pat.target import POLICIES
 
 # Milliseconds of repeats for one time.
@@ -140,7 +139,7 @@ def about(document: Document) -> list[str]:
     """Where and how a document was measured, as lines."""
     lines = documents.heading(document)
     if server := document.get("server"):
-        had = ("kv_dtype", "draft_tokens", "page_size", "policy", "complete")
+        had = ("kv_dtype", "draft_tokens", "page_size")
         names = server["versions"] | {name: server[name] for name in had if name in server}
         said = ", ".join(f"{name} {found}" for name, found in names.items())
         lines.append(f"batches of {server['date']}, {server['device']}, there {said}")

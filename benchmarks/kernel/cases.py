@@ -10,12 +10,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.forests import PAPER_TREES, QUICK_TREES, Forest, all_forests, shortest_tail
+from benchmarks.common.forests import (
+    PAPER_TREES,
+    QUICK_TREES,
+    Forest,
+    Tree,
+    all_forests,
+)
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3, PatOptions
 from sglang_pat import _C
 from sglang_pat.dump import Batch, read_dump
-from sglang_pat.explain.tree import Tree
 
 PAPER_HEADS = [Heads(32, 32), Heads(16, 8), Heads(32, 8), Heads(64, 8)]
 # Of --ragged: heads of one GPU, as models have them at tensor-parallel sizes of 1 to 8.
@@ -35,7 +40,7 @@ class Case:
     """A batch, a tree of equal levels or another one, with heads and ``draft_tokens`` a query."""
 
     heads: Heads
-    requests: Tree | Forest
+    requests: Forest
     draft_tokens: int = 1
 
     @property
@@ -45,13 +50,22 @@ class Case:
 
     def reason_against(self) -> str:
         """Why the CUDA kernels cannot run it, or ""."""
-        if 1 < self.draft_tokens > (tail := shortest_tail(self.requests)):
+        if 1 < self.draft_tokens > (tail := min(self.requests.tails)):
             return f"a tail has {tail} tokens, must hold the {self.draft_tokens} draft tokens"
         heads = self.heads
-        shape, strides = (heads.q, heads.kv, heads.dim), (heads.kv * heads.dim,) * 2
+        stride = heads.kv * heads.dim
         try:
             if hasattr(_C, "check_decode_cuda"):  # built with the CUDA kernels
-                _C.check_decode_cuda(*shape, *strides, 1.0, 0.0, draft_tokens=self.draft_tokens)
+                _C.check_decode_cuda(
+                    num_q_heads=heads.q,
+                    num_kv_heads=heads.kv,
+                    head_dim=heads.dim,
+                    k_stride_slot=stride,
+                    v_stride_slot=stride,
+                    scale=1.0,
+                    logit_cap=0.0,
+                    draft_tokens=self.draft_tokens,
+                )
             PatOptions(draft_tokens=self.draft_tokens).target(self.requests, heads)
         except ValueError as error:
             return str(error)
@@ -78,7 +92,7 @@ def asked(options: argparse.Namespace) -> Work:
     """
     quick, drafts, kv_dtype = options.quick, options.draft_tokens or (1,), options.kv_dtype
     kind, heads = "trees", PAPER_HEADS
-    requests: Sequence[Tree | Forest] = QUICK_TREES if quick else PAPER_TREES
+    requests: Sequence[Forest] = QUICK_TREES if quick else PAPER_TREES
     server: dict[str, Any] | None = None
     if options.batches:
         kind, (server, requests) = "batches", read_batches(options.batches)
@@ -111,7 +125,7 @@ def asked(options: argparse.Namespace) -> Work:
     return Work(kind, chosen, kv_dtype or "bfloat16", server)
 
 
-def sample(every: Sequence[Tree | Forest], count: int | None) -> Sequence[Tree | Forest]:
+def sample(every: Sequence[Forest], count: int | None) -> Sequence[Forest]:
     """So many of them, evenly spaced from the first to the last; all for None."""
     if count is None or count >= len(every):
         return every
@@ -119,8 +133,8 @@ def sample(every: Sequence[Tree | Forest], count: int | None) -> Sequence[Tree |
 
 
 def read_batches(file: Path) -> tuple[dict[str, Any], list[Forest]]:
-    """The header of a running server's dump (``SGLANG_PAT_DUMP``), without its target, ``complete``
-    or cut off, and its batches. Their slots will be single tokens, contiguous within a node,
+    """The header of a running server's dump (``SGLANG_PAT_DUMP``), without its target, and
+    its batches. Their slots will be single tokens, contiguous within a node,
     whatever pages the server had; K and V are random.
 
     Raises OSError or ValueError, in words, for a file that is no dump or has no batch.
@@ -135,7 +149,7 @@ def read_batches(file: Path) -> tuple[dict[str, Any], list[Forest]]:
             f"{file}: {', '.join(NUMBERS)} of its header are {numbers}, must be whole numbers: "
             "make the dump anew"
         )
-    return header | {"complete": bool(dump.end)}, [as_forest(batch) for batch in dump.batches]
+    return header, [as_forest(batch) for batch in dump.batches]
 
 
 def as_forest(batch: Batch) -> Forest:

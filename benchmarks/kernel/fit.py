@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.common.forests import PAPER_TREES, Forest, Requests, all_forests, shortest_tail
+from benchmarks.common.forests import PAPER_TREES, Forest, all_forests
 from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import quantised
@@ -50,7 +50,7 @@ SHARPNESS = 0.015  # relative difference of two judged times that makes a choice
 STEP, LEAST_STEP = 0.15, 0.015  # by which a cost is changed
 
 
-def batches() -> Iterator[Requests]:
+def batches() -> Iterator[Forest]:
     """The paper's trees, the ragged batches, requests on one prefix, and agents of four roles."""
     yield from PAPER_TREES
     yield from all_forests()
@@ -68,15 +68,15 @@ def batches() -> Iterator[Requests]:
             yield Forest(f"agents-{count}+{own}", paths, lengths)
 
 
-def cases() -> Iterator[tuple[Heads, PatOptions, Requests]]:
+def cases() -> Iterator[tuple[Heads, PatOptions, Forest]]:
     """What is timed, in a fixed order."""
     for heads, settings in SETTINGS:
         for tree in batches():
-            if settings.draft_tokens == 1 or shortest_tail(tree) >= settings.draft_tokens:
+            if settings.draft_tokens == 1 or min(tree.tails) >= settings.draft_tokens:
                 yield heads, settings, tree
 
 
-def plans(heads: Heads, settings: PatOptions, tree: Requests) -> dict[str, Planner]:
+def plans(heads: Heads, settings: PatOptions, tree: Forest) -> dict[str, Planner]:
     """A planner for each cut that gives the batch a plan of its own."""
     found, seen = {}, set()
     for cut in CUTS:
@@ -123,7 +123,7 @@ def time_cuts(file: Path, budget_s: float) -> None:
 
 
 def time_batch(
-    clock: Clock, heads: Heads, settings: PatOptions, tree: Requests
+    clock: Clock, heads: Heads, settings: PatOptions, tree: Forest
 ) -> tuple[dict[str, float], float]:
     """Microseconds by cut, and the noise."""
     batch = device_batch(tree, heads, draft_tokens=settings.draft_tokens)
@@ -168,7 +168,7 @@ class Fit:
         """log of the seconds that the judge expects of each plan."""
         found = []
         for planner, seq_lens in self._planners:
-            planner.set_costs(costs)
+            planner.costs = list(costs)
             found.append(math.log(planner.plan_again(seq_lens).seconds))
         return np.array(found)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.common.forests import Requests
+from benchmarks.common.forests import Forest
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Rates:
     flops_per_s: float
 
 
-def least_bytes(tree: Requests, heads: Heads, kv_itemsize: int = 2, draft_tokens: int = 1) -> int:
+def least_bytes(tree: Forest, heads: Heads, kv_itemsize: int = 2, draft_tokens: int = 1) -> int:
     """Every K/V slot of the batch and q read once, the output written once; q and the output of
     two bytes an element, with ``draft_tokens`` rows a query."""
     q_and_out = 2 * tree.num_queries * draft_tokens * heads.q * heads.dim * 2
     return 2 * tree.unique_tokens * heads.kv * heads.dim * kv_itemsize + q_and_out
 
 
-def flops(tree: Requests, heads: Heads, draft_tokens: int = 1) -> int:
+def flops(tree: Forest, heads: Heads, draft_tokens: int = 1) -> int:
     """Multiplications and additions of q.k and p.v; no packing saves any of them. A draft token
     attends to no later one."""
     masked = draft_tokens * (draft_tokens - 1) // 2
@@ -56,7 +56,7 @@ def flops(tree: Requests, heads: Heads, draft_tokens: int = 1) -> int:
 
 
 def floor_us(
-    tree: Requests, heads: Heads, rates: Rates, kv_itemsize: int = 2, draft_tokens: int = 1
+    tree: Forest, heads: Heads, rates: Rates, kv_itemsize: int = 2, draft_tokens: int = 1
 ) -> tuple[float, str]:
     """Microseconds, the larger of the time of the bytes and that of the operations, and which it
     is: ``memory`` or ``compute``."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from benchmarks.common.forests import Requests
+from benchmarks.common.forests import Forest
 from benchmarks.kernel.floor import Heads
 
 _T: TypeAlias = torch.Tensor
@@ -35,7 +35,7 @@ class TreeBatch:
 
 
 def slot_table(
-    tree: Requests, *, permuted: bool = True, seed: int = 0
+    tree: Forest, *, permuted: bool = True, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [1 + queries, tokens of the longest] slots of each query from row 1 on, and int64
     [queries] lengths, on the CPU. Slots are 1 to ``unique_tokens``; slot 0 and row 0 belong to
@@ -66,7 +66,7 @@ def slot_table(
 
 
 def make_batch(
-    tree: Requests,
+    tree: Forest,
     heads: Heads,
     permuted: bool = False,
     draft_tokens: int = 1,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import reference
-from benchmarks.common.forests import Requests
+from benchmarks.common.forests import Forest
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import TreeBatch, make_batch, relative
 from sglang_pat import Target, decode
@@ -52,7 +52,7 @@ class PatOptions:
         """Of an element of K or V."""
         return KV_DTYPES[self.kv_dtype]
 
-    def target(self, tree: Requests, heads: Heads) -> Target:
+    def target(self, tree: Forest, heads: Heads) -> Target:
         """As a server makes its own: for the GPU at hand, an H200 if there is none. The paper's
         split makes many pieces, so there is more room for them, lest plans are made without."""
         values: dict[str, Any] = {
@@ -80,7 +80,7 @@ class Layer:
     def __init__(
         self,
         batch: TreeBatch,
-        tree: Requests,
+        tree: Forest,
         heads: Heads,
         settings: PatOptions,
         scale: float,

@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.forests import Requests
+from benchmarks.common.forests import Forest, Tree
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import TreeBatch, quantised
 from benchmarks.kernel.layer import device_batch
-from sglang_pat.explain.tree import Tree
 
 Run = Callable[[], torch.Tensor]  # returns [B * T, Hq, D]
 # Takes a batch, its Tree (a Forest will do for all but `levels`) and the scale of the logits.
@@ -79,7 +78,7 @@ def _scheduler_metadata(
     return found
 
 
-def fa3(batch: TreeBatch, tree: Requests, scale: float) -> Run:
+def fa3(batch: TreeBatch, tree: Forest, scale: float) -> Run:
     """``flash_attn_with_kvcache`` of sgl-kernel, every query over its whole sequence."""
     attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
     table = batch.req_to_token[batch.rows].contiguous()
@@ -174,7 +173,7 @@ def query_offsets(batch: TreeBatch) -> torch.Tensor:
     return torch.arange(0, end, batch.draft_tokens, dtype=torch.int32, device=batch.q.device)
 
 
-def flashinfer(batch: TreeBatch, tree: Requests, scale: float) -> Run:
+def flashinfer(batch: TreeBatch, tree: Forest, scale: float) -> Run:
     """``BatchDecodeWithPagedKVCacheWrapper``, or of a verify step
     ``BatchPrefillWithPagedKVCacheWrapper``, planned for this very batch."""
     heads = Heads(batch.q.shape[1], batch.k_cache.shape[1], batch.q.shape[2])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from sglang_pat.explain.tree import Tree
+from benchmarks.common.forests import family_of
 
 PEER_NAMES = ("fa3", "flashinfer", "levels")
 # Relative norm of a difference of bf16 outputs beyond which one of them is wrong.
@@ -91,13 +91,6 @@ def geomean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def family(row: TreeRow) -> str:
-    """Of a tree whether it shares; of another batch the first part of its name."""
-    if "_" in row.spec:
-        return "shared" if Tree.parse(row.spec).shares else "nothing shared"
-    return row.spec.partition("-")[0]
-
-
 def decode_ratio(row: TreeRow) -> float | None:
     """pat's time over that of the better of FA3 and FlashInfer; None if neither ran."""
     return _over(row.pat, row.best(("fa3", "flashinfer")))
@@ -105,7 +98,7 @@ def decode_ratio(row: TreeRow) -> float | None:
 
 def summary(rows: Sequence[TreeRow]) -> list[str]:
     """What the rows of one group say, as lines."""
-    shared = [row for row in rows if family(row) == "shared"]
+    shared = [row for row in rows if family_of(row.spec) == "shared"]
     lines = []
     if shared:
         worst = max(shared, key=lambda row: row.over_floor)
@@ -143,7 +136,7 @@ def _against(what: str, rows: Sequence[TreeRow], ratio: Callable[[TreeRow], floa
         return f"over {what}: nothing to compare with"
     families: dict[str, list[float]] = {}
     for row, value in found:
-        families.setdefault(family(row), []).append(value)
+        families.setdefault(family_of(row.spec), []).append(value)
     means = [f"{name} {geomean(values):.3f}" for name, values in families.items()]
     slow = [f"{row.spec} {value:.3f}" for row, value in found if value > MARGIN]
     worst, most = max(found, key=lambda each: each[1])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.common.document import Document
+from benchmarks.common.forests import Tree
 from benchmarks.kernel.cases import Case
 from benchmarks.kernel.clock import Captured, Clock, capture
 from benchmarks.kernel.floor import Rates, floor_us
@@ -15,7 +16,6 @@ from benchmarks.kernel.kv import quantised, relative
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
 from benchmarks.kernel.peers import PEERS
 from benchmarks.kernel.report import TreeRow
-from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import BRANCH
 
 

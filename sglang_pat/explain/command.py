@@ -40,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         default=DEFAULT_TREE,
         help="the batch: a number is a request and counts its private tokens, TOKENS(...) is a "
-        "prefix that the requests in parentheses share, COUNTx repeats what follows; or a tree of "
-        f"the benchmarks, as 1,8,512_32,512,256 (default: {DEFAULT_TREE}, three requests on a "
-        "prefix of 512 tokens, two of which share 256 more)",
+        "prefix that the requests in parentheses share, COUNTx repeats what follows (default: "
+        f"{DEFAULT_TREE}, three requests on a prefix of 512 tokens, two of which share 256 more)",
     )
     batch.add_argument(
         "--paths",
@@ -149,7 +148,6 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         "head_dim": head_dim,
         "draft_tokens": draft_tokens,
         "max_queries": max(num_queries, _LEAST_QUERIES),
-        "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
         **({"kv_bytes": 1} if kv_dtype == "fp8_e4m3" else {}),
     }

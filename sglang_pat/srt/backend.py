@@ -24,7 +24,7 @@ from sglang_pat.executor import Executor
 from sglang_pat.planner import Plan
 from sglang_pat.srt.dump import make_tap
 from sglang_pat.srt.hook import LiveBatch, batches_of
-from sglang_pat.srt.layers import LayerRoutes, Survey, reads_latents
+from sglang_pat.srt.layers import LayerRoutes, reads_latents
 from sglang_pat.srt.metrics import start_reporter
 from sglang_pat.srt.radix import check_plan
 from sglang_pat.srt.step import (
@@ -103,7 +103,7 @@ class PatDecodeMixin:
         runner: Any,
         config: PatConfig,
         executor: Executor,
-        survey: Survey | None = None,
+        survey: dict[int, str],
         *,
         packs: bool = True,
         **base_arguments: Any,

@@ -16,7 +16,7 @@ from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
 from sglang_pat.srt import hook, launch, stock, support
 from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin, extend
-from sglang_pat.srt.layers import Survey, heads_of, survey_layers
+from sglang_pat.srt.layers import describe, heads_of, survey_layers
 from sglang_pat.srt.metrics import start_reporter
 from sglang_pat.stats import Stats
 from sglang_pat.target import WITHOUT_BRANCHES, Target
@@ -37,26 +37,27 @@ def make_pat_backend(runner: Any, name: str, of_sglang: Callable[[Any], Any]) ->
     for known in support.reasons_of(support.KNOWN, server):
         logger.warning("sglang_pat: %s", known)
     idle = support.idle_reasons(server, config.min_batch)
-    survey = Survey({})
+    survey: dict[int, str] = {}
     if all(reason.serves for reason in idle):
         survey = survey_layers(runner)
-        if survey.serves_none:
-            idle = [support.Reason(f"of the model it could serve {survey}", support.CHOOSE_ANOTHER)]
+        if survey and all(survey.values()):
+            could = f"of the model it could serve {describe(survey)}"
+            idle = [support.Reason(could, support.CHOOSE_ANOTHER)]
     if idle:
         logger.warning("sglang_pat: %s", support.idle_message(idle))
     if not all(reason.serves for reason in idle):
         start_reporter(Stats(), serving=False)
         logger.info("sglang_pat: attention is SGLang's own, %s", name)
         return of_sglang(runner)
-    base = stock.base_of(name, runner)
+    base, arguments = stock.base_of(name, runner)
     # Without a reason against it, a server that speculates has its verify steps served.
     speculates = runner.server_args.speculative_algorithm is not None
     mixin = PatVerifyMixin if speculates else PatDecodeMixin
-    backend = extend(base.cls, mixin)(
-        runner, config, make_executor(runner, config), survey, packs=not idle, **base.arguments
+    backend = extend(base, mixin)(
+        runner, config, make_executor(runner, config), survey, packs=not idle, **arguments
     )
     dtype = str(runner.kv_cache_dtype).removeprefix("torch.")
-    logger.info("sglang_pat: serves %s, K/V in %s", survey, dtype)
+    logger.info("sglang_pat: serves %s, K/V in %s", describe(survey), dtype)
     return backend
 
 
@@ -104,7 +105,6 @@ def _capacity(runner: Any, config: PatConfig) -> Capacity:
         pool_requests=requests,
         pool_tokens=runner.max_total_num_tokens,
         largest_graph=_largest_graph(requests),
-        partial_dtype=config.partial_dtype,
         budget=config.workspace_mb * MB,
     )
     if capacity.over_budget:
@@ -131,7 +131,6 @@ def _options(runner: Any, config: PatConfig) -> dict[str, Any]:
     return {
         **heads_of(runner)._asdict(),
         "kv_bytes": runner.kv_cache_dtype.itemsize,
-        "partial_bytes": config.partial_dtype.itemsize,
         "policy": config.policy,
     }
 
@@ -149,9 +148,13 @@ def _largest_graph(pool_requests: int) -> int:
     """Queries of the largest decode graph that SGLang may capture, padding included; 0 without
     graphs. As ``get_batch_sizes_to_capture`` (S model_executor/runner/base_cuda_graph_runner.py:65)
     clamps them."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.runtime_context import get_exec
     from sglang.srt.utils import get_cuda_graph_max_batch_size
 
-    asked = support.largest_graph(get_exec().graph.cuda_graph_config.decode)
+    asked = get_exec().graph.cuda_graph_config.decode
+    if asked.backend == Backend.DISABLED:
+        return 0
+    sizes: list[int] = [*(asked.bs or ()), asked.max_bs or 0]
     captured: int = get_cuda_graph_max_batch_size(pool_requests)
-    return min(asked, captured)
+    return min(max(sizes), captured)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from math import inf
 from types import SimpleNamespace
@@ -240,28 +239,19 @@ def ranges(layers: list[int]) -> str:
 # Of a loaded model.
 
 
-@dataclass(frozen=True)
-class Survey:
-    """``reasons``: why a layer is the base's, or "" if it is ours, by layer id."""
-
-    reasons: dict[int, str]
-
-    @property
-    def serves_none(self) -> bool:
-        """Whether there are attention layers, and none of them is ours."""
-        return bool(self.reasons) and all(self.reasons.values())
-
-    def __str__(self) -> str:
-        counts = Counter(self.reasons.values())
-        total, ours = len(self.reasons), counts.pop("", 0)
-        if not counts:
-            return f"all {total} attention layers"
-        listed = "; ".join(f"{count} with {reason}" for reason, count in counts.items())
-        return f"{ours or 'none'} of {total} attention layers ({listed})"
+def describe(survey: dict[int, str]) -> str:
+    """A survey in words."""
+    counts = Counter(survey.values())
+    ours = counts.pop("", 0)
+    if not counts:
+        return f"all {ours} attention layers"
+    listed = "; ".join(f"{count} with {reason}" for reason, count in counts.items())
+    return f"{ours or 'none'} of {len(survey)} attention layers ({listed})"
 
 
-def survey_layers(runner: Any) -> Survey:
-    """Decide of each ``RadixAttention`` of the runner's model whether it is ours.
+def survey_layers(runner: Any) -> dict[int, str]:
+    """Of each ``RadixAttention`` of the runner's model, by layer id, why it is the base's, or "" if
+    it is ours.
 
     A layer that the pool has no K/V of is left out: linear attention that is built like attention
     and never comes by, or one that is decided when it does, as are layers that hand over arguments
@@ -285,7 +275,7 @@ def survey_layers(runner: Any) -> Survey:
             "sglang_pat: attention layers %s have no K/V in the pool: decided if they come by",
             ranges(sorted(set(without))),
         )
-    return Survey(reasons)
+    return reasons
 
 
 def attention_layers(model: torch.nn.Module, planned: Heads) -> list[Any]:
@@ -334,11 +324,11 @@ class LayerRoutes:
     turns out to serve none.
     """
 
-    def __init__(self, survey: Survey | None, target: Target, reporter: Any) -> None:
+    def __init__(self, survey: dict[int, str], target: Target, reporter: Any) -> None:
         self._target = target
         self._reporter = reporter
         # By layer id: why the layer is the base's, or "". Then the reasons of those that are.
-        self._reasons = dict(survey.reasons) if survey else {}
+        self._reasons = dict(survey)
         self._surveyed = bool(self._reasons)
         self.of_base = [reason for reason in self._reasons.values() if reason]
 

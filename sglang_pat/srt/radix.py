@@ -148,7 +148,7 @@ class RadixView:
             private = {self.disabled: len(reqs)}
             return planner.plan([None] * handles.num_queries, seq_lens), private
         leaf = None if self._leaf is None else self._leaf(reqs)
-        plan = planner.plan_handles(handles.packed, seq_lens, self._paths, leaf)
+        plan = planner.plan_from_handles(handles.packed, seq_lens, self._paths, leaf)
         self.unread = self._paths.num_unread
         reasons = {
             NO_LOCK: self._paths.num_missing,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -75,19 +75,13 @@ def let_sglang_choose(server_args: Any) -> None:
     declare_resolution(server_args, BACKEND, **left)
 
 
-class Base(NamedTuple):
-    """A backend of SGLang: its class and what its constructor takes beside the runner."""
-
-    cls: type
-    arguments: dict[str, Any]
-
-
-def base_of(name: str, runner: Any) -> Base:
-    """The base for a model runner, one of ``EXTENDABLE``."""
+def base_of(name: str, runner: Any) -> tuple[type, dict[str, Any]]:
+    """The base for a model runner, one of ``EXTENDABLE``: the class, and what its constructor takes
+    beside the runner."""
     module, cls, arguments = EXTENDABLE[runner.device][name]
     if name == "flashinfer":
         arguments = {"init_new_workspace": runner.init_new_workspace}
-    return Base(getattr(import_module(f"{_HOME}.{module}"), cls), dict(arguments))
+    return getattr(import_module(f"{_HOME}.{module}"), cls), arguments
 
 
 def kv_cache_dtype(choice: str, model_config: Any) -> torch.dtype:

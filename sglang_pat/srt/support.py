@@ -600,15 +600,6 @@ def idle_reasons(server: Server, min_batch: int) -> list[Reason]:
     return reasons
 
 
-def largest_graph(decode: Any) -> int:
-    """Requests of the largest decode graph that the options ask for, ``decode`` being SGLang's
-    ``PhaseConfig`` of these; 0 without graphs."""
-    if decode.backend == _sglang("model_executor.cuda_graph_config.Backend").DISABLED:
-        return 0
-    sizes: list[int] = [*(decode.bs or ()), decode.max_bs or 0]
-    return max(sizes)
-
-
 def idle_message(reasons: list[Reason]) -> str:
     """All reasons for which there is nothing to gain, in one line for the log."""
     what = "packs nothing" if all(reason.serves for reason in reasons) else "serves nothing"

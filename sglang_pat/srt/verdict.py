@@ -13,23 +13,19 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import CPU_PLATFORM, PatConfig
 from sglang_pat.gpus import SHARED_PER_BLOCK, Machine, machine_of, untried
 from sglang_pat.srt import BACKEND, launch, layers, stock, support
 from sglang_pat.srt.facts import NO_ATTENTION
 from sglang_pat.srt.support import Reason
 
-# SGLang's bounds on the requests that a server runs at once, unless --max-running-requests is set
-# (S mem_cache/kv_cache_configurator.py:3124); between them it depends on the free memory.
-_MOST_REQUESTS = 4096
 _BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
 
 Status = Literal["served", "served in part", "nothing to gain", "refused"]
@@ -45,8 +41,8 @@ class Verdict:
 
     ``refused``: whether the server does not start; then ``reasons`` say why, else why there would
     be nothing to gain. ``layers``: layer ids by the reason why SGLang's own code runs them, "" for
-    those of ``pat``. ``kv_dtype``: of K and V, where SGLang takes the flags. ``workspace``: on a
-    GPU, where a layer is served. ``notes``: what else to know of the GPU.
+    those of ``pat``. ``kv_dtype``: of K and V, where SGLang takes the flags. ``notes``: what
+    else to know of the GPU.
     """
 
     device: str
@@ -55,7 +51,6 @@ class Verdict:
     refused: bool = False
     reasons: list[Reason] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)
-    workspace: Capacity | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -72,14 +67,6 @@ class Verdict:
         """Whether ``pat`` serves at least a part."""
         return self.status in ("served", "served in part")
 
-    def as_json(self) -> dict[str, Any]:
-        """For ``--json``: all fields, those of the parts included, and what follows from them."""
-        found = {"verdict": self.status, **asdict(self)}
-        if self.workspace is not None:
-            sums = {"bytes": self.workspace.total, "over_budget": self.workspace.over_budget}
-            found["workspace"] |= sums
-        return found
-
     def lines(self) -> list[tuple[str, str, str]]:
         """Topic, what was found and the way out, for people."""
         stored = f", K/V in {self.kv_dtype}" if self.kv_dtype else ""
@@ -90,14 +77,6 @@ class Verdict:
             topic = "other layers" if why == NO_ATTENTION else "layers of SGLang"
             words = f"{len(ids)} ({layers.ranges(ids)})"
             found.append((topic, f"{words}: {why}", "") if why else ("layers of pat", words, ""))
-        if self.workspace is not None:
-            found.append(("workspace", str(self.workspace).removeprefix("workspace: "), ""))
-            if self.workspace.over_budget:
-                found.append(("workspace", self.workspace.warning(), ""))
-        elif self.layers and self.device == "cpu":
-            found.append(("workspace", "none: on a CPU nothing is allocated", ""))
-        elif not self.refused:
-            found.append(("workspace", "none, as pat serves nothing", ""))
         return found + [("note", note, "") for note in self.notes]
 
 
@@ -165,9 +144,8 @@ def _weigh(server_args: Any, model_config: Any, described: str, asked: Machine |
     gpu = _gpu_here(server.args.base_gpu_id) if asked is None else asked
     if server.device != "cuda":
         gpu = None
-    config = PatConfig.from_env()
     refusals = support.refusals(server)
-    idle = support.idle_reasons(server, config.min_batch)
+    idle = support.idle_reasons(server, PatConfig.from_env().min_batch)
     found: dict[str, list[int]] = {}
     if not refusals and all(reason.serves for reason in idle):
         shared = None if asked is None else SHARED_PER_BLOCK[asked.major, asked.minor]
@@ -183,7 +161,6 @@ def _weigh(server_args: Any, model_config: Any, described: str, asked: Machine |
         refused=bool(refusals),
         reasons=refusals or idle,
         layers=found,
-        workspace=_workspace(server, config) if "" in found and gpu is not None else None,
         notes=[note for note in notes if note],
     )
 
@@ -209,26 +186,6 @@ def _layers(server: support.Server, shared: int | None) -> dict[str, list[int]]:
     for layer, reason in enumerate(reasons):
         groups.setdefault(reason, []).append(layer)
     return groups
-
-
-def _workspace(server: support.Server, config: PatConfig) -> Capacity:
-    """What the backend will allocate on each GPU, for as many requests as the server may run."""
-    from sglang.srt.runtime_context import attn_tp_size_of
-
-    args, model = server.args, server.model
-    requests = (args.max_running_requests or _MOST_REQUESTS) // max(1, int(args.attn_dp_size))
-    requests = max(1, requests)
-    heads = layers.heads_by_config(model, attn_tp_size_of(args))
-    return fit_workspace(
-        num_q_heads=heads.num_q_heads,
-        head_dim=heads.output_dim,
-        pool_requests=requests,
-        pool_tokens=requests * model.context_len,  # the pool's size is not known yet
-        largest_graph=min(support.largest_graph(args.cuda_graph_config.decode), requests),
-        partial_dtype=config.partial_dtype,
-        budget=config.workspace_mb * MB,
-        draft_tokens=support.draft_tokens_of(args),
-    )
 
 
 def asked_gpu(arguments: Sequence[str], gpu: str) -> Machine | None:

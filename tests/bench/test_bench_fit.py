@@ -12,11 +12,10 @@ import pytest
 import torch
 from kit.bench import CpuClock, replace_device
 
-from benchmarks.common.forests import PAPER_TREES, forest
+from benchmarks.common.forests import PAPER_TREES, Tree, forest
 from benchmarks.kernel import fit
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3, PatOptions
-from sglang_pat.explain.tree import Tree
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -60,9 +59,7 @@ def test_costs_are_found_from_times(
         for heads, settings, tree in cases:
             us = {}
             for cut, planner in fit.plans(heads, settings, tree).items():
-                planner.set_costs(
-                    [cost * (1 + 2 * (i == 0)) for i, cost in enumerate(planner.costs)]
-                )
+                planner.costs = [cost * (1 + 2 * (i == 0)) for i, cost in enumerate(planner.costs)]
                 us[cut] = 1e6 * planner.plan_again(tree.seq_lens).seconds
             row = {"device": fit.device_name(), "batch": str(tree), "heads": str(heads)}
             out.write(json.dumps(row | {"noise": 0.01, "us": us}) + "\n")

@@ -14,14 +14,13 @@ import pytest
 import torch
 from kit.bench import RATES, chain_batch, replace_device, row
 
-from benchmarks.common.forests import GENERATOR, PAPER_TREES
+from benchmarks.common.forests import GENERATOR, PAPER_TREES, Tree
 from benchmarks.kernel import __main__ as kernel
 from benchmarks.kernel import rows
 from benchmarks.kernel.cases import Work, asked, read_batches
 from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
 from benchmarks.kernel.layer import PatOptions, error_of
 from benchmarks.kernel.report import TreeRow, complaints, summary
-from sglang_pat.explain.tree import Tree
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -39,7 +38,7 @@ def work(*arguments: str) -> Work:
     [
         ("--ragged --trees 1,2_3,4", "not allowed with"),
         ("--trees 1,4", "tree '1,4' is not NODES_TOKENS"),
-        ("--trees 4,6_16,16", "tree '4,6_16,16': counts must be 1 or more"),
+        ("--trees 4,6_16,16", "tree '4,6_16,16' is not NODES_TOKENS"),
         ("--heads 7/2", "the KV heads must divide"),
         ("--heads 32", "heads '32' are not"),
         ("--sample 0", "'0' is not a whole number, 1 or more"),
@@ -109,14 +108,14 @@ def test_the_summary_has_means_the_worst_row_and_those_that_lose() -> None:
     found = [row(), row("1,8_64,16", pat=31.0), row("5_64", pat=27.0, levels=20.0, fa3=None)]
     floor, decode, best = summary(found)
     assert "pat 2.16, best peer per tree 3.00" in floor and "worst 3.10 at 1,8_64,16" in floor
-    assert "0.775 (shared 0.719, nothing shared 0.900)" in decode and "1,8_64,16 1.033" in decode
+    assert "0.775 (shared 0.719, private 0.900)" in decode and "1,8_64,16 1.033" in decode
     assert "5_64 1.350" in best
     assert "fa3 -" in summary([row(), row("1,8_64,16", fa3=None)])[0], "no mean of some rows"
     drawn = [row("skew-0", pat=30.5), row("skew-1", pat=31.0), row("single-8k", fa3=20.0)]
     assert "skew 1.025, single 0.750" in summary(drawn)[0] and "1 of 3: skew-1" in summary(drawn)[0]
     e4m3 = [row(pat=16.0, bf16=20.0, errors={"fa3": 0.03}), row("4_64", pat=22.0, bf16=20.0)]
     *_, over, error = summary(e4m3)
-    assert "0.938 (shared 0.800, nothing shared 1.100)" in over and error.endswith("0.067")
+    assert "0.938 (shared 0.800, private 1.100)" in over and error.endswith("0.067")
 
 
 @pytest.mark.parametrize("bad", [0.02, math.nan, math.inf])
@@ -159,7 +158,6 @@ def dump(file: Path, count: int = 3, **header: Any) -> str:
     for number in range(1, count + 1):
         lengths = [length + number for length in (70, 64, 45, 9)]
         lines.append({"paths": PATHS, "seq_lens": lengths})
-    lines.append({"end": "complete"})
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(file)
 
@@ -169,11 +167,10 @@ def test_a_dump_is_run_as_on_its_server_unless_asked(tmp_path: Path) -> None:
     own = work("--batches", file, "--sample", "3")
     names = ["batch-1-4/2/64 x 4", "batch-6-4/2/64 x 4", "batch-11-4/2/64 x 4"]
     assert [case.name for case in own.cases] == names
-    assert own.kv_dtype == "fp8_e4m3" and own.server and own.server["complete"]
-    Path(file).write_text("\n".join(Path(file).read_text().splitlines()[:-1]))
+    assert own.kv_dtype == "fp8_e4m3" and own.server
     other = work("--batches", file, "--heads", "8/2", "--kv-dtype", "bfloat16")
     assert other.kv_dtype == "bfloat16" and {case.heads for case in other.cases} == {Heads(8, 2)}
-    assert other.server == own.server | {"complete": False}
+    assert other.server == own.server
     drafted = work("--batches", file, "--draft-tokens", "1", "--sample", "1")
     assert [case.name for case in drafted.cases] == ["batch-1-4/2/64"]
 

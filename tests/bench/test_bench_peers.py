@@ -18,10 +18,10 @@ import torch
 from kit.bench import Calls, chain_batch, fake_peers
 
 from benchmarks.common import reference
+from benchmarks.common.forests import Tree
 from benchmarks.kernel import clock, peers
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import quantised, relative
-from sglang_pat.explain.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TREE = Tree((1, 3), (9, 5))

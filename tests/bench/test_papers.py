@@ -10,16 +10,16 @@ from kit.bench import CpuClock, replace_device
 from kit.pieces import check_pieces
 
 from benchmarks import papers
-from benchmarks.common.forests import PAPER_TREES, Forest, PrefixPath, forest, samples
+from benchmarks.common.forests import PAPER_TREES, Forest, Tree, forest, samples
 from benchmarks.kernel.floor import Heads
 from benchmarks.papers import NAMES, measure, padding, plan_by
 from sglang_pat import Target
-from sglang_pat.explain.tree import Tree
+from sglang_pat.dump import PathNodes
 
 Ranges = list[tuple[int, int]]  # start and tokens of what each item reads
 # Node 1 (1,000 tokens, 6 queries) over node 2 (300 tokens, 4 queries) over node 3 (200 tokens, 2
 # queries), and 100 tokens of its own for each query.
-DEEP: list[PrefixPath] = [[(1, 0, 1000), (2, 1000, 1300), (3, 1300, 1500)]] * 2
+DEEP: list[PathNodes] = [[(1, 0, 1000), (2, 1000, 1300), (3, 1300, 1500)]] * 2
 DEEP += [[(1, 0, 1000), (2, 1000, 1300)]] * 2 + [[(1, 0, 1000)]] * 2
 DEEP_LENS = [1600] * 2 + [1400] * 2 + [1100] * 2
 
@@ -43,7 +43,7 @@ def deep(name: str, **machine: Any) -> list[Ranges]:
     return read_by(name, Forest("deep", DEEP, DEEP_LENS), **machine)
 
 
-def starts(name: str, paths: list[PrefixPath], length: int, **machine: Any) -> list[list[int]]:
+def starts(name: str, paths: list[PathNodes], length: int, **machine: Any) -> list[list[int]]:
     found = read_by(name, Forest("equal", paths, [length] * len(paths)), **machine)
     return [[start for start, _ in each] for each in found]
 

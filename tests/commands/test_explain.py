@@ -17,6 +17,7 @@ import pytest
 from kit.shell import fresh_shell  # noqa: F401
 
 import sglang_pat
+from benchmarks.common.forests import Tree
 from sglang_pat import Target, cli
 from sglang_pat.dump import MAX_REQUESTS, Requests
 from sglang_pat.explain.command import make_target
@@ -112,10 +113,10 @@ def test_it_prints_the_plan_and_what_it_reads(tmp_path: Path, capsys: Capture) -
         assert attribute not in drawn
 
 
-def test_both_notations_of_a_tree_are_one_batch() -> None:
-    nested, levels = parse_tree("32(8x512(4x256))"), parse_tree("1,8,32_32,512,256")
+def test_a_tree_is_the_batch_that_the_benchmarks_name_by_levels() -> None:
+    nested, levels = parse_tree("32(8x512(4x256))"), Tree.parse("1,8,32_32,512,256")
     assert nested.seq_lens == levels.seq_lens == [800] * 32
-    assert str(planned(nested)) == str(planned(levels))
+    assert str(planned(nested)) == str(planned(Requests(levels.paths, levels.seq_lens)))
     assert parse_tree(" 512 ( 256(40, 25), 90 ) ") == parse_tree(DEFAULT_TREE)
     assert parse_tree("3x7") == Requests([[], [], []], [7, 7, 7])
 
@@ -132,8 +133,7 @@ def test_both_notations_of_a_tree_are_one_batch() -> None:
         (f"{'1(' * 65}1{')' * 65}", f"nodes are nested deeper than {MAX_DEPTH}"),
         ("99999999999x1", f"more than {MAX_REQUESTS:,} requests"),
         ("200x1(200x1)", f"more than {MAX_REQUESTS:,} requests"),
-        ("1,99999_1,1", f"more than {MAX_REQUESTS:,} requests"),
-        ("1,8_32", "2 levels of nodes and 1 of tokens"),
+        ("1,8_32,4", "character 4: the end must stand here"),
     ],
 )
 def test_a_broken_tree_names_the_place(spec: str, place: str, capsys: Capture) -> None:

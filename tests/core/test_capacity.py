@@ -25,7 +25,6 @@ DEFAULTS: dict[str, Any] = {
     "pool_requests": 4096,
     "pool_tokens": 900_000,
     "largest_graph": 256,
-    "partial_dtype": torch.float32,
     "budget": DEFAULT_MB * MB,
 }
 
@@ -43,7 +42,7 @@ def target_of(found: Capacity, **changes: Any) -> Target:
     "changes",
     [
         {},
-        {"partial_dtype": torch.bfloat16, "budget": 64 * MB},
+        {"budget": 64 * MB},
         {"num_q_heads": 5, "head_dim": 64, "pool_tokens": 100_000_000},
         {"num_q_heads": 64, "largest_graph": 512},
     ],
@@ -73,7 +72,7 @@ def test_the_bytes_are_those_that_are_allocated(
         8192,
         "cuda:0",
         list_tokens=found.list_tokens,
-        partial_dtype=given["partial_dtype"],
+        partial_dtype=torch.float32,
     )
     assert sum(tensor.nbytes for tensor in made) == found.total == held.nbytes
     assert sorted(tensor.nbytes for tensor in made) == sorted(found.parts.values())

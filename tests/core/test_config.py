@@ -4,26 +4,23 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from sglang_pat.config import PatConfig
 
 
 def test_defaults() -> None:
     config = PatConfig.from_env({"SGLANG_PLATFORM": "pat_cpu"})
-    assert config == PatConfig(
-        check=False, policy="default", partial="fp32", workspace_mb=256, min_batch=2
-    )
-    assert (config.launch, config.partial_dtype) == ("queue", torch.float32)
+    assert config == PatConfig(check=False, policy="default", workspace_mb=256, min_batch=2)
+    assert config.launch == "queue"
 
 
 def test_every_option() -> None:
-    given = "CHECK=1 POLICY=pat PARTIAL=bf16 WORKSPACE_MB=1024 MIN_BATCH=1 DUMP=/a DUMP_BATCHES=7"
+    given = "CHECK=1 POLICY=pat WORKSPACE_MB=1024 MIN_BATCH=1 DUMP=/a"
     options = dict(option.split("=") for option in given.split())
     config = PatConfig.from_env({f"SGLANG_PAT_{name}": value for name, value in options.items()})
-    expected = PatConfig(True, "pat", "bf16", 1024, 1, dump_batches=7, dump="/a")
+    expected = PatConfig(True, "pat", 1024, 1, "/a")
     assert config == expected
-    assert (config.launch, config.partial_dtype) == ("streams", torch.bfloat16)
+    assert config.launch == "streams"
     assert sorted(str(config).replace("True", "1").upper().split()) == sorted(given.upper().split())
 
 
@@ -33,7 +30,6 @@ def test_every_option() -> None:
         ("CHECK", "yes", "SGLANG_PAT_CHECK=yes .*use one of 0, 1"),
         ("POLICY", "", "SGLANG_PAT_POLICY= .*use one of default, pat, or unset it"),
         ("POLICY", "PAT", "SGLANG_PAT_POLICY=PAT .*use one of default, pat"),
-        ("PARTIAL", "fp16", "SGLANG_PAT_PARTIAL=fp16 .*use one of fp32, bf16"),
         *(
             ("WORKSPACE_MB", value, f"MB={value} is not a whole number of MB, 1 or more; give one")
             for value in ("", "0", "-1", "1.5", "1e3", "256MB", "\u0664")

@@ -21,8 +21,8 @@ from kit.trees import (
     target,
 )
 
+from benchmarks.common.forests import Tree
 from sglang_pat import _C
-from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Planner, plan
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 
@@ -96,10 +96,10 @@ def test_costs_are_set_by_value() -> None:
     before, values = planner.plan([[]], [500]), planner.costs
     assert len(values) == len(_C.COST_NAMES) and min(values) > 0
     values[_C.COST_NAMES.index("launch_us")] += 1000.0
-    planner.set_costs(values)
+    planner.costs = values
     assert planner.plan([[]], [500]).seconds - before.seconds == pytest.approx(1e-3)
     with pytest.raises(ValueError, match="2 costs, need"):
-        planner.set_costs([1.0, 2.0])
+        planner.costs = [1.0, 2.0]
 
 
 def test_branches_of_too_many_segments_are_not_made() -> None:

@@ -20,11 +20,11 @@ from kit.latents import HEADS, K_DIM, V_DIM, Latents, grown, latents, target
 from kit.pieces import DYNAMIC, Piece, branched, forest, paths_of, prefix, shared
 from kit.trees import Batch, batches, check_plan, content, packed_rows
 
+from benchmarks.common.forests import Tree
 from sglang_pat import _C, decode
 from sglang_pat.capacity import ROOM, buffer_shapes
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
-from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import check_cuda
 from sglang_pat.planner import plan
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target

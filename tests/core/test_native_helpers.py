@@ -85,9 +85,56 @@ def _name(node: ast.stmt) -> str:
     return getattr(node, "name", "")
 
 
+def _signature(doc: str) -> dict[str, bool]:
+    """Arguments by name and whether they may be left out: pybind11's docstring starts with them."""
+    found = re.findall(r"(\w+): [^=,)]*(?:\[[^\]]*\])?[^=,)]*( = )?", doc.split("\n", 1)[0])
+    return {name: bool(default) for name, default in found if name != "self"}
+
+
 def _same_arguments(node: ast.FunctionDef, doc: str) -> None:
-    """pybind11's docstring starts with the signature: the stub's arguments, in order."""
+    """The stub's arguments are the extension's, in order, unless it leaves them to these."""
     names = [a.arg for a in node.args.args + node.args.kwonlyargs if a.arg != "self"]
-    signature = doc.split("\n", 1)[0]
-    given = [name for name in re.findall(r"(\w+): ", signature) if name != "self"]
-    assert given == names, f"{node.name}: {names} against {signature}"
+    if node.args.kwarg is None:
+        assert [*_signature(doc)] == names, f"{node.name}: {names} against {doc}"
+
+
+@pytest.mark.parametrize("module", ["ops", "workspace"])
+def test_calls_of_the_extension_fit_its_arguments(module: str) -> None:
+    """Also those that only a GPU runs. What ``**name`` adds is a dict literal of the module, or
+    an argument of the name."""
+    spec = importlib.util.find_spec(f"sglang_pat.{module}")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text())
+    added: dict[str, set[str]] = {"factors": set()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            assert isinstance(node.target, ast.Name)
+            added[node.target.id] = _keys(node.value)
+    calls = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("_C"), name), positional, keywords) if keywords:
+                native = getattr(_C, name, None)
+                if native is None:  # built without CUDA
+                    continue
+                doc = native.__init__.__doc__ if isinstance(native, type) else native.__doc__
+                taken = _signature(doc)
+                given = set([*taken][: len(positional)])
+                for each in keywords:
+                    more = each.value.id if isinstance(each.value, ast.Name) else ""
+                    given |= {each.arg} if each.arg else added.get(more) or _keys(each.value)
+                needed = {argument for argument, default in taken.items() if not default}
+                assert needed <= given <= set(taken), name
+                calls += 1
+    assert calls >= (2 if _C.CUDA_CODE else module == "ops")
+
+
+def _keys(value: ast.expr) -> set[str]:
+    """Names in the dict literals of an expression, and those that a dict is made over."""
+    found: list[ast.expr | None] = []
+    for each in ast.walk(value):
+        if isinstance(each, ast.Dict):
+            found += each.keys
+        elif isinstance(each, ast.DictComp) and isinstance(each.generators[0].iter, ast.Tuple):
+            found += each.generators[0].iter.elts
+    return {key.value for key in found if isinstance(key, ast.Constant)}

@@ -23,7 +23,7 @@ from kit.trees import (
     targets,
 )
 
-from sglang_pat.explain.tree import Tree
+from benchmarks.common.forests import Tree
 from sglang_pat.planner import Plan, Planner, plan
 from sglang_pat.target import WITHOUT_BRANCHES, Target
 

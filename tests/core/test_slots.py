@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.common.forests import Tree
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import make_batch
 from sglang_pat import Node, Plan, SlotMismatch, Target, check_slots, decode, plan
-from sglang_pat.explain.tree import Tree
 
 TREE = Tree((1, 2, 6), (300, 200, 40))
 HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}

@@ -15,8 +15,7 @@ import torch
 from kit.trees import target
 
 from sglang_pat import _C
-from sglang_pat import workspace as of_workspace
-from sglang_pat.workspace import ListLength, Workspace
+from sglang_pat.workspace import Workspace
 
 meta = methodcaller("to", "meta")  # the only other device that every machine has
 
@@ -108,28 +107,12 @@ def test_batches_of_a_wrong_size(planned: int | None, num_rows: int) -> None:
         workspace_of(planned).check_batch(**batch(num_rows))
 
 
-def test_the_list_is_shortened_to_what_plans_have_long_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """But not below its first length, and not while one plan in five needs it."""
-    monkeypatch.setattr(of_workspace, "PATIENCE", 5)
-    length = ListLength(100)
-    assert length.after(100, 90) == 100
-    assert length.after(100, 1000) == 1250
-    lengths = [length.after(1250, needed) for needed in (40, 400, 40, 40, 40)]
-    assert lengths == [1250] * 4 + [500]  # for the 400 and a quarter
-    assert {length.after(1250, needed) for needed in 3 * [40, 40, 40, 40, 600]} == {1250}
-    assert [length.after(1250, 1) for _ in range(5)] == [1250] * 4 + [100]
-    assert [length.after(100, 1) for _ in range(20)] == [100] * 20
-
-
 def test_a_list_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that fits never needs memory, and one that does not needs no more than it lists."""
-    monkeypatch.setattr(of_workspace, "PATIENCE", 5)
     workspace: Any = workspace_of()
     held = torch.empty(100, dtype=torch.int32)
     workspace._region = nullcontext
-    workspace._buffers, workspace._list_length = {"list": held}, ListLength(100)
+    workspace._buffers = {"list": held}
     assert len(workspace._fitting_list(200)) == 250
     room, empty = 200, torch.empty
 

@@ -33,7 +33,7 @@ from kit.device import (
 from kit.kinds import SMALL, TAILS, halves, items_of
 from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix, shared
 
-from sglang_pat.explain.tree import Tree
+from benchmarks.common.forests import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import plan
 from sglang_pat.workspace import Workspace

@@ -88,7 +88,7 @@ def test_batches_of_a_server(draft_tokens: int, kv_dtype: str, tmp_path: Path) -
         lens = [length + draft_tokens for length in found.seq_lens]
         lines.append({"paths": found.paths, "seq_lens": lens})
     source, file = tmp_path / "dump.jsonl", tmp_path / "rows.json"
-    source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"end": "complete"}]))
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert kernel.main(["--batches", str(source), "--quick", "--json", str(file)]) == 0
     document = json.loads(file.read_text())
     assert len(document["rows"]) == 3

@@ -30,8 +30,8 @@ from kit.drafts import chains, custom_mask, drafted, drafted_forest, skip_unless
 from kit.kinds import items_of
 from kit.pieces import DYNAMIC, Piece, forest, shared
 
+from benchmarks.common.forests import Tree
 from sglang_pat.draft_masks import masks_of
-from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target

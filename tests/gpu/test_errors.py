@@ -15,7 +15,7 @@ from kit.device import BF16, DevicePlan, case_of_tree, execute, on_device, targe
 from kit.pieces import Piece, prefix
 from kit.plans import HandPlan
 
-from sglang_pat.explain.tree import Tree
+from benchmarks.common.forests import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Plan
 from sglang_pat.planner import plan as make_plan

@@ -22,8 +22,8 @@ from kit.device import (
 from kit.pieces import DYNAMIC, Piece, shared
 from kit.plans import HEADER
 
+from benchmarks.common.forests import Tree
 from sglang_pat import _C
-from sglang_pat.explain.tree import Tree
 from sglang_pat.planner import Plan
 from sglang_pat.planner import plan as make_plan
 from sglang_pat.target import CUTS

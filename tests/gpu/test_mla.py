@@ -16,7 +16,7 @@ from kit.kinds import KINDS, TAILS
 from kit.latents import K_DIM, V_DIM, Latents, latents, target
 from kit.pieces import DYNAMIC, Parts, Piece, branched, forest, prefix, shared
 
-from sglang_pat.explain.tree import Tree
+from benchmarks.common.forests import Tree
 from sglang_pat.ops import decode
 from sglang_pat.planner import Planner
 from sglang_pat.workspace import Workspace

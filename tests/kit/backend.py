@@ -20,7 +20,6 @@ from sglang_pat.planner import Plan
 from sglang_pat.srt import backend
 from sglang_pat.srt.backend import PatDecodeMixin
 from sglang_pat.srt.hook import after_init_new
-from sglang_pat.srt.layers import Survey
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
 
@@ -120,7 +119,7 @@ class BackendBed:
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
-        survey: Survey | None = None,
+        survey: dict[int, str] | None = None,
         *,
         check: bool = True,
         mixin: type = PatDecodeMixin,
@@ -139,7 +138,9 @@ class BackendBed:
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: reporter)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
         config = PatConfig(check=check, min_batch=min_batch)
-        made = backend.extend(RecordingBase, mixin)(self.runner, config, self.executor, survey)
+        made = backend.extend(RecordingBase, mixin)(
+            self.runner, config, self.executor, survey or {}
+        )
         self.backend = made
         self.stats: Stats = made._stats
         rng = random.Random(0)

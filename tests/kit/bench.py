@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.common import reference
+from benchmarks.common.forests import Tree
 from benchmarks.kernel import __main__ as kernel
 from benchmarks.kernel import peers, rows
 from benchmarks.kernel.floor import Heads, Rates
@@ -21,7 +22,6 @@ from benchmarks.kernel.kv import TreeBatch, make_batch
 from benchmarks.kernel.layer import PatOptions
 from benchmarks.kernel.report import TreeRow
 from sglang_pat import decode, plan
-from sglang_pat.explain.tree import Tree
 
 RATES = Rates(bytes_per_s=4.4254e12, flops_per_s=722e12)
 Calls = list[dict[str, Any]]

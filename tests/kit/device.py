@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.forests import Tree
 from kit.cases import E4M3, Case, case, error
 from kit.pieces import Piece
 from kit.plans import COMMON_LAST, HandPlan, joint
-from sglang_pat.explain.tree import Tree
 from sglang_pat.ops import decode
 from sglang_pat.target import Target
 from sglang_pat.workspace import LAUNCHES, LIST_TOKENS, Workspace

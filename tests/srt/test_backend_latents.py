@@ -29,7 +29,6 @@ from benchmarks.common.reference import attention
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
 from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin
-from sglang_pat.srt.layers import Survey
 
 HEADS, LAYERS, SLOTS = 16, 4, 4000
 ATTENDS = 3  # the layer of a hybrid that does, as a Kimi Linear's fourth
@@ -83,7 +82,7 @@ class LatentBed(BackendBed):
         self.drafts = drafts
         target = replace(TARGET, num_q_heads=self.heads, draft_tokens=drafts, **OF_TARGET)
         mixin = PatDecodeMixin if drafts == 1 else PatVerifyMixin
-        super().__init__(monkeypatch, Survey({ATTENDS: ""}), mixin=mixin, target=target)
+        super().__init__(monkeypatch, {ATTENDS: ""}, mixin=mixin, target=target)
         self.pool = self.backend.token_to_kv_pool = pool_of_latents(hybrid)
         self.table = self.cache.table.req_to_token
         executor = Executor(target, PatConfig(), self.table, draft_masks=masked)

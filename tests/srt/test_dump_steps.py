@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +20,8 @@ from kit.steps import OWN, QUERIES, SYSTEM, TARGET, TOOL, StepBed
 import sglang_pat
 from benchmarks.host.live import CACHES
 from sglang_pat.config import PatConfig
-from sglang_pat.dump import Batch, Dump, read_dump
-from sglang_pat.planner import Plan, Planner
-from sglang_pat.srt import dump
+from sglang_pat.dump import Batch, read_dump
+from sglang_pat.planner import Plan
 from sglang_pat.srt.dump import Tap, make_tap
 
 
@@ -35,9 +33,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def tap(file: Path, batches: int = 1) -> Tap | None:
+def tap(file: Path) -> Tap | None:
     runner = SimpleNamespace(device="cpu", kv_cache_dtype=torch.float32, page_size=1)
-    return make_tap(runner, PatConfig(dump=str(file), dump_batches=batches), TARGET)
+    return make_tap(runner, PatConfig(dump=str(file)), TARGET)
 
 
 class DumpBed(StepBed):
@@ -46,27 +44,9 @@ class DumpBed(StepBed):
     def __init__(self, kind: str, folder: Path, *, batches: int = 1) -> None:
         super().__init__(kind)
         self.file = folder / "dump.jsonl"
-        self.steps.tap = tap(self.file, batches)
+        self.steps.tap = tap(self.file)
         assert self.steps.tap is not None
-
-    def plan_anew(self) -> Plan:
-        """The plan of the requests in another order."""
-        self.use(self.reqs[::-1])
-        return self.plan()
-
-    def dumped(self) -> Dump:
-        """The dump, which must be complete."""
-        assert self.steps.tap is None
-        wait_for_writers()
-        return read_dump(self.file)
-
-
-def wait_for_writers() -> None:
-    """Until they have closed their files."""
-    for thread in threading.enumerate():
-        if thread.name == "sglang-pat-dump":
-            thread.join(60)
-            assert not thread.is_alive()
+        self.steps.tap._to_come = batches
 
 
 def same(batch: Batch, plan: Plan) -> bool:
@@ -98,7 +78,8 @@ def test_the_planner_makes_the_same_plan_of_a_dump(kind: str, tmp_path: Path) ->
     plans.append(bed.plan())
     bed.batch = replace(bed.batch, reqs=[object()] * QUERIES, rows=rows.clone())
     plans.append(bed.plan())
-    found = bed.dumped()
+    assert bed.steps.tap is None
+    found = read_dump(bed.file)
     assert len({id(plan) for plan in plans}) == 6
     for batch, plan in zip(found.batches, plans, strict=True):
         assert same(batch, plan)
@@ -107,7 +88,7 @@ def test_the_planner_makes_the_same_plan_of_a_dump(kind: str, tmp_path: Path) ->
             "shared_items": plan.num_shared_items,
             "kv_tokens_read": plan.kv_tokens_read(sum(batch.seq_lens)),
         }
-    for line in map(json.loads, bed.file.read_text().splitlines()[1:-1]):  # no text
+    for line in map(json.loads, bed.file.read_text().splitlines()[1:]):  # no text
         assert set(line) == {"paths", "seq_lens", "plan"}
         assert all(type(value) is int for path in line["paths"] for node in path for value in node)
     first, limited, _, _, padded, private = found.batches
@@ -117,77 +98,20 @@ def test_the_planner_makes_the_same_plan_of_a_dump(kind: str, tmp_path: Path) ->
     assert [path[-1][2] if path else 0 for path in limited.paths][:5] == limits
     assert padded.paths[-2:] == [[], []] and padded.seq_lens[-2:] == [7, 8]
     assert private.paths == [[]] * (QUERIES + 2)
-    assert found.end == {"end": "complete", "left_out": {}}
     header = found.header
     assert found.target == TARGET and set(header["versions"]) == {"sglang-pat", "sglang", "torch"}
     assert (header["kv_dtype"], header["device"], header["page_size"]) == ("float32", "cpu", 1)
 
 
-@pytest.mark.parametrize("why", ["not readable: KeyError", "more than 10 nodes"])
-def test_a_batch_that_cannot_be_dumped_is_left_out_and_counted(
-    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_full_disk_ends_the_dump_and_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bed = DumpBed("rust", tmp_path, batches=3)
-    with monkeypatch.context() as patch:
-        if why == "more than 10 nodes":
-            patch.setattr(dump, "MAX_NODES", 10)
-        else:
-            patch.setattr(Planner, "last_paths", lambda *_: {}["no node"])
-        bed.plan()
-        bed.plan_anew()
-    bed.plan_anew()
-    found = bed.dumped()
-    assert len(found.batches) == 1 and found.end["left_out"] == {why: 2}
-    (warning,) = caplog.messages
-    assert why in warning
-
-
-class Disk:
-    """A file that takes lines when it may, or none. ``path``: where they go to."""
-
-    def __init__(self, path: Path, *, full: bool) -> None:
-        self.may_go_on, self._full = threading.Event(), full
-        self._file = path.open("wb")
-        self.flush = self._file.flush
-
-    def __enter__(self) -> Disk:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, line: bytes) -> None:
-        if self._full:
-            raise OSError(28, "No space left on device")
-        assert self.may_go_on.wait(60)
-        self._file.write(line)
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_a_slow_or_full_disk_delays_no_step(
-    full: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    disk = Disk(tmp_path / "there", full=full)
-    monkeypatch.setattr(dump.os, "fdopen", lambda *_: disk)
     bed = DumpBed("rust", tmp_path, batches=6)
-    monkeypatch.undo()
-    monkeypatch.setattr(dump, "MAX_WAITING", 3)
-    if full:
-        wait_for_writers()
-    assert bed.plan().num_shared_items
-    if full:
-        assert bed.steps.tap is None and "No space left on device" in caplog.text
-        return
-    for _ in range(5):
-        bed.plan_anew()
-    disk.may_go_on.set()
-    bed.file = tmp_path / "there"
-    found = bed.dumped()
-    assert 0 < len(found.batches) < 6
-    assert found.end["left_out"] == {"the disk was too slow": 6 - len(found.batches)}
+    assert bed.steps.tap is not None
+    bed.steps.tap._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
+    assert bed.plan().num_shared_items and bed.steps.tap is None
+    (warning,) = caplog.messages
+    assert str(bed.file) in warning and "No space left on device" in warning
 
 
 @pytest.mark.parametrize(
@@ -235,4 +159,3 @@ def test_the_first_rank_alone_writes_for_its_user_alone(
         setattr(ranks, name, 0)
     made = tap(file)
     assert made is not None and file.stat().st_mode & 0o777 == 0o600
-    made._lines.put(None)  # ends its thread

@@ -28,7 +28,7 @@ from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
 from sglang_pat.srt import support
 from sglang_pat.srt.backend import PatVerifyMixin
-from sglang_pat.srt.layers import Survey, survey_layers
+from sglang_pat.srt.layers import survey_layers
 from sglang_pat.target import Target
 
 ATTENDS = (1, 3)  # of four layers
@@ -60,7 +60,7 @@ class HybridBed(BackendBed):
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, target: Target = TARGET, **options: Any
     ) -> None:
-        survey = Survey(dict.fromkeys(ATTENDS, ""))
+        survey = dict.fromkeys(ATTENDS, "")
         super().__init__(monkeypatch, survey, target=target, **options)
         module = hybrid_linear_attn_backend
         monkeypatch.setattr(module, "check_cuda_graph_backend", lambda *_: False)
@@ -168,7 +168,7 @@ def test_the_survey_leaves_layers_out_that_have_no_kv(monkeypatch: pytest.Monkey
     pool = SimpleNamespace(device="cpu")
     pool.get_key_buffer = lambda layer: kept.get_key_buffer(layer).bfloat16()
     pool.get_value_buffer = lambda layer: kept.get_value_buffer(layer).bfloat16()
-    assert survey_layers(make_runner(layers, token_to_kv_pool=pool)).reasons == {1: "", 3: ""}
+    assert survey_layers(make_runner(layers, token_to_kv_pool=pool)) == {1: "", 3: ""}
 
 
 def test_what_is_asked_of_the_pool_before_a_server_starts() -> None:

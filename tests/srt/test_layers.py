@@ -33,6 +33,7 @@ from sglang_pat import _C, plan
 from sglang_pat.srt.facts import SPARSE, TEMPERATURE
 from sglang_pat.srt.layers import (
     Heads,
+    describe,
     heads_of,
     ranges,
     reason_against_layer,
@@ -243,8 +244,7 @@ def test_a_survey_of_a_loaded_model(
 ) -> None:
     made = [make_layer(**{"layer_id": index} | each) for index, each in enumerate(layers)]
     found = survey_layers(make_runner(made, **runner))
-    assert (found.reasons, str(found)) == (reasons, words)
-    assert found.serves_none is ("none" in words)
+    assert (found, describe(found)) == (reasons, words)
 
 
 WITH_CAP = {"logit_cap": 30.0, "logit_capping_method": "clip"}
@@ -274,7 +274,7 @@ def test_of_a_layer_with_latents_the_module_that_decodes_counts(
     runner = make_runner(
         [modules[first], modules[1 - first]], config=LATENTS, token_to_kv_pool=pool
     )
-    assert survey_layers(runner).reasons == {0: reason}
+    assert survey_layers(runner) == {0: reason}
 
 
 @pytest.mark.parametrize(("heads", "drafts"), [(32, 1), (16, 2), (8, 4), (7, 4), (33, 1), (11, 3)])
@@ -289,13 +289,13 @@ def test_latents_are_served_as_long_as_plans_pack_them(heads: int, drafts: int) 
 def test_layers_that_transformers_code_gets_out_of_a_dict_are_seen() -> None:
     runner = make_runner([], token_to_kv_pool=make_pool(2))
     runner.model.attention_instances = {0: make_layer(0), 1: make_layer(1, **WINDOW)}
-    assert survey_layers(runner).reasons == {0: "", 1: "a sliding window"}
+    assert survey_layers(runner) == {0: "", 1: "a sliding window"}
 
 
 def test_a_layer_without_kv_in_the_pool_is_not_decided(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sglang_pat")
     runner = make_runner([make_layer(0), make_layer(1)], token_to_kv_pool=make_pool(1))
-    assert survey_layers(runner).reasons == {0: ""}
+    assert survey_layers(runner) == {0: ""}
     assert "attention layers 1 have no K/V in the pool" in caplog.text
 
 

@@ -29,7 +29,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_pat import gpus
-from sglang_pat.srt import factory, plugin, stock, support
+from sglang_pat.srt import factory, plugin, support
 from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin
 from sglang_pat.srt.layers import heads_of
 
@@ -65,7 +65,7 @@ def bed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Si
     monkeypatch.setattr(factory, "make_executor", lambda *_: None)
 
     def extend(cls: type, mixin: type) -> Any:
-        return lambda *given, **arguments: (cls.__name__, mixin, given[3].reasons, arguments)
+        return lambda *given, **arguments: (cls.__name__, mixin, given[3], arguments)
 
     def start_reporter(_stats: Any, *, serving: bool) -> None:
         bed.reported.append(serving)
@@ -146,7 +146,7 @@ def test_drafts_of_latents_are_verified_while_packing_gains(
     monkeypatch.setattr(support, "reason_against_gpu", lambda: "")
     monkeypatch.setattr(gpus, "code_for", lambda _: "sm_90a")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    base = stock.Base(type("FlashAttentionBackend", (), {}), {})  # it imports CUDA's kernels
+    base = (type("FlashAttentionBackend", (), {}), {})  # it imports CUDA's kernels
     monkeypatch.setattr(factory.stock, "base_of", lambda name, _: {"fa3": base}[name])
     pool, latents = make_pool(1), torch.zeros(1, 1, 576, dtype=torch.bfloat16)
     pool.device = "cuda"

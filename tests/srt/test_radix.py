@@ -267,7 +267,7 @@ def test_a_bad_node_raises_and_all_is_read_anew(leaf: Any, error: Any, message: 
     def plan(*leaves: Any) -> Plan:
         handles = np.array([(getattr(each, "id", 8), 7, 0) for each in leaves], HANDLE).tobytes()
         lens = np.full(len(leaves), 9)
-        return planner.plan_handles(handles, lens, paths, lambda query, _: leaves[query])
+        return planner.plan_from_handles(handles, lens, paths, lambda query, _: leaves[query])
 
     for _ in range(2):
         with pytest.raises(error, match=message):

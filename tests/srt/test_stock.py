@@ -89,9 +89,9 @@ def test_what_can_be_extended_is_what_sglang_makes_under_that_name(
         asked = {"get_device_capability": lambda: (9, 0), "get_spec": mock.MagicMock()}
         with mock.patch.multiple(registry, **asked):
             registry.ATTENTION_BACKENDS[name](runner)
-        base = stock.base_of(name, runner)
-        assert base.cls is made
-        made.assert_called_once_with(runner, **base.arguments)
+        base, arguments = stock.base_of(name, runner)
+        assert base is made
+        made.assert_called_once_with(runner, **arguments)
 
 
 # The K/V cache's dtype.
