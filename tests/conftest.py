@@ -30,7 +30,7 @@ LONGEST = (
     "test_verify.py",
     "test_counters.py",
 )
-SERVER_TESTS = ("serving", "test_demo.py", "test_examples.py", "test_bench_serving_run.py")
+SERVER_TESTS = ("serving", "test_demo.py", "test_examples.py", "test_bench_serving.py")
 
 
 def place(path: PurePath) -> int:
@@ -51,6 +51,19 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that a command starts on a CPU are forks, which take a fifth of the time."""
+    from kit import forks
+
+    from sglang_pat.demo.server import Server
+
+    monkeypatch.setattr(Server, "_spawn", forks.start_server)
+    monkeypatch.setattr(Server, "counters", forks.counters_of)
+    for name, value in forks.cpu_server().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

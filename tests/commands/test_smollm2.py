@@ -4,25 +4,23 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from kit.forks import Fork
 
 from sglang_pat.demo import smollm2
-
-_ASK = [sys.executable, "-m", "sglang_pat.demo.smollm2"]
 
 
 def test_two_processes_make_one_folder(tmp_path: Path, smollm2_folder: Path) -> None:
     """That answers: tests/commands/test_examples.py."""
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    asked = [subprocess.Popen(_ASK, env=env, cwd="/", stdout=subprocess.PIPE) for _ in range(2)]
-    said = {process.communicate(timeout=300)[0].decode().strip() for process in asked}
-    assert [process.returncode for process in asked] == [0, 0]
-    (name,) = said
-    (folder,) = (tmp_path / "sglang_pat").iterdir()  # nothing half made stays
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    logs, errors = ([tmp_path / f"{n}.{kind}" for n in range(2)] for kind in ("log", "errors"))
+    places = zip(logs, errors, strict=True)
+    asked = [Fork(["sglang_pat.demo.smollm2"], env, tmp_path, *place) for place in places]
+    assert [process.wait(300) for process in asked] == [0, 0]
+    (name,) = {log.read_text().strip() for log in logs}
+    (folder,) = (tmp_path / "cache" / "sglang_pat").iterdir()  # nothing half made stays
     assert Path(name) == folder
     made, known = (
         {file.name: file.stat().st_size for file in each.iterdir()}
