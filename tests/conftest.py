@@ -20,15 +20,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
-# Files that take minutes each, about the longest first. With the others that start servers they
-# come before the rest, so that two processes (``make test``) end at about the same time. The second
+# Files that take longest, about the longest first. With the others that start servers they come
+# before the rest, so that two processes (``make test``) end at about the same time. The second
 # needs no answers of the stock server, which the first is asking for.
 LONGEST = (
-    "test_tokens.py",
-    "test_state_spaces.py",
-    "test_life.py",
-    "test_verify.py",
-    "test_counters.py",
+    *("test_tokens.py", "test_examples.py", "test_real.py", "test_life.py"),
+    *("test_state_spaces.py", "test_verify.py", "test_demo.py"),
 )
 SERVER_TESTS = ("serving", "test_demo.py", "test_examples.py", "test_bench_serving.py")
 

@@ -3,25 +3,28 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from shutil import copytree
 
 import pytest
-from kit.forks import Fork
 
 from sglang_pat.demo import smollm2
 
 
-def test_two_processes_make_one_folder(tmp_path: Path, smollm2_folder: Path) -> None:
+def test_the_slower_of_two_processes_takes_the_others_folder(
+    tmp_path: Path, smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That answers: tests/commands/test_examples.py."""
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    logs, errors = ([tmp_path / f"{n}.{kind}" for n in range(2)] for kind in ("log", "errors"))
-    places = zip(logs, errors, strict=True)
-    asked = [Fork(["sglang_pat.demo.smollm2"], env, tmp_path, *place) for place in places]
-    assert [process.wait(300) for process in asked] == [0, 0]
-    (name,) = {log.read_text().strip() for log in logs}
-    (folder,) = (tmp_path / "cache" / "sglang_pat").iterdir()  # nothing half made stays
-    assert Path(name) == folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, convert = tmp_path / "sglang_pat" / smollm2_folder.name, smollm2._convert
+
+    def overtaken(source: Path, made: Path) -> None:
+        convert(source, made)
+        copytree(made, folder)
+
+    monkeypatch.setattr(smollm2, "_convert", overtaken)
+    assert smollm2.model_folder() == folder
+    assert [*folder.parent.iterdir()] == [folder]  # nothing half made stays
     made, known = (
         {file.name: file.stat().st_size for file in each.iterdir()}
         for each in (folder, smollm2_folder)
