@@ -23,7 +23,7 @@ from .workloads import PATIENT, Prompt, Workload
 
 DEVICE_ARGS = {
     # SGLang serves fp32 weights in bf16 unless told otherwise.
-    "cpu": ("--dtype", "float32", "--max-total-tokens", "20000", "--skip-server-warmup"),
+    "cpu": ("--dtype", "float32", "--max-total-tokens", "20000"),
     # SGLang's defaults, but for memory: some twenty servers share a GPU. Each may fill it to this
     # fraction of what was free when it started, the others' growth counted as its own.
     "cuda": ("--max-total-tokens", "60000", "--mem-fraction-static", "0.9"),
