@@ -20,17 +20,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
-# Files that take minutes each, about the longest first. With the others that start servers they
-# come before the rest, so that two processes (``make test``) end at about the same time. The second
+# Files that take longest, about the longest first. With the others that start servers they come
+# before the rest, so that two processes (``make test``) end at about the same time. The second
 # needs no answers of the stock server, which the first is asking for.
 LONGEST = (
-    "test_tokens.py",
-    "test_state_spaces.py",
-    "test_life.py",
-    "test_verify.py",
-    "test_counters.py",
+    *("test_tokens.py", "test_examples.py", "test_real.py", "test_life.py"),
+    *("test_state_spaces.py", "test_verify.py", "test_demo.py"),
 )
-SERVER_TESTS = ("serving", "test_demo.py", "test_examples.py", "test_bench_serving_run.py")
+SERVER_TESTS = ("serving", "test_demo.py", "test_examples.py", "test_bench_serving.py")
 
 
 def place(path: PurePath) -> int:
@@ -51,6 +48,19 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that a command starts on a CPU are forks, which take a fifth of the time."""
+    from kit import forks
+
+    from sglang_pat.demo.server import Server
+
+    monkeypatch.setattr(Server, "_spawn", forks.start_server)
+    monkeypatch.setattr(Server, "counters", forks.counters_of)
+    for name, value in forks.cpu_server().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

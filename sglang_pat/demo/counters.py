@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_pat.stats import COUNTERS, LABELLED, NAMESPACE
 
-_FLUSH_S = 1.25  # a server writes its counters about once a second
+FLUSH_S = 1.25  # a server writes its counters about once a second
 
 
 class Counters(SimpleNamespace):
@@ -55,8 +55,8 @@ def parse_counters(exposition: str) -> Counters:
     return Counters(**found)
 
 
-def read_counters(url: str, *, settle_s: float = 10.0) -> Counters:
-    """Counters of the idle server at ``url``, once two readings a flush apart agree.
+def read_counters(url: str, *, settle_s: float = 10.0, flush_s: float = FLUSH_S) -> Counters:
+    """Counters of the idle server at ``url``, once two readings ``flush_s`` seconds apart agree.
 
     Raises TimeoutError if they still change after ``settle_s`` seconds: the server is not idle.
     """
@@ -73,4 +73,4 @@ def read_counters(url: str, *, settle_s: float = 10.0) -> Counters:
                 "read them when no request runs"
             )
         before = after
-        time.sleep(_FLUSH_S)
+        time.sleep(flush_s)

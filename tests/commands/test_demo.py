@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.forks import cpu_server, start_server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_pat import plan
-from sglang_pat.demo import smollm2
+from sglang_pat import cli, plan
+from sglang_pat.demo import run, smollm2
 from sglang_pat.demo.counters import Counters, parse_counters
 from sglang_pat.demo.desk import CUSTOMERS, RULES, conversations
 from sglang_pat.demo.model import make_model
-from sglang_pat.demo.run import ANSWER, Run, report, tree_of_words
+from sglang_pat.demo.run import Run, report, tree_of_words
 from sglang_pat.demo.server import Server, ServerError
 from sglang_pat.demo.standin import demo_model
 from sglang_pat.dump import read_dump
@@ -30,28 +26,22 @@ SMALL: dict[str, Any] = {
 }
 
 
-def _demo(cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_pat", "demo", "--cache", str(cache)],
-        cwd=cache,
-        env=os.environ | cpu_server() | env,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-
-
 def _words(text: str) -> list[str]:
     return re.findall(r"[a-z]+", text.lower())
 
 
-@pytest.mark.timeout(1000)
-@pytest.mark.usefixtures("smollm2_folder")
-def test_the_demo_shows_the_same_answers_and_packs(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("smollm2_folder", "forked_servers")
+def test_the_demo_shows_the_same_answers_and_packs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "dump.jsonl"
-    done = _demo(tmp_path, SGLANG_PAT_CHECK="1", SGLANG_PAT_DUMP=str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
-    drawn, _, rest = done.stdout.partition("\nstarting")
+    monkeypatch.setattr(run, "ANSWER", 24)  # tokens, in half the time
+    monkeypatch.setenv("SGLANG_PAT_CHECK", "1")
+    monkeypatch.setenv("SGLANG_PAT_DUMP", str(file))
+    code = cli.main(["demo", "--cache", str(tmp_path)])
+    done = capsys.readouterr()
+    assert code == 0, done.out + done.err
+    drawn, _, rest = done.out.partition("\nstarting")
     mine, _, others = rest.partition("torch_native answers:")
     assert others.endswith("PASSED\n") and "not served" not in others
 
@@ -67,7 +57,7 @@ def test_the_demo_shows_the_same_answers_and_packs(tmp_path: Path) -> None:
         known = [word in prompts for word in _words(answer)]
         assert len(known) > 5 and sum(known) > 0.6 * len(known), answer
     counts = [int(n) for n in re.findall(r"^  \d \w+ +the same (\d+) tokens$", others, re.M)]
-    assert len(counts) == len(CUSTOMERS) and max(counts) <= ANSWER
+    assert len(counts) == len(CUSTOMERS) and max(counts) <= run.ANSWER
     total = sum(counts)
     assert f"equal to torch_native: {total} of {total}, in 8 of 8 answers all" in others
 
@@ -128,19 +118,20 @@ def test_one_other_token_or_no_packing_fails() -> None:
     assert not report([stock, stock], exact=False)[1]
 
 
-def test_a_server_that_does_not_start_shows_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Server, "_spawn", start_server)
+@pytest.mark.usefixtures("forked_servers")
+def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", **SMALL)
     server = Server(model, backend="no_such", device="cpu", log=tmp_path / "server.log")
     with pytest.raises(ServerError, match=r"(?s)ended with code 2.*invalid choice: 'no_such'"):
         server.__enter__()
 
 
-def test_a_wrong_setting_stops_the_demo_with_its_name(tmp_path: Path) -> None:
-    done = _demo(tmp_path, SGLANG_PAT_POLICY="clever")
-    assert done.returncode == 1 and "SGLANG_PAT_POLICY=clever" in done.stderr
+def test_a_wrong_setting_stops_the_demo_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_PAT_POLICY", "clever")
+    assert cli.main(["demo", "--cache", str(tmp_path)]) == 1
+    assert "SGLANG_PAT_POLICY=clever" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())  # neither a model was made nor a server started
 
 

@@ -84,7 +84,7 @@ def test_a_server_without_metrics_or_pat_and_no_server_are_named(
 
 
 def test_the_answer_voted_on_is_the_one_stated() -> None:
-    from self_consistency import final_answer, verdict
+    from self_consistency import final_answer, sample, verdict
 
     assert final_answer("2 x 3 are 6. The answer is 6. Then there are 7 left.") == "6"
     assert final_answer("The answer is **32,400**.") == "32400"
@@ -92,6 +92,14 @@ def test_the_answer_voted_on_is_the_one_stated() -> None:
     assert final_answer("I do not know.") is None
     assert verdict(["7", None, "6", "6", None, None]) == ("6", 2)
     assert verdict([None, None]) == (None, 0)
+
+    def answer(request: dict[str, Any]) -> Any:
+        assert request["temperature"] > 0, "samples that are all alike have nothing to vote on"
+        texts = [f"The answer is {number}." for number in range(request["n"])]
+        return answers(*(SimpleNamespace(content=text) for text in texts))
+
+    found = asyncio.run(sample(client_of(answer), "m", "How many?", 3, 8))
+    assert found == ["0", "1", "2"]
 
 
 def client_of(answer: Any) -> Any:
@@ -105,6 +113,17 @@ def client_of(answer: Any) -> Any:
 
 def answers(*messages: Any) -> Any:
     return SimpleNamespace(choices=[SimpleNamespace(message=each) for each in messages])
+
+
+def test_a_question_comes_behind_its_document() -> None:
+    from shared_documents import QUESTIONS, interview
+
+    def answer(request: dict[str, Any]) -> Any:
+        return answers(SimpleNamespace(content=request["messages"][-1]["content"]))
+
+    options = SimpleNamespace(model="m", max_tokens=8)
+    found = asyncio.run(interview(client_of(answer), options, "a document"))
+    assert found == [f"a document\n\nQuestion: {question}" for question in QUESTIONS]
 
 
 def test_an_agent_calls_tools_until_it_answers() -> None:

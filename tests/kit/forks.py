@@ -27,9 +27,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from sglang_pat.config import CPU_PLATFORM
+from sglang_pat.demo.counters import Counters, read_counters
 from sglang_pat.demo.server import Server
 
 TESTS = Path(__file__).parent.parent
@@ -43,6 +45,8 @@ READ_LATE = (
 )
 # Threads that spin while they wait starve the server on a small or busy machine.
 NO_SPINNING = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Seconds between two times that forks write pat's counters: who reads them waits for as long.
+FLUSH_S = 0.05
 _prepare: Any = multiprocessing.spawn.prepare
 _server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
 
@@ -100,6 +104,12 @@ def start_server(server: Server) -> Any:
     servers do not have."""
     program = server._command[2:]  # without the interpreter and its -m
     return Fork(program, server._env, server._tmp.name, server.log)
+
+
+def counters_of(server: Server) -> Counters:
+    """What ``Server.counters`` reads, of a fork. As there, a flush may be late by a quarter of a
+    second."""
+    return read_counters(server.url, flush_s=FLUSH_S + 0.25)
 
 
 def run(
@@ -163,6 +173,9 @@ def _enter(env: dict[str, str], group: int, log: str, errors: str) -> None:
     asked = env.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [folder for folder in asked if folder and folder not in sys.path]
     importlib.invalidate_caches()
+    if "SGLANG_RECORD_STEP_TIME" in env:  # which these have read when they were imported
+        for name in ("scheduler", "scheduler_components.metrics_reporter"):
+            importlib.import_module(f"sglang.srt.managers.{name}").RECORD_STEP_TIME = True
 
 
 def _fork_what_is_spawned(place: tuple[Any, ...]) -> None:
@@ -187,4 +200,6 @@ def prepare(data: dict[str, Any]) -> None:
     """``multiprocessing.spawn.prepare`` in a fork: of a test's process, or of a program."""
     if place := data.pop("place", None):
         _enter(*place)
+        # Where SGLang sends word that a process dies.
+        psutil.Process.parent = lambda self: psutil.Process(place[1])
     _prepare(data)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import gc
 import importlib
 import multiprocessing.spawn
-import signal
 
-from kit.forks import prepare
+from kit.forks import FLUSH_S, prepare
+from sglang_pat.srt import metrics
 
 # What a server's processes import, each by itself if SGLang starts them: most when they start, all
 # models when one is looked up. Not prometheus_client, which reads when it is imported whether
@@ -23,7 +23,6 @@ for name in (
     importlib.import_module(name)
 importlib.import_module("setproctitle").getproctitle()
 multiprocessing.spawn.prepare = prepare
-# From a scheduler that dies, which takes its parent for the launcher.
-signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+metrics.FLUSH_SECONDS = FLUSH_S
 gc.collect()
 gc.freeze()  # or the first collection of each fork would copy all that was imported

@@ -14,7 +14,7 @@ from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kit.forks import PLUGINS, READ_LATE, cpu_server, search_path, start_server
+from kit.forks import PLUGINS, READ_LATE, counters_of, cpu_server, search_path, start_server
 
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.server import Server, ServerError
@@ -54,17 +54,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Config:
-    """How to start a server. ``plugins``: load the tests' own SGLang plugins into it. ``spawn``:
-    start its processes as SGLang does, which takes longer on a CPU (see ``kit.forks``), but a
-    scheduler that dies tells its launcher. ``tokenizer``: it takes text, too, as OpenAI's API has
-    it."""
+    """How to start a server. ``plugins``: load the tests' own SGLang plugins into it.
+    ``tokenizer``: it takes text, too, as OpenAI's API has it."""
 
     name: str
     backend: str = "pat"
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     plugins: bool = False
-    spawn: bool = False
     tokenizer: bool = False
     device: str = "cpu"
 
@@ -101,10 +98,13 @@ class ServingServer(Server):
             ready_s=300.0 if on_cpu else 540.0,
         )
         late = all(name.startswith(READ_LATE) for name, _ in config.env)
-        self._forked = on_cpu and late and not config.spawn
+        self._forked = on_cpu and late
 
     def _spawn(self) -> Any:
         return start_server(self) if self._forked else super()._spawn()
+
+    def counters(self) -> Counters:
+        return counters_of(self) if self._forked else super().counters()
 
     def alive(self) -> bool:
         with contextlib.suppress(ServerError):

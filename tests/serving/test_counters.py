@@ -94,8 +94,8 @@ def test_steady_steps_reuse_plans(config: Config, reused: int, serve: Serve, sto
     the batch fills there are a few more."""
     server, work = serve(config), WORKLOADS["crowd"]
     assert disagreements(server.ask(work), stock["crowd"]) == []
-    _, counted = server.counted(server.generate, work.prompts, 257)
-    assert counted.packed_steps > 0.9 * counted.decode_steps and counted.decode_steps >= 256
+    _, counted = server.counted(server.generate, work.prompts, 150)
+    assert counted.packed_steps > 0.9 * counted.decode_steps and counted.decode_steps >= 149
     assert counted.plans_reused > reused * counted.plans_made, counted
     assert not counted.fallbacks
 

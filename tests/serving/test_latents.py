@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from kit.hybrid_models import make_hybrid
 
-from .server import Config, ServingServer, disagreements
+from .server import Answer, Config, ServingServer, disagreements
 from .workloads import WORKLOADS
 
+LAYERS = 2
+WORKS = ("multi_level", "disjoint")
 ENV = (("PAT_TEETH_CPU", "pat_latents"),)
 CONFIGS = {
     "stock": Config("stock", "torch_native", env=ENV, plugins=True),
@@ -42,7 +44,8 @@ CONFIGS = {
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServingServer]]:
     folder: Path = tmp_path_factory.mktemp("latents")
-    model = make_hybrid(folder / "model", "deepseek_v2", dtype="float32")
+    layers = {"num_hidden_layers": LAYERS, "first_k_dense_replace": LAYERS}
+    model = make_hybrid(folder / "model", "deepseek_v2", dtype="float32", **layers)
     with ExitStack() as stack:
         made = {name: ServingServer(model, each, folder / name) for name, each in CONFIGS.items()}
         for server in made.values():
@@ -53,28 +56,37 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         yield made
 
 
+@pytest.fixture(scope="module")
+def stock(servers: dict[str, ServingServer]) -> dict[str, list[Answer]]:
+    return {name: servers["stock"].ask(WORKLOADS[name]) for name in WORKS}
+
+
 @pytest.mark.parametrize("queries", ["whole", "parts"])
-def test_answers_equal_the_stock_backends(servers: dict[str, ServingServer], queries: str) -> None:
-    server, stock = servers[queries], servers["stock"]
-    for name in ("multi_level", "disjoint"):
+def test_answers_equal_the_stock_backends(
+    servers: dict[str, ServingServer], stock: dict[str, list[Answer]], queries: str
+) -> None:
+    server = servers[queries]
+    for name in WORKS:
         work = WORKLOADS[name]
         answers, counted = server.counted(server.ask, work)
-        assert disagreements(answers, stock.ask(work)) == []
+        assert disagreements(answers, stock[name]) == []
         assert not counted.fallbacks and not counted.base_layers
         if name == "multi_level":
             assert counted.packed_steps >= work.new_tokens[0] - 3
             assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
         else:
             assert counted.packed_steps == 0 < counted.decode_steps
-    assert "serves all 4 attention layers" in server.text()
+    assert f"serves all {LAYERS} attention layers" in server.text()
 
 
-def test_verified_drafts_are_those_of_the_stock_backend(servers: dict[str, ServingServer]) -> None:
+def test_verified_drafts_are_those_of_the_stock_backend(
+    servers: dict[str, ServingServer], stock: dict[str, list[Answer]]
+) -> None:
     """Cold and warm, when nearly all drafts are accepted. So many packed rows a request, 64, are
     not worth packing."""
     server, work = servers["drafts"], WORKLOADS["multi_level"]
     (cold, warm), counted = server.counted(lambda: (server.ask(work), server.ask(work)))
-    assert disagreements(cold + warm, servers["stock"].ask(work) * 2) == []
+    assert disagreements(cold + warm, stock["multi_level"] * 2) == []
     steps = sum(answer.verify_steps for answer in warm)
     assert 0 < steps < 0.6 * sum(len(answer.tokens) - 1 for answer in warm)
     assert counted.verify_steps > 0 == counted.packed_steps

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to batches and to the cache while a server runs does not show in the answers."""
+"""What happens to batches and to the cache while a server runs does not show in the answers; what
+would be wrong in attention does."""
 
 from __future__ import annotations
 
@@ -11,23 +12,27 @@ from pathlib import Path
 import pytest
 from gpu_serving.soak import SCALES, soak
 
+from sglang_pat.demo.server import ServerError
+
 from .conftest import Serve, Stock
 from .server import Config, ServingServer, check_left, disagreements
 from .workloads import PATIENT, WORKLOADS
 
-# Overlap scheduling and the Rust tree core, as SGLang has them; it may sleep.
-DEFAULT = Config("life", env=(("PAT_TEETH_SLEEP", "1"),), plugins=True)
 LITTLE_MEMORY = Config(
     "little-memory", args=("--max-total-tokens", "1100", "--schedule-conservativeness", "0.05")
 )
 AWAKE = "sglang_pat: awake, the next plan is loaded anew"
-LONG = 3000  # so many tokens that three other requests come and go meanwhile
+LONG = 1200  # so many tokens that three other requests come and go meanwhile
 LEAVERS_TOKENS = 4000  # a minute of decoding, if the server did not notice
 
 
 @pytest.fixture
-def server(serve: Serve) -> ServingServer:
-    return serve(DEFAULT)
+def server(serve: Serve, fault: Path) -> ServingServer:
+    """Overlap scheduling and the Rust tree core, as SGLang has them; it may sleep, and commits the
+    ``fault``."""
+    fault.write_text("")
+    env = (("PAT_TEETH_SLEEP", "1"), ("PAT_TEETH_FAULT", str(fault)))
+    return serve(Config("life", env=env, plugins=True))
 
 
 def test_several_samples_of_a_prompt(server: ServingServer, stock: Stock) -> None:
@@ -53,7 +58,7 @@ def test_clients_that_disconnect_in_mid_stream(server: ServingServer, stock: Sto
     stay, leave = PATIENT.prompts[:4], PATIENT.prompts[4:]
     with ThreadPoolExecutor() as pool:
         answers = pool.submit(server.generate, stay, PATIENT.new_tokens[:4])
-        for prompt, events in zip(leave, (0, 1, 9, 40), strict=True):
+        for prompt, events in zip(leave, (0, 1, 5, 20), strict=True):
             server.quit_after(prompt, events, new_tokens=LEAVERS_TOKENS)
         assert not answers.done()
         assert disagreements(answers.result(), stock["patient"][:4]) == []
@@ -62,8 +67,8 @@ def test_clients_that_disconnect_in_mid_stream(server: ServingServer, stock: Sto
     assert counted.packed_steps > 0
     assert PATIENT.new_tokens[0] <= counted.decode_steps + 1 < LEAVERS_TOKENS
     assert not counted.fallbacks
-    later = server.generate(leave, PATIENT.new_tokens[4:])
-    assert disagreements(later, stock["patient"][4:]) == []
+    later = server.generate(leave, 20)
+    assert disagreements(later, [answer.begin(20) for answer in stock["patient"][4:]]) == []
 
 
 def test_a_profile_is_written(server: ServingServer, tmp_path: Path) -> None:
@@ -83,12 +88,12 @@ def test_flush_is_refused_while_running_and_forgets_when_idle(
             server.post("/flush_cache")
         assert not future.done()
         assert disagreements(future.result(), stock["patient"]) == []
-    again = server.ask(PATIENT)
+    again = server.generate(PATIENT.prompts, 20)
     assert all(answer.cached_tokens for answer in again)
     server.post("/flush_cache")
-    cold = server.ask(PATIENT)
+    cold = server.generate(PATIENT.prompts, 20)
     assert not any(answer.cached_tokens for answer in cold)
-    assert disagreements(again + cold, stock["patient"] * 2) == []
+    assert disagreements(again + cold, [one.begin(20) for one in stock["patient"]] * 2) == []
 
 
 def test_new_weights_leave_no_kv_of_the_old_ones(
@@ -158,6 +163,32 @@ def test_one_then_two_then_one(server: ServingServer, stock: Stock) -> None:
     assert counted.base_forwards["small_batch"] > LONG // 2
     assert counted.decode_steps >= 3 * 15 and counted.packed_steps > 0
     assert not counted.fallbacks
+
+
+@pytest.mark.parametrize("name", ["zero", "drop_pack", "swap_slot"])
+def test_faults_show(name: str, server: ServingServer, fault: Path, stock: Stock) -> None:
+    for made in ("", name, ""):
+        fault.write_text(made)
+        found = disagreements(server.ask(WORKLOADS["shared"]), stock["shared"])
+        assert (found != []) == bool(made)
+
+
+def test_slots_that_no_request_owns_are_not_read(
+    server: ServingServer, fault: Path, stock: Stock
+) -> None:
+    fault.write_text("poison")
+    assert disagreements(server.ask(WORKLOADS["shared"]), stock["shared"]) == []
+
+
+def test_check_mode_stops_a_server_whose_rows_disagree(server: ServingServer, fault: Path) -> None:
+    server.ask(WORKLOADS["shared"])
+    fault.write_text("corrupt_row")
+    with pytest.raises((ServerError, OSError)):  # the connection breaks off
+        server.ask(WORKLOADS["shared"])
+        server.check_alive()
+    log = server.text()
+    assert "SGLANG_PAT_CHECK: request" in log
+    assert "at token 3" in log
 
 
 def test_retracted_requests_and_evicted_nodes(serve: Serve, stock: Stock) -> None:

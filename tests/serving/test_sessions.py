@@ -11,7 +11,7 @@ from .server import LOG_REQUESTS, Answer, Config, ServingServer, answer_of, disa
 from .workloads import Prompt, random_prompt
 
 ARGS = ("--enable-streaming-session", *LOG_REQUESTS)
-TURNS, NEW_TOKENS = 3, 120
+TURNS, NEW_TOKENS = 3, 60
 SYSTEM = random_prompt(seed=200, length=256)
 NAMES = ("first", "second", "third")
 

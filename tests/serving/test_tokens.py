@@ -24,7 +24,7 @@ from .workloads import WORKLOADS, Workload, random_prompt
 
 APPLY = Path(__file__).parents[2] / "patches" / "apply.py"
 CHUNK = 128
-SHORT = tuple(name for name in WORKLOADS if name not in ("patient", "hungry"))
+SHORT = tuple(name for name in WORKLOADS if name not in ("patient", "hungry"))  # test_life.py
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ TWO_RANKS = Config(  # each plans for itself, over its own heads
 # patches/apply.py COPY``, then ``PYTHONPATH=COPY pytest`` of this file.
 PATCHED = Config("patched", args=("--log-level", "debug"))
 ROWS = (
-    Row(Config("page1-overlap-rust"), tuple(WORKLOADS)),
+    Row(Config("page1-overlap-rust")),
     Row(BRANCHES, branches=True),
     Row(Config("classic-radix-cache", args=("--radix-cache-backend", "classic"), plugins=True)),
     Row(TWO_RANKS, ("multi_level", "ragged"), says=("4 query heads, 1 KV heads", 2)),
@@ -78,7 +78,6 @@ def config_of(row: Row, folder: Path) -> Config:
     return replace(PATCHED, env=(("PYTHONPATH", path),))
 
 
-@pytest.mark.timeout(1200)  # nine workloads, twice, on a busy machine
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_answers_equal_the_stock_backends(
     row: Row, serve: Serve, stock: Stock, tmp_path: Path

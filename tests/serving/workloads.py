@@ -80,7 +80,7 @@ WORKLOADS = {
     "ragged": Workload(tuple(_system(6, 120, range(5, 29, 3))), tuple(range(3, 75, 9))),
     "crowd": _same_length(_crowd(), 16),
     # Long answers, to be interfered with while they come.
-    "patient": _same_length(_system(8, 150, (20,) * 8), 500),
+    "patient": _same_length(_system(8, 150, (20,) * 8), 320),
     "hungry": _same_length(_hungry(), 110, ignore_eos=False),
 }
 PATIENT = WORKLOADS["patient"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
+from kit import forks
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from sglang.srt import runtime_context
 from sglang.srt.observability import metrics_collector
@@ -130,13 +129,12 @@ reporter.flush()
 
 def _scrape(folder: Path, *processes: tuple[str, ...]) -> list[str]:
     """The lines of pat's metrics after these processes have run and ended, one after another."""
+    (folder / "process_of_a_server.py").write_text(_PROCESS)
+    env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(folder)} | forks.search_path(folder)
     for arguments in processes:
-        subprocess.run(
-            [sys.executable, "-c", _PROCESS, *arguments],
-            env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(folder)},
-            check=True,
-            timeout=120,
-        )
+        program = ["process_of_a_server", *arguments]
+        ended = forks.run(program, env=env, cwd=folder, timeout=120)
+        assert ended.returncode == 0, ended.stderr
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(folder))
     lines = generate_latest(registry).decode().splitlines()

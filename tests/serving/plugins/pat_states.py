@@ -129,6 +129,7 @@ def scan_tokens(
     """x, dt and out [requests, heads, dim], rates [heads, dim, size], b and c [requests, groups,
     size]: one token each."""
     step = F.softplus(dt + dt_bias)
+    rates = rates[:, :1, :1]  # all of a head are the same
     for row, slot in enumerate(state_batch_indices.tolist()):
         held = state[slot].float()
         out[row] = _advance(held, x[row], step[row], rates, b[row], c[row]) + D * x[row]
