@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention of MLA (one KV head, latents of 576 numbers of which 512 are V, bf16): plans of
-this package and FA3, called as SGLang calls it, as captured graphs over a cold L2.
+this package, FA3 and FlashMLA, called as SGLang calls them, as captured graphs over a cold L2.
 
-    python -m benchmarks.kernel.latents [--only NAME] [--ragged] [--fa3]
+    python -m benchmarks.kernel.latents [--only NAME] [--ragged] [--peers]
 
 ``ours`` is forward and merge of one layer. The error is that of the output of the first queries,
 relative to attention in fp32 over the same inputs.
@@ -33,6 +33,7 @@ K_DIM, V_DIM = LATENT_DIMS
 BF16 = torch.bfloat16
 # What DeepSeek scales by: heads of 128 + 64 before absorption.
 SCALE = 192**-0.5
+Run = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def inputs_of(batch: Batch) -> Inputs:
     )
 
 
-def ours(inputs: Inputs) -> tuple[Callable[[], torch.Tensor], str]:
+def ours(inputs: Inputs) -> tuple[Run, str]:
     """What a layer runs, and the plan in short."""
     total, heads, _ = inputs.q.shape
     target = Target.h200(
@@ -127,19 +128,50 @@ def ours(inputs: Inputs) -> tuple[Callable[[], torch.Tensor], str]:
     return run, f"{plan.num_items} items, {plan.num_partials} partials"
 
 
-def fa3(inputs: Inputs, page: int) -> Callable[[], torch.Tensor]:
-    """FA3's form for MLA with pages of ``page`` tokens; larger ones hold a copy in order."""
-    attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
+def in_pages(inputs: Inputs, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents [pages, ``page``, 1, 576] and the page table, int32 [B, pages]. Pages of more than a
+    token hold a copy in order: each prefix has its own in place of the pool's."""
     latents, table = inputs.latents, inputs.table
     total, tokens = table.shape
-    if page > 1:  # pages of what the requests hold in place of the prefix's own: each has its copy
+    if page > 1:
         whole = -(-tokens // page)
         used = torch.zeros(total, whole * page, dtype=torch.long, device="cuda")
         used[:, :tokens] = table
         firsts, index = torch.unique(used.view(-1, page), dim=0, return_inverse=True)
         latents = latents[firsts.flatten()].contiguous()
         table = index.view(total, whole).int().contiguous()
-    pages = latents.view(-1, page, 1, K_DIM)
+    return latents.view(-1, page, 1, K_DIM), table
+
+
+def flash_mla(inputs: Inputs) -> Run:
+    """FlashMLA, with pages of 64 tokens and its schedule made before, once a step as in SGLang."""
+    ops = import_module("sglang.kernels.ops.attention.flash_mla_interface")
+    pages, table = in_pages(inputs, 64)
+    q = torch.cat([inputs.q, inputs.q_rope], -1).unsqueeze(1)  # [B, 1, heads, 576]
+    schedule, splits = ops.get_mla_metadata(inputs.lens, q.shape[2], 1)
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = ops.flash_mla_with_kvcache(
+            q=q,
+            k_cache=pages,
+            block_table=table,
+            cache_seqlens=inputs.lens,
+            head_dim_v=V_DIM,
+            tile_scheduler_metadata=schedule,
+            num_splits=splits,
+            softmax_scale=SCALE,
+            causal=True,
+        )[0]
+        return out
+
+    return run
+
+
+def fa3(inputs: Inputs, page: int) -> Run:
+    """FA3's form for MLA with pages of ``page`` tokens."""
+    attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
+    pages, table = in_pages(inputs, page)
+    total = len(table)
     q, rope = inputs.q, inputs.q_rope
     offsets = torch.arange(total + 1, dtype=torch.int32, device="cuda")
 
@@ -170,13 +202,13 @@ def error(out: torch.Tensor, inputs: Inputs, queries: int = 4) -> float:
     return relative(out[:queries].view_as(want), want)
 
 
-def measure(batch: Batch, clock: Clock, with_fa3: bool) -> dict[str, Any]:
+def measure(batch: Batch, clock: Clock, with_peers: bool) -> dict[str, Any]:
     inputs = inputs_of(batch)
     run, plan = ours(inputs)
     runs = {"ours": run}
     row: dict[str, Any] = {"batch": batch.name, "plan": plan}
-    for page in (1, 64) if with_fa3 else ():
-        runs[f"fa3_{page}"] = fa3(inputs, page)
+    if with_peers:
+        runs |= {"fa3_1": fa3(inputs, 1), "fa3_64": fa3(inputs, 64), "flashmla": flash_mla(inputs)}
     captured = {name: capture(run) for name, run in runs.items()}
     for name, graph in captured.items():
         graph.replay()
@@ -190,19 +222,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="batches whose names have this")
     parser.add_argument("--ragged", action="store_true", help="batches whose requests differ")
-    parser.add_argument("--fa3", action="store_true", help="FA3, too")
+    parser.add_argument("--peers", action="store_true", help="FA3 and FlashMLA, too")
     args = parser.parse_args()
     ragged = (Batch(heads, each) for heads in (8, 16, 20) for each in all_forests())
     clock, ratios = Clock(20.0 if args.ragged else 100.0), []
     for batch in ragged if args.ragged else BATCHES:
         if args.only in batch.name:
-            row = measure(batch, clock, args.fa3)
+            row = measure(batch, clock, args.peers)
             print(json.dumps(row), flush=True)
-            if args.fa3:
-                ratios.append(row["us_ours"] / min(row["us_fa3_1"], row["us_fa3_64"]))
+            if args.peers:
+                peers = (us for name, us in row.items() if name.startswith(("us_fa3", "us_flash")))
+                ratios.append(row["us_ours"] / min(peers))
     if ratios:
         mean = statistics.geometric_mean(ratios)
-        print(f"over FA3: {mean:.3f} in the geometric mean, {max(ratios):.3f} at worst")
+        print(f"over the best peer: {mean:.3f} in the geometric mean, {max(ratios):.3f} at worst")
 
 
 if __name__ == "__main__":

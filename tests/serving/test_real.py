@@ -32,13 +32,13 @@ COLOURS = ("red", "blue")
 SCHEMA = tool("open", "ticket")["function"]["parameters"] | {"additionalProperties": False}
 GRAMMAR = {"type": "json_schema", "json_schema": {"name": "ticket", "schema": SCHEMA}}
 LIBRARY = Library(pages=3, chars=500)
-EACH = 6  # kind of conversation
-MORE = (("samples", 2), ("streams", 4), ("schemas", 4), ("adapters", 4), ("seeds", 1))
+EACH = 12  # kind of conversation
+MORE = (("samples", 3), ("streams", 8), ("schemas", 4), ("adapters", 8), ("seeds", 1))
 AGAIN = say("user", "Say that again for a child of six years.")
 
 
 def requests() -> dict[str, list[dict[str, Any]]]:
-    """Bodies of requests, by what they are about."""
+    """Bodies of a hundred requests, by what they are about."""
     more = LIBRARY.documents(first=200)
     plain = {name: islice(kind(), EACH) for name, kind in LIBRARY.kinds().items()}
     found = {name: [{"messages": chat} for chat in chats] for name, chats in plain.items()}
@@ -153,6 +153,7 @@ def test_answers_equal_the_stock_backends(
     answers, counted = server.counted(ask_all, server)
     found = {name: disagreements(answers[name], stock[name]) for name in stock}
     assert not any(found.values()), found
+    assert sum(map(len, answers.values())) >= 100
     # Of the base are steps with one request alone, as the last ones of a round may be.
     assert counted.packed_steps > 0.8 * (
         counted.decode_steps + counted.base_forwards.get("small_batch", 0)
