@@ -19,6 +19,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -283,12 +284,7 @@ def soak(
             traffic.server.wait_until_ready()
             if top_k > 1:
                 _launch_all_moves(traffic.server)
-        rest = scale.seconds - scale.warm_up
-        periods = max(1, round(rest / PERIOD_S)) if real else 1
-        held = [
-            _held_after(seconds, all_of, device, partial(_clients, scale, draw, number))
-            for number, seconds in enumerate([scale.warm_up, *[rest / periods] * periods])
-        ]
+        held = _periods(all_of, device, scale, draw, PERIOD_S if real else scale.seconds)
         rows = {name: traffic.row(name == "radix", device) for name, traffic in all_of.items()}
     wrong = [f"{name}: {each}" for name, row in rows.items() for each in row["wrong"]]
     before, after = held[0], held[-1]
@@ -321,6 +317,23 @@ def _clients(scale: Scale, draw: Draw, period: int) -> list[Iterator[Request]]:
     """Of one server; other ones in each period."""
     first = period * scale.clients
     return [requests(seed, scale, draw) for seed in range(first, first + scale.clients)]
+
+
+def _periods(
+    all_of: dict[str, Traffic], device: str, scale: Scale, draw: Draw, period_s: float
+) -> list[dict[str, int]]:
+    """Bytes held after the warm-up and after each of the periods until the time is up. A period
+    ends with the answers that are under way, which counts as traffic. Says so after each: a run
+    that is cut off has told what it saw."""
+    held: list[dict[str, int]] = []
+    began = time.monotonic()
+    while (left := began + scale.seconds - time.monotonic()) > 0 or len(held) < 2:
+        seconds = min(period_s if held else scale.warm_up, max(left, 1.0))
+        clients = partial(_clients, scale, draw, len(held))
+        held.append(_held_after(seconds, all_of, device, clients))
+        wrong = {name: one.wrong for name, one in all_of.items()}
+        print(f"{time.monotonic() - began:.0f} s: {held[-1]}, wrong: {wrong}", flush=True)
+    return held
 
 
 def _held_after(
