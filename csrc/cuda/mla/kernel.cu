@@ -8,9 +8,10 @@
 //
 // What they do forms a line, and each hands over by mbarriers: a tile is loaded, its scores are
 // made, its weights replace its rope panel, and its columns are given up part by part when they are
-// multiplied, so that the loaders refill them part by part. There is room for two tiles. So the matrix units run
-// the products of one tile with V while the next one arrives, and the line never turns back: what
-// raising a row's reference asks of the output is handed over with the tile's weights.
+// multiplied, so that the loaders refill them part by part. There is room for two tiles. So the
+// matrix units run the products of one tile with V while the next one arrives, and the line never
+// turns back: what raising a row's reference asks of the output is handed over with the tile's
+// weights.
 #include "cuda/error.h"
 #include "cuda/launch.h"
 #include "cuda/mla/launch.h"
