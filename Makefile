@@ -73,7 +73,8 @@ build/wheel/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
 	@mkdir -p build
 	@sed -n '/^dependencies = \[/,/\]/p; /^sglang = \[/,/\]/p; /^test = \[/,/\]/p; /^lint = \[/,/\]/p' \
 		pyproject.toml | grep -o '"[^"]*"' | tr -d '"' | sort -u > build/dependencies.txt
-	@$(BIN)/pip install -q -r build/dependencies.txt
+	@# Modules are compiled when they are imported, which a fourth of them are.
+	@$(BIN)/pip install -q --no-compile -r build/dependencies.txt
 	@$(BIN)/$(SMOLLM2) -q || echo 'the demo has random weights without: $(SMOLLM2)'
 	@touch $@
 

@@ -184,7 +184,7 @@ def test_support_desk_shares_until_the_time_stands_first(
         requests = map(json.loads, Path(file).read_text(encoding="utf-8").splitlines())
         assert [len(request["messages"]) for request in requests].count(6) == 6
         assert cli.main(["estimate", "--prompts", file, "--tokenizer", tokenizer]) == 0
-        found = re.findall(r"at token ([\d,]+): .*date or time", capsys.readouterr().out)
+        found = re.findall(r"differ at token ([\d,]+)", capsys.readouterr().out)
         named.append(min((int(token.replace(",", "")) for token in found), default=9999))
     assert float(factors[0]) > float(factors[1])
     assert named[1] < 60 < named[0]  # before the rules, and behind them

@@ -27,12 +27,12 @@ from .server import (
 )
 from .workloads import random_prompt
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 COLOURS = ("red", "blue")
 SCHEMA = tool("open", "ticket")["function"]["parameters"] | {"additionalProperties": False}
 GRAMMAR = {"type": "json_schema", "json_schema": {"name": "ticket", "schema": SCHEMA}}
 LIBRARY = Library(pages=3, chars=500)
-EACH = 12  # kind of conversation
+EACH = 11  # kind of conversation
 MORE = (("samples", 3), ("streams", 8), ("schemas", 4), ("adapters", 8), ("seeds", 1))
 AGAIN = say("user", "Say that again for a child of six years.")
 
