@@ -133,9 +133,9 @@ def sample(every: Sequence[Forest], count: int | None) -> Sequence[Forest]:
 
 
 def read_batches(file: Path) -> tuple[dict[str, Any], list[Forest]]:
-    """The header of a running server's dump (``SGLANG_PAT_DUMP``), without its target, and
-    its batches. Their slots will be single tokens, contiguous within a node,
-    whatever pages the server had; K and V are random.
+    """The header of a running server's dump (``SGLANG_PAT_DUMP``), without its target, and its
+    batches. Their slots will be single tokens, contiguous within a node, whatever pages the server
+    had; K and V are random.
 
     Raises OSError or ValueError, in words, for a file that is no dump or has no batch.
     """

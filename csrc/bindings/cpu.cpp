@@ -69,19 +69,18 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
 }  // namespace
 
 void bind_cpu(py::module_& m) {
-  m.def(
-      "decode_cpu", &decode, "plan"_a, "plan_bytes"_a, "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
-      "lse"_a, "req_to_token"_a, "rows"_a, "seq_lens"_a, "num_slots"_a, "num_queries"_a,
-      "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "dtype"_a, "partial_dtype"_a,
-      "scale"_a, "logit_cap"_a, "num_threads"_a, "draft_tokens"_a = 1, "kv_dtype"_a = 0,
-      "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_masks"_a = 0, "sinks"_a = 0,
-      "sink_dtype"_a = 0, "q_rope"_a = Tensor3{},
-      "Executes a plan on CPU memory, see DecodeArgs in cpu/forward.h. q, q_rope, k_cache,\n"
-      "v_cache, out: (address, stride 0, stride 1), strides in elements; req_to_token: (address,\n"
-      "row stride, rows, columns). Raises ValueError for arguments that make no sense, a plan "
-      "that\n"
-      "is damaged or was made for other heads, queries or lengths, and a slot id outside of the\n"
-      "cache. Releases the GIL.");
+  m.def("decode_cpu", &decode, "plan"_a, "plan_bytes"_a, "q"_a, "k_cache"_a, "v_cache"_a, "out"_a,
+        "lse"_a, "req_to_token"_a, "rows"_a, "seq_lens"_a, "num_slots"_a, "num_queries"_a,
+        "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "dtype"_a,
+        "partial_dtype"_a, "scale"_a, "logit_cap"_a, "num_threads"_a, "draft_tokens"_a = 1,
+        "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_masks"_a = 0,
+        "sinks"_a = 0, "sink_dtype"_a = 0, "q_rope"_a = Tensor3{},
+        R"(Executes a plan on CPU memory, see DecodeArgs in cpu/forward.h.
+
+q, q_rope, k_cache, v_cache, out: (address, stride 0, stride 1), strides in elements.
+req_to_token: (address, row stride, rows, columns).
+Raises ValueError for arguments that make no sense, for a plan that is damaged or was made for
+other heads, queries or lengths, and for a slot id outside of the cache. Releases the GIL.)");
 }
 
 }  // namespace pat

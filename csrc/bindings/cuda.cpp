@@ -210,12 +210,12 @@ void bind_staging(py::module_& m) {
 }
 
 void bind_launches(py::module_& m) {
-  m.def(
-      "snapshot_cuda", &snapshot, "buffers"_a, py::kw_only(), "req_to_token"_a, "rows"_a,
-      "seq_lens"_a, "num_rows"_a, "stream"_a,
-      "Fills the list of a workspace's plan on a stream, see decode.h. req_to_token: (address, "
-      "row\n"
-      "stride, tokens of a row) of int32; rows, seq_lens: (address, bytes of an element: 4 or 8).");
+  m.def("snapshot_cuda", &snapshot, "buffers"_a, py::kw_only(), "req_to_token"_a, "rows"_a,
+        "seq_lens"_a, "num_rows"_a, "stream"_a,
+        R"(Fills the list of a workspace's plan on a stream, see decode.h.
+
+req_to_token: (address, row stride, tokens of a row) of int32.
+rows, seq_lens: (address, bytes of an element: 4 or 8).)");
   m.def("read_draft_masks_cuda", &read_draft_masks, py::kw_only(), "cells"_a, "num_cells"_a,
         "seq_lens"_a, "num_rows"_a, "draft_tokens"_a, "masks"_a, "stream"_a,
         "Writes the masks of draft trees on a stream, see DraftMaskArgs in decode.h. seq_lens:\n"
@@ -229,10 +229,10 @@ void bind_launches(py::module_& m) {
         "out"_a, "lse"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a,
         "kv_dtype"_a = 0, "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "sinks"_a = 0, "sink_dtype"_a = 0,
         "q_rope"_a = Tensor3{},
-        "Executes the plan of a workspace on a stream, see DecodeParams in params.h. q, k_cache,\n"
-        "v_cache, out, q_rope: (address, stride 0, stride 1), strides in elements. Raises "
-        "ValueError\n"
-        "for what the kernels do not have, RuntimeError with CUDA's error.");
+        R"(Executes the plan of a workspace on a stream, see DecodeParams in params.h.
+
+q, k_cache, v_cache, out, q_rope: (address, stride 0, stride 1), strides in elements.
+Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");
 }
 
 }  // namespace

@@ -7,10 +7,10 @@ namespace pat {
 
 // A child's queries leave u, the node, if that has the greater profit. Profits are in elements of K
 // or V over the head dim: what packing saves in K/V reads less what its partials cost. The terms of
-// the other children, which both equations share, are left out. The
-// length of u is that of its pack, which counts the tokens that it took over from above (the
-// `blocks` of the algorithm): its CTA reads them. Where both profits are equal the child takes
-// over. Equation 2 charges u's read even if no query is left that reads it: evaluated as written.
+// the other children, which both equations share, are left out. The length of u is that of its
+// pack, which counts the tokens that it took over from above (the `blocks` of the algorithm): its
+// CTA reads them. Where both profits are equal the child takes over. Equation 2 charges u's read
+// even if no query is left that reads it: evaluated as written.
 void decide_by_paper(int32_t node, const Packs& packs, Below& below) {
   const int64_t tokens = packs.packs[node].tokens();
   int64_t left = packs.packs[node].queries;  // that u still has

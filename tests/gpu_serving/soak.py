@@ -323,8 +323,8 @@ def _periods(
     all_of: dict[str, Traffic], device: str, scale: Scale, draw: Draw, period_s: float
 ) -> list[dict[str, int]]:
     """Bytes held after the warm-up and after each of the periods until the time is up. A period
-    ends with the answers that are under way, which counts as traffic. Says so after each: a run
-    that is cut off has told what it saw."""
+    ends when the answers under way have come, and this time counts. It prints what is held and
+    what was wrong, so that also a run that is cut off has said what it saw."""
     held: list[dict[str, int]] = []
     began = time.monotonic()
     while (left := began + scale.seconds - time.monotonic()) > 0 or len(held) < 2:
