@@ -82,7 +82,8 @@ def _ngram(draft_tokens: int = DRAFT_TOKENS, breadth: int = 1) -> tuple[str, ...
     )
 
 
-_TP2 = ("--tp-size", "2")
+# FlashInfer's fused all-reduce may use NVLink multicast, see on_host.sh.
+_TP2 = ("--tp-size", "2", "--enforce-disable-flashinfer-allreduce-fusion")
 _FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 _PAGES = ("--page-size", "16")
 _FA3_PREFILL = ("--prefill-attention-backend", "fa3")

@@ -70,7 +70,7 @@ run() {
     hybrids) tests 560 $at/test_pairs.py -k "${HYBRIDS:-qwen3_next or qwen3_5 or falcon_h1}" ;;
     latents) tests 400 $at/test_pairs.py -k deepseek ;;
     latentdrafts) drafts 400 $at/test_speculation.py -k latents8 ;;
-    ranks) drafts 400 $at/test_pairs.py $at/test_speculation.py -k qwen3-pat ;;
+    ranks) drafts 400 $at/test_pairs.py $at/test_speculation.py -k 'tp2 or dp2' ;;
     tp2) bench 560 --tp 2 --loads 8192x1 8192x128 0x64 0x256 ;;
     mla) bench 560 --model "${MODEL:-deepseek-v2-lite}" --backends ${MLA_BACKENDS:-pat fa3} \
       --loads ${MLA_LOADS:-8192x128 4096x64 0x64 32768x128} --max-requests 128 ;;

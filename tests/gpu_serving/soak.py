@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import subprocess
 import tempfile
 import threading
 import time
@@ -32,7 +33,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
 from kit.chats import Library, Reader
 from serving.server import Config, ServingServer
 from serving.workloads import VOCAB, Prompt, random_prompt, text_of
@@ -363,8 +363,11 @@ def _held_after(
         traffic.server.post("/flush_cache?timeout=30")
         traffic.probe()
         traffic.server.post("/flush_cache?timeout=30")
-    held = {f"scheduler {name}": scheduler_bytes(one.server.pid) for name, one in all_of.items()}
-    return held | ({"device": device_bytes()} if device == "cuda" else {})
+    pids = {name: one.server.pid for name, one in all_of.items()}
+    held = {f"scheduler {name}": scheduler_bytes(pid) for name, pid in pids.items()}
+    if device == "cuda":
+        held |= {f"device {name}": device_bytes(pid) for name, pid in pids.items()}
+    return held
 
 
 def scheduler_bytes(server_pid: int) -> int:
@@ -380,10 +383,17 @@ def scheduler_bytes(server_pid: int) -> int:
     return held
 
 
-def device_bytes() -> int:
-    """Bytes in use on the first GPU, of all processes."""
-    free, total = torch.cuda.mem_get_info(0)
-    return total - free
+def device_bytes(server_pid: int) -> int:
+    """Bytes that the processes of a server's process group hold on the GPUs."""
+    asked = "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"
+    lines = subprocess.run(["nvidia-smi", *asked], capture_output=True, check=True, text=True)
+    held = 0
+    for line in lines.stdout.splitlines():
+        pid, mib = map(int, line.split(","))
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            held += mib * MIB if os.getpgid(pid) == server_pid else 0
+    assert held, f"nvidia-smi names no process of the group {server_pid}:\n{lines.stdout}"
+    return held
 
 
 def main() -> int:

@@ -98,6 +98,11 @@ TWO_GPUS = [
     )
     for ranks in ("tp2", "dp2")
 ]
+TWO_GPUS += [  # half of the heads on each: of sinks, of latents
+    replace(row, ours=f"{row.ours}-tp2", peers=tuple(f"{peer}-tp2" for peer in row.peers[:1]))
+    for row in OF_FAMILIES
+    if row.ours.startswith(("gpt_oss", "deepseek"))
+]
 ROWS = [
     Row(  # with prefill graphs and the tree of nodes in Rust, which pat does not switch off
         "ratio4-pat",
