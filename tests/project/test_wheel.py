@@ -9,7 +9,6 @@ Pythons of a release: then it is those in dist/, and the doctor and the CPU serv
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -132,11 +131,9 @@ def test_explain_draws_a_plan(venv_with_sglang: Path) -> None:
 
 @of_a_release
 def test_the_doctor_finds_nothing_to_repair(venv_with_sglang: Path) -> None:
-    report = json.loads(_run(venv_with_sglang, "sglang-pat", "doctor", "--json"))
-    assert report["ok"], report
-    found = {finding["topic"]: finding["found"] for finding in report["findings"]}
-    assert str(venv_with_sglang) in found["sglang_pat"]
-    assert {"entry point pat", "entry point pat_cpu"} < set(found)
+    report = _run(venv_with_sglang, "sglang-pat", "doctor")
+    assert str(venv_with_sglang) in report
+    assert "entry point pat " in report and "entry point pat_cpu" in report
 
 
 @of_a_release
