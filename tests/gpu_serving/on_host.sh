@@ -40,9 +40,12 @@ stand_in() {
   echo 'class FlashMLASchedMeta: ...' >"$site/flash_mla/flash_mla_interface.py"
 }
 drafts() { stand_in; tests "$@"; } # SECONDS ARGUMENT... of pytest
-bench() { # SECONDS ARGUMENT...: the serving benchmark, which ends in time by itself
-  # SGLang's client imports Hugging Face's datasets, which the kit lacks, and does not call it here.
+# SGLang's client imports Hugging Face's datasets, which the kit lacks, and does not call it here.
+without_datasets() {
   python3 -c 'import datasets' 2>/dev/null || echo 'load_dataset = None' >"$site/datasets.py"
+}
+bench() { # SECONDS ARGUMENT...: the serving benchmark, which ends in time by itself
+  without_datasets
   limited "$1" python3 -m benchmarks.serving --runs 3 "${@:2}" \
     --folder "$work/$step" --json "$out/$step.json" --budget-s $((${LIMIT:-$1} - 25))
 }
@@ -50,7 +53,9 @@ run() {
   case $1 in
     unpack)
       bash "$kit/default_host.sh" "$site" "$kit"
-      if [ -e "$kit/nixl.tar.xz" ]; then tar xJf "$kit/nixl.tar.xz" -C "$site"; fi
+      for more in nixl router fa3_256; do
+        if [ -e "$kit/$more.tar.xz" ]; then tar xJf "$kit/$more.tar.xz" -C "$site"; fi
+      done
       if [ -e "$kit/flashmla.tgz" ]; then tar xzf "$kit/flashmla.tgz" -C "$site"; fi
       if [ -e "$kit/jit.tar.xz" ]; then tar xJf "$kit/jit.tar.xz" -C "$HOME"; fi
       if [ -e "$kit/smollm2.00" ]; then
@@ -74,12 +79,19 @@ run() {
     tp2) bench 560 --tp 2 --loads 8192x1 8192x128 0x64 0x256 ;;
     mla) bench 560 --model "${MODEL:-deepseek-v2-lite}" --backends ${MLA_BACKENDS:-pat fa3} \
       --loads ${MLA_LOADS:-8192x128 4096x64 0x64 32768x128} --max-requests 128 ;;
+    tp2mla) bench 400 --tp 2 --model deepseek-v2-lite --backends pat fa3 flashmla --loads 8192x128 --pool-tokens 65536 \
+      --max-requests 128 ;;
+    tp2sinks) bench 400 --tp 2 --model gpt-oss-20b --backends pat fa3 --loads 8192x128 --pool-tokens 65536 \
+      --max-requests 128 --server-args --enforce-disable-flashinfer-allreduce-fusion ;;
     tp2agents) bench 500 --tp 2 --stream-interval 1 --loads '3000+4*1200x64' ;; # every token by itself
     tp2fp8) bench 440 --tp 2 --backends ${FP8_BACKENDS:-pat fa3 flashinfer} \
       --kv-cache-dtype fp8_e4m3 --loads 8192x128 ;;
     agents) bench 500 --backends pat fa3 --stream-interval 1 --max-requests 128 \
       --loads '3000+4*1200x'{8,16,32,64,96,128} --model "${MODEL:-llama3-8b}" ;;
     shared) bench 580 --runs 2 --backends pat fa3 --pool-tokens 262144 --loads rollouts:10x16 forks:8x6 ;;
+    router) without_datasets
+      limited 400 python3 -m gpu_serving.router --folder "$work/router" --json "$out/router.json" ;;
+    demo) limited 240 python3 -m sglang_pat demo ;;
     real) stand_in
       limited 560 python3 -m gpu_serving.real --device cuda ${SETTINGS:+--settings $SETTINGS} \
         --logs "$work/real" --json "$out/real.json" ;;

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two servers of each backend, one a GPU, behind SGLang's router with each of two policies, and the
+load of SGLang's own client: ``python -m gpu_serving.router --json FILE`` in tests/."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from serving.test_router import POLICIES, Router
+
+from benchmarks.common.document import conditions, heading, write
+from benchmarks.serving.__main__ import VERSIONS_OF
+from benchmarks.serving.loads import parse
+from benchmarks.serving.model import open_model
+from benchmarks.serving.servers import ask
+from sglang_pat.demo.server import Server
+
+SHOWN = ("median_itl_ms", "median_tpot_ms", "median_ttft_ms", "output_throughput")
+SERVER_ARGS = {
+    "cuda": ("--dtype", "bfloat16", "--mem-fraction-static", "0.9", "--max-total-tokens", "131072"),
+    "cpu": ("--dtype", "float32", "--max-total-tokens", "20000"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=sorted(SERVER_ARGS), default="cuda")
+    parser.add_argument("--model", default="llama3-8b", help="as of benchmarks.serving")
+    parser.add_argument("--backends", nargs="+", default=["pat", "fa3"])
+    parser.add_argument("--load", default="8*8192x16", help="as of benchmarks.serving")
+    parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--runs", type=int, default=3, help="behind one that warms up")
+    parser.add_argument("--json", type=Path, help="every run, rewritten after each")
+    parser.add_argument("--folder", type=Path, help="of the model and the logs")
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="sglang_pat_router_"))
+    model = open_model(options.model, folder)
+    load = parse(options.load, output=options.output_tokens, folder=folder)
+    # Of the router the client could not ask which model it has.
+    of_model = ("--model", str(model), "--tokenizer", str(model))
+    load = replace(load, arguments=(*load.arguments, *of_model))
+    args = (
+        *("--max-running-requests", "128", "--cuda-graph-max-bs-decode", "128"),
+        *("--stream-interval", "8", "--incremental-streaming-output", *SERVER_ARGS[options.device]),
+        *(() if any(model.glob("*.safetensors")) else ("--load-format", "dummy")),
+    )
+    with ExitStack() as stack:
+        routers: dict[tuple[str, str], Router] = {}
+        processes: list[Server] = []
+        for backend in options.backends:
+            servers = [
+                Server(
+                    model,
+                    backend=backend,
+                    device=options.device,
+                    log=folder / f"{backend}-{gpu}.log",
+                    args=args,
+                    env={"CUDA_VISIBLE_DEVICES": str(gpu)},
+                )
+                for gpu in range(2)
+            ]
+            for policy in POLICIES:
+                log = folder / f"{backend}-{policy}.log"
+                routers[backend, policy] = Router(policy, servers, log)
+            processes += [*servers, *(routers[backend, policy] for policy in POLICIES)]
+        for process in processes:
+            stack.callback(process.stop)
+            process.start()
+        for process in processes:
+            process.wait_until_ready()
+        document = conditions("router", "gpu_serving.router", options.device, VERSIONS_OF, {})
+        document |= {"load": load.name, "rows": []}
+        print("\n".join(heading(document)), flush=True)
+        for run in range(-1, options.runs):
+            for (backend, policy), router in routers.items():
+                for server in router.servers:
+                    server.post("/flush_cache?timeout=10")
+                row = ask(load, port=router.port, seed=run + 1, folder=folder)
+                print(run, backend, policy, {name: row[name] for name in SHOWN}, flush=True)
+                if run >= 0:
+                    document["rows"].append(row | {"backend": backend, "policy": policy})
+                    write(document, options.json)
+
+
+if __name__ == "__main__":
+    main()
