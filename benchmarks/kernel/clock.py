@@ -119,12 +119,6 @@ class Clock:
         return medians, noise
 
 
-def empty_us(clock: Clock) -> float:
-    """A captured kernel of one element: what launch and events alone take."""
-    one = torch.zeros(1, device="cuda")
-    return clock.median_us(capture(lambda: one.add_(1)).replay)
-
-
 def device_rates(clock: Clock, gigabytes: float = 8.0, size: int = 8192) -> Rates:
     """Ceilings: the fastest of two reductions and a copy over ``gigabytes``, and a bf16 product of
     ``size`` cubed; random data in both."""

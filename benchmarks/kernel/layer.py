@@ -18,6 +18,7 @@ from benchmarks.kernel.kv import TreeBatch, make_batch, relative
 from sglang_pat import Target, decode
 from sglang_pat.config import PatConfig
 from sglang_pat.planner import Plan, Planner
+from sglang_pat.target import LATENT_DIMS
 from sglang_pat.workspace import Workspace
 
 PLAN_REPEATS = 15
@@ -59,6 +60,7 @@ class PatOptions:
             "num_q_heads": heads.q,
             "num_kv_heads": heads.kv,
             "head_dim": heads.dim,
+            "v_head_dim": LATENT_DIMS[1] if heads.dim == LATENT_DIMS[0] else heads.dim,
             "max_queries": tree.num_queries,
             "draft_tokens": self.draft_tokens,
             "kv_bytes": self.kv_bytes,
@@ -103,7 +105,7 @@ class Layer:
         )
         self.workspace.load(self.plan)
         self.snapshot()
-        self._out = torch.empty_like(batch.q)
+        self._out = batch.q.new_empty(batch.q.shape)
 
     def snapshot(self) -> None:
         batch = self.batch
@@ -117,6 +119,7 @@ class Layer:
             scale=self.scale,
             k_scale=self.batch.k_scale,
             v_scale=self.batch.v_scale,
+            q_rope=self.batch.q_rope,
             out=self._out,
             workspace=self.workspace,
         )
@@ -141,7 +144,8 @@ def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
     some = torch.linspace(0, queries - 1, count, device=batch.q.device).round().long()
     of_query = torch.arange(draft_tokens, device=batch.q.device)
     rows = (some[:, None] * draft_tokens + of_query).flatten()
-    chosen = replace(batch, q=batch.q[rows], rows=batch.rows[some], seq_lens=batch.seq_lens[some])
+    q = batch.whole_q[rows]
+    chosen = replace(batch, q=q, rows=batch.rows[some], seq_lens=batch.seq_lens[some])
     scales = {"scale": scale, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
     how: dict[str, Any] = {"draft_tokens": draft_tokens, **scales}
     expected, _ = reference.attention(*chosen.inputs, **how)

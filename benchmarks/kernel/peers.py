@@ -246,6 +246,5 @@ def _problem(name: str, kinds: Iterable[Heads], e4m3: bool, draft_tokens: int) -
         for kind in kinds:
             _try(name, kind, e4m3, draft_tokens)
     except Exception as error:  # whatever it is, the caller prints it
-        lines = str(error).strip().splitlines() or [""]
-        return " ... ".join(dict.fromkeys([f"{type(error).__name__}: {lines[0]}", lines[-1]]))
+        return f"{type(error).__name__}: {error}"
     return ""

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from benchmarks.common.document import Document
 from benchmarks.common.forests import Tree
 from benchmarks.kernel.cases import Case
@@ -16,7 +14,6 @@ from benchmarks.kernel.kv import quantised, relative
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
 from benchmarks.kernel.peers import PEERS
 from benchmarks.kernel.report import TreeRow
-from sglang_pat.planner import BRANCH
 
 
 def measure(
@@ -50,29 +47,23 @@ def measure(
     outs.pop("bf16", None)  # of other K and V
     made = layer.plan
     rates = Rates(document["bytes_per_s"], document["flops_per_s"])
-    floor, bound = floor_us(tree, heads, rates, settings.kv_bytes, settings.draft_tokens)
+    floor = floor_us(tree, heads, rates, settings.kv_bytes, settings.draft_tokens)
     errors = {name: error_of(out, batch, scale) for name, out in outs.items() if settings.e4m3}
     return TreeRow(
         heads=str(heads),
         spec=str(tree),
         permuted=permuted,
         floor_us=floor,
-        bound=bound,
         pat=times["pat"],
         fa3=times.get("fa3"),
         flashinfer=times.get("flashinfer"),
         levels=times.get("levels"),
         noise=noise,
-        snapshot_us=timer.median_us(capture(layer.snapshot).replay),
         plan_us=layer.plan_us(),
-        items=made.num_items,
-        shared_items=made.num_shared_items,
-        partials=made.num_partials,
         kv_read_over_unique=made.kv_tokens_read(sum(tree.seq_lens)) / tree.unique_tokens,
         degraded=made.degraded,
         error=error_of(ours, batch, scale),
         differences={name: relative(out, ours) for name, out in outs.items()},
-        branches=int(np.count_nonzero(made.items["kind"] == BRANCH)),
         kv_dtype=settings.kv_dtype,
         errors=errors,
         bf16=times.get("bf16"),

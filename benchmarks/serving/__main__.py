@@ -21,20 +21,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.common.document import (
-    Budget,
-    Document,
-    conditions,
-    heading,
-    read,
-    value,
-    whole_number,
-    write,
-)
+from benchmarks.common.document import Document, conditions, heading, read, write
 from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
 from benchmarks.serving.model import SHAPES, open_model
 from benchmarks.serving.servers import ClientError, ask, serve, step_notes
@@ -59,16 +49,13 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    number = value(whole_number)
     add = parser.add_argument_group("what to run").add_argument
     how = f"in the notation of loads.py (default: {' '.join(DEFAULT_LOADS)})"
     add("--loads", nargs="+", metavar="LOAD", default=list(DEFAULT_LOADS), help=how)
     how = f"attention backends (default: {' '.join(BACKENDS)})"
     add("--backends", nargs="+", metavar="NAME", default=list(BACKENDS), help=how)
-    add("--runs", type=number, default=5, help="rounds over all of it (default: 5)")
-    add("--output-tokens", type=number, default=256, help="of a batch's requests (default: 256)")
-    how = "tokens with which an agent's conversation ends (default: 5120)"
-    add("--agent-context", type=number, default=5120, help=how)
+    add("--runs", type=int, default=5, help="rounds over all of it (default: 5)")
+    add("--output-tokens", type=int, default=256, help="of a batch's requests (default: 256)")
     add("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
     add("--show", action="store_true", help="run nothing, print the commands")
     add = parser.add_argument_group("servers").add_argument
@@ -76,10 +63,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="of servers (default: cuda)")
     how = "of K/V, of every server (default: auto, that of the weights)"
     add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help=how)
-    add("--tp", type=number, default=1, help="GPUs of every server")
-    add("--pool-tokens", type=number, default=131_072, help="of a server's K/V (default: 131072)")
-    add("--max-requests", type=number, default=256, help="that decode together (default: 256)")
-    add("--stream-interval", type=number, default=8, help="tokens a streamed event (default: 8)")
+    add("--tp", type=int, default=1, help="GPUs of every server")
+    add("--pool-tokens", type=int, default=131_072, help="of a server's K/V (default: 131072)")
+    add("--max-requests", type=int, default=256, help="that decode together (default: 256)")
+    add("--stream-interval", type=int, default=8, help="tokens a streamed event (default: 8)")
     add("--server-args", nargs=argparse.REMAINDER, default=[], help="all that follows")
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="every run, rewritten after each")
@@ -89,8 +76,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(options: argparse.Namespace, budget: Budget) -> None:
-    """Start the servers, measure and print; ``--json`` has every run as soon as it has ended.
+def run(options: argparse.Namespace, until: float) -> None:
+    """Start the servers, measure and print; ``--json`` has every run as soon as it has ended. No
+    run starts that would not end before ``until``, of ``time.monotonic``.
 
     Raises:
         ValueError: what is asked for is no load or no model, or there is no GPU.
@@ -107,24 +95,23 @@ def run(options: argparse.Namespace, budget: Budget) -> None:
 
         tokenizer = AutoTokenizer.from_pretrained(model)
         for load in traced:
-            write_trace(load, tokenizer, options.agent_context)
+            write_trace(load, tokenizer)
     if options.show:
         print("\n".join(commands(model, options, arguments, loads)))
         return
+    settings = {n: each for n, each in os.environ.items() if n.startswith("SGLANG_PAT_")}
     device = device_name(options)
-    document = conditions(KIND, "benchmarks.serving", device, VERSIONS_OF, settings_of(options))
+    document = conditions(KIND, "benchmarks.serving", device, VERSIONS_OF, settings)
     document |= {"loads": {load.name: shlex.join(load.arguments) for load in loads}, "rows": []}
     print(f"starting {', '.join(options.backends)}; logs in {folder}", flush=True)
     started = {"device": options.device, "pool_tokens": options.pool_tokens, "logs": folder}
-    ready_s = min(READY_S, budget.left_s())
+    ready_s = min(READY_S, until - time.monotonic())
     with serve(model, options.backends, arguments, **started, ready_s=ready_s) as servers:
-        print(f"servers are ready{budget}", flush=True)
+        print("servers are ready", flush=True)
         try:
-            measure(servers, loads, options, budget, document, folder)
+            measure(servers, loads, options, until, document, folder)
         finally:
             write(document, options.json)  # with the counters of the last runs
-            if budget.spent_out:
-                print("the time is up: what follows is of the runs that ended")
             show([document])
 
 
@@ -177,7 +164,7 @@ def measure(
     servers: Mapping[str, Server],
     loads: Sequence[Load],
     options: argparse.Namespace,
-    budget: Budget,
+    until: float,
     document: Document,
     folder: Path,
 ) -> None:
@@ -187,23 +174,24 @@ def measure(
     Raises:
         ClientError: a request failed.
     """
-    counted = Counters()
+    counted, longest = Counters(), dict.fromkeys([load.name for load in loads], 0.0)
     for turn in range(-1, options.runs):
         for load in loads if turn >= 0 else loads[:1]:
             rows: list[Row] = []
             by = turn % len(servers)  # another order every run, so that none is always first
             for backend in [*servers, *servers][by : by + len(servers)]:
-                if not budget.allows(load.name):
-                    break
                 began = time.monotonic()
+                if began + (longest[load.name] or max(longest.values())) > until:
+                    print(f"{load.name} {backend}: the time is up", flush=True)
+                    break
                 row = run_once(servers[backend], load, options, turn, folder)
                 rows.append(row | {"load": load.name, "backend": backend, "run": turn})
-                budget.took(load.name, time.monotonic() - began)
+                longest[load.name] = max(longest[load.name], time.monotonic() - began)
                 if turn >= 0:
                     document["rows"].append(rows[-1])
                     write(document, options.json)
                     tpot = row["median_tpot_ms"]
-                    print(f"{load.name} {backend}: TPOT p50 {tpot:.2f} ms{budget}", flush=True)
+                    print(f"{load.name} {backend}: TPOT p50 {tpot:.2f} ms", flush=True)
             for row in rows:
                 if row["backend"] == BACKEND:  # its counters appear late
                     before, counted = counted, servers[BACKEND].counters()
@@ -222,17 +210,10 @@ def run_once(
     return row | {"step_ms": step_ms(before, step_notes(server))}
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What a document names: options that are not those by default, and pat's variables."""
-    default, apart = make_parser().get_default, ("json", "folder", "budget_s")
-    found = {n: each for n, each in vars(options).items() if each != default(n) and n not in apart}
-    return found | {n: each for n, each in os.environ.items() if n.startswith("SGLANG_PAT_")}
-
-
 def show(documents: Sequence[Document]) -> None:
     """Print the conditions of each document, and one table of all."""
     for document in documents:
-        print("\n".join(heading(document)))
+        print("\n".join([document["command"], *heading(document)]))
     rows = [row for document in documents for row in document["rows"]]
     print("\n".join(table(rows)) if rows else "no runs")
 
@@ -245,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.sources:
             show([read(path, [KIND]) for path in options.sources])
         else:
-            run(options, Budget(started + options.budget_s))
+            run(options, started + options.budget_s)
     except ValueError as error:
         print(f"benchmarks.serving: {error}", file=sys.stderr)
         return 2

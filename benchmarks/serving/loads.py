@@ -32,6 +32,7 @@ from typing import Any
 DEFAULT_LOADS = ("8192x128", "4096x64", "8*2048x16", "0x64", "0x256")
 QUESTION = 128  # tokens of a request of a batch, beyond what is shared or private
 NEW_TOKENS = (20, 300)  # of an agent's turn
+TALK_TOKENS = 920  # of an agent's conversation behind its prompts, at most
 # Of an agent's answer. The client takes one length for all: answers of one length end at different
 # steps because the conversations begin at different times, START_RATE a second.
 ANSWER_TOKENS = 90
@@ -128,15 +129,11 @@ def _talks(text: str, trace: Path, sizes: tuple[int, ...], *extra: str, **more: 
     return Load(text, arguments, sizes=sizes, trace=trace, **more)
 
 
-def write_trace(load: Load, tokenizer: Any, context: int) -> None:
+def write_trace(load: Load, tokenizer: Any) -> None:
     """Write the conversations of a load, as SGLang's ``agentic-trace`` reads them.
 
     ``tokenizer``: of transformers; texts are random tokens, so their lengths are exact if the
-    tokenizer makes the same tokens of a text that it made of them. ``context``: tokens with which
-    an agent's conversation ends. Equal arguments give equal files.
-
-    Raises:
-        ValueError: ``context`` has no room for one turn.
+    tokenizer makes the same tokens of a text that it made of them. Equal loads give equal files.
     """
     rng = random.Random(load.name)
     ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
@@ -150,18 +147,16 @@ def write_trace(load: Load, tokenizer: Any, context: int) -> None:
     else:
         system_tokens, num_roles, role_tokens, _ = load.sizes
         shared = system_tokens + role_tokens
-        if (least := shared + NEW_TOKENS[1] + ANSWER_TOKENS) > context:
-            raise ValueError(f"{load.name}: --agent-context must be {least} or more, not {context}")
         system = text(system_tokens)
         roles = [f"{system} {text(role_tokens)}" for _ in range(num_roles)]
-        talks = [_agent(rng, text, rng.choice(roles), shared, context) for _ in range(num_talks)]
+        talks = [_agent(rng, text, rng.choice(roles), shared) for _ in range(num_talks)]
     load.trace.write_text(json.dumps({"conversations": talks}))
 
 
-def _agent(rng: random.Random, text: Text, system: str, length: int, context: int) -> list[Any]:
-    turns, new = [], rng.randint(*NEW_TOKENS)
+def _agent(rng: random.Random, text: Text, system: str, length: int) -> list[Any]:
+    turns, new, most = [], rng.randint(*NEW_TOKENS), length + TALK_TOKENS
     messages = [{"role": "system", "content": system}]
-    while length + new + ANSWER_TOKENS <= context:
+    while length + new + ANSWER_TOKENS <= most:
         length += new
         messages.append({"role": "user", "content": text(new)})
         turns.append({"messages": messages, "prompt_tokens": length})

@@ -14,10 +14,10 @@ import pytest
 import torch
 from kit.bench import RATES, chain_batch, replace_device, row
 
-from benchmarks.common.forests import GENERATOR, PAPER_TREES, Tree
+from benchmarks.common.forests import PAPER_TREES, Tree
 from benchmarks.kernel import __main__ as kernel
 from benchmarks.kernel import rows
-from benchmarks.kernel.cases import Work, asked, read_batches
+from benchmarks.kernel.cases import Work, asked
 from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
 from benchmarks.kernel.layer import PatOptions, error_of
 from benchmarks.kernel.report import TreeRow, complaints, summary
@@ -36,16 +36,13 @@ def work(*arguments: str) -> Work:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--ragged --trees 1,2_3,4", "not allowed with"),
         ("--trees 1,4", "tree '1,4' is not NODES_TOKENS"),
         ("--trees 4,6_16,16", "tree '4,6_16,16' is not NODES_TOKENS"),
         ("--heads 7/2", "the KV heads must divide"),
         ("--heads 32", "heads '32' are not"),
-        ("--sample 0", "'0' is not a whole number, 1 or more"),
-        ("--draft-tokens 4,", "are not whole numbers from 1 to 128"),
-        ("--only nobody", "--only nobody matches no row; rows are named as 1,10_4096,416-32/32"),
+        ("--only nobody", "no row is asked for; rows are named as 1,10_4096,416-32/32"),
         ("--batches nowhere", "No such file"),
-        ("--from nowhere", "No such file"),
+        ("--from pyproject.toml", "pyproject.toml"),
         ("", "no CUDA device"),
     ],
 )
@@ -56,11 +53,7 @@ def test_what_cannot_be_run_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    try:
-        assert kernel.main(arguments.split()) == 2
-    except SystemExit as end:
-        assert end.code == 2
-    assert said in capsys.readouterr().err
+    assert kernel.main(arguments.split()) == 2 and said in capsys.readouterr().err
 
 
 def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +77,7 @@ def test_the_floor_is_bytes_or_operations() -> None:
     """As other code gave it for an H200's rates, in microseconds."""
     heads = Heads(32, 8)
     for spec, floor in (("1,10_4096,416", 7.7), ("1,1024_2048,32", 48.3), ("256_1024", 243.6)):
-        us, bound = floor_us(Tree.parse(spec), heads, RATES)
-        assert us == pytest.approx(floor, abs=0.06)
-        assert bound == ("compute" if spec.startswith("1,1024") else "memory")
+        assert floor_us(Tree.parse(spec), heads, RATES) == pytest.approx(floor, abs=0.06)
     tree = Tree((1, 64), (8192, 128))
     saved = least_bytes(tree, heads) - least_bytes(tree, heads, 1)
     assert saved == 2 * tree.unique_tokens * 8 * 128
@@ -107,10 +98,9 @@ def test_errors_are_of_all_draft_tokens_of_the_first_to_the_last_query() -> None
 def test_the_summary_has_means_the_worst_row_and_those_that_lose() -> None:
     found = [row(), row("1,8_64,16", pat=31.0), row("5_64", pat=27.0, levels=20.0, fa3=None)]
     floor, decode, best = summary(found)
-    assert "pat 2.16, best peer per tree 3.00" in floor and "worst 3.10 at 1,8_64,16" in floor
+    assert "floor: 2.16; worst 3.10 at 1,8_64,16" in floor
     assert "0.775 (shared 0.719, private 0.900)" in decode and "1,8_64,16 1.033" in decode
     assert "5_64 1.350" in best
-    assert "fa3 -" in summary([row(), row("1,8_64,16", fa3=None)])[0], "no mean of some rows"
     drawn = [row("skew-0", pat=30.5), row("skew-1", pat=31.0), row("single-8k", fa3=20.0)]
     assert "skew 1.025, single 0.750" in summary(drawn)[0] and "1 of 3: skew-1" in summary(drawn)[0]
     e4m3 = [row(pat=16.0, bf16=20.0, errors={"fa3": 0.03}), row("4_64", pat=22.0, bf16=20.0)]
@@ -120,10 +110,10 @@ def test_the_summary_has_means_the_worst_row_and_those_that_lose() -> None:
 
 @pytest.mark.parametrize("bad", [0.02, math.nan, math.inf])
 def test_outputs_that_disagree_are_named(bad: float) -> None:
-    assert complaints([row()]) == [] and row().is_sound
+    assert complaints([row()]) == []
     peer = row(differences={"fa3": 0.003, "levels": bad})
     assert list(peer.wrong) == ["levels"] and "levels" in complaints([peer])[0]
-    assert list(row(error=bad).wrong) == ["pat"] and not row(error=bad).is_sound
+    assert list(row(error=bad).wrong) == ["pat"]
     assert "too small" in complaints([row(degraded="max_items too small")])[0]
 
 
@@ -131,10 +121,10 @@ def test_with_kv_of_8_bits_pat_may_be_twice_as_far_off_as_fa3() -> None:
     def e4m3(error: float, **errors: float) -> TreeRow:
         return row(kv_dtype="fp8_e4m3", error=error, errors=errors)
 
-    assert e4m3(0.05, fa3=0.14, flashinfer=0.003).is_sound
+    assert not complaints([e4m3(0.05, fa3=0.14, flashinfer=0.003)])
     assert set(e4m3(0.06, fa3=0.2, flashinfer=0.02).wrong) == {"pat", "fa3", "flashinfer"}
     worse = e4m3(0.008, fa3=0.003)
-    assert not worse.is_sound and not worse.wrong and "2.67" in complaints([worse])[0]
+    assert not worse.wrong and "2.67" in complaints([worse])[0]
 
 
 # Batches of a server
@@ -175,18 +165,7 @@ def test_a_dump_is_run_as_on_its_server_unless_asked(tmp_path: Path) -> None:
     assert [case.name for case in drafted.cases] == ["batch-1-4/2/64"]
 
 
-@pytest.mark.parametrize(
-    ("count", "header", "said"), [(0, {}, "has no batch"), (1, {"head_dim": "64"}, "head_dim")]
-)
-def test_dumps_that_cannot_be_run(
-    count: int, header: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        read_batches(Path(dump(tmp_path / "dump", count, **header)))
-
-
 # Runs
-
 
 TREES = ["1,6_40,9", "5_20"]
 
@@ -219,14 +198,13 @@ def test_a_run_from_arguments_to_json(
     printed = capsys.readouterr().out
     document = json.loads(file.read_text())
     assert document["left_out"] == [] and document["settings"]["draft_tokens"] == drafts
-    assert (document.get("generator") == GENERATOR) == ("--ragged" in given)
     assert ("there sglang 0.5.23, kv_dtype bfloat16" in printed) == (source in given)
     found = [TreeRow(**each) for each in document["rows"]]
     assert [each.spec for each in found] == specs
     assert {each.draft_tokens for each in found} == set(drafts)
     e4m3 = "fp8_e4m3" in given
     for each in found:
-        assert each.permuted and each.is_sound and each.error < 0.01
+        assert each.permuted and not complaints([each]) and each.error < 0.01
         assert each.kv_read_over_unique >= 1 and len(each.differences) == peers
         assert (each.pat, each.fa3, each.flashinfer) == (10.0 + e4m3, 11.0 + e4m3, 12.0 + e4m3)
         assert (each.bf16, len(each.errors)) == ((10.0, peers) if e4m3 else (None, 0))
@@ -254,15 +232,17 @@ def test_what_fails_is_left_out_and_what_is_wrong_is_named(
     monkeypatch.setattr(rows, "device_batch", small)
     monkeypatch.setattr(rows, "PEERS", rows.PEERS | {"flashinfer": broken, "levels": wrong})
     file = tmp_path / "run.json"
-    arguments = ["--heads", "4/2/64", "64/2", "--trees", "1,6_40,9", "7_20", "--json", str(file)]
+    arguments = ["--heads", "4/2/64", "--trees", "1,6_40,9", "7_20", "--json", str(file)]
+    arguments += ["--draft-tokens", "1,10"]
     assert kernel.main(arguments) == 1
     printed = capsys.readouterr().out
     assert "flashinfer did not run: RuntimeError: workspace too small" in printed
     assert "output of levels is off" in printed and "output of fa3" not in printed
     document = json.loads(file.read_text())
     assert [each["flashinfer"] for each in document["rows"]] == [None]
-    left_out = [text.partition(": ")[0] for text in document["left_out"]]
-    assert left_out == ["7_20-4/2/64", "1,6_40,9-64/2", "7_20-64/2"]
-    assert "out of memory" in document["left_out"][0]
+    left_out = [text.partition(": ") for text in document["left_out"]]
+    names = ["7_20-4/2/64", "1,6_40,9-4/2/64 x 10", "7_20-4/2/64 x 10"]
+    assert [name for name, _, _ in left_out] == names
+    assert "out of memory" in left_out[0][2] and "among the 10 draft tokens" in left_out[1][2]
     assert kernel.main([*arguments, "--budget-s", "0"]) == 0
     assert "left out: 1,6_40,9-4/2/64: the time is up" in capsys.readouterr().out

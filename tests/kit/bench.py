@@ -29,10 +29,9 @@ Calls = list[dict[str, Any]]
 
 def row(spec: str = "1,4_64,16", **values: Any) -> TreeRow:
     times = {"floor_us": 10.0, "pat": 15.0, "fa3": 40.0, "flashinfer": 30.0, "levels": 50.0}
-    given = times | dict.fromkeys(("snapshot_us", "plan_us", "kv_read_over_unique"), 1.0)
-    given |= dict.fromkeys(("items", "shared_items", "partials"), 4)
+    given = times | {"plan_us": 1.0, "kv_read_over_unique": 1.0}
     errors = {"differences": {"fa3": 0.003, "flashinfer": 0.003, "levels": 0.004}, "error": 0.002}
-    about = {"heads": "32/8", "permuted": False, "bound": "memory", "noise": 0.01, "degraded": ""}
+    about = {"heads": "32/8", "permuted": False, "noise": 0.01, "degraded": ""}
     return TreeRow(**({"spec": spec} | given | errors | about | values))
 
 
@@ -143,9 +142,6 @@ class CpuLayer:
         scales = {"k_scale": self.batch.k_scale, "v_scale": self.batch.v_scale}
         return decode(*self.batch.inputs, self.plan, scale=self.scale, out=self.out, **scales)
 
-    def snapshot(self) -> None:
-        pass
-
     def plan_us(self) -> float:
         return 20.0
 
@@ -167,10 +163,6 @@ class CpuClock:
     def __init__(self, budget_ms: float) -> None:
         self.budget_ms = budget_ms
 
-    def median_us(self, run: Any) -> float:
-        run()
-        return 2.5
-
     def compare(self, runs: dict[str, Any]) -> tuple[dict[str, float], float]:
         return {name: 10.0 + place for place, name in enumerate(runs)}, 0.01
 
@@ -183,7 +175,6 @@ def replace_device(patch: pytest.MonkeyPatch, module: Any = rows) -> None:
     patch.setattr(module, "device_batch", partial(make_batch, dtype=torch.bfloat16))
     patch.setattr(kernel, "Clock", CpuClock)
     patch.setattr(kernel, "device_rates", lambda timer: RATES)
-    patch.setattr(kernel, "empty_us", lambda timer: 1.5)
     patch.setattr(kernel, "usable", lambda heads, **options: dict.fromkeys(peers.PEERS, ""))
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "get_device_name", lambda: "none")
