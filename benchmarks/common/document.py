@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 Document = dict[str, Any]
+PACKAGES = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 
 
-def conditions(
-    kind: str, module: str, device: str, packages: Sequence[str], settings: Mapping[str, Any]
-) -> Document:
-    """A document of ``kind`` without rows, of ``python -m module`` as it was called; ``packages``:
-    those whose versions matter."""
-    versions = dict.fromkeys(packages, "not installed as a package")
-    for name in packages:
+def conditions(kind: str, module: str, device: str, settings: Mapping[str, Any]) -> Document:
+    """A document of ``kind`` without rows, of ``python -m module`` as it was called."""
+    versions = {}
+    for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return {

@@ -3,11 +3,11 @@
 the floor: ``python -m benchmarks.kernel``. Needs a GPU, but not SGLang.
 
 By default the 20 trees and 4 head configurations of the PAT paper (section 8.2). Timed is forward
-and merge in a captured graph over a cold L2, the median of many; a plan's host time stands apart.
-With ``--draft-tokens`` it times verify steps of speculative decoding: the last T tokens of each
-request, each of which attends to all up to itself (docs/speculation.md). With ``--ragged`` it takes
-batches whose requests differ, with ``--batches`` those of a running server. A peer or a batch that
-cannot run is left out, with the reason.
+and merge in a captured graph over a cold L2, the median of many. With ``--draft-tokens`` it times
+verify steps of speculative decoding: the last T tokens of each request, each of which attends to
+all up to itself (docs/speculation.md). With ``--ragged`` it takes batches whose requests differ,
+with ``--batches`` those of a running server. A peer or a batch that cannot run is left out, with
+the reason.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import argparse
 import math
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.common import document as documents
-from benchmarks.common.document import Document, write
-from benchmarks.kernel.cases import Work, asked
-from benchmarks.kernel.clock import Clock, device_rates
-from benchmarks.kernel.layer import KV_DTYPES, PatOptions
-from benchmarks.kernel.peers import usable
+from benchmarks.common.document import Document, conditions, heading, read, write
+from benchmarks.common.forests import Tree
+from benchmarks.kernel.cases import Case, Work, asked
+from benchmarks.kernel.clock import Captured, Clock, capture, device_rates
+from benchmarks.kernel.floor import Rates, floor_us
+from benchmarks.kernel.kv import quantised, relative
+from benchmarks.kernel.layer import E4M3, KV_DTYPES, Layer, PatOptions, device_batch, error_of
+from benchmarks.kernel.peers import PEERS, missing
 from benchmarks.kernel.report import TWO, TreeRow, complaints, table
-from benchmarks.kernel.rows import measure
 
 # Milliseconds of repeats for one time.
 BUDGET_MS, QUICK_BUDGET_MS = 50.0, 15.0
-VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
 KINDS = ("trees", "drafts", "ragged", "batches")  # of documents
 
 
@@ -48,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     one_of("--batches", type=Path, metavar="FILE", help=how)
     add("--permuted", action="store_true", help="slots at random places of the pool")
     how = "of K and V; beside fp8_e4m3, pat is timed with bfloat16 too (default: bfloat16, or as "
-    add("--kv-dtype", choices=tuple(KV_DTYPES), help=f"{how}the server of --batches had it)")
+    add("--kv-dtype", choices=KV_DTYPES, help=f"{how}the server of --batches had it)")
     how = "time verify steps, of so many draft tokens a request, as 4,8 (default: decode steps)"
     add("--draft-tokens", metavar="T[,T...]", help=how)
     how = "N of the batches, from the first to the last (default: all)"
@@ -71,10 +72,10 @@ def begin(options: argparse.Namespace, work: Work) -> tuple[Document, Clock]:
     if options.cold_code:
         timer = Clock(timer.budget_ms, cold_code=True)
     drafts = {case.draft_tokens for case in work.cases}
-    settings = {"kv_dtype": work.kv_dtype, "draft_tokens": sorted(drafts)}
+    settings: dict[str, Any] = {"kv_dtype": work.kv_dtype, "draft_tokens": sorted(drafts)}
     settings |= {"cold_code": True} if options.cold_code else {}
     device = torch.cuda.get_device_name()
-    found = documents.conditions(work.kind, "benchmarks.kernel", device, VERSIONS_OF, settings) | {
+    found = conditions(work.kind, "benchmarks.kernel", device, settings) | {
         "bytes_per_s": rates.bytes_per_s,
         "flops_per_s": rates.flops_per_s,
         "rows": [],
@@ -82,9 +83,8 @@ def begin(options: argparse.Namespace, work: Work) -> tuple[Document, Clock]:
     }
     found |= {"server": work.server} if work.server else {}
     heads = dict.fromkeys(case.heads for case in work.cases)
-    tried = usable(heads, e4m3=work.kv_dtype != "bfloat16", draft_tokens=max(drafts))
-    found["absent"] = {name: reason for name, reason in tried.items() if reason}
-    found["peers"] = [name for name, reason in tried.items() if not reason]
+    found["absent"] = missing(heads, work.kv_dtype == E4M3, max(drafts))
+    found["peers"] = [name for name in PEERS if name not in found["absent"]]
     return found, timer
 
 
@@ -113,13 +113,66 @@ def run(options: argparse.Namespace, work: Work) -> Document:
     return document
 
 
+def measure(
+    case: Case, settings: PatOptions, permuted: bool, document: Document, timer: Clock
+) -> TreeRow:
+    """Capture, check and time pat and the ``peers`` of a document, whose rates are the floor's.
+    A cascade by levels is left out where there are none."""
+    tree, heads, scale = case.requests, case.heads, case.heads.dim**-0.5
+    settings = replace(settings, draft_tokens=case.draft_tokens)
+    batch = device_batch(tree, heads, permuted, case.draft_tokens)
+    graphs: dict[str, Captured] = {}
+    if settings.e4m3:
+        bf16 = Layer(batch, tree, heads, replace(settings, kv_dtype="bfloat16"), scale)
+        graphs["bf16"] = capture(bf16.attend)
+        batch = quantised(batch)
+    layer = Layer(batch, tree, heads, settings, scale)
+    graphs["pat"] = capture(layer.attend)
+    for name in document["peers"]:
+        if name == "levels" and not isinstance(tree, Tree):
+            continue
+        try:
+            graphs[name] = capture(PEERS[name](batch, tree, scale))
+        except Exception as error:  # the run goes on without it
+            print(f"{case.name}: {name} did not run: {type(error).__name__}: {error}")
+    outs = {name: graph.out for name, graph in graphs.items() if graph.out is not None}
+    for name, out in outs.items():
+        out.fill_(float("nan"))
+        graphs[name].replay()
+    times, noise = timer.compare({name: graph.replay for name, graph in graphs.items()})
+    ours = outs.pop("pat")
+    outs.pop("bf16", None)  # of other K and V
+    made = layer.plan
+    rates = Rates(document["bytes_per_s"], document["flops_per_s"])
+    floor = floor_us(tree, heads, rates, settings.kv_bytes, settings.draft_tokens)
+    errors = {name: error_of(out, batch, scale) for name, out in outs.items() if settings.e4m3}
+    return TreeRow(
+        heads=str(heads),
+        spec=str(tree),
+        permuted=permuted,
+        floor_us=floor,
+        pat=times["pat"],
+        fa3=times.get("fa3"),
+        flashinfer=times.get("flashinfer"),
+        levels=times.get("levels"),
+        noise=noise,
+        kv_read_over_unique=made.kv_tokens_read(sum(tree.seq_lens)) / tree.unique_tokens,
+        degraded=made.degraded,
+        error=error_of(ours, batch, scale),
+        differences={name: relative(out, ours) for name, out in outs.items()},
+        kv_dtype=settings.kv_dtype,
+        errors=errors,
+        bf16=times.get("bf16"),
+        draft_tokens=settings.draft_tokens,
+    )
+
+
 def about(document: Document) -> list[str]:
     """Where and how a document was measured, as lines."""
-    lines = documents.heading(document)
+    lines = heading(document)
     if server := document.get("server"):
-        had = ("kv_dtype", "draft_tokens", "page_size")
-        names = server["versions"] | {name: server[name] for name in had if name in server}
-        said = ", ".join(f"{name} {found}" for name, found in names.items())
+        had = server["versions"] | {"kv_dtype": server.get("kv_dtype")}
+        said = ", ".join(f"{name} {found}" for name, found in had.items())
         lines.append(f"batches of {server['date']}, {server['device']}, there {said}")
     lines.append(
         f"ceilings: {document['bytes_per_s'] / 1e12:.2f} TB/s read, "
@@ -142,15 +195,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         if options.source:
-            document = documents.read(options.source, KINDS)
+            document = read(options.source, KINDS)
             print("\n".join(about(document)))
             return show(document)
         work = asked(options)
         if not torch.cuda.is_available():
-            raise ValueError(
-                f"no CUDA device that torch {torch.__version__} can use: run this on a machine "
-                "with a GPU, or print the results of one with --from FILE"
-            )
+            raise ValueError("no CUDA device that torch can use: print others with --from FILE")
         return show(run(options, work))
     except (OSError, ValueError) as error:
         print(f"benchmarks.kernel: {error}", file=sys.stderr)

@@ -24,8 +24,6 @@ RAGGED_HEADS = [
 # Of --draft-tokens: 64 requests on one prefix, 64 that share nothing, 16 of each kind.
 DRAFT_TREES = tuple(map(Tree.parse, ("1,64_8192,128", "64_1024", "1,16_4096,300", "16_2048")))
 DRAFT_HEADS = [Heads(32, 8), Heads(64, 8), Heads(8, 1)]
-# Of a dump's header.
-NUMBERS = ("num_q_heads", "num_kv_heads", "head_dim", "draft_tokens")
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,9 @@ def asked(options: argparse.Namespace) -> Work:
     server: dict[str, Any] | None = None
     if options.batches:
         kind, (server, requests) = "batches", read_batches(options.batches)
-        *shape, own_drafts = (server[name] for name in NUMBERS)
-        heads, drafts = [Heads(*shape)], drafts if options.draft_tokens else [own_drafts]
-        own_dtype = E4M3 if server.get("kv_dtype") == "float8_e4m3fn" else "bfloat16"
-        kv_dtype = kv_dtype or own_dtype
+        heads = [Heads(server["num_q_heads"], server["num_kv_heads"], server["head_dim"])]
+        drafts = drafts if options.draft_tokens else [server["draft_tokens"]]
+        kv_dtype = kv_dtype or (E4M3 if server["kv_dtype"] == "float8_e4m3fn" else "bfloat16")
     elif options.ragged:
         kind, requests, heads = "ragged", all_forests(), RAGGED_HEADS
     elif options.draft_tokens:

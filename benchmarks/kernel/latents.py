@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from benchmarks.common.forests import Forest, all_forests
-from benchmarks.kernel.cases import Case
 from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import TreeBatch, slot_table
@@ -32,10 +31,6 @@ K_DIM, V_DIM = LATENT_DIMS
 SCALE = 192**-0.5
 
 
-def case(heads: int, requests: Forest) -> Case:
-    return Case(Heads(heads, 1, K_DIM), requests)
-
-
 def on_prefixes(groups: int, queries: int, shared: int, own: int) -> Forest:
     """``groups`` of ``queries`` requests each, which share ``shared`` tokens and have ``own``."""
     count = groups * queries
@@ -43,14 +38,14 @@ def on_prefixes(groups: int, queries: int, shared: int, own: int) -> Forest:
     return Forest(f"{groups}x{queries}_{shared}+{own}", paths, [shared + own] * count)
 
 
-BATCHES = (
-    *(case(heads, on_prefixes(1, 128, 8192, 256)) for heads in (8, 16, 20, 32)),
-    case(16, on_prefixes(1, 64, 4096, 256)),
-    case(16, on_prefixes(8, 16, 2048, 256)),
-    case(16, on_prefixes(1, 16, 8192, 512)),
-    case(16, on_prefixes(1, 8, 6016, 128)),
-    case(16, on_prefixes(64, 1, 0, 2048)),
-    case(16, on_prefixes(1, 1, 0, 8192)),
+BATCHES = (  # with query heads
+    *((heads, on_prefixes(1, 128, 8192, 256)) for heads in (8, 16, 20, 32)),
+    (16, on_prefixes(1, 64, 4096, 256)),
+    (16, on_prefixes(8, 16, 2048, 256)),
+    (16, on_prefixes(1, 16, 8192, 512)),
+    (16, on_prefixes(1, 8, 6016, 128)),
+    (16, on_prefixes(64, 1, 0, 2048)),
+    (16, on_prefixes(1, 1, 0, 8192)),
 )
 
 
@@ -135,16 +130,15 @@ def fa3(batch: TreeBatch, page: int) -> Run:
     return run
 
 
-def measure(case: Case, clock: Clock, with_peers: bool) -> dict[str, Any]:
+def measure(heads: int, requests: Forest, clock: Clock, with_peers: bool) -> dict[str, Any]:
     """Microseconds and errors by name."""
-    batch = latent_batch(case.requests, case.heads.q)
-    runs: dict[str, Run] = {
-        "ours": Layer(batch, case.requests, case.heads, PatOptions(), SCALE).attend
-    }
+    batch = latent_batch(requests, heads)
+    layer = Layer(batch, requests, Heads(heads, 1, K_DIM), PatOptions(), SCALE)
+    runs: dict[str, Run] = {"ours": layer.attend}
     if with_peers:
         runs |= {"fa3_1": fa3(batch, 1), "fa3_64": fa3(batch, 64), "flashmla": flash_mla(batch)}
     captured = {name: capture(run) for name, run in runs.items()}
-    row: dict[str, Any] = {"batch": case.name}
+    row: dict[str, Any] = {"heads": heads, "batch": str(requests)}
     for name, graph in captured.items():
         graph.replay()
         assert graph.out is not None
@@ -158,10 +152,10 @@ def main() -> None:
     parser.add_argument("--ragged", action="store_true", help="batches whose requests differ")
     parser.add_argument("--peers", action="store_true", help="FA3 and FlashMLA, too")
     args = parser.parse_args()
-    ragged = (case(heads, each) for heads in (8, 16, 20) for each in all_forests())
+    ragged = ((heads, each) for heads in (8, 16, 20) for each in all_forests())
     clock, ratios = Clock(20.0 if args.ragged else 100.0), []
-    for one in ragged if args.ragged else BATCHES:
-        row = measure(one, clock, args.peers)
+    for heads, requests in ragged if args.ragged else BATCHES:
+        row = measure(heads, requests, clock, args.peers)
         print(json.dumps(row), flush=True)
         if args.peers:
             peers = (us for name, us in row.items() if name.startswith(("us_fa3", "us_flash")))

@@ -19,7 +19,7 @@ MAX_DIFFERENCE = 0.01
 FP8_LIMITS = {"pat": 0.05, "fa3": 0.15, "levels": 0.15}
 # pat's error with K/V in fp8_e4m3 may be so many times FA3's.
 MAX_OF_FA3 = 2.0
-COLUMNS = "floor us    pat     fa3  flashinf  levels  /floor  peer/pat  read  plan us"
+COLUMNS = "floor us    pat     fa3  flashinf  levels  /floor  peer/pat  read"
 # pat may be this much slower than what it is compared with: more is a row that loses.
 MARGIN = 1.02
 
@@ -37,7 +37,6 @@ class TreeRow:
     flashinfer: float | None
     levels: float | None
     noise: float  # at worst, between the medians of two turns, as a fraction
-    plan_us: float  # when the tree changes, on the host
     kv_read_over_unique: float  # K/V tokens that the plan reads over those that the batch holds
     degraded: str
     error: float  # of pat against fp32, relative norm over a few queries
@@ -144,7 +143,7 @@ def _line(row: TreeRow) -> str:
         f"{row.spec:44} {row.floor_us:8.1f} {row.pat:6.1f} {_number(row.fa3, 1):>7} "
         f"{_number(row.flashinfer, 1):>9} {_number(row.levels, 1):>7} "
         f"{row.over_floor:7.2f} {_number(best / row.pat if best else None, 2):>9} "
-        f"{row.kv_read_over_unique:5.2f} {row.plan_us:8.0f}"
+        f"{row.kv_read_over_unique:5.2f}"
     )
 
 

@@ -6,8 +6,7 @@ A LOAD is a short form of the client's arguments, or these themselves; see ``loa
 nothing runs: the commands of the servers and of the client are printed, for use by hand.
 
 Backends take turns, in another order every run, each from an empty cache; the table has medians and
-the spread. ``step ms`` is the engine's own time of a step, which SGLang's scheduler notes
-(SGLANG_RECORD_STEP_TIME). Plans and the share of K/V that is read are counters of pat.
+the spread. A plan's time and the share of K/V that is read are counters of pat.
 """
 
 from __future__ import annotations
@@ -27,20 +26,16 @@ import torch
 from benchmarks.common.document import Document, conditions, heading, read, write
 from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
 from benchmarks.serving.model import SHAPES, open_model
-from benchmarks.serving.servers import ClientError, ask, serve, step_notes
-from benchmarks.serving.table import Row, counted_fields, step_ms, table
+from benchmarks.serving.servers import ClientError, ask, serve
+from benchmarks.serving.table import Row, counted_fields, table
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.server import Server, ServerError
 from sglang_pat.srt import BACKEND
 
-KIND = "serving"
 CHAT = "sglang-oai-chat"  # the client takes an event of several tokens for one token there
 BACKENDS = ("pat", "fa3", "flashinfer")
-VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 READY_S = 400.0
 MEM_FRACTION = "0.95"  # of a GPU, for all servers together
-# How many steps the engine's own step times are means of; 256 output tokens give a dozen.
-LOG_INTERVAL = 20
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -81,7 +76,7 @@ def run(options: argparse.Namespace, until: float) -> None:
     run starts that would not end before ``until``, of ``time.monotonic``.
 
     Raises:
-        ValueError: what is asked for is no load or no model, or there is no GPU.
+        ValueError: what is asked for is no load or no model.
         ServerError: a server did not start or ended.
         ClientError: a request failed.
     """
@@ -100,8 +95,9 @@ def run(options: argparse.Namespace, until: float) -> None:
         print("\n".join(commands(model, options, arguments, loads)))
         return
     settings = {n: each for n, each in os.environ.items() if n.startswith("SGLANG_PAT_")}
-    device = device_name(options)
-    document = conditions(KIND, "benchmarks.serving", device, VERSIONS_OF, settings)
+    on_cpu = options.device == "cpu"
+    device = f"CPU, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name()
+    document = conditions("serving", "benchmarks.serving", device, settings)
     document |= {"loads": {load.name: shlex.join(load.arguments) for load in loads}, "rows": []}
     print(f"starting {', '.join(options.backends)}; logs in {folder}", flush=True)
     started = {"device": options.device, "pool_tokens": options.pool_tokens, "logs": folder}
@@ -124,7 +120,6 @@ def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
         *("--max-total-tokens", str(options.pool_tokens), "--max-running-requests", requests),
         *("--stream-interval", str(options.stream_interval)),
         "--incremental-streaming-output",  # the client, one thread, reads all of it
-        *("--decode-log-interval", str(LOG_INTERVAL)),
         *(() if any(model.glob("*.safetensors")) else ("--load-format", "dummy")),
     ]
     if options.device == "cuda":
@@ -134,15 +129,6 @@ def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
         # others grow meanwhile: all get the pool they ask for only if all fit together.
         found += ["--mem-fraction-static", MEM_FRACTION, "--cuda-graph-max-bs-decode", requests]
     return [*found, *options.server_args]
-
-
-def device_name(options: argparse.Namespace) -> str:
-    """Raises ValueError if there are fewer GPUs than one server needs."""
-    if options.device == "cpu":
-        return f"CPU, {torch.get_num_threads()} threads"
-    if (count := torch.cuda.device_count()) < options.tp:
-        raise ValueError(f"torch can use {count} GPUs here, --tp {options.tp}: or --device cpu")
-    return torch.cuda.get_device_name()
 
 
 def commands(
@@ -201,13 +187,12 @@ def measure(
 def run_once(
     server: Server, load: Load, options: argparse.Namespace, turn: int, folder: Path
 ) -> Row:
-    """What the client and the engine say of one run of a load, from an empty cache on."""
+    """What the client says of one run of a load, from an empty cache on."""
     server.post("/flush_cache?timeout=10")  # once the last request is gone
-    before = step_notes(server)
     row = ask(load, port=server.port, seed=turn % (options.runs + 1), folder=folder)
     if options.stream_interval > 1 and CHAT in load.arguments:
         row = {name: each for name, each in row.items() if "itl" not in name}
-    return row | {"step_ms": step_ms(before, step_notes(server))}
+    return row
 
 
 def show(documents: Sequence[Document]) -> None:
@@ -224,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         if options.sources:
-            show([read(path, [KIND]) for path in options.sources])
+            show([read(path, ["serving"]) for path in options.sources])
         else:
             run(options, started + options.budget_s)
     except ValueError as error:

@@ -49,8 +49,8 @@ WHOLE_RUN = (*PROGRAM[:2], "0.001")
 FORKING = ("benchmarks.serving.forks", *WHOLE_RUN[1:])
 
 Text = Callable[[int], str]
-_BATCH = re.compile(r"(?:(\d+)\*)?(\d+)(?:\+(\d+))?x(\d+)")
-_TEAM = re.compile(r"(\d+)\+(\d+)\*(\d+)x(\d+)")
+_BATCH = re.compile(r"(?:([1-9]\d*)\*)?(\d+)(?:\+(\d+))?x([1-9]\d*)")
+_TEAM = re.compile(r"(\d+)\+([1-9]\d*)\*(\d+)x([1-9]\d*)")
 _COUNTS = r":([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?"
 _ROLLOUTS, _FORKS = re.compile(f"rollouts{_COUNTS}"), re.compile(f"forks{_COUNTS}")
 
@@ -79,27 +79,23 @@ def parse(text: str, *, output: int, folder: Path) -> Load:
         return Load(text, tuple(shlex.split(text)))
     if found := _TEAM.fullmatch(text):
         sizes = tuple(map(int, found.groups()))
-        if sizes[1] and sizes[3]:
-            return _talks(text, folder / "agents", sizes, output=(ANSWER_TOKENS, ANSWER_TOKENS))
-    elif found := _BATCH.fullmatch(text):
+        return _talks(text, folder / "agents", sizes, output=(ANSWER_TOKENS, ANSWER_TOKENS))
+    if found := _BATCH.fullmatch(text):
         groups, prefix, private, each = (int(number or 0) for number in found.groups())
-        groups = groups if found[1] else 1
-        if groups and each:
-            arguments = _batch(groups, each, prefix, private + QUESTION, output)
-            return Load(text, arguments, (output, output))
-    elif found := _ROLLOUTS.fullmatch(text):
+        arguments = _batch(groups or 1, each, prefix, private + QUESTION, output)
+        return Load(text, arguments, (output, output))
+    if found := _ROLLOUTS.fullmatch(text):
         prompts, each, most = int(found[1]), int(found[2]), int(found[3] or ROLLOUT_ANSWER)
         arguments = _batch(prompts, each, ROLLOUT_PROMPT, 0, most)
         arguments += ("--gsp-range-ratio", str(LEAST), "--temperature", "1")
         return Load(text, arguments, (int(most * LEAST), most), program=WHOLE_RUN)
-    elif found := _FORKS.fullmatch(text):
+    if found := _FORKS.fullmatch(text):
         sizes = (int(found[3] or FORK_CONTEXT), int(found[2]), int(found[1]))
         cold = ("--warmup-requests", "0")  # it would leave a whole conversation in the cache
         return _talks(text, folder / "forks", sizes, *cold, output=CHILD_TOKENS, program=FORKING)
     raise ValueError(
-        f"{text!r} is not a load, or has no requests: write [GROUPS*]PREFIX[+PRIVATE]xREQUESTS as "
-        "8192x128 or 8*2048x16, SYSTEM+ROLES*ROLExAGENTS as 3000+4*1200x64, rollouts:10x16, "
-        "forks:8x6, or arguments of sglang.benchmark.serving as one word that begins with --"
+        f"{text!r} is not a load, or has no requests: write it as 8192x128, 8*2048x16, "
+        "3000+4*1200x64, rollouts:10x16, forks:8x6, or arguments of the client as one word"
     )
 
 

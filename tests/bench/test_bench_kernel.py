@@ -16,7 +16,6 @@ from kit.bench import RATES, chain_batch, replace_device, row
 
 from benchmarks.common.forests import PAPER_TREES, Tree
 from benchmarks.kernel import __main__ as kernel
-from benchmarks.kernel import rows
 from benchmarks.kernel.cases import Work, asked
 from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
 from benchmarks.kernel.layer import PatOptions, error_of
@@ -228,9 +227,9 @@ def test_what_fails_is_left_out_and_what_is_wrong_is_named(
         return make(tree, *rest)
 
     replace_device(monkeypatch)
-    make = rows.device_batch
-    monkeypatch.setattr(rows, "device_batch", small)
-    monkeypatch.setattr(rows, "PEERS", rows.PEERS | {"flashinfer": broken, "levels": wrong})
+    make = kernel.device_batch
+    monkeypatch.setattr(kernel, "device_batch", small)
+    monkeypatch.setattr(kernel, "PEERS", kernel.PEERS | {"flashinfer": broken, "levels": wrong})
     file = tmp_path / "run.json"
     arguments = ["--heads", "4/2/64", "--trees", "1,6_40,9", "7_20", "--json", str(file)]
     arguments += ["--draft-tokens", "1,10"]
