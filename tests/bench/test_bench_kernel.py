@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from benchmarks.kernel.cases import Work, asked
 from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
 from benchmarks.kernel.layer import PatOptions, error_of
 from benchmarks.kernel.report import TreeRow, complaints, summary
+from sglang_pat.gpus import GPUS
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -32,27 +32,24 @@ def work(*arguments: str) -> Work:
 # What is run
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--trees 1,4", "tree '1,4' is not NODES_TOKENS"),
-        ("--trees 4,6_16,16", "tree '4,6_16,16' is not NODES_TOKENS"),
-        ("--heads 7/2", "the KV heads must divide"),
-        ("--heads 32", "heads '32' are not"),
-        ("--only nobody", "no row is asked for; rows are named as 1,10_4096,416-32/32"),
-        ("--batches nowhere", "No such file"),
-        ("--from pyproject.toml", "pyproject.toml"),
-        ("", "no CUDA device"),
-    ],
-)
+REFUSED = {
+    "--trees 1,4": "tree '1,4' is not NODES_TOKENS",
+    "--trees 4,6_16,16": "tree '4,6_16,16' is not NODES_TOKENS",
+    "--heads 7/2": "the KV heads must divide",
+    "--heads 32": "heads '32' are not",
+    "--only nobody": "no row is asked for; rows are named as 1,10_4096,416-32/32",
+    "--batches nowhere": "No such file",
+    "--from pyproject.toml": "pyproject.toml is no document",
+    "": "no CUDA device",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
 def test_what_cannot_be_run_is_refused(
-    arguments: str,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    given: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kernel.main(arguments.split()) == 2 and said in capsys.readouterr().err
+    assert kernel.main(given.split()) == 2 and REFUSED[given] in capsys.readouterr().err
 
 
 def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +57,8 @@ def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) 
     tree, heads = PAPER_TREES[0], Heads(32, 8)
     assert PatOptions().target(tree, heads).cuts == CUTS
     assert PatOptions(kv_dtype="fp8_e4m3").target(tree, heads).kv_bytes == 1
-    a100 = SimpleNamespace(
-        name="NVIDIA A100-SXM4-80GB", multi_processor_count=108, major=8, minor=0
-    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: a100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: GPUS["a100"])
     found = PatOptions().target(tree, heads)
     assert (found.num_sms, found.cuts) == (108, WITHOUT_BRANCHES)
 
@@ -128,22 +122,13 @@ def test_with_kv_of_8_bits_pat_may_be_twice_as_far_off_as_fa3() -> None:
 
 # Batches of a server
 
-HEADER = {
-    "sglang_pat_dump": 1,
-    "date": "2026-11-23T12:00:00+00:00",
-    "device": "NVIDIA H200",
-    "versions": {"sglang": "0.5.23"},
-    "num_q_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-    "draft_tokens": 1,
-    "kv_dtype": "bfloat16",
-}
+HEADER = {"sglang_pat_dump": 1, "date": "2026-11-23T12:00:00+00:00", "device": "NVIDIA H200"}
+HEADER |= {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "versions": {"sglang": "0.5.23"}}
 PATHS = [[(7, 0, 40), (2**40, 40, 60)], [(7, 0, 40), (2**40, 40, 60)], [(7, 0, 40)], []]
 
 
-def dump(file: Path, count: int = 3, **header: Any) -> str:
-    lines: list[dict[str, Any]] = [HEADER | header]
+def dump(file: Path, count: int, draft_tokens: int, kv_dtype: str = "bfloat16") -> str:
+    lines: list[dict[str, Any]] = [HEADER | {"draft_tokens": draft_tokens, "kv_dtype": kv_dtype}]
     for number in range(1, count + 1):
         lengths = [length + number for length in (70, 64, 45, 9)]
         lines.append({"paths": PATHS, "seq_lens": lengths})
@@ -152,7 +137,7 @@ def dump(file: Path, count: int = 3, **header: Any) -> str:
 
 
 def test_a_dump_is_run_as_on_its_server_unless_asked(tmp_path: Path) -> None:
-    file = dump(tmp_path / "dump", 11, draft_tokens=4, kv_dtype="float8_e4m3fn")
+    file = dump(tmp_path / "dump", 11, 4, "float8_e4m3fn")
     own = work("--batches", file, "--sample", "3")
     names = ["batch-1-4/2/64 x 4", "batch-6-4/2/64 x 4", "batch-11-4/2/64 x 4"]
     assert [case.name for case in own.cases] == names
@@ -167,23 +152,18 @@ def test_a_dump_is_run_as_on_its_server_unless_asked(tmp_path: Path) -> None:
 # Runs
 
 TREES = ["1,6_40,9", "5_20"]
+RUNS: dict[str, tuple[list[int], list[str], int]] = {  # drafts, batches, peers
+    "--heads 4/2/64 --trees 1,6_40,9 5_20": ([1], TREES, 3),
+    "--heads 8/1/64 --trees 1,6_40,9 5_20 --draft-tokens 1,3": ([1, 3], TREES * 2, 3),
+    "--heads 4/2/64 --trees 1,6_40,9 5_20 --kv-dtype fp8_e4m3": ([1], TREES, 3),
+    "--heads 4/1/64 --ragged --only fork-1k bucketed-2": ([1], ["bucketed-2", "fork-1k"], 2),
+    "--batches DUMP --sample 2": ([4], ["batch-1", "batch-4"], 2),
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "drafts", "specs", "peers"),
-    [
-        ("--heads 4/2/64 --trees 1,6_40,9 5_20", [1], TREES, 3),
-        ("--heads 8/1/64 --trees 1,6_40,9 5_20 --draft-tokens 1,3", [1, 3], TREES * 2, 3),
-        ("--heads 4/2/64 --trees 1,6_40,9 5_20 --kv-dtype fp8_e4m3", [1], TREES, 3),
-        ("--heads 4/1/64 --ragged --only fork-1k bucketed-2", [1], ["bucketed-2", "fork-1k"], 2),
-        ("--batches DUMP --sample 2", [4], ["batch-1", "batch-4"], 2),
-    ],
-)
+@pytest.mark.parametrize("arguments", RUNS)
 def test_a_run_from_arguments_to_json(
     arguments: str,
-    drafts: list[int],
-    specs: list[str],
-    peers: int,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -191,7 +171,8 @@ def test_a_run_from_arguments_to_json(
     """pat's plans run on the CPU's executor, beside the peers by definition, of which a cascade
     runs on trees only; times are made up: 10 us, and one more for each that was captured later."""
     replace_device(monkeypatch)
-    file, source = tmp_path / "run.json", dump(tmp_path / "dump", 4, draft_tokens=4)
+    drafts, specs, peers = RUNS[arguments]
+    file, source = tmp_path / "run.json", dump(tmp_path / "dump", 4, 4)
     given = [*arguments.replace("DUMP", source).split(), "--permuted", "--json", str(file)]
     assert kernel.main(given) == 0
     printed = capsys.readouterr().out

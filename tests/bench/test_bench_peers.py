@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from kit.bench import Calls, chain_batch, fake_peers
+from kit.bench import Calls, CpuClock, CpuGraph, CpuLayer, chain_batch, fake_peers
 
 from benchmarks.common import reference
 from benchmarks.common.forests import Tree
-from benchmarks.kernel import clock, peers
+from benchmarks.kernel import clock, latents, peers
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import quantised, relative
 
@@ -133,6 +133,25 @@ def test_flashinfer_is_called_as_sglang_calls_it(drafts: int, calls: Calls) -> N
         own = {"call", "layout", "shape", "slots", "begins", "q", "pages"}
         known = parameters_of(*where, method)
         assert "**" in known or found.keys() - own <= set(known)
+
+
+def test_latents_are_attended_to_as_a_whole_and_copied_into_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLA: pat's output is right, and a page of 64 tokens holds those of each request in order."""
+    requests = latents.on_prefixes(2, 3, 70, 9)
+    batch = latents.latent_batch(requests, 8, "cpu")
+    for name, stand_in in (("Layer", CpuLayer), ("capture", CpuGraph)):
+        monkeypatch.setattr(latents, name, stand_in)
+    monkeypatch.setattr(latents, "latent_batch", lambda *_: batch)
+    timer: Any = CpuClock(1.0)
+    row = latents.measure(8, requests, timer, with_peers=False)
+    assert row["error_ours"] < 0.01 and (row["heads"], row["us_ours"]) == (8, 10.0)
+    expected = batch.k_cache[batch.req_to_token[batch.rows]]
+    for page, held in ((1, 1 + 2 * (70 + 3 * 9)), (64, 2 * (1 + 3))):
+        pages, table = latents.in_pages(batch, page)
+        assert pages.shape == (held, page, 1, 576) and table.dtype == torch.int32
+        assert torch.equal(pages[table].flatten(1, 2)[:, :79], expected)
 
 
 def test_peers_that_cannot_run_give_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

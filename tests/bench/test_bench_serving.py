@@ -219,31 +219,25 @@ def test_the_command_refuses_before_any_server_starts(
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("errors", "lengths", "first_s", "said"),
-    [
-        (["", "lost"], [256, 256], 0.1, "1 requests failed, the first one so: lost"),
-        (["", ""], [256, 255], 0.1, "1 of 2 requests did not get the tokens"),
-        (["", ""], [256, 256], 0.0, "2 none: see the servers' logs"),
-        (None, [], 0.1, "SGLang's client failed"),
-    ],
-)
+FAILED = [
+    ({"errors": ["", "lost"]}, "1 requests failed, the first one so: lost"),
+    ({"output_lens": [256, 255]}, "1 of 2 requests did not get the tokens"),
+    ({"ttfts": [0.0, 0.0]}, "2 none: see the servers' logs"),
+    (None, "SGLang's client failed"),
+]
+
+
+@pytest.mark.parametrize(("found", "said"), FAILED)
 def test_a_run_in_which_a_request_fails_is_none(
-    errors: list[str] | None,
-    lengths: list[int],
-    first_s: float,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    found: dict[str, Any] | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def client(arguments: list[str]) -> None:
-        if errors is None:
+        if found is None:
             sys.exit("no such dataset")
-        found = {"errors": errors, "output_lens": lengths, "ttfts": [first_s] * 2}
-        (tmp_path / "result.jsonl").write_text(json.dumps(found))
+        good = {"errors": ["", ""], "output_lens": [256, 256], "ttfts": [0.1, 0.1]}
+        (tmp_path / "result.jsonl").write_text(json.dumps(good | found))
 
-    module = SimpleNamespace(cli_main=client)
-    monkeypatch.setattr(servers, "import_module", lambda name: module)
+    monkeypatch.setattr(servers, "import_module", lambda name: SimpleNamespace(cli_main=client))
     with pytest.raises(servers.ClientError, match=said):
         servers.ask(load("0x2"), port=1, seed=0, folder=tmp_path)
 

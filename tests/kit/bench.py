@@ -135,12 +135,13 @@ class CpuLayer:
         scale: float,
         made: Any = None,
     ) -> None:
-        self.batch, self.scale, self.out = batch, scale, torch.empty_like(batch.q)
+        self.batch, self.scale, self.out = batch, scale, batch.q.new_empty(batch.q.shape)
         self.plan = made or plan(tree.paths, tree.seq_lens, settings.target(tree, heads))
 
     def attend(self) -> torch.Tensor:
-        scales = {"k_scale": self.batch.k_scale, "v_scale": self.batch.v_scale}
-        return decode(*self.batch.inputs, self.plan, scale=self.scale, out=self.out, **scales)
+        more: dict[str, Any] = {"q_rope": self.batch.q_rope, "out": self.out}
+        more |= {"k_scale": self.batch.k_scale, "v_scale": self.batch.v_scale}
+        return decode(*self.batch.inputs, self.plan, scale=self.scale, **more)
 
 
 class CpuGraph:
