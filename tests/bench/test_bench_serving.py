@@ -44,8 +44,7 @@ def asked(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     ("spec", "expected"),
     [
         ("8192x128", {"gsp_num_groups": 1, "gsp_prompts_per_group": 128, "gsp_question_len": 128}),
-        ("8*2048x16", {"gsp_num_groups": 8, "gsp_system_prompt_len": 2048, "gsp_output_len": 256}),
-        ("1024+512x256", {"gsp_system_prompt_len": 1024, "gsp_question_len": 640}),
+        ("8*2048+512x16", {"gsp_num_groups": 8, "gsp_question_len": 640, "gsp_output_len": 256}),
         ("0x64", {"dataset_name": "random-ids", "num_prompts": 64, "random_range_ratio": 1}),
         ("0+72x4", {"random_input_len": 200, "random_output_len": 256, "tokenize_prompt": True}),
         ("rollouts:10x16", {"gsp_num_groups": 10, "gsp_output_len": 2048, "temperature": 1}),
