@@ -16,13 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common.document import conditions, heading, value, write
-from benchmarks.common.forests import GENERATOR, PAPER_TREES, QUICK_TREES, Forest, all_forests
+from benchmarks.common.forests import PAPER_TREES, Forest, all_forests
 from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
@@ -194,11 +192,10 @@ def measure(batch: Forest, heads: Heads, clock: Clock | None) -> list[dict[str, 
     """A row for each name: items, K/V tokens read over those that the batch has, partial results a
     query; with a clock a layer's time in us, that over ours, and the error of the output."""
     target = PatOptions().target(batch, heads)
-    family = batch.family
     plans = {name: plan_by(name, batch, target) for name in NAMES}
     rows: dict[str, dict[str, Any]] = {
         name: {
-            "family": family,
+            "family": batch.family,
             "batch": str(batch),
             "rule": name,
             "items": plan.num_items,
@@ -242,26 +239,14 @@ def table(rows: Sequence[dict[str, Any]], key: str) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=__doc__)
-    add = parser.add_argument
     how = "query and KV heads (default: 32/8)"
-    add("--heads", type=value(Heads.parse), default=Heads(32, 8), metavar="Q/KV", help=how)
-    add("--json", type=Path, metavar="FILE", help="write rows and conditions")
-    add("--quick", action="store_true", help="five trees, a batch of each family, fewer repeats")
-    options = parser.parse_args(arguments)
-    batches: list[Forest] = [*PAPER_TREES, *all_forests()]
-    if options.quick:
-        forests = [each for each in all_forests() if each.name.endswith(("-0", "-8k"))]
-        batches = [*QUICK_TREES, *forests]
+    parser.add_argument("--heads", default="32/8", metavar="Q/KV", help=how)
+    heads = Heads.parse(parser.parse_args(arguments).heads)
     on_gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if on_gpu else "no GPU, plans for an H200"
-    clock = Clock(15.0 if options.quick else 50.0) if on_gpu else None
-    settings = {"heads": str(options.heads), "forests": GENERATOR}
-    found = conditions("papers", "benchmarks.papers", device, ("sglang-pat", "torch"), settings)
-    rows = found["rows"] = []
-    print("\n".join(heading(found)), flush=True)
-    for batch in batches:
-        rows += measure(batch, options.heads, clock)
-        write(found, options.json)
+    clock = Clock(50.0) if on_gpu else None
+    print(torch.cuda.get_device_name() if on_gpu else "no GPU, plans for an H200", flush=True)
+    batches = [*PAPER_TREES, *all_forests()]
+    rows = [row for batch in batches for row in measure(batch, heads, clock)]
     for key in ("over_ours",) if on_gpu else ("items", "read", "partials"):
         print("\n".join(table(rows, key)))
     wrong = [row for row in rows if not row.get("error", 0.0) <= MAX_DIFFERENCE]

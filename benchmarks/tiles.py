@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from benchmarks.common.document import value
 from sglang_pat import _C
 from sglang_pat.gpus import SHARED_PER_BLOCK, machine_of, rates_of
 from sglang_pat.target import row_tiles_for
@@ -126,8 +125,8 @@ def table(gpu: Hardware) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tiles", description=__doc__)
     how = "name of a GPU (default: h200)"
-    parser.add_argument("--gpu", type=value(Hardware.of), default="h200", help=how)
-    print("\n".join(table(parser.parse_args(arguments).gpu)))
+    parser.add_argument("--gpu", default="h200", help=how)
+    print("\n".join(table(Hardware.of(parser.parse_args(arguments).gpu))))
     return 0
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks, demo and tests share: servers and their counters, trees, documents, figures."""
+"""What benchmarks and tests share: batches, attention by its definition, documents of rows."""

@@ -3,7 +3,7 @@
 prefix forests, long beside short, samples of one prompt, and few long requests.
 
 A random batch is named FAMILY-SEED; ``GENERATOR``, the family and the seed decide all of it. The
-constants below were fixed before the seeds were drawn; whoever changes one gives ``GENERATOR``
+numbers below were fixed before the seeds were drawn; whoever changes one gives ``GENERATOR``
 another name, so that results of two generators are never taken for each other.
 """
 
@@ -18,20 +18,6 @@ from sglang_pat.dump import PathNodes
 
 GENERATOR = "ragged-1"
 SEEDS = range(5)
-
-# Random forests: queries (log-uniform), levels of shared nodes, children of a node, tokens of a
-# node and of a tail on the scale that the four kinds of lengths have.
-FOREST_QUERIES, FOREST_DEPTH, FOREST_CHILDREN = (24, 480), (3, 6), (1, 4)
-FOREST_NODE_SCALES, FOREST_TAIL_SCALES = (64, 256, 1024), (32, 128, 512)
-ENDS_EARLY = 0.1  # how often a node has tails only, above the deepest level
-# One long request beside many short ones on a prefix.
-SKEW_LONG, SKEW_PREFIX, SKEW_QUERIES, SKEW_TAIL = (16_384, 65_536), (200, 2000), (20, 200), (4, 200)
-# Samples of several prompts, which may share a system prompt; every sample has come to an end of
-# its own.
-SAMPLES_PROMPTS, SAMPLES_EACH, SAMPLES_SYSTEM = (4, 24), (4, 8, 16), (0, 500)
-SAMPLES_PROMPT, SAMPLES_TAIL = (256, 6000), (1, 1000)
-# Of `single`, `pair` (nothing shared) and `fork` (two that share half): thousands of tokens.
-FEW_KILO_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass
@@ -157,19 +143,17 @@ def bucketed(rng: random.Random, scale: int) -> int:
 
 
 LENGTHS: dict[str, Callable[[random.Random, int], int]] = {
-    "uniform": uniform,
-    "bimodal": bimodal,
-    "zipf": zipf,
-    "bucketed": bucketed,
+    each.__name__: each for each in (uniform, bimodal, zipf, bucketed)
 }
 
 
 class _Growing:
-    """A forest that grows, node by node and query by query."""
+    """A forest that grows, node by node and query by query, by the random numbers of its name."""
 
-    def __init__(self) -> None:
-        self.paths: list[PathNodes] = []
-        self.seq_lens: list[int] = []
+    def __init__(self, family: str, seed: int) -> None:
+        self.name = f"{family}-{seed}"
+        self.rng = random.Random(f"{GENERATOR} {self.name}")
+        self.queries: list[tuple[PathNodes, int]] = []
         self._nodes = count()
 
     def below(self, path: PathNodes, tokens: int) -> PathNodes:
@@ -178,75 +162,74 @@ class _Growing:
         return [*path, (next(self._nodes), start, start + tokens)]
 
     def query(self, path: PathNodes, tail: int) -> None:
-        self.paths.append(path)
-        self.seq_lens.append((path[-1][2] if path else 0) + tail)
+        self.queries.append((path, (path[-1][2] if path else 0) + tail))
 
-    def shuffled(self, name: str, rng: random.Random) -> Forest:
+    def parts(self, whole: int, pieces: int) -> Iterator[int]:
+        """``whole`` in at most ``pieces`` random parts, each at least 1."""
+        cuts = sorted(self.rng.randint(0, whole) for _ in range(pieces - 1))
+        for start, end in pairwise([0, *cuts, whole]):
+            if end > start:
+                yield end - start
+
+    def shuffled(self) -> Forest:
         """Requests stand in the order in which they came, not in that of the tree."""
-        order = list(range(len(self.paths)))
-        rng.shuffle(order)
-        return Forest(name, [self.paths[i] for i in order], [self.seq_lens[i] for i in order])
+        self.rng.shuffle(self.queries)
+        paths, seq_lens = zip(*self.queries, strict=True)
+        return Forest(self.name, [*paths], [*seq_lens])
 
 
 def forest(kind: str, seed: int) -> Forest:
     """A random forest with lengths of ``kind``."""
-    name = f"{kind}-{seed}"
-    rng = random.Random(f"{GENERATOR} {name}")
-    least, most = FOREST_QUERIES
-    queries = round(least * (most / least) ** rng.random())
-    depth = rng.randint(*FOREST_DEPTH)
-    node_scale, tail_scale = rng.choice(FOREST_NODE_SCALES), rng.choice(FOREST_TAIL_SCALES)
-    length = LENGTHS[kind]
-    grown = _Growing()
+    grown, length = _Growing(kind, seed), LENGTHS[kind]
+    rng = grown.rng
+    queries = round(24 * (480 / 24) ** rng.random())
+    depth = rng.randint(3, 6)  # levels of shared nodes
+    node_scale, tail_scale = rng.choice((64, 256, 1024)), rng.choice((32, 128, 512))
 
     def grow(path: PathNodes, queries: int, level: int) -> None:
-        if level == depth or queries == 1 or (level > 1 and rng.random() < ENDS_EARLY):
+        # One node of ten has tails only, above the deepest level.
+        if level == depth or queries == 1 or (level > 1 and rng.random() < 0.1):
             for _ in range(queries):
                 grown.query(path, length(rng, tail_scale))
             return
-        for part in _parts(rng, queries, rng.randint(*FOREST_CHILDREN)):
+        for part in grown.parts(queries, rng.randint(1, 4)):
             grow(grown.below(path, length(rng, node_scale)), part, level + 1)
 
-    for part in _parts(rng, queries, rng.randint(1, 2)):
+    for part in grown.parts(queries, rng.randint(1, 2)):
         grow(grown.below([], length(rng, node_scale)), part, 1)
-    return grown.shuffled(name, rng)
-
-
-def _parts(rng: random.Random, whole: int, pieces: int) -> Iterator[int]:
-    """``whole`` in at most ``pieces`` random parts, each at least 1."""
-    cuts = sorted(rng.randint(0, whole) for _ in range(pieces - 1))
-    for start, end in zip([0, *cuts], [*cuts, whole], strict=True):
-        if end > start:
-            yield end - start
+    return grown.shuffled()
 
 
 def skew(seed: int) -> Forest:
-    rng = random.Random(f"{GENERATOR} skew-{seed}")
-    grown = _Growing()
-    shared = grown.below([], rng.randint(*SKEW_PREFIX))
-    for _ in range(rng.randint(*SKEW_QUERIES)):
-        grown.query(shared, rng.randint(*SKEW_TAIL))
-    grown.query([], rng.randint(*SKEW_LONG))
-    return grown.shuffled(f"skew-{seed}", rng)
+    """One long request beside many short ones on a prefix."""
+    grown = _Growing("skew", seed)
+    shared = grown.below([], grown.rng.randint(200, 2000))
+    for _ in range(grown.rng.randint(20, 200)):
+        grown.query(shared, grown.rng.randint(4, 200))
+    grown.query([], grown.rng.randint(16_384, 65_536))
+    return grown.shuffled()
 
 
 def samples(seed: int) -> Forest:
-    rng = random.Random(f"{GENERATOR} samples-{seed}")
-    grown = _Growing()
-    system = rng.choice(SAMPLES_SYSTEM)
+    """Samples of several prompts, which may share a system prompt; every sample has come to an end
+    of its own."""
+    grown = _Growing("samples", seed)
+    rng = grown.rng
+    system = rng.choice((0, 500))
     root = grown.below([], system) if system else []
-    each = rng.choice(SAMPLES_EACH)
-    for _ in range(rng.randint(*SAMPLES_PROMPTS)):
-        prompt = grown.below(root, rng.randint(*SAMPLES_PROMPT))
+    each = rng.choice((4, 8, 16))
+    for _ in range(rng.randint(4, 24)):
+        prompt = grown.below(root, rng.randint(256, 6000))
         for _ in range(each):
-            grown.query(prompt, rng.randint(*SAMPLES_TAIL))
-    return grown.shuffled(f"samples-{seed}", rng)
+            grown.query(prompt, rng.randint(1, 1000))
+    return grown.shuffled()
 
 
 def few() -> list[Forest]:
-    """One and two requests: ``single``, ``pair`` and ``fork``, by thousands of tokens each."""
+    """One and two requests: ``single``, ``pair`` (nothing shared) and ``fork`` (two that share
+    half), by thousands of tokens each."""
     found = []
-    for kilo in FEW_KILO_TOKENS:
+    for kilo in (1, 2, 4, 8, 16, 32, 64, 128):
         tokens = 1024 * kilo
         half = [(0, 0, tokens // 2)]
         found += [
@@ -260,6 +243,4 @@ def few() -> list[Forest]:
 def all_forests() -> list[Forest]:
     """Every batch, family by family."""
     found = [forest(kind, seed) for kind in LENGTHS for seed in SEEDS]
-    found += [skew(seed) for seed in SEEDS]
-    found += [samples(seed) for seed in SEEDS]
-    return found + few()
+    return found + [draw(seed) for draw in (skew, samples) for seed in SEEDS] + few()

@@ -26,8 +26,6 @@ class LiveCache:
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-        if kind not in CACHES:
-            raise ValueError(f"unknown cache {kind!r}; use one of {', '.join(CACHES)}")
         self.table = ReqToTokenPool(rows, context, "cpu", enable_memory_saver=False)
         self.allocator = TokenToKVPoolAllocator(slots, torch.float32, "cpu", None, False)
         params = CacheInitParams(

@@ -3,11 +3,11 @@
 the floor: ``python -m benchmarks.kernel``. Needs a GPU, but not SGLang.
 
 By default the 20 trees and 4 head configurations of the PAT paper (section 8.2). Timed is forward
-and merge in a captured graph over a cold L2, the median of many; plan and snapshot stand apart.
-With ``--draft-tokens`` it times verify steps of speculative decoding: the last T tokens of each
-request, each of which attends to all up to itself (docs/speculation.md). With ``--ragged`` it takes
-batches whose requests differ, with ``--batches`` those of a running server. A peer or a batch that
-cannot run is left out, with the reason.
+and merge in a captured graph over a cold L2, the median of many. With ``--draft-tokens`` it times
+verify steps of speculative decoding: the last T tokens of each request, each of which attends to
+all up to itself (docs/speculation.md). With ``--ragged`` it takes batches whose requests differ,
+with ``--batches`` those of a running server. A peer or a batch that cannot run is left out, with
+the reason.
 """
 
 from __future__ import annotations
@@ -16,65 +16,53 @@ import argparse
 import math
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.common import document as documents
-from benchmarks.common.document import Budget, Document, value, whole_number, write
-from benchmarks.common.forests import GENERATOR, Tree
-from benchmarks.kernel.cases import Work, asked
-from benchmarks.kernel.clock import Clock, device_rates, empty_us
-from benchmarks.kernel.floor import Heads
-from benchmarks.kernel.layer import KV_DTYPES, PatOptions
-from benchmarks.kernel.peers import usable
-from benchmarks.kernel.report import TreeRow, complaints, decode_ratio, table
-from benchmarks.kernel.rows import measure
-from sglang_pat.target import POLICIES
+from benchmarks.common.document import Document, conditions, heading, read, write
+from benchmarks.common.forests import Tree
+from benchmarks.kernel.cases import Case, Work, asked
+from benchmarks.kernel.clock import Captured, Clock, capture, device_rates
+from benchmarks.kernel.floor import Rates, floor_us
+from benchmarks.kernel.kv import quantised, relative
+from benchmarks.kernel.layer import E4M3, KV_DTYPES, Layer, PatOptions, device_batch, error_of
+from benchmarks.kernel.peers import PEERS, missing
+from benchmarks.kernel.report import TWO, TreeRow, complaints, table
 
 # Milliseconds of repeats for one time.
 BUDGET_MS, QUICK_BUDGET_MS = 50.0, 15.0
-VERSIONS_OF = ("sglang-pat", "torch", "sglang-kernel", "flashinfer-python")
 KINDS = ("trees", "drafts", "ragged", "batches")  # of documents
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.kernel", description=__doc__)
     add = parser.add_argument
-    heads, tree = value(Heads.parse), value(Tree.parse)
-    add("--heads", nargs="+", type=heads, metavar="Q/KV", help="as 32/8 (default: all four)")
+    add("--heads", nargs="+", default=[], metavar="Q/KV", help="as 32/8 (default: all four)")
     group = parser.add_mutually_exclusive_group()
     one_of = group.add_argument
-    one_of("--trees", nargs="+", type=tree, metavar="TREE", help="as 1,8,512_32,512,256")
+    one_of("--trees", nargs="+", default=[], metavar="TREE", help="as 1,8,512_32,512,256")
     one_of("--ragged", action="store_true", help="batches whose requests differ, nine heads")
     how = "replay the batches of a server, out of its SGLANG_PAT_DUMP"
     one_of("--batches", type=Path, metavar="FILE", help=how)
     add("--permuted", action="store_true", help="slots at random places of the pool")
     how = "of K and V; beside fp8_e4m3, pat is timed with bfloat16 too (default: bfloat16, or as "
-    add("--kv-dtype", choices=tuple(KV_DTYPES), help=f"{how}the server of --batches had it)")
+    add("--kv-dtype", choices=KV_DTYPES, help=f"{how}the server of --batches had it)")
     how = "time verify steps, of so many draft tokens a request, as 4,8 (default: decode steps)"
-    add("--draft-tokens", type=value(draft_tokens), metavar="T[,T...]", help=how)
+    add("--draft-tokens", metavar="T[,T...]", help=how)
     how = "N of the batches, from the first to the last (default: all)"
-    add("--sample", type=value(whole_number), metavar="N", help=how)
+    add("--sample", type=int, metavar="N", help=how)
     add("--only", nargs="+", default=[], metavar="PATTERN", help="rows by name, as 'skew*' or 8/1")
-    how = "start no row that would end later (default: no limit)"
+    how = "start no row later (default: no limit)"
     add("--budget-s", type=float, default=math.inf, metavar="S", help=how)
-    add("--policy", choices=POLICIES, default="default", help="pat: the paper to the letter")
     how = "before each repeat a layer's matrix products instead of a write of 256 MB: code, too, is"
     add("--cold-code", action="store_true", help=f"{how} in no cache then, as in a server")
     add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
     add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
     return parser
-
-
-def draft_tokens(text: str) -> tuple[int, ...]:
-    """Numbers of draft tokens, ``T[,T...]``. Raises ValueError for others than 1 to 128."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= 128 for part in parts):
-        raise ValueError(f"draft tokens {text!r} are not whole numbers from 1 to 128, as in 4,8")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def begin(options: argparse.Namespace, work: Work) -> tuple[Document, Clock]:
@@ -84,94 +72,135 @@ def begin(options: argparse.Namespace, work: Work) -> tuple[Document, Clock]:
     if options.cold_code:
         timer = Clock(timer.budget_ms, cold_code=True)
     drafts = {case.draft_tokens for case in work.cases}
-    settings = {"policy": options.policy, "kv_dtype": work.kv_dtype, "draft_tokens": sorted(drafts)}
-    if options.cold_code:
-        settings["cold_code"] = True
+    settings: dict[str, Any] = {"kv_dtype": work.kv_dtype, "draft_tokens": sorted(drafts)}
+    settings |= {"cold_code": True} if options.cold_code else {}
     device = torch.cuda.get_device_name()
-    found = documents.conditions(work.kind, "benchmarks.kernel", device, VERSIONS_OF, settings) | {
+    found = conditions(work.kind, "benchmarks.kernel", device, settings) | {
         "bytes_per_s": rates.bytes_per_s,
         "flops_per_s": rates.flops_per_s,
-        "empty_us": empty_us(timer),
         "rows": [],
         "left_out": [],
     }
     found |= {"server": work.server} if work.server else {}
-    found |= {"generator": GENERATOR} if work.kind == "ragged" else {}
     heads = dict.fromkeys(case.heads for case in work.cases)
-    tried = usable(heads, e4m3=work.kv_dtype != "bfloat16", draft_tokens=max(drafts))
-    found["absent"] = {name: reason for name, reason in tried.items() if reason}
-    found["peers"] = [name for name, reason in tried.items() if not reason]
+    found["absent"] = missing(heads, work.kv_dtype == E4M3, max(drafts))
+    found["peers"] = [name for name in PEERS if name not in found["absent"]]
     return found, timer
 
 
 def run(options: argparse.Namespace, work: Work) -> Document:
-    """Measure; the document that ``--json`` writes as it grows. The budget of time holds what comes
-    before the first row, too."""
-    budget = Budget(time.monotonic() + options.budget_s)
+    """Measure; the document that ``--json`` writes as it grows."""
+    until = time.monotonic() + options.budget_s
     document, timer = begin(options, work)
     print("\n".join(about(document)), flush=True)
-    left_out: list[str] = document["left_out"]
-    settings = PatOptions(options.policy, kv_dtype=work.kv_dtype)
+    settings = PatOptions(kv_dtype=work.kv_dtype)
     for number, case in enumerate(work.cases, 1):
-        reason = case.reason_against()
-        if reason or not budget.allows("row"):
-            left_out.append(f"{case.name}: {reason or 'the time is up'}")
+        if time.monotonic() > until:
+            document["left_out"].append(f"{case.name}: the time is up")
             continue
-        began = time.monotonic()
         torch.cuda.empty_cache()
         try:
             row = measure(case, settings, options.permuted, document, timer)
-        except torch.OutOfMemoryError as error:
-            left_out.append(f"{case.name}: {str(error).partition('. ')[0]}")
+        except (torch.OutOfMemoryError, ValueError) as error:
+            document["left_out"].append(f"{case.name}: {str(error).partition('. ')[0]}")
             continue
         document["rows"].append(asdict(row))
-        budget.took("row", time.monotonic() - began)
-        ratio = decode_ratio(row)
-        against = f"{ratio:.3f} of the better peer" if ratio else "no peer ran"
-        where = f"{number}/{len(work.cases)} {case.name}"
-        print(f"{where} {row.pat:.1f} us, {against}{budget}", flush=True)
+        best = row.best(TWO)
+        against = f"{row.pat / best:.3f} of the better peer" if best else "no peer ran"
+        print(f"{number}/{len(work.cases)} {case.name} {row.pat:.1f} us, {against}", flush=True)
         write(document, options.json)
     write(document, options.json)
     return document
 
 
+def measure(
+    case: Case, settings: PatOptions, permuted: bool, document: Document, timer: Clock
+) -> TreeRow:
+    """Capture, check and time pat and the ``peers`` of a document, whose rates are the floor's.
+    A cascade by levels is left out where there are none."""
+    tree, heads, scale = case.requests, case.heads, case.heads.dim**-0.5
+    settings = replace(settings, draft_tokens=case.draft_tokens)
+    batch = device_batch(tree, heads, permuted, case.draft_tokens)
+    graphs: dict[str, Captured] = {}
+    if settings.e4m3:
+        bf16 = Layer(batch, tree, heads, replace(settings, kv_dtype="bfloat16"), scale)
+        graphs["bf16"] = capture(bf16.attend)
+        batch = quantised(batch)
+    layer = Layer(batch, tree, heads, settings, scale)
+    graphs["pat"] = capture(layer.attend)
+    for name in document["peers"]:
+        if name == "levels" and not isinstance(tree, Tree):
+            continue
+        try:
+            graphs[name] = capture(PEERS[name](batch, tree, scale))
+        except Exception as error:  # the run goes on without it
+            print(f"{case.name}: {name} did not run: {type(error).__name__}: {error}")
+    outs = {name: graph.out for name, graph in graphs.items() if graph.out is not None}
+    for name, out in outs.items():
+        out.fill_(float("nan"))
+        graphs[name].replay()
+    times, noise = timer.compare({name: graph.replay for name, graph in graphs.items()})
+    ours = outs.pop("pat")
+    outs.pop("bf16", None)  # of other K and V
+    made = layer.plan
+    rates = Rates(document["bytes_per_s"], document["flops_per_s"])
+    floor = floor_us(tree, heads, rates, settings.kv_bytes, settings.draft_tokens)
+    errors = {name: error_of(out, batch, scale) for name, out in outs.items() if settings.e4m3}
+    return TreeRow(
+        heads=str(heads),
+        spec=str(tree),
+        permuted=permuted,
+        floor_us=floor,
+        pat=times["pat"],
+        fa3=times.get("fa3"),
+        flashinfer=times.get("flashinfer"),
+        levels=times.get("levels"),
+        noise=noise,
+        kv_read_over_unique=made.kv_tokens_read(sum(tree.seq_lens)) / tree.unique_tokens,
+        degraded=made.degraded,
+        error=error_of(ours, batch, scale),
+        differences={name: relative(out, ours) for name, out in outs.items()},
+        kv_dtype=settings.kv_dtype,
+        errors=errors,
+        bf16=times.get("bf16"),
+        draft_tokens=settings.draft_tokens,
+    )
+
+
 def about(document: Document) -> list[str]:
     """Where and how a document was measured, as lines."""
-    lines = documents.heading(document)
+    lines = heading(document)
     if server := document.get("server"):
-        had = ("kv_dtype", "draft_tokens", "page_size")
-        names = server["versions"] | {name: server[name] for name in had if name in server}
-        said = ", ".join(f"{name} {found}" for name, found in names.items())
+        had = server["versions"] | {"kv_dtype": server.get("kv_dtype")}
+        said = ", ".join(f"{name} {found}" for name, found in had.items())
         lines.append(f"batches of {server['date']}, {server['device']}, there {said}")
     lines.append(
         f"ceilings: {document['bytes_per_s'] / 1e12:.2f} TB/s read, "
-        f"{document['flops_per_s'] / 1e12:.0f} TFLOP/s bf16; an empty captured kernel: "
-        f"{document['empty_us']:.1f} us"
+        f"{document['flops_per_s'] / 1e12:.0f} TFLOP/s bf16"
     )
     return lines + [f"without {name}: {why}" for name, why in document.get("absent", {}).items()]
 
 
 def show(document: Document) -> int:
-    """Print the rows of a document; exit status 1 if an output is wrong."""
-    rows = [TreeRow(**row) for row in document["rows"]]
+    """Print the rows of a document; exit status 1 if there is something to complain about."""
+    names = {each.name for each in fields(TreeRow)}  # older documents have more
+    rows = [TreeRow(**{n: row[n] for n in names & row.keys()}) for row in document["rows"]]
     left_out = [f"left out: {each}" for each in document.get("left_out", [])]
-    print("\n".join([*table(rows), *left_out, *complaints(rows)]))
-    return 0 if all(row.is_sound for row in rows) else 1
+    found = complaints(rows)
+    print("\n".join([*table(rows), *left_out, *found]))
+    return 1 if found else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         if options.source:
-            document = documents.read(options.source, KINDS)
+            document = read(options.source, KINDS)
             print("\n".join(about(document)))
             return show(document)
         work = asked(options)
         if not torch.cuda.is_available():
-            raise ValueError(
-                f"no CUDA device that torch {torch.__version__} can use: run this on a machine "
-                "with a GPU, or print the results of one with --from FILE"
-            )
+            raise ValueError("no CUDA device that torch can use: print others with --from FILE")
         return show(run(options, work))
     except (OSError, ValueError) as error:
         print(f"benchmarks.kernel: {error}", file=sys.stderr)

@@ -10,17 +10,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.forests import (
-    PAPER_TREES,
-    QUICK_TREES,
-    Forest,
-    Tree,
-    all_forests,
-)
+from benchmarks.common.forests import PAPER_TREES, QUICK_TREES, Forest, Tree, all_forests
 from benchmarks.kernel.floor import Heads
-from benchmarks.kernel.layer import E4M3, PatOptions
-from sglang_pat import _C
-from sglang_pat.dump import Batch, read_dump
+from benchmarks.kernel.layer import E4M3
+from sglang_pat.dump import read_dump
 
 PAPER_HEADS = [Heads(32, 32), Heads(16, 8), Heads(32, 8), Heads(64, 8)]
 # Of --ragged: heads of one GPU, as models have them at tensor-parallel sizes of 1 to 8.
@@ -31,8 +24,6 @@ RAGGED_HEADS = [
 # Of --draft-tokens: 64 requests on one prefix, 64 that share nothing, 16 of each kind.
 DRAFT_TREES = tuple(map(Tree.parse, ("1,64_8192,128", "64_1024", "1,16_4096,300", "16_2048")))
 DRAFT_HEADS = [Heads(32, 8), Heads(64, 8), Heads(8, 1)]
-# Of a dump's header.
-NUMBERS = ("num_q_heads", "num_kv_heads", "head_dim", "draft_tokens")
 
 
 @dataclass(frozen=True)
@@ -47,29 +38,6 @@ class Case:
     def name(self) -> str:
         drafted = f" x {self.draft_tokens}" if self.draft_tokens > 1 else ""
         return f"{self.requests}-{self.heads}{drafted}"
-
-    def reason_against(self) -> str:
-        """Why the CUDA kernels cannot run it, or ""."""
-        if 1 < self.draft_tokens > (tail := min(self.requests.tails)):
-            return f"a tail has {tail} tokens, must hold the {self.draft_tokens} draft tokens"
-        heads = self.heads
-        stride = heads.kv * heads.dim
-        try:
-            if hasattr(_C, "check_decode_cuda"):  # built with the CUDA kernels
-                _C.check_decode_cuda(
-                    num_q_heads=heads.q,
-                    num_kv_heads=heads.kv,
-                    head_dim=heads.dim,
-                    k_stride_slot=stride,
-                    v_stride_slot=stride,
-                    scale=1.0,
-                    logit_cap=0.0,
-                    draft_tokens=self.draft_tokens,
-                )
-            PatOptions(draft_tokens=self.draft_tokens).target(self.requests, heads)
-        except ValueError as error:
-            return str(error)
-        return ""
 
 
 @dataclass(frozen=True)
@@ -88,18 +56,18 @@ def asked(options: argparse.Namespace) -> Work:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: it is no dump, or no batch has a name as asked for.
+        ValueError: it is no dump, no batch has a name as asked for, or an option makes no sense.
     """
-    quick, drafts, kv_dtype = options.quick, options.draft_tokens or (1,), options.kv_dtype
+    quick, kv_dtype = options.quick, options.kv_dtype
+    drafts = [int(number) for number in (options.draft_tokens or "1").split(",")]
     kind, heads = "trees", PAPER_HEADS
     requests: Sequence[Forest] = QUICK_TREES if quick else PAPER_TREES
     server: dict[str, Any] | None = None
     if options.batches:
         kind, (server, requests) = "batches", read_batches(options.batches)
-        *shape, own_drafts = (server[name] for name in NUMBERS)
-        heads, drafts = [Heads(*shape)], options.draft_tokens or (own_drafts,)
-        own_dtype = E4M3 if server.get("kv_dtype") == "float8_e4m3fn" else "bfloat16"
-        kv_dtype = kv_dtype or own_dtype
+        heads = [Heads(server["num_q_heads"], server["num_kv_heads"], server["head_dim"])]
+        drafts = drafts if options.draft_tokens else [server["draft_tokens"]]
+        kv_dtype = kv_dtype or (E4M3 if server["kv_dtype"] == "float8_e4m3fn" else "bfloat16")
     elif options.ragged:
         kind, requests, heads = "ragged", all_forests(), RAGGED_HEADS
     elif options.draft_tokens:
@@ -107,53 +75,39 @@ def asked(options: argparse.Namespace) -> Work:
         requests = DRAFT_TREES if quick else DRAFT_TREES + PAPER_TREES
     if quick and kind in ("trees", "drafts"):
         heads = [Heads(32, 8)]
-    every = [
-        Case(each, one, count)
-        for count in drafts
-        for each in options.heads or heads
-        for one in sample(options.trees or requests, options.sample)
-    ]
+    heads = [Heads.parse(spec) for spec in options.heads] or heads
+    requests = sample([Tree.parse(spec) for spec in options.trees] or requests, options.sample)
+    every = [Case(each, one, count) for count in drafts for each in heads for one in requests]
     chosen = [
         case
         for case in every
         if not options.only or any(fnmatchcase(case.name, f"*{one}*") for one in options.only)
     ]
     if not chosen:
-        raise ValueError(
-            f"--only {' '.join(options.only)} matches no row; rows are named as {every[0].name}"
-        )
+        raise ValueError(f"no row is asked for; rows are named as {every[0].name}")
     return Work(kind, chosen, kv_dtype or "bfloat16", server)
 
 
 def sample(every: Sequence[Forest], count: int | None) -> Sequence[Forest]:
-    """So many of them, evenly spaced from the first to the last; all for None."""
-    if count is None or count >= len(every):
+    """So many of them, evenly spaced from the first to the last; all for none."""
+    if not count or count >= len(every):
         return every
     return [every[round(i * (len(every) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 def read_batches(file: Path) -> tuple[dict[str, Any], list[Forest]]:
     """The header of a running server's dump (``SGLANG_PAT_DUMP``), without its target, and its
-    batches. Their slots will be single tokens, contiguous within a node, whatever pages the server
-    had; K and V are random.
+    batches, by their numbers, without queries of no tokens. Their slots will be single tokens,
+    contiguous within a node, whatever pages the server had; K and V are random.
 
     Raises OSError or ValueError, in words, for a file that is no dump or has no batch.
     """
     dump = read_dump(file)
     if not dump.batches:
         raise ValueError(f"{file} has no batch: no decode step of several requests ran on pat")
-    header = {name: value for name, value in dump.header.items() if name != "target"}
-    numbers: list[Any] = [header.get(name) for name in NUMBERS]
-    if not all(type(each) is int for each in numbers):
-        raise ValueError(
-            f"{file}: {', '.join(NUMBERS)} of its header are {numbers}, must be whole numbers: "
-            "make the dump anew"
-        )
-    return header, [as_forest(batch) for batch in dump.batches]
-
-
-def as_forest(batch: Batch) -> Forest:
-    """A dumped batch by its number, without queries of no tokens, which have nothing to read."""
-    held = [i for i, tokens in enumerate(batch.seq_lens) if tokens]
-    paths, seq_lens = [batch.paths[i] for i in held], [batch.seq_lens[i] for i in held]
-    return Forest(f"batch-{batch.number}", paths, seq_lens)
+    forests = []
+    for batch in dump.batches:
+        held = [i for i, tokens in enumerate(batch.seq_lens) if tokens]
+        paths, seq_lens = [batch.paths[i] for i in held], [batch.seq_lens[i] for i in held]
+        forests.append(Forest(f"batch-{batch.number}", paths, seq_lens))
+    return {name: value for name, value in dump.header.items() if name != "target"}, forests

@@ -119,16 +119,10 @@ class Clock:
         return medians, noise
 
 
-def empty_us(clock: Clock) -> float:
-    """A captured kernel of one element: what launch and events alone take."""
-    one = torch.zeros(1, device="cuda")
-    return clock.median_us(capture(lambda: one.add_(1)).replay)
-
-
-def device_rates(clock: Clock, gigabytes: float = 8.0, size: int = 8192) -> Rates:
-    """Ceilings: the fastest of two reductions and a copy over ``gigabytes``, and a bf16 product of
-    ``size`` cubed; random data in both."""
-    source = torch.randn(int(gigabytes * 1e9) // 4, device="cuda")
+def device_rates(clock: Clock) -> Rates:
+    """Ceilings: the fastest of two reductions and a copy over 8 GB, and a bf16 product of 8192
+    cubed; random data in both."""
+    source, size = torch.randn(2_000_000_000, device="cuda"), 8192
     target = torch.empty_like(source)
     total, largest = (torch.empty((), device="cuda") for _ in range(2))
     rate = max(

@@ -57,10 +57,9 @@ def flops(tree: Forest, heads: Heads, draft_tokens: int = 1) -> int:
 
 def floor_us(
     tree: Forest, heads: Heads, rates: Rates, kv_itemsize: int = 2, draft_tokens: int = 1
-) -> tuple[float, str]:
-    """Microseconds, the larger of the time of the bytes and that of the operations, and which it
-    is: ``memory`` or ``compute``."""
+) -> float:
+    """Microseconds, the larger of the time of the bytes and that of the operations."""
     return max(
-        (1e6 * least_bytes(tree, heads, kv_itemsize, draft_tokens) / rates.bytes_per_s, "memory"),
-        (1e6 * flops(tree, heads, draft_tokens) / rates.flops_per_s, "compute"),
+        1e6 * least_bytes(tree, heads, kv_itemsize, draft_tokens) / rates.bytes_per_s,
+        1e6 * flops(tree, heads, draft_tokens) / rates.flops_per_s,
     )

@@ -27,6 +27,12 @@ class TreeBatch:
     k_scale: float = 1.0  # 1 unless K and V are in float8_e4m3fn
     v_scale: float = 1.0
     draft_tokens: int = 1
+    q_rope: torch.Tensor | None = None  # of latents (MLA): of q and K the last columns
+
+    @property
+    def whole_q(self) -> torch.Tensor:
+        """q as it stands to the whole of K: with ``q_rope`` behind it."""
+        return self.q if self.q_rope is None else torch.cat([self.q, self.q_rope], -1)
 
     @property
     def inputs(self) -> tuple[_T, _T, _T, _T, _T, _T]:
@@ -34,14 +40,12 @@ class TreeBatch:
         return self.q, self.k_cache, self.v_cache, self.req_to_token, self.rows, self.seq_lens
 
 
-def slot_table(
-    tree: Forest, *, permuted: bool = True, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def slot_table(tree: Forest, *, permuted: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [1 + queries, tokens of the longest] slots of each query from row 1 on, and int64
     [queries] lengths, on the CPU. Slots are 1 to ``unique_tokens``; slot 0 and row 0 belong to
     nobody, as in SGLang. ``permuted`` scatters them, else every node's slots are consecutive. A
     query may share the first tokens of a node only."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     order = torch.arange(1, tree.unique_tokens + 1, dtype=torch.int32)
     if permuted:
         order = order[torch.randperm(len(order), generator=generator)]
@@ -73,12 +77,11 @@ def make_batch(
     *,
     dtype: torch.dtype,
     device: str = "cpu",
-    seed: int = 0,
 ) -> TreeBatch:
     """Random normal q, K and V, made on ``device``, with the slots of ``slot_table``.
     ``draft_tokens``: rows of q for each query, the last tokens of its sequence."""
-    values = torch.Generator(device).manual_seed(seed)
-    table, seq_lens = slot_table(tree, permuted=permuted, seed=seed)
+    values = torch.Generator(device).manual_seed(0)
+    table, seq_lens = slot_table(tree, permuted=permuted)
     num_slots = tree.unique_tokens + 1
 
     def normal(*shape: int) -> torch.Tensor:

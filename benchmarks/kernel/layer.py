@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,16 +16,13 @@ from benchmarks.kernel.kv import TreeBatch, make_batch, relative
 from sglang_pat import Target, decode
 from sglang_pat.config import PatConfig
 from sglang_pat.planner import Plan, Planner
+from sglang_pat.target import LATENT_DIMS
 from sglang_pat.workspace import Workspace
 
-PLAN_REPEATS = 15
 CHECKED_QUERIES = 6
-# Room for the split `mean`, per query. The paper's trees take up to 17 partial results a query.
-MEAN_ITEMS, MEAN_PARTIALS = 16, 32
 
-# Dtypes of K and V, as ``--kv-cache-dtype`` of a server names them, with the bytes of an element.
-E4M3 = "fp8_e4m3"
-KV_DTYPES = {"bfloat16": 2, E4M3: 1}
+# Dtypes of K and V, as ``--kv-cache-dtype`` of a server names them.
+KV_DTYPES = ("bfloat16", E4M3 := "fp8_e4m3")
 
 device_batch = partial(make_batch, dtype=torch.bfloat16, device="cuda")
 
@@ -50,15 +45,17 @@ class PatOptions:
     @property
     def kv_bytes(self) -> int:
         """Of an element of K or V."""
-        return KV_DTYPES[self.kv_dtype]
+        return 1 if self.e4m3 else 2
 
     def target(self, tree: Forest, heads: Heads) -> Target:
         """As a server makes its own: for the GPU at hand, an H200 if there is none. The paper's
-        split makes many pieces, so there is more room for them, lest plans are made without."""
+        split makes up to 17 partial results a query, so there is more room, lest plans are made
+        without it."""
         values: dict[str, Any] = {
             "num_q_heads": heads.q,
             "num_kv_heads": heads.kv,
             "head_dim": heads.dim,
+            "v_head_dim": LATENT_DIMS[1] if heads.dim == LATENT_DIMS[0] else heads.dim,
             "max_queries": tree.num_queries,
             "draft_tokens": self.draft_tokens,
             "kv_bytes": self.kv_bytes,
@@ -67,8 +64,8 @@ class PatOptions:
         if self.cuts is not None:
             values["cuts"] = self.cuts
         if self.policy == "pat":
-            values["max_items"] = MEAN_ITEMS * tree.num_queries + 1024
-            values["max_partials"] = MEAN_PARTIALS * tree.num_queries + 2048
+            values["max_items"] = 16 * tree.num_queries + 1024
+            values["max_partials"] = 32 * tree.num_queries + 2048
         if torch.cuda.device_count() == 0:
             return Target.h200(**values)
         return Target.gpu(torch.cuda.get_device_properties(), **values)
@@ -88,9 +85,8 @@ class Layer:
     ) -> None:
         """``plan``: one of other rules, which gets the room that it needs."""
         target = settings.target(tree, heads)
-        self.batch, self.tree, self.scale = batch, tree, scale
-        self._planner = Planner(target)
-        self.plan = plan or self._planner.plan(tree.paths, tree.seq_lens)
+        self.batch, self.scale = batch, scale
+        self.plan = plan or Planner(target).plan(tree.paths, tree.seq_lens)
         self.workspace = Workspace(
             replace(
                 target,
@@ -102,12 +98,8 @@ class Layer:
             launch=PatConfig(policy=settings.policy).launch,
         )
         self.workspace.load(self.plan)
-        self.snapshot()
-        self._out = torch.empty_like(batch.q)
-
-    def snapshot(self) -> None:
-        batch = self.batch
         self.workspace.snapshot(batch.req_to_token, batch.rows, batch.seq_lens)
+        self._out = batch.q.new_empty(batch.q.shape)
 
     def attend(self) -> torch.Tensor:
         """Forward and merge, [B * T, Hq, D] with T draft tokens a query."""
@@ -117,19 +109,10 @@ class Layer:
             scale=self.scale,
             k_scale=self.batch.k_scale,
             v_scale=self.batch.v_scale,
+            q_rope=self.batch.q_rope,
             out=self._out,
             workspace=self.workspace,
         )
-
-    def plan_us(self) -> float:
-        """Median host time of a plan, all in, from paths in Python tuples."""
-        paths, seq_lens = self.tree.paths, self.tree.seq_lens
-        times = []
-        for _ in range(PLAN_REPEATS):
-            start = time.perf_counter_ns()
-            self._planner.plan(paths, seq_lens)
-            times.append((time.perf_counter_ns() - start) / 1e3)
-        return statistics.median(times)
 
 
 def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
@@ -141,7 +124,8 @@ def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
     some = torch.linspace(0, queries - 1, count, device=batch.q.device).round().long()
     of_query = torch.arange(draft_tokens, device=batch.q.device)
     rows = (some[:, None] * draft_tokens + of_query).flatten()
-    chosen = replace(batch, q=batch.q[rows], rows=batch.rows[some], seq_lens=batch.seq_lens[some])
+    q = batch.whole_q[rows]
+    chosen = replace(batch, q=q, rows=batch.rows[some], seq_lens=batch.seq_lens[some])
     scales = {"scale": scale, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
     how: dict[str, Any] = {"draft_tokens": draft_tokens, **scales}
     expected, _ = reference.attention(*chosen.inputs, **how)

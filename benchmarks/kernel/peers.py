@@ -230,22 +230,20 @@ def _try(name: str, heads: Heads, e4m3: bool, draft_tokens: int) -> None:
     torch.cuda.synchronize()
 
 
-def usable(heads: Iterable[Heads], *, e4m3: bool = False, draft_tokens: int = 1) -> dict[str, str]:
+def missing(heads: Iterable[Heads], e4m3: bool, draft_tokens: int) -> dict[str, str]:
     """Tries each peer on two queries, ``e4m3``: with K and V in float8_e4m3fn; ``draft_tokens``: of
-    a query. Returns by name '' or the reason why it cannot run. FlashInfer may compile its kernels
-    here, those with and those without tensor cores, or those of verify steps."""
+    a query. Returns the reasons of those that cannot run, by name. FlashInfer may compile its
+    kernels here, those with and those without tensor cores, or those of verify steps."""
     dtype = E4M3 if e4m3 else torch.bfloat16
-    kinds = list({(uses_tensor_cores(each, dtype), each.dim): each for each in heads}.values())
-    return {name: _problem(name, kinds, e4m3, draft_tokens) for name in PEERS}
-
-
-def _problem(name: str, kinds: Iterable[Heads], e4m3: bool, draft_tokens: int) -> str:
-    if name != "flashinfer" and any(fa3_lacks(kind.dim, e4m3) for kind in kinds):
-        return NO_KERNEL
-    try:
-        for kind in kinds:
-            _try(name, kind, e4m3, draft_tokens)
-    except Exception as error:  # whatever it is, the caller prints it
-        lines = str(error).strip().splitlines() or [""]
-        return " ... ".join(dict.fromkeys([f"{type(error).__name__}: {lines[0]}", lines[-1]]))
-    return ""
+    kinds = {(uses_tensor_cores(each, dtype), each.dim): each for each in heads}.values()
+    found = {}
+    for name in PEERS:
+        if name != "flashinfer" and any(fa3_lacks(each.dim, e4m3) for each in kinds):
+            found[name] = NO_KERNEL
+            continue
+        try:
+            for each in kinds:
+                _try(name, each, e4m3, draft_tokens)
+        except Exception as error:  # whatever it is, the caller prints it
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

@@ -10,7 +10,8 @@ from itertools import groupby
 
 from benchmarks.common.forests import family_of
 
-PEER_NAMES = ("fa3", "flashinfer", "levels")
+TWO = ("fa3", "flashinfer")  # that serve whole batches
+PEER_NAMES = (*TWO, "levels")
 # Relative norm of a difference of bf16 outputs beyond which one of them is wrong.
 MAX_DIFFERENCE = 0.01
 # The same with K/V in fp8_e4m3: pat rounds the softmax's weights of items that wgmma runs to fp8,
@@ -18,7 +19,7 @@ MAX_DIFFERENCE = 0.01
 FP8_LIMITS = {"pat": 0.05, "fa3": 0.15, "levels": 0.15}
 # pat's error with K/V in fp8_e4m3 may be so many times FA3's.
 MAX_OF_FA3 = 2.0
-COLUMNS = "floor us    pat     fa3  flashinf  levels  /floor  peer/pat  read  plan us"
+COLUMNS = "floor us    pat     fa3  flashinf  levels  /floor  peer/pat  read"
 # pat may be this much slower than what it is compared with: more is a row that loses.
 MARGIN = 1.02
 
@@ -31,22 +32,15 @@ class TreeRow:
     spec: str  # the tree
     permuted: bool  # slots at random places, else those of a node consecutive
     floor_us: float
-    bound: str  # memory or compute: which term the floor is
     pat: float  # forward and merge of one layer
     fa3: float | None
     flashinfer: float | None
     levels: float | None
     noise: float  # at worst, between the medians of two turns, as a fraction
-    snapshot_us: float  # once a step, on the device
-    plan_us: float  # when the tree changes, on the host
-    items: int
-    shared_items: int
-    partials: int
     kv_read_over_unique: float  # K/V tokens that the plan reads over those that the batch holds
     degraded: str
     error: float  # of pat against fp32, relative norm over a few queries
     differences: dict[str, float]  # of each peer's output against pat's, relative norm
-    branches: int = 0  # of the items
     kv_dtype: str = "bfloat16"
     # Of rows in fp8_e4m3: of each peer as ``error``, and pat's time with the same K/V in bf16.
     errors: dict[str, float] = field(default_factory=dict)
@@ -81,57 +75,35 @@ class TreeRow:
         theirs = self.errors.get("fa3")
         return None if theirs is None else self.error / theirs
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether nothing is wrong, and pat is no less exact than it may be."""
-        return not self.wrong and (self.of_fa3 is None or self.of_fa3 <= MAX_OF_FA3)
-
 
 def geomean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def decode_ratio(row: TreeRow) -> float | None:
-    """pat's time over that of the better of FA3 and FlashInfer; None if neither ran."""
-    return _over(row.pat, row.best(("fa3", "flashinfer")))
-
-
 def summary(rows: Sequence[TreeRow]) -> list[str]:
     """What the rows of one group say, as lines."""
-    shared = [row for row in rows if family_of(row.spec) == "shared"]
     lines = []
-    if shared:
+    if shared := [row for row in rows if family_of(row.spec) == "shared"]:
         worst = max(shared, key=lambda row: row.over_floor)
-        kinds = {"pat": ("pat",), "best peer per tree": PEER_NAMES}
-        kinds |= {name: (name,) for name in PEER_NAMES}
-        means = [f"{label} {_over_floor(shared, names)}" for label, names in kinds.items()]
+        mean = geomean([row.over_floor for row in shared])
         lines.append(
-            f"{len(shared)} trees with sharing, geometric mean over the floor: {', '.join(means)}; "
+            f"{len(shared)} trees with sharing, geometric mean over the floor: {mean:.2f}; "
             f"worst {worst.over_floor:.2f} at {worst.spec}"
         )
-    lines.append(_against("the better of fa3 and flashinfer", rows, decode_ratio))
+    lines.append(_against("the better of fa3 and flashinfer", rows, lambda row: row.best(TWO)))
     if any(row.levels for row in rows):
-        lines.append(_against("the best peer", rows, lambda row: _over(row.pat, row.best())))
+        lines.append(_against("the best peer", rows, TreeRow.best))
     if any(row.bf16 for row in rows):
-        lines.append(_against("pat's time in bf16", rows, lambda row: _over(row.pat, row.bf16)))
+        lines.append(_against("pat's time in bf16", rows, lambda row: row.bf16))
     if found := [row.of_fa3 for row in rows if row.of_fa3 is not None]:
         lines.append(f"pat's error over fa3's: at most {max(found):.3f}")
     return lines
 
 
-def _over_floor(rows: Sequence[TreeRow], names: Sequence[str]) -> str:
-    """Geometric mean of the best of ``names``; "-" unless every row has a time."""
-    ratios = [time / row.floor_us for row in rows if (time := row.best(names)) is not None]
-    return _number(geomean(ratios) if len(ratios) == len(rows) else None, 2)
-
-
-def _over(time: float, other: float | None) -> float | None:
-    return time / other if other else None
-
-
-def _against(what: str, rows: Sequence[TreeRow], ratio: Callable[[TreeRow], float | None]) -> str:
-    """Geometric means, of all and by family, the worst row, and those that are slower."""
-    found = [(row, value) for row in rows if (value := ratio(row)) is not None]
+def _against(what: str, rows: Sequence[TreeRow], time: Callable[[TreeRow], float | None]) -> str:
+    """pat's time over another one: geometric means, of all and by family, the worst row, and those
+    that are slower."""
+    found = [(row, row.pat / other) for row in rows if (other := time(row))]
     if not found:
         return f"over {what}: nothing to compare with"
     families: dict[str, list[float]] = {}
@@ -171,7 +143,7 @@ def _line(row: TreeRow) -> str:
         f"{row.spec:44} {row.floor_us:8.1f} {row.pat:6.1f} {_number(row.fa3, 1):>7} "
         f"{_number(row.flashinfer, 1):>9} {_number(row.levels, 1):>7} "
         f"{row.over_floor:7.2f} {_number(best / row.pat if best else None, 2):>9} "
-        f"{row.kv_read_over_unique:5.2f} {row.plan_us:8.0f}"
+        f"{row.kv_read_over_unique:5.2f}"
     )
 
 
@@ -180,7 +152,8 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def complaints(rows: Iterable[TreeRow]) -> list[str]:
-    """Outputs that disagree and plans that ran out of room, a line each."""
+    """Outputs that disagree, pat's errors that are too large beside FA3's, and plans that ran out
+    of room, a line each."""
     lines = []
     for row in rows:
         said = [

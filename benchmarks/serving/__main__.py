@@ -6,8 +6,7 @@ A LOAD is a short form of the client's arguments, or these themselves; see ``loa
 nothing runs: the commands of the servers and of the client are printed, for use by hand.
 
 Backends take turns, in another order every run, each from an empty cache; the table has medians and
-the spread. ``step ms`` is the engine's own time of a step, which SGLang's scheduler notes
-(SGLANG_RECORD_STEP_TIME). Plans and the share of K/V that is read are counters of pat.
+the spread. A plan's time and the share of K/V that is read are counters of pat.
 """
 
 from __future__ import annotations
@@ -21,36 +20,22 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.common.document import (
-    Budget,
-    Document,
-    conditions,
-    heading,
-    read,
-    value,
-    whole_number,
-    write,
-)
+from benchmarks.common.document import Document, conditions, heading, read, write
 from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
 from benchmarks.serving.model import SHAPES, open_model
-from benchmarks.serving.servers import ClientError, ask, serve, step_notes
-from benchmarks.serving.table import Row, counted_fields, step_ms, table
+from benchmarks.serving.servers import ClientError, ask, serve
+from benchmarks.serving.table import Row, counted_fields, table
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.server import Server, ServerError
 from sglang_pat.srt import BACKEND
 
-KIND = "serving"
 CHAT = "sglang-oai-chat"  # the client takes an event of several tokens for one token there
 BACKENDS = ("pat", "fa3", "flashinfer")
-VERSIONS_OF = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 READY_S = 400.0
 MEM_FRACTION = "0.95"  # of a GPU, for all servers together
-# How many steps the engine's own step times are means of; 256 output tokens give a dozen.
-LOG_INTERVAL = 20
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,16 +44,13 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    number = value(whole_number)
     add = parser.add_argument_group("what to run").add_argument
     how = f"in the notation of loads.py (default: {' '.join(DEFAULT_LOADS)})"
     add("--loads", nargs="+", metavar="LOAD", default=list(DEFAULT_LOADS), help=how)
     how = f"attention backends (default: {' '.join(BACKENDS)})"
     add("--backends", nargs="+", metavar="NAME", default=list(BACKENDS), help=how)
-    add("--runs", type=number, default=5, help="rounds over all of it (default: 5)")
-    add("--output-tokens", type=number, default=256, help="of a batch's requests (default: 256)")
-    how = "tokens with which an agent's conversation ends (default: 5120)"
-    add("--agent-context", type=number, default=5120, help=how)
+    add("--runs", type=int, default=5, help="rounds over all of it (default: 5)")
+    add("--output-tokens", type=int, default=256, help="of a batch's requests (default: 256)")
     add("--budget-s", type=float, default=float("inf"), help="start no run that would not end")
     add("--show", action="store_true", help="run nothing, print the commands")
     add = parser.add_argument_group("servers").add_argument
@@ -76,10 +58,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="of servers (default: cuda)")
     how = "of K/V, of every server (default: auto, that of the weights)"
     add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help=how)
-    add("--tp", type=number, default=1, help="GPUs of every server")
-    add("--pool-tokens", type=number, default=131_072, help="of a server's K/V (default: 131072)")
-    add("--max-requests", type=number, default=256, help="that decode together (default: 256)")
-    add("--stream-interval", type=number, default=8, help="tokens a streamed event (default: 8)")
+    add("--tp", type=int, default=1, help="GPUs of every server")
+    add("--pool-tokens", type=int, default=131_072, help="of a server's K/V (default: 131072)")
+    add("--max-requests", type=int, default=256, help="that decode together (default: 256)")
+    add("--stream-interval", type=int, default=8, help="tokens a streamed event (default: 8)")
     add("--server-args", nargs=argparse.REMAINDER, default=[], help="all that follows")
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="every run, rewritten after each")
@@ -89,11 +71,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(options: argparse.Namespace, budget: Budget) -> None:
-    """Start the servers, measure and print; ``--json`` has every run as soon as it has ended.
+def run(options: argparse.Namespace, until: float) -> None:
+    """Start the servers, measure and print; ``--json`` has every run as soon as it has ended. No
+    run starts that would not end before ``until``, of ``time.monotonic``.
 
     Raises:
-        ValueError: what is asked for is no load or no model, or there is no GPU.
+        ValueError: what is asked for is no load or no model.
         ServerError: a server did not start or ended.
         ClientError: a request failed.
     """
@@ -107,24 +90,24 @@ def run(options: argparse.Namespace, budget: Budget) -> None:
 
         tokenizer = AutoTokenizer.from_pretrained(model)
         for load in traced:
-            write_trace(load, tokenizer, options.agent_context)
+            write_trace(load, tokenizer)
     if options.show:
         print("\n".join(commands(model, options, arguments, loads)))
         return
-    device = device_name(options)
-    document = conditions(KIND, "benchmarks.serving", device, VERSIONS_OF, settings_of(options))
+    settings = {n: each for n, each in os.environ.items() if n.startswith("SGLANG_PAT_")}
+    on_cpu = options.device == "cpu"
+    device = f"CPU, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name()
+    document = conditions("serving", "benchmarks.serving", device, settings)
     document |= {"loads": {load.name: shlex.join(load.arguments) for load in loads}, "rows": []}
     print(f"starting {', '.join(options.backends)}; logs in {folder}", flush=True)
     started = {"device": options.device, "pool_tokens": options.pool_tokens, "logs": folder}
-    ready_s = min(READY_S, budget.left_s())
+    ready_s = min(READY_S, until - time.monotonic())
     with serve(model, options.backends, arguments, **started, ready_s=ready_s) as servers:
-        print(f"servers are ready{budget}", flush=True)
+        print("servers are ready", flush=True)
         try:
-            measure(servers, loads, options, budget, document, folder)
+            measure(servers, loads, options, until, document, folder)
         finally:
             write(document, options.json)  # with the counters of the last runs
-            if budget.spent_out:
-                print("the time is up: what follows is of the runs that ended")
             show([document])
 
 
@@ -137,7 +120,6 @@ def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
         *("--max-total-tokens", str(options.pool_tokens), "--max-running-requests", requests),
         *("--stream-interval", str(options.stream_interval)),
         "--incremental-streaming-output",  # the client, one thread, reads all of it
-        *("--decode-log-interval", str(LOG_INTERVAL)),
         *(() if any(model.glob("*.safetensors")) else ("--load-format", "dummy")),
     ]
     if options.device == "cuda":
@@ -147,15 +129,6 @@ def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
         # others grow meanwhile: all get the pool they ask for only if all fit together.
         found += ["--mem-fraction-static", MEM_FRACTION, "--cuda-graph-max-bs-decode", requests]
     return [*found, *options.server_args]
-
-
-def device_name(options: argparse.Namespace) -> str:
-    """Raises ValueError if there are fewer GPUs than one server needs."""
-    if options.device == "cpu":
-        return f"CPU, {torch.get_num_threads()} threads"
-    if (count := torch.cuda.device_count()) < options.tp:
-        raise ValueError(f"torch can use {count} GPUs here, --tp {options.tp}: or --device cpu")
-    return torch.cuda.get_device_name()
 
 
 def commands(
@@ -177,7 +150,7 @@ def measure(
     servers: Mapping[str, Server],
     loads: Sequence[Load],
     options: argparse.Namespace,
-    budget: Budget,
+    until: float,
     document: Document,
     folder: Path,
 ) -> None:
@@ -187,23 +160,24 @@ def measure(
     Raises:
         ClientError: a request failed.
     """
-    counted = Counters()
+    counted, longest = Counters(), dict.fromkeys([load.name for load in loads], 0.0)
     for turn in range(-1, options.runs):
         for load in loads if turn >= 0 else loads[:1]:
             rows: list[Row] = []
             by = turn % len(servers)  # another order every run, so that none is always first
             for backend in [*servers, *servers][by : by + len(servers)]:
-                if not budget.allows(load.name):
-                    break
                 began = time.monotonic()
+                if began + (longest[load.name] or max(longest.values())) > until:
+                    print(f"{load.name} {backend}: the time is up", flush=True)
+                    break
                 row = run_once(servers[backend], load, options, turn, folder)
                 rows.append(row | {"load": load.name, "backend": backend, "run": turn})
-                budget.took(load.name, time.monotonic() - began)
+                longest[load.name] = max(longest[load.name], time.monotonic() - began)
                 if turn >= 0:
                     document["rows"].append(rows[-1])
                     write(document, options.json)
                     tpot = row["median_tpot_ms"]
-                    print(f"{load.name} {backend}: TPOT p50 {tpot:.2f} ms{budget}", flush=True)
+                    print(f"{load.name} {backend}: TPOT p50 {tpot:.2f} ms", flush=True)
             for row in rows:
                 if row["backend"] == BACKEND:  # its counters appear late
                     before, counted = counted, servers[BACKEND].counters()
@@ -213,26 +187,18 @@ def measure(
 def run_once(
     server: Server, load: Load, options: argparse.Namespace, turn: int, folder: Path
 ) -> Row:
-    """What the client and the engine say of one run of a load, from an empty cache on."""
+    """What the client says of one run of a load, from an empty cache on."""
     server.post("/flush_cache?timeout=10")  # once the last request is gone
-    before = step_notes(server)
     row = ask(load, port=server.port, seed=turn % (options.runs + 1), folder=folder)
     if options.stream_interval > 1 and CHAT in load.arguments:
         row = {name: each for name, each in row.items() if "itl" not in name}
-    return row | {"step_ms": step_ms(before, step_notes(server))}
-
-
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What a document names: options that are not those by default, and pat's variables."""
-    default, apart = make_parser().get_default, ("json", "folder", "budget_s")
-    found = {n: each for n, each in vars(options).items() if each != default(n) and n not in apart}
-    return found | {n: each for n, each in os.environ.items() if n.startswith("SGLANG_PAT_")}
+    return row
 
 
 def show(documents: Sequence[Document]) -> None:
     """Print the conditions of each document, and one table of all."""
     for document in documents:
-        print("\n".join(heading(document)))
+        print("\n".join([document["command"], *heading(document)]))
     rows = [row for document in documents for row in document["rows"]]
     print("\n".join(table(rows)) if rows else "no runs")
 
@@ -243,9 +209,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         if options.sources:
-            show([read(path, [KIND]) for path in options.sources])
+            show([read(path, ["serving"]) for path in options.sources])
         else:
-            run(options, Budget(started + options.budget_s))
+            run(options, started + options.budget_s)
     except ValueError as error:
         print(f"benchmarks.serving: {error}", file=sys.stderr)
         return 2

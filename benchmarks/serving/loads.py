@@ -32,6 +32,7 @@ from typing import Any
 DEFAULT_LOADS = ("8192x128", "4096x64", "8*2048x16", "0x64", "0x256")
 QUESTION = 128  # tokens of a request of a batch, beyond what is shared or private
 NEW_TOKENS = (20, 300)  # of an agent's turn
+TALK_TOKENS = 920  # of an agent's conversation behind its prompts, at most
 # Of an agent's answer. The client takes one length for all: answers of one length end at different
 # steps because the conversations begin at different times, START_RATE a second.
 ANSWER_TOKENS = 90
@@ -48,8 +49,8 @@ WHOLE_RUN = (*PROGRAM[:2], "0.001")
 FORKING = ("benchmarks.serving.forks", *WHOLE_RUN[1:])
 
 Text = Callable[[int], str]
-_BATCH = re.compile(r"(?:(\d+)\*)?(\d+)(?:\+(\d+))?x(\d+)")
-_TEAM = re.compile(r"(\d+)\+(\d+)\*(\d+)x(\d+)")
+_BATCH = re.compile(r"(?:([1-9]\d*)\*)?(\d+)(?:\+(\d+))?x([1-9]\d*)")
+_TEAM = re.compile(r"(\d+)\+([1-9]\d*)\*(\d+)x([1-9]\d*)")
 _COUNTS = r":([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?"
 _ROLLOUTS, _FORKS = re.compile(f"rollouts{_COUNTS}"), re.compile(f"forks{_COUNTS}")
 
@@ -78,27 +79,23 @@ def parse(text: str, *, output: int, folder: Path) -> Load:
         return Load(text, tuple(shlex.split(text)))
     if found := _TEAM.fullmatch(text):
         sizes = tuple(map(int, found.groups()))
-        if sizes[1] and sizes[3]:
-            return _talks(text, folder / "agents", sizes, output=(ANSWER_TOKENS, ANSWER_TOKENS))
-    elif found := _BATCH.fullmatch(text):
+        return _talks(text, folder / "agents", sizes, output=(ANSWER_TOKENS, ANSWER_TOKENS))
+    if found := _BATCH.fullmatch(text):
         groups, prefix, private, each = (int(number or 0) for number in found.groups())
-        groups = groups if found[1] else 1
-        if groups and each:
-            arguments = _batch(groups, each, prefix, private + QUESTION, output)
-            return Load(text, arguments, (output, output))
-    elif found := _ROLLOUTS.fullmatch(text):
+        arguments = _batch(groups or 1, each, prefix, private + QUESTION, output)
+        return Load(text, arguments, (output, output))
+    if found := _ROLLOUTS.fullmatch(text):
         prompts, each, most = int(found[1]), int(found[2]), int(found[3] or ROLLOUT_ANSWER)
         arguments = _batch(prompts, each, ROLLOUT_PROMPT, 0, most)
         arguments += ("--gsp-range-ratio", str(LEAST), "--temperature", "1")
         return Load(text, arguments, (int(most * LEAST), most), program=WHOLE_RUN)
-    elif found := _FORKS.fullmatch(text):
+    if found := _FORKS.fullmatch(text):
         sizes = (int(found[3] or FORK_CONTEXT), int(found[2]), int(found[1]))
         cold = ("--warmup-requests", "0")  # it would leave a whole conversation in the cache
         return _talks(text, folder / "forks", sizes, *cold, output=CHILD_TOKENS, program=FORKING)
     raise ValueError(
-        f"{text!r} is not a load, or has no requests: write [GROUPS*]PREFIX[+PRIVATE]xREQUESTS as "
-        "8192x128 or 8*2048x16, SYSTEM+ROLES*ROLExAGENTS as 3000+4*1200x64, rollouts:10x16, "
-        "forks:8x6, or arguments of sglang.benchmark.serving as one word that begins with --"
+        f"{text!r} is not a load, or has no requests: write it as 8192x128, 8*2048x16, "
+        "3000+4*1200x64, rollouts:10x16, forks:8x6, or arguments of the client as one word"
     )
 
 
@@ -128,15 +125,11 @@ def _talks(text: str, trace: Path, sizes: tuple[int, ...], *extra: str, **more: 
     return Load(text, arguments, sizes=sizes, trace=trace, **more)
 
 
-def write_trace(load: Load, tokenizer: Any, context: int) -> None:
+def write_trace(load: Load, tokenizer: Any) -> None:
     """Write the conversations of a load, as SGLang's ``agentic-trace`` reads them.
 
     ``tokenizer``: of transformers; texts are random tokens, so their lengths are exact if the
-    tokenizer makes the same tokens of a text that it made of them. ``context``: tokens with which
-    an agent's conversation ends. Equal arguments give equal files.
-
-    Raises:
-        ValueError: ``context`` has no room for one turn.
+    tokenizer makes the same tokens of a text that it made of them. Equal loads give equal files.
     """
     rng = random.Random(load.name)
     ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
@@ -150,18 +143,16 @@ def write_trace(load: Load, tokenizer: Any, context: int) -> None:
     else:
         system_tokens, num_roles, role_tokens, _ = load.sizes
         shared = system_tokens + role_tokens
-        if (least := shared + NEW_TOKENS[1] + ANSWER_TOKENS) > context:
-            raise ValueError(f"{load.name}: --agent-context must be {least} or more, not {context}")
         system = text(system_tokens)
         roles = [f"{system} {text(role_tokens)}" for _ in range(num_roles)]
-        talks = [_agent(rng, text, rng.choice(roles), shared, context) for _ in range(num_talks)]
+        talks = [_agent(rng, text, rng.choice(roles), shared) for _ in range(num_talks)]
     load.trace.write_text(json.dumps({"conversations": talks}))
 
 
-def _agent(rng: random.Random, text: Text, system: str, length: int, context: int) -> list[Any]:
-    turns, new = [], rng.randint(*NEW_TOKENS)
+def _agent(rng: random.Random, text: Text, system: str, length: int) -> list[Any]:
+    turns, new, most = [], rng.randint(*NEW_TOKENS), length + TALK_TOKENS
     messages = [{"role": "system", "content": system}]
-    while length + new + ANSWER_TOKENS <= context:
+    while length + new + ANSWER_TOKENS <= most:
         length += new
         messages.append({"role": "user", "content": text(new)})
         turns.append({"messages": messages, "prompt_tokens": length})

@@ -9,7 +9,8 @@ from typing import Any
 
 from sglang_pat.demo.model import save_tokenizer
 
-# The public numbers, but for Llama's 8,192 positions: its shape serves longer prompts here.
+# The public numbers, but for Llama's 8,192 positions: its shape serves longer prompts here. Those
+# that transformers has for a model type by itself may be left out.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -30,29 +31,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
         "num_hidden_layers": 24,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "sliding_window": 128,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "attention_bias": True,
         "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "swiglu_limit": 7.0,
         "vocab_size": 201088,
-        "max_position_embeddings": 131072,
         "initial_context_length": 4096,
-        "rope_theta": 150000.0,
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 32.0,
             "truncate": False,
             "original_max_position_embeddings": 4096,
         },
-        "rms_norm_eps": 1e-5,
         "eos_token_id": 200002,
     },
     # Latents (MLA): 31 GB of weights in bf16, the next 60 GB, of which two servers fit an H200.
@@ -75,17 +63,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
-        "norm_topk_prob": False,
         "num_experts_per_tok": 6,
-        "routed_scaling_factor": 1.0,
         "scoring_func": "softmax",
         "topk_group": 1,
-        "topk_method": "greedy",
-        "hidden_act": "silu",
         "vocab_size": 102400,
         "max_position_embeddings": 163840,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "rope_scaling": {
             "type": "yarn",
             "factor": 40,
@@ -100,30 +82,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm-4.7-flash": {
         "architectures": ["Glm4MoeLiteForCausalLM"],
         "model_type": "glm4_moe_lite",
-        "hidden_size": 2048,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 47,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 20,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 256,
         "first_k_dense_replace": 1,
-        "moe_intermediate_size": 1536,
-        "n_group": 1,
-        "n_routed_experts": 64,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts_per_tok": 4,
-        "routed_scaling_factor": 1.8,
-        "topk_group": 1,
         "topk_method": "noaux_tc",
-        "hidden_act": "silu",
         "vocab_size": 154880,
-        "max_position_embeddings": 202752,
-        "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
         "eos_token_id": 154820,
     },

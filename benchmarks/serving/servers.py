@@ -46,9 +46,8 @@ def serve(
         ServerError: one did not start, its K/V pool has not ``pool_tokens``, or it ended while a
             request to it failed.
     """
-    env = {"SGLANG_RECORD_STEP_TIME": "1"}
     # While they start, servers of several GPUs take each other's growth for ranks out of balance.
-    env |= {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+    env = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
     if device == "cpu":
         env |= {"OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads would starve the other servers
     how: dict[str, Any] = {"device": device, "args": arguments, "env": env, "ready_s": ready_s}
@@ -77,13 +76,6 @@ def serve(
     finally:
         with ThreadPoolExecutor() as threads:
             list(threads.map(Server.stop, servers.values()))
-
-
-def step_notes(server: Server) -> dict[str, list[float]]:
-    """The scheduler's own step times so far, by batch size: see ``table.step_ms``."""
-    state: dict[str, Any] = server.get("/server_info")["internal_states"][0]
-    notes: dict[str, list[float]] = state["step_time_dict"]
-    return notes
 
 
 def ask(load: Load, *, port: int, seed: int, folder: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of the serving benchmark, and what follows from them.
 
-A row is one run: ``load``, ``backend``, ``run``; what SGLang's client found, under its names;
-``step_ms``, the engine's own time of a step; and, of pat, ``counted``.
+A row is one run: ``load``, ``backend``, ``run``; what SGLang's client found, under its names; and,
+of pat, ``counted``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from sglang_pat.demo.counters import Counters
 
 Row = dict[str, Any]
 
-# Beyond this much of the engine's step, a client's inter-token time is not the engine's.
-MAX_CLIENT_OVER_ENGINE = 1.10
-
 
 def counted_fields(counted: Counters) -> dict[str, Any]:
     """What pat counted in a run. ``plan_us``: host microseconds of a plan; ``exposed_us``: how long
@@ -29,21 +26,6 @@ def counted_fields(counted: Counters) -> dict[str, Any]:
         "exposed_us": 1e6 * counted.exposed_seconds / made,
         "kv_read_share": counted.kv_tokens_read / max(counted.kv_tokens_unpacked, 1),
     }
-
-
-def step_ms(
-    before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]
-) -> float | None:
-    """The engine's time of a decode step of the batch size that it noted most between two readings;
-    None if it noted none.
-
-    SGLang's scheduler notes by batch size, every ``--decode-log-interval`` steps, the mean seconds
-    since it last did. The first note of a run holds the prefill and the idle time before it, too,
-    and is left out; of the others this is the median.
-    """
-    new = [list(notes)[len(before.get(size, ())) :] for size, notes in after.items()]
-    most = max(new, key=len, default=[])
-    return 1e3 * statistics.median(most[1:] or most) if most else None
 
 
 def numbers(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, list[float]]]]:
@@ -87,34 +69,20 @@ _COLUMNS = (
     ("TPOT p50", "median_tpot_ms", 8, ".2f"),
     ("TTFT p50", "median_ttft_ms", 8, ".1f"),
     ("tokens/s", "steady.output_throughput", 8, ".0f"),
-    ("step ms", "step_ms", 7, ".2f"),
     ("plan us", "counted.plan_us", 7, ".0f"),
     ("exposed", "counted.exposed_us", 7, ".0f"),
-    ("plans", "counted.plans_made", 6, ".0f"),
-    ("packed", "counted.packed_steps", 6, ".0f"),
-    ("steps", "counted.decode_steps", 6, ".0f"),
     ("K/V read", "counted.kv_read_share", 8, ".0%"),
 )
 
 
 def table(rows: Iterable[Row]) -> list[str]:
     """Medians by load and backend, of the inter-token time its spread, too; then pat against the
-    better of the others, and where the client or SGLang's HTTP process, not the engine, was the
-    limit."""
+    better of the others."""
     heads = " ".join(f"{title:>{width}}" for title, _, width, _ in _COLUMNS)
     lines, remarks = [f"{'load':16} {'backend':12} runs {'ITL p50 ms':>22} {heads}"], []
     for load, of_load in numbers(rows).items():
         for backend, found in of_load.items():
             lines.append(f"{load:16} {backend:12} {_cells(found)}")
-            if not found.keys() >= {"median_itl_ms", "step_ms"}:
-                continue
-            over = statistics.median(found["median_itl_ms"]) / statistics.median(found["step_ms"])
-            if over > MAX_CLIENT_OVER_ENGINE:
-                remarks.append(
-                    f"{load} {backend}: the client's inter-token time is {over:.2f} times the "
-                    "engine's step, so the client or SGLang's HTTP process is the limit: raise "
-                    "--stream-interval"
-                )
         for name, title, least in COMPARED:
             if best := ratio(of_load, name, least):
                 remarks.append(f"{load}: {title}, pat / {best[1]}: {best[0]:.3f}")

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.common.forests import GENERATOR, Forest, all_forests
 from benchmarks.kernel.kv import slot_table
-from sglang_pat import Target, plan
 
 ALL = all_forests()
 
@@ -21,17 +20,6 @@ def test_a_generator_draws_the_same_batches_for_ever() -> None:
     digest = hashlib.sha256(drawn.encode()).hexdigest()[:16]
     assert (GENERATOR, digest) == ("ragged-1", "6a2778d92c19f961")
     assert len({each.name for each in ALL}) == len(ALL) == 6 * 5 + 8 * 3
-
-
-def test_batches_are_forests_that_share() -> None:
-    for batch in ALL:
-        heads = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-        target = Target.h200(max_queries=batch.num_queries, **heads)
-        made = plan(batch.paths, batch.seq_lens, target)
-        assert made.kv_tokens_read(sum(batch.seq_lens)) >= batch.unique_tokens, batch
-        assert not made.degraded, batch
-        alone = batch.family in ("single", "pair")
-        assert (batch.unique_tokens == sum(batch.seq_lens)) == alone, batch
 
 
 def test_slots_are_shared_where_nodes_are() -> None:

@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import reference
 from benchmarks.common.forests import Tree
 from benchmarks.kernel import __main__ as kernel
-from benchmarks.kernel import peers, rows
+from benchmarks.kernel import peers
 from benchmarks.kernel.floor import Heads, Rates
 from benchmarks.kernel.kv import TreeBatch, make_batch
 from benchmarks.kernel.layer import PatOptions
@@ -29,10 +29,9 @@ Calls = list[dict[str, Any]]
 
 def row(spec: str = "1,4_64,16", **values: Any) -> TreeRow:
     times = {"floor_us": 10.0, "pat": 15.0, "fa3": 40.0, "flashinfer": 30.0, "levels": 50.0}
-    given = times | dict.fromkeys(("snapshot_us", "plan_us", "kv_read_over_unique"), 1.0)
-    given |= dict.fromkeys(("items", "shared_items", "partials"), 4)
+    given = times | {"kv_read_over_unique": 1.0}
     errors = {"differences": {"fa3": 0.003, "flashinfer": 0.003, "levels": 0.004}, "error": 0.002}
-    about = {"heads": "32/8", "permuted": False, "bound": "memory", "noise": 0.01, "degraded": ""}
+    about = {"heads": "32/8", "permuted": False, "noise": 0.01, "degraded": ""}
     return TreeRow(**({"spec": spec} | given | errors | about | values))
 
 
@@ -136,18 +135,13 @@ class CpuLayer:
         scale: float,
         made: Any = None,
     ) -> None:
-        self.batch, self.scale, self.out = batch, scale, torch.empty_like(batch.q)
+        self.batch, self.scale, self.out = batch, scale, batch.q.new_empty(batch.q.shape)
         self.plan = made or plan(tree.paths, tree.seq_lens, settings.target(tree, heads))
 
     def attend(self) -> torch.Tensor:
-        scales = {"k_scale": self.batch.k_scale, "v_scale": self.batch.v_scale}
-        return decode(*self.batch.inputs, self.plan, scale=self.scale, out=self.out, **scales)
-
-    def snapshot(self) -> None:
-        pass
-
-    def plan_us(self) -> float:
-        return 20.0
+        more: dict[str, Any] = {"q_rope": self.batch.q_rope, "out": self.out}
+        more |= {"k_scale": self.batch.k_scale, "v_scale": self.batch.v_scale}
+        return decode(*self.batch.inputs, self.plan, scale=self.scale, **more)
 
 
 class CpuGraph:
@@ -167,15 +161,11 @@ class CpuClock:
     def __init__(self, budget_ms: float) -> None:
         self.budget_ms = budget_ms
 
-    def median_us(self, run: Any) -> float:
-        run()
-        return 2.5
-
     def compare(self, runs: dict[str, Any]) -> tuple[dict[str, float], float]:
         return {name: 10.0 + place for place, name in enumerate(runs)}, 0.01
 
 
-def replace_device(patch: pytest.MonkeyPatch, module: Any = rows) -> None:
+def replace_device(patch: pytest.MonkeyPatch, module: Any = kernel) -> None:
     """The kernel benchmark with GPU and peers replaced: everything but CUDA calls is its own."""
     fake_peers(patch)
     patch.setattr(module, "Layer", CpuLayer)
@@ -183,7 +173,6 @@ def replace_device(patch: pytest.MonkeyPatch, module: Any = rows) -> None:
     patch.setattr(module, "device_batch", partial(make_batch, dtype=torch.bfloat16))
     patch.setattr(kernel, "Clock", CpuClock)
     patch.setattr(kernel, "device_rates", lambda timer: RATES)
-    patch.setattr(kernel, "empty_us", lambda timer: 1.5)
-    patch.setattr(kernel, "usable", lambda heads, **options: dict.fromkeys(peers.PEERS, ""))
+    patch.setattr(kernel, "missing", lambda *_: {})
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "get_device_name", lambda: "none")

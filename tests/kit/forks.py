@@ -173,9 +173,6 @@ def _enter(env: dict[str, str], group: int, log: str, errors: str) -> None:
     asked = env.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [folder for folder in asked if folder and folder not in sys.path]
     importlib.invalidate_caches()
-    if "SGLANG_RECORD_STEP_TIME" in env:  # which these have read when they were imported
-        for name in ("scheduler", "scheduler_components.metrics_reporter"):
-            importlib.import_module(f"sglang.srt.managers.{name}").RECORD_STEP_TIME = True
 
 
 def _fork_what_is_spawned(place: tuple[Any, ...]) -> None:
