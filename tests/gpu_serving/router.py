@@ -13,7 +13,6 @@ from pathlib import Path
 from serving.test_router import POLICIES, Router
 
 from benchmarks.common.document import conditions, heading, write
-from benchmarks.serving.__main__ import VERSIONS_OF
 from benchmarks.serving.loads import parse
 from benchmarks.serving.model import open_model
 from benchmarks.serving.servers import ask
@@ -72,7 +71,7 @@ def main() -> None:
             process.start()
         for process in processes:
             process.wait_until_ready()
-        document = conditions("router", "gpu_serving.router", options.device, VERSIONS_OF, {})
+        document = conditions("router", "gpu_serving.router", options.device, {})
         document |= {"load": load.name, "rows": []}
         print("\n".join(heading(document)), flush=True)
         for run in range(-1, options.runs):
