@@ -41,7 +41,7 @@ __device__ __forceinline__ void attend_wgmma(Consumer<kHeadDim, kTransforms, kDr
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
   // Else the compiler zeroes `o` in two places, for units with and without tokens, and the loop
-  // ends beyond the 64 KB that a launch fetches (series 22).
+  // ends beyond the 64 KB that a launch fetches.
   warpgroup_fence_operand(o);
   float scores[32];
   uint32_t weights[16];

@@ -65,7 +65,7 @@ class LazySoftmax {
                                              float (&o)[kCount], const GetReady& get_ready) {
     bool tested = false, ready = true, rows[2] = {};  // rows: those whose weights are too great
     // With goto, because a loop would be entered at its test whether to raise: that took 2 % of the
-    // time of long units (series 22).
+    // time of long units.
     if (!raises_first_) goto weigh;
   raise:
     raise_rows(scores, o, rows);
