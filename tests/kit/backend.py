@@ -160,14 +160,14 @@ class BackendBed:
         """The plan loaded last."""
         return self.executor.plans[-1]
 
-    def announce(self, mode: ForwardMode) -> None:
+    def announce(self, mode: ForwardMode, decoding_reqs: Any = None) -> None:
         """Put the batch into the backend's mailbox, as the scheduler does through the hook."""
         scheduled = SimpleNamespace(
             reqs=self.reqs,
             tree_cache=self.cache.tree,
             req_pool_indices_cpu=self.live.rows,
             forward_mode=mode,
-            decoding_reqs=None,
+            decoding_reqs=decoding_reqs,
         )
         after_init_new(None, object, scheduled, self.runner)
 
@@ -246,6 +246,4 @@ class BackendBed:
 def make_layer(layer_id: int, window: int = -1) -> RadixAttention:
     """An attention layer of the model; ``window``: of its last tokens, or -1 for full attention."""
     of = {"layer_id": layer_id, "sliding_window_size": window}
-    layer = RadixAttention(HEADS, HEAD_DIM, 0.25, HEADS, **of)
-    layer.k_scale, layer.v_scale = 0.5, 2.0
-    return layer
+    return RadixAttention(HEADS, HEAD_DIM, 0.25, HEADS, **of)

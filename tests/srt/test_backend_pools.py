@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers as the backend runs them over SGLang's own pools and the CPU's executor, against attention
-by its definition: K/V in fp8_e4m3, attention sinks, latents (MLA), and the layers with attention of
-hybrid models, whose wrapper is SGLang's, too. No server, no GPU."""
+by its definition: K/V in fp8_e4m3, attention sinks, latents (MLA), and hybrid models. No server, no
+GPU. ``serving/test_state_spaces.py`` has SGLang's wrapper of hybrid models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from kit.latents import HEADS as OF_LATENTS
 from kit.latents import K_DIM, V_DIM
 from kit.runner import make_layer as make_attention
 from kit.runner import make_runner, set_ranks
-from sglang.srt.layers.attention import hybrid_linear_attn_backend
-from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
@@ -58,23 +55,16 @@ def pool_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     heads = {"head_num": HEADS, "head_dim": HEAD_DIM}
     hybrid = {"full_attention_layer_ids": list(ATTENDS), "mamba_pool": None}
     alone = {"layer_num": LAYERS + 1, "enable_memory_saver": False}
-    if kind == "latents":
-        pool = MLATokenToKVPool(**common, **latents, **alone)
-    elif kind == "hybrid latents":
-        of_one = {"head_num": 1, "head_dim": 72, "use_mla": True}
-        pool = HybridLinearKVPool(**common, **latents, **hybrid, **of_one)
-    else:
-        pool = (
-            MHATokenToKVPool(**common, **heads, **alone)
-            if kind == "heads"
-            else HybridLinearKVPool(**common, **heads, **hybrid)
-        )
+    of_one = {"head_num": 1, "head_dim": 72, "use_mla": True}
+    pool = {
+        "heads": lambda: MHATokenToKVPool(**common, **heads, **alone),
+        "hybrid heads": lambda: HybridLinearKVPool(**common, **heads, **hybrid),
+        "latents": lambda: MLATokenToKVPool(**common, **latents, **alone),
+        "hybrid latents": lambda: HybridLinearKVPool(**common, **latents, **hybrid, **of_one),
+    }[kind]()
     for layer_id in ATTENDS:
-        keys = pool.get_key_buffer(layer_id)
-        keys.copy_(torch.randn(keys.shape))
-        if "latents" not in kind:
-            values = pool.get_value_buffer(layer_id)
-            values.copy_(torch.randn(values.shape))
+        for buffer in (pool.get_value_buffer(layer_id), pool.get_key_buffer(layer_id)):
+            buffer.copy_(torch.randn(buffer.shape))
     return pool
 
 
@@ -107,22 +97,19 @@ class PoolBed(BackendBed):
         # Said to be served: on a CPU the base would not apply scales.
         super().__init__(monkeypatch, dict.fromkeys(ATTENDS, ""), target=target)
         self.drafts = drafts
-        self.inner: Any = self.backend
-        self.pool = self.inner.token_to_kv_pool = pool_of(kind, dtype)
+        self.pool = self.backend.token_to_kv_pool = pool_of(kind, dtype)
         self.table = self.cache.table.req_to_token
         executor = Executor(target, PatConfig(), self.table, draft_masks=masked)
-        self.inner._executor = executor
+        self.backend._executor = executor
         # Where the new tokens go; their rows say so. SGLang's lengths do not count drafts.
         self.ends = self.lens if drafts == 1 else self.lens + drafts
         self.slots = torch.arange(SLOTS - QUERIES * drafts, SLOTS)
         at = self.ends[:, None] - drafts + torch.arange(drafts)
         self.table[self.live.rows[:, None], at] = self.slots.view(-1, drafts).int()
-        mode = ForwardMode.DECODE if drafts == 1 else VERIFY
         self.batch = SimpleNamespace(
             out_cache_loc=self.slots,
             out_cache_loc_is_physical=True,
-            forward_mode=mode,
-            logical_forward_mode=mode,
+            forward_mode=VERIFY,
         )
 
     def prepare(self, masks: torch.Tensor | None = None) -> None:
@@ -131,7 +118,7 @@ class PoolBed(BackendBed):
         assert asked == []
 
     def forward(self, layer: Any, *qkv: Any, **given: Any) -> torch.Tensor:
-        run = self.inner.forward_decode if self.drafts == 1 else self.inner.forward_extend
+        run = self.backend.forward_decode if self.drafts == 1 else self.backend.forward_extend
         out: torch.Tensor = run(*qkv, layer, self.batch, **given)
         return out
 
@@ -146,7 +133,7 @@ class PoolBed(BackendBed):
         """The output of the only layer of a step that was packed."""
         torch.testing.assert_close(out.view_as(expected), expected, rtol=1e-4, atol=1e-4)
         stats = self.stats
-        assert stats.packed_steps == stats.decode_steps > 0 and self.inner.calls == []
+        assert stats.packed_steps == stats.decode_steps > 0 and self.backend.calls == []
         assert not stats.fallbacks and not stats.base_layers and not stats.base_forwards
 
 
@@ -224,7 +211,7 @@ def test_sinks_of_another_form_are_the_bases(monkeypatch: pytest.MonkeyPatch, si
     bed.prepare()
     q, (k, v) = torch.zeros(QUERIES, SINKING * HEAD_DIM), torch.zeros(2, QUERIES, HEADS, HEAD_DIM)
     bed.forward(layer_of(heads=SINKING), q, k, v, sinks=sinks)
-    assert bed.inner.calls[-1] == "layer"
+    assert bed.backend.calls[-1] == "layer"
     assert bed.stats.base_layers == {"arguments sinks": 1}
 
 
@@ -245,7 +232,7 @@ class LatentBed(PoolBed):
         self.heads = heads = 16 if drafts == 1 else 2
         super().__init__(monkeypatch, kind, drafts=drafts, num_q_heads=heads, **OF_LATENTS, **how)
         self.events: list[tuple[str, Any, Any]] = []
-        for of in (self.pool, self.inner._executor):
+        for of in (self.pool, self.backend._executor):
             for name in ("set_kv_buffer", "set_mla_kv_buffer", "decode"):
                 if hasattr(of, name):
                     self._note(monkeypatch, of, name)
@@ -306,108 +293,61 @@ def test_a_layer_writes_its_latents_and_attends(
     assert bed.stats.verify_steps == (drafts > 1)
 
 
-@pytest.mark.parametrize("name", ["topk_indices", "sinks"])
-def test_what_else_a_layer_with_latents_gives_is_the_bases(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    bed = LatentBed(monkeypatch)
-    bed.prepare()
-    parts = {"q_rope": bed.q_rope, "k_rope": bed.k_rope, name: torch.zeros(bed.heads)}
-    bed.forward(bed.layer, bed.q, bed.k, bed.k, **parts)
-    assert bed.inner.calls[-1] == "layer" and not bed.events
-    assert bed.stats.base_layers == {f"arguments {name}": 1}
-
-
 @pytest.mark.parametrize("drafts", [1, DRAFT_TOKENS])
-def test_what_expands_latents_and_prefills_on_them_are_the_bases(
+def test_what_expands_latents_or_gives_more_and_prefills_on_them_are_the_bases(
     monkeypatch: pytest.MonkeyPatch, drafts: int
 ) -> None:
     """A prefill reads latents where it finds part of its prompt in the cache. None are expanded in
     a verify step, and a layer that did would be the base's."""
     bed = LatentBed(monkeypatch, drafts=drafts)
     bed.pool.device = "cuda"  # on a CPU there is no other attention for a verify step
-    wide = torch.zeros(len(bed.q), bed.heads * 192)
+
+    def leave(layer: Any, q: torch.Tensor, **given: Any) -> None:
+        bed.forward(layer, q, None, None, **given)
+        assert bed.backend.calls[-1] == "layer" and not bed.events
+
+    wide, parts = torch.zeros(len(bed.q), bed.heads * 192), {"q_rope": bed.q_rope}
     if drafts > 1:
-        of_latents = (bed.layer, bed.q, {"q_rope": bed.q_rope})
-        for layer, q, parts in (of_latents, (bed.expanding, wide, {})):
+        for layer, q, given in ((bed.layer, bed.q, parts), (bed.expanding, wide, {})):
             bed.step("eager", mode=ForwardMode.EXTEND)
-            bed.forward(layer, q, None, None, **parts)
-            assert bed.inner.calls[-1] == "layer" and not bed.events
-        assert bed.stats.base_forwards == {"extend": 2} and bed.inner._layers.all_are_ours
+            leave(layer, q, **given)
+        assert bed.stats.base_forwards == {"extend": 2} and bed.backend._layers.all_are_ours
     bed.prepare()
-    bed.forward(bed.expanding, wide, None, None, save_kv_cache=False)
-    assert bed.inner.calls[-1] == "layer" and not bed.events
+    leave(bed.expanding, wide)
     heads = (bed.heads,) * 3
     assert bed.stats.base_layers == {f"{heads} query, K and V heads, planned for others": 1}
+    for name in ("topk_indices", "sinks"):
+        bed = LatentBed(monkeypatch, drafts=drafts)
+        bed.pool.device = "cuda"
+        bed.prepare()
+        leave(bed.layer, bed.q, q_rope=bed.q_rope, **{name: torch.zeros(bed.heads)})
+        assert bed.stats.base_layers == {f"arguments {name}": 1}
 
 
-# Hybrid models: the layers with attention of SGLang's wrapper; those of linear attention, whose
-# backend is a stand-in here, never come by.
+# Layers of plain attention, also of hybrid models, whose pool has its own numbers for layers.
 
 
-class HybridBed(PoolBed):
-    """A test bed whose backend is in SGLang's wrapper. ``linear``: the linear layers' backend."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, drafts: int = 1) -> None:
-        super().__init__(monkeypatch, "hybrid heads", drafts=drafts)
-        module = hybrid_linear_attn_backend
-        monkeypatch.setattr(module, "check_cuda_graph_backend", lambda *_: False)
-        self.inner.needs_cpu_seq_lens = False
-        self.inner.use_captured_forward_metadata_for_breakable_cuda_graph = False
-        self.inner.kv_index_translator = None
-        self.linear = MagicMock(
-            needs_cpu_seq_lens=False,
-            extend_dummy_seqs_capped_by_req_pool=False,
-            **{
-                "supports_prefill_graph_extend.return_value": False,
-                "shared_read_ends.return_value": SharedReadEnds.IN_REPLAY,
-                "forward_decode.return_value": "linear",
-                "forward_extend.return_value": "linear",
-            },
-        )
-        self.backend = module.HybridLinearAttnBackend(self.inner, self.linear, list(ATTENDS))
-        self.backend.calls = []  # the bed clears and returns them
-
-    def asked(self, *given: Any, **options: Any) -> list[str]:
-        """Prepare a forward through the wrapper; what the linear layers' backend was asked."""
-        self.linear.reset_mock()
-        self.inner.calls.clear()
-        self.step(*given, **options)
-        return [name for name, _, _ in self.linear.method_calls if name.startswith("init_")]
-
-    def attend(self, layer: Any, **arguments: Any) -> Any:
-        return self.backend.forward(layer=layer, forward_batch=self.batch, **arguments)
-
-
+@pytest.mark.parametrize("kind", ["heads", "hybrid heads"])
 @pytest.mark.parametrize(("layer_id", "drafts"), [(1, 1), (3, 1), (1, 3)])
-def test_a_hybrids_layer_with_attention_is_packed(
-    monkeypatch: pytest.MonkeyPatch, layer_id: int, drafts: int
+def test_a_layer_writes_its_kv_and_attends(
+    monkeypatch: pytest.MonkeyPatch, layer_id: int, drafts: int, kind: str
 ) -> None:
-    bed = HybridBed(monkeypatch, drafts)
+    """Its scales count in fp8_e4m3 only."""
+    bed = PoolBed(monkeypatch, kind, drafts=drafts)
     bed.prepare()
     q, k, v = torch.randn(3, QUERIES * drafts, HEADS, HEAD_DIM)
-    layer = layer_of(layer_id)
-    out = bed.attend(layer, q=q.flatten(1), k=k, v=v)
+    layer = layer_of(layer_id, scales=(0.5, 2.0))
+    layer.logit_cap = 2.0
     keys, values = bed.pool.get_key_buffer(layer_id), bed.pool.get_value_buffer(layer_id)
+    before = keys.clone()
+    # As in layers that share their K/V with another one, or that write it themselves.
+    for given, options in (((k, v), {"save_kv_cache": False}), ((None, None), {})):
+        out = bed.forward(layer, q.flatten(1), *given, **options)
+        bed.check(out, bed.truth(layer, q, logit_cap=2.0))
+        assert torch.equal(keys, before)
+    out = bed.forward(layer, q.flatten(1), k, v)
     assert torch.equal(keys[bed.slots], k) and torch.equal(values[bed.slots], v)
-    bed.check(out, bed.truth(layer, q))
-    assert bed.attend(SimpleNamespace(layer_id=2), mixed_qkv=q, a=q, b=q) == "linear"
-    assert bed.inner.calls == []
-
-
-def test_graphs_hold_our_plan_beside_the_linear_layers_metadata(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bed = HybridBed(monkeypatch)
-    in_graph, out_graph = "init_forward_metadata_in_graph", "init_forward_metadata_out_graph"
-    assert bed.asked("capture") == [out_graph, in_graph]
-    bed.attend(layer_of(1), q=torch.zeros(QUERIES, HEADS * HEAD_DIM))
-    for _ in range(2):
-        assert bed.asked() == [out_graph] and bed.inner.calls == []  # all that come by are ours
-    assert bed.stats.packed_steps == 2 and not bed.stats.fallbacks
-    bed.use(bed.all[:1])
-    assert bed.asked("eager") == ["init_forward_metadata"]
-    assert bed.stats.packed_steps == 2 and bed.stats.base_forwards == {"small_batch": 1}
+    bed.check(out, bed.truth(layer, q, logit_cap=2.0))
 
 
 def test_the_survey_leaves_layers_out_that_have_no_kv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,49 +85,11 @@ def test_each_missing_attribute_or_class_is_named(monkeypatch: pytest.MonkeyPatc
             expected = [f"{path.rpartition('.')[2]} has no {name}"]
             assert interface.interface_mismatches() == expected
     monkeypatch.setattr(interface, "names_of", original)
-    gone = {"session.streaming_session.Renamed": ("slots",), "no_such_module.Req": ("rid",)}
+    gone = {
+        "managers.schedule_batch.Req": ("rid", "renamed"),
+        "session.streaming_session.Renamed": ("slots",),
+        "no_such_module.Req": ("rid",),
+    }
     monkeypatch.setattr(interface, "ATTRIBUTES", gone)
-    assert interface.interface_mismatches() == [f"there is no sglang.srt.{path}" for path in gone]
-
-
-SOURCE = """
-from types import SimpleNamespace
-from typing import Any
-from {package}.above import Above
-from elsewhere import Foreign
-
-class Base(Above, Foreign):
-    annotated: int
-    assigned = 1
-
-    def method(self): ...
-
-class Cls(Base):
-    def __init__(self, other):
-        self.set, other.not_ours = 1, 2
-        self.typed: int = 3
-        self.read.below
-
-    @property
-    def asked(self): ...
-
-    async def waited(self): ...
-
-def make(fb):
-    return SimpleNamespace(rows=fb.rows, lens=dict(no=1))
-"""
-
-
-def test_names_come_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "sglang" / "made_up"
-    package.mkdir(parents=True)
-    (package / "above.py").write_text("class Above:\n    inherited: int\n")
-    (package / "below.py").write_text(SOURCE.format(package="sglang.made_up"))
-    monkeypatch.setattr("sglang.__path__", [str(package.parent)])
-    below = "sglang.made_up.below"
-    base = {"annotated", "assigned", "method", "inherited"}
-    assert interface.names_of(f"{below}.Base") == base
-    own = {"__init__", "set", "typed", "read.below", "asked", "waited"}
-    assert interface.names_of(f"{below}.Cls") == base | own
-    assert interface.names_of(f"{below}.make") == {"rows", "lens"}
-    assert interface.names_of(f"{below}.Other") == frozenset()
+    there_is_no = [f"there is no sglang.srt.{path}" for path in list(gone)[1:]]
+    assert interface.interface_mismatches() == ["Req has no renamed", *there_is_no]
