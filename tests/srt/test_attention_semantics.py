@@ -138,12 +138,8 @@ _BY_VERDICT = {
         ),
     },
 }
-# Verdict and why, by attribute.
-SEMANTICS: dict[str, tuple[str, str]] = {
-    name: (verdict, why)
-    for verdict, reasons in _BY_VERDICT.items()
-    for why, names in reasons.items()
-    for name in names.split()
+SEMANTICS = {
+    name for reasons in _BY_VERDICT.values() for names in reasons.values() for name in names.split()
 }
 
 # All of these modules is read, prefills and draft workers included.
@@ -221,6 +217,6 @@ def test_our_table_has_what_decode_attention_depends_on_and_nothing_else() -> No
     assert "layer.use_irope" in found  # in a helper of another module
     assert "runner.prefill_aware_swa" in found  # by getattr
     assert "model_config.is_local_attention_model" in found  # of the runner's
-    new, stale = sorted(found - set(SEMANTICS)), sorted(set(SEMANTICS) - found)
+    new, stale = sorted(found - SEMANTICS), sorted(SEMANTICS - found)
     assert not new, f"SGLang's decode attention also depends on {', '.join(new)}: {ADVICE}"
     assert not stale, f"SGLang's decode attention no longer reads {', '.join(stale)}: remove it"

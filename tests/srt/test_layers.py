@@ -19,13 +19,13 @@ from kit.runner import (
     E4M3,
     FP16,
     HEADS,
+    KV_HEADS,
     LATENTS,
     make_layer,
     make_pool,
     make_runner,
     set_ranks,
 )
-from kit.runner import KV_HEADS as RUNNERS_KV_HEADS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_pat import _C
@@ -40,7 +40,6 @@ from sglang_pat.srt.layers import (
 )
 
 E5M2 = torch.float8_e5m2
-KV_HEADS = 2
 
 
 def _against(
@@ -258,7 +257,7 @@ def test_of_a_layer_with_latents_the_module_that_decodes_counts(first: int) -> N
 
 def test_a_rank_has_its_share_of_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     set_ranks(monkeypatch, 2)
-    assert heads_of(make_runner([])) == (HEADS // 2, RUNNERS_KV_HEADS // 2, DIM, 1, 0)
+    assert heads_of(make_runner([])) == (HEADS // 2, KV_HEADS // 2, DIM, 1, 0)
     latents = heads_of(make_runner([], config=LATENTS))
     assert latents == (HEADS // 2, 1, 576, 1, 512) and latents.output_dim == 512
     # In words.

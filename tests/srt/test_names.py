@@ -4,7 +4,6 @@ without it. No server, no weights, no GPU."""
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -68,11 +67,9 @@ EAGLE = {
 def test_a_server_with_pat_resolves_as_one_without_it(
     config: dict[str, Any], gpu: str, base: str, flags: dict[str, Any], tmp_path: Path
 ) -> None:
-    count = itertools.count()
-
     def resolve(backend: str | None) -> dict[str, Any]:
         # SGLang keeps what it has read from a folder.
-        folder = write_config(tmp_path / f"model{next(count)}", config)
+        folder = write_config(tmp_path / f"{backend}", config)
         named = {"attention_backend": backend, "device": "cuda", "random_seed": 0}
         args = ServerArgs(model_path=str(folder), **named, **flags)
         stock.let_sglang_choose(args)

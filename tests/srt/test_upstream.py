@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -21,6 +21,7 @@ from sglang_pat.srt import hook
 
 ROOT = Path(__file__).parents[2]
 PATCH = ROOT / "patches" / "0.5.23-pat.patch"
+TOOL = runpy.run_path(str(ROOT / "patches" / "apply.py"))
 
 pytestmark = pytest.mark.skipif(
     metadata.version("sglang") != "0.5.23", reason="the patch is for SGLang 0.5.23"
@@ -28,19 +29,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    """``patches/apply.py``."""
-    spec = util.spec_from_file_location("apply", ROOT / "patches" / "apply.py")
-    assert spec is not None and spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def copy(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a patched SGLang."""
-    folder: Path = tool.unpack(tmp_path_factory.mktemp("copy") / "patched")
+    folder: Path = TOOL["unpack"](tmp_path_factory.mktemp("copy") / "patched")
     return folder
 
 
@@ -55,13 +46,13 @@ def test_the_copy_is_the_installed_sglang_but_for_the_patched_files(copy: Path) 
     assert not hook.carries_requests()
 
 
-def test_a_patch_for_another_sglang_is_refused(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_patch_for_another_sglang_is_refused(tmp_path: Path) -> None:
     text = PATCH.read_text()
     other = tmp_path / "other.patch"
     text = text.replace("target=work_func,", "target=another,", 1)
     other.write_text(text)
-    with pytest.raises(tool.DoesNotFit, match=r"one_batch\.py, line \d+: .*0\.5\.23"):
-        tool.unpack(tmp_path / "copy", other)
+    with pytest.raises(TOOL["DoesNotFit"], match=r"one_batch\.py, line \d+: .*0\.5\.23"):
+        TOOL["unpack"](tmp_path / "copy", other)
     assert not (tmp_path / "copy").exists()
 
 

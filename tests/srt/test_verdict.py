@@ -300,7 +300,7 @@ def test_machines(
     assert verdict.device == "cpu" if not gpu else gpu in verdict.device.replace(" ", "")
     assert served or "101376" in next(iter(verdict.layers))
     for note, wanted in itertools.zip_longest(verdict.notes, notes):
-        assert re.search(re.escape(wanted) if ".*" not in wanted else wanted, note)
+        assert wanted in note
         assert ("note", note, "") in verdict.lines()
 
 
