@@ -12,13 +12,15 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.spec_info import SpecInputType
 
 from benchmarks.host.live import LiveCache
+from kit.drafts import chains, custom_mask
 from sglang_pat.config import DEFAULT_MIN_BATCH, PatConfig
 from sglang_pat.draft_masks import masks_of
 from sglang_pat.planner import Plan
 from sglang_pat.srt import backend
-from sglang_pat.srt.backend import PatDecodeMixin
+from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin
 from sglang_pat.srt.hook import after_init_new
 from sglang_pat.stats import Stats
 from sglang_pat.target import Target
@@ -112,8 +114,8 @@ class BackendBed:
     four requests of one system prompt in a real cache.
 
     ``survey``: what is known of the model's layers before the first forward. ``check``: whether
-    each step compares slots. ``mixin``: what is put before the base. ``serving``: what the reporter
-    is told later.
+    each step compares slots. ``target``: of a server that speculates, if it has several draft
+    tokens. ``serving``: what the reporter is told later.
     """
 
     def __init__(
@@ -122,7 +124,6 @@ class BackendBed:
         survey: dict[int, str] | None = None,
         *,
         check: bool = True,
-        mixin: type = PatDecodeMixin,
         target: Target = TARGET,
         min_batch: int = DEFAULT_MIN_BATCH,
     ) -> None:
@@ -138,6 +139,7 @@ class BackendBed:
         monkeypatch.setattr(backend, "start_reporter", lambda *_, **__: reporter)
         monkeypatch.setattr(backend, "micro_batches", lambda: 1)
         config = PatConfig(check=check, min_batch=min_batch)
+        mixin = PatDecodeMixin if target.draft_tokens == 1 else PatVerifyMixin
         made = backend.extend(RecordingBase, mixin)(
             self.runner, config, self.executor, survey or {}
         )
@@ -158,14 +160,14 @@ class BackendBed:
         """The plan loaded last."""
         return self.executor.plans[-1]
 
-    def announce(self, mode: ForwardMode) -> None:
+    def announce(self, mode: ForwardMode, decoding_reqs: Any = None) -> None:
         """Put the batch into the backend's mailbox, as the scheduler does through the hook."""
         scheduled = SimpleNamespace(
             reqs=self.reqs,
             tree_cache=self.cache.tree,
             req_pool_indices_cpu=self.live.rows,
             forward_mode=mode,
-            decoding_reqs=None,
+            decoding_reqs=decoding_reqs,
         )
         after_init_new(None, object, scheduled, self.runner)
 
@@ -209,6 +211,23 @@ class BackendBed:
             self.backend.init_forward_metadata_in_graph(batch)
         return list(self.backend.calls)
 
+    def verify(
+        self,
+        how: str = "eager",
+        masks: torch.Tensor | None = None,
+        kind: SpecInputType = SpecInputType.NGRAM_VERIFY,
+        **options: Any,
+    ) -> list[str]:
+        """Prepare a verify step; what the base was asked. ``masks`` [B, T]: by default chains."""
+        if masks is None:
+            masks = chains(len(self.lens), self.executor.target.draft_tokens)
+        spec_info = SimpleNamespace(
+            draft_token_num=masks.shape[1],
+            custom_mask=custom_mask(masks, self.lens),
+            spec_input_type=kind,
+        )
+        return self.step(how, mode=ForwardMode.TARGET_VERIFY, spec_info=spec_info, **options)
+
     def capture(self, *paddings: int, **options: Any) -> None:
         """Capture a graph of the batch with so many rows of padding each, and a layer of ours."""
         for padding in paddings or (0,):
@@ -227,6 +246,4 @@ class BackendBed:
 def make_layer(layer_id: int, window: int = -1) -> RadixAttention:
     """An attention layer of the model; ``window``: of its last tokens, or -1 for full attention."""
     of = {"layer_id": layer_id, "sliding_window_size": window}
-    layer = RadixAttention(HEADS, HEAD_DIM, 0.25, HEADS, **of)
-    layer.k_scale, layer.v_scale = 0.5, 2.0
-    return layer
+    return RadixAttention(HEADS, HEAD_DIM, 0.25, HEADS, **of)

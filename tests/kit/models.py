@@ -31,14 +31,6 @@ GEMMA2 = PLAIN | {  # every other layer has a sliding window
     "head_dim": 256,
     "sliding_window": 4096,
 }
-QWEN3_MOE = PLAIN | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
 STEP3P5 = PLAIN | {  # experts and sliding windows
     "architectures": ["Step3p5ForCausalLM"],
     "model_type": "step3p5",
@@ -111,15 +103,6 @@ EXAONE4 = PLAIN | {
     "model_type": "exaone4",
     "sliding_window": 512,
     "sliding_window_pattern": 4,
-}
-EXAONE_MOE = EXAONE4 | {
-    "architectures": ["ExaoneMoEForCausalLM"],
-    "model_type": "exaone_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 64,
-    "is_moe_layer": [False, True, True, True],
 }
 IQUEST_Q1 = PLAIN | {  # as many layers as its pattern of them has by default
     "architectures": ["IQuestQ1ForCausalLM"],

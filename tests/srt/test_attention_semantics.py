@@ -8,50 +8,215 @@ served silently wrong. No server, no GPU; SGLang's source is read, not imported.
 from __future__ import annotations
 
 import ast
-import inspect
-import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
+sglang = pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit import semantics as kit_semantics
-from kit.dependencies import SEMANTICS
+ADVICE = "read what the backends do with it in decode, then enter it here"
 
-from sglang_pat.srt import backend, factory, layers, plugin, support
+# By verdict and why. ``handled``: pat's decode respects it; ``base``: layers or steps where it
+# matters are served by the base; ``refused``: such a server does not start; ``irrelevant``: no
+# effect on what a decode step computes.
+_BY_VERDICT = {
+    "handled": {
+        "index of the layer's K/V in the pool": "layer.layer_id",
+        "factor and cap of the logits, given to ops.decode": "layer.scaling",
+        "tanh capping is the kernel's own": "layer.logit_cap",
+        "the pool divides K/V in fp8_e4m3 by them; K/V of the queries' dtype have none": (
+            "layer.k_scale layer.v_scale"
+        ),
+        "the same on the host; a layer that has one without the other is the base's": (
+            "layer.k_scale_float layer.v_scale_float"
+        ),
+        "the rows that a step's queries read": "runner.req_to_token_pool",
+        "speculative_algorithm says who verifies drafts": "runner.spec_algorithm",
+        "dtype of the queries and, but for fp8_e4m3, the cache": "runner.dtype",
+        "sizes that plans are made for; layers of others are the base's": (
+            "model_config.head_dim model_config.num_attention_heads model_config.get_num_kv_heads "
+            "model_config.v_head_dim"
+        ),
+        "latents instead of K and V (MLA), read on a Hopper": "model_config.attention_arch",
+        "the longest row, which sizes the workspace": "model_config.context_len",
+        "which kind of forward this is": "batch.forward_mode",
+        "the queries of a step, their rows, lengths and where their K/V go": (
+            "batch.batch_size batch.req_pool_indices batch.seq_lens batch.seq_lens_cpu "
+            "batch.out_cache_loc batch.kv_loc_plan"
+        ),
+        "a verify step of chains, else the base's": "batch.spec_info",
+        "heads of this rank": "parallel.attn_tp_size",
+        "padding shares nothing": "parallel.attn_dp_enabled",
+        "chains and trees of draft tokens; the rest is the base's (support.SPECULATION)": (
+            "spec.speculative_algorithm spec.speculative_eagle_topk "
+            "spec.speculative_num_draft_tokens spec.speculative_num_steps"
+        ),
+    },
+    "base": {
+        "capping by anything but tanh": "layer.logit_capping_method",
+        "heads other than those that are planned for": (
+            "layer.tp_q_head_num layer.tp_k_head_num layer.tp_v_head_num"
+        ),
+        "a head dim that no kernel has, that is not planned for or that the GPU has no room for": (
+            "layer.qk_head_dim layer.head_dim layer.v_head_dim"
+        ),
+        "a window over the last tokens": "layer.sliding_window_size",
+        "attention within chunks (Llama 4)": "layer.use_irope",
+        "a temperature by position (Grok)": "layer.xai_temperature_len",
+        "the encoder's K/V": "layer.is_cross_attention",
+        "bidirectional layers": "layer.attn_type",
+        "its layers carry use_irope": (
+            "runner.attention_chunk_size model_config.is_local_attention_model"
+        ),
+        "its layers carry their windows": "runner.sliding_window_size",
+        "layers whose K/V are in the sliding-window pool": "runner.token_to_kv_pool",
+        "drafts run on SGLang's own backend": (
+            "runner.is_draft_worker batch.kv_loc_cols schedule.page_size "
+            "envs.SGLANG_OPT_FLASHINFER_DRAFT_HOST_INDPTR"
+        ),
+        "layers that only encode, of which each has its attn_type": "runner.model",
+        "such batches are the base's": "batch.encoder_lens",
+        "only layers with a temperature by position read them": "batch.positions",
+        "diffusion models decode by extend": "exec.dllm.dllm_algorithm",
+    },
+    "refused": {
+        "a window that stands in no layer (UnlimitedOCR)": "runner.prefill_aware_swa",
+        "virtual slot ids": "runner.kv_index_translator",
+        "other than the model's or fp8_e4m3": "runner.kv_cache_dtype",
+        "quantized K/V, see support.Server.quantized": "runner.kv_cache_dtype_str",
+        "a device without an executor": "runner.device",
+        "rows shifted by the encoder's tokens": "model_config.is_encoder_decoder",
+        "only pools with virtual slot ids ask": "batch.out_cache_loc_is_physical",
+        "encoder-decoder models only": "batch.cross_attention_custom_mask",
+        "a rank that holds part of each sequence": (
+            "batch.dcp_kv_mask parallel.attn_cp_size parallel.attn_dcp_rank "
+            "parallel.attn_dcp_size parallel.dcp_group parallel.enable_prefill_cp"
+        ),
+        "packing depends on the batch": "exec.deterministic.enable_deterministic_inference",
+    },
+    "irrelevant": {
+        "slots are read one by one, in pages or not": "runner.page_size",
+        "sizes buffers of the base or names it": (
+            "runner.decode_num_tokens_per_req runner.gpu_id runner.decode_attention_backend_str "
+            "runner.prefill_attention_backend_str runner.token_to_kv_pool_allocator "
+            "runner.max_running_requests"
+        ),
+        "sizes buffers of the base, or speeds it up; the layer's own values count": (
+            "model_config.get_max_num_attention_heads model_config.swa_v_head_dim "
+            "hf_text_config.attn_logit_softcapping hf_text_config.num_attention_heads "
+            "hf_config.architectures"
+        ),
+        "prefill only": (
+            "model_config.is_multimodal batch.extend_prefix_lens batch.extend_prefix_lens_cpu "
+            "batch.extend_seq_lens batch.extend_seq_lens_cpu batch.input_ids "
+            "batch.multi_item_delimiter_indices batch._attn_output "
+            "batch._triton_dense_fp8_output_dtype exec.features.enable_mis "
+            "memory.disable_radix_cache model.is_embedding schedule.chunked_prefill_size "
+            "envs.SGLANG_FLASHINFER_USE_PAGED envs.SGLANG_TRITON_DENSE_PREFILL_ATTN "
+            "envs.SGLANG_TRITON_FP8_PREFILL_ATTN batch.extend_num_tokens batch.extend_start_loc "
+            "batch.spec_algorithm envs.SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR "
+            # of chunked prefixes and of MLA
+            "batch.attn_attend_prefix_cache batch.fused_prefix_k batch.fused_prefix_v "
+            "batch.mha_empty_kv_indptr batch.mha_one_shot batch.mha_return_lse "
+            "batch.prefix_chunk_cu_seq_lens batch.prefix_chunk_idx "
+            "batch.prefix_chunk_max_seq_lens batch.prefix_dense_kv_indices "
+            "schedule.disable_chunked_prefix_cache"
+        ),
+        "sizes the base's lists of indices": "batch.seq_lens_sum",
+        "how the base splits its work, sizes its buffers or picks its kernels": (
+            "exec.kernel.enable_lean_attention exec.kernel.triton_attention_num_kv_splits "
+            "exec.kernel.triton_attention_split_tile_size envs.SGLANG_DISABLE_LEAN_ATTENTION "
+            "envs.SGLANG_ENABLE_SPLITKV_VERIFY envs.SGLANG_FLASHINFER_WORKSPACE_SIZE "
+            "envs.SGLANG_OPT_FLASHINFER_VERIFY_HOST_PLAN platform.is_sm100 platform.is_sm120 "
+            "platform.is_sm90 envs.SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS "
+            "exec.graph.cuda_graph_config.decode.max_bs schedule.max_prefill_tokens "
+            "envs.SGLANG_ENABLE_TORCH_COMPILE"
+        ),
+        "leaves out blocks of small weight; pat's decode computes all of them": (
+            "envs.SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR"
+        ),
+    },
+}
+SEMANTICS = {
+    name for reasons in _BY_VERDICT.values() for names in reasons.values() for name in names.split()
+}
 
-ADVICE = "read what the backends do with it in decode, then enter it in tests/kit/dependencies.py"
+# All of these modules is read, prefills and draft workers included.
+HOME = Path(sglang.__path__[0], "srt", "layers", "attention")
+BACKENDS = (
+    *("flashattention_backend", "flashinfer_backend", "triton_backend", "trtllm_mha_backend"),
+    "local_attention",  # helpers of the first
+)
+# The objects whose attributes count, by the names that SGLang's source has for them.
+ROOTS = {
+    **{name: name for name in ("runner", "model_config", "hf_config", "hf_text_config")},
+    **{name: name for name in ("server_args", "layer", "envs")},
+    "model_runner": "runner",
+    "forward_batch": "batch",
+}
+# Namespaces of the published configuration, of which the leaf counts: get_exec().graph.leaf.
+NAMESPACES = {"exec", "spec", "parallel", "memory", "schedule", "disagg", "model", "platform"}
+# Objects that are followed: of runner.model_config.x it is model_config.x that counts.
+FOLLOWED = {"model_config", "hf_config", "hf_text_config", "server_args"}
+
+
+def dependencies() -> set[str]:
+    """Every attribute of the model, the runner, the configuration, a layer or a batch on which the
+    backends depend, as ``layer.scaling`` or ``exec.graph.max_bs``."""
+    found: set[str] = set()
+    for module in BACKENDS:
+        found |= set(attributes(ast.parse((HOME / f"{module}.py").read_text())))
+    # Of exec.graph.max_bs, exec.graph is a part, not another attribute.
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+
+
+def attributes(tree: ast.AST) -> Iterator[str]:
+    """The attributes that code reads, ``getattr`` and ``hasattr`` with a literal name included."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        match node:
+            case ast.Attribute():
+                names = _names(node)
+            case ast.Call(ast.Name("getattr" | "hasattr"), [owner, ast.Constant(name), *_]):
+                names = [*_names(owner), str(name)]
+        if name := _canonical(names):
+            yield name
+
+
+def _names(node: ast.AST) -> list[str]:
+    """["a", "b", "c"] of ``a.b.c``, ["get_exec()", "b"] of ``get_exec().b``; [] of others."""
+    match node:
+        case ast.Name(name):
+            return [name]
+        case ast.Attribute(owner, name):
+            before = _names(owner)
+            return [*before, name] if before else []
+        case ast.Call(ast.Name(name), []):
+            return [f"{name}()"]
+    return []
+
+
+def _canonical(names: list[str]) -> str:
+    """ "layer.scaling" of ["layer", "scaling", "item"]; "" of what does not count."""
+    while len(names) > 1 and (names[1] in FOLLOWED or names[0] == "self"):
+        names = names[1:]  # self.model_config.x, runner.model_config.x
+    if len(names) < 2:
+        return ""
+    first = names[0]
+    if first in ROOTS:
+        return f"{ROOTS[first]}.{names[1]}"
+    namespace = first.removeprefix("get_").removesuffix("()")
+    if first == f"get_{namespace}()" and namespace in NAMESPACES:
+        return ".".join((namespace, *names[1:]))
+    return ""
 
 
 def test_our_table_has_what_decode_attention_depends_on_and_nothing_else() -> None:
-    found = kit_semantics.dependencies()
+    found = dependencies()
     assert "layer.use_irope" in found  # in a helper of another module
     assert "runner.prefill_aware_swa" in found  # by getattr
     assert "model_config.is_local_attention_model" in found  # of the runner's
-    new, stale = sorted(found - set(SEMANTICS)), sorted(set(SEMANTICS) - found)
+    new, stale = sorted(found - SEMANTICS), sorted(SEMANTICS - found)
     assert not new, f"SGLang's decode attention also depends on {', '.join(new)}: {ADVICE}"
     assert not stale, f"SGLang's decode attention no longer reads {', '.join(stale)}: remove it"
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("getattr(layer, 'sink_size', 0)", {"layer.sink_size"}),
-        ("hasattr(self.model_runner, 'alibi')", {"runner.alibi"}),
-        ("model_runner.model_config.hf_config.alibi.item()", {"hf_config.alibi"}),
-        ("get_exec().kernel.alibi", {"exec.kernel", "exec.kernel.alibi"}),
-        ("forward_batch.sinks[0]", {"batch.sinks"}),
-        ("metadata.page_table", set()),
-    ],
-)
-def test_a_new_attribute_would_be_found(source: str, expected: set[str]) -> None:
-    assert set(kit_semantics.attributes(ast.parse(source))) == expected
-
-
-def test_what_we_say_of_layers_and_the_runner_is_in_our_code() -> None:
-    """The attribute, or the one that the entry names instead, is in the code that acts on it."""
-    ours = "".join(map(inspect.getsource, (backend, factory, layers, plugin, support)))
-    for name, (verdict, why) in SEMANTICS.items():
-        if name.startswith(("layer.", "runner.")) and verdict != "irrelevant":
-            looked_at = (name.split(".")[-1], *re.findall(r"\w+_\w+", why))
-            assert any(re.search(rf"\b{word}\b", ours) for word in looked_at), (name, verdict)

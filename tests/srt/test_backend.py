@@ -7,35 +7,20 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.backend import (
-    ASKED,
-    HEAD_DIM,
-    HEADS,
-    QUERIES,
-    SYSTEM,
-    TARGET,
-    BackendBed,
-    make_layer,
-)
+from kit.backend import ASKED, QUERIES, SYSTEM, TARGET, BackendBed
 from kit.steps import retract
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_context
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.planner import Planner
 from sglang_pat.slots import SlotMismatch
-from sglang_pat.srt import backend
-from sglang_pat.srt.hook import after_init_new
 from sglang_pat.srt.radix import SETTLE_STEPS
-from sglang_pat.srt.step import StepPlanner
 
 OURS = {0: "", 1: ""}
 PRE, IN, POST, UNKNOWN = SharedReadEnds
@@ -65,7 +50,12 @@ def test_replays_of_our_layers_need_no_metadata_of_the_base(bed: BackendBed) -> 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [({"window": 8}, "a sliding window"), ({"aux": 1}, "arguments aux")],
+    [
+        ({"window": 8}, "a sliding window"),
+        ({"aux": 1}, "arguments aux"),
+        # Parts of queries are for latents alone.
+        ({"q_rope": torch.zeros(1), "k_rope": torch.zeros(1)}, "arguments k_rope, q_rope"),
+    ],
 )
 def test_the_base_is_prepared_for_a_layer_that_it_serves(
     bed: BackendBed, arguments: dict[str, Any], reason: str
@@ -81,12 +71,17 @@ def test_the_base_is_prepared_for_a_layer_that_it_serves(
 def test_a_server_whose_last_layer_is_lost_to_the_base_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """What was captured stays so: every replay gets a plan."""
     bed = BackendBed(monkeypatch, OURS)
-    bed.step("capture")
+    bed.capture()
     bed.layer(0, aux=1)
     assert not bed.serving
     bed.layer(1, aux=1)
     assert bed.serving == [False]
+    plans = len(bed.executor.plans)
+    assert bed.step("eager") == EAGER and len(bed.executor.plans) == plans
+    assert bed.step() == REPLAY
+    assert len(bed.executor.plans) == plans + 1 and bed.plan.num_queries == QUERIES
 
 
 def test_eager_steps_prepare_the_base_until_the_layers_are_known(bed: BackendBed) -> None:
@@ -160,33 +155,28 @@ def test_an_idle_rank_replays_an_empty_plan(bed: BackendBed) -> None:
     assert bed.plan.num_queries == QUERIES
 
 
+@pytest.mark.parametrize("instead", ["", "served by the base", "extend", "idle"])
 @pytest.mark.parametrize("layers", [[0], [0, 1]], ids=["ours", "one the base's"])
-def test_a_replay_that_nobody_announced_shares_nothing(bed: BackendBed, layers: list[int]) -> None:
-    """The graph runs our layers in any case, so they get a plan in which each query reads alone."""
+def test_a_replay_that_nobody_announced_shares_nothing(
+    bed: BackendBed, layers: list[int], instead: str
+) -> None:
+    """The graph runs our layers in any case, so they get a plan in which each query reads alone:
+    not that of a batch that the base served, or that the scheduler announced another after."""
     bed.step("capture")
     for layer in layers:
         bed.layer(layer, window=8 if layer else -1)
     bed.capture(2)
     asked = [] if layers == [0] else REPLAY
     assert bed.step() == asked and bed.plan.num_shared_items > 0
+    if instead == "served by the base":
+        bed.step(spec_info=object())
+    elif instead:
+        bed.announce(ForwardMode.DECODE)
+        bed.announce(ForwardMode[instead.upper()])
     assert bed.step(announced=False, padding=2) == asked
     assert (bed.plan.num_queries, bed.plan.num_shared_items) == (QUERIES, 0)
     assert bed.stats.fallbacks["graph without a batch from the scheduler"] == 1
     assert bed.layer(0) == []
-
-
-@pytest.mark.parametrize("instead", ["served by the base", "extend", "idle"])
-def test_a_batch_that_did_not_run_here_is_not_planned_later(bed: BackendBed, instead: str) -> None:
-    """The base served it, or the scheduler announced another in its place."""
-    bed.capture()
-    if instead == "served by the base":
-        bed.step(spec_info=object())
-    else:
-        bed.announce(ForwardMode.DECODE)
-        bed.announce(ForwardMode[instead.upper()])
-    bed.step(announced=False)
-    assert bed.plan.num_shared_items == 0
-    assert bed.stats.fallbacks["graph without a batch from the scheduler"] == 1
 
 
 @pytest.mark.parametrize("how", ["replay", "eager"])
@@ -239,19 +229,6 @@ def test_a_graph_for_sequences_too_long_to_plan_is_the_bases(bed: BackendBed) ->
     assert bed.step() == REPLAY
     assert bed.stats.fallbacks == {"batch not plannable": 2}  # in the capture and in the replay
     assert all(plan.num_shared_items == 0 for plan in bed.executor.plans)
-
-
-def test_layers_that_are_lost_later_do_not_change_what_was_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bed = BackendBed(monkeypatch, {0: ""})
-    bed.capture()
-    bed.step("eager")
-    assert bed.layer(0, aux=1)[-1] == "layer"
-    plans = len(bed.executor.plans)
-    assert bed.step("eager") == EAGER and len(bed.executor.plans) == plans
-    assert bed.step() == REPLAY
-    assert len(bed.executor.plans) == plans + 1 and bed.plan.num_queries == QUERIES
 
 
 def test_a_batch_without_memory_for_its_slots(
@@ -336,7 +313,8 @@ def test_a_batch_that_is_no_plain_decode_is_left_to_the_base(
 
 
 def test_an_eager_batch_that_nobody_announced_is_left_to_the_base(bed: BackendBed) -> None:
-    """Before the scheduler's first decode step it is a warm-up; later it counts as a fallback."""
+    """Before the scheduler's first decode step it is a warm-up; later it counts as a fallback, or
+    with one row as an idle rank's of data parallel attention."""
     bed.step("capture")
     assert bed.layer(0) == []
     assert bed.step("eager", announced=False) == EAGER
@@ -345,7 +323,10 @@ def test_an_eager_batch_that_nobody_announced_is_left_to_the_base(bed: BackendBe
     plans = len(bed.executor.plans)
     assert bed.step("eager", announced=False) == EAGER and bed.layer(0) == ["layer"]
     assert len(bed.executor.plans) == plans
+    bed.use(bed.all[:1])
+    assert bed.step("eager", announced=False) == EAGER
     assert bed.stats.fallbacks == {"no batch from the scheduler": 1}
+    assert bed.stats.base_forwards == {"warm_up": 1, "idle": 1}
 
 
 @pytest.mark.parametrize("how", ["replay", "eager"])
@@ -353,34 +334,18 @@ def test_prefills_made_of_decode_steps_count_as_the_scheduler_meant_them(
     bed: BackendBed, how: str
 ) -> None:
     """Data parallel attention makes a decode step a prefill: before ``init_new`` if all ranks
-    replay a prefill graph, and an idle rank's by padding, after it. SGLang's own batches, without a
-    server, as that takes GPUs."""
-
-    def prepare(requests: int, *, convert: bool = False) -> None:
-        batch = ScheduleBatch(bed.reqs[:requests], bed.cache.table, tree_cache=bed.cache.tree)
-        batch.forward_mode = ForwardMode.DECODE if requests else ForwardMode.IDLE
-        batch.seq_lens = batch.seq_lens_cpu = bed.lens[:requests]
-        batch.req_pool_indices = batch.req_pool_indices_cpu = bed.live.rows[:requests]
-        batch.input_ids = batch.out_cache_loc = torch.zeros(requests, dtype=torch.int64)
-        if convert:
-            batch.convert_decode_to_extend()
-        runner = MagicMock(device="cpu", lora_manager=None)
-        runner.model_config.model_is_mrope = runner.ngram_embedding_manager.enabled = False
-        with get_context().override_server_args(device="cpu"):
-            forward = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
-        after_init_new(forward, ForwardBatch, batch, bed.runner)
-        forward.forward_mode = ForwardMode.EXTEND  # as prepare_mlp_sync_batch, which takes a GPU
-        if how == "replay":
-            bed.backend.init_forward_metadata_out_graph(forward)
-        else:
-            bed.backend.init_forward_metadata(forward)
-
-    prepare(4, convert=True)
-    prepare(4)
-    assert bed.stats.fallbacks == {"decode": 2} and not bed.stats.base_forwards
-    prepare(0)
+    replay a prefill graph, and an idle rank's by padding, after it."""
+    extend = {"mode": ForwardMode.EXTEND}
+    for mode, decoding_reqs in (
+        (ForwardMode.EXTEND, bed.reqs),  # as ScheduleBatch.convert_decode_to_extend
+        (ForwardMode.DECODE, None),
+        (ForwardMode.IDLE, None),
+    ):
+        bed.announce(mode, decoding_reqs)
+        bed.step(how, announced=False, **extend)
+    assert bed.stats.fallbacks == {"decode": 2} and bed.stats.base_forwards == {"idle": 1}
     # Nor does a forward without a batch count as the one before it.
-    bed.step(how, mode=ForwardMode.EXTEND, announced=False)
+    bed.step(how, announced=False, **extend)
     assert bed.stats.fallbacks == {"decode": 2}
     assert bed.stats.base_forwards == {"idle": 1, "extend": 1}
 
@@ -417,50 +382,31 @@ def small(monkeypatch: pytest.MonkeyPatch) -> SmallBed:
 
 
 @pytest.mark.parametrize("how", ASKED)
-def test_one_request_costs_nothing_of_ours(
-    small: SmallBed, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No plan, no lengths on the host, no snapshot, no clock: the step is the stock server's."""
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("host work for a step of the base")
-
-    monkeypatch.setattr(StepPlanner, "plan", fail)
-    monkeypatch.setattr(StepPlanner, "private", fail)
-    monkeypatch.setattr(backend, "lengths_of", fail)
-    assert small.prepare(how, small.all[:1]) == ASKED[how]
-    assert small.layers() == ["layer", "layer"]
-    assert not small.executor.plans and not small.executor.snapshots
-    assert small.stats.decode_steps == small.stats.host_seconds == small.stats.plans_made == 0
-    # A capture is no step.
-    assert small.stats.base_forwards == ({} if how == "capture" else {"small_batch": 1})
-    assert not small.stats.fallbacks and not small.stats.base_layers
-
-
-@pytest.mark.parametrize("how", ASKED)
 @pytest.mark.parametrize("min_batch", [1, 2, 4])
 def test_the_threshold_decides_alike_in_capture_replay_and_eager(
     monkeypatch: pytest.MonkeyPatch, how: str, min_batch: int
 ) -> None:
+    """Of a step of the base nothing is planned, read or timed."""
     for requests in range(1, 5):
         bed = SmallBed(monkeypatch, min_batch=min_batch)
         asked = bed.prepare(how, bed.all[:requests])
+        stats = bed.stats
         if requests < min_batch:
             assert asked == ASKED[how] and bed.layers() == ["layer", "layer"]
-            assert not bed.executor.plans
+            assert not bed.executor.plans and not bed.executor.snapshots
+            assert stats.host_seconds == stats.plans_made == 0
+            # A capture is no step.
+            assert stats.base_forwards == ({} if how == "capture" else {"small_batch": 1})
         else:
             assert asked == (CAPTURE if how == "capture" else []) and bed.layers() == []
-            assert bed.plan.num_queries == requests
-        assert bed.stats.decode_steps == (requests >= min_batch and how != "capture")
-
-
-@pytest.mark.parametrize("how", ["replay", "eager"])
-def test_rows_decide_not_requests(small: SmallBed, how: str) -> None:
-    """A graph of four rows was captured with our kernels, whatever it is replayed for."""
-    assert small.prepare(how, small.all[:1], rows=4) == small.layers() == []
-    assert small.plan.num_queries == (1 if how == "replay" else 4)
-    stats = small.stats
-    assert stats.decode_steps == 1 and not stats.base_forwards and not stats.fallbacks
+            assert bed.plan.num_queries == requests and not stats.base_forwards
+        assert stats.decode_steps == (requests >= min_batch and how != "capture")
+        assert not stats.fallbacks and not stats.base_layers
+    if how != "capture":  # of four rows, whatever it is run for
+        bed = SmallBed(monkeypatch, min_batch=min_batch)
+        assert bed.prepare(how, bed.all[:1], rows=4) == bed.layers() == []
+        assert bed.plan.num_queries == (1 if how == "replay" else 4)
+        assert bed.stats.decode_steps == 1 and not bed.stats.base_forwards
 
 
 @pytest.mark.parametrize("how", ["replay", "eager"])
@@ -468,15 +414,12 @@ def test_two_one_two_runs_no_stale_plan(small: SmallBed, how: str) -> None:
     first, second, third = small.all[:3]
     assert small.prepare(how, [first, second]) == small.layers() == []
     before = small.plan
-    assert small.prepare(how, [first]) == ASKED[how] and small.layers() == ["layer", "layer"]
-    # The same two: their plan is taken again, and loaded again.
-    assert small.prepare(how, [first, second]) == small.layers() == []
-    assert len(small.executor.plans) == 2 and small.plan is before
-    # Another pair, and the same in another order.
-    for pair in ([first, third], [third, first]):
-        assert small.prepare(how, [first]) == ASKED[how]
-        small.prepare(how, pair)
-        assert small.plan is not before and small.plan.num_shared_items > 0
+    # The same two: their plan is taken again, and loaded again. Then another pair, and the same in
+    # another order.
+    for pair in ([first, second], [first, third], [third, first]):
+        assert small.prepare(how, [first]) == ASKED[how] and small.layers() == ["layer", "layer"]
+        assert small.prepare(how, pair) == small.layers() == []
+        assert (small.plan is before) is (second in pair) and small.plan.num_shared_items > 0
         before = small.plan
     stats = small.stats
     assert (stats.decode_steps, stats.plans_made, stats.plans_reused) == (4, 3, 1)
@@ -496,62 +439,3 @@ def test_a_request_that_left_and_came_back_between_single_steps_is_read_again(
     small.cache.prefill(pair[1:], most=SYSTEM - 50)
     small.prepare("replay", pair)
     assert small.plan.kv_tokens_read(0) == 50 - SYSTEM
-
-
-@pytest.mark.parametrize("how", ["replay", "eager"])
-def test_a_batch_of_one_that_nobody_announced(small: SmallBed, how: str) -> None:
-    """A warm-up's, and later an idle rank's of data parallel attention."""
-    one = small.all[:1]
-    assert small.prepare(how, one, announced=False) == ASKED[how]
-    assert small.stats.base_forwards == {"warm_up": 1}
-    small.prepare(how, one)
-    assert small.prepare(how, one, announced=False) == ASKED[how]
-    assert small.stats.base_forwards == {"warm_up": 1, "small_batch": 1, "idle": 1}
-    assert not small.stats.fallbacks
-
-
-# What is done for a layer that pat serves: its K/V are written to SGLang's pool, then it attends.
-
-
-def test_a_layer_writes_its_kv_and_then_attends(
-    bed: BackendBed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[tuple[Any, ...]] = []
-    pool, decode = bed.backend.token_to_kv_pool, bed.executor.decode
-    pool.set_kv_buffer = lambda *given: events.append(("write", *given))
-
-    def attend(*tensors: torch.Tensor, **options: float) -> None:
-        events.append(("attend", *tensors, options))
-        decode(*tensors, **options)
-
-    monkeypatch.setattr(bed.executor, "decode", attend)
-    slots = torch.tensor([7, 3, 5, 1])  # where the new tokens go
-    batch = SimpleNamespace(out_cache_loc=slots, out_cache_loc_is_physical=True)
-    given_q = torch.randn(QUERIES, HEADS * HEAD_DIM)
-    given_k, given_v = torch.randn(2, QUERIES, HEADS, HEAD_DIM)
-
-    def forward(layer: Any, k: Any = given_k, v: Any = given_v, **options: Any) -> torch.Tensor:
-        events.clear()
-        out: torch.Tensor = bed.backend.forward_decode(given_q, k, v, layer, batch, **options)
-        return out
-
-    bed.step("eager")
-    layer = make_layer(1)
-    out = forward(layer)
-    (write, *written), (attended, q, k_cache, v_cache, _, options) = events
-    assert (write, attended) == ("write", "attend")
-    assert written[0] is layer and written[1].loc is slots and written[1].physical
-    assert written[2] is given_k and written[3] is given_v
-    assert written[4:] == [layer.k_scale, layer.v_scale]
-    assert k_cache.data_ptr() == pool.get_key_buffer(1).data_ptr()
-    assert v_cache.data_ptr() == pool.get_value_buffer(1).data_ptr()
-    assert torch.equal(q, given_q.view(QUERIES, HEADS, HEAD_DIM))
-    rest = {"sinks": None, "q_rope": None}
-    rest |= {"k_scale": 1.0, "v_scale": 1.0}  # the layer's count in fp8_e4m3 only
-    assert options == {"scale": layer.scaling, "logit_cap": layer.logit_cap} | rest
-    assert torch.equal(out, given_q), "what the executor wrote, one row a query"
-    # As in layers that share their K/V with another one, or that write it themselves.
-    for without in ({"save_kv_cache": False}, {"k": None, "v": None}):
-        forward(make_layer(2), **without)
-        assert [event[0] for event in events] == ["attend"]
-    assert forward(make_layer(0, window=8)) is given_q and not events  # the base's

@@ -14,13 +14,13 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.backend import HEAD_DIM, HEADS, QUERIES, TARGET, BackendBed, make_layer
-from kit.drafts import chains, custom_mask
+from kit.drafts import chains
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative import eagle_utils
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.spec_info import SpecInputType
 
-from sglang_pat.srt.backend import PatVerifyMixin, have_prefix
+from sglang_pat.srt.backend import have_prefix
 from sglang_pat.srt.step import MAX_SLACK, bounds_of
 
 DRAFT_TOKENS = 3
@@ -31,33 +31,14 @@ class VerifyBed(BackendBed):
     """A test bed of a server that verifies ``DRAFT_TOKENS`` tokens of each request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        target = replace(TARGET, draft_tokens=DRAFT_TOKENS)
-        super().__init__(monkeypatch, mixin=PatVerifyMixin, target=target)
-
-    def verify(
-        self,
-        how: str = "eager",
-        masks: torch.Tensor | None = None,
-        kind: SpecInputType = SpecInputType.NGRAM_VERIFY,
-        **options: Any,
-    ) -> list[str]:
-        """Prepare a verify step; what the base was asked. ``masks`` [B, T]: by default chains."""
-        masks = chains(len(self.lens), DRAFT_TOKENS) if masks is None else masks
-        spec_info = SimpleNamespace(
-            draft_token_num=masks.shape[1],
-            custom_mask=custom_mask(masks, self.lens),
-            spec_input_type=kind,
-        )
-        return self.step(how, mode=VERIFY, spec_info=spec_info, **options)
+        super().__init__(monkeypatch, target=replace(TARGET, draft_tokens=DRAFT_TOKENS))
 
     def extend(self, mode: ForwardMode = VERIFY) -> list[str]:
         """Run a layer of the forward that was prepared; what the base was asked."""
         self.backend.calls.clear()
         q = torch.zeros(QUERIES * DRAFT_TOKENS, HEADS * HEAD_DIM)
-        out = self.backend.forward_extend(
-            q, None, None, make_layer(0), SimpleNamespace(forward_mode=mode)
-        )
-        assert out.shape == q.shape
+        batch = SimpleNamespace(forward_mode=mode)
+        assert self.backend.forward_extend(q, None, None, make_layer(0), batch).shape == q.shape
         return list(self.backend.calls)
 
     def check_plan_holds(self, lens: torch.Tensor) -> None:
@@ -71,7 +52,8 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> VerifyBed:
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_verify_step_is_planned_with_its_draft_tokens(bed: VerifyBed, masked: bool) -> None:
-    """Where drafts may be a tree, with SGLang's masks."""
+    """Where drafts may be a tree, with SGLang's masks; a single request too, as a CPU has no other
+    attention for it."""
     bed.executor.has_draft_masks = masked
     bed.verify()
     assert bed.extend() == []
@@ -89,6 +71,9 @@ def test_a_verify_step_is_planned_with_its_draft_tokens(bed: VerifyBed, masked: 
         bed.lens += torch.tensor([1, 2, 3, 1])
         bed.verify()
     assert bed.plan is plan and stats.plans_made == 1
+    bed.use(bed.all[:1])
+    bed.verify()
+    assert bed.plan.num_queries == 1
 
 
 @pytest.mark.parametrize("default", TreeMaskMode)
@@ -108,21 +93,6 @@ def test_which_masks_have_a_prefix(
     assert found == ((default if own else mode) == TreeMaskMode.FULL_MASK)
 
 
-def test_a_step_without_memory_for_its_masks_is_the_bases(
-    bed: VerifyBed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not one with the masks of the step before. A CPU has no other attention for it."""
-
-    def full(*_args: Any, **_kwargs: Any) -> None:
-        raise torch.cuda.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(bed.executor, "read_draft_masks", full)
-    bed.backend.token_to_kv_pool.device = "cuda"
-    bed.verify()
-    assert bed.extend() == ["layer"]
-    assert bed.stats.fallbacks == {"no memory for the slots": 1} and not bed.executor.plans
-
-
 def test_the_masks_of_each_replay_are_taken(bed: VerifyBed) -> None:
     """Those of a graph's rows, padding included, from the buffer that EAGLE's workers fill."""
     bed.backend.verify_mask = SimpleNamespace(mode=TreeMaskMode.FULL_MASK)
@@ -136,27 +106,29 @@ def test_the_masks_of_each_replay_are_taken(bed: VerifyBed) -> None:
         assert len(found) == QUERIES + 2 and torch.equal(found[:QUERIES], masks)
 
 
-def test_a_single_request_is_verified(bed: VerifyBed) -> None:
-    """A CPU has no other attention for it."""
-    bed.use(bed.all[:1])
-    bed.verify()
-    assert [plan.num_queries for plan in bed.executor.plans] == [1]
+def test_what_is_no_such_verify_step_is_the_bases(
+    bed: VerifyBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is one without memory for its masks served with those of the step before."""
 
+    def full(*_args: Any, **_kwargs: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("no memory")
 
-def test_what_is_no_such_verify_step_is_the_bases(bed: VerifyBed) -> None:
     bed.step("eager", mode=ForwardMode.EXTEND)
     assert bed.extend(ForwardMode.EXTEND) == ["layer"]
     assert bed.stats.base_forwards == {"extend": 1} and not bed.stats.fallbacks
     bed.step("eager")
     bed.verify(masks=chains(QUERIES, DRAFT_TOKENS + 1))
-    assert bed.stats.fallbacks == {
-        "decode step on a server that speculates": 1,
-        "other draft tokens": 1,
-    }
+    counted = {"decode step on a server that speculates": 1, "other draft tokens": 1}
+    assert bed.stats.fallbacks == counted
     with pytest.raises(RuntimeError, match="restart without --speculative-algorithm"):
         bed.extend()
     bed.backend.token_to_kv_pool.device = "cuda"
+    assert bed.extend() == ["layer"]
+    monkeypatch.setattr(bed.executor, "read_draft_masks", full)
+    bed.verify()
     assert bed.extend() == ["layer"] and not bed.executor.plans
+    assert bed.stats.fallbacks == counted | {"no memory for the slots": 1}
 
 
 @pytest.mark.parametrize(
@@ -164,6 +136,7 @@ def test_what_is_no_such_verify_step_is_the_bases(bed: VerifyBed) -> None:
     [
         ([(40, 48), (100, 106)], [43, 103], [48, 106]),
         ([(40, 42)], None, None),  # slots for less than the draft tokens
+        ([(40, 43 + MAX_SLACK)], [43], [43 + MAX_SLACK]),
         ([(40, 44), (40, 44 + MAX_SLACK)], None, None),  # for many more
     ],
 )
@@ -174,14 +147,15 @@ def test_bounds_of_lengths(given: list[tuple[int, int]], least: Any, most: Any) 
     if lengths is None:
         assert least is None
     else:
-        assert not lengths.are_known and lengths.first(2) is lengths
-        assert (lengths.least.tolist(), lengths.most.tolist()) == (least, most)
-        assert lengths.first(1).least.tolist() == least[:1]
-        assert lengths.first(1).most.tolist() == most[:1]
+        assert not lengths.are_known
+        for count in (1, len(given)):
+            first = lengths.first(count)
+            assert (first.least.tolist(), first.most.tolist()) == (least[:count], most[:count])
 
 
 def test_a_step_whose_lengths_the_host_does_not_know(bed: VerifyBed) -> None:
-    """It is planned with bounds, and the plan holds for whatever was accepted."""
+    """It is planned with bounds, and the plan holds for whatever was accepted. Without bounds, as
+    they are far apart or unreadable, lengths are read from the device, and that is counted."""
     committed = bed.lens.clone()
     for _ in range(80):
         for req, least in zip(bed.reqs, committed.tolist(), strict=True):
@@ -192,15 +166,9 @@ def test_a_step_whose_lengths_the_host_does_not_know(bed: VerifyBed) -> None:
             bed.check_plan_holds(committed + most)
         committed += torch.tensor([1, 3, 2, 3])
     assert 1 < bed.stats.plans_made < 5 and not bed.stats.fallbacks
-
-
-@pytest.mark.parametrize("committed", [1, None], ids=["far apart", "unreadable"])
-def test_lengths_without_bounds_are_read_from_the_device(
-    bed: VerifyBed, committed: int | None
-) -> None:
-    """That costs a synchronisation, and is counted."""
-    for req in bed.reqs:
-        req.kv.kv_committed_len, req.kv.kv_allocated_len = committed, 2000
-    bed.verify(on_host=False)
-    bed.check_plan_holds(bed.lens + DRAFT_TOKENS)
-    assert bed.stats.fallbacks == {"lengths read from the GPU": 1}
+    for times, unknown in enumerate((1, None), start=1):
+        for req in bed.reqs:
+            req.kv.kv_committed_len, req.kv.kv_allocated_len = unknown, 2000
+        bed.verify(on_host=False)
+        bed.check_plan_holds(bed.lens + DRAFT_TOKENS)
+        assert bed.stats.fallbacks == {"lengths read from the GPU": times}

@@ -20,8 +20,7 @@ from kit.steps import OWN, QUERIES, SYSTEM, TARGET, TOOL, StepBed
 import sglang_pat
 from benchmarks.host.live import CACHES
 from sglang_pat.config import PatConfig
-from sglang_pat.dump import Batch, read_dump
-from sglang_pat.planner import Plan
+from sglang_pat.dump import read_dump
 from sglang_pat.srt.dump import Tap, make_tap
 
 
@@ -38,27 +37,12 @@ def tap(file: Path) -> Tap | None:
     return make_tap(runner, PatConfig(dump=str(file)), TARGET)
 
 
-class DumpBed(StepBed):
-    """A step planner whose next ``batches`` plans are dumped."""
-
-    def __init__(self, kind: str, folder: Path, *, batches: int = 1) -> None:
-        super().__init__(kind)
-        self.file = folder / "dump.jsonl"
-        self.steps.tap = tap(self.file)
-        assert self.steps.tap is not None
-        self.steps.tap._to_come = batches
-
-
-def same(batch: Batch, plan: Plan) -> bool:
-    """Whether the planner makes ``plan`` of a dumped batch: its items, and what they read."""
-    made = sglang_pat.plan(batch.paths, batch.seq_lens, TARGET)
-    names = ("items", "item_segments", "segments", "members")
-    return all(np.array_equal(getattr(made, name), getattr(plan, name)) for name in names)
-
-
 @pytest.mark.parametrize("kind", CACHES)
 def test_the_planner_makes_the_same_plan_of_a_dump(kind: str, tmp_path: Path) -> None:
-    bed = DumpBed(kind, tmp_path, batches=6)
+    bed, file = StepBed(kind), tmp_path / "dump.jsonl"
+    bed.steps.tap = tap(file)
+    assert bed.steps.tap is not None
+    bed.steps.tap._to_come = 6
     plans = [bed.plan()]
     bed.lens += 1
     bed.plan()  # kept
@@ -79,73 +63,37 @@ def test_the_planner_makes_the_same_plan_of_a_dump(kind: str, tmp_path: Path) ->
     bed.batch = replace(bed.batch, reqs=[object()] * QUERIES, rows=rows.clone())
     plans.append(bed.plan())
     assert bed.steps.tap is None
-    found = read_dump(bed.file)
-    assert len({id(plan) for plan in plans}) == 6
+    found = read_dump(file)
     for batch, plan in zip(found.batches, plans, strict=True):
-        assert same(batch, plan)
+        made = sglang_pat.plan(batch.paths, batch.seq_lens, TARGET)
+        for name in ("items", "item_segments", "segments", "members"):
+            assert np.array_equal(getattr(made, name), getattr(plan, name))
         assert batch.plan == {
             "items": plan.num_items,
             "shared_items": plan.num_shared_items,
             "kv_tokens_read": plan.kv_tokens_read(sum(batch.seq_lens)),
         }
-    for line in map(json.loads, bed.file.read_text().splitlines()[1:]):  # no text
+    for line in map(json.loads, file.read_text().splitlines()[1:]):  # no text
         assert set(line) == {"paths", "seq_lens", "plan"}
         assert all(type(value) is int for path in line["paths"] for node in path for value in node)
     first, limited, _, _, padded, private = found.batches
     assert first.seq_lens == [SYSTEM + TOOL + OWN + 1] * QUERIES
-    for path in first.paths:
-        assert {SYSTEM, SYSTEM + TOOL} <= {end for _, _, end in path}, "where prompts part"
     assert [path[-1][2] if path else 0 for path in limited.paths][:5] == limits
     assert padded.paths[-2:] == [[], []] and padded.seq_lens[-2:] == [7, 8]
     assert private.paths == [[]] * (QUERIES + 2)
-    header = found.header
-    assert found.target == TARGET and set(header["versions"]) == {"sglang-pat", "sglang", "torch"}
-    assert (header["kv_dtype"], header["device"], header["page_size"]) == ("float32", "cpu", 1)
+    assert found.target == TARGET and found.header["kv_dtype"] == "float32"
 
 
 def test_a_full_disk_ends_the_dump_and_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bed = DumpBed("rust", tmp_path, batches=6)
-    assert bed.steps.tap is not None
-    bed.steps.tap._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
+    bed, made = StepBed("rust"), tap(tmp_path / "dump.jsonl")
+    assert made is not None
+    made._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
+    bed.steps.tap = made
     assert bed.plan().num_shared_items and bed.steps.tap is None
     (warning,) = caplog.messages
-    assert str(bed.file) in warning and "No space left on device" in warning
-
-
-@pytest.mark.parametrize(
-    "there", ["a file", "a FIFO", "a link", "a dangling link", "no folder", "another's folder"]
-)
-def test_only_a_new_file_is_written(
-    there: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    file, victim = folder / "dump.jsonl", tmp_path / "victim"
-    if there == "a file":
-        file.write_text("mine")
-    elif there == "a FIFO":
-        os.mkfifo(file)  # to open it would wait for a reader
-    elif there == "no folder":
-        folder.rmdir()
-    elif there == "another's folder":
-        folder.chmod(0o555)
-    else:
-        file.symlink_to(victim)
-        if there == "a link":
-            victim.write_text("mine")
-    before = sorted((str(path), path.lstat()) for path in tmp_path.rglob("*"))
-    rights = os.geteuid()
-    if there == "another's folder" and rights == 0:  # root may write anywhere
-        os.seteuid(65534)
-    try:
-        assert tap(file) is None
-    finally:
-        os.seteuid(rights)
-    assert sorted((str(path), path.lstat()) for path in tmp_path.rglob("*")) == before
-    (warning,) = caplog.messages
-    assert str(file) in warning
+    assert str(tmp_path) in warning and "No space left on device" in warning
 
 
 def test_the_first_rank_alone_writes_for_its_user_alone(
@@ -157,5 +105,26 @@ def test_the_first_rank_alone_writes_for_its_user_alone(
         setattr(ranks, name, 1)
         assert tap(file) is None and not file.exists()
         setattr(ranks, name, 0)
-    made = tap(file)
-    assert made is not None and file.stat().st_mode & 0o777 == 0o600
+    assert tap(file) is not None and file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("there", ["a file", "a FIFO", "a link", "a dangling link", "no folder"])
+def test_only_a_new_file_is_written(
+    there: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, victim = tmp_path / "dump.jsonl", tmp_path / "victim"
+    if there == "a FIFO":
+        os.mkfifo(file)  # to open it would wait for a reader
+    elif there == "no folder":
+        file = tmp_path / "folder" / "dump.jsonl"
+    elif there == "a file":
+        file.write_text("mine")
+    else:
+        file.symlink_to(victim)
+    if there == "a link":
+        victim.write_text("mine")
+    before = sorted((str(path), path.lstat()) for path in tmp_path.rglob("*"))
+    assert tap(file) is None
+    assert sorted((str(path), path.lstat()) for path in tmp_path.rglob("*")) == before
+    (warning,) = caplog.messages
+    assert str(file) in warning

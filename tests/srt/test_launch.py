@@ -69,13 +69,17 @@ NO_GPU = (
 )
 
 
-def test_what_is_served_passes_and_is_checked_once(
+def test_what_is_served_passes_is_checked_once_and_never_hears_of_pat(
     arguments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = arguments()
     args.resolve_once()
     monkeypatch.setenv("SGLANG_PAT_POLICY", "fast")  # a check would find it
-    args.resolve_once()  # as each process does that publishes the record
+    again = pickle.loads(pickle.dumps(args))  # as its other processes get it
+    for each in (args, again):
+        each.resolve_once()
+        assert attention_backends_of(resolving_view(each)) == ("torch_native", "torch_native")
+        assert stock.asks_for_pat(each)
     for path in ({}, {"model_path": "no/such/model"}):  # before the model is looked at
         with pytest.raises(SystemExit, match="SGLANG_PAT_POLICY=fast is not a known value"):
             arguments(**path).resolve_once()
@@ -94,16 +98,6 @@ def test_a_name_that_was_resolved_before_the_hooks_were_there_is_refused(argumen
     assert resolving_view(args).attention_backend == "pat"
 
 
-def test_a_server_that_is_let_pass_never_hears_of_pat(arguments: Any) -> None:
-    args = arguments()
-    args.resolve_once()
-    again = pickle.loads(pickle.dumps(args))  # as its other processes get it
-    again.resolve_once()
-    for each in (args, again):
-        assert attention_backends_of(resolving_view(each)) == ("torch_native", "torch_native")
-        assert stock.asks_for_pat(each)
-
-
 def test_a_command_ends_with_one_line_for_each_reason_and_a_program_gets_an_exception(
     arguments: Any,
 ) -> None:
@@ -120,13 +114,6 @@ def test_a_command_ends_with_one_line_for_each_reason_and_a_program_gets_an_exce
             assert line.startswith(PAT) and name in line
 
 
-@pytest.mark.parametrize("field", ["decode_attention_backend", "prefill_attention_backend"])
-def test_either_split_flag_asks_for_pat(field: str, arguments: Any) -> None:
-    fields = {"attention_backend": "torch_native", field: "pat"}
-    with pytest.raises(SystemExit, match="--enable-pdmux"):
-        arguments(enable_pdmux=True, **fields).resolve_once()
-
-
 @pytest.mark.parametrize("device", [None, "cpu", "cuda"])
 def test_no_gpu_and_no_platform(
     device: str | None, arguments: Any, monkeypatch: pytest.MonkeyPatch
@@ -138,8 +125,9 @@ def test_no_gpu_and_no_platform(
 
 
 def test_when_the_backend_is_made_all_reasons_are_given_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But of a foreign interface nothing else is read."""
     args = {"enable_pdmux": True, "device": "xpu"}
     runner = make_runner([], args=args, token_to_kv_pool=make_pool(1))
     with pytest.raises(RuntimeError) as refusal:
@@ -148,11 +136,6 @@ def test_when_the_backend_is_made_all_reasons_are_given_at_once(
     assert f"{first} " == PAT and "on cpu, cuda, not on 'xpu'" in device
     assert mode.startswith("--enable-pdmux")
     launch.refuse_unsafe(make_runner([], token_to_kv_pool=make_pool(1)))
-
-
-def test_of_a_foreign_interface_nothing_else_is_read(
-    arguments: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(launch, "foreign_reasons", lambda: ["a class is gone"])
     with pytest.raises(SystemExit, match=r"pat: a class is gone$"):
         arguments(kit_models.DEEPSEEK).resolve_once()

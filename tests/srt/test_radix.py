@@ -76,11 +76,6 @@ class ViewBed:
         assert reads(made) == reads(expected)
         return made
 
-    @property
-    def num_nodes(self) -> int:
-        assert self.view._paths is not None
-        return self.view._paths.num_nodes
-
 
 @contextmanager
 def changed(bed: ViewBed, reqs: list[Any], rng: random.Random) -> Iterator[None]:
@@ -124,8 +119,6 @@ def test_plans_follow_a_tree_that_changes_between_batches(kind: str, seed: int) 
         shared += bed.check(reqs).num_shared_items
         with changed(bed, reqs, rng):
             bed.check(reqs)
-        held = {node for req in reqs for node, _, _ in bed.path(req)}
-        assert bed.num_nodes <= len(held) + 2  # the root, and the root of all
         for req in [req for req in live if req not in reqs and rng.random() < 0.2]:
             live.remove(req)
             bed.cache.end(req, text(rng, rng.randrange(3)))
@@ -133,57 +126,52 @@ def test_plans_follow_a_tree_that_changes_between_batches(kind: str, seed: int) 
     assert splits and shared
 
 
+def shared_of(plan: Plan | None) -> list[list[int]]:
+    """The queries of each item that several share."""
+    assert plan is not None
+    return [one.queries for one in ranges(plan) if len(one.queries) > 1]
+
+
 @pytest.mark.parametrize("kind", CACHES)
 def test_deep_paths_are_read_by_several_plans(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan reads more than so many nodes and the rest of a path; those that are left share
-    nothing yet, and the next steps read on although the batch stays the same."""
+    nothing yet, and the next steps read on although the batch stays the same. The requests of a
+    path that is longer share nothing, and neither keep others from being read nor plans from
+    lasting; what of the path is known already does not count."""
     rng, bed = random.Random(1), ViewBed(kind)
     monkeypatch.setattr(radix, "MOST_READ", 30)
-    reqs = []
-    for _ in range(4):
+
+    def deep(nodes: int) -> list[int]:
         prompt = text(rng, 2)
-        for _ in range(25):  # a node for each beginning
+        for _ in range(nodes):  # a node for each beginning
             prompt += text(rng, 3)
             bed.cache.admit(prompt)
-        reqs += [bed.cache.admit(prompt) for _ in range(2)]
+        return prompt
+
+    reqs = [bed.cache.admit(prompt) for prompt in [deep(25) for _ in range(4)] for _ in range(2)]
     batch, lens = bed.cache.batch(reqs)
     steps = StepPlanner(TARGET, stats := Stats())
     for made, shared in ((True, 4), (True, 8), (False, 8)):
         plan = steps.plan(batch, known(lens))
-        assert plan is not None and steps.made is made
-        together = [one.queries for one in ranges(plan) if len(one.queries) > 1]
-        assert len({query for queries in together for query in queries}) == shared
+        assert steps.made is made and len({q for some in shared_of(plan) for q in some}) == shared
     assert stats.private_requests == {NOT_READ: 4} and not stats.fallbacks
     bed.check(reqs)
 
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_path_of_too_many_nodes_is_not_read_again(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its requests share nothing, and neither keep others from being read nor plans from lasting;
-    what of the path is known already does not count."""
-    rng, bed = random.Random(1), ViewBed(kind)
-    monkeypatch.setattr(radix, "MOST_READ", 30)
-    prompt, middle = text(rng, 2), []
-    for depth in range(25):
-        prompt += text(rng, 3)
-        middle += [bed.cache.admit(prompt)] * (depth == 12)
-        bed.cache.admit(prompt)
-    deep, own = [bed.cache.admit(prompt) for _ in range(2)], text(rng, 9)
-    reqs = [*deep, *(bed.cache.admit(own) for _ in range(2))]
+    prompt, own = deep(50), text(rng, 9)
+    middle = bed.cache.admit(prompt[:80])
+    reqs = [bed.cache.admit(tokens) for tokens in (prompt, prompt, own, own)]
     steps = StepPlanner(TARGET, stats := Stats())
     batch, lens = bed.cache.batch(reqs)
     for made in (True, True, False):
         plan = steps.plan(batch, known(lens))
-        assert plan is not None and steps.made is made
-    assert [one.queries for one in ranges(plan) if len(one.queries) > 1] == [[2, 3]]
+        assert steps.made is made
+    assert shared_of(plan) == [[2, 3]] and not stats.fallbacks
     # The first plan had read enough with the first of the two.
-    assert stats.private_requests == {TOO_LONG: 3, NOT_READ: 3} and not stats.fallbacks
-    for some in ([*middle, *reqs[2:]], [*middle, *reqs]):
+    assert stats.private_requests == {TOO_LONG: 3, NOT_READ: 3}
+    for some in ([middle, *reqs[2:]], [middle, *reqs]):
         batch, lens = bed.cache.batch(some)
         plan = steps.plan(batch, known(lens))
-    assert plan is not None and max(len(one.queries) for one in ranges(plan)) == 3
+    assert max(map(len, shared_of(plan))) == 3
 
 
 class CountingCore:
@@ -311,54 +299,29 @@ def test_what_is_read_of_requests(kind: str) -> None:
         view.read_handles(reqs, rows[:3], 4, 0, anew=True)
 
 
-class Conversation:
-    """A streaming session of SGLang's over a live cache."""
-
-    def __init__(self, cache: LiveCache, name: str) -> None:
-        self.cache = cache
-        self.session = Session(1000, session_id=name, streaming=True)
-        self.tokens: list[int] = []
-
-    def turn(self, tokens: list[int]) -> Any:
-        self.tokens += tokens
-        return self.cache.admit(self.tokens, self.session)
-
-    def finish(self, req: Any) -> None:
-        """The end of a turn, as the scheduler releases it."""
-        req.finished_reason = FINISH_LENGTH(length=0)
-        assert self.cache.tree.claim_kv_row(req)
-
-
 @pytest.mark.parametrize("kind", ["rust", "python"])
 def test_turns_of_streaming_sessions_have_the_path_of_their_session(kind: str) -> None:
-    """Two sessions and a request of one system prompt share it, in the first turn and later; check
-    mode compares a turn's row with the tree."""
+    """A session of SGLang's and a request of one system prompt share it, in the first turn and
+    later; check mode compares a turn's row with the tree."""
     cache, rng = LiveCache(kind, slots=4000, rows=8, context=512), random.Random(1)
-    system, user = text(rng, 100), text(rng, 20)
-    first, second = Conversation(cache, "first"), Conversation(cache, "second")
-    steps, slots = StepPlanner(TARGET, Stats()), cache.table.req_to_token
-    for turn in range(3):
-        begin = [] if turn else system
-        reqs = [
-            first.turn(begin + text(rng, 15)),
-            cache.admit(system + user),
-            second.turn(begin + text(rng, 25)),
-        ]
+    system, session = text(rng, 100), Session(1000, session_id="it", streaming=True)
+    tokens, user = list(system), text(rng, 20)
+    steps, slots = StepPlanner(TARGET, stats := Stats()), cache.table.req_to_token
+    for _ in range(3):
+        tokens += text(rng, 15)
+        reqs = [cache.admit(tokens, session), cache.admit(system + user)]
         assert reqs[0].lock is None and reqs[1].lock is not None
         batch, lens = cache.batch(reqs)
         plan = steps.plan(batch, known(lens))
-        assert plan is not None
+        assert plan is not None and not stats.private_requests and not stats.fallbacks
         check_plan(plan, reqs, steps.view, slots, batch.rows)
-        shared = plan.segments[plan.segments["num_queries"] > 1]
-        assert shared["kv_len"].sum() == len(system) and shared["num_queries"].max() == 3
-        assert not steps._stats.private_requests and not steps._stats.fallbacks
+        assert [sorted(queries) for queries in shared_of(plan)] == [[0, 1]]
         # Beyond the first turn's prompt the row is the session's own.
         assert reqs[0].kv.cache_protected_len == len(system) + 15
-        assert len(first.tokens) == len(system) + 15 * (turn + 1)
         slots[batch.rows[0], len(system) + 7] += 1
         with pytest.raises(SlotMismatch, match="at token 107, the radix tree holds slot"):
             check_plan(plan, reqs, steps.view, slots, batch.rows)
         slots[batch.rows[0], len(system) + 7] -= 1
-        for talk, req in ((first, reqs[0]), (second, reqs[2])):
-            talk.finish(req)
+        reqs[0].finished_reason = FINISH_LENGTH(length=0)
+        assert cache.tree.claim_kv_row(reqs[0])  # as the scheduler releases it
         assert not steps.view.lock_of(reqs[0])

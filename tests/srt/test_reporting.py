@@ -28,37 +28,16 @@ from sglang_pat.srt import metrics
 from sglang_pat.srt.metrics import exports_metrics, scheduler_labels
 from sglang_pat.stats import Stats
 
-RANKS = SpawnRanks(world_rank=0)
-
-
-@pytest.fixture(scope="module")
-def context() -> Any:
-    """SGLang's configuration as a scheduler publishes it."""
-    with mock.patch.dict(os.environ):  # where SGLang leaves some, which later servers would inherit
-        return runtime_context.create_context(
-            ServerArgs(model_path="dummy", device="cpu", served_model_name="a-model"),
-            role="scheduler",
-            ranks=RANKS,
-        )
-
 
 @pytest.fixture
-def published(context: Any) -> Iterator[None]:
+def published() -> Iterator[None]:
+    """SGLang's configuration as a scheduler publishes it."""
+    with mock.patch.dict(os.environ):  # where SGLang leaves some, which later servers would inherit
+        args = ServerArgs(model_path="dummy", device="cpu", served_model_name="a-model")
+        ranks = SpawnRanks(world_rank=0)
+        context = runtime_context.create_context(args, role="scheduler", ranks=ranks)
     with runtime_context.use_context(context):
         yield
-
-
-def _sglangs_own() -> dict[str, str]:
-    """The labels that SGLang's scheduler gives to its collector."""
-    collector = mock.Mock()
-    with mock.patch.object(metrics_collector, "resolve_collector_class", lambda *_: collector):
-        metrics_collector.SchedulerMetricsCollector.init_new(
-            server_args=runtime_context.get_server_args(),
-            enable_priority_scheduling=runtime_context.get_schedule().enable_priority_scheduling,
-            enable_lora=False,
-            enable_hierarchical_cache=False,
-        )
-    return {name: str(value) for name, value in collector.call_args.kwargs["labels"].items()}
 
 
 @pytest.mark.parametrize(
@@ -75,13 +54,24 @@ def _sglangs_own() -> dict[str, str]:
 def test_labels_are_those_of_sglangs_scheduler(
     published: None, changes: dict[str, dict[str, Any]], expected: dict[str, str]
 ) -> None:
+    """As it gives them to its collector."""
+    collector = mock.Mock()
     with ExitStack() as overrides:
         overrides.enter_context(runtime_context.get_observability().override(enable_metrics=True))
         for space, values in changes.items():
             bag = getattr(runtime_context, f"get_{space}")()
             overrides.enter_context(bag.override(**values))
+        resolve = mock.patch.object(metrics_collector, "resolve_collector_class")
+        overrides.enter_context(resolve).return_value = collector
+        metrics_collector.SchedulerMetricsCollector.init_new(
+            server_args=runtime_context.get_server_args(),
+            enable_priority_scheduling="schedule" in changes,
+            enable_lora=False,
+            enable_hierarchical_cache=False,
+        )
         labels = scheduler_labels()
-        assert labels == _sglangs_own()
+    sglangs = collector.call_args.kwargs["labels"].items()
+    assert labels == {name: str(value) for name, value in sglangs}
     assert labels.items() >= expected.items()
     assert ("dp_rank" in labels) == ("dp_rank" in expected)
 
@@ -122,36 +112,29 @@ for one in serving:
     reporter.set_serving(one == "1")
 stats.decode_steps = 5
 stats.fall_back("a reason")
-reporter.flush()
-reporter.flush()
+for _ in range(2):
+    reporter.flush()
 """
-
-
-def _scrape(folder: Path, *processes: tuple[str, ...]) -> list[str]:
-    """The lines of pat's metrics after these processes have run and ended, one after another."""
-    (folder / "process_of_a_server.py").write_text(_PROCESS)
-    env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(folder)} | forks.search_path(folder)
-    for arguments in processes:
-        program = ["process_of_a_server", *arguments]
-        ended = forks.run(program, env=env, cwd=folder, timeout=120)
-        assert ended.returncode == 0, ended.stderr
-    registry = CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry, path=str(folder))
-    lines = generate_latest(registry).decode().splitlines()
-    return sorted(line for line in lines if line.startswith("sglang_pat_"))
 
 
 def test_each_rank_is_a_series_of_its_own(tmp_path: Path) -> None:
     """Of a rank that was started again the gauge is that of the newest process: the older one's
     neither stays beside it nor is added to it. Fallbacks are 0 before the first, so that their sum
     is there to alert on; an operator's label of the name of ours does not displace it."""
-    lines = _scrape(
-        tmp_path,
+    (tmp_path / "process_of_a_server.py").write_text(_PROCESS)
+    env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)} | forks.search_path(tmp_path)
+    for arguments in (
         ("1", "dp_rank=0"),
         ("0", "dp_rank=1"),
         ("10", "dp_rank=0"),
         ("1", "dp_rank=2", "reason=none"),
-    )
+    ):
+        program = ["process_of_a_server", *arguments]
+        ended = forks.run(program, env=env, cwd=tmp_path, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
+    text = generate_latest(registry).decode()
     of = 'sglang_pat_fallbacks_total{dp_rank="0",reason='
     assert {
         'sglang_pat_decode_steps_total{dp_rank="0"} 10.0',
@@ -159,12 +142,13 @@ def test_each_rank_is_a_series_of_its_own(tmp_path: Path) -> None:
         f'{of}"a reason"}} 2.0',
         f'{of}"none"}} 0.0',
         'sglang_pat_fallbacks_total{dp_rank="2",reason="a reason"} 1.0',
-    } <= set(lines)
-    assert [line for line in lines if "serving" in line and "reason" not in line] == [
+    } <= set(text.splitlines())
+    gauges = [line for line in text.splitlines() if line.startswith("sglang_pat_serving{")]
+    assert sorted(line for line in gauges if "reason" not in line) == [
         'sglang_pat_serving{dp_rank="0"} 0.0',
         'sglang_pat_serving{dp_rank="1"} 0.0',
     ]
-    assert parse_counters("\n".join(lines)).fallbacks == {"a reason": 4}
+    assert parse_counters(text).fallbacks == {"a reason": 4}
 
 
 def test_totals_are_logged_once_a_minute_if_steps_ran(

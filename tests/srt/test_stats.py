@@ -47,8 +47,9 @@ def run(stats: Stats, made: tuple[Plan, int], steps: int = 1) -> None:
 
 @pytest.mark.parametrize("target", [TARGET, BRANCHING], ids=["packs", "branches"])
 def test_the_first_packed_step_is_announced_once(
-    log: pytest.LogCaptureFixture, target: Target
+    log: pytest.LogCaptureFixture, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A message that fails costs the message only."""
     packed, total = crowd((911, 12), (0, 1), target=target)
     stats, alone = Stats(), crowd((0, 3))
     run(stats, alone, steps=STEPS - 1)
@@ -66,6 +67,9 @@ def test_the_first_packed_step_is_announced_once(
     assert (stats.plans_made, stats.plans_reused) == (3, 7 * STEPS - 4)
     run(Stats(), crowd((300, 4), (1000, 2), (100, 6), (0, 1)))
     assert "12 requests share 100 to 1000 tokens each: " in log.messages[-1]
+    monkeypatch.setattr(counting, "describe_packed_step", None)
+    run(stats := Stats(), crowd((200, 3)), steps=3)
+    assert len(log.messages) == 3 and stats.packed_steps == 3
 
 
 def test_plans_without_room_for_their_partials_are_counted_and_announced_once(
@@ -84,21 +88,11 @@ def test_plans_without_room_for_their_partials_are_counted_and_announced_once(
         assert part in message
 
 
-def test_a_message_that_fails_costs_the_message_only(
-    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(counting, "describe_packed_step", None)
-    stats = Stats()
-    run(stats, crowd((200, 3)), steps=3)
-    assert len(log.messages) == 1 and stats.packed_steps == 3
-
-
 @pytest.mark.parametrize(
     ("private", "fallback", "expected"),
     [
         ({}, "", "prompts differ in their first tokens"),
         ({"radix cache disabled": 3}, "", "without --disable-radix-cache"),
-        ({"unknown cache FooCache": 3}, "", "unknown cache FooCache"),
         ({"no tree lock": 1, "nothing cached yet": 2}, "", "--page-size"),
         ({"nothing cached yet": 1}, "", "prompts differ in their first tokens"),
         ({"nothing cached yet": 3}, "sharing not usable", "could not read SGLang's radix cache"),
@@ -134,17 +128,15 @@ def test_steps_of_few_requests_are_explained_once(
     log: pytest.LogCaptureFixture, planned: int, small: list[int], most: int
 ) -> None:
     """``planned``: steps of one request with a plan; ``small``: requests of those that the base
-    runs."""
+    runs. Where they are several, an option keeps them from pat."""
     stats = Stats()
     for requests in small:
         stats.small_batch(requests)
     for _ in range(planned):
         run(stats, crowd((0, 1)))
     (record,) = log.records
-    few = most > 1  # and so an option keeps them from pat
-    assert record.levelno == (logging.WARNING if few else logging.INFO)
-    assert ("lower SGLANG_PAT_MIN_BATCH" in record.getMessage()) is few
-    assert f"more than {most} requests" in record.getMessage() or not few
+    assert record.levelno == (logging.WARNING if most > 1 else logging.INFO)
+    assert ("lower SGLANG_PAT_MIN_BATCH" in record.getMessage()) is (most > 1)
     assert stats.base_forwards["small_batch"] == len(small)
     run(stats, crowd((200, 4)))
     stats.small_batch(1)
@@ -152,7 +144,7 @@ def test_steps_of_few_requests_are_explained_once(
 
 
 def test_passes_of_the_base_are_intended_or_fallbacks(log: pytest.LogCaptureFixture) -> None:
-    """And each reason is said once."""
+    """Each reason is said once. A new mode in a new SGLang is looked at before it is counted."""
     stats = Stats()
     for _ in range(2):
         stats.small_batch(0)  # before the scheduler asks for a decode, a warm-up
@@ -168,6 +160,10 @@ def test_passes_of_the_base_are_intended_or_fallbacks(log: pytest.LogCaptureFixt
     levels = [record.levelno for record in log.records]
     assert levels == [logging.WARNING, logging.INFO, logging.WARNING]
     assert "--enable-mixed-chunk" in log.messages[0]
+    modes = pytest.importorskip("sglang.srt.model_executor.forward_batch_info").ForwardMode
+    for mode in {one.name for one in modes} - {"MIXED", "TARGET_VERIFY", "DLLM_EXTEND", "DECODE"}:
+        stats.other_forward(mode)
+    assert stats.fallbacks == {"mixed": 2, "no batch from the scheduler": 1}
 
 
 def test_what_plans_cost_is_counted_and_summed_up() -> None:
@@ -182,14 +178,3 @@ def test_what_plans_cost_is_counted_and_summed_up() -> None:
     assert counted["exposed_seconds"] == pytest.approx(50e-6)
     assert counted["plan_seconds"] == pytest.approx(80e-6)
     assert "800 K/V tokens read instead of 2000 (60.0% saved)" in stats.summary()
-
-
-def test_every_mode_of_sglangs_is_intended_or_not() -> None:
-    """A new one in a new SGLang is looked at before it is counted."""
-    modes = pytest.importorskip("sglang.srt.model_executor.forward_batch_info").ForwardMode
-    unintended = {"MIXED", "TARGET_VERIFY", "DLLM_EXTEND"}
-    stats = Stats()
-    for mode in modes:
-        if mode.name not in unintended | {"DECODE"}:
-            stats.other_forward(mode.name)
-    assert not stats.fallbacks

@@ -25,11 +25,12 @@ from kit.steps import (
     shared_tokens,
     sharing_queries,
 )
+from sglang.srt import runtime_context
+from sglang.srt.managers import scheduler_pp_mixin
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from benchmarks.host.live import CACHES
 from sglang_pat.planner import Plan
-from sglang_pat.slots import SlotMismatch
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
 from sglang_pat.srt.step import StepPlanner, known, micro_batches
@@ -150,59 +151,8 @@ def test_what_cannot_be_read_costs_the_sharing_only(
     assert shared_tokens(bed.plan()) == SHARED
 
 
-def test_a_batch_beyond_the_target_is_left_to_the_base(bed: StepBed) -> None:
-    lens = torch.ones(TARGET.max_queries + 1, dtype=torch.int64)
-    assert bed.steps.plan(bed.batch, known(lens)) is None
-    assert bed.stats.fallbacks["batch not plannable"] == 1 and bed.stats.decode_steps == 0
-
-
-def test_a_private_plan_is_kept_while_it_fits(bed: StepBed) -> None:
-    first = bed.steps.private(known(bed.lens))
-    assert first is not None and first.num_shared_items == 0
-    assert bed.steps.private(known(bed.lens + 1)) is first
-    longer = bed.lens + 10_000
-    second = bed.steps.private(known(longer))
-    assert second is not None and second is not first
-    assert second.fits(longer.data_ptr(), len(longer))
-    third = bed.steps.private(known(longer[:3]))
-    assert third is not None and third.num_queries == 3 and bed.stats.decode_steps == 0
-
-
-@pytest.mark.parametrize("token", [5, SYSTEM + 5, SYSTEM + TOOL + 5])
-def test_check_mode_names_the_wrong_slot(bed: StepBed, token: int) -> None:
-    plan = bed.plan()
-    slots = bed.cache.table.req_to_token[int(bed.batch.rows[3])]
-    right = int(slots[token])
-    slots[token] = right + 1
-    wrong = rf"{bed.reqs[3].rid} .*slot {right + 1} at token {token}, .* slot {right}"
-    with pytest.raises(SlotMismatch, match=wrong):
-        bed.check(plan)
-
-
 # What is read. A batch that has not changed for more than ``SETTLE_STEPS`` decode steps is settled:
 # it is not read again until it changes, a prefill runs, or ``RECHECK_STEPS`` steps have passed.
-
-
-def test_a_settled_batch_is_not_read(bed: StepBed, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = count_calls(monkeypatch, "read_handles")
-    first = bed.settle()
-    before = len(reads)
-    bed.reqs[3].kv.cache_protected_len -= OWN + TOOL
-    assert bed.plan() is first and len(reads) == before
-    bed.batch = replace(bed.batch, others=1)  # a prefill
-    bed.plan()
-    assert len(reads) == before + 1
-    bed.settle()
-    before = len(reads)
-    bed.batch = replace(bed.batch, reqs=bed.reqs[::-1], rows=bed.batch.rows.flip(0))
-    second = bed.plan()
-    assert second is not first and len(reads) == before + 1
-    bed.settle()
-    before = len(reads)
-    for _ in range(RECHECK_STEPS):
-        third = bed.plan()
-    assert len(reads) == before + 1
-    assert third is not second and third.kv_tokens_read(0) > first.kv_tokens_read(0)
 
 
 @pytest.mark.parametrize("how", ["outgrown", "changed", "prefill"])
@@ -246,19 +196,16 @@ def test_a_plan_that_is_outgrown_keeps_its_paths(
         last = bed.plan()
 
 
-def test_paths_are_read_again_only_after_a_failure(
-    bed: StepBed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    look_ups = count_calls(monkeypatch, "plan")
+def test_paths_are_read_again_only_after_a_failure(bed: StepBed) -> None:
     first = bed.settle()
     bed.steps.private(known(bed.lens))  # has a working memory of its own
     bed.lens = torch.from_numpy(first.max_seq_lens + 1)
-    assert shared_tokens(bed.plan()) == SHARED and len(look_ups) == 1
+    assert shared_tokens(bed.plan()) == SHARED
     grown, bed.lens = bed.lens, bed.lens - 250  # shorter than the paths
     assert shared_tokens(bed.plan()) == 0
     assert bed.stats.fallbacks == {"sharing not usable": 1}
     bed.lens = grown
-    assert shared_tokens(bed.plan()) == SHARED and len(look_ups) == 2
+    assert shared_tokens(bed.plan()) == SHARED
 
 
 def test_a_request_that_comes_shares_with_the_settled_at_once(bed: StepBed) -> None:
@@ -356,21 +303,16 @@ def test_micro_batches_that_take_turns_keep_their_plans(
 @pytest.mark.parametrize(
     ("pp_size", "depth", "expected"), [(1, 0, 1), (1, 2, 1), (2, 0, 2), (4, 3, 7)]
 )
-def test_there_are_as_many_micro_batches_as_sglangs_scheduler_loop_has(
+def test_there_are_as_many_micro_batches_as_sglangs_loop_for_pipeline_parallelism_has(
     pp_size: int, depth: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loop for pipeline parallelism, that is: with one stage SGLang runs another loop, and has
-    one batch."""
-    from sglang.srt import runtime_context
-    from sglang.srt.managers import scheduler_pp_mixin
-
+    """With one stage SGLang runs another loop, and has one batch."""
     parallel = SimpleNamespace(pp_size=pp_size, pp_async_batch_depth=depth)
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    for module in (runtime_context, scheduler_pp_mixin):
+        monkeypatch.setattr(module, "get_parallel", lambda: parallel)
     assert micro_batches() == expected
     if pp_size > 1:
-        monkeypatch.setattr(scheduler_pp_mixin, "get_parallel", lambda: parallel)
-        loop = SimpleNamespace(
-            spec_algorithm=SimpleNamespace(is_none=lambda: True), device="cpu", device_module=None
-        )
+        spec = SimpleNamespace(is_none=lambda: True)
+        loop = SimpleNamespace(spec_algorithm=spec, device="cpu", device_module=None)
         scheduler_pp_mixin.SchedulerPPMixin.init_pp_loop_state(loop)
-        assert loop.pp_loop_size == expected == len(loop.mbs)
+        assert len(loop.mbs) == expected

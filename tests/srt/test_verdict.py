@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,7 +29,6 @@ from kit.models import (
     LLAMA4,
     MINICPM,
     PLAIN,
-    QWEN3_MOE,
     VISION,
     of_its_own,
     write_config,
@@ -39,7 +37,6 @@ from kit.models import (
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
-from transformers import AutoConfig
 
 from sglang_pat import _C
 from sglang_pat.srt.facts import CAPPED, CHUNKED, SLIDING
@@ -110,6 +107,7 @@ OF_LATENTS = {name: LATENTS[name] for name in LATENTS if name.startswith(("kv_lo
 LINEAR = {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 64, "num_heads": 4}
 LINEAR |= {"short_conv_kernel_size": 4}
 KIMI = model("KimiLinearForCausalLM", "kimi_linear", linear_attn_config=LINEAR, **OF_LATENTS)
+OF_64_HEADS = {"num_attention_heads": 64, "num_key_value_heads": 64}
 HALVES = ["sliding_attention", "full_attention"] * 2
 GRANITE_SWA = model(
     *("GraniteSWAForCausalLM", "granite_swa"),
@@ -123,7 +121,6 @@ INTERN_OSS = {
     "vision_config": VISION | {"architectures": ["InternVisionModel"]},
 }
 GROK = of_its_own("Grok1ForCausalLM", attn_temperature_len=1024)
-SEED_OSS = model("SeedOssForCausalLM", "seed_oss")  # by transformers' code of it
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 CHAINS = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
@@ -138,7 +135,6 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
     ("config", "flags", "ours", "others"),
     [
         (LLAMA, FP8, [0, 1, 2, 3], {}),
-        (QWEN3_MOE, ("--tp", "2"), [0, 1, 2, 3], {}),
         (GEMMA2, (), [1, 3], {SLIDING: [0, 2]}),
         (LLAMA4, ON_FA3, [3], {CHUNKED: [0, 1, 2]}),
         (EXAONE4, (), [3], {SLIDING: [0, 1, 2]}),
@@ -155,24 +151,16 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         # What stands in the models' code alone.
         (GROK | {"attn_temperature_len": -1}, (), [0, 1, 2, 3], {}),
         (of_its_own("LLaDA2MoeModelLM"), (), [], {"attention type encoder_only": [0, 1, 2, 3]}),
-        (SEED_OSS, (), [0, 1, 2, 3], {}),
         # Weights whose kernels this machine lacks.
         (LLAMA | {"quantization_config": GPTQ}, (), [0, 1, 2, 3], {}),
         (LLAMA | {"quantization_config": {"quant_method": "mxfp4"}}, (), [0, 1, 2, 3], {}),
-        (LATENTS, (), [0], {}),
-        (LATENTS, ("--page-size", "64", "--tp", "2"), [0], {}),
-        (LATENTS | {"num_attention_heads": 64, "num_key_value_heads": 64}, ("--tp", "2"), [0], {}),
-        (LATENTS | {"num_attention_heads": 64, "num_key_value_heads": 64}, (), [],
-         {"64 query heads on a latent, of which packing saves nothing": [0]}),
+        (LATENTS | OF_64_HEADS, ("--tp", "2"), [0], {}),
         (DEEPSEEK, (), [], {f"head dims 80 and 64, {NO_KERNEL}": [0]}),
-        (LATENTS, (*NGRAM, "--tp", "2"), [0], {}),
         (DEEPSEEK_V3, (*MTP, "--tp", "2"), [0], {}),
-        (DEEPSEEK_V3, (*STEPS, "1"), [0], {}),
         (KIMI, NGRAM, [3], {OFF: [0, 1, 2]}),
-        (LATENTS | {"num_attention_heads": 64, "num_key_value_heads": 64}, NGRAM, [],
+        (LATENTS | OF_64_HEADS, NGRAM, [],
          {"4 draft tokens of 64 query heads on a latent, of which packing saves nothing": [0]}),
         (GEMMA2, CHAINS, [], {SLIDING: [0, 2], CAPPED: [1, 3]}),
-        (GEMMA2 | {"attn_logit_softcapping": None}, CHAINS, [1, 3], {SLIDING: [0, 2]}),
     ],
 )  # fmt: skip
 def test_which_layers_are_served(
@@ -192,50 +180,30 @@ def test_which_layers_are_served(
 
 CHOOSE, GAIN = "choose another --attention-backend", "nothing to gain"
 OVER_TRITON = ("--attention-backend", "triton", "--decode-attention-backend", "pat")
-HYBRIDS = ("qwen3_5", "falcon_h1")
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 SPLIT_FLAGS = (
     *("--prefill-attention-backend", "fa3", "--attention-backend", "triton"),
     *("--decode-attention-backend", "pat"),
 )
-DSA = DEEPSEEK | {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "torch_dtype": "bfloat16",
-    "q_lora_rank": 64,
-    "index_topk": 64,
-    "index_n_heads": 4,
-    "index_head_dim": 64,
-}
 
 
 @pytest.mark.parametrize(
     ("config", "flags", "gpu", "status", "reason", "way_out"),
     [
-        (DSA, (), "H100", GAIN, "decode runs on dsa, which pat cannot extend", "where it was SGLa"),
         (LATENTS, ("--prefill-attention-backend", "flashmla"), "H100", GAIN, "decode runs on "
          "flashmla, which pat cannot extend", "where it was SGLang's choice"),
-        (LATENTS, NGRAM, "H100", GAIN, "4 draft tokens of a request fill more than 32 packed rows",
-         "set --speculative-num-draft-tokens to at most 2"),
-        (DEEPSEEK_V3, MTP, "H100", GAIN, "4 draft tokens of a request fill more than 32 ",
-         "set --speculative-num-steps to at most 1; with --speculative-eagle-topk 1"),
         # Transformers has the model, but no code of it that SGLang can run.
         (model("JambaForCausalLM", "jamba"), (), "H100", "refused", "has no SGlang impl", ""),
         (GRANITE_SWA, (), "", "refused", "torch_native take no attention sinks",
-         "restart with " + " ".join(OVER_TRITON)),
-        (INTERN_OSS, (), "A100", "refused", "flashinfer and torch_native take no",
          "restart with " + " ".join(OVER_TRITON)),
         # In SGLang's own words, which are not cut.
         (EXAONE4, ("--attention-backend", "flashinfer", "--decode-attention-backend", "pat"),
          "H100", "refused", "['fa3', 'triton', 'trtllm_mha'] is required for Exaone4ForCausalLM, "
          "but got flashinfer", ""),
-        (LLAMA, (*NGRAM, "--page-size", "64"), "H100", "refused", "page_size(64) > 1",
-         "set --page-size 1"),
-        *((published(family), (), "", "refused", "extra_buffer requires platform", "")
-          for family in HYBRIDS),
+        (published("qwen3_5"), (), "", "refused", "extra_buffer requires platform", ""),
         # The flags that it then asks for would only start a server that dies.
-        *((published(family), NO_BUFFER, "", "refused", "SGLang's kernels of linear attention and "
-           "state spaces need a GPU", "start the server") for family in HYBRIDS),
+        (published("falcon_h1"), NO_BUFFER, "", "refused", "SGLang's kernels of linear attention "
+         "and state spaces need a GPU", "start the server"),
         # Served all the same, each request by itself.
         (LLAMA, ("--disable-radix-cache",), "H100", GAIN, "radix cache", "drop --disable-radix"),
     ],
@@ -265,18 +233,13 @@ def test_where_sglang_has_the_attention_alone_there_is_nothing_to_gain(ask: Any)
     first, second = verdict.reasons
     assert "decode runs on minicpm_flashattn, which pat" in first.words and not first.serves
     assert "radix cache" in second.words
+    # Nor where layers attend in both directions.
+    hrm = ask(model("HrmTextForCausalLM", "hrm_text", prefix_lm=False))
+    assert hrm.status == GAIN and not hrm.reasons
+    assert list(hrm.layers) == ["attention type decoder_bidirectional"]
     # On a named backend pat runs decode, of each request by itself.
     named = ask(MINICPM, *ON_FA3)
     assert named.reasons == [second] and named.layers == {"": [0, 1, 2, 3]}
-
-
-def test_layers_of_both_directions_are_sglangs_with_or_without_its_radix_cache(ask: Any) -> None:
-    hrm = model("HrmTextForCausalLM", "hrm_text")
-    for changes, cached in (({}, False), ({"prefix_lm": False}, True)):
-        verdict = ask(hrm, **changes)
-        assert verdict.status == GAIN
-        assert list(verdict.layers) == ["attention type decoder_bidirectional"]
-        assert bool(verdict.reasons) is not cached
 
 
 @pytest.mark.parametrize(
@@ -297,7 +260,7 @@ def test_layers_of_both_directions_are_sglangs_with_or_without_its_radix_cache(a
     ],
 )
 def test_the_way_out_works_when_it_is_copied(
-    config: dict[str, Any], flags: tuple[str, ...], ask: Any
+    config: dict[str, Any], flags: tuple[str, ...], ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (found,) = ask(config, *flags).reasons
     way_out = re.sub(r"^set one as (\S+)$", r"set \1 bfloat16", found.way_out)
@@ -312,45 +275,15 @@ def test_the_way_out_works_when_it_is_copied(
     else:
         left = (*flags, flag, *([value] if value else []))
     assert ask(config, *left).ok, (way_out, left)
-
-
-def test_heads_that_sglang_cannot_count_are_its_refusal(
-    ask: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = of_its_own("DeciLMForCausalLM", "nemotron-nas", groups=[1, 2, 2, 2])
-    made = type(AutoConfig.for_model("nemotron-nas"))
-    blocks = property(
-        lambda self: [
-            SimpleNamespace(attention=SimpleNamespace(no_op=False, n_heads_in_group=group))
-            for group in self.groups
-        ]
-    )
-    monkeypatch.setattr(made, "block_configs", blocks, raising=False)
-    verdict = ask(config)
-    assert verdict.status == "refused" and "Variable GQA" in verdict.reasons[0].words
-
-
-def test_a_model_that_sglang_cannot_read_is_refused(tmp_path: Path) -> None:
-    """A folder without a config.json."""
-    verdict = judge(["--model-path", str(tmp_path)], gpu="H100")
-    assert verdict.status == "refused"
-    assert verdict.reasons[0].words.startswith("SGLang itself refuses: ")
-
-
-def test_what_lets_it_gain(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mode = ("--speculative-attention-mode", "decode")
-    assert ask(LLAMA, *CHAINS, *SPLIT_FLAGS, *mode).ok
-    assert ask(LLAMA, *CHAINS, "--prefill-attention-backend", "fa3").ok
-    assert ask(INTERN_OSS, *OVER_TRITON, gpu="A100").ok
-    monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "1")
-    assert ask(LLAMA, "--max-running-requests", "1").ok
+    if flags[0] == "--max-running-requests":
+        monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "1")
+        assert ask(config, *flags).ok
 
 
 @pytest.mark.parametrize(
     ("gpu", "changes", "served", "notes"),
     [
         ("", {}, True, []),
-        ("", {"head_dim": 256}, True, []),
         ("H100", {"head_dim": 256}, True, []),
         ("A100", {"head_dim": 256}, True, ["compute capability 8.0 (sm_80) are built, but"]),
         ("L40S", {"head_dim": 256}, False, ["8.9 (sm_80)"]),  # too little shared memory
@@ -367,7 +300,7 @@ def test_machines(
     assert verdict.device == "cpu" if not gpu else gpu in verdict.device.replace(" ", "")
     assert served or "101376" in next(iter(verdict.layers))
     for note, wanted in itertools.zip_longest(verdict.notes, notes):
-        assert re.search(re.escape(wanted) if ".*" not in wanted else wanted, note)
+        assert wanted in note
         assert ("note", note, "") in verdict.lines()
 
 
@@ -387,15 +320,9 @@ def test_notes_name_the_option_that_makes_them_go(ask: Any) -> None:
     assert not ask(GEMMA3_MM, images, *OVER_TRITON).notes and not ask(GEMMA3_MM).notes
 
 
-@needs_cuda
-@pytest.mark.parametrize("config", [GPT_OSS, GEMMA4, *map(published, ("qwen3_5", "qwen3_next"))])
-def test_models_that_sglang_lists_backends_of_start_on_blackwell(
-    config: dict[str, Any], ask: Any
+def test_questions_that_make_no_sense(
+    ask: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert not ask(config, gpu="B200").refused
-
-
-def test_questions_that_make_no_sense(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The rest of them is in tests/commands/test_doctor.py."""
     for flags, said in (
         (("--device", "cpu"), "--gpu and --device"),
@@ -405,3 +332,5 @@ def test_questions_that_make_no_sense(ask: Any, capsys: pytest.CaptureFixture[st
         with pytest.raises(QuestionError, match=said):
             ask(LLAMA, *flags)
     assert capsys.readouterr().err == ""
+    verdict = judge(["--model-path", str(tmp_path)], gpu="H100")  # without a config.json
+    assert verdict.refused and verdict.reasons[0].words.startswith("SGLang itself refuses: ")
