@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_pat import _C
+from sglang_pat.plan_text import plan_line, plan_text
 from sglang_pat.target import Target
 
 Plan = _C.Plan
-BRANCH = _C.BRANCH  # kind of an item that is a branch
+Plan.__repr__ = plan_line  # type: ignore[method-assign, assignment]
+Plan.__str__ = plan_text  # type: ignore[method-assign, assignment]
 Integers = Any  # [B] integers: a sequence, an array or a tensor on the CPU
 
 

@@ -4,15 +4,12 @@ shared: it only says whether that was right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from sglang_pat.planner import Plan
-
-DYNAMIC = -1  # kDynamic of csrc/plan.h: tokens up to the end of a sequence
+from sglang_pat.plan_text import Plan, ranges
 
 
 class SlotMismatch(ValueError):
@@ -71,30 +68,6 @@ def check_slots(plan: Plan, req_to_token: torch.Tensor, rows: torch.Tensor) -> N
             f"{mismatch}: the paths that the plan was made from share a node which these queries "
             f"do not share in req_to_token; give it two ids, or end the paths before it"
         ) from None
-
-
-class Range(NamedTuple):
-    """Tokens that an item reads in the row of query ``reader`` for all of ``queries``: as many as
-    ``tokens``, or up to the end of the sequence if that is DYNAMIC."""
-
-    item: int
-    reader: int
-    begin: int
-    tokens: int
-    queries: list[int]
-
-
-def ranges(plan: Plan, *, shared: bool = False) -> Iterator[Range]:
-    """What the plan's items read; ``shared``: only what they read for more than one query."""
-    members = plan.members["query"]
-    segments = plan.segments
-    for item in np.flatnonzero(plan.items["num_queries"] > int(shared)).tolist():
-        first_member = int(plan.items["member_offset"][item])
-        first, count = plan.item_segments[item].tolist()
-        for reader, begin, tokens, _, offset, queries in segments[first : first + count].tolist():
-            if queries > int(shared):
-                at = first_member + offset
-                yield Range(item, reader, begin, tokens, members[at : at + queries].tolist())
 
 
 def compare_shared(

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from sglang_pat.planner import Plan
+from sglang_pat.plan_text import Plan, ranges
 
 logger = logging.getLogger("sglang_pat")
 
@@ -282,9 +281,6 @@ def describe_packed_step(plan: Plan, total: int) -> str:
 
     Requests with one prefix may be in several items, so these are not told apart.
     """
-    # Imported here: a client that only reads counters needs no torch.
-    from sglang_pat.slots import ranges
-
     tokens: Counter[int] = Counter()  # shared ones of each query
     for shared in ranges(plan, shared=True):
         tokens.update(dict.fromkeys(shared.queries, shared.tokens))

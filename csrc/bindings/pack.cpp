@@ -308,14 +308,7 @@ void bind_plan(py::module_& m) {
       "of one buffer, whose layout and field names are those of csrc/plan.h.");
   bind_plan_counts(plan);
   bind_plan_arrays(plan);
-  const auto text = [](const char* function) {
-    return [function](const py::object& self) {
-      return py::module_::import("sglang_pat.explain.text").attr(function)(self);
-    };
-  };
-  plan.def("__repr__", text("plan_line"))
-      .def("__str__", text("plan_text"))
-      .def(
+  plan.def(
           "fits",
           [](const Plan& p, uintptr_t lens, size_t count) {
             return total_tokens(p, lens, count) >= 0;

@@ -10,8 +10,7 @@ from math import ceil, sqrt
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from sglang_pat.planner import BRANCH, Plan
-from sglang_pat.slots import DYNAMIC, ranges
+from sglang_pat.plan_text import BRANCH, DYNAMIC, Plan, ranges
 
 _LEFT, _TOP, _WIDTH, _RIGHT = 80, 40, 880, 40  # pixels: names of queries, heading, tokens, margin
 _LARGEST_ROW, _SMALLEST_ROW, _MAP_HEIGHT = 24.0, 2.0, 560.0

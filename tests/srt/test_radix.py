@@ -22,8 +22,9 @@ from sglang.srt.session.session_controller import Session
 
 from benchmarks.host.live import CACHES, LiveCache, text
 from sglang_pat import _C
+from sglang_pat.plan_text import ranges
 from sglang_pat.planner import Plan, Planner
-from sglang_pat.slots import SlotMismatch, ranges
+from sglang_pat.slots import SlotMismatch
 from sglang_pat.srt import radix
 from sglang_pat.srt.radix import HANDLE, NO_NODE, RadixView, check_plan
 from sglang_pat.srt.step import StepPlanner, known

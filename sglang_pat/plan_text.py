@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as people read it: what ``repr`` and ``str`` of a ``Plan`` give, which call this."""
+"""What the items of a plan read, and a plan as people read it: its ``repr`` and ``str``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from itertools import groupby, islice
 from math import inf
+from typing import NamedTuple
 
-from sglang_pat.planner import BRANCH, Plan
-from sglang_pat.slots import DYNAMIC, ranges
+import numpy as np
+
+from sglang_pat import _C
+
+Plan = _C.Plan
+BRANCH = _C.BRANCH  # kind of an item that is a branch
+DYNAMIC = -1  # kDynamic of csrc/plan.h: tokens up to the end of a sequence
 
 _LINES = 24  # of the tree, and of the items, at most
 _RUNS = 6  # of consecutive numbers in a line, at most
@@ -17,6 +23,30 @@ _DIRECT = -1  # kDirect of csrc/plan.h
 _TILE = 64  # kBranchAlign
 
 Node = tuple[tuple[int, ...], int, float]  # ascending queries, first token, end (inf: of a tail)
+
+
+class Range(NamedTuple):
+    """Tokens that an item reads in the row of query ``reader`` for all of ``queries``: as many as
+    ``tokens``, or up to the end of the sequence if that is DYNAMIC."""
+
+    item: int
+    reader: int
+    begin: int
+    tokens: int
+    queries: list[int]
+
+
+def ranges(plan: Plan, *, shared: bool = False) -> Iterator[Range]:
+    """What the plan's items read; ``shared``: only what they read for more than one query."""
+    members = plan.members["query"]
+    segments = plan.segments
+    for item in np.flatnonzero(plan.items["num_queries"] > int(shared)).tolist():
+        first_member = int(plan.items["member_offset"][item])
+        first, count = plan.item_segments[item].tolist()
+        for reader, begin, tokens, _, offset, queries in segments[first : first + count].tolist():
+            if queries > int(shared):
+                at = first_member + offset
+                yield Range(item, reader, begin, tokens, members[at : at + queries].tolist())
 
 
 def plan_line(plan: Plan) -> str:
