@@ -16,7 +16,6 @@ from kit.trees import (
     check_plan,
     content,
     packed_rows,
-    ranges_of_query,
     segments_of,
     target,
 )
@@ -56,12 +55,6 @@ def test_branches(batch: Batch, cut: str, group: int) -> None:
     assert any(batch.paths) or not made.branch_tokens
     without = replace(made_for, cuts=WITHOUT_BRANCHES)
     assert not plan(batch.paths, batch.seq_lens, without).branch_tokens
-
-
-def test_without_cuts_packs_stay_whole() -> None:
-    tree = Tree((1, 8), (4096, 20_000))
-    made = plan(tree.paths, tree.seq_lens, target(cuts=()))
-    assert [ranges_of_query(made, query) for query in range(8)] == [[(0, 4096), (4096, -1)]] * 8
 
 
 @pytest.mark.parametrize(("cut", "parts"), [("sm_parts", 132), ("half_parts", 264)])

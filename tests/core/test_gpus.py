@@ -11,7 +11,6 @@ import torch
 
 from sglang_pat import _C, doctor, gpus
 from sglang_pat.srt import support
-from sglang_pat.srt.layers import CUDA_HEAD_DIMS
 from sglang_pat.target import WITHOUT_BRANCHES, Target
 
 needs_cuda = pytest.mark.skipif(not _C.CUDA_CODE, reason="built with PAT_CUDA=OFF")
@@ -125,13 +124,3 @@ def test_what_a_backend_and_the_doctor_say_of_a_gpu(
         assert said in refused()[0] and refused()[0].endswith("another --attention-backend")
     monkeypatch.delattr(_C, "cuda_probe")  # as in a build without kernels
     assert "PAT_CUDA=OFF" in refused()[0]
-
-
-@needs_cuda
-def test_the_least_shared_memory_of_a_block() -> None:
-    """One half, two stages and one Q buffer: 4096 bytes and three tiles of 64 tokens. Needs no GPU;
-    the reasons against layers ask for it (tests/srt/test_layers.py has the same values)."""
-    for head_dim in CUDA_HEAD_DIMS:
-        assert _C.cuda_min_shared_bytes(head_dim) == 4096 + 3 * 64 * 2 * head_dim
-    with pytest.raises(ValueError, match="head_dim is 96, the CUDA kernels have 64, 128 and 256"):
-        _C.cuda_min_shared_bytes(96)

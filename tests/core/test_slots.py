@@ -12,7 +12,7 @@ import torch
 from benchmarks.common.forests import Tree
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import make_batch
-from sglang_pat import Node, Plan, SlotMismatch, Target, check_slots, decode, plan
+from sglang_pat import Plan, SlotMismatch, Target, check_slots, decode, plan
 
 TREE = Tree((1, 2, 6), (300, 200, 40))
 HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
@@ -81,10 +81,3 @@ def test_what_cannot_be_compared_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         check_slots(made, table, rows)
-
-
-def test_nodes_are_tuples_with_names() -> None:
-    paths = [[Node(id=7, start=0, end=40), Node(9, 40, 60)], [Node(id=7, start=0, end=40)]]
-    plain = [[tuple(node) for node in path] for path in paths]
-    named, other = (plan(given, [70, 50], TARGETS["packs"]) for given in (paths, plain))
-    assert named.items.tobytes() == other.items.tobytes()

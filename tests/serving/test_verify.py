@@ -4,7 +4,7 @@ a server that does not, and counters that say what was planned and packed."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from sglang_pat.dump import read_dump
 
 from .conftest import Serve, Stock
 from .server import Answer, Config, ServingServer, check_left, disagreements
-from .workloads import PATIENT, WORKLOADS, random_prompt
+from .workloads import PATIENT, WORKLOADS
 
 DRAFT_TOKENS = 4
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(DRAFT_TOKENS))
@@ -42,12 +42,6 @@ def verify_steps(answers: list[Answer]) -> int:
     return sum(answer.verify_steps for answer in answers)
 
 
-def start_undrafted(pool: ThreadPoolExecutor, server: ServingServer) -> Future[list[Answer]]:
-    """Forget what was drafted, so that the long answers take their time, and start them."""
-    server.post("/flush_cache")
-    return server.start_patient(pool, rid=RIDS)
-
-
 @pytest.fixture
 def server(serve: Serve, fault: Path) -> ServingServer:
     fault.write_text("")
@@ -73,20 +67,11 @@ def test_answers_are_those_without_speculation(
     assert not server.counters().fallbacks
 
 
-def test_requests_join_while_others_are_decoded(server: ServingServer, stock: Stock) -> None:
-    """Short answers are asked for while long ones come, three times."""
-    with ThreadPoolExecutor() as pool:
-        long = start_undrafted(pool, server)
-        for name in ("ragged", "identical", "disjoint"):
-            assert disagreements(server.ask(WORKLOADS[name]), stock[name]) == []
-        assert disagreements(long.result(), stock["patient"]) == []
-    assert not server.counters().fallbacks
-
-
 def test_aborted_requests_leave_the_others_alone(server: ServingServer, stock: Stock) -> None:
     """Also those whose clients go away."""
     with ThreadPoolExecutor() as pool:
-        future = start_undrafted(pool, server)
+        server.post("/flush_cache")  # and what was drafted, so that they take their time
+        future = server.start_patient(pool, rid=RIDS)
         for index in (1, 4, 5):
             server.post("/abort_request", {"rid": RIDS[index]})
         for events in (1, 9):
@@ -95,34 +80,18 @@ def test_aborted_requests_leave_the_others_alone(server: ServingServer, stock: S
     assert not server.counters().fallbacks
 
 
-def test_verify_steps_are_planned_and_packed(server: ServingServer) -> None:
-    server.ask(WORKLOADS["multi_level"])  # its prefixes are in the cache, its answers drafted
-    answers, counted = server.counted(server.ask, WORKLOADS["multi_level"])
-    steps = [answer.verify_steps for answer in answers]
-    assert max(steps) <= counted.verify_steps <= sum(steps)
-    assert counted.plans_made + counted.plans_reused == counted.verify_steps
-    assert counted.packed_steps >= counted.verify_steps - 2  # requests may come one by one
-    assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
-    assert not counted.fallbacks and not counted.base_layers
-
-
-def test_a_single_request_is_verified_by_pat(server: ServingServer) -> None:
-    """There is no base that could, so it does not matter how few requests a step has."""
-    prompts = [random_prompt(seed=110, length=50)]
-    (answer,), counted = server.counted(server.generate, prompts, 20)
-    assert counted.verify_steps == answer.verify_steps > 0
-    assert counted.packed_steps == 0 and not counted.fallbacks
-    assert set(counted.base_forwards) == {"extend"}
-
-
-def test_plans_outlive_verify_steps(server: ServingServer, stock: Stock) -> None:
+def test_verify_steps_are_planned_and_packed(server: ServingServer, stock: Stock) -> None:
     """A plan has room for 128 tokens of each request, which are 32 steps at least."""
     server.post("/flush_cache")
     answers, counted = server.counted(server.ask, PATIENT)
     assert disagreements(answers, stock["patient"]) == []
     assert counted.verify_steps >= max(answer.verify_steps for answer in answers)
+    assert counted.plans_made + counted.plans_reused == counted.verify_steps
     assert counted.plans_made < 0.2 * counted.verify_steps
-    assert not counted.fallbacks
+    assert counted.packed_steps > 0.9 * counted.verify_steps
+    assert counted.kv_tokens_read < 0.8 * counted.kv_tokens_unpacked
+    assert set(counted.base_forwards) == {"extend"}  # there is no base that could verify
+    assert not counted.fallbacks and not counted.base_layers
 
 
 @pytest.mark.parametrize("name", ["sees_next", "misses_own"])
@@ -141,13 +110,9 @@ def test_verify_steps_are_dumped_with_their_draft_tokens(
     file = dump_beside(fault, breadth=1)
     server.ask(WORKLOADS["ragged"])
     dump = read_dump(file)
-    assert len(dump.batches) > 2
     assert dump.header["draft_tokens"] == dump.target.draft_tokens == DRAFT_TOKENS
     assert any(batch.plan["shared_items"] for batch in dump.batches)
     for batch in dump.batches:
         plan = sglang_pat.plan(batch.paths, batch.seq_lens, dump.target)
         read = plan.kv_tokens_read(sum(batch.seq_lens))
-        found = (plan.num_items, plan.num_shared_items, read)
-        assert found == tuple(batch.plan.values())
-        for path, length in zip(batch.paths, batch.seq_lens, strict=True):
-            assert not path or path[-1][2] <= length - DRAFT_TOKENS
+        assert (plan.num_items, plan.num_shared_items, read) == tuple(batch.plan.values())
