@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,15 +47,15 @@ def _worker_cls(_platform: object, algorithm: str) -> type | None:
 
 
 def links_of_masks(
-    tree_mask: Tensor,
-    verified_seq_len: Tensor,
-    positions: Tensor,
-    retrieve_index: Tensor,
-    retrieve_next_token: Tensor,
-    retrieve_next_sibling: Tensor,
-    batch_size: int,
-    draft_token_num: int,
-) -> None:
+    tree_mask,
+    verified_seq_len,
+    positions,
+    retrieve_index,
+    retrieve_next_token,
+    retrieve_next_sibling,
+    batch_size,
+    draft_token_num,
+):
     """Write positions [R * T] and links [R, T] of the draft trees whose ancestors are in
     ``tree_mask`` [R * T * T]. -1 is no link."""
     count = draft_token_num
@@ -76,27 +75,15 @@ def links_of_masks(
             latest[parent] = node
 
 
-def slots_of_drafts(
-    *,
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
-    start_offset: Tensor,
-    draft_token_num: int,
-    **_: Any,
-) -> Tensor:
+def slots_of_drafts(*, req_pool_indices, req_to_token, start_offset, draft_token_num, **_):
     """Slots [R * T] at the T positions from ``start_offset`` on of each request's row."""
     positions = start_offset[:, None] + torch.arange(draft_token_num)
     return req_to_token[req_pool_indices[:, None], positions].flatten().long()
 
 
 def write_slots(
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
-    start_offset: Tensor,
-    end_offset: Tensor,
-    out_cache_loc: Tensor,
-    batch_size: int,
-) -> None:
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, batch_size
+):
     """Write new slots, one request's behind the other's, to its row's positions [start, end)."""
     counts = (end_offset - start_offset).tolist()
     bounds = zip(req_pool_indices, start_offset, end_offset, strict=True)
@@ -144,12 +131,7 @@ def front_of_windows(num_front: Tensor, out_cache_loc: Tensor, front_out_cache_l
     front_out_cache_loc[: len(chosen)] = chosen
 
 
-def slots_of_accepted(
-    accept_index: Tensor,
-    out_cache_loc: Tensor,
-    accept_out_cache_loc: Tensor,
-    size: int,
-) -> None:
+def slots_of_accepted(accept_index, out_cache_loc, accept_out_cache_loc, size):
     """Write the slots of the accepted drafts, packed; 0 behind them."""
     flat = accept_index.flatten()
     chosen = out_cache_loc[flat[flat >= 0].long()]
