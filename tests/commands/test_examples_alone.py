@@ -104,7 +104,6 @@ def test_an_agent_calls_tools_until_it_answers() -> None:
             ("search", '{"text": "two"}'),
             ("read_file", '{"name": "../secret"}'),
             ("read_file", "not JSON"),
-            ("search", "[]"),
             ("delete_file", "{}"),
         )
     ]
@@ -119,10 +118,8 @@ def test_an_agent_calls_tools_until_it_answers() -> None:
     team = Team(client_of(answer), "m", 8, {"a.py": "one\ntwo\n", "b.py": "two + two\n"})
     talk = asyncio.run(team.work([{"role": "system", "content": "rules"}], "task"))
     assert [request["tools"] for request in asked] == [TOOLS, TOOLS]
-    roles = [message["role"] for message in talk]
-    assert roles == ["system", "user", "assistant", *["tool"] * 6, "assistant"]
     found = [message["content"] for message in talk if message["role"] == "tool"]
-    assert found[:2] == ["one\ntwo\n", "a.py: two\nb.py: two + two"]
+    assert found[:2] == ["one\ntwo\n", "a.py: two\nb.py: two + two"] and len(found) == len(calls)
     assert all(result.startswith("error: ") for result in found[2:])
     assert talk[-1]["content"] == "done"
     asked.clear()

@@ -4,7 +4,6 @@ or an option."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -161,22 +160,11 @@ def test_every_option_of_the_target_counts(name: str, sms: int, kv_bytes: int) -
 def test_explain_and_estimate_need_neither_sglang_nor_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text('{"input_ids": [1, 2, 3]}\n' * 2)
     code = (
-        "import sys; from sglang_pat import cli; "
-        "status = cli.main(['explain', '--svg', 'a.svg']) or cli.main(['estimate', '--prompts', "
-        "'prompts']); import torch; print('sglang' in sys.modules, torch.cuda.is_initialized()); "
-        "sys.exit(status)"
+        "import sys; from sglang_pat import cli; import torch; ends = [cli.main(['explain']), "
+        "cli.main(['estimate', '--prompts', 'prompts']), 'sglang' in sys.modules, "
+        "torch.cuda.is_initialized()]; sys.exit(any(ends))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "False False"
-    ElementTree.parse(tmp_path / "a.svg")
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:

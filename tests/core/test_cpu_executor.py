@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from dataclasses import replace
 from functools import partial
 
@@ -156,24 +155,6 @@ def test_a_swapped_slot_is_seen(made) -> None:
         table = inputs.table.clone()
         table[inputs.rows, token] = table[inputs.rows, token + 1]
         assert error(execute(replace(inputs, table=table))[0], inputs.truth()[0]) > 1e-4
-
-
-def test_callers_on_several_threads() -> None:
-    inputs = [case(forest(np.random.default_rng(s), 9), seed=s) for s in range(4)]
-    expected = [execute(one)[0] for one in inputs]
-    wrong: list[int] = []
-
-    def call(i: int) -> None:
-        for _ in range(50):
-            if not torch.equal(execute(inputs[i], threads=3)[0], expected[i]):
-                wrong.append(i)
-
-    callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert not wrong
 
 
 def _in_a_child(inputs: Case, expected: torch.Tensor) -> None:

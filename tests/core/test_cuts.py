@@ -87,7 +87,6 @@ def test_costs_are_set_by_value() -> None:
     """As the program that fits them does."""
     planner = Planner(target())
     before, values = planner.plan([[]], [500]), planner.costs
-    assert len(values) == len(_C.COST_NAMES) and min(values) > 0
     values[_C.COST_NAMES.index("launch_us")] += 1000.0
     planner.costs = values
     assert planner.plan([[]], [500]).seconds - before.seconds == pytest.approx(1e-3)

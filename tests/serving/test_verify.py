@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import sglang_pat
-from sglang_pat.dump import read_dump
-
 from .conftest import Serve, Stock
 from .server import Answer, Config, ServingServer, check_left, disagreements
 from .workloads import PATIENT, WORKLOADS
@@ -23,16 +20,11 @@ SHORT = sorted(WORKLOADS.keys() - {"patient"})  # whose long answers are compare
 LEAVERS_TOKENS = 4000  # more than are generated while the others answer
 
 
-def dump_beside(fault: Path, breadth: int) -> Path:
-    return fault.with_name(f"dump-{breadth}.jsonl")
-
-
 def speculating(fault: Path, breadth: int = 1) -> Config:
     """A server that drafts tokens from what it has seen: with a ``breadth`` of 1 mostly chains, but
     for continuations of several matches side by side, and for the tokens 0 that SGLang fills them
-    up with. ``fault``: the file with the fault to commit, beside which it dumps batches."""
+    up with. ``fault``: the file with the fault to commit."""
     env = (("PAT_TEETH_CPU", "pat_verify"), ("PAT_TEETH_FAULT", str(fault)))
-    env += (("SGLANG_PAT_DUMP", str(dump_beside(fault, breadth))),)
     args = (*NGRAM, "--speculative-ngram-max-bfs-breadth", str(breadth))
     return Config(f"speculating-{breadth}", args=args, env=env, plugins=True)
 
@@ -101,18 +93,3 @@ def test_a_mask_that_is_off_by_one_shows(
     for made in ("", name, ""):
         fault.write_text(made)
         assert (disagreements(server.ask(WORKLOADS["shared"]), stock["shared"]) != []) == bool(made)
-
-
-def test_verify_steps_are_dumped_with_their_draft_tokens(
-    server: ServingServer, fault: Path
-) -> None:
-    """The planner makes of each batch the plan that the server had."""
-    file = dump_beside(fault, breadth=1)
-    server.ask(WORKLOADS["ragged"])
-    dump = read_dump(file)
-    assert dump.header["draft_tokens"] == dump.target.draft_tokens == DRAFT_TOKENS
-    assert any(batch.plan["shared_items"] for batch in dump.batches)
-    for batch in dump.batches:
-        plan = sglang_pat.plan(batch.paths, batch.seq_lens, dump.target)
-        read = plan.kv_tokens_read(sum(batch.seq_lens))
-        assert (plan.num_items, plan.num_shared_items, read) == tuple(batch.plan.values())

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -85,28 +84,6 @@ class Saboteur:
     def wrong_scale(self, given: SimpleNamespace) -> torch.Tensor:
         """Logits are a tenth too large."""
         return self.run(SimpleNamespace(**vars(given) | {"scale": 1.1 * given.scale}))
-
-    def drop_pack(self, given: SimpleNamespace) -> torch.Tensor:
-        """The first pack of the plan is not computed: its members go without its tokens."""
-        out, plan = self.run(given), given.plan
-        shared = np.flatnonzero(plan.items["num_queries"] > 1)
-        if not len(shared):
-            return out
-        item = plan.items[shared[0]]
-        segment = plan.segments[plan.item_segments["first_segment"][shared[0]]]
-        begin, end = int(segment["kv_start"]), int(segment["kv_start"] + segment["kv_len"])
-        first = int(item["member_offset"])
-        for query in plan.members["query"][first : first + int(item["num_queries"])].tolist():
-            slots = given.req_to_token[given.rows[query], : given.seq_lens[query]].long()
-            slots = torch.cat([slots[:begin], slots[end:]])
-            out[query] = torch.nn.functional.scaled_dot_product_attention(
-                given.q[query][:, None],
-                given.k_cache[slots].transpose(0, 1),
-                given.v_cache[slots].transpose(0, 1),
-                scale=given.scale,
-                enable_gqa=True,
-            )[:, 0]
-        return out
 
     def swap_slot(self, given: SimpleNamespace) -> torch.Tensor:
         """The first query finds another request's slot where one of its own should be."""
