@@ -61,14 +61,12 @@ def test_the_demo_shows_the_same_answers_and_packs(
     total = sum(counts)
     assert f"equal to torch_native: {total} of {total}, in 8 of 8 answers all" in others
 
-    found = re.search(r"packed: (\d+) of (\d+); (\d+) plans made, (\d+) reused", others)
-    assert found
-    packed, steps, made, reused = map(int, found.groups())
+    pattern = r"packed: (\d+) of (\d+); (\d+) plans made, (\d+) reused"
+    ((packed, steps, made, reused),) = [map(int, each) for each in re.findall(pattern, others)]
     # The first token of an answer comes from the prefill.
     assert max(counts) - 1 <= steps == made + reused and packed > 0.9 * steps
-    read = re.search(r"read per decode step +([\d,.]+) +([\d,.]+)", others)
-    assert read
-    unpacked, packed_reads = (float(number.replace(",", "")) for number in read.groups())
+    (read,) = re.findall(r"read per decode step +([\d,.]+) +([\d,.]+)", others)
+    unpacked, packed_reads = (float(number.replace(",", "")) for number in read)
     assert 3 * packed_reads < unpacked
     assert f"saved: {1 - packed_reads / unpacked:.0%}" in others
 

@@ -37,6 +37,7 @@ def batch(spec: str = DEFAULT_TREE) -> dict[str, Any]:
         ('{"paths": [[]]}', "must have a path and a length"),
         ('{"paths": [[]], "seq_lens": [3, 4]}', "must have"),
         ('{"paths": [], "seq_lens": []}', "must have"),
+        ('{"paths": [[[1, 0]]], "seq_lens": [3]}', "must have"),
         ('{"paths": [[[1, 0, -1]]], "seq_lens": [3]}', "must have"),
     ],
 )

@@ -173,6 +173,7 @@ WRONG: dict[str, tuple[Callable[[Latents], dict[str, Any]], str]] = {
     "strides": (lambda t: {"q_rope": t.q_rope.mT.contiguous().mT}, "the last must be 1"),
     "dims": (lambda t: {"q_rope": t.q_rope[..., :32]}, "k_cache has head dim 576, q has 544"),
     "a copy": (lambda t: {"v_cache": t.v.clone()}, "give the first part of K, k_cache[..., :512]"),
+    "the end": (lambda t: {"v_cache": t.k[..., 64:]}, "first part of K, k_cache[..., :512]"),
     "all of K": (lambda t: {"v_cache": t.k}, "v_cache is (109, 1, 576) at 0x"),
     "whole q": (lambda t: {"q": t.whole_q}, "give the first part of K, k_cache[..., :576]"),
 }
