@@ -27,7 +27,7 @@ from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
 from sglang_pat.ops import check_cuda
 from sglang_pat.planner import plan
-from sglang_pat.target import CUTS, Target
+from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -125,7 +125,7 @@ def test_packs_fill_units() -> None:
 @pytest.mark.parametrize(("heads", "cut"), [(8, "half_end_branches"), (16, "end_branches")])
 def test_ends_of_a_node_stand_with_the_tails(heads: int, cut: str) -> None:
     """So that there is one unit for each SM, all about as long, where tails of their own come on
-    top of pieces."""
+    top of pieces. With row tiles of fewer rows there are no such branches."""
     tree = Tree((1, 128), (8192, 256))
     made = plan(tree.paths, tree.seq_lens, target(heads))
     assert content(made) == content(plan(tree.paths, tree.seq_lens, target(heads, cuts=(cut,))))
@@ -133,6 +133,11 @@ def test_ends_of_a_node_stand_with_the_tails(heads: int, cut: str) -> None:
     assert made.num_items == 128 and len(branches) == 32
     tokens = [sum(r.length for r in trees.ranges_of(made, i, tree.seq_lens)) for i in range(128)]
     assert max(tokens) < 1.08 * sum(tokens) / 128
+    for made_for in (trees.target(num_q_heads=16), trees.target(num_q_heads=64, num_kv_heads=4)):
+        same = replace(made_for, cuts=WITHOUT_BRANCHES)
+        ends = replace(made_for, cuts=(*WITHOUT_BRANCHES, cut))
+        one, other = (plan(tree.paths, tree.seq_lens, each) for each in (same, ends))
+        assert content(one) == content(other)
 
 
 def test_what_a_target_says_of_a_token() -> None:
