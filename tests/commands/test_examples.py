@@ -98,17 +98,14 @@ def test_the_first_screen_answers_and_counts(smollm2_folder: Path, tmp_path: Pat
     assert 0 < read < unpacked
 
 
-def _run(name: str, server: Server, folder: Path, *args: str) -> str:
-    env = os.environ | forks.search_path(EXAMPLES)
-    run = forks.run([name, "--url", server.url, *args], env=env, cwd=folder, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
-
-
 def _run_and_save(name: str, server: Server, folder: Path, factor: float, *args: str) -> str:
     """The output of an example that must read ``factor`` times less than without packing."""
     before = server.counters()
-    output = _run(name, server, folder, "--max-tokens", "24", *args)
+    command = [name, "--url", server.url, "--max-tokens", "24", *args]
+    env = os.environ | forks.search_path(EXAMPLES)
+    run = forks.run(command, env=env, cwd=folder, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    output = run.stdout
     counted = server.counters() - before
     shown = dict(re.findall(r"^  (\S.*?)  +([\d,.]+)", output.partition("What was saved")[2], re.M))
     assert shown["K/V tokens read"] == f"{counted.kv_tokens_read:,}"
