@@ -23,7 +23,7 @@ from sglang_pat.planner import Planner, plan
         ([[]], [2**31], r"query 0: sequence length 2147483648 is not in"),
         ([[]], [2**30 + 1], r"reads 1073741825 different tokens, a plan can have 1073741824"),
         ([[]], [1, 2], r"paths of 1 queries.*2 sequence lengths"),
-        ([[]], ["1"], r"seq_lens is of type <U1, must be integers"),
+        ([[]], [1.5], r"seq_lens is of type float64, must be integers"),
         ([[]] * 5, [1] * 5, r"a batch of 5 queries does not fit the plan's 4 rows .*max_queries"),
     ],
 )
