@@ -36,5 +36,7 @@ def test_a_printed_plan_shows_its_tree_and_its_items() -> None:
     # At most 25 lines of the tree and of the items.
     many = str(plan([[]] * 100, [50] * 100, target())).splitlines()
     assert len(many) == 2 * 25 + 3 and many[-1].startswith("  ... and 76 more items")
+    empty = plan([], [], target())
+    assert str(empty) == repr(empty)
     private = plan([[]], [5], target())
     assert "to output" in str(private) and repr(private).startswith("<Plan: 1 query, 32 query and")
