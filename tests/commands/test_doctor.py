@@ -48,11 +48,6 @@ def _says(run: subprocess.CompletedProcess[str], *said: tuple[str, str]) -> None
         assert any(topic in line and found in line for line in lines), (topic, run.stdout)
 
 
-def blocked_in(run: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """Topics that block, with what was found."""
-    return dict(re.findall(r"^BLOCK +(\S+) +(.*)$", run.stdout, re.M))
-
-
 def test_a_good_environment(tmp_path: Path) -> None:
     run = _run(tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -69,44 +64,39 @@ def test_a_good_environment(tmp_path: Path) -> None:
     )
 
 
-def test_a_model_and_flags_are_judged_without_weights(tmp_path: Path) -> None:
-    model = kit_models.write_config(tmp_path / "model", kit_models.GEMMA2)
-    flags = ("--gpu", "H100", "--max-running-requests", "64")
-    run = _run(tmp_path, "--model", str(model), *flags, fork=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.endswith("\nserved in part.\n")
-    assert "--device cpu" not in run.stdout, "the server asked about has a GPU"
-    _says(
-        run,
-        ("layers of pat ", "2 (1, 3)"),
-        ("layers of SGLang ", "2 (0, 2): a sliding window"),
-    )
-
-
 @pytest.mark.parametrize(
-    ("config", "policy", "refused", "blocking"),
+    ("config", "flags", "policy", "said", "ends"),
     [
-        (kit_models.DEEPSEEK, "default", "uses MLA", {}),
-        (kit_models.LLAMA, "clever", None, {"settings": "SGLANG_PAT_POLICY=clever"}),
+        (
+            kit_models.GEMMA2,
+            ("--gpu", "H100", "--max-running-requests", "64"),
+            "default",
+            [("layers of pat ", "2 (1, 3)"), ("layers of SGLang ", "2 (0, 2): a sliding window")],
+            "served in part",
+        ),
+        (kit_models.DEEPSEEK, (), "default", [("refused ", "uses MLA")], "refused"),
+        # A wrong option of a served model, which is not judged then.
+        (kit_models.LLAMA, (), "clever", [("settings ", "POLICY=clever")], "1 to repair"),
     ],
+    ids=["part", "refused", "option"],
 )
-def test_a_refused_model_is_told_from_a_wrong_option_of_a_served_one(
+def test_a_model_and_flags_are_judged_without_weights(
     config: dict[str, Any],
+    flags: tuple[str, ...],
     policy: str,
-    refused: str | None,
-    blocking: dict[str, str],
+    said: list[tuple[str, str]],
+    ends: str,
     tmp_path: Path,
 ) -> None:
-    model = kit_models.write_config(tmp_path / "model", config)
-    run = _run(tmp_path, "--model", str(model), fork=True, SGLANG_PAT_POLICY=policy)
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert blocked_in(run).keys() == blocking.keys()
-    _says(run, *blocking.items())
-    if refused is None:
-        assert "layers" not in run.stdout  # the model is not judged
-    else:
-        assert run.stdout.endswith("\nrefused.\n")
-        _says(run, ("refused ", refused))
+    model = str(kit_models.write_config(tmp_path / "model", config))
+    run = _run(tmp_path, "--model", model, *flags, fork=True, SGLANG_PAT_POLICY=policy)
+    assert run.returncode == (ends != "served in part"), run.stdout + run.stderr
+    assert run.stdout.endswith(f"\n{ends}.\n")
+    _says(run, *said)
+    assert ("BLOCK" in run.stdout) == (policy == "clever")
+    # The server asked about has a GPU; and where something is to repair, no model is judged.
+    assert "--device cpu" not in run.stdout or not flags
+    assert "layers" not in run.stdout or policy == "default"
 
 
 def test_a_path_or_gpu_that_is_not_known_is_said_before_sglang_is_imported(
@@ -128,39 +118,37 @@ def test_everything_wrong_at_once_is_all_named(tmp_path: Path) -> None:
     wrong = {"SGLANG_PLUGINS": "other", "SGLANG_PAT_POLICY": "clever", graph: "1"}
     run = _run(tmp_path, fork=True, **wrong)
     assert run.returncode == 1, run.stdout + run.stderr
-    blocking = blocked_in(run)
+    blocking = dict(re.findall(r"^BLOCK +(\S+) +(.*)$", run.stdout, re.M))
     assert blocking.keys() == {"settings", "SGLANG_PLUGINS", graph, "registration", "interface"}
     assert "-> add pat to it: SGLANG_PLUGINS=other,pat\n" in run.stdout
     assert "hook" in blocking["interface"]
 
 
-def test_another_platform_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang then skips pat as well, as one package brings both."""
-    monkeypatch.setenv("SGLANG_PLATFORM", "other")
-    *_, platform = doctor.examine()
-    assert (platform.topic, platform.status) == ("platform", "block")
-    assert "SGLANG_PLATFORM=other" in platform.found
-    assert "unset SGLANG_PLATFORM" in platform.way_out
-
-
 @pytest.mark.parametrize(
-    ("chosen", "any_gpu", "status", "found"),
+    ("chosen", "any_gpu", "status", "found", "way_out"),
     [
-        ("", False, "note", "no GPU, SGLANG_PLATFORM is not set"),
-        ("", True, "note", "no GPU, SGLANG_PLATFORM is not set; --gpu asks about another machine"),
-        ("pat_cpu", False, "ok", "SGLANG_PLATFORM=pat_cpu: SGLang runs on the CPU"),
+        ("", False, "note", "no GPU, SGLANG_PLATFORM is not set", "--device cpu and --attention"),
+        ("", True, "note", "no GPU, SGLANG_PLATFORM is not set; --gpu asks about another", ""),
+        ("pat_cpu", False, "ok", "SGLANG_PLATFORM=pat_cpu: SGLang runs on the CPU", ""),
+        # SGLang then skips pat as well, as one package brings both.
+        ("other", False, "block", "SGLANG_PLATFORM=other", "unset SGLANG_PLATFORM"),
     ],
 )
 def test_where_there_is_no_gpu_the_way_to_serve_is_named(
-    chosen: str, any_gpu: bool, status: str, found: str, monkeypatch: pytest.MonkeyPatch
+    chosen: str,
+    any_gpu: bool,
+    status: str,
+    found: str,
+    way_out: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SGLANG_PLATFORM", chosen)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    finding = doctor._platform(any_gpu=any_gpu)
-    assert (finding.found, finding.status) == (found, status)
-    names = "--device cpu and --attention-backend pat" in finding.way_out
-    assert names is (status == "note" and not any_gpu)
-    assert os.environ["SGLANG_PLATFORM"] == "pat_cpu"
+    *_, finding = doctor.examine() if chosen == "other" else [doctor._platform(any_gpu=any_gpu)]
+    assert (finding.topic, finding.status) == ("platform", status)
+    assert finding.found.startswith(found) and way_out in finding.way_out
+    assert bool(finding.way_out) == bool(way_out)
+    assert os.environ["SGLANG_PLATFORM"] == (chosen or "pat_cpu")
 
 
 def test_without_sglang_it_says_so_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def batch(spec: str = DEFAULT_TREE) -> dict[str, Any]:
         ("{", "is not JSON"),
         ("[]", "must be an object"),
         ('{"paths": [[]]}', "must have a path and a length"),
-        ('{"paths": [[]], "seq_lens": [3, 4]}', "must have a path and a length"),
+        ('{"paths": [[]], "seq_lens": [3, 4]}', "must have"),
         ('{"paths": [], "seq_lens": []}', "must have"),
         ('{"paths": [[[1, 0]]], "seq_lens": [3]}', "must have"),
         ('{"paths": [[[1, 0, -1]]], "seq_lens": [3]}', "must have"),
@@ -49,11 +49,11 @@ def test_a_broken_line_is_named(line: str, said: str, tmp_path: Path) -> None:
         read_dump(file)
 
 
-@pytest.mark.parametrize("first", ["", json.dumps({"sglang_pat_dump": 2})])
-def test_another_file_is_refused(first: str, tmp_path: Path) -> None:
-    (tmp_path / "dump").write_text(first)
-    with pytest.raises(ValueError, match="is no dump of version 1"):
-        read_dump(tmp_path / "dump")
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    for first in ("", json.dumps({"sglang_pat_dump": 2})):
+        (tmp_path / "dump").write_text(first)
+        with pytest.raises(ValueError, match="is no dump of version 1"):
+            read_dump(tmp_path / "dump")
 
 
 def test_ids_of_the_compiled_tree_core_have_64_bits(tmp_path: Path) -> None:
@@ -82,13 +82,7 @@ def test_explain_draws_a_dumped_batch(tmp_path: Path, capsys: pytest.CaptureFixt
     assert explained("--paths", str(file), *options[2:]) == explained(*options[2:])
     assert cli.main(["explain", "--paths", str(file), "--batch", "3"]) == 1
     assert "--batch is 3" in capsys.readouterr().err
-
-
-def test_explain_says_whose_target_it_does_not_know(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = asdict(TARGET) | {"colour": "red"}
-    file = written(tmp_path / "dump", batch(), target=other)
+    written(file, batch(), target=asdict(TARGET) | {"colour": "red"})
     assert cli.main(["explain", "--paths", str(file)]) == 1
-    said = capsys.readouterr().err
-    assert "another version of sglang_pat (colour): name one with --target" in said
+    said = "another version of sglang_pat (colour): name one with --target"
+    assert said in capsys.readouterr().err

@@ -96,18 +96,10 @@ def test_parts_in_another_order_are_found() -> None:
     assert [text.split()[:8] for text in found.texts] == [
         [f"w{n}" for n in (*range(1294, 1300), *part[:2])] for part in (b, c)
     ]
-
-
-def test_prompts_that_need_no_other_order_are_not_named() -> None:
+    # Not where too few equal tokens stand behind what differs.
     rng = random.Random(1)
     private = [rng.choices(range(5000, 50_000), k=200) for _ in range(8)]
-    assert find_differences([request([*PARTS[0], *mine]) for mine in private], None) == []
-    assert find_differences([request(mine) for mine in private], None) == []
-    # Too few equal tokens stand behind what differs.
-    assert (
-        find_differences([request([*PARTS[0], *mine, *PARTS[1][:60]]) for mine in private], None)
-        == []
-    )
+    assert find_differences([request([*a, *mine, *b[:60]]) for mine in private], None) == []
 
 
 def test_a_timestamp_is_named_with_what_it_costs(
@@ -129,8 +121,7 @@ def test_conversations_of_the_openai_sdk(tokenizer: Path, tmp_path: Path, capsys
     """Which write no text as None, and arguments of calls as JSON text, to be read by a template
     as SGLang has them."""
     config = copytree(tokenizer, tmp_path / "tokenizer") / "tokenizer_config.json"
-    said_and_called = "{{ m.content + '.' }}{{ m.tool_calls[0].function.arguments.a }}"
-    template = f"{{% for m in messages %}}{said_and_called}{{% endfor %}}"
+    template = "{{ messages[0].content + '.' + messages[0].tool_calls[0].function.arguments.a }}"
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
 
     def tokens(content: str | None, arguments: object) -> str:

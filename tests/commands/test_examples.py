@@ -98,17 +98,14 @@ def test_the_first_screen_answers_and_counts(smollm2_folder: Path, tmp_path: Pat
     assert 0 < read < unpacked
 
 
-def _run(name: str, server: Server, folder: Path, *args: str) -> str:
-    env = os.environ | forks.search_path(EXAMPLES)
-    run = forks.run([name, "--url", server.url, *args], env=env, cwd=folder, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
-
-
 def _run_and_save(name: str, server: Server, folder: Path, factor: float, *args: str) -> str:
     """The output of an example that must read ``factor`` times less than without packing."""
     before = server.counters()
-    output = _run(name, server, folder, "--max-tokens", "24", *args)
+    command = [name, "--url", server.url, "--max-tokens", "24", *args]
+    env = os.environ | forks.search_path(EXAMPLES)
+    run = forks.run(command, env=env, cwd=folder, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    output = run.stdout
     counted = server.counters() - before
     shown = dict(re.findall(r"^  (\S.*?)  +([\d,.]+)", output.partition("What was saved")[2], re.M))
     assert shown["K/V tokens read"] == f"{counted.kv_tokens_read:,}"
@@ -120,52 +117,36 @@ def _run_and_save(name: str, server: Server, folder: Path, factor: float, *args:
     return output
 
 
-def test_self_consistency_votes(pat: Server, tmp_path: Path) -> None:
-    output = _run_and_save("self_consistency", pat, tmp_path, 5.0)  # 7.4 measured
-    polls = re.findall(r"answers: (.*)\n  verdict: (\S+), (\d+) of 8 votes", output)
-    assert len(polls) == 4
-    for listed, verdict, votes in polls:
-        answers = listed.split(", ")
-        assert len(answers) == 8
-        most = max([answers.count(a) for a in answers if a != "None"], default=0)
-        assert int(votes) == most
-        assert answers.count(verdict) == most or (verdict, most) == ("None", 0)
+FILES = ("queue.py", "batch.py", "cache.py", "server.py", "client.py")
 
 
-def test_tree_of_thoughts_grows_and_keeps_the_best(pat: Server, tmp_path: Path) -> None:
-    output = _run_and_save("tree_of_thoughts", pat, tmp_path, 2.3)  # 3.3 measured
-    rounds = re.split(r"^step \d: ", output.partition("\nplan, ")[0], flags=re.M)[1:]
-    assert len(rounds) == 3
-    for most, text in zip((4, 12, 12), rounds, strict=True):
-        chains = [
-            (float(score), mark) for mark, score in re.findall(r"^  ([+-]) +(-\d\S*)", text, re.M)
-        ]
-        assert most - 2 <= len(chains) <= most  # twice the same step is one
-        best_first = [mark for _, mark in sorted(chains, key=lambda chain: -chain[0])]
-        assert best_first == ["+"] * 3 + ["-"] * (len(chains) - 3)
-
-
-def test_shared_documents_answers_every_question(pat: Server, tmp_path: Path) -> None:
-    output = _run_and_save("shared_documents", pat, tmp_path, 3.0, "--chars", "2000")
-    documents = re.split(r"^(\S+)\n", output.partition("\nWhat was saved")[0], flags=re.M)[1:]
-    assert documents[::2] == ["README.md", "LICENSE", "packs.cpp", "radix.py"]
-    answers = [re.findall(r"^  \S.*\?\n    (.*)", text, re.M) for text in documents[1::2]]
-    assert [len(each) for each in answers] == [8, 8, 8, 8]
-
-
-def test_agent_team_hears_every_helper(pat: Server, tmp_path: Path) -> None:
-    folder = tmp_path / "reviewed"
-    folder.mkdir()
-    files = ("queue.py", "batch.py", "cache.py", "server.py", "client.py")
-    for name in files:
-        (folder / name).write_text("print('hello')\n")
-    output = _run_and_save("agent_team", pat, tmp_path, 2.0, "--folder", str(folder))  # 3.0
-    specialists = ("correctness", "speed", "clarity")
-    reports = re.findall(r"^  (\w+), (\w+\.py) ", output, re.M)
-    assert sorted(reports) == sorted((each, name) for each in specialists for name in files)
-    joined, _, result = output.partition("result of the review:\n")
-    assert re.findall(r"^  (\w+)  ", joined, re.M) == list(specialists)
-    assert result.partition("\nWhat was saved")[0].strip()
+@pytest.mark.parametrize(
+    ("name", "args", "factor", "line", "count"),
+    [
+        # Of four questions the answers of eight samples each, and a vote; measured were 7.4.
+        ("self_consistency", (), 5.0, r"^  verdict: \S+, [0-8] of 8 votes", 4),
+        # Of each of three steps the three best are kept; 3.3.
+        ("tree_of_thoughts", (), 2.3, r"^  [+] +-\d\S*", 9),
+        # An answer to eight questions about each of four documents.
+        ("shared_documents", ("--chars", "2000"), 3.0, r"^  \S.*\?\n    .*", 32),
+        # Three specialists, who report on each file; 3.0.
+        ("agent_team", ("--folder", "reviewed"), 2.0, r"^  \w+, \w+\.py ", 3 * len(FILES)),
+    ],
+)
+def test_a_program_answers_and_saves(
+    name: str,
+    args: tuple[str, ...],
+    factor: float,
+    line: str,
+    count: int,
+    pat: Server,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "reviewed").mkdir()
+    for file in FILES:
+        (tmp_path / "reviewed" / file).write_text("print('hello')\n")
+    output = _run_and_save(name, pat, tmp_path, factor, *args)
+    assert len(re.findall(line, output, re.M)) == count, output
 
 
 @pytest.mark.usefixtures("fresh_shell")

@@ -15,27 +15,23 @@ def test_defaults() -> None:
 
 
 def test_every_option() -> None:
-    given = "CHECK=1 POLICY=pat WORKSPACE_MB=1024 MIN_BATCH=1 DUMP=/a"
-    options = dict(option.split("=") for option in given.split())
+    options = {"CHECK": "1", "POLICY": "pat", "WORKSPACE_MB": "1024", "MIN_BATCH": "1"}
+    options["DUMP"] = "/a"
     config = PatConfig.from_env({f"SGLANG_PAT_{name}": value for name, value in options.items()})
-    expected = PatConfig(True, "pat", 1024, 1, "/a")
-    assert config == expected
-    assert config.launch == "streams"
-    assert sorted(str(config).replace("True", "1").upper().split()) == sorted(given.upper().split())
+    assert config == PatConfig(True, "pat", 1024, 1, "/a") and config.launch == "streams"
+    assert str(config) == "check=True policy=pat workspace_mb=1024 min_batch=1 dump=/a"
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
         ("CHECK", "yes", "SGLANG_PAT_CHECK=yes .*use one of 0, 1"),
-        ("POLICY", "", "SGLANG_PAT_POLICY= .*use one of default, pat, or unset it"),
-        ("POLICY", "PAT", "SGLANG_PAT_POLICY=PAT .*use one of default, pat"),
+        ("POLICY", "PAT", "SGLANG_PAT_POLICY=PAT .*use one of default, pat, or unset it"),
         *(
             ("WORKSPACE_MB", value, f"MB={value} is not a whole number of MB, 1 or more; give one")
-            for value in ("", "0", "-1", "1.5", "1e3", "256MB", "\u0664")
+            for value in ("", "0", "1.5", "256MB", "\u0664")
         ),
-        ("DUMP", "", "SGLANG_PAT_DUMP= is not an absolute path; give one"),
-        ("DUMP", "dump", "SGLANG_PAT_DUMP=dump is not an absolute path"),
+        ("DUMP", "dump", "SGLANG_PAT_DUMP=dump is not an absolute path; give one"),
         ("MIN_BATCH", "0", "whole number of requests, 1 or more; give one, such as 2"),
         ("PRESET", "pat", "PRESET=pat is not an option.*_POLICY.*: correct or unset it"),
     ],

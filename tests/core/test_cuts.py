@@ -16,7 +16,6 @@ from kit.trees import (
     check_plan,
     content,
     packed_rows,
-    ranges_of_query,
     segments_of,
     target,
 )
@@ -58,12 +57,6 @@ def test_branches(batch: Batch, cut: str, group: int) -> None:
     assert not plan(batch.paths, batch.seq_lens, without).branch_tokens
 
 
-def test_without_cuts_packs_stay_whole() -> None:
-    tree = Tree((1, 8), (4096, 20_000))
-    made = plan(tree.paths, tree.seq_lens, target(cuts=()))
-    assert [ranges_of_query(made, query) for query in range(8)] == [[(0, 4096), (4096, -1)]] * 8
-
-
 @pytest.mark.parametrize(("cut", "parts"), [("sm_parts", 132), ("half_parts", 264)])
 def test_parts_fill_the_machine(cut: str, parts: int) -> None:
     """One long request, and many of a trace: work units of about one length for each SM, or half,
@@ -94,7 +87,6 @@ def test_costs_are_set_by_value() -> None:
     """As the program that fits them does."""
     planner = Planner(target())
     before, values = planner.plan([[]], [500]), planner.costs
-    assert len(values) == len(_C.COST_NAMES) and min(values) > 0
     values[_C.COST_NAMES.index("launch_us")] += 1000.0
     planner.costs = values
     assert planner.plan([[]], [500]).seconds - before.seconds == pytest.approx(1e-3)

@@ -109,32 +109,20 @@ def test_random_damage_never_crashes(name: str) -> None:
         ("packs", {"header.magic": 1}, "not a plan: magic 1"),
         ("packs", {"header.version": 11}, "plan version 11"),
         ("packs", {"header.items_offset": 66}, "5 items at byte 66"),
-        ("packs", {"header.num_partials": 8}, r"partials 6 \+ 3 of 8"),
         ("packs", {"header.list_tokens": -1}, "a list of -1 tokens"),
-        ("packs", {"header.num_heavy_items": 9}, "0 wide and 9 heavy items of 5"),
         ("packs", {"items.num_queries": MAX}, r"item 0 has members 0 \+ 2147483647"),
         ("packs", {"items.kind": 4}, "item 0 is of kind 4"),
-        ("packs", {"items.kind": 0}, "item 0 of 3 queries is of query -1"),
         ("packs", {"items.list_start": -1}, r"tokens -1 \+ 20 of the list, must be in 0 to"),
-        ("packs", {"item_segments.num_segments": 2}, r"segments 0 \+ 2 of 5"),
-        ("packs", {"segments.room": 21}, r"tokens 0 \+ 20 of 21"),
-        ("packs", {"segments.num_queries": 2}, "has tokens for 2 of its 3 queries"),
         ("packs", {"segments.kv_len": 19, "segments.room": 19}, "covers 69 tokens of query 0"),
         ("packs", {"members.query": 3}, "query 3 of 3"),
         ("packs", {"members.partial": 1}, "item 1 writes partial 1"),
-        ("packs", {"queries.num_splits": 1}, "has one split"),
         ("packs", {"queries.num_splits": 4}, "member of 3 items and has 4 splits"),
-        ("branch", {"header.branch_tokens": 1088}, r"tokens 0 \+ 1124 of the list"),
         ("branch", {"segments.num_queries": 3}, "1 KV tiles of 64 tokens for all"),
-        ("branch", {"members.query": 1}, "the tail of query 0 for query 1"),
         ("rows", {"items.num_queries": 9}, "branch 0 has 72 packed rows, at most 64"),
-        ("drafts", {"header.draft_tokens": 0}, "damaged plan: 0 draft tokens a query"),
         ("drafts", {"header.draft_tokens": 2}, "for 2 draft tokens a query, the arguments have 3"),
         ("joint", {"header.joint": 2}, "joint is 2 beside 1 heavy items of 1"),
-        ("pair", {"header.joint": 1}, "2 paired items of 2 heavy ones, joint is 1"),
         ("pair", {"header.num_paired_items": 1}, "1 paired items of 2 heavy ones, .* must be even"),
         ("pair", {"items.common_tiles": 0}, "items 0 and 1 are paired with 0 and 3 common tiles"),
-        ("pair", {"items.unmasked_tiles": 2}, "that begin with as many unmasked tiles"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, changes: dict[str, int], named: str) -> None:
@@ -159,10 +147,7 @@ def test_halves_of_a_pair_that_begin_with_other_tokens_are_refused() -> None:
 
 
 def test_joint_plans_have_heavy_items_of_a_row_tile() -> None:
-    light = case([Piece((0, 1), 0, 100)], (4, 2))
-    with pytest.raises(ValueError, match="joint is 1 beside 0 heavy items of 1"):
-        execute(light, joint(light.plan()))
-    # 100 packed rows, which an executor without wide items runs in parts
+    """Here are 100 packed rows, which an executor without wide items runs in parts."""
     many = case([Piece(tuple(range(100)), 0, 70)], (1, 1))
     check(many)
     with pytest.raises(ValueError, match="item 0 of a joint plan has 100 packed rows"):

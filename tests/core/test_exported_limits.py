@@ -25,7 +25,8 @@ def test_head_dims_and_groups_of_the_cuda_kernels() -> None:
     served = []
     for head_dim in range(0, 2 * max(_C.CUDA_HEAD_DIMS) + 1, 4):
         with suppress(ValueError):
-            _C.cuda_min_shared_bytes(head_dim)
+            # One half, two stages and one Q buffer: 4096 bytes and three tiles of 64 tokens.
+            assert _C.cuda_min_shared_bytes(head_dim) == 4096 + 3 * 64 * 2 * head_dim
             served.append(head_dim)
     assert tuple(served) == _C.CUDA_HEAD_DIMS
     given: dict[str, Any] = {"head_dim": 64, "scale": 1.0, "logit_cap": 0.0}

@@ -11,7 +11,6 @@ import torch
 
 from sglang_pat import _C, doctor, gpus
 from sglang_pat.srt import support
-from sglang_pat.srt.layers import CUDA_HEAD_DIMS
 from sglang_pat.target import WITHOUT_BRANCHES, Target
 
 needs_cuda = pytest.mark.skipif(not _C.CUDA_CODE, reason="built with PAT_CUDA=OFF")
@@ -22,27 +21,21 @@ def device(name: str, sms: int, major: int = 9, minor: int = 0, **more: Any) -> 
     return SimpleNamespace(name=name, multi_processor_count=sms, major=major, minor=minor, **more)
 
 
-def test_an_h200_is_what_was_measured() -> None:
-    assert Target.gpu(device("NVIDIA H200", 132), **HEADS) == Target.h200(**HEADS)
-
-
-def test_an_unknown_gpu_is_estimated_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_rates_are_measured_the_vendors_or_estimated(caplog: pytest.LogCaptureFixture) -> None:
     # GDDR6X of an RTX 3080: 9501 MHz x 320 bits, 760 GB/s. A laptop's GPU is not the desktop's.
     clock = {"memory_clock_rate": 9501e3, "memory_bus_width": 320}
     for name in ("NVIDIA GeForce RTX 3080", "NVIDIA GeForce RTX 4090 Laptop GPU"):
         found = gpus.rates_of(device(name, 68, 8, 6, **clock))
         assert found.bytes_per_s == pytest.approx(0.76e12 * 4.3 / 4.8, rel=0.01)
         assert f"{name}, 68 SMs: " in caplog.text and "(estimated)" in caplog.messages[-1]
-    untold = Target.gpu(device("NVIDIA X", 66, 11, 0), **HEADS)
     h200 = Target.h200(**HEADS)
+    assert Target.gpu(device("NVIDIA H200", 132), **HEADS) == h200
+    untold = Target.gpu(device("NVIDIA X", 66, 11, 0), **HEADS)
     assert untold.bytes_per_s == pytest.approx(h200.bytes_per_s / 2)
     assert 0 < untold.flops_per_s < h200.flops_per_s / 2
-
-
-def test_a_slice_of_a_gpu_is_another_gpu() -> None:
-    half = gpus.rates_of(device("NVIDIA H100 80GB HBM3", 66))
-    assert half.source == "vendor"
-    assert half != gpus.rates_of(device("NVIDIA H100 80GB HBM3", 132))
+    # A slice of a GPU is another one.
+    half, whole = (gpus.rates_of(device("NVIDIA H100 80GB HBM3", sms)) for sms in (66, 132))
+    assert half.source == "vendor" and half != whole
 
 
 def test_plans_can_be_made_for_every_gpu_that_has_a_name() -> None:
@@ -125,13 +118,3 @@ def test_what_a_backend_and_the_doctor_say_of_a_gpu(
         assert said in refused()[0] and refused()[0].endswith("another --attention-backend")
     monkeypatch.delattr(_C, "cuda_probe")  # as in a build without kernels
     assert "PAT_CUDA=OFF" in refused()[0]
-
-
-@needs_cuda
-def test_the_least_shared_memory_of_a_block() -> None:
-    """One half, two stages and one Q buffer: 4096 bytes and three tiles of 64 tokens. Needs no GPU;
-    the reasons against layers ask for it (tests/srt/test_layers.py has the same values)."""
-    for head_dim in CUDA_HEAD_DIMS:
-        assert _C.cuda_min_shared_bytes(head_dim) == 4096 + 3 * 64 * 2 * head_dim
-    with pytest.raises(ValueError, match="head_dim is 96, the CUDA kernels have 64, 128 and 256"):
-        _C.cuda_min_shared_bytes(96)

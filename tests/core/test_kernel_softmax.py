@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def errors(program: Path, *arguments: object) -> list[float]:
     return [float(word) for word in done.stdout.split()]
 
 
-@pytest.mark.parametrize("tokens", [1, 50, 64, 65, 1000, 8192, 32768])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 1000, 8192, 32768])
 @pytest.mark.parametrize("peak", [0, 18, 20, 60])
 def test_a_token_with_most_of_the_weight_leaves_the_others(
     softmax: Path, peak: int, tokens: int
@@ -40,21 +41,16 @@ def test_a_token_with_most_of_the_weight_leaves_the_others(
     assert of_output < 0.02 and of_lse < 1e-5
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 65, 500, 8192])
-@pytest.mark.parametrize("masked", [1, 2, 3])
 @pytest.mark.parametrize("weights", ["e4m3", "plain"])
-def test_tiles_without_a_token_that_counts(
-    softmax: Path, weights: str, masked: int, tokens: int
+def test_tiles_without_a_token_that_counts_or_whose_greatest_logit_stays(
+    softmax: Path, weights: str
 ) -> None:
-    of_output, of_lse = errors(softmax, weights, tokens, 30, masked, 0)
-    assert of_output < 0.02 and of_lse < 1e-5
-
-
-@pytest.mark.parametrize("offset", [-1500, 102, 893])
-@pytest.mark.parametrize("weights", ["e4m3", "plain"])
-def test_many_tiles_whose_greatest_logit_stays(softmax: Path, weights: str, offset: int) -> None:
     """The sum so far is multiplied 2,048 times with 2^(old maximum - new maximum), which must be 1
     where they are equal. A product of the maximum that is rounded in one of the two and not in the
     other lost 2.5 % of the first tiles at a logit of 893. fp32 has steps of 2^-13 there."""
-    of_output, of_lse = errors(softmax, weights, 131_072, 8, 0, offset)
-    assert of_output < (0.02 if weights == "e4m3" else 2e-4) and of_lse < 3e-4
+    for tokens, masked in product((1, 64, 65, 8192), (1, 2, 3)):
+        of_output, of_lse = errors(softmax, weights, tokens, 30, masked, 0)
+        assert of_output < 0.02 and of_lse < 1e-5, (tokens, masked)
+    for offset in (-1500, 102, 893):
+        of_output, of_lse = errors(softmax, weights, 131_072, 8, 0, offset)
+        assert of_output < (0.02 if weights == "e4m3" else 2e-4) and of_lse < 3e-4, offset

@@ -60,14 +60,8 @@ def test_what_fits_runs(inputs: Case, index: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), truth, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-5, atol=1e-5)
     assert torch.equal(decode(**(arguments | {"out": None, "lse": None})), out)
-
-
-def test_a_stride_that_nothing_takes_is_free() -> None:
-    """Of a dimension of one, as a table cut to one token has it."""
-    one = case([Piece((0,), 0, 1)], HEADS)
-    table = one.table[:, ::6]
-    assert table.shape[1] == 1 and table.stride(1) == 6
-    out = decode(**(arguments_of(one) | {"req_to_token": table}))
+    one = case([Piece((0,), 0, 1)], HEADS)  # a dimension of one has a stride that nothing takes
+    out = decode(**(arguments_of(one) | {"req_to_token": one.table[:, ::6]}))
     torch.testing.assert_close(out.double(), one.truth()[0], rtol=1e-4, atol=1e-5)
 
 
@@ -89,17 +83,14 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("k_cache", torch.Tensor.bfloat16, "k_cache is torch.bfloat16 and v_cache torch.float32, must"),
     ("k_cache", lambda t: t[..., :56], "k_cache has head dim 56, q has 64"),
     ("v_cache", lambda t: t.to(E4M3), "v_cache torch.float8_e4m3fn, must both be torch.float32"),
-    ("v_cache", lambda t: t.to(torch.float8_e5m2), "v_cache torch.float8_e5m2, must both"),
     ("v_cache", lambda t: t[1:], "v_cache has 119 slots of 2 heads, k_cache 120 of 2"),
     ("v_cache", lambda t: t[:, 1:], "120 slots of 1 heads, k_cache 120 of 2"),
     ("k_scale", lambda _: 2.0, "k_scale is 2.0 and v_scale 1.0, must be 1 where K and V"),
     ("v_scale", lambda _: 0.5, "only float8_e4m3fn has scales"),
-    ("k_scale", lambda _: 0.0, "k_scale is 0.0, must be from 1.2e-38 to 3.4e+38"),
     ("v_scale", lambda _: NAN, "v_scale is nan, must be from 1.2e-38"),
     ("k_scale", lambda _: 1e-60, "k_scale is 1e-60, must be from 1.2e-38"),
     ("k_scale", torch.tensor, "k_scale is of type Tensor, must be a float, one"),
     ("req_to_token", lambda t: t[0], "has shape (55,), must have 2 dimensions"),
-    ("req_to_token", lambda t: t[:, ::2], "strides (55, 2), the last must be 1"),
     ("req_to_token", meta, "req_to_token is on meta, q on cpu"),
     ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
     ("rows", lambda t: t[:2], "rows has shape (2,), q has 3 queries"),
@@ -107,27 +98,24 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("rows", meta, "rows is on meta, where tensors have no values"),
     ("rows", lambda t: t + 6, "is outside of req_to_token with 6 rows"),
     ("rows", lambda t: t - 6, "query 0: row -"),
-    ("seq_lens", lambda t: t[:2], "seq_lens has shape (2,), q has 3 queries"),
     ("seq_lens", lambda t: t + 0j, "seq_lens is torch.complex64, must be an int"),
     ("seq_lens", lambda t: t - 60, "query 0: length -10"),
     ("seq_lens", lambda t: t + 6, "length 56 is outside of req_to_token with 55"),
-    *(
-        (
-            "req_to_token",
-            lambda t, w=w: t.index_fill(1, torch.tensor(45), w),
-            "names a slot outside",
-        )
-        for w in (-1, 10**9)
-    ),
+    ("req_to_token", lambda t: t.index_fill(1, torch.tensor(45), -1), "names a slot outside"),
+    ("req_to_token", lambda t: t.index_fill(1, torch.tensor(45), 120), "names a slot outside"),
     ("draft_masks", lambda _: masks[:2], "must be contiguous int64 (3, 1)"),
     ("draft_masks", lambda _: masks.int(), "draft_masks is torch.int32 (3, 1), must be"),
     ("draft_masks", lambda _: meta(masks), "draft_masks is on meta, must be on cpu"),
     ("plan", lambda _: case(OTHER_BATCH, HEADS).plan(), "the plan is for 2 queries, the arguments"),
     ("plan", lambda _: case(PIECES, (8, 4)).plan(), "for 8 query and 4 KV heads, the arguments"),
+    ("sinks", lambda _: [0.0] * 8, "sinks is of type list, must be a torch.Tensor"),
+    ("sinks", lambda _: torch.zeros(7), "sinks is (7,) torch.float32 on cpu"),
+    ("sinks", lambda _: torch.zeros(16)[::2], "with strides (2,), must be contiguous (8,)"),
+    ("sinks", lambda _: torch.zeros(8).double(), "of float32, bfloat16 or float16"),
+    ("sinks", lambda _: meta(torch.zeros(8)), "on meta with strides (1,), must be"),
     ("scale", lambda _: NAN, "scale is nan, must be finite"),
     ("logit_cap", lambda _: -1.0, "is -1, must be finite and 0 (off) or more"),
     ("out", lambda t: t[0], "out has shape (8, 48), must have 3 dimensions"),
-    ("out", lambda t: t.mT.contiguous().mT, "(384, 1, 8), the last must be 1"),
     ("out", lambda t: t[1:], f"out is (2, 8, 48) torch.float32 on cpu, {OUT}"),
     ("out", torch.Tensor.half, f"out is (3, 8, 48) torch.float16 on cpu, {OUT}"),
     ("out", meta, f"out is (3, 8, 48) torch.float32 on meta, {OUT}"),

@@ -16,18 +16,14 @@ from sglang_pat.planner import Planner, plan
         ([[(1, 0, 5), (2, 4, 9)]], [10], r"query 0: node 2 starts at 4 and overlaps .* before 5"),
         ([[(1, 1, 5)]], [10], r"node 1 starts at 1 and leaves a gap after 0"),
         ([[(1, 0, 0)]], [10], r"node 1 has the empty or negative span \[0, 0\)"),
-        ([[(1, 0, -3)]], [10], r"node 1 has the empty or negative span \[0, -3\)"),
         ([[(1, 0, 11)]], [10], r"node 1 ends at 11 beyond its sequence of 10 tokens"),
         ([[(1, 0, 5), (1, 5, 9)]], [10], r"node 1 stands under node 1, another .* under node -1"),
-        ([[(1, 0, 2), (2, 2, 4)], [(2, 0, 2), (1, 2, 4)]], [9, 9], r"query 1: node 2 stands under"),
         ([[(1, 0, 2), (3, 2, 4)], [(2, 0, 3), (3, 3, 5)]], [9, 9], r"query 1: node 3 stands under"),
         ([[]], [-1], r"query 0: sequence length -1 is not in"),
         ([[]], [2**31], r"query 0: sequence length 2147483648 is not in"),
         ([[]], [2**30 + 1], r"reads 1073741825 different tokens, a plan can have 1073741824"),
-        ([[]] * 2, [2**29 + 1] * 2, r"reads 1073741826 different tokens"),
         ([[]], [1, 2], r"paths of 1 queries.*2 sequence lengths"),
         ([[]], [1.5], r"seq_lens is of type float64, must be integers"),
-        ([[]], ["1"], r"seq_lens is of type <U1, must be integers"),
         ([[]] * 5, [1] * 5, r"a batch of 5 queries does not fit the plan's 4 rows .*max_queries"),
     ],
 )
@@ -36,10 +32,10 @@ def test_bad_input_is_named(paths, lens, message) -> None:
         plan(paths, lens, target(max_queries=4))
 
 
-@pytest.mark.parametrize("path", [[(1, 0)], [1, 2, 3], [("a", 0, 5)], 7, [(1, 0.5, 5)]])
-def test_elements_of_another_form_are_refused(path) -> None:
-    with pytest.raises(TypeError):
-        plan([path], [10], target())
+def test_elements_of_another_form_are_refused() -> None:
+    for path in ([(1, 0)], [1, 2, 3], [("a", 0, 5)], 7, [(1, 0.5, 5)]):
+        with pytest.raises(TypeError):
+            plan([path], [10], target())
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,6 @@ def batch(num_rows: int, **changes: Callable[[Any], Any]) -> dict[str, torch.Ten
     return given | {name: change(given[name]) for name, change in changes.items()}
 
 
-def test_a_table_s_stride_that_nothing_takes_is_free() -> None:
-    """Of a dimension of one, as a table cut to one token has it."""
-    assert workspace_of().check_batch(**batch(3, req_to_token=lambda t: t[:, ::55])) == 3
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -81,7 +76,6 @@ def test_a_table_s_stride_that_nothing_takes_is_free() -> None:
         ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
         ("req_to_token", lambda t: t.repeat(1, 2), "has 110 tokens a row, the workspace holds 55"),
         ("rows", lambda t: t[:, None], "rows has shape (3, 1) and strides (1, 1), must"),
-        ("rows", lambda t: t.repeat(2)[::2], "rows has shape (3,) and strides (2,)"),
         ("rows", torch.Tensor.short, "rows is torch.int16, must be int32 or int64"),
         ("rows", lambda t: t[:2], "2 rows and 3 seq_lens: need one of each"),
         ("seq_lens", torch.Tensor.float, "is torch.float32, must be int32 or int64"),
@@ -96,13 +90,12 @@ def test_wrong_batches_of_a_workspace(
 
 @pytest.mark.parametrize(("planned", "num_rows"), [(2, 1), (2, 5), (None, 5)])
 def test_batches_of_a_wrong_size(planned: int | None, num_rows: int) -> None:
-    """Smaller than the plan or larger than the buffers; between them there are those that fit."""
+    """Smaller than the plan or larger than the buffers; between them there are those that fit, also
+    in a table cut to one token, whose stride nothing takes."""
     for fitting in (2, 4) if planned else (0, 4):
-        assert workspace_of(planned).check_batch(**batch(fitting)) == fitting
-    message = (
-        f"a batch of {num_rows}: the loaded plan has {planned or 0} queries and the workspace room "
-        f"for 4; plan for this batch, or make the workspace for a target of larger max_queries"
-    )
+        given = batch(fitting, req_to_token=lambda t: t[:, ::55])
+        assert workspace_of(planned).check_batch(**given) == fitting
+    message = f"{num_rows}: the loaded plan has {planned or 0} queries and the workspace room for 4"
     with pytest.raises(ValueError, match=re.escape(message)):
         workspace_of(planned).check_batch(**batch(num_rows))
 
@@ -125,6 +118,4 @@ def test_a_list_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(workspace._fitting_list(200)) == 200
     with pytest.raises(torch.cuda.OutOfMemoryError):
         workspace._fitting_list(201)
-    room = 0
-    workspace._buffers["list"] = held = empty(1000, dtype=torch.int32)
-    assert all(workspace._fitting_list(1) is held for _ in range(10))
+    assert workspace._fitting_list(100) is held

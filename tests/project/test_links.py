@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages name commands that exist, and link to pages that do."""
+"""Pages name commands that exist, link to pages that do, and say what the docstrings say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from kit import api_page
 
 from sglang_pat import cli
 
@@ -16,6 +17,10 @@ PAGES = (
     "examples/README.md",
     *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
 )
+
+
+def test_the_api_page_is_what_make_api_writes() -> None:
+    assert (ROOT / "docs/api.md").read_text(encoding="utf-8") == api_page.page(), "run `make api`"
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/estimate.md"])

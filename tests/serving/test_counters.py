@@ -7,7 +7,6 @@ import re
 from urllib.request import urlopen
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_pat.demo.counters import Counters
 
@@ -30,23 +29,6 @@ WITHOUT_CACHE = Config(
 )
 
 
-def test_metrics_carry_the_labels_of_sglangs_own(serve: Serve) -> None:
-    server = serve(EXACT)
-    server.generate([random_prompt(seed=104, length=50)], 3)
-    server.counters()  # waits until they are written
-    with urlopen(f"{server.url}/metrics", timeout=10) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        samples = [sample for family in families for sample in family.samples]
-    (labels,) = [one.labels for one in samples if one.name == "sglang:max_total_num_tokens"]
-    assert labels["model_name"] and "tp_rank" in labels
-    (serving,) = [one for one in samples if one.name == "sglang_pat_serving"]
-    assert (serving.labels, serving.value) == (labels, 1.0)
-    ours = [one for one in samples if re.match("sglang_pat_.*_total", one.name)]
-    assert len({one.name for one in ours}) >= 10
-    for one in ours:
-        assert {k: v for k, v in one.labels.items() if k not in ("kind", "reason")} == labels
-
-
 def test_one_request_is_counted_exactly(serve: Serve) -> None:
     server = serve(EXACT)
     _, counted = server.counted(server.generate, [random_prompt(seed=100, length=50)], 20)
@@ -65,17 +47,6 @@ def test_steps_of_two_and_of_one_add_up(serve: Serve) -> None:
     assert counted.kv_tokens_unpacked >= counted.decode_steps * 2 * 51
     assert counted.plans_made + counted.plans_reused == counted.decode_steps
     assert not counted.fallbacks
-
-
-def test_identical_requests_read_their_prompt_once(serve: Serve) -> None:
-    server = serve(EXACT)
-    prompt = random_prompt(seed=101, length=200)
-    server.generate([prompt], 1)
-    _, counted = server.counted(server.generate, [prompt] * 4, 30)
-    assert counted.packed_steps >= 28
-    assert counted.decode_steps == counted.plans_made + counted.plans_reused
-    # Four requests of 200 + i tokens; packed, 200 shared tokens and four tails of i.
-    assert counted.kv_tokens_read < 0.4 * counted.kv_tokens_unpacked
 
 
 def test_a_healthy_server_warns_of_nothing(serve: Serve) -> None:

@@ -35,40 +35,21 @@ def server(serve: Serve, fault: Path) -> ServingServer:
     return serve(Config("life", env=env, plugins=True))
 
 
-def test_several_samples_of_a_prompt(server: ServingServer, stock: Stock) -> None:
-    work = WORKLOADS["shared"]
-    answers = server.generate(work.prompts, work.new_tokens, samples=3)
-    expected = [answer for answer in stock["shared"] for _ in range(3)]
-    assert disagreements(answers, expected) == []
-
-
-def test_requests_aborted_in_mid_batch(server: ServingServer, stock: Stock) -> None:
-    rids = [f"abort-{i}" for i in range(8)]
+def test_requests_aborted_and_clients_that_disconnect(server: ServingServer, stock: Stock) -> None:
+    """The others' answers stay the same, nobody is decoded for who left, and the counters add
+    up."""
+    before, rids = server.counters(), [f"abort-{i}" for i in range(8)]
     with ThreadPoolExecutor() as pool:
         future = server.start_patient(pool, rid=rids)
         for index in (1, 4, 5):
             server.post("/abort_request", {"rid": rids[index]})
+        for events in (0, 1, 20):  # before the first token, and while tokens come
+            server.quit_after(PATIENT.prompts[0], events, new_tokens=LEAVERS_TOKENS)
         check_left(future.result(), stock["patient"], {1, 4, 5})
-
-
-def test_clients_that_disconnect_in_mid_stream(server: ServingServer, stock: Stock) -> None:
-    """Four of eight leave, three while their answers come and one before; the others' answers stay
-    the same, nobody is decoded for who left, and the counters add up."""
-    before = server.counters()
-    stay, leave = PATIENT.prompts[:4], PATIENT.prompts[4:]
-    with ThreadPoolExecutor() as pool:
-        answers = pool.submit(server.generate, stay, PATIENT.new_tokens[:4])
-        for prompt, events in zip(leave, (0, 1, 5, 20), strict=True):
-            server.quit_after(prompt, events, new_tokens=LEAVERS_TOKENS)
-        assert not answers.done()
-        assert disagreements(answers.result(), stock["patient"][:4]) == []
     counted = server.counters() - before  # waits until no step runs any more
     assert counted.plans_made + counted.plans_reused == counted.decode_steps
-    assert counted.packed_steps > 0
     assert PATIENT.new_tokens[0] <= counted.decode_steps + 1 < LEAVERS_TOKENS
-    assert not counted.fallbacks
-    later = server.generate(leave, 20)
-    assert disagreements(later, [answer.begin(20) for answer in stock["patient"][4:]]) == []
+    assert counted.packed_steps > 0 and not counted.fallbacks
 
 
 def test_a_profile_is_written(server: ServingServer, tmp_path: Path) -> None:
@@ -165,7 +146,7 @@ def test_one_then_two_then_one(server: ServingServer, stock: Stock) -> None:
     assert not counted.fallbacks
 
 
-@pytest.mark.parametrize("name", ["zero", "drop_pack", "swap_slot"])
+@pytest.mark.parametrize("name", ["wrong_scale", "drop_pack", "swap_slot"])
 def test_faults_show(name: str, server: ServingServer, fault: Path, stock: Stock) -> None:
     for made in ("", name, ""):
         fault.write_text(made)

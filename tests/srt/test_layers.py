@@ -89,7 +89,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         "get_device_properties",
         lambda _: SimpleNamespace(shared_memory_per_block_optin=facts["limit"]),
     )
-    needed = {64: 28_672, 128: 53_248, 256: 102_400}  # as tests/core/test_gpus.py checks
+    needed = {64: 28_672, 128: 53_248, 256: 102_400}  # as tests/core/test_exported_limits.py checks
     monkeypatch.setattr(_C, "cuda_min_shared_bytes", needed.__getitem__, raising=False)
     set_ranks(monkeypatch, 1)
     return facts

@@ -9,10 +9,7 @@ is here.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 
@@ -31,20 +28,10 @@ def replace() -> None:
 
 
 def convolve_prompts(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    activation: str,
-    conv_states: Tensor,
-    has_initial_state: Tensor | None,
-    cache_indices: Tensor,
-    query_start_loc: Tensor,
-    **_: Any,
-) -> Tensor:
+    x, weight, bias, *, conv_states, has_initial_state, cache_indices, query_start_loc, **_
+):
     """x [channels, tokens of all prompts], weight [channels, width]. A prompt's state gets its last
     inputs."""
-    assert activation == "silu"
     out = torch.empty_like(x)
     starts = query_start_loc.tolist()
     for prompt, slot in enumerate(cache_indices.tolist()):
@@ -60,21 +47,12 @@ def convolve_prompts(
     return out
 
 
-def convolve_tokens(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    *,
-    conv_state_indices: Tensor,
-) -> Tensor:
+def convolve_tokens(x, conv_state, weight, bias, activation, *, conv_state_indices):
     """x [requests, channels]: one token each."""
     return convolve_prompts(
         x.T,
         weight,
         bias,
-        activation=activation,
         conv_states=conv_state,
         has_initial_state=torch.ones(len(x)),
         cache_indices=conv_state_indices,
@@ -83,20 +61,8 @@ def convolve_tokens(
 
 
 def scan_prompts(
-    x: Tensor,
-    dt: Tensor,
-    rates: Tensor,
-    b: Tensor,
-    c: Tensor,
-    *,
-    D: Tensor,
-    dt_bias: Tensor,
-    cu_seqlens: Tensor,
-    initial_states: Tensor | None,
-    out: Tensor,
-    state_dtype: torch.dtype,
-    **_: Any,
-) -> tuple[None, Tensor, None]:
+    x, dt, rates, b, c, *, D, dt_bias, cu_seqlens, initial_states, out, state_dtype, **_
+):
     """x and out [1, tokens, heads, dim], dt [1, tokens, heads], b and c [1, tokens, groups, size];
     returns the states behind each prompt in the middle."""
     starts = cu_seqlens.tolist()
@@ -112,20 +78,7 @@ def scan_prompts(
     return None, states.to(state_dtype), None
 
 
-def scan_tokens(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    rates: Tensor,
-    b: Tensor,
-    c: Tensor,
-    D: Tensor,
-    *,
-    dt_bias: Tensor,
-    state_batch_indices: Tensor,
-    out: Tensor,
-    **_: Any,
-) -> None:
+def scan_tokens(state, x, dt, rates, b, c, D, *, dt_bias, state_batch_indices, out, **_):
     """x, dt and out [requests, heads, dim], rates [heads, dim, size], b and c [requests, groups,
     size]: one token each."""
     step = F.softplus(dt + dt_bias)
@@ -136,14 +89,7 @@ def scan_tokens(
         state[slot] = held
 
 
-def _advance(
-    state: Tensor,
-    x: Tensor,
-    step: Tensor,
-    rates: Tensor,
-    b: Tensor,
-    c: Tensor,
-) -> Tensor:
+def _advance(state, x, step, rates, b, c):
     """One token: ``state`` [heads, dim, size] moves on in place; what it says, [heads, dim]."""
     each = len(x) // len(b)  # heads of a group
     b, c = (part.repeat_interleave(each, 0)[:, None] for part in (b, c))

@@ -82,10 +82,6 @@ class Saboteur:
         out: torch.Tensor = self.decode(**vars(given))
         return out
 
-    def zero(self, given: SimpleNamespace) -> torch.Tensor:
-        """Attention returns nothing."""
-        return self.run(given).zero_()
-
     def wrong_scale(self, given: SimpleNamespace) -> torch.Tensor:
         """Logits are a tenth too large."""
         return self.run(SimpleNamespace(**vars(given) | {"scale": 1.1 * given.scale}))
