@@ -21,7 +21,7 @@ _LEAST_QUERIES = 256
 _TARGET_OPTIONS: dict[str, tuple[Any, str]] = {
     "target": ("h200", f"the GPU to plan for ({', '.join(GPUS)}) or cpu"),
     "heads": ("32/8", "query and KV heads of one rank"),
-    "head_dim": (128, "elements of a head"),
+    "head_dim": (128, "elements of a head; 576: latents of MLA, with --heads N/1"),
     "draft_tokens": (
         1,
         "tokens of a request that attend at once, the last of its sequence: more than 1 where "
@@ -131,6 +131,7 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
     """
     from sglang_pat import Target
     from sglang_pat.config import PatConfig
+    from sglang_pat.target import LATENT_DIMS
 
     config = PatConfig.from_env(os.environ)
     name, heads, head_dim, draft_tokens, kv_dtype, sms = (
@@ -146,6 +147,7 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         "num_q_heads": int(q_heads),
         "num_kv_heads": int(kv_heads),
         "head_dim": head_dim,
+        "v_head_dim": LATENT_DIMS[1] if head_dim == LATENT_DIMS[0] else head_dim,
         "draft_tokens": draft_tokens,
         "max_queries": max(num_queries, _LEAST_QUERIES),
         "policy": config.policy,

@@ -155,6 +155,8 @@ def test_every_option_of_the_target_counts(name: str, sms: int, kv_bytes: int) -
     assert (made.num_q_heads, made.num_kv_heads) == (16, 4)
     other = target("--sms", "7", "--kv-cache-dtype", "fp8_e4m3", "--draft-tokens", "4")
     assert (other.num_sms, other.kv_bytes, other.draft_tokens) == (7, 1, 4)
+    latents = target("--head-dim", "576", "--heads", "16/1")
+    assert (latents.v_head_dim, latents.token_values, made.v_head_dim) == (512, 576, 64)
 
 
 def test_explain_and_estimate_need_neither_sglang_nor_a_gpu(tmp_path: Path) -> None:
