@@ -82,7 +82,7 @@ def _ngram(draft_tokens: int = DRAFT_TOKENS, breadth: int = 1) -> tuple[str, ...
     )
 
 
-# FlashInfer's fused all-reduce may use NVLink multicast, see on_host.sh.
+# FlashInfer's fused all-reduce may use NVLink multicast: see README.md.
 _TP2 = ("--tp-size", "2", "--enforce-disable-flashinfer-allreduce-fusion")
 _FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 _PAGES = ("--page-size", "16")

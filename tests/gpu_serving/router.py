@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two servers of each backend, one a GPU, behind SGLang's router with each of two policies, and the
-load of SGLang's own client: ``python -m gpu_serving.router --json FILE`` in tests/."""
+load of SGLang's own client: ``python -m gpu_serving.router --json FILE`` in tests/. The options are
+those of ``benchmarks.serving``; the first of the loads is asked for."""
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,40 +13,27 @@ from pathlib import Path
 from serving.test_router import POLICIES, Router
 
 from benchmarks.common.document import conditions, heading, write
+from benchmarks.serving.__main__ import make_parser, server_arguments
 from benchmarks.serving.loads import parse
 from benchmarks.serving.model import open_model
 from benchmarks.serving.servers import ask
 from sglang_pat.demo.server import Server
 
 SHOWN = ("median_itl_ms", "median_tpot_ms", "median_ttft_ms", "output_throughput")
-SERVER_ARGS = {
-    "cuda": ("--dtype", "bfloat16", "--mem-fraction-static", "0.9", "--max-total-tokens", "131072"),
-    "cpu": ("--dtype", "float32", "--max-total-tokens", "20000"),
-}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=sorted(SERVER_ARGS), default="cuda")
-    parser.add_argument("--model", default="llama3-8b", help="as of benchmarks.serving")
-    parser.add_argument("--backends", nargs="+", default=["pat", "fa3"])
-    parser.add_argument("--load", default="8*8192x16", help="as of benchmarks.serving")
-    parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--runs", type=int, default=3, help="behind one that warms up")
-    parser.add_argument("--json", type=Path, help="every run, rewritten after each")
-    parser.add_argument("--folder", type=Path, help="of the model and the logs")
+    parser = make_parser()
+    parser.prog, parser.description = "gpu_serving.router", __doc__
+    parser.set_defaults(loads=["8*8192x16"], backends=["pat", "fa3"], runs=3, max_requests=128)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="sglang_pat_router_"))
     model = open_model(options.model, folder)
-    load = parse(options.load, output=options.output_tokens, folder=folder)
+    load = parse(options.loads[0], output=options.output_tokens, folder=folder)
     # Of the router the client could not ask which model it has.
     of_model = ("--model", str(model), "--tokenizer", str(model))
     load = replace(load, arguments=(*load.arguments, *of_model))
-    args = (
-        *("--max-running-requests", "128", "--cuda-graph-max-bs-decode", "128"),
-        *("--stream-interval", "8", "--incremental-streaming-output", *SERVER_ARGS[options.device]),
-        *(() if any(model.glob("*.safetensors")) else ("--load-format", "dummy")),
-    )
+    args = server_arguments(options, model)
     with ExitStack() as stack:
         routers: dict[tuple[str, str], Router] = {}
         processes: list[Server] = []
@@ -74,7 +61,7 @@ def main() -> None:
         document = conditions("router", "gpu_serving.router", options.device, {})
         document |= {"load": load.name, "rows": []}
         print("\n".join(heading(document)), flush=True)
-        for run in range(-1, options.runs):
+        for run in range(-1, options.runs):  # the first one warms up
             for (backend, policy), router in routers.items():
                 for server in router.servers:
                     server.post("/flush_cache?timeout=10")
