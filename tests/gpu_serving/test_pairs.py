@@ -98,9 +98,12 @@ TWO_GPUS = [
     )
     for ranks in ("tp2", "dp2")
 ]
-TWO_GPUS += [  # half of the heads on each: of sinks, of latents
-    replace(row, ours=f"{row.ours}-tp2", peers=tuple(f"{peer}-tp2" for peer in row.peers[:1]))
+# Half of the heads on each: of sinks, of latents. Of GPT-OSS both peers, which are so far from each
+# other that fixed limits say nothing.
+TWO_GPUS += [
+    replace(row, ours=f"{row.ours}-tp2", peers=tuple(f"{peer}-tp2" for peer in peers))
     for row in OF_FAMILIES
+    for peers in [row.peers if row.ours.startswith("gpt_oss") else row.peers[:1]]
     if row.ours.startswith(("gpt_oss", "deepseek"))
 ]
 ROWS = [
