@@ -75,7 +75,7 @@ class Scale:
 
 
 SCALES = {
-    "cpu": Scale(12, 4, 8, 1200, 500, 90, steps=80, requests=16, growth=32 * MIB),
+    "cpu": Scale(18, 4, 8, 1200, 500, 90, steps=120, requests=24, growth=32 * MIB),
     "cuda": Scale(300, 30, 24, 5000, 1500, 120, steps=20_000, requests=5_000, growth=16 * MIB),
 }
 # Of servers that speculate: draft tokens of a request, and the top k of the draft model. With trees

@@ -115,8 +115,8 @@ def test_verified_drafts_of_latents(of_latents: Servers) -> None:
 
 
 def test_answers_of_state_spaces(of_states: Servers) -> None:
-    """The second time from cached states."""
-    prompts, new_tokens = WORKLOADS["multi_level"].prompts[::2], 24
+    """Of two agents with three turns each; the second time from cached states."""
+    prompts, new_tokens = WORKLOADS["crowd"].prompts[5:11], 24
     for _ in range(2):
         _, counted = compared(of_states, "pat", prompts, new_tokens)
         assert counted.kv_tokens_read < 0.6 * counted.kv_tokens_unpacked
@@ -126,8 +126,8 @@ def test_answers_of_state_spaces(of_states: Servers) -> None:
 
 def test_a_second_turn_starts_from_the_state_of_the_first(of_states: Servers) -> None:
     """Until states are evicted by more prompts than the pool has: then they are made anew."""
-    system = random_prompt(seed=7, length=150)
-    prompts = tuple(system + random_prompt(seed=20 + i, length=20) for i in range(6))
+    system = random_prompt(seed=7, length=100)
+    prompts = tuple(system + random_prompt(seed=20 + i, length=20) for i in range(4))
     for turn in range(3):
         if turn == 2:
             others = [random_prompt(seed=100 + i, length=12) for i in range(24)]
