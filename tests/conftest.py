@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("repeatable")
 # needs no answers of the stock server, which the first is asking for.
 LONGEST = (
     *("test_tokens.py", "test_examples.py", "test_real.py", "test_life.py"),
-    *("test_state_spaces.py", "test_verify.py", "test_demo.py"),
+    *("test_kinds.py", "test_verify.py", "test_demo.py"),
 )
 SERVER_TESTS = ("serving", "test_demo.py", "test_examples.py", "test_bench_serving.py")
 

@@ -16,7 +16,6 @@ from kit.device import (
     BF16,
     BOTH_KV,
     HEAD_DIMS,
-    DevicePlan,
     Dtypes,
     case_of_tree,
     check,
@@ -50,7 +49,7 @@ def test_kinds_of_items(kind: str, head_dim: int, dtypes: Dtypes) -> None:
     for group in range(1, 17):
         for seed in range(3 if kind in RANDOM else 1):
             inputs, hand = items_of(kind, (2 * group, 2), head_dim, seed=16 * seed + group)
-            check(on_device(inputs, *dtypes), DevicePlan(hand))
+            check(on_device(inputs, *dtypes), hand)
 
 
 @of_both_kv
@@ -61,7 +60,7 @@ def test_transformed_logits(kind: str, head_dim: int, dtypes: Dtypes) -> None:
     for cap in (0.0, 1.0, 30.0):
         inputs, hand = items_of(kind, (8, 2), head_dim, logit_cap=cap)
         for scale in (0.1, 1e-4, 0.0, -0.1):
-            check(replace(on_device(inputs, *dtypes), scale=scale), DevicePlan(hand))
+            check(replace(on_device(inputs, *dtypes), scale=scale), hand)
 
 
 @of_both_kv
@@ -82,7 +81,7 @@ def test_launches_agree_and_repeat(kind: str, head_dim: int, dtypes: Dtypes) -> 
         tails += (200, 700)
     for heads in [(64, 16)] if many else [(8, 2), (2, 2), (7, 1), (32, 2)]:
         inputs, hand = items_of(kind, heads, head_dim, tails=tails)
-        check_launches(on_device(inputs, *dtypes), DevicePlan(hand))
+        check_launches(on_device(inputs, *dtypes), hand)
 
 
 @of_both_kv
@@ -128,7 +127,7 @@ def test_splits(head_dim: int, partial: torch.dtype, dtypes: Dtypes) -> None:
         rest = branched([part for part in parts if part not in own], 64 // group)
         inputs = case(parts, (2 * group, 2), head_dim, tails=TAILS, seed=seed)
         inputs = on_device(replace(inputs, pieces=[*own, *rest]), *dtypes)
-        assert DevicePlan(inputs.plan()).num_partials > 0
+        assert inputs.plan().num_partials > 0
         check(inputs, partial_dtype=partial)
 
 
@@ -241,7 +240,7 @@ def test_padded_rows_and_empty_plans(num_queries: int, draft_tokens: int) -> Non
         seq_lens=full.seq_lens[:num_queries],
         pieces=full.pieces[:num_queries],
     )
-    made = DevicePlan(first.plan())
+    made = first.plan()
     workspace = Workspace(target_of(full), full.table.shape[1])
     want = execute(first, made, workspace=workspace)
     out, lse = execute(full, made, workspace=workspace)
@@ -254,13 +253,12 @@ def test_a_gpu_that_is_not_the_current_one() -> None:
     with torch.cuda.device(1):
         inputs = on_device(case(shared(9, 150), (8, 2), 128), BF16)
         there = check(inputs)
-    made = DevicePlan(inputs.plan())
+    made = inputs.plan()
     workspace = Workspace(target_of(inputs), inputs.table.shape[1], "cuda:1")
     assert torch.cuda.current_device() == 0
     workspace.load(made)
     workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
-    arguments = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens, made)
-    here = decode(*arguments, scale=inputs.scale, workspace=workspace)
+    here = decode(*inputs.inputs, made, scale=inputs.scale, workspace=workspace)
     assert torch.equal(here, there)
 
 
@@ -277,7 +275,7 @@ def test_a_tail_beyond_its_room_takes_none_of_its_neighbours(branch: bool) -> No
         hand.segments["room"][1:] = 30
         hand.items["list_start"][1:] = 100 + 30 * np.arange(4)
         hand.header["list_tokens"] = 100 + 30 * 4
-    made = DevicePlan(hand.encode())
+    made = hand.encode()
     want = execute(on_device(inputs, BF16), made)
     longer = on_device(grown(inputs, [130, 190, 130, 130]), BF16)
     assert torch.equal(execute(longer, made)[0], want[0])

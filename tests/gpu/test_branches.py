@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kit.cases import case
-from kit.device import BF16, DevicePlan, attend, check, execute, on_device, same, target_of
+from kit.device import BF16, attend, check, execute, on_device, same, target_of
 from kit.kinds import PAIRED, TAILS, halves, items_of, shared_first
 from kit.pieces import DYNAMIC, Branch, Piece, prefix
 from kit.plans import paired
@@ -53,8 +53,8 @@ def test_lengths_of_pairs(common: int, tails: tuple[int, ...], own_first: bool) 
         inputs = case(pieces, (8, 2), 128, tails=tails, seed=common)
         inputs = on_device(replace(inputs, pieces=shared_first(pieces, 5)), BF16)
         hand, tiles = inputs.plan(), common // 64
-        out = check(inputs, DevicePlan(paired(hand, -tiles if own_first else tiles)))
-        assert own_first or torch.equal(out, execute(inputs, DevicePlan(hand))[0])
+        out = check(inputs, paired(hand, -tiles if own_first else tiles))
+        assert own_first or torch.equal(out, execute(inputs, hand)[0])
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 4])
@@ -66,17 +66,17 @@ def test_many_pairs_compute_what_their_branches_do_alone(head_dim: int, draft_to
     inputs, hand = items_of("many_pairs", (32, 16), head_dim, **options)
     inputs = on_device(inputs, BF16)
     together = paired(hand, *map(abs, PAIRED["many_pairs"]))
-    alone = execute(inputs, DevicePlan(inputs.plan()))
-    assert same(execute(inputs, DevicePlan(together)), alone)
+    alone = execute(inputs, inputs.plan())
+    assert same(execute(inputs, together), alone)
 
 
 def test_without_a_snapshot_nothing_hangs() -> None:
     """Items have no tokens then: a half must not wait for what the other one does not load."""
     inputs, hand = items_of("many_pairs", (32, 8))
-    inputs, made = on_device(inputs, BF16), DevicePlan(hand)
+    inputs = on_device(inputs, BF16)
     workspace = Workspace(target_of(inputs), inputs.table.shape[1])
-    workspace.load(made)
-    attend(inputs, made, workspace=workspace)
+    workspace.load(hand)
+    attend(inputs, hand, workspace=workspace)
     torch.cuda.synchronize()
 
 
@@ -90,7 +90,7 @@ def test_a_query_depends_on_no_other(kind: str, heads: tuple[int, int]) -> None:
         parts = [Branch(tuple(pieces := prefix(16, 900)), kind == "tails first")]
     inputs = on_device(replace(case(pieces, heads, 128, tails=(100,)), pieces=parts), BF16)
     hand = inputs.plan()
-    made = DevicePlan(paired(hand, 14) if kind == "paired" else hand)
+    made = paired(hand, 14) if kind == "paired" else hand
     out, lse = execute(inputs, made)
     k, v = inputs.k.clone(), inputs.v.clone()
     own = inputs.table[inputs.rows[3], 900:1000].long()

@@ -15,7 +15,6 @@ from kit.device import (
     ALL_DTYPES,
     BF16,
     BOTH_KV,
-    DevicePlan,
     Dtypes,
     case_of_tree,
     check,
@@ -99,7 +98,7 @@ def test_branches(draft_tokens: int, most: int, head_dim: int) -> None:
 def test_many_units(kind: str, draft_tokens: int) -> None:
     tails = (8, 9, 40, 65)
     inputs, hand = items_of(kind, (32, 16), draft_tokens=draft_tokens, tails=tails)
-    check_launches(on_device(inputs, BF16), DevicePlan(hand))
+    check_launches(on_device(inputs, BF16), hand)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +194,7 @@ def test_what_is_refused() -> None:
     tree = Tree((1, 12), (300, 40))
     inputs = case_of_tree(tree, (8, 2), draft_tokens=8)
     width = inputs.table.shape[1]
-    given = (inputs.q, inputs.k, inputs.v, inputs.table, inputs.rows, inputs.seq_lens)
+    given = inputs.inputs
     options = {"scale": inputs.scale, "draft_masks": torch.ones(12, 8, dtype=torch.int64).cuda()}
     chain, masked = (
         Workspace(target_of(inputs), width, draft_masks=each) for each in (False, True)
@@ -221,10 +220,7 @@ def test_what_is_refused() -> None:
         (lambda: decode(*given, branched, **options), "a branch has no draft masks"),
         (lambda: chain.set_draft_masks(masks), "make it with draft_masks=True"),
         (lambda: read(chain, cells), "make it with draft_masks=True"),
-        (
-            lambda: masked.set_draft_masks(masks.repeat(2, 1)),
-            r"\(24, 8\), must be contiguous",
-        ),
+        (lambda: masked.set_draft_masks(masks.repeat(2, 1)), r"\(24, 8\), must be contiguous"),
         (lambda: masked.set_draft_masks(masks.int()), "must be contiguous int64"),
         (lambda: masked.set_draft_masks(masks.cpu()), "must be on cuda:0"),
         (lambda: read(masked, cells), "draft masks of 13 queries, at most 12 fit"),

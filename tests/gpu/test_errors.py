@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from kit.cases import Case, by_hand, case
-from kit.device import BF16, DevicePlan, case_of_tree, execute, on_device, target_of
+from kit.device import BF16, case_of_tree, execute, on_device, target_of
 from kit.pieces import Piece, prefix
 from kit.plans import HandPlan
 
 from benchmarks.common.forests import Tree
-from sglang_pat.ops import decode
+from sglang_pat.ops import INPUTS, decode
 from sglang_pat.planner import Plan
 from sglang_pat.planner import plan as make_plan
 from sglang_pat.workspace import Workspace
@@ -34,16 +34,8 @@ def planned(inputs: Case) -> Plan:
 
 
 def arguments_of(inputs: Case) -> dict[str, Any]:
-    return {
-        "q": inputs.q,
-        "k_cache": inputs.k,
-        "v_cache": inputs.v,
-        "req_to_token": inputs.table,
-        "rows": inputs.rows,
-        "seq_lens": inputs.seq_lens,
-        "plan": planned(inputs),
-        "scale": inputs.scale,
-    }
+    given = dict(zip(INPUTS, inputs.inputs, strict=True))
+    return given | {"plan": planned(inputs), "scale": inputs.scale}
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +114,7 @@ def test_plans_that_do_not_fit(
 ) -> None:
     workspace = Workspace(replace(target_of(inputs), **overrides), width)
     with pytest.raises(ValueError, match=message):
-        workspace.load(DevicePlan(make()))
+        workspace.load(make())
 
 
 # One for each of the checks; tests/core has a table of all damage, on the CPU.
@@ -153,10 +145,10 @@ def test_damaged_plans(
 ) -> None:
     workspace = Workspace(target_of(inputs), inputs.table.shape[1])
     hand = make()
-    workspace.load(DevicePlan(hand))
+    workspace.load(hand)
     getattr(hand, part)[name][index] = value
     with pytest.raises(ValueError, match=r"damaged plan|not a plan|the workspace is for"):
-        workspace.load(DevicePlan(hand.encode()))
+        workspace.load(replace(hand))  # the loaded plan itself is not read again
 
 
 def test_workspace_holds_another_plan(inputs: Case) -> None:

@@ -9,7 +9,6 @@ import torch
 from kit.cases import Case, case
 from kit.device import (
     BF16,
-    DevicePlan,
     attend,
     case_of_tree,
     check,
@@ -163,17 +162,16 @@ def test_a_half_may_be_done_before_its_scheduler_looks(head_dim: int) -> None:
     """First units of a token or none: a scheduler that waited for the ring would wait forever."""
     pieces = [Piece((query,), 0, DYNAMIC) for query in range(150)]
     inputs = on_device(case(pieces, (2, 2), head_dim, tails=(0, 1, 2)), BF16)
-    plan = DevicePlan(inputs.plan())
+    plan = inputs.plan()
     out = check(inputs, plan)
     workspace = workspace_of(inputs, plan)
     for _ in range(50):
         assert torch.equal(execute(inputs, plan, workspace=workspace)[0], out)
 
 
-@pytest.mark.parametrize("launch", ["streams"])
-def test_other_launches_have_none(launch: str) -> None:
+def test_other_launches_have_none() -> None:
     inputs = on_device(case(shared(2, 300), (8, 2)), BF16)
-    plan = DevicePlan(inputs.plan())
+    plan = inputs.plan()
     workspace = workspace_of(inputs, plan, launch="streams")
     assert flag(workspace) == 0
     check(inputs, plan, workspace=workspace)

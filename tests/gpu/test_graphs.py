@@ -15,8 +15,8 @@ from kit.cases import E4M3, Case, random_trees
 from kit.device import (
     K_SCALE,
     V_SCALE,
+    Captured,
     Dtypes,
-    attend,
     case_of_tree,
     check,
     execute,
@@ -34,28 +34,6 @@ from sglang_pat.workspace import LAUNCHES, Workspace
 HEADS = (8, 2)
 ROWS = 64  # of the captured batch
 of_launches = pytest.mark.parametrize("launch", LAUNCHES)
-
-
-class Captured:
-    """Snapshot and attention of a batch in a graph, as the workspace's plan has it."""
-
-    def __init__(self, inputs: Case, workspace: Workspace) -> None:
-        self.inputs, self.workspace = inputs, workspace
-        self.run()  # as before any capture
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.results = self.run()
-
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Eagerly, into outputs that held poison, as the graph's do at each replay."""
-        inputs, workspace = self.inputs, self.workspace
-        workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
-        return attend(inputs, workspace.plan, workspace=workspace)
-
-    def replay(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self.graph.replay()
-        return self.results
 
 
 def random_step(rng: np.random.Generator) -> tuple[Tree, list[int]]:

@@ -19,7 +19,7 @@ from itertools import product
 import pytest
 import torch
 from kit.cases import E4M3, Case
-from kit.device import ALL_DTYPES, BF16, BOTH_KV, FP16, DevicePlan, Dtypes, on_device, target_of
+from kit.device import ALL_DTYPES, BF16, BOTH_KV, FP16, Dtypes, on_device, target_of
 from kit.kinds import SMALL, items_of
 from kit.plans import HandPlan
 
@@ -33,31 +33,16 @@ def run(inputs: Case, hand: HandPlan, dtypes: Dtypes, launch: str = "queue") -> 
     if dtypes[1] == E4M3:
         inputs = inputs.to_e4m3(0.5, 2.0)
     given = on_device(inputs, dtypes[0])
-    plan = DevicePlan(hand)
     workspace = Workspace(target_of(inputs), given.table.shape[1], launch=launch)
     for name in ("queue", "plan", "row_masks"):
         buffer = workspace._buffers[name]
         buffer.copy_(torch.zeros(buffer.shape, dtype=buffer.dtype))  # from the host
-    workspace.load(plan)  # type: ignore[arg-type]
+    workspace.load(hand)
     out = torch.full(inputs.q.shape, 1e4, dtype=dtypes[0]).cuda()
     lse = torch.full(inputs.q.shape[:2], 1e4).cuda()
-    batch = (given.table, given.rows, given.seq_lens)
     for _ in range(2):
-        workspace.snapshot(*batch)
-        decode(
-            given.q,
-            given.k,
-            given.v,
-            *batch,
-            plan,  # type: ignore[arg-type]
-            scale=inputs.scale,
-            logit_cap=inputs.logit_cap,
-            k_scale=inputs.k_scale,
-            v_scale=inputs.v_scale,
-            out=out,
-            lse=lse,
-            workspace=workspace,
-        )
+        workspace.snapshot(given.table, given.rows, given.seq_lens)
+        decode(*given.inputs, hand, **given.options, out=out, lse=lse, workspace=workspace)
     truth, truth_lse = inputs.truth()
     most = 0.04 if dtypes[1] == E4M3 else 0.01
     assert (out.cpu().double() - truth).norm() < most * truth.norm()

@@ -13,9 +13,8 @@ from kit.cases import case
 from kit.device import (
     BF16,
     BOTH_KV,
-    DevicePlan,
+    Captured,
     Dtypes,
-    attend,
     check,
     check_launches,
     execute,
@@ -41,7 +40,7 @@ def test_every_query_head_has_its_sink_once(
 ) -> None:
     for heads in ((16, 2), (7, 1)):
         inputs, hand = planned(name, heads, head_dim)
-        check(with_sinks(on_device(inputs, *dtypes), sinks, BF16), DevicePlan(hand))
+        check(with_sinks(on_device(inputs, *dtypes), sinks, BF16), hand)
 
 
 @of_both_kv
@@ -60,10 +59,10 @@ def test_merges(queries: int, splits: int, partial: torch.dtype, dtypes: Dtypes)
 def test_dtypes_of_sinks(name: str, sink_dtype: torch.dtype, dtypes: Dtypes) -> None:
     """The values are exact in all of them, so these give the same bits."""
     inputs, hand = planned(name, (16, 2))
-    inputs, made = on_device(inputs, *dtypes), DevicePlan(hand)
-    check(with_sinks(inputs, "mixed"), made)
-    wanted = execute(with_sinks(inputs, "mixed"), made)
-    assert same(execute(with_sinks(inputs, "mixed", sink_dtype), made), wanted)
+    inputs = on_device(inputs, *dtypes)
+    check(with_sinks(inputs, "mixed"), hand)
+    wanted = execute(with_sinks(inputs, "mixed"), hand)
+    assert same(execute(with_sinks(inputs, "mixed", sink_dtype), hand), wanted)
 
 
 @of_both_kv
@@ -71,15 +70,15 @@ def test_dtypes_of_sinks(name: str, sink_dtype: torch.dtype, dtypes: Dtypes) -> 
 def test_sinks_of_minus_infinity_are_none(name: str, dtypes: Dtypes) -> None:
     """Bit by bit."""
     inputs, hand = planned(name, (16, 2), 128)
-    inputs, made = on_device(inputs, *dtypes), DevicePlan(hand)
-    assert same(execute(with_sinks(inputs, "none"), made), execute(inputs, made))
+    inputs = on_device(inputs, *dtypes)
+    assert same(execute(with_sinks(inputs, "none"), hand), execute(inputs, hand))
 
 
 @pytest.mark.parametrize("dtypes", BOTH_KV, ids=str)
 @pytest.mark.parametrize("name", ["joint", "joint splits", "pairs", "beside", "wide_forest"])
 def test_launches_agree_and_repeat(name: str, dtypes: Dtypes) -> None:
     inputs, hand = planned(name, (16, 2))
-    check_launches(with_sinks(on_device(inputs, *dtypes), "mixed", BF16), DevicePlan(hand))
+    check_launches(with_sinks(on_device(inputs, *dtypes), "mixed", BF16), hand)
 
 
 @of_both_kv
@@ -89,7 +88,7 @@ def test_neither_scale_nor_cap_changes_a_sink(dtypes: Dtypes) -> None:
         inputs, hand = planned(name, (16, 2))
         inputs = with_sinks(on_device(inputs, *dtypes), "mixed")
         for scale, cap in ((0.01, 0.0), (0.5, 2.0), (1.0, 25.0), (0.0, 0.0), (-0.1, 0.0)):
-            check(replace(inputs, scale=scale, logit_cap=cap), DevicePlan(hand))
+            check(replace(inputs, scale=scale, logit_cap=cap), hand)
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 3])
@@ -109,7 +108,7 @@ def test_without_tokens_a_sink_is_all_there_is(draft_tokens: int) -> None:
         pieces=tails[:count],
     )
     workspace = Workspace(target_of(full), full.table.shape[1])
-    out, lse = execute(full, DevicePlan(part.plan()), workspace=workspace)
+    out, lse = execute(full, part.plan(), workspace=workspace)
     assert not out[first:].any()
     wanted = (full.sinks / log(2)).expand_as(lse)[first:]
     torch.testing.assert_close(lse[first:], wanted, rtol=1e-6, atol=1e-6)
@@ -122,16 +121,11 @@ def test_a_graph_reads_new_values(name: str, sink_dtype: torch.dtype, dtypes: Dt
     """As a weight update leaves them where the old ones were."""
     inputs, hand = planned(name, (16, 2))
     inputs = with_sinks(on_device(inputs, *dtypes), "mixed", sink_dtype)
-    made = DevicePlan(hand)
     assert inputs.sinks is not None
     workspace = Workspace(target_of(inputs), inputs.table.shape[1])
-    before = execute(inputs, made, workspace=workspace)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = attend(inputs, made, workspace=workspace)
-    graph.replay()
-    assert same(results, before)
+    before = execute(inputs, hand, workspace=workspace)
+    captured = Captured(inputs, workspace)
+    assert same(captured.replay(), before)
     inputs.sinks.copy_(inputs.sinks.roll(1))
-    graph.replay()
-    assert same(results, execute(inputs, made)) and not same(results, before)
+    results = captured.replay()
+    assert same(results, execute(inputs, hand)) and not same(results, before)

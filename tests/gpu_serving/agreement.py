@@ -117,9 +117,7 @@ def beside(
     """How far a server's log-probabilities of ``texts`` are from those ``wanted``, and what it
     counted meanwhile."""
     logprobs, counted = server.counted(forced_logprobs, server, load, texts)
-    found = Distance.between(logprobs, wanted)
-    print(f"{server.log.parent.name}: {found}, {counted}")
-    return found, counted
+    return Distance.between(logprobs, wanted), counted
 
 
 def check_forced(what: str, found: Mapping[str, Sequence[float]]) -> None:
@@ -149,7 +147,6 @@ def check_forced(what: str, found: Mapping[str, Sequence[float]]) -> None:
             stacklevel=2,
         )
     for name, each in ours.items():
-        print(f"{what}: pat to {name} {each}; {limits}")
         assert near[name], f"{what}: pat to {name} {each}, over {limits}"
 
 

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -76,8 +76,7 @@ class Served:
 
     answers: list[Answer]
     counted: Counters
-    ready_s: float
-    traffic_s: float
+    seconds: float
 
 
 def rounds(chats: Sequence[Prompt], size: int) -> list[tuple[Sequence[Prompt], int]]:
@@ -88,7 +87,7 @@ def rounds(chats: Sequence[Prompt], size: int) -> list[tuple[Sequence[Prompt], i
 
 
 def serve(
-    fleet: Fleet, work: list[tuple[Sequence[Prompt], int]], until: float, began: float, name: str
+    fleet: Fleet, work: list[tuple[Sequence[Prompt], int]], until: float, name: str
 ) -> Served:
     """A server's answers to as many rounds as it begins before ``until``; at least one round."""
     server, answers = fleet(name), []
@@ -99,9 +98,7 @@ def serve(
         if answers and time.monotonic() > until:
             break
         answers += server.generate(prompts, NEW_TOKENS, samples=samples, ignore_eos=False)
-    done = time.monotonic()
-    print(f"{name}: ready {ready - began:.0f} s, {len(answers)} answers {done - ready:.0f} s")
-    return Served(answers, server.counters() - before, ready - began, done - ready)
+    return Served(answers, server.counters() - before, time.monotonic() - ready)
 
 
 def distances(some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, list[float]]:
@@ -121,17 +118,10 @@ def compared(some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]
     """For people: what two servers' answers have in common."""
     found = distances(some, others)
     texts = [(a.tokens, b.tokens) for a, b in zip(some, others, strict=True)]
-    first = [alike(a, b) for a, b in texts if a != b]
     return {
         "equal answers": 1 - fmean(found["another answer"]),
-        "first token that differs": {
-            "median": median(first) if first else None,
-            "deciles": quantiles(first, n=10) if len(first) > 1 else first,
-        },
-        "logprobs apart": {
-            "mean": fmean(found["logprobs apart"]),
-            "largest of an answer": max(found["logprobs apart"]),
-        },
+        "median first token that differs": median([alike(a, b) for a, b in texts if a != b] or [0]),
+        "mean logprobs apart": fmean(found["logprobs apart"]),
     }
 
 
@@ -165,22 +155,11 @@ def judge(setting: Setting, of: dict[str, Served]) -> dict[str, Any]:
         "pat to reference": compared(texts, wanted),
         "peer to reference": compared(others, wanted),
         "farther than the peer": bars,
+        "seconds": [each.seconds for each in (ours, reference, peer)],
         "accepted": [accepted(each) for each in (texts, wanted, others)] if drafts else None,
         "counted": vars(counted),
         "failures": failures,
     }
-
-
-def beside_alone(setting: Setting, of: dict[str, Served | str]) -> dict[str, Any]:
-    """For people: what is known of a setting of which a server was lost. Of SGLang's own servers
-    that decode on FlashInfer, three died of an illegal memory access under this load and one hung
-    (2026-11-29)."""
-    ours, reference = of[setting.servers[0]], of[setting.servers[1]]
-    if isinstance(ours, str) or isinstance(reference, str):
-        return {}
-    count = min(len(ours.answers), len(reference.answers))
-    texts, wanted = ours.answers[:count], reference.answers[:count]
-    return {"answers": count, "pat to reference": compared(texts, wanted)}
 
 
 def measure(
@@ -195,7 +174,7 @@ def measure(
 
     def attempt(name: str) -> Served | str:
         try:
-            return serve(fleet, work, began + seconds, began, name)
+            return serve(fleet, work, began + seconds, name)
         except (ServerError, OSError) as error:
             return f"{name}: {error}"
 
@@ -217,12 +196,9 @@ def measure(
     found: dict[str, dict[str, Any]] = {}
     for name, setting in settings.items():
         lost = [each for server in setting.servers if isinstance(each := of[server], str)]
-        found[name] = {"failures": lost} | beside_alone(setting, of) if lost else judge(setting, of)
-        found[name]["servers"] = {
-            server: [round(one.ready_s), round(one.traffic_s)]
-            for server in setting.servers
-            if isinstance(one := of[server], Served)
-        }
+        # Of SGLang's own servers that decode on FlashInfer, three died of an illegal memory access
+        # under this load and one hung (2026-11-29).
+        found[name] = {"failures": lost} if lost else judge(setting, of)
     return found
 
 

@@ -31,7 +31,6 @@ def test_free_answers(server: Fleet) -> None:
                 run += answers(server(each), load)
     as_fa3 = {each: equal_share(found[1], runs[STOCK][1]) for each, found in runs.items()}
     repeated = {each: equal_share(*found) for each, found in runs.items()}
-    print(f"as fa3's {as_fa3}, from run to run {repeated}")
     assert as_fa3[OURS] >= as_fa3["ratio4-flashinfer"] - MARGIN
     assert repeated[OURS] >= repeated[STOCK] - MARGIN
 

@@ -169,7 +169,6 @@ def test_beside_peers(row: Row, server: Fleet) -> None:
             found.setdefault(peer.split("-")[1], []).extend(of_peer)
         logprobs, counted = ours.counted(forced_logprobs, ours, load, texts)
         found.setdefault("pat", []).extend(logprobs)
-        print(f"{row.ours} {name}: {counted}")
         check_counted(row, name, counted)
     values = found["pat"]
     assert sum(values) / len(values) < -0.1  # of a model that is certain, nothing could be told

@@ -50,16 +50,15 @@ def test_asleep_and_awake(server: Fleet) -> None:
     assert workspace_mb > 50  # so that it is seen beside the rest
 
     ours.post("/flush_cache?timeout=30")
-    awake = device_bytes()
+    awake = device_bytes(ours.pid)
     sleep(ours, "kv_cache")
-    released = awake - device_bytes()
-    print(f"released {released // MB} MB, {workspace_mb} of them the workspace's")
+    released = awake - device_bytes(ours.pid)
     assert released > pool_bytes + 0.9 * workspace_mb * MB
     wake(ours, "kv_cache")
     check(ours, texts, wanted)
 
     sleep(ours)
-    assert awake - device_bytes() > released
+    assert awake - device_bytes(ours.pid) > released
     # In parts, as trainers do: what is not back yet must not be touched.
     wake(ours, "weights")
     wake(ours, "kv_cache", "cuda_graph")

@@ -103,7 +103,6 @@ def check_shares(
         less.setdefault(prompt, []).append(lost)
     means = [fmean(each) for each in less.values()]
     error = stdev(means) / sqrt(len(means))
-    print(f"equal less often by {fmean(means):.4f}, error {error:.4f}")
     assert fmean(means) <= 3 * error
 
 
@@ -122,7 +121,6 @@ def test_answers(row: Row, server: Fleet, answers_of: AnswersOf) -> None:
         distance, limit = apart(ours, plain), apart(ours_plain, plain)
         check_shares(row.loads, ours, ours_plain, plain)
     least, most = row.tokens
-    print(f"{row}: {distance}, limit {limit}; {accepted(ours):.3f} tokens a step; {counted}")
     assert distance.about_as_small_as(limit)
     assert least < accepted(ours) < most
     # A draft token that saw a wrong one, or not all of those before it, would be refused. NGRAM's
@@ -140,7 +138,6 @@ def test_plans_outlive_verify_steps(row: Row, server: Fleet) -> None:
     one, load = server(row.ours), LOADS["shared"]
     one.generate(load.prompts, 4)
     texts, counted = one.counted(one.generate, load.prompts, 400)
-    print(f"{counted}")
     steps = counted.verify_steps + counted.base_forwards.get("small_batch", 0)
     assert steps >= max(text.verify_steps for text in texts) > 90
     assert counted.plans_made < 0.25 * counted.verify_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,20 +35,6 @@ ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, E4M3: 2.0**-4}
 # Hopper adds up products of e4m3 with about 14 bits: a logit may be so far from the true one,
 # relative to the greatest sum on the way to it.
 SUMMING = 2.0**-11
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    """A hand plan with what ``decode`` and ``Workspace`` ask of a plan."""
-
-    hand: HandPlan
-
-    def __getattr__(self, name: str) -> Any:
-        header = self.hand.header
-        return int(header[name][0]) if name in header.dtype.names else getattr(self.hand, name)
-
-    def fits(self, seq_lens_ptr: int, count: int) -> bool:
-        return count == self.num_queries
 
 
 def on_device(inputs: Case, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> Case:
@@ -96,7 +82,7 @@ def execute(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``decode`` on the case's plan or another, which a workspace gets loaded and snapshotted:
     what ``attend`` gives."""
-    plan = plan or DevicePlan(inputs.plan())
+    plan = plan or inputs.plan()
     if workspace is None:
         options["draft_masks"] = inputs.draft_masks
     else:
@@ -114,23 +100,8 @@ def attend(inputs: Case, plan: Any, **options: Any) -> tuple[torch.Tensor, torch
     if inputs.draft_tokens == 1:
         out = torch.full_like(widened(inputs.q), POISON)
     lse = torch.full(inputs.q.shape[:2], POISON, device="cuda")
-    decode(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.table,
-        inputs.rows,
-        inputs.seq_lens,
-        plan,
-        scale=inputs.scale,
-        logit_cap=inputs.logit_cap,
-        k_scale=inputs.k_scale,
-        v_scale=inputs.v_scale,
-        sinks=inputs.sinks,
-        out=out,
-        lse=lse,
-        **options,
-    )
+    given = inputs.options | {"draft_masks": None} | options  # a workspace has masks of its own
+    decode(*inputs.inputs, plan, **given, out=out, lse=lse)
     return out, lse
 
 
@@ -140,16 +111,16 @@ def multiplies_e4m3(plan: Any) -> bool:
     return on_hopper and plan.num_wide_items + plan.num_heavy_items > 0
 
 
-def plans_of(inputs: Case) -> list[DevicePlan]:
+def plans_of(inputs: Case) -> list[HandPlan]:
     """The case's own plan by hand; the same as a joint one, if both halves of an SM could work on
     each item; and one with wide items, if any can be."""
     plan = inputs.plan()
     rows = inputs.heads[0] // inputs.heads[1] * inputs.draft_tokens * plan.items["num_queries"]
     plans = [plan]
-    if plan.header["num_heavy_items"] == len(plan.items) > 0 and max(rows) <= 64:
+    if plan.num_heavy_items == len(plan.items) > 0 and max(rows) <= 64:
         plans.append(joint(plan))
     wide = inputs.plan(wide=True)
-    return [DevicePlan(each) for each in plans + [wide] * bool(wide.header["num_wide_items"])]
+    return plans + [wide] * bool(wide.num_wide_items)
 
 
 def check(inputs: Case, plan: Any = None, summed: float = 0.0, **options: Any) -> torch.Tensor:
@@ -221,6 +192,39 @@ def check_launches(inputs: Case, plan: Any) -> None:
         assert all(same(first, other) for other in others)
 
 
+class Captured:
+    """Snapshot and attention of a batch in a graph, as the workspace's plan has it."""
+
+    def __init__(self, inputs: Case, workspace: Workspace) -> None:
+        self.inputs, self.workspace = inputs, workspace
+        self.run()  # as before any capture
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.results = self.run()
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Eagerly, into outputs that held poison, as the graph's do at each replay."""
+        inputs, workspace = self.inputs, self.workspace
+        workspace.snapshot(inputs.table, inputs.rows, inputs.seq_lens)
+        return attend(inputs, workspace.plan, workspace=workspace)
+
+    def replay(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.graph.replay()
+        return self.results
+
+
+def pieces_of_tree(tree: Tree, seq_lens: list[int]) -> list[Piece]:
+    """Its nodes, and the private tails up to ``seq_lens``."""
+    nodes: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for query, path in enumerate(tree.paths):
+        for node in path:
+            nodes[node].append(query)
+    pieces = [Piece(tuple(of), start, end - start) for (_, start, end), of in nodes.items()]
+    starts = [path[-1][2] if path else 0 for path in tree.paths]
+    return pieces + [Piece((i,), at, seq_lens[i] - at) for i, at in enumerate(starts)]
+
+
 def case_of_tree(
     tree: Tree,
     heads: tuple[int, int],
@@ -234,15 +238,7 @@ def case_of_tree(
     """Inputs of a batch by levels; ``seq_lens`` may cut or lengthen the private tails, which hold
     the draft tokens. Slots are shuffled, those that no token owns hold NaN."""
     lens = seq_lens or tree.seq_lens
-    nodes: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for query, path in enumerate(tree.paths):
-        for node in path:
-            nodes[node].append(query)
-    pieces = [
-        Piece(tuple(queries), start, end - start) for (_, start, end), queries in nodes.items()
-    ]
-    starts = [path[-1][2] if path else 0 for path in tree.paths]
-    pieces += [Piece((i,), at, lens[i] - at) for i, at in enumerate(starts)]
+    pieces = pieces_of_tree(tree, lens)
     small = case(pieces, (1, 1), 8, seed=seed, draft_tokens=draft_tokens)  # where tokens are
     generator = torch.Generator(device="cuda").manual_seed(seed)
 

@@ -65,10 +65,17 @@ def cpu_server(*, plugins: bool = False) -> dict[str, str]:
 
 class Fork:
     """A forked ``python -m`` with the arguments ``program``: what ``subprocess.Popen`` would be for
-    a started one. ``log`` gets its output, and its errors without a file ``errors``."""
+    a started one. ``log`` gets its output, and its errors without a file ``errors``. ``group``: of
+    processes, instead of one of its own."""
 
     def __init__(
-        self, program: Sequence[str], env: Mapping[str, str], cwd: Any, log: Path, errors: Any = ""
+        self,
+        program: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Any,
+        log: Path,
+        errors: Any = "",
+        group: int = 0,
     ) -> None:
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["kit.imported"])
@@ -77,7 +84,7 @@ class Fork:
             for name, text in early.items():
                 patch.setenv(name, text)
             _server.ensure_running()
-        given = (list(program), dict(env), str(cwd), str(log), str(errors or log))
+        given = (list(program), dict(env), str(cwd), group, str(log), str(errors or log))
         self._process: Any = context.Process(target=_become, args=given)
         self._process.start()
         self.pid: int = self._process.pid
@@ -106,6 +113,31 @@ def start_server(server: Server) -> Any:
     return Fork(program, server._env, server._tmp.name, server.log)
 
 
+def start_server_apart(server: Server) -> Any:
+    """The same for any variables: the fork of a process which imports SGLang with them."""
+    with server.log.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", _APART, str(server.log), *server._command[2:]],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=server._env,
+            cwd=server._tmp.name,
+            start_new_session=True,
+        )
+
+
+_APART = """
+import os, signal, sys
+from kit.forks import Fork
+fork = Fork(sys.argv[2:], os.environ, os.getcwd(), sys.argv[1], group=os.getpgrp())
+try:
+    fork.wait()
+except KeyboardInterrupt:
+    fork.send_signal(signal.SIGINT)
+sys.exit(fork.wait())
+"""
+
+
 def counters_of(server: Server) -> Counters:
     """What ``Server.counters`` reads, of a fork. As there, a flush may be late by a quarter of a
     second."""
@@ -129,14 +161,16 @@ def run(
         return subprocess.CompletedProcess(program, code, log.read_text(), errors.read_text())
 
 
-def _become(program: list[str], env: dict[str, str], cwd: str, log: str, errors: str) -> None:
+def _become(
+    program: list[str], env: dict[str, str], cwd: str, group: int, log: str, errors: str
+) -> None:
     """Make this fork what a new process with that environment would be, run the program, and
     end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for file in (log, errors):
         Path(file).write_bytes(b"")
-    place = (env, os.getpid(), log, errors)
+    place = (env, group or os.getpid(), log, errors)
     _enter(*place)
     os.chdir(cwd)
     tempfile.tempdir = None  # it may have been looked up with another TMPDIR

@@ -8,7 +8,7 @@ import importlib
 import multiprocessing.spawn
 
 from kit.forks import FLUSH_S, prepare
-from sglang_pat.srt import metrics
+from sglang_pat.srt import interface, metrics
 
 # What a server's processes import, each by itself if SGLang starts them: most when they start, all
 # models when one is looked up. Not prometheus_client, which reads when it is imported whether
@@ -24,5 +24,6 @@ for name in (
 importlib.import_module("setproctitle").getproctitle()
 multiprocessing.spawn.prepare = prepare
 metrics.FLUSH_SECONDS = FLUSH_S
+interface.interface_mismatches()  # each process would read SGLang's sources: seconds of every start
 gc.collect()
 gc.freeze()  # or the first collection of each fork would copy all that was imported

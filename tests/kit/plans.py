@@ -43,7 +43,7 @@ EMPTY = np.frombuffer(ctypes.string_at(_none.data_ptr, HEADER.itemsize), HEADER)
 
 @dataclass
 class HandPlan:
-    """A plan's parts, free to be damaged, and the object that ``decode`` takes."""
+    """A plan's parts, free to be damaged, with what ``decode`` and ``Workspace`` ask of a plan."""
 
     header: npt.NDArray[Any]
     items: npt.NDArray[Any]
@@ -70,9 +70,14 @@ class HandPlan:
     def nbytes(self) -> int:
         return self.words.nbytes
 
-    @property
-    def list_tokens(self) -> int:
-        return int(self.header["list_tokens"][0])
+    def __getattr__(self, name: str) -> int:
+        """A field of the header."""
+        if name not in (HEADER.names or ()):
+            raise AttributeError(name)
+        return int(self.header[name][0])
+
+    def fits(self, seq_lens_ptr: int, count: int) -> bool:
+        return count == self.num_queries
 
 
 def joint(plan: HandPlan) -> HandPlan:

@@ -14,7 +14,15 @@ from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kit.forks import PLUGINS, READ_LATE, counters_of, cpu_server, search_path, start_server
+from kit.forks import (
+    PLUGINS,
+    READ_LATE,
+    counters_of,
+    cpu_server,
+    search_path,
+    start_server,
+    start_server_apart,
+)
 
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.server import Server, ServerError
@@ -97,11 +105,13 @@ class ServingServer(Server):
             # On a GPU many start at once, and FlashInfer's compile their kernels meanwhile.
             ready_s=300.0 if on_cpu else 540.0,
         )
-        late = all(name.startswith(READ_LATE) for name, _ in config.env)
-        self._forked = on_cpu and late
+        self._forked = on_cpu
+        self._late = all(name.startswith(READ_LATE) for name, _ in config.env)
 
     def _spawn(self) -> Any:
-        return start_server(self) if self._forked else super()._spawn()
+        if not self._forked:
+            return super()._spawn()
+        return start_server(self) if self._late else start_server_apart(self)
 
     def counters(self) -> Counters:
         return counters_of(self) if self._forked else super().counters()
@@ -116,19 +126,19 @@ class ServingServer(Server):
         """How many requests have come since the start; the server must have ``LOG_REQUESTS``."""
         return self.text().count("Receive: obj=GenerateReqInput")
 
+    def wait_until_arrived(self, requests: int) -> None:
+        """Return once so many have come since the start."""
+        wait_until(lambda: self.arrived() >= requests, f"less than {requests} requests came")
+
     @contextlib.contextmanager
-    def paused_until_arrived(self, requests: int) -> Iterator[None]:
-        """Nothing is decoded while requests are sent within this block and until as many as
-        ``requests`` have come. How many decode together does not depend on how fast they came."""
+    def paused(self) -> Iterator[None]:
+        """Nothing is decoded within this block, so that how many requests decode together does not
+        depend on how fast they came."""
         self.post("/pause_generation", {"mode": "in_place"})
         try:
-            expected, deadline = self.arrived() + requests, time.monotonic() + WAIT_S
             yield
-            while (now := self.arrived()) < expected:
-                assert time.monotonic() < deadline, f"{expected - now} of {requests} did not come"
-                time.sleep(0.01)
         finally:
-            self.post("/continue_generation", {})
+            self.post("/continue_generation")
 
     def generate(
         self,
@@ -179,10 +189,13 @@ class ServingServer(Server):
     def wait_until_decoded(self, logged: int, requests: int, future: Future[list[Answer]]) -> None:
         """Return once the log behind its first ``logged`` characters has a step of ``requests``,
         whose answers ``future`` will have. SGLang logs every 40th step."""
-        deadline = time.monotonic() + WAIT_S
-        while f"Decode batch, #running-req: {requests}," not in (log := self.text()[logged:]):
-            assert not future.done() and time.monotonic() < deadline, log
-            time.sleep(0.02)
+
+        def decoded() -> bool:
+            found = f"Decode batch, #running-req: {requests}," in self.text()[logged:]
+            assert found or not future.done()
+            return found
+
+        wait_until(decoded, f"no step of {requests} requests")
 
     def quit_after(self, prompt: Prompt, events: int, *, new_tokens: int) -> None:
         """Ask for ``new_tokens`` tokens as a stream, read ``events`` events and close the
@@ -197,6 +210,26 @@ class ServingServer(Server):
                 line = answer.readline()
                 assert line and b"[DONE]" not in line, "the server closed the stream first"
                 events -= line.startswith(b"data: ")
+
+
+def wait_until(holds: Callable[[], bool], otherwise: str) -> None:
+    """Fails, saying ``otherwise``, if something does not hold within WAIT_S seconds."""
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """Start servers side by side; they are ready within this block, and end with it."""
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+        yield
 
 
 def greedy(new_tokens: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ LITTLE_MEMORY = Config(
     "little-memory", args=("--max-total-tokens", "1100", "--schedule-conservativeness", "0.05")
 )
 AWAKE = "sglang_pat: awake, the next plan is loaded anew"
-LONG = 1200  # so many tokens that three other requests come and go meanwhile
+LONG = 500  # so many tokens that three other requests come and go meanwhile
 LEAVERS_TOKENS = 4000  # a minute of decoding, if the server did not notice
 
 

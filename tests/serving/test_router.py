@@ -5,7 +5,6 @@ and are packed; with round robin, the control, each prompt is read on both serve
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -21,7 +20,7 @@ pytest.importorskip(
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.server import Server, reserve_port
 
-from .server import LOG_REQUESTS, WAIT_S, Config, ServingServer, greedy
+from .server import LOG_REQUESTS, Config, ServingServer, greedy, running, wait_until
 from .workloads import Prompt, random_prompt
 
 NAMES = ("0", "1")  # of the servers, in their answers
@@ -63,15 +62,12 @@ class Router(Server):
 
         with ThreadPoolExecutor(len(prompts)) as pool, ExitStack() as stack:
             for server in self.servers:
-                server.post("/pause_generation", {"mode": "in_place"})
-                stack.callback(server.post, "/continue_generation")
-            answers, deadline = [], time.monotonic() + WAIT_S
+                stack.enter_context(server.paused())
+            answers = []
             for count, prompt in enumerate(prompts, 1 + arrived()):
                 body = {"input_ids": prompt, "sampling_params": greedy(NEW_TOKENS)}
                 answers.append(pool.submit(self.post, "/generate", body))
-                while arrived() < count:
-                    assert time.monotonic() < deadline, "no server got the request"
-                    time.sleep(0.01)
+                wait_until(lambda count=count: arrived() >= count, "no server got the request")
         return [answer.result()["meta_info"]["weight_version"] for answer in answers]
 
 
@@ -79,17 +75,14 @@ class Router(Server):
 def routers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Router]]:
     """A router of each policy, all before the same two servers."""
     folder = tmp_path_factory.mktemp("router")
-    with ExitStack() as stack:
-        servers = []
-        for name in NAMES:
-            config = Config(name, args=(*LOG_REQUESTS, "--weight-version", name))
-            servers.append(ServingServer(model, config, folder / name))
-        found = {policy: Router(policy, servers, folder / f"{policy}.log") for policy in POLICIES}
-        for process in (*servers, *found.values()):
-            stack.callback(process.stop)
-            process.start()
-        for process in (*servers, *found.values()):
-            process.wait_until_ready()
+    servers = [
+        ServingServer(
+            model, Config(name, args=(*LOG_REQUESTS, "--weight-version", name)), folder / name
+        )
+        for name in NAMES
+    ]
+    found = {policy: Router(policy, servers, folder / f"{policy}.log") for policy in POLICIES}
+    with running(*servers, *found.values()):
         yield found
 
 

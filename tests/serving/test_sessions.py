@@ -41,8 +41,10 @@ def _talk(server: ServingServer) -> Iterator[list[Answer]]:
         assert server.post("/open_session", opened) == name
     with ThreadPoolExecutor() as pool:
         for turn in range(TURNS):
-            with server.paused_until_arrived(len(NAMES)):
+            with server.paused():
+                come = server.arrived()
                 answers = [pool.submit(_turn, server, name, turn) for name in NAMES]
+                server.wait_until_arrived(come + len(NAMES))
             yield [answer.result() for answer in answers]
     for name in NAMES:
         server.post("/close_session", {"session_id": name})

@@ -7,7 +7,6 @@ tests/srt/test_backend.py has its padded batches and idle ranks, tests/gpu_servi
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from kit.forks import search_path
 
 from sglang_pat.demo.counters import Counters
 
@@ -52,6 +52,7 @@ BRANCHES = Config(
     env=(("PAT_TEETH_CUT", "branches"), ("SGLANG_PAT_MIN_BATCH", "1")),
     plugins=True,
 )
+CLASSIC = Config("classic", args=("--radix-cache-backend", "classic"), plugins=True)
 TWO_RANKS = Config(  # each plans for itself, over its own heads
     "tensor-parallel", args=("--tp-size", "2"), env=(("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),)
 )
@@ -61,7 +62,7 @@ PATCHED = Config("patched", args=("--log-level", "debug"))
 ROWS = (
     Row(Config("page1-overlap-rust")),
     Row(BRANCHES, branches=True),
-    Row(Config("classic-radix-cache", args=("--radix-cache-backend", "classic"), plugins=True)),
+    Row(CLASSIC, ("multi_level", "identical", "ragged")),
     Row(TWO_RANKS, ("multi_level", "ragged"), says=("4 query heads, 1 KV heads", 2)),
     Row(PATCHED, ("multi_level",), says=("takes the requests of a step from SGLang's", 1)),
     Row(MIXED),
@@ -74,8 +75,7 @@ def config_of(row: Row, folder: Path) -> Config:
     if version("sglang") != "0.5.23":
         pytest.skip("the patch is for SGLang 0.5.23")
     subprocess.run([sys.executable, APPLY, folder], check=True, capture_output=True)
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return replace(PATCHED, env=(("PYTHONPATH", path),))
+    return replace(PATCHED, env=tuple(search_path(folder).items()))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

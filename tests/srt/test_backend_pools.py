@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers as the backend runs them over SGLang's own pools and the CPU's executor, against attention
 by its definition: K/V in fp8_e4m3, attention sinks, latents (MLA), and hybrid models. No server, no
-GPU. ``serving/test_state_spaces.py`` has SGLang's wrapper of hybrid models."""
+GPU. ``serving/test_kinds.py`` has SGLang's wrapper of hybrid models."""
 
 from __future__ import annotations
 
