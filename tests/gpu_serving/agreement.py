@@ -147,6 +147,7 @@ def check_forced(what: str, found: Mapping[str, Sequence[float]]) -> None:
             stacklevel=2,
         )
     for name, each in ours.items():
+        print(f"{what}: pat to {name} {each}; {limits}")
         assert near[name], f"{what}: pat to {name} {each}, over {limits}"
 
 

@@ -98,7 +98,7 @@ def attend(inputs: Case, plan: Any, **options: Any) -> tuple[torch.Tensor, torch
     LSE. With several draft tokens the output must be contiguous."""
     out = torch.full(inputs.q.shape, POISON, dtype=inputs.q.dtype, device="cuda")
     if inputs.draft_tokens == 1:
-        out = torch.full_like(widened(inputs.q), POISON)
+        out = widened(out)
     lse = torch.full(inputs.q.shape[:2], POISON, device="cuda")
     given = inputs.options | {"draft_masks": None} | options  # a workspace has masks of its own
     decode(*inputs.inputs, plan, **given, out=out, lse=lse)
