@@ -29,9 +29,6 @@ def work(*arguments: str) -> Work:
     return asked(kernel.make_parser().parse_args(arguments))
 
 
-# What is run
-
-
 REFUSED = {
     "--trees 1,4": "tree '1,4' is not NODES_TOKENS",
     "--trees 4,6_16,16": "tree '4,6_16,16' is not NODES_TOKENS",
@@ -63,9 +60,6 @@ def test_the_target_is_that_of_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) 
     assert (found.num_sms, found.cuts) == (108, WITHOUT_BRANCHES)
 
 
-# Arithmetic
-
-
 def test_the_floor_is_bytes_or_operations() -> None:
     """As other code gave it for an H200's rates, in microseconds."""
     heads = Heads(32, 8)
@@ -92,25 +86,20 @@ def test_the_summary_has_means_the_worst_row_and_those_that_lose() -> None:
     found = [row(), row("1,8_64,16", pat=31.0), row("5_64", pat=27.0, levels=20.0, fa3=None)]
     floor, decode, best = summary(found)
     assert "floor: 2.16; worst 3.10 at 1,8_64,16" in floor
-    assert "0.775 (shared 0.719, private 0.900)" in decode and "1,8_64,16 1.033" in decode
+    assert "0.775 (shared 0.719, private 0.900)" in decode and "1 of 3: 1,8_64,16 1.033" in decode
     assert "5_64 1.350" in best
-    drawn = [row("skew-0", pat=30.5), row("skew-1", pat=31.0), row("single-8k", fa3=20.0)]
-    assert "skew 1.025, single 0.750" in summary(drawn)[0] and "1 of 3: skew-1" in summary(drawn)[0]
-    e4m3 = [row(pat=16.0, bf16=20.0, errors={"fa3": 0.03}), row("4_64", pat=22.0, bf16=20.0)]
-    *_, over, error = summary(e4m3)
-    assert "0.938 (shared 0.800, private 1.100)" in over and error.endswith("0.067")
+    *_, over, error = summary([row(pat=16.0, bf16=20.0, errors={"fa3": 0.03})])
+    assert "0.800 (shared 0.800)" in over and error.endswith("0.067")
 
 
 @pytest.mark.parametrize("bad", [0.02, math.nan, math.inf])
 def test_outputs_that_disagree_are_named(bad: float) -> None:
+    """With K/V of 8 bits pat may be twice as far off as FA3."""
     assert complaints([row()]) == []
     peer = row(differences={"fa3": 0.003, "levels": bad})
     assert list(peer.wrong) == ["levels"] and "levels" in complaints([peer])[0]
     assert list(row(error=bad).wrong) == ["pat"]
     assert "too small" in complaints([row(degraded="max_items too small")])[0]
-
-
-def test_with_kv_of_8_bits_pat_may_be_twice_as_far_off_as_fa3() -> None:
     good, wrong, worse = (
         row(kv_dtype="fp8_e4m3", error=error, errors={"fa3": fa3, "flashinfer": flashinfer})
         for error, fa3, flashinfer in ((0.05, 0.14, 0.003), (0.06, 0.2, 0.02), (0.008, 0.003, 0))
@@ -152,7 +141,6 @@ def test_a_dump_is_run_as_on_its_server_unless_asked(tmp_path: Path) -> None:
 
 TREES = ["1,6_40,9", "5_20"]
 RUNS: dict[str, tuple[list[int], list[str], int]] = {  # drafts, batches, peers
-    "--heads 4/2/64 --trees 1,6_40,9 5_20": ([1], TREES, 3),
     "--heads 8/1/64 --trees 1,6_40,9 5_20 --draft-tokens 1,3": ([1, 3], TREES * 2, 3),
     "--heads 4/2/64 --trees 1,6_40,9 5_20 --kv-dtype fp8_e4m3": ([1], TREES, 3),
     "--heads 4/1/64 --ragged --only fork-1k bucketed-2": ([1], ["bucketed-2", "fork-1k"], 2),
@@ -219,9 +207,8 @@ def test_what_fails_is_left_out_and_what_is_wrong_is_named(
     assert "output of levels is off" in printed and "output of fa3" not in printed
     document = json.loads(file.read_text())
     assert [each["flashinfer"] for each in document["rows"]] == [None]
-    left_out = [text.partition(": ") for text in document["left_out"]]
-    names = ["7_20-4/2/64", "1,6_40,9-4/2/64 x 10", "7_20-4/2/64 x 10"]
-    assert [name for name, _, _ in left_out] == names
-    assert "out of memory" in left_out[0][2] and "among the 10 draft tokens" in left_out[1][2]
+    large, drafted, _ = document["left_out"]
+    assert large.startswith("7_20-4/2/64: ") and large.endswith("out of memory")
+    assert drafted.startswith("1,6_40,9-4/2/64 x 10: ") and "the 10 draft tokens" in drafted
     assert kernel.main([*arguments, "--budget-s", "0"]) == 0
     assert "left out: 1,6_40,9-4/2/64: the time is up" in capsys.readouterr().out

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kit import drafts
+from kit import drafts, sinks
+from kit import latents as of_mla
 from kit.cases import E4M3, Case, by_hand, case, check, error, execute, grown, random_trees
-from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix, shared
+from kit.pieces import DYNAMIC, Piece, branched, forest, paths_of, prefix, shared
 from kit.plans import encode
 from kit.trees import Batch, check_plan
 
@@ -22,121 +23,95 @@ from sglang_pat.target import CUTS, Target
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Factors of K and V in float8_e4m3fn, unequal so that swapped ones are seen; without, fp32 as q.
-STORED = pytest.mark.parametrize("scales", [None, (0.037, 1.75)], ids=["fp32", "e4m3"])
-Scales = tuple[float, float] | None
-drafted = partial(drafts.drafted, before=drafts.AROUND_BLOCKS)
-GROUPS = [1, 2, 4, 5, 7, 8, 16]
+SCALES = (0.037, 1.75)
+# K and V; the last is multi-head latent attention, which has one KV head.
+HEAD_DIMS = [*((dim, dim) for dim in (8, 64, 72, 96, 128, 256)), (64, 128), (192, 128), (128, 72)]
+HEAD_DIMS += [(of_mla.K_DIM, of_mla.V_DIM)] * 3
 
 
-def stored(inputs: Case, scales: Scales) -> Case:
-    return inputs.to_e4m3(*scales) if scales else inputs
+def planned(inputs: Case, pieces: list[Piece], cut: str) -> Any:
+    """A plan of the planner, checked; its branches hold 64 packed rows, as those by hand."""
+    q_heads, kv_heads = inputs.heads
+    dims = {"head_dim": inputs.k.shape[2], "v_head_dim": inputs.v.shape[2]}
+    room = {"max_queries": 64, "draft_tokens": inputs.draft_tokens, "cuts": (cut,)}
+    if dims["v_head_dim"] == of_mla.V_DIM:
+        made_for = of_mla.target(q_heads, **room)
+    else:
+        made_for = Target.cpu(threads=4, num_q_heads=q_heads, num_kv_heads=kv_heads, **dims, **room)
+    paths, lens = paths_of(pieces, len(inputs.rows)), inputs.seq_lens.tolist()
+    made = plan(paths, lens, made_for)
+    check_plan(made, Batch(paths, lens), made_for, lens)
+    return made
 
 
-@STORED
-@pytest.mark.parametrize("seed", range(6))
-def test_random_forests(scales: Scales, seed: int) -> None:
+def drawn(rng: np.random.Generator, seed: int) -> tuple[Case, list[Piece]]:
+    """A forest, and inputs for it of any heads, dtypes, draft tokens and sinks."""
+
+    def one_of(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    dims, group, kv_heads = one_of(*HEAD_DIMS), one_of(1, 2, 3, 4, 5, 7, 8, 16), one_of(1, 2, 3)
+    is_mla, draft_tokens = dims[1] == of_mla.V_DIM, one_of(1, 1, 2, 3, 8, 60, 64)
+    group = one_of(1, 8, 16, 20, 32, 64) if is_mla else group
+    draft_tokens = draft_tokens if group * draft_tokens <= 64 else 1
+    pieces = forest(rng, int(rng.integers(1, 6 if draft_tokens > 1 or is_mla else 25)))
+    options = {"seed": seed, "logit_cap": one_of(0.0, 0.0, 0.5, 5.0), "draft_tokens": draft_tokens}
+    if draft_tokens > 1:
+        options["tails"] = tuple(draft_tokens + more for more in drafts.AROUND_BLOCKS)
+    if is_mla:
+        inputs: Case = of_mla.latents(pieces, group, **options)
+    else:
+        inputs = case(pieces, (group * kv_heads, kv_heads), *dims, **options)
+    inputs = inputs.to(one_of(*DTYPES))
+    if not is_mla and one_of(True, False):
+        inputs = inputs.to_e4m3(*SCALES)
+    if one_of(True, False):
+        inputs = sinks.with_sinks(inputs, one_of(*sinks.SINKS), one_of(*DTYPES))
+    if one_of(True, False):
+        inputs = random_trees(inputs, seed)
+    return inputs, pieces
+
+
+@pytest.mark.parametrize("seed", range(240))
+def test_random_forests(seed: int) -> None:
+    """By turns in items by hand, in branches by hand, and by the planner with each cut, then also
+    with tails as long as its plan allows."""
     rng = np.random.default_rng(seed)
-    heads = [(8, 2), (4, 4), (5, 1), (14, 2), (16, 1), (6, 3)][seed]
-    check(stored(case(forest(rng, 1 + 5 * seed), heads, seed=seed), scales))
+    inputs, pieces = drawn(rng, seed)
+    if inputs.draft_tokens > 1 and inputs.draft_masks is None:  # the same tree, bit by bit
+        masks = drafts.chains(len(inputs.rows), inputs.draft_tokens)
+        assert torch.equal(execute(replace(inputs, draft_masks=masks))[0], execute(inputs)[0])
+    partial = DTYPES[rng.integers(2)]
+    how: dict[str, Any] = {"partial": partial, "bound": 0.0 if partial == DTYPES[0] else 9e-3}
+    if seed % 3 == 0:
+        check(inputs, **how)
+    elif seed % 3 == 1:
+        rows = inputs.heads[0] // inputs.heads[1] * inputs.draft_tokens
+        most = max(1, min(int(rng.choice([1, 3, 4, 64])), 64 // rows))
+        check(replace(inputs, pieces=branched(pieces, most)), **how)
+    else:
+        made = planned(inputs, pieces, CUTS[seed // 3 % len(CUTS)])
+        check(inputs, made, **how)
+        longer = of_mla.grown if isinstance(inputs, of_mla.Latents) else grown
+        check(longer(inputs, made.max_seq_lens.tolist(), seed), made, **how)
 
 
-@STORED
-@pytest.mark.parametrize(
-    "head_dims", [(d, d) for d in (8, 64, 72, 96, 128, 256)] + [(64, 128), (192, 128), (128, 72)]
-)
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
-def test_head_dims_and_ratios(scales: Scales, head_dims: tuple[int, int], group: int) -> None:
-    check(stored(case(shared(3, 70), (2 * group, 2), *head_dims, seed=group), scales))
-
-
-@STORED
+@pytest.mark.parametrize("scales", [None, SCALES], ids=["fp32", "e4m3"])
 @pytest.mark.parametrize("tokens", [*range(1, 10), *range(30, 38), *range(62, 68)])
-def test_numbers_of_tokens(scales: Scales, tokens: int) -> None:
+def test_numbers_of_tokens(scales: tuple[float, float] | None, tokens: int) -> None:
     """Around the blocks of 32 tokens, and the four of which scores are computed together."""
-    check(stored(case(shared(3, tokens), (2, 1), tails=(tokens,), seed=tokens), scales))
+    inputs = case(shared(3, tokens), (2, 1), tails=(tokens,), seed=tokens)
+    check(inputs.to_e4m3(*scales) if scales else inputs)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scales"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, (0.037, 1.75))],
-)
-@pytest.mark.parametrize("draft_tokens", [1, 4])
 @pytest.mark.parametrize("group", [1, 4, 5, 16])
-def test_plans_of_the_planner(
-    dtype: torch.dtype, scales: Scales, draft_tokens: int, group: int
-) -> None:
-    """At the plan's own lengths and with tails as long as it allows, of every cut."""
-    for seed, cut in enumerate(CUTS):
-        rng = np.random.default_rng(100 * group + seed)
-        pieces = forest(rng, int(rng.integers(2, 12)))
-        heads, cap = (2 * group, 2), (0.0, 5.0)[seed % 2]
-        inputs = drafted(pieces, heads, draft_tokens, seed=seed, logit_cap=cap)
-        inputs = stored(inputs.to(dtype), scales)
-        made_for = Target.cpu(
-            threads=4,
-            num_q_heads=heads[0],
-            num_kv_heads=2,
-            head_dim=64,
-            draft_tokens=draft_tokens,
-            max_queries=64,
-            cuts=(cut,),
-        )
-        paths, lens = paths_of(pieces, len(inputs.rows)), inputs.seq_lens.tolist()
-        made = plan(paths, lens, made_for)
-        check_plan(made, Batch(paths, lens), made_for, lens)
-        bound = 9e-3 if dtype == torch.bfloat16 else 2e-6
-        check(inputs, made, bound)
-        check(grown(inputs, made.max_seq_lens.tolist(), seed), made, bound)
-
-
-@pytest.mark.parametrize("most", [1, 3, 4])
-@pytest.mark.parametrize("group", GROUPS)
-def test_branches_by_hand(group: int, most: int) -> None:
-    """Every second one has its tails first. Of a query with other items beside it, the branch's
-    partial is the last."""
+def test_a_branch_beside_other_items(group: int) -> None:
+    """Its partial is the last of a query."""
     pieces = prefix(20, 200)
-    mixed: list[Piece | Branch] = [pieces[0], *branched(pieces[1:], most)]
-    check(replace(case(pieces, (group, 1)), pieces=mixed))
-    for seed in range(3):
-        pieces = forest(np.random.default_rng(seed), 17)
-        inputs = by_hand(pieces, (2 * group, 2), most=most, seed=seed, logit_cap=seed * 10.0)
-        check(inputs)
-        check(inputs.to_e4m3(0.6, 3.0))
-
-
-@pytest.mark.parametrize("draft_tokens", [2, 3, 8, 60, 64])
-@pytest.mark.parametrize("heads", [(8, 2), (5, 1), (2, 2)])
-def test_drafts(draft_tokens: int, heads: tuple[int, int]) -> None:
-    """That are a chain or a tree, in items of their own and in branches. A chain is the same tree,
-    bit by bit."""
-    for seed in range(2):
-        pieces = forest(np.random.default_rng(seed), 4)
-        chain = drafted(pieces, heads, draft_tokens, seed=seed)
-        out = check(chain)
-        masked = replace(chain, draft_masks=drafts.chains(len(chain.rows), draft_tokens))
-        assert torch.equal(execute(masked)[0], out)
-        check(random_trees(chain, seed))
-        if draft_tokens * heads[0] // heads[1] <= 32:
-            branches = replace(chain, pieces=branched(pieces, 2))
-            check(branches)
-            check(random_trees(branches, seed))
-
-
-def test_siblings_do_not_see_each_other() -> None:
-    """Other K and V of a draft token change the rows that attend to it, no bit of the others."""
-    inputs = random_trees(drafted([Piece((0,), 0, DYNAMIC)], (4, 1), 8), seed=5)
-    assert inputs.draft_masks is not None
-    before, _ = execute(inputs)
-    first = int(inputs.seq_lens[0]) - 8
-    for draft_token in range(1, 8):
-        slot = int(inputs.table[inputs.rows[0], first + draft_token])
-        k, v = inputs.k.clone(), inputs.v.clone()
-        k[slot] += 1
-        v[slot] += 1
-        out, _ = execute(replace(inputs, k=k, v=v))
-        sees = (inputs.draft_masks[0] >> draft_token & 1).bool()
-        assert torch.equal((out != before).flatten(1).any(1), sees)
+    for most in (1, 3, 4):
+        check(replace(case(pieces, (group, 1)), pieces=[pieces[0], *branched(pieces[1:], most)]))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -171,33 +146,12 @@ def test_threads_and_runs_give_equal_bits(dtype: torch.dtype) -> None:
         assert torch.equal(execute(inputs, backwards)[0], expected)
 
 
-@pytest.mark.parametrize("made", [case, by_hand])
-def test_a_swapped_slot_is_seen(made) -> None:
-    """The comparison has teeth: one wrong slot among hundreds, of the prefix or of a tail, exceeds
-    the bound."""
-    inputs = made(prefix(4, 300), (8, 2), tails=(30,))
-    for token in (7, 310):
-        table = inputs.table.clone()
-        table[inputs.rows, token] = table[inputs.rows, token + 1]
-        assert error(execute(replace(inputs, table=table))[0], inputs.truth()[0]) > 1e-4
-
-
 def test_callers_on_several_threads() -> None:
     inputs = [case(forest(np.random.default_rng(s), 9), seed=s) for s in range(4)]
     expected = [execute(one)[0] for one in inputs]
-    wrong: list[int] = []
-
-    def call(i: int) -> None:
-        for _ in range(50):
-            if not torch.equal(execute(inputs[i], threads=3)[0], expected[i]):
-                wrong.append(i)
-
-    callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(lambda i: execute(inputs[i % 4], threads=3)[0], range(200)))
+    assert all(torch.equal(out, expected[i % 4]) for i, out in enumerate(found))
 
 
 def _in_a_child(inputs: Case, expected: torch.Tensor) -> None:

@@ -1,28 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that the CPU executor rounds, joins and caps: extreme scores, halves, uneven parts."""
+"""Numbers that the CPU executor rounds and joins: halves, extreme scores, attention sinks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
 
-import numpy as np
 import pytest
 import torch
-from kit.cases import Case, case, check, error, execute
-from kit.pieces import Piece, forest, shared
+from kit.cases import Case, case, check, execute
+from kit.pieces import DYNAMIC, Piece, shared
+from kit.sinks import with_sinks
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-
-
-@HALVES
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (14, 2)])
-def test_half_precision(dtype: torch.dtype, heads: tuple[int, int]) -> None:
-    """At most twice the error of attention computed in that dtype by torch."""
-    inputs = case(forest(np.random.default_rng(1), 9), heads, 80, 96).to(dtype)
-    truth, _ = inputs.truth()
-    plain, _ = inputs.truth(dtype)
-    check(inputs, bound=2 * error(plain, truth) + 1e-6)
 
 
 def of_values(values: torch.Tensor, tokens: int) -> Case:
@@ -54,26 +45,6 @@ def test_halves_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
     assert torch.equal(out, (values.float().view(500, 2, 1, 256).sum(1) / 2).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bf16_partials(dtype: torch.dtype) -> None:
-    """Outputs rounded to bf16 before the merge, everything else in fp32."""
-    inputs = case(shared(6, 120, splits=4), tails=(1, 50)).to(dtype)
-    out = check(inputs, bound=8e-3, partial=torch.bfloat16)
-    assert error(out, execute(inputs)[0].double()) > 1e-5
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("token", [0, 63, 64, 149])
-def test_one_token_wins(token: int, group: int, splits: int) -> None:
-    """In an item or one of several splits: what lies far below it adds nothing, in either order."""
-    inputs = case(shared(1, 150, splits), (group, 1))
-    k, v = inputs.k.clone(), inputs.v.clone()
-    slot = inputs.table[inputs.rows[0], token].long()
-    k[slot], v[slot] = 1e4 * inputs.q[0, 0].sign(), 1e4
-    assert torch.all(check(replace(inputs, k=k, v=v))[0, 0] == 1e4)
-
-
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_equal_and_large_scores(group: int) -> None:
     """All keys alike: the mean of V, and log2 of the number of tokens above the score. V of 1e4
@@ -85,11 +56,24 @@ def test_equal_and_large_scores(group: int) -> None:
     check(replace(inputs, scale=1e4))
 
 
-@pytest.mark.parametrize("logit_cap", [0.5, 30.0, 1e3])
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("scale", [0.01, 0.125, 5.0])
-def test_soft_cap(logit_cap: float, group: int, scale: float) -> None:
-    inputs = case(shared(3, 100, splits=2), (group, 1), logit_cap=logit_cap)
-    out = check(replace(inputs, scale=scale))
-    uncapped, _ = replace(inputs, scale=scale, logit_cap=0.0).truth()
-    assert logit_cap > 100 or scale < 0.1 or error(out, uncapped) > 1e-3
+def test_neither_scale_nor_cap_changes_a_sink() -> None:
+    """Where the logits are below -20 too, a sink of -30 counts."""
+    inputs = case(shared(4, 40), (8, 2))
+    for scale, cap in ((0.01, 0.0), (0.5, 2.0), (1.0, 25.0), (0.0, 0.0)):
+        check(with_sinks(replace(inputs, scale=scale, logit_cap=cap), "mixed"))
+    keys = inputs.q[:1, :1].expand_as(inputs.k)
+    low = replace(inputs, q=-inputs.q[:1, :1].expand_as(inputs.q), k=keys, scale=0.5)
+    assert low.truth()[1].max() < -20 / log(2)
+    check(with_sinks(low, "below"))
+
+
+@pytest.mark.parametrize("sinks", ["above", "mixed", "none"])
+def test_without_tokens_a_sink_is_all_there_is(sinks: str) -> None:
+    """In a query that has an item, and in one that has none: output 0, and the sink as LSE."""
+    for parts in ([Piece((0,), 0, DYNAMIC), Piece((1,), 0, 5)], [Piece((1,), 0, 40)]):
+        inputs = with_sinks(case(parts, (8, 2), tails=(0,)), sinks)
+        assert inputs.sinks is not None and inputs.seq_lens[0] == 0
+        check(inputs)
+        out, lse = execute(inputs)
+        assert not out[0].any()
+        torch.testing.assert_close(lse[0], inputs.sinks / log(2))

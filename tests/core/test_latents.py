@@ -14,70 +14,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import drafts, trees
-from kit.cases import check, error, execute, random_trees
-from kit.latents import HEADS, K_DIM, V_DIM, Latents, grown, latents, target
-from kit.pieces import DYNAMIC, Piece, branched, forest, paths_of, prefix, shared
-from kit.trees import Batch, batches, check_plan, content, packed_rows
+from kit import trees
+from kit.cases import error, execute
+from kit.latents import HEADS, K_DIM, V_DIM, Latents, latents, target
+from kit.pieces import DYNAMIC, Piece, branched, forest, paths_of, shared
+from kit.trees import Batch, batches, check_plan, packed_rows
 
-from benchmarks.common.forests import Tree
-from sglang_pat import _C, decode
+from sglang_pat import decode
 from sglang_pat.capacity import ROOM, buffer_shapes
 from sglang_pat.config import PatConfig
 from sglang_pat.executor import Executor
 from sglang_pat.ops import check_cuda
 from sglang_pat.planner import plan
-from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target
+from sglang_pat.target import Target
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-OF_HEADS = pytest.mark.parametrize("heads", [1, 8, 16, 20, 32, 64])
-
-
-def planned(pieces: list[Piece], inputs: Latents, cut: str, **overrides: Any) -> Any:
-    """A plan of the planner for an H200, checked."""
-    made_for = target(inputs.q.shape[1], draft_tokens=inputs.draft_tokens, cuts=(cut,), **overrides)
-    paths, lens = paths_of(pieces, len(inputs.rows)), inputs.seq_lens.tolist()
-    made = plan(paths, lens, made_for)
-    check_plan(made, Batch(paths, lens), made_for, lens)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [*((h, torch.float32) for h in (1, 8, 16, 20, 32, 64)), (8, torch.bfloat16), (20, torch.half)],
-)
-def test_plans_of_the_planner(heads: int, dtype: torch.dtype) -> None:
-    """Of random forests and every cut, by turns with tails as long as the plan allows."""
-    for seed, cut in enumerate(CUTS):
-        rng = np.random.default_rng(100 * heads + seed)
-        pieces = forest(rng, int(rng.integers(2, 9 if heads < 32 else 5)))
-        inputs = latents(pieces, heads, seed=seed, logit_cap=(0.0, 5.0)[seed % 2]).to(dtype)
-        made = planned(pieces, inputs, cut)
-        partial = (torch.float32, torch.bfloat16)[seed // 2 % 2]
-        bound = 2e-6 if dtype == partial == torch.float32 else 9e-3
-        if (seed + heads // 4) % 2:
-            inputs = grown(inputs, made.max_seq_lens.tolist(), seed)
-        check(inputs, made, bound, partial=partial)
-
-
-@pytest.mark.parametrize(("heads", "draft_tokens"), [(1, 64), (8, 8), (20, 3)])
-def test_drafts(heads: int, draft_tokens: int) -> None:
-    """That are a chain or a tree by turns, in items of their own and in branches."""
-    for seed, cut in enumerate(CUTS):
-        pieces = forest(np.random.default_rng(seed), 4)
-        tails = tuple(draft_tokens + more for more in drafts.AROUND_BLOCKS)
-        chain = latents(pieces, heads, draft_tokens=draft_tokens, seed=seed, tails=tails)
-        inputs = random_trees(chain, seed) if (seed + heads) % 2 else chain
-        check(inputs, planned(pieces, chain, cut))
-
-
-@OF_HEADS
-def test_branches_by_hand(heads: int) -> None:
-    pieces = prefix(7, 200)
-    inputs = latents(pieces, heads)
-    check(replace(inputs, pieces=[pieces[0], *branched(pieces[1:], min(3, 64 // heads))]))
-    check(replace(inputs, pieces=branched(pieces, min(4, 64 // heads))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,24 +71,6 @@ def test_packs_fill_units() -> None:
     # Heads that fill a unit have nothing to pack.
     alone = plan([[(1, 0, 640)]] * 8, [700] * 8, target(64, cuts=()))
     assert alone.num_shared_items == alone.num_partials == 0
-
-
-@pytest.mark.parametrize(("heads", "cut"), [(8, "half_end_branches"), (16, "end_branches")])
-def test_ends_of_a_node_stand_with_the_tails(heads: int, cut: str) -> None:
-    """So that there is one unit for each SM, all about as long, where tails of their own come on
-    top of pieces. With row tiles of fewer rows there are no such branches."""
-    tree = Tree((1, 128), (8192, 256))
-    made = plan(tree.paths, tree.seq_lens, target(heads))
-    assert content(made) == content(plan(tree.paths, tree.seq_lens, target(heads, cuts=(cut,))))
-    branches = np.flatnonzero(made.items["kind"] == _C.BRANCH)
-    assert made.num_items == 128 and len(branches) == 32
-    tokens = [sum(r.length for r in trees.ranges_of(made, i, tree.seq_lens)) for i in range(128)]
-    assert max(tokens) < 1.08 * sum(tokens) / 128
-    for made_for in (trees.target(num_q_heads=16), trees.target(num_q_heads=64, num_kv_heads=4)):
-        same = replace(made_for, cuts=WITHOUT_BRANCHES)
-        ends = replace(made_for, cuts=(*WITHOUT_BRANCHES, cut))
-        one, other = (plan(tree.paths, tree.seq_lens, each) for each in (same, ends))
-        assert content(one) == content(other)
 
 
 def test_what_a_target_says_of_a_token() -> None:
